@@ -1,0 +1,277 @@
+"""The seams of the library: what each part offers the others, as structural types.
+
+Nothing here is a base class. A class fits a protocol by having its methods, so a foreign LightningModule can use a callback
+without inheriting from us. Symbols: x_t = alpha * x0 + sigma * noise; images (B, C, H, W); times t (B,) float64; `u` in [0, 1]
+is the rank of a noise level, 1 the noisiest.
+
+jsonargparse loads strategies from YAML against these protocols, which is why their methods are named (never `__call__`), their
+parameters positional-only and their attributes read-only properties.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+from torch import Tensor
+
+
+class Denoised(NamedTuple):
+    """What a network says about x_t, in the terms that solvers and guidance work with.
+
+    Attributes:
+        x0: (B, C, H, W) estimate of the clean image.
+        noise: (B, C, H, W) estimate of the noise; x_t = alpha * x0 + sigma * noise holds.
+        logvar_frac: (B, C, H, W) learned variance, as a fraction of the way from log posterior variance (0) to log beta (1);
+            None where the network does not learn it.
+        shift: (B, C, H, W) gradient that an ancestral step adds, times its variance, to its mean; None without a classifier.
+    """
+
+    x0: Tensor
+    noise: Tensor
+    logvar_frac: Tensor | None = None
+    shift: Tensor | None = None
+
+
+class Prediction(NamedTuple):
+    """What a loss sees of one forward pass.
+
+    Attributes:
+        output: (B, C or 2C, H, W) raw output of the network.
+        x0: (B, C, H, W) clean images, in [-1, 1] for pixels.
+        x_t: (B, C, H, W) noised images.
+        noise: (B, C, H, W) standard normal.
+        t: (B,) float64 times of the process.
+        step: optimizer steps completed so far; None outside training.
+    """
+
+    output: Tensor
+    x0: Tensor
+    x_t: Tensor
+    noise: Tensor
+    t: Tensor
+    step: int | None
+
+
+Denoise: TypeAlias = Callable[[Tensor, Tensor], Denoised]
+"""(x_t (B, C, H, W), t (B,) float64) -> Denoised."""
+DenoiseFor: TypeAlias = Callable[[Tensor | None], Denoise]
+"""labels (B,) or None -> Denoise."""
+RandnLike: TypeAlias = Callable[[Tensor], Tensor]
+"""A tensor -> standard normal noise of its shape, dtype and device."""
+
+
+class Process(Protocol):
+    """A forward process x_t = alpha(t) x0 + sigma(t) noise."""
+
+    @property
+    def t_min(self) -> float:
+        """Least noisy time that is trained on."""
+        ...
+
+    @property
+    def t_max(self) -> float:
+        """Noisiest time."""
+        ...
+
+    @property
+    def t_clean(self) -> float:
+        """The time at which alpha = 1 and sigma = 0."""
+        ...
+
+    @property
+    def num_steps(self) -> int | None:
+        """Number of discrete steps; None for continuous time."""
+        ...
+
+    def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
+        """Signal and noise scales, float64, of the shape of `t`."""
+        ...
+
+    def noise_label(self, t: Tensor, /) -> Tensor:
+        """What the network is told about the noise level, of the shape of `t`."""
+        ...
+
+    def from_unit(self, u: Tensor, /) -> Tensor:
+        """Time of rank `u` in [0, 1], float64."""
+        ...
+
+    def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
+        """Time at which log (alpha / sigma)^2 has the given value, float64."""
+        ...
+
+    def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
+        """x_t at the noisiest time, from standard normal noise."""
+        ...
+
+
+class Quantile(Protocol):
+    """Distribution of training times, as a map from rank to time."""
+
+    def quantile(self, u: Tensor, process: Process, /) -> Tensor:
+        """(B,) ranks in [0, 1) -> (B,) float64 times."""
+        ...
+
+
+class Parameterization(Protocol):
+    """What the network outputs. `alpha` and `sigma` broadcast against the images."""
+
+    def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """x_t as the network wants to see it."""
+        ...
+
+    def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """The output that a perfect network would give."""
+        ...
+
+    def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """Clean image that the output stands for."""
+        ...
+
+    def gain(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """|d x0 / d output|, of the shape of `alpha`."""
+        ...
+
+
+class Weighting(Protocol):
+    """Factor on the squared error of the network's output."""
+
+    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
+        """(B,) float64 scales and gains -> (B,) float64 factors."""
+        ...
+
+    def check(self, process: Process, parameterization: Parameterization, /) -> None:
+        """Raise ValueError where the weighting is undefined on this process."""
+        ...
+
+
+class Loss(Protocol):
+    """Training objective, per sample."""
+
+    @property
+    def output_factor(self) -> int:
+        """Output channels per image channel: 2 where the variance is learned, else 1."""
+        ...
+
+    def per_sample(
+        self, prediction: Prediction, process: Process, parameterization: Parameterization, /
+    ) -> dict[str, Tensor]:
+        """Named (B,) parts; the one called "loss" is minimised."""
+        ...
+
+    def check(self, process: Process, parameterization: Parameterization, /) -> None:
+        """Raise ValueError where the objective is undefined on this process."""
+        ...
+
+
+class TimeGrid(Protocol):
+    """Times at which a solver evaluates the network."""
+
+    def grid(self, process: Process, steps: int, /) -> Tensor:
+        """(steps + 1,) float64, from the noisiest time down; the last is `process.t_clean`."""
+        ...
+
+
+class Variance(Protocol):
+    """Variance of an ancestral step."""
+
+    @property
+    def learned(self) -> bool:
+        """Whether the network must output it."""
+        ...
+
+    def log_variance(
+        self, log_beta: Tensor, log_posterior: Tensor, last: Tensor, frac: Tensor | None, /
+    ) -> Tensor:
+        """Log-variance between log_posterior and log_beta.
+
+        `last` marks the step to the clean image; `frac` is `Denoised.logvar_frac`.
+        """
+        ...
+
+
+class Solver(Protocol):
+    """Reverse-time generator."""
+
+    def sample(
+        self, denoise: Denoise, process: Process, noise: Tensor, randn_like: RandnLike, /
+    ) -> Tensor:
+        """Standard normal noise (B, C, H, W) -> x0."""
+        ...
+
+
+class Guidance(Protocol):
+    """Wraps denoising to steer samples towards their labels."""
+
+    def guide(
+        self, denoise_for: DenoiseFor, labels: Tensor | None, process: Process, /
+    ) -> Denoise:
+        """A Denoise for these labels."""
+        ...
+
+
+class Codec(Protocol):
+    """Maps images to the space that is diffused, and back."""
+
+    def encode(self, images: Tensor, /) -> Tensor:
+        """Images uint8 (B, C, H, W) -> x0 float32."""
+        ...
+
+    def decode(self, x0: Tensor, /) -> Tensor:
+        """x0 -> images uint8 (B, C, H, W)."""
+        ...
+
+
+# All that callbacks and analyses know of a LightningModule.
+
+
+@runtime_checkable
+class HasTimesteps(Protocol):
+    """A module whose distribution over noise levels a callback may change.
+
+    Both are (num_bins,) over u in [0, 1], unnormalised; None means uniform and 1.
+    """
+
+    timestep_density: Tensor | None
+    timestep_weight: Tensor | None
+
+
+@runtime_checkable
+class CanGenerate(Protocol):
+    """A module that turns seeds into images."""
+
+    def generate(self, seeds: Sequence[int], labels: Tensor | None = None) -> Tensor:
+        """Images uint8 (N, C, H, W); image i depends on seeds[i] and labels[i] alone."""
+        ...
+
+
+@runtime_checkable
+class DescribesSampling(Protocol):
+    """A module that can say how it generates, for the record beside every score."""
+
+    def sampling_record(self) -> dict[str, Any]:
+        """Solver, steps, guidance, ... as plain builtins."""
+        ...
+
+
+@runtime_checkable
+class HasSampleLoss(Protocol):
+    """A module with a pure per-sample loss."""
+
+    def per_sample_loss(
+        self, x0: Tensor, labels: Tensor | None, t: Tensor, noise: Tensor, step: int | None = None
+    ) -> Tensor:
+        """(B,) losses, a function of the arguments and the weights alone."""
+        ...
+
+
+@runtime_checkable
+class WeightsProvider(Protocol):
+    """Something, such as the EMA callback, that can put other weights in place."""
+
+    def names(self) -> list[str]:
+        """Names that `weights` accepts."""
+        ...
+
+    def weights(self, name: str) -> AbstractContextManager[None]:
+        """Context in which the module's parameters hold the named weights."""
+        ...

@@ -1,0 +1,86 @@
+"""Where randomness comes from: every random number is a function of a key that is written down.
+
+A training step is keyed by (seed, rank, step, micro-batch), so a resumed run draws what the undisturbed one would have drawn and
+ranks differ. A sample is keyed by its own seed, so it does not depend on batch size, device or number of ranks.
+"""
+
+import hashlib
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+
+
+def fold(*key: int | str) -> int:
+    """A 63-bit seed from a key; different keys give unrelated seeds.
+
+    Example:
+        >>> fold("step", 0, 1) == fold("step", 0, 1), fold("step", 0, 1) == fold("step", 1, 0)
+        (True, False)
+    """
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def seed_step(seed: int, rank: int, step: int, micro_batch: int) -> None:
+    """Seed torch's global generators (CPU and GPUs) for one micro-batch of training.
+
+    Args:
+        seed: of the run.
+        rank: of this process among all.
+        step: optimizer steps completed before this one.
+        micro_batch: batch index, which tells accumulated batches of one step apart.
+    """
+    torch.manual_seed(fold("step", seed, rank, step, micro_batch))
+
+
+class PerSampleNoise:
+    """Standard normal noise with one CPU generator per sample.
+
+    Row i of every draw depends on `seeds[i]` and on how many draws came before, never on the other rows. Numbers are drawn on the
+    CPU in float32 and then moved: a GPU gives the same sample.
+
+    Args:
+        seeds: one integer per sample.
+        stream: name that keeps different uses of one seed apart.
+
+    Example:
+        >>> PerSampleNoise([3, 5]).draw((2, 2)).shape
+        torch.Size([2, 2, 2])
+        >>> torch.equal(PerSampleNoise([3, 5]).draw((4,))[1:], PerSampleNoise([5]).draw((4,)))
+        True
+    """
+
+    def __init__(self, seeds: Sequence[int], stream: str = "sample") -> None:
+        self._generators = [
+            torch.Generator().manual_seed(fold(stream, int(seed))) for seed in seeds
+        ]
+
+    def draw(self, shape: Sequence[int]) -> Tensor:
+        """(N, *shape) float32 on the CPU."""
+        out = torch.empty(len(self._generators), *shape)
+        for row, generator in zip(out, self._generators, strict=True):
+            row.normal_(generator=generator)
+        return out
+
+    def randn_like(self, x: Tensor) -> Tensor:
+        """The next draw, with the shape, dtype and device of `x` (N, ...)."""
+        return self.draw(x.shape[1:]).to(device=x.device, dtype=x.dtype)
+
+
+def index_uniforms(index: Tensor) -> Tensor:
+    """A fixed u in [0, 1) per sample index, spread evenly over any run of indices.
+
+    The additive recurrence frac(1/2 + index / golden ratio) has the lowest discrepancy of its kind, so the noise levels of a
+    validation set are stratified whatever its size.
+
+    Args:
+        index: (B,) int64.
+
+    Returns:
+        (B,) float64.
+    """
+    return (0.5 + index.double() * _GOLDEN_RATIO) % 1.0
