@@ -1,11 +1,13 @@
 """The seams of the library: what each part offers the others, as structural types.
 
-Nothing here is a base class. A class fits a protocol by having its methods, so a foreign LightningModule can use a callback
-without inheriting from us. Symbols: x_t = alpha * x0 + sigma * noise; images (B, C, H, W); times t (B,) float64; `u` in [0, 1]
-is the rank of a noise level, 1 the noisiest.
+Nothing here is a base class. A class fits a protocol by having its methods, so a foreign
+LightningModule can use a callback without inheriting from us. Symbols: x_t = alpha * x0 + sigma *
+noise; images (B, C, H, W); times t (B,) float64; `u` in [0, 1] is the rank of a noise level, 1 the
+noisiest.
 
-jsonargparse loads strategies from YAML against these protocols, which is why their methods are named (never `__call__`), their
-parameters positional-only and their attributes read-only properties.
+jsonargparse loads strategies from YAML against these protocols, which is why their methods are
+named (never `__call__`), their parameters positional-only and their attributes read-only
+properties.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,9 +23,10 @@ class Denoised(NamedTuple):
     Attributes:
         x0: (B, C, H, W) estimate of the clean image.
         noise: (B, C, H, W) estimate of the noise; x_t = alpha * x0 + sigma * noise holds.
-        logvar_frac: (B, C, H, W) learned variance, as a fraction of the way from log posterior variance (0) to log beta (1);
-            None where the network does not learn it.
-        shift: (B, C, H, W) gradient that an ancestral step adds, times its variance, to its mean; None without a classifier.
+        logvar_frac: (B, C, H, W) learned variance, as a fraction of the way from log posterior
+            variance (0) to log beta (1); None where the network does not learn it.
+        shift: (B, C, H, W) gradient that an ancestral step adds, times its variance, to its mean;
+            None without a classifier.
     """
 
     x0: Tensor
@@ -50,6 +53,25 @@ class Prediction(NamedTuple):
     noise: Tensor
     t: Tensor
     step: int | None
+
+
+class NonFiniteSamples(ArithmeticError):
+    """Raised by `CanGenerate.generate` instead of returning NaN as if it were an image.
+
+    Args:
+        seeds: of the samples that are not finite.
+        step: optimizer steps completed.
+        where: noise level at which the first of them went wrong.
+    """
+
+    def __init__(self, seeds: Sequence[int], step: int, where: str) -> None:
+        self.seeds = list(seeds)
+        shown = ", ".join(map(str, self.seeds[:8])) + (", ..." if len(self.seeds) > 8 else "")
+        super().__init__(
+            f"{len(self.seeds)} samples are not finite after {step} optimizer steps, from {where} "
+            f"on (seeds {shown}); the weights may have diverged: lower the lr, clip gradients, or "
+            "go back to an earlier checkpoint."
+        )
 
 
 Denoise: TypeAlias = Callable[[Tensor, Tensor], Denoised]
@@ -139,10 +161,6 @@ class Weighting(Protocol):
         """(B,) float64 scales and gains -> (B,) float64 factors."""
         ...
 
-    def check(self, process: Process, parameterization: Parameterization, /) -> None:
-        """Raise ValueError where the weighting is undefined on this process."""
-        ...
-
 
 class Loss(Protocol):
     """Training objective, per sample."""
@@ -202,9 +220,7 @@ class Solver(Protocol):
 class Guidance(Protocol):
     """Wraps denoising to steer samples towards their labels."""
 
-    def guide(
-        self, denoise_for: DenoiseFor, labels: Tensor | None, process: Process, /
-    ) -> Denoise:
+    def guide(self, denoise_for: DenoiseFor, labels: Tensor | None, process: Process, /) -> Denoise:
         """A Denoise for these labels."""
         ...
 

@@ -1,7 +1,8 @@
 """Where randomness comes from: every random number is a function of a key that is written down.
 
-A training step is keyed by (seed, rank, step, micro-batch), so a resumed run draws what the undisturbed one would have drawn and
-ranks differ. A sample is keyed by its own seed, so it does not depend on batch size, device or number of ranks.
+A training step is keyed by (seed, rank, step, micro-batch), so a resumed run draws what the
+undisturbed one would have drawn and ranks differ. A sample is keyed by its own seed, so it does not
+depend on batch size, device or number of ranks.
 """
 
 import hashlib
@@ -40,8 +41,8 @@ def seed_step(seed: int, rank: int, step: int, micro_batch: int) -> None:
 class PerSampleNoise:
     """Standard normal noise with one CPU generator per sample.
 
-    Row i of every draw depends on `seeds[i]` and on how many draws came before, never on the other rows. Numbers are drawn on the
-    CPU in float32 and then moved: a GPU gives the same sample.
+    Row i of every draw depends on `seeds[i]` and on how many draws came before, never on the other
+    rows. Numbers are drawn on the CPU in float32 and then moved: a GPU gives the same sample.
 
     Args:
         seeds: one integer per sample.
@@ -74,8 +75,8 @@ class PerSampleNoise:
 def index_uniforms(index: Tensor) -> Tensor:
     """A fixed u in [0, 1) per sample index, spread evenly over any run of indices.
 
-    The additive recurrence frac(1/2 + index / golden ratio) has the lowest discrepancy of its kind, so the noise levels of a
-    validation set are stratified whatever its size.
+    The additive recurrence frac(1/2 + index / golden ratio) has the lowest discrepancy of its kind,
+    so the noise levels of a validation set are stratified whatever its size.
 
     Args:
         index: (B,) int64.

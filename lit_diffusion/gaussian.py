@@ -1,0 +1,189 @@
+"""Gaussian identities that losses and solvers share; everything float64 until it meets an image.
+
+Notation: x_t = alpha_t x0 + sigma_t noise, and s is a less noisy time than t.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lit_diffusion.protocols import Process
+
+NATS_TO_BITS = 1 / math.log(2)
+
+
+def expand_as(value: Tensor, images: Tensor) -> Tensor:
+    """(B,) or () scales -> the images' dtype and device, broadcastable to (B, C, H, W)."""
+    value = value.to(device=images.device, dtype=images.dtype)
+    return value.reshape(-1, *[1] * (images.ndim - 1))
+
+
+class Posterior(NamedTuple):
+    """q(x_s | x_t, x0) = N(x0_coef x0 + xt_coef x_t, variance), float64, one entry per pair (t, s).
+
+    Attributes:
+        x0_coef: weight of x0 in the mean.
+        xt_coef: weight of x_t in the mean.
+        variance: the posterior's; 0 where s is the clean time.
+        log_variance: its logarithm, with the step to the clean time given that of the step before
+            (improved-diffusion's `posterior_log_variance_clipped`), since log 0 is of no use.
+        log_beta: log of the variance of q(x_t | x_s), the upper bound of a sensible reverse
+            variance.
+        last: whether s is the clean time.
+    """
+
+    x0_coef: Tensor
+    xt_coef: Tensor
+    variance: Tensor
+    log_variance: Tensor
+    log_beta: Tensor
+    last: Tensor
+
+    def at(self, index: int | Tensor) -> "Posterior":
+        """The entries at `index`."""
+        return Posterior(*(entry[index] for entry in self))
+
+
+def posterior(process: Process, times: Tensor) -> Posterior:
+    """Posteriors of every step down a grid of times.
+
+    Args:
+        process: the forward process.
+        times: (N + 1,) float64, falling; the last is the clean time.
+
+    Returns:
+        N posteriors, entry i for the step from times[i] to times[i + 1].
+
+    Source: Ho et al. 2020 (DDPM), Eq. 6-7, written for any two times as in Kingma et al. 2021
+    (VDM), appendix A.
+    """
+    alpha, sigma = process.alpha_sigma(times)
+    ratio = alpha[:-1] / alpha[1:]
+    beta = sigma[:-1] ** 2 - ratio**2 * sigma[1:] ** 2
+    variance = beta * sigma[1:] ** 2 / sigma[:-1] ** 2
+    log_beta = beta.log()
+    log_variance = variance.log()
+    log_variance[-1] = log_variance[-2] if len(variance) > 1 else log_beta[-1]
+    return Posterior(
+        x0_coef=alpha[1:] * beta / sigma[:-1] ** 2,
+        xt_coef=ratio * sigma[1:] ** 2 / sigma[:-1] ** 2,
+        variance=variance,
+        log_variance=log_variance,
+        log_beta=log_beta,
+        last=sigma[1:] == 0,
+    )
+
+
+@dataclass(frozen=True)
+class FixedSmall:
+    """The posterior's variance: the right one for data that are a single point.
+
+    Source: Ho et al. 2020 (DDPM), section 3.2.
+    """
+
+    learned: ClassVar[bool] = False
+
+    def log_variance(
+        self, log_beta: Tensor, log_posterior: Tensor, last: Tensor, frac: Tensor | None, /
+    ) -> Tensor:
+        """log_posterior."""
+        return log_posterior
+
+
+@dataclass(frozen=True)
+class FixedLarge:
+    """beta, the right one for data that are standard normal; the posterior's in the last step.
+
+    Source: Ho et al. 2020 (DDPM), section 3.2; the last step as in improved-diffusion.
+    """
+
+    learned: ClassVar[bool] = False
+
+    def log_variance(
+        self, log_beta: Tensor, log_posterior: Tensor, last: Tensor, frac: Tensor | None, /
+    ) -> Tensor:
+        """log_beta; log_posterior where last."""
+        return torch.where(last, log_posterior, log_beta)
+
+
+@dataclass(frozen=True)
+class LearnedRange:
+    """Log-linear between the two, at the fraction that the network gives.
+
+    Fractions outside [0, 1] extrapolate.
+
+    Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 15.
+    """
+
+    learned: ClassVar[bool] = True
+
+    def log_variance(
+        self, log_beta: Tensor, log_posterior: Tensor, last: Tensor, frac: Tensor | None, /
+    ) -> Tensor:
+        """Frac log_beta + (1 - frac) log_posterior."""
+        if frac is None:
+            raise ValueError(
+                "LearnedRange needs a network that outputs a variance, and this one outputs none; "
+                "train with HybridLoss, or sample with FixedSmall or FixedLarge."
+            )
+        return frac * log_beta + (1 - frac) * log_posterior
+
+
+def normal_kl(mean1: Tensor, logvar1: Tensor, mean2: Tensor, logvar2: Tensor) -> Tensor:
+    """KL(N(mean1, exp logvar1) || N(mean2, exp logvar2)) in nats, elementwise."""
+    return 0.5 * (
+        logvar2 - logvar1 - 1 + (logvar1 - logvar2).exp() + (mean1 - mean2) ** 2 * (-logvar2).exp()
+    )
+
+
+def approx_normal_cdf(x: Tensor) -> Tensor:
+    """Standard normal distribution function by the tanh approximation that the reference uses."""
+    return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+def discretized_log_likelihood(x: Tensor, mean: Tensor, logvar: Tensor) -> Tensor:
+    """Log-probability, in nats, of 8-bit values under a Gaussian integrated over each value's bin.
+
+    Args:
+        x: values in [-1, 1] on the grid of 256 levels.
+        mean: of the Gaussian.
+        logvar: log-variance of the Gaussian.
+
+    Source: Ho et al. 2020 (DDPM), Eq. 13; the outermost bins are open, probabilities below 1e-12
+    count as 1e-12.
+    """
+    scale = (-0.5 * logvar).exp()
+    upper = approx_normal_cdf(scale * (x - mean + 1 / 255))
+    lower = approx_normal_cdf(scale * (x - mean - 1 / 255))
+    probability = torch.where(x < -0.999, upper, torch.where(x > 0.999, 1 - lower, upper - lower))
+    return probability.clamp(min=1e-12).log()
+
+
+def variational_term(
+    step: Posterior, x0: Tensor, x_t: Tensor, x0_hat: Tensor, log_variance: Tensor
+) -> Tensor:
+    """KL(q(x_s | x_t, x0) || p(x_s | x_t)), or -log p(x0 | x_t) in the last step.
+
+    Args:
+        step: posteriors, (B,) per entry.
+        x0: (B, C, H, W) clean images.
+        x_t: (B, C, H, W) noised images.
+        x0_hat: (B, C, H, W) the model's estimate of x0, not clipped.
+        log_variance: (B, C, H, W) or broadcastable; the model's.
+
+    Returns:
+        (B,) bits per dimension.
+
+    Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 4-7.
+    """
+    c0, ct, true_logvar = (
+        expand_as(v, x0) for v in (step.x0_coef, step.xt_coef, step.log_variance)
+    )
+    mean = c0 * x0_hat + ct * x_t
+    kl = normal_kl(c0 * x0 + ct * x_t, true_logvar, mean, log_variance)
+    decoder = -discretized_log_likelihood(x0, mean, log_variance)
+    last = step.last.to(x0.device).reshape(-1, *[1] * (x0.ndim - 1))
+    return torch.where(last, decoder, kl).flatten(1).mean(1) * NATS_TO_BITS

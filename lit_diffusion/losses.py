@@ -1,0 +1,204 @@
+"""Training objectives, per sample, and the weightings of the squared error.
+
+One rule serves every parameterization: an error of the output is `gain` times smaller or larger
+than the error of x0 that it causes, so a weight W on |x0 - x0_hat|^2 is a weight W gain^2 on
+|target - output|^2. Weightings are stated as W, with SNR = (alpha / sigma)^2; `Simple` alone is
+stated for the output.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from lit_diffusion.gaussian import (
+    LearnedRange,
+    expand_as,
+    posterior,
+    variational_term,
+)
+from lit_diffusion.protocols import Parameterization, Prediction, Process, Weighting
+
+
+@dataclass(frozen=True)
+class Simple:
+    """Weight 1 on the error of the output, whatever that is.
+
+    Source: Ho et al. 2020 (DDPM), Eq. 14.
+    """
+
+    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
+        """1."""
+        return torch.ones_like(alpha)
+
+
+@dataclass(frozen=True)
+class MinSNR:
+    """W = min(SNR, gamma).
+
+    That is min(SNR, gamma) / SNR for noise, min(SNR, gamma) / (SNR + 1) for velocity.
+
+    Args:
+        gamma: where the weight of clean images stops growing.
+        zero_snr_weight: weight at SNR = 0, where the formula gives 0 for Sample and Velocity; the
+            authors' code has 1.0 there. None keeps the formula.
+
+    Source: Hang et al. 2023 (Min-SNR, arXiv 2303.09556), section 3.4.
+    """
+
+    gamma: float = 5.0
+    zero_snr_weight: float | None = None
+
+    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
+        """min(SNR, gamma) gain^2."""
+        snr = (alpha / sigma) ** 2
+        weight = snr.clamp(max=self.gamma) * gain**2
+        if self.zero_snr_weight is None:
+            return weight
+        return torch.where(snr == 0, self.zero_snr_weight, weight)
+
+
+@dataclass(frozen=True)
+class P2:
+    """W = SNR / (k + SNR)^gamma: takes weight off the nearly clean images.
+
+    Args:
+        gamma: strength; 0 is Simple for noise. The authors use 0.5 and 1.
+        k: SNR at which it sets in.
+
+    Source: Choi et al. 2022 (P2 weighting, arXiv 2204.00227), Eq. 8.
+    """
+
+    gamma: float = 1.0
+    k: float = 1.0
+
+    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
+        """SNR / (k + SNR)^gamma gain^2."""
+        snr = (alpha / sigma) ** 2
+        return snr / (self.k + snr) ** self.gamma * gain**2
+
+
+@dataclass(frozen=True)
+class DenoisingLoss:
+    """weight(t) mean |target - output|^2.
+
+    Args:
+        weighting: factor on the squared error.
+    """
+
+    weighting: Weighting
+    output_factor: ClassVar[int] = 1
+
+    def per_sample(
+        self, prediction: Prediction, process: Process, parameterization: Parameterization, /
+    ) -> dict[str, Tensor]:
+        """{"loss": (B,), "mse": (B,) before weighting}."""
+        mse = _squared_error(prediction, prediction.output, process, parameterization)
+        weight = _weight(self.weighting, prediction, process, parameterization)
+        return {"loss": weight.to(mse.dtype) * mse, "mse": mse}
+
+    def check(self, process: Process, parameterization: Parameterization, /) -> None:
+        """Raise ValueError where the weight is not finite at an end of the process."""
+        _check_weighting(self.weighting, process, parameterization)
+
+
+@dataclass(frozen=True)
+class HybridLoss:
+    """L_simple + lambda L_vlb: denoising, plus a little of the bound, which trains the variance.
+
+    The network outputs 2C channels: the first C as elsewhere, the others r in about [-1, 1], with
+    (r + 1) / 2 the fraction of `LearnedRange`. The bound sees the first C with their gradient
+    stopped.
+
+    Args:
+        weighting: factor on the squared error; the bound is not weighted.
+        vb_weight: lambda. 0.001 is the paper's and `rescale_learned_sigmas=True` of the code;
+            guided-diffusion's models used 1 / T.
+
+    Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 15-16.
+    """
+
+    weighting: Weighting
+    vb_weight: float = 0.001
+    output_factor: ClassVar[int] = 2
+
+    def per_sample(
+        self, prediction: Prediction, process: Process, parameterization: Parameterization, /
+    ) -> dict[str, Tensor]:
+        """{"loss": (B,), "mse": (B,) before weighting, "vb": (B,) bits per dimension}."""
+        output, r = prediction.output.chunk(2, dim=1)
+        mse = _squared_error(prediction, output, process, parameterization)
+        vb = _learned_variance_term(prediction, output, (r + 1) / 2, process, parameterization)
+        weight = _weight(self.weighting, prediction, process, parameterization).to(mse.dtype)
+        return {
+            "loss": weight * mse + self.vb_weight * _num_steps(process) * vb,
+            "mse": mse,
+            "vb": vb,
+        }
+
+    def check(self, process: Process, parameterization: Parameterization, /) -> None:
+        """Raise ValueError for continuous time, or a weight that is not finite."""
+        _num_steps(process)
+        _check_weighting(self.weighting, process, parameterization)
+
+
+def _squared_error(
+    prediction: Prediction, output: Tensor, process: Process, parameterization: Parameterization
+) -> Tensor:
+    alpha, sigma = (expand_as(v, prediction.x0) for v in process.alpha_sigma(prediction.t))
+    target = parameterization.target(prediction.x0, prediction.noise, alpha, sigma)
+    return (target - output).square().flatten(1).mean(1)
+
+
+def _weight(
+    weighting: Weighting,
+    prediction: Prediction,
+    process: Process,
+    parameterization: Parameterization,
+) -> Tensor:
+    alpha, sigma = process.alpha_sigma(prediction.t)
+    return weighting.weight(alpha, sigma, parameterization.gain(alpha, sigma), prediction.step)
+
+
+def _learned_variance_term(
+    prediction: Prediction,
+    output: Tensor,
+    frac: Tensor,
+    process: Process,
+    parameterization: Parameterization,
+) -> Tensor:
+    """(B,) terms of the bound at each sample's own step, the mean's gradient stopped."""
+    num_steps = _num_steps(process)
+    x0, x_t, t = prediction.x0, prediction.x_t, prediction.t
+    every_time = torch.arange(num_steps - 1, -2, -1, device=t.device, dtype=torch.float64)
+    step = posterior(process, every_time).at(num_steps - 1 - t.long())
+    alpha, sigma = (expand_as(v, x0) for v in process.alpha_sigma(t))
+    x0_hat = parameterization.to_x0(output.detach(), x_t, alpha, sigma)
+    log_variance = LearnedRange().log_variance(
+        expand_as(step.log_beta, x0), expand_as(step.log_variance, x0), step.last, frac
+    )
+    return variational_term(step, x0, x_t, x0_hat, log_variance)
+
+
+def _num_steps(process: Process) -> int:
+    if process.num_steps is None:
+        raise ValueError(
+            f"HybridLoss needs a process in discrete steps, got {process}; use DiscreteVP, "
+            "or DenoisingLoss."
+        )
+    return process.num_steps
+
+
+def _check_weighting(
+    weighting: Weighting, process: Process, parameterization: Parameterization
+) -> None:
+    ends = torch.tensor([process.t_min, process.t_max], dtype=torch.float64)
+    alpha, sigma = process.alpha_sigma(ends)
+    weight = weighting.weight(alpha, sigma, parameterization.gain(alpha, sigma), 0)
+    if not weight.isfinite().all():
+        raise ValueError(
+            f"the weight must be finite at every noise level, got {weight.tolist()} at the ends of "
+            f"{process} from {weighting} with {parameterization}; use Velocity or Sample where "
+            f"the process ends in pure noise."
+        )

@@ -1,0 +1,102 @@
+"""Learning rates over training: a linear warm-up, then constant, linear or cosine.
+
+Counted in optimizer steps.
+
+Each is torch's LambdaLR with a factor that is a pure function of the step, so a resume continues it
+exactly. Its own settings stay out of the checkpoint: a run that is resumed with another length
+follows the new one.
+"""
+
+import math
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+
+class WarmupConstant(LambdaLR):
+    """lr rises over `warmup_steps`, then stays.
+
+    Args:
+        optimizer: whose lr is the constant.
+        warmup_steps: optimizer steps until the full lr; the first step has 1 / warmup_steps of it.
+            0 is no warm-up.
+
+    Raises:
+        ValueError: for a negative number of steps.
+    """
+
+    def __init__(self, optimizer: Optimizer, warmup_steps: int = 0) -> None:
+        if warmup_steps < 0:
+            raise ValueError(f"warmup_steps must be >= 0, got {warmup_steps}.")
+        self.warmup_steps = warmup_steps
+        super().__init__(optimizer, self.factor)
+
+    def factor(self, step: int) -> float:
+        """Share of the lr in step `step`, the first being 0."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        return 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """LambdaLR's, without the settings of this class."""
+        settings = ("warmup_steps", "total_steps", "final_factor")
+        return {k: v for k, v in super().state_dict().items() if k not in settings}
+
+
+class WarmupLinear(WarmupConstant):
+    """lr rises over `warmup_steps`, then falls linearly to `final_factor` of it at `total_steps`.
+
+    Args:
+        optimizer: whose lr is the peak.
+        total_steps: optimizer steps of the whole run, warm-up included; None lets DiffusionModule
+            fill in the Trainer's.
+        warmup_steps: optimizer steps until the full lr.
+        final_factor: share of the lr in the last step and after.
+
+    Raises:
+        ValueError: for a warm-up as long as the run.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int | None = None,
+        warmup_steps: int = 0,
+        final_factor: float = 0.0,
+    ) -> None:
+        if total_steps is not None and total_steps <= warmup_steps:
+            raise ValueError(
+                f"total_steps must exceed warmup_steps, got {total_steps} and {warmup_steps}."
+            )
+        self.total_steps = total_steps
+        self.final_factor = final_factor
+        super().__init__(optimizer, warmup_steps)
+
+    def factor(self, step: int) -> float:
+        """Share of the lr in step `step`, the first being 0."""
+        if step < self.warmup_steps or step == 0:
+            return super().factor(step)
+        if self.total_steps is None:
+            raise ValueError(
+                f"{type(self).__name__} needs the length of the run; pass total_steps, in "
+                f"optimizer "
+                "steps."
+            )
+        done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
+        return self.final_factor + (1 - self.final_factor) * self.decay(min(done, 1.0))
+
+    def decay(self, done: float) -> float:
+        """Falls from 1 to 0 as `done` goes from 0 to 1."""
+        return 1 - done
+
+
+class WarmupCosine(WarmupLinear):
+    """lr rises over `warmup_steps`, then falls as a cosine to `final_factor` of it.
+
+    Source: Loshchilov & Hutter 2017 (SGDR), Eq. 5, without restarts.
+    """
+
+    def decay(self, done: float) -> float:
+        """(1 + cos(pi done)) / 2."""
+        return (1 + math.cos(math.pi * done)) / 2

@@ -1,0 +1,380 @@
+"""The LightningModule: network + process + parameterization + loss + solver, all injected."""
+
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
+from lightning.pytorch.utilities.types import STEP_OUTPUT, OptimizerLRScheduler
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+from lit_diffusion.codecs import PixelCodec
+from lit_diffusion.gaussian import expand_as
+from lit_diffusion.lr_schedules import WarmupLinear
+from lit_diffusion.protocols import (
+    Codec,
+    Denoise,
+    Denoised,
+    Guidance,
+    Loss,
+    NonFiniteSamples,
+    Parameterization,
+    Prediction,
+    Process,
+    Quantile,
+    Solver,
+)
+from lit_diffusion.seeding import PerSampleNoise, index_uniforms, seed_step
+from lit_diffusion.timesteps import bin_of, draw_uniforms
+
+Batch = tuple[Tensor, Tensor, Tensor]
+"""images uint8 (B, C, H, W), labels int64 (B,), index int64 (B,)."""
+
+
+class DiffusionModule(LightningModule):
+    """Trains a denoising network, measures its loss on fixed noise, and samples from it.
+
+    Randomness of a training step is a function of (seed, rank, step, micro-batch), with the seed of
+    `seed_everything` (0 without); that of a validation image a function of its index; that of a
+    sample a function of its seed.
+
+    Args:
+        network: forward(x (B, C, H, W), noise_label (B,), labels (B,) or None) -> (B, C or 2C, H,
+            W).
+        process: forward process.
+        parameterization: what the network outputs.
+        loss: training objective.
+        times: distribution of the training times.
+        solver: generator used by `generate`.
+        optimizer: called with the parameters that require a gradient.
+        image_shape: (C, H, W) of what is diffused.
+        num_classes: number of classes; None ignores labels.
+        label_dropout: share of training samples that lose their label, for classifier-free
+            guidance; 0.1 to 0.2 is usual.
+        codec: between images and what is diffused; None is PixelCodec.
+        guidance: used by `generate`; None samples from the conditional model as it is.
+        lr_scheduler: called with the optimizer, stepped once per optimizer step; None keeps the lr
+            constant.
+        stratified: whether the times of a batch are spread evenly over the ranks, rather than drawn
+            independently.
+        channels_last: whether network and images use torch's channels_last memory format, which
+            convolutions like.
+
+    Raises:
+        ValueError: where two of the arguments do not go together.
+
+    Attributes:
+        timestep_density: (num_bins,) unnormalised density over u in [0, 1] that training times are
+            drawn from; None is uniform.
+        timestep_weight: (num_bins,) factor on the loss per bin of u; None is 1.
+
+    Source: Ho et al. 2020 (DDPM), algorithm 1, with every choice an argument.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        process: Process,
+        parameterization: Parameterization,
+        loss: Loss,
+        times: Quantile,
+        solver: Solver,
+        optimizer: OptimizerCallable,
+        *,
+        image_shape: tuple[int, int, int],
+        num_classes: int | None = None,
+        label_dropout: float = 0.0,
+        codec: Codec | None = None,
+        guidance: Guidance | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        stratified: bool = True,
+        channels_last: bool = False,
+    ) -> None:
+        super().__init__()
+        if _given_hyperparameters.get() is not None:
+            # Built from YAML: plain builtins. Objects handed over in Python would be pickled into
+            # the checkpoint.
+            self.save_hyperparameters(logger=False)
+        self.network = network
+        self.process = process
+        self.parameterization = parameterization
+        self.loss = loss
+        self.times = times
+        self.solver = solver
+        self.guidance = guidance
+        self.codec = PixelCodec() if codec is None else codec
+        self.image_shape = tuple(image_shape)
+        self.num_classes = num_classes
+        self.label_dropout = label_dropout
+        self.stratified = stratified
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self.network.to(memory_format=self.memory_format)
+        self.timestep_density: Tensor | None = None
+        self.timestep_weight: Tensor | None = None
+        self._make_optimizer = optimizer
+        self._make_lr_scheduler = lr_scheduler
+        self._val_loss = MeanMetric().set_dtype(torch.float64)
+        self._test_loss = MeanMetric().set_dtype(torch.float64)
+        self._check_consistency()
+
+    # Training
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Make the randomness of this step a function of its number."""
+        seed_step(_run_seed(), self.global_rank, self.global_step, batch_idx)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> STEP_OUTPUT:
+        """Mean weighted loss at random noise levels, with what callbacks may want to know."""
+        images, labels, _ = batch
+        x0 = self._encode(images)
+        u = draw_uniforms(
+            len(x0), self.timestep_density, stratified=self.stratified, device=self.device
+        )
+        t, noise = self.times.quantile(u, self.process), torch.randn_like(x0)
+        losses = self.per_sample_loss(x0, self._drop_labels(labels), t, noise, self.global_step)
+        loss = (losses * self._weight_at(u)).mean()
+        self._log_training(loss, losses.detach(), u)
+        return {"loss": loss, "u": u, "per_sample_loss": losses.detach()}
+
+    def per_sample_loss(
+        self, x0: Tensor, labels: Tensor | None, t: Tensor, noise: Tensor, step: int | None = None
+    ) -> Tensor:
+        """(B,) losses: a function of the arguments and the weights alone.
+
+        Args:
+            x0: (B, C, H, W) clean images, encoded.
+            labels: (B,) int64, -1 for none; None for an unconditional network.
+            t: (B,) float64 times.
+            noise: (B, C, H, W) standard normal.
+            step: optimizer steps completed, for weightings that change over training.
+        """
+        alpha, sigma = (expand_as(v, x0) for v in self.process.alpha_sigma(t))
+        x_t = alpha * x0 + sigma * noise
+        output = self._run_network(x_t, labels, t, alpha, sigma)
+        prediction = Prediction(output, x0, x_t, noise, t, step)
+        return self.loss.per_sample(prediction, self.process, self.parameterization)["loss"]
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The optimizer, and the schedule stepped with it."""
+        optimizer = self._make_optimizer([p for p in self.parameters() if p.requires_grad])
+        if self._make_lr_scheduler is None:
+            return optimizer
+        scheduler = self._make_lr_scheduler(optimizer)
+        if isinstance(scheduler, WarmupLinear) and scheduler.total_steps is None:
+            scheduler.total_steps = self._steps_of_run()
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
+        }
+
+    # Validation
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Loss at one fixed noise level and noise per image, without any curriculum."""
+        self._val_loss.update(self._fixed_losses(batch))
+        self.log("val/loss", self._val_loss, prog_bar=True)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        """As validation, on the test split."""
+        self._test_loss.update(self._fixed_losses(batch))
+        self.log("test/loss", self._test_loss)
+
+    # Sampling
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """(seeds (B,), labels (B,)) -> images uint8 (B, C, H, W)."""
+        seeds, labels = batch
+        return self.generate(seeds.tolist(), labels)
+
+    @torch.no_grad()
+    def generate(self, seeds: Sequence[int], labels: Tensor | None = None) -> Tensor:
+        """Images uint8 (N, C, H, W); image i depends on seeds[i] and labels[i] alone.
+
+        Args:
+            seeds: one integer per image.
+            labels: (N,) int64, -1 for none; None is seed modulo `num_classes` for a
+                class-conditional network.
+
+        Raises:
+            NonFiniteSamples: where an image is NaN or infinite.
+        """
+        if labels is None and self.num_classes is not None:
+            labels = torch.tensor([seed % self.num_classes for seed in seeds])
+        labels = None if labels is None else labels.to(self.device)
+        noise = PerSampleNoise(seeds)
+        start = noise.draw(self.image_shape).to(self.device)
+        with _evaluation_mode(self.network):
+            denoise = self._guided(labels)
+            x0 = self.solver.sample(denoise, self.process, start, noise.randn_like)
+            bad = (~x0.isfinite()).flatten(1).any(1)
+            if bad.any():
+                self._raise_non_finite(denoise, seeds, bad)
+        return self.codec.decode(x0)
+
+    def sampling_record(self) -> dict[str, Any]:
+        """How `generate` makes images, for the record beside a score."""
+        return {
+            "solver": repr(self.solver),
+            "steps": getattr(self.solver, "steps", None),
+            "guidance": repr(self.guidance),
+            "process": repr(self.process),
+        }
+
+    # The rest: what the methods above are made of
+
+    def _encode(self, images: Tensor) -> Tensor:
+        x0 = self.codec.encode(images)
+        if x0.shape[1:] != self.image_shape:
+            raise ValueError(
+                f"image_shape is {self.image_shape}, but the data are {tuple(x0.shape[1:])}; "
+                f"change "
+                "one of them."
+            )
+        return x0
+
+    def _drop_labels(self, labels: Tensor) -> Tensor | None:
+        if self.num_classes is None:
+            return None
+        if self.label_dropout == 0:
+            return labels
+        dropped = torch.rand(len(labels), device=labels.device) < self.label_dropout
+        return labels.masked_fill(dropped, -1)
+
+    def _weight_at(self, u: Tensor) -> Tensor | float:
+        if self.timestep_weight is None:
+            return 1.0
+        weight = self.timestep_weight.to(u.device)
+        return weight[bin_of(u, len(weight))]
+
+    def _log_training(self, loss: Tensor, losses: Tensor, u: Tensor) -> None:
+        """The loss, and its mean per quartile of u (nan where a batch has none), without a sync."""
+        quartile = bin_of(u, 4)
+        sums = torch.zeros(4, dtype=losses.dtype, device=u.device).index_add(0, quartile, losses)
+        means = sums / torch.zeros_like(sums).index_add(0, quartile, torch.ones_like(losses))
+        self.log("train/loss", loss.detach(), prog_bar=True)
+        self.log_dict({f"train/loss_q{i}": mean for i, mean in enumerate(means)})
+
+    def _run_network(
+        self, x_t: Tensor, labels: Tensor | None, t: Tensor, alpha: Tensor, sigma: Tensor
+    ) -> Tensor:
+        """Raw output in the images' dtype, whatever the network's own precision."""
+        x = self.parameterization.network_input(x_t, alpha, sigma)
+        x = x.to(self.dtype).contiguous(memory_format=self.memory_format)
+        output: Tensor = self.network(x, self.process.noise_label(t).float(), labels)
+        expected = (len(x), self.loss.output_factor * x.shape[1], *x.shape[2:])
+        if output.shape != expected:
+            raise ValueError(
+                f"{type(self.loss).__name__} needs a network output of {expected}, got "
+                f"{tuple(output.shape)} from {type(self.network).__name__}; change its "
+                f"out_channels."
+            )
+        return output.to(x_t.dtype)
+
+    def _fixed_losses(self, batch: Batch) -> Tensor:
+        """(B,) float64 losses that depend on each image, its index and the weights alone."""
+        images, labels, index = batch
+        x0 = self._encode(images)
+        t = self.times.quantile(index_uniforms(index), self.process)
+        noise = PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
+        labels_or_none = None if self.num_classes is None else labels
+        return self.per_sample_loss(x0, labels_or_none, t, noise, self.global_step).double()
+
+    def _guided(self, labels: Tensor | None) -> Denoise:
+        if self.guidance is None:
+            return self._denoise_for(labels)
+        return self.guidance.guide(self._denoise_for, labels, self.process)
+
+    def _denoise_for(self, labels: Tensor | None) -> Denoise:
+        def denoise(x_t: Tensor, t: Tensor) -> Denoised:
+            alpha, sigma = (expand_as(v, x_t) for v in self.process.alpha_sigma(t))
+            output = self._run_network(x_t, labels, t, alpha, sigma)
+            frac = None
+            if self.loss.output_factor == 2:
+                output, r = output.chunk(2, dim=1)
+                frac = (r + 1) / 2
+            x0 = self.parameterization.to_x0(output, x_t, alpha, sigma)
+            return Denoised(x0, (x_t - alpha * x0) / sigma, frac)
+
+        return denoise
+
+    def _raise_non_finite(self, denoise: Denoise, seeds: Sequence[int], bad: Tensor) -> None:
+        """Sample again, which the seeds allow, to find the time at which it went wrong."""
+        bad_seeds = [seed for seed, is_bad in zip(seeds, bad.tolist(), strict=True) if is_bad]
+        seen: list[str] = []
+
+        def watched(x_t: Tensor, t: Tensor) -> Denoised:
+            result = denoise(x_t, t)
+            if not seen and not result.x0.isfinite().all():
+                seen.append(f"t = {t[0].item():g}")
+            return result
+
+        noise = PerSampleNoise(seeds)
+        start = noise.draw(self.image_shape).to(self.device)
+        self.solver.sample(watched, self.process, start, noise.randn_like)
+        raise NonFiniteSamples(bad_seeds, self.global_step, seen[0] if seen else "the last step")
+
+    def _steps_of_run(self) -> int:
+        steps = self.trainer.estimated_stepping_batches
+        if steps == float("inf"):
+            raise ValueError(
+                "the lr schedule needs the length of the run, and this Trainer has none; pass "
+                "max_steps to the Trainer or total_steps to the schedule."
+            )
+        return int(steps)
+
+    def _check_consistency(self) -> None:
+        """Find arguments that do not go together before the first step does."""
+        if not 0 <= self.label_dropout < 1:
+            raise ValueError(f"label_dropout must be in [0, 1), got {self.label_dropout}.")
+        if self.num_classes is None and (self.label_dropout > 0 or self.guidance is not None):
+            raise ValueError(
+                f"label_dropout={self.label_dropout} and guidance={self.guidance} need labels; "
+                f"pass "
+                "num_classes."
+            )
+        if self.guidance is not None and self.label_dropout == 0:
+            warnings.warn(
+                f"{self.guidance} compares with the prediction without labels, which "
+                "label_dropout=0 never trains.",
+                stacklevel=3,
+            )
+        self._check_ends_of_process()
+        self.loss.check(self.process, self.parameterization)
+        variance = getattr(self.solver, "variance", None)
+        if getattr(variance, "learned", False) and self.loss.output_factor != 2:
+            raise ValueError(
+                f"solver {self.solver} needs a learned variance, which {self.loss} does not train; "
+                "use HybridLoss."
+            )
+
+    def _check_ends_of_process(self) -> None:
+        ends = torch.tensor([self.process.t_min, self.process.t_max], dtype=torch.float64)
+        if not self.parameterization.gain(*self.process.alpha_sigma(ends)).isfinite().all():
+            raise ValueError(
+                f"{self.parameterization} can't recover x0 from pure noise, where {self.process} "
+                f"ends "
+                "(SNR = 0); use Velocity or Sample."
+            )
+
+
+def _run_seed() -> int:
+    """The seed given to `seed_everything`, 0 without one."""
+    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
+
+
+@contextmanager
+def _evaluation_mode(network: nn.Module) -> Iterator[None]:
+    """eval() that gives every submodule its own flag back."""
+    training = [module for module in network.modules() if module.training]
+    network.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

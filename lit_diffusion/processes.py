@@ -1,0 +1,195 @@
+"""Forward processes: how an image turns into noise, x_t = alpha(t) x0 + sigma(t) noise.
+
+A process is tables and formulas, no more: what the network outputs, which times are trained on and
+how one samples live elsewhere. Its tables are float64 and never module buffers, so no precision
+plugin casts them, no EMA averages them and no checkpoint holds them.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+MAX_BETA = 0.999
+
+
+class BetaSchedule(Protocol):
+    """Variances added per step."""
+
+    def betas(self) -> Tensor:
+        """(num_steps,) float64 in (0, 1)."""
+        ...
+
+
+@dataclass(frozen=True)
+class LinearBetas:
+    """beta from 1e-4 to 0.02 over 1000 steps, scaled so that other step counts end as noisy.
+
+    Args:
+        num_steps: T, at least 21: below that the last beta reaches 1.
+
+    Source: Ho et al. 2020 (DDPM), section 4; scaling by 1000 / T from improved-diffusion.
+    """
+
+    num_steps: int = 1000
+
+    def betas(self) -> Tensor:
+        """(num_steps,) float64."""
+        scale = 1000 / self.num_steps
+        return torch.linspace(1e-4 * scale, 0.02 * scale, self.num_steps, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class CosineBetas:
+    """alpha-bar falls as a squared cosine, which destroys the image more slowly than linear betas.
+
+    Args:
+        num_steps: T.
+
+    Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 17, with s = 0.008 and beta at most
+    0.999.
+    """
+
+    num_steps: int = 1000
+
+    def betas(self) -> Tensor:
+        """(num_steps,) float64."""
+        u = torch.arange(self.num_steps + 1, dtype=torch.float64) / self.num_steps
+        return _betas_of(torch.cos((u + 0.008) / 1.008 * math.pi / 2) ** 2)
+
+
+@dataclass(frozen=True)
+class SigmoidBetas:
+    """alpha-bar falls as a sigmoid: less time near both ends, which suits images above 64x64.
+
+    Args:
+        num_steps: T.
+        start: where on the sigmoid u = 0 lies.
+        end: where on the sigmoid u = 1 lies.
+        tau: temperature; larger is closer to a straight line.
+
+    Source: Jabri et al. 2022 (arXiv 2212.11972), appendix B; Chen 2023 (arXiv 2301.10972),
+    algorithm 1.
+    """
+
+    num_steps: int = 1000
+    start: float = -3.0
+    end: float = 3.0
+    tau: float = 1.0
+
+    def betas(self) -> Tensor:
+        """(num_steps,) float64."""
+        u = torch.arange(self.num_steps + 1, dtype=torch.float64) / self.num_steps
+        falling = torch.sigmoid(-(u * (self.end - self.start) + self.start) / self.tau)
+        return _betas_of((falling - falling[-1]) / (falling[0] - falling[-1]))
+
+
+def _betas_of(alpha_bar: Tensor) -> Tensor:
+    """(T + 1,) alpha-bar, up to a factor, at u = 0, 1/T, ..., 1 -> (T,) betas, clipped."""
+    return (1 - alpha_bar[1:] / alpha_bar[:-1]).clamp(max=MAX_BETA)
+
+
+class DiscreteVP:
+    """Variance-preserving process in T steps: alpha^2 = alpha-bar, sigma^2 = 1 - alpha-bar.
+
+    Times are 0 (least noisy) ... T - 1; -1 is the clean image. Between whole times log SNR is
+    interpolated linearly (alpha-bar between -1 and 0), so every solver and time grid works.
+
+    Args:
+        betas: schedule of the variances.
+        rescale_labels: whether the network is told t * 1000 / T instead of t, which
+            improved-diffusion does unless T is 1000.
+
+    Raises:
+        ValueError: where a beta is outside (0, 1).
+
+    Source: Ho et al. 2020 (DDPM), Eq. 4; Nichol & Dhariwal 2021 for `rescale_labels`.
+
+    Example:
+        >>> alpha, sigma = DiscreteVP(CosineBetas(50)).alpha_sigma(torch.tensor([-1.0, 10, 49]))
+        >>> bool(((alpha**2 + sigma**2 - 1).abs() < 1e-12).all())
+        True
+    """
+
+    def __init__(self, betas: BetaSchedule, rescale_labels: bool = False) -> None:
+        self.betas = betas
+        self.rescale_labels = rescale_labels
+        table = betas.betas()
+        if not ((table > 0) & (table < 1)).all():
+            raise ValueError(
+                f"betas must lie in (0, 1), got {table.min():.4g} to {table.max():.4g} from "
+                f"{betas}; use more steps."
+            )
+        # Entry i belongs to t = i - 1, so that the clean image is entry 0.
+        self._alpha_bar = torch.cat([torch.ones(1, dtype=torch.float64), (1 - table).cumprod(0)])
+        self._on_device: dict[torch.device, Tensor] = {}
+
+    def __repr__(self) -> str:
+        """The arguments."""
+        return f"DiscreteVP(betas={self.betas}, rescale_labels={self.rescale_labels})"
+
+    @property
+    def t_min(self) -> float:
+        """0."""
+        return 0.0
+
+    @property
+    def t_max(self) -> float:
+        """T - 1."""
+        return self.num_steps - 1.0
+
+    @property
+    def t_clean(self) -> float:
+        """-1."""
+        return -1.0
+
+    @property
+    def num_steps(self) -> int:
+        """T."""
+        return len(self._alpha_bar) - 1
+
+    def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
+        """sqrt(alpha-bar) and sqrt(1 - alpha-bar), float64, for t in [-1, T - 1]."""
+        alpha_bar = self._alpha_bar_at(t)
+        return alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
+
+    def noise_label(self, t: Tensor, /) -> Tensor:
+        """t, or t * 1000 / T."""
+        return t * (1000 / self.num_steps) if self.rescale_labels else t
+
+    def from_unit(self, u: Tensor, /) -> Tensor:
+        """The step whose share [i / T, (i + 1) / T) of ranks holds u."""
+        return (u.double() * self.num_steps).floor().clamp(max=self.t_max)
+
+    def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
+        """Time of a log SNR in [-1, T - 1]: the inverse of the interpolation in `alpha_sigma`."""
+        table = self._table(log_snr.device)
+        falling = torch.logit(table[1:])
+        log_snr = log_snr.double()
+        upper = torch.searchsorted(-falling, -log_snr).clamp(1, self.num_steps - 1)
+        left, right = falling[upper - 1], falling[upper]
+        between = (upper - 1 + (left - log_snr) / (left - right)).clamp(max=self.t_max)
+        near_clean = (1 - torch.sigmoid(log_snr)) / (1 - table[1]) - 1
+        return torch.where(log_snr > falling[0], near_clean, between)
+
+    def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
+        """Standard normal noise itself."""
+        return noise
+
+    def _alpha_bar_at(self, t: Tensor) -> Tensor:
+        table = self._table(t.device)
+        position = t.double() + 1
+        low = position.floor().long().clamp(0, self.num_steps)
+        high = (low + 1).clamp(max=self.num_steps)
+        fraction = position - low
+        by_log_snr = torch.sigmoid(torch.logit(table[low]).lerp(torch.logit(table[high]), fraction))
+        linear = table[low].lerp(table[high], fraction)
+        between = torch.where(low == 0, linear, by_log_snr)
+        return torch.where(fraction == 0, table[low], between)
+
+    def _table(self, device: torch.device) -> Tensor:
+        if device not in self._on_device:
+            self._on_device[device] = self._alpha_bar.to(device)
+        return self._on_device[device]
