@@ -1,0 +1,192 @@
+"""What the data modules share: loaders whose every batch is a function of (seed, epoch, index)."""
+
+import hashlib
+import os
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch
+from lightning.pytorch import LightningDataModule
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lit_diffusion.data.datasets import Batch, ImageDataset
+from lit_diffusion.data.samplers import ShuffledSampler, UnrepeatedSampler, even_batch_size
+
+Split: TypeAlias = Literal["train", "val"]
+T = TypeVar("T")
+
+
+class ImageDataModule(LightningDataModule):
+    """Base of the data modules: a subclass describes its images and loads a split.
+
+    Training batches come in an order that is a function of (seed, epoch), without the ragged last
+    batch: the images left over are others in the next epoch. Validation sees every image once on
+    any number of processes. The test split is the validation split. Prediction yields
+    (seeds (B,), labels (B,)), both int64, of images to generate.
+
+    Args:
+        batch_size: images a batch on each process, >= 1. Validation on several processes may take
+            a few more (`even_batch_size`).
+        num_workers: loading processes of each process; None takes 0 for data in memory, where a
+            batch costs microseconds, and what the CPU affinity allows for files.
+        num_predict: number of seeds 0, 1, ... that prediction generates, >= 1; seed s has label
+            s mod num_classes, or -1 without labels.
+        seed: of training order and augmentation; None takes the run's (`seed_everything`), else 0.
+            Splits and validation never depend on it.
+
+    Raises:
+        ValueError: If a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        batch_size: int = 128,
+        num_workers: int | None = None,
+        num_predict: int = 64,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__()
+        require_at_least(1, batch_size=batch_size, num_predict=num_predict)
+        require_at_least(0, num_workers=num_workers or 0)
+        self.save_hyperparameters(logger=False)
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self.num_predict = num_predict
+        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
+        self._opened: dict[Split, ImageDataset] = {}
+
+    # What a subclass says.
+
+    @property
+    @abstractmethod
+    def image_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of every image."""
+
+    @property
+    @abstractmethod
+    def class_names(self) -> tuple[str, ...]:
+        """Name of each label; empty without labels."""
+
+    @abstractmethod
+    def load(self, split: Split) -> ImageDataset:
+        """Open a split, not augmented."""
+
+    def check(self) -> None:
+        """Fetch the files or name what is wrong with them; runs once per node, before all else."""
+
+    def default_workers(self) -> int:
+        """Number of loading processes where none is asked for."""
+        return 0
+
+    # What a user has in Python, with no Trainer.
+
+    @property
+    def num_classes(self) -> int | None:
+        """Number of labels; None without labels."""
+        return len(self.class_names) or None
+
+    def dataset(self, split: Split) -> ImageDataset:
+        """A split without augmentation, opened once."""
+        if split not in ("train", "val"):
+            raise ValueError(f"split must be 'train' or 'val' (also for testing), got {split!r}.")
+        if split not in self._opened:
+            self._opened[split] = self.load(split)
+        return self._opened[split]
+
+    def in_order(self, split: Split, num_replicas: int = 1, rank: int = 0) -> "DataLoader[Batch]":
+        """Every image of a split once, without augmentation; a stream, so its size does not matter.
+
+        Args:
+            split: "train" or "val".
+            num_replicas: number of processes that share it; all get the same number of batches.
+            rank: of this process among them.
+        """
+        dataset = self.dataset(split)
+        batch_size = even_batch_size(len(dataset), num_replicas, self.batch_size)
+        return self._loader(dataset, UnrepeatedSampler(dataset, num_replicas, rank), batch_size)
+
+    def images(self, split: Split) -> Tensor:
+        """All images of a split, (N, C, H, W) uint8, in order and without augmentation."""
+        return torch.cat([images for images, _, _ in self.in_order(split)])
+
+    def fingerprint(self, split: Split) -> str:
+        """16 hex digits that change when an image or label does: a key for caches of statistics."""
+        digest = hashlib.sha256(repr(self.image_shape).encode())
+        for images, labels, _ in self.in_order(split):
+            digest.update(images.numpy().tobytes())
+            digest.update(labels.numpy().tobytes())
+        return digest.hexdigest()[:16]
+
+    # What the Trainer calls.
+
+    def prepare_data(self) -> None:
+        """Check the data, unless images are only generated."""
+        if self.trainer is None or self.trainer.state.fn != TrainerFn.PREDICTING:
+            self.check()
+
+    def train_dataloader(self) -> "DataLoader[Batch]":
+        """Shuffled and augmented batches, all of `batch_size`."""
+        dataset = replace(self.dataset("train"), seed=self.seed)
+        num_replicas, rank = self._place()
+        if len(dataset) < self.batch_size * num_replicas:
+            raise ValueError(
+                f"An epoch needs a full batch on every process: batch_size {self.batch_size} on"
+                f" {num_replicas} process(es) is more than the {len(dataset)} training images;"
+                " lower batch_size."
+            )
+        sampler = ShuffledSampler(dataset, self.seed, num_replicas, rank)
+        return self._loader(dataset, sampler, self.batch_size, drop_last=True)
+
+    def val_dataloader(self) -> "DataLoader[Batch]":
+        """Every held-out image once, over all processes."""
+        return self.in_order("val", *self._place())
+
+    def test_dataloader(self) -> "DataLoader[Batch]":
+        """The validation split."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader[Any]:
+        """(seeds, labels) of the images to generate; Lightning shares them out without repeats."""
+        num_replicas, _ = self._place()
+        require_at_least(num_replicas, num_predict=self.num_predict)  # each process needs one
+        seeds = torch.arange(self.num_predict)
+        labels = seeds % self.num_classes if self.num_classes else torch.full_like(seeds, -1)
+        return DataLoader(TensorDataset(seeds, labels), batch_size=self.batch_size)
+
+    def _place(self) -> tuple[int, int]:
+        """Number of processes and rank of this one."""
+        return (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+
+    def _loader(
+        self,
+        dataset: ImageDataset,
+        sampler: DistributedSampler[Any],
+        batch_size: int,
+        drop_last: bool = False,
+    ) -> "DataLoader[Batch]":
+        workers = self.default_workers() if self.num_workers is None else self.num_workers
+        return DataLoader(
+            dataset,
+            batch_size=batch_size,
+            sampler=sampler,
+            drop_last=drop_last,
+            collate_fn=as_it_is,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=torch.cuda.is_available(),
+        )
+
+
+def as_it_is(batch: T) -> T:
+    """Collation of a data set that fetches whole batches."""
+    return batch
+
+
+def require_at_least(least: int, **values: int) -> None:
+    """Raise ValueError if a named value is below `least`."""
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name} must be >= {least}, got {value}.")

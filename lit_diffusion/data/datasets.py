@@ -1,0 +1,104 @@
+"""What every data set here is: batches fetched whole, by keys that say which epoch they are for.
+
+A key is `epoch * len(dataset) + index`. A worker process learns the epoch from the key itself, so a
+random flip or crop is a function of (seed, epoch, index) whatever the number of workers, and plain
+indices 0, 1, ... are keys of epoch 0.
+"""
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lit_diffusion.seeding import fold
+
+Batch: TypeAlias = tuple[Tensor, Tensor, Tensor]
+"""(images, labels, index): (B, C, H, W) uint8; (B,) int64 in [0, num_classes), -1 where there is
+none; (B,) int64, place of each image in its split."""
+
+
+def choose(sizes: Sequence[int], *key: int | str) -> list[int]:
+    """Independent integers, the k-th uniform in [0, sizes[k]), as a function of the key.
+
+    One 63-bit number is spent in mixed radix; the bias is below prod(sizes) / 2^63.
+
+    Example:
+        >>> choose([2, 1000], "flip and row", 7) == choose([2, 1000], "flip and row", 7)
+        True
+        >>> all(0 <= n < size for n, size in zip(choose([2, 5, 7], 0), [2, 5, 7]))
+        True
+    """
+    number = fold(*key)
+    chosen = []
+    for size in sizes:
+        number, remainder = divmod(number, size)
+        chosen.append(remainder)
+    return chosen
+
+
+@dataclass(frozen=True, eq=False)
+class ImageDataset(Dataset[Batch]):
+    """Images of one split, by key.
+
+    Args:
+        seed: of random augmentation; None shows every image as it is. So
+            `dataclasses.replace(dataset, seed=0)` is the same data, augmented.
+    """
+
+    seed: int | None = field(default=None, kw_only=True)
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of images."""
+
+    @abstractmethod
+    def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
+        """Images `index` of the split as they look in `epochs`."""
+
+    def __getitems__(self, keys: Sequence[int]) -> Batch:
+        """The batch of these keys (the method that DataLoader calls once a batch)."""
+        size = len(self)
+        return self.fetch([key // size for key in keys], [key % size for key in keys])
+
+    def __getitem__(self, key: int) -> Batch:
+        """A batch of one."""
+        return self.__getitems__([key])
+
+
+@dataclass(frozen=True, eq=False)
+class TensorImages(ImageDataset):
+    """Images held in memory, mirrored at random if `flip` and `seed` say so.
+
+    Args:
+        images: (N, C, H, W) uint8.
+        labels: (N,) int64.
+        flip: whether half of the images, chosen anew every epoch, are mirrored left to right.
+        seed: of that choice; None mirrors none.
+    """
+
+    images: Tensor
+    labels: Tensor
+    flip: bool = False
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
+        """Images `index` of the split as they look in `epochs`."""
+        rows = torch.tensor(index, dtype=torch.int64)
+        images = self.images[rows]
+        if self.flip and self.seed is not None:
+            mirrored = torch.tensor(
+                [mirror(self.seed, *key) for key in zip(epochs, index, strict=True)]
+            )
+            images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
+        return images, self.labels[rows], rows
+
+
+def mirror(seed: int, epoch: int, index: int) -> bool:
+    """Whether image `index` is mirrored in `epoch`."""
+    return choose([2], "mirror", seed, epoch, index) == [1]

@@ -1,0 +1,89 @@
+"""Crops of the two photographs that ship inside scikit-learn: colour without a download."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sklearn.datasets import load_sample_images
+from torch import Tensor
+
+from lit_diffusion.data.base import ImageDataModule, Split, require_at_least
+from lit_diffusion.data.datasets import Batch, ImageDataset, choose
+
+SIZE = 32
+TRAIN_ROWS = 284
+"""Of 427 rows, the upper two thirds are for training; no crop crosses this line."""
+
+
+@dataclass(frozen=True, eq=False)
+class Crops(ImageDataset):
+    """32x32 crops of photographs at random places.
+
+    Args:
+        photos: (P, C, H, W) uint8; the label of a crop is its photograph.
+        count: number of crops in an epoch.
+        stream: name that gives data sets of one seed different places.
+        seed: of the places, which are new in every epoch; None gives the same places in every run.
+    """
+
+    photos: Tensor
+    count: int
+    stream: str
+
+    def __len__(self) -> int:
+        return self.count
+
+    def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
+        """Crops `index` of `epochs`."""
+        windows = self.photos.unfold(2, SIZE, 1).unfold(3, SIZE, 1)  # a view (P, C, Y, X, 32, 32)
+        photos, _, rows, columns = windows.shape[:4]
+        root = "fixed" if self.seed is None else self.seed
+        places = torch.tensor(
+            [
+                choose([photos, rows, columns], self.stream, root, epoch, place)
+                for epoch, place in zip(epochs, index, strict=True)
+            ]
+        )
+        photo, y, x = places.unbind(1)
+        return windows[photo, :, y, x], photo, torch.tensor(index)
+
+
+class PhotoPatches(ImageDataModule):
+    """Random 32x32 colour crops of two photographs of 427x640: a temple (0) and a flower (1).
+
+    Crops for training come from rows 0-283, new ones in every epoch; held-out crops, always the
+    same ones, from rows 284-426: no pixel serves both. `images("train")` are crops of the upper
+    part that are the same in every run.
+
+    Args:
+        epoch_size: training crops in an epoch, >= 1.
+        num_val: held-out crops, >= 1.
+        **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
+
+    Source: photographs by danielbuechele and vultilion on Flickr (CC BY 2.0), as distributed with
+    scikit-learn.
+
+    Example:
+        >>> images, labels, index = next(iter(PhotoPatches(batch_size=4).val_dataloader()))
+        >>> images.shape, images.dtype
+        (torch.Size([4, 3, 32, 32]), torch.uint8)
+    """
+
+    image_shape = (3, SIZE, SIZE)
+    class_names = ("china", "flower")
+
+    def __init__(self, epoch_size: int = 12_800, num_val: int = 1024, **loader: Any) -> None:
+        super().__init__(**loader)
+        require_at_least(1, epoch_size=epoch_size, num_val=num_val)
+        self.epoch_size = epoch_size
+        self.num_val = num_val
+
+    def load(self, split: Split) -> Crops:
+        """Open a split."""
+        photos = torch.stack(
+            [torch.tensor(photo).permute(2, 0, 1) for photo in load_sample_images().images]
+        )
+        if split == "train":
+            return Crops(photos[:, :, :TRAIN_ROWS], self.epoch_size, "train crops")
+        return Crops(photos[:, :, TRAIN_ROWS:], self.num_val, "val crops")
