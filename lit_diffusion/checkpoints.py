@@ -1,0 +1,336 @@
+"""Checkpoint files: writing one so that no crash leaves half of it, and making a module of one
+without running its code.
+
+A checkpoint holds tensors and plain builtins, nothing else: `torch.load(path, weights_only=True)`
+reads it. `state_dict` are the raw weights, averages are in the state of the EMA callback,
+`hyper_parameters` the class paths and arguments of the module.
+"""
+
+import os
+import pickle
+import re
+from argparse import ArgumentError
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jsonargparse import ArgumentParser, register_unresolvable_import_paths
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint
+
+from lit_diffusion.errors import innermost
+from lit_diffusion.trust import trusting
+
+PathLike = str | os.PathLike[str]
+Checkpoint = dict[str, Any]
+
+
+class AtomicCheckpointIO(TorchCheckpointIO):
+    """Checkpoint files that are whole or not there, and that are read without running code.
+
+    A save writes a temporary file in the same folder, syncs it to the disk and renames it: on a
+        full disk or a crash the previous
+    checkpoint stays. Loading is always with `weights_only=True`, also from URLs. Remote paths are
+    written as Lightning does.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> trainer = Trainer(plugins=[AtomicCheckpointIO()], logger=False, accelerator="cpu")
+    """
+
+    def save_checkpoint(
+        self, checkpoint: Checkpoint, path: PathLike, storage_options: Any | None = None
+    ) -> None:
+        """Write `checkpoint`, or leave what was at `path`.
+
+        Raises:
+            OSError: where the file cannot be written; the previous one is intact.
+            TypeError: for content that could not be read back with `weights_only=True`.
+        """
+        if _is_remote(path):
+            super().save_checkpoint(plain(checkpoint), path, storage_options)
+        else:
+            write_checkpoint(checkpoint, path)
+
+    def load_checkpoint(
+        self, path: PathLike, map_location: Any = None, weights_only: bool | None = None
+    ) -> Checkpoint:
+        """The checkpoint at `path`, whatever `weights_only` says read as True."""
+        if _is_remote(path):
+            return super().load_checkpoint(path, map_location, weights_only=True)
+        return read_checkpoint(path)
+
+
+def write_checkpoint(checkpoint: Mapping[str, Any], path: PathLike) -> None:
+    """Write a checkpoint to a local path, atomically: see `AtomicCheckpointIO`."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            torch.save(plain(checkpoint), file)
+            file.flush()
+            os.fsync(file.fileno())
+        _check_plain(temporary)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:
+        kept = "; the checkpoint saved there before is intact" if path.exists() else ""
+        raise OSError(f"{path} could not be written: {_first_line(error)}{kept}.") from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def read_checkpoint(path: PathLike, *, mmap: bool = False) -> Checkpoint:
+    """A checkpoint file, on the CPU and without running any code in it.
+
+    Args:
+        path: local file.
+        mmap: whether tensors stay on the disk until they are used.
+
+    Raises:
+        FileNotFoundError: where there is none.
+        ValueError: where the file is truncated, no checkpoint, or holds pickled code; names file
+            and reason.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no checkpoint at {path}.")
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        raise ValueError(f"{path} {_why_unreadable(error)}") from error
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+        raise ValueError(f"{path} is not a training checkpoint: it has no 'state_dict'.")
+    return checkpoint
+
+
+class Loaded(NamedTuple):
+    """A module made from a checkpoint, and what it was made of.
+
+    Attributes:
+        module: in eval mode, on the CPU.
+        path: of the file.
+        step: optimizer steps that it was trained for.
+        weights: "raw" or "ema_<decay>": those that the module holds.
+        checkpoint: the file's content.
+    """
+
+    module: LightningModule
+    path: Path
+    step: int
+    weights: str
+    checkpoint: Checkpoint
+
+
+def load(
+    path: PathLike,
+    weights: str = "ema",
+    *,
+    module: LightningModule | None = None,
+    trust: Iterable[str] = (),
+) -> Any:
+    """A module with the weights of a checkpoint, in eval mode on the CPU, ready for `generate`.
+
+    Args:
+        path: file, or run folder: then its checkpoints/last.ckpt.
+        weights: "ema" for the average (of several, the first), "ema_<decay>" for a certain one,
+            "raw" for the weights as trained.
+        module: filled in place of one built from the class paths in the file; for modules that were
+            not made from YAML.
+        trust: packages besides `lit_diffusion.trust.TRUSTED` that those class paths may name.
+
+    Raises:
+        FileNotFoundError: where there is no file.
+        ValueError: where the file is damaged, of another architecture, holds code, or not those
+            weights.
+
+    Example:
+        >>> images = load("runs/digits", weights="ema").generate(range(64))  # doctest: +SKIP
+    """
+    return load_with_record(path, weights, module=module, trust=trust).module
+
+
+def load_with_record(
+    path: PathLike,
+    weights: str = "ema",
+    *,
+    module: LightningModule | None = None,
+    trust: Iterable[str] = (),
+) -> Loaded:
+    """As `load`, with what was loaded."""
+    path = checkpoint_file(path)
+    checkpoint = read_checkpoint(path)
+    if module is None:
+        module = build(checkpoint, path, trust)
+    name, averages = chosen_weights(checkpoint, weights, path)
+    load_state(module, {**checkpoint["state_dict"], **averages}, path)
+    step = int(checkpoint.get("global_step", 0))
+    rank_zero_info(f"Loaded {name} weights of step {step} from {path}.")
+    return Loaded(module.eval(), path, step, name, checkpoint)
+
+
+def checkpoint_file(path: PathLike) -> Path:
+    """`path` itself, or checkpoints/last.ckpt of a run folder."""
+    path = Path(path)
+    return path / "checkpoints" / "last.ckpt" if path.is_dir() else path
+
+
+def build(checkpoint: Checkpoint, path: PathLike, trust: Iterable[str] = ()) -> LightningModule:
+    """The module that a checkpoint's class paths describe, freshly initialised."""
+    spec = model_spec(checkpoint)
+    if spec is None:
+        raise ValueError(
+            f"{path} does not say how its module was built, as it was made in Python; "
+            "build it and call load(path, module=...)."
+        )
+    built: LightningModule = instantiate(spec, LightningModule, trust, path)
+    return built
+
+
+def instantiate(spec: dict[str, Any], base: type, trust: Iterable[str], path: PathLike) -> Any:
+    """The object of type `base` that {"class_path": ..., "init_args": ...} of the file `path`
+    describes.
+    """
+    register_unresolvable_import_paths(torch)
+    parser = ArgumentParser(exit_on_error=False)
+    with trusting(trust):
+        parser.add_subclass_arguments(base, "object", fail_untyped=False, required=True)
+        try:
+            config = parser.parse_object({"object": spec})
+        except ArgumentError as error:
+            raise ValueError(f"{path}: {innermost(error)}") from error
+        return parser.instantiate_classes(config).object
+
+
+def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[str, Any] | None:
+    """{"class_path": ..., "init_args": ...} of the module (or, by another key, of the data); None
+    where the file has none.
+    """
+    saved = dict(checkpoint.get(key) or {})
+    class_path = saved.pop("_class_path", None)
+    saved.pop("_instantiator", None)
+    return None if class_path is None else {"class_path": class_path, "init_args": saved}
+
+
+def ema_states(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """What the EMA callbacks of a run have saved: decays, steps and shadows (see
+    callbacks/ema.py).
+    """
+    states = checkpoint.get("callbacks", {})
+    return [state for key, state in states.items() if key.startswith("EMA{") and state]
+
+
+def chosen_weights(
+    checkpoint: Checkpoint, weights: str, path: PathLike
+) -> tuple[str, dict[str, Tensor]]:
+    """The name that tells certain weights from all others in a file, and the averages to put in
+    place.
+
+    Args:
+        checkpoint: as read.
+        weights: "raw", "ema" or "ema_<decay>".
+        path: of the file, for messages.
+    """
+    if weights == "raw":
+        return "raw", {}
+    averages, states = {}, ema_states(checkpoint)
+    name = f"ema_{states[0]['decays'][0]:g}" if weights == "ema" and states else weights
+    for state in states:
+        names = [f"ema_{decay:g}" for decay in state["decays"]]
+        if name in names:
+            averages.update(state["shadows"][names.index(name)])
+    if not averages:
+        known = [f"ema_{decay:g}" for state in states for decay in state["decays"]]
+        raise ValueError(f"{path} has no weights {weights!r}; it has {', '.join(['raw', *known])}.")
+    return name, averages
+
+
+def load_state(module: LightningModule, state: Mapping[str, Tensor], path: PathLike) -> None:
+    """Copy the weights `state` of the file `path` into `module`.
+
+    Raises:
+        ValueError: where names or shapes differ; names the first ones.
+    """
+    if differences := misfits(module, state):
+        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise ValueError(
+            f"{path} is of another architecture: {'; '.join(differences[:3])}{more}. "
+            "Use the config that it was trained with."
+        )
+    module.load_state_dict(state)
+
+
+def misfits(module: LightningModule, state: Mapping[str, Tensor]) -> list[str]:
+    """How `state` differs from what `module` expects, one phrase a tensor."""
+    own = module.state_dict()
+    missing = [f"the file lacks {name}" for name in own if name not in state]
+    shapes = [
+        f"{name} is {tuple(state[name].shape)} in the file, {tuple(own[name].shape)} in the module"
+        for name in own
+        if name in state
+        and getattr(own[name], "shape", None) != getattr(state[name], "shape", None)
+    ]
+    unknown = [f"the module lacks {name}" for name in state if name not in own]
+    return shapes + missing + unknown
+
+
+def plain(checkpoint: Mapping[str, Any]) -> Checkpoint:
+    """`checkpoint` with hyper-parameters of plain builtins alone: an object given in Python would
+    be pickled with its class.
+    """
+    return {
+        key: {k: v for k, v in value.items() if _is_plain(v)}
+        if key.endswith("hyper_parameters")
+        else value
+        for key, value in checkpoint.items()
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return type(value) is dict and all(_is_plain(v) for pair in value.items() for v in pair)
+    if isinstance(value, list | tuple):
+        return type(value) in (list, tuple) and all(_is_plain(v) for v in value)
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def _check_plain(file: Path) -> None:
+    """Find at the first save, not at the resume, what cannot be read back."""
+    if classes := get_unsafe_globals_in_checkpoint(file):
+        raise TypeError(
+            f"a checkpoint must hold tensors and plain builtins, got {', '.join(classes)}; "
+            "convert it in the state_dict() of the callback or module that it belongs to."
+        )
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _is_remote(path: PathLike) -> bool:
+    return "://" in str(path)
+
+
+def _why_unreadable(error: Exception) -> str:
+    if isinstance(error, pickle.UnpicklingError):
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if found:
+            return (
+                f"holds pickled code ({found[1]}), which is never run; only tensors and plain "
+                "builtins are read."
+            )
+    return f"is truncated, damaged or no checkpoint: {_first_line(error)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).split("\n")[0].rstrip(".") or type(error).__name__

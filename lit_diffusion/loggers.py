@@ -1,0 +1,177 @@
+"""What a run leaves behind as text: metrics.csv, one row a call, and evaluations.jsonl, one line a
+score.
+
+Both only grow. A resumed run goes on in the same files, and what its predecessor logged after the
+checkpoint that it starts from is taken out first, so that they end up as those of an undisturbed
+run.
+"""
+
+import csv
+import io
+import json
+import os
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+Row = dict[str, str]
+
+
+class AppendingCSVLogger(Logger):
+    """Writes `save_dir`/metrics.csv, and appends to the one that is there.
+
+    A row is on disk when `log_metrics` returns. New metrics become new columns at the right. The
+    first row of a resumed run tells how far its checkpoint had come: rows of later steps, and of
+        the same step with the same metrics, are those of the run that
+    died, and are dropped. (Lightning's CSVLogger deletes the file instead.)
+
+    Args:
+        save_dir: folder of the run; made when the first row comes.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     AppendingCSVLogger(folder).log_metrics({"loss": 0.5}, step=1)
+        ...     AppendingCSVLogger(folder).log_metrics({"loss": 0.25}, step=2)
+        ...     print(AppendingCSVLogger(folder).path.read_text().split())
+        ['step,loss', '1,0.5', '2,0.25']
+    """
+
+    def __init__(self, save_dir: str | os.PathLike[str]) -> None:
+        super().__init__()
+        self._save_dir = Path(save_dir)
+        self._columns: list[str] | None = None
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return self._save_dir / "metrics.csv"
+
+    @property
+    def save_dir(self) -> str:
+        """Folder of the file."""
+        return str(self._save_dir)
+
+    @property
+    def name(self) -> str:
+        """Empty: no folder per experiment below `save_dir`."""
+        return ""
+
+    @property
+    def version(self) -> str:
+        """Empty: no folder per version below `save_dir`."""
+        return ""
+
+    @rank_zero_only
+    def log_hyperparams(
+        self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: the run folder holds config.yaml."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Append one row.
+
+        Args:
+            metrics: numbers by name.
+            step: as the Trainer counts: batches that stepped the optimizer.
+        """
+        row = {"step": "" if step is None else str(step)} | {k: str(v) for k, v in metrics.items()}
+        if self._columns is None:
+            self._reopen(row)
+        assert self._columns is not None
+        new = [name for name in row if name not in self._columns]
+        if new:
+            self._rewrite(self._columns + new, read_rows(self.path))
+        self._append(row)
+
+    def rewind(self, step: int) -> None:
+        """Drop the rows of `step` and later, before a run that goes on from there logs its
+        first.
+        """
+        rows = [row for row in read_rows(self.path) if _step(row) < step]
+        self._rewrite(_columns(rows), rows)
+
+    def _reopen(self, first: Row) -> None:
+        rows = [row for row in read_rows(self.path) if not _superseded(row, first)]
+        self._rewrite(_columns([*rows, first]), rows)
+
+    def _rewrite(self, columns: list[str], rows: Iterable[Row]) -> None:
+        self._save_dir.mkdir(parents=True, exist_ok=True)
+        self._columns = columns
+        temporary = self.path.with_name(".metrics.csv.tmp")
+        temporary.write_text(_csv(columns, [dict(zip(columns, columns, strict=True)), *rows]))
+        os.replace(temporary, self.path)
+
+    def _append(self, row: Row) -> None:
+        assert self._columns is not None
+        with self.path.open("a") as file:
+            file.write(_csv(self._columns, [row]))
+
+
+def read_rows(path: str | os.PathLike[str]) -> list[Row]:
+    """Rows of a metrics.csv, without empty cells; none where there is no file. A half-written last
+    row is left out.
+    """
+    try:
+        text = Path(path).read_text()
+    except FileNotFoundError:
+        return []
+    complete = text[: text.rfind("\n") + 1]
+    return [{k: v for k, v in row.items() if v} for row in csv.DictReader(io.StringIO(complete))]
+
+
+def append_evaluation(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
+    """Append one record to evaluations.jsonl, as one line of JSON."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with Path(path).open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read_evaluations(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Records of evaluations.jsonl, oldest first; none where there is no file. A half-written last
+    line is left out.
+    """
+    try:
+        text = Path(path).read_text()
+    except FileNotFoundError:
+        return []
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line]
+
+
+def rewind_evaluations(path: str | os.PathLike[str], step: int) -> None:
+    """Drop the records of steps after `step`: those of a run that died after the checkpoint that is
+    being resumed.
+    """
+    records = read_evaluations(path)
+    kept = [record for record in records if (record.get("step") or 0) <= step]
+    if len(kept) < len(records):
+        temporary = Path(path).with_name(".evaluations.jsonl.tmp")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        os.replace(temporary, path)
+
+
+def _step(row: Row) -> int:
+    return int(row["step"]) if row.get("step") else -1
+
+
+def _superseded(row: Row, first: Row) -> bool:
+    """Whether `row` was logged after the checkpoint of a run whose first row is `first`."""
+    if _step(row) != _step(first):
+        return _step(row) > _step(first)
+    return bool((row.keys() & first.keys()) - {"step", "epoch"})
+
+
+def _columns(rows: Iterable[Row]) -> list[str]:
+    """Names in order of appearance, step first."""
+    return list(dict.fromkeys(["step", *(name for row in rows for name in row)]))
+
+
+def _csv(columns: list[str], rows: Iterable[Row]) -> str:
+    text = io.StringIO()
+    csv.DictWriter(text, columns, lineterminator="\n").writerows(rows)
+    return text.getvalue()
