@@ -1,0 +1,54 @@
+"""Small models with known answers: the golden toy network, data with an exact denoiser."""
+
+import torch
+from torch import Tensor
+
+from lit_diffusion.gaussian import expand_as
+from lit_diffusion.protocols import Denoised, Process
+
+
+def toy_denoiser(process: Process, learned_range: bool = False, label=lambda t: t):
+    """eps = (0.3 + 0.69 t / T) x + 0.1 sin(0.01 t), r = 1.2 sin(2 x + 0.01 t); golden README,
+    section 3."""
+
+    def denoise(x: Tensor, t: Tensor) -> Denoised:
+        told = expand_as(label(t), x)
+        noise = (0.3 + 0.69 * told / process.num_steps) * x + 0.1 * torch.sin(0.01 * told)
+        alpha, sigma = (expand_as(v, x) for v in process.alpha_sigma(t))
+        r = 1.2 * torch.sin(2 * x + 0.01 * told)
+        frac = (r + 1) / 2 if learned_range else None
+        return Denoised((x - sigma * noise) / alpha, noise, frac)
+
+    return denoise
+
+
+def gaussian_denoiser(process: Process, mean: float = 0.3, std: float = 0.5):
+    """The exact E[x0 | x_t] for data N(mean, std^2)."""
+
+    def denoise(x: Tensor, t: Tensor) -> Denoised:
+        alpha, sigma = (expand_as(v, x) for v in process.alpha_sigma(t))
+        gain = alpha * std**2 / (alpha**2 * std**2 + sigma**2)
+        x0 = mean + gain * (x - alpha * mean)
+        return Denoised(x0, (x - alpha * x0) / sigma)
+
+    return denoise
+
+
+def gaussian_flow(process: Process, x: Tensor, t: float, mean: float = 0.3, std: float = 0.5):
+    """Where the probability-flow ODE takes x_t of those data at t = 0: a straight rescaling about
+    the mean."""
+    alpha, sigma = process.alpha_sigma(torch.tensor([t]))
+    return mean + std * (x - alpha * mean) / (alpha**2 * std**2 + sigma**2).sqrt()
+
+
+class CountedNoise:
+    """Hands out Z(shape, first + n) as the n-th draw, the golden files' stand-in for randn_like."""
+
+    def __init__(self, first: int) -> None:
+        self.first, self.calls = first, 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        from support.golden import Z
+
+        self.calls += 1
+        return Z(x.shape, self.first + self.calls - 1)

@@ -1,0 +1,138 @@
+import warnings
+
+import pytest
+import torch
+from support.golden import Z, close, tensor
+from support.toy import CountedNoise, toy_denoiser
+
+from lit_diffusion.gaussian import FixedLarge, LearnedRange, posterior
+from lit_diffusion.guidance import ClassifierFree, ClassifierScore, ClassifierShift
+from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearBetas
+from lit_diffusion.protocols import Denoised
+from lit_diffusion.solvers import DDIM, DDPM
+from lit_diffusion.timesteps import Sections, Stride
+
+SHAPE = (2, 3, 4, 4)
+PROCESS = DiscreteVP(CosineBetas(100))
+LABELS = torch.tensor([0, 3])
+
+
+def labelled(labels):
+    """A model whose x0 depends on the label; -1 is none."""
+
+    def denoise(x, t):
+        x0 = 0.1 * x + 0.2 * labels.reshape(-1, 1, 1, 1)
+        alpha, sigma = (v.reshape(-1, 1, 1, 1) for v in PROCESS.alpha_sigma(t))
+        return Denoised(x0, (x - alpha * x0) / sigma, logvar_frac=x0 + 1)
+
+    return denoise
+
+
+def guided(scale, x, t):
+    return ClassifierFree(scale).guide(labelled, LABELS, PROCESS)(x, t)
+
+
+X, T = Z(SHAPE, 1), torch.tensor([40.0, 40.0], dtype=torch.float64)
+
+
+def test_scale_zero_is_unconditional_and_scale_one_conditional():
+    none = torch.full_like(LABELS, -1)
+    for scale, labels in [(0.0, none), (1.0, LABELS)]:
+        for actual, expected in zip(
+            guided(scale, X, T)[:3], labelled(labels)(X, T)[:3], strict=True
+        ):
+            assert torch.equal(actual, expected)
+
+
+def test_guidance_extrapolates_linearly_and_keeps_the_conditional_variance():
+    zero, one, three = (guided(scale, X, T) for scale in (0.0, 1.0, 3.0))
+    close(three.x0, zero.x0 + 3 * (one.x0 - zero.x0))
+    close(three.noise, zero.noise + 3 * (one.noise - zero.noise))
+    assert torch.equal(three.logvar_frac, one.logvar_frac)
+    alpha, sigma = (v.reshape(-1, 1, 1, 1) for v in PROCESS.alpha_sigma(T))
+    close(alpha * three.x0 + sigma * three.noise, X)
+
+
+def test_a_network_that_ignores_its_labels_is_said():
+    ignorant = lambda labels: lambda x, t: Denoised(0.1 * x, x)  # noqa: E731
+    with pytest.warns(UserWarning, match="no effect"):
+        ClassifierFree(2.0).guide(ignorant, LABELS, PROCESS)(X, T)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        guided(2.0, X, T)
+
+
+@pytest.mark.parametrize("labels", [None, torch.rand(2, 5)])
+def test_guidance_without_class_labels_is_refused(labels):
+    with pytest.raises(ValueError, match="needs integer labels"):
+        ClassifierFree(2.0).guide(labelled, labels, PROCESS)
+
+
+def gradient(x, t, labels):
+    """cond_fn of the golden files."""
+    by_sample = (-1, 1, 1, 1)
+    return 2 * (
+        0.5 * torch.cos(3 * x)
+        + 0.0002 * t.reshape(by_sample)
+        - 0.1 * labels.double().reshape(by_sample)
+    )
+
+
+CLASSIFIERS = {
+    "lin1000_250_range": (LinearBetas(1000), Sections(), 250, LearnedRange()),
+    "lin1000_ddim25_range": (LinearBetas(1000), Stride(), 25, LearnedRange()),
+    "lin50_fixedlarge": (LinearBetas(50), Sections(), 50, FixedLarge()),
+}
+
+
+def one_step(tag, clip):
+    """Everything the reference computes in one ancestral step, for each time that the golden file
+    has."""
+    betas, times, steps, variance = CLASSIFIERS[tag]
+    process = DiscreteVP(betas)
+    grid = times.grid(process, steps)
+    every = posterior(process, grid)
+    x = Z(SHAPE, 500)
+    for respaced in (0, 1, steps // 2, steps - 1):
+        t = grid[steps - 1 - respaced].expand(2)
+        step = every.at(steps - 1 - respaced)
+        denoise = lambda labels: toy_denoiser(process, variance.learned)  # noqa: E731
+        yield f"{tag}/clip{int(clip)}/t{respaced}", process, denoise, step, variance, x, t
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("tag", CLASSIFIERS)
+def test_classifier_guidance_equals_guided_diffusion_step_by_step(tag, clip):
+    checked = 0
+    for key, process, denoise_for, step, variance, x, t in one_step(tag, clip):
+        seen = ClassifierShift(gradient).guide(denoise_for, LABELS, process)(x, t)
+        x0 = seen.x0.clamp(-1, 1) if clip else seen.x0
+        mean = step.x0_coef * x0 + step.xt_coef * x
+        bounds = step.log_beta, step.log_variance, step.last
+        var = variance.log_variance(*bounds, seen.logvar_frac).exp()
+        score = ClassifierScore(gradient, clip).guide(denoise_for, LABELS, process)(x, t)
+        for actual, name in [
+            (mean, "mean_uncond"),
+            (var.expand(SHAPE), "variance"),
+            (mean + var * seen.shift, "condition_mean"),
+            (score.x0, "score_pred_xstart"),
+            (step.x0_coef * score.x0 + step.xt_coef * x, "score_mean"),
+        ]:
+            close(actual, tensor("case06_guidance", f"{key}/{name}_f64"))
+            checked += 1
+    assert checked == 20
+
+
+@pytest.mark.parametrize("clip", [True, False])
+@pytest.mark.parametrize("tag", ["lin1000_ddim25_range", "lin50_fixedlarge"])
+def test_classifier_guided_samples_equal_guided_diffusion(tag, clip):
+    betas, times, steps, variance = CLASSIFIERS[tag]
+    process = DiscreteVP(betas)
+    denoise_for = lambda labels: toy_denoiser(process, variance.learned)  # noqa: E731
+    for name, guidance, solver in [
+        ("loop_ancestral", ClassifierShift(gradient), DDPM(variance, steps, times, clip)),
+        ("loop_ddim", ClassifierScore(gradient, clip), DDIM(steps, times=times, clip=False)),
+    ]:
+        denoise = guidance.guide(denoise_for, LABELS, process)
+        end = solver.sample(denoise, process, Z(SHAPE, 100), CountedNoise(200))
+        close(end, tensor("case06_guidance", f"{tag}/clip{int(clip)}/{name}_f64"))

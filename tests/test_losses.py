@@ -1,0 +1,210 @@
+import pytest
+import torch
+from support.golden import PIX, U, Z, close, load, tensor
+
+from lit_diffusion.gaussian import (
+    FixedLarge,
+    FixedSmall,
+    LearnedRange,
+    expand_as,
+    posterior,
+    variational_term,
+)
+from lit_diffusion.losses import P2, DenoisingLoss, HybridLoss, MinSNR, Simple
+from lit_diffusion.parameterizations import Epsilon, Sample, Velocity
+from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearBetas
+from lit_diffusion.protocols import Prediction
+
+SHAPE = (4, 3, 8, 8)
+X0, NOISE = PIX(SHAPE, 1), Z(SHAPE, 2)
+PROCESSES = {
+    "linear1000": DiscreteVP(LinearBetas(1000)),
+    "cosine4000": DiscreteVP(CosineBetas(4000)),
+    "linear50": DiscreteVP(LinearBetas(50)),
+}
+
+
+def outputs(kind: str, learned: bool):
+    mean = 0.9 * NOISE + U(SHAPE, 3, 0.2) if kind == "eps" else 0.9 * X0 + U(SHAPE, 4, 0.2)
+    return torch.cat([mean, U(SHAPE, 5, 1.3)], 1) if learned else mean
+
+
+def prediction(tag, output):
+    t = tensor("case02_losses", f"{tag}/t").double()
+    alpha, sigma = (expand_as(v, X0) for v in PROCESSES[tag].alpha_sigma(t))
+    x_t = alpha * X0 + sigma * NOISE
+    return Prediction(output, X0, x_t, NOISE, t, 0)
+
+
+def golden(tag, case, name):
+    (key,) = [
+        key
+        for key in load("case02_losses")
+        if key.startswith(f"{tag}/{case}_") and key.endswith(f"/{name}_f64")
+    ]
+    return tensor("case02_losses", key)
+
+
+@pytest.mark.parametrize("tag", PROCESSES)
+def test_noising_equals_the_reference(tag):
+    close(prediction(tag, NOISE).x_t, tensor("case02_losses", f"{tag}/x_t_f64"))
+
+
+@pytest.mark.parametrize("tag", PROCESSES)
+@pytest.mark.parametrize(("case", "kind"), [("a", "eps"), ("a2", "eps"), ("e", "x0")])
+def test_denoising_loss_equals_the_reference(tag, case, kind):
+    parameterization = Epsilon() if kind == "eps" else Sample()
+    parts = DenoisingLoss(Simple()).per_sample(
+        prediction(tag, outputs(kind, False)), PROCESSES[tag], parameterization
+    )
+    close(parts["mse"], golden(tag, case, "mse"))
+    close(parts["loss"], golden(tag, case, "loss"))
+
+
+@pytest.mark.parametrize("tag", PROCESSES)
+@pytest.mark.parametrize(
+    ("case", "kind", "rescaled"), [("b", "eps", True), ("c", "eps", False), ("e2", "x0", True)]
+)
+def test_hybrid_loss_equals_the_reference(tag, case, kind, rescaled):
+    process = PROCESSES[tag]
+    vb_weight = 0.001 if rescaled else 1 / process.num_steps
+    parts = HybridLoss(Simple(), vb_weight).per_sample(
+        prediction(tag, outputs(kind, True)), process, Epsilon() if kind == "eps" else Sample()
+    )
+    close(parts["mse"], golden(tag, case, "mse"))
+    close(parts["vb"] * vb_weight * process.num_steps, golden(tag, case, "vb"))
+    close(parts["loss"], golden(tag, case, "loss"))
+
+
+@pytest.mark.parametrize("tag", PROCESSES)
+def test_the_bound_trains_the_variance_and_never_the_mean(tag):
+    output = outputs("eps", True).requires_grad_()
+    loss = HybridLoss(Simple()).per_sample(prediction(tag, output), PROCESSES[tag], Epsilon())[
+        "loss"
+    ]
+    (gradient,) = torch.autograd.grad(loss.sum(), output)
+    close(gradient, golden(tag, "b", "grad"))
+    mse = DenoisingLoss(Simple()).per_sample(
+        prediction(tag, output[:, :3]), PROCESSES[tag], Epsilon()
+    )["loss"]
+    (of_mse,) = torch.autograd.grad(mse.sum(), output)
+    close(gradient[:, :3], of_mse[:, :3])
+
+
+@pytest.mark.parametrize("tag", PROCESSES)
+@pytest.mark.parametrize(
+    ("case", "variance", "rescaled"),
+    [
+        ("d", LearnedRange(), False),
+        ("d2", LearnedRange(), True),
+        ("d3", FixedLarge(), False),
+        ("d4", FixedSmall(), True),
+    ],
+)
+def test_terms_of_the_bound_equal_the_reference(tag, case, variance, rescaled):
+    process, seen = PROCESSES[tag], prediction(tag, outputs("eps", True))
+    last = process.num_steps - 1
+    grid = torch.arange(last, -2, -1, dtype=torch.float64)
+    step = posterior(process, grid).at(last - seen.t.long())
+    output, r = seen.output.chunk(2, 1)
+    alpha, sigma = (expand_as(v, X0) for v in process.alpha_sigma(seen.t))
+    log_variance = variance.log_variance(
+        expand_as(step.log_beta, X0),
+        expand_as(step.log_variance, X0),
+        step.last.reshape(-1, 1, 1, 1),
+        (r + 1) / 2,
+    )
+    x0_hat = Epsilon().to_x0(output, seen.x_t, alpha, sigma)
+    term = variational_term(step, X0, seen.x_t, x0_hat, log_variance)
+    close(term * (process.num_steps if rescaled else 1), golden(tag, case, "loss"))
+
+
+@pytest.mark.parametrize(
+    ("tag", "betas"), [("linear1000", LinearBetas), ("cosine1000", CosineBetas)]
+)
+@pytest.mark.parametrize(
+    ("key", "weighting", "parameterization"),
+    [
+        ("min_snr_5_eps", MinSNR(), Epsilon()),
+        ("min_snr_5_x0", MinSNR(), Sample()),
+        ("vmin_snr_5_v", MinSNR(), Velocity()),
+        ("p2_k1_gamma0.5_FORMULA", P2(0.5), Epsilon()),
+        ("p2_k1_gamma1.0_FORMULA", P2(1.0), Epsilon()),
+    ],
+)
+def test_weights_equal_the_reference_at_every_time(tag, betas, key, weighting, parameterization):
+    assert f"{tag}/{key}" in load("case10_weights")
+    alpha, sigma = DiscreteVP(betas(1000)).alpha_sigma(torch.arange(1000.0, dtype=torch.float64))
+    weight = weighting.weight(alpha, sigma, parameterization.gain(alpha, sigma), None)
+    close(weight, tensor("case10_weights", f"{tag}/{key}"), rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameterization"), [("eps", Epsilon()), ("x0", Sample()), ("v", Velocity())]
+)
+@pytest.mark.parametrize("betas", [LinearBetas, CosineBetas])
+def test_weighted_losses_equal_min_snr_training(kind, parameterization, betas):
+    tag = {LinearBetas: "linear1000", CosineBetas: "cosine1000"}[betas]
+    process, t = DiscreteVP(betas(1000)), torch.tensor([0, 10, 500, 999], dtype=torch.float64)
+    alpha, sigma = (expand_as(v, X0) for v in process.alpha_sigma(t))
+    seen = Prediction(Z(SHAPE, 902, 0.7), X0, alpha * X0 + sigma * NOISE, NOISE, t, None)
+    parts = DenoisingLoss(MinSNR()).per_sample(seen, process, parameterization)
+    keys = [key for key in load("case10_weights") if key.startswith(f"{tag}/loss_{kind}/")]
+    assert keys
+    close(parts["mse"], tensor("case10_weights", f"{tag}/loss_{kind}/mse_raw"))
+    close(parts["loss"], tensor("case10_weights", f"{tag}/loss_{kind}/mse_weighted"))
+
+
+@pytest.mark.parametrize("weighting", [MinSNR(), MinSNR(1.0), P2(), P2(0.5)], ids=repr)
+def test_matched_outputs_get_the_same_loss_in_every_parameterization(weighting):
+    """The x0 errors agree, so one x0-space weight must give one loss (PITFALLS 21)."""
+    process = DiscreteVP(CosineBetas(1000))
+    t = torch.arange(0, 1000, 7, dtype=torch.float64)
+    shape = (len(t), 1, 2, 2)
+    x0, noise, x0_hat = PIX(shape, 1), Z(shape, 2), PIX(shape, 3)
+    alpha, sigma = (expand_as(v, x0) for v in process.alpha_sigma(t))
+    x_t = alpha * x0 + sigma * noise
+    noise_hat = (x_t - alpha * x0_hat) / sigma
+    losses = [
+        DenoisingLoss(weighting).per_sample(
+            Prediction(p.target(x0_hat, noise_hat, alpha, sigma), x0, x_t, noise, t, None),
+            process,
+            p,
+        )["loss"]
+        for p in (Epsilon(), Sample(), Velocity())
+    ]
+    close(losses[1], losses[0], rtol=1e-9)
+    close(losses[2], losses[0], rtol=1e-9)
+
+
+class EndsInPureNoise:
+    """A process whose last time has SNR = 0 exactly."""
+
+    t_min, t_max, t_clean, num_steps = 0.0, 9.0, -1.0, 10
+
+    def alpha_sigma(self, t):
+        alpha = 1 - (t.double() + 1) / 10
+        return alpha, (1 - alpha**2).sqrt()
+
+
+@pytest.mark.parametrize("weighting", [MinSNR(), P2()], ids=repr)
+def test_weights_that_are_undefined_in_pure_noise_are_refused(weighting):
+    with pytest.raises(ValueError, match="finite at every noise level"):
+        DenoisingLoss(weighting).check(EndsInPureNoise(), Epsilon())
+    DenoisingLoss(weighting).check(EndsInPureNoise(), Velocity())
+
+
+def test_min_snr_in_pure_noise_is_zero_or_what_is_asked():
+    alpha, sigma = torch.zeros(1), torch.ones(1)
+    gain = Velocity().gain(alpha, sigma)
+    assert MinSNR().weight(alpha, sigma, gain, None) == 0
+    assert MinSNR(zero_snr_weight=1.0).weight(alpha, sigma, gain, None) == 1
+
+
+class Continuous(EndsInPureNoise):
+    num_steps = None
+
+
+def test_a_learned_variance_needs_discrete_steps():
+    with pytest.raises(ValueError, match="discrete steps"):
+        HybridLoss(Simple()).check(Continuous(), Velocity())

@@ -1,0 +1,88 @@
+import numpy as np
+import pytest
+import torch
+from support.golden import close, tensor
+
+from lit_diffusion.gaussian import posterior
+from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearBetas, SigmoidBetas
+
+PROCESSES = {
+    "linear1000": DiscreteVP(LinearBetas(1000)),
+    "cosine4000": DiscreteVP(CosineBetas(4000)),
+    "linear50": DiscreteVP(LinearBetas(50)),
+}
+EVERY = [*PROCESSES.values(), DiscreteVP(SigmoidBetas(1000)), DiscreteVP(CosineBetas(100))]
+
+
+def every_time(process):
+    return torch.arange(process.num_steps - 1, -2, -1, dtype=torch.float64)
+
+
+@pytest.mark.parametrize("tag", PROCESSES)
+def test_tables_equal_improved_diffusion(tag):
+    process = PROCESSES[tag]
+    alpha, sigma = process.alpha_sigma(every_time(process)[:-1].flip(0))
+    steps = posterior(process, every_time(process))
+
+    def exact(actual, name):
+        close(actual, tensor("case01_tables", f"{tag}/{name}"), rtol=1e-9, atol=1e-14)
+
+    exact(process.betas.betas(), "betas")
+    exact(alpha**2, "alphas_cumprod")
+    exact(1 - sigma**2, "alphas_cumprod")
+    exact(steps.variance.flip(0), "posterior_variance")
+    exact(steps.log_variance.flip(0), "posterior_log_variance_clipped")
+    exact(steps.x0_coef.flip(0), "posterior_mean_coef1")
+    exact(steps.xt_coef.flip(0), "posterior_mean_coef2")
+
+
+@pytest.mark.parametrize("process", EVERY, ids=repr)
+def test_signal_and_noise_keep_unit_variance_at_any_time(process):
+    t = torch.linspace(-1, process.t_max, 777, dtype=torch.float64)
+    alpha, sigma = process.alpha_sigma(t)
+    close(alpha**2 + sigma**2, torch.ones_like(t), rtol=1e-14)
+    assert (alpha.diff() < 0).all()
+
+
+@pytest.mark.parametrize("process", EVERY, ids=repr)
+def test_the_clean_time_has_no_noise(process):
+    alpha, sigma = process.alpha_sigma(torch.tensor([process.t_clean]))
+    assert (alpha.item(), sigma.item()) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("process", EVERY, ids=repr)
+def test_time_is_recovered_from_log_snr(process):
+    t = torch.linspace(-0.9, process.t_max, 1234, dtype=torch.float64)
+    alpha, sigma = process.alpha_sigma(t)
+    log_snr = torch.log(alpha**2) - torch.log(sigma**2)
+    recovered = process.at_log_snr(log_snr)
+    again, _ = process.alpha_sigma(recovered)
+    close(again, alpha, rtol=1e-9)
+    close(recovered, t, rtol=0, atol=1e-5)
+
+
+def test_ranks_are_shared_evenly_among_the_steps():
+    process = DiscreteVP(LinearBetas(50))
+    u = (torch.arange(50 * 8, dtype=torch.float64) + 0.5) / (50 * 8)
+    counts = np.bincount(process.from_unit(u).long().numpy(), minlength=50)
+    assert (counts == 8).all()
+    assert process.from_unit(torch.tensor([1.0])).item() == 49
+
+
+def test_labels_are_rescaled_to_a_thousand_only_when_asked():
+    t = torch.tensor([0.0, 3999.0])
+    assert DiscreteVP(CosineBetas(4000)).noise_label(t).tolist() == [0, 3999]
+    rescaled = DiscreteVP(CosineBetas(4000), rescale_labels=True)
+    assert rescaled.noise_label(t).tolist() == [0, 999.75]
+
+
+def test_sigmoid_betas_follow_their_formula():
+    alpha, _ = DiscreteVP(SigmoidBetas(1000)).alpha_sigma(torch.tensor([249.0, 499.0]))
+    sigmoid = lambda x: 1 / (1 + np.exp(x))  # noqa: E731
+    expected = [(sigmoid(6 * u - 3) - sigmoid(3)) / (sigmoid(-3) - sigmoid(3)) for u in (0.25, 0.5)]
+    np.testing.assert_allclose(alpha**2, expected, rtol=1e-9)
+
+
+def test_a_schedule_that_destroys_the_image_in_one_step_is_refused():
+    with pytest.raises(ValueError, match=r"betas must lie in \(0, 1\).*use more steps"):
+        DiscreteVP(LinearBetas(20))

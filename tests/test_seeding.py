@@ -1,0 +1,58 @@
+import torch
+from support.golden import close
+
+from lit_diffusion.seeding import PerSampleNoise, fold, index_uniforms, seed_step
+
+
+def test_keys_that_differ_anywhere_give_unrelated_seeds():
+    keys = [(a, b, c) for a in range(10) for b in range(10) for c in range(10)]
+    seeds = {fold("step", *key) for key in keys}
+    assert len(seeds) == 1000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    ones = sum(bin(seed).count("1") for seed in seeds) / 1000
+    assert 30.5 < ones < 32.5  # 63 fair bits, standard error 0.13
+
+
+def test_a_step_draws_the_same_again_and_no_other_step_does():
+    def draw(*key):
+        seed_step(*key)
+        return torch.randn(4)
+
+    assert torch.equal(draw(0, 0, 5, 2), draw(0, 0, 5, 2))
+    others = [(1, 0, 5, 2), (0, 1, 5, 2), (0, 0, 6, 2), (0, 0, 5, 3)]
+    assert not any(torch.equal(draw(0, 0, 5, 2), draw(*key)) for key in others)
+
+
+def test_a_sample_depends_on_its_seed_and_not_on_its_batch():
+    together = PerSampleNoise([7, 3, 9])
+    alone = PerSampleNoise([3])
+    for _ in range(3):
+        like = torch.empty(3, 2, 5, 5)
+        assert torch.equal(together.randn_like(like)[1], alone.randn_like(like[:1])[0])
+
+
+def test_streams_of_one_seed_differ():
+    a, b = PerSampleNoise([1], "sample").draw((8,)), PerSampleNoise([1], "validation").draw((8,))
+    assert not torch.equal(a, b)
+
+
+def test_noise_is_standard_normal():
+    x = PerSampleNoise(range(400)).draw((100,)).double()
+    assert abs(x.mean()) < 4 / 200
+    assert abs(x.var() - 1) < 4 * (2 / 40000) ** 0.5
+    across = x - x.mean(0)
+    assert abs((across[:-1] * across[1:]).mean()) < 4 / 200
+
+
+def test_any_run_of_indices_covers_the_noise_levels_evenly():
+    for first, n in [(0, 10), (0, 360), (123, 128), (5000, 1000)]:
+        u = index_uniforms(torch.arange(first, first + n)).sort().values
+        assert ((u >= 0) & (u < 1)).all()
+        even = (torch.arange(n) + 0.5).double() / n
+        assert (u - even).abs().max() < 2.5 / n
+
+
+def test_an_index_keeps_its_noise_level():
+    close(
+        index_uniforms(torch.tensor([41])), index_uniforms(torch.arange(100))[41:42], rtol=0, atol=0
+    )

@@ -1,0 +1,103 @@
+import numpy as np
+import pytest
+import torch
+from support.golden import close, load, tensor
+
+from lit_diffusion.gaussian import posterior
+from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearBetas
+from lit_diffusion.timesteps import LogSNR, Sections, Stride, Uniform, bin_of, draw_uniforms
+
+RESPACINGS = {
+    "lin1000_250": (LinearBetas(1000), Sections(), 250),
+    "cos4000_250": (CosineBetas(4000), Sections(), 250),
+    "cos4000_ddim50": (CosineBetas(4000), Stride(), 50),
+    "lin1000_ddim50": (LinearBetas(1000), Stride(), 50),
+    "cos4000_ddim250": (CosineBetas(4000), Stride(), 250),
+    "cos1000_25": (CosineBetas(1000), Sections(), 25),
+    "lin300_10_15_20": (LinearBetas(300), Sections((10, 15, 20)), 45),
+    "lin1000_str_10_10_10_10": (LinearBetas(1000), Sections((10, 10, 10, 10)), 40),
+    "lin25_3_2_1": (LinearBetas(25), Sections((3, 2, 1)), 6),
+}
+
+
+@pytest.mark.parametrize("tag", RESPACINGS)
+def test_respaced_grids_equal_improved_diffusion(tag):
+    betas, times, steps = RESPACINGS[tag]
+    process = DiscreteVP(betas)
+    grid = times.grid(process, steps)
+    assert grid[:-1].flip(0).tolist() == tensor("case01_respacing", f"{tag}/steps").tolist()
+    assert grid[-1] == process.t_clean
+    respaced = posterior(process, grid)
+    alpha, _ = process.alpha_sigma(grid[:-1].flip(0))
+    for actual, name in [
+        (respaced.log_beta.exp().flip(0), "betas"),
+        (alpha**2, "alphas_cumprod"),
+        (respaced.log_variance.flip(0), "posterior_log_variance_clipped"),
+    ]:
+        close(actual, tensor("case01_respacing", f"{tag}/{name}"), rtol=1e-9, atol=1e-14)
+
+
+def test_strides_exist_for_just_the_numbers_that_the_reference_accepts():
+    for num_steps, steps, accepted in load("case01_respacing")["ddim_validity"].tolist():
+        process = DiscreteVP(CosineBetas(num_steps))
+        if accepted:
+            assert len(Stride().grid(process, steps)) == steps + 1
+        else:
+            with pytest.raises(ValueError, match="no whole stride"):
+                Stride().grid(process, steps)
+
+
+def test_log_snr_grid_is_even_and_ends_clean():
+    process = DiscreteVP(LinearBetas(1000))
+    grid = LogSNR().grid(process, 20)
+    alpha, sigma = process.alpha_sigma(grid[:-1])
+    gaps = (alpha / sigma).log().diff()
+    close(gaps, gaps.mean().expand(19), rtol=1e-6)
+    assert (grid[0], grid[-2], grid[-1]) == (999, 0, -1)
+
+
+@pytest.mark.parametrize("times", [Sections((3, 3)), Sections((60, 1))])
+def test_sections_that_do_not_fit_are_refused(times):
+    with pytest.raises(ValueError, match=r"add up|can't be split"):
+        times.grid(DiscreteVP(LinearBetas(100)), 61)
+
+
+def chi_square(counts, expected):
+    return float((((counts - expected) ** 2) / expected).sum())
+
+
+@pytest.mark.parametrize("stratified", [True, False])
+def test_draws_follow_the_density(stratified):
+    density = torch.tensor([1.0, 4.0, 0.0, 2.0, 3.0])
+    generator = torch.Generator().manual_seed(0)
+    draws = [
+        draw_uniforms(64, density, stratified=stratified, generator=generator) for _ in range(500)
+    ]
+    counts = np.bincount(bin_of(torch.cat(draws), 5).numpy(), minlength=5)
+    expected = 32000 * density.numpy() / 10
+    assert counts[2] == 0
+    keep = expected > 0
+    assert chi_square(counts[keep], expected[keep]) < 16.3  # 0.1% point of chi-square with 3 df
+
+
+def test_each_position_of_a_stratified_batch_is_uniform():
+    generator = torch.Generator().manual_seed(1)
+    first = torch.stack([draw_uniforms(8, generator=generator)[0] for _ in range(8000)])
+    counts = np.bincount(bin_of(first, 10).numpy(), minlength=10)
+    assert chi_square(counts, np.full(10, 800.0)) < 27.9  # 0.1% point, 9 df
+
+
+def test_stratified_draws_put_one_in_each_stratum():
+    for density in (None, torch.tensor([0.2, 0.8, 0.1])):
+        u = draw_uniforms(128, density, generator=torch.Generator().manual_seed(2))
+        if density is not None:  # back to the rank under the density
+            cdf = torch.cat([torch.zeros(1), (density / density.sum()).cumsum(0)]).double()
+            index = bin_of(u, 3)
+            u = cdf[index] + (u * 3 - index) * (cdf[index + 1] - cdf[index])
+        assert (u * 128).long().sort().values.tolist() == list(range(128))
+
+
+def test_uniform_times_reach_every_step_alike():
+    process = DiscreteVP(LinearBetas(50))
+    u = draw_uniforms(50, generator=torch.Generator().manual_seed(3))
+    assert sorted(Uniform().quantile(u, process).tolist()) == list(range(50))
