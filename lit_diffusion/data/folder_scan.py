@@ -1,0 +1,206 @@
+"""Finds the images of a folder, and names the bad ones before training starts.
+
+A full check decodes every file, several at a time. As that takes minutes for ImageNet, a folder
+that passed is remembered by the names, sizes and modification times of its files, in a cache
+outside of it.
+"""
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
+MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+"""Pillow's mode for each number of channels."""
+CONVERTIBLE = {"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"}
+"""Modes of 8 bits or fewer; Pillow clips deeper ones when it converts them."""
+NAMED = 10
+"""How many bad files a message names."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, eq=False)
+class Listing:
+    """The images of a folder, sorted by name.
+
+    Attributes:
+        root: the folder.
+        names: (N,) file names relative to it, as bytes in an array: worker processes would copy a
+            list of str, by counting references.
+        labels: (N,) int64, -1 in a folder without class folders.
+        stamp: digest of names, sizes and modification times.
+    """
+
+    root: Path
+    names: NDArray[np.bytes_]
+    labels: Tensor
+    stamp: str
+
+    def path(self, index: int) -> Path:
+        """Of one image."""
+        return self.root / os.fsdecode(self.names[index])
+
+    def part(self, chosen: Tensor) -> "Listing":
+        """The images where `chosen`, (N,) bool, holds; with the stamp of the whole."""
+        return Listing(self.root, self.names[chosen.numpy()], self.labels[chosen], self.stamp)
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What a usable file is.
+
+    Args:
+        image_size: least length of the shorter side, in pixels.
+        channels: 1, 3 or 4.
+        strict: whether another mode or a smaller picture is a fault; otherwise any mode that
+            converts to `channels` without clipping will do.
+        full: whether files are decoded, which finds truncated ones; else only headers are read.
+    """
+
+    image_size: int
+    channels: int
+    strict: bool
+    full: bool
+
+    def fault(self, path: Path) -> str | None:
+        """What is wrong with a file, if anything."""
+        try:
+            with Image.open(path) as image:
+                mode, side = image.mode, min(image.size)
+                if self.full:
+                    image.draft("L", (1, 1))  # a JPEG is read to its end, but at 1/8 of its scale
+                    image.load()
+        except Exception as error:  # Pillow's decoders raise anything on broken data
+            return f"cannot be read ({error})"
+        return self._fault_of(mode, side)
+
+    def _fault_of(self, mode: str, side: int) -> str | None:
+        wanted = MODES[self.channels]
+        if mode not in ({wanted} if self.strict else CONVERTIBLE):
+            return f"has mode {mode}, not {wanted}"
+        if self.strict and side < self.image_size:
+            return f"is only {side} pixels on its shorter side, less than {self.image_size}"
+        return None
+
+
+def class_folders(root: Path) -> tuple[str, ...]:
+    """Names of the folders in `root`, sorted, without hidden ones.
+
+    Raises:
+        FileNotFoundError: If there is no such folder.
+    """
+    if not root.is_dir():
+        raise FileNotFoundError(f"A folder of images is needed, {root} is not one.")
+    return tuple(sorted(e.name for e in os.scandir(root) if e.is_dir() and not _hidden(e.name)))
+
+
+def list_images(root: Path, classes: Sequence[str]) -> Listing:
+    """All images below a folder.
+
+    Args:
+        root: the folder.
+        classes: name of each label, all class folders of the training images; empty where the
+            images lie in `root` itself.
+
+    Raises:
+        ValueError: If a file is no image by its name, or in no class folder where there are
+            classes, or if a folder is empty or not of these classes. The message names it.
+    """
+    found = class_folders(root)
+    if unknown := sorted(set(found) - set(classes)):
+        raise ValueError(
+            f"{root / unknown[0]} is not among the {len(classes)} class folders of the training"
+            " images: remove it, or add it there."
+        )
+    files = list(_walk(root))
+    names = [os.path.relpath(file, root) for file in files]
+    tops = [name.split(os.sep)[0] for name in names]
+    for file, top in zip(files, tops, strict=True):
+        _require_place(file, classes, top)
+    empty = sorted(set(found) - set(tops)) if files else [""]
+    if empty:
+        raise ValueError(f"{root / empty[0]} holds no images ({', '.join(EXTENSIONS)}).")
+    place = {name: label for label, name in enumerate(classes)}
+    labels = torch.tensor([place.get(top, -1) for top in tops])
+    return Listing(root, np.array([os.fsencode(n) for n in names]), labels, _stamp(files, names))
+
+
+def check_images(listing: Listing, requirements: Requirements, cache: Path, threads: int) -> None:
+    """Look at every file, unless all of them passed before.
+
+    Args:
+        listing: of the files.
+        requirements: that they must meet.
+        cache: folder that remembers what passed.
+        threads: number of files read at a time; Pillow decodes without the interpreter lock.
+
+    Raises:
+        ValueError: If files fail; names the first ten.
+    """
+    key = hashlib.sha256(f"{listing.stamp} {requirements}".encode()).hexdigest()[:32]
+    passed = cache / f"checked-{key}"
+    if passed.exists():
+        return
+    log.info("Checking %d image files in %s, once.", len(listing.names), listing.root)
+    faults = _faults(listing, requirements, threads)
+    if faults:
+        raise ValueError(_complaint(listing, requirements, faults))
+    cache.mkdir(parents=True, exist_ok=True)
+    passed.write_text(f"{listing.root}: {len(listing.names)} files, {requirements}\n")
+
+
+def _faults(listing: Listing, requirements: Requirements, threads: int) -> list[str]:
+    def of_part(start: int) -> list[str]:
+        paths = [listing.path(i) for i in range(start, min(start + 256, len(listing.names)))]
+        faults = [(path, requirements.fault(path)) for path in paths]
+        return [f"{path.relative_to(listing.root)} {fault}" for path, fault in faults if fault]
+
+    with ThreadPoolExecutor(threads) as pool:
+        return list(chain(*pool.map(of_part, range(0, len(listing.names), 256))))
+
+
+def _complaint(listing: Listing, requirements: Requirements, faults: list[str]) -> str:
+    more = f", and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
+    remedy = ", or convert and enlarge them with strict=False" if requirements.strict else ""
+    return (
+        f"{len(faults)} of {len(listing.names)} files in {listing.root} cannot be used:"
+        f" {', '.join(faults[:NAMED])}{more}. Repair or remove unreadable files; choose channels"
+        f" and image_size to fit the others{remedy}."
+    )
+
+
+def _walk(root: Path) -> Iterator[str]:
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        subfolders[:] = sorted(name for name in subfolders if not _hidden(name))
+        yield from (os.path.join(folder, name) for name in sorted(names) if not _hidden(name))
+
+
+def _require_place(file: str, classes: Sequence[str], top: str) -> None:
+    if not file.lower().endswith(EXTENSIONS):
+        raise ValueError(f"{file} is no image by its name ({', '.join(EXTENSIONS)}): remove it.")
+    if classes and top not in classes:
+        raise ValueError(f"{file} is in no class folder: move it into one.")
+
+
+def _stamp(files: Sequence[str], names: Sequence[str]) -> str:
+    digest = hashlib.sha256()
+    for file, name in zip(files, names, strict=True):
+        status = os.stat(file)
+        digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="replace"))
+    return digest.hexdigest()
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith(".")

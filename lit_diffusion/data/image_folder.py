@@ -1,0 +1,282 @@
+"""Folders of image files, and ImageNet."""
+
+import hashlib
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lit_diffusion.data.base import ImageDataModule, Split, require_at_least
+from lit_diffusion.data.crops import center_crop, random_crop
+from lit_diffusion.data.datasets import Batch, ImageDataset, mirror
+from lit_diffusion.data.folder_scan import (
+    MODES,
+    Listing,
+    Requirements,
+    check_images,
+    class_folders,
+    list_images,
+)
+from lit_diffusion.seeding import fold
+
+
+@dataclass(frozen=True, eq=False)
+class FileImages(ImageDataset):
+    """Square crops of image files.
+
+    Args:
+        listing: of the files.
+        image_size: pixels on each side.
+        mode: of Pillow: "L", "RGB" or "RGBA".
+        flip: whether half of the images, chosen anew every epoch, are mirrored left to right.
+        random_crop: whether crops are random in scale and place rather than in the middle.
+        seed: of both choices; None makes neither.
+    """
+
+    listing: Listing
+    image_size: int
+    mode: str
+    flip: bool
+    random_crop: bool
+
+    def __len__(self) -> int:
+        return len(self.listing.names)
+
+    def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
+        """Images `index` of the split as they look in `epochs`."""
+        crops = [self._crop(*key) for key in zip(epochs, index, strict=True)]
+        rows = torch.tensor(index)
+        return torch.stack([_pixels(crop) for crop in crops]), self.listing.labels[rows], rows
+
+    def _crop(self, epoch: int, index: int) -> Image.Image:
+        image = _read(self.listing.path(index), self.mode)
+        if self.seed is None:
+            return center_crop(image, self.image_size)
+        if self.random_crop:
+            image = random_crop(image, self.image_size, self.seed, epoch, index)
+        else:
+            image = center_crop(image, self.image_size)
+        mirrored = self.flip and mirror(self.seed, epoch, index)
+        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else image
+
+
+class PictureFiles(ImageDataModule):
+    """Base of the data modules that read image files.
+
+    A picture is resized so that its shorter side fits, and cropped, as in guided-diffusion
+    (`crops`); EXIF orientation is ignored, as there. All files are checked before anything else
+    happens, and remembered when they passed.
+
+    Args:
+        image_size: pixels on each side of a crop, >= 1.
+        channels: 1 (grey), 3 (RGB) or 4 (RGBA).
+        flip: whether half of the training images, chosen anew every epoch, are mirrored.
+        random_crop: whether training crops are random, with at least 0.8 of the shorter side.
+        full_check: whether the check decodes the files, which finds truncated ones, rather than
+            reading their headers only.
+        cache_dir: folder that remembers checked folders; None takes `lit-diffusion` in
+            $XDG_CACHE_HOME or ~/.cache.
+        **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
+    """
+
+    strict: bool = False
+    """Whether pictures of another mode, or smaller than `image_size`, are refused."""
+
+    def __init__(
+        self,
+        image_size: int,
+        channels: int = 3,
+        flip: bool = False,
+        random_crop: bool = False,
+        full_check: bool = True,
+        cache_dir: str | None = None,
+        **loader: Any,
+    ) -> None:
+        super().__init__(**loader)
+        require_at_least(1, image_size=image_size)
+        if channels not in MODES:
+            raise ValueError(f"channels must be 1 (grey), 3 (RGB) or 4 (RGBA), got {channels}.")
+        self.image_size = image_size
+        self.channels = channels
+        self.flip = flip
+        self.random_crop = random_crop
+        self.full_check = full_check
+        self.cache = Path(cache_dir).expanduser() if cache_dir else _user_cache()
+        self._listings: dict[Path, Listing] = {}
+
+    @abstractmethod
+    def folder(self, split: Split) -> Path:
+        """Where the files of a split lie."""
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of every image."""
+        return self.channels, self.image_size, self.image_size
+
+    @cached_property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the class folders of the training images; empty if there are none."""
+        return class_folders(self.folder("train"))
+
+    def check(self) -> None:
+        """Name the files that cannot be used."""
+        requirements = Requirements(self.image_size, self.channels, self.strict, self.full_check)
+        for folder in sorted({self.folder("train"), self.folder("val")}):
+            check_images(self._listing(folder), requirements, self.cache, self.default_workers())
+
+    def load(self, split: Split) -> FileImages:
+        """Open a split, whose files are checked by now or else here."""
+        self.check()
+        return FileImages(
+            self.select(split), self.image_size, MODES[self.channels], self.flip, self.random_crop
+        )
+
+    def select(self, split: Split) -> Listing:
+        """The files of a split."""
+        return self._listing(self.folder(split))
+
+    def fingerprint(self, split: Split) -> str:
+        """16 hex digits that change with the names, sizes or times of the files, or the crop."""
+        listing = self.select(split)
+        digest = hashlib.sha256(f"{listing.stamp} {self.image_shape}".encode())
+        digest.update(listing.names.tobytes())
+        return digest.hexdigest()[:16]
+
+    def default_workers(self) -> int:
+        """CPUs for each of this node's processes, at most 16.
+
+        Under Slurm a process may use only its own CPUs; elsewhere processes share those they see.
+        """
+        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        shared = self.trainer is not None and "SLURM_PROCID" not in os.environ
+        processes = self.trainer.num_devices if self.trainer and shared else 1
+        return max(1, min(16, (cpus or 1) // processes))
+
+    def _listing(self, folder: Path) -> Listing:
+        if folder not in self._listings:
+            self._listings[folder] = list_images(folder, self.class_names)
+        return self._listings[folder]
+
+
+class ImageFolder(PictureFiles):
+    """Pictures of one's own: class folders `cats/1.png`, `dogs/2.png`, or one flat folder.
+
+    Class folders are labelled in the order of their names; files of a flat folder have label -1.
+    Files must be images of one mode and large enough, and lie where they belong; others are named.
+
+    Args:
+        train: folder of the training images.
+        val: folder of the held-out images, in the same class folders; or how many training images
+            to hold out: those whose names n have the least `fold("held out", n)`.
+        image_size: pixels on each side of a crop, >= 1.
+        strict: whether pictures of another mode, or smaller than `image_size`, are refused;
+            otherwise they are converted (without alpha, if `channels` has none) and enlarged.
+        **pictures: as in `PictureFiles`: channels, flip, random_crop, full_check, cache_dir,
+            batch_size, num_workers, num_predict, seed.
+
+    Raises:
+        FileNotFoundError: If a folder does not exist.
+        ValueError: If a folder is empty or files in it cannot be used; names them.
+    """
+
+    def __init__(
+        self, train: str, val: int | str, image_size: int, strict: bool = True, **pictures: Any
+    ) -> None:
+        super().__init__(image_size, **pictures)
+        if isinstance(val, int):
+            require_at_least(1, val=val)
+        self.train = Path(train).expanduser()
+        self.val = val if isinstance(val, int) else Path(val).expanduser()
+        self.strict = strict
+
+    def folder(self, split: Split) -> Path:
+        """Where the files of a split lie."""
+        return self.val if split == "val" and isinstance(self.val, Path) else self.train
+
+    def select(self, split: Split) -> Listing:
+        """The files of a split."""
+        listing = super().select(split)
+        if isinstance(self.val, Path):
+            return listing
+        held_out = _is_held_out(listing, self.val)
+        return listing.part(held_out if split == "val" else ~held_out)
+
+
+class ImageNet(PictureFiles):
+    """ILSVRC 2012: `train/n01440764/*.JPEG` and `val/n01440764/*.JPEG`, or a subset of its classes.
+
+    Its grey and CMYK files are converted, its small ones enlarged, as in guided-diffusion. Held out
+    are the 50,000 validation images, which must be sorted into class folders.
+
+    Args:
+        root: folder that holds `train` and `val`.
+        image_size: pixels on each side of a crop, >= 1.
+        **pictures: as in `PictureFiles`: channels, flip, random_crop, full_check, cache_dir,
+            batch_size, num_workers, num_predict, seed.
+
+    Raises:
+        FileNotFoundError: If `train` or `val` does not exist.
+        ValueError: If a folder is not named as a class, is empty, or files in it cannot be read.
+
+    Source: O. Russakovsky et al., "ImageNet Large Scale Visual Recognition Challenge", 2015.
+    """
+
+    def __init__(self, root: str, image_size: int, **pictures: Any) -> None:
+        super().__init__(image_size, **pictures)
+        self.root = Path(root).expanduser()
+
+    def folder(self, split: Split) -> Path:
+        """Where the files of a split lie."""
+        return self.root / split
+
+    @cached_property
+    def class_names(self) -> tuple[str, ...]:
+        """WordNet ids of the classes."""
+        names = class_folders(self.folder("train"))
+        wrong = [name for name in names if not re.fullmatch(r"n\d{8}", name)]
+        if wrong or not names:
+            raise ValueError(
+                f"ImageNet wants class folders such as n01440764 in {self.folder('train')}, got"
+                f" {wrong[0] if wrong else 'none'}. For other names, use ImageFolder."
+            )
+        return names
+
+
+def _is_held_out(listing: Listing, count: int) -> Tensor:
+    """(N,) bool: the `count` files whose names have the least fold."""
+    if count >= len(listing.names):
+        raise ValueError(
+            f"val={count} images cannot be held out of the {len(listing.names)} in {listing.root}:"
+            " hold out fewer."
+        )
+    held_out = torch.zeros(len(listing.names), dtype=torch.bool)
+    rank = [fold("held out", os.fsdecode(name)) for name in listing.names]
+    held_out[np.argsort(rank)[:count]] = True
+    return held_out
+
+
+def _read(path: Path, mode: str) -> Image.Image:
+    try:
+        with Image.open(path) as image:
+            return image.convert(mode)
+    except Exception as error:  # Pillow's decoders raise anything on broken data
+        raise OSError(f"{path} cannot be read ({error}).") from error
+
+
+def _pixels(image: Image.Image) -> Tensor:
+    """(C, H, W) uint8."""
+    width, height = image.size
+    return torch.from_numpy(np.array(image)).view(height, width, -1).permute(2, 0, 1)
+
+
+def _user_cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lit-diffusion"
