@@ -280,6 +280,28 @@ class HasSampleLoss(Protocol):
         ...
 
 
+class HasNoiseLevels(HasSampleLoss, Protocol):
+    """A module whose loss can be asked at a given noise level of given images.
+
+    Not runtime-checkable: from Python 3.12, isinstance does not see a codec that is an nn.Module.
+    """
+
+    @property
+    def process(self) -> Process:
+        """Its `from_unit` gives the time of rank u."""
+        ...
+
+    @property
+    def codec(self) -> Codec:
+        """Its `encode` makes x0 of the data set's images."""
+        ...
+
+    @property
+    def num_classes(self) -> int | None:
+        """Number of labels; None where the loss takes no labels."""
+        ...
+
+
 @runtime_checkable
 class WeightsProvider(Protocol):
     """Something, such as the EMA callback, that can put other weights in place."""

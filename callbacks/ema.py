@@ -1,0 +1,412 @@
+"""Exponential moving averages of the weights: which weights a number comes from is never in doubt.
+
+`state_dict` of a checkpoint holds the raw weights, always, also when it is saved in the middle of a
+validation on the averages. The averages are in the callback's own state: float32, parameters only.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lit_diffusion.callbacks.averages import Average, Group, match_decays, pack, span_decay, unpack
+
+RAW = "raw"
+
+
+class EMA(Callback):
+    """Averages the trainable weights, and validates, tests and predicts with the averages.
+
+    After each step of the optimizer that holds it: shadow = decay * shadow + (1 - decay) * weight.
+
+    - Averaged is every parameter under `prefix` that requires a gradient and that an optimizer
+      holds: shared ones once, those unfrozen or added later from then on. Each optimizer counts its
+      own steps, so the networks of a GAN are averaged at their own pace. Accumulated batches and
+      steps that a GradScaler skips do not count. Buffers, as of BatchNorm, are never averaged.
+    - Memory: 4 bytes a parameter for each decay (8 for float64 weights).
+    - Validation, test and predict use the first decay, swapped in place and back; inside
+      `weights(name)`, what that has put in place. Before the first update they use the weights.
+    - `LightningModule.state_dict()` is raw, also while averages are in place, and with it every
+      checkpoint; read averages from parameters or submodules. Checkpoints hold them under
+      `checkpoint["callbacks"][ema.state_key]` as `averages.pack` arranges them.
+    - On resume these arguments win over the checkpoint's; a change of decays is printed.
+    - An average that is not finite is refused, by name, where it would be used, saved or logged.
+
+    Args:
+        decays: per optimizer step, each in [0, 1). 0.9999 halves the past in 6,931 steps.
+        warmup: limit the decay of step n to (1 + n) / (10 + n).
+        every_n_steps: optimizer steps from one update to the next, which has their decays' product.
+        prefix: submodule that is averaged, such as "network"; "" for all. Two EMA callbacks need
+            prefixes of which neither contains the other.
+
+    Raises:
+        ValueError: bad arguments; at the start of a run, a prefix without parameters, overlapping
+            EMAs, a strategy that shards weights, or a checkpoint whose averages do not fit.
+
+    Source: Polyak & Juditsky 1992, "Acceleration of stochastic approximation by averaging".
+
+    Example:
+        >>> EMA(decays=(0.999, 0.9999)).names()
+        ['raw', 'ema', 'ema_0.999', 'ema_0.9999']
+    """
+
+    def __init__(
+        self,
+        decays: tuple[float, ...] = (0.9999,),
+        warmup: bool = True,
+        every_n_steps: int = 1,
+        prefix: str = "",
+    ) -> None:
+        self.decays = tuple(decays)
+        self.warmup = warmup
+        self.every_n_steps = every_n_steps
+        self.prefix = prefix.rstrip(".")
+        self._names = [RAW, "ema", *(f"ema_{decay:g}" for decay in self.decays)]
+        self._refuse_bad_arguments()
+        self._module: LightningModule | None = None
+        self._optimizers: list[Optimizer] = []
+        self._groups: list[Group] = []
+        self._loaded: dict[str, Any] = {}  # read from a checkpoint, not yet taken up
+        self._waiting: dict[str, Average] = {}  # of parameters that are not trained yet
+        self._seen: dict[int, Tensor] = {}  # parameters, averaged or outside the prefix, by id
+        self._step_hooks: list[RemovableHandle] = []
+        self._active = self._outside = RAW  # weights in place: now, outside of the evaluation
+        self._raw: dict[Tensor, Tensor] = {}
+        self._state_dict_hook: RemovableHandle | None = None
+
+    def _refuse_bad_arguments(self) -> None:
+        if not self.decays or not all(0 <= decay < 1 for decay in self.decays):
+            raise ValueError(f"decays must be one or more numbers in [0, 1), got {self.decays}.")
+        if len(set(self._names)) < len(self._names):
+            raise ValueError(f"decays must differ in their first 6 digits, got {self.decays}.")
+        if self.every_n_steps < 1:
+            raise ValueError(f"every_n_steps must be at least 1, got {self.every_n_steps}.")
+
+    # Weights by name
+
+    def names(self) -> list[str]:
+        """Names of weights: raw, ema (the first decay) and ema_<decay> for each."""
+        return list(self._names)
+
+    @contextmanager
+    def weights(self, name: str) -> Iterator[None]:
+        """Context in which the module's parameters hold the named weights. Contexts may be nested.
+
+        Args:
+            name: one of `names()`. Before the first update each of them gives the raw weights.
+
+        Raises:
+            ValueError: unknown name.
+            RuntimeError: neither a fit nor a checkpoint has given averages yet.
+            FloatingPointError: the average is not finite.
+        """
+        if name not in self._names:
+            raise ValueError(f"EMA knows the weights {self._names}, got {name!r}.")
+        if name != RAW and not self._groups:
+            raise RuntimeError(
+                f"EMA holds no averages, so there is no {name!r}: fit first, or give the Trainer a "
+                "checkpoint that was written with EMA."
+            )
+        previous = self._active
+        try:
+            self._activate(name)
+            yield
+        finally:
+            self._activate(previous)
+
+    def _activate(self, name: str) -> None:
+        """Put the named weights in place; interrupted at any instant, `_activate(RAW)` repairs."""
+        if name == self._active:
+            return
+        # Outside inference mode: tensors made in it could not be used in training.
+        with torch.inference_mode(False), torch.no_grad():
+            if name == RAW:
+                self._put_raw_back()
+            else:
+                self._put_average(name)
+
+    def _put_average(self, name: str) -> None:
+        updated = [group for group in self._groups if group.steps >= self.every_n_steps]
+        for group in updated:
+            group.refuse_nonfinite()
+        if self._active == RAW:
+            assert self._module is not None
+            self._raw = {p: p.detach().clone() for group in updated for p in group.params}
+            register = self._module.register_state_dict_post_hook
+            self._state_dict_hook = register(self._show_raw)  # type: ignore[no-untyped-call]
+        self._active = name
+        which = max(self._names.index(name) - 2, 0)
+        for group in updated:
+            torch._foreach_copy_(group.params, group.shadows[which])
+
+    def _put_raw_back(self) -> None:
+        if self._raw:
+            torch._foreach_copy_(list(self._raw), list(self._raw.values()))
+        self._active = RAW
+        self._raw = {}
+        if self._state_dict_hook is not None:
+            self._state_dict_hook.remove()
+
+    def _show_raw(
+        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
+    ) -> None:
+        """While averages are in place, every checkpoint, weights-only too, gets raw weights."""
+        for name, param in module.named_parameters(remove_duplicate=False):
+            if param in self._raw and prefix + name in state_dict:
+                state_dict[prefix + name] = self._raw[param]
+
+    # Following the optimizers
+
+    def _follow(self, optimizers: Sequence[Optimizer], module: LightningModule) -> None:
+        """Take up the averages that are known and keep them up from here."""
+        from_checkpoint = bool(self._loaded)
+        self._waiting = self._take_up(module)
+        known = set(self._waiting)
+        self._unfollow()
+        self._optimizers = list(optimizers)
+        self._groups = [Group(self.decays) for _ in optimizers]
+        self._seen = {}
+        for optimizer, group in zip(optimizers, self._groups, strict=True):
+            self._adopt(optimizer, group)
+            missing = [name for name in group.names if name not in known]
+            if from_checkpoint and missing:
+                raise ValueError(
+                    f"The checkpoint's EMA holds no average of the parameter {missing[0]!r}, which "
+                    "is trained now. Resume with the module that wrote it, or freeze the parameter "
+                    "until training has started."
+                )
+            self._step_hooks += [
+                optimizer.register_step_pre_hook(partial(self._before_step, group)),
+                optimizer.register_step_post_hook(partial(self._after_step, group)),
+            ]
+
+    def _unfollow(self) -> None:
+        for hook in self._step_hooks:
+            hook.remove()
+        self._step_hooks = []
+
+    def _take_up(self, module: LightningModule) -> dict[str, Average]:
+        """Known averages: of the checkpoint, else of an earlier run on the same module."""
+        if self._active != RAW:
+            raise RuntimeError(
+                f"The weights {self._active!r} are in place, and what is loaded or trained now "
+                "would be lost; leave EMA.weights() first."
+            )
+        state = self._loaded or (self.state_dict() if module is self._module else {})
+        self._module = module
+        params = self._parameters()
+        self._loaded = {}
+        if not state:
+            return {}
+        _tell_changes(state["decays"], self.decays)
+        return unpack(state, self.decays, params)
+
+    def _adopt(self, optimizer: Optimizer, group: Group) -> None:
+        """Average the trainable parameters of the optimizer that are not averaged yet."""
+        new = {
+            id(param): param
+            for entry in optimizer.param_groups
+            for param in entry["params"]
+            if id(param) not in self._seen and param.requires_grad
+        }
+        if not new:
+            return
+        self._seen |= new
+        for name, param in self._parameters().items():
+            if id(param) in new:
+                known = self._waiting.pop(name, None)
+                if known and not group.names:
+                    group.steps = known.steps
+                group.add(name, param, known)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters under the prefix, by a name that torch.compile does not change."""
+        assert self._module is not None
+        named = {
+            name.replace("_orig_mod.", ""): param for name, param in self._module.named_parameters()
+        }
+        found = {name: param for name, param in named.items() if _is_under(name, self.prefix)}
+        if not found:
+            children = sorted({name.split(".")[0] for name in named})
+            raise ValueError(
+                f"EMA(prefix={self.prefix!r}) fits no parameter; the module's are under {children}."
+            )
+        return found
+
+    def _before_step(self, group: Group, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._active != RAW:
+            raise RuntimeError(
+                f"An optimizer steps while the weights {self._active!r} are in place, which would "
+                "be lost; leave EMA.weights() first."
+            )
+        self._adopt(optimizer, group)
+        if group.steps == 0:
+            group.restart()  # weights may have been loaded after fit start
+
+    def _after_step(self, group: Group, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not _was_skipped(optimizer):
+            group.advance(self.every_n_steps, self.warmup)
+
+    # State
+
+    @property
+    def state_key(self) -> str:
+        """Key in `checkpoint["callbacks"]`; without the decays, which may change on resume."""
+        return self._generate_state_key(prefix=self.prefix)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages as `averages.pack` arranges them; empty where there are none."""
+        if self._loaded or not self._groups:
+            return self._loaded  # kept as read, should a save come before the run begins
+        averages = dict(self._waiting)
+        for group in self._groups:
+            group.refuse_nonfinite()
+            averages |= group.averages()
+        return pack(averages, self.decays)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the averages for the run that starts, or take them up in the run that goes on."""
+        self._loaded = state_dict
+        if self._step_hooks:  # a learning-rate search puts the state back in the middle of a fit
+            assert self._module is not None
+            self._follow(self._optimizers, self._module)
+
+    # Lightning hooks
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse what cannot work before anything is loaded."""
+        self._loaded = {}
+        if trainer.strategy.restore_checkpoint_after_setup:  # true of all that shard weights
+            raise ValueError(
+                f"EMA does not support {type(trainer.strategy).__name__}, which shards the weights "
+                "and restores checkpoints in its own way; use strategy='ddp' or remove EMA."
+            )
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(other, EMA) and other is not self and self._overlaps(other):
+                raise ValueError(
+                    f"EMA(prefix={self.prefix!r}) and EMA(prefix={other.prefix!r}) average the "
+                    "same parameters; give one EMA several decays instead."
+                )
+
+    def _overlaps(self, other: "EMA") -> bool:
+        return _is_under(self.prefix, other.prefix) or _is_under(other.prefix, self.prefix)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Make the shadows on the module's device, or take those of the checkpoint."""
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint) and callback.save_weights_only:
+                rank_zero_warn(
+                    "ModelCheckpoint(save_weights_only=True) writes the raw weights only; the "
+                    "averages of EMA will not be in its files."
+                )
+        self._follow(trainer.optimizers, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the decay, and look at the averages, as often as Lightning logs."""
+        steps = max(group.steps for group in self._groups)
+        if steps and trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+            for group in self._groups:
+                group.refuse_nonfinite()
+            pl_module.log("ema/decay", span_decay(self.decays[0], steps - 1, steps, self.warmup))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say so where no step was seen."""
+        if trainer.global_step and not any(group.steps for group in self._groups):
+            rank_zero_warn(
+                f"EMA saw none of {trainer.global_step} optimizer steps, so there are no averages. "
+                "An optimizer that steps another one inside it hides that one's steps."
+            )
+
+    def _swap_in(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn != TrainerFn.FITTING and (
+            self._loaded or pl_module is not self._module
+        ):
+            self._take_up_to_evaluate(pl_module)
+        self._outside = self._active
+        if not self._groups:
+            rank_zero_warn(
+                "EMA holds no averages (no fit before, none in a checkpoint): the weights are used "
+                "as they are."
+            )
+        elif self._active == RAW:
+            self._activate("ema")
+
+    def _take_up_to_evaluate(self, module: LightningModule) -> None:
+        known = self._take_up(module)
+        params = self._parameters()
+        groups: dict[int, Group] = {}
+        for name, average in known.items():
+            group = groups.setdefault(average.steps, Group(self.decays, average.steps))
+            group.add(name, params[name], average)
+        self._groups = list(groups.values())
+        self._waiting = {}
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validate with the averages."""
+        self._swap_in(trainer, pl_module)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the weights back."""
+        self._activate(self._outside)
+
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Test with the averages."""
+        self._swap_in(trainer, pl_module)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the weights back."""
+        self._activate(self._outside)
+
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Predict with the averages."""
+        self._swap_in(trainer, pl_module)
+
+    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Put the weights back."""
+        self._activate(self._outside)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Put the raw weights back and let go of the optimizers."""
+        self._activate(RAW)
+        self._unfollow()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Let go of the optimizers."""
+        self._unfollow()
+
+
+def _is_under(name: str, prefix: str) -> bool:
+    return prefix in ("", name) or name.startswith(prefix + ".")
+
+
+def _was_skipped(optimizer: Optimizer) -> bool:
+    """Whether a GradScaler made the step a no-op.
+
+    It does not call step() of other optimizers then; fused ones learn of it inside, by `found_inf`.
+    """
+    found_inf = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf)
+
+
+def _tell_changes(stored: Sequence[float], decays: Sequence[float]) -> None:
+    matches = match_decays(stored, decays)
+    for decay, i in zip(decays, matches, strict=True):
+        if i is None:
+            rank_zero_info(f"EMA decay {decay:g} is new: its average starts from the weights.")
+        elif stored[i] != decay:
+            rank_zero_info(f"EMA decay: the checkpoint had {stored[i]:g}, using {decay:g}.")
+    for i in sorted(set(range(len(stored))) - set(matches)):
+        rank_zero_info(f"EMA decay {stored[i]:g} of the checkpoint is dropped.")

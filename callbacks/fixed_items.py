@@ -1,0 +1,38 @@
+"""The same items of a data set at every evaluation, without touching the loader that trains."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, IterableDataset
+
+BATCH = 256
+
+
+def indexed_loader(loaders: Any) -> "DataLoader[Any] | None":
+    """The first DataLoader in what a Trainer holds whose data set can be read at an index."""
+    for loader in tree_leaves(loaders):
+        if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
+            return loader
+    return None
+
+
+def spread(size: int, num: int) -> list[int]:
+    """At most `num` indices, evenly over `size`: data sets are often sorted by class.
+
+    Example:
+        >>> spread(10, 4), spread(3, 4)
+        ([0, 2, 5, 7], [0, 1, 2])
+    """
+    num = min(num, size)
+    return [i * size // num for i in range(num)]
+
+
+def read(loader: "DataLoader[Any]", indices: list[int]) -> Iterator[Any]:
+    """Batches of these items, collated as the loader does, by a fresh loader in this process.
+
+    Iterating the loader itself would restart its persistent workers in the middle of an epoch.
+    """
+    return iter(
+        DataLoader(loader.dataset, batch_size=BATCH, sampler=indices, collate_fn=loader.collate_fn)
+    )

@@ -1,0 +1,158 @@
+"""The loss at fixed noise levels: where along the process a model is good, and where it is not."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from lit_diffusion.callbacks.fixed_items import indexed_loader, read, spread
+from lit_diffusion.callbacks.inference import averaged_weights, inference
+from lit_diffusion.callbacks.triggers import EveryNSteps
+from lit_diffusion.protocols import HasNoiseLevels
+from lit_diffusion.seeding import PerSampleNoise
+
+CHUNK = 16
+
+
+class NoiseLevelLoss(Callback):
+    """Logs the mean loss of fixed images with fixed noise at levels u = (i + 1/2) / num_levels.
+
+    Names are `val/loss_u0.05`, ..., `val/loss_u0.95` (or `train/...`, for training images); u = 1
+    is the noisiest. Images, noise and levels are the same every time, so that curves move only
+    when the weights do. Every rank computes all of it, in chunks of its own: the value does
+    not depend on batch size or number of ranks, and needs no communication.
+
+    Args:
+        num_levels: of noise.
+        num_images: taken evenly over the first data set, all of it if it is smaller.
+        every_n_steps: None takes held-out images, at the end of every validation, with the weights
+            that are validated; a number takes training images, every so many optimizer steps, with
+            averaged weights where a callback provides them.
+
+    Raises:
+        ValueError: bad numbers; at fit start, where None would never trigger; a data set that can't
+            be read at an index.
+        TypeError: for a module that is not `protocols.HasNoiseLevels`.
+
+    Example:
+        >>> NoiseLevelLoss(num_levels=4).levels
+        [0.125, 0.375, 0.625, 0.875]
+    """
+
+    def __init__(
+        self, num_levels: int = 10, num_images: int = 64, every_n_steps: int | None = None
+    ) -> None:
+        if min(num_levels, num_images) < 1:
+            raise ValueError(
+                f"num_levels and num_images must be at least 1, got {num_levels} and {num_images}."
+            )
+        self.levels = [(i + 0.5) / num_levels for i in range(num_levels)]
+        self.num_images = num_images
+        self._trigger = EveryNSteps(every_n_steps)
+        self._fixed: FixedImages | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse modules that can't be asked."""
+        self._fixed = None  # a data set may have changed between runs
+        needed = ("per_sample_loss", "process", "codec", "num_classes")
+        lacking = [name for name in needed if not hasattr(pl_module, name)]
+        if lacking:
+            raise TypeError(
+                f"NoiseLevelLoss needs a module with {', '.join(needed)} (protocols.HasNoiseLevels)"
+                f"; {type(pl_module).__name__} lacks {', '.join(lacking)}."
+            )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find conflicts before the first step."""
+        self._trigger.refuse_never(trainer, "NoiseLevelLoss")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count from here, in a resumed run too."""
+        self._trigger.start(trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure every so many steps."""
+        if self._trigger.due(trainer.global_step):
+            with averaged_weights(trainer):
+                self._measure(trainer, pl_module, trainer.train_dataloader, "train")
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure after each validation, with the weights that it used."""
+        if self._trigger.n is None and not trainer.sanity_checking:
+            self._measure(trainer, pl_module, trainer.val_dataloaders, "val")
+
+    def _measure(
+        self, trainer: Trainer, pl_module: LightningModule, loaders: Any, split: str
+    ) -> None:
+        module = cast(HasNoiseLevels, pl_module)
+        if self._fixed is None:
+            with isolate_rng():
+                self._fixed = read_fixed(loaders, self.num_images)
+        images, labels, indices = self._fixed
+        x0 = module.codec.encode(images.to(pl_module.device))
+        noise = PerSampleNoise(indices, stream="noise level").randn_like(x0)
+        labels = None if module.num_classes is None or labels is None else labels.to(x0.device)
+        with inference(trainer, pl_module):
+            losses = noise_level_losses(module, x0, labels, noise, self.levels)
+        pl_module.log_dict(
+            {f"{split}/loss_u{u:.3g}": loss for u, loss in zip(self.levels, losses, strict=True)}
+        )
+
+
+class FixedImages(NamedTuple):
+    """Images as the data set gives them, labels where it has some, and their indices in it."""
+
+    images: Tensor
+    labels: Tensor | None
+    indices: list[int]
+
+
+def read_fixed(loaders: Any, num: int) -> FixedImages:
+    """At most `num` images, evenly over the data set of the first of these loaders."""
+    loader = indexed_loader(loaders)
+    if loader is None:
+        raise ValueError(
+            "NoiseLevelLoss needs a DataLoader over a data set with indices, to read the same "
+            "images every time; remove it for streamed data."
+        )
+    indices = spread(len(loader.dataset), num)  # type: ignore[arg-type]
+    batches = [b if isinstance(b, list | tuple) else (b,) for b in read(loader, indices)]
+    images = torch.cat([batch[0] for batch in batches])
+    labels = torch.cat([batch[1] for batch in batches]) if len(batches[0]) > 1 else None
+    return FixedImages(images, labels, indices)
+
+
+@torch.no_grad()
+def noise_level_losses(
+    module: HasNoiseLevels,
+    x0: Tensor,
+    labels: Tensor | None,
+    noise: Tensor,
+    levels: Sequence[float],
+) -> Tensor:
+    """Mean loss at each noise level.
+
+    Args:
+        module: whose `per_sample_loss` is asked.
+        x0: (B, C, H, W) encoded images.
+        labels: (B,) or None.
+        noise: standard normal, of the shape of `x0`; the same at all levels.
+        levels: L ranks u in [0, 1].
+
+    Returns:
+        (L,) float64.
+    """
+    means = []
+    for u in levels:
+        t = module.process.from_unit(torch.full((len(x0),), u, dtype=torch.float64)).to(x0.device)
+        losses = [
+            module.per_sample_loss(x0[i], None if labels is None else labels[i], t[i], noise[i])
+            for i in torch.split(torch.arange(len(x0), device=x0.device), CHUNK)
+        ]
+        means.append(torch.cat(losses).double().mean())
+    return torch.stack(means)

@@ -1,0 +1,213 @@
+"""Grids of samples from fixed seeds, and the nearest training images beside them."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torchvision.transforms.functional import to_pil_image
+from torchvision.utils import make_grid
+
+from lit_diffusion.callbacks.fixed_items import indexed_loader, read, spread
+from lit_diffusion.callbacks.inference import averaged_weights, inference
+from lit_diffusion.callbacks.triggers import EveryNSteps
+from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
+
+GRID_PIXELS = 512
+BANK_BYTES = 2**28
+
+
+class SampleGrid(Callback):
+    """Writes the samples of seeds 0, ..., num - 1 as PNG, so that one sees the same ones improve.
+
+    Files, in `<trainer.default_root_dir>/samples/`, with the weights they were made with (ema
+    where a callback provides such weights, else raw) in their names, and to TensorBoard if it is
+    one of the loggers:
+
+    - `step-00001000-ema.png`: the samples, in rows; small images are enlarged pixel by pixel.
+    - `nearest-00001000-ema.png`: each sample with, on its right, the training image that is nearest
+      in pixel space, so that memorising is seen. For this at most 256 MB of training images, evenly
+      over the data set and in uint8, are kept in memory by rank zero. Needs training batches
+      that begin with uint8 images of the samples' shape; where they don't, that is said once.
+
+    Every rank generates all the samples, which takes as long as waiting for one that does, and
+    needs no communication. Random numbers of training are as without this callback.
+
+    Args:
+        num: of samples.
+        labels: of the samples, repeated in turn; None leaves them to the module.
+        every_n_steps: optimizer steps from one grid to the next; None draws at the end of every
+            validation within fit.
+        batch_size: samples generated at a time.
+
+    Raises:
+        ValueError: bad numbers; at fit start, where None would never trigger.
+        TypeError: at fit start, for a module without `generate(seeds, labels=None)`.
+
+    Example:
+        >>> SampleGrid(num=20, labels=range(10), every_n_steps=500).labels
+        [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
+    """
+
+    def __init__(
+        self,
+        num: int,
+        labels: Sequence[int] | None = None,
+        every_n_steps: int | None = None,
+        batch_size: int = 64,
+    ) -> None:
+        if min(num, batch_size) < 1:
+            raise ValueError(f"num and batch_size must be at least 1, got {num} and {batch_size}.")
+        if labels is not None and not len(labels):
+            raise ValueError("labels must hold at least one label; pass None for no labels.")
+        self.num = num
+        self.labels = None if labels is None else list(labels)
+        self.batch_size = batch_size
+        self._trigger = EveryNSteps(every_n_steps)
+        self._bank: Tensor | None = None
+        self._bank_was_read = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Find conflicts before the first step."""
+        if not isinstance(pl_module, CanGenerate):
+            raise TypeError(
+                f"SampleGrid needs a module with generate(seeds, labels=None) -> uint8 images "
+                f"(protocols.CanGenerate); {type(pl_module).__name__} has none."
+            )
+        self._trigger.refuse_never(trainer, "SampleGrid")
+        self._bank, self._bank_was_read = None, False
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count from here, in a resumed run too."""
+        self._trigger.start(trainer.global_step)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Draw every so many steps."""
+        if self._trigger.due(trainer.global_step):
+            self._draw(trainer, pl_module)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw after each validation."""
+        fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if fitting and self._trigger.n is None:
+            self._draw(trainer, pl_module)
+
+    def _draw(self, trainer: Trainer, module: LightningModule) -> None:
+        with averaged_weights(trainer) as weights, inference(trainer, module):
+            try:
+                samples = self._generate(module)
+            except NonFiniteSamples as error:  # on every rank alike; training can go on
+                rank_zero_warn(f"SampleGrid draws nothing at step {trainer.global_step}: {error}")
+                return
+            if trainer.is_global_zero:
+                self._publish(trainer, "step", weights, image_grid(samples))
+                self._publish_nearest(trainer, weights, samples)
+
+    def _publish_nearest(self, trainer: Trainer, weights: str, samples: Tensor) -> None:
+        if not self._bank_was_read:
+            self._bank, self._bank_was_read = _training_images(trainer, samples), True
+        if self._bank is not None:
+            pairs = torch.cat([samples, self._bank[nearest(samples, self._bank)]], dim=-1)
+            self._publish(trainer, "nearest", weights, image_grid(pairs))
+
+    def _generate(self, module: LightningModule) -> Tensor:
+        assert isinstance(module, CanGenerate)
+        batches = []
+        for start in range(0, self.num, self.batch_size):
+            seeds = range(start, min(start + self.batch_size, self.num))
+            images = module.generate(seeds, self._labels_of(seeds, module.device))
+            _refuse_odd_images(images, len(seeds))
+            batches.append(images.cpu())
+        return torch.cat(batches)
+
+    def _labels_of(self, seeds: Sequence[int], device: torch.device) -> Tensor | None:
+        if self.labels is None:
+            return None
+        return torch.tensor([self.labels[seed % len(self.labels)] for seed in seeds], device=device)
+
+    def _publish(self, trainer: Trainer, kind: str, weights: str, grid: Tensor) -> None:
+        folder = Path(trainer.default_root_dir) / "samples"
+        folder.mkdir(parents=True, exist_ok=True)
+        to_pil_image(grid).save(folder / f"{kind}-{trainer.global_step:08d}-{weights}.png")
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_image(f"samples/{kind}-{weights}", grid, trainer.global_step)
+
+
+def image_grid(images: Tensor) -> Tensor:
+    """Images in a near-square grid of about 512 pixels; small ones are enlarged pixel by pixel.
+
+    Args:
+        images: (N, C, H, W) uint8, C = 1, 3 or 4.
+
+    Returns:
+        (3 or 4, height, width) uint8.
+    """
+    columns = math.ceil(math.sqrt(len(images) * images.shape[2] / images.shape[3]))
+    scale = max(1, round(GRID_PIXELS / (columns * images.shape[3])))
+    large = images.repeat_interleave(scale, dim=2).repeat_interleave(scale, dim=3)
+    grid: Tensor = make_grid(large, nrow=columns, pad_value=127)
+    return grid
+
+
+def nearest(images: Tensor, bank: Tensor, chunk: int = 4096) -> Tensor:
+    """Index of the image of `bank` that is nearest to each of `images` in L2 over pixels.
+
+    Args:
+        images: (N, C, H, W) uint8.
+        bank: (M, C, H, W) uint8.
+        chunk: images of the bank compared at a time.
+
+    Returns:
+        (N,) int64 in [0, M).
+
+    Example:
+        >>> bank = torch.arange(0, 250, 50, dtype=torch.uint8).view(5, 1, 1, 1)
+        >>> nearest(torch.tensor([[[[60]]], [[[190]]]], dtype=torch.uint8), bank)
+        tensor([1, 4])
+    """
+    queries = images.flatten(1).float()
+    distances = [torch.cdist(queries, part.flatten(1).float()) for part in torch.split(bank, chunk)]
+    return torch.cat(distances, dim=1).argmin(dim=1)
+
+
+def _training_images(trainer: Trainer, samples: Tensor) -> Tensor | None:
+    """Images to compare with, (M, C, H, W) uint8; None where training is not on such images."""
+    loader = indexed_loader(trainer.train_dataloader)
+    if loader is None:
+        rank_zero_info("SampleGrid shows no nearest training images: their loader has no indices.")
+        return None
+    size = len(loader.dataset)  # type: ignore[arg-type]
+    indices = spread(size, max(1, BANK_BYTES // samples[0].numel()))
+    bank = []
+    for batch in read(loader, indices):
+        images = batch[0] if isinstance(batch, list | tuple) else batch
+        if images.dtype != torch.uint8 or images.shape[1:] != samples.shape[1:]:
+            rank_zero_info(
+                "SampleGrid shows no nearest training images: it compares with uint8 images of "
+                f"{tuple(samples.shape[1:])}, and training batches begin with {images.dtype} of "
+                f"{tuple(images.shape[1:])}."
+            )
+            return None
+        bank.append(images)
+    if len(indices) < size:
+        rank_zero_info(f"SampleGrid compares with {len(indices)} of {size} training images.")
+    return torch.cat(bank)
+
+
+def _refuse_odd_images(images: Tensor, num: int) -> None:
+    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3, 4):
+        raise TypeError(
+            "generate() must return uint8 images (N, C, H, W) with C = 1, 3 or 4, got "
+            f"{images.dtype} of {tuple(images.shape)}."
+        )
+    if len(images) != num:
+        raise ValueError(f"generate() must return an image a seed: {num}, got {len(images)}.")
