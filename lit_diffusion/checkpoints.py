@@ -1,5 +1,4 @@
-"""Checkpoint files: writing one so that no crash leaves half of it, and making a module of one
-without running its code.
+"""Checkpoint files: written so that no crash leaves half of one, read without running any code.
 
 A checkpoint holds tensors and plain builtins, nothing else: `torch.load(path, weights_only=True)`
 reads it. `state_dict` are the raw weights, averages are in the state of the EMA callback,
@@ -18,14 +17,14 @@ import torch
 from jsonargparse import ArgumentParser, register_unresolvable_import_paths
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lit_diffusion.errors import innermost
 from lit_diffusion.trust import trusting
 
-PathLike = str | os.PathLike[str]
+PathLike = str | Path
 Checkpoint = dict[str, Any]
 
 
@@ -193,9 +192,7 @@ def build(checkpoint: Checkpoint, path: PathLike, trust: Iterable[str] = ()) -> 
 
 
 def instantiate(spec: dict[str, Any], base: type, trust: Iterable[str], path: PathLike) -> Any:
-    """The object of type `base` that {"class_path": ..., "init_args": ...} of the file `path`
-    describes.
-    """
+    """The object of type `base` that the class path and arguments in the file `path` describe."""
     register_unresolvable_import_paths(torch)
     parser = ArgumentParser(exit_on_error=False)
     with trusting(trust):
@@ -208,9 +205,7 @@ def instantiate(spec: dict[str, Any], base: type, trust: Iterable[str], path: Pa
 
 
 def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[str, Any] | None:
-    """{"class_path": ..., "init_args": ...} of the module (or, by another key, of the data); None
-    where the file has none.
-    """
+    """Class path and arguments of the module (by another key, of the data), or None."""
     saved = dict(checkpoint.get(key) or {})
     class_path = saved.pop("_class_path", None)
     saved.pop("_instantiator", None)
@@ -218,9 +213,7 @@ def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[st
 
 
 def ema_states(checkpoint: Checkpoint) -> list[dict[str, Any]]:
-    """What the EMA callbacks of a run have saved: decays, steps and shadows (see
-    callbacks/ema.py).
-    """
+    """What the EMA callbacks of a run saved: decays, steps and shadows (callbacks/ema.py)."""
     states = checkpoint.get("callbacks", {})
     return [state for key, state in states.items() if key.startswith("EMA{") and state]
 
@@ -228,8 +221,7 @@ def ema_states(checkpoint: Checkpoint) -> list[dict[str, Any]]:
 def chosen_weights(
     checkpoint: Checkpoint, weights: str, path: PathLike
 ) -> tuple[str, dict[str, Tensor]]:
-    """The name that tells certain weights from all others in a file, and the averages to put in
-    place.
+    """The unambiguous name of the weights that are asked for, and the averages among them.
 
     Args:
         checkpoint: as read.
@@ -280,15 +272,12 @@ def misfits(module: LightningModule, state: Mapping[str, Tensor]) -> list[str]:
 
 
 def plain(checkpoint: Mapping[str, Any]) -> Checkpoint:
-    """`checkpoint` with hyper-parameters of plain builtins alone: an object given in Python would
-    be pickled with its class.
-    """
-    return {
-        key: {k: v for k, v in value.items() if _is_plain(v)}
-        if key.endswith("hyper_parameters")
-        else value
-        for key, value in checkpoint.items()
-    }
+    """`checkpoint` without hyper-parameters that are objects, which would be pickled by class."""
+    kept = dict(checkpoint)
+    for key in kept:
+        if key.endswith("hyper_parameters"):
+            kept[key] = {name: value for name, value in kept[key].items() if _is_plain(value)}
+    return kept
 
 
 def _is_plain(value: Any) -> bool:

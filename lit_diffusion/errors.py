@@ -1,6 +1,4 @@
-"""What a person reads when a config or command line is wrong: the name, what was expected and what
-to write instead.
-"""
+"""What a person reads when a config or command line is wrong: the name, and what to write."""
 
 import inspect
 import re

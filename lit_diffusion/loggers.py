@@ -1,5 +1,4 @@
-"""What a run leaves behind as text: metrics.csv, one row a call, and evaluations.jsonl, one line a
-score.
+"""What a run leaves behind as text: metrics.csv and evaluations.jsonl.
 
 Both only grow. A resumed run goes on in the same files, and what its predecessor logged after the
 checkpoint that it starts from is taken out first, so that they end up as those of an undisturbed
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch.loggers.logger import Logger
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities import rank_zero_only
 
 Row = dict[str, str]
 
@@ -41,7 +40,7 @@ class AppendingCSVLogger(Logger):
         ['step,loss', '1,0.5', '2,0.25']
     """
 
-    def __init__(self, save_dir: str | os.PathLike[str]) -> None:
+    def __init__(self, save_dir: str | Path) -> None:
         super().__init__()
         self._save_dir = Path(save_dir)
         self._columns: list[str] | None = None
@@ -90,9 +89,7 @@ class AppendingCSVLogger(Logger):
         self._append(row)
 
     def rewind(self, step: int) -> None:
-        """Drop the rows of `step` and later, before a run that goes on from there logs its
-        first.
-        """
+        """Drop the rows of `step` and later: a run goes on from there."""
         rows = [row for row in read_rows(self.path) if _step(row) < step]
         self._rewrite(_columns(rows), rows)
 
@@ -113,9 +110,10 @@ class AppendingCSVLogger(Logger):
             file.write(_csv(self._columns, [row]))
 
 
-def read_rows(path: str | os.PathLike[str]) -> list[Row]:
-    """Rows of a metrics.csv, without empty cells; none where there is no file. A half-written last
-    row is left out.
+def read_rows(path: str | Path) -> list[Row]:
+    """Rows of a metrics.csv, without empty cells; none without a file.
+
+    A half-written last row is left out.
     """
     try:
         text = Path(path).read_text()
@@ -125,16 +123,10 @@ def read_rows(path: str | os.PathLike[str]) -> list[Row]:
     return [{k: v for k, v in row.items() if v} for row in csv.DictReader(io.StringIO(complete))]
 
 
-def append_evaluation(path: str | os.PathLike[str], record: Mapping[str, Any]) -> None:
-    """Append one record to evaluations.jsonl, as one line of JSON."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with Path(path).open("a") as file:
-        file.write(json.dumps(record) + "\n")
+def read_evaluations(path: str | Path) -> list[dict[str, Any]]:
+    """Records of evaluations.jsonl, oldest first; none without a file.
 
-
-def read_evaluations(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Records of evaluations.jsonl, oldest first; none where there is no file. A half-written last
-    line is left out.
+    A half-written last line is left out.
     """
     try:
         text = Path(path).read_text()
@@ -143,10 +135,8 @@ def read_evaluations(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line]
 
 
-def rewind_evaluations(path: str | os.PathLike[str], step: int) -> None:
-    """Drop the records of steps after `step`: those of a run that died after the checkpoint that is
-    being resumed.
-    """
+def rewind_evaluations(path: str | Path, step: int) -> None:
+    """Drop the records of steps after `step`: a run goes on from there."""
     records = read_evaluations(path)
     kept = [record for record in records if (record.get("step") or 0) <= step]
     if len(kept) < len(records):

@@ -1,0 +1,106 @@
+"""What a fit keeps besides its curves: its latest checkpoint and the config it was started with."""
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lit_diffusion.commands.run_folder import next_config
+
+
+class RunConfig(SaveConfigCallback):
+    """Writes config.yaml, and at a resume config.resume-N.yaml, into the run folder of a fit."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the config once."""
+        if stage != "fit" or self.already_saved:
+            return
+        self.already_saved = True
+        if trainer.is_global_zero:
+            root = Path(trainer.default_root_dir)
+            root.mkdir(parents=True, exist_ok=True)
+            path = next_config(root)
+            self.parser.save(self.config, path, skip_none=False, overwrite=True, multifile=False)
+
+
+class LastCheckpoint(Checkpoint):
+    """Keeps `folder`/last.ckpt as fresh as is cheap, and that of the last step at the end.
+
+    The first save comes after `first` optimizer steps, so that a disk that cannot be written to is
+    known early. Each further one comes `every_n_seconds` after the one before, or later where
+    saving is slow, so that at most one part in fifty of the time goes into it.
+
+    Saves are made where Lightning resumes exactly: after a batch, or after the validation that
+    belongs to it. (A file saved in `on_train_end` of an unfinished epoch resumes in the next one.)
+
+    Args:
+        folder: where the file goes.
+        first: optimizer steps until the first save.
+        every_n_seconds: at least, between saves.
+
+    Example:
+        >>> trainer = Trainer(callbacks=[LastCheckpoint("run")], logger=False, accelerator="cpu")
+    """
+
+    def __init__(self, folder: str | Path, first: int = 20, every_n_seconds: float = 30.0) -> None:
+        self.path = Path(folder) / "last.ckpt"
+        self.first = first
+        self.every_n_seconds = every_n_seconds
+        self._due = 0
+        self._saved = (0.0, -1)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        self._saved = (time.monotonic(), trainer.global_step)
+        self._due = trainer.global_step + self.first
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save where it is due and no validation follows."""
+        if self._is_wanted(trainer) and not _validation_follows(trainer):
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save where it is due."""
+        in_fit = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if in_fit and self._is_wanted(trainer):
+            self._save(trainer)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save where the run ended in a way that could not be foreseen."""
+        if trainer.global_step > self._saved[1]:
+            self._save(trainer)
+
+    def _is_wanted(self, trainer: Trainer) -> bool:
+        return trainer.global_step >= self._due or is_ending(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        began = time.monotonic()
+        seconds, steps = began - self._saved[0], trainer.global_step - self._saved[1]
+        trainer.save_checkpoint(self.path, weights_only=False)
+        pause = max(self.every_n_seconds, 50 * (time.monotonic() - began))
+        wait = max(math.ceil(pause * steps / max(seconds, 1e-9)), 1)
+        # Clocks differ; all ranks save together, so they count to the same step.
+        self._due = trainer.global_step + int(trainer.strategy.broadcast(wait))
+        self._saved = (time.monotonic(), trainer.global_step)
+
+
+def is_ending(trainer: Trainer) -> bool:
+    """Whether the batch that was just trained on is the last."""
+    by_steps = 0 <= trainer.max_steps <= trainer.global_step
+    epochs = trainer.max_epochs
+    in_last_epoch = epochs is not None and 0 <= epochs <= trainer.current_epoch + 1
+    return trainer.should_stop or by_steps or (in_last_epoch and trainer.is_last_batch)
+
+
+def _validation_follows(trainer: Trainer) -> bool:
+    """Lightning's own answer, which depends on half a dozen of its settings."""
+    loop = trainer.fit_loop
+    assert loop._data_fetcher is not None
+    return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)

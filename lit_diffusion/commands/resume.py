@@ -1,0 +1,143 @@
+"""What wins at a resume: command line, then config, then checkpoint; and what is said about it.
+
+Lightning restores optimizer and schedule as they were saved, so that a new lr would be printed and
+never used. Here, exactly what was changed is changed in the saved state, and nothing else.
+"""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from lit_diffusion.loggers import AppendingCSVLogger, rewind_evaluations
+
+Changes = Mapping[str, tuple[Any, Any]]
+"""Dotted name of a setting -> (value in the checkpoint, value that is used)."""
+
+
+def differences(saved: Any, used: Any, name: str = "model") -> dict[str, tuple[Any, Any]]:
+    """Settings whose value differs, by dotted name; a class that changed stands for its arguments.
+
+    Args:
+        saved: what the checkpoint was trained with.
+        used: what this run uses.
+        name: of both.
+
+    Example:
+        >>> old = {"class_path": "A", "init_args": {"lr": 0.1, "steps": 5}}
+        >>> differences(old, {"class_path": "A", "init_args": {"lr": 0.001, "steps": 5}})
+        {'model.lr': (0.1, 0.001)}
+    """
+    if saved == used or (_same_list(saved, used)):
+        return {}
+    if not (isinstance(saved, dict) and isinstance(used, dict)):
+        return {name: (saved, used)}
+    if saved.get("class_path") != used.get("class_path"):
+        return {name: (saved.get("class_path"), used.get("class_path"))}
+    changes: dict[str, tuple[Any, Any]] = {}
+    for key in saved.keys() & used.keys():
+        below = name if key == "init_args" else f"{name}.{key}"
+        changes |= differences(saved[key], used[key], below)
+    return dict(sorted(changes.items()))
+
+
+def tell(changes: Changes) -> None:
+    """Say which settings of the checkpoint are not used."""
+    for name, (old, new) in changes.items():
+        rank_zero_info(f"The checkpoint had {name} {old}, using {new}.")
+
+
+class PreferConfig(Callback):
+    """Puts changed settings of optimizers and schedules into the state that a resume restores.
+
+    A changed lr or schedule is what it would be had it been there from the first step: the schedule
+    is built anew and run to the step of the checkpoint. Momenta and all else stay.
+
+    Args:
+        changes: of the module's settings, by dotted name; the last part of a name is the
+            optimizer's own (lr, betas), and a part with "scheduler" in it marks the schedule.
+    """
+
+    def __init__(self, changes: Changes) -> None:
+        self._changes = changes
+        self._keys = {name.rpartition(".")[2] for name in changes}
+        self._reschedule = "lr" in self._keys or any("scheduler" in name for name in changes)
+        self._checkpoint: dict[str, Any] = {}
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Remember what will be restored after `on_fit_start`."""
+        self._checkpoint = checkpoint
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Change the saved state while the fresh optimizers show what the config says."""
+        saved, self._checkpoint = self._checkpoint, {}
+        if not saved or not self._changes:
+            return
+        _refuse_other_optimizer(self._changes)
+        if self._reschedule:
+            _replay_schedules(trainer, saved)
+        for optimizer, state in zip(trainer.optimizers, saved["optimizer_states"], strict=True):
+            _change_groups(optimizer, state["param_groups"], self._keys, self._reschedule)
+
+
+class Resumed(Callback):
+    """Takes what the run logged after the checkpoint that it resumes from out of its files.
+
+    Args:
+        root: the run folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Rewind to the step that was restored."""
+        if not trainer.is_global_zero:
+            return
+        rewind_evaluations(self._root / "evaluations.jsonl", trainer.global_step)
+        for logger in trainer.loggers:
+            if isinstance(logger, AppendingCSVLogger):
+                logger.rewind(trainer.global_step)
+
+
+def _same_list(saved: Any, used: Any) -> bool:
+    """A tuple and the list that YAML makes of it."""
+    kinds = (list, tuple)
+    return isinstance(saved, kinds) and isinstance(used, kinds) and list(saved) == list(used)
+
+
+def _refuse_other_optimizer(changes: Changes) -> None:
+    for name, (old, new) in changes.items():
+        if str(old).startswith("torch.optim.") and "lr_scheduler" not in str(old):
+            raise ValueError(
+                f"{name} was {old} and is now {new}, whose state the checkpoint does not hold; "
+                "resume with the same optimizer, or start a new run."
+            )
+
+
+def _replay_schedules(trainer: Trainer, saved: dict[str, Any]) -> None:
+    """Run the fresh schedules to the step of the saved ones, and save them in their place."""
+    states = saved["lr_schedulers"]
+    for i, config in enumerate(trainer.lr_scheduler_configs):
+        if isinstance(config.scheduler, ReduceLROnPlateau) or i >= len(states):
+            continue  # a function of past metrics cannot be replayed, only continued
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # "step() before optimizer.step()"
+            for _ in range(states[i].get("last_epoch", 0)):
+                config.scheduler.step()
+        states[i] = config.scheduler.state_dict()
+
+
+def _change_groups(
+    optimizer: Optimizer, saved: list[dict[str, Any]], keys: Iterable[str], reschedule: bool
+) -> None:
+    changed = {*keys, *(("lr", "initial_lr") if reschedule else ())} - {"params"}
+    for fresh, group in zip(optimizer.param_groups, saved, strict=True):
+        group.update({key: fresh[key] for key in changed & fresh.keys()})

@@ -1,0 +1,243 @@
+"""`lit-diffusion fit | validate | test | predict`: LightningCLI, with a run folder around it."""
+
+import json
+import sys
+import time
+from argparse import ArgumentError
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.utilities import rank_zero_only
+
+from lit_diffusion.checkpoints import (
+    AtomicCheckpointIO,
+    Checkpoint,
+    ema_states,
+    model_spec,
+    read_checkpoint,
+)
+from lit_diffusion.commands.keeping import LastCheckpoint, RunConfig
+from lit_diffusion.commands.resume import PreferConfig, Resumed, differences, tell
+from lit_diffusion.commands.run_folder import (
+    Request,
+    latest_config,
+    read_command_line,
+    refuse_mixing,
+)
+from lit_diffusion.commands.summary import summary
+from lit_diffusion.errors import innermost
+from lit_diffusion.loggers import AppendingCSVLogger
+from lit_diffusion.protocols import WeightsProvider
+from lit_diffusion.trust import trusting
+
+_HELP = {
+    "fit": """Train a model, or resume a run.
+
+    lit-diffusion fit --config configs/digits.yaml
+    lit-diffusion fit --config configs/digits.yaml --config configs/callbacks/NAME.yaml
+    lit-diffusion fit --config configs/digits.yaml --ckpt_path=last --trainer.max_steps=1000
+
+A config names the model, data, trainer and callbacks; later configs and options win over earlier
+ones, and all of them over a checkpoint. Everything goes to runs/<name of the first config>, or to
+--trainer.default_root_dir. --print_config shows the result without running it; --trust PACKAGE lets
+class paths name another package.""",
+    "validate": """Loss and callbacks' metrics of a checkpoint on the validation split.
+
+    lit-diffusion validate --ckpt_path runs/digits/checkpoints/last.ckpt
+
+The config is that of the checkpoint's run folder, unless --config gives another.""",
+    "test": """Loss and callbacks' metrics of a checkpoint on the test split.
+
+    lit-diffusion test --ckpt_path runs/digits/checkpoints/last.ckpt
+
+The config is that of the checkpoint's run folder, unless --config gives another.""",
+    "predict": """Run a checkpoint on the prediction split of its data.
+
+    lit-diffusion predict --ckpt_path runs/digits/checkpoints/last.ckpt
+
+To write images, use `lit-diffusion sample`.""",
+}
+
+
+def run(argv: Sequence[str]) -> None:
+    """Run a command of the Trainer.
+
+    Args:
+        argv: fit, validate, test or predict, then options.
+
+    Raises:
+        ValueError: for a config that is wrong, a run folder that holds another run, or a checkpoint
+            that does not fit.
+    """
+    request = read_command_line(argv)
+    with trusting(request.trust):
+        RunCLI(request)
+
+
+class RunCLI(LightningCLI):
+    """LightningCLI whose runs live in a run folder and whose command line wins over checkpoints.
+
+    Args:
+        request: what the command line asks for.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self._saved = self._read_checkpoint()
+        self._spec = None if self._saved is None else model_spec(self._saved)
+        self._changed: dict[str, tuple[Any, Any]] = {}
+        self._started = time.monotonic()
+        super().__init__(
+            save_config_callback=RunConfig,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            parser_kwargs={
+                "prog": "lit-diffusion",
+                "exit_on_error": False,
+                **{
+                    name: {"description": text, "exit_on_error": False}
+                    for name, text in _HELP.items()
+                },
+            },
+            args=self._arguments(),
+        )
+
+    def _read_checkpoint(self) -> Checkpoint | None:
+        file = self.request.checkpoint
+        if file is None or not file.is_file():
+            if file is not None and self.request.command != "fit":
+                raise FileNotFoundError(f"There is no checkpoint at {file}.")
+            return None
+        return read_checkpoint(file, mmap=True)
+
+    def _arguments(self) -> list[str]:
+        """The command line, after what it wins over: the checkpoint's model and run config."""
+        request, configs = self.request, []
+        if self._spec is not None:
+            configs += ["--config", json.dumps({"model": self._spec})]
+        if not request.configs and request.holds_checkpoint:
+            found = latest_config(request.root)
+            configs += ["--config", str(found)] if found else []
+        own = ["--trainer.default_root_dir", str(request.root)]
+        if request.checkpoint is not None and self._saved is not None:
+            own += ["--ckpt_path", str(request.checkpoint)]
+        return [request.command, *configs, *request.options, *own]
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse, and say in a line what is wrong."""
+        assert isinstance(args, list)
+        try:
+            self.config = parser.parse_args(args)
+        except ArgumentError as error:
+            subparser = self._subcommand_parsers[self.request.command]
+            options = [action.dest for action in subparser._actions]
+            raise ValueError(innermost(error, options)) from error
+
+    def _parse_ckpt_path(self) -> None:
+        """Compare with the checkpoint, whose model was parsed first: what was given later won."""
+        if self._spec is None:
+            return
+        self.subcommand = self.config["subcommand"]
+        self._dump_config()
+        self._changed = differences(self._spec, self.config_dump["model"])
+        tell(self._changed)
+        del self.config_dump  # the seed is yet to be set in it
+
+    def before_instantiate_classes(self) -> None:
+        """Find out before anything is built whether this run may write where it would."""
+        if self.request.command == "fit" and not self._is_trial:
+            rank_zero_only(refuse_mixing)(self.request)
+
+    @property
+    def _is_trial(self) -> bool:
+        return bool(self._get(self.config, "trainer").fast_dev_run)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The Trainer, with what a run needs and the config does not name."""
+        config = self._get(self.config_init, "trainer")
+        return super().instantiate_trainer(
+            logger=self._loggers(config.logger),
+            callbacks=self._callbacks(config),
+            plugins=_with_atomic_saves(config.plugins),
+            **kwargs,
+        )
+
+    def _loggers(self, given: Any) -> Any:
+        if given is not None and given is not True:
+            return given
+        if self.request.command != "fit":
+            return False
+        root = self.request.root
+        loggers: list[Logger] = [AppendingCSVLogger(root)]
+        return [*loggers, TensorBoardLogger(root, name="", version="", sub_dir="tensorboard")]
+
+    def _callbacks(self, config: Any) -> list[Callback]:
+        given = config.callbacks or []
+        callbacks: list[Callback] = list(given) if isinstance(given, list) else [given]
+        if config.enable_progress_bar is not False and not _has(callbacks, ProgressBar):
+            callbacks.append(_progress())
+        if self.request.command == "fit" and not self._is_trial:
+            callbacks.append(Resumed(self.request.root))
+            callbacks.append(PreferConfig(self._changed))
+            if config.enable_checkpointing is not False and not _keeps_last(callbacks):
+                callbacks.append(LastCheckpoint(self.request.root / "checkpoints"))
+        return callbacks
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        self._refuse_lost_averages(subcommand)
+        try:
+            super()._run_subcommand(subcommand)
+        except RuntimeError as error:
+            if str(error).startswith("Error(s) in loading state_dict"):
+                raise ValueError(_architecture(error, self.request)) from error
+            raise
+
+    def _refuse_lost_averages(self, subcommand: str) -> None:
+        """Scores of raw weights must not pass for those of the averages in the file."""
+        averaged = self._saved is not None and ema_states(self._saved)
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        if subcommand != "fit" and averaged and not _has(callbacks, WeightsProvider):
+            raise ValueError(
+                f"{self.request.checkpoint} holds averaged weights, but no EMA callback is "
+                f"configured to use them: pass the run's config, or add EMA to trainer.callbacks."
+            )
+
+    def after_fit(self) -> None:
+        """Say where things are and how good they are."""
+        if self.trainer.is_global_zero and not self._is_trial:
+            seconds = time.monotonic() - self._started
+            print(summary(self.request.root, self.trainer, seconds), file=sys.stderr)
+
+
+def _has(callbacks: Sequence[Callback], kind: Any) -> bool:
+    return any(isinstance(callback, kind) for callback in callbacks)
+
+
+def _keeps_last(callbacks: Sequence[Callback]) -> bool:
+    return any(isinstance(c, ModelCheckpoint) and c.save_last for c in callbacks)
+
+
+def _progress() -> Callback:
+    """A bar in a terminal, lines elsewhere. Callbacks are found by class path, as in a config."""
+    if sys.stderr.isatty():
+        return TQDMProgressBar()
+    progress: Callback = import_module("lit_diffusion.callbacks.progress").PlainProgress()
+    return progress
+
+
+def _with_atomic_saves(plugins: Any) -> list[Any]:
+    given = list(plugins) if isinstance(plugins, list) else [plugins] * (plugins is not None)
+    if any(isinstance(plugin, CheckpointIO) for plugin in given):
+        return given
+    return [*given, AtomicCheckpointIO()]
+
+
+def _architecture(error: RuntimeError, request: Request) -> str:
+    reasons = [line.strip()[:200] for line in str(error).split("\n")[1:4]]
+    return f"{request.checkpoint} is of another architecture than the config: {' '.join(reasons)}"

@@ -1,0 +1,161 @@
+"""The run folder: where a command reads and writes, found before anything heavy is built.
+
+runs/digits/config.yaml, config.resume-1.yaml, ...   the config of the run and of each resume
+            metrics.csv, evaluations.jsonl           curves and scores
+            checkpoints/last.ckpt, best-fid.ckpt     weights, averages and state
+            tensorboard/, samples/                   the curves and pictures again
+"""
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command line asks for, as far as it must be known before the config is parsed.
+
+    Attributes:
+        command: fit, validate, test or predict.
+        options: the command line without the command and --trust.
+        configs: the values of --config.
+        trust: the values of --trust.
+        root: the run folder.
+        checkpoint: file that --ckpt_path means, whether or not it is there; None without.
+    """
+
+    command: str
+    options: tuple[str, ...]
+    configs: tuple[str, ...]
+    trust: tuple[str, ...]
+    root: Path
+    checkpoint: Path | None
+
+    @property
+    def holds_checkpoint(self) -> bool:
+        """Whether the checkpoint belongs to this run folder."""
+        run = run_of(self.checkpoint) if self.checkpoint else None
+        return run is not None and run.resolve() == self.root.resolve()
+
+
+def read_command_line(argv: Sequence[str]) -> Request:
+    """Find run folder and checkpoint of a command line.
+
+    The run folder is what --trainer.default_root_dir says on the command line or in a config; else
+    that of the checkpoint; else runs/<name of the first config>.
+
+    Args:
+        argv: command, then its options.
+
+    Raises:
+        FileNotFoundError: where --ckpt_path names a file that is not there.
+    """
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--trust", action="append", default=[], metavar="PACKAGE")
+    found, options = own.parse_known_args(list(argv[1:]))
+    seen = _peek(options)
+    settings = [_settings(config) for config in seen.config]
+    stated = seen.root or _last(settings, "trainer", "default_root_dir")
+    wanted = seen.ckpt_path or _last(settings, "ckpt_path")
+    wanted = None if wanted in (None, "null", "None") else str(wanted)
+    root = _root(stated, wanted, seen.config)
+    checkpoint = _checkpoint(wanted, root)
+    if wanted and checkpoint and wanted != "last" and not checkpoint.is_file():
+        raise FileNotFoundError(f"--ckpt_path: there is no file {checkpoint}.")
+    return Request(
+        argv[0], tuple(options), tuple(seen.config), tuple(found.trust), root, checkpoint
+    )
+
+
+def _peek(options: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("-c", "--config", action="append", default=[])
+    parser.add_argument("--ckpt_path")
+    parser.add_argument("--trainer.default_root_dir", dest="root")
+    return parser.parse_known_args(options)[0]
+
+
+def _settings(config: str) -> Any:
+    """Content of a config, or {}: what is wrong with it is for the real parser to say."""
+    try:
+        return yaml.safe_load(Path(config).read_text())
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+
+
+def _last(settings: Sequence[Any], *keys: str) -> Any:
+    """The value of nested keys in the last of the settings that have it."""
+    value = None
+    for setting in settings:
+        for key in keys:
+            setting = setting.get(key) if isinstance(setting, dict) else None
+        value = setting if setting is not None else value
+    return value
+
+
+def _root(stated: Any, wanted: str | None, configs: Sequence[str]) -> Path:
+    if stated is not None:
+        return Path(str(stated))
+    if wanted and (run := run_of(Path(wanted))):
+        return run
+    return Path("runs") / (Path(configs[0]).stem if configs else "unnamed")
+
+
+def _checkpoint(wanted: str | None, root: Path) -> Path | None:
+    """The file that --ckpt_path means; names other than last are Lightning's to understand."""
+    if wanted is None or wanted in ("best", "hpc", "registry") or "://" in wanted:
+        return None
+    return root / "checkpoints" / "last.ckpt" if wanted == "last" else Path(wanted)
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The run folder of RUN/checkpoints/FILE; None for a file elsewhere."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
+
+
+def latest_config(root: Path) -> Path | None:
+    """The config that a run was last started or resumed with."""
+    return _resumes(root)[-1] if _resumes(root) else _existing(root / "config.yaml")
+
+
+def next_config(root: Path) -> Path:
+    """Where the config of a fit that starts now goes: a resume leaves those before it alone."""
+    if traces(root):
+        return root / f"config.resume-{len(_resumes(root)) + 1}.yaml"
+    return root / "config.yaml"
+
+
+def traces(root: Path) -> list[Path]:
+    """What shows that a folder holds a run: curves, scores and checkpoints."""
+    files = [root / "metrics.csv", root / "evaluations.jsonl"]
+    return [file for file in files if file.exists()] + sorted(root.glob("checkpoints/*.ckpt"))
+
+
+def refuse_mixing(request: Request) -> None:
+    """Refuse a fit that would write into the folder of another run.
+
+    Raises:
+        ValueError: for a fresh start, or a checkpoint from elsewhere, in a folder that holds a run.
+    """
+    found = traces(request.root)
+    if not found or request.holds_checkpoint:
+        return
+    what = ", ".join(str(file.relative_to(request.root)) for file in found[:3])
+    raise ValueError(
+        f"{request.root} already holds a run ({what}). Continue it with --ckpt_path=last, or start "
+        f"another with --trainer.default_root_dir={request.root}-2."
+    )
+
+
+def _resumes(root: Path) -> list[Path]:
+    files = root.glob("config.resume-*.yaml")
+    numbered = [file for file in files if file.stem.rpartition("-")[2].isdigit()]
+    return sorted(numbered, key=lambda file: int(file.stem.rpartition("-")[2]))
+
+
+def _existing(path: Path) -> Path | None:
+    return path if path.is_file() else None

@@ -1,0 +1,62 @@
+"""What a person reads at the end of a fit: where things are, how good they are, what to do next."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lit_diffusion.loggers import read_evaluations
+
+
+def summary(root: Path, trainer: Trainer, seconds: float) -> str:
+    """A few lines on a run that has ended.
+
+    Args:
+        root: the run folder.
+        trainer: after fit.
+        seconds: since the command began.
+    """
+    done = f"{trainer.global_step} steps"
+    if images := images_seen(trainer):
+        done += f", {images:,} images seen"
+    rows = [("run folder", str(root)), ("trained", f"{done}, in {_duration(seconds)}")]
+    rows += fid_rows(read_evaluations(root / "evaluations.jsonl"))
+    rows.append(("sample", f"lit-diffusion sample --checkpoint {root} --num 64 --out {root}/out"))
+    return "\n" + "\n".join(f"{name:<12}{text}" for name, text in rows)
+
+
+def images_seen(trainer: Trainer) -> int:
+    """Training images of the whole run, those before a resume included; 0 where it is not known."""
+    batch_size = getattr(trainer.train_dataloader, "batch_size", None) or 0
+    batches = trainer.fit_loop.epoch_loop.batch_progress.total.completed
+    return int(batches * batch_size * trainer.world_size)
+
+
+def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """One row per FID that was scored: the last, the best and the floor.
+
+    Example:
+        >>> last = {"metric": "val/fid_360", "value": 4.0, "step": 20, "floor": 2.0}
+        >>> fid_rows([last | {"value": 3.5, "step": 10}, last])
+        [('val/fid_360', '4 at step 20, best 3.5 at step 10; real images in their place: 2')]
+    """
+    rows = []
+    for metric in dict.fromkeys(r["metric"] for r in records if "fid" in str(r.get("metric"))):
+        scored = [r for r in records if r["metric"] == metric]
+        last, finite = scored[-1], [r for r in scored if r["value"] is not None]
+        text = f"{_number(last['value'])} at step {last['step']}"
+        if finite:
+            best = min(finite, key=lambda r: float(r["value"]))
+            text += f", best {_number(best['value'])} at step {best['step']}"
+        rows.append((metric, f"{text}; real images in their place: {_number(last.get('floor'))}"))
+    return rows
+
+
+def _number(value: float | None) -> str:
+    return "NaN" if value is None else f"{value:.4g}"
+
+
+def _duration(seconds: float) -> str:
+    return str(timedelta(seconds=round(seconds)))

@@ -1,0 +1,128 @@
+"""A module, data and config that train in a moment, for tests of what surrounds training."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import yaml
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class TinyNet(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(2, width), nn.Linear(width, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+class TinyModule(pl.LightningModule):
+    """Regression; its name is none that the package knows."""
+
+    def __init__(
+        self,
+        network: nn.Module,
+        optimizer: OptimizerCallable,
+        lr_scheduler: LRSchedulerCallable | None = None,
+        shift: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.network = network
+        self.shift = shift
+        self._optimizer, self._lr_scheduler = optimizer, lr_scheduler
+
+    def loss(self, batch: list[Tensor]) -> Tensor:
+        x, y = batch
+        return (self.network(x).squeeze(1) - y - self.shift).square().mean()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train/loss", loss, prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val/loss", self.loss(batch))
+
+    test_step = validation_step
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self._optimizer(self.parameters())
+        if self._lr_scheduler is None:
+            return optimizer
+        scheduler = {"scheduler": self._lr_scheduler(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+
+class TinyData(pl.LightningDataModule):
+    """Batches in the same order in each epoch, continued where a run was interrupted."""
+
+    def __init__(self, batch_size: int = 4, num: int = 16) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+        x = torch.randn(num, 2, generator=torch.Generator().manual_seed(0))
+        self.data = TensorDataset(x, x.sum(1))
+
+    def train_dataloader(self) -> "ResumableLoader":
+        return ResumableLoader(self)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(self.data, self.batch_size)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+class ResumableLoader(DataLoader):
+    def __init__(self, data: TinyData) -> None:
+        super().__init__(data.data, data.batch_size)
+        object.__setattr__(self, "owner", data)
+
+    def __iter__(self) -> Iterator[Any]:
+        done = self.owner.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        batches = list(super().__iter__())
+        yield from batches[done:]
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state_dict: dict) -> None: ...
+
+
+HERE = "support.tiny_run"
+
+
+def tiny_config(**trainer: Any) -> dict[str, Any]:
+    """A complete config; `trainer` adds to its Trainer."""
+    return {
+        "trainer": {
+            "accelerator": "cpu",
+            "log_every_n_steps": 1,
+            "num_sanity_val_steps": 0,
+            "enable_model_summary": False,
+            "max_steps": 8,
+            **trainer,
+        },
+        "model": {
+            "class_path": f"{HERE}.TinyModule",
+            "init_args": {
+                "network": {"class_path": f"{HERE}.TinyNet", "init_args": {"width": 3}},
+                "optimizer": {
+                    "class_path": "torch.optim.Adam",
+                    "init_args": {"lr": 0.1, "betas": [0.8, 0.9]},
+                },
+            },
+        },
+        "data": {"class_path": f"{HERE}.TinyData"},
+    }
+
+
+EMA = {"class_path": "lit_diffusion.callbacks.ema.EMA", "init_args": {"decays": [0.5]}}
+
+
+def write_config(config: dict[str, Any], path: Path = Path("tiny.yaml")) -> Path:
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return path
