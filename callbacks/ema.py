@@ -141,8 +141,8 @@ class EMA(Callback):
         if self._active == RAW:
             assert self._module is not None
             self._raw = {p: p.detach().clone() for group in updated for p in group.params}
-            register = self._module.register_state_dict_post_hook
-            self._state_dict_hook = register(self._show_raw)  # type: ignore[no-untyped-call]
+            register: Any = self._module.register_state_dict_post_hook
+            self._state_dict_hook = register(partial(_show_raw, self._raw))
         self._active = name
         which = max(self._names.index(name) - 2, 0)
         for group in updated:
@@ -155,14 +155,6 @@ class EMA(Callback):
         self._raw = {}
         if self._state_dict_hook is not None:
             self._state_dict_hook.remove()
-
-    def _show_raw(
-        self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any
-    ) -> None:
-        """While averages are in place, every checkpoint, weights-only too, gets raw weights."""
-        for name, param in module.named_parameters(remove_duplicate=False):
-            if param in self._raw and prefix + name in state_dict:
-                state_dict[prefix + name] = self._raw[param]
 
     # Following the optimizers
 
@@ -386,6 +378,19 @@ class EMA(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let go of the optimizers."""
         self._unfollow()
+
+
+def _show_raw(
+    raw: dict[Tensor, Tensor],
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    _metadata: Any,
+) -> None:
+    """While averages are in place, every checkpoint, weights-only too, gets the raw weights."""
+    for name, param in module.named_parameters(remove_duplicate=False):
+        if param in raw and prefix + name in state_dict:
+            state_dict[prefix + name] = raw[param]
 
 
 def _is_under(name: str, prefix: str) -> bool:

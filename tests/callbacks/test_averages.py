@@ -1,0 +1,104 @@
+import math
+
+import pytest
+import torch
+
+from lit_diffusion.callbacks.averages import (
+    Average,
+    Group,
+    ema_update_,
+    first_nonfinite,
+    pack,
+    span_decay,
+    unpack,
+    warmup_decay,
+)
+
+
+def test_the_average_of_a_constant_is_exactly_the_constant():
+    constant = [torch.randn(1000), torch.randn(3, 3) * 1e4]
+    shadow = [tensor.clone() for tensor in constant]
+    for n in range(2000):
+        ema_update_(shadow, constant, warmup_decay(0.9999, n))
+    assert all(torch.equal(s, c) for s, c in zip(shadow, constant, strict=True))
+
+
+@pytest.mark.parametrize("decay", [0.99, 0.999])
+def test_the_average_of_bfloat16_weights_follows_a_float64_reference(decay):
+    generator = torch.Generator().manual_seed(0)
+    shadow = [torch.ones(64)]
+    reference = torch.ones(64, dtype=torch.float64)
+    for n in range(2000):
+        param = (1 + 0.1 * torch.randn(64, generator=generator)).bfloat16()
+        d = warmup_decay(decay, n)
+        ema_update_(shadow, [param], d)
+        reference = d * reference + (1 - d) * param.double()
+    torch.testing.assert_close(shadow[0].double(), reference, rtol=1e-5, atol=0)
+
+
+def test_warmup_decay_rises_to_the_decay_and_stays():
+    values = [warmup_decay(0.99, n) for n in range(2000)]
+    assert values[0] == 0.1
+    assert values == sorted(values)
+    assert values[-1] == max(values) == 0.99
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+@pytest.mark.parametrize("first", [0, 7, 5000])
+def test_one_update_for_k_steps_equals_k_updates_on_weights_that_stand_still(first, warmup):
+    k, weights = 10, [torch.randn(100)]
+    one_by_one, at_once = [torch.zeros(100)], [torch.zeros(100)]
+    for n in range(first, first + k):
+        ema_update_(one_by_one, weights, warmup_decay(0.999, n) if warmup else 0.999)
+    ema_update_(at_once, weights, span_decay(0.999, first, first + k, warmup))
+    torch.testing.assert_close(at_once, one_by_one, rtol=1e-5, atol=1e-7)
+
+
+def test_span_without_warmup_is_the_power():
+    assert math.isclose(span_decay(0.999, 3, 13, warmup=False), 0.999**10, rel_tol=1e-14)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_the_first_tensor_that_is_not_finite_is_found(bad):
+    good, odd = torch.full((3,), 3e38), torch.tensor([0.0, bad])
+    assert first_nonfinite([good, torch.empty(0), odd, odd]) == 2
+    assert first_nonfinite([good, torch.empty(0)]) is None
+    assert first_nonfinite([]) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_averages_are_float32_or_wider(dtype, wide):
+    group = Group((0.9, 0.99))
+    group.add("w", torch.randn(5, dtype=dtype), None)
+    assert [column[0].dtype for column in group.shadows] == [wide, wide]
+
+
+def parameters(**values):
+    return {name: torch.nn.Parameter(value) for name, value in values.items()}
+
+
+def test_a_new_decay_starts_from_the_weights_and_others_go_on():
+    averages = {"w": Average(5, [torch.tensor([1.0]), torch.tensor([2.0])])}
+    params = parameters(w=torch.tensor([9.0]))
+    state = pack(averages, (0.9, 0.99))
+    known = unpack(state, (0.99, 0.5, 0.4), params)["w"]
+    group = Group((0.99, 0.5, 0.4))
+    group.add("w", params["w"], known)
+    assert [column[0].item() for column in group.shadows] == [2.0, 1.0, 9.0]
+    assert known.steps == 5
+
+
+@pytest.mark.parametrize(
+    "params", [parameters(v=torch.zeros(1)), parameters(w=torch.zeros(2))], ids=["name", "shape"]
+)
+def test_an_average_that_does_not_fit_is_refused_by_name(params):
+    state = pack({"w": Average(5, [torch.zeros(1)])}, (0.9,))
+    with pytest.raises(ValueError, match="'w'"):
+        unpack(state, (0.9,), params)

@@ -1,0 +1,714 @@
+import copy
+import gc
+import logging
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
+from support.plain_module import (
+    PlainModule,
+    Watch,
+    assert_close,
+    assert_same_bits,
+    loader,
+    make_trainer,
+    trainable,
+)
+from torch import nn
+
+from lit_diffusion.callbacks import EMA
+from lit_diffusion.protocols import WeightsProvider
+
+DECAY = 0.9
+
+
+def shadows(ema, which=0):
+    return ema.state_dict()["shadows"][which]
+
+
+def fit(folder, module, *callbacks, batches=None, ckpt_path=None, **options):
+    trainer = make_trainer(folder, *callbacks, **options)
+    batches = batches or loader()
+    trainer.fit(module, batches, batches, ckpt_path=ckpt_path)
+    return trainer
+
+
+class Spy(Callback):
+    """The trainable weights that each evaluation hook sees."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_validation_batch_start(self, trainer, pl_module, *args):
+        self.seen.append(trainable(pl_module))
+
+    def on_test_batch_start(self, trainer, pl_module, *args):
+        self.seen.append(trainable(pl_module))
+
+    def on_predict_batch_start(self, trainer, pl_module, *args):
+        self.seen.append(trainable(pl_module))
+
+
+# What is averaged, and when
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_averages_equal_a_float64_reference_after_every_accumulated_step(
+    tmp_path, accumulate, warmup
+):
+    ema, watch = EMA((DECAY, 0.99), warmup=warmup), Watch()
+    fit(tmp_path, PlainModule(), ema, watch, max_epochs=3, accumulate_grad_batches=accumulate)
+    assert len(watch.history) - 1 == 3 * -(-4 // accumulate)
+    assert_close(shadows(ema, 0), watch.average(DECAY, warmup))
+    assert_close(shadows(ema, 1), watch.average(0.99, warmup))
+
+
+def test_frozen_parameters_and_buffers_are_not_averaged_and_shared_ones_are_averaged_once(tmp_path):
+    ema, module = EMA(), PlainModule()
+    fit(tmp_path, module, ema)
+    assert set(shadows(ema)) == {n for n, p in module.named_parameters() if p.requires_grad}
+    assert not any("frozen" in name or "running" in name for name in shadows(ema))
+    assert "inner.3.weight" in shadows(ema)
+    assert "shared.weight" not in shadows(ema)
+
+
+def test_buffers_are_the_live_ones_during_validation(tmp_path):
+    live, seen = [], []
+
+    class Buffers(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            live.append([b.clone() for b in pl_module.buffers()])
+
+        def on_validation_batch_start(self, trainer, pl_module, *args):
+            seen.append([b.clone() for b in pl_module.buffers()])
+
+    fit(tmp_path, PlainModule(), EMA((DECAY,)), Buffers(), num_sanity_val_steps=0)
+    assert_same_bits(seen[0], live[-1])
+
+
+def tensors_held(owner, but_not):
+    """All tensors reachable from `owner` through containers and dataclasses."""
+    stack, seen, found = [vars(owner)], {id(t) for t in but_not}, []
+    while stack:
+        item = stack.pop()
+        if id(item) in seen or isinstance(item, nn.Module | torch.optim.Optimizer):
+            continue
+        seen.add(id(item))
+        if isinstance(item, torch.Tensor):
+            found.append(item)
+        elif isinstance(item, dict | list | tuple) or hasattr(item, "__dataclass_fields__"):
+            stack.extend(gc.get_referents(item))
+    return found
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_memory_is_4_bytes_a_parameter_for_each_decay_and_no_more(tmp_path, precision):
+    ema, module = EMA((0.9, 0.99, 0.999)), PlainModule()
+    fit(tmp_path, module, ema, precision=precision)
+    held = tensors_held(ema, but_not=module.parameters())
+    parameters = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    assert sum(t.untyped_storage().nbytes() for t in held) == 3 * 4 * parameters
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_the_grad_scaler_skips_does_not_move_the_average(tmp_path, fused):
+    class Overflows(PlainModule):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return loss * torch.inf if batch_idx in (0, 2) else loss
+
+    counts, averages = [], []
+
+    class Count(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            counts.append(set(ema.state_dict()["steps"].values()))
+            averages.append(copy.deepcopy(shadows(ema)))
+
+    ema = EMA((DECAY,))
+    module = Overflows(optimizer=lambda params, lr: torch.optim.Adam(params, lr, fused=fused))
+    scaler = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
+    fit(tmp_path, module, ema, Count(), plugins=[scaler])
+    assert counts == [{0}, {1}, {1}, {2}]
+    assert_same_bits(averages[2], averages[1])
+
+
+def test_with_two_optimizers_each_network_is_averaged_when_its_own_optimizer_steps(tmp_path):
+    class Two(PlainModule):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.critic = nn.Linear(4, 1)
+            self.steps = {"inner": [], "critic": []}
+
+        def training_step(self, batch, batch_idx):
+            fast, slow = self.optimizers()
+            for name, optimizer, every in (("critic", fast, 1), ("inner", slow, 2)):
+                if batch_idx % every == 0:
+                    optimizer.zero_grad()
+                    out = self.critic(self.inner(batch[0])).mean()
+                    self.manual_backward(out if name == "inner" else -out + out.pow(2))
+                    optimizer.step()
+                    self.steps[name].append(trainable(self))
+
+        def configure_optimizers(self):
+            return (
+                torch.optim.SGD(self.critic.parameters(), 0.1),
+                torch.optim.SGD(self.inner.parameters(), 0.1),
+            )
+
+    module, ema = Two(), EMA((DECAY,))
+    start = trainable(module)
+    fit(tmp_path, module, ema)
+    assert (len(module.steps["critic"]), len(module.steps["inner"])) == (4, 2)
+    watch = Watch()
+    for name, history in module.steps.items():
+        watch.history = [start, *history]
+        mine = {k: v for k, v in shadows(ema).items() if k.startswith(name)}
+        assert mine
+        assert_close(mine, {k: v for k, v in watch.average(DECAY).items() if k in mine})
+
+
+def test_parameters_unfrozen_or_added_later_are_averaged_from_then_on(tmp_path):
+    class Grows(PlainModule):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                self.frozen.requires_grad_(True)
+                self.extra = nn.Parameter(torch.ones(4))
+                self.optimizers().add_param_group(
+                    {"params": [*self.frozen.parameters(), self.extra]}
+                )
+
+        def loss(self, batch):
+            return super().loss(batch) + getattr(self, "extra", torch.zeros(1)).pow(2).sum()
+
+    class Record(Watch):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.current_epoch == 1:
+                super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            if trainer.current_epoch == 1:
+                super().on_train_batch_end(trainer, pl_module, *args)
+
+    ema, watch = EMA((DECAY,), warmup=False), Record()
+    fit(tmp_path, Grows(), ema, watch, max_epochs=2)
+    late = {
+        k: v for k, v in watch.average(DECAY, warmup=False).items() if k[:5] in ("froze", "extra")
+    }
+    assert len(late) == 3
+    assert_close({k: shadows(ema)[k] for k in late}, late)
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_compiled_modules_are_averaged_under_the_names_of_uncompiled_ones(tmp_path, in_place):
+    def compiled():
+        module = PlainModule()
+        if in_place:
+            module.inner.compile(backend="eager")
+        else:
+            module.inner = torch.compile(module.inner, backend="eager")
+            module.shared = nn.Identity()
+        return module
+
+    torch.manual_seed(0)
+    plain = EMA((DECAY,))
+    fit(tmp_path, PlainModule(), plain)
+    torch.manual_seed(0)
+    ema, spy = EMA((DECAY,), prefix="inner"), Spy()
+    module = compiled()
+    trainer = fit(tmp_path, module, ema, spy, num_sanity_val_steps=0)
+    assert_same_bits(dict(shadows(ema)), dict(shadows(plain)))
+    assert_close(
+        {k.replace("_orig_mod.", ""): v for k, v in spy.seen[0].items()}, dict(shadows(ema)), 0
+    )
+    trainer.save_checkpoint(tmp_path / "c.ckpt")
+    again = EMA((DECAY,), prefix="inner")
+    resumed = compiled()
+    fit(tmp_path, resumed, again, ckpt_path=tmp_path / "c.ckpt", max_epochs=1)
+    assert_same_bits(dict(shadows(again)), dict(shadows(ema)))
+
+
+def test_every_k_steps_the_decays_of_k_steps_act_at_once(tmp_path):
+    ema, watch = EMA((DECAY,), every_n_steps=3), Watch()
+    fit(tmp_path, PlainModule(), ema, watch, max_epochs=2)  # 8 steps: updates after 3 and 6
+    average = dict(watch.history[0])
+    for last in (3, 6):
+        d = 1.0
+        for n in range(last - 3, last):
+            d *= min(DECAY, (1 + n) / (10 + n))
+        average = {k: d * average[k] + (1 - d) * v for k, v in watch.history[last].items()}
+    assert_close(shadows(ema), average)
+
+
+def test_prefix_names_a_whole_submodule(tmp_path):
+    ema = EMA(prefix="inner.0.")
+    fit(tmp_path, PlainModule(), ema)
+    assert set(shadows(ema)) == {"inner.0.weight", "inner.0.bias"}
+    with pytest.raises(ValueError, match=r"'inn'.*'frozen', 'inner'"):
+        fit(tmp_path, PlainModule(), EMA(prefix="inn"))
+
+
+# Which weights an evaluation uses
+
+
+def test_before_the_first_update_evaluations_see_the_raw_weights(tmp_path):
+    class LoadsLate(PlainModule):
+        def on_train_start(self):
+            with torch.no_grad():
+                for param in self.parameters():
+                    param.add_(1)
+
+    spy, ema, watch = Spy(), EMA((DECAY,), every_n_steps=3), Watch()
+    module = LoadsLate()
+    start = trainable(module)
+    fit(
+        tmp_path, module, ema, spy, watch, max_steps=4, val_check_interval=1, num_sanity_val_steps=1
+    )
+    per_validation = spy.seen[1::4]
+    assert_same_bits(spy.seen[0], start)  # the sanity check
+    for seen, raw in zip(per_validation[:2], watch.history[1:], strict=False):
+        assert_same_bits(seen, raw)
+    assert_close(per_validation[2], dict(shadows(ema)) | {}, 0)
+    first = {k: v + 1 for k, v in start.items()}
+    assert_close(watch.history[0], first)
+    watch_decay = 1 / 10 * 2 / 11 * 3 / 12
+    expected = {
+        k: watch_decay * first[k] + (1 - watch_decay) * v for k, v in watch.history[3].items()
+    }
+    assert_close(shadows(ema), expected)  # not from the weights before they were loaded
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+def test_evaluations_use_the_average_and_leave_raw_weights_and_average_as_they_were(
+    tmp_path, precision
+):
+    spy, ema = Spy(), EMA((DECAY, 0.5))
+    module = PlainModule()
+    trainer = fit(tmp_path, module, ema, spy, precision=precision)
+    raw, average = copy.deepcopy(module.state_dict()), copy.deepcopy(ema.state_dict())
+    assert not torch.equal(raw["inner.0.weight"].float(), average["shadows"][0]["inner.0.weight"])
+    spy.seen.clear()
+    for run in (trainer.validate, trainer.test, trainer.predict):
+        run(module, loader())
+        assert_same_bits(dict(module.state_dict()), dict(raw))
+        assert_same_bits(ema.state_dict(), average)
+    in_dtype = {k: v.to(module.dtype).double() for k, v in average["shadows"][0].items()}
+    assert len(spy.seen) == 3 * 4
+    for seen in spy.seen:
+        assert_same_bits(seen, in_dtype)
+
+
+def test_weights_gives_any_decay_nested_and_after_exceptions(tmp_path):
+    ema, module = EMA((DECAY, 0.5)), PlainModule()
+    fit(tmp_path, module, ema)
+    raw, first, second = trainable(module), shadows(ema, 0), shadows(ema, 1)
+    assert isinstance(ema, WeightsProvider)
+    assert ema.names() == ["raw", "ema", "ema_0.9", "ema_0.5"]
+    with ema.weights("ema"):
+        assert_close(trainable(module), first, 0)
+        with ema.weights("ema_0.5"):
+            assert_close(trainable(module), second, 0)
+            with ema.weights("raw"):
+                assert_same_bits(trainable(module), raw)
+            assert_close(trainable(module), second, 0)
+        with pytest.raises(KeyError), ema.weights("ema_0.9"):
+            raise KeyError
+        assert_close(trainable(module), first, 0)
+    assert_same_bits(trainable(module), raw)
+    with pytest.raises(ValueError, match="'best'"), ema.weights("best"):
+        pass
+    with pytest.raises(RuntimeError, match="no averages"), EMA().weights("ema"):
+        pass
+
+
+def test_a_validation_inside_weights_uses_those(tmp_path):
+    ema, module, spy = EMA((DECAY, 0.5)), PlainModule(), Spy()
+    trainer = fit(tmp_path, module, ema, spy)
+    spy.seen.clear()
+    with ema.weights("ema_0.5"):
+        trainer.validate(module, loader())
+        assert_close(trainable(module), shadows(ema, 1), 0)
+    assert_close(spy.seen[0], shadows(ema, 1), 0)
+
+
+def test_training_or_loading_under_averaged_weights_is_refused(tmp_path):
+    ema, module = EMA((DECAY,)), PlainModule()
+    trainer = fit(tmp_path, module, ema)
+    trainer.save_checkpoint(tmp_path / "c.ckpt")
+    with ema.weights("ema"), pytest.raises(RuntimeError, match="leave EMA"):
+        fit(tmp_path, module, ema)
+    with ema.weights("ema"), pytest.raises(RuntimeError, match="leave EMA"):
+        trainer.validate(module, loader(), ckpt_path=tmp_path / "c.ckpt")
+
+    class StepsInside(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            with ema.weights("ema"):
+                trainer.optimizers[0].step()
+
+    raw = trainable(module)
+    with pytest.raises(RuntimeError, match="would be lost"):
+        fit(tmp_path, module, ema, StepsInside())
+    assert not torch.equal(trainable(module)["inner.0.weight"], raw["inner.0.weight"])
+
+
+@pytest.mark.parametrize("way", ["in", "out"])
+def test_an_interruption_in_the_middle_of_a_swap_is_repaired(tmp_path, monkeypatch, way):
+    ema, module = EMA((DECAY,)), PlainModule()
+    trainer = fit(tmp_path, module, ema)
+    raw = trainable(module)
+
+    def half(targets, sources):
+        targets[0].copy_(sources[0])
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    context = ema.weights("ema")
+    if way == "out":
+        context.__enter__()
+    monkeypatch.setattr(torch, "_foreach_copy_", half)
+    with pytest.raises(KeyboardInterrupt):
+        context.__enter__() if way == "in" else context.__exit__(None, None, None)
+    ema.on_exception(trainer, module, KeyboardInterrupt())
+    assert_same_bits(trainable(module), raw)
+
+
+# Checkpoints
+
+
+class SaveEverywhere(Callback):
+    """Saves in every hook, full and weights-only, with what the files should hold."""
+
+    def __init__(self, folder, watch, tag):
+        self.folder, self.watch, self.tag, self.saved = folder, watch, tag, []
+
+    def save(self, trainer, hook):
+        path = self.folder / f"{self.tag}-{hook}-{len(self.saved)}"
+        raw = self.watch.history[-1] if self.watch.history else None
+        trainer.save_checkpoint(f"{path}.full")
+        trainer.save_checkpoint(f"{path}.weights", weights_only=True)
+        self.saved.append((path, raw, self.watch.average(DECAY) if raw else None))
+
+    def on_train_batch_start(self, trainer, *args):
+        self.save(trainer, "train_batch_start")
+
+    def on_validation_start(self, trainer, *args):
+        self.save(trainer, "validation_start")
+
+    def on_validation_batch_end(self, trainer, *args):
+        self.save(trainer, "validation_batch_end")
+
+    def on_validation_epoch_end(self, trainer, *args):
+        self.save(trainer, "validation_epoch_end")
+
+    def on_validation_end(self, trainer, *args):
+        self.save(trainer, "validation_end")
+
+    def on_train_epoch_end(self, trainer, *args):
+        self.save(trainer, "train_epoch_end")
+
+    def on_exception(self, trainer, *args):
+        self.save(trainer, "exception")
+
+
+class SavesAndFails(PlainModule):
+    def __init__(self, save=None, fail_at=None):
+        super().__init__()
+        self.save, self.fail_at = save, fail_at
+
+    def validation_step(self, batch, batch_idx):
+        super().validation_step(batch, batch_idx)
+        if self.save:
+            self.save(self.trainer, "validation_step")
+        if self.fail_at == self.current_epoch:
+            raise ArithmeticError("in validation")
+
+
+def test_a_checkpoint_from_any_hook_holds_raw_weights_and_the_right_average(tmp_path):
+    watch = Watch()
+    before, after = (SaveEverywhere(tmp_path, watch, tag) for tag in ("before", "after"))
+    ema = EMA((DECAY,))
+    module = SavesAndFails(after.save, fail_at=1)
+    start = trainable(module)
+    limits = {"limit_train_batches": 2, "limit_val_batches": 1}
+    with pytest.raises(ArithmeticError):
+        fit(tmp_path, module, before, ema, watch, after, max_epochs=2, **limits)
+    saved = before.saved + after.saved
+    hooks = {path.name.split("-")[1] for path, _, _ in saved}
+    assert {"exception", "validation_step", "validation_start", "validation_end"} <= hooks
+    for path, raw, average in saved:
+        full = torch.load(f"{path}.full", weights_only=True)
+        light = torch.load(f"{path}.weights", weights_only=True)
+        raw = raw or start
+        for state in (full["state_dict"], light["state_dict"]):
+            assert_same_bits({k: state[k].double() for k in raw}, raw)
+            assert torch.equal(state["shared.weight"], state["inner.3.weight"])
+        assert_close(full["callbacks"][ema.state_key]["shadows"][0], average or start)
+    assert_same_bits(trainable(module), watch.history[-1])
+
+
+def test_on_exception_checkpoint_in_validation_holds_raw_weights(tmp_path):
+    watch, ema = Watch(), EMA((DECAY,))
+    with pytest.raises(ArithmeticError):
+        fit(
+            tmp_path,
+            SavesAndFails(fail_at=0),
+            ema,
+            watch,
+            OnExceptionCheckpoint(tmp_path, "e"),
+            num_sanity_val_steps=0,
+            enable_checkpointing=True,
+        )
+    state = torch.load(tmp_path / "e.ckpt", weights_only=True)
+    raw = watch.history[-1]
+    assert_same_bits({k: state["state_dict"][k].double() for k in raw}, raw)
+    assert_close(state["callbacks"][ema.state_key]["shadows"][0], watch.average(DECAY))
+
+
+def test_a_checkpoint_saved_after_fit_holds_both(tmp_path):
+    watch, ema, module = Watch(), EMA((DECAY,)), PlainModule()
+    fit(tmp_path, module, ema, watch).save_checkpoint(tmp_path / "c.ckpt")
+    state = torch.load(tmp_path / "c.ckpt", weights_only=True)
+    assert_same_bits(
+        {k: state["state_dict"][k].double() for k in watch.history[-1]}, watch.history[-1]
+    )
+    assert_close(state["callbacks"][ema.state_key]["shadows"][0], watch.average(DECAY))
+
+
+def test_state_holds_tensors_and_builtins_by_name(tmp_path):
+    ema = EMA((DECAY, 0.5), prefix="inner")
+    fit(tmp_path, PlainModule(), ema)
+    state = ema.state_dict()
+    assert ema.state_key == "EMA{'prefix': 'inner'}"
+    assert state["decays"] == [DECAY, 0.5]
+    assert set(state["steps"].values()) == {4}
+    assert [set(column) for column in state["shadows"]] == [set(state["steps"])] * 2
+    assert EMA().state_dict() == {}
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    trainer = fit(tmp_path, PlainModule(), EMA((DECAY,)))
+    trainer.save_checkpoint(tmp_path / "c.ckpt")
+    return tmp_path / "c.ckpt"
+
+
+def test_validation_from_a_checkpoint_uses_its_averages(tmp_path, checkpoint):
+    stored = torch.load(checkpoint, weights_only=True)
+    module, spy = PlainModule(), Spy()
+    for run in ("validate", "test", "predict"):
+        trainer = make_trainer(tmp_path, EMA((DECAY,)), spy)
+        getattr(trainer, run)(module, loader(), ckpt_path=checkpoint)
+        assert_same_bits(dict(module.state_dict()), dict(stored["state_dict"]))
+    average = {
+        k: v.double() for k, v in stored["callbacks"]["EMA{'prefix': ''}"]["shadows"][0].items()
+    }
+    assert len(spy.seen) == 12
+    for seen in spy.seen:
+        assert_same_bits(seen, average)
+
+
+def test_validation_without_any_averages_says_so_and_uses_the_weights(tmp_path):
+    module, spy = PlainModule(), Spy()
+    with pytest.warns(UserWarning, match="no averages"):
+        make_trainer(tmp_path, EMA(), spy).validate(module, loader())
+    assert_same_bits(spy.seen[0], trainable(module))
+
+
+@pytest.mark.parametrize("callbacks_first", [True, False])
+def test_resume_with_another_decay_uses_and_prints_it(
+    tmp_path, checkpoint, caplog, callbacks_first
+):
+    stored = torch.load(checkpoint, weights_only=True)["callbacks"]["EMA{'prefix': ''}"]
+    ema, watch = EMA((0.5,), warmup=False), Watch()
+    callbacks = [ema, watch] if callbacks_first else [watch, ema]
+    with caplog.at_level(logging.INFO):
+        fit(tmp_path, PlainModule(), *callbacks, ckpt_path=checkpoint, max_epochs=2)
+    assert "EMA decay: the checkpoint had 0.9, using 0.5." in caplog.text
+    watch.history[0] = {k: v.double() for k, v in stored["shadows"][0].items()}
+    assert len(watch.history) == 5
+    assert_close(shadows(ema), watch.average(0.5, warmup=False))
+
+
+def test_resume_with_the_same_decay_is_silent(tmp_path, checkpoint, caplog):
+    with caplog.at_level(logging.INFO):
+        fit(tmp_path, PlainModule(), EMA((DECAY,)), ckpt_path=checkpoint, max_epochs=2)
+    assert "EMA" not in caplog.text
+
+
+def test_resume_without_the_average_of_a_trained_parameter_is_refused_by_name(tmp_path, checkpoint):
+    state = torch.load(checkpoint, weights_only=True)
+    averages = state["callbacks"]["EMA{'prefix': ''}"]
+    for column in (averages["steps"], averages["shadows"][0]):
+        column.pop("inner.0.weight")
+    torch.save(state, tmp_path / "less.ckpt")
+    with pytest.raises(ValueError, match=r"no average of the parameter 'inner\.0\.weight'"):
+        fit(tmp_path, PlainModule(), EMA(), ckpt_path=tmp_path / "less.ckpt", max_epochs=2)
+
+
+def test_a_run_without_ema_can_go_on_with_it_from_the_raw_weights(tmp_path):
+    fit(tmp_path, PlainModule()).save_checkpoint(tmp_path / "c.ckpt")
+    ema, watch = EMA((DECAY,)), Watch()
+    fit(tmp_path, PlainModule(), ema, watch, ckpt_path=tmp_path / "c.ckpt", max_epochs=2)
+    assert_close(shadows(ema), watch.average(DECAY))
+
+
+def test_a_second_fit_of_the_same_module_goes_on_and_another_module_starts_anew(tmp_path):
+    ema, watch, module = EMA((DECAY,)), Watch(), PlainModule()
+    fit(tmp_path, module, ema, watch)
+    fit(tmp_path, module, ema, second := Watch())
+    watch.history += second.history[1:]
+    assert_close(shadows(ema), watch.average(DECAY))
+    fit(tmp_path, PlainModule(), ema, third := Watch())
+    assert_close(shadows(ema), third.average(DECAY))
+
+
+def test_a_learning_rate_search_leaves_no_trace_in_the_average(tmp_path):
+    class Tuned(PlainModule):
+        def configure_optimizers(self):
+            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+    ema, watch = EMA((DECAY,)), Watch()
+    finder = LearningRateFinder(num_training_steps=3, update_attr=True)
+
+    class AfterSearch(Watch):
+        def on_train_start(self, trainer, pl_module):
+            self.history = []
+
+    watch = AfterSearch()
+    fit(tmp_path, Tuned(), ema, finder, watch, num_sanity_val_steps=0)
+    assert set(ema.state_dict()["steps"].values()) == {4}
+    assert_close(shadows(ema), watch.average(DECAY))
+
+
+# Conflicts and accidents
+
+
+def test_two_averages_of_different_submodules_coexist_and_overlapping_ones_are_refused(tmp_path):
+    first, second = EMA((DECAY,), prefix="inner.0"), EMA((0.5,), prefix="inner.3")
+    spy, module = Spy(), PlainModule()
+    trainer = fit(tmp_path, module, first, second, spy)
+    trainer.save_checkpoint(tmp_path / "c.ckpt")
+    raw = trainable(module)
+    trainer.validate(module, loader())
+    assert_close({k: spy.seen[-1][k] for k in shadows(first)}, shadows(first), 0)
+    assert_close({k: spy.seen[-1][k] for k in shadows(second)}, shadows(second), 0)
+    assert_same_bits(trainable(module), raw)
+    keys = torch.load(tmp_path / "c.ckpt", weights_only=True)["callbacks"].keys()
+    assert {first.state_key, second.state_key} <= keys
+    for prefix in ("", "inner", "inner.0.weight"):
+        with pytest.raises(ValueError, match="several decays"):
+            fit(tmp_path, PlainModule(), first, EMA(prefix=prefix))
+
+
+def test_a_weights_only_checkpoint_callback_is_warned_of(tmp_path):
+    with pytest.warns(UserWarning, match="raw weights only"):
+        fit(
+            tmp_path,
+            PlainModule(),
+            EMA(),
+            ModelCheckpoint(tmp_path, save_weights_only=True),
+            enable_checkpointing=True,
+        )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*raw weights only.*")
+        fit(tmp_path, PlainModule(), EMA(), ModelCheckpoint(tmp_path), enable_checkpointing=True)
+
+
+def test_strategies_that_shard_are_refused_by_name(tmp_path):
+    for strategy in (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy):
+        assert strategy.restore_checkpoint_after_setup.fget(object()) is True
+
+    class Shards(SingleDeviceStrategy):
+        restore_checkpoint_after_setup = True
+
+    with pytest.raises(ValueError, match="does not support Shards"):
+        fit(tmp_path, PlainModule(), EMA(), strategy=Shards("cpu"))
+
+
+def test_an_average_that_is_not_finite_is_named_and_never_saved(tmp_path):
+    class Breaks(PlainModule):
+        def on_before_optimizer_step(self, optimizer):
+            if self.global_step == 2:
+                self.inner[0].bias.grad.fill_(torch.nan)
+
+    ema = EMA((DECAY,))
+    with pytest.raises(FloatingPointError, match=r"'inner\.0\.bias'.*after 3 optimizer steps"):
+        fit(tmp_path, Breaks(), ema, log_every_n_steps=1)
+    ema = EMA((DECAY,))
+    with pytest.raises(FloatingPointError, match=r"'inner\.0\..*'"):
+        fit(tmp_path, Breaks(), ema)  # at the latest when validation wants it
+    with pytest.raises(FloatingPointError):
+        ema.state_dict()
+
+
+def test_an_optimizer_that_hides_its_steps_is_named(tmp_path):
+    class Wrapper(torch.optim.SGD):
+        """As sharpness-aware optimizers do, leaves the step to another one."""
+
+        def __init__(self, params, lr):
+            super().__init__(params, lr)
+            self.inside = torch.optim.SGD(self.param_groups[0]["params"], lr)
+
+    class Hides(PlainModule):
+        def __init__(self):
+            super().__init__(optimizer=Wrapper)
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            self.manual_backward(self.loss(batch))
+            wrapper = self.optimizers()
+            wrapper._on_before_step()
+            wrapper.optimizer.inside.step()
+            wrapper._on_after_step()
+
+    with pytest.warns(UserWarning, match="saw none of"):
+        fit(tmp_path, Hides(), EMA())
+
+
+def test_nothing_is_left_on_module_and_optimizers_after_fit(tmp_path):
+    ema, module = EMA((DECAY,)), PlainModule()
+    trainer = fit(tmp_path, module, ema)
+    assert not trainer.optimizers[0]._optimizer_step_post_hooks
+    assert not trainer.optimizers[0]._optimizer_step_pre_hooks
+    assert not module._state_dict_hooks
+    with pytest.raises(ArithmeticError):
+        fit(tmp_path, failing := SavesAndFails(fail_at=0), ema, num_sanity_val_steps=0)
+    assert not failing._state_dict_hooks
+
+
+def test_the_decay_in_force_is_logged(tmp_path):
+    logger = CSVLogger(tmp_path)
+    fit(tmp_path, PlainModule(), EMA((0.5,)), max_epochs=4, logger=logger, log_every_n_steps=2)
+    rows = [
+        line.split(",") for line in (tmp_path.glob("**/metrics.csv")).__next__().read_text().split()
+    ]
+    column = rows[0].index("ema/decay")
+    logged = [float(row[column]) for row in rows[1:] if row[column]]
+    steps = [2, 4, 6, 8, 10, 12, 14, 16]
+    assert logged == pytest.approx([min(0.5, n / (9 + n)) for n in steps])
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"decays": ()},
+        {"decays": (1.0,)},
+        {"decays": (-0.1,)},
+        {"decays": (0.9, 0.9)},
+        {"every_n_steps": 0},
+    ],
+)
+def test_bad_arguments_are_refused(arguments):
+    with pytest.raises(ValueError, match="got"):
+        EMA(**arguments)
