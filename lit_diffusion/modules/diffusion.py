@@ -117,6 +117,7 @@ class DiffusionModule(LightningModule):
         self.network.to(memory_format=self.memory_format)
         self.timestep_density: Tensor | None = None
         self.timestep_weight: Tensor | None = None
+        self._first_bad: Tensor | None = None  # (step, u) of the first loss that is not finite
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
         self._val_loss = MeanMetric().set_dtype(torch.float64)
@@ -139,6 +140,7 @@ class DiffusionModule(LightningModule):
         t, noise = self.times.quantile(u, self.process), torch.randn_like(x0)
         losses = self.per_sample_loss(x0, self._drop_labels(labels), t, noise, self.global_step)
         loss = (losses * self._weight_at(u)).mean()
+        self._refuse_non_finite(losses.detach(), u)
         self._log_training(loss, losses.detach(), u)
         return {"loss": loss, "u": u, "per_sample_loss": losses.detach()}
 
@@ -251,6 +253,26 @@ class DiffusionModule(LightningModule):
             return 1.0
         weight = self.timestep_weight.to(u.device)
         return weight[bin_of(u, len(weight))]
+
+    def _refuse_non_finite(self, losses: Tensor, u: Tensor) -> None:
+        """Stop at a loss that is not finite, naming the first such step and its noise level.
+
+        Both are noted on the device; a GPU is waited for only when logs are due.
+        """
+        worst = u.masked_fill(losses.isfinite(), torch.inf).min()
+        now = torch.stack([torch.full_like(worst, self.global_step), worst])
+        first = now if self._first_bad is None else self._first_bad
+        self._first_bad = torch.where(first[1].isinf(), now, first)
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        due = (self.global_step + 1) % every == 0
+        if (due or self.device.type == "cpu") and self._first_bad[1].isfinite():
+            step, rank = self._first_bad.tolist()
+            t = self.times.quantile(self._first_bad[1:], self.process).item()
+            raise FloatingPointError(
+                f"the loss is not finite since optimizer step {step:.0f}, first at noise level "
+                f"u = {rank:.3f} (t = {t:g}); lower the lr, clip gradients "
+                "(trainer.gradient_clip_val=1), or resume from an earlier checkpoint."
+            )
 
     def _log_training(self, loss: Tensor, losses: Tensor, u: Tensor) -> None:
         """The loss, and its mean per quartile of u (nan where a batch has none), without a sync."""

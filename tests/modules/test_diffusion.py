@@ -1,0 +1,396 @@
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lit_diffusion.gaussian import FixedSmall, LearnedRange
+from lit_diffusion.guidance import ClassifierFree
+from lit_diffusion.losses import DenoisingLoss, HybridLoss, Simple
+from lit_diffusion.lr_schedules import WarmupLinear
+from lit_diffusion.modules.diffusion import DiffusionModule
+from lit_diffusion.networks.unet import UNet
+from lit_diffusion.parameterizations import Epsilon, Velocity
+from lit_diffusion.processes import CosineBetas, DiscreteVP
+from lit_diffusion.protocols import NonFiniteSamples
+from lit_diffusion.solvers import DDIM, DDPM
+from lit_diffusion.timesteps import Uniform, bin_of
+
+
+def unet(out_channels=1, dropout=0.0):
+    torch.manual_seed(0)
+    network = UNet(
+        1,
+        out_channels,
+        model_channels=8,
+        channel_mult=(1, 2),
+        num_res_blocks=1,
+        num_heads=1,
+        num_classes=4,
+        norm_groups=4,
+        dropout=dropout,
+    )
+    for parameter in network.parameters():  # zero-initialised layers would hide everything
+        parameter.data.add_(0.1 * torch.randn_like(parameter))
+    return network
+
+
+def module(network=None, **changes):
+    arguments = {
+        "process": DiscreteVP(CosineBetas(100)),
+        "parameterization": Velocity(),
+        "loss": DenoisingLoss(Simple()),
+        "times": Uniform(),
+        "solver": DDIM(3),
+        "optimizer": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+        "image_shape": (1, 8, 8),
+        "num_classes": 4,
+        "label_dropout": 0.2,
+    }
+    return DiffusionModule(network or unet(), **{**arguments, **changes})
+
+
+def data(n=24):
+    generator = torch.Generator().manual_seed(5)
+    images = torch.randint(0, 256, (n, 1, 8, 8), generator=generator, dtype=torch.uint8)
+    return TensorDataset(images, torch.arange(n) % 4, torch.arange(n))
+
+
+def trainer(**options):
+    quiet = {
+        "accelerator": "cpu",
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return Trainer(**{**quiet, **options})
+
+
+def loader(batch_size=6, n=24):
+    return DataLoader(data(n), batch_size)
+
+
+# Sampling
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"solver": DDIM(3, eta=1.0)},
+        {"solver": DDPM(FixedSmall(), 4)},
+        {"guidance": ClassifierFree(2.0)},
+    ],
+    ids=str,
+)
+def test_a_sample_depends_on_its_seed_and_label_alone(changes):
+    model = module(**changes)
+    together = model.generate(range(10))
+    assert together.dtype == torch.uint8
+    assert together.shape == (10, 1, 8, 8)
+    alone = torch.cat([model.generate([seed]) for seed in reversed(range(10))]).flip(0)
+    chunks = torch.cat([model.generate(range(3)), model.generate(range(3, 10))])
+    # Convolutions sum in another order for another batch size: at most one grey level of 256.
+    assert (together.int() - alone.int()).abs().max() <= 1
+    assert (together.int() - chunks.int()).abs().max() <= 1
+    assert (together[0] != together[4]).any()
+
+
+def test_seeds_repeat_and_labels_matter():
+    model = module()
+    assert torch.equal(model.generate([3, 3])[:1], model.generate([3, 3])[1:])
+    labels = torch.tensor([1, 2])
+    assert not torch.equal(*model.generate([3, 3], labels).split(1))
+
+
+def test_labels_default_to_the_seed_modulo_the_number_of_classes():
+    model = module()
+    expected = model.generate([2, 5, 7], torch.tensor([2, 1, 3]))
+    assert torch.equal(model.generate([2, 5, 7]), expected)
+
+
+def test_sampling_leaves_modes_and_the_random_state_alone():
+    model = module(unet(dropout=0.5), solver=DDIM(3, eta=1.0)).train()
+    model.network.input_blocks[0].eval()
+    before = [m.training for m in model.modules()]
+    state = torch.get_rng_state()
+    images = model.generate([1])
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [m.training for m in model.modules()] == before
+    assert torch.equal(images, model.eval().generate([1]))  # no dropout either way
+
+
+def test_learned_variances_reach_the_solver():
+    hybrid = module(unet(2), loss=HybridLoss(Simple()), solver=DDPM(LearnedRange(), 4))
+    fixed = module(hybrid.network, loss=HybridLoss(Simple()), solver=DDPM(FixedSmall(), 4))
+    assert not torch.equal(hybrid.generate([0]), fixed.generate([0]))
+
+
+def test_samples_that_are_not_finite_are_named_and_never_images():
+    class Poisoned(nn.Module):
+        def forward(self, x, noise_label, labels):
+            bad = (labels == 2) & (noise_label < 60)
+            return torch.where(bad.view(-1, 1, 1, 1), torch.nan, x)
+
+    model = module(Poisoned(), solver=DDIM(5))
+    with pytest.raises(
+        NonFiniteSamples, match=r"2 samples .* 0 optimizer steps, from t = 50"
+    ) as told:
+        model.generate(range(8))
+    assert told.value.seeds == [2, 6]
+    assert len(model.generate([0, 1, 3])) == 3
+
+
+def test_predictions_are_samples_of_the_given_seeds():
+    model = module()
+    seeds = DataLoader(TensorDataset(torch.arange(5), torch.arange(5) % 4), batch_size=2)
+    images = torch.cat(trainer().predict(model, seeds))
+    assert (images.int() - module().generate(range(5)).int()).abs().max() <= 1
+
+
+# Loss
+
+
+def test_the_loss_is_a_function_of_its_arguments():
+    model = module(unet(dropout=0.0))
+    x0 = model.codec.encode(data().tensors[0])
+    t, noise = torch.arange(24.0).double() * 4, torch.randn_like(x0)
+    labels = torch.arange(24) % 4
+    losses = model.per_sample_loss(x0, labels, t, noise)
+    assert losses.shape == (24,)
+    assert torch.equal(losses, model.per_sample_loss(x0, labels, t, noise))
+    half = model.per_sample_loss(x0[:12], labels[:12], t[:12], noise[:12])
+    torch.testing.assert_close(half, losses[:12])
+
+
+def test_the_value_of_validation_does_not_depend_on_batches_or_the_random_state():
+    values = []
+    for batch_size, seed in [(24, 0), (7, 1), (1, 2)]:
+        torch.manual_seed(seed)
+        (result,) = trainer().validate(module(), loader(batch_size), verbose=False)
+        values.append(result["val/loss"])
+    assert values == pytest.approx([values[0]] * 3, rel=1e-6)
+
+
+def test_validation_is_without_the_curriculum():
+    model = module()
+    (plain,) = trainer().validate(model, loader(), verbose=False)
+    model.timestep_density, model.timestep_weight = torch.tensor([0.0, 1.0]), torch.tensor([0, 9.0])
+    assert trainer().validate(model, loader(), verbose=False) == [plain]
+
+
+def one_step(model):
+    model.trainer = trainer()
+    model.log = model.log_dict = lambda *_, **__: None
+    images, labels, index = data().tensors
+    return model.training_step((images, labels, index), 0)
+
+
+def test_training_times_follow_the_density_and_losses_the_weight():
+    torch.manual_seed(1)
+    model = module()
+    model.timestep_density = torch.tensor([0.0, 1.0, 0.0, 3.0])
+    out = one_step(model)
+    assert np.bincount(bin_of(out["u"], 4), minlength=4).tolist() == [0, 6, 0, 18]
+    model.timestep_weight = torch.tensor([0.0, 2.0, 0.0, 0.5])
+    out = one_step(model)
+    weight = model.timestep_weight[bin_of(out["u"], 4)]
+    torch.testing.assert_close(out["loss"].detach(), (out["per_sample_loss"] * weight).mean())
+    assert not out["per_sample_loss"].requires_grad
+
+
+def test_the_right_share_of_labels_is_dropped():
+    torch.manual_seed(0)
+    labels = torch.arange(4).repeat(5000)
+    dropped = module()._drop_labels(labels)
+    assert torch.equal(dropped[dropped >= 0], labels[dropped >= 0])
+    assert (dropped < 0).double().mean().item() == pytest.approx(0.2, abs=4 * (0.16 / 20000) ** 0.5)
+    assert torch.equal(module(label_dropout=0.0)._drop_labels(labels), labels)
+    assert module(num_classes=None, label_dropout=0.0)._drop_labels(labels) is None
+
+
+def test_every_parameter_is_trained():
+    model = module()
+    one_step(model)["loss"].backward()
+    idle = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert idle == []
+
+
+# Training
+
+
+def losses_of(run_trainer, model, batches):
+    seen = []
+    original = model.training_step
+
+    def recorded(batch, batch_idx):
+        out = original(batch, batch_idx)
+        seen.append(out["loss"].item())
+        return out
+
+    model.training_step = recorded
+    run_trainer.fit(model, batches)
+    return seen
+
+
+def test_a_step_draws_the_same_noise_whatever_came_before(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "7")
+    first = losses_of(trainer(max_steps=8), module(), loader())
+    torch.rand(5)
+    assert losses_of(trainer(max_steps=8), module(), loader()) == first
+    monkeypatch.setenv("PL_GLOBAL_SEED", "8")
+    assert losses_of(trainer(max_steps=8), module(), loader()) != first
+
+
+def test_validation_during_training_does_not_change_training():
+    with_validation = trainer(max_steps=8, val_check_interval=2)
+    without = trainer(max_steps=8, limit_val_batches=0)
+    a, b = module(), module()
+    with_validation.fit(a, loader(), loader())
+    without.fit(b, loader())
+    assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def test_accumulated_batches_of_a_step_draw_different_noise():
+    first = losses_of(trainer(max_steps=2, accumulate_grad_batches=2), module(), loader())
+    assert len(set(first)) == 4
+
+
+class RateRecorder:
+    def __init__(self, model):
+        self.rates = []
+        configure = model.configure_optimizers
+
+        def recorded():
+            made = configure()
+            made["optimizer"].register_step_pre_hook(
+                lambda optimizer, *_: self.rates.append(optimizer.param_groups[0]["lr"])
+            )
+            return made
+
+        model.configure_optimizers = recorded
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_schedules_count_optimizer_steps_and_take_their_length_from_the_trainer(accumulate):
+    model = module(lr_scheduler=lambda optimizer: WarmupLinear(optimizer, warmup_steps=2))
+    recorder = RateRecorder(model)
+    trainer(max_steps=6, accumulate_grad_batches=accumulate).fit(model, loader())
+    expected = [1e-3 * f for f in (0.5, 1.0, 1.0, 0.75, 0.5, 0.25)]
+    assert recorder.rates == pytest.approx(expected)
+
+
+def test_a_schedule_without_an_end_is_refused():
+    model = module(lr_scheduler=lambda optimizer: WarmupLinear(optimizer, warmup_steps=2))
+    with pytest.raises(ValueError, match="pass max_steps to the Trainer"):
+        trainer(max_steps=-1, max_epochs=-1).fit(model, loader())
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+def test_training_works_in_other_precisions(precision):
+    model = module()
+    seen = losses_of(trainer(max_steps=4, precision=precision), model, loader())
+    assert np.isfinite(seen).all()
+    assert model.generate([0]).shape == (1, 1, 8, 8)
+
+
+@pytest.mark.gpu
+def test_training_works_with_dynamic_loss_scaling():
+    fp16 = trainer(max_steps=8, precision="16-mixed", accelerator="gpu", devices=1)
+    assert np.isfinite(losses_of(fp16, module(), loader())).all()
+
+
+def test_clipping_limits_the_update():
+    def update(clip):
+        model = module(optimizer=lambda p: torch.optim.SGD(p, lr=1.0))
+        before = [p.detach().clone() for p in model.parameters()]
+        trainer(max_steps=1, gradient_clip_val=clip).fit(model, loader())
+        moved = zip(model.parameters(), before, strict=True)
+        return sum((p.detach() - q).square().sum() for p, q in moved).sqrt().item()
+
+    assert update(None) > 0.02
+    assert update(0.01) == pytest.approx(0.01, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]
+)
+def test_usual_optimizers_train(optimizer):
+    options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
+    model = module(optimizer=lambda p: optimizer(p, lr=1e-2, **options))
+    seen = losses_of(trainer(max_epochs=30), model, loader(24))
+    assert np.mean(seen[-5:]) < np.mean(seen[:5])
+
+
+def test_channels_last_gives_the_same_loss():
+    for_each = [
+        losses_of(trainer(max_steps=3), module(channels_last=flag), loader()) for flag in (0, 1)
+    ]
+    assert for_each[0] == pytest.approx(for_each[1], rel=1e-4)
+
+
+# Bad input
+
+
+def test_a_loss_that_is_not_finite_names_its_step_and_noise_level():
+    class Overflowing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(()))
+            self.calls = 0
+
+        def forward(self, x, noise_label, labels):
+            self.calls += 1
+            bad = (noise_label >= 75) & (self.calls > 3)
+            return torch.where(bad.view(-1, 1, 1, 1), torch.inf, x * self.weight)
+
+    with pytest.raises(FloatingPointError, match=r"since optimizer step 3, first .* \(t = 7\d\)"):
+        trainer(max_steps=8).fit(module(Overflowing()), loader(batch_size=24))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"label_dropout": 1.0}, r"label_dropout must be in \[0, 1\), got 1.0"),
+        ({"num_classes": None}, "need labels; pass num_classes"),
+        ({"solver": DDPM(LearnedRange())}, "needs a learned variance.*use HybridLoss"),
+    ],
+)
+def test_arguments_that_do_not_go_together_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        module(**changes)
+
+
+def test_noise_prediction_is_refused_where_the_process_ends_in_pure_noise():
+    class EndsInNoise(DiscreteVP):
+        def alpha_sigma(self, t):
+            alpha, sigma = super().alpha_sigma(t)
+            return alpha * (t < self.t_max), sigma
+
+    with pytest.raises(ValueError, match=r"SNR = 0.*use Velocity"):
+        module(process=EndsInNoise(CosineBetas(10)), parameterization=Epsilon())
+    module(process=EndsInNoise(CosineBetas(10)))
+
+
+def test_guidance_towards_labels_that_were_never_dropped_is_said():
+    with pytest.warns(UserWarning, match="label_dropout=0 never trains"):
+        module(label_dropout=0.0, guidance=ClassifierFree(2.0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        module(guidance=ClassifierFree(2.0))
+
+
+def test_images_of_another_shape_are_refused():
+    with pytest.raises(
+        ValueError, match=r"image_shape is \(3, 8, 8\), but the data are \(1, 8, 8\)"
+    ):
+        trainer(max_steps=1).fit(module(image_shape=(3, 8, 8)), loader())
+
+
+def test_a_network_with_the_wrong_number_of_outputs_is_refused():
+    with pytest.raises(ValueError, match=r"HybridLoss needs a network output of .* out_channels"):
+        trainer(max_steps=1).fit(module(loss=HybridLoss(Simple())), loader())
