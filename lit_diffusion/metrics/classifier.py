@@ -1,0 +1,58 @@
+"""The small convolutional network whose features score small images."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+
+class SmallClassifier(nn.Module):
+    """Classifies small images; the mean over places of its last feature map is what FID compares.
+
+    Every stage is convolution 3x3, batch norm, ReLU; all but the last end in max pooling 2x2.
+
+    Args:
+        channels: of the images, >= 1.
+        size: height and width of the images in pixels.
+        widths: feature maps per stage; the last is the number of features.
+        num_classes: outputs of the head.
+
+    Example:
+        >>> network = SmallClassifier(channels=1, size=8, widths=(4, 6), num_classes=10).eval()
+        >>> features = network(torch.zeros(5, 1, 8, 8, dtype=torch.uint8))
+        >>> features.shape, network.head(features).shape
+        (torch.Size([5, 6]), torch.Size([5, 10]))
+    """
+
+    def __init__(self, channels: int, size: int, widths: Sequence[int], num_classes: int) -> None:
+        super().__init__()
+        self.channels = channels
+        self.size = size
+        self.num_features = widths[-1]
+        stages: list[nn.Module] = []
+        for before, after in zip([channels, *widths], widths, strict=False):
+            stages += [nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after)]
+            stages += [nn.ReLU(), nn.MaxPool2d(2)]
+        self.stages = nn.Sequential(*stages[:-1])
+        self.head = nn.Linear(self.num_features, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Images uint8 (N, C, H, W) -> features (N, num_features), not negative.
+
+        Raises:
+            TypeError: If the images are not uint8.
+            ValueError: If they have another size than the network was trained on.
+        """
+        if images.dtype != torch.uint8:
+            raise TypeError(f"images must be uint8 in [0, 255], got {images.dtype}.")
+        if images.shape[1:] != (self.channels, self.size, self.size):
+            raise ValueError(
+                f"this extractor scores images of {(self.channels, self.size, self.size)}, got "
+                f"{tuple(images.shape[1:])}; choose an extractor made for them."
+            )
+        return self.features(images.float() / 127.5 - 1)
+
+    def features(self, x: Tensor) -> Tensor:
+        """Images float (N, C, H, W) in [-1, 1] -> features (N, num_features)."""
+        maps: Tensor = self.stages(x)
+        return maps.mean(dim=(2, 3))

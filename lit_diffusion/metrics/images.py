@@ -1,0 +1,90 @@
+"""Images from files: a folder of PNGs, or an .npz."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+from torchvision.transforms.functional import pil_to_tensor  # type: ignore[import-untyped]
+
+ENDINGS = (".png", ".jpg", ".jpeg")
+
+
+class FolderImages(Dataset[Tensor]):
+    """The PNG and JPEG files of a folder and of those below it, in order of their paths.
+
+    Each is uint8 (C, H, W), C = 1 for grey and 3 for colour; all must have the shape of the first.
+    Files named grid.png are left out: `lit-diffusion sample` puts such an overview beside samples.
+
+    Args:
+        folder: to look in.
+
+    Raises:
+        ValueError: If it holds no image; on reading, if a file is unreadable or another shape.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        files = (p for p in Path(folder).rglob("*") if p.suffix.lower() in ENDINGS)
+        self.paths = sorted(p for p in files if p.name != "grid.png")
+        if not self.paths:
+            raise ValueError(f"{folder} holds no {', '.join(ENDINGS)} file.")
+        self.shape = read_image(self.paths[0]).shape
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> Tensor:
+        image = read_image(self.paths[index])
+        if image.shape != self.shape:
+            raise ValueError(
+                f"{self.paths[index]} is {tuple(image.shape)} (C, H, W), but {self.paths[0].name} "
+                f"is {tuple(self.shape)}; images that are scored together have one shape."
+            )
+        return image
+
+
+def read_image(path: Path) -> Tensor:
+    """A file as uint8 (C, H, W).
+
+    Raises:
+        ValueError: If it cannot be read, or is neither grey nor RGB.
+    """
+    try:
+        with Image.open(path) as image:
+            mode = image.mode
+            pixels: Tensor = pil_to_tensor(image)
+    except OSError as error:
+        raise ValueError(f"{path} is not a readable image: {error}") from error
+    if mode not in ("L", "RGB"):
+        raise ValueError(f"{path} has mode {mode}; images must be grey (L) or RGB: convert it.")
+    return pixels
+
+
+def open_images(path: str | Path) -> Dataset[Any]:
+    """Images of a folder or of an .npz file.
+
+    Args:
+        path: a folder of PNG and JPEG files, or an .npz with `arr_0` uint8 (N, H, W, C), the form
+            in which guided-diffusion publishes samples and references.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    path = Path(path)
+    if path.is_dir():
+        return FolderImages(path)
+    if path.suffix == ".npz" and path.is_file():
+        return TensorDataset(_images_of_npz(path))
+    raise ValueError(f"{path} is neither a folder of images nor an .npz file of them.")
+
+
+def _images_of_npz(path: Path) -> Tensor:
+    with np.load(path, allow_pickle=False) as arrays:
+        images = arrays.get("arr_0")
+    if images is None or images.dtype != np.uint8 or images.ndim != 4:
+        found = "none" if images is None else f"{images.dtype} {images.shape}"
+        raise ValueError(f"{path} must hold arr_0, uint8 (N, H, W, C), got {found}.")
+    return torch.from_numpy(images).permute(0, 3, 1, 2)

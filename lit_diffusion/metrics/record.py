@@ -1,0 +1,93 @@
+"""What has to be written beside an FID for it to mean something."""
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class FIDRecord:
+    """One evaluation with its whole protocol; plain builtins only.
+
+    Attributes:
+        metric: name it was logged under, which ends in the number of samples.
+        value: the FID; None where samples were not finite.
+        step: optimizer steps completed.
+        num_fake: samples generated.
+        num_real: images compared with.
+        reference: split or path of those.
+        data: fingerprint of their pixels.
+        protocol: name of the FID protocol.
+        extractor_sha256: of its weights.
+        resize: of the images before the extractor, in words.
+        weights: name of the weights that generated: ema, raw, ...
+        seeds: [first, one past the last] of the samples.
+        labels: how a seed gave a label; None for unconditional sampling.
+        sampling: solver, steps, guidance, ... as the module tells them.
+        floor: FID of real images in place of samples.
+        floor_images: which ones, and how many.
+        non_finite: number of samples that are NaN or infinite.
+        non_finite_seeds: the first of them.
+        seconds: generate, features and total of the first process, and the total `estimated` after
+            the first batch.
+    """
+
+    metric: str
+    value: float | None
+    step: int
+    num_fake: int
+    num_real: int
+    reference: str
+    data: str
+    protocol: str
+    extractor_sha256: str
+    resize: str
+    weights: str
+    seeds: tuple[int, int]
+    labels: str | None
+    sampling: dict[str, Any]
+    floor: float
+    floor_images: str
+    non_finite: int
+    non_finite_seeds: list[int]
+    seconds: dict[str, float]
+
+
+def short_count(count: int) -> str:
+    """A number of samples as metric names have it.
+
+    Example:
+        >>> short_count(360), short_count(50_000)
+        ('360', '50k')
+    """
+    return f"{count // 1000}k" if count % 1000 == 0 else str(count)
+
+
+def finite_or_none(value: float) -> float | None:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else None
+
+
+def write_evaluation(path: Path, record: FIDRecord) -> None:
+    """Add a line to evaluations.jsonl, in place of one of the same metric and step.
+
+    A run that resumes from before that step scores it again; the file is replaced as a whole, so a
+    crash leaves the old one.
+
+    Args:
+        path: of the file, made if need be.
+        record: to write.
+    """
+    lines = path.read_text().splitlines() if path.exists() else []
+    kept = [line for line in lines if not _supersedes(record, json.loads(line))]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.write_text("\n".join([*kept, json.dumps(asdict(record))]) + "\n")
+    os.replace(temporary, path)
+
+
+def _supersedes(record: FIDRecord, old: dict[str, Any]) -> bool:
+    return (old.get("metric"), old.get("step")) == (record.metric, record.step)
