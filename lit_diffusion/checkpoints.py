@@ -101,7 +101,9 @@ def read_checkpoint(path: PathLike, *, mmap: bool = False) -> Checkpoint:
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     try:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except PermissionError:
+        raise
+    except Exception as error:  # what torch says of a broken file is of many types
         raise ValueError(f"{path} {_why_unreadable(error)}") from error
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise ValueError(f"{path} is not a training checkpoint: it has no 'state_dict'.")
@@ -201,7 +203,7 @@ def instantiate(spec: dict[str, Any], base: type, trust: Iterable[str], path: Pa
             config = parser.parse_object({"object": spec})
         except ArgumentError as error:
             raise ValueError(f"{path}: {innermost(error)}") from error
-        return parser.instantiate_classes(config).object
+        return parser.instantiate(config).object
 
 
 def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[str, Any] | None:

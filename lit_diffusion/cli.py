@@ -1,5 +1,6 @@
 """The command `lit-diffusion`: a table of names, each imported when it is called."""
 
+import linecache
 import os
 import sys
 import traceback
@@ -25,7 +26,6 @@ COMMANDS = {
 
 DEBUG = "LIT_DIFFUSION_DEBUG"
 _MISTAKES = (ValueError, TypeError, OSError)
-_OURS = ("lit_diffusion", "jsonargparse", "argparse")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,24 +92,30 @@ def _version() -> str:
 
 
 def _report(command: str, error: Exception, debug: bool) -> int:
-    """Tell a mistake in one message, anything else with its traceback."""
-    mistake = _is_mistake(error)
-    if debug or not mistake:
+    """Tell what was raised on purpose in one message, an accident with its traceback."""
+    meant = is_meant(error)
+    if debug or not meant:
         traceback.print_exception(error)
     print(f"lit-diffusion {command}: {error}", file=sys.stderr)
-    return 2 if mistake else 1
+    return 2 if meant and _is_mistake(error) else 1
 
 
 def _is_mistake(error: Exception) -> bool:
-    """Whether the user can mend it: raised on purpose by our code or by Lightning's checks."""
+    return isinstance(error, _MISTAKES) or type(error).__name__ == "MisconfigurationException"
+
+
+def is_meant(error: Exception) -> bool:
+    """Whether an error is the message of a check, by us or Lightning, and not an accident in code.
+
+    A check ends in a `raise` statement; an accident in whatever statement it befell.
+    """
     if type(error).__name__ == "MisconfigurationException":
         return True
-    return isinstance(error, _MISTAKES) and _raised_by(error) in _OURS
-
-
-def _raised_by(error: Exception) -> str:
-    """Top-level package of the code that raised an error."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    return "" if frame is None else str(frame.tb_frame.f_globals.get("__name__", "")).split(".")[0]
+    tb = error.__traceback__
+    while tb is not None and tb.tb_next is not None:
+        tb = tb.tb_next
+    if tb is None:
+        return False
+    line = linecache.getline(tb.tb_frame.f_code.co_filename, tb.tb_lineno).strip()
+    package = str(tb.tb_frame.f_globals.get("__name__")).split(".")[0]
+    return package in ("lit_diffusion", "lightning") and line.startswith("raise ")

@@ -1,0 +1,248 @@
+"""`lit-diffusion evaluate`: FID, KID, precision, recall and inception score, by torch-fidelity."""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lit_diffusion.commands.options import Parser, add_checkpoint, add_sampling
+from lit_diffusion.commands.sample import GRID, RECORD, fresh_folder, load_generator, write_samples
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+    from lit_diffusion.checkpoints import Checkpoint, Loaded
+    from lit_diffusion.metrics.protocols import FIDProtocol
+    from lit_diffusion.metrics.reference import RealImages
+
+_SPLITS = ("train", "val", "test")
+_INCEPTION = "inception-v3-compat"
+
+
+def parser() -> Parser:
+    """Options of the command."""
+    made = Parser(
+        "evaluate",
+        """Score a checkpoint, or a folder of images, against real images.
+
+    lit-diffusion evaluate --checkpoint runs/digits
+    lit-diffusion evaluate --images samples --reference photos --extractor inception-v3-compat
+
+The table goes to the terminal, the record with the whole protocol to the output, as JSON. Scores
+are torch-fidelity's on the PNG files. Compare only those of equal numbers of images.""",
+    )
+    add_checkpoint(made, required=False)
+    made.add_argument("--images", metavar="DIR", help="images to score in place of a checkpoint's")
+    made.add_argument(
+        "--reference",
+        metavar="R",
+        help="train, val (default) or test split of the checkpoint's data, or a folder or .npz",
+    )
+    made.add_argument(
+        "--extractor",
+        help=f"FID protocol (default: that of the run's evaluations, else {_INCEPTION})",
+    )
+    made.add_argument("--num", type=int, help="images to generate (default: as many as are real)")
+    made.add_argument("--out", metavar="DIR", help="keep the generated images here")
+    add_sampling(made)
+    return made
+
+
+def run(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Args:
+        argv: "evaluate", then options.
+    """
+    args = parser().parse_args(argv[1:])
+    _check(args)
+    import torch
+
+    from lit_diffusion.metrics.protocols import protocol_by_name
+    from lit_diffusion.metrics.reference import RealImages
+
+    loaded = load_generator(args) if args.checkpoint else None
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    protocol = protocol_by_name(args.extractor or _protocol_of_run(loaded))
+    protocol.check()
+    real, others = _reference(args, loaded)
+    kept = nullcontext(args.out) if args.out or args.images else tempfile.TemporaryDirectory()
+    with kept as folder:
+        made = _samples(args, loaded, folder, len(real))
+        fake = RealImages(str(args.images or folder), _files(Path(args.images or folder)))
+        scores = score(fake, real, protocol, args.device, args.batch_size)
+        record = _record(scores, fake, real, others, protocol, args) | {"samples": made}
+    print(table(record), file=sys.stderr)
+    print(json.dumps(record, indent=1))
+
+
+def _check(args: argparse.Namespace) -> None:
+    if (args.checkpoint is None) == (args.images is None):
+        raise ValueError("give either --checkpoint C or --images DIR.")
+    if args.images and args.reference in (None, *_SPLITS):
+        raise ValueError("--images needs --reference: a folder or an .npz of real images.")
+
+
+def _samples(
+    args: argparse.Namespace, loaded: "Loaded | None", folder: Any, num: int
+) -> dict[str, Any]:
+    """What is known of the images that are scored, which are made first if need be."""
+    if loaded is not None:
+        return write_samples(loaded, args, args.num or num, fresh_folder(folder))
+    record = Path(args.images) / RECORD
+    return dict(json.loads(record.read_text())) if record.is_file() else {"images": args.images}
+
+
+def _files(folder: Path) -> "Dataset[Any]":
+    """Images of a folder, without the overview that `sample` writes beside them."""
+    from lit_diffusion.metrics.images import FolderImages, open_images
+
+    images = open_images(folder)
+    if isinstance(images, FolderImages):
+        images.paths = [path for path in images.paths if path.name != GRID]
+    return images
+
+
+def _protocol_of_run(loaded: "Loaded | None") -> str:
+    """The protocol that the run was scored with while it trained."""
+    if loaded is None:
+        return _INCEPTION
+    from lit_diffusion.loggers import read_evaluations
+
+    records = read_evaluations(loaded.path.parent.parent / "evaluations.jsonl")
+    return str(records[-1]["protocol"]) if records else _INCEPTION
+
+
+def _reference(
+    args: argparse.Namespace, loaded: "Loaded | None"
+) -> "tuple[RealImages, RealImages | None]":
+    """Real images, and others of the same kind for the floor."""
+    from lit_diffusion.metrics.images import open_images
+    from lit_diffusion.metrics.reference import RealImages
+
+    name = args.reference or "val"
+    if name not in _SPLITS:
+        return RealImages(name, open_images(name)), None
+    assert loaded is not None
+    data = _data(loaded.checkpoint, loaded.path, args.trust)
+    split, other = ("train", "val") if name == "train" else ("val", "train")
+    return _split(data, split, name), _split(data, other, other)
+
+
+def _split(data: Any, split: str, name: str) -> "RealImages":
+    from lit_diffusion.metrics.reference import RealImages
+
+    loader = data.in_order(split)
+    known = partial(data.fingerprint, split)
+    return RealImages(name, loader.dataset, loader.collate_fn, loader.num_workers, known)
+
+
+def _data(checkpoint: "Checkpoint", path: Path, trust: Sequence[str]) -> Any:
+    """The data module that a checkpoint was trained with."""
+    from lightning.pytorch import LightningDataModule
+
+    from lit_diffusion.checkpoints import instantiate, model_spec
+
+    spec = model_spec(checkpoint, "datamodule_hyper_parameters")
+    data = None if spec is None else instantiate(spec, LightningDataModule, trust, path)
+    if data is None or not hasattr(data, "in_order"):
+        raise ValueError(
+            f"{path} names no data with splits to compare with; pass --reference DIR, a folder of "
+            "real images."
+        )
+    data.prepare_data()
+    return data
+
+
+def score(
+    fake: "RealImages", real: "RealImages", protocol: "FIDProtocol", device: str, batch_size: int
+) -> dict[str, float]:
+    """All scores of some images against real ones, as torch-fidelity computes them.
+
+    Args:
+        fake: images to score.
+        real: images to compare with.
+        protocol: which features.
+        device: "cpu", "cuda", ...
+        batch_size: images at a time.
+
+    Returns:
+        torch-fidelity's names and values.
+    """
+    from torch_fidelity import calculate_metrics
+
+    num = min(len(fake), len(real))
+    found = calculate_metrics(
+        input1=_colour(fake),
+        input2=_colour(real),
+        fid=True,
+        kid=True,
+        prc=True,
+        isc=True,
+        isc_splits=min(10, len(fake)),
+        kid_subset_size=min(1000, num),
+        batch_size=batch_size,
+        cuda=device.startswith("cuda"),
+        cache=False,
+        save_cpu_ram=num < 5000,
+        verbose=False,
+        **protocol.fidelity_arguments(),
+    )
+    return {name: float(value) for name, value in found.items()}
+
+
+def _colour(images: "RealImages") -> "Dataset[Any]":
+    """Images uint8 (3, H, W), which is all that torch-fidelity takes."""
+    from lit_diffusion.commands.colour import ColourImages
+
+    return ColourImages(images.dataset)
+
+
+def _record(
+    scores: dict[str, float],
+    fake: "RealImages",
+    real: "RealImages",
+    others: "RealImages | None",
+    protocol: "FIDProtocol",
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    import torch
+
+    from lit_diffusion.metrics.reference import Scorer, default_cache, measure
+
+    device = torch.device(args.device)
+    scorer = Scorer(protocol, protocol.build().to(device), device, args.batch_size)
+    reference = measure(scorer, real, others, len(fake), default_cache())
+    return {
+        "scores": scores,
+        "fid_of_real_images": reference.floor,
+        "real_images_in_their_place": reference.floor_images,
+        "num_fake": len(fake),
+        "num_real": len(real),
+        "reference": real.name,
+        "data": reference.fingerprint,
+        "protocol": protocol.name,
+        "extractor_sha256": protocol.sha256,
+        "resize": protocol.resize,
+    }
+
+
+def table(record: dict[str, Any]) -> str:
+    """The scores of a record, for people."""
+    scores, count = record["scores"], record["num_fake"]
+    floor = f"{record['fid_of_real_images']:.4g}: {record['real_images_in_their_place']}"
+    kid, isc = "kernel_inception_distance", "inception_score"
+    rows = [
+        (f"FID {count}", f"{scores['frechet_inception_distance']:.4g}   (floor {floor})"),
+        ("KID", f"{scores[f'{kid}_mean']:.4g} +- {scores[f'{kid}_std']:.2g}"),
+        ("precision", f"{scores['precision']:.3f}"),
+        ("recall", f"{scores['recall']:.3f}"),
+        ("IS", f"{scores[f'{isc}_mean']:.4g} +- {scores[f'{isc}_std']:.2g}"),
+        ("protocol", f"{record['protocol']}, {record['num_real']} real ({record['reference']})"),
+    ]
+    return "\n".join(f"{name:<11}{text}" for name, text in rows)

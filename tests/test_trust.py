@@ -1,0 +1,100 @@
+import sys
+from collections.abc import Callable
+
+import pytest
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch import Callback
+from torch import nn
+
+from lit_diffusion.solvers import DDIM
+from lit_diffusion.trust import trusting
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    """A module whose import leaves a file behind."""
+    traces = tmp_path / "imported"
+    for name in ("stranger_module", "stranger_package/__init__", "stranger_package/sub"):
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(
+            f"open({str(traces)!r}, 'w').close()\n"
+            "import torch\n"
+            "class Net(torch.nn.Module): ...\n"
+            "def call(text: str) -> bytes: ...\n"
+        )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield traces
+    for name in [name for name in sys.modules if name.startswith("stranger_")]:
+        del sys.modules[name]
+
+
+def parse(kind: object, value: str) -> object:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--x", type=kind)
+    return parser.instantiate(parser.parse_args([f"--x={value}"])).x
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (nn.Module, "stranger_module.Net"),
+        (nn.Module, '{"class_path": "stranger_module.Net", "init_args": {}}'),
+        (nn.Module | None, "stranger_package.sub.Net"),
+        (list[nn.Module], '[{"class_path": "stranger_module.Net"}]'),
+        (Callable[[str], bytes], "stranger_module.call"),
+        (Callable, "stranger_module.call"),
+        (type[nn.Module], "stranger_module.Net"),
+    ],
+)
+def test_a_class_path_of_a_stranger_is_refused_before_it_is_imported(stranger, kind, value):
+    with trusting(), pytest.raises(ArgumentError, match="not allowed"):
+        parse(kind, value)
+    assert not stranger.exists()
+
+
+@pytest.mark.parametrize(
+    ("trust", "value"),
+    [
+        ("stranger_module", "stranger_module.Net"),
+        ("stranger_package", "stranger_package.sub.Net"),
+        ("stranger_package.sub", "stranger_package.sub.Net"),
+    ],
+)
+def test_a_package_that_the_user_names_is_imported(stranger, trust, value):
+    with trusting([trust]):
+        assert type(parse(nn.Module, value)).__name__ == "Net"
+
+
+def test_trust_ends_with_its_context(stranger):
+    with trusting(["stranger_module"]):
+        pass
+    with trusting(), pytest.raises(ArgumentError, match="not allowed"):
+        parse(nn.Module, "stranger_module.Net")
+    assert not stranger.exists()
+
+
+def test_a_program_that_uses_jsonargparse_itself_keeps_its_own_policy(stranger):
+    with trusting():
+        pass
+    assert type(parse(nn.Module, "stranger_module.Net")).__name__ == "Net"
+
+
+@pytest.mark.parametrize("path", ["torch.os.system", "torch.hub.load", "torch.load", "os.system"])
+def test_code_reached_through_a_trusted_package_is_refused(path):
+    with trusting(), pytest.raises(ArgumentError, match="not allowed"):
+        parse(Callable, path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        (nn.Module, "torch.nn.SiLU"),
+        (nn.Module, "torchvision.ops.Permute"),
+        (Callback, "lightning.pytorch.callbacks.EarlyStopping"),
+        (DDIM, "lit_diffusion.solvers.DDIM"),
+    ],
+)
+def test_class_paths_of_the_packages_that_we_build_on_are_imported(kind, path):
+    with trusting():
+        assert issubclass(parse(type[kind], path), kind)
