@@ -224,7 +224,7 @@ class DiffusionModule(LightningModule):
         return {
             "solver": repr(self.solver),
             "steps": getattr(self.solver, "steps", None),
-            "guidance": repr(self.guidance),
+            "guidance": None if self.guidance is None else repr(self.guidance),
             "process": repr(self.process),
         }
 
