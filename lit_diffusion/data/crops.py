@@ -1,7 +1,7 @@
 """Square crops of pictures of any size, resized as the reference implementation of ADM does it.
 
-A box filter halves the picture while it can, then a bicubic filter makes the shorter side exact. FID
-moves with the resize, so it is part of what makes figures comparable.
+A box filter halves the picture while it can, then a bicubic filter makes the shorter side exact.
+FID moves with the resize, so it is part of what makes figures comparable.
 
 Source: guided_diffusion/image_datasets.py (`center_crop_arr`, `random_crop_arr`) of
 github.com/openai/guided-diffusion.

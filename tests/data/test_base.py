@@ -1,0 +1,222 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from support.pictures import class_folders
+from torch import nn
+
+from lit_diffusion.data.base import ImageDataModule
+from lit_diffusion.data.datasets import TensorImages
+from lit_diffusion.data.digits import Digits
+from lit_diffusion.data.image_folder import ImageFolder
+from lit_diffusion.data.photo_patches import PhotoPatches
+
+SCRIPT = Path(__file__).parents[1] / "support" / "count_images.py"
+
+
+class Pictures(ImageDataModule):
+    """Ten numbered images without labels."""
+
+    image_shape = (1, 2, 2)
+    class_names = ()
+
+    def load(self, split):
+        images = torch.arange(10, dtype=torch.uint8)[:, None, None, None].expand(10, 1, 2, 2)
+        return TensorImages(images, torch.full((10,), -1), flip=True)
+
+
+class Recorder(LightningModule):
+    """Remembers the batches it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.seen = {"train": [], "val": [], "test": [], "predict": []}
+
+    def training_step(self, batch, _):
+        self.seen["train"].append(batch)
+        return self.weight**2
+
+    def validation_step(self, batch, _):
+        self.seen["val"].append(batch)
+
+    def test_step(self, batch, _):
+        self.seen["test"].append(batch)
+
+    def predict_step(self, batch, _):
+        self.seen["predict"].append(batch)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def trainer(**kwargs):
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    return Trainer(accelerator="cpu", devices=1, enable_model_summary=False, **quiet, **kwargs)
+
+
+def places(batches):
+    return torch.cat([index for _, _, index in batches]).tolist()
+
+
+def test_fit_shuffles_anew_every_epoch_and_validates_each_image_once():
+    module = Recorder()
+    trainer(max_epochs=2, num_sanity_val_steps=0).fit(module, Digits(batch_size=200, seed=0))
+    assert {len(images) for images, _, _ in module.seen["train"]} == {200}
+    epochs = places(module.seen["train"][:7]), places(module.seen["train"][7:])
+    assert all(len(set(epoch)) == 1400 for epoch in epochs)
+    assert epochs[0] != epochs[1]
+    assert set(epochs[0]) != set(epochs[1])  # other images are left over
+    assert places(module.seen["val"]) == 2 * list(range(360))
+
+
+def test_the_test_split_is_the_validation_split():
+    module = Recorder()
+    trainer().test(module, Digits(), verbose=False)
+    trainer().validate(module, Digits(), verbose=False)
+    assert places(module.seen["test"]) == places(module.seen["val"]) == list(range(360))
+
+
+@pytest.mark.parametrize(("data", "label"), [(Digits, lambda s: s % 10), (Pictures, lambda s: -1)])
+def test_predict_yields_each_seed_once_with_its_label(data, label):
+    module = Recorder()
+    trainer().predict(module, data(batch_size=8, num_predict=21), return_predictions=False)
+    seeds, labels = (torch.cat(part) for part in zip(*module.seen["predict"], strict=True))
+    assert seeds.tolist() == list(range(21))
+    assert labels.tolist() == [label(seed) for seed in range(21)]
+    assert (seeds.dtype, labels.dtype) == (torch.int64, torch.int64)
+
+
+def test_predict_needs_no_data(tmp_path):
+    absent = ImageFolder(str(class_folders(tmp_path, each=1)), val=str(tmp_path / "no"), image_size=8)
+    trainer().predict(Recorder(), absent, return_predictions=False)
+
+
+def test_overfit_batches_repeats_the_same_pixels():
+    module = Recorder()
+    data = Pictures(batch_size=5, seed=0)
+    trainer(max_epochs=3, overfit_batches=1).fit(module, data)
+    first = module.seen["train"][0]
+    assert len(module.seen["train"]) == 3
+    assert all(torch.equal(images, first[0]) for images, _, _ in module.seen["train"])
+
+
+def make_digits(_, **kwargs):
+    return Digits(batch_size=300, **kwargs)
+
+
+def make_photo_patches(_, **kwargs):
+    return PhotoPatches(epoch_size=40, batch_size=10, **kwargs)
+
+
+def make_image_folder(folder, **kwargs):
+    augmented = {"flip": True, "random_crop": True, "cache_dir": str(folder / "cache")}
+    root = class_folders(folder / "pictures", each=6)
+    return ImageFolder(str(root), val=2, image_size=16, batch_size=5, **augmented, **kwargs)
+
+
+MAKERS = [make_digits, make_photo_patches, make_image_folder]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_batches_do_not_depend_on_the_number_of_workers(make, tmp_path):
+    alone, worked = (two_epochs(make(tmp_path, seed=3, num_workers=n)) for n in (0, 2))
+    for a, w in zip(alone, worked, strict=True):
+        assert all(torch.equal(*parts) for parts in zip(a, w, strict=True))
+
+
+def two_epochs(data):
+    loader = data.train_dataloader()
+    batches = []
+    for epoch in (0, 1):
+        loader.sampler.set_epoch(epoch)
+        batches.extend(loader)
+    return batches
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_training_follows_the_seed_and_nothing_else_does(make, tmp_path):
+    a, b = (make(tmp_path, seed=seed, num_workers=0) for seed in (1, 2))
+    assert not torch.equal(next(iter(a.train_dataloader()))[0], next(iter(b.train_dataloader()))[0])
+    for split in ("train", "val"):
+        assert torch.equal(a.images(split), b.images(split))
+        assert a.fingerprint(split) == b.fingerprint(split)
+    assert a.fingerprint("train") != a.fingerprint("val")
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_a_data_module_is_restored_from_plain_hyperparameters(make, tmp_path):
+    data = make(tmp_path, seed=1)
+    torch.save({"datamodule_hyper_parameters": dict(data.hparams)}, tmp_path / "hparams.pt")
+    stored = torch.load(tmp_path / "hparams.pt", weights_only=True)["datamodule_hyper_parameters"]
+    again = type(data)(**stored)
+    assert again.fingerprint("val") == data.fingerprint("val")
+    assert (again.batch_size, again.seed) == (data.batch_size, 1)
+
+
+def test_without_a_seed_the_run_decides(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "17")
+    assert Digits().seed == 17
+    assert Digits(seed=2).seed == 2
+    monkeypatch.delenv("PL_GLOBAL_SEED")
+    assert Digits().seed == 0
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_in_order_shares_a_split_among_processes(rank):
+    loader = Pictures(batch_size=4).in_order("val", num_replicas=3, rank=rank)
+    assert places(loader) == list(range(rank, 10, 3))
+    assert [images[0, 0, 0, 0].item() for images, _, _ in loader] == [rank]
+
+
+def test_one_changed_pixel_changes_the_fingerprint():
+    data, changed = Pictures(), Pictures()
+    images = data.images("val").clone()
+    images[3, 0, 1, 1] += 1
+    changed.load = lambda split: TensorImages(images, torch.full((10,), -1))
+    assert data.fingerprint("val") == Pictures(batch_size=3).fingerprint("val")
+    assert data.fingerprint("val") != changed.fingerprint("val")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
+        ({"num_workers": -1}, "num_workers must be >= 0, got -1"),
+        ({"num_predict": 0}, "num_predict must be >= 1, got 0"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Digits(**arguments)
+
+
+def test_a_batch_larger_than_the_training_set_is_refused():
+    with pytest.raises(ValueError, match=r"batch_size 2000 on 1 process\(es\) is more than the 1437"):
+        Digits(batch_size=2000).train_dataloader()
+
+
+def test_an_unknown_split_is_refused():
+    with pytest.raises(ValueError, match="'train' or 'val'"):
+        Digits().images("test")
+
+
+@pytest.mark.system
+@pytest.mark.parametrize(("num_images", "batch_size", "processes"), [(10, 4, 3), (129, 64, 2)])
+def test_several_processes_count_every_image_once(num_images, batch_size, processes, tmp_path):
+    """In the second case, stock sharding gives 2 batches and 1: BatchNorm would hang."""
+    launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
+    arguments = [str(tmp_path), str(num_images), str(batch_size)]
+    subprocess.run([sys.executable, *launch, str(SCRIPT), *arguments], check=True, timeout=300)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(processes)]
+    for stage in ("validate", "test"):
+        assert sorted(sum((rank[stage] for rank in ranks), [])) == list(range(num_images))
+    for epoch in range(2):
+        shares = [rank["train"][epoch] for rank in ranks]
+        trained = sum(shares, [])
+        assert len(set(trained)) == len(trained)
+        assert {len(share) for share in shares} == {num_images // processes // 2 * 2}
+    assert sorted(sum((rank["predict"] for rank in ranks), [])) == list(range(64))

@@ -1,0 +1,105 @@
+import hashlib
+import pickle
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+import torchvision
+
+from lit_diffusion.data.cifar10 import CIFAR10
+
+FOLDER = "cifar-10-batches-py"
+BATCHES = [f"data_batch_{i}" for i in range(1, 6)]
+PER_FILE = 12
+
+
+def contents(seed):
+    pixels = np.random.default_rng(seed).integers(0, 256, (PER_FILE, 3072), dtype=np.uint8)
+    return {"data": pixels, "labels": [(seed + i) % 10 for i in range(PER_FILE)]}
+
+
+def write(root):
+    """Files in CIFAR-10's format, but with 12 random pictures each; returns their MD5s."""
+    (root / FOLDER).mkdir(parents=True)
+    data = {name: contents(seed) for seed, name in enumerate([*BATCHES, "test_batch"])}
+    data["batches.meta"] = {"label_names": list(CIFAR10.class_names)}
+    for name, value in data.items():
+        (root / FOLDER / name).write_bytes(pickle.dumps(value, protocol=2))
+    return {name: md5(root / FOLDER / name) for name in data}
+
+
+def md5(path):
+    return hashlib.md5(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def small(tmp_path):
+    """CIFAR10 for which the small files in tmp_path are the published ones, and nothing is online."""
+    sums = write(tmp_path)
+
+    class Source(torchvision.datasets.CIFAR10):
+        url = "http://127.0.0.1:9/cifar-10-python.tar.gz"  # nobody listens there
+        train_list = [[name, sums[name]] for name in BATCHES]
+        test_list = [["test_batch", sums["test_batch"]]]
+        meta = {"filename": "batches.meta", "key": "label_names", "md5": sums["batches.meta"]}
+
+    class Small(CIFAR10):
+        source = Source
+
+    return Small
+
+
+def test_pixels_and_labels_are_those_of_the_files(small, tmp_path):
+    data = small(str(tmp_path), batch_size=7)
+    data.prepare_data()
+    files = [contents(seed) for seed in range(6)]
+    expected = torch.from_numpy(np.stack([f["data"] for f in files])).view(6, PER_FILE, 3, 32, 32)
+    assert torch.equal(data.images("train"), expected[:5].flatten(0, 1))
+    assert torch.equal(data.images("val"), expected[5])
+    assert data.dataset("train").labels.tolist() == sum((f["labels"] for f in files[:5]), [])
+    assert data.images("val").is_contiguous()
+
+
+def test_training_images_are_mirrored_only_if_asked_for(small, tmp_path):
+    for flip in (False, True):
+        data = small(str(tmp_path), flip=flip, batch_size=60)
+        images, _, index = next(iter(data.train_dataloader()))
+        changed = (images != data.images("train")[index]).flatten(1).any(1)
+        assert torch.equal(images[changed], data.images("train")[index][changed].flip(-1))
+        assert changed.any() == flip
+    assert torch.equal(next(iter(data.val_dataloader()))[0], data.images("val"))
+
+
+def test_an_archive_in_the_folder_is_unpacked_without_a_network(small, tmp_path):
+    offline = tmp_path / "offline"
+    offline.mkdir()
+    with tarfile.open(offline / "cifar-10-python.tar.gz", "w:gz") as archive:
+        archive.add(tmp_path / FOLDER, FOLDER)
+    small.source.tgz_md5 = md5(offline / "cifar-10-python.tar.gz")
+    data = small(str(offline))
+    data.prepare_data()
+    assert len(data.images("train")) == 60
+
+
+def test_without_files_and_network_the_message_says_what_to_put_where(small, tmp_path):
+    data = small(str(tmp_path / "empty"))
+    with pytest.raises(FileNotFoundError) as caught:
+        data.prepare_data()
+    for part in ("data_batch_1 is missing", "cifar-10-python.tar.gz", str(tmp_path / "empty")):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["data_batch_3", "test_batch", "batches.meta"])
+def test_a_damaged_file_is_named(small, tmp_path, name):
+    path = tmp_path / FOLDER / name
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(FileNotFoundError, match=f"{name} is damaged"):
+        small(str(tmp_path)).prepare_data()
+    with pytest.raises(FileNotFoundError, match=f"{name} is damaged"):
+        small(str(tmp_path)).images("train")
+
+
+def test_the_published_checksums_are_what_it_asks_for():
+    assert CIFAR10.source.tgz_md5 == "c58f30108f718f92721af3b95e74349a"
+    assert CIFAR10().num_classes == 10

@@ -1,0 +1,99 @@
+import math
+
+import numpy as np
+import pytest
+from PIL import Image
+from sklearn.datasets import load_sample_image
+from support.pictures import picture
+
+from lit_diffusion.data.crops import center_crop, random_crop, resize_shorter_side
+
+
+def box(x):
+    return ((x > -0.5) & (x <= 0.5)).astype(float)
+
+
+def bicubic(x, a=-0.5):
+    x = np.abs(x)
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = (((x - 5) * x + 8) * x - 4) * a
+    return np.where(x < 1, near, np.where(x < 2, far, 0.0))
+
+
+def resample(pixels, axis, size, kernel):
+    """One pass of a separable resize, as a dense matrix in float64, rounded to grey levels."""
+    scale = pixels.shape[axis] / size
+    place = (np.arange(size)[:, None] + 0.5) * scale
+    weights = kernel((np.arange(pixels.shape[axis]) + 0.5 - place) / max(scale, 1.0))
+    weights /= weights.sum(1, keepdims=True)
+    out = np.moveaxis(np.tensordot(weights, pixels, axes=(1, axis)), 0, axis)
+    return np.clip(np.floor(out + 0.5), 0, 255)
+
+
+def resize(pixels, width, height, kernel):
+    return resample(resample(pixels, 1, width, kernel), 0, height, kernel)
+
+
+def reference_crop(pixels, size):
+    """The centre crop of guided-diffusion, without Pillow."""
+    pixels = pixels.astype(float)
+    while min(pixels.shape[:2]) >= 2 * size:
+        pixels = resize(pixels, pixels.shape[1] // 2, pixels.shape[0] // 2, box)
+    scale = size / min(pixels.shape[:2])
+    pixels = resize(pixels, round(pixels.shape[1] * scale), round(pixels.shape[0] * scale), bicubic)
+    top, left = ((side - size) // 2 for side in pixels.shape[:2])
+    return pixels[top : top + size, left : left + size]
+
+
+@pytest.mark.parametrize("size", [32, 100, 256, 427, 500])
+@pytest.mark.parametrize("turned", [False, True])
+def test_centre_crop_equals_an_independent_implementation(size, turned):
+    pixels = load_sample_image("china.jpg")
+    pixels = np.ascontiguousarray(pixels.transpose(1, 0, 2)) if turned else pixels
+    ours = np.array(center_crop(Image.fromarray(pixels), size)).astype(float)
+    difference = np.abs(ours - reference_crop(pixels, size))
+    assert difference.max() <= 1  # Pillow's weights have 22 bits, so ties may round the other way
+    assert difference.mean() < 0.01
+
+
+def test_a_picture_of_the_right_size_is_not_touched():
+    image = picture(0, size=(32, 32))
+    assert center_crop(image, 32).tobytes() == image.tobytes()
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "RGBA"])
+@pytest.mark.parametrize("size", [(40, 30), (30, 40), (31, 97), (10, 12)])
+def test_the_shorter_side_becomes_exact_and_the_mode_stays(mode, size):
+    image = resize_shorter_side(picture(0, mode, size), 16)
+    assert min(image.size) == 16
+    assert image.mode == mode
+
+
+def gradient(width, height):
+    """A picture whose grey level is the column."""
+    return Image.fromarray(np.tile(np.arange(width, dtype=np.uint8), (height, 1)))
+
+
+def test_random_crops_show_between_four_fifths_and_all_of_the_shorter_side():
+    image = gradient(200, 100)
+    spans = []
+    for i in range(200):
+        crop = np.array(random_crop(image, 50, i)).astype(float)
+        assert crop.shape == (50, 50)
+        spans.append((crop[25, -2] - crop[25, 1]) / 47 * 50)
+    assert 78 < min(spans) < 84
+    assert 96 < max(spans) < 102
+
+
+def test_random_crops_reach_both_ends_of_the_longer_side():
+    image = gradient(200, 100)
+    left = np.array([np.array(random_crop(image, 50, i))[25, 0] for i in range(400)]).astype(float)
+    assert left.min() < 6
+    assert left.max() > 94
+    assert abs(left.mean() - 55) < 4 * 32 / math.sqrt(400)  # uniform up to 200 minus the span
+
+
+def test_a_random_crop_is_a_function_of_its_key():
+    image = gradient(200, 100)
+    assert random_crop(image, 50, 1, 2).tobytes() == random_crop(image, 50, 1, 2).tobytes()
+    assert len({random_crop(image, 50, i).tobytes() for i in range(30)}) > 25

@@ -1,0 +1,68 @@
+import torch
+from sklearn.datasets import load_sample_images
+
+from lit_diffusion.data.photo_patches import TRAIN_ROWS, PhotoPatches
+
+PHOTOS = [torch.tensor(photo).permute(2, 0, 1) for photo in load_sample_images().images]
+
+
+def epoch(data, number):
+    """Images, labels and places of one training epoch, by place."""
+    loader = data.train_dataloader()
+    loader.sampler.set_epoch(number)
+    images, labels, index = (torch.cat(parts) for parts in zip(*loader, strict=True))
+    order = index.argsort()
+    return images[order], labels[order], index[order]
+
+
+def row_of(crop, label):
+    """The row of the photograph that a crop starts at."""
+    photo = PHOTOS[label]
+    starts = photo[:, :-31].unfold(2, 32, 1)[..., :4] == crop[:, None, None, 0, :4]
+    places = starts.all(-1).all(0).nonzero().tolist()
+    (found,) = [y for y, x in places if torch.equal(photo[:, y : y + 32, x : x + 32], crop)]
+    return found
+
+
+def test_a_crop_is_a_piece_of_the_photograph_that_its_label_names():
+    data = PhotoPatches(epoch_size=16, num_val=16, batch_size=16)
+    for images, labels, _ in (epoch(data, 0), next(iter(data.val_dataloader()))):
+        assert images.shape == (16, 3, 32, 32)
+        assert set(labels.tolist()) == {0, 1}
+        for crop, label in zip(images, labels.tolist(), strict=True):
+            row_of(crop, label)
+
+
+def test_training_and_held_out_crops_share_no_pixel():
+    data = PhotoPatches(epoch_size=24, num_val=24, batch_size=24)
+    train, val = epoch(data, 0), next(iter(data.val_dataloader()))
+    assert max(row_of(*crop) + 32 for crop in zip(*crops(train), strict=True)) <= TRAIN_ROWS
+    assert min(row_of(*crop) for crop in zip(*crops(val), strict=True)) >= TRAIN_ROWS
+
+
+def crops(batch):
+    return batch[0], batch[1].tolist()
+
+
+def test_every_epoch_has_new_crops_and_each_run_of_a_seed_the_same():
+    a, b = (PhotoPatches(epoch_size=32, batch_size=8, seed=1) for _ in range(2))
+    assert torch.equal(epoch(a, 3)[0], epoch(b, 3)[0])
+    assert not torch.equal(epoch(a, 3)[0], epoch(a, 4)[0])
+    assert not torch.equal(epoch(a, 3)[0], epoch(PhotoPatches(32, batch_size=8, seed=2), 3)[0])
+
+
+def test_held_out_crops_are_the_same_whatever_the_seed():
+    assert torch.equal(*(PhotoPatches(num_val=16, seed=s).images("val") for s in (1, 2)))
+
+
+def test_places_are_spread_evenly_over_the_photographs():
+    data = PhotoPatches(epoch_size=8000)
+    ramp = torch.arange(200 * 232).view(1, 200, 232)  # tells where a crop is by its first pixel
+    dataset = type(data.dataset("train"))(torch.stack([ramp, ramp]), 8000, "test", seed=0)
+    images, labels, _ = dataset.__getitems__(list(range(8000)))
+    first = images[:, 0, 0, 0]
+    row, column = first // 232, first % 232
+    assert (row.max(), column.max()) == (168, 200)
+    cell = labels * 16 + row.mul(4).div(169).long() * 4 + column.mul(4).div(201).long()
+    chi_square = ((cell.bincount(minlength=32) - 250) ** 2 / 250).sum()
+    assert chi_square < 75  # 99.9% with 31 degrees of freedom is 61.1; cells differ by 1.5% in size

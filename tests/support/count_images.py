@@ -1,0 +1,71 @@
+"""Run under torchrun: what each process sees of a data set, in a file per rank.
+
+Arguments: output folder, number of images, validation batch size.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+
+from lit_diffusion.data.base import ImageDataModule
+from lit_diffusion.data.datasets import TensorImages
+
+OUT, NUM_IMAGES, BATCH_SIZE = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+
+
+class Numbers(ImageDataModule):
+    image_shape = (1, 2, 2)
+    class_names = ("only",)
+
+    def load(self, split):
+        images = torch.zeros(NUM_IMAGES, 1, 2, 2, dtype=torch.uint8)
+        return TensorImages(images, torch.zeros(NUM_IMAGES, dtype=torch.int64))
+
+
+class Recorder(LightningModule):
+    """A model with BatchNorm buffers, which DDP broadcasts in every forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+        self.seen = {"train": {}, "validate": [], "test": [], "predict": []}
+
+    def training_step(self, batch, _):
+        images, _, index = batch
+        self.seen["train"].setdefault(self.current_epoch, []).extend(index.tolist())
+        return self.net(images.float()).square().mean()
+
+    def validation_step(self, batch, _):
+        self.net(batch[0].float())
+        self.seen["validate"] += batch[2].tolist()
+
+    def test_step(self, batch, _):
+        self.net(batch[0].float())
+        self.seen["test"] += batch[2].tolist()
+
+    def predict_step(self, batch, _):
+        self.seen["predict"] += batch[0].tolist()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def main():
+    module = Recorder()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    devices = int(os.environ["WORLD_SIZE"])
+    trainer = Trainer(accelerator="cpu", devices=devices, strategy="ddp", max_epochs=2, **quiet)
+    trainer.fit(module, Numbers(batch_size=2))
+    module.seen["validate"].clear()
+    trainer.validate(module, Numbers(batch_size=BATCH_SIZE), verbose=False)
+    trainer.test(module, Numbers(batch_size=BATCH_SIZE), verbose=False)
+    trainer.predict(module, Numbers(), return_predictions=False)
+    torch.save(module.seen, OUT / f"{trainer.global_rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
