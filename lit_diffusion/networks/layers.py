@@ -1,4 +1,4 @@
-"""Layers that several architectures can share.
+"""The layers that networks are built of.
 
 Precision: a network runs in any dtype and under autocast. The sums over many elements (group norm,
 softmax) and the sinusoids of the noise level are in float32 or better whatever the dtype around.
@@ -7,7 +7,8 @@ Shapes: images (B, C, H, W) in either memory format, tokens (B, N, C).
 """
 
 import math
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -132,10 +133,73 @@ def self_attention(qkv: Tensor, num_heads: int, *, split_heads_first: bool) -> T
     batch, tokens, features = qkv.shape
     size = features // (3 * num_heads)
     if split_heads_first:
-        q, k, v = qkv.view(batch, tokens, num_heads, 3, size).permute(3, 0, 2, 1, 4)
+        q, k, v = qkv.reshape(batch, tokens, num_heads, 3, size).permute(3, 0, 2, 1, 4)
     else:
-        q, k, v = qkv.view(batch, tokens, 3, num_heads, size).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.reshape(batch, tokens, 3, num_heads, size).permute(2, 0, 3, 1, 4)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+
+class ResBlock(nn.Module):
+    """x + conv(norm(conv(norm(x)))), told the noise level and class between the two convolutions.
+
+    Args:
+        in_channels: of x.
+        out_channels: of the result.
+        emb_channels: of the embedding.
+        dropout: probability before the last convolution.
+        scale_shift_norm: whether the embedding gives scale and shift of the second norm (adaptive
+            group norm), or is added before it.
+        norm_groups: divides both numbers of channels.
+        resample: `upsample` or `downsample`; changes x, and the branch before its convolutions.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        emb_channels: int,
+        *,
+        dropout: float,
+        scale_shift_norm: bool,
+        norm_groups: int,
+        resample: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        super().__init__()
+        self.scale_shift_norm = scale_shift_norm
+        self.resample = resample
+        self.in_layers = nn.Sequential(
+            GroupNorm32(in_channels, norm_groups), nn.SiLU(), conv3(in_channels, out_channels)
+        )
+        self.emb_layers = nn.Sequential(
+            nn.SiLU(), nn.Linear(emb_channels, (1 + scale_shift_norm) * out_channels)
+        )
+        self.out_layers = nn.Sequential(
+            GroupNorm32(out_channels, norm_groups),
+            nn.SiLU(),
+            nn.Dropout(dropout),
+            zero_(conv3(out_channels, out_channels)),
+        )
+        self.skip_connection: nn.Module = nn.Identity()
+        if in_channels != out_channels:
+            self.skip_connection = nn.Conv2d(in_channels, out_channels, kernel_size=1)
+
+    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
+        """(B, in_channels, H, W), (B, emb_channels) -> (B, out_channels, H', W')."""
+        norm, activation, conv = self.in_layers
+        h = activation(norm(x))
+        if self.resample is not None:
+            h, x = self.resample(h), self.resample(x)
+        h = conv(h)
+        condition = self.emb_layers(emb)[:, :, None, None]
+        norm, activation, dropout, conv = self.out_layers
+        if self.scale_shift_norm:
+            scale, shift = condition.chunk(2, dim=1)
+            h = torch.addcmul(shift, norm(h), 1 + scale)
+        else:
+            h = norm(h + condition)
+        h = conv(dropout(activation(h)))
+        out: Tensor = self.skip_connection(x) + h
+        return out
 
 
 class AttentionBlock(nn.Module):
@@ -253,4 +317,6 @@ def zero_(module: _Module) -> _Module:
 
 def no_autocast(x: Tensor) -> AbstractContextManager[None]:
     """Context in which operations on the device of `x` keep the dtype of their inputs."""
+    if not torch.amp.is_autocast_available(x.device.type):  # the meta device
+        return nullcontext()
     return torch.autocast(x.device.type, enabled=False)

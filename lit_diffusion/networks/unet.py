@@ -25,6 +25,7 @@ from lit_diffusion.networks.layers import (
     AttentionPool,
     Downsample,
     GroupNorm32,
+    ResBlock,
     TimestepMLP,
     Upsample,
     conv3,
@@ -33,69 +34,6 @@ from lit_diffusion.networks.layers import (
     upsample,
     zero_,
 )
-
-
-class ResBlock(nn.Module):
-    """x + conv(norm(conv(norm(x)))), told the noise level and class between the two convolutions.
-
-    Args:
-        in_channels: of x.
-        out_channels: of the result.
-        emb_channels: of the embedding.
-        dropout: probability before the last convolution.
-        scale_shift_norm: whether the embedding gives scale and shift of the second norm (adaptive
-            group norm), or is added before it.
-        norm_groups: divides both numbers of channels.
-        resample: `upsample` or `downsample`; changes x, and the branch before its convolutions.
-    """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        emb_channels: int,
-        *,
-        dropout: float,
-        scale_shift_norm: bool,
-        norm_groups: int,
-        resample: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        super().__init__()
-        self.scale_shift_norm = scale_shift_norm
-        self.resample = resample
-        self.in_layers = nn.Sequential(
-            GroupNorm32(in_channels, norm_groups), nn.SiLU(), conv3(in_channels, out_channels)
-        )
-        self.emb_layers = nn.Sequential(
-            nn.SiLU(), nn.Linear(emb_channels, (1 + scale_shift_norm) * out_channels)
-        )
-        self.out_layers = nn.Sequential(
-            GroupNorm32(out_channels, norm_groups),
-            nn.SiLU(),
-            nn.Dropout(dropout),
-            zero_(conv3(out_channels, out_channels)),
-        )
-        self.skip_connection: nn.Module = nn.Identity()
-        if in_channels != out_channels:
-            self.skip_connection = nn.Conv2d(in_channels, out_channels, kernel_size=1)
-
-    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
-        """(B, in_channels, H, W), (B, emb_channels) -> (B, out_channels, H', W')."""
-        norm, activation, conv = self.in_layers
-        h = activation(norm(x))
-        if self.resample is not None:
-            h, x = self.resample(h), self.resample(x)
-        h = conv(h)
-        condition = self.emb_layers(emb)[:, :, None, None]
-        norm, activation, dropout, conv = self.out_layers
-        if self.scale_shift_norm:
-            scale, shift = condition.chunk(2, dim=1)
-            h = torch.addcmul(shift, norm(h), 1 + scale)
-        else:
-            h = norm(h + condition)
-        h = conv(dropout(activation(h)))
-        out: Tensor = self.skip_connection(x) + h
-        return out
 
 
 class _Stage(nn.ModuleList):
@@ -158,6 +96,8 @@ class _Blocks:
 class _Trunk(nn.Module):
     """Embedding of the noise level, encoder and middle: what the two networks share."""
 
+    gradient_checkpointing = False
+
     def __init__(
         self,
         blocks: _Blocks,
@@ -169,7 +109,6 @@ class _Trunk(nn.Module):
     ) -> None:
         super().__init__()
         _check_attention(attention_downsample, len(channel_mult))
-        self.gradient_checkpointing = False
         self.reduction = 2 ** (len(channel_mult) - 1)
         self.widths = [int(mult * model_channels) for mult in channel_mult]
         self.skip_channels = [channels := self.widths[0]]
@@ -243,7 +182,8 @@ class UNet(_Trunk):
         resblock_updown: whether ResBlocks change the resolution, or plain convolutions.
         split_heads_first: order of the qkv features in a checkpoint, see `layers.self_attention`;
             either will do for training.
-        norm_groups: groups of every group norm, a divisor of all widths; 32 in published models.
+        norm_groups: groups of every group norm, a divisor of all widths; 32 in published models. Groups of
+            one channel, as those of width 32, are slow on a CPU in channels_last format.
         gradient_checkpointing: store only what enters a stage and compute its inside again in the
             backward pass: less memory, about a third more time, the same gradients.
 
@@ -429,15 +369,16 @@ def _without_autocast(module: nn.Module, x: Tensor) -> Tensor:
 
 def _heads(channels: int, num_heads: int, head_channels: int | None) -> int:
     """Number of heads in a block of this many channels."""
-    name, divisor = "num_heads", num_heads
-    if head_channels is not None:
-        name, divisor = "head_channels", head_channels
+    if head_channels is None:
+        name, divisor, heads = "num_heads", num_heads, num_heads
+    else:
+        name, divisor, heads = "head_channels", head_channels, channels // head_channels
     if channels % divisor:
         raise ValueError(
             f"Attention needs widths divisible by {name}, got {channels} channels and "
             f"{name}={divisor}: change {name}, channel_mult or attention_downsample."
         )
-    return channels // divisor if name == "head_channels" else num_heads
+    return heads
 
 
 def _check_attention(attention_downsample: Sequence[int], levels: int) -> None:
