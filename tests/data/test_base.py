@@ -36,17 +36,17 @@ class Recorder(LightningModule):
         self.weight = nn.Parameter(torch.zeros(()))
         self.seen = {"train": [], "val": [], "test": [], "predict": []}
 
-    def training_step(self, batch, _):
+    def training_step(self, batch, batch_idx):
         self.seen["train"].append(batch)
         return self.weight**2
 
-    def validation_step(self, batch, _):
+    def validation_step(self, batch, batch_idx):
         self.seen["val"].append(batch)
 
-    def test_step(self, batch, _):
+    def test_step(self, batch, batch_idx):
         self.seen["test"].append(batch)
 
-    def predict_step(self, batch, _):
+    def predict_step(self, batch, batch_idx):
         self.seen["predict"].append(batch)
 
     def configure_optimizers(self):
@@ -91,7 +91,9 @@ def test_predict_yields_each_seed_once_with_its_label(data, label):
 
 
 def test_predict_needs_no_data(tmp_path):
-    absent = ImageFolder(str(class_folders(tmp_path, each=1)), val=str(tmp_path / "no"), image_size=8)
+    absent = ImageFolder(
+        str(class_folders(tmp_path, each=1)), val=str(tmp_path / "no"), image_size=8
+    )
     trainer().predict(Recorder(), absent, return_predictions=False)
 
 
@@ -195,7 +197,9 @@ def test_numbers_out_of_range_are_refused(arguments, message):
 
 
 def test_a_batch_larger_than_the_training_set_is_refused():
-    with pytest.raises(ValueError, match=r"batch_size 2000 on 1 process\(es\) is more than the 1437"):
+    with pytest.raises(
+        ValueError, match=r"batch_size 2000 on 1 process\(es\) is more than the 1437"
+    ):
         Digits(batch_size=2000).train_dataloader()
 
 
@@ -213,10 +217,10 @@ def test_several_processes_count_every_image_once(num_images, batch_size, proces
     subprocess.run([sys.executable, *launch, str(SCRIPT), *arguments], check=True, timeout=300)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(processes)]
     for stage in ("validate", "test"):
-        assert sorted(sum((rank[stage] for rank in ranks), [])) == list(range(num_images))
+        assert sorted([place for rank in ranks for place in rank[stage]]) == list(range(num_images))
     for epoch in range(2):
         shares = [rank["train"][epoch] for rank in ranks]
-        trained = sum(shares, [])
+        trained = [place for share in shares for place in share]
         assert len(set(trained)) == len(trained)
         assert {len(share) for share in shares} == {num_images // processes // 2 * 2}
-    assert sorted(sum((rank["predict"] for rank in ranks), [])) == list(range(64))
+    assert sorted([place for rank in ranks for place in rank["predict"]]) == list(range(64))

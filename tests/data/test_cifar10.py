@@ -1,6 +1,7 @@
 import hashlib
 import pickle
 import tarfile
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -35,14 +36,14 @@ def md5(path):
 
 @pytest.fixture
 def small(tmp_path):
-    """CIFAR10 for which the small files in tmp_path are the published ones, and nothing is online."""
+    """CIFAR10 for which the files in tmp_path are the published ones, and nothing is online."""
     sums = write(tmp_path)
 
     class Source(torchvision.datasets.CIFAR10):
         url = "http://127.0.0.1:9/cifar-10-python.tar.gz"  # nobody listens there
-        train_list = [[name, sums[name]] for name in BATCHES]
-        test_list = [["test_batch", sums["test_batch"]]]
-        meta = {"filename": "batches.meta", "key": "label_names", "md5": sums["batches.meta"]}
+        train_list = tuple((name, sums[name]) for name in BATCHES)
+        test_list = (("test_batch", sums["test_batch"]),)
+        meta = MappingProxyType(dict(torchvision.datasets.CIFAR10.meta, md5=sums["batches.meta"]))
 
     class Small(CIFAR10):
         source = Source
@@ -57,7 +58,7 @@ def test_pixels_and_labels_are_those_of_the_files(small, tmp_path):
     expected = torch.from_numpy(np.stack([f["data"] for f in files])).view(6, PER_FILE, 3, 32, 32)
     assert torch.equal(data.images("train"), expected[:5].flatten(0, 1))
     assert torch.equal(data.images("val"), expected[5])
-    assert data.dataset("train").labels.tolist() == sum((f["labels"] for f in files[:5]), [])
+    assert data.dataset("train").labels.tolist() == [n for f in files[:5] for n in f["labels"]]
     assert data.images("val").is_contiguous()
 
 

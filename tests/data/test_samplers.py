@@ -69,7 +69,9 @@ def test_a_global_batch_is_the_same_on_any_number_of_processes(num_replicas):
 
 def test_training_order_is_a_function_of_seed_and_epoch():
     assert shuffled(50, seed=1, epoch=2) == shuffled(50, seed=1, epoch=2)
-    orders = {tuple(key % 50 for key in shuffled(50, seed=s, epoch=e)) for s in (0, 1) for e in (0, 1)}
+    orders = {
+        tuple(key % 50 for key in shuffled(50, seed=s, epoch=e)) for s in (0, 1) for e in (0, 1)
+    }
     assert len(orders) == 4
 
 

@@ -34,20 +34,20 @@ class Recorder(LightningModule):
         self.net = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
         self.seen = {"train": {}, "validate": [], "test": [], "predict": []}
 
-    def training_step(self, batch, _):
+    def training_step(self, batch, batch_idx):
         images, _, index = batch
         self.seen["train"].setdefault(self.current_epoch, []).extend(index.tolist())
         return self.net(images.float()).square().mean()
 
-    def validation_step(self, batch, _):
+    def validation_step(self, batch, batch_idx):
         self.net(batch[0].float())
         self.seen["validate"] += batch[2].tolist()
 
-    def test_step(self, batch, _):
+    def test_step(self, batch, batch_idx):
         self.net(batch[0].float())
         self.seen["test"] += batch[2].tolist()
 
-    def predict_step(self, batch, _):
+    def predict_step(self, batch, batch_idx):
         self.seen["predict"] += batch[0].tolist()
 
     def configure_optimizers(self):
