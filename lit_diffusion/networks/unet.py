@@ -182,8 +182,8 @@ class UNet(_Trunk):
         resblock_updown: whether ResBlocks change the resolution, or plain convolutions.
         split_heads_first: order of the qkv features in a checkpoint, see `layers.self_attention`;
             either will do for training.
-        norm_groups: groups of every group norm, a divisor of all widths; 32 in published models. Groups of
-            one channel, as those of width 32, are slow on a CPU in channels_last format.
+        norm_groups: groups of every group norm, a divisor of all widths; 32 in published models.
+            Groups of a single channel are slow on a CPU in channels_last format.
         gradient_checkpointing: store only what enters a stage and compute its inside again in the
             backward pass: less memory, about a third more time, the same gradients.
 
@@ -288,7 +288,7 @@ class UNet(_Trunk):
 class EncoderUNet(_Trunk):
     """Classifier of noisy images: the encoder of the U-Net, then attention pooling.
 
-    It is guided-diffusion's `EncoderUNetModel` with pool "attention", like all published ones.
+    It is guided-diffusion's `EncoderUNetModel` with pool "attention", its default.
 
     Args:
         image_size: height and width of x. The pooling has a parameter per position.
