@@ -11,6 +11,7 @@ from lit_diffusion.networks.layers import (
     AttentionPool,
     GroupNorm32,
     Pointwise,
+    ResBlock,
     TimestepMLP,
     downsample,
     self_attention,
@@ -114,6 +115,16 @@ def test_softmax_stays_accurate_in_bfloat16():
         actual = self_attention(torch.cat([q, k, v], dim=2), 1, split_heads_first=False)
     expected = attention_of_one_head(q.double(), k.double(), v.double())
     assert_close(actual.double(), expected, rtol=0, atol=2**-7 * v.abs().max().item())
+
+
+@pytest.mark.parametrize("resample", [None, downsample, upsample])
+def test_res_block_starts_as_its_skip_connection(resample):
+    options = {"dropout": 0.0, "scale_shift_norm": True, "norm_groups": 8}
+    x, emb = torch.randn(2, 32, 4, 4), torch.randn(2, 16)
+    skip = x if resample is None else resample(x)
+    assert torch.equal(ResBlock(32, 32, 16, resample=resample, **options)(x, emb), skip)
+    widened = ResBlock(32, 64, 16, resample=resample, **options)
+    assert torch.equal(widened(x, emb), widened.skip_connection(skip))
 
 
 def test_attention_block_starts_as_the_identity():
