@@ -151,7 +151,8 @@ def image_grid(images: Tensor) -> Tensor:
     Returns:
         (3 or 4, height, width) uint8.
     """
-    columns = math.ceil(math.sqrt(len(images) * images.shape[2] / images.shape[3]))
+    square = math.ceil(math.sqrt(len(images) * images.shape[2] / images.shape[3]))
+    columns = min(square, len(images))
     scale = max(1, round(GRID_PIXELS / (columns * images.shape[3])))
     large = images.repeat_interleave(scale, dim=2).repeat_interleave(scale, dim=3)
     grid: Tensor = make_grid(large, nrow=columns, pad_value=127)

@@ -1,0 +1,142 @@
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer
+from support.tiny_diffusion import images, tiny_diffusion
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lit_diffusion.callbacks import EMA, NoiseLevelLoss
+from lit_diffusion.callbacks.noise_level_loss import noise_level_losses, read_fixed
+from lit_diffusion.codecs import PixelCodec
+from lit_diffusion.processes import CosineBetas, DiscreteVP
+from lit_diffusion.seeding import PerSampleNoise
+
+
+def logged(folder, module, batches, *callbacks, **options):
+    trainer = make_trainer(folder, *callbacks)
+    trainer.validate(module, batches, verbose=False, **options)
+    return {k: v for k, v in trainer.callback_metrics.items() if "loss_u" in k}
+
+
+def test_values_do_not_depend_on_the_batch_size_or_on_what_was_drawn_before(tmp_path):
+    module = tiny_diffusion()
+    first = logged(tmp_path, module, images(50, 7), NoiseLevelLoss(4))
+    torch.rand(5)
+    assert_same_bits(logged(tmp_path, module, images(50, 50), NoiseLevelLoss(4)), first)
+    assert list(first) == [f"val/loss_u{u}" for u in (0.125, 0.375, 0.625, 0.875)]
+    assert len({v.item() for v in first.values()}) == 4
+
+
+def test_names_of_ten_levels_are_those_of_the_documentation():
+    callback = NoiseLevelLoss()
+    assert [f"{u:.3g}" for u in callback.levels][:2] == ["0.05", "0.15"]
+    assert f"{callback.levels[-1]:.3g}" == "0.95"
+
+
+def test_each_value_is_the_mean_loss_of_its_level():
+    module, codec = tiny_diffusion().eval(), PixelCodec()
+    fixed = read_fixed(images(50, 7), 20)
+    x0 = codec.encode(fixed.images)
+    noise = PerSampleNoise(fixed.indices).randn_like(x0)
+    found = noise_level_losses(module, x0, fixed.labels, noise, [0.305, 0.705])
+    for value, t in zip(found, (30.0, 70.0), strict=True):
+        times = torch.full((20,), t, dtype=torch.float64)
+        expected = module.per_sample_loss(x0, fixed.labels, times, noise).double().mean()
+        torch.testing.assert_close(value, expected)
+
+
+def test_images_are_spread_over_the_data_set_and_all_of_a_small_one():
+    assert read_fixed(images(50, 7), 5).indices == [0, 10, 20, 30, 40]
+    fixed = read_fixed(images(3, 7), 64)
+    assert torch.equal(fixed.images, images(3, 3).dataset.tensors[0])
+    assert fixed.labels.tolist() == [0, 1, 2]
+
+
+def test_data_sets_of_images_alone_have_no_labels():
+    pixels = images(6, 2).dataset.tensors[0]
+    fixed = read_fixed(DataLoader(list(pixels), batch_size=2), 4)
+    assert fixed.labels is None
+    assert fixed.images.shape == (4, 1, 8, 8)
+
+
+def test_training_steps_measure_training_images_with_averaged_weights(tmp_path):
+    def measured(*callbacks):
+        trainer = make_trainer(
+            tmp_path, *callbacks, NoiseLevelLoss(2, every_n_steps=4), max_epochs=2
+        )
+        trainer.fit(module := tiny_diffusion(), images(16, 4))
+        metrics = {k: v for k, v in trainer.callback_metrics.items() if "loss_u" in k}
+        return metrics, module
+
+    ema = EMA((0.9,))
+    averaged, module = measured(ema)
+    assert list(averaged) == ["train/loss_u0.25", "train/loss_u0.75"]
+    with ema.weights("ema"):
+        expected = logged(tmp_path, module, images(16, 4), NoiseLevelLoss(2))
+    assert [v.item() for v in averaged.values()] == [v.item() for v in expected.values()]
+    raw, _ = measured()
+    assert [v.item() for v in raw.values()] != [v.item() for v in expected.values()]
+
+
+def test_validation_within_fit_measures_the_weights_that_it_uses(tmp_path):
+    for order in (slice(None), slice(None, None, -1)):
+        ema, levels = EMA((0.9,)), NoiseLevelLoss(2)
+        trainer = make_trainer(tmp_path, *[ema, levels][order])
+        trainer.fit(module := tiny_diffusion(), images(16, 4), images(12, 5))
+        found = {k: v for k, v in trainer.callback_metrics.items() if "loss_u" in k}
+        with ema.weights("ema"):
+            expected = logged(tmp_path, module, images(12, 12), NoiseLevelLoss(2))
+        assert_same_bits(found, expected)
+
+
+def test_a_foreign_module_needs_four_attributes_one_of_them_may_be_a_submodule(tmp_path):
+    class Codec(nn.Module):
+        def encode(self, images):
+            return images
+
+    class Foreign(PlainModule):
+        num_classes = None
+
+        def __init__(self):
+            super().__init__()
+            self.codec, self.process = Codec(), DiscreteVP(CosineBetas(10))
+
+        def per_sample_loss(self, x0, labels, t, noise, step=None):
+            assert labels is None
+            return (self.inner(x0 + noise) - x0).pow(2).mean(1)
+
+    assert len(logged(tmp_path, Foreign(), loader(), NoiseLevelLoss(3))) == 3
+    with pytest.raises(TypeError, match="PlainModule lacks per_sample_loss, process, codec"):
+        logged(tmp_path, PlainModule(), loader(), NoiseLevelLoss(3))
+
+
+def test_what_would_never_run_and_bad_numbers_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="every_n_steps=1000"):
+        make_trainer(tmp_path, NoiseLevelLoss()).fit(tiny_diffusion(), images(16, 4))
+    for arguments in ({"num_levels": 0}, {"num_images": 0}, {"every_n_steps": 0}):
+        with pytest.raises(ValueError, match="at least 1"):
+            NoiseLevelLoss(**arguments)
+
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(images(4, 4).dataset)
+
+    with pytest.raises(ValueError, match="with indices"):
+        logged(tmp_path, tiny_diffusion(), DataLoader(Stream(), batch_size=2), NoiseLevelLoss())
+
+
+def test_bfloat16_modules_are_measured_on_the_same_noise(tmp_path):
+    module = tiny_diffusion()
+    full = logged(tmp_path, module, images(50, 7), NoiseLevelLoss(4))
+    trainer = Trainer(
+        default_root_dir=tmp_path,
+        callbacks=[NoiseLevelLoss(4)],
+        precision="bf16-true",
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+    )
+    trainer.validate(module, images(50, 7), verbose=False)
+    for name, value in full.items():
+        assert trainer.callback_metrics[name].item() == pytest.approx(value.item(), rel=0.02)

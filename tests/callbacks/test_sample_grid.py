@@ -1,0 +1,206 @@
+import logging
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from PIL import Image
+from support.pictures_module import PicturesModule, Stripes, pictures
+from support.plain_module import PlainModule, loader, make_trainer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader
+
+from lit_diffusion.callbacks import EMA, SampleGrid, sample_grid
+from lit_diffusion.callbacks.sample_grid import image_grid, nearest
+from lit_diffusion.protocols import NonFiniteSamples
+
+
+def fit(folder, module, *callbacks, train=None, validate=True, **options):
+    trainer = make_trainer(folder, *callbacks, **options)
+    trainer.fit(module, train or pictures(), pictures(6) if validate else None)
+    return trainer
+
+
+def files(folder):
+    return sorted(path.name for path in (folder / "samples").glob("*"))
+
+
+def pixels(path):
+    return torch.from_numpy(np.array(Image.open(path))).permute(2, 0, 1)
+
+
+def test_grids_are_written_after_each_validation_within_fit_with_their_step(tmp_path):
+    module = PicturesModule()
+    trainer = fit(tmp_path, module, SampleGrid(5), max_epochs=2)  # 4 steps an epoch
+    expected = [f"{kind}-{s:08d}-raw.png" for kind in ("nearest", "step") for s in (4, 8)]
+    assert files(tmp_path) == expected
+    calls = len(module.calls)
+    trainer.validate(module, pictures(6), verbose=False)
+    assert len(module.calls) == calls
+
+
+def test_grids_are_written_every_n_steps_without_validation(tmp_path):
+    fit(
+        tmp_path,
+        PicturesModule(),
+        SampleGrid(2, every_n_steps=3),
+        validate=False,
+        max_epochs=4,
+        accumulate_grad_batches=2,
+    )  # 8 steps
+    assert [f for f in files(tmp_path) if "step" in f] == [
+        "step-00000003-raw.png",
+        "step-00000006-raw.png",
+    ]
+
+
+def test_the_grid_shows_the_samples_of_the_first_seeds_pixel_by_pixel(tmp_path):
+    module = PicturesModule(channels=3)
+    trainer = make_trainer(tmp_path, SampleGrid(3, batch_size=2))
+    trainer.fit(module, pictures(channels=3), pictures(6, channels=3))
+    assert [seeds for seeds, _ in module.calls] == [[0, 1], [2]]
+    shown = pixels(tmp_path / "samples" / "step-00000004-raw.png")
+    module.eval()
+    with torch.no_grad():
+        assert torch.equal(shown, image_grid(module.generate([0, 1, 2])))
+
+
+@pytest.mark.parametrize("position", ["first", "last"])
+def test_the_average_is_shown_where_there_is_one_whatever_the_order(tmp_path, position):
+    module, ema, grid = PicturesModule(), EMA((0.9,)), SampleGrid(3)
+    callbacks = [grid, ema] if position == "first" else [ema, grid]
+    fit(tmp_path, module, *callbacks, SampleGrid(3, every_n_steps=4))
+    module.eval()
+    with torch.no_grad():
+        raw = image_grid(module.generate([0, 1, 2]))
+        with ema.weights("ema"):
+            expected = image_grid(module.generate([0, 1, 2]))
+    assert torch.equal(pixels(tmp_path / "samples" / "step-00000004-ema.png"), expected)
+    assert not torch.equal(raw, expected)
+
+
+def test_labels_are_taken_in_turn_or_left_to_the_module(tmp_path):
+    module = PicturesModule()
+    fit(tmp_path, module, SampleGrid(5, labels=range(2), batch_size=3))
+    assert [labels for _, labels in module.calls] == [[0, 1, 0], [1, 0]]
+    module.calls.clear()
+    fit(tmp_path, module, SampleGrid(2))
+    assert [labels for _, labels in module.calls] == [None]
+
+
+def test_training_is_the_same_with_and_without_grids(tmp_path):
+    losses = []
+    for callbacks in ([], [SampleGrid(4, every_n_steps=1)], [SampleGrid(4)]):
+        module = PicturesModule()
+        torch.manual_seed(0)
+        fit(tmp_path, module, *callbacks, train=pictures(shuffle=True), max_epochs=2)
+        losses.append(module.losses)
+    assert losses[0] == losses[1] == losses[2]
+
+
+def test_each_sample_stands_beside_its_nearest_training_image(tmp_path):
+    class Copies(PicturesModule):
+        def generate(self, seeds, labels=None):
+            return torch.stack([Stripes()[7 * s + 2][0] for s in seeds])
+
+    fit(tmp_path, Copies(), SampleGrid(2))
+    memorised = torch.stack([Stripes()[2][0], Stripes()[9][0]])
+    shown = pixels(tmp_path / "samples" / "nearest-00000004-raw.png")
+    assert torch.equal(shown, image_grid(torch.cat([memorised, memorised], dim=-1)))
+
+
+def test_nearest_equals_brute_force_in_any_chunks():
+    generator = torch.Generator().manual_seed(0)
+    images, bank = (
+        torch.randint(0, 256, (n, 3, 5, 4), generator=generator).to(torch.uint8) for n in (40, 300)
+    )
+    distance = (images[:, None].double() - bank[None].double()).flatten(2).norm(dim=-1)
+    for chunk in (7, 300, 4096):
+        assert torch.equal(nearest(images, bank, chunk), distance.argmin(1))
+
+
+def test_of_a_large_data_set_an_even_part_is_compared_with_and_that_is_said(
+    tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(sample_grid, "BANK_BYTES", 5 * 24)
+    grid = SampleGrid(2)
+    with caplog.at_level(logging.INFO):
+        fit(tmp_path, PicturesModule(), grid, max_epochs=2)
+    assert caplog.text.count("compares with 5 of 20 training images") == 1
+    assert grid._bank.dtype == torch.uint8
+    assert torch.equal(grid._bank, torch.stack([Stripes()[i][0] for i in (0, 4, 8, 12, 16)]))
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_images_that_can_not_be_compared_are_said_once(tmp_path, caplog, channels):
+    module = PicturesModule()
+    batches = [(x.float() if channels == 1 else x.expand(3, 6, 4), y) for x, y in Stripes()]
+    with caplog.at_level(logging.INFO):
+        fit(tmp_path, module, SampleGrid(2), train=DataLoader(batches, batch_size=5), max_epochs=2)
+    assert caplog.text.count("shows no nearest training images") == 1
+    assert not any("nearest" in name for name in files(tmp_path))
+
+
+def test_grids_go_to_tensorboard_too(tmp_path):
+    logger = TensorBoardLogger(tmp_path)
+    fit(tmp_path, PicturesModule(), SampleGrid(2), logger=logger)
+    logger.finalize("success")
+    events = EventAccumulator(logger.log_dir).Reload()
+    assert sorted(events.Tags()["images"]) == ["samples/nearest-raw", "samples/step-raw"]
+    assert events.Images("samples/step-raw")[0].step == 4
+
+
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [((64, 1, 8, 8), 512), ((10, 1, 8, 8), 512), ((4, 3, 32, 32), 512), ((1, 4, 6, 4), 512)],
+)
+def test_grids_of_small_images_are_about_512_pixels_wide_and_exact(shape, size):
+    images = torch.randint(0, 256, shape).to(torch.uint8)
+    grid = image_grid(images)
+    assert grid.shape[0] == (4 if shape[1] == 4 else 3)
+    assert 0.6 * size <= grid.shape[2] <= 1.3 * size
+    assert set(grid.unique().tolist()) == set(images.unique().tolist()) | {127}
+
+
+def test_large_images_are_not_enlarged():
+    assert image_grid(torch.zeros(4, 3, 256, 256, dtype=torch.uint8)).shape[2] == 2 * 256 + 6
+
+
+def test_samples_that_are_not_finite_are_named_and_training_goes_on(tmp_path):
+    class Diverges(PicturesModule):
+        def generate(self, seeds, labels=None):
+            raise NonFiniteSamples(seeds, self.global_step, "t = 7")
+
+    with pytest.warns(UserWarning, match=r"nothing at step 4: 2 samples are not finite.*t = 7"):
+        trainer = fit(tmp_path, Diverges(), SampleGrid(2))
+    assert trainer.global_step == 4
+
+
+def test_what_can_not_work_is_refused_before_training(tmp_path):
+    with pytest.raises(TypeError, match=r"PlainModule has none"):
+        make_trainer(tmp_path, SampleGrid(2)).fit(PlainModule(), loader(), loader())
+    with pytest.raises(ValueError, match="every_n_steps=1000"):
+        fit(tmp_path, PicturesModule(), SampleGrid(2), validate=False)
+    for arguments in (
+        {"num": 0},
+        {"num": 2, "batch_size": 0},
+        {"num": 2, "labels": []},
+        {"num": 2, "every_n_steps": 0},
+    ):
+        with pytest.raises(ValueError, match="at least"):
+            SampleGrid(**arguments)
+
+
+@pytest.mark.parametrize(
+    "odd", [torch.zeros(2, 1, 6, 4), torch.zeros(2, 2, 6, 4, dtype=torch.uint8)]
+)
+def test_odd_samples_are_refused(tmp_path, odd):
+    class Odd(PicturesModule):
+        def generate(self, seeds, labels=None):
+            return odd
+
+    with pytest.raises(TypeError, match="must return uint8 images"):
+        fit(tmp_path, Odd(), SampleGrid(2))
+    odd = torch.zeros(3, 1, 6, 4, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="an image a seed: 2, got 3"):
+        fit(tmp_path, Odd(), SampleGrid(2))

@@ -1,0 +1,86 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from support.plain_module import PlainModule, loader, make_trainer
+from support.tiny_diffusion import images, tiny_diffusion
+
+from lit_diffusion.callbacks import EMA, NoiseLevelLoss, StepSeed
+
+
+def losses(folder, *callbacks, before=lambda: None, **options):
+    module = PlainModule()
+    trainer = make_trainer(folder, *callbacks, **options)
+    before()
+    trainer.fit(module, loader())
+    return module.losses
+
+
+def test_the_numbers_of_a_step_do_not_depend_on_what_was_drawn_before(tmp_path):
+    first = losses(tmp_path, StepSeed(3), before=lambda: torch.manual_seed(0))
+    second = losses(tmp_path, StepSeed(3), before=lambda: torch.manual_seed(1))
+    assert first == second
+    assert losses(tmp_path, StepSeed(4)) != first
+
+
+def test_epochs_and_accumulated_batches_draw_different_numbers(tmp_path):
+    drawn = []
+
+    class Draws(PlainModule):
+        def training_step(self, batch, batch_idx):
+            drawn.append(torch.rand(1).item())
+            return super().training_step(batch, batch_idx)
+
+    trainer = make_trainer(tmp_path, StepSeed(0), max_epochs=3, accumulate_grad_batches=2)
+    trainer.fit(Draws(), loader())
+    assert len(set(drawn)) == len(drawn) == 12
+
+
+def test_the_seed_of_seed_everything_is_taken_or_missed_at_fit_start(tmp_path, monkeypatch):
+    monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)
+    with pytest.raises(ValueError, match="seed_everything"):
+        losses(tmp_path, StepSeed())
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")  # so that the next line is undone
+    seed_everything(5, verbose=False)
+    assert losses(tmp_path, StepSeed()) == losses(tmp_path, StepSeed(5))
+
+
+def run_on_two_ranks(folder):
+    """What tests/support/two_ranks.py wrote for each rank."""
+    folder.mkdir()
+    script = Path(__file__).parents[1] / "support" / "two_ranks.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run(
+        [*command, script, folder],
+        check=True,
+        timeout=300,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+
+
+@pytest.mark.system
+def test_two_ranks_draw_different_numbers_and_runs_repeat(tmp_path):
+    first, second = run_on_two_ranks(tmp_path / "1"), run_on_two_ranks(tmp_path / "2")
+    assert first == second
+    drawn = first[0]["drawn"] + first[1]["drawn"]
+    assert len(set(drawn)) == len(drawn) == 8
+
+
+@pytest.mark.system
+def test_two_ranks_share_averages_and_losses_and_one_writes_the_grid(tmp_path):
+    zero, one = run_on_two_ranks(folder := tmp_path / "1")
+    assert zero["average"] == one["average"]
+    files = sorted(path.name for path in (folder / "samples").iterdir())
+    assert files == ["nearest-00000004-ema.png", "step-00000004-ema.png"]
+    alone = make_trainer(tmp_path, EMA((0.9,)), NoiseLevelLoss(num_levels=3, num_images=10))
+    alone.validate(tiny_diffusion(), images(12, 5), ckpt_path=folder / "end.ckpt", verbose=False)
+    levels = {k: v.item() for k, v in alone.callback_metrics.items() if "loss_u" in k}
+    assert zero["levels"] == one["levels"] == levels
+    assert len(levels) == 3
