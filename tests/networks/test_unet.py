@@ -3,7 +3,6 @@ from functools import cache
 import pytest
 import torch
 from jsonargparse import ArgumentParser
-from support.bfloat16 import portable_bfloat16
 from support.golden import Z, close, load, tensor
 from support.golden_weights import fill_
 from torch import nn
@@ -298,7 +297,7 @@ def test_bfloat16_autocast_is_close_and_returns_float32(tag):
     network = fill_(GOLDEN[tag]()).eval()
     inputs = golden_input(tag, torch.float32)
     expected = network(*inputs)
-    with portable_bfloat16(), torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16):
         output = network(*inputs)
     assert output.dtype == torch.float32
     assert (output - expected).norm() < 0.02 * expected.norm()
@@ -307,8 +306,7 @@ def test_bfloat16_autocast_is_close_and_returns_float32(tag):
 def test_a_bfloat16_network_is_close():
     x, *rest = digits_batch()
     expected = digits_unet()(x, *rest)
-    with portable_bfloat16():
-        output = digits_unet().bfloat16()(x.bfloat16(), *rest)
+    output = digits_unet().bfloat16()(x.bfloat16(), *rest)
     assert output.dtype == torch.bfloat16
     assert (output.float() - expected).norm() < 0.03 * expected.norm()
 
