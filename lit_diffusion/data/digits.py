@@ -1,7 +1,5 @@
 """The handwritten digits that ship inside scikit-learn: real images, no download."""
 
-from typing import Any
-
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
@@ -16,10 +14,8 @@ HELD_OUT_PER_CLASS = 36
 class Digits(ImageDataModule):
     """1,797 handwritten digits of 8x8 pixels: 1,437 to train on, 360 held out, 36 of each class.
 
-    The 17 grey levels v = 0..16 become round(255 v / 16) in uint8. Digits are not mirrored.
-
-    Args:
-        **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
+    The 17 grey levels v = 0..16 become round(255 v / 16) in uint8. Arguments are those of
+    `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Source: E. Alpaydin and C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine
     Learning Repository, 1998; its test part, as distributed with scikit-learn.
@@ -32,9 +28,6 @@ class Digits(ImageDataModule):
 
     image_shape = (1, 8, 8)
     class_names = tuple("0123456789")
-
-    def __init__(self, **loader: Any) -> None:
-        super().__init__(**loader)
 
     def load(self, split: Split) -> TensorImages:
         """Open a split."""

@@ -125,7 +125,7 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
             " images: remove it, or add it there."
         )
     files = list(_walk(root))
-    names = [os.path.relpath(file, root) for file in files]
+    names = [file[len(os.path.join(root, "")) :] for file in files]
     tops = [name.split(os.sep)[0] for name in names]
     for file, top in zip(files, tops, strict=True):
         _require_place(file, classes, top)

@@ -64,9 +64,8 @@ class UnrepeatedSampler(DistributedSampler[Any]):
 def even_batch_size(num_images: int, num_replicas: int, batch_size: int) -> int:
     """The least size, from `batch_size` up, that gives every process the same number of batches.
 
-    Shares of an unrepeated split differ by up to one image, which can be one batch more. As
-    DistributedDataParallel broadcasts buffers in every forward pass, a process with one batch more
-    than the others would wait for ever.
+    Shares of an unrepeated split differ by up to one image, which can be one batch more; with a
+    sharded model (FSDP), whose every forward pass communicates, that process would wait for ever.
 
     Raises:
         ValueError: If there are more processes than images.

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from support.pictures import class_folders
 from torch import nn
 
@@ -159,6 +160,28 @@ def test_a_data_module_is_restored_from_plain_hyperparameters(make, tmp_path):
     assert (again.batch_size, again.seed) == (data.batch_size, 1)
 
 
+CONFIGS = {
+    "digits.Digits": {"batch_size": 3, "num_predict": 9},
+    "photo_patches.PhotoPatches": {"epoch_size": 7, "seed": 4},
+    "cifar10.CIFAR10": {"root": "somewhere", "flip": True, "batch_size": 8},
+    "image_folder.ImageFolder": {"train": "a", "val": 5, "image_size": 32, "channels": 1},
+    "image_folder.ImageNet": {"root": "a", "image_size": 64, "random_crop": True, "num_workers": 1},
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_config_builds_each_data_module(name):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_subclass_arguments(LightningDataModule, "data")
+    spec = {"class_path": f"lit_diffusion.data.{name}", "init_args": CONFIGS[name]}
+    data = parser.instantiate(parser.parse_object({"data": spec})).data
+    assert type(data).__name__ == name.split(".")[1]
+    assert CONFIGS[name].items() <= data.hparams.items()
+    spec["init_args"] = CONFIGS[name] | {"batch_sizes": 1}
+    with pytest.raises(ArgumentError, match="batch_sizes"):
+        parser.parse_object({"data": spec})
+
+
 def test_without_a_seed_the_run_decides(monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "17")
     assert Digits().seed == 17
@@ -211,7 +234,7 @@ def test_an_unknown_split_is_refused():
 @pytest.mark.system
 @pytest.mark.parametrize(("num_images", "batch_size", "processes"), [(10, 4, 3), (129, 64, 2)])
 def test_several_processes_count_every_image_once(num_images, batch_size, processes, tmp_path):
-    """In the second case, stock sharding gives 2 batches and 1: BatchNorm would hang."""
+    """In the second case 65 and 64 images would be 2 batches and 1, and the processes miss."""
     launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"]
     arguments = [str(tmp_path), str(num_images), str(batch_size)]
     subprocess.run([sys.executable, *launch, str(SCRIPT), *arguments], check=True, timeout=300)

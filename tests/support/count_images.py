@@ -27,11 +27,11 @@ class Numbers(ImageDataModule):
 
 
 class Recorder(LightningModule):
-    """A model with BatchNorm buffers, which DDP broadcasts in every forward pass."""
+    """Processes that must meet in every step, as those of a sharded model do."""
 
     def __init__(self):
         super().__init__()
-        self.net = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2))
+        self.net = nn.Conv2d(1, 2, 1)
         self.seen = {"train": {}, "validate": [], "test": [], "predict": []}
 
     def training_step(self, batch, batch_idx):
@@ -40,11 +40,11 @@ class Recorder(LightningModule):
         return self.net(images.float()).square().mean()
 
     def validation_step(self, batch, batch_idx):
-        self.net(batch[0].float())
+        self.all_gather(self.net(batch[0].float()).mean())
         self.seen["validate"] += batch[2].tolist()
 
     def test_step(self, batch, batch_idx):
-        self.net(batch[0].float())
+        self.all_gather(self.net(batch[0].float()).mean())
         self.seen["test"] += batch[2].tolist()
 
     def predict_step(self, batch, batch_idx):
