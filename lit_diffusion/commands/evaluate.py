@@ -11,14 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_diffusion.commands.options import Parser, add_checkpoint, add_sampling
-from lit_diffusion.commands.sample import GRID, RECORD, fresh_folder, load_generator, write_samples
+from lit_diffusion.commands.sample import RECORD, fresh_folder, load_generator, write_samples
 
 if TYPE_CHECKING:
-    from torch.utils.data import Dataset
-
     from lit_diffusion.checkpoints import Checkpoint, Loaded
-    from lit_diffusion.metrics.protocols import FIDProtocol
-    from lit_diffusion.metrics.reference import RealImages
+    from lit_diffusion.metrics.reference import RealImages, Scorer
 
 _SPLITS = ("train", "val", "test")
 _INCEPTION = "inception-v3-compat"
@@ -64,7 +61,8 @@ def run(argv: Sequence[str]) -> None:
     import torch
 
     from lit_diffusion.metrics.protocols import protocol_by_name
-    from lit_diffusion.metrics.reference import RealImages
+    from lit_diffusion.metrics.reference import Scorer
+    from lit_diffusion.metrics.score import score
 
     loaded = load_generator(args) if args.checkpoint else None
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -74,9 +72,11 @@ def run(argv: Sequence[str]) -> None:
     kept = nullcontext(args.out) if args.out or args.images else tempfile.TemporaryDirectory()
     with kept as folder:
         made = _samples(args, loaded, folder, len(real))
-        fake = RealImages(str(args.images or folder), _files(Path(args.images or folder)))
-        scores = score(fake, real, protocol, args.device, args.batch_size)
-        record = _record(scores, fake, real, others, protocol, args) | {"samples": made}
+        fake = args.images or folder
+        found = score(fake, real, protocol, batch_size=args.batch_size, device=args.device)
+    device = torch.device(args.device)
+    scorer = Scorer(protocol, protocol.build().to(device), device, args.batch_size)
+    record = found | _floor(scorer, found["num_fake"], real, others) | {"samples": made}
     print(table(record), file=sys.stderr)
     print(json.dumps(record, indent=1))
 
@@ -96,16 +96,6 @@ def _samples(
         return write_samples(loaded, args, args.num or num, fresh_folder(folder))
     record = Path(args.images) / RECORD
     return dict(json.loads(record.read_text())) if record.is_file() else {"images": args.images}
-
-
-def _files(folder: Path) -> "Dataset[Any]":
-    """Images of a folder, without the overview that `sample` writes beside them."""
-    from lit_diffusion.metrics.images import FolderImages, open_images
-
-    images = open_images(folder)
-    if isinstance(images, FolderImages):
-        images.paths = [path for path in images.paths if path.name != GRID]
-    return images
 
 
 def _protocol_of_run(loaded: "Loaded | None") -> str:
@@ -159,90 +149,30 @@ def _data(checkpoint: "Checkpoint", path: Path, trust: Sequence[str]) -> Any:
     return data
 
 
-def score(
-    fake: "RealImages", real: "RealImages", protocol: "FIDProtocol", device: str, batch_size: int
-) -> dict[str, float]:
-    """All scores of some images against real ones, as torch-fidelity computes them.
-
-    Args:
-        fake: images to score.
-        real: images to compare with.
-        protocol: which features.
-        device: "cpu", "cuda", ...
-        batch_size: images at a time.
-
-    Returns:
-        torch-fidelity's names and values.
-    """
-    from torch_fidelity import calculate_metrics
-
-    num = min(len(fake), len(real))
-    found = calculate_metrics(
-        input1=_colour(fake),
-        input2=_colour(real),
-        fid=True,
-        kid=True,
-        prc=True,
-        isc=True,
-        isc_splits=min(10, len(fake)),
-        kid_subset_size=min(1000, num),
-        batch_size=batch_size,
-        cuda=device.startswith("cuda"),
-        cache=False,
-        save_cpu_ram=num < 5000,
-        verbose=False,
-        **protocol.fidelity_arguments(),
-    )
-    return {name: float(value) for name, value in found.items()}
-
-
-def _colour(images: "RealImages") -> "Dataset[Any]":
-    """Images uint8 (3, H, W), which is all that torch-fidelity takes."""
-    from lit_diffusion.commands.colour import ColourImages
-
-    return ColourImages(images.dataset)
-
-
-def _record(
-    scores: dict[str, float],
-    fake: "RealImages",
-    real: "RealImages",
-    others: "RealImages | None",
-    protocol: "FIDProtocol",
-    args: argparse.Namespace,
+def _floor(
+    scorer: "Scorer", num: int, real: "RealImages", others: "RealImages | None"
 ) -> dict[str, Any]:
-    import torch
+    """What real images score in the place of as many samples."""
+    from lit_diffusion.metrics.reference import default_cache, measure
 
-    from lit_diffusion.metrics.reference import Scorer, default_cache, measure
-
-    device = torch.device(args.device)
-    scorer = Scorer(protocol, protocol.build().to(device), device, args.batch_size)
-    reference = measure(scorer, real, others, len(fake), default_cache())
+    found = measure(scorer, real, others, num, default_cache())
     return {
-        "scores": scores,
-        "fid_of_real_images": reference.floor,
-        "real_images_in_their_place": reference.floor_images,
-        "num_fake": len(fake),
-        "num_real": len(real),
+        "fid_floor": found.floor,
+        "floor_images": found.floor_images,
         "reference": real.name,
-        "data": reference.fingerprint,
-        "protocol": protocol.name,
-        "extractor_sha256": protocol.sha256,
-        "resize": protocol.resize,
+        "data": found.fingerprint,
     }
 
 
 def table(record: dict[str, Any]) -> str:
     """The scores of a record, for people."""
-    scores, count = record["scores"], record["num_fake"]
-    floor = f"{record['fid_of_real_images']:.4g}: {record['real_images_in_their_place']}"
-    kid, isc = "kernel_inception_distance", "inception_score"
+    floor = f"{record['fid_floor']:.4g}: {record['floor_images']}"
     rows = [
-        (f"FID {count}", f"{scores['frechet_inception_distance']:.4g}   (floor {floor})"),
-        ("KID", f"{scores[f'{kid}_mean']:.4g} +- {scores[f'{kid}_std']:.2g}"),
-        ("precision", f"{scores['precision']:.3f}"),
-        ("recall", f"{scores['recall']:.3f}"),
-        ("IS", f"{scores[f'{isc}_mean']:.4g} +- {scores[f'{isc}_std']:.2g}"),
+        (f"FID {record['num_fake']}", f"{record['fid']:.4g}   (floor {floor})"),
+        ("KID", f"{record['kid']:.4g} +- {record['kid_std']:.2g}"),
+        ("precision", f"{record['precision']:.3f}"),
+        ("recall", f"{record['recall']:.3f}"),
+        ("IS", f"{record['inception_score']:.4g} +- {record['inception_score_std']:.2g}"),
         ("protocol", f"{record['protocol']}, {record['num_real']} real ({record['reference']})"),
     ]
     return "\n".join(f"{name:<11}{text}" for name, text in rows)

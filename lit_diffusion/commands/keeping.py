@@ -25,7 +25,7 @@ class RunConfig(SaveConfigCallback):
             root = Path(trainer.default_root_dir)
             root.mkdir(parents=True, exist_ok=True)
             path = next_config(root)
-            self.parser.save(self.config, path, skip_none=False, overwrite=True, multifile=False)
+            self.parser.save(self.config, path, skip_unset=False, overwrite=True, multifile=False)
 
 
 class LastCheckpoint(Checkpoint):

@@ -3,11 +3,12 @@
 import json
 import sys
 import time
-from argparse import ArgumentError
+from argparse import ArgumentError, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+from jsonargparse import DefaultHelpFormatter
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -64,6 +65,9 @@ The config is that of the checkpoint's run folder, unless --config gives another
 To write images, use `lit-diffusion sample`.""",
 }
 
+_INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
+"""With which Lightning's own `load_from_checkpoint` reads our files."""
+
 
 def run(argv: Sequence[str]) -> None:
     """Run a command of the Trainer.
@@ -99,11 +103,9 @@ class RunCLI(LightningCLI):
             auto_configure_optimizers=False,
             parser_kwargs={
                 "prog": "lit-diffusion",
+                "formatter_class": _Formatter,
                 "exit_on_error": False,
-                **{
-                    name: {"description": text, "exit_on_error": False}
-                    for name, text in _HELP.items()
-                },
+                **{name: _parser_settings(name) for name in _HELP},
             },
             args=self._arguments(),
         )
@@ -157,6 +159,17 @@ class RunCLI(LightningCLI):
     @property
     def _is_trial(self) -> bool:
         return bool(self._get(self.config, "trainer").fast_dev_run)
+
+    def instantiate_classes(self) -> None:
+        """Also leave class paths and arguments where checkpoints take them from."""
+        super().instantiate_classes()
+        self._dump_config()
+        for key, built in (("model", self.model), ("data", self.datamodule)):
+            if built is not None:
+                spec = self.config_dump[key]
+                built.hparams.clear()
+                built.hparams.update(_class_path=spec["class_path"], **spec.get("init_args", {}))
+                built.hparams.update(spec.get("dict_kwargs", {}), _instantiator=_INSTANTIATOR)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer, with what a run needs and the config does not name."""
@@ -213,6 +226,15 @@ class RunCLI(LightningCLI):
         if self.trainer.is_global_zero and not self._is_trial:
             seconds = time.monotonic() - self._started
             print(summary(self.request.root, self.trainer, seconds), file=sys.stderr)
+
+
+def _parser_settings(command: str) -> dict[str, Any]:
+    usage = f"lit-diffusion {command} --config FILE [options]"
+    return {"description": _HELP[command], "usage": usage, "exit_on_error": False}
+
+
+class _Formatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
+    """jsonargparse's help, under a description with its lines as they are."""
 
 
 def _has(callbacks: Sequence[Callback], kind: Any) -> bool:

@@ -53,6 +53,7 @@ def read_command_line(argv: Sequence[str]) -> Request:
 
     Raises:
         FileNotFoundError: where --ckpt_path names a file that is not there.
+        ValueError: for a config that is not YAML.
     """
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--trust", action="append", default=[], metavar="PACKAGE")
@@ -80,11 +81,13 @@ def _peek(options: list[str]) -> argparse.Namespace:
 
 
 def _settings(config: str) -> Any:
-    """Content of a config, or {}: what is wrong with it is for the real parser to say."""
+    """Content of a config; {} for one that is not there, which the real parser will report."""
     try:
         return yaml.safe_load(Path(config).read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+    except OSError:
         return {}
+    except yaml.YAMLError as error:  # the real parser would not name the file
+        raise ValueError(f"{config} is not YAML: {' '.join(str(error).split())}.") from error
 
 
 def _last(settings: Sequence[Any], *keys: str) -> Any:

@@ -1,0 +1,27 @@
+"""Running the command line inside the test's process."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lit_diffusion.cli import main
+
+
+def call(command: str) -> int:
+    """Exit code of `lit-diffusion <command>`."""
+    return main(shlex.split(command))
+
+
+def weights(root: str | Path) -> dict[str, torch.Tensor]:
+    """Raw weights in the last checkpoint of a run."""
+    return checkpoint(root)["state_dict"]
+
+
+def checkpoint(root: str | Path) -> dict[str, Any]:
+    return torch.load(Path(root) / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
