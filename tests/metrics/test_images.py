@@ -1,0 +1,78 @@
+import numpy as np
+import pytest
+import torch
+from support.pixels import random_images
+from torchvision.transforms.functional import to_pil_image
+
+from lit_diffusion.metrics.images import FolderImages, open_images
+
+
+def write(folder, images):
+    for number, image in enumerate(images):
+        to_pil_image(image).save(folder / f"{number:04d}.png")
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_folder_gives_the_pixels_that_were_written_in_order(tmp_path, channels):
+    images = random_images(5, 0, channels, size=7)
+    write(tmp_path, images)
+    assert torch.equal(torch.stack(list(open_images(tmp_path))), images)
+
+
+def test_the_overview_beside_samples_is_no_sample(tmp_path):
+    write(tmp_path, random_images(3, 0, size=7))
+    to_pil_image(random_images(1, 1, size=30)[0]).save(tmp_path / "grid.png")
+    assert len(FolderImages(tmp_path)) == 3
+
+
+def test_a_folder_without_images_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("nothing here")
+    with pytest.raises(ValueError, match=str(tmp_path)):
+        open_images(tmp_path)
+
+
+def test_the_file_that_is_unreadable_is_named(tmp_path):
+    write(tmp_path, random_images(3, 0, size=7))
+    (tmp_path / "0001.png").write_bytes(b"not a picture")
+    with pytest.raises(ValueError, match=r"0001\.png is not a readable image"):
+        list(open_images(tmp_path))
+
+
+def test_the_file_of_another_mode_is_named(tmp_path):
+    write(tmp_path, random_images(3, 0, size=7))
+    to_pil_image(random_images(1, 1, channels=4, size=7)[0]).save(tmp_path / "0002.png")
+    with pytest.raises(ValueError, match=r"0002\.png has mode RGBA"):
+        list(open_images(tmp_path))
+
+
+def test_the_file_of_another_size_is_named(tmp_path):
+    write(tmp_path, random_images(3, 0, size=7))
+    to_pil_image(random_images(1, 1, size=9)[0]).save(tmp_path / "0002.png")
+    with pytest.raises(ValueError, match=r"0002\.png is \(1, 9, 9\)"):
+        list(open_images(tmp_path))
+
+
+def test_an_npz_of_images_is_read_channels_first(tmp_path):
+    images = random_images(4, 0, channels=3, size=5)
+    np.savez(tmp_path / "some.npz", images.permute(0, 2, 3, 1).numpy())
+    assert torch.equal(
+        torch.stack([image for (image,) in open_images(tmp_path / "some.npz")]), images
+    )
+
+
+@pytest.mark.parametrize("array", [np.zeros((4, 5, 5, 3), np.float32), np.zeros((4, 5), np.uint8)])
+def test_an_npz_of_something_else_is_refused(tmp_path, array):
+    np.savez(tmp_path / "some.npz", array)
+    with pytest.raises(ValueError, match=r"must hold arr_0, uint8 \(N, H, W, C\)"):
+        open_images(tmp_path / "some.npz")
+
+
+def test_an_npz_with_a_pickle_inside_is_not_unpickled(tmp_path):
+    np.savez(tmp_path / "some.npz", np.array([{"a": 1}], dtype=object))
+    with pytest.raises(ValueError, match="allow_pickle"):
+        open_images(tmp_path / "some.npz")
+
+
+def test_another_path_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="neither a folder"):
+        open_images(tmp_path / "missing")

@@ -1,0 +1,78 @@
+import json
+
+from lit_diffusion.metrics.record import FIDRecord, finite_or_none, short_count, write_evaluation
+
+
+def record(**changes):
+    values = {
+        "metric": "val/fid_360",
+        "value": 4.5,
+        "step": 100,
+        "num_fake": 360,
+        "num_real": 360,
+        "reference": "val",
+        "data": "0123456789abcdef",
+        "protocol": "digits-cnn",
+        "extractor_sha256": "0" * 64,
+        "resize": "none",
+        "weights": "ema",
+        "seeds": (0, 360),
+        "labels": "seed % 10",
+        "sampling": {"solver": "DDIM", "steps": 20},
+        "floor": 0.4,
+        "floor_images": "360 train images against val",
+        "non_finite": 0,
+        "non_finite_seeds": [],
+        "seconds": {"total": 1.0},
+    }
+    return FIDRecord(**(values | changes))
+
+
+def strict(line):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def lines(path):
+    return [strict(line) for line in path.read_text().splitlines()]
+
+
+def test_evaluations_are_appended_one_line_each(tmp_path):
+    path = tmp_path / "run" / "evaluations.jsonl"
+    for step in (100, 200, 300):
+        write_evaluation(path, record(step=step))
+    assert [line["step"] for line in lines(path)] == [100, 200, 300]
+    assert lines(path)[0]["sampling"] == {"solver": "DDIM", "steps": 20}
+
+
+def test_a_step_that_is_scored_again_replaces_its_own_metric_only(tmp_path):
+    path = tmp_path / "evaluations.jsonl"
+    write_evaluation(path, record(step=100, value=9.0))
+    write_evaluation(path, record(step=100, value=8.0, metric="val/fid_360_raw"))
+    write_evaluation(path, record(step=100, value=7.0))
+    assert sorted(line["value"] for line in lines(path)) == [7.0, 8.0]
+
+
+def test_lines_of_others_are_kept(tmp_path):
+    path = tmp_path / "evaluations.jsonl"
+    path.write_text('{"command": "evaluate"}\n')
+    write_evaluation(path, record())
+    assert lines(path)[0] == {"command": "evaluate"}
+
+
+def test_nan_is_null_as_json_has_none(tmp_path):
+    path = tmp_path / "evaluations.jsonl"
+    write_evaluation(path, record(value=finite_or_none(float("nan")), non_finite=3))
+    assert lines(path)[0]["value"] is None
+
+
+def test_thousands_are_short_in_names():
+    assert [short_count(n) for n in (2, 360, 1000, 1500, 50_000)] == [
+        "2",
+        "360",
+        "1k",
+        "1500",
+        "50k",
+    ]

@@ -1,0 +1,158 @@
+import pytest
+import torch
+from support.pixels import FEATURES, PixelProtocol, random_images
+from torch.utils.data import IterableDataset, TensorDataset
+
+from lit_diffusion.metrics.frechet import FrechetDistance
+from lit_diffusion.metrics.reference import RealImages, Scorer, load_statistics, measure
+
+
+def image_set(count, seed, name="val"):
+    return RealImages(name, TensorDataset(random_images(count, seed)))
+
+
+def pixel_scorer():
+    protocol = PixelProtocol([])
+    return Scorer(protocol, protocol.build(), torch.device("cpu"), batch_size=7)
+
+
+def distance(fake, real):
+    metric = FrechetDistance(FEATURES)
+    metric.update(fake.flatten(1), real=False)
+    metric.update(real.flatten(1), real=True)
+    return metric.compute().item()
+
+
+# Real images
+
+
+def test_batches_cover_every_image_once_in_order():
+    images = random_images(20, 0)
+    assert torch.equal(torch.cat(list(RealImages("x", TensorDataset(images)).batches(6))), images)
+
+
+def test_the_fingerprint_changes_with_one_pixel_and_with_the_shape_only():
+    images = random_images(300, 0)
+    changed = images.clone()
+    changed[299, 0, 1, 1] ^= 1
+    prints = [
+        RealImages("x", TensorDataset(v)).fingerprint()
+        for v in (images, images.clone(), changed, images.view(300, 1, 4, 1))
+    ]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+
+
+def test_floats_are_refused_for_their_range_is_unknown():
+    floats = RealImages("x", TensorDataset(torch.rand(5, 1, 2, 2)))
+    with pytest.raises(TypeError, match="uint8"):
+        list(floats.batches(2))
+
+
+def test_a_stream_without_length_is_refused_by_name():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([])
+
+    with pytest.raises(TypeError, match="Stream has no length"):
+        len(RealImages("x", Stream()))
+
+
+# Statistics
+
+
+def test_the_sums_are_those_of_all_images(tmp_path):
+    real = image_set(30, 0)
+    reference = measure(pixel_scorer(), real, image_set(40, 1, "train"), 30, tmp_path)
+    pixels = real.dataset.tensors[0].flatten(1).double()
+    assert reference.num_images == 30
+    assert torch.equal(reference.sums["real_features_sum"], pixels.sum(0))
+    assert torch.equal(reference.sums["real_features_cov_sum"], pixels.T @ pixels)
+
+
+def test_a_second_run_looks_at_no_real_image_through_the_extractor(tmp_path):
+    first, second = pixel_scorer(), pixel_scorer()
+    args = (image_set(30, 0), image_set(40, 1, "train"), 30, tmp_path)
+    before, after = measure(first, *args), measure(second, *args)
+    assert (first.extractor.seen, second.extractor.seen) == (60, 0)
+    assert after.floor == before.floor
+    assert all(torch.equal(after.sums[name], before.sums[name]) for name in before.sums)
+
+
+def test_other_images_other_numbers_and_other_weights_are_measured_anew(tmp_path):
+    class Other(PixelProtocol):
+        sha256 = "1" * 64
+
+    train, scorer = image_set(40, 1, "train"), pixel_scorer()
+    other = Scorer(Other([]), scorer.extractor, scorer.device, 7)
+    variants = [
+        (scorer, image_set(30, 0), train, 30),
+        (scorer, image_set(30, 2), train, 30),
+        (scorer, image_set(30, 0), image_set(40, 3, "train"), 30),
+        (scorer, image_set(30, 0), None, 30),
+        (scorer, image_set(30, 0), train, 20),
+        (other, image_set(30, 0), train, 30),
+    ]
+    for variant in variants:
+        measure(*variant, tmp_path)
+    assert len(list(tmp_path.iterdir())) == len(variants)
+
+
+def test_a_broken_cache_file_is_named_not_used(tmp_path):
+    args = (pixel_scorer(), image_set(30, 0), None, 30, tmp_path)
+    measure(*args)
+    (path,) = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match=path.name):
+        measure(*args)
+    assert load_statistics(tmp_path / "missing.npz") is None
+
+
+# The floor
+
+
+def test_the_floor_is_the_fid_of_training_images_in_place_of_samples(tmp_path):
+    real, train = image_set(30, 0), image_set(25, 1, "train")
+    reference = measure(pixel_scorer(), real, train, 30, tmp_path)
+    expected = distance(train.dataset.tensors[0], real.dataset.tensors[0])
+    assert reference.floor == pytest.approx(expected, rel=1e-9)
+    assert reference.floor_images == "25 train images against val"
+
+
+def test_the_floor_is_taken_at_the_number_of_samples(tmp_path):
+    floors = [
+        measure(pixel_scorer(), image_set(2000, 0), image_set(2000, 1, "train"), n, tmp_path).floor
+        for n in (20, 200, 2000)
+    ]
+    assert floors[0] > 2 * floors[1] > 4 * floors[2]
+
+
+def test_without_other_images_one_half_is_compared_with_the_other(tmp_path):
+    reference = measure(pixel_scorer(), image_set(400, 0), None, 10_000, tmp_path)
+    assert reference.floor_images == "200 val images against 200 others of them"
+    assert reference.floor > 0
+    assert reference.num_images == 400
+
+
+def test_too_few_images_are_refused_with_their_number(tmp_path):
+    with pytest.raises(ValueError, match="got 3 of val"):
+        measure(pixel_scorer(), image_set(3, 0), None, 10, tmp_path)
+
+
+def test_an_extractor_that_gives_nan_on_real_images_is_refused(tmp_path):
+    scorer = pixel_scorer()
+    scorer.extractor.forward = lambda images: torch.full((len(images), FEATURES), torch.nan)
+    with pytest.raises(ValueError, match="not finite"):
+        measure(scorer, image_set(30, 0), None, 10, tmp_path)
+
+
+def test_features_are_float32_under_autocast(tmp_path):
+    protocol = PixelProtocol([])
+    scorer = Scorer(protocol, torch.nn.Flatten(), torch.device("cpu"), 4)
+    seen = []
+    scorer.extractor.register_forward_hook(
+        lambda module, args, out: seen.append(torch.is_autocast_enabled("cpu"))
+    )
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        scorer.features(random_images(4, 0))
+    assert seen == [False]

@@ -1,0 +1,123 @@
+import pytest
+import torch
+from support.inception import write_random_inception
+from support.pixels import random_images
+from torch_fidelity import calculate_metrics
+from torchvision.transforms.functional import to_pil_image
+
+from lit_diffusion.data.digits import Digits
+from lit_diffusion.metrics.frechet import FrechetDistance
+from lit_diffusion.metrics.protocols import EmbeddedCNN, InceptionV3Compat
+from lit_diffusion.metrics.score import score
+from lit_diffusion.metrics.weights import sha256
+
+NAMES = {
+    "frechet_inception_distance": "fid",
+    "kernel_inception_distance_mean": "kid",
+    "kernel_inception_distance_std": "kid_std",
+    "precision": "precision",
+    "recall": "recall",
+    "inception_score_mean": "inception_score",
+    "inception_score_std": "inception_score_std",
+}
+
+
+def write(folder, images):
+    folder.mkdir()
+    for number, image in enumerate(images):
+        to_pil_image(image).save(folder / f"{number:05d}.png")
+    return folder
+
+
+def by_torch_fidelity(fake, real, subset, extractor):
+    found = calculate_metrics(
+        input1=str(fake),
+        input2=str(real),
+        fid=True,
+        kid=True,
+        prc=True,
+        isc=True,
+        kid_subset_size=subset,
+        cuda=False,
+        cache=False,
+        save_cpu_ram=True,
+        verbose=False,
+        **extractor,
+    )
+    return {NAMES[key]: value for key, value in found.items() if key in NAMES}
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory):
+    """120 training digits and 100 held-out ones: as tensors and as folders of grey PNGs."""
+    root = tmp_path_factory.mktemp("digits")
+    fake, real = Digits().images("train")[:120], Digits().images("val")[:100]
+    return fake, real, write(root / "fake", fake), write(root / "real", real)
+
+
+def test_scores_are_those_of_torch_fidelity_on_the_same_files(digits):
+    *_, fake, real = digits
+    protocol = EmbeddedCNN("digits-cnn")
+    expected = by_torch_fidelity(fake, real, 100, protocol.fidelity_arguments())
+    found = score(fake, real, protocol)
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_scores_of_inception_are_those_of_torch_fidelity_on_the_same_files(tmp_path):
+    path = write_random_inception(tmp_path / "random.pth")
+    fake = write(tmp_path / "fake", random_images(10, 0, 3, 32))
+    real = write(tmp_path / "real", random_images(12, 1, 3, 32) // 2)
+    arguments = {
+        "feature_extractor": "inception-v3-compat",
+        "feature_extractor_weights_path": str(path),
+    }
+    expected = by_torch_fidelity(fake, real, 10, arguments)
+    found = score(fake, real, InceptionV3Compat(str(path), sha256(path)))
+    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3)
+
+
+def test_tensors_and_files_of_the_same_images_score_alike(digits):
+    fake, real, fake_folder, real_folder = digits
+    protocol = EmbeddedCNN("digits-cnn")
+    assert score(fake, real, protocol) == pytest.approx(score(fake_folder, real_folder, protocol))
+
+
+def test_fid_is_that_of_the_streaming_sums(digits):
+    fake, real, *_ = digits
+    protocol = EmbeddedCNN("digits-cnn")
+    extractor, metric = protocol.build(), FrechetDistance(64)
+    metric.update(extractor(fake), real=False)
+    metric.update(extractor(real), real=True)
+    assert score(fake, real, protocol)["fid"] == pytest.approx(metric.compute().item(), rel=1e-3)
+
+
+def test_the_protocol_is_beside_the_numbers(digits):
+    fake, real, *_ = digits
+    found = score(fake, real, EmbeddedCNN("digits-cnn"))
+    assert (found["num_fake"], found["num_real"]) == (120, 100)
+    assert found["kid_subset_size"] == 100
+    assert found["extractor_sha256"] == EmbeddedCNN("digits-cnn").sha256
+
+
+def test_nothing_is_read_from_or_left_in_a_cache_that_is_unpickled(digits, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    fake, real, *_ = digits
+    score(fake, real, EmbeddedCNN("digits-cnn"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_colour_under_a_grey_protocol_is_refused_not_averaged():
+    colour = random_images(8, 0, 3, 8)
+    with pytest.raises(ValueError, match=r"1 channel\(s\), got 3"):
+        score(colour, colour, EmbeddedCNN("digits-cnn"))
+
+
+def test_three_images_have_no_three_neighbours(digits):
+    with pytest.raises(ValueError, match="got 3 and 100"):
+        score(digits[0][:3], digits[1], EmbeddedCNN("digits-cnn"))
+
+
+def test_floats_are_refused():
+    with pytest.raises(TypeError, match="uint8"):
+        score(torch.rand(8, 1, 8, 8), torch.rand(8, 1, 8, 8), EmbeddedCNN("digits-cnn"))
