@@ -1,0 +1,63 @@
+"""Every shipped strategy fits its protocol: for jsonargparse, which loads it from YAML, and so for
+mypy."""
+
+import pytest
+from jsonargparse import ArgumentParser
+
+from lit_diffusion import protocols
+from lit_diffusion.protocols import NonFiniteSamples
+
+VELOCITY = "lit_diffusion.parameterizations.Velocity"
+SIMPLE = {"weighting": "lit_diffusion.losses.Simple"}
+FITTING = [
+    ("Process", "processes.DiscreteVP", {"betas": "lit_diffusion.processes.CosineBetas"}),
+    ("Process", "processes.DiscreteVP", {"betas": "lit_diffusion.processes.LinearBetas"}),
+    ("Process", "processes.DiscreteVP", {"betas": "lit_diffusion.processes.SigmoidBetas"}),
+    ("Quantile", "timesteps.Uniform", {}),
+    ("Parameterization", "parameterizations.Epsilon", {}),
+    ("Parameterization", "parameterizations.Sample", {}),
+    ("Parameterization", "parameterizations.Velocity", {}),
+    ("Weighting", "losses.Simple", {}),
+    ("Weighting", "losses.MinSNR", {"gamma": 3.0, "zero_snr_weight": 1.0}),
+    ("Weighting", "losses.P2", {"gamma": 0.5}),
+    ("Loss", "losses.DenoisingLoss", SIMPLE),
+    ("Loss", "losses.HybridLoss", SIMPLE),
+    ("TimeGrid", "timesteps.Sections", {"counts": [3, 4]}),
+    ("TimeGrid", "timesteps.Stride", {}),
+    ("TimeGrid", "timesteps.LogSNR", {}),
+    ("Variance", "gaussian.FixedSmall", {}),
+    ("Variance", "gaussian.FixedLarge", {}),
+    ("Variance", "gaussian.LearnedRange", {}),
+    ("Solver", "solvers.DDPM", {"variance": "lit_diffusion.gaussian.FixedSmall"}),
+    ("Solver", "solvers.DDIM", {"times": "lit_diffusion.timesteps.Stride", "eta": 1}),
+    ("Solver", "solvers.DPMSolverPP", {"steps": 7}),
+    ("Guidance", "guidance.ClassifierFree", {"scale": 2.0}),
+    ("Codec", "codecs.PixelCodec", {}),
+]
+
+
+@pytest.mark.parametrize(("protocol", "name", "init_args"), FITTING)
+def test_a_strategy_is_loaded_by_its_class_path(protocol, name, init_args):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--strategy", type=getattr(protocols, protocol))
+    spec = {"class_path": f"lit_diffusion.{name}", "init_args": init_args}
+    made = parser.instantiate(parser.parse_object({"strategy": spec})).strategy
+    assert type(made).__name__ == name.split(".")[1]
+    for key, value in init_args.items():
+        if isinstance(value, int | float):
+            assert getattr(made, key) == value
+
+
+def test_a_class_that_does_not_fit_is_refused():
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--strategy", type=protocols.Solver)
+    with pytest.raises(Exception, match="Velocity"):
+        parser.parse_object({"strategy": {"class_path": VELOCITY}})
+
+
+def test_non_finite_samples_name_seeds_step_and_noise_level():
+    error = NonFiniteSamples(range(20), 1234, "t = 40")
+    assert error.seeds == list(range(20))
+    assert str(error).startswith(
+        "20 samples are not finite after 1234 optimizer steps, from t = 40 on (seeds 0, 1, 2, "
+    )
