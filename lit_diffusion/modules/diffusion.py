@@ -126,6 +126,17 @@ class DiffusionModule(LightningModule):
 
     # Training
 
+    def setup(self, stage: str) -> None:
+        """Refuse data of another shape or with other classes before the first step."""
+        data = getattr(self.trainer, "datamodule", None)
+        for name in ("image_shape", "num_classes"):
+            ours, theirs = getattr(self, name), getattr(data, name, None)
+            if None not in (ours, theirs) and ours != theirs:
+                raise ValueError(
+                    f"{name} is {ours} in the module, but {theirs} in {type(data).__name__}; "
+                    "change one of them."
+                )
+
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Make the randomness of this step a function of its number."""
         seed_step(_run_seed(), self.global_rank, self.global_step, batch_idx)
@@ -365,6 +376,12 @@ class DiffusionModule(LightningModule):
                 f"{self.guidance} compares with the prediction without labels, which "
                 "label_dropout=0 never trains.",
                 stacklevel=3,
+            )
+        known = getattr(self.network, "num_classes", None)
+        if known is not None and known != self.num_classes:
+            raise ValueError(
+                f"num_classes is {self.num_classes} in the module, but {known} in "
+                f"{type(self.network).__name__}; change one of them."
             )
         self._check_ends_of_process()
         self.loss.check(self.process, self.parameterization)

@@ -7,6 +7,7 @@ from lightning.pytorch import Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lit_diffusion.data.digits import Digits
 from lit_diffusion.gaussian import FixedSmall, LearnedRange
 from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.losses import DenoisingLoss, HybridLoss, Simple
@@ -210,7 +211,8 @@ def test_the_right_share_of_labels_is_dropped():
     assert torch.equal(dropped[dropped >= 0], labels[dropped >= 0])
     assert (dropped < 0).double().mean().item() == pytest.approx(0.2, abs=4 * (0.16 / 20000) ** 0.5)
     assert torch.equal(module(label_dropout=0.0)._drop_labels(labels), labels)
-    assert module(num_classes=None, label_dropout=0.0)._drop_labels(labels) is None
+    unconditional = module(nn.Identity(), num_classes=None, label_dropout=0.0)
+    assert unconditional._drop_labels(labels) is None
 
 
 def test_every_parameter_is_trained():
@@ -363,6 +365,18 @@ def test_a_loss_that_is_not_finite_names_its_step_and_noise_level():
 def test_arguments_that_do_not_go_together_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         module(**changes)
+
+
+def test_a_network_with_other_classes_is_refused():
+    with pytest.raises(ValueError, match="num_classes is 7 in the module, but 4 in UNet"):
+        module(num_classes=7)
+
+
+def test_data_of_another_kind_are_refused_before_the_first_step():
+    with pytest.raises(ValueError, match="num_classes is 4 in the module, but 10 in Digits"):
+        trainer(max_steps=1).fit(module(), Digits())
+    with pytest.raises(ValueError, match=r"image_shape is \(1, 9, 9\) in the module"):
+        trainer(max_steps=1).fit(module(image_shape=(1, 9, 9)), Digits())
 
 
 def test_noise_prediction_is_refused_where_the_process_ends_in_pure_noise():
