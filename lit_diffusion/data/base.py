@@ -157,8 +157,9 @@ class ImageDataModule(LightningDataModule):
         return DataLoader(TensorDataset(seeds, labels), batch_size=self.batch_size)
 
     def _place(self) -> tuple[int, int]:
-        """Number of processes and rank of this one."""
-        return (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        """Number of processes that share the data, and rank of this one."""
+        sharing = self.trainer.distributed_sampler_kwargs if self.trainer else None
+        return (sharing["num_replicas"], sharing["rank"]) if sharing else (1, 0)
 
     def _loader(
         self,

@@ -127,13 +127,15 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
     files = list(_walk(root))
     names = [file[len(os.path.join(root, "")) :] for file in files]
     tops = [name.split(os.sep)[0] for name in names]
+    label_of = {name: label for label, name in enumerate(classes)}
     for file, top in zip(files, tops, strict=True):
-        _require_place(file, classes, top)
+        _require_image(file)
+        if classes and top not in label_of:
+            raise ValueError(f"{file} is in no class folder: move it into one.")
     empty = sorted(set(found) - set(tops)) if files else [""]
     if empty:
         raise ValueError(f"{root / empty[0]} holds no images ({', '.join(EXTENSIONS)}).")
-    place = {name: label for label, name in enumerate(classes)}
-    labels = torch.tensor([place.get(top, -1) for top in tops])
+    labels = torch.tensor([label_of.get(top, -1) for top in tops])
     return Listing(root, np.array([os.fsencode(n) for n in names]), labels, _stamp(files, names))
 
 
@@ -187,11 +189,9 @@ def _walk(root: Path) -> Iterator[str]:
         yield from (os.path.join(folder, name) for name in sorted(names) if not _hidden(name))
 
 
-def _require_place(file: str, classes: Sequence[str], top: str) -> None:
+def _require_image(file: str) -> None:
     if not file.lower().endswith(EXTENSIONS):
         raise ValueError(f"{file} is no image by its name ({', '.join(EXTENSIONS)}): remove it.")
-    if classes and top not in classes:
-        raise ValueError(f"{file} is in no class folder: move it into one.")
 
 
 def _stamp(files: Sequence[str], names: Sequence[str]) -> str:

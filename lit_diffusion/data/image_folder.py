@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from PIL import Image
 from torch import Tensor
 
@@ -154,10 +155,10 @@ class PictureFiles(ImageDataModule):
     def default_workers(self) -> int:
         """CPUs for each of this node's processes, at most 16.
 
-        Under Slurm a process may use only its own CPUs; elsewhere processes share those they see.
+        Slurm lets a process see its own CPUs only; elsewhere processes share those they see.
         """
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        shared = self.trainer is not None and "SLURM_PROCID" not in os.environ
+        shared = self.trainer is not None and not SLURMEnvironment.detect()
         processes = self.trainer.num_devices if self.trainer and shared else 1
         return max(1, min(16, (cpus or 1) // processes))
 

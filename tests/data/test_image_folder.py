@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Trainer
 from PIL import Image
 from support.pictures import class_folders, picture, save, truncate
 
@@ -194,6 +195,8 @@ def test_files_are_loaded_by_several_processes_by_default(root):
     assert 1 <= folder(root, 2).default_workers() <= 16
     data = ImageFolder(str(root), 2, 16)
     assert data.val_dataloader().num_workers == data.default_workers()
+    data.trainer = Trainer(accelerator="cpu", devices=1000, logger=False)
+    assert data.default_workers() == 1  # the processes of a node share its CPUs
 
 
 def test_imagenet_is_read_from_its_two_folders(imagenet):
