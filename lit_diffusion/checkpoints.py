@@ -200,10 +200,9 @@ def instantiate(spec: dict[str, Any], base: type, trust: Iterable[str], path: Pa
     with trusting(trust):
         parser.add_subclass_arguments(base, "object", fail_untyped=False, required=True)
         try:
-            config = parser.parse_object({"object": spec})
-        except ArgumentError as error:
+            return parser.instantiate(parser.parse_object({"object": spec})).object
+        except (ArgumentError, ValueError) as error:
             raise ValueError(f"{path}: {innermost(error)}") from error
-        return parser.instantiate(config).object
 
 
 def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[str, Any] | None:

@@ -1,6 +1,7 @@
 """`lit-diffusion fit | validate | test | predict`: LightningCLI, with a run folder around it."""
 
 import json
+import logging
 import sys
 import time
 from argparse import ArgumentError, RawDescriptionHelpFormatter
@@ -80,6 +81,7 @@ def run(argv: Sequence[str]) -> None:
             that does not fit.
     """
     request = read_command_line(argv)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
     with trusting(request.trust):
         RunCLI(request)
 
@@ -162,7 +164,10 @@ class RunCLI(LightningCLI):
 
     def instantiate_classes(self) -> None:
         """Also leave class paths and arguments where checkpoints take them from."""
-        super().instantiate_classes()
+        try:
+            super().instantiate_classes()
+        except ValueError as error:  # jsonargparse wraps what a constructor says
+            raise ValueError(innermost(error)) from error
         self._dump_config()
         for key, built in (("model", self.model), ("data", self.datamodule)):
             if built is not None:
@@ -235,6 +240,10 @@ def _parser_settings(command: str) -> dict[str, Any]:
 
 class _Formatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
     """jsonargparse's help, under a description with its lines as they are."""
+
+
+def _is_no_advertisement(record: logging.LogRecord) -> bool:
+    return "Tip: For seamless" not in record.getMessage()
 
 
 def _has(callbacks: Sequence[Callback], kind: Any) -> bool:

@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 from support.commands import call, checkpoint, equal, weights
+from support.small_digits import small_digits
 from support.tiny_run import EMA, HERE, tiny_config, write_config
 from torch.optim import Adam
 
@@ -350,6 +351,17 @@ def test_a_config_file_with_a_wrong_name_is_told_as_the_command_line_is(capsys):
     write_config(config)
     assert call(FIT) == 2
     assert "'trainer.max_stepz'. Did you mean 'trainer.max_steps'?" in capsys.readouterr().err
+
+
+def test_arguments_that_do_not_go_together_are_told_by_those_who_know(capsys):
+    config = small_digits(1)
+    config["model"]["init_args"]["num_classes"] = None
+    config["model"]["init_args"]["label_dropout"] = 0.0
+    write_config(config)
+    assert call(FIT) == 2
+    said = capsys.readouterr().err.strip().split("\n")
+    assert said[-1].startswith("lit-diffusion fit: num_classes is None in the module, but 10 in")
+    assert "Traceback" not in said
 
 
 def test_a_checkpoint_of_another_architecture_is_told_by_name(capsys):

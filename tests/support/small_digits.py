@@ -1,6 +1,12 @@
 """A config of the real parts, small enough to train in seconds: digits, U-Net, EMA."""
 
+from pathlib import Path
 from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+
+from lit_diffusion.checkpoints import build, write_checkpoint
 
 
 def small_digits(steps: int, **trainer: Any) -> dict[str, Any]:
@@ -61,3 +67,34 @@ def small_digits(steps: int, **trainer: Any) -> dict[str, Any]:
             "init_args": {"batch_size": 64},
         },
     }
+
+
+def hyper_parameters(config: dict[str, Any], key: str) -> dict[str, Any]:
+    """What a checkpoint of such a run says of its model or data."""
+    return {"_class_path": config[key]["class_path"], **config[key]["init_args"]}
+
+
+def write_small_digits(path: Path, *, classes: bool = True) -> LightningModule:
+    """A checkpoint of the small digits model, untrained; returns the module with its averages."""
+    config = small_digits(1)
+    if not classes:
+        model = config["model"]["init_args"]
+        model["num_classes"] = model["network"]["init_args"]["num_classes"] = None
+        model["label_dropout"] = 0.0
+    hyper = hyper_parameters(config, "model")
+    torch.manual_seed(0)
+    raw, averaged = (build({"hyper_parameters": hyper}, path) for _ in range(2))
+    for module in (raw, averaged):  # networks begin with zeros in places
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.1)
+    shadows = {name: value.detach() for name, value in averaged.named_parameters()}
+    ema = {"decays": [0.9], "steps": dict.fromkeys(shadows, 9), "shadows": [shadows]}
+    content = {
+        "state_dict": raw.state_dict(),
+        "global_step": 9,
+        "callbacks": {"EMA{'prefix': ''}": ema},
+        "hyper_parameters": hyper,
+        "datamodule_hyper_parameters": hyper_parameters(config, "data"),
+    }
+    write_checkpoint(content, path)
+    return averaged.eval()

@@ -1,0 +1,23 @@
+import pytest
+from support.commands import call
+
+from lit_diffusion.metrics import weights
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(weights, "_download", lambda url, path: asked.append((url, path)))
+    return asked
+
+
+def test_a_file_that_is_there_is_checked_and_not_downloaded(tmp_path, no_network, capsys):
+    (tmp_path / weights.INCEPTION_FILE).write_bytes(b"broken")
+    assert call(f"fetch-weights --to {tmp_path}") == 2
+    assert "has SHA-256" in capsys.readouterr().err
+    assert no_network == []
+
+
+def test_the_mirror_and_the_place_are_those_asked_for(tmp_path, no_network):
+    call(f"fetch-weights --to {tmp_path} --url https://mirror.example/x.pth")
+    assert no_network == [("https://mirror.example/x.pth", tmp_path / weights.INCEPTION_FILE)]

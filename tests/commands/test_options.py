@@ -1,0 +1,28 @@
+import argparse
+
+import pytest
+
+from lit_diffusion.commands.options import Parser, labels
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("0", [0]), ("0,1,2", [0, 1, 2]), ("-1,3", [-1, 3])]
+)
+def test_labels_are_comma_separated_integers(text, expected):
+    assert labels(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,,2", "1.5", "1 2"])
+def test_other_labels_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="must be integers such as 0,1,2"):
+        labels(text)
+
+
+def test_a_parser_raises_instead_of_printing_usage(capsys):
+    parser = Parser("x", "Do x.")
+    parser.add_argument("--colour", required=True)
+    with pytest.raises(ValueError, match="colour must be given"):
+        parser.parse_args([])
+    with pytest.raises(ValueError, match="Did you mean 'colour'"):
+        parser.parse_args(["--colour", "red", "--color", "blue"])
+    assert capsys.readouterr() == ("", "")
