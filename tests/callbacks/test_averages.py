@@ -1,4 +1,8 @@
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,3 +106,11 @@ def test_an_average_that_does_not_fit_is_refused_by_name(params):
     state = pack({"w": Average(5, [torch.zeros(1)])}, (0.9,))
     with pytest.raises(ValueError, match="'w'"):
         unpack(state, (0.9,), params)
+
+
+@pytest.mark.system
+def test_sharded_weights_are_averaged_shard_by_shard(tmp_path):
+    script = Path(__file__).parents[1] / "support" / "two_shards.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*command, script], check=True, timeout=200, cwd=tmp_path, env=environment)

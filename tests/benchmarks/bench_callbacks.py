@@ -1,0 +1,89 @@
+"""Milliseconds that each callback adds to a training step of a network with one parameter.
+
+    python tests/benchmarks/bench_callbacks.py [--steps 500] [--rounds 5]
+
+Runs with and without each callback take turns; the median of the rounds is printed, and the share
+of a step of 100 ms that it would be.
+"""
+
+import argparse
+import logging
+import statistics
+import tempfile
+import time
+import warnings
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lit_diffusion.callbacks import EMA, SampleGrid, StepSeed
+
+
+class OneParameter(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def training_step(self, batch, batch_idx):
+        return (self.weight - batch[0]).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+    def generate(self, seeds, labels=None):
+        return torch.zeros(len(seeds), 1, 8, 8, dtype=torch.uint8)
+
+
+def milliseconds_per_step(callbacks, steps):
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            default_root_dir=folder,
+            max_steps=steps,
+            callbacks=callbacks,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        data = DataLoader(TensorDataset(torch.zeros(steps, 1)), batch_size=1)
+        start = time.perf_counter()
+        trainer.fit(OneParameter(), data)
+        return 1000 * (time.perf_counter() - start) / steps
+
+
+ARMS = {
+    "none": lambda n: [],
+    "a callback without hooks": lambda n: [Callback()],
+    "EMA": lambda n: [EMA()],
+    "EMA, 3 decays": lambda n: [EMA((0.999, 0.9999, 0.99999))],
+    "StepSeed": lambda n: [StepSeed(0)],
+    "SampleGrid, not drawing": lambda n: [SampleGrid(16, every_n_steps=10 * n)],
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.simplefilter("ignore")
+    milliseconds_per_step([], 50)  # warm-up
+    times = {name: [] for name in ARMS}
+    for _ in range(options.rounds):
+        for name, make in ARMS.items():
+            times[name].append(milliseconds_per_step(make(options.steps), options.steps))
+    base = statistics.median(times["none"])
+    for name, found in times.items():
+        median = statistics.median(found)
+        print(
+            f"{name:26} {median:7.3f} ms/step  {median - base:+7.3f} ms"
+            f"  {median - base:+6.2f}% of 100 ms"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""The callbacks in LightningModules that have nothing to do with this project.
+
+Laws that need one callback alone are in tests/callbacks/; here they work together.
+"""
+
+import copy
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.pictures_module import PicturesModule, pictures
+from support.plain_module import assert_close, assert_same_bits, make_trainer, trainable
+from support.tiny_diffusion import images, tiny_diffusion
+from torch import nn
+
+from lit_diffusion.callbacks import EMA, NoiseLevelLoss, SampleGrid, StepSeed
+
+
+def all_callbacks(every_n_steps=None):
+    return [
+        StepSeed(seed=1),
+        SampleGrid(num=3, every_n_steps=every_n_steps),
+        EMA(decays=(0.9, 0.5)),
+    ]
+
+
+class BusyPictures(PicturesModule):
+    """With a frozen, a shared and a BatchNorm layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm2d(1), nn.Linear(4, 4))
+        self.again = self.net[0]
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+
+    def training_step(self, batch, batch_idx):
+        x = self.frozen(batch[0].float() / 255)
+        return super().training_step(batch, batch_idx) + self.net(self.again(x)).pow(2).mean()
+
+
+class TwoOptimizers(BusyPictures):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD([self.shift], 0.1), torch.optim.SGD(self.net.parameters(), 0.1)]
+
+
+def compiled():
+    module = BusyPictures()
+    module.net = torch.compile(module.net, backend="eager")
+    return module
+
+
+@pytest.mark.parametrize("validation", [True, False])
+@pytest.mark.parametrize("make", [BusyPictures, TwoOptimizers, compiled])
+def test_all_callbacks_work_together(tmp_path, make, validation):
+    module = make()
+    callbacks = all_callbacks(None if validation else 2)
+    automatic = module.automatic_optimization
+    trainer = make_trainer(
+        tmp_path, *callbacks, max_epochs=2, accumulate_grad_batches=2 if automatic else 1
+    )
+    trainer.fit(module, pictures(), pictures(6) if validation else None)
+    state = callbacks[-1].state_dict()
+    names = {"shift", "net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias"}
+    assert set(state["steps"]) == names | {"net.2.weight", "net.2.bias"}
+    assert set(state["steps"].values()) == {4 if automatic else 8}
+    assert len(list((tmp_path / "samples").glob("step-*-ema.png"))) >= 2
+    trainer.save_checkpoint(tmp_path / "c.ckpt")
+    saved = torch.load(tmp_path / "c.ckpt", weights_only=True)
+    assert_same_bits(dict(module.state_dict()), dict(saved["state_dict"]))
+    raw = trainable(module)
+    with callbacks[-1].weights("ema_0.5"):
+        now = {k.replace("_orig_mod.", ""): v for k, v in trainable(module).items()}
+        assert_close(now, state["shadows"][1], 0)
+    assert_same_bits(trainable(module), raw)
+
+
+@pytest.mark.slow
+def test_a_compiled_module_with_the_default_backend_is_averaged(tmp_path):
+    module = BusyPictures()
+    module.net.compile()
+    ema = EMA((0.9,))
+    make_trainer(tmp_path, StepSeed(0), ema).fit(module, pictures(), pictures(5))
+    assert set(ema.state_dict()["steps"].values()) == {4}
+
+
+@pytest.mark.parametrize("saved_at", [4, 6])  # the end of an epoch, the middle of one
+def test_train_2n_equals_train_n_then_resume_to_the_last_bit(tmp_path, saved_at):
+    def train(folder, ckpt_path=None):
+        module = tiny_diffusion()
+        callbacks = [
+            StepSeed(1),
+            EMA((0.9, 0.5), every_n_steps=3),
+            SampleGrid(2),
+            NoiseLevelLoss(2),
+            ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2),
+        ]
+        trainer = make_trainer(folder, *callbacks, max_epochs=3, enable_checkpointing=True)
+        trainer.fit(module, _InOrder(trainer), images(9, 4), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(folder / "end.ckpt")
+        return folder
+
+    whole = train(tmp_path / "whole")
+    middle = whole / f"step={saved_at}.ckpt"
+    resumed = train(tmp_path / "resumed", middle)
+    end, again = (torch.load(folder / "end.ckpt", weights_only=True) for folder in (whole, resumed))
+    for part in ("state_dict", "optimizer_states", "global_step"):
+        assert_same_bits(again[part], end[part])
+    key = "EMA{'prefix': ''}"
+    assert_same_bits(again["callbacks"][key], end["callbacks"][key])
+    grids = [(f / "samples" / "step-00000012-ema.png").read_bytes() for f in (whole, resumed)]
+    assert grids[0] == grids[1]
+
+
+class _InOrder:
+    """Batches by position in the run, so that a resume in mid-epoch goes on where it was."""
+
+    def __init__(self, trainer):
+        self.trainer, self.batches = trainer, list(images(16, 4))
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        yield from self.batches[done:] if done < len(self) else self.batches
+
+
+def test_training_is_the_same_with_and_without_callbacks(tmp_path):
+    def losses(*callbacks):
+        module, found = tiny_diffusion(), []
+        # Numbers from one undisturbed stream, where any draw of a callback would show.
+        module.on_train_batch_start = lambda batch, batch_idx: None
+        step = module.training_step
+
+        def recorded(batch, batch_idx):
+            out = step(batch, batch_idx)
+            found.append(out["loss"].item())
+            return out
+
+        module.training_step = recorded
+        torch.manual_seed(0)
+        trainer = make_trainer(tmp_path, *callbacks, max_epochs=3, num_sanity_val_steps=0)
+        trainer.fit(module, images(16, 4), images(9, 4))
+        return found
+
+    plain = losses()
+    assert len(set(plain)) == 12
+    assert losses(EMA((0.9,)), SampleGrid(2), NoiseLevelLoss(3)) == plain
+    by_steps = SampleGrid(2, every_n_steps=1), NoiseLevelLoss(3, every_n_steps=1)
+    assert losses(*by_steps, EMA((0.9,))) == plain
+
+
+def test_the_snippet_of_the_readme_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = Path(__file__).parent / "foreign_project.py"
+    spec = importlib.util.spec_from_file_location("foreign_project", path)
+    project = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(project)
+    trainer = project.main(folder=str(tmp_path / "run"), max_epochs=2)
+    assert trainer.global_step == 24
+    assert "val/fid_360" in trainer.callback_metrics
+    files = {f.name for f in (tmp_path / "run" / "samples").iterdir()}
+    assert files == {"step-00000024-ema.png", "nearest-00000024-ema.png"}
+
+
+@pytest.mark.system
+def test_importing_the_callbacks_imports_none_of_them():
+    code = (
+        "import sys, lit_diffusion.callbacks as c\n"
+        "assert 'torch' not in sys.modules\n"
+        "from lit_diffusion.callbacks import EMA\n"
+        "assert 'lit_diffusion.metrics' not in sys.modules\n"
+        "assert all(callable(getattr(c, name)) for name in c.__all__)\n"
+        "try:\n    c.Nonsense\nexcept AttributeError:\n    pass\nelse:\n    raise SystemExit(1)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd="/")
+
+
+def test_a_module_can_be_copied_and_pickled_after_fit(tmp_path):
+    module = PicturesModule()
+    make_trainer(tmp_path, EMA((0.9,))).fit(module, pictures())
+    assert_same_bits(dict(copy.deepcopy(module).state_dict()), dict(module.state_dict()))
