@@ -1,0 +1,93 @@
+import lightning.pytorch as pl
+import pytest
+import torch
+from support.tiny_run import TinyData, TinyModule, TinyNet
+
+from lit_diffusion.callbacks.progress import PlainProgress, progress_line, total_steps
+
+
+def trainer_with(callback, **options):
+    return pl.Trainer(
+        callbacks=[callback],
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+        **options,
+    )
+
+
+def fit(callback, **options):
+    trainer = trainer_with(callback, **options)
+    trainer.fit(TinyModule(TinyNet(3), torch.optim.Adam), TinyData())  # 4 batches an epoch
+    return trainer
+
+
+def lines(capsys) -> list[str]:
+    return [line for line in capsys.readouterr().err.split("\n") if line.startswith("step ")]
+
+
+def test_a_line_holds_step_metrics_rate_and_time_left():
+    line = progress_line(20, 100, 1, {"train/loss": 0.123456}, seconds=10.0, done=20)
+    assert line == "step 20/100  epoch 1  train/loss 0.1235  2.0 steps/s  0:00:40 left"
+
+
+def test_a_slow_run_is_told_in_seconds_a_step_and_an_open_one_without_an_end():
+    line = progress_line(30, float("inf"), 0, {}, seconds=40.0, done=10)
+    assert line == "step 30  epoch 0  4.0 s/step"
+
+
+def test_the_rate_counts_only_steps_of_this_process():
+    line = progress_line(1010, 1020, 0, {}, seconds=5.0, done=10)
+    assert line.endswith("2.0 steps/s  0:00:05 left")
+
+
+def test_first_and_last_step_and_validations_have_a_line_and_no_line_is_rewritten(capsys):
+    fit(PlainProgress(every_n_seconds=1000), max_steps=10)
+    seen = lines(capsys)
+    assert [line.split()[1] for line in seen] == ["1/10", "4/10", "8/10", "10/10"]
+    assert not any("\r" in line for line in seen)
+
+
+def test_every_step_has_a_line_where_time_says_so(capsys):
+    fit(PlainProgress(every_n_seconds=1e-9), max_steps=3)
+    assert [line.split()[1] for line in lines(capsys)] == ["1/3", "2/3", "3/3"]
+
+
+def test_metrics_of_the_bar_are_in_the_line(capsys):
+    fit(PlainProgress(), max_steps=1)
+    assert "train/loss " in lines(capsys)[0]
+
+
+def test_it_takes_the_place_of_the_trainers_bar():
+    trainer = trainer_with(callback := PlainProgress(), max_steps=1)
+    assert trainer.progress_bar_callback is callback
+
+
+def test_other_ranks_are_silent(capsys):
+    callback = PlainProgress()
+    callback.disable()
+    fit(callback, max_steps=2)
+    callback.print("nothing")
+    assert lines(capsys) == []
+
+
+@pytest.mark.parametrize(
+    ("options", "total"),
+    [
+        ({"max_steps": 7}, 7),
+        ({"max_steps": 7, "max_epochs": 1}, 4),
+        ({"max_epochs": 2}, 8),
+        ({"max_epochs": 2, "accumulate_grad_batches": 3}, 4),
+        ({"max_epochs": 2, "limit_train_batches": 2}, 4),
+    ],
+)
+def test_the_total_is_the_number_of_steps_that_the_run_takes(options, total):
+    trainer = fit(PlainProgress(), **options)
+    assert total_steps(trainer) == trainer.global_step == total
+
+
+@pytest.mark.parametrize("seconds", [0, -1])
+def test_a_time_that_is_not_positive_is_refused(seconds):
+    with pytest.raises(ValueError, match="every_n_seconds must be > 0"):
+        PlainProgress(every_n_seconds=seconds)

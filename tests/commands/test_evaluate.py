@@ -1,0 +1,126 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.commands import call
+from support.small_digits import write_small_digits
+from torch_fidelity import calculate_metrics
+
+from lit_diffusion.data.digits import Digits
+from lit_diffusion.metrics.protocols import EmbeddedCNN
+
+RUN = "evaluate --checkpoint run --extractor digits-cnn"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def run(folder):
+    write_small_digits(Path("run/checkpoints/last.ckpt"))
+
+
+def write_digits(path: str, split: str, num: int) -> None:
+    Path(path).mkdir()
+    for i, image in enumerate(Digits().images(split)[:num]):
+        Image.fromarray(image[0].numpy()).save(f"{path}/{i:04d}.png")
+
+
+def test_scores_are_torch_fidelitys_on_the_same_pngs(run, capsys):
+    write_digits("real", "val", 40)
+    assert call(f"{RUN} --reference real --num 30 --out made") == 0
+    found = json.loads(capsys.readouterr().out)
+    Path("made/grid.png").unlink()
+    expected = calculate_metrics(
+        input1="made",
+        input2="real",
+        fid=True,
+        kid=True,
+        prc=True,
+        isc=True,
+        kid_subset_size=30,
+        cuda=False,
+        cache=False,
+        verbose=False,
+        **EmbeddedCNN("digits-cnn").fidelity_arguments(),
+    )
+    for name, theirs in {
+        "fid": "frechet_inception_distance",
+        "kid": "kernel_inception_distance_mean",
+        "precision": "precision",
+        "recall": "recall",
+        "inception_score": "inception_score_mean",
+    }.items():
+        assert found[name] == pytest.approx(expected[theirs], rel=1e-3, abs=1e-6)
+
+
+def test_the_record_tells_everything_that_the_scores_depend_on(run, capsys):
+    assert call(f"{RUN} --num 20 --steps 2 --labels 3 --seed 5 --weights raw") == 0
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    assert (found["num_fake"], found["num_real"], found["reference"]) == (20, 360, "val")
+    assert (found["protocol"], len(found["extractor_sha256"])) == ("digits-cnn", 64)
+    assert found["floor_images"] == "20 train images against val"
+    assert found["fid_floor"] > 0
+    samples = found["samples"]
+    assert (samples["weights"], samples["seeds"], samples["labels"]) == ("raw", [5, 25], [3])
+    assert samples["sampling"]["steps"] == 2
+    assert f"FID 20     {found['fid']:.4g}   (floor " in told.err
+
+
+def test_as_many_images_as_are_real_are_made_with_the_protocol_of_the_run(run, capsys):
+    write_digits("real", "val", 12)
+    Path("run/evaluations.jsonl").write_text('{"protocol": "digits-cnn", "step": 3}\n')
+    assert call("evaluate --checkpoint run --reference real") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_fake"], found["protocol"]) == (12, "digits-cnn")
+
+
+def test_images_of_sample_are_scored_with_how_they_were_made(run, capsys):
+    write_digits("real", "val", 12)
+    call("sample --checkpoint run --num 12 --out made")
+    capsys.readouterr()
+    assert call("evaluate --images made --reference real --extractor digits-cnn") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_fake"] == 12
+    assert found["samples"]["weights"] == "ema_0.9"
+
+
+def test_real_images_score_better_than_noise(capsys):
+    write_digits("real", "val", 60)
+    write_digits("train", "train", 60)
+    Path("noise").mkdir()
+    for i in range(60):
+        pixels = torch.randint(256, (8, 8), generator=torch.Generator().manual_seed(i))
+        Image.fromarray(pixels.numpy().astype(np.uint8)).save(f"noise/{i:04d}.png")
+    fids = []
+    for images in ("train", "noise"):
+        call(f"evaluate --images {images} --reference real --extractor digits-cnn")
+        fids.append(json.loads(capsys.readouterr().out)["fid"])
+    assert fids[0] < fids[1] / 4
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("evaluate", "give either --checkpoint C or --images DIR."),
+        ("evaluate --images x --checkpoint run", "give either --checkpoint C or --images DIR."),
+        ("evaluate --images x", "--images needs --reference"),
+        ("evaluate --images x --reference val", "--images needs --reference"),
+        (f"{RUN} --reference nowhere", "nowhere is neither a folder of images nor an .npz"),
+        (f"{RUN}x", "there is no FID protocol 'digits-cnnx'"),
+        (f"{RUN} --out full", "--out full already holds images"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(run, capsys, command, told):
+    write_digits("full", "val", 1)
+    assert call(command) == 2
+    said = capsys.readouterr().err.strip().split("\n")
+    assert told in said[-1]
+    assert not any("Traceback" in line for line in said)

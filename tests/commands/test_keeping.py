@@ -1,0 +1,132 @@
+import os
+import time
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support.commands import equal
+from support.tiny_run import TinyData, TinyModule, TinyNet
+
+from lit_diffusion.commands.keeping import LastCheckpoint
+
+
+class Saves(LastCheckpoint):
+    """Remembers the steps at which it saved."""
+
+    def _save(self, trainer):
+        super()._save(trainer)
+        self.steps = [*getattr(self, "steps", []), trainer.global_step]
+
+
+def fit(callback: pl.Callback, tmp_path: Path, ckpt_path=None, callbacks=(), **options):
+    torch.manual_seed(0)
+    module = TinyModule(TinyNet(3), torch.optim.Adam)
+    options = {"max_steps": 12} | options
+    trainer = pl.Trainer(
+        callbacks=[*callbacks, callback],
+        accelerator="cpu",
+        logger=False,
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    trainer.fit(module, TinyData(), ckpt_path=ckpt_path)  # 4 batches an epoch
+    return trainer
+
+
+def saved(tmp_path: Path) -> dict:
+    return torch.load(tmp_path / "last.ckpt", weights_only=True)
+
+
+class SlowBatches(pl.Callback):
+    def on_train_batch_start(self, *args):
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_steps": 3},
+        {"max_steps": 4},
+        {"max_steps": 6, "check_val_every_n_epoch": 2},
+        {"max_epochs": 2, "max_steps": -1},
+        {"max_epochs": 2, "max_steps": -1, "limit_val_batches": 0},
+        {"max_epochs": 2, "max_steps": -1, "accumulate_grad_batches": 3},
+        {"max_steps": 5, "val_check_interval": 2},
+    ],
+)
+def test_the_file_at_the_end_is_that_of_the_last_step(tmp_path, options):
+    callback = Saves(tmp_path, first=100)
+    trainer = fit(callback, tmp_path, **options)
+    assert callback.steps == [trainer.global_step]
+    assert equal(saved(tmp_path)["state_dict"], trainer.model.state_dict())
+
+
+@pytest.mark.parametrize("limit_val_batches", [0, 1.0])
+def test_a_run_that_another_callback_stops_keeps_its_last_step(tmp_path, limit_val_batches):
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            trainer.should_stop = trainer.global_step == 6
+
+    callback = Saves(tmp_path, first=100)
+    fit(callback, tmp_path, callbacks=[Stop()], limit_val_batches=limit_val_batches)
+    assert callback.steps == [6]
+
+
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}, {"accumulate_grad_batches": 2}])
+@pytest.mark.parametrize("steps", range(1, 7))
+def test_a_resume_from_any_end_is_exact(tmp_path, steps, options):
+    whole = fit(Saves(tmp_path / "whole"), tmp_path, max_steps=8, **options)
+    fit(Saves(tmp_path), tmp_path, max_steps=steps, **options)
+    file = tmp_path / "last.ckpt"
+    resumed = fit(Saves(tmp_path), tmp_path, file, max_steps=8, **options)
+    assert equal(whole.model.state_dict(), resumed.model.state_dict())
+    assert whole.current_epoch == resumed.current_epoch
+
+
+def test_the_first_save_comes_early_and_then_time_decides(tmp_path):
+    callback = Saves(tmp_path, first=2, every_n_seconds=0.1)
+    callback.steps = []
+    fit(callback, tmp_path, callbacks=[SlowBatches()], max_steps=60, limit_val_batches=0)
+    assert callback.steps[0] == 2
+    pauses = [b - a for a, b in zip(callback.steps[:-1], callback.steps[1:-1], strict=False)]
+    assert pauses
+    assert min(pauses) >= 2
+
+
+def test_saving_that_is_slow_is_done_less_often(tmp_path, monkeypatch):
+    callback = Saves(tmp_path, first=1, every_n_seconds=0.001)
+    save = pl.Trainer.save_checkpoint
+
+    def slowly(*args, **options):
+        time.sleep(0.05)
+        save(*args, **options)
+
+    monkeypatch.setattr(pl.Trainer, "save_checkpoint", slowly)
+    fit(callback, tmp_path, max_steps=20, limit_val_batches=0)
+    assert callback.steps == [1, 20]
+
+
+def test_a_checkpoint_that_is_due_with_a_validation_holds_what_follows_it(tmp_path):
+    """Validation of the step that is saved is over, so a resume need not repeat it."""
+    seen = []
+
+    class Order(pl.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            seen.append(("validated", trainer.global_step))
+
+    class Noting(Saves):
+        def _save(self, trainer):
+            super()._save(trainer)
+            seen.append(("saved", trainer.global_step))
+
+    fit(Noting(tmp_path, first=4), tmp_path, callbacks=[Order()], max_steps=5)
+    assert seen == [("validated", 4), ("saved", 4), ("saved", 5)]
+
+
+def test_nothing_but_the_file_is_left_in_the_folder(tmp_path):
+    fit(LastCheckpoint(tmp_path / "checkpoints", first=1, every_n_seconds=0.001), tmp_path)
+    assert os.listdir(tmp_path / "checkpoints") == ["last.ckpt"]
