@@ -1,7 +1,6 @@
 """The LightningModule: network + process + parameterization + loss + solver, all injected."""
 
 import os
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +16,7 @@ from torchmetrics import MeanMetric
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.gaussian import expand_as
 from lit_diffusion.lr_schedules import WarmupLinear
+from lit_diffusion.modules.checks import LossWatch, check_data, check_labels, check_objective
 from lit_diffusion.protocols import (
     Codec,
     Denoise,
@@ -117,25 +117,23 @@ class DiffusionModule(LightningModule):
         self.network.to(memory_format=self.memory_format)
         self.timestep_density: Tensor | None = None
         self.timestep_weight: Tensor | None = None
-        self._first_bad: Tensor | None = None  # (step, u) of the first loss that is not finite
+        self._watch = LossWatch()
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
         self._val_loss = MeanMetric().set_dtype(torch.float64)
         self._test_loss = MeanMetric().set_dtype(torch.float64)
-        self._check_consistency()
+        check_labels(num_classes, label_dropout, guidance, network)
+        check_objective(process, parameterization, loss, solver)
 
     # Training
 
     def setup(self, stage: str) -> None:
         """Refuse data of another shape or with other classes before the first step."""
-        data = getattr(self.trainer, "datamodule", None)
-        for name in ("image_shape", "num_classes"):
-            ours, theirs = getattr(self, name), getattr(data, name, None)
-            if None not in (ours, theirs) and ours != theirs:
-                raise ValueError(
-                    f"{name} is {ours} in the module, but {theirs} in {type(data).__name__}; "
-                    "change one of them."
-                )
+        check_data(
+            getattr(self.trainer, "datamodule", None),
+            image_shape=self.image_shape,
+            num_classes=self.num_classes,
+        )
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Make the randomness of this step a function of its number."""
@@ -266,22 +264,17 @@ class DiffusionModule(LightningModule):
         return weight[bin_of(u, len(weight))]
 
     def _refuse_non_finite(self, losses: Tensor, u: Tensor) -> None:
-        """Stop at a loss that is not finite, naming the first such step and its noise level.
-
-        Both are noted on the device; a GPU is waited for only when logs are due.
-        """
-        worst = u.masked_fill(losses.isfinite(), torch.inf).min()
-        now = torch.stack([torch.full_like(worst, self.global_step), worst])
-        first = now if self._first_bad is None else self._first_bad
-        self._first_bad = torch.where(first[1].isinf(), now, first)
+        """Stop at a loss that is not finite; a GPU is waited for only when logs are due."""
+        self._watch.see(losses, u, self.global_step)
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        due = (self.global_step + 1) % every == 0
-        if (due or self.device.type == "cpu") and self._first_bad[1].isfinite():
-            step, rank = self._first_bad.tolist()
-            t = self.times.quantile(self._first_bad[1:], self.process).item()
+        if self.device.type != "cpu" and (self.global_step + 1) % every:
+            return
+        bad = self._watch.first_bad()
+        if bad is not None:
+            t = self.times.quantile(u.new_tensor([bad[1]]), self.process).item()
             raise FloatingPointError(
-                f"the loss is not finite since optimizer step {step:.0f}, first at noise level "
-                f"u = {rank:.3f} (t = {t:g}); lower the lr, clip gradients "
+                f"the loss is not finite since optimizer step {bad[0]}, first at noise level u = "
+                f"{bad[1]:.3f} (t = {t:g}); lower the lr, clip gradients "
                 "(trainer.gradient_clip_val=1), or resume from an earlier checkpoint."
             )
 
@@ -360,46 +353,6 @@ class DiffusionModule(LightningModule):
                 "max_steps to the Trainer or total_steps to the schedule."
             )
         return int(steps)
-
-    def _check_consistency(self) -> None:
-        """Find arguments that do not go together before the first step does."""
-        if not 0 <= self.label_dropout < 1:
-            raise ValueError(f"label_dropout must be in [0, 1), got {self.label_dropout}.")
-        if self.num_classes is None and (self.label_dropout > 0 or self.guidance is not None):
-            raise ValueError(
-                f"label_dropout={self.label_dropout} and guidance={self.guidance} need labels; "
-                f"pass "
-                "num_classes."
-            )
-        if self.guidance is not None and self.label_dropout == 0:
-            warnings.warn(
-                f"{self.guidance} compares with the prediction without labels, which "
-                "label_dropout=0 never trains.",
-                stacklevel=3,
-            )
-        known = getattr(self.network, "num_classes", None)
-        if known is not None and known != self.num_classes:
-            raise ValueError(
-                f"num_classes is {self.num_classes} in the module, but {known} in "
-                f"{type(self.network).__name__}; change one of them."
-            )
-        self._check_ends_of_process()
-        self.loss.check(self.process, self.parameterization)
-        variance = getattr(self.solver, "variance", None)
-        if getattr(variance, "learned", False) and self.loss.output_factor != 2:
-            raise ValueError(
-                f"solver {self.solver} needs a learned variance, which {self.loss} does not train; "
-                "use HybridLoss."
-            )
-
-    def _check_ends_of_process(self) -> None:
-        ends = torch.tensor([self.process.t_min, self.process.t_max], dtype=torch.float64)
-        if not self.parameterization.gain(*self.process.alpha_sigma(ends)).isfinite().all():
-            raise ValueError(
-                f"{self.parameterization} can't recover x0 from pure noise, where {self.process} "
-                f"ends "
-                "(SNR = 0); use Velocity or Sample."
-            )
 
 
 def _run_seed() -> int:
