@@ -1,0 +1,634 @@
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from jsonargparse import ArgumentParser
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.loggers import Logger
+from support.pixels import FEATURES, PixelProtocol, random_images
+from support.rising import Rising, loader, trainer
+from torch import nn
+from torchvision.transforms.functional import to_pil_image
+
+from lit_diffusion.callbacks.ema import EMA
+from lit_diffusion.callbacks.fid import FIDEvaluation
+from lit_diffusion.callbacks.step_seed import StepSeed
+from lit_diffusion.data.digits import Digits
+from lit_diffusion.metrics.frechet import FrechetDistance
+from lit_diffusion.metrics.protocols import EmbeddedCNN, InceptionV3Compat
+from lit_diffusion.protocols import NonFiniteSamples
+
+NUM = 20
+
+
+def fid(tmp_path, num_samples=NUM, built=None, **options):
+    defaults = {"weights": "raw", "batch_size": 8, "cache_dir": str(tmp_path / "cache")}
+    protocol = PixelProtocol([] if built is None else built)
+    return FIDEvaluation(num_samples, protocol, **(defaults | options))
+
+
+def fit(tmp_path, callbacks, module=None, ckpt_path=None, **options):
+    module = Rising() if module is None else module
+    run = trainer(tmp_path, callbacks, **options)
+    run.fit(module, loader(8), loader(30, seed=1), ckpt_path=ckpt_path)
+    return module, run
+
+
+def records(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
+
+
+class Memory(Logger):
+    name, version = "memory", 0
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_hyperparams(self, *args, **kwargs):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, dict(metrics)))
+
+    def of(self, name):
+        return [(step, row[name]) for step, row in self.rows if name in row]
+
+
+# What is measured
+
+
+def test_the_value_is_the_frechet_distance_of_the_seeds_images_and_the_split(tmp_path):
+    module, run = fit(tmp_path, [fid(tmp_path)])
+    with torch.no_grad():
+        samples = module.eval().generate(range(NUM))
+    metric = FrechetDistance(FEATURES)
+    metric.update(samples.flatten(1), real=False)
+    metric.update(random_images(30, 1).flatten(1), real=True)
+    assert run.callback_metrics[f"val/fid_{NUM}_raw"] == pytest.approx(
+        metric.compute().item(), rel=1e-6
+    )
+
+
+def test_every_evaluation_is_written_with_its_protocol(tmp_path):
+    fit(tmp_path, [fid(tmp_path)], max_epochs=2)
+    first, second = records(tmp_path)
+    assert (first["step"], second["step"]) == (8, 16)
+    seconds = first.pop("seconds")
+    assert set(seconds) == {"generate", "features", "total", "estimated"}
+    value, data = first.pop("value"), first.pop("data")
+    assert value > 0
+    assert len(data) == 16
+    assert first.pop("floor") > 0
+    assert first == {
+        "metric": f"val/fid_{NUM}_raw",
+        "step": 8,
+        "num_fake": NUM,
+        "num_real": 30,
+        "reference": "val",
+        "protocol": "pixels",
+        "extractor_sha256": "0" * 64,
+        "resize": "none",
+        "weights": "raw",
+        "seeds": [0, NUM],
+        "labels": None,
+        "sampling": {},
+        "floor_images": "8 train images against val",
+        "non_finite": 0,
+        "non_finite_seeds": [],
+    }
+
+
+def test_sampling_and_labels_are_recorded_as_the_module_tells_them(tmp_path):
+    class Telling(Rising):
+        num_classes = 3
+
+        def sampling_record(self):
+            return {"solver": "DDIM", "steps": 20}
+
+    module, _ = fit(tmp_path, [fid(tmp_path)], Telling())
+    (record,) = records(tmp_path)
+    assert record["sampling"] == {"solver": "DDIM", "steps": 20}
+    assert record["labels"] == "seed % 3"
+    assert module.labels == [seed % 3 for seed in range(NUM)]
+
+
+def test_the_name_tells_the_number_and_weights_other_than_ema(tmp_path):
+    def name(num, weights):
+        return fid(tmp_path, num, weights=weights).metric_name("val")
+
+    assert name(360, "ema") == "val/fid_360"
+    assert name(50_000, "ema") == "val/fid_50k"
+    assert name(360, "raw") == "val/fid_360_raw"
+
+
+def test_fid_and_floor_are_logged_side_by_side(tmp_path):
+    memory = Memory()
+    fit(tmp_path, [fid(tmp_path)], logger=memory, max_epochs=2)
+    (value,) = {record["floor"] for record in records(tmp_path)}
+    floors = memory.of(f"val/fid_{NUM}_raw_floor")
+    assert [floor for _, floor in floors] == pytest.approx([value, value], rel=1e-6)
+    assert len(memory.of(f"val/fid_{NUM}_raw")) == 2
+
+
+def test_the_shipped_protocol_works_on_the_embedded_data(tmp_path):
+    class Digital(Rising):
+        def generate(self, seeds, labels=None):
+            return Digits().images("train")[list(seeds)]
+
+    module, data = Digital(), Digits(batch_size=512)
+    callback = FIDEvaluation(100, "digits-cnn", weights="raw", cache_dir=str(tmp_path / "cache"))
+    trainer(tmp_path, [callback]).fit(module, data)
+    (record,) = records(tmp_path)
+    assert record["num_real"] == 360
+    assert record["data"] == Digits().fingerprint("val")
+    assert record["extractor_sha256"] == EmbeddedCNN("digits-cnn").sha256
+    assert 0.3 < record["value"] / record["floor"] < 3
+
+
+def test_a_folder_of_images_may_be_the_reference(tmp_path):
+    folder = tmp_path / "real"
+    folder.mkdir()
+    for number, image in enumerate(random_images(30, 1)):
+        to_pil_image(image).save(folder / f"{number:03d}.png")
+    fit(tmp_path, [fid(tmp_path)])
+    fit(tmp_path / "other", [fid(tmp_path, reference=str(folder))])
+    by_split, by_folder = records(tmp_path)[0], records(tmp_path / "other")[0]
+    assert by_folder["value"] == by_split["value"]
+    assert by_folder["data"] == by_split["data"]
+    assert by_folder["reference"] == str(folder)
+    assert by_folder["floor_images"].startswith("15 ")
+
+
+# Which weights
+
+
+def averaged(step, decay=0.5):
+    """`level` is k after step k; so is its average, up to the history."""
+    level = 0.0
+    for k in range(1, step + 1):
+        level = decay * level + (1 - decay) * k
+    return level
+
+
+def in_order(first, *callbacks):
+    return list(callbacks) if first else list(reversed(callbacks))
+
+
+@pytest.mark.parametrize("ema_first", [True, False])
+@pytest.mark.parametrize("every_n_steps", [None, 3])
+@pytest.mark.parametrize("weights", ["ema", "raw"])
+def test_weights_are_those_asked_for_wherever_the_callbacks_stand(
+    tmp_path, ema_first, every_n_steps, weights
+):
+    ema = EMA(decays=(0.5,), warmup=False)
+    callback = fid(tmp_path, weights=weights, every_n_steps=every_n_steps)
+    module, _ = fit(tmp_path, in_order(ema_first, ema, callback), max_epochs=2)
+    steps = [record["step"] for record in records(tmp_path)]
+    assert steps == ([8, 16] if every_n_steps is None else [3, 6, 9, 12, 15])
+    expected = [averaged(step) if weights == "ema" else step for step in steps]
+    batches = math.ceil(NUM / 8)
+    assert module.levels == pytest.approx([level for level in expected for _ in range(batches)])
+
+
+@pytest.mark.parametrize("ema_first", [True, False])
+def test_training_goes_on_with_the_raw_weights(tmp_path, ema_first):
+    ema = EMA(decays=(0.5,), warmup=False)
+    callback = fid(tmp_path, weights="ema", every_n_steps=3)
+    module, _ = fit(tmp_path, in_order(ema_first, ema, callback), max_epochs=2)
+    assert module.level.item() == 16
+
+
+def test_ema_is_refused_before_the_first_step_where_nothing_averages(tmp_path):
+    module = Rising()
+    with pytest.raises(ValueError, match="provide raw; add lit_diffusion"):
+        fit(tmp_path, [fid(tmp_path, weights="ema")], module)
+    assert module.losses == []
+
+
+def test_an_unknown_name_of_weights_is_answered_with_the_known_ones(tmp_path):
+    with pytest.raises(ValueError, match=r"provide ema, ema_0\.5, raw"):
+        fit(tmp_path, [EMA(decays=(0.5,)), fid(tmp_path, weights="ema_0.9")])
+
+
+def test_weights_of_several_providers_of_one_name_are_all_put_in_place(tmp_path):
+    class Two(Rising):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+            self.pairs = []
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) - self.left.weight - self.right.weight
+
+        def configure_optimizers(self):
+            for layer in (self.left, self.right):
+                nn.init.zeros_(layer.weight)
+            return torch.optim.SGD([self.level, self.left.weight, self.right.weight], lr=1.0)
+
+        def generate(self, seeds, labels=None):
+            self.pairs.append((self.left.weight.item(), self.right.weight.item()))
+            return super().generate(seeds, labels)
+
+    emas = [EMA(decays=(0.5,), warmup=False, prefix=name) for name in ("left", "right")]
+    module, _ = fit(tmp_path, [*emas, fid(tmp_path, weights="ema")], Two())
+    assert module.pairs[-1] == pytest.approx((averaged(8), averaged(8)))
+
+
+# When
+
+
+def test_nothing_is_evaluated_in_the_sanity_check(tmp_path):
+    fit(tmp_path, [fid(tmp_path)], num_sanity_val_steps=2)
+    assert len(records(tmp_path)) == 1
+
+
+def test_a_module_that_never_validates_is_evaluated_by_steps(tmp_path):
+    callback = fid(tmp_path, every_n_steps=4, reference="train")
+    module, run = Rising(), trainer(tmp_path, [callback], max_epochs=2)
+    run.fit(module, loader(8))
+    assert [(r["step"], r["floor_images"]) for r in records(tmp_path)] == [
+        (step, "4 train images against 4 others of them") for step in (4, 8, 12, 16)
+    ]
+
+
+def test_an_evaluation_that_would_never_run_is_refused_before_the_first_step(tmp_path):
+    module = Rising()
+    with pytest.raises(ValueError, match="pass every_n_steps"):
+        trainer(tmp_path, [fid(tmp_path, reference="train")]).fit(module, loader(8))
+    assert module.losses == []
+
+
+def test_steps_are_those_of_the_optimizer_however_many_batches_make_one(tmp_path):
+    callback = fid(tmp_path, every_n_steps=2)
+    fit(tmp_path, [callback], accumulate_grad_batches=2, max_epochs=2)
+    assert [record["step"] for record in records(tmp_path)] == [2, 4, 6, 8]
+
+
+def test_two_optimizers_in_manual_optimization_pass_over_no_evaluation(tmp_path):
+    class Manual(Rising):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+            self.other = nn.Parameter(torch.zeros(()))
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(-self.level - self.other)
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD([p], lr=1.0) for p in (self.level, self.other)]
+
+    fit(tmp_path, [fid(tmp_path, every_n_steps=5)], Manual())
+    assert [record["step"] for record in records(tmp_path)] == [6, 10, 16]
+
+
+def test_test_scores_the_test_split_under_its_own_name(tmp_path):
+    module, run = fit(tmp_path, [fid(tmp_path)])
+    run.test(module, loader(40, seed=2))
+    record = records(tmp_path)[-1]
+    assert record["metric"] == f"test/fid_{NUM}_raw"
+    assert (record["reference"], record["num_real"], record["step"]) == ("test", 40, 8)
+    assert run.callback_metrics[record["metric"]] == pytest.approx(record["value"], rel=1e-6)
+
+
+@pytest.mark.parametrize("every_n_steps", [None, 100])
+def test_validate_from_a_checkpoint_scores_its_weights_and_names_its_step(tmp_path, every_n_steps):
+    _, run = fit(tmp_path, [fid(tmp_path)])
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    module = Rising()
+    again = trainer(tmp_path / "again", [fid(tmp_path, every_n_steps=every_n_steps)])
+    again.validate(module, loader(30, seed=1), ckpt_path=tmp_path / "end.ckpt")
+    assert set(module.levels) == {8.0}
+    (record,) = records(tmp_path / "again")
+    assert (record["step"], record["value"]) == (8, records(tmp_path)[0]["value"])
+
+
+def test_fast_dev_run_checks_and_evaluates_nothing(tmp_path):
+    module, _ = fit(tmp_path, [fid(tmp_path)], fast_dev_run=True)
+    assert module.levels == []
+    with pytest.raises(ValueError, match="provide raw"):
+        fit(tmp_path, [fid(tmp_path, weights="ema")], fast_dev_run=True)
+    assert not (tmp_path / "evaluations.jsonl").exists()
+
+
+# What training sees of it: nothing
+
+
+@pytest.mark.parametrize("every_n_steps", [None, 3])
+def test_losses_are_the_same_with_and_without_it(tmp_path, every_n_steps):
+    torch.manual_seed(1)
+    without, _ = fit(tmp_path, [], max_epochs=3)
+    torch.manual_seed(1)
+    callback = fid(tmp_path, every_n_steps=every_n_steps)
+    with_it, _ = fit(tmp_path, [callback], max_epochs=3)
+    assert with_it.levels != []
+    assert with_it.losses == without.losses
+
+
+def test_every_submodule_gets_its_own_mode_back(tmp_path):
+    class Watching(Rising):
+        def on_train_batch_start(self, batch, batch_idx):
+            modes.add((self.training, self.dropout.training, self.frozen.training))
+
+    modes = set()
+    fit(tmp_path, [fid(tmp_path, every_n_steps=1)], Watching(), max_epochs=2)
+    assert modes == {(True, True, False)}
+
+
+def test_samples_are_made_in_the_precision_of_the_trainer_and_scored_in_float32(tmp_path):
+    class Watching(Rising):
+        def generate(self, seeds, labels=None):
+            precisions.add((torch.is_autocast_enabled("cpu"), torch.get_default_dtype()))
+            return super().generate(seeds, labels)
+
+    built, values = [], []
+    for precision, expected in (
+        ("32-true", (False, torch.float32)),
+        ("bf16-mixed", (True, torch.float32)),
+        ("bf16-true", (False, torch.bfloat16)),
+    ):
+        precisions = set()
+        folder = tmp_path / precision
+        fit(folder, [fid(tmp_path, built=built)], Watching(), precision=precision)
+        assert precisions == {expected}
+        values.append(records(folder)[0]["value"])
+    assert values[0] == values[1] == values[2]
+
+
+def test_the_extractor_is_no_part_of_the_module_or_its_checkpoint(tmp_path):
+    module, _ = fit(tmp_path, [EMA(decays=(0.5,)), fid(tmp_path, weights="ema")])
+    assert set(module.state_dict()) == set(Rising().state_dict())
+    checkpoint = torch.load(tmp_path / "checkpoints" / "best-fid.ckpt", weights_only=True)
+    assert set(checkpoint["state_dict"]) == set(Rising().state_dict())
+
+
+def test_a_cached_second_run_puts_no_real_image_through_the_extractor(tmp_path):
+    built = []
+    for number in range(2):
+        fit(tmp_path / str(number), [fid(tmp_path, built=built)])
+    first, second = built
+    assert first.seen == 30 + 8 + NUM  # reference, floor, samples
+    assert second.seen == NUM
+    assert records(tmp_path / "0")[0]["value"] == records(tmp_path / "1")[0]["value"]
+
+
+# The best step
+
+
+def test_best_fid_holds_the_weights_of_the_step_that_was_scored_best(tmp_path):
+    """Scored at 3, 6, 9, ...: the FID falls, then rises; `level` says which step was saved."""
+    callback = fid(tmp_path, every_n_steps=3)
+    fit(tmp_path, [callback], Rising(best=9), max_epochs=3)
+    scores = {record["step"]: record["value"] for record in records(tmp_path)}
+    assert min(scores, key=scores.get) == 9
+    checkpoint = torch.load(tmp_path / "checkpoints" / "best-fid.ckpt", weights_only=True)
+    assert checkpoint["global_step"] == 9
+    assert checkpoint["state_dict"]["level"] == 9
+    assert (callback.best_step, callback.best_score) == (9, scores[9])
+
+
+def test_a_fid_that_is_not_of_every_validation_cannot_be_monitored(tmp_path):
+    memory = Memory()
+    _, run = fit(tmp_path, [fid(tmp_path, every_n_steps=3)], logger=memory)
+    assert not any("fid" in name for name in run.callback_metrics)
+    assert [step for step, _ in memory.of(f"val/fid_{NUM}_raw")] == [3, 6]
+
+
+@pytest.mark.parametrize("ema_first", [True, False])
+@pytest.mark.parametrize("every_n_steps", [None, 8])
+def test_best_fid_holds_raw_weights_beside_the_averages(tmp_path, ema_first, every_n_steps):
+    ema = EMA(decays=(0.5,), warmup=False)
+    callback = fid(tmp_path, weights="ema", every_n_steps=every_n_steps)
+    fit(tmp_path, in_order(ema_first, ema, callback))
+    checkpoint = torch.load(tmp_path / "checkpoints" / "best-fid.ckpt", weights_only=True)
+    assert checkpoint["state_dict"]["level"] == 8
+
+
+@pytest.mark.parametrize("every_n_steps", [None, 3])
+def test_a_run_that_resumes_from_best_fid_is_the_undisturbed_one(tmp_path, every_n_steps):
+    def run(folder, **options):
+        callbacks = [StepSeed(7), EMA(decays=(0.5,)), callback()]
+        return fit(folder, callbacks, Rising(best=9), max_epochs=4, **options)
+
+    def callback():
+        return fid(tmp_path, every_n_steps=every_n_steps)
+
+    whole, _ = run(tmp_path / "whole")
+    best = tmp_path / "whole" / "checkpoints" / "best-fid.ckpt"
+    step = torch.load(best, weights_only=True)["global_step"]
+    assert step == (8 if every_n_steps is None else 9)
+    resumed, trainer_of_resumed = run(tmp_path / "resumed", ckpt_path=best)
+    assert trainer_of_resumed.global_step == 32
+    assert resumed.losses == whole.losses[step:]
+    later = [r for r in records(tmp_path / "whole") if r["step"] > step]
+    assert [(r["step"], r["value"]) for r in records(tmp_path / "resumed")] == [
+        (r["step"], r["value"]) for r in later
+    ]
+    assert not (tmp_path / "resumed" / "checkpoints").exists()  # nothing was better
+
+
+def test_a_resumed_run_appends_and_doubles_no_evaluation(tmp_path):
+    _, run = fit(tmp_path, [fid(tmp_path)], max_epochs=2)
+    run.save_checkpoint(tmp_path / "two.ckpt")
+    fit(tmp_path, [fid(tmp_path)], max_epochs=3)
+    fit(tmp_path, [fid(tmp_path)], max_epochs=4, ckpt_path=tmp_path / "two.ckpt")
+    assert [record["step"] for record in records(tmp_path)] == [8, 16, 24, 32]
+
+
+def test_best_fid_is_not_written_where_it_is_not_wanted(tmp_path):
+    fit(tmp_path, [fid(tmp_path, save_best=False)])
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_two_callbacks_that_would_write_one_file_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="save_best=False"):
+        fit(tmp_path, [fid(tmp_path), fid(tmp_path, num_samples=10)])
+    both = [fid(tmp_path), fid(tmp_path, num_samples=10, save_best=False)]
+    fit(tmp_path, both)
+    assert [record["num_fake"] for record in records(tmp_path)] == [NUM, 10]
+
+
+# Samples that are not finite
+
+
+class Diverged(Rising):
+    """Some samples are NaN at step 8, and no longer at step 16."""
+
+    how = "raises"
+
+    def generate(self, seeds, labels=None):
+        images = super().generate(seeds, labels)
+        if self.global_step != 8:
+            return images
+        bad = [seed for seed in seeds if seed in (3, 11)]
+        if self.how == "raises" and bad:
+            raise NonFiniteSamples(bad, self.global_step, "t = 5")
+        if self.how == "floats" and bad:
+            images = images.float()
+            images[[list(seeds).index(seed) for seed in bad]] = torch.nan
+        return images
+
+
+@pytest.mark.parametrize("how", ["raises", "floats"])
+def test_samples_that_are_not_finite_give_nan_are_named_and_training_goes_on(tmp_path, how):
+    memory, module = Memory(), Diverged()
+    module.how = how
+    with pytest.warns(UserWarning, match=r"at step 8 is NaN: 2 of 20 samples.*\[3, 11\]"):
+        _, run = fit(tmp_path, [fid(tmp_path)], module, max_epochs=2, logger=memory)
+    first, second = records(tmp_path)
+    assert (first["value"], first["non_finite"], first["non_finite_seeds"]) == (None, 2, [3, 11])
+    assert second["value"] > 0
+    assert math.isnan(memory.of(f"val/fid_{NUM}_raw")[0][1])
+    best = torch.load(tmp_path / "checkpoints" / "best-fid.ckpt", weights_only=True)
+    assert best["global_step"] == run.global_step == 16
+
+
+def test_features_that_are_not_finite_are_samples_that_are_not_finite(tmp_path):
+    class Poisoned(PixelProtocol):
+        def build(self):
+            extractor = super().build()
+            forward = extractor.forward
+
+            def poisoned(images):
+                features = forward(images)
+                features[images.flatten(1).sum(1) == 0] = torch.inf
+                return features
+
+            extractor.forward = poisoned
+            return extractor
+
+    class Black(Rising):
+        def generate(self, seeds, labels=None):
+            images = super().generate(seeds, labels)
+            images[[seed == 6 for seed in seeds]] = 0
+            return images
+
+    callback = FIDEvaluation(
+        NUM, Poisoned([]), weights="raw", batch_size=8, cache_dir=str(tmp_path / "cache")
+    )
+    with pytest.warns(UserWarning, match=r"1 of 20 samples are not finite \(seeds \[6\]"):
+        fit(tmp_path, [callback], Black())
+
+
+def test_every_sample_may_be_lost(tmp_path):
+    class Lost(Rising):
+        def generate(self, seeds, labels=None):
+            raise NonFiniteSamples(seeds, self.global_step, "t = 999")
+
+    with pytest.warns(UserWarning, match="20 of 20"):
+        fit(tmp_path, [fid(tmp_path)], Lost())
+    assert records(tmp_path)[0]["value"] is None
+
+
+# Mistakes are found before the first step
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_samples": 1}, "num_samples must be >= 2, got 1"),
+        ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
+        ({"every_n_steps": 0}, "every_n_steps must be at least 1"),
+        ({"reference": "vall"}, "reference must be one of train, val, test or an existing path"),
+    ],
+)
+def test_arguments_out_of_range_are_refused_with_rule_and_value(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        fid(tmp_path, **options)
+
+
+def test_missing_weights_are_reported_before_the_first_step_by_file_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "empty"))
+    module = Rising()
+    callback = FIDEvaluation(NUM, InceptionV3Compat(), weights="raw")
+    with pytest.raises(FileNotFoundError, match=r"weights-inception-2015-12-05-6726825d\.pth"):
+        fit(tmp_path, [callback], module)
+    assert module.losses == []
+
+
+def test_data_that_do_not_fit_the_extractor_are_found_before_the_first_step(tmp_path):
+    module = Rising()
+    callback = FIDEvaluation(NUM, "digits-cnn", weights="raw", cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match=r"\(1, 8, 8\), got \(1, 2, 2\)"):
+        fit(tmp_path, [callback], module)
+    assert module.losses == []
+
+
+def test_a_split_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match="reference='test'"):
+        fit(tmp_path, [fid(tmp_path, reference="test")])
+
+
+def test_a_module_that_cannot_generate_is_told_what_is_missing(tmp_path):
+    with pytest.raises(TypeError, match=r"generate\(seeds, labels\), which BoringModel has not"):
+        fit(tmp_path, [fid(tmp_path)], BoringModel())
+
+
+def test_fewer_samples_than_features_are_warned_of_once(tmp_path, recwarn):
+    fit(tmp_path, [fid(tmp_path, num_samples=FEATURES)], max_epochs=3)
+    assert sum("cannot fill a covariance" in str(warning.message) for warning in recwarn) == 1
+    recwarn.clear()
+    fit(tmp_path / "more", [fid(tmp_path, num_samples=FEATURES + 1)])
+    assert not any("cannot fill a covariance" in str(warning.message) for warning in recwarn)
+
+
+def test_the_estimate_is_within_a_factor_of_two(tmp_path):
+    class Slow(Rising):
+        def generate(self, seeds, labels=None):
+            torch.randn(len(seeds), 60_000).sort(dim=1)
+            return super().generate(seeds, labels)
+
+    fit(tmp_path, [fid(tmp_path, num_samples=40)], Slow(), max_epochs=2)
+    seconds = records(tmp_path)[1]["seconds"]
+    assert 0.5 < seconds["estimated"] / seconds["total"] < 2
+
+
+def test_a_config_may_name_the_protocol(tmp_path):
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(FIDEvaluation, "fid")
+    given = {"fid": {"num_samples": 360, "extractor": "digits-cnn"}}
+    callback = parser.instantiate(parser.parse_object(given)).fid
+    assert callback.protocol == EmbeddedCNN("digits-cnn")
+
+
+# Several processes
+
+
+def run_on(processes, folder):
+    script = Path(__file__).parents[1] / "support" / "fid_on_processes.py"
+    folder.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(script.parents[1]), "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, script, str(processes), str(folder)],
+        check=True,
+        timeout=180,
+        env=environment,
+        capture_output=True,
+    )
+    ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+    return records(folder), ranks
+
+
+@pytest.mark.system
+def test_one_two_and_three_processes_make_the_same_evaluations(tmp_path):
+    """Of 10 samples and of 2, so that there are shares that differ and shares that are empty."""
+    runs = {processes: run_on(processes, tmp_path / str(processes)) for processes in (1, 2, 3)}
+    expected = runs[1][0]
+    assert [record["num_fake"] for record in expected] == [10, 2, 10, 2]
+    for processes, (found, ranks) in runs.items():
+        assert len(ranks) == processes
+        scored = sorted(seed for rank in ranks for seed in rank["scored"])
+        assert scored == sorted([*range(10), *range(2)])
+        assert len({rank["calls"] for rank in ranks}) == 1
+        for record, reference in zip(found, expected, strict=True):
+            assert record["value"] == pytest.approx(reference["value"], rel=1e-12)
+            assert record["floor"] == pytest.approx(reference["floor"], rel=1e-12)
+            assert (record["num_real"], record["data"]) == (31, reference["data"])
