@@ -193,8 +193,7 @@ def unpack(
 def _shadow(param: Tensor, value: Tensor) -> Tensor:
     """A copy of `value` on the device of `param`, float32 or wider."""
     dtype = torch.promote_types(param.dtype, torch.float32)
-    with torch.inference_mode(False):  # else it could not be updated in training
-        return value.detach().to(param.device, dtype, copy=True)
+    return value.detach().to(param.device, dtype, copy=True)
 
 
 def _refuse_misfit(name: str, shadow: Tensor, param: nn.Parameter | None) -> None:

@@ -73,7 +73,6 @@ class EMA(Callback):
         self._names = [RAW, "ema", *(f"ema_{decay:g}" for decay in self.decays)]
         self._refuse_bad_arguments()
         self._module: LightningModule | None = None
-        self._optimizers: list[Optimizer] = []
         self._groups: list[Group] = []
         self._loaded: dict[str, Any] = {}  # read from a checkpoint, not yet taken up
         self._waiting: dict[str, Average] = {}  # of parameters that are not trained yet
@@ -127,13 +126,12 @@ class EMA(Callback):
         """Put the named weights in place; interrupted at any instant, `_activate(RAW)` repairs."""
         if name == self._active:
             return
-        # Outside inference mode: tensors made in it could not be used in training.
-        with torch.inference_mode(False), torch.no_grad():
-            if name == RAW:
-                self._put_raw_back()
-            else:
-                self._put_average(name)
+        if name == RAW:
+            self._put_raw_back()
+        else:
+            self._put_average(name)
 
+    @torch.no_grad()
     def _put_average(self, name: str) -> None:
         updated = [group for group in self._groups if group.steps >= self.every_n_steps]
         for group in updated:
@@ -148,6 +146,7 @@ class EMA(Callback):
         for group in updated:
             torch._foreach_copy_(group.params, group.shadows[which])
 
+    @torch.no_grad()
     def _put_raw_back(self) -> None:
         if self._raw:
             torch._foreach_copy_(list(self._raw), list(self._raw.values()))
@@ -164,7 +163,6 @@ class EMA(Callback):
         self._waiting = self._take_up(module)
         known = set(self._waiting)
         self._unfollow()
-        self._optimizers = list(optimizers)
         self._groups = [Group(self.decays) for _ in optimizers]
         self._seen = {}
         for optimizer, group in zip(optimizers, self._groups, strict=True):
@@ -266,11 +264,8 @@ class EMA(Callback):
         return pack(averages, self.decays)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the averages for the run that starts, or take them up in the run that goes on."""
+        """Keep the averages for the run that starts."""
         self._loaded = state_dict
-        if self._step_hooks:  # a learning-rate search puts the state back in the middle of a fit
-            assert self._module is not None
-            self._follow(self._optimizers, self._module)
 
     # Lightning hooks
 

@@ -6,7 +6,12 @@ import warnings
 import pytest
 import torch
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    LearningRateFinder,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import (
@@ -26,7 +31,7 @@ from support.plain_module import (
 )
 from torch import nn
 
-from lit_diffusion.callbacks import EMA
+from lit_diffusion.callbacks import EMA, StepSeed
 from lit_diffusion.protocols import WeightsProvider
 
 DECAY = 0.9
@@ -573,22 +578,78 @@ def test_a_second_fit_of_the_same_module_goes_on_and_another_module_starts_anew(
     assert_close(shadows(ema), third.average(DECAY))
 
 
-def test_a_learning_rate_search_leaves_no_trace_in_the_average(tmp_path):
+@pytest.mark.parametrize(
+    "tuner",
+    [LearningRateFinder(num_training_steps=3), BatchSizeFinder(steps_per_trial=2, max_trials=1)],
+    ids=["learning rate", "batch size"],
+)
+def test_a_search_before_training_leaves_no_trace_in_the_average(tmp_path, tuner):
     class Tuned(PlainModule):
-        def configure_optimizers(self):
-            return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+        batch_size = 8
 
-    ema, watch = EMA((DECAY,)), Watch()
-    finder = LearningRateFinder(num_training_steps=3, update_attr=True)
+        def train_dataloader(self):
+            return loader(batch_size=self.batch_size)
+
+        def val_dataloader(self):
+            return loader()
 
     class AfterSearch(Watch):
         def on_train_start(self, trainer, pl_module):
             self.history = []
 
-    watch = AfterSearch()
-    fit(tmp_path, Tuned(), ema, finder, watch, num_sanity_val_steps=0)
-    assert set(ema.state_dict()["steps"].values()) == {4}
+    ema, watch = EMA((DECAY,)), AfterSearch()
+    make_trainer(tmp_path, ema, tuner, watch).fit(Tuned())
+    assert set(ema.state_dict()["steps"].values()) == {len(watch.history) - 1}
     assert_close(shadows(ema), watch.average(DECAY))
+
+
+def test_averages_read_for_validation_go_on_in_a_fit(tmp_path, checkpoint):
+    ema, watch, module = EMA((DECAY,), warmup=False), Watch(), PlainModule()
+    make_trainer(tmp_path, ema).validate(module, loader(), ckpt_path=checkpoint)
+    start = copy.deepcopy(shadows(ema))
+    fit(tmp_path, module, ema, watch)
+    watch.history[0] = {k: v.double() for k, v in start.items()}
+    assert_close(shadows(ema), watch.average(DECAY, warmup=False))
+
+
+def test_averages_of_parameters_that_are_frozen_again_after_a_resume_wait_for_them(tmp_path):
+    class Thaws(PlainModule):
+        """Its first layer is frozen at the start and trained from the second epoch on."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner[0].requires_grad_(False)
+
+        def on_train_epoch_start(self):
+            self.inner[0].requires_grad_(self.current_epoch > 0)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD([*self.inner.parameters()], lr=self.lr)
+
+    def run(path, epochs, ckpt_path=None):
+        ema, module = EMA((DECAY,)), Thaws()
+        saves = ModelCheckpoint(path, "{epoch}", save_top_k=-1)
+        options = {"max_epochs": epochs, "enable_checkpointing": True}
+        fit(path, module, StepSeed(0), ema, saves, ckpt_path=ckpt_path, **options)
+        return ema.state_dict()
+
+    whole = run(tmp_path / "whole", 4)
+    assert "inner.0.weight" in whole["steps"]
+    for epoch in (0, 1, 2):
+        saved = tmp_path / "whole" / f"epoch={epoch}.ckpt"
+        assert_same_bits(run(tmp_path / f"{epoch}", 4, saved), whole)
+    # Saved again before the layer is trained again, its averages are still there.
+    ema = EMA((DECAY,))
+
+    class SavesFirst(Callback):
+        def on_train_start(self, trainer, pl_module):
+            trainer.save_checkpoint(tmp_path / "early.ckpt")
+
+    fit(tmp_path, Thaws(), ema, SavesFirst(), ckpt_path=saved, max_epochs=4)
+    early = torch.load(tmp_path / "early.ckpt", weights_only=True)["callbacks"][ema.state_key]
+    stored = torch.load(saved, weights_only=True)["callbacks"][ema.state_key]
+    assert early["steps"] == stored["steps"]
+    assert_same_bits(early["shadows"], stored["shadows"])
 
 
 # Conflicts and accidents
