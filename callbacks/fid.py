@@ -118,6 +118,7 @@ class FIDEvaluation(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise now rather than at step 10,000."""
+        self._references = {}  # the data may be others than in the last run
         if stage == "predict":
             return
         if not isinstance(pl_module, CanGenerate):

@@ -19,7 +19,7 @@ from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorIncepti
 from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY, register_feature_extractor
 
 from lit_diffusion.metrics.classifier import SmallClassifier
-from lit_diffusion.metrics.weights import INCEPTION_SHA256, cached_inception, require
+from lit_diffusion.metrics.weights import FETCH, INCEPTION_SHA256, cached_inception, require
 
 
 @runtime_checkable
@@ -87,7 +87,7 @@ class InceptionV3Compat:
 
     def check(self) -> None:
         """Raise if the weight file is missing or another one."""
-        require(self._path(), self.sha256)
+        require(self._path(), self.sha256, FETCH)
 
     def build(self) -> nn.Module:
         """Images uint8 (N, 3, H, W) -> features (N, 2048)."""
@@ -172,7 +172,7 @@ class EmbeddedCNN:
 
     def check(self) -> None:
         """Raise if the weight file is missing or another one."""
-        require(self._path(), self.sha256)
+        require(self._path(), self.sha256, "Install lit-diffusion again.")
 
     def build(self) -> nn.Module:
         """Images uint8 (N, channels, H, W) -> features (N, 64)."""

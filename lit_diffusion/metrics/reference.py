@@ -251,13 +251,20 @@ def place() -> tuple[int, int]:
 
 
 def from_first(ask: Callable[[], T]) -> T:
-    """What `ask` gives on the first process, on every process."""
+    """What `ask` gives, or raises, on the first process: on every process."""
     rank, world_size = place()
     if world_size == 1:
         return ask()
-    answer = [ask() if rank == 0 else None]
+    answer: list[Any] = [None, None]
+    if rank == 0:
+        try:
+            answer[0] = ask()
+        except Exception as error:  # the others must not wait for an answer for ever
+            answer[1] = error
     torch.distributed.broadcast_object_list(answer)
-    return answer[0]  # type: ignore[return-value]
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]  # type: ignore[no-any-return]
 
 
 def default_cache() -> Path:

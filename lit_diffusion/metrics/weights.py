@@ -25,24 +25,31 @@ def sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def require(path: Path, digest: str) -> None:
+FETCH = (
+    "On a machine with a network (the login node of a cluster) run `lit-diffusion fetch-weights`, or "
+    f"copy {INCEPTION_FILE} there from {URL_INCEPTION_V3}."
+)
+
+
+def require(path: Path, digest: str, cure: str) -> None:
     """Raise unless `path` holds the bytes that `digest` is the SHA-256 of.
 
+    Args:
+        path: of the file.
+        digest: 64 hex digits.
+        cure: how to get the file, a sentence.
+
     Raises:
-        FileNotFoundError: If there is no such file; the message says how to get it.
+        FileNotFoundError: If there is no such file.
         ValueError: If its hash is another: a broken download, or other weights.
     """
     if not path.is_file():
-        raise FileNotFoundError(
-            f"no extractor weights at {path}. On a machine with a network (the login node of a "
-            f"cluster) run `lit-diffusion fetch-weights`, or copy {INCEPTION_FILE} there from "
-            f"{URL_INCEPTION_V3}."
-        )
+        raise FileNotFoundError(f"no extractor weights at {path}. {cure}")
     found = sha256(path)
     if found != digest:
         raise ValueError(
-            f"{path} has SHA-256 {found}, expected {digest}: a broken download or other weights; "
-            "delete it and run `lit-diffusion fetch-weights`."
+            f"{path} has SHA-256 {found}, expected {digest}: a broken download or other weights. "
+            f"Delete it. {cure}"
         )
 
 
@@ -65,7 +72,7 @@ def fetch_weights(destination: str | Path | None = None, url: str = URL_INCEPTIO
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         _download(url, path)
-    require(path, INCEPTION_SHA256)
+    require(path, INCEPTION_SHA256, FETCH)
     return path
 
 

@@ -174,6 +174,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"which of {', '.join(tasks)}; all by default")
     parser.add_argument("--out", type=Path, default=Path(lit_diffusion.metrics.__path__[0]))
     arguments = parser.parse_args()
+    torch.set_num_threads(1)  # sums in another order are other sums
     torch.use_deterministic_algorithms(True)
     record = arguments.out / "classifiers.json"
     known = json.loads(record.read_text()) if record.exists() else {}

@@ -3,11 +3,13 @@ import math
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from jsonargparse import ArgumentParser
+from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import Logger
 from support.pixels import FEATURES, PixelProtocol, random_images
@@ -311,6 +313,18 @@ def test_validate_from_a_checkpoint_scores_its_weights_and_names_its_step(tmp_pa
     assert (record["step"], record["value"]) == (8, records(tmp_path)[0]["value"])
 
 
+def test_one_callback_serves_several_runs_with_their_own_data(tmp_path):
+    callback, module = fid(tmp_path), Rising()
+    for seed, run in ((1, "validate"), (1, "fit"), (2, "validate")):
+        data = [loader(8)] if run == "fit" else []
+        getattr(trainer(tmp_path / str(seed), [callback]), run)(
+            module, *data, loader(30, seed=seed)
+        )
+    (before, after), (other,) = records(tmp_path / "1"), records(tmp_path / "2")
+    assert (before["step"], after["step"]) == (0, 8)
+    assert before["data"] == after["data"] != other["data"]
+
+
 def test_fast_dev_run_checks_and_evaluates_nothing(tmp_path):
     module, _ = fit(tmp_path, [fid(tmp_path)], fast_dev_run=True)
     assert module.levels == []
@@ -412,19 +426,49 @@ def test_best_fid_holds_raw_weights_beside_the_averages(tmp_path, ema_first, eve
     assert checkpoint["state_dict"]["level"] == 8
 
 
-@pytest.mark.parametrize("every_n_steps", [None, 3])
-def test_a_run_that_resumes_from_best_fid_is_the_undisturbed_one(tmp_path, every_n_steps):
-    def run(folder, **options):
-        callbacks = [StepSeed(7), EMA(decays=(0.5,)), callback()]
-        return fit(folder, callbacks, Rising(best=9), max_epochs=4, **options)
+def test_best_fid_holds_raw_weights_of_a_provider_that_only_swaps(tmp_path):
+    class Swaps(Callback):
+        """Validates with -1 in place, and does not care who saves."""
 
-    def callback():
-        return fid(tmp_path, every_n_steps=every_n_steps)
+        def names(self):
+            return ["raw", "minus one"]
+
+        @contextmanager
+        def weights(self, name):
+            before = self.level.data.clone()
+            self.level.data.fill_(self.raw if name == "raw" else -1)
+            yield
+            self.level.data.copy_(before)
+
+        def on_validation_start(self, trainer, module):
+            self.level, self.raw = module.level, module.level.item()
+            self.level.data.fill_(-1)
+
+        def on_validation_end(self, trainer, module):
+            self.level.data.fill_(self.raw)
+
+    module, _ = fit(tmp_path, [Swaps(), fid(tmp_path, weights="minus one")])
+    assert set(module.levels) == {-1}
+    checkpoint = torch.load(tmp_path / "checkpoints" / "best-fid.ckpt", weights_only=True)
+    assert checkpoint["state_dict"]["level"] == 8
+
+
+@pytest.mark.parametrize(
+    ("every_n_steps", "validate_every", "step"),
+    [(None, 8, 8), (None, 4, 12), (None, 3, 11), (3, 8, 12), (4, 4, 8)],
+    ids=["epoch end", "mid-epoch", "uneven", "by steps", "both"],
+)
+def test_a_run_that_resumes_from_best_fid_is_the_undisturbed_one(
+    tmp_path, every_n_steps, validate_every, step
+):
+    def run(folder, **options):
+        callbacks = [StepSeed(7), EMA(decays=(0.5,)), fid(tmp_path, every_n_steps=every_n_steps)]
+        options |= {"max_epochs": 4, "val_check_interval": validate_every}
+        return fit(folder, callbacks, Rising(best=step), **options)
 
     whole, _ = run(tmp_path / "whole")
     best = tmp_path / "whole" / "checkpoints" / "best-fid.ckpt"
-    step = torch.load(best, weights_only=True)["global_step"]
-    assert step == (8 if every_n_steps is None else 9)
+    assert torch.load(best, weights_only=True)["global_step"] == step
     resumed, trainer_of_resumed = run(tmp_path / "resumed", ckpt_path=best)
     assert trainer_of_resumed.global_step == 32
     assert resumed.losses == whole.losses[step:]

@@ -46,7 +46,7 @@ def test_without_a_network_the_message_says_where_to_put_the_file(mirror):
 def test_missing_weights_are_named_with_the_way_to_get_them(tmp_path):
     path = tmp_path / "some.pth"
     with pytest.raises(FileNotFoundError, match="lit-diffusion fetch-weights") as error:
-        require(path, "0" * 64)
+        require(path, "0" * 64, weights.FETCH)
     assert str(path) in str(error.value)
     assert weights.INCEPTION_FILE in str(error.value)
 
@@ -55,4 +55,4 @@ def test_a_truncated_download_is_told_by_its_hash(mirror, tmp_path):
     path = fetch_weights(tmp_path, mirror)
     path.write_bytes(CONTENT[:-1])
     with pytest.raises(ValueError, match="SHA-256"):
-        require(path, weights.INCEPTION_SHA256)
+        require(path, weights.INCEPTION_SHA256, weights.FETCH)
