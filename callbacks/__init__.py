@@ -1,20 +1,28 @@
 """Callbacks for any LightningModule: averages of the weights, samples, scores, seeds."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_HOMES = {
+if TYPE_CHECKING:
+    from lit_diffusion.callbacks.ema import EMA
+    from lit_diffusion.callbacks.fid import FIDEvaluation
+    from lit_diffusion.callbacks.noise_level_loss import NoiseLevelLoss
+    from lit_diffusion.callbacks.sample_grid import SampleGrid
+    from lit_diffusion.callbacks.step_seed import StepSeed
+
+__all__ = ["EMA", "FIDEvaluation", "NoiseLevelLoss", "SampleGrid", "StepSeed"]
+
+_FILES = {
     "EMA": "ema",
     "FIDEvaluation": "fid",
     "NoiseLevelLoss": "noise_level_loss",
     "SampleGrid": "sample_grid",
     "StepSeed": "step_seed",
 }
-__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a callback when it is asked for: FIDEvaluation alone needs torch-fidelity."""
-    if name not in _HOMES:
+    """Import a callback when it is asked for, and nothing that only others need."""
+    if name not in _FILES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_FILES[name]}"), name)

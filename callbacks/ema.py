@@ -214,8 +214,8 @@ class EMA(Callback):
         for name, param in self._parameters().items():
             if id(param) in new:
                 known = self._waiting.pop(name, None)
-                if known and not group.names:
-                    group.steps = known.steps
+                if known:
+                    group.steps = max(group.steps, known.steps)
                 group.add(name, param, known)
 
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -301,11 +301,12 @@ class EMA(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the decay, and look at the averages, as often as Lightning logs."""
-        steps = max(group.steps for group in self._groups)
+        steps = max((group.steps for group in self._groups), default=0)
         if steps and trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
             for group in self._groups:
                 group.refuse_nonfinite()
-            pl_module.log("ema/decay", span_decay(self.decays[0], steps - 1, steps, self.warmup))
+            name = f"ema/decay_{self.prefix}" if self.prefix else "ema/decay"
+            pl_module.log(name, span_decay(self.decays[0], steps - 1, steps, self.warmup))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say so where no step was seen."""

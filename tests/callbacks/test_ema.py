@@ -578,6 +578,21 @@ def test_a_second_fit_of_the_same_module_goes_on_and_another_module_starts_anew(
     assert_close(shadows(ema), third.average(DECAY))
 
 
+def test_unfreezing_between_two_fits_keeps_the_averages_of_the_others(tmp_path):
+    ema, first, second, module = EMA((DECAY,)), Watch(), Watch(), PlainModule()
+    module.inner[0].requires_grad_(False)  # the first of all parameters
+    fit(tmp_path, module, ema, first)
+    module.inner[0].requires_grad_(True)
+    fit(tmp_path, module, ema, second)
+    watch = Watch()
+    watch.history = [
+        {k: v for k, v in step.items() if k.startswith("inner.3")}
+        for step in first.history + second.history[1:]
+    ]
+    average = watch.average(DECAY)
+    assert_close({k: shadows(ema)[k] for k in average}, average)
+
+
 @pytest.mark.parametrize(
     "tuner",
     [LearningRateFinder(num_training_steps=3), BatchSizeFinder(steps_per_trial=2, max_trials=1)],
@@ -656,9 +671,11 @@ def test_averages_of_parameters_that_are_frozen_again_after_a_resume_wait_for_th
 
 
 def test_two_averages_of_different_submodules_coexist_and_overlapping_ones_are_refused(tmp_path):
-    first, second = EMA((DECAY,), prefix="inner.0"), EMA((0.5,), prefix="inner.3")
+    first, second = EMA((DECAY,), prefix="inner.0"), EMA((0.2,), prefix="inner.3")
     spy, module = Spy(), PlainModule()
-    trainer = fit(tmp_path, module, first, second, spy)
+    trainer = fit(tmp_path, module, first, second, spy, log_every_n_steps=4)
+    decays = {k: round(v.item(), 6) for k, v in trainer.callback_metrics.items() if "ema" in k}
+    assert decays == {"ema/decay_inner.0": round(4 / 13, 6), "ema/decay_inner.3": 0.2}
     trainer.save_checkpoint(tmp_path / "c.ckpt")
     raw = trainable(module)
     trainer.validate(module, loader())
