@@ -1,5 +1,6 @@
 """Progress as plain lines, for batch systems and pipes, where a bar would be thousands of lines."""
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -115,6 +116,8 @@ class PlainProgress(ProgressBar):
 def total_steps(trainer: Trainer) -> float:
     """Optimizer steps of the whole run; infinite where it is open."""
     by_steps = trainer.max_steps if trainer.max_steps >= 0 else float("inf")
-    epochs = trainer.max_epochs if trainer.max_epochs not in (None, -1) else float("inf")
-    batches = trainer.num_training_batches
-    return min(by_steps, epochs * -(-batches // trainer.accumulate_grad_batches))
+    epochs, batches = trainer.max_epochs, trainer.num_training_batches
+    if epochs in (None, -1) or batches == float("inf"):
+        return by_steps
+    assert epochs is not None
+    return min(by_steps, epochs * math.ceil(batches / trainer.accumulate_grad_batches))

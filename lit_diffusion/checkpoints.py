@@ -32,9 +32,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """Checkpoint files that are whole or not there, and that are read without running code.
 
     A save writes a temporary file in the same folder, syncs it to the disk and renames it: on a
-        full disk or a crash the previous
-    checkpoint stays. Loading is always with `weights_only=True`, also from URLs. Remote paths are
-    written as Lightning does.
+    full disk or a crash the previous checkpoint stays. Loading is always with `weights_only=True`,
+    also from URLs. Remote paths are written as Lightning does.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -169,7 +168,7 @@ def load_with_record(
     if module is None:
         module = build(checkpoint, path, trust)
     name, averages = chosen_weights(checkpoint, weights, path)
-    load_state(module, {**checkpoint["state_dict"], **averages}, path)
+    load_state(module, {**uncompiled(checkpoint["state_dict"]), **averages}, path)
     step = int(checkpoint.get("global_step", 0))
     rank_zero_info(f"Loaded {name} weights of step {step} from {path}.")
     return Loaded(module.eval(), path, step, name, checkpoint)
@@ -231,16 +230,17 @@ def chosen_weights(
     """
     if weights == "raw":
         return "raw", {}
-    averages, states = {}, ema_states(checkpoint)
-    name = f"ema_{states[0]['decays'][0]:g}" if weights == "ema" and states else weights
-    for state in states:
+    averages, chosen, known = {}, [], ["raw"]
+    for state in ema_states(checkpoint):
         names = [f"ema_{decay:g}" for decay in state["decays"]]
+        known += names
+        name = names[0] if weights == "ema" else weights
         if name in names:
             averages.update(state["shadows"][names.index(name)])
-    if not averages:
-        known = [f"ema_{decay:g}" for state in states for decay in state["decays"]]
-        raise ValueError(f"{path} has no weights {weights!r}; it has {', '.join(['raw', *known])}.")
-    return name, averages
+            chosen.append(name)
+    if not chosen:
+        raise ValueError(f"{path} has no weights {weights!r}; it has {', '.join(known)}.")
+    return "+".join(dict.fromkeys(chosen)), averages
 
 
 def load_state(module: LightningModule, state: Mapping[str, Tensor], path: PathLike) -> None:
@@ -256,6 +256,11 @@ def load_state(module: LightningModule, state: Mapping[str, Tensor], path: PathL
             "Use the config that it was trained with."
         )
     module.load_state_dict(state)
+
+
+def uncompiled(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`state` by the names that its module has without torch.compile."""
+    return {name.replace("_orig_mod.", ""): value for name, value in state.items()}
 
 
 def misfits(module: LightningModule, state: Mapping[str, Tensor]) -> list[str]:

@@ -23,10 +23,10 @@ Row = dict[str, str]
 class AppendingCSVLogger(Logger):
     """Writes `save_dir`/metrics.csv, and appends to the one that is there.
 
-    A row is on disk when `log_metrics` returns. New metrics become new columns at the right. The
-    first row of a resumed run tells how far its checkpoint had come: rows of later steps, and of
-        the same step with the same metrics, are those of the run that
-    died, and are dropped. (Lightning's CSVLogger deletes the file instead.)
+    A row is on disk when `log_metrics` returns. New metrics become new columns at the right. A
+    resumed run says by `rewind`, or else by its first row, how far its checkpoint had come: rows of
+    later steps are those of the run that died, and are dropped; rows of that very step are dropped
+    when their metrics are logged anew. (Lightning's CSVLogger deletes the file instead.)
 
     Args:
         save_dir: folder of the run; made when the first row comes.
@@ -44,6 +44,7 @@ class AppendingCSVLogger(Logger):
         super().__init__()
         self._save_dir = Path(save_dir)
         self._columns: list[str] | None = None
+        self._doubtful: list[Row] = []
 
     @property
     def path(self) -> Path:
@@ -81,21 +82,21 @@ class AppendingCSVLogger(Logger):
         """
         row = {"step": "" if step is None else str(step)} | {k: str(v) for k, v in metrics.items()}
         if self._columns is None:
-            self._reopen(row)
+            self.rewind(_step(row))
         assert self._columns is not None
         new = [name for name in row if name not in self._columns]
-        if new:
-            self._rewrite(self._columns + new, read_rows(self.path))
+        double = [old for old in self._doubtful if _is_same(old, row)]
+        if new or double:
+            rows = [old for old in read_rows(self.path) if old not in double]
+            self._rewrite(self._columns + new, rows)
+            self._doubtful = [old for old in self._doubtful if old not in double]
         self._append(row)
 
     def rewind(self, step: int) -> None:
-        """Drop the rows of `step` and later: a run goes on from there."""
-        rows = [row for row in read_rows(self.path) if _step(row) < step]
+        """Drop the rows of steps after `step`, from which a run goes on."""
+        rows = [row for row in read_rows(self.path) if _step(row) <= step]
+        self._doubtful = [row for row in rows if _step(row) == step]
         self._rewrite(_columns(rows), rows)
-
-    def _reopen(self, first: Row) -> None:
-        rows = [row for row in read_rows(self.path) if not _superseded(row, first)]
-        self._rewrite(_columns([*rows, first]), rows)
 
     def _rewrite(self, columns: list[str], rows: Iterable[Row]) -> None:
         self._save_dir.mkdir(parents=True, exist_ok=True)
@@ -149,11 +150,9 @@ def _step(row: Row) -> int:
     return int(row["step"]) if row.get("step") else -1
 
 
-def _superseded(row: Row, first: Row) -> bool:
-    """Whether `row` was logged after the checkpoint of a run whose first row is `first`."""
-    if _step(row) != _step(first):
-        return _step(row) > _step(first)
-    return bool((row.keys() & first.keys()) - {"step", "epoch"})
+def _is_same(old: Row, new: Row) -> bool:
+    """Whether two rows hold a metric of the same step."""
+    return old["step"] == new["step"] and bool((old.keys() & new.keys()) - {"step", "epoch"})
 
 
 def _columns(rows: Iterable[Row]) -> list[str]:

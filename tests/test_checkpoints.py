@@ -91,6 +91,33 @@ def test_weights_that_are_not_averaged_are_loaded_beside_those_that_are(tmp_path
     }
 
 
+def test_the_averages_of_two_callbacks_are_put_together(tmp_path):
+    content = checkpoint_of(tiny())
+    (states,) = (content["callbacks"].pop("EMA{'prefix': ''}"),)
+    for i, decay in ((0, 0.5), (1, 0.25)):
+        names = [name for name in content["state_dict"] if f"layers.{2 * i}" in name or i == 0]
+        shadows = [{name: states["shadows"][i][name] for name in names}]
+        key = f"EMA{{'prefix': '{i}'}}"
+        content["callbacks"][key] = {"decays": [decay], "steps": {}, "shadows": shadows}
+    content["state_dict"] |= {"network.layers.0.bias": torch.zeros(3)}
+    write_checkpoint(content, tmp_path / "x.ckpt")
+    loaded = load_with_record(tmp_path / "x.ckpt", module=tiny())
+    assert loaded.weights == "ema_0.5+ema_0.25"
+    assert all((p >= 2).all() for p in loaded.module.parameters())
+
+
+def test_weights_saved_from_a_compiled_network_fit_one_that_is_not(tmp_path):
+    content = checkpoint_of(tiny())
+    content["state_dict"] = {
+        name.replace("network.", "network._orig_mod."): value
+        for name, value in content["state_dict"].items()
+    }
+    write_checkpoint(content, tmp_path / "x.ckpt")
+    for weights, value in (("raw", 1), ("ema", 2)):
+        module = load(tmp_path / "x.ckpt", weights, module=tiny())
+        assert all((p == value).all() for p in module.parameters())
+
+
 def test_a_module_is_built_from_the_class_paths_in_the_file(tmp_path):
     first = checkpoints.build({"hyper_parameters": digits_spec()}, "x")
     content = checkpoint_of(first, hyper_parameters=digits_spec())
@@ -213,6 +240,7 @@ def test_a_failed_write_leaves_the_previous_file_and_no_other(file, monkeypatch)
     assert os.listdir(file.parent) == [file.name]
 
 
+@pytest.mark.system
 def test_a_full_disk_leaves_the_previous_checkpoint(file):
     """A limit on the size of files stands for the disk: the write itself fails half-way."""
     before = file.read_bytes()

@@ -59,10 +59,23 @@ def test_a_validation_logged_after_the_resume_keeps_the_training_row_of_its_step
     assert [row.get("train/loss") for row in read_rows(tmp_path / "metrics.csv")] == ["1.0", None]
 
 
+def test_a_score_of_the_step_that_a_run_goes_on_from_is_kept(tmp_path):
+    """It was logged before the checkpoint; the training rows of that number come after it."""
+    rows = [{"val/fid": 3.0}, {"train/loss": 1.0}, {"val/loss": 2.0}]
+    for row in rows:
+        AppendingCSVLogger(tmp_path).log_metrics(row, step=20)
+    resumed = AppendingCSVLogger(tmp_path)
+    resumed.rewind(20)
+    for row in rows[1:]:
+        resumed.log_metrics(row, step=20)
+    kept = [{"step": "20"} | {k: str(v) for k, v in row.items()} for row in rows]
+    assert read_rows(tmp_path / "metrics.csv") == kept
+
+
 def test_rewinding_drops_rows_even_where_nothing_is_logged_afterwards(tmp_path):
     log_steps(AppendingCSVLogger(tmp_path), range(16))
     AppendingCSVLogger(tmp_path).rewind(4)
-    assert {int(row["step"]) for row in read_rows(tmp_path / "metrics.csv")} == {0, 1, 2, 3}
+    assert {int(row["step"]) for row in read_rows(tmp_path / "metrics.csv")} == {0, 1, 2, 3, 4}
 
 
 def test_rewinding_a_new_run_makes_an_empty_file_that_can_be_logged_to(tmp_path):

@@ -95,8 +95,9 @@ class RunCLI(LightningCLI):
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self._saved = self._read_checkpoint()
-        self._spec = None if self._saved is None else model_spec(self._saved)
+        saved = self._read_checkpoint()
+        self._spec = model_spec(saved)
+        self._averaged = bool(ema_states(saved))
         self._changed: dict[str, tuple[Any, Any]] = {}
         self._started = time.monotonic()
         super().__init__(
@@ -112,12 +113,11 @@ class RunCLI(LightningCLI):
             args=self._arguments(),
         )
 
-    def _read_checkpoint(self) -> Checkpoint | None:
+    def _read_checkpoint(self) -> Checkpoint:
+        """The checkpoint that is asked for; {} without, or for a fit that has none yet."""
         file = self.request.checkpoint
-        if file is None or not file.is_file():
-            if file is not None and self.request.command != "fit":
-                raise FileNotFoundError(f"There is no checkpoint at {file}.")
-            return None
+        if file is None or (self.request.command == "fit" and not file.is_file()):
+            return {}
         return read_checkpoint(file, mmap=True)
 
     def _arguments(self) -> list[str]:
@@ -129,7 +129,7 @@ class RunCLI(LightningCLI):
             found = latest_config(request.root)
             configs += ["--config", str(found)] if found else []
         own = ["--trainer.default_root_dir", str(request.root)]
-        if request.checkpoint is not None and self._saved is not None:
+        if request.checkpoint is not None and request.checkpoint.is_file():
             own += ["--ckpt_path", str(request.checkpoint)]
         return [request.command, *configs, *request.options, *own]
 
@@ -141,7 +141,10 @@ class RunCLI(LightningCLI):
         except ArgumentError as error:
             subparser = self._subcommand_parsers[self.request.command]
             options = [action.dest for action in subparser._actions]
-            raise ValueError(innermost(error, options)) from error
+            message = innermost(error, options)
+            if message.startswith(f"{self.request.command}.model must"):
+                message = "needs --config FILE, such as --config configs/digits.yaml."
+            raise ValueError(message) from error
 
     def _parse_ckpt_path(self) -> None:
         """Compare with the checkpoint, whose model was parsed first: what was given later won."""
@@ -218,9 +221,8 @@ class RunCLI(LightningCLI):
 
     def _refuse_lost_averages(self, subcommand: str) -> None:
         """Scores of raw weights must not pass for those of the averages in the file."""
-        averaged = self._saved is not None and ema_states(self._saved)
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        if subcommand != "fit" and averaged and not _has(callbacks, WeightsProvider):
+        if subcommand != "fit" and self._averaged and not _has(callbacks, WeightsProvider):
             raise ValueError(
                 f"{self.request.checkpoint} holds averaged weights, but no EMA callback is "
                 f"configured to use them: pass the run's config, or add EMA to trainer.callbacks."

@@ -91,13 +91,19 @@ def load_generator(args: argparse.Namespace) -> "Loaded":
 
 
 def _change_sampling(module: Any, args: argparse.Namespace) -> None:
+    changes = (args.steps, args.solver, args.guidance)
+    if any(change is not None for change in changes) and not hasattr(module, "solver"):
+        raise ValueError(f"{type(module).__name__} takes no --steps, --solver or --guidance.")
     if args.steps is not None or args.solver is not None:
         module.solver = _solver(module, args.solver, args.steps)
     if args.guidance is not None:
         from lit_diffusion.guidance import ClassifierFree
 
-        if module.num_classes is None:
-            raise ValueError("--guidance needs a model with classes, and this one has none.")
+        if module.num_classes is None or module.label_dropout == 0:
+            raise ValueError(
+                "--guidance needs a model with classes that was trained with label_dropout, got "
+                f"num_classes={module.num_classes} and label_dropout={module.label_dropout}."
+            )
         module.guidance = None if args.guidance == 1 else ClassifierFree(args.guidance)
 
 
@@ -157,10 +163,14 @@ def write_samples(
         "num": num,
         "seeds": [args.seed, args.seed + num],
         "labels": args.labels,
-        "sampling": loaded.module.sampling_record(),  # type: ignore[operator]
+        "sampling": _described(loaded.module),
     }
     (out / RECORD).write_text(json.dumps(record, indent=1) + "\n")
     return record
+
+
+def _described(module: Any) -> dict[str, Any]:
+    return dict(module.sampling_record()) if hasattr(module, "sampling_record") else {}
 
 
 def _generate(module: Any, args: argparse.Namespace, num: int) -> "Iterator[tuple[int, Tensor]]":

@@ -346,6 +346,11 @@ def test_a_mistake_is_told_in_one_line_with_exit_code_2(change, told, capsys):
     assert not Path("runs").exists()
 
 
+def test_a_fit_without_a_config_is_told_what_it_needs(capsys):
+    assert call("fit") == 2
+    assert "needs --config FILE" in capsys.readouterr().err
+
+
 def test_a_config_file_with_a_wrong_name_is_told_as_the_command_line_is(capsys):
     config = tiny_config(max_stepz=3)
     write_config(config)

@@ -125,4 +125,4 @@ def test_a_model_without_classes_takes_neither_labels_nor_guidance(capsys):
     write_small_digits(Path(LAST), classes=False)
     for option in ("--labels 1", "--guidance 2"):
         assert call(f"sample --checkpoint run --out out {option}") == 2
-        assert "needs a model with classes" in capsys.readouterr().err
+        assert f"{option.split()[0]} needs a model with classes" in capsys.readouterr().err
