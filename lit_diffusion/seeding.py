@@ -35,7 +35,10 @@ def seed_step(seed: int, rank: int, step: int, micro_batch: int) -> None:
         step: optimizer steps completed before this one.
         micro_batch: batch index, which tells accumulated batches of one step apart.
     """
-    torch.manual_seed(fold("step", seed, rank, step, micro_batch))
+    key = fold("step", seed, rank, step, micro_batch)
+    torch.default_generator.manual_seed(key)
+    if torch.accelerator.is_available():  # alone, torch.manual_seed costs a CPU run 0.2 ms
+        torch.manual_seed(key)
 
 
 class PerSampleNoise:
@@ -62,7 +65,7 @@ class PerSampleNoise:
 
     def draw(self, shape: Sequence[int]) -> Tensor:
         """(N, *shape) float32 on the CPU."""
-        out = torch.empty(len(self._generators), *shape)
+        out = torch.empty(len(self._generators), *shape, dtype=torch.float32)
         for row, generator in zip(out, self._generators, strict=True):
             row.normal_(generator=generator)
         return out

@@ -56,3 +56,13 @@ def test_an_index_keeps_its_noise_level():
     close(
         index_uniforms(torch.tensor([41])), index_uniforms(torch.arange(100))[41:42], rtol=0, atol=0
     )
+
+
+def test_noise_is_drawn_in_float32_whatever_the_default():
+    before = torch.get_default_dtype()
+    expected = PerSampleNoise([1]).draw((8,))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(PerSampleNoise([1]).draw((8,)), expected)
+    finally:
+        torch.set_default_dtype(before)
