@@ -336,7 +336,7 @@ class FIDEvaluation(Callback):
         self.best_score, self.best_step = record.value, record.step
         # Validation may have the averages in place; a checkpoint holds what is trained.
         with self._weights(trainer, "raw"):
-            trainer.save_checkpoint(path)
+            trainer.save_checkpoint(path, weights_only=False)
 
     @property
     def state_key(self) -> str:

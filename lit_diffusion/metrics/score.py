@@ -69,6 +69,27 @@ def score(
         "prc_neighborhood": 3,
         "rng_seed": SEED,
     }
+    found = _calculated(fake, real, protocol, batch_size, device, settings)
+    return found | {
+        "num_fake": len(fake),
+        "num_real": len(real),
+        "protocol": protocol.name,
+        "extractor_sha256": protocol.sha256,
+        "resize": protocol.resize,
+        "torch_fidelity": FIDELITY_VERSION,
+        **settings,
+    }
+
+
+def _calculated(
+    fake: RealImages,
+    real: RealImages,
+    protocol: FIDProtocol,
+    batch_size: int,
+    device: str,
+    settings: dict[str, int],
+) -> dict[str, Any]:
+    """The scores, under our names."""
     scores = calculate_metrics(
         input1=_Colour(fake, protocol.channels),
         input2=_Colour(real, protocol.channels),
@@ -84,16 +105,7 @@ def score(
         **settings,
         **protocol.fidelity_arguments(),
     )
-    found: dict[str, Any] = {name: float(scores[key]) for name, key in _NAMES.items()}
-    return found | {
-        "num_fake": len(fake),
-        "num_real": len(real),
-        "protocol": protocol.name,
-        "extractor_sha256": protocol.sha256,
-        "resize": protocol.resize,
-        "torch_fidelity": FIDELITY_VERSION,
-        **settings,
-    }
+    return {name: float(scores[key]) for name, key in _NAMES.items()}
 
 
 def image_set(source: RealImages | Tensor | str | Path, name: str) -> RealImages:

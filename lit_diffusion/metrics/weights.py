@@ -26,8 +26,8 @@ def sha256(path: Path) -> str:
 
 
 FETCH = (
-    "On a machine with a network (the login node of a cluster) run `lit-diffusion fetch-weights`, or "
-    f"copy {INCEPTION_FILE} there from {URL_INCEPTION_V3}."
+    "On a machine with a network (the login node of a cluster) run `lit-diffusion fetch-weights`, "
+    f"or copy {INCEPTION_FILE} there from {URL_INCEPTION_V3}."
 )
 
 

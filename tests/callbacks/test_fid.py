@@ -648,7 +648,7 @@ def test_a_config_may_name_the_protocol(tmp_path):
 
 def run_on(processes, folder):
     script = Path(__file__).parents[1] / "support" / "fid_on_processes.py"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     environment = os.environ | {"PYTHONPATH": str(script.parents[1]), "OMP_NUM_THREADS": "1"}
     subprocess.run(
         [sys.executable, script, str(processes), str(folder)],
@@ -676,3 +676,13 @@ def test_one_two_and_three_processes_make_the_same_evaluations(tmp_path):
             assert record["value"] == pytest.approx(reference["value"], rel=1e-12)
             assert record["floor"] == pytest.approx(reference["floor"], rel=1e-12)
             assert (record["num_real"], record["data"]) == (31, reference["data"])
+
+
+@pytest.mark.system
+def test_an_error_of_the_first_process_stops_all_instead_of_leaving_them_waiting(tmp_path):
+    run_on(2, tmp_path / "run")
+    for path in (tmp_path / "run" / "cache").iterdir():
+        path.write_bytes(b"broken")
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        run_on(2, tmp_path / "run")
+    assert error.value.stderr.count(b"is not a file of statistics") >= 2  # each process says it
