@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import time
+import warnings
 from argparse import ArgumentError, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from importlib import import_module
@@ -81,7 +82,7 @@ def run(argv: Sequence[str]) -> None:
             that does not fit.
     """
     request = read_command_line(argv)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_is_no_advertisement)
+    _quiet_lightning()
     with trusting(request.trust):
         RunCLI(request)
 
@@ -242,6 +243,13 @@ def _parser_settings(command: str) -> dict[str, Any]:
 
 class _Formatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
     """jsonargparse's help, under a description with its lines as they are."""
+
+
+def _quiet_lightning() -> None:
+    """Leave out its advertisements, and what it warns of in its own code."""
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addFilter(_is_no_advertisement)
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 
 def _is_no_advertisement(record: logging.LogRecord) -> bool:

@@ -143,21 +143,30 @@ def test_the_saved_config_gives_the_same_run_again():
 # Resuming
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    """The folder of an undisturbed run."""
+    folder = tmp_path_factory.mktemp("whole")
+    config = write_config(tiny_config(callbacks=[EMA], max_steps=10), folder / "tiny.yaml")
+    root = folder / "run"
+    assert call(f"fit --config {config} {TRUST} --trainer.default_root_dir={root}") == 0
+    return root
+
+
 @pytest.mark.parametrize("died_at", [3, 4, 5, 8])
-def test_a_resumed_run_ends_as_an_undisturbed_one(died_at):
+def test_a_resumed_run_ends_as_an_undisturbed_one(whole, died_at):
     """Mid-epoch and at the end of one: weights, averages, counters and curves."""
     write_config(tiny_config(callbacks=[EMA], max_steps=10))
-    assert call(f"{FIT} --trainer.default_root_dir=runs/whole") == 0
     assert call(f"{FIT} --trainer.max_steps={died_at}") == 0
     assert call(f"{FIT} --ckpt_path=last") == 0
-    assert equal(weights("runs/whole"), weights("runs/tiny"))
-    whole, resumed = checkpoint("runs/whole"), checkpoint("runs/tiny")
+    assert equal(weights(whole), weights("runs/tiny"))
+    rows = [Path(root, "metrics.csv").read_text() for root in (whole, "runs/tiny")]
+    assert rows[0] == rows[1]
+    whole, resumed = checkpoint(whole), checkpoint("runs/tiny")
     key = next(key for key in whole["callbacks"] if key.startswith("EMA"))
     averages = [c["callbacks"][key]["shadows"][0] for c in (whole, resumed)]
     assert equal(*averages)
     assert [c["epoch"] for c in (whole, resumed)] == [2, 2]
-    rows = [Path(f"runs/{name}/metrics.csv").read_text() for name in ("whole", "tiny")]
-    assert rows[0] == rows[1]
 
 
 def test_a_resume_keeps_the_first_config_and_writes_its_own():

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.commands import equal, weights
+from support.commands import SCRIPT, equal, weights
 from support.small_digits import small_digits
 from support.tiny_run import write_config
+
+from lit_diffusion.loggers import read_rows
 
 pytestmark = pytest.mark.system
 
@@ -26,7 +28,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def start(*argv: str, program: str = "lit-diffusion") -> subprocess.Popen:
+def start(*argv: str, program: str = SCRIPT) -> subprocess.Popen:
     return subprocess.Popen(
         [program, *argv],
         env=ENVIRONMENT,
@@ -36,7 +38,7 @@ def start(*argv: str, program: str = "lit-diffusion") -> subprocess.Popen:
     )
 
 
-def finish(*argv: str, program: str = "lit-diffusion") -> str:
+def finish(*argv: str, program: str = SCRIPT) -> str:
     process = start(*argv, program=program)
     out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
@@ -44,7 +46,9 @@ def finish(*argv: str, program: str = "lit-diffusion") -> str:
 
 
 def test_a_killed_run_resumes_to_the_end_of_an_undisturbed_one():
-    write_config(small_digits(60, log_every_n_steps=5), Path("digits.yaml"))
+    config = small_digits(60, log_every_n_steps=5)
+    config["data"]["init_args"]["batch_size"] = 71  # 20 batches an epoch
+    write_config(config, Path("digits.yaml"))
     finish("fit", "--config", "digits.yaml", "--trainer.default_root_dir=whole")
     killed = start("fit", "--config", "digits.yaml")
     last = Path("runs/digits/checkpoints/last.ckpt")
@@ -65,6 +69,17 @@ def test_a_piped_run_prints_lines():
     assert "step 5/5  epoch 0  train/loss " in told
     assert "\r" not in told
     assert told.isascii()
+
+
+def test_two_processes_write_one_run_folder():
+    config = small_digits(4, devices=2, strategy="ddp")
+    write_config(config, Path("digits.yaml"))
+    told = finish("fit", "--config", "digits.yaml")
+    assert told.count("run folder  runs/digits") == 1
+    assert [row["step"] for row in read_rows("runs/digits/metrics.csv")] == list("0123")
+    again = start("fit", "--config", "digits.yaml")
+    assert "already holds a run" in again.communicate(timeout=300)[1]
+    assert again.returncode == 2
 
 
 @pytest.fixture(scope="module")

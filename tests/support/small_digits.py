@@ -1,5 +1,6 @@
 """A config of the real parts, small enough to train in seconds: digits, U-Net, EMA."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,13 @@ def hyper_parameters(config: dict[str, Any], key: str) -> dict[str, Any]:
 
 def write_small_digits(path: Path, *, classes: bool = True) -> LightningModule:
     """A checkpoint of the small digits model, untrained; returns the module with its averages."""
+    content, averaged = _small_digits(classes)
+    write_checkpoint(content, path)
+    return averaged
+
+
+@cache
+def _small_digits(classes: bool) -> tuple[dict[str, Any], LightningModule]:
     config = small_digits(1)
     if not classes:
         model = config["model"]["init_args"]
@@ -83,7 +91,7 @@ def write_small_digits(path: Path, *, classes: bool = True) -> LightningModule:
         model["label_dropout"] = 0.0
     hyper = hyper_parameters(config, "model")
     torch.manual_seed(0)
-    raw, averaged = (build({"hyper_parameters": hyper}, path) for _ in range(2))
+    raw, averaged = (build({"hyper_parameters": hyper}, "this") for _ in range(2))
     for module in (raw, averaged):  # networks begin with zeros in places
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter, std=0.1)
@@ -96,5 +104,4 @@ def write_small_digits(path: Path, *, classes: bool = True) -> LightningModule:
         "hyper_parameters": hyper,
         "datamodule_hyper_parameters": hyper_parameters(config, "data"),
     }
-    write_checkpoint(content, path)
-    return averaged.eval()
+    return content, averaged.eval()
