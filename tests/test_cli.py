@@ -2,7 +2,7 @@ import subprocess
 import sys
 
 import pytest
-from support.commands import call
+from support.commands import SCRIPT, call
 
 from lit_diffusion import __version__, cli
 
@@ -123,6 +123,6 @@ def test_the_code_of_a_command_that_exits_is_kept(stub, end, code):
 
 @pytest.mark.system
 def test_the_console_script_runs():
-    done = subprocess.run(["lit-diffusion", "--help"], capture_output=True, text=True)
+    done = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True)
     assert done.returncode == 0
     assert "usage: lit-diffusion" in done.stdout

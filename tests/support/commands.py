@@ -1,12 +1,16 @@
 """Running the command line inside the test's process."""
 
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from lit_diffusion.cli import main
+
+SCRIPT = str(Path(sys.executable).parent / "lit-diffusion")
+"""The console script of the environment that the tests run in."""
 
 
 def call(command: str) -> int:
