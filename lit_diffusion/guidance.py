@@ -51,16 +51,17 @@ class ClassifierFree:
             return denoise_for(labels)
         if self.scale == 0:
             return denoise_for(torch.full_like(labels, -1))
-        return self._extrapolated(denoise_for(torch.cat([labels, torch.full_like(labels, -1)])))
+        both = torch.cat([labels, torch.full_like(labels, -1)])
+        return self._extrapolated(denoise_for(both), bool((labels >= 0).any()))
 
-    def _extrapolated(self, denoise: Denoise) -> Denoise:
+    def _extrapolated(self, denoise: Denoise, labelled: bool) -> Denoise:
         calls = 0
 
         def guided(x_t: Tensor, t: Tensor) -> Denoised:
             nonlocal calls
             both = denoise(torch.cat([x_t, x_t]), torch.cat([t, t]))
             (x0, x0_without), (noise, noise_without) = both.x0.chunk(2), both.noise.chunk(2)
-            if calls == 0 and torch.equal(x0, x0_without):
+            if calls == 0 and labelled and torch.equal(x0, x0_without):
                 warnings.warn(
                     f"guidance with scale {self.scale} has no effect: the network predicts the "
                     f"same "

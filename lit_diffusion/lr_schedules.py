@@ -8,6 +8,7 @@ follows the new one.
 """
 
 import math
+import warnings
 from typing import Any
 
 from torch.optim import Optimizer
@@ -43,6 +44,13 @@ class WarmupConstant(LambdaLR):
         settings = ("warmup_steps", "total_steps", "final_factor")
         return {k: v for k, v in super().state_dict().items() if k not in settings}
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from the step of the state, at the lr that the settings of this object give it."""
+        super().load_state_dict(state_dict)
+        self._last_lr = [lr * self.factor(self.last_epoch) for lr in self.base_lrs]
+        for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = lr
+
 
 class WarmupLinear(WarmupConstant):
     """lr rises over `warmup_steps`, then falls linearly to `final_factor` of it at `total_steps`.
@@ -52,7 +60,7 @@ class WarmupLinear(WarmupConstant):
         total_steps: optimizer steps of the whole run, warm-up included; None lets DiffusionModule
             fill in the Trainer's.
         warmup_steps: optimizer steps until the full lr.
-        final_factor: share of the lr in the last step and after.
+        final_factor: share of the lr that the decay would reach one step after the last.
 
     Raises:
         ValueError: for a warm-up as long as the run.
@@ -83,8 +91,20 @@ class WarmupLinear(WarmupConstant):
                 f"optimizer "
                 "steps."
             )
+        if step >= self.total_steps:
+            return self.final_factor
         done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
-        return self.final_factor + (1 - self.final_factor) * self.decay(min(done, 1.0))
+        return self.final_factor + (1 - self.final_factor) * self.decay(done)
+
+    def set_total_steps(self, total_steps: int) -> None:
+        """Take the length of the run, in optimizer steps; said if it ends within the warm-up."""
+        if total_steps <= self.warmup_steps:
+            warnings.warn(
+                f"a warm-up of {self.warmup_steps} steps is all of this run of {total_steps}; "
+                "lower warmup_steps or raise max_steps.",
+                stacklevel=2,
+            )
+        self.total_steps = total_steps
 
     def decay(self, done: float) -> float:
         """Falls from 1 to 0 as `done` goes from 0 to 1."""

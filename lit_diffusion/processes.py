@@ -15,6 +15,11 @@ from torch import Tensor
 MAX_BETA = 0.999
 
 
+def _check_steps(num_steps: int) -> None:
+    if num_steps < 2:
+        raise ValueError(f"num_steps must be at least 2, got {num_steps}.")
+
+
 class BetaSchedule(Protocol):
     """Variances added per step."""
 
@@ -37,6 +42,7 @@ class LinearBetas:
 
     def betas(self) -> Tensor:
         """(num_steps,) float64."""
+        _check_steps(self.num_steps)
         scale = 1000 / self.num_steps
         return torch.linspace(1e-4 * scale, 0.02 * scale, self.num_steps, dtype=torch.float64)
 
@@ -56,6 +62,7 @@ class CosineBetas:
 
     def betas(self) -> Tensor:
         """(num_steps,) float64."""
+        _check_steps(self.num_steps)
         u = torch.arange(self.num_steps + 1, dtype=torch.float64) / self.num_steps
         return _betas_of(torch.cos((u + 0.008) / 1.008 * math.pi / 2) ** 2)
 
@@ -81,6 +88,7 @@ class SigmoidBetas:
 
     def betas(self) -> Tensor:
         """(num_steps,) float64."""
+        _check_steps(self.num_steps)
         u = torch.arange(self.num_steps + 1, dtype=torch.float64) / self.num_steps
         falling = torch.sigmoid(-(u * (self.end - self.start) + self.start) / self.tau)
         return _betas_of((falling - falling[-1]) / (falling[0] - falling[-1]))

@@ -44,7 +44,7 @@ class Prediction(NamedTuple):
         x_t: (B, C, H, W) noised images.
         noise: (B, C, H, W) standard normal.
         t: (B,) float64 times of the process.
-        step: optimizer steps completed so far; None outside training.
+        step: optimizer steps completed so far; None where there is no training.
     """
 
     output: Tensor
@@ -214,6 +214,10 @@ class Solver(Protocol):
         self, denoise: Denoise, process: Process, noise: Tensor, randn_like: RandnLike, /
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
+        ...
+
+    def check(self, process: Process, /) -> None:
+        """Raise ValueError where the solver can't run on this process."""
         ...
 
 

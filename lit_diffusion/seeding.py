@@ -12,11 +12,16 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+_WORD = 2**32  # torch's CPU generator is seeded by the low 32 bits alone
 _GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 def fold(*key: int | str) -> int:
-    """A 63-bit seed from a key; different keys give unrelated seeds.
+    """A 63-bit seed from a key.
+
+    Different keys give unrelated seeds. A CPU generator uses their low 32 bits, so of n keys about
+    n^2 / 2^33 pairs coincide there: of no matter for the noise of steps, but samples must not, and
+    are seeded without (`PerSampleNoise`).
 
     Example:
         >>> fold("step", 0, 1) == fold("step", 0, 1), fold("step", 0, 1) == fold("step", 1, 0)
@@ -44,8 +49,9 @@ def seed_step(seed: int, rank: int, step: int, micro_batch: int) -> None:
 class PerSampleNoise:
     """Standard normal noise with one CPU generator per sample.
 
-    Row i of every draw depends on `seeds[i]` and on how many draws came before, never on the other
-    rows. Numbers are drawn on the CPU in float32 and then moved: a GPU gives the same sample.
+    Different seeds below 2^32 have different generators within a stream. Row i of every draw
+    depends on `seeds[i]` and on how many draws came before, never on the other rows. Numbers are
+    drawn on the CPU in float32 and then moved: a GPU gives the same sample.
 
     Args:
         seeds: one integer per sample.
@@ -60,7 +66,7 @@ class PerSampleNoise:
 
     def __init__(self, seeds: Sequence[int], stream: str = "sample") -> None:
         self._generators = [
-            torch.Generator().manual_seed(fold(stream, int(seed))) for seed in seeds
+            torch.Generator().manual_seed(_scramble(int(seed), fold(stream))) for seed in seeds
         ]
 
     def draw(self, shape: Sequence[int]) -> Tensor:
@@ -73,6 +79,14 @@ class PerSampleNoise:
     def randn_like(self, x: Tensor) -> Tensor:
         """The next draw, with the shape, dtype and device of `x` (N, ...)."""
         return self.draw(x.shape[1:]).to(device=x.device, dtype=x.dtype)
+
+
+def _scramble(seed: int, offset: int) -> int:
+    """One to one on 32 bits, with neighbours far apart: two multiply-and-shift rounds."""
+    x = (seed + offset) % _WORD
+    for factor in (0x85EBCA6B, 0xC2B2AE35):  # odd, so invertible
+        x = (x ^ x >> 16) * factor % _WORD
+    return x ^ x >> 16
 
 
 def index_uniforms(index: Tensor) -> Tensor:

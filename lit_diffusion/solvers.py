@@ -43,7 +43,7 @@ class DDPM:
         self, denoise: Denoise, process: Process, noise: Tensor, randn_like: RandnLike, /
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = (self.times or Sections()).grid(process, self.steps)
+        times = self._grid(process)
         steps = posterior(process, times)
         x = process.prior(noise, times[0])
         for i, t in enumerate(times[:-1]):
@@ -57,6 +57,13 @@ class DDPM:
             if not step.last:
                 x = x + (0.5 * log_variance).exp() * randn_like(x)
         return x
+
+    def check(self, process: Process, /) -> None:
+        """Raise ValueError where the grid does not fit the process."""
+        self._grid(process)
+
+    def _grid(self, process: Process) -> Tensor:
+        return (self.times or Sections()).grid(process, self.steps)
 
 
 @dataclass(frozen=True)
@@ -87,11 +94,8 @@ class DDIM:
         self, denoise: Denoise, process: Process, noise: Tensor, randn_like: RandnLike, /
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = (self.times or Sections()).grid(process, self.steps)
+        times, std = self._grid(process)
         alpha, sigma = process.alpha_sigma(times)
-        std = self.eta * posterior(process, times).variance.sqrt()
-        if (std > sigma[1:]).any():
-            raise ValueError(f"eta = {self.eta} is more noise than {process} has; use at most 1.")
         x = process.prior(noise, times[0])
         for i, t in enumerate(times[:-1]):
             x0, direction = _x0_and_noise(
@@ -107,7 +111,7 @@ class DDIM:
 
         Source: Song et al. 2021 (DDIM), Eq. 14; the last step returns the noise itself.
         """
-        times = (self.times or Sections()).grid(process, self.steps)[:-1].flip(0)
+        times = self._grid(process)[0][:-1].flip(0)
         alpha, sigma = process.alpha_sigma(times)
         x = x0
         for i, t in enumerate(times):
@@ -115,6 +119,18 @@ class DDIM:
             if i + 1 < len(times):
                 x = alpha[i + 1] * clean + sigma[i + 1] * noise
         return noise
+
+    def check(self, process: Process, /) -> None:
+        """Raise ValueError where the grid or eta does not fit the process."""
+        self._grid(process)
+
+    def _grid(self, process: Process) -> tuple[Tensor, Tensor]:
+        """(steps + 1,) times, and the (steps,) standard deviations of new noise."""
+        times = (self.times or Sections()).grid(process, self.steps)
+        std = self.eta * posterior(process, times).variance.sqrt()
+        if (std > process.alpha_sigma(times)[1][1:]).any():
+            raise ValueError(f"eta = {self.eta} is more noise than {process} has; use at most 1.")
+        return times, std
 
 
 @dataclass(frozen=True)
@@ -145,7 +161,7 @@ class DPMSolverPP:
         self, denoise: Denoise, process: Process, noise: Tensor, randn_like: RandnLike, /
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = (self.times or LogSNR()).grid(process, self.steps)
+        times = self._grid(process)
         alpha, sigma = process.alpha_sigma(times)
         h = (alpha / sigma).log().diff()
         x = process.prior(noise, times[0])
@@ -158,6 +174,13 @@ class DPMSolverPP:
             x = sigma[i + 1] / sigma[i] * x - alpha[i + 1] * torch.expm1(-h[i]) * middle
             last_x0 = x0
         return x
+
+    def check(self, process: Process, /) -> None:
+        """Raise ValueError where the grid does not fit the process."""
+        self._grid(process)
+
+    def _grid(self, process: Process) -> Tensor:
+        return (self.times or LogSNR()).grid(process, self.steps)
 
 
 def _batch(t: Tensor, x: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ def test_a_network_that_ignores_its_labels_is_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         guided(2.0, X, T)
+        ClassifierFree(2.0).guide(labelled, torch.full_like(LABELS, -1), PROCESS)(X, T)
 
 
 @pytest.mark.parametrize("labels", [None, torch.rand(2, 5)])

@@ -50,9 +50,16 @@ def test_a_resumed_schedule_continues_and_follows_a_new_length():
     resumed.load_state_dict(state)
     resumed.optimizer.param_groups[0]["lr"] = state["_last_lr"][0]
     assert trace(resumed, 5) == undisturbed
-    longer = WarmupCosine(optimizer(), 80, 3)
+    longer, unbroken = WarmupCosine(optimizer(), 80, 3, 0.1), WarmupCosine(optimizer(), 80, 3, 0.1)
     longer.load_state_dict(state)
-    assert longer.total_steps == 80
+    assert trace(longer, 20) == trace(unbroken, 30)[10:]
+
+
+def test_a_run_that_ends_within_its_warm_up_is_said_and_ends():
+    schedule = WarmupCosine(optimizer(), warmup_steps=4)
+    with pytest.warns(UserWarning, match="a warm-up of 4 steps is all of this run of 4"):
+        schedule.set_total_steps(4)
+    assert trace(schedule, 6) == pytest.approx([0.125, 0.25, 0.375, 0.5, 0.0, 0.0])
 
 
 def test_a_state_holds_plain_builtins(tmp_path):

@@ -83,6 +83,13 @@ def test_sigmoid_betas_follow_their_formula():
     np.testing.assert_allclose(alpha**2, expected, rtol=1e-9)
 
 
+@pytest.mark.parametrize("betas", [LinearBetas, CosineBetas, SigmoidBetas])
+@pytest.mark.parametrize("num_steps", [1, 0, -3])
+def test_a_process_without_steps_is_refused(betas, num_steps):
+    with pytest.raises(ValueError, match=f"num_steps must be at least 2, got {num_steps}"):
+        DiscreteVP(betas(num_steps))
+
+
 def test_a_schedule_that_destroys_the_image_in_one_step_is_refused():
     with pytest.raises(ValueError, match=r"betas must lie in \(0, 1\).*use more steps"):
         DiscreteVP(LinearBetas(20))

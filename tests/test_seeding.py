@@ -1,7 +1,7 @@
 import torch
 from support.golden import close
 
-from lit_diffusion.seeding import PerSampleNoise, fold, index_uniforms, seed_step
+from lit_diffusion.seeding import PerSampleNoise, _scramble, fold, index_uniforms, seed_step
 
 
 def test_keys_that_differ_anywhere_give_unrelated_seeds():
@@ -29,6 +29,19 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_batch():
     for _ in range(3):
         like = torch.empty(3, 2, 5, 5)
         assert torch.equal(together.randn_like(like)[1], alone.randn_like(like[:1])[0])
+
+
+def test_no_two_of_a_million_seeds_share_a_generator():
+    offset = fold("sample")
+    assert len({_scramble(seed, offset) for seed in range(1_000_000)}) == 1_000_000
+    torch_sees = [torch.Generator().manual_seed(_scramble(s, offset)) for s in (22639, 68664)]
+    assert not torch.equal(*[torch.randn(8, generator=g) for g in torch_sees])
+
+
+def test_neighbouring_seeds_are_far_apart():
+    flipped = [_scramble(s, 7) ^ _scramble(s + 1, 7) for s in range(2000)]
+    bits = sum(bin(x).count("1") for x in flipped) / 2000
+    assert 15.7 < bits < 16.3  # half of 32, standard error 0.06
 
 
 def test_streams_of_one_seed_differ():

@@ -55,8 +55,13 @@ class ImageDataModule(LightningDataModule):
         self.batch_size = batch_size
         self.num_workers = num_workers
         self.num_predict = num_predict
-        self.seed = int(os.environ.get("PL_GLOBAL_SEED", 0)) if seed is None else seed
+        self._seed = seed
         self._opened: dict[Split, ImageDataset] = {}
+
+    @property
+    def seed(self) -> int:
+        """Of training order and augmentation."""
+        return int(os.environ.get("PL_GLOBAL_SEED", 0)) if self._seed is None else self._seed
 
     # What a subclass says.
 

@@ -1,24 +1,28 @@
 """What a module refuses: arguments that do not go together, losses that are not finite."""
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from lit_diffusion.guidance import ClassifierFree, ClassifierShift
 from lit_diffusion.protocols import Guidance, Loss, Parameterization, Process, Solver
+from lit_diffusion.solvers import DDPM
 
 
 def check_labels(
-    num_classes: int | None, label_dropout: float, guidance: Guidance | None, network: nn.Module
+    network: nn.Module, num_classes: int | None, label_dropout: float, guidance: Guidance | None
 ) -> None:
     """Raise ValueError where labels are wanted and there are none, or others."""
     if not 0 <= label_dropout < 1:
         raise ValueError(f"label_dropout must be in [0, 1), got {label_dropout}.")
-    if num_classes is None and (label_dropout > 0 or guidance is not None):
+    needs_dropout = isinstance(guidance, ClassifierFree)
+    if num_classes is None and (label_dropout > 0 or needs_dropout):
         raise ValueError(
             f"label_dropout={label_dropout} and guidance={guidance} need labels; pass num_classes."
         )
-    if guidance is not None and label_dropout == 0:
+    if needs_dropout and label_dropout == 0:
         warnings.warn(
             f"{guidance} compares with the prediction without labels, which label_dropout=0 "
             "never trains.",
@@ -33,7 +37,11 @@ def check_labels(
 
 
 def check_objective(
-    process: Process, parameterization: Parameterization, loss: Loss, solver: Solver
+    process: Process,
+    parameterization: Parameterization,
+    loss: Loss,
+    solver: Solver,
+    guidance: Guidance | None,
 ) -> None:
     """Raise ValueError where the network could not be trained, or sampled from, as it is asked."""
     ends = torch.tensor([process.t_min, process.t_max], dtype=torch.float64)
@@ -43,6 +51,12 @@ def check_objective(
             "use Velocity or Sample."
         )
     loss.check(process, parameterization)
+    solver.check(process)
+    if isinstance(guidance, ClassifierShift) and not isinstance(solver, DDPM):
+        raise ValueError(
+            f"{guidance} shifts the steps of DDPM, and {solver} has none to shift; use "
+            "ClassifierScore."
+        )
     if getattr(getattr(solver, "variance", None), "learned", False) and loss.output_factor != 2:
         raise ValueError(
             f"solver {solver} needs a learned variance, which {loss} does not train; use "
@@ -50,38 +64,54 @@ def check_objective(
         )
 
 
-def check_data(data: object, **ours: object) -> None:
-    """Raise ValueError for a data module whose attributes of these names differ.
+def check_device(device: torch.device) -> None:
+    """Raise ValueError for a device without float64, which noise levels are computed in."""
+    if device.type == "mps":
+        raise ValueError("MPS has no float64; use --trainer.accelerator=cpu.")
+
+
+def check_data(data: object, image_shape: tuple[int, ...] | None, num_classes: int | None) -> None:
+    """Raise ValueError for a data module of another shape or with other classes.
 
     Args:
-        data: a data module, or None.
-        **ours: values in the module; None fits everything.
+        data: a data module; one without `image_shape` or `num_classes` fits.
+        image_shape: the module's (C, H, W); None fits all.
+        num_classes: the module's; None fits all, as labels are not used then.
     """
-    for name, value in ours.items():
-        theirs = getattr(data, name, None)
-        if None not in (value, theirs) and value != theirs:
+    for name, ours in (("image_shape", image_shape), ("num_classes", num_classes)):
+        theirs = getattr(data, name, ours)
+        if ours is not None and theirs != ours:
             raise ValueError(
-                f"{name} is {value} in the module, but {theirs} in {type(data).__name__}; change "
+                f"{name} is {ours} in the module, but {theirs} in {type(data).__name__}; change "
                 "one of them."
             )
 
 
-class LossWatch:
-    """Remembers the first loss that is not finite, on the device, so that nobody waits for it."""
+def labels_of(
+    seeds: Sequence[int], labels: Tensor | None, num_classes: int | None
+) -> Tensor | None:
+    """The labels to generate with, checked before a GPU could die of a wrong one.
 
-    def __init__(self) -> None:
-        self._first: Tensor | None = None  # (step, u); u is infinite while all is well
+    Args:
+        seeds: of the samples.
+        labels: (N,) int64, as the user gave them; None takes seed modulo `num_classes`.
+        num_classes: of the module; None has no labels, which -1 may say too.
 
-    def see(self, losses: Tensor, u: Tensor, step: int) -> None:
-        """Note the losses (B,) at ranks u (B,) of optimizer step `step`."""
-        least = u.masked_fill(losses.isfinite(), torch.inf).min()
-        now = torch.stack([torch.full_like(least, step), least])
-        first = now if self._first is None else self._first
-        self._first = torch.where(first[1].isinf(), now, first)
-
-    def first_bad(self) -> tuple[int, float] | None:
-        """Step and u of the first loss that is not finite, if any; waits for the device."""
-        if self._first is None or self._first[1].isinf():
-            return None
-        step, u = self._first.tolist()
-        return int(step), u
+    Example:
+        >>> labels_of([3, 12], None, 10).tolist(), labels_of([3], torch.tensor([-1]), None)
+        ([3, 2], None)
+    """
+    if not len(seeds):
+        raise ValueError("generate needs at least one seed, got none.")
+    if labels is None and num_classes is not None:
+        return torch.tensor([seed % num_classes for seed in seeds])
+    if labels is None or labels.is_floating_point():
+        return labels
+    if labels.shape != (len(seeds),):
+        raise ValueError(
+            f"labels must be one per seed, ({len(seeds)},), got {tuple(labels.shape)}."
+        )
+    if bool(((labels < -1) | (labels >= (num_classes or 0))).any()):
+        known = f"0..{num_classes - 1} or -1" if num_classes else "-1, without num_classes"
+        raise ValueError(f"labels must be {known}, got {sorted(set(labels.tolist()))[:10]}.")
+    return None if num_classes is None else labels

@@ -16,14 +16,20 @@ from torchmetrics import MeanMetric
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.gaussian import expand_as
 from lit_diffusion.lr_schedules import WarmupLinear
-from lit_diffusion.modules.checks import LossWatch, check_data, check_labels, check_objective
+from lit_diffusion.modules.checks import (
+    check_data,
+    check_device,
+    check_labels,
+    check_objective,
+    labels_of,
+)
+from lit_diffusion.modules.watches import LossWatch, SampleWatch
 from lit_diffusion.protocols import (
     Codec,
     Denoise,
     Denoised,
     Guidance,
     Loss,
-    NonFiniteSamples,
     Parameterization,
     Prediction,
     Process,
@@ -120,20 +126,22 @@ class DiffusionModule(LightningModule):
         self._watch = LossWatch()
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
-        self._val_loss = MeanMetric().set_dtype(torch.float64)
-        self._test_loss = MeanMetric().set_dtype(torch.float64)
-        check_labels(num_classes, label_dropout, guidance, network)
-        check_objective(process, parameterization, loss, solver)
+        self._val_loss = MeanMetric(nan_strategy="disable")
+        self._test_loss = MeanMetric(nan_strategy="disable")
+        check_labels(network, num_classes, label_dropout, guidance)
+        check_objective(process, parameterization, loss, solver, guidance)
 
     # Training
 
     def setup(self, stage: str) -> None:
-        """Refuse data of another shape or with other classes before the first step."""
-        check_data(
-            getattr(self.trainer, "datamodule", None),
-            image_shape=self.image_shape,
-            num_classes=self.num_classes,
-        )
+        """Refuse devices and data that do not fit before the first step."""
+        check_device(self.device)
+        shape = self.image_shape if isinstance(self.codec, PixelCodec) else None
+        check_data(getattr(self.trainer, "datamodule", None), shape, self.num_classes)
+
+    def on_fit_start(self) -> None:
+        """Forget the losses of an earlier fit."""
+        self._watch = LossWatch()
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Make the randomness of this step a function of its number."""
@@ -141,8 +149,7 @@ class DiffusionModule(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> STEP_OUTPUT:
         """Mean weighted loss at random noise levels, with what callbacks may want to know."""
-        images, labels, _ = batch
-        x0 = self._encode(images)
+        x0, labels, _ = self._unpack(batch)
         u = draw_uniforms(
             len(x0), self.timestep_density, stratified=self.stratified, device=self.device
         )
@@ -171,6 +178,14 @@ class DiffusionModule(LightningModule):
         prediction = Prediction(output, x0, x_t, noise, t, step)
         return self.loss.per_sample(prediction, self.process, self.parameterization)["loss"]
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Never save weights that a loss that is not finite has spoilt."""
+        self._stop_if_not_finite()
+
+    def on_train_end(self) -> None:
+        """Look at the last steps too."""
+        self._stop_if_not_finite()
+
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer, and the schedule stepped with it."""
         optimizer = self._make_optimizer([p for p in self.parameters() if p.requires_grad])
@@ -178,13 +193,21 @@ class DiffusionModule(LightningModule):
             return optimizer
         scheduler = self._make_lr_scheduler(optimizer)
         if isinstance(scheduler, WarmupLinear) and scheduler.total_steps is None:
-            scheduler.total_steps = self._steps_of_run()
+            scheduler.set_total_steps(self._steps_of_run())
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
         }
 
     # Validation
+
+    def on_validation_epoch_start(self) -> None:
+        """Sum in float64 whatever the precision: it has cast the metric with the module."""
+        self._val_loss.set_dtype(torch.float64)
+
+    def on_test_epoch_start(self) -> None:
+        """As in validation."""
+        self._test_loss.set_dtype(torch.float64)
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Loss at one fixed noise level and noise per image, without any curriculum."""
@@ -209,24 +232,41 @@ class DiffusionModule(LightningModule):
 
         Args:
             seeds: one integer per image.
-            labels: (N,) int64, -1 for none; None is seed modulo `num_classes` for a
-                class-conditional network.
+            labels: (N,) int64 below `num_classes`, -1 for none; None is seed modulo `num_classes`
+                for a class-conditional network.
 
         Raises:
-            NonFiniteSamples: where an image is NaN or infinite.
+            ValueError: for labels that do not fit.
+            NonFiniteSamples: where an image is NaN or infinite, if only on the way.
         """
-        if labels is None and self.num_classes is not None:
-            labels = torch.tensor([seed % self.num_classes for seed in seeds])
-        labels = None if labels is None else labels.to(self.device)
+        labels = labels_of(seeds, labels, self.num_classes)
         noise = PerSampleNoise(seeds)
         start = noise.draw(self.image_shape).to(self.device)
         with _evaluation_mode(self.network):
-            denoise = self._guided(labels)
-            x0 = self.solver.sample(denoise, self.process, start, noise.randn_like)
-            bad = (~x0.isfinite()).flatten(1).any(1)
-            if bad.any():
-                self._raise_non_finite(denoise, seeds, bad)
+            watch = SampleWatch(self._guided(None if labels is None else labels.to(self.device)))
+            x0 = self.solver.sample(watch, self.process, start, noise.randn_like)
+        watch.refuse_non_finite(x0, seeds, self.global_step)
         return self.codec.decode(x0)
+
+    def denoise_for(self, labels: Tensor | None) -> Denoise:
+        """The network as solvers, guidance and `likelihood.bits_per_dim` see it.
+
+        Args:
+            labels: (B,) int64, -1 for none, on this module's device; None for an unconditional
+                network.
+        """
+
+        def denoise(x_t: Tensor, t: Tensor) -> Denoised:
+            alpha, sigma = (expand_as(v, x_t) for v in self.process.alpha_sigma(t))
+            output = self._run_network(x_t, labels, t, alpha, sigma)
+            frac = None
+            if self.loss.output_factor == 2:
+                output, r = output.chunk(2, dim=1)
+                frac = (r + 1) / 2
+            x0 = self.parameterization.to_x0(output, x_t, alpha, sigma)
+            return Denoised(x0, (x_t - alpha * x0) / sigma, frac)
+
+        return denoise
 
     def sampling_record(self) -> dict[str, Any]:
         """How `generate` makes images, for the record beside a score."""
@@ -239,13 +279,22 @@ class DiffusionModule(LightningModule):
 
     # The rest: what the methods above are made of
 
+    def _unpack(self, batch: Batch) -> Batch:
+        """x0 (B, C, H, W), labels and index of a batch."""
+        if not (isinstance(batch, tuple | list) and len(batch) == 3):
+            got = len(batch) if isinstance(batch, tuple | list) else type(batch).__name__
+            raise ValueError(
+                f"batches must be (images uint8, labels, index), got {got}; see lit_diffusion.data."
+            )
+        images, labels, index = batch
+        return self._encode(images), labels, index
+
     def _encode(self, images: Tensor) -> Tensor:
         x0 = self.codec.encode(images)
         if x0.shape[1:] != self.image_shape:
             raise ValueError(
                 f"image_shape is {self.image_shape}, but the data are {tuple(x0.shape[1:])}; "
-                f"change "
-                "one of them."
+                "change one of them."
             )
         return x0
 
@@ -267,11 +316,14 @@ class DiffusionModule(LightningModule):
         """Stop at a loss that is not finite; a GPU is waited for only when logs are due."""
         self._watch.see(losses, u, self.global_step)
         every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self.device.type != "cpu" and (self.global_step + 1) % every:
-            return
+        if self.device.type == "cpu" or (self.global_step + 1) % max(every, 1) == 0:
+            self._stop_if_not_finite()
+
+    def _stop_if_not_finite(self) -> None:
         bad = self._watch.first_bad()
         if bad is not None:
-            t = self.times.quantile(u.new_tensor([bad[1]]), self.process).item()
+            u = torch.tensor([bad[1]], dtype=torch.float64)
+            t = self.times.quantile(u, self.process).item()
             raise FloatingPointError(
                 f"the loss is not finite since optimizer step {bad[0]}, first at noise level u = "
                 f"{bad[1]:.3f} (t = {t:g}); lower the lr, clip gradients "
@@ -304,8 +356,7 @@ class DiffusionModule(LightningModule):
 
     def _fixed_losses(self, batch: Batch) -> Tensor:
         """(B,) float64 losses that depend on each image, its index and the weights alone."""
-        images, labels, index = batch
-        x0 = self._encode(images)
+        x0, labels, index = self._unpack(batch)
         t = self.times.quantile(index_uniforms(index), self.process)
         noise = PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
         labels_or_none = None if self.num_classes is None else labels
@@ -313,37 +364,8 @@ class DiffusionModule(LightningModule):
 
     def _guided(self, labels: Tensor | None) -> Denoise:
         if self.guidance is None:
-            return self._denoise_for(labels)
-        return self.guidance.guide(self._denoise_for, labels, self.process)
-
-    def _denoise_for(self, labels: Tensor | None) -> Denoise:
-        def denoise(x_t: Tensor, t: Tensor) -> Denoised:
-            alpha, sigma = (expand_as(v, x_t) for v in self.process.alpha_sigma(t))
-            output = self._run_network(x_t, labels, t, alpha, sigma)
-            frac = None
-            if self.loss.output_factor == 2:
-                output, r = output.chunk(2, dim=1)
-                frac = (r + 1) / 2
-            x0 = self.parameterization.to_x0(output, x_t, alpha, sigma)
-            return Denoised(x0, (x_t - alpha * x0) / sigma, frac)
-
-        return denoise
-
-    def _raise_non_finite(self, denoise: Denoise, seeds: Sequence[int], bad: Tensor) -> None:
-        """Sample again, which the seeds allow, to find the time at which it went wrong."""
-        bad_seeds = [seed for seed, is_bad in zip(seeds, bad.tolist(), strict=True) if is_bad]
-        seen: list[str] = []
-
-        def watched(x_t: Tensor, t: Tensor) -> Denoised:
-            result = denoise(x_t, t)
-            if not seen and not result.x0.isfinite().all():
-                seen.append(f"t = {t[0].item():g}")
-            return result
-
-        noise = PerSampleNoise(seeds)
-        start = noise.draw(self.image_shape).to(self.device)
-        self.solver.sample(watched, self.process, start, noise.randn_like)
-        raise NonFiniteSamples(bad_seeds, self.global_step, seen[0] if seen else "the last step")
+            return self.denoise_for(labels)
+        return self.guidance.guide(self.denoise_for, labels, self.process)
 
     def _steps_of_run(self) -> int:
         steps = self.trainer.estimated_stepping_batches

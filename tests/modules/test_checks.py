@@ -1,32 +1,32 @@
-import math
-
 import pytest
 import torch
 
-from lit_diffusion.modules.checks import LossWatch, check_data
+from lit_diffusion.modules.checks import check_data, check_device
 
 
-def test_the_first_loss_that_is_not_finite_is_remembered():
-    watch, u = LossWatch(), torch.tensor([0.25, 0.5, 0.75])
-    watch.see(torch.tensor([1.0, 2.0, 3.0]), u, 0)
-    assert watch.first_bad() is None
-    watch.see(torch.tensor([1.0, math.nan, math.inf]), u, 1)
-    watch.see(torch.tensor([math.nan, 1.0, 1.0]), u, 2)
-    assert watch.first_bad() == (1, 0.5)
-
-
-def test_nothing_is_bad_before_the_first_loss():
-    assert LossWatch().first_bad() is None
+class Pictures:
+    image_shape = (3, 8, 8)
+    num_classes = None
 
 
 def test_data_that_say_nothing_fit():
-    check_data(None, image_shape=(1, 8, 8), num_classes=None)
+    check_data(None, (1, 8, 8), 10)
+    check_data(object(), (1, 8, 8), 10)
 
-    class Wide:
-        image_shape = (3, 8, 8)
 
-    check_data(Wide(), image_shape=(3, 8, 8), num_classes=10)
-    with pytest.raises(
-        ValueError, match=r"image_shape is \(1, 8, 8\) in the module, but \(3, 8, 8\)"
-    ):
-        check_data(Wide(), image_shape=(1, 8, 8), num_classes=None)
+def test_data_of_another_shape_are_refused():
+    check_data(Pictures(), (3, 8, 8), None)
+    check_data(Pictures(), None, None)  # a codec changes the shape
+    with pytest.raises(ValueError, match=r"image_shape is \(1, 8, 8\) in the module, but"):
+        check_data(Pictures(), (1, 8, 8), None)
+
+
+def test_classes_without_labelled_data_are_refused():
+    with pytest.raises(ValueError, match="num_classes is 10 in the module, but None in Pictures"):
+        check_data(Pictures(), None, 10)
+
+
+def test_devices_without_float64_are_refused():
+    check_device(torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"accelerator=cpu"):
+        check_device(torch.device("mps"))

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.gaussian import FixedSmall, LearnedRange
-from lit_diffusion.guidance import ClassifierFree
+from lit_diffusion.guidance import ClassifierFree, ClassifierScore, ClassifierShift
 from lit_diffusion.losses import DenoisingLoss, HybridLoss, Simple
 from lit_diffusion.lr_schedules import WarmupLinear
 from lit_diffusion.modules.diffusion import DiffusionModule
@@ -17,8 +17,9 @@ from lit_diffusion.networks.unet import UNet
 from lit_diffusion.parameterizations import Epsilon, Velocity
 from lit_diffusion.processes import CosineBetas, DiscreteVP
 from lit_diffusion.protocols import NonFiniteSamples
-from lit_diffusion.solvers import DDIM, DDPM
-from lit_diffusion.timesteps import Uniform, bin_of
+from lit_diffusion.seeding import index_uniforms
+from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP
+from lit_diffusion.timesteps import Sections, Uniform, bin_of
 
 
 def unet(out_channels=1, dropout=0.0):
@@ -131,19 +132,49 @@ def test_learned_variances_reach_the_solver():
     assert not torch.equal(hybrid.generate([0]), fixed.generate([0]))
 
 
-def test_samples_that_are_not_finite_are_named_and_never_images():
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("solver", [DDIM(5), DDPM(FixedSmall(), 5), DPMSolverPP(5, Sections())])
+def test_samples_that_are_not_finite_are_named_and_never_images(solver, value):
     class Poisoned(nn.Module):
         def forward(self, x, noise_label, labels):
             bad = (labels == 2) & (noise_label < 60)
-            return torch.where(bad.view(-1, 1, 1, 1), torch.nan, x)
+            return torch.where(bad.view(-1, 1, 1, 1), value, x)
 
-    model = module(Poisoned(), solver=DDIM(5))
+    model = module(Poisoned(), solver=solver)
     with pytest.raises(
         NonFiniteSamples, match=r"2 samples .* 0 optimizer steps, from t = 50"
     ) as told:
         model.generate(range(8))
     assert told.value.seeds == [2, 6]
     assert len(model.generate([0, 1, 3])) == 3
+
+
+@pytest.mark.parametrize(
+    ("seeds", "labels", "message"),
+    [
+        ([], None, "at least one seed"),
+        ([1, 2], [4, 1], r"labels must be 0..3 or -1, got \[1, 4\]"),
+        ([1, 2, 3], [1], r"labels must be one per seed, \(3,\), got \(1,\)"),
+    ],
+)
+def test_labels_that_do_not_fit_are_refused(seeds, labels, message):
+    with pytest.raises(ValueError, match=message):
+        module().generate(seeds, None if labels is None else torch.tensor(labels))
+
+
+def unconditional():
+    network = UNet(1, 1, 8, (1, 2), 1, num_heads=1, norm_groups=4)
+    return module(network, num_classes=None, label_dropout=0.0)
+
+
+def test_an_unconditional_model_takes_no_label_for_an_answer():
+    model = unconditional()
+    none = torch.tensor([-1, -1])
+    assert torch.equal(model.generate([0, 1], none), model.generate([0, 1]))
+    seeds = DataLoader(TensorDataset(torch.arange(2), none), batch_size=2)
+    assert torch.equal(trainer().predict(model, seeds)[0], model.generate([0, 1]))
+    with pytest.raises(ValueError, match="labels must be -1, without num_classes, got"):
+        model.generate([0, 1], torch.tensor([0, 3]))
 
 
 def test_predictions_are_samples_of_the_given_seeds():
@@ -177,6 +208,57 @@ def test_the_value_of_validation_does_not_depend_on_batches_or_the_random_state(
     assert values == pytest.approx([values[0]] * 3, rel=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_the_value_of_validation_is_summed_in_float64_in_any_precision(precision):
+    values = []
+    for batch_size in (1, 600):
+        run = trainer(precision=precision)
+        (result,) = run.validate(module(), loader(batch_size, 600), verbose=False)
+        values.append(result["val/loss"])
+    assert values[0] == pytest.approx(values[1], rel=0.01)  # bfloat16 in the network, not the sum
+
+
+def test_a_validation_loss_that_is_not_finite_is_not_left_out():
+    class Broken(nn.Module):
+        def forward(self, x, noise_label, labels):
+            return torch.where((labels == 2).view(-1, 1, 1, 1), torch.nan, x)
+
+    (result,) = trainer().validate(module(Broken()), loader(), verbose=False)
+    assert np.isnan(result["val/loss"])
+
+
+def test_validation_shares_no_noise_with_samples():
+    seen = []
+
+    class Recording(nn.Module):
+        def forward(self, x, noise_label, labels):
+            seen.append(x.clone())
+            return x
+
+    model = module(Recording(), solver=DDIM(1))
+    model.generate([0])
+    images = torch.full((1, 1, 8, 8), 255, dtype=torch.uint8)
+    batch = (images, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    model._fixed_losses(batch)
+    sample_noise, x_t = seen
+    t = model.times.quantile(index_uniforms(torch.zeros(1)), model.process)
+    alpha, sigma = model.process.alpha_sigma(t)
+    assert not torch.allclose((x_t - alpha) / sigma, sample_noise.double(), atol=1e-3)
+
+
+def test_the_network_is_told_whole_times_in_bfloat16():
+    told = []
+
+    class Recording(nn.Module):
+        def forward(self, x, noise_label, labels):
+            told.append(noise_label)
+            return x
+
+    model = module(Recording(), process=DiscreteVP(CosineBetas(1000)), solver=DDIM(2))
+    model.bfloat16().generate([0])
+    assert [label.item() for label in told] == [999, 0]
+
+
 def test_validation_is_without_the_curriculum():
     model = module()
     (plain,) = trainer().validate(model, loader(), verbose=False)
@@ -202,6 +284,22 @@ def test_training_times_follow_the_density_and_losses_the_weight():
     weight = model.timestep_weight[bin_of(out["u"], 4)]
     torch.testing.assert_close(out["loss"].detach(), (out["per_sample_loss"] * weight).mean())
     assert not out["per_sample_loss"].requires_grad
+
+
+@pytest.mark.parametrize("stratified", [True, False])
+def test_times_are_stratified_where_asked(stratified):
+    torch.manual_seed(0)
+    u = one_step(module(stratified=stratified))["u"]
+    strata = len(set((u * len(u)).long().tolist()))
+    assert (strata == len(u)) == stratified
+
+
+def test_frozen_parameters_stay_out_of_the_optimizer():
+    model = module()
+    model.network.label_emb.requires_grad_(False)
+    held = {p for group in model.configure_optimizers().param_groups for p in group["params"]}
+    assert held == {p for p in model.parameters() if p.requires_grad}
+    assert model.network.label_emb.weight not in held
 
 
 def test_the_right_share_of_labels_is_dropped():
@@ -328,6 +426,18 @@ def test_usual_optimizers_train(optimizer):
     assert np.mean(seen[-5:]) < np.mean(seen[:5])
 
 
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_the_network_and_its_input_have_the_memory_format_asked_for(channels_last):
+    model, seen = module(channels_last=channels_last), []
+    model.network.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    images = torch.rand(2, 1, 8, 8)
+    model.image_shape = (1, 8, 8)
+    model._run_network(images.expand(2, 1, 8, 8), None, torch.zeros(2), *torch.ones(2, 1))
+    weight = next(p for p in model.network.parameters() if p.ndim == 4 and p.shape[1] > 1)
+    assert weight.is_contiguous(memory_format=torch.channels_last) == channels_last
+    assert seen[0].is_contiguous(memory_format=model.memory_format)
+
+
 def test_channels_last_gives_the_same_loss():
     for_each = [
         losses_of(trainer(max_steps=3), module(channels_last=flag), loader()) for flag in (0, 1)
@@ -359,12 +469,35 @@ def test_a_loss_that_is_not_finite_names_its_step_and_noise_level():
     [
         ({"label_dropout": 1.0}, r"label_dropout must be in \[0, 1\), got 1.0"),
         ({"num_classes": None}, "need labels; pass num_classes"),
-        ({"solver": DDPM(LearnedRange())}, "needs a learned variance.*use HybridLoss"),
+        ({"solver": DDPM(LearnedRange(), 5)}, "needs a learned variance.*use HybridLoss"),
+        ({"solver": DDPM(FixedSmall(), 200)}, "100 times can't be split into 200 steps"),
+        ({"guidance": ClassifierShift(None)}, "shifts the steps of DDPM.*use ClassifierScore"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         module(**changes)
+
+
+def test_a_second_fit_forgets_the_losses_of_the_first():
+    model = module()
+    model._watch.see(torch.tensor([torch.nan]), torch.tensor([0.5]), 3)
+    trainer(max_steps=2).fit(model, loader())
+
+
+@pytest.mark.parametrize("hook", ["on_train_end", "on_save_checkpoint"])
+def test_spoilt_weights_are_found_before_they_are_saved_or_called_trained(hook):
+    model = module()
+    model._watch.see(torch.tensor([torch.nan]), torch.tensor([0.5]), 3)
+    with pytest.raises(FloatingPointError, match="since optimizer step 3"):
+        getattr(model, hook)(*[{}] * (hook == "on_save_checkpoint"))
+
+
+def test_batches_of_another_kind_are_refused():
+    images, labels, _ = data().tensors
+    pairs = DataLoader(TensorDataset(images, labels), 6)
+    with pytest.raises(ValueError, match=r"must be \(images uint8, labels, index\), got 2"):
+        trainer(max_steps=1).fit(module(), pairs)
 
 
 def test_a_network_with_other_classes_is_refused():
@@ -396,6 +529,7 @@ def test_guidance_towards_labels_that_were_never_dropped_is_said():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         module(guidance=ClassifierFree(2.0))
+        module(label_dropout=0.0, guidance=ClassifierScore(None))
 
 
 def test_images_of_another_shape_are_refused():

@@ -1,0 +1,46 @@
+import math
+
+import pytest
+import torch
+
+from lit_diffusion.modules.watches import LossWatch, SampleWatch
+from lit_diffusion.protocols import Denoised, NonFiniteSamples
+
+
+def test_the_first_loss_that_is_not_finite_is_remembered():
+    watch, u = LossWatch(), torch.tensor([0.25, 0.5, 0.75])
+    watch.see(torch.tensor([1.0, 2.0, 3.0]), u, 0)
+    assert watch.first_bad() is None
+    watch.see(torch.tensor([1.0, math.nan, math.inf]), u, 1)
+    watch.see(torch.tensor([math.nan, 1.0, 1.0]), u, 2)
+    assert watch.first_bad() == (1, 0.5)
+
+
+def test_nothing_is_bad_before_the_first_loss():
+    assert LossWatch().first_bad() is None
+
+
+def watched(values):
+    """A SampleWatch that has seen, at t = 9, 8, ..., one row of values per step."""
+    steps = iter(values)
+    watch = SampleWatch(lambda x, t: Denoised(x + torch.tensor(next(steps)).view(-1, 1), x))
+    for i in range(len(values)):
+        watch(torch.zeros(2, 1), torch.full((2,), 9.0 - i))
+    return watch
+
+
+def test_samples_that_stay_finite_pass():
+    watched([[0.0, 1.0], [2.0, 3.0]]).refuse_non_finite(torch.zeros(2, 1), [5, 6], 0)
+
+
+def test_a_sample_is_named_with_the_time_at_which_it_went_wrong():
+    watch = watched([[0.0, 1.0], [0.0, math.inf], [math.nan, 0.0]])
+    with pytest.raises(NonFiniteSamples, match="after 40 optimizer steps, from t = 8 on") as told:
+        watch.refuse_non_finite(torch.zeros(2, 1), [5, 6], 40)
+    assert told.value.seeds == [5, 6]
+
+
+def test_a_result_that_is_not_finite_is_found_too():
+    with pytest.raises(NonFiniteSamples, match="from the last step on") as told:
+        watched([[0.0, 0.0]]).refuse_non_finite(torch.tensor([[0.0], [math.nan]]), [5, 6], 1)
+    assert told.value.seeds == [6]
