@@ -1,0 +1,42 @@
+"""Trains a DiffusionModule on gloo ranks under torchrun; writes what each drew, and its end."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from lightning.pytorch import Trainer
+
+from support.tiny_diffusion import images, tiny_diffusion
+
+
+def main(folder: Path) -> None:
+    module = tiny_diffusion()
+    original, drawn = module.per_sample_loss, []
+
+    def per_sample_loss(x0, labels, t, noise, step=None):
+        drawn.append([*t.tolist(), noise.double().sum().item()])
+        return original(x0, labels, t, noise, step)
+
+    module.per_sample_loss = per_sample_loss
+    trainer = Trainer(
+        default_root_dir=folder,
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, images(32, 4))
+    weights = torch.cat([p.detach().flatten() for p in module.parameters()]).double()
+    found = {"drawn": drawn, "weights": [weights.sum().item(), weights.square().sum().item()]}
+    (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
