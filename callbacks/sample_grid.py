@@ -11,8 +11,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torchvision.transforms.functional import to_pil_image  # type: ignore[import-untyped]
-from torchvision.utils import make_grid  # type: ignore[import-untyped]
+from torchvision.transforms.functional import to_pil_image
+from torchvision.utils import make_grid
 
 from lit_diffusion.callbacks.fixed_items import indexed_loader, read, spread
 from lit_diffusion.callbacks.inference import averaged_weights, inference

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torchvision.datasets import CIFAR10 as Source  # type: ignore[import-untyped]
-from torchvision.datasets.utils import check_integrity  # type: ignore[import-untyped]
+from torchvision.datasets import CIFAR10 as Source
+from torchvision.datasets.utils import check_integrity
 
 from lit_diffusion.data.base import ImageDataModule, Split
 from lit_diffusion.data.datasets import TensorImages

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
-from torchvision.transforms.functional import pil_to_tensor  # type: ignore[import-untyped]
+from torchvision.transforms.functional import pil_to_tensor
 
 ENDINGS = (".png", ".jpg", ".jpeg")
 
