@@ -1,0 +1,80 @@
+"""The first losses of the digits network, so that a change of numbers does not go unseen.
+
+Where a change is meant, run `python tests/integration/test_short_loss.py` and write a line that
+begins with "Numerics:" into CHANGELOG.md.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lit_diffusion.data.digits import Digits
+from lit_diffusion.losses import DenoisingLoss, MinSNR
+from lit_diffusion.lr_schedules import WarmupLinear
+from lit_diffusion.modules.diffusion import DiffusionModule
+from lit_diffusion.networks.unet import UNet
+from lit_diffusion.parameterizations import Velocity
+from lit_diffusion.processes import CosineBetas, DiscreteVP
+from lit_diffusion.solvers import DDIM
+from lit_diffusion.timesteps import Uniform
+
+RECORDED = Path(__file__).parents[1] / "golden" / "short_loss.json"
+
+
+def losses() -> list[float]:
+    torch.manual_seed(0)
+    network = UNet(
+        1,
+        1,
+        model_channels=32,
+        channel_mult=(1, 2),
+        num_res_blocks=1,
+        norm_groups=8,
+        num_classes=10,
+    )
+    module = DiffusionModule(
+        network,
+        DiscreteVP(CosineBetas(1000)),
+        Velocity(),
+        DenoisingLoss(MinSNR()),
+        Uniform(),
+        DDIM(20),
+        lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+        image_shape=(1, 8, 8),
+        num_classes=10,
+        label_dropout=0.1,
+        lr_scheduler=lambda optimizer: WarmupLinear(optimizer, 20, 5),
+    )
+    seen = []
+    step = module.training_step
+
+    def recorded(batch, batch_idx):
+        out = step(batch, batch_idx)
+        seen.append(out["loss"].item())
+        return out
+
+    module.training_step = recorded
+    trainer = Trainer(
+        max_steps=20,
+        accelerator="cpu",
+        gradient_clip_val=1.0,
+        limit_val_batches=0,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, Digits(batch_size=32, seed=0))
+    return seen
+
+
+def test_the_first_twenty_losses_are_those_recorded(monkeypatch):
+    monkeypatch.setenv("PL_GLOBAL_SEED", "0")
+    assert losses() == pytest.approx(json.loads(RECORDED.read_text()), rel=1e-4)
+
+
+if __name__ == "__main__":
+    RECORDED.write_text(json.dumps(losses(), indent=0) + "\n")
