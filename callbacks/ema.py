@@ -295,14 +295,16 @@ class EMA(Callback):
                     "ModelCheckpoint(save_weights_only=True) writes the raw weights only; the "
                     "averages of EMA will not be in its files."
                 )
+        self._forget_if_replaced(trainer)
         self._follow(trainer.optimizers, pl_module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the decay, and look at the averages, as often as Lightning logs."""
+        """Log the decay, and look at the averages, as often as Lightning logs; 0 is never."""
         steps = max((group.steps for group in self._groups), default=0)
-        if steps and trainer.global_step % trainer.log_every_n_steps == 0:  # type: ignore[attr-defined]
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if steps and every and trainer.global_step % every == 0:
             for group in self._groups:
                 group.refuse_nonfinite()
             name = f"ema/decay_{self.prefix}" if self.prefix else "ema/decay"
@@ -316,16 +318,21 @@ class EMA(Callback):
                 "An optimizer that steps another one inside it hides that one's steps."
             )
 
+    def _forget_if_replaced(self, trainer: Trainer) -> None:
+        """Averages in memory are not those of weights from a checkpoint that came without any."""
+        if trainer.ckpt_path is not None and not self._loaded:
+            self._module, self._groups, self._waiting = None, [], {}
+
     def _swap_in(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn != TrainerFn.FITTING and (
-            self._loaded or pl_module is not self._module
-        ):
-            self._take_up_to_evaluate(pl_module)
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._forget_if_replaced(trainer)
+            if self._loaded or pl_module is not self._module:
+                self._take_up_to_evaluate(pl_module)
         self._outside = self._active
         if not self._groups:
             rank_zero_warn(
-                "EMA holds no averages (no fit before, none in a checkpoint): the weights are used "
-                "as they are."
+                "EMA holds no averages (none in the checkpoint, or neither a checkpoint nor a fit "
+                "before): the weights are used as they are."
             )
         elif self._active == RAW:
             self._activate("ema")

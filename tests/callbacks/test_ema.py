@@ -530,6 +530,40 @@ def test_validation_without_any_averages_says_so_and_uses_the_weights(tmp_path):
     assert_same_bits(spy.seen[0], trainable(module))
 
 
+@pytest.mark.parametrize("run", ["validate", "test", "predict"])
+@pytest.mark.parametrize("weights_only", [True, False])
+def test_weights_of_a_file_without_averages_are_used_as_they_are_also_after_a_fit(
+    tmp_path, run, weights_only
+):
+    """A file of weights only, and a whole checkpoint that was written without EMA."""
+    fit(tmp_path, PlainModule()).save_checkpoint(tmp_path / "c.ckpt", weights_only=weights_only)
+    stored = torch.load(tmp_path / "c.ckpt", weights_only=True)["state_dict"]
+    module, spy = PlainModule(), Spy()
+    trainer = fit(tmp_path, module, EMA((DECAY,)), spy, max_epochs=3)
+    spy.seen.clear()
+    with pytest.warns(UserWarning, match="no averages"):
+        getattr(trainer, run)(module, loader(), ckpt_path=tmp_path / "c.ckpt")
+    for seen in spy.seen:
+        assert_same_bits(seen, {name: stored[name].double() for name in seen})
+    assert len(spy.seen) == 4
+
+
+def test_a_fit_from_a_file_without_averages_starts_them_anew(tmp_path):
+    fit(tmp_path, PlainModule()).save_checkpoint(tmp_path / "c.ckpt")
+    ema, watch, module = EMA((DECAY,)), Watch(), PlainModule()
+    fit(tmp_path, module, ema, max_epochs=3)
+    fit(tmp_path, module, ema, watch, ckpt_path=tmp_path / "c.ckpt", max_epochs=2)
+    assert_close(shadows(ema), watch.average(DECAY))
+
+
+def test_a_file_without_averages_is_not_loaded_under_averaged_weights(tmp_path):
+    ema, module = EMA((DECAY,)), PlainModule()
+    trainer = fit(tmp_path, module, ema)
+    trainer.save_checkpoint(tmp_path / "c.ckpt", weights_only=True)
+    with ema.weights("ema"), pytest.raises(RuntimeError, match=r"leave EMA\.weights\(\) first"):
+        trainer.test(module, loader(), ckpt_path=tmp_path / "c.ckpt")
+
+
 @pytest.mark.parametrize("callbacks_first", [True, False])
 def test_resume_with_another_decay_uses_and_prints_it(
     tmp_path, checkpoint, caplog, callbacks_first
@@ -775,6 +809,13 @@ def test_the_decay_in_force_is_logged(tmp_path):
     logged = [float(row[column]) for row in rows[1:] if row[column]]
     steps = [2, 4, 6, 8, 10, 12, 14, 16]
     assert logged == pytest.approx([min(0.5, n / (9 + n)) for n in steps])
+
+
+def test_a_trainer_that_never_logs_trains_and_logs_no_decay(tmp_path):
+    ema, watch = EMA((DECAY,)), Watch()
+    trainer = fit(tmp_path, PlainModule(), ema, watch, log_every_n_steps=0)
+    assert_close(shadows(ema), watch.average(DECAY))
+    assert "ema/decay" not in trainer.callback_metrics
 
 
 @pytest.mark.parametrize(
