@@ -7,6 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+# What an evaluation finds out; all else in its record is how it measured.
+_RESULTS = {"value", "floor", "floor_images", "non_finite", "non_finite_seeds", "seconds"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class FIDRecord:
@@ -72,10 +75,10 @@ def finite_or_none(value: float) -> float | None:
 
 
 def write_evaluation(path: Path, record: FIDRecord) -> None:
-    """Add a line to evaluations.jsonl, in place of one of the same metric and step.
+    """Add a line to evaluations.jsonl, in place of one of the same step and protocol.
 
-    A run that resumes from before that step scores it again; the file is replaced as a whole, so a
-    crash leaves the old one.
+    A run that resumes from before that step scores it again; a number that was measured otherwise
+    stays. The file is replaced as a whole, so a crash leaves the old one.
 
     Args:
         path: of the file, made if need be.
@@ -90,4 +93,6 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
 
 
 def _supersedes(record: FIDRecord, old: dict[str, Any]) -> bool:
-    return (old.get("metric"), old.get("step")) == (record.metric, record.step)
+    """Whether `old` says of all that was measured, and how, what `record` says."""
+    new = json.loads(json.dumps(asdict(record)))
+    return all(name in old and old[name] == new[name] for name in new.keys() - _RESULTS)

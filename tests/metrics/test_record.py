@@ -1,5 +1,7 @@
 import json
 
+import pytest
+
 from lit_diffusion.metrics.record import FIDRecord, finite_or_none, short_count, write_evaluation
 
 
@@ -53,6 +55,31 @@ def test_a_step_that_is_scored_again_replaces_its_own_metric_only(tmp_path):
     write_evaluation(path, record(step=100, value=8.0, metric="val/fid_360_raw"))
     write_evaluation(path, record(step=100, value=7.0))
     assert sorted(line["value"] for line in lines(path)) == [7.0, 8.0]
+
+
+@pytest.mark.parametrize(
+    "otherwise",
+    [
+        {"sampling": {"solver": "DDIM", "steps": 50}},
+        {"extractor_sha256": "1" * 64},
+        {"protocol": "patches-cnn"},
+        {"resize": "bicubic"},
+        {"data": "fedcba9876543210"},
+        {"reference": "train"},
+        {"seeds": (360, 720)},
+        {"labels": None},
+        {"weights": "raw"},
+        {"num_fake": 361},
+        {"num_real": 100},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_a_step_that_is_measured_otherwise_destroys_no_number(tmp_path, otherwise):
+    path = tmp_path / "evaluations.jsonl"
+    write_evaluation(path, record(value=9.0))
+    write_evaluation(path, record(value=8.0, **otherwise))
+    write_evaluation(path, record(value=7.0, floor=0.5, seconds={"total": 2.0}))
+    assert [line["value"] for line in lines(path)] == [8.0, 7.0]
 
 
 def test_lines_of_others_are_kept(tmp_path):
