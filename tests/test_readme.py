@@ -36,7 +36,7 @@ def run(code: str, monkeypatch, folder: Path) -> dict:
 
 
 def test_the_quick_start_runs(monkeypatch, tmp_path):
-    names = run(QUICK_START.replace("max_steps=490", "max_steps=2"), monkeypatch, tmp_path)
+    names = run(QUICK_START.replace("max_steps=2000", "max_steps=2"), monkeypatch, tmp_path)
     assert names["images"].shape == (64, 1, 8, 8)
 
 

@@ -21,7 +21,7 @@ from lit_diffusion.callbacks import EMA, FIDEvaluation, NoiseLevelLoss, SampleGr
 from lit_diffusion.callbacks.progress import PlainProgress
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.loggers import AppendingCSVLogger
-from lit_diffusion.losses import DenoisingLoss, Simple
+from lit_diffusion.losses import DenoisingLoss, MinSNR
 from lit_diffusion.lr_schedules import WarmupLinear
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.networks.unet import UNet
@@ -52,7 +52,7 @@ def module() -> DiffusionModule:
         network=network(),
         process=DiscreteVP(CosineBetas(1000)),
         parameterization=Velocity(),
-        loss=DenoisingLoss(Simple()),
+        loss=DenoisingLoss(MinSNR()),
         times=Uniform(),
         solver=DDIM(20),
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=2e-3),
@@ -71,7 +71,7 @@ def bare_loop(device: torch.device) -> Iterator[None]:
     angle = (torch.arange(1, 1001) / 1000 + 0.008) / 1.008 * torch.pi / 2
     alphas, sigmas = angle.cos().to(device), angle.sin().to(device)
     while True:
-        for images, labels, _ in Digits(batch_size=128).train_dataloader():
+        for images, labels, _ in Digits(batch_size=64).train_dataloader():
             x0 = images.to(device).float() / 127.5 - 1
             u = (torch.randperm(len(x0)) + torch.rand(len(x0))) / len(x0)
             t = (u * 1000).long().to(device)
@@ -79,7 +79,9 @@ def bare_loop(device: torch.device) -> Iterator[None]:
             noise = torch.randn_like(x0)
             kept = labels.masked_fill(torch.rand(len(x0)) < 0.1, -1).to(device)
             x_t = (alpha * x0 + sigma * noise).contiguous(memory_format=torch.channels_last)
-            loss = (net(x_t, t, kept) - (alpha * noise - sigma * x0)).square().mean()
+            error = (net(x_t, t, kept) - (alpha * noise - sigma * x0)).square().flatten(1).mean(1)
+            snr = (alphas[t] / sigmas[t]) ** 2
+            loss = (snr.clamp(max=5) / (snr + 1) * error).mean()
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -125,7 +127,7 @@ def main() -> None:
             num_sanity_val_steps=0,
             enable_model_summary=False,
             enable_checkpointing=False,
-            log_every_n_steps=10,
+            log_every_n_steps=50,
             check_val_every_n_epoch=steps,
             logger=AppendingCSVLogger(folder),
             callbacks=[
@@ -138,7 +140,7 @@ def main() -> None:
                 interleave,
             ],
         )
-        trainer.fit(module(), Digits(batch_size=128))
+        trainer.fit(module(), Digits(batch_size=64))
     ours, bare = (statistics.median(t[WARM_UP:]) for t in (interleave.ours, interleave.bare))
     ratios = [a / b for a, b in zip(interleave.ours, interleave.bare, strict=True)][WARM_UP:]
     quartiles = statistics.quantiles(ratios, n=4)
