@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any
 
-from lit_diffusion.trust import TRUSTED
+from lit_diffusion.trust import TRUSTED, within
 
 _KEY = re.compile(r'^Parser key "([^"]+)":')
 _CHOICES = re.compile(r"- Expected a typing\.Literal\[([^]]*)\]")
@@ -61,12 +61,13 @@ def _cause(chain: list[BaseException], owner: str, options: list[str]) -> str:
 
 
 def _distrusted(path: str) -> str:
-    package = path.split(".")[0]
-    if package in TRUSTED:
-        return f"{path} is not imported: it loads and runs code of others."
+    root = path.split(".")[0]
+    parts = [package for package in TRUSTED if within(package, [root])]
+    if parts:
+        return f"{path} is not imported: of {root}, only classes in {', '.join(parts)} are."
     return (
-        f"{path} is not imported: class paths may name {', '.join(TRUSTED)}. "
-        f"If you trust it, add --trust {package}."
+        f"{path} is not imported: class paths may name parts of lit_diffusion, torch, torchvision "
+        f"and lightning. If you trust it, add --trust {root}."
     )
 
 

@@ -2,37 +2,42 @@
 
 A class path is code to import and call, so a file from a stranger could run anything. Here, a class
 path outside the packages below and those that the user names is refused before its module is
-imported.
+imported. Of the packages below only classes are taken: among their functions are some that run
+their argument, and one that returns what a setting wants would pass for it.
 """
 
-from collections.abc import Iterable, Iterator
+import inspect
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
 
+import jsonargparse._util
 from jsonargparse import set_parsing_settings
-from jsonargparse._common import parsing_settings
+from jsonargparse._common import ImportDenied, parsing_settings
 
-TRUSTED = ("lit_diffusion", "torch", "torchvision", "lightning")
-"""Packages that class paths may always name."""
-_LOADERS = (  # parts of the trusted packages that load and run code of others
-    "torch.hub",
-    "torch.load",
-    "torch.serialization",
-    "torch.package",
-    "torch.jit",
-    "torch.multiprocessing",
-    "torch.distributed.run",
-    "torch.distributed.launch",
-    "torch.distributed.launcher",
-    "torch.distributed.elastic",
-    "torch.utils.cpp_extension",
-    "torch.utils.model_zoo",
-    "torch.utils.bottleneck",
+TRUSTED = (
+    "lit_diffusion",
+    "torch.nn",
+    "torch.optim",
+    "torchvision.models",
+    "torchvision.ops",
+    "torchvision.transforms",
+    "lightning.pytorch.accelerators",
+    "lightning.pytorch.callbacks",
+    "lightning.pytorch.loggers",
+    "lightning.pytorch.plugins",
+    "lightning.pytorch.profilers",
+    "lightning.pytorch.strategies",
+    "lightning.fabric.accelerators",
+    "lightning.fabric.plugins",
 )
+"""Packages whose classes class paths may always name."""
 
 
 @contextmanager
 def trusting(packages: Iterable[str] = ()) -> Iterator[None]:
-    """Within this context, jsonargparse imports from `TRUSTED` and `packages` alone.
+    """Within this context, jsonargparse imports classes of `TRUSTED` and anything of `packages`.
 
     Args:
         packages: dotted names of modules, or of packages with all below them.
@@ -50,15 +55,44 @@ def trusting(packages: Iterable[str] = ()) -> Iterator[None]:
         Traceback (most recent call last):
         ArgumentError: Importing 'mimetypes.init' is not allowed, ...
     """
-    before = dict(parsing_settings)
-    allowed = [*TRUSTED, *packages]
+    before, packages = dict(parsing_settings), tuple(packages)
     try:
         set_parsing_settings(
-            import_path_denylist=["*", *_LOADERS],
-            import_path_allowlist=allowed,
+            import_path_denylist=["*"],
+            import_path_allowlist=[*TRUSTED, *packages],
             instantiate_subclass_spec_in_any=False,
         )
-        yield
+        with patch.object(jsonargparse._util, _CHECKED, _classes_only(packages)):
+            yield
     finally:
         parsing_settings.clear()
         parsing_settings.update(before)
+
+
+def within(path: str, packages: Iterable[str]) -> bool:
+    """Whether a dotted path is one of the packages or below it.
+
+    Example:
+        >>> within("torch.nn.Module", ["torch.nn"]), within("torchvision.ops", ["torch"])
+        (True, False)
+    """
+    return any(f"{path}.".startswith(f"{package}.") for package in packages)
+
+
+_CHECKED = "canonical_import_paths"
+"""What jsonargparse asks, of each object that a value names, for paths that must be allowed."""
+
+
+def _classes_only(packages: tuple[str, ...]) -> Callable[[Any], set[str]]:
+    """`canonical_import_paths`, which refuses what is no class and not of `packages`."""
+    paths_of: Callable[[Any], set[str]] = getattr(jsonargparse._util, _CHECKED)
+
+    def paths(named: Any) -> set[str]:
+        found = paths_of(named)
+        own = found and all(within(path, packages) for path in found)
+        if not (own or inspect.isclass(named)):
+            path = min(found, default=repr(named))
+            raise ImportDenied(f"Importing '{path}' is not allowed: it is no class.")
+        return found
+
+    return paths

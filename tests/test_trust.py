@@ -1,5 +1,8 @@
+import contextlib
+import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 from jsonargparse import ArgumentError, ArgumentParser
@@ -80,10 +83,52 @@ def test_a_program_that_uses_jsonargparse_itself_keeps_its_own_policy(stranger):
     assert type(parse(nn.Module, "stranger_module.Net")).__name__ == "Net"
 
 
-@pytest.mark.parametrize("path", ["torch.os.system", "torch.hub.load", "torch.load", "os.system"])
-def test_code_reached_through_a_trusted_package_is_refused(path):
+@pytest.mark.parametrize(
+    "path",
+    [
+        "torch.os.system",
+        "torch.hub.load",
+        "torch.load",
+        "torch.distributed.run.run",
+        "torch.utils.cpp_extension.load",
+        "torch.nn.functional.gelu",
+        "torch.nn.init.ones_",
+        "lit_diffusion.checkpoints.load",
+        "lightning.pytorch.cli.LightningCLI",
+        "os.system",
+    ],
+)
+def test_what_could_run_code_is_refused_in_packages_that_we_build_on(path):
     with trusting(), pytest.raises(ArgumentError, match="not allowed"):
         parse(Callable, path)
+
+
+def returning(path: str, **init_args) -> str:
+    return json.dumps({"class_path": path, "init_args": init_args})
+
+
+@pytest.mark.parametrize("kind", [nn.Module, Callable[[Iterable], nn.Module], Any])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "torch.fx.graph_module.reduce_graph_module",
+        "torch.nn.utils.fusion.fuse_linear_bn_eval",
+        "torch.distributed.utils._apply_to_tensors",
+    ],
+)
+def test_a_function_that_returns_the_wanted_type_runs_nothing(tmp_path, kind, path):
+    trace = tmp_path / "ran"
+    evil = f"open({str(trace)!r}, 'w').close()\n"
+    value = returning(path, body={"_code": "forward = print"}, import_block=evil)
+    with trusting(), contextlib.suppress(ArgumentError):
+        assert isinstance(parse(kind, value), dict)  # text for Any, which builds nothing
+        assert kind is Any
+    assert not trace.exists()
+
+
+def test_a_function_of_a_package_that_the_user_names_is_taken(stranger):
+    with trusting(["stranger_module"]):
+        assert parse(Callable[[str], bytes], "stranger_module.call").__name__ == "call"
 
 
 @pytest.mark.parametrize(
