@@ -30,7 +30,7 @@ class NoiseLevelLoss(Callback):
         num_images: taken evenly over the first data set, all of it if it is smaller.
         every_n_steps: None takes held-out images, at the end of every validation, with the weights
             that are validated; a number takes training images, every so many optimizer steps, with
-            averaged weights where a callback provides them.
+            averaged weights where a callback provides them, and goes to the loggers alone.
 
     Raises:
         ValueError: bad numbers; at fit start, where None would never trigger; a data set that can't
@@ -79,16 +79,21 @@ class NoiseLevelLoss(Callback):
         """Measure every so many steps."""
         if self._trigger.due(trainer.global_step):
             with averaged_weights(trainer):
-                self._measure(trainer, pl_module, trainer.train_dataloader, "train")
+                losses = self._measure(trainer, pl_module, trainer.train_dataloader, "train")
+            for logger in trainer.loggers:
+                # Lightning's own rows of this batch have the step before it; pl_module.log would
+                # wait for the next one of them, and lose all but the last measurement.
+                numbers = {name: loss.item() for name, loss in losses.items()}
+                logger.log_metrics(numbers, step=trainer.global_step - 1)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure after each validation, with the weights that it used."""
         if self._trigger.n is None and not trainer.sanity_checking:
-            self._measure(trainer, pl_module, trainer.val_dataloaders, "val")
+            pl_module.log_dict(self._measure(trainer, pl_module, trainer.val_dataloaders, "val"))
 
     def _measure(
         self, trainer: Trainer, pl_module: LightningModule, loaders: Any, split: str
-    ) -> None:
+    ) -> dict[str, Tensor]:
         module = cast(HasNoiseLevels, pl_module)
         if self._fixed is None:
             with isolate_rng():
@@ -99,9 +104,8 @@ class NoiseLevelLoss(Callback):
         labels = None if module.num_classes is None or labels is None else labels.to(x0.device)
         with inference(trainer, pl_module):
             losses = noise_level_losses(module, x0, labels, noise, self.levels)
-        pl_module.log_dict(
-            {f"{split}/loss_u{u:.3g}": loss for u, loss in zip(self.levels, losses, strict=True)}
-        )
+        names = [f"{split}/loss_u{u:.3g}" for u in self.levels]
+        return dict(zip(names, losses, strict=True))
 
 
 class FixedImages(NamedTuple):
