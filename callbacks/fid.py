@@ -104,6 +104,7 @@ class FIDEvaluation(Callback):
         self.cache = default_cache() if cache_dir is None else Path(cache_dir)
         self.best_score: float | None = None
         self.best_step: int | None = None
+        self._best_against: dict[str, str] = {}  # see _measured_with
         self._scorer: Scorer | None = None
         self._references: dict[str, Reference] = {}
         self._checkpoint_step: int | None = None
@@ -119,6 +120,8 @@ class FIDEvaluation(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise now rather than at step 10,000."""
         self._references = {}  # the data may be others than in the last run
+        if stage == "fit":
+            self._forget_best()  # a checkpoint's is loaded after this
         if stage == "predict":
             return
         if not isinstance(pl_module, CanGenerate):
@@ -128,10 +131,18 @@ class FIDEvaluation(Callback):
             )
         self._providers(trainer, self.weights_name)
         self.protocol.check()
-        if self.save_best and any(
-            isinstance(c, FIDEvaluation) and c.save_best and c is not self
-            for c in trainer.callbacks  # type: ignore[attr-defined]
-        ):
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(other, FIDEvaluation) and other is not self:
+                self._refuse_beside(other)
+
+    def _refuse_beside(self, other: "FIDEvaluation") -> None:
+        name = self.metric_name("val")
+        if other.metric_name("val") == name:
+            raise ValueError(
+                f"two FIDEvaluation callbacks would both log {name}: give one of them another "
+                "num_samples or other weights."
+            )
+        if self.save_best and other.save_best:
             raise ValueError(
                 "two FIDEvaluation callbacks would both write best-fid.ckpt: pass save_best=False "
                 "to one of them."
@@ -142,7 +153,8 @@ class FIDEvaluation(Callback):
         self._trigger.refuse_never(trainer, "FIDEvaluation")
         self._trigger.start(trainer.global_step)
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            self._measured(trainer, pl_module, "val")
+            _, reference = self._measured(trainer, pl_module, "val")
+            self._forget_best_of_others(self._measured_with(reference))
 
     # When
 
@@ -163,7 +175,8 @@ class FIDEvaluation(Callback):
         if self._trigger.due(trainer.global_step):
             numbers = self._evaluate(trainer, pl_module, "val")
             for logger in trainer.loggers:
-                logger.log_metrics(numbers, step=trainer.global_step)
+                # Lightning's own rows of this batch have the step before it.
+                logger.log_metrics(numbers, step=trainer.global_step - 1)
 
     # What
 
@@ -338,18 +351,48 @@ class FIDEvaluation(Callback):
         with self._weights(trainer, "raw"):
             trainer.save_checkpoint(path, weights_only=False)
 
+    def _measured_with(self, reference: Reference) -> dict[str, str]:
+        """What two FIDs of one metric name must share to be compared."""
+        return {
+            "extractor_sha256": self.protocol.sha256,
+            "reference": reference.name,
+            "data": reference.fingerprint,
+        }
+
+    def _forget_best(self) -> None:
+        self.best_score = self.best_step = None
+
+    def _forget_best_of_others(self, used: dict[str, str]) -> None:
+        """A best that a checkpoint brought decides only over FIDs that compare with it."""
+        differing = [name for name in used if self._best_against.get(name) != used[name]]
+        if self.best_score is not None and differing:
+            rank_zero_warn(
+                f"The best FID of the checkpoint, {self.best_score:.4g} at step {self.best_step}, "
+                f"had another {' and '.join(differing)}: it is dropped, and best-fid.ckpt starts "
+                "anew."
+            )
+            self._forget_best()
+        self._best_against = used
+
     @property
     def state_key(self) -> str:
-        """Tells several FIDEvaluation callbacks apart; two that log under one name are an error."""
-        return self._generate_state_key(metric=self.metric_name("val"))
+        """Tells callbacks of another number, weights or extractor apart."""
+        return self._generate_state_key(
+            metric=self.metric_name("val"), extractor=self.protocol.sha256[:16]
+        )
 
     def state_dict(self) -> dict[str, Any]:
-        """The best FID so far and its step."""
-        return {"best_score": self.best_score, "best_step": self.best_step}
+        """The best FID so far, its step and what it was measured with."""
+        return {
+            "best_score": self.best_score,
+            "best_step": self.best_step,
+            "best_against": self._best_against,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from `state_dict`."""
         self.best_score, self.best_step = state_dict["best_score"], state_dict["best_step"]
+        self._best_against = state_dict["best_against"]
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

@@ -413,7 +413,23 @@ def test_a_fid_that_is_not_of_every_validation_cannot_be_monitored(tmp_path):
     memory = Memory()
     _, run = fit(tmp_path, [fid(tmp_path, every_n_steps=3)], logger=memory)
     assert not any("fid" in name for name in run.callback_metrics)
-    assert [step for step, _ in memory.of(f"val/fid_{NUM}_raw")] == [3, 6]
+    assert len(memory.of(f"val/fid_{NUM}_raw")) == 2
+
+
+@pytest.mark.parametrize("every_n_steps", [None, 4])
+def test_the_loggers_have_it_in_the_row_of_the_batch_that_made_the_weights(tmp_path, every_n_steps):
+    class Telling(Rising):
+        def training_step(self, batch, batch_idx):
+            self.log("train/steps_after", self.global_step + 1.0)
+            return super().training_step(batch, batch_idx)
+
+    memory, callback = Memory(), fid(tmp_path, every_n_steps=every_n_steps)
+    options = {"logger": memory, "log_every_n_steps": 1, "max_epochs": 2}
+    fit(tmp_path, [callback], Telling(), val_check_interval=4, **options)
+    steps_after = dict(memory.of("train/steps_after"))
+    rows = [step for step, _ in memory.of(f"val/fid_{NUM}_raw")]
+    assert [steps_after[step] for step in rows] == [4, 8, 12, 16]
+    assert [record["step"] for record in records(tmp_path)] == [4, 8, 12, 16]
 
 
 @pytest.mark.parametrize("ema_first", [True, False])
@@ -485,6 +501,49 @@ def test_a_resumed_run_appends_and_doubles_no_evaluation(tmp_path):
     fit(tmp_path, [fid(tmp_path)], max_epochs=3)
     fit(tmp_path, [fid(tmp_path)], max_epochs=4, ckpt_path=tmp_path / "two.ckpt")
     assert [record["step"] for record in records(tmp_path)] == [8, 16, 24, 32]
+
+
+def test_the_best_of_one_run_is_no_rival_in_the_next(tmp_path):
+    callback = fid(tmp_path)
+    fit(tmp_path / "good", [callback], Rising(best=8))
+    good = callback.best_score
+    fit(tmp_path / "bad", [callback], Rising(best=50))
+    assert callback.best_score == records(tmp_path / "bad")[0]["value"] > good
+    assert (tmp_path / "bad" / "checkpoints" / "best-fid.ckpt").exists()
+
+
+class OtherPixels(PixelProtocol):
+    sha256 = "1" * 64
+
+
+def resumed(folder, callback, seed):
+    """Go on for one epoch, in which every sample is too bright, from where the FID was best."""
+    run = trainer(folder, [callback], max_epochs=2)
+    best = folder.parent / "checkpoints" / "best-fid.ckpt"
+    run.fit(Rising(best=-50), loader(8), loader(30, seed=seed), ckpt_path=best)
+    return (folder / "checkpoints" / "best-fid.ckpt").exists()
+
+
+def test_a_best_of_other_real_images_or_extractor_decides_nothing_after_a_resume(tmp_path, recwarn):
+    fit(tmp_path, [fid(tmp_path)], Rising(best=8))
+    assert not resumed(tmp_path / "same", fid(tmp_path), seed=1)
+    assert not any("it is dropped" in str(warning.message) for warning in recwarn)
+    with pytest.warns(UserWarning, match=r"at step 8, had another data: it is dropped"):
+        assert resumed(tmp_path / "data", fid(tmp_path), seed=2)
+    with pytest.warns(UserWarning, match=r"had another reference and data: it is dropped"):
+        assert resumed(tmp_path / "split", fid(tmp_path, reference="train"), seed=1)
+    other = fid(tmp_path)
+    other.protocol = OtherPixels([])
+    with pytest.warns(UserWarning, match="callbacks used to create the checkpoint"):
+        assert resumed(tmp_path / "extractor", other, seed=1)
+
+
+def test_two_extractors_have_their_own_state_and_need_their_own_names(tmp_path):
+    one, other, fewer = fid(tmp_path), fid(tmp_path, save_best=False), fid(tmp_path, 10)
+    other.protocol = OtherPixels([])
+    assert len({callback.state_key for callback in (one, other, fewer)}) == 3
+    with pytest.raises(ValueError, match=f"would both log val/fid_{NUM}_raw"):
+        fit(tmp_path, [one, other])
 
 
 def test_best_fid_is_not_written_where_it_is_not_wanted(tmp_path):
