@@ -107,9 +107,12 @@ def _is_mistake(error: Exception) -> bool:
 def is_meant(error: Exception) -> bool:
     """Whether an error is the message of a check, by us or Lightning, and not an accident in code.
 
-    A check ends in a `raise` statement; an accident in whatever statement it befell.
+    A check ends in a `raise` statement; an accident in whatever statement it befell. What the
+    system says of a file, with its name, is as good as a check.
     """
     if type(error).__name__ == "MisconfigurationException":
+        return True
+    if isinstance(error, OSError) and error.filename is not None:
         return True
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:

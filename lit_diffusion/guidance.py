@@ -4,6 +4,7 @@ One convention: output = unconditional + scale (conditional - unconditional), so
 1 conditional, more is guided.
 """
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,10 +31,17 @@ class ClassifierFree:
         scale: 1 is conditional, 0 unconditional. Papers that write c + s (c - u) have s = scale -
             1.
 
+    Raises:
+        ValueError: for a scale that is not finite.
+
     Source: Ho & Salimans 2022 (classifier-free guidance), Eq. 6.
     """
 
     scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.scale):
+            raise ValueError(f"guidance scale must be finite, got {self.scale}.")
 
     def guide(self, denoise_for: DenoiseFor, labels: Tensor | None, process: Process, /) -> Denoise:
         """A Denoise for these labels.

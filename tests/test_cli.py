@@ -1,5 +1,6 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.commands import SCRIPT, call
@@ -105,6 +106,17 @@ def test_a_mistake_of_other_code_keeps_its_traceback(stub, capsys):
     stub(raising(ValueError("in a library"), module="numpy.somewhere"))
     assert cli.main(["stub"]) == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+def test_what_the_system_says_of_a_file_is_told_without_a_traceback(stub, capsys):
+    def unreadable(argv):
+        Path("/proc/nowhere/x").read_text()
+
+    stub(unreadable)
+    assert cli.main(["stub"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("lit-diffusion stub: ")
+    assert "/proc/nowhere/x" in said
 
 
 def test_an_interrupted_command_ends_with_130(stub):

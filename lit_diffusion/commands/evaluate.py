@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lit_diffusion.commands.options import Parser, add_checkpoint, add_sampling
-from lit_diffusion.commands.sample import RECORD, fresh_folder, load_generator, write_samples
+from lit_diffusion.commands.sample import (
+    RECORD,
+    fresh_folder,
+    load_generator,
+    usable_device,
+    write_samples,
+)
 
 if TYPE_CHECKING:
     from lit_diffusion.checkpoints import Checkpoint, Loaded
@@ -58,14 +64,12 @@ def run(argv: Sequence[str]) -> None:
     """
     args = parser().parse_args(argv[1:])
     _check(args)
-    import torch
-
     from lit_diffusion.metrics.protocols import protocol_by_name
     from lit_diffusion.metrics.reference import Scorer
     from lit_diffusion.metrics.score import score
 
+    device = usable_device(args.device)
     loaded = load_generator(args) if args.checkpoint else None
-    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     protocol = protocol_by_name(args.extractor or _protocol_of_run(loaded))
     protocol.check()
     real, others = _reference(args, loaded)
@@ -73,8 +77,7 @@ def run(argv: Sequence[str]) -> None:
     with kept as folder:
         made = _samples(args, loaded, folder, len(real))
         fake = args.images or folder
-        found = score(fake, real, protocol, batch_size=args.batch_size, device=args.device)
-    device = torch.device(args.device)
+        found = score(fake, real, protocol, batch_size=args.batch_size, device=str(device))
     scorer = Scorer(protocol, protocol.build().to(device), device, args.batch_size)
     record = found | _floor(scorer, found["num_fake"], real, others) | {"samples": made}
     print(table(record), file=sys.stderr)

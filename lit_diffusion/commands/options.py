@@ -7,12 +7,13 @@ from typing import NoReturn
 class Parser(argparse.ArgumentParser):
     """An argument parser that leaves telling a mistake to `cli.main`: one line, no usage."""
 
-    def __init__(self, command: str, description: str) -> None:
+    def __init__(self, command: str, description: str = "", add_help: bool = True) -> None:
         super().__init__(
             f"lit-diffusion {command}",
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
+            add_help=add_help,
         )
 
     def error(self, message: str) -> NoReturn:

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
@@ -104,7 +105,8 @@ class Resumed(Callback):
         rewind_evaluations(self._root / "evaluations.jsonl", trainer.global_step)
         for logger in trainer.loggers:
             if isinstance(logger, AppendingCSVLogger):
-                logger.rewind(trainer.global_step)
+                # By what Lightning logs: each optimizer's steps count in global_step.
+                logger.rewind(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def _same_list(saved: Any, used: Any) -> bool:
@@ -126,13 +128,23 @@ def _replay_schedules(trainer: Trainer, saved: dict[str, Any]) -> None:
     """Run the fresh schedules to the step of the saved ones, and save them in their place."""
     states = saved["lr_schedulers"]
     for i, config in enumerate(trainer.lr_scheduler_configs):
-        if isinstance(config.scheduler, ReduceLROnPlateau) or i >= len(states):
+        if isinstance(config.scheduler, ReduceLROnPlateau):
+            if i == len(states):
+                states.append(config.scheduler.state_dict())
             continue  # a function of past metrics cannot be replayed, only continued
+        done = states[i]["last_epoch"] if i < len(states) else _steps_without(config, saved)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "step() before optimizer.step()"
-            for _ in range(states[i].get("last_epoch", 0)):
+            for _ in range(done):
                 config.scheduler.step()
-        states[i] = config.scheduler.state_dict()
+        states[i : i + 1] = [config.scheduler.state_dict()]
+
+
+def _steps_without(config: LRSchedulerConfig, saved: dict[str, Any]) -> int:
+    """Steps that a schedule would have done, had the saved run had it."""
+    batches = saved["global_step"] // len(saved["optimizer_states"])
+    counted = batches if config.interval == "step" else saved["epoch"]
+    return int(counted) // config.frequency
 
 
 def _change_groups(

@@ -30,6 +30,7 @@ from lit_diffusion.commands.resume import PreferConfig, Resumed, differences, te
 from lit_diffusion.commands.run_folder import (
     Request,
     latest_config,
+    make_writable,
     read_command_line,
     refuse_mixing,
 )
@@ -37,7 +38,7 @@ from lit_diffusion.commands.summary import summary
 from lit_diffusion.errors import innermost
 from lit_diffusion.loggers import AppendingCSVLogger
 from lit_diffusion.protocols import WeightsProvider
-from lit_diffusion.trust import trusting
+from lit_diffusion.trust import trusting, within
 
 _HELP = {
     "fit": """Train a model, or resume a run.
@@ -186,7 +187,7 @@ class RunCLI(LightningCLI):
         return super().instantiate_trainer(
             logger=self._loggers(config.logger),
             callbacks=self._callbacks(config),
-            plugins=_with_atomic_saves(config.plugins),
+            plugins=_with_atomic_saves(config.plugins, self.request.trust),
             **kwargs,
         )
 
@@ -228,6 +229,15 @@ class RunCLI(LightningCLI):
                 f"{self.request.checkpoint} holds averaged weights, but no EMA callback is "
                 f"configured to use them: pass the run's config, or add EMA to trainer.callbacks."
             )
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """What the Trainer is called with: no config may have code in a checkpoint run."""
+        return {**super()._prepare_subcommand_kwargs(subcommand), "weights_only": True}
+
+    def before_fit(self) -> None:
+        """Find out before anything is trained whether it can be kept."""
+        if not self._is_trial:
+            rank_zero_only(make_writable)(self.request.root)
 
     def after_fit(self) -> None:
         """Say where things are and how good they are."""
@@ -272,11 +282,18 @@ def _progress() -> Callback:
     return progress
 
 
-def _with_atomic_saves(plugins: Any) -> list[Any]:
+def _with_atomic_saves(plugins: Any, trust: Sequence[str]) -> list[Any]:
+    """The plugins with one that reads checkpoints without running code in them."""
     given = list(plugins) if isinstance(plugins, list) else [plugins] * (plugins is not None)
-    if any(isinstance(plugin, CheckpointIO) for plugin in given):
-        return given
-    return [*given, AtomicCheckpointIO()]
+    readers = [type(plugin) for plugin in given if isinstance(plugin, CheckpointIO)]
+    for reader in readers:
+        path = f"{reader.__module__}.{reader.__qualname__}"
+        if not (issubclass(reader, AtomicCheckpointIO) or within(path, trust)):
+            raise ValueError(
+                f"trainer.plugins: {path} may run code that a checkpoint holds; leave it out, or "
+                f"add --trust {reader.__module__}."
+            )
+    return given if readers else [*given, AtomicCheckpointIO()]
 
 
 def _architecture(error: RuntimeError, request: Request) -> str:

@@ -7,12 +7,15 @@ runs/digits/config.yaml, config.resume-1.yaml, ...   the config of the run and o
 """
 
 import argparse
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from lit_diffusion.commands.options import Parser
 
 
 @dataclass(frozen=True)
@@ -53,16 +56,16 @@ def read_command_line(argv: Sequence[str]) -> Request:
 
     Raises:
         FileNotFoundError: where --ckpt_path names a file that is not there.
-        ValueError: for a config that is not YAML.
+        ValueError: for a config that is no YAML mapping, or an option without its value.
     """
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own = Parser(argv[0], add_help=False)
     own.add_argument("--trust", action="append", default=[], metavar="PACKAGE")
     found, options = own.parse_known_args(list(argv[1:]))
-    seen = _peek(options)
+    seen = _peek(argv[0], options)
     settings = [_settings(config) for config in seen.config]
     stated = seen.root or _last(settings, "trainer", "default_root_dir")
     wanted = seen.ckpt_path or _last(settings, "ckpt_path")
-    wanted = None if wanted in (None, "null", "None") else str(wanted)
+    wanted = None if wanted in (None, "null", "None") else str(wanted).removeprefix("file://")
     root = _root(stated, wanted, seen.config)
     checkpoint = _checkpoint(wanted, root)
     if wanted and checkpoint and wanted != "last" and not checkpoint.is_file():
@@ -72,8 +75,8 @@ def read_command_line(argv: Sequence[str]) -> Request:
     )
 
 
-def _peek(options: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+def _peek(command: str, options: list[str]) -> argparse.Namespace:
+    parser = Parser(command, add_help=False)
     parser.add_argument("-c", "--config", action="append", default=[])
     parser.add_argument("--ckpt_path")
     parser.add_argument("--trainer.default_root_dir", dest="root")
@@ -83,11 +86,16 @@ def _peek(options: list[str]) -> argparse.Namespace:
 def _settings(config: str) -> Any:
     """Content of a config; {} for one that is not there, which the real parser will report."""
     try:
-        return yaml.safe_load(Path(config).read_text())
+        settings = yaml.safe_load(Path(config).read_text())
     except OSError:
         return {}
-    except yaml.YAMLError as error:  # the real parser would not name the file
+    # What follows the real parser would tell without naming the file.
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ValueError(f"{config} is not YAML: {' '.join(str(error).split())}.") from error
+    if not isinstance(settings, dict):
+        found = "nothing" if settings is None else f"a {type(settings).__name__}"
+        raise ValueError(f"{config} must hold settings such as 'model: ...', and holds {found}.")
+    return settings
 
 
 def _last(settings: Sequence[Any], *keys: str) -> Any:
@@ -142,16 +150,37 @@ def refuse_mixing(request: Request) -> None:
     """Refuse a fit that would write into the folder of another run.
 
     Raises:
-        ValueError: for a fresh start, or a checkpoint from elsewhere, in a folder that holds a run.
+        ValueError: for a fresh start, or a checkpoint that is elsewhere or not there, in a folder
+            that holds a run.
     """
     found = traces(request.root)
-    if not found or request.holds_checkpoint:
+    is_there = request.checkpoint is not None and request.checkpoint.is_file()
+    if not found or (is_there and request.holds_checkpoint):
         return
     what = ", ".join(str(file.relative_to(request.root)) for file in found[:3])
+    way = "Continue it with --ckpt_path=last"
+    if request.holds_checkpoint:
+        way = f"There is no {request.checkpoint}: continue it with --ckpt_path and another file"
     raise ValueError(
-        f"{request.root} already holds a run ({what}). Continue it with --ckpt_path=last, or start "
-        f"another with --trainer.default_root_dir={request.root}-2."
+        f"{request.root} already holds a run ({what}). {way}, or start another with "
+        f"--trainer.default_root_dir={request.root}-2."
     )
+
+
+def make_writable(root: Path) -> None:
+    """Make the run folder.
+
+    Raises:
+        OSError: where that, or a file in it, cannot be made.
+    """
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=root).close()
+    except OSError as error:
+        raise OSError(
+            f"The run folder {root} cannot be written to: {error.strerror}. "
+            "Choose another with --trainer.default_root_dir."
+        ) from error
 
 
 def _resumes(root: Path) -> list[Path]:

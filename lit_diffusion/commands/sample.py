@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lit_diffusion.commands.options import Parser, add_checkpoint, add_sampling
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
     from lit_diffusion.checkpoints import Loaded
@@ -60,9 +61,11 @@ def fresh_folder(path: str) -> Path:
     """A folder without images, made if need be, so that those of two calls are never mixed.
 
     Raises:
-        ValueError: where it holds images.
+        ValueError: where it holds images, or is a file.
     """
     out = Path(path)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; name a folder.")
     if next(out.glob("*.png"), None) is not None:
         raise ValueError(f"--out {out} already holds images; choose another folder or empty it.")
     out.mkdir(parents=True, exist_ok=True)
@@ -75,19 +78,34 @@ def load_generator(args: argparse.Namespace) -> "Loaded":
     Raises:
         ValueError: where the options do not fit the module.
     """
-    import torch
-
     from lit_diffusion.checkpoints import load_with_record
 
     if args.batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {args.batch_size}.")
+    device = usable_device(args.device)
     loaded = load_with_record(args.checkpoint, args.weights, trust=args.trust)
     if not hasattr(loaded.module, "generate"):
         raise ValueError(f"{type(loaded.module).__name__} in {loaded.path} cannot generate images.")
     _change_sampling(loaded.module, args)
     _check_labels(args.labels, getattr(loaded.module, "num_classes", None))
-    loaded.module.to(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    loaded.module.to(device)
     return loaded
+
+
+def usable_device(name: str | None) -> "torch.device":
+    """The device of --device; without, the GPU if there is one.
+
+    Raises:
+        ValueError: for one that this machine does not have.
+    """
+    import torch
+
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise ValueError(f"--device {name} cannot be used here: {reason}.") from error
 
 
 def _change_sampling(module: Any, args: argparse.Namespace) -> None:

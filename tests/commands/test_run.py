@@ -192,6 +192,30 @@ def test_last_without_a_checkpoint_starts_from_scratch():
     assert checkpoint("runs/tiny")["global_step"] == 8
 
 
+def test_last_where_a_run_lost_its_last_checkpoint_touches_nothing(capsys):
+    call(f"{FIT} --trainer.max_steps=3")
+    checkpoints = Path("runs/tiny/checkpoints")
+    (checkpoints / "last.ckpt").rename(checkpoints / "best-fid.ckpt")
+    before = {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()}
+    capsys.readouterr()
+    assert call(f"{FIT} --ckpt_path=last") == 2
+    assert "checkpoints/best-fid.ckpt" in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()} == before
+
+
+def test_curves_are_rewound_by_the_steps_they_are_logged_at_not_by_those_of_all_optimizers():
+    config = tiny_config()
+    config["model"]["class_path"] = f"{HERE}.TwoOptimizers"
+    write_config(config)
+    assert call(f"{FIT} --trainer.max_steps=12") == 0
+    early = Path("runs/tiny/checkpoints/last.ckpt").read_bytes()
+    assert call(f"{FIT} --trainer.max_steps=16 --ckpt_path=last") == 0
+    Path("runs/tiny/checkpoints/last.ckpt").write_bytes(early)  # died before the next save
+    assert call(f"{FIT} --trainer.max_steps=16 --ckpt_path=last") == 0
+    steps = [int(r["step"]) for r in read_rows("runs/tiny/metrics.csv") if "train/loss" in r]
+    assert steps == list(range(8))
+
+
 # What wins
 
 
@@ -254,6 +278,21 @@ def test_a_changed_lr_or_schedule_is_as_if_it_had_been_there_from_the_start(
     spy.groups.clear()
     assert call(f"{FIT} --ckpt_path=last {flag}") == 0
     assert [group["lr"] for group in spy.groups] == whole[5:]
+
+
+def test_a_schedule_added_at_a_resume_is_as_if_it_had_been_there_from_the_start(monkeypatch):
+    write_config(with_schedule("WarmupLinear", total_steps=8, warmup_steps=2))
+    spy = Spy(monkeypatch)
+    call(f"{FIT} --trainer.default_root_dir=runs/whole")
+    whole = [group["lr"] for group in spy.groups]
+    write_config(tiny_config())
+    call(f"{FIT} --trainer.max_steps=5")
+    write_config(with_schedule("WarmupLinear", total_steps=8, warmup_steps=2))
+    spy.groups.clear()
+    assert call(f"{FIT} --ckpt_path=last") == 0
+    assert [group["lr"] for group in spy.groups] == whole[5:]
+    schedules = [checkpoint(f"runs/{name}")["lr_schedulers"] for name in ("whole", "tiny")]
+    assert schedules[0] == schedules[1]
 
 
 def test_changing_one_setting_leaves_momenta_and_other_settings_alone(monkeypatch):
@@ -343,11 +382,17 @@ def test_validation_writes_nothing_into_the_run_folder():
         ("--trainer.accelerator=abacus", "invalid accelerator name"),
         ("--config nowhere.yaml", "nowhere.yaml"),
         ("--config broken.yaml", "broken.yaml"),
+        ("--config binary.yaml", "binary.yaml is not YAML"),
+        ("--config empty.yaml", "empty.yaml must hold settings"),
         ("--ckpt_path nowhere.ckpt", "there is no file nowhere.ckpt"),
+        ("--ckpt_path", "--ckpt_path: expected one argument"),
+        ("--trainer.default_root_dir=/proc/runs", "The run folder /proc/runs cannot be written"),
     ],
 )
 def test_a_mistake_is_told_in_one_line_with_exit_code_2(change, told, capsys):
     Path("broken.yaml").write_text("trainer: [\n  max_steps: 3\n")
+    Path("binary.yaml").write_bytes(b"\x80\xff\x00")
+    Path("empty.yaml").touch()
     assert call(f"{FIT} {change}") == 2
     said = capsys.readouterr().err.strip().split("\n")
     assert told in said[-1]
@@ -422,6 +467,39 @@ def test_nothing_of_a_stranger_is_imported(tmp_path, monkeypatch):
         assert call(f"fit --config hidden.yaml {TRUST}") == 2, change
     assert not (tmp_path / "imported").exists()
     assert "stranger" not in sys.modules
+
+
+class Bomb:
+    """Leaves a file behind when it is unpickled without care."""
+
+    def __reduce__(self):
+        return (open, ("bombed", "w"))
+
+
+@pytest.mark.parametrize("scheme", ["", "file://", "local://"])
+@pytest.mark.parametrize("plugins", [None, "lightning.pytorch.plugins.io.TorchCheckpointIO"])
+@pytest.mark.parametrize("trust", ["", "--trust lightning"])
+def test_no_config_has_code_in_a_checkpoint_run(tmp_path, scheme, plugins, trust):
+    torch.save({"state_dict": {}, "bomb": Bomb()}, "bomb.ckpt")
+    config = tiny_config(plugins=plugins)
+    config |= {"ckpt_path": f"{scheme}{tmp_path}/bomb.ckpt", "weights_only": False}
+    write_config(config)
+    assert call(f"{FIT} {trust}") != 0
+    assert not Path("bombed").exists()
+
+
+def test_a_reader_of_checkpoints_that_may_run_code_is_refused_unless_trusted(capsys):
+    write_config(tiny_config(plugins="lightning.pytorch.plugins.io.TorchCheckpointIO"))
+    assert call(FIT) == 2
+    assert "TorchCheckpointIO may run code that a checkpoint holds" in capsys.readouterr().err
+    assert call(f"{FIT} --trust lightning") == 0
+
+
+def test_a_file_url_is_the_file(capsys):
+    call(f"{FIT} --trainer.max_steps=3")
+    last = Path("runs/tiny/checkpoints/last.ckpt").absolute()
+    assert call(f"fit --ckpt_path=file://{last} {TRUST} --trainer.max_steps=5") == 0
+    assert checkpoint("runs/tiny")["global_step"] == 5
 
 
 def test_help_of_fit_begins_with_what_to_type(capsys):

@@ -98,6 +98,10 @@ def test_the_grid_shows_the_images_enlarged_in_rows(averaged):
         ("--steps 0", "steps must be at least 1, got 0."),
         ("--weights ema_0.5", "no weights 'ema_0.5'; it has raw, ema_0.9."),
         ("--stepz 3", "no option 'stepz'. Did you mean 'steps'?"),
+        ("--device banana", "--device banana cannot be used here"),
+        ("--device meta:x", "--device meta:x cannot be used here"),
+        ("--guidance nan", "scale must be finite, got nan."),
+        ("--out run/checkpoints/last.ckpt", "--out run/checkpoints/last.ckpt is a file"),
         ("--solver heunn", "invalid choice: 'heunn'"),
     ],
 )

@@ -58,6 +58,23 @@ class TinyModule(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
 
+class TwoOptimizers(TinyModule):
+    """Steps two optimizers in each batch, as a GAN does."""
+
+    def __init__(self, network: nn.Module, optimizer: OptimizerCallable) -> None:
+        super().__init__(network, optimizer)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return [self._optimizer(layer.parameters()) for layer in self.network.layers]
+
+
 class TinyData(pl.LightningDataModule):
     """Batches in the same order in each epoch, continued where a run was interrupted."""
 
