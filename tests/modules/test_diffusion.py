@@ -215,10 +215,18 @@ def test_the_value_of_validation_does_not_depend_on_batches_or_the_random_state(
 
 @pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
 def test_the_value_of_validation_is_summed_in_float64_in_any_precision(precision):
+    class Half(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.tensor(0.5))
+
+        def forward(self, x, noise_label, labels):
+            return x * self.weight
+
     values = []
-    for batch_size in (1, 600):
+    for batch_size in (1, 600):  # bfloat16 counts to 256
         run = trainer(precision=precision)
-        (result,) = run.validate(module(), loader(batch_size, 600), verbose=False)
+        (result,) = run.validate(module(Half()), loader(batch_size, 600), verbose=False)
         values.append(result["val/loss"])
     assert values[0] == pytest.approx(values[1], rel=0.01)  # bfloat16 in the network, not the sum
 
