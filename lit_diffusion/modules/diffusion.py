@@ -315,9 +315,13 @@ class DiffusionModule(LightningModule):
     def _refuse_non_finite(self, losses: Tensor, u: Tensor) -> None:
         """Stop at a loss that is not finite; a GPU is waited for only when logs are due."""
         self._watch.see(losses, u, self.global_step)
-        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if self.device.type == "cpu" or (self.global_step + 1) % max(every, 1) == 0:
+        if self.device.type == "cpu" or self._logs_are_due():
             self._stop_if_not_finite()
+
+    def _logs_are_due(self) -> bool:
+        """Whether loggers will get what this step logs."""
+        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
+        return every > 0 and (self.global_step + 1) % every == 0
 
     def _stop_if_not_finite(self) -> None:
         bad = self._watch.first_bad()
@@ -331,11 +335,13 @@ class DiffusionModule(LightningModule):
             )
 
     def _log_training(self, loss: Tensor, losses: Tensor, u: Tensor) -> None:
-        """The loss, and its mean per quartile of u (nan where a batch has none), without a sync."""
+        """The loss; for loggers its mean per quartile of u too, nan where a batch has none."""
+        self.log("train/loss", loss.detach(), prog_bar=True)
+        if not self._logs_are_due():
+            return
         quartile = bin_of(u, 4)
         sums = torch.zeros(4, dtype=losses.dtype, device=u.device).index_add(0, quartile, losses)
         means = sums / torch.zeros_like(sums).index_add(0, quartile, torch.ones_like(losses))
-        self.log("train/loss", loss.detach(), prog_bar=True)
         self.log_dict({f"train/loss_q{i}": mean for i, mean in enumerate(means)})
 
     def _run_network(

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.gaussian import FixedSmall, LearnedRange
 from lit_diffusion.guidance import ClassifierFree, ClassifierScore, ClassifierShift
+from lit_diffusion.loggers import AppendingCSVLogger, read_rows
 from lit_diffusion.losses import DenoisingLoss, HybridLoss, Simple
 from lit_diffusion.lr_schedules import WarmupLinear
 from lit_diffusion.modules.diffusion import DiffusionModule
@@ -348,6 +349,27 @@ def losses_of(run_trainer, model, batches):
     model.training_step = recorded
     run_trainer.fit(model, batches)
     return seen
+
+
+def test_loggers_get_the_loss_of_each_quartile_of_noise_levels(tmp_path):
+    logger = AppendingCSVLogger(tmp_path)
+    model, seen = module(), []
+    original = model.training_step
+
+    def recorded(batch, batch_idx):
+        out = original(batch, batch_idx)
+        seen.append(out)
+        return out
+
+    model.training_step = recorded
+    trainer(max_steps=8, logger=logger, log_every_n_steps=2).fit(model, loader(12))
+    rows = read_rows(logger.path)
+    assert [row["step"] for row in rows] == ["1", "3", "5", "7"]
+    for row in rows:
+        out = seen[int(row["step"])]
+        for i in range(4):
+            chosen = out["per_sample_loss"][bin_of(out["u"], 4) == i]
+            assert float(row[f"train/loss_q{i}"]) == pytest.approx(chosen.mean().item(), rel=1e-5)
 
 
 def test_a_step_draws_the_same_noise_whatever_came_before(monkeypatch):
