@@ -201,23 +201,13 @@ class DiffusionModule(LightningModule):
 
     # Validation
 
-    def on_validation_epoch_start(self) -> None:
-        """Sum in float64 whatever the precision: it has cast the metric with the module."""
-        self._val_loss.set_dtype(torch.float64)
-
-    def on_test_epoch_start(self) -> None:
-        """As in validation."""
-        self._test_loss.set_dtype(torch.float64)
-
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Loss at one fixed noise level and noise per image, without any curriculum."""
-        self._val_loss.update(self._fixed_losses(batch))
-        self.log("val/loss", self._val_loss, prog_bar=True)
+        self.log("val/loss", self._add(self._val_loss, batch), prog_bar=True)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """As validation, on the test split."""
-        self._test_loss.update(self._fixed_losses(batch))
-        self.log("test/loss", self._test_loss)
+        self.log("test/loss", self._add(self._test_loss, batch))
 
     # Sampling
 
@@ -359,6 +349,12 @@ class DiffusionModule(LightningModule):
                 f"out_channels."
             )
         return output.to(x_t.dtype)
+
+    def _add(self, mean: MeanMetric, batch: Batch) -> MeanMetric:
+        """Count a batch in, in float64: precision plugins and resets give the sums other types."""
+        mean.set_dtype(torch.float64)
+        mean.update(self._fixed_losses(batch))
+        return mean
 
     def _fixed_losses(self, batch: Batch) -> Tensor:
         """(B,) float64 losses that depend on each image, its index and the weights alone."""
