@@ -529,7 +529,9 @@ def test_arguments_that_do_not_go_together_are_refused(changes, message):
 def test_a_second_fit_forgets_the_losses_of_the_first():
     model = module()
     model._watch.see(torch.tensor([torch.nan]), torch.tensor([0.5]), 3)
-    trainer(max_steps=2).fit(model, loader())
+    run = trainer(max_steps=2)
+    run.fit(model, loader())
+    assert run.global_step == 2
 
 
 @pytest.mark.parametrize("hook", ["on_train_end", "on_save_checkpoint"])
