@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
+import torch
 from torch import Tensor
 
 
@@ -123,6 +124,16 @@ class Process(Protocol):
 
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
         """x_t at the noisiest time, from standard normal noise."""
+        ...
+
+
+class Draws(Protocol):
+    """Joint distribution of a batch's ranks; each of them alone is uniform."""
+
+    def ranks(
+        self, n: int, generator: torch.Generator | None, device: torch.device | str | None, /
+    ) -> Tensor:
+        """(n,) float64 in [0, 1)."""
         ...
 
 

@@ -1,8 +1,9 @@
-"""Which noise levels: random ones for training (u -> quantile -> t), a grid of them for solvers.
+"""Which noise levels: random ones for training (draws -> u -> t), a grid of them for solvers.
 
 u in [0, 1) is the rank of a noise level, 1 the noisiest. Training draws u from a density over bins
 of u, uniform if none is set, and a quantile turns u into a time of the process. So one mechanism,
-`draw_uniforms`, serves every curriculum and resampler.
+`draw_uniforms`, serves every curriculum and resampler. How the draws of one batch depend on each
+other is a choice of its own: `Stratified`, `Antithetic` or `Independent`.
 """
 
 from dataclasses import dataclass
@@ -10,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lit_diffusion.protocols import Process
+from lit_diffusion.protocols import Draws, Process
 
 
 def draw_uniforms(
     n: int,
     density: Tensor | None = None,
+    draws: Draws | None = None,
     *,
-    stratified: bool = True,
     generator: torch.Generator | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
@@ -26,9 +27,7 @@ def draw_uniforms(
     Args:
         n: how many.
         density: (num_bins,) unnormalised weights of equal bins over [0, 1]; None is uniform.
-        stratified: draw one from each n-th of the distribution, in random order: each u has the
-            same distribution, and together they cover it evenly, which lowers the variance of the
-            loss (Kingma et al. 2021 (VDM), appendix I.1).
+        draws: how the n depend on each other; None is Stratified().
         generator: of the random numbers; None is torch's global one.
         device: of the result.
 
@@ -37,9 +36,7 @@ def draw_uniforms(
         >>> sorted((u * 4).long().tolist())
         [0, 1, 2, 3]
     """
-    u = torch.rand(n, dtype=torch.float64, generator=generator, device=device)
-    if stratified:
-        u = (torch.randperm(n, generator=generator, device=device) + u) / n
+    u = (Stratified() if draws is None else draws).ranks(n, generator, device)
     return u if density is None else _inverse_cdf(u, density)
 
 
@@ -59,6 +56,61 @@ def _inverse_cdf(u: Tensor, density: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
+class Independent:
+    """Every rank is drawn for itself.
+
+    Source: Ho et al. 2020 (DDPM), algorithm 1.
+    """
+
+    def ranks(
+        self, n: int, generator: torch.Generator | None, device: torch.device | str | None, /
+    ) -> Tensor:
+        """(n,) float64 in [0, 1)."""
+        return torch.rand(n, dtype=torch.float64, generator=generator, device=device)
+
+
+@dataclass(frozen=True)
+class Stratified:
+    """One rank from each n-th of [0, 1), in random order.
+
+    Together they cover it evenly, which lowers the variance of the loss.
+
+    Source: Kingma et al. 2021 (VDM), appendix I.1, with the offsets drawn for each stratum.
+    """
+
+    def ranks(
+        self, n: int, generator: torch.Generator | None, device: torch.device | str | None, /
+    ) -> Tensor:
+        """(n,) float64 in [0, 1)."""
+        u = torch.rand(n, dtype=torch.float64, generator=generator, device=device)
+        return (torch.randperm(n, generator=generator, device=device) + u) / n
+
+
+@dataclass(frozen=True)
+class Antithetic:
+    """Pairs u and 1 - u: a noisy level for every clean one.
+
+    The second half of the batch mirrors the first. Of an odd n, the last of the first half is
+    alone.
+
+    Source: Song et al. 2021 (DDIM), the authors' code; VDM calls antithetic what is `Stratified`.
+
+    Example:
+        >>> u = Antithetic().ranks(5, None, None)
+        >>> bool(torch.allclose(u[:2] + u[3:], torch.ones(2).double()))
+        True
+    """
+
+    def ranks(
+        self, n: int, generator: torch.Generator | None, device: torch.device | str | None, /
+    ) -> Tensor:
+        """(n,) float64 in [0, 1)."""
+        first = torch.rand((n + 1) // 2, dtype=torch.float64, generator=generator, device=device)
+        mirrored = (1 - first).clamp(max=1 - 2**-53)  # 0 is drawn, 1 is not a rank
+        return torch.cat([first, mirrored])[:n]
+
+
+@dataclass(frozen=True)
 class Uniform:
     """Every time is as likely as every other.
 
@@ -68,6 +120,38 @@ class Uniform:
     def quantile(self, u: Tensor, process: Process, /) -> Tensor:
         """The time of rank u."""
         return process.from_unit(u)
+
+
+@dataclass(frozen=True)
+class LogNormal:
+    """ln(sigma / alpha) is normal: most training goes where there is something to learn.
+
+    Levels beyond the ends of the process become its ends (2e-5 of EDM's); a process in discrete
+    steps gets the nearest step.
+
+    Args:
+        mean: of ln(sigma / alpha). EDM: -1.2; EDM2: -0.4 for latents, -0.8 for 64x64 pixels.
+        std: of ln(sigma / alpha). EDM: 1.2; EDM2: 1.0 and 1.6.
+
+    Raises:
+        ValueError: unless std > 0.
+
+    Source: Karras et al. 2022 (EDM), table 1 and section 5.
+    """
+
+    mean: float = -1.2
+    std: float = 1.2
+
+    def __post_init__(self) -> None:
+        """Refuse a single level."""
+        if not self.std > 0:
+            raise ValueError(f"std must be > 0, got {self.std}.")
+
+    def quantile(self, u: Tensor, process: Process, /) -> Tensor:
+        """The time of level exp(mean + std z), with z the standard normal quantile of u."""
+        t = process.at_log_snr(-2 * (self.mean + self.std * torch.special.ndtri(u.double())))
+        t = t if process.num_steps is None else t.round()
+        return t.clamp(process.t_min, process.t_max)
 
 
 @dataclass(frozen=True)
@@ -150,6 +234,41 @@ class LogSNR:
         return torch.cat([times, torch.tensor([process.t_clean], dtype=torch.float64)])
 
 
+@dataclass(frozen=True)
+class Karras:
+    """Evenly spaced in (sigma / alpha)^(1 / rho), from the noisiest time to the least noisy.
+
+    Args:
+        rho: 1 is even in the noise level, large is even in its logarithm.
+
+    Raises:
+        ValueError: unless rho > 0.
+
+    Source: Karras et al. 2022 (EDM), Eq. 5.
+
+    Example:
+        >>> from lit_diffusion.processes import EDMProcess
+        >>> [round(sigma, 3) for sigma in Karras().grid(EDMProcess(), 4).tolist()]
+        [80.0, 9.723, 0.47, 0.002, 0.0]
+    """
+
+    rho: float = 7.0
+
+    def __post_init__(self) -> None:
+        """Refuse exponents without meaning."""
+        if not self.rho > 0:
+            raise ValueError(f"rho must be > 0, got {self.rho}; EDM's is 7.")
+
+    def grid(self, process: Process, steps: int, /) -> Tensor:
+        """(steps + 1,) float64, falling to the clean time."""
+        ends = torch.tensor([process.t_max, process.t_min], dtype=torch.float64)
+        alpha, sigma = process.alpha_sigma(ends)
+        noisiest, cleanest = ((sigma / alpha) ** (1 / self.rho)).tolist()
+        levels = torch.linspace(noisiest, cleanest, steps, dtype=torch.float64) ** self.rho
+        times = process.at_log_snr(-2 * levels.log())
+        return torch.cat([times, torch.tensor([process.t_clean], dtype=torch.float64)])
+
+
 def _spread(start: int, size: int, count: int) -> list[int]:
     stride = (size - 1) / (count - 1) if count > 1 else 1.0
     times, position = [], 0.0
@@ -161,7 +280,9 @@ def _spread(start: int, size: int, count: int) -> list[int]:
 
 def _whole_steps(process: Process, grid: object) -> int:
     if process.num_steps is None:
-        raise ValueError(f"{grid} needs a process in discrete steps, got {process}; use LogSNR.")
+        raise ValueError(
+            f"{grid} needs a process in discrete steps, got {process}; use LogSNR or Karras."
+        )
     return process.num_steps
 
 

@@ -5,7 +5,19 @@ from support.golden import close, load, tensor
 
 from lit_diffusion.gaussian import posterior
 from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearBetas
-from lit_diffusion.timesteps import LogSNR, Sections, Stride, Uniform, bin_of, draw_uniforms
+from lit_diffusion.timesteps import (
+    Antithetic,
+    Independent,
+    LogSNR,
+    Sections,
+    Stratified,
+    Stride,
+    Uniform,
+    bin_of,
+    draw_uniforms,
+)
+
+DRAWS = [Independent(), Stratified(), Antithetic()]
 
 RESPACINGS = {
     "lin1000_250": (LinearBetas(1000), Sections(), 250),
@@ -66,13 +78,11 @@ def chi_square(counts, expected):
     return float((((counts - expected) ** 2) / expected).sum())
 
 
-@pytest.mark.parametrize("stratified", [True, False])
-def test_draws_follow_the_density(stratified):
+@pytest.mark.parametrize("rule", DRAWS)
+def test_draws_follow_the_density(rule):
     density = torch.tensor([1.0, 4.0, 0.0, 2.0, 3.0])
     generator = torch.Generator().manual_seed(0)
-    draws = [
-        draw_uniforms(64, density, stratified=stratified, generator=generator) for _ in range(500)
-    ]
+    draws = [draw_uniforms(64, density, rule, generator=generator) for _ in range(500)]
     counts = np.bincount(bin_of(torch.cat(draws), 5).numpy(), minlength=5)
     expected = 32000 * density.numpy() / 10
     assert counts[2] == 0
@@ -80,11 +90,55 @@ def test_draws_follow_the_density(stratified):
     assert chi_square(counts[keep], expected[keep]) < 16.3  # 0.1% point of chi-square with 3 df
 
 
-def test_each_position_of_a_stratified_batch_is_uniform():
+@pytest.mark.parametrize("n", [1, 7, 8])
+@pytest.mark.parametrize("rule", DRAWS)
+def test_each_position_of_a_batch_is_uniform(rule, n):
     generator = torch.Generator().manual_seed(1)
-    first = torch.stack([draw_uniforms(8, generator=generator)[0] for _ in range(8000)])
-    counts = np.bincount(bin_of(first, 10).numpy(), minlength=10)
-    assert chi_square(counts, np.full(10, 800.0)) < 27.9  # 0.1% point, 9 df
+    batches = torch.stack([draw_uniforms(n, None, rule, generator=generator) for _ in range(4000)])
+    for position in (0, n // 2, n - 1):
+        counts = np.bincount(bin_of(batches[:, position], 10).numpy(), minlength=10)
+        assert chi_square(counts, np.full(10, 400.0)) < 33.7  # 0.01% point, 9 df
+
+
+@pytest.mark.parametrize("rule", DRAWS)
+def test_draws_are_ranks_and_repeat_with_the_generator(rule):
+    def drawn(seed):
+        return draw_uniforms(9, None, rule, generator=torch.Generator().manual_seed(seed))
+
+    u = drawn(0)
+    assert u.dtype == torch.float64
+    assert u.shape == (9,)
+    assert 0 <= u.min() <= u.max() < 1
+    assert torch.equal(u, drawn(0))
+    assert not torch.equal(u, drawn(1))
+
+
+def test_draws_are_stratified_by_default():
+    def drawn(*rule):
+        return draw_uniforms(16, None, *rule, generator=torch.Generator().manual_seed(0))
+
+    assert torch.equal(drawn(), drawn(Stratified()))
+    assert not torch.equal(drawn(), drawn(Independent()))
+
+
+@pytest.mark.parametrize("n", [6, 7])
+def test_antithetic_draws_are_pairs_that_sum_to_one_and_an_odd_one_is_alone(n):
+    u = draw_uniforms(n, None, Antithetic(), generator=torch.Generator().manual_seed(0))
+    pairs = n // 2
+    torch.testing.assert_close(u[:pairs] + u[n - pairs :], torch.ones(pairs).double())
+    assert len(set(u.tolist())) == n
+
+
+def test_antithetic_draws_mirror_the_whole_times_of_a_discrete_process():
+    process = DiscreteVP(LinearBetas(50))
+    u = draw_uniforms(400, None, Antithetic(), generator=torch.Generator().manual_seed(4))
+    t = Uniform().quantile(u, process)
+    assert torch.equal(t[:200] + t[200:], torch.full((200,), 49.0).double())
+
+
+def test_the_mirror_of_rank_zero_is_a_rank(monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda n, **_: torch.zeros(n, dtype=torch.float64))
+    assert Antithetic().ranks(2, None, None)[1] < 1
 
 
 def test_stratified_draws_put_one_in_each_stratum():

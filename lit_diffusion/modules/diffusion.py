@@ -28,6 +28,7 @@ from lit_diffusion.protocols import (
     Codec,
     Denoise,
     Denoised,
+    Draws,
     Guidance,
     Loss,
     Parameterization,
@@ -67,8 +68,7 @@ class DiffusionModule(LightningModule):
         guidance: used by `generate`; None samples from the conditional model as it is.
         lr_scheduler: called with the optimizer, stepped once per optimizer step; None keeps the lr
             constant.
-        stratified: whether the times of a batch are spread evenly over the ranks, rather than drawn
-            independently.
+        draws: how the ranks of a batch's times depend on each other; None is Stratified().
         channels_last: whether network and images use torch's channels_last memory format, which
             convolutions like.
 
@@ -99,7 +99,7 @@ class DiffusionModule(LightningModule):
         codec: Codec | None = None,
         guidance: Guidance | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
-        stratified: bool = True,
+        draws: Draws | None = None,
         channels_last: bool = False,
     ) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class DiffusionModule(LightningModule):
         self.image_shape = tuple(image_shape)
         self.num_classes = num_classes
         self.label_dropout = label_dropout
-        self.stratified = stratified
+        self.draws = draws
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.network.to(memory_format=self.memory_format)
         self.timestep_density: Tensor | None = None
@@ -150,9 +150,7 @@ class DiffusionModule(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> STEP_OUTPUT:
         """Mean weighted loss at random noise levels, with what callbacks may want to know."""
         x0, labels, _ = self._unpack(batch)
-        u = draw_uniforms(
-            len(x0), self.timestep_density, stratified=self.stratified, device=self.device
-        )
+        u = draw_uniforms(len(x0), self.timestep_density, self.draws, device=self.device)
         t, noise = self.times.quantile(u, self.process), torch.randn_like(x0)
         losses = self.per_sample_loss(x0, self._drop_labels(labels), t, noise, self.global_step)
         loss = (losses * self._weight_at(u)).mean()

@@ -25,7 +25,7 @@ from lit_diffusion.processes import CosineBetas, DiscreteVP
 from lit_diffusion.protocols import NonFiniteSamples
 from lit_diffusion.seeding import index_uniforms
 from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP
-from lit_diffusion.timesteps import Sections, Uniform, bin_of
+from lit_diffusion.timesteps import Antithetic, Independent, Sections, Stratified, Uniform, bin_of
 
 
 def unet(out_channels=1, dropout=0.0):
@@ -300,12 +300,14 @@ def test_training_times_follow_the_density_and_losses_the_weight():
     assert not out["per_sample_loss"].requires_grad
 
 
-@pytest.mark.parametrize("stratified", [True, False])
-def test_times_are_stratified_where_asked(stratified):
+@pytest.mark.parametrize("draws", [None, Stratified(), Independent(), Antithetic()])
+def test_times_are_drawn_as_asked_and_stratified_by_default(draws):
     torch.manual_seed(0)
-    u = one_step(module(stratified=stratified))["u"]
+    u = one_step(module(draws=draws))["u"]
     strata = len(set((u * len(u)).long().tolist()))
-    assert (strata == len(u)) == stratified
+    assert (strata == len(u)) == (draws in (None, Stratified()))
+    mirrored = torch.allclose(u[: len(u) // 2] + u[len(u) // 2 :], torch.ones(()).double())
+    assert mirrored == (draws == Antithetic())
 
 
 def test_frozen_parameters_stay_out_of_the_optimizer():
