@@ -1,5 +1,7 @@
 """Averages weights that fully_shard has split over two gloo ranks, beside unsharded ones."""
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -37,7 +39,9 @@ def main():
         train(module, torch.optim.SGD(module.parameters(), 0.1), batches, group)
     for expected, shards in zip(groups[0].shadows[0], groups[1].shadows[0], strict=True):
         torch.testing.assert_close(shards.full_tensor(), expected, rtol=1e-5, atol=1e-6)
-    dist.destroy_process_group()
+    dist.barrier()
+    # Leaves without taking the process group apart: gloo aborts there one time in about twenty.
+    os._exit(0)
 
 
 if __name__ == "__main__":
