@@ -21,7 +21,7 @@ class BitsPerDim(NamedTuple):
 
     Attributes:
         total: (B,) sum of all terms.
-        prior: (B,) KL(q(x_T | x0) || N(0, 1)).
+        prior: (B,) KL(q(x_T | x0) || p(x_T)).
         terms: (B, N) of the reverse steps, noisiest first.
         x0_mse: (B, N) mean squared error of x0, noisiest first.
         noise_mse: (B, N) mean squared error of the noise, noisiest first.
@@ -49,7 +49,7 @@ def bits_per_dim(
 
     Args:
         denoise: the model.
-        process: whose noisiest time is close to N(0, 1).
+        process: whose noisiest time is close to its prior.
         x0: (B, C, H, W) 8-bit images in [-1, 1].
         variance: of the reverse steps.
         times: grid; fewer steps than the process has give another, looser bound.
@@ -83,7 +83,8 @@ def bits_per_dim(
 def _prior_bits(process: Process, x0: Tensor, t: Tensor) -> Tensor:
     alpha, sigma = (v.to(x0) for v in process.alpha_sigma(t))
     zero = torch.zeros_like(x0)
-    kl = normal_kl(alpha * x0, zero + 2 * sigma.log(), zero, zero)
+    std = process.prior(torch.ones_like(x0), t)
+    kl = normal_kl(alpha * x0, zero + 2 * sigma.log(), zero, 2 * std.log())
     return kl.flatten(1).mean(1) * NATS_TO_BITS
 
 

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lit_diffusion.protocols import Parameterization
+
 
 @dataclass(frozen=True)
 class Epsilon:
@@ -85,3 +87,117 @@ class Velocity:
     def gain(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """Sigma / (alpha^2 + sigma^2)."""
         return sigma / (alpha**2 + sigma**2)
+
+
+@dataclass(frozen=True)
+class EDMPreconditioning:
+    """What is left of x0 when the best linear guess from x_t is taken away, at unit variance.
+
+    D = c_skip x_t + c_out F(c_in x_t). EDM's alpha is 1; any does, with V = alpha^2 sigma_data^2 +
+    sigma^2, the variance of x_t, and
+
+        c_in = 1 / sqrt(V),  c_skip = alpha sigma_data^2 / V,  c_out = sigma sigma_data / sqrt(V).
+
+    With sigma_data = 1 on a variance-preserving process F is -v (`Velocity`). EDM's weight
+    lambda(sigma) = 1 / c_out^2 is `Simple`. Its c_noise is what `EDMProcess` tells the network.
+
+    Args:
+        sigma_data: standard deviation of x0.
+
+    Raises:
+        ValueError: unless sigma_data > 0.
+
+    Source: Karras et al. 2022 (EDM), Eq. 7 and table 1; appendix B.6.
+    """
+
+    sigma_data: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Refuse data without variance."""
+        if not self.sigma_data > 0:
+            raise ValueError(f"sigma_data must be > 0, got {self.sigma_data}.")
+
+    def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """x_t / sqrt(V)."""
+        return x_t / self._variance(alpha, sigma).sqrt()
+
+    def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """(sigma / sigma_data x0 - alpha sigma_data noise) / sqrt(V)."""
+        std = self._variance(alpha, sigma).sqrt()
+        return (sigma / self.sigma_data * x0 - alpha * self.sigma_data * noise) / std
+
+    def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """c_skip x_t + c_out output."""
+        c_skip = alpha * self.sigma_data**2 / self._variance(alpha, sigma)
+        return c_skip * x_t + self.gain(alpha, sigma) * output
+
+    def gain(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """c_out."""
+        return sigma * self.sigma_data / self._variance(alpha, sigma).sqrt()
+
+    def _variance(self, alpha: Tensor, sigma: Tensor) -> Tensor:
+        return alpha**2 * self.sigma_data**2 + sigma**2
+
+
+@dataclass(frozen=True)
+class FDM:
+    """Fast Diffusion Model: any parameterization, whose network sees a critically damped x_t.
+
+    The network's input is s x_t / alpha, with level = sigma / alpha and
+
+        s = exp(-m B) (1 + m B),  B(u) = 0.1 u + 9.95 u^2,
+        u = (level - sigma_min) / (sigma_max - sigma_min);
+
+    nothing else changes. Beyond sigma_max the formula goes on: s vanishes faster than x_t / alpha
+    grows, and the network is told the noise level alone. So a process that goes far beyond, such as
+    cosine betas, wants a base that can do without x_t there: Velocity, EDMPreconditioning.
+
+    Args:
+        base: what the network outputs.
+        sigma_min: level at which s = 1. The paper's variants: 0.002 for EDM, 0.001 for VP
+            (`ContinuousVP`, linear betas), 0.02 for VE.
+        sigma_max: level at which the image is damped. The paper's: 80 for EDM, 152.17 for VP, 100
+            for VE.
+        multiplier: m, the strength. The authors use 2 for CIFAR-10 and AFHQ, 1 for FFHQ, and always
+            1 for VE.
+
+    Raises:
+        ValueError: unless 0 <= sigma_min < sigma_max and multiplier > 0.
+
+    Source: Wu et al. 2023 (Fast Diffusion Model, arXiv 2306.06991).
+
+    Example:
+        >>> fdm, one = FDM(EDMPreconditioning(), sigma_min=0.002, sigma_max=80.0), torch.ones(1)
+        >>> [round(fdm.network_input(one, one, level * one).item(), 3) for level in (0.002, 20, 40)]
+        [1.0, 0.629, 0.038]
+    """
+
+    base: Parameterization
+    sigma_min: float
+    sigma_max: float
+    multiplier: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Refuse an empty range of levels and no damping."""
+        if not (0 <= self.sigma_min < self.sigma_max and self.multiplier > 0):
+            raise ValueError(
+                f"0 <= sigma_min < sigma_max and multiplier > 0 must hold, got {self}."
+            )
+
+    def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """s x_t / alpha."""
+        u = (sigma / alpha - self.sigma_min) / (self.sigma_max - self.sigma_min)
+        damping = self.multiplier * (0.1 * u + 9.95 * u**2)
+        return (-damping).exp() * (1 + damping) * x_t / alpha
+
+    def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """The base's."""
+        return self.base.target(x0, noise, alpha, sigma)
+
+    def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """The base's."""
+        return self.base.to_x0(output, x_t, alpha, sigma)
+
+    def gain(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """The base's."""
+        return self.base.gain(alpha, sigma)

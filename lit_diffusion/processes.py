@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lit_diffusion.gaussian import expand_as
+
 MAX_BETA = 0.999
 
 
@@ -201,3 +203,147 @@ class DiscreteVP:
         if device not in self._on_device:
             self._on_device[device] = self._alpha_bar.to(device)
         return self._on_device[device]
+
+
+@dataclass(frozen=True)
+class ContinuousVP:
+    """Variance-preserving process in continuous time, the limit of linear betas.
+
+    alpha^2 = exp(-B), sigma^2 = 1 - exp(-B) with B(t) = beta_min t + beta_d t^2 / 2, for t in [0,
+    1]. The network is told 999 t.
+
+    Args:
+        beta_min: slope of B at the clean end.
+        beta_d: how much steeper B is at the noisy end.
+        t_min: least noisy time that is trained on.
+
+    Raises:
+        ValueError: unless beta_min >= 0, beta_d > 0 and 0 < t_min < 1.
+
+    Source: Song et al. 2021 (score SDEs), appendix C; Karras et al. 2022 (EDM), table 1, column VP.
+
+    Example:
+        >>> alpha, sigma = ContinuousVP().alpha_sigma(torch.tensor([1e-5, 1.0]))
+        >>> (sigma / alpha).tolist()
+        [0.0010004..., 152.16...]
+    """
+
+    beta_min: float = 0.1
+    beta_d: float = 19.9
+    t_min: float = 1e-5
+
+    def __post_init__(self) -> None:
+        """Refuse values without a process."""
+        if not (self.beta_min >= 0 and self.beta_d > 0 and 0 < self.t_min < 1):
+            raise ValueError(f"beta_min >= 0, beta_d > 0 and 0 < t_min < 1 must hold, got {self}.")
+
+    @property
+    def t_max(self) -> float:
+        """1."""
+        return 1.0
+
+    @property
+    def t_clean(self) -> float:
+        """0."""
+        return 0.0
+
+    @property
+    def num_steps(self) -> None:
+        """None: time is continuous."""
+        return None
+
+    def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
+        """exp(-B / 2) and sqrt(1 - exp(-B)), float64."""
+        t = t.double()
+        b = self.beta_min * t + self.beta_d * t**2 / 2
+        return (-b / 2).exp(), (-torch.expm1(-b)).sqrt()
+
+    def noise_label(self, t: Tensor, /) -> Tensor:
+        """999 t."""
+        return 999 * t
+
+    def from_unit(self, u: Tensor, /) -> Tensor:
+        """Linear from t_min to 1."""
+        return self.t_min + (1 - self.t_min) * u.double()
+
+    def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
+        """The root of B(t) = log(1 + 1 / SNR)."""
+        log_snr = log_snr.double()
+        b = torch.logaddexp(torch.zeros_like(log_snr), -log_snr)
+        return 2 * b / (self.beta_min + (self.beta_min**2 + 2 * self.beta_d * b).sqrt())
+
+    def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
+        """Standard normal noise itself."""
+        return noise
+
+
+@dataclass(frozen=True)
+class EDMProcess:
+    """Noise is added and the image stays: alpha = 1 and sigma = t.
+
+    The network is told ln(sigma) / 4, EDM's c_noise. Ranks u are uniform in ln(sigma), so that
+    `Uniform` on EDMProcess(0.02, 100) draws the times of Song et al.'s variance-exploding process,
+    whose preconditioning is `Epsilon`; EDM's own times are `LogNormal`.
+
+    Args:
+        sigma_min: least noise, in units of x0.
+        sigma_max: most noise.
+
+    Raises:
+        ValueError: unless 0 < sigma_min < sigma_max.
+
+    Source: Karras et al. 2022 (EDM), table 1, columns VE and EDM.
+
+    Example:
+        >>> EDMProcess().from_unit(torch.tensor([0.0, 0.5, 1.0])).tolist()
+        [0.002, 0.4, 80.0]
+    """
+
+    sigma_min: float = 0.002
+    sigma_max: float = 80.0
+
+    def __post_init__(self) -> None:
+        """Refuse an empty range."""
+        if not 0 < self.sigma_min < self.sigma_max < math.inf:
+            raise ValueError(f"0 < sigma_min < sigma_max must hold, got {self}.")
+
+    @property
+    def t_min(self) -> float:
+        """sigma_min."""
+        return self.sigma_min
+
+    @property
+    def t_max(self) -> float:
+        """sigma_max."""
+        return self.sigma_max
+
+    @property
+    def t_clean(self) -> float:
+        """0."""
+        return 0.0
+
+    @property
+    def num_steps(self) -> None:
+        """None: time is continuous."""
+        return None
+
+    def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
+        """1 and t, float64."""
+        t = t.double()
+        return torch.ones_like(t), t
+
+    def noise_label(self, t: Tensor, /) -> Tensor:
+        """ln(sigma) / 4."""
+        return t.log() / 4
+
+    def from_unit(self, u: Tensor, /) -> Tensor:
+        """sigma_min^(1 - u) sigma_max^u."""
+        return self.sigma_min * (self.sigma_max / self.sigma_min) ** u.double()
+
+    def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
+        """SNR^(-1/2)."""
+        return (-log_snr.double() / 2).exp()
+
+    def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
+        """Noise of standard deviation sigma."""
+        return noise * expand_as(t, noise)

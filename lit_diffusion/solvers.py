@@ -5,14 +5,16 @@ A solver knows neither networks nor labels: `denoise(x_t, t)` hides parameteriza
 is clamped to [-1, 1] (`clip`) for pixels, never for latents.
 """
 
+import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from lit_diffusion.gaussian import posterior
 from lit_diffusion.protocols import Denoise, Denoised, Process, RandnLike, TimeGrid, Variance
-from lit_diffusion.timesteps import LogSNR, Sections
+from lit_diffusion.timesteps import Karras, LogSNR, Sections
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,95 @@ class DPMSolverPP:
 
     def _grid(self, process: Process) -> Tensor:
         return (self.times or LogSNR()).grid(process, self.steps)
+
+
+@dataclass(frozen=True)
+class Heun:
+    """Second order with two evaluations a step, and noise added back on the way if wanted.
+
+    In level = sigma / alpha and x = x_t / alpha, the probability flow of any process is dx / dlevel
+    = noise(x_t, t). A step follows the mean of the slopes at both of its ends. The step to the
+    clean image is Euler's.
+
+    Args:
+        steps: of the grid: 2 steps - 1 evaluations of the network.
+        times: grid; None is `Karras()`.
+        clip: whether x0 is clamped to [-1, 1]; the slope then follows the clamped x0.
+        churn: S_churn, how much the level is raised before each step, in all: by the factor 1 +
+            min(churn / steps, sqrt(2) - 1). 0 is deterministic.
+        churn_min: S_tmin, the lowest level that is raised.
+        churn_max: S_tmax, the highest.
+        churn_noise: S_noise, standard deviation of what is added.
+
+    Raises:
+        ValueError: for a number of steps below 1, a negative churn, and by `check` for a process
+            that ends without any signal.
+
+    Source: Karras et al. 2022 (EDM), algorithms 1 and 2.
+    """
+
+    steps: int = 18
+    times: TimeGrid | None = None
+    clip: bool = True
+    churn: float = 0.0
+    churn_min: float = 0.0
+    churn_max: float = math.inf
+    churn_noise: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Refuse a number of steps below 1 and a negative churn."""
+        _check_steps(self.steps)
+        if self.churn < 0:
+            raise ValueError(f"churn must be >= 0, got {self.churn}; 0 is deterministic.")
+
+    def sample(
+        self, denoise: Denoise, process: Process, noise: Tensor, randn_like: RandnLike, /
+    ) -> Tensor:
+        """Standard normal noise (B, C, H, W) -> x0."""
+        times = self._grid(process)
+        x = process.prior(noise, times[0]) / process.alpha_sigma(times[0])[0]
+        for now, then in pairwise(times):
+            x, now = self._churned(x, now, process, randn_like)
+            slope = self._slope(denoise, process, x, now)
+            length = _level(process, then) - _level(process, now)
+            end = x + length * slope
+            if _level(process, then) > 0:
+                end = x + length * (slope + self._slope(denoise, process, end, then)) / 2
+            x = end
+        return x
+
+    def check(self, process: Process, /) -> None:
+        """Raise ValueError where the grid does not fit the process, or alpha is 0."""
+        self._grid(process)
+
+    def _grid(self, process: Process) -> Tensor:
+        times = (self.times or Karras()).grid(process, self.steps)
+        if not (process.alpha_sigma(times)[0] > 0).all():
+            raise ValueError(f"Heun needs alpha > 0, which {process} does not keep; use DDIM.")
+        return times
+
+    def _slope(self, denoise: Denoise, process: Process, x: Tensor, t: Tensor) -> Tensor:
+        alpha, sigma = process.alpha_sigma(t)
+        x_t = alpha * x
+        return _x0_and_noise(denoise(x_t, _batch(t, x)), x_t, alpha, sigma, self.clip)[1]
+
+    def _churned(
+        self, x: Tensor, t: Tensor, process: Process, randn_like: RandnLike
+    ) -> tuple[Tensor, Tensor]:
+        """State and time after noise is added."""
+        level = _level(process, t)
+        if self.churn == 0 or not self.churn_min <= level <= self.churn_max:
+            return x, t
+        raised = level * (1 + min(self.churn / self.steps, math.sqrt(2) - 1))
+        t = process.at_log_snr(-2 * raised.log())
+        added = (_level(process, t) ** 2 - level**2).clamp(min=0).sqrt()
+        return x + added * self.churn_noise * randn_like(x), t
+
+
+def _level(process: Process, t: Tensor) -> Tensor:
+    """Noise relative to the signal, sigma / alpha."""
+    alpha, sigma = process.alpha_sigma(t)
+    return sigma / alpha
 
 
 def _batch(t: Tensor, x: Tensor) -> Tensor:

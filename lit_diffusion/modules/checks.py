@@ -45,10 +45,12 @@ def check_objective(
 ) -> None:
     """Raise ValueError where the network could not be trained, or sampled from, as it is asked."""
     ends = torch.tensor([process.t_min, process.t_max], dtype=torch.float64)
-    if not parameterization.gain(*process.alpha_sigma(ends)).isfinite().all():
+    alpha, sigma = process.alpha_sigma(ends)
+    told = parameterization.network_input(torch.ones_like(alpha), alpha, sigma)
+    if not (parameterization.gain(alpha, sigma) * told).isfinite().all():
         raise ValueError(
-            f"{parameterization} can't recover x0 from pure noise, where {process} ends (SNR = 0); "
-            "use Velocity or Sample."
+            f"{parameterization} divides by alpha and can't recover x0 from pure noise, where "
+            f"{process} ends (SNR = 0); use Velocity or Sample."
         )
     loss.check(process, parameterization)
     solver.check(process)

@@ -20,7 +20,7 @@ from lit_diffusion.losses import DenoisingLoss, HybridLoss, Simple
 from lit_diffusion.lr_schedules import WarmupLinear
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.networks.unet import UNet
-from lit_diffusion.parameterizations import Epsilon, Velocity
+from lit_diffusion.parameterizations import FDM, Epsilon, Velocity
 from lit_diffusion.processes import CosineBetas, DiscreteVP
 from lit_diffusion.protocols import NonFiniteSamples
 from lit_diffusion.seeding import index_uniforms
@@ -563,14 +563,15 @@ def test_data_of_another_kind_are_refused_before_the_first_step():
         trainer(max_steps=1).fit(module(image_shape=(1, 9, 9)), Digits())
 
 
-def test_noise_prediction_is_refused_where_the_process_ends_in_pure_noise():
+def test_dividing_by_alpha_is_refused_where_the_process_ends_in_pure_noise():
     class EndsInNoise(DiscreteVP):
         def alpha_sigma(self, t):
             alpha, sigma = super().alpha_sigma(t)
             return alpha * (t < self.t_max), sigma
 
-    with pytest.raises(ValueError, match=r"SNR = 0.*use Velocity"):
-        module(process=EndsInNoise(CosineBetas(10)), parameterization=Epsilon())
+    for divides in (Epsilon(), FDM(Velocity(), 0.002, 80.0)):
+        with pytest.raises(ValueError, match=r"SNR = 0.*use Velocity"):
+            module(process=EndsInNoise(CosineBetas(10)), parameterization=divides)
     module(process=EndsInNoise(CosineBetas(10)))
 
 
