@@ -1,12 +1,15 @@
+import math
+
 import pytest
 import torch
-from support.golden import PIX, Z, close
+from support.golden import PIX, Z, close, tensor
 
 from lit_diffusion.gaussian import expand_as
-from lit_diffusion.parameterizations import Epsilon, Sample, Velocity
-from lit_diffusion.processes import CosineBetas, DiscreteVP
+from lit_diffusion.parameterizations import FDM, EDMPreconditioning, Epsilon, Sample, Velocity
+from lit_diffusion.processes import ContinuousVP, CosineBetas, DiscreteVP, EDMProcess
 
-EVERY = [Epsilon(), Sample(), Velocity()]
+PLAIN = [Epsilon(), Sample(), Velocity()]
+EVERY = [*PLAIN, EDMPreconditioning(), EDMPreconditioning(1.3), FDM(Velocity(), 0.002, 80.0)]
 SHAPE = (4, 3, 8, 8)
 X0, NOISE = PIX(SHAPE, 1), Z(SHAPE, 2)
 
@@ -35,6 +38,114 @@ def test_gain_is_the_slope_of_x0_by_the_output(parameterization, t):
     close(slope.abs(), parameterization.gain(alpha, sigma).expand(SHAPE))
 
 
-@pytest.mark.parametrize("parameterization", EVERY, ids=repr)
+@pytest.mark.parametrize("parameterization", PLAIN, ids=repr)
 def test_the_network_sees_x_t_itself(parameterization):
     assert parameterization.network_input(NOISE, *scales(1)) is NOISE
+
+
+# EDM's networks are functions of the un-scaled x = x_t / alpha and sigma / alpha. Its three are
+# parameterizations on processes here; VE's output is minus the noise, and its label another
+# function of sigma.
+EDM_FAMILY = {
+    "edm": (EDMProcess(), EDMPreconditioning(), 1, lambda label: label),
+    "vp": (ContinuousVP(), Epsilon(), 1, lambda label: label),
+    "ve": (EDMProcess(0.02, 100.0), Epsilon(), -1, lambda label: 4 * label - math.log(2)),
+}
+
+
+def compare_with_edm(case, tag, kind, parameterization):
+    process, _, sign, told = EDM_FAMILY[kind]
+    sigmas = tensor(case, f"{tag}/sigmas")
+    x = Z((len(sigmas), 3, 4, 4), 800)
+    t = process.at_log_snr(-2 * sigmas.log())
+    label = expand_as(told(process.noise_label(t)), x)
+    alpha, sigma = (expand_as(v, x) for v in process.alpha_sigma(t))
+    one = torch.ones_like(alpha)
+    x_t = alpha * x * (1 + expand_as(sigmas, x))
+    seen = parameterization.network_input(x_t, alpha, sigma)
+    output = sign * (0.5 * seen + 0.2 * torch.sin(label) + 0.1 * torch.tanh(2 * seen))
+    for actual, name in [
+        (parameterization.to_x0(0 * one, alpha, alpha, sigma).flatten(), "c_skip"),
+        (sign * parameterization.to_x0(one, 0 * one, alpha, sigma).flatten(), "c_out"),
+        (parameterization.network_input(alpha, alpha, sigma).flatten(), "c_in"),
+        (label.flatten(), "c_noise"),
+        (parameterization.to_x0(output, x_t, alpha, sigma), "D"),
+    ]:
+        close(actual, tensor(case, f"{tag}/{name}_f64"))
+
+
+@pytest.mark.parametrize("kind", EDM_FAMILY)
+def test_preconditioned_networks_equal_edm(kind):
+    compare_with_edm("case07_edm", kind, kind, EDM_FAMILY[kind][1])
+
+
+@pytest.mark.parametrize("kind", EDM_FAMILY)
+@pytest.mark.parametrize("m", [1, 2])
+def test_damped_networks_equal_fdm(kind, m):
+    tag = f"{kind}_m{m}"
+    low, high = tensor("case08_fdm", f"{tag}/sigma_min_max_f64").tolist()
+    multiplier = 1.0 if kind == "ve" else float(m)  # VE's released code reads no multiplier
+    fdm = FDM(EDM_FAMILY[kind][1], low, high, multiplier)
+    compare_with_edm("case08_fdm", tag, kind, fdm)
+
+
+@pytest.mark.parametrize("process", [EDMProcess(), ContinuousVP(), DiscreteVP(CosineBetas(1000))])
+@pytest.mark.parametrize("sigma_data", [0.5, 1.3])
+def test_input_and_target_of_edm_have_unit_variance_at_every_level(process, sigma_data):
+    p = EDMPreconditioning(sigma_data)
+    alpha, sigma = process.alpha_sigma(process.from_unit(torch.linspace(0, 1, 50)))
+    one, zero = torch.ones_like(alpha), torch.zeros_like(alpha)
+    signal, noise = (
+        p.target(sigma_data * one, zero, alpha, sigma),
+        p.target(zero, one, alpha, sigma),
+    )
+    close(signal**2 + noise**2, one, rtol=1e-12)
+    signal = p.network_input(alpha * sigma_data, alpha, sigma)
+    noise = p.network_input(sigma, alpha, sigma)
+    close(signal**2 + noise**2, one, rtol=1e-12)
+
+
+def test_edm_with_unit_data_on_a_variance_preserving_process_is_velocity():
+    alpha, sigma = scales(300)
+    p = EDMPreconditioning(1.0)
+    close(p.target(X0, NOISE, alpha, sigma), -Velocity().target(X0, NOISE, alpha, sigma))
+    close(p.to_x0(NOISE, X0, alpha, sigma), Velocity().to_x0(-NOISE, X0, alpha, sigma))
+    close(p.network_input(X0, alpha, sigma), X0)
+
+
+def test_damping_depends_on_the_level_and_not_on_the_scale_of_the_process():
+    p = FDM(Epsilon(), 0.001, 152.17)
+    level = torch.logspace(-3, 2.2, 20, dtype=torch.float64)
+    seen = []
+    for process in (EDMProcess(), ContinuousVP()):
+        alpha, sigma = process.alpha_sigma(process.at_log_snr(-2 * level.log()))
+        seen.append(p.network_input(alpha * 0.3 + sigma * 0.7, alpha, sigma))
+    close(*seen)
+
+
+def test_damping_begins_with_one_falls_and_leaves_nothing_far_beyond_its_range():
+    p = FDM(Velocity(), 0.01, 80.0)
+    level = torch.logspace(-4, 5, 200, dtype=torch.float64)
+    damping = p.network_input(torch.ones(200), torch.ones(200), level)
+    close(damping[:40], torch.ones(40), rtol=1e-6)
+    assert (damping.diff()[level[:-1] >= 0.01] <= 0).all()
+    alpha, sigma = (
+        v.float() for v in DiscreteVP(CosineBetas(1000)).alpha_sigma(torch.arange(1000))
+    )
+    seen = p.network_input(alpha + sigma, alpha, sigma)
+    assert seen.isfinite().all()
+    assert seen[-2:].abs().max() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: FDM(Epsilon(), 80.0, 0.002),
+        lambda: FDM(Epsilon(), -1.0, 80.0),
+        lambda: FDM(Epsilon(), 0.002, 80.0, multiplier=0.0),
+        lambda: EDMPreconditioning(0.0),
+    ],
+)
+def test_preconditioning_without_meaning_is_refused(make):
+    with pytest.raises(ValueError, match=r"must (hold|be > 0), got"):
+        make()

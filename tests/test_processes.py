@@ -4,7 +4,14 @@ import torch
 from support.golden import close, tensor
 
 from lit_diffusion.gaussian import posterior
-from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearBetas, SigmoidBetas
+from lit_diffusion.processes import (
+    ContinuousVP,
+    CosineBetas,
+    DiscreteVP,
+    EDMProcess,
+    LinearBetas,
+    SigmoidBetas,
+)
 
 PROCESSES = {
     "linear1000": DiscreteVP(LinearBetas(1000)),
@@ -12,6 +19,7 @@ PROCESSES = {
     "linear50": DiscreteVP(LinearBetas(50)),
 }
 EVERY = [*PROCESSES.values(), DiscreteVP(SigmoidBetas(1000)), DiscreteVP(CosineBetas(100))]
+CONTINUOUS = [ContinuousVP(), EDMProcess(), EDMProcess(0.02, 100.0)]
 
 
 def every_time(process):
@@ -36,15 +44,15 @@ def test_tables_equal_improved_diffusion(tag):
     exact(steps.xt_coef.flip(0), "posterior_mean_coef2")
 
 
-@pytest.mark.parametrize("process", EVERY, ids=repr)
+@pytest.mark.parametrize("process", [*EVERY, ContinuousVP()], ids=repr)
 def test_signal_and_noise_keep_unit_variance_at_any_time(process):
-    t = torch.linspace(-1, process.t_max, 777, dtype=torch.float64)
+    t = torch.linspace(process.t_clean, process.t_max, 777, dtype=torch.float64)
     alpha, sigma = process.alpha_sigma(t)
     close(alpha**2 + sigma**2, torch.ones_like(t), rtol=1e-14)
     assert (alpha.diff() < 0).all()
 
 
-@pytest.mark.parametrize("process", EVERY, ids=repr)
+@pytest.mark.parametrize("process", [*EVERY, *CONTINUOUS], ids=repr)
 def test_the_clean_time_has_no_noise(process):
     alpha, sigma = process.alpha_sigma(torch.tensor([process.t_clean]))
     assert (alpha.item(), sigma.item()) == (1.0, 0.0)
@@ -59,6 +67,73 @@ def test_time_is_recovered_from_log_snr(process):
     again, _ = process.alpha_sigma(recovered)
     close(again, alpha, rtol=1e-9)
     close(recovered, t, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("process", CONTINUOUS, ids=repr)
+def test_continuous_time_is_recovered_from_log_snr_also_beyond_the_ends(process):
+    t = process.t_max * torch.logspace(-5, 0.3, 1234, dtype=torch.float64)
+    alpha, sigma = process.alpha_sigma(t)
+    close(process.at_log_snr(2 * (alpha / sigma).log()), t, rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("process", [*EVERY, *CONTINUOUS], ids=repr)
+def test_ranks_run_from_the_least_noisy_time_to_the_noisiest(process):
+    u = torch.linspace(0, 1, 101, dtype=torch.float64)
+    t = process.from_unit(u)
+    close(t[[0, -1]], torch.tensor([process.t_min, process.t_max]), rtol=1e-12)
+    assert (t.diff() >= 0).all()
+
+
+@pytest.mark.parametrize("process", [*EVERY, *CONTINUOUS], ids=repr)
+def test_the_prior_is_as_noisy_as_the_noisiest_time(process):
+    t = torch.tensor(process.t_max)
+    start = process.prior(torch.ones(2, 1, 1, 1), t)
+    alpha, sigma = process.alpha_sigma(t)
+    assert start.dtype == torch.float32
+    close(start.flatten(), (alpha**2 * (t < 2) + sigma**2).sqrt().expand(2), rtol=1e-4)
+
+
+def test_the_continuous_process_is_the_limit_of_linear_betas():
+    """Step i is time (i + 1) / T, and twice the steps halve the difference."""
+    t = torch.tensor([0.01, 0.5, 1.0], dtype=torch.float64)
+    expected, _ = ContinuousVP().alpha_sigma(t)
+    errors = []
+    for steps in (2000, 4000, 8000):
+        alpha, _ = DiscreteVP(LinearBetas(steps)).alpha_sigma(t * steps - 1)
+        errors.append((alpha / expected - 1).abs())
+    assert (errors[2] < 0.005).all()
+    close(errors[0] / errors[1], torch.full((3,), 2.0), rtol=0.05)
+    close(errors[1] / errors[2], torch.full((3,), 2.0), rtol=0.05)
+
+
+def test_continuous_levels_equal_fdm_and_k_diffusion():
+    vp = ContinuousVP()
+    alpha, sigma = vp.alpha_sigma(vp.from_unit(torch.tensor([0.0, 1.0])))
+    close(sigma / alpha, tensor("case08_fdm", "vp_m1/sigma_min_max_f64"))
+    vp = ContinuousVP(t_min=1e-3)
+    alpha, sigma = vp.alpha_sigma(vp.from_unit(torch.linspace(1, 0, 10, dtype=torch.float64)))
+    close(sigma / alpha, tensor("case11_kdiffusion", "sigmas_vp_n10_f64")[:-1])
+
+
+def test_uniform_ranks_are_the_times_of_the_variance_exploding_process():
+    u = tensor("case07_edm", "loss/rnd_uniform")
+    close(EDMProcess(0.02, 100.0).from_unit(u), 0.02 * 5000**u)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: EDMProcess(0.0, 80.0),
+        lambda: EDMProcess(80.0, 0.002),
+        lambda: EDMProcess(0.002, float("nan")),
+        lambda: ContinuousVP(t_min=0.0),
+        lambda: ContinuousVP(beta_d=0.0),
+        lambda: ContinuousVP(beta_min=-1.0),
+    ],
+)
+def test_continuous_processes_without_levels_are_refused(make):
+    with pytest.raises(ValueError, match="must hold, got"):
+        make()
 
 
 def test_ranks_are_shared_evenly_among_the_steps():

@@ -8,19 +8,26 @@ from lit_diffusion import protocols
 from lit_diffusion.protocols import NonFiniteSamples
 
 VELOCITY = "lit_diffusion.parameterizations.Velocity"
+LEVELS = {"sigma_min": 0.002, "sigma_max": 80.0}
 SIMPLE = {"weighting": "lit_diffusion.losses.Simple"}
 FITTING = [
     ("Process", "processes.DiscreteVP", {"betas": "lit_diffusion.processes.CosineBetas"}),
     ("Process", "processes.DiscreteVP", {"betas": "lit_diffusion.processes.LinearBetas"}),
     ("Process", "processes.DiscreteVP", {"betas": "lit_diffusion.processes.SigmoidBetas"}),
+    ("Process", "processes.ContinuousVP", {"t_min": 1e-3}),
+    ("Process", "processes.EDMProcess", {"sigma_max": 10.0}),
     ("Quantile", "timesteps.Uniform", {}),
+    ("Quantile", "timesteps.LogNormal", {"mean": -0.4}),
     ("Draws", "timesteps.Independent", {}),
     ("Draws", "timesteps.Stratified", {}),
     ("Draws", "timesteps.Antithetic", {}),
     ("Parameterization", "parameterizations.Epsilon", {}),
     ("Parameterization", "parameterizations.Sample", {}),
     ("Parameterization", "parameterizations.Velocity", {}),
+    ("Parameterization", "parameterizations.EDMPreconditioning", {"sigma_data": 0.7}),
+    ("Parameterization", "parameterizations.FDM", {"base": VELOCITY, **LEVELS}),
     ("Weighting", "losses.Simple", {}),
+    ("Weighting", "losses.FDMWarmup", {"base": "lit_diffusion.losses.Simple", "warmup_steps": 3}),
     ("Weighting", "losses.MinSNR", {"gamma": 3.0, "zero_snr_weight": 1.0}),
     ("Weighting", "losses.P2", {"gamma": 0.5}),
     ("Loss", "losses.DenoisingLoss", SIMPLE),
@@ -28,12 +35,14 @@ FITTING = [
     ("TimeGrid", "timesteps.Sections", {"counts": [3, 4]}),
     ("TimeGrid", "timesteps.Stride", {}),
     ("TimeGrid", "timesteps.LogSNR", {}),
+    ("TimeGrid", "timesteps.Karras", {"rho": 5}),
     ("Variance", "gaussian.FixedSmall", {}),
     ("Variance", "gaussian.FixedLarge", {}),
     ("Variance", "gaussian.LearnedRange", {}),
     ("Solver", "solvers.DDPM", {"variance": "lit_diffusion.gaussian.FixedSmall"}),
     ("Solver", "solvers.DDIM", {"times": "lit_diffusion.timesteps.Stride", "eta": 1}),
     ("Solver", "solvers.DPMSolverPP", {"steps": 7}),
+    ("Solver", "solvers.Heun", {"times": "lit_diffusion.timesteps.Karras", "churn": 40.0}),
     ("Guidance", "guidance.ClassifierFree", {"scale": 2.0}),
     ("Codec", "codecs.PixelCodec", {}),
 ]

@@ -4,10 +4,18 @@ import torch
 from support.golden import close, load, tensor
 
 from lit_diffusion.gaussian import posterior
-from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearBetas
+from lit_diffusion.processes import (
+    ContinuousVP,
+    CosineBetas,
+    DiscreteVP,
+    EDMProcess,
+    LinearBetas,
+)
 from lit_diffusion.timesteps import (
     Antithetic,
     Independent,
+    Karras,
+    LogNormal,
     LogSNR,
     Sections,
     Stratified,
@@ -66,6 +74,66 @@ def test_log_snr_grid_is_even_and_ends_clean():
     gaps = (alpha / sigma).log().diff()
     close(gaps, gaps.mean().expand(19), rtol=1e-6)
     assert (grid[0], grid[-2], grid[-1]) == (999, 0, -1)
+
+
+@pytest.mark.parametrize(
+    ("grid", "process", "case", "key"),
+    [
+        (Karras(), EDMProcess(), "case07_edm", "heun18/t_steps"),
+        (Karras(5.0), EDMProcess(0.02, 10.0), "case07_edm", "heun5/t_steps"),
+        (Karras(), EDMProcess(), "case11_kdiffusion", "sigmas_f64"),
+        (Karras(), EDMProcess(), "case11_kdiffusion", "sigmas_f64_n20"),
+        (LogSNR(), EDMProcess(), "case11_kdiffusion", "sigmas_exp_n10_f64"),
+    ],
+)
+def test_grids_of_noise_levels_equal_edm_and_k_diffusion(grid, process, case, key):
+    sigmas = tensor(case, key)
+    close(grid.grid(process, len(sigmas) - 1), sigmas, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "process", [EDMProcess(), ContinuousVP(), DiscreteVP(CosineBetas(1000))], ids=repr
+)
+def test_karras_grid_is_even_in_a_power_of_the_level_on_any_process(process):
+    grid = Karras(3.0).grid(process, 20)
+    alpha, sigma = process.alpha_sigma(grid[:-1])
+    gaps = ((sigma / alpha) ** (1 / 3)).diff()
+    close(gaps, gaps.mean().expand(19), rtol=1e-6)
+    close(grid[[0, -2, -1]], torch.tensor([process.t_max, process.t_min, process.t_clean]))
+
+
+@pytest.mark.parametrize("grid", [Sections(), Stride()], ids=repr)
+@pytest.mark.parametrize("process", [EDMProcess(), ContinuousVP()], ids=repr)
+def test_grids_of_whole_steps_name_those_that_need_none(grid, process):
+    with pytest.raises(ValueError, match=r"discrete steps, got .*; use LogSNR or Karras"):
+        grid.grid(process, 10)
+
+
+@pytest.mark.parametrize("process", [EDMProcess(), ContinuousVP()], ids=repr)
+def test_log_normal_levels_have_normal_logarithms(process):
+    z = torch.linspace(-3, 3, 7, dtype=torch.float64)
+    t = LogNormal(-0.4, 1.0).quantile(torch.special.ndtr(z), process)
+    alpha, sigma = process.alpha_sigma(t)
+    close((sigma / alpha).log(), -0.4 + z)
+
+
+@pytest.mark.parametrize(
+    "process", [EDMProcess(), ContinuousVP(), DiscreteVP(LinearBetas(50))], ids=repr
+)
+def test_log_normal_levels_rise_with_rank_and_stay_within_the_process(process):
+    u = torch.linspace(0, 1, 1000, dtype=torch.float64).clamp(max=1 - 2**-53)
+    t = LogNormal(0.0, 3.0).quantile(u, process)
+    assert (t.diff() >= 0).all()
+    assert (t[0], t[-1]) == (process.t_min, process.t_max)
+    if process.num_steps is not None:
+        assert set(t.tolist()) == set(range(50))
+
+
+def test_distributions_and_grids_without_meaning_are_refused():
+    with pytest.raises(ValueError, match="std must be > 0, got 0"):
+        LogNormal(std=0.0)
+    with pytest.raises(ValueError, match="rho must be > 0, got -7"):
+        Karras(-7.0)
 
 
 @pytest.mark.parametrize("times", [Sections((3, 3)), Sections((60, 1))])
