@@ -4,10 +4,16 @@ from support.golden import PIX, Z, close, load, tensor
 from support.toy import CountedNoise, gaussian_denoiser, gaussian_flow, toy_denoiser
 
 from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange, expand_as
-from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearBetas
+from lit_diffusion.processes import (
+    ContinuousVP,
+    CosineBetas,
+    DiscreteVP,
+    EDMProcess,
+    LinearBetas,
+)
 from lit_diffusion.protocols import Denoised
-from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP
-from lit_diffusion.timesteps import LogSNR, Sections, Stride
+from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Heun
+from lit_diffusion.timesteps import Karras, LogSNR, Sections, Stride
 
 SHAPE = (2, 3, 4, 4)
 COSINE, LINEAR = DiscreteVP(CosineBetas(1000)), DiscreteVP(LinearBetas(1000))
@@ -95,16 +101,14 @@ def no_noise(x):
     raise AssertionError("a deterministic solver drew noise")
 
 
-@pytest.mark.parametrize("process", [COSINE, LINEAR], ids=repr)
-@pytest.mark.parametrize(
-    ("solver", "order"),
-    [(DDIM, 1), (DPMSolverPP, 2)],
-)
+@pytest.mark.parametrize("process", [COSINE, LINEAR, ContinuousVP(), EDMProcess()], ids=repr)
+@pytest.mark.parametrize(("solver", "order"), [(DDIM, 1), (DPMSolverPP, 2), (Heun, 2)])
 def test_error_falls_with_the_order_of_the_solver(solver, order, process):
     """Data N(0.3, 0.5^2): the exact end of the flow is known, and halving the step divides the
     error by 2^order."""
     start = Z(SHAPE, 950)
-    exact = gaussian_flow(process, process.prior(start, None), process.t_max)
+    noisiest = torch.tensor(process.t_max, dtype=torch.float64)
+    exact = gaussian_flow(process, process.prior(start, noisiest), process.t_max)
     errors = []
     for steps in (40, 80, 160):
         end = solver(steps, times=LogSNR(), clip=False).sample(
@@ -146,38 +150,162 @@ def test_inversion_leads_back_to_the_image():
     assert (again - x0).abs().max() < 0.02
 
 
-@pytest.mark.parametrize(("tag", "steps"), [("dpmpp_2m", 10), ("dpmpp_2m_n20", 20)])
-def test_dpm_solver_equals_k_diffusion_in_its_own_process(tag, steps):
-    """k-diffusion works with x = x0 + sigma noise; the same solver serves, on that process and
-    grid."""
-
-    class VarianceExploding:
-        t_clean = 0.0
-
-        def alpha_sigma(self, t):
-            return torch.ones_like(t), t
-
-        def prior(self, noise, t):
-            return noise * t
-
-    class Karras:
-        def grid(self, process, n):
-            ramp = torch.linspace(0, 1, n, dtype=torch.float64)
-            low, high = 0.002 ** (1 / 7), 80 ** (1 / 7)
-            return torch.cat([(high + ramp * (low - high)) ** 7, torch.zeros(1)])
+def k_diffusion_data(kind):
+    """The exact denoisers of golden case 11, for alpha = 1."""
 
     def denoise(x, t):
         sigma = expand_as(t, x)
-        x0 = x * 0.25 / (0.25 + sigma**2)
+        if kind == "gauss":
+            x0 = x * 0.25 / (0.25 + sigma**2)
+        else:
+            q = 0.04 + sigma**2
+            x0 = (0.04 * x + sigma**2 * 0.5 * torch.tanh(0.5 * x / q)) / q
         return Denoised(x0, (x - x0) / sigma)
 
-    shape = tensor("case11_kdiffusion", f"gauss/{tag}/final").shape
-    solver = DPMSolverPP(steps, times=Karras(), clip=False)
-    end = solver.sample(denoise, VarianceExploding(), Z(shape, 950), no_noise)
-    close(end, tensor("case11_kdiffusion", f"gauss/{tag}/final"))
+    return denoise
 
 
-@pytest.mark.parametrize("solver", [DDIM, DPMSolverPP])
+class NoiseOfStep:
+    """Hands out Z(shape, first + n) in the n-th step of a solver with two evaluations a step."""
+
+    def __init__(self, first, denoise):
+        self.first, self.denoise = first, denoise
+
+    def __call__(self, x):
+        return Z(x.shape, self.first + len(self.denoise.times) // 2)
+
+
+@pytest.mark.parametrize("kind", ["gauss", "mix"])
+@pytest.mark.parametrize(
+    ("tag", "solver"),
+    [
+        ("dpmpp_2m", DPMSolverPP(10, Karras(), clip=False)),
+        ("dpmpp_2m_n20", DPMSolverPP(20, Karras(), clip=False)),
+        ("euler", DDIM(10, times=Karras(), clip=False)),
+        ("euler_ancestral", DDIM(10, eta=1.0, times=Karras(), clip=False)),
+        ("euler_ancestral", DDPM(FixedSmall(), 10, Karras(), clip=False)),
+        ("heun", Heun(10, clip=False)),
+        ("heun_n20", Heun(20, clip=False)),
+    ],
+    ids=str,
+)
+def test_solvers_equal_k_diffusion_in_its_own_process(kind, tag, solver):
+    expected = tensor("case11_kdiffusion", f"{kind}/{tag}/final")
+    denoise, noise = Recorder(k_diffusion_data(kind)), CountedNoise(960)
+    close(solver.sample(denoise, EDMProcess(), Z(expected.shape, 950), noise), expected)
+    assert len(denoise.times) == load("case11_kdiffusion")[f"{kind}/{tag}/model_calls"]
+    assert noise.calls == load("case11_kdiffusion")[f"{kind}/{tag}/noise_calls"]
+
+
+@pytest.mark.parametrize("kind", ["gauss", "mix"])
+def test_churned_heun_equals_k_diffusion(kind):
+    solver = Heun(10, clip=False, churn=5.0, churn_min=0.05, churn_max=50.0, churn_noise=1.003)
+    denoise = Recorder(k_diffusion_data(kind))
+    expected = tensor("case11_kdiffusion", f"{kind}/heun_churn/final")
+    start, noise = Z(expected.shape, 950), NoiseOfStep(960, denoise)
+    close(solver.sample(denoise, EDMProcess(), start, noise), expected)
+
+
+@pytest.mark.parametrize(
+    ("tag", "solver", "process"),
+    [
+        ("heun18", Heun(clip=False), EDMProcess()),
+        ("heun5", Heun(5, Karras(5.0), clip=False), EDMProcess(0.02, 10.0)),
+        ("heun18_churn", Heun(18, None, False, 40.0, 0.05, 50.0, 1.003), EDMProcess()),
+        ("heun18_churnmax", Heun(clip=False, churn=80.0, churn_noise=1.007), EDMProcess()),
+    ],
+)
+def test_heun_equals_edm(tag, solver, process):
+    def model(x, t):
+        sigma = expand_as(t, x)
+        x0 = x / (1 + sigma**2) + 0.1 * torch.sin(sigma)
+        return Denoised(x0, (x - x0) / sigma)
+
+    denoise = Recorder(model)
+    end = solver.sample(denoise, process, Z(SHAPE, 840), NoiseOfStep(850, denoise))
+    close(torch.tensor(denoise.times), tensor("case07_edm", f"{tag}/net_sigma"))
+    close(torch.stack(denoise.states[::2]), tensor("case07_edm", f"{tag}/x_hat"))
+    close(end, tensor("case07_edm", f"{tag}/final"))
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [Heun(12, LogSNR(), clip=False), Heun(12, LogSNR(), clip=False, churn=3.0, churn_max=10.0)],
+    ids=["heun", "churned"],
+)
+def test_heun_takes_the_same_way_through_any_process_of_the_same_levels(solver):
+    """x_t / alpha obeys one equation, whatever alpha is; the clean image is alike in both."""
+    vp = ContinuousVP(t_min=1e-3)
+    alpha, sigma = vp.alpha_sigma(torch.tensor([vp.t_min, vp.t_max], dtype=torch.float64))
+    edm = EDMProcess(*(sigma / alpha).tolist())
+    denoise = k_diffusion_data("mix")
+
+    def scaled(x, t):
+        alpha, sigma = vp.alpha_sigma(t)
+        return denoise(x / expand_as(alpha, x), sigma / alpha)
+
+    start = Z(SHAPE, 1)
+    ends = [
+        solver.sample(denoise, edm, start / sigma[1], CountedNoise(2)),
+        solver.sample(scaled, vp, start, CountedNoise(2)),
+    ]
+    close(ends[0], ends[1])
+
+
+def test_a_churned_solver_reproduces_the_data_distribution():
+    process = EDMProcess(0.002, 20.0)
+    generator = torch.Generator().manual_seed(0)
+
+    def randn_like(x):
+        return torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+    start = randn_like(torch.empty(20000, 1, 1, 1, dtype=torch.float64))
+    end = Heun(40, clip=False, churn=10.0).sample(
+        gaussian_denoiser(process), process, start, randn_like
+    )
+    assert end.mean().item() == pytest.approx(0.3, abs=4 * 0.5 / 20000**0.5)
+    assert end.std().item() == pytest.approx(0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("process", [COSINE, EDMProcess()], ids=repr)
+def test_a_clipped_solver_ends_within_the_range_of_pixels(process):
+    denoise = gaussian_denoiser(process, mean=0.9)
+    for churn in (0.0, 10.0):
+        solver = Heun(10, churn=churn)
+        end = solver.sample(denoise, process, Z(SHAPE, 1), CountedNoise(1))
+        assert end.abs().max() <= 1 + 1e-9
+        assert end.max() > 0.99
+
+
+def test_levels_are_not_raised_beyond_the_noisiest_step():
+    denoise = Recorder(gaussian_denoiser(COSINE))
+    Heun(10, churn=10.0, clip=False).sample(denoise, COSINE, Z(SHAPE, 1), CountedNoise(1))
+    assert max(denoise.times) == COSINE.t_max
+
+
+def test_heun_is_refused_where_the_image_is_lost():
+    class EndsInNoise(DiscreteVP):
+        def alpha_sigma(self, t):
+            alpha, sigma = super().alpha_sigma(t)
+            return alpha * (t < self.t_max), sigma
+
+    process = EndsInNoise(CosineBetas(100))
+    for times in (Karras(), Sections()):
+        with pytest.raises(ValueError, match=r"needs alpha > 0, which .* use DDIM"):
+            Heun(5, times).check(process)
+    with pytest.raises(ValueError, match="churn must be >= 0, got -1"):
+        Heun(churn=-1.0)
+
+
+@pytest.mark.parametrize("process", [EDMProcess(), ContinuousVP()], ids=repr)
+@pytest.mark.parametrize("solver", [DDIM(), DDPM(FixedSmall())], ids=repr)
+def test_solvers_in_whole_steps_ask_for_another_grid_in_continuous_time(solver, process):
+    with pytest.raises(ValueError, match=r"discrete steps.*use LogSNR or Karras"):
+        solver.check(process)
+    type(solver)(**{**vars(solver), "times": LogSNR()}).check(process)
+
+
+@pytest.mark.parametrize("solver", [DDIM, DPMSolverPP, Heun])
 def test_a_solver_without_steps_is_refused(solver):
     with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
         solver(steps=0)
