@@ -1,35 +1,23 @@
 """FID during training: which weights, which samples, which real images, all written down."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from lightning.pytorch.utilities.seed import isolate_rng
-from torch import Tensor
 
-from lit_diffusion.callbacks.fid_inputs import generated, picked, shares, split_images
-from lit_diffusion.callbacks.inference import inference
-from lit_diffusion.callbacks.triggers import EveryNSteps
-from lit_diffusion.metrics.clock import Clock
-from lit_diffusion.metrics.frechet import FrechetDistance
-from lit_diffusion.metrics.images import open_images
-from lit_diffusion.metrics.protocols import FIDProtocol, protocol_by_name
-from lit_diffusion.metrics.record import FIDRecord, finite_or_none, short_count, write_evaluation
-from lit_diffusion.metrics.reference import (
-    RealImages,
-    Reference,
-    Scorer,
-    default_cache,
-    measure,
+from lit_diffusion.callbacks.fid_measurement import (
+    SPLITS,
+    FIDMeasurement,
+    providers,
+    weights_in_place,
 )
-from lit_diffusion.protocols import CanGenerate, DescribesSampling, WeightsProvider
-
-SPLITS = ("train", "val", "test")
+from lit_diffusion.callbacks.triggers import EveryNSteps
+from lit_diffusion.metrics.protocols import FIDProtocol, protocol_by_name
+from lit_diffusion.metrics.record import FIDRecord, short_count, write_evaluation
+from lit_diffusion.metrics.reference import Reference, default_cache
+from lit_diffusion.protocols import CanGenerate
 
 
 class FIDEvaluation(Callback):
@@ -64,6 +52,9 @@ class FIDEvaluation(Callback):
         batch_size: samples at a time on each process, >= 1.
         save_best: whether to write best-fid.ckpt.
         cache_dir: folder for statistics of the real images; None is ~/.cache/lit-diffusion.
+        repeats_at_end: further evaluations of the last step of a fit, >= 0, with the seeds
+            num_samples .. 2 num_samples - 1 and so on. They show how much of a difference between
+            two FIDs is due to the samples alone, and go to `evaluations.jsonl` only.
 
     Raises:
         ValueError: If a number is out of its range or `reference` does not exist; at the start of a
@@ -90,23 +81,26 @@ class FIDEvaluation(Callback):
         batch_size: int = 64,
         save_best: bool = True,
         cache_dir: str | None = None,
+        repeats_at_end: int = 0,
     ) -> None:
         _require(num_samples >= 2, "num_samples", ">= 2", num_samples)
         _require(batch_size >= 1, "batch_size", ">= 1", batch_size)
         exists = reference in SPLITS or Path(reference).exists()
         _require(exists, "reference", f"one of {', '.join(SPLITS)} or an existing path", reference)
+        _require(repeats_at_end >= 0, "repeats_at_end", ">= 0", repeats_at_end)
         self.num_samples = num_samples
         self.protocol = protocol_by_name(extractor) if isinstance(extractor, str) else extractor
-        self.reference = reference
         self.weights_name = weights
-        self.batch_size = batch_size
         self.save_best = save_best
-        self.cache = default_cache() if cache_dir is None else Path(cache_dir)
+        self.repeats_at_end = repeats_at_end
+        cache = default_cache() if cache_dir is None else Path(cache_dir)
+        self._measurement = FIDMeasurement(
+            num_samples, self.protocol, reference, weights, batch_size, cache
+        )
+        self._evaluated_step: int | None = None
         self.best_score: float | None = None
         self.best_step: int | None = None
         self._best_against: dict[str, str] = {}  # see _measured_with
-        self._scorer: Scorer | None = None
-        self._references: dict[str, Reference] = {}
         self._checkpoint_step: int | None = None
         self._trigger = EveryNSteps(every_n_steps)
 
@@ -119,7 +113,8 @@ class FIDEvaluation(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise now rather than at step 10,000."""
-        self._references = {}  # the data may be others than in the last run
+        self._measurement.forget_references()
+        self._evaluated_step = None
         if stage == "fit":
             self._forget_best()  # a checkpoint's is loaded after this
         if stage == "predict":
@@ -129,7 +124,7 @@ class FIDEvaluation(Callback):
                 f"FIDEvaluation needs a module with generate(seeds, labels), which "
                 f"{type(pl_module).__name__} has not: see lit_diffusion.protocols.CanGenerate."
             )
-        self._providers(trainer, self.weights_name)
+        providers(trainer, self.weights_name)
         self.protocol.check()
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(other, FIDEvaluation) and other is not self:
@@ -153,7 +148,7 @@ class FIDEvaluation(Callback):
         self._trigger.refuse_never(trainer, "FIDEvaluation")
         self._trigger.start(trainer.global_step)
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            _, reference = self._measured(trainer, pl_module, "val")
+            _, reference = self._measurement.real(trainer, pl_module, "val")
             self._forget_best_of_others(self._measured_with(reference))
 
     # When
@@ -173,12 +168,22 @@ class FIDEvaluation(Callback):
     ) -> None:
         """Evaluate every so many optimizer steps."""
         if self._trigger.due(trainer.global_step):
-            numbers = self._evaluate(trainer, pl_module, "val")
-            for logger in trainer.loggers:
-                # Lightning's own rows of this batch have the step before it.
-                logger.log_metrics(numbers, step=trainer.global_step - 1)
+            self._log_at_step(trainer, self._evaluate(trainer, pl_module, "val"))
 
-    # What
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate the last step again with other samples, to tell how far the FID depends on them.
+
+        The callbacks' checkpoints and the loggers' curves know nothing of these evaluations.
+        """
+        if trainer.fast_dev_run or not self.repeats_at_end:  # type: ignore[attr-defined]
+            return
+        if self._evaluated_step != trainer.global_step:
+            self._log_at_step(trainer, self._evaluate(trainer, pl_module, "val"))
+        for repeat in range(1, self.repeats_at_end + 1):
+            record = self._record(trainer, pl_module, "val", repeat * self.num_samples)
+            self._write(trainer, record)
+
+    # What is done with one
 
     def _evaluate(
         self, trainer: Trainer, pl_module: LightningModule, stage: str
@@ -186,136 +191,26 @@ class FIDEvaluation(Callback):
         """One evaluation, from weights to files; what is to be logged. All processes call it."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return {}
-        clock = Clock(self.metric_name(stage), self.num_samples)
-        scorer, reference = self._measured(trainer, pl_module, stage)
-        metric = scorer.metric()
-        if trainer.is_global_zero:
-            metric.add_real_sums(reference.sums)
-        with self._weights(trainer, self.weights_name), inference(trainer, pl_module):
-            bad = self._add_samples(trainer, pl_module, scorer, metric, clock)
-        bad_seeds = trainer.strategy.reduce(bad, reduce_op="sum").nonzero().flatten().tolist()
-        value = float("nan") if bad_seeds else metric.compute().item()
-        record = self._record(trainer, pl_module, reference, value, bad_seeds, clock)
-        # One number for all: what follows has collectives, and rounding may differ between devices.
-        record = trainer.strategy.broadcast(record)
-        self._publish(trainer, record)
+        record = self._record(trainer, pl_module, stage)
+        self._write(trainer, record)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._evaluated_step = record.step
+            if self.save_best:
+                path = Path(trainer.default_root_dir) / "checkpoints" / "best-fid.ckpt"
+                self._save_if_best(trainer, record, path)
         return _logged(record)
 
-    def _add_samples(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        scorer: Scorer,
-        metric: FrechetDistance,
-        clock: Clock,
-    ) -> Tensor:
-        """Add this process's share of features; (num_samples,), 1 where one is not finite."""
-        bad = torch.zeros(self.num_samples, dtype=torch.int64, device=pl_module.device)
-        place = (trainer.global_rank, trainer.world_size)
-        for seeds in shares(self.num_samples, *place, self.batch_size):
-            # A sharded module needs as many calls on every process: one without a seed left makes
-            # a call for nothing.
-            with clock.phase("generate"):
-                images, failed = generated(pl_module, seeds or range(1))
-            if seeds and images is not None:
-                with clock.phase("features"):
-                    features = scorer.features(images)
-                    failed = picked(seeds, ~features.isfinite().all(1))
-                    metric.update(features, real=False)
-            bad[torch.tensor([s for s in failed if s in seeds], dtype=torch.int64)] = 1
-            clock.tick(len(seeds) * trainer.world_size)
-        return bad
-
-    def _measured(
-        self, trainer: Trainer, pl_module: LightningModule, stage: str
-    ) -> tuple[Scorer, Reference]:
-        """The extractor and the statistics of the real images, made when first needed."""
-        if self._scorer is None or self._scorer.device != pl_module.device:
-            extractor = self.protocol.build().to(pl_module.device)
-            self._scorer = Scorer(self.protocol, extractor, pl_module.device, self.batch_size)
-        name = "test" if stage == "test" and self.reference in SPLITS else self.reference
-        if name not in self._references:
-            with isolate_rng():  # a DataLoader draws a seed
-                self._references[name] = self._measure(trainer, self._scorer, name)
-        return self._scorer, self._references[name]
-
-    def _measure(self, trainer: Trainer, scorer: Scorer, name: str) -> Reference:
-        others = None
-        if name in SPLITS:
-            real = split_images(trainer, name)
-            others = split_images(trainer, "val" if name == "train" else "train")
-        else:
-            real = RealImages(name, open_images(name))
-        if real is None:
-            raise ValueError(
-                f"reference={name!r}, but the Trainer has no such data here; name a folder of "
-                "images."
-            )
-        reference = measure(scorer, real, others, self.num_samples, self.cache)
-        rank_zero_info(
-            f"FID against {reference.num_images} real images ({name}) under {self.protocol.name}; "
-            f"floor {reference.floor:.4g} ({reference.floor_images})."
-        )
-        fewest = min(self.num_samples, reference.num_images)
-        if fewest <= scorer.num_features:
-            rank_zero_warn(
-                f"{fewest} images cannot fill a covariance of {scorer.num_features} features: the "
-                "FID will be far above that of more samples; compare it with its floor only."
-            )
-        return reference
-
-    @contextmanager
-    def _weights(self, trainer: Trainer, name: str) -> Iterator[None]:
-        """Context with the named weights, of every callback that has them, in place."""
-        with ExitStack() as stack:
-            for provider in self._providers(trainer, name):
-                stack.enter_context(provider.weights(name))
-            yield
-
-    def _providers(self, trainer: Trainer, name: str) -> list[WeightsProvider]:
-        known = [c for c in trainer.callbacks if isinstance(c, WeightsProvider)]  # type: ignore[attr-defined]
-        chosen = [provider for provider in known if name in provider.names()]
-        if not chosen and name != "raw":
-            names = sorted({"raw", *(n for provider in known for n in provider.names())})
-            raise ValueError(
-                f"FIDEvaluation(weights={name!r}): the callbacks provide {', '.join(names)}; add "
-                "lit_diffusion.callbacks.EMA or choose one of these."
-            )
-        return chosen
-
-    # What is left of it
-
     def _record(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        reference: Reference,
-        value: float,
-        bad_seeds: list[int],
-        clock: Clock,
+        self, trainer: Trainer, pl_module: LightningModule, stage: str, first_seed: int = 0
     ) -> FIDRecord:
-        num_classes = getattr(pl_module, "num_classes", None)
-        return FIDRecord(
-            metric=clock.title,
-            value=finite_or_none(value),
-            step=self._step(trainer),
-            num_fake=self.num_samples,
-            num_real=reference.num_images,
-            reference=reference.name,
-            data=reference.fingerprint,
-            protocol=self.protocol.name,
-            extractor_sha256=self.protocol.sha256,
-            resize=self.protocol.resize,
-            weights=self.weights_name,
-            seeds=(0, self.num_samples),
-            labels=f"seed % {num_classes}" if num_classes else None,
-            sampling=_sampling_record(pl_module),
-            floor=reference.floor,
-            floor_images=reference.floor_images,
-            non_finite=len(bad_seeds),
-            non_finite_seeds=bad_seeds[:8],
-            seconds=clock.seconds(),
+        return self._measurement.record(
+            trainer, pl_module, self.metric_name(stage), self._step(trainer), first_seed
         )
+
+    def _log_at_step(self, trainer: Trainer, numbers: dict[str, float]) -> None:
+        """Log outside of validation, in the row that Lightning has of the batch before."""
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers, step=trainer.global_step - 1)
 
     def _step(self, trainer: Trainer) -> int:
         """Optimizer steps behind the weights; one that only evaluates has its checkpoint's."""
@@ -323,7 +218,7 @@ class FIDEvaluation(Callback):
             return self._checkpoint_step or 0
         return trainer.global_step
 
-    def _publish(self, trainer: Trainer, record: FIDRecord) -> None:
+    def _write(self, trainer: Trainer, record: FIDRecord) -> None:
         if record.value is None:
             rank_zero_warn(
                 f"{record.metric} at step {record.step} is NaN: {record.non_finite} of "
@@ -335,11 +230,8 @@ class FIDEvaluation(Callback):
                 f"{record.metric} = {record.value:.4g} at step {record.step} (floor "
                 f"{record.floor:.4g}), {record.seconds['total']:.1f} s."
             )
-        root = Path(trainer.default_root_dir)
         if trainer.is_global_zero:
-            write_evaluation(root / "evaluations.jsonl", record)
-        if trainer.state.fn == TrainerFn.FITTING and self.save_best:
-            self._save_if_best(trainer, record, root / "checkpoints" / "best-fid.ckpt")
+            write_evaluation(Path(trainer.default_root_dir) / "evaluations.jsonl", record)
 
     def _save_if_best(self, trainer: Trainer, record: FIDRecord, path: Path) -> None:
         if record.value is None or (
@@ -348,7 +240,7 @@ class FIDEvaluation(Callback):
             return
         self.best_score, self.best_step = record.value, record.step
         # Validation may have the averages in place; a checkpoint holds what is trained.
-        with self._weights(trainer, "raw"):
+        with weights_in_place(trainer, "raw"):
             trainer.save_checkpoint(path, weights_only=False)
 
     def _measured_with(self, reference: Reference) -> dict[str, str]:
@@ -399,10 +291,6 @@ class FIDEvaluation(Callback):
     ) -> None:
         """Remember the step of the weights."""
         self._checkpoint_step = checkpoint["global_step"]
-
-
-def _sampling_record(module: LightningModule) -> dict[str, Any]:
-    return module.sampling_record() if isinstance(module, DescribesSampling) else {}
 
 
 def _logged(record: FIDRecord) -> dict[str, float]:

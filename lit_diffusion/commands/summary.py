@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lit_diffusion.loggers import read_evaluations
+from lit_diffusion.metrics.record import images_seen, is_repeat
 
 
 def summary(root: Path, trainer: Trainer, seconds: float) -> str:
@@ -22,16 +23,10 @@ def summary(root: Path, trainer: Trainer, seconds: float) -> str:
     if images := images_seen(trainer):
         done += f", {images:,} images seen"
     rows = [("run folder", str(root)), ("trained", f"{done}, in {_duration(seconds)}")]
-    rows += fid_rows(read_evaluations(root / "evaluations.jsonl"))
+    records = read_evaluations(root / "evaluations.jsonl")
+    rows += fid_rows([record for record in records if not is_repeat(record)])
     rows.append(("sample", f"lit-diffusion sample --checkpoint {root} --num 64 --out {root}/out"))
     return "\n" + "\n".join(f"{name:<12}{text}" for name, text in rows)
-
-
-def images_seen(trainer: Trainer) -> int:
-    """Training images of the whole run, those before a resume included; 0 where it is not known."""
-    batch_size = getattr(trainer.train_dataloader, "batch_size", None) or 0
-    batches = trainer.fit_loop.epoch_loop.batch_progress.total.completed
-    return int(batches * batch_size * trainer.world_size)
 
 
 def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:

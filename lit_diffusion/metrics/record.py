@@ -3,12 +3,24 @@
 import json
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Trainer
 
 # What an evaluation finds out; all else in its record is how it measured.
-_RESULTS = {"value", "floor", "floor_images", "non_finite", "non_finite_seeds", "seconds"}
+_RESULTS = {
+    "images",
+    "value",
+    "floor",
+    "floor_images",
+    "non_finite",
+    "non_finite_seeds",
+    "seconds",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +31,7 @@ class FIDRecord:
         metric: name it was logged under, which ends in the number of samples.
         value: the FID; None where samples were not finite.
         step: optimizer steps completed.
+        images: training images seen by then on all processes; None where that is not known.
         num_fake: samples generated.
         num_real: images compared with.
         reference: split or path of those.
@@ -27,7 +40,7 @@ class FIDRecord:
         extractor_sha256: of its weights.
         resize: of the images before the extractor, in words.
         weights: name of the weights that generated: ema, raw, ...
-        seeds: [first, one past the last] of the samples.
+        seeds: [first, one past the last] of the samples; the first is 0 but for repeats.
         labels: how a seed gave a label; None for unconditional sampling.
         sampling: solver, steps, guidance, ... as the module tells them.
         floor: FID of real images in place of samples.
@@ -41,6 +54,7 @@ class FIDRecord:
     metric: str
     value: float | None
     step: int
+    images: int | None
     num_fake: int
     num_real: int
     reference: str
@@ -57,6 +71,34 @@ class FIDRecord:
     non_finite: int
     non_finite_seeds: list[int]
     seconds: dict[str, float]
+
+
+def is_repeat(record: Mapping[str, Any]) -> bool:
+    """Whether a line of evaluations.jsonl measures a step again with other samples.
+
+    Such a line tells how much the FID depends on the samples, and is no point of the curve.
+
+    Example:
+        >>> is_repeat({"seeds": [0, 360]}), is_repeat({"seeds": [360, 720]})
+        (False, True)
+    """
+    return "seeds" in record and record["seeds"][0] != 0
+
+
+def images_seen(trainer: "Trainer") -> int | None:
+    """Training images of a fit so far, those before a resume included.
+
+    All batches are taken for full ones.
+
+    Args:
+        trainer: in or after `fit`.
+
+    Returns:
+        Their number on all processes; None where the batch size is not known.
+    """
+    batch_size = getattr(trainer.train_dataloader, "batch_size", None)
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return int(batches.processed * batch_size * trainer.world_size) if batch_size else None
 
 
 def short_count(count: int) -> str:

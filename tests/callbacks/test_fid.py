@@ -28,10 +28,10 @@ from lit_diffusion.protocols import NonFiniteSamples
 NUM = 20
 
 
-def fid(tmp_path, num_samples=NUM, built=None, **options):
+def fid(tmp_path, num_samples=NUM, built=None, protocol=PixelProtocol, **options):
     defaults = {"weights": "raw", "batch_size": 8, "cache_dir": str(tmp_path / "cache")}
-    protocol = PixelProtocol([] if built is None else built)
-    return FIDEvaluation(num_samples, protocol, **(defaults | options))
+    extractor = protocol([] if built is None else built)
+    return FIDEvaluation(num_samples, extractor, **(defaults | options))
 
 
 def fit(tmp_path, callbacks, module=None, ckpt_path=None, **options):
@@ -90,6 +90,7 @@ def test_every_evaluation_is_written_with_its_protocol(tmp_path):
     assert first == {
         "metric": f"val/fid_{NUM}_raw",
         "step": 8,
+        "images": 8,
         "num_fake": NUM,
         "num_real": 30,
         "reference": "val",
@@ -165,6 +166,69 @@ def test_a_folder_of_images_may_be_the_reference(tmp_path):
     assert by_folder["data"] == by_split["data"]
     assert by_folder["reference"] == str(folder)
     assert by_folder["floor_images"].startswith("15 ")
+
+
+# The last step again
+
+
+def values(tmp_path, step=None):
+    return {
+        tuple(record["seeds"]): record["value"]
+        for record in records(tmp_path)
+        if step in (None, record["step"])
+    }
+
+
+@pytest.mark.parametrize("every_n_steps", [None, 8, 3])
+def test_the_last_step_is_evaluated_again_with_the_next_seeds(tmp_path, every_n_steps):
+    callback = fid(tmp_path, repeats_at_end=2, every_n_steps=every_n_steps)
+    module, _ = fit(tmp_path, [callback])
+    assert list(values(tmp_path, step=8)) == [(0, NUM), (NUM, 2 * NUM), (2 * NUM, 3 * NUM)]
+    assert len(set(values(tmp_path, step=8).values())) == 3
+    assert set(module.seeds) == set(range(3 * NUM))
+
+
+def test_a_repeat_is_what_its_seeds_give_with_the_weights_asked_for(tmp_path):
+    ema = EMA(decays=(0.5,), warmup=False)
+    module, _ = fit(tmp_path, [ema, fid(tmp_path, weights="ema", repeats_at_end=1)])
+    with torch.no_grad():
+        module.level.fill_(averaged(8))
+        samples = module.eval().generate(range(NUM, 2 * NUM))
+    metric = FrechetDistance(FEATURES)
+    metric.update(samples.flatten(1), real=False)
+    metric.update(random_images(30, 1).flatten(1), real=True)
+    assert values(tmp_path)[NUM, 2 * NUM] == pytest.approx(metric.compute().item(), rel=1e-6)
+
+
+def test_repeats_are_not_logged_and_never_the_best(tmp_path):
+    class Unlucky(Rising):
+        """The samples of the curve are brighter, and so worse, than those of repeats."""
+
+        def generate(self, seeds, labels=None):
+            images = super().generate(seeds, labels)
+            return images // 2 if seeds[0] >= NUM else images
+
+    memory = Memory()
+    callback = fid(tmp_path, repeats_at_end=2)
+    _, run = fit(tmp_path, [callback], Unlucky(), logger=memory, max_epochs=2)
+    first, last = (record["value"] for record in records(tmp_path)[:2])
+    assert [value for _, value in memory.of(f"val/fid_{NUM}_raw")] == pytest.approx([first, last])
+    assert callback.best_score == min(first, last)
+    assert run.callback_metrics[f"val/fid_{NUM}_raw"] == pytest.approx(last)
+
+
+def test_a_repeat_names_its_own_seeds_that_are_not_finite(tmp_path):
+    class Late(Rising):
+        def generate(self, seeds, labels=None):
+            bad = [seed for seed in seeds if seed == NUM + 3]
+            if bad:
+                raise NonFiniteSamples(bad, self.global_step, "t = 5")
+            return super().generate(seeds, labels)
+
+    with pytest.warns(UserWarning, match=rf"seeds \[{NUM + 3}\]"):
+        fit(tmp_path, [fid(tmp_path, repeats_at_end=1)], Late())
+    assert records(tmp_path)[-1]["non_finite_seeds"] == [NUM + 3]
+    assert values(tmp_path)[NUM, 2 * NUM] is None
 
 
 # Which weights
@@ -489,8 +553,9 @@ def test_a_run_that_resumes_from_best_fid_is_the_undisturbed_one(
     assert trainer_of_resumed.global_step == 32
     assert resumed.losses == whole.losses[step:]
     later = [r for r in records(tmp_path / "whole") if r["step"] > step]
-    assert [(r["step"], r["value"]) for r in records(tmp_path / "resumed")] == [
-        (r["step"], r["value"]) for r in later
+    compared = ("step", "images", "value")
+    assert [[r[name] for name in compared] for r in records(tmp_path / "resumed")] == [
+        [r[name] for name in compared] for r in later
     ]
     assert not (tmp_path / "resumed" / "checkpoints").exists()  # nothing was better
 
@@ -532,15 +597,14 @@ def test_a_best_of_other_real_images_or_extractor_decides_nothing_after_a_resume
         assert resumed(tmp_path / "data", fid(tmp_path), seed=2)
     with pytest.warns(UserWarning, match=r"had another reference and data: it is dropped"):
         assert resumed(tmp_path / "split", fid(tmp_path, reference="train"), seed=1)
-    other = fid(tmp_path)
-    other.protocol = OtherPixels([])
+    other = fid(tmp_path, protocol=OtherPixels)
     with pytest.warns(UserWarning, match="callbacks used to create the checkpoint"):
         assert resumed(tmp_path / "extractor", other, seed=1)
 
 
 def test_two_extractors_have_their_own_state_and_need_their_own_names(tmp_path):
-    one, other, fewer = fid(tmp_path), fid(tmp_path, save_best=False), fid(tmp_path, 10)
-    other.protocol = OtherPixels([])
+    one, fewer = fid(tmp_path), fid(tmp_path, 10)
+    other = fid(tmp_path, protocol=OtherPixels, save_best=False)
     assert len({callback.state_key for callback in (one, other, fewer)}) == 3
     with pytest.raises(ValueError, match=f"would both log val/fid_{NUM}_raw"):
         fit(tmp_path, [one, other])
@@ -639,6 +703,7 @@ def test_every_sample_may_be_lost(tmp_path):
     [
         ({"num_samples": 1}, "num_samples must be >= 2, got 1"),
         ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
+        ({"repeats_at_end": -1}, "repeats_at_end must be >= 0, got -1"),
         ({"every_n_steps": 0}, "every_n_steps must be at least 1"),
         ({"reference": "vall"}, "reference must be one of train, val, test or an existing path"),
     ],

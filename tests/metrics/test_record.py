@@ -1,8 +1,16 @@
 import json
 
 import pytest
+from support.rising import Rising, loader, trainer
 
-from lit_diffusion.metrics.record import FIDRecord, finite_or_none, short_count, write_evaluation
+from lit_diffusion.metrics.record import (
+    FIDRecord,
+    finite_or_none,
+    images_seen,
+    is_repeat,
+    short_count,
+    write_evaluation,
+)
 
 
 def record(**changes):
@@ -10,6 +18,7 @@ def record(**changes):
         "metric": "val/fid_360",
         "value": 4.5,
         "step": 100,
+        "images": 6400,
         "num_fake": 360,
         "num_real": 360,
         "reference": "val",
@@ -103,3 +112,24 @@ def test_thousands_are_short_in_names():
         "1500",
         "50k",
     ]
+
+
+def test_a_measurement_with_other_samples_is_a_repeat_and_stands_beside_the_first(tmp_path):
+    path = tmp_path / "evaluations.jsonl"
+    write_evaluation(path, record())
+    write_evaluation(path, record(seeds=(360, 720), value=4.7))
+    assert [is_repeat(line) for line in lines(path)] == [False, True]
+    assert not is_repeat({"step": 3})
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_images_are_counted_by_batches_whatever_makes_a_step(tmp_path, accumulated):
+    module, run = Rising(), trainer(tmp_path, [], accumulate_grad_batches=accumulated)
+    run.fit(module, loader(12, batch_size=2))
+    assert images_seen(run) == 12
+
+
+def test_images_of_a_loader_without_a_batch_size_are_not_known(tmp_path):
+    run = trainer(tmp_path, [])
+    run.fit(Rising(), list(loader(4)))
+    assert images_seen(run) is None
