@@ -17,6 +17,10 @@ COMMANDS = {
         "lit_diffusion.commands.evaluate:run",
         "FID, KID, precision, recall and IS of a checkpoint or a folder of images",
     ),
+    "sweep": (
+        "lit_diffusion.commands.sweep:run",
+        "train every arm of an experiment with every seed, restartable, and compare them",
+    ),
     "fetch-weights": (
         "lit_diffusion.commands.fetch_weights:run",
         "download the network that FID needs, for machines without internet access",

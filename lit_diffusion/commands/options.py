@@ -54,7 +54,7 @@ def add_sampling(parser: Parser) -> None:
     """What may differ from how the checkpoint would generate."""
     parser.add_argument(
         "--labels",
-        type=labels,
+        type=integers,
         metavar="0,1,2",
         help="classes, repeated in turn (default: seed modulo the number of classes); -1 is none",
     )
@@ -70,14 +70,14 @@ def add_sampling(parser: Parser) -> None:
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
 
 
-def labels(text: str) -> list[int]:
+def integers(text: str) -> list[int]:
     """Comma-separated integers.
 
     Raises:
         argparse.ArgumentTypeError: for anything else.
 
     Example:
-        >>> labels("0,1,2")
+        >>> integers("0,1,2")
         [0, 1, 2]
     """
     try:

@@ -2,20 +2,20 @@ import argparse
 
 import pytest
 
-from lit_diffusion.commands.options import Parser, labels
+from lit_diffusion.commands.options import Parser, integers
 
 
 @pytest.mark.parametrize(
     ("text", "expected"), [("0", [0]), ("0,1,2", [0, 1, 2]), ("-1,3", [-1, 3])]
 )
 def test_labels_are_comma_separated_integers(text, expected):
-    assert labels(text) == expected
+    assert integers(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "a", "1,,2", "1.5", "1 2"])
 def test_other_labels_are_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="must be integers such as 0,1,2"):
-        labels(text)
+        integers(text)
 
 
 def test_a_parser_raises_instead_of_printing_usage(capsys):

@@ -1,0 +1,174 @@
+"""Processes side by side: at most so many at a time, each with its log file, stopped together."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+PATIENCE = 30.0
+"""Seconds that a process may take to stop when asked, before it is killed."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A process to be started.
+
+    Attributes:
+        name: what a person calls it.
+        command: program and arguments.
+        log: claimed file that its output is appended to.
+    """
+
+    name: str
+    command: Sequence[str]
+    log: IO[bytes]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended.
+
+    Attributes:
+        job: what it was.
+        code: exit status; negative is the signal that ended it.
+        seconds: how long it ran.
+    """
+
+    job: Job
+    code: int
+    seconds: float
+
+
+def claim(path: Path) -> IO[bytes] | None:
+    """Open a log for appending, for one process in the world at a time.
+
+    The claim goes over to the process that writes the log and ends with it, so that a process whose
+    parent was killed is not joined by a second one.
+
+    Args:
+        path: of the log; its folder is made if need be.
+
+    Returns:
+        The file, or None where another process has it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+def run_jobs(
+    jobs: Iterable[Job],
+    at_once: int,
+    ended: Callable[[Ended], None],
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Run all jobs, and stop those that run if this process is interrupted or terminated.
+
+    Args:
+        jobs: asked for the next one whenever there is room for it.
+        at_once: processes at a time, >= 1.
+        ended: told of each that has ended.
+        environment: of the processes; None is this one's.
+
+    Raises:
+        KeyboardInterrupt: where this process was interrupted or terminated.
+    """
+    waiting, running = iter(jobs), list[_Running]()
+    with _interrupted_by(*_SIGNALS):
+        try:
+            while _fill(running, waiting, at_once, environment):
+                for process in [r for r in running if r.popen.poll() is not None]:
+                    running.remove(process)
+                    ended(process.ended())
+                time.sleep(0.1)
+        finally:
+            _stop([process.popen for process in running])
+
+
+def threads_each(at_once: int) -> int:
+    """CPU cores of this process for each of so many, at least 1."""
+    mine = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if mine else os.cpu_count() or 1
+    return max(1, cores // at_once)
+
+
+@dataclass(frozen=True)
+class _Running:
+    job: Job
+    popen: subprocess.Popen[bytes]
+    began: float
+
+    def ended(self) -> Ended:
+        self.job.log.close()
+        return Ended(self.job, self.popen.returncode, time.monotonic() - self.began)
+
+
+def _fill(
+    running: list[_Running],
+    waiting: Iterator[Job],
+    at_once: int,
+    environment: Mapping[str, str] | None,
+) -> bool:
+    """Start processes until there are enough; whether there are any."""
+    while len(running) < at_once and (job := next(waiting, None)) is not None:
+        popen = subprocess.Popen(  # noqa: S603  the command is ours
+            job.command,
+            stdin=subprocess.DEVNULL,
+            stdout=job.log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+        )
+        running.append(_Running(job, popen, time.monotonic()))
+    return bool(running)
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ask all to stop, with the processes that they started; kill what is left after a while."""
+    _signal_all(processes, signal.SIGTERM)
+    deadline = time.monotonic() + PATIENCE
+    try:
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+    finally:  # a second Ctrl-C ends the patience
+        _signal_all(processes, signal.SIGKILL)
+        for process in processes:
+            process.wait()
+
+
+def _signal_all(processes: Iterable[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
+
+@contextmanager
+def _interrupted_by(*signals: signal.Signals) -> Iterator[None]:
+    """Have signals end this process as Ctrl-C does; not one that is ignored (nohup) or handled."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    changed = [number for number in signals if signal.getsignal(number) == signal.SIG_DFL]
+    for number in changed:
+        signal.signal(number, interrupt)
+    try:
+        yield
+    finally:
+        for number in changed:
+            signal.signal(number, signal.SIG_DFL)

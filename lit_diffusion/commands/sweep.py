@@ -1,0 +1,321 @@
+"""`lit-diffusion sweep`: every arm of an experiment with every seed, each an ordinary fit."""
+
+import argparse
+import io
+import itertools
+import os
+import reprlib
+import shlex
+import shutil
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lit_diffusion.commands.jobs import Ended, Job, claim, run_jobs, threads_each
+from lit_diffusion.commands.options import Parser, integers
+from lit_diffusion.commands.run_folder import latest_config
+
+BASELINE = "baseline"
+LOG = "fit.log"
+RESUME = "--ckpt_path=last"
+LAST = Path("checkpoints", "last.ckpt")
+_TAIL = 15
+_OF_A_PROCESS = ("ckpt_path", "weights_only", "trainer.default_root_dir")
+"""Settings in which processes of one run may differ."""
+
+
+def parser() -> Parser:
+    """Options of the command."""
+    made = Parser(
+        "sweep",
+        """Train every arm of an experiment with every seed, and compare them.
+
+    lit-diffusion sweep CONFIG --arms configs/arms/*.yaml --seeds 0,1,2 --jobs 2
+    lit-diffusion sweep CONFIG --arms md.yaml clts.yaml md.yaml+clts.yaml --trainer.max_steps=500
+
+An arm is CONFIG with one or more further configs, joined by +; its name is theirs. CONFIG alone is
+the arm baseline. Each run is an ordinary `lit-diffusion fit` into OUT/<arm>/seed-<n>, with its
+output in fit.log there; options that are not listed below go to every fit. All arms of the first
+seed come first, so that a sweep that is cut short can be compared.
+
+The same command goes on where it was stopped: finished runs are left alone, others resume from
+their last checkpoint, or start over where there is none yet. At the end, or at any time:
+`lit-diffusion compare OUT --out OUT/report`.
+
+On a cluster, each line of --print is an array task, which resumes when it is requeued:
+
+    lit-diffusion sweep CONFIG --arms ... --print > commands.txt
+    sbatch --array=1-$(wc -l < commands.txt) task.sh
+    # with, in task.sh:  eval "srun $(sed -n "${SLURM_ARRAY_TASK_ID}p" commands.txt)\"""",
+    )
+    made.add_argument("config", metavar="CONFIG", help="config of the experiment")
+    made.add_argument(
+        "--arms", nargs="+", default=[], metavar="ARM", help="configs that are added to CONFIG"
+    )
+    made.add_argument(
+        "--seeds", type=integers, default=[0, 1, 2], metavar="0,1,2", help="default 0,1,2"
+    )
+    made.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default 1)")
+    made.add_argument("--out", metavar="DIR", help="default runs/<name of CONFIG>-sweep")
+    made.add_argument(
+        "--print", action="store_true", help="print the commands, one a line, and run nothing"
+    )
+    return made
+
+
+def run(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Args:
+        argv: "sweep", then options.
+
+    Raises:
+        ValueError: for options, arms or existing runs that do not fit; nothing is started then.
+        RuntimeError: where runs failed.
+    """
+    args, options = parser().parse_known_args(argv[1:])
+    runs = plan(args, options)
+    if args.print:
+        print("\n".join(shlex.join([*run.command, RESUME]) for run in runs))
+        return
+    sweep = Sweep(runs, args.jobs)
+    try:
+        sweep.run()
+    except KeyboardInterrupt:
+        again = shlex.join(["lit-diffusion", *argv])
+        _tell(f"stopped with {sweep.tally()}. The same command goes on:\n  {again}")
+        raise
+    from lit_diffusion.commands.compare import run as compare
+
+    compare(["compare", str(_out(args)), "--out", str(_out(args) / "report")])
+    if sweep.unfinished:
+        raise RuntimeError(f"{sweep.tally()}; not {', '.join(sweep.unfinished)}.")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One arm with one seed.
+
+    Attributes:
+        name: <arm>/seed-<n>.
+        folder: its run folder.
+        options: of fit.
+        max_steps: optimizer steps when it is finished.
+    """
+
+    name: str
+    folder: Path
+    options: tuple[str, ...]
+    max_steps: int
+
+    @property
+    def command(self) -> list[str]:
+        """What starts it."""
+        return ["lit-diffusion", "fit", *self.options]
+
+    def steps(self) -> int | None:
+        """Optimizer steps that its last checkpoint was trained for; None without one."""
+        from lit_diffusion.checkpoints import read_checkpoint
+
+        file = self.folder / LAST
+        return int(read_checkpoint(file, mmap=True)["global_step"]) if file.exists() else None
+
+
+def plan(args: argparse.Namespace, options: Sequence[str]) -> list[Run]:
+    """All runs, each checked before the first is started; those of the first seed come first.
+
+    Args:
+        args: of `parser`.
+        options: for every fit.
+
+    Raises:
+        ValueError: for options or configs that do not fit, or a folder that holds another run.
+    """
+    _check(args)
+    arms = _arms(args)
+    settings = {arm: _settings(arm, [*configs, *options]) for arm, configs in arms.items()}
+    runs = []
+    for seed, arm in itertools.product(args.seeds, arms):
+        folder = _out(args) / arm / f"seed-{seed}"
+        _refuse_another(folder, settings[arm] | {"seed_everything": seed})
+        own = (f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}")
+        steps = settings[arm]["trainer"]["max_steps"]
+        runs.append(Run(f"{arm}/seed-{seed}", folder, (*arms[arm], *options, *own), steps))
+    return runs
+
+
+@dataclass
+class Sweep:
+    """Brings runs to their end, some at a time.
+
+    Args:
+        runs: in order.
+        at_once: processes at a time.
+    """
+
+    runs: Sequence[Run]
+    at_once: int
+    _finished: set[str] = field(default_factory=set)
+
+    def run(self) -> None:
+        """Start or resume every run that is not finished, and say what becomes of it."""
+        threads = {"OMP_NUM_THREADS": str(threads_each(self.at_once))}
+        run_jobs(self._jobs(), self.at_once, self._ended, threads | dict(os.environ))
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Names of runs that are not finished."""
+        return [run.name for run in self.runs if run.name not in self._finished]
+
+    def tally(self) -> str:
+        """How many runs are finished."""
+        return f"{len(self._finished)} of {len(self.runs)} runs finished"
+
+    def _jobs(self) -> Iterator[Job]:
+        program = _program()
+        for run in self.runs:
+            log = claim(run.folder / LOG)
+            if log is None:
+                _tell(f"{run.name} is being run by another process")
+                continue
+            steps = run.steps()
+            if steps is not None and steps >= run.max_steps:
+                log.close()
+                self._finished.add(run.name)
+                _tell(f"{run.name} was finished before")
+                continue
+            if steps is None:
+                _clear(run.folder)
+            _tell(f"{run.name} {'starts' if steps is None else f'resumes at step {steps}'}")
+            resume = [] if steps is None else [RESUME]
+            yield Job(run.name, [program, *run.command[1:], *resume], log)
+
+    def _ended(self, ended: Ended) -> None:
+        name, code = ended.job.name, ended.code
+        run = next(run for run in self.runs if run.name == name)
+        steps, seconds = run.steps() or 0, timedelta(seconds=round(ended.seconds))
+        if steps >= run.max_steps:
+            self._finished.add(name)
+            _tell(f"{name} finished in {seconds}; {self.tally()}")
+            return
+        how = f"FAILED with exit code {code}" if code else "STOPPED EARLY"
+        log = run.folder / LOG
+        _tell(
+            f"{name} {how} after {seconds}, saved at step {steps} of {run.max_steps}. "
+            f"The end of {log}:\n{_tail(log)}"
+        )
+
+
+def _out(args: argparse.Namespace) -> Path:
+    return Path(args.out) if args.out else Path("runs") / f"{Path(args.config).stem}-sweep"
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {args.jobs}.")
+    if min(args.seeds) < 0 or len(set(args.seeds)) < len(args.seeds):
+        raise ValueError(f"--seeds must be different numbers from 0 on, got {args.seeds}.")
+
+
+def _arms(args: argparse.Namespace) -> dict[str, list[str]]:
+    """Name -> the options that make a fit that arm."""
+    arms = {BASELINE: [f"--config={args.config}"]}
+    for text in args.arms:
+        files = [text] if Path(text).is_file() else text.split("+")
+        name = "+".join(Path(file).stem for file in files)
+        if name in arms:
+            raise ValueError(f"two arms are named {name}; rename {text}, since folders go by name.")
+        arms[name] = [f"--config={file}" for file in (args.config, *files)]
+    return arms
+
+
+def _settings(arm: str, options: Sequence[str]) -> dict[str, Any]:
+    """The whole config of a fit.
+
+    Raises:
+        ValueError: where a fit would refuse it, or a sweep could not go on with it.
+    """
+    from lit_diffusion.commands.run import run as fit
+
+    printed = io.StringIO()
+    try:
+        with redirect_stdout(printed), suppress(SystemExit):
+            fit(["fit", *options, "--print_config"])
+        settings: dict[str, Any] = yaml.safe_load(printed.getvalue())
+        _check_settings(settings)
+    except ValueError as error:
+        raise ValueError(f"arm {arm}: {error}") from error
+    return settings
+
+
+def _check_settings(settings: dict[str, Any]) -> None:
+    trainer = settings["trainer"]
+    if trainer["max_steps"] < 1:
+        raise ValueError(
+            "runs are finished after trainer.max_steps optimizer steps, got "
+            f"{trainer['max_steps']}; set it."
+        )
+    if trainer["enable_checkpointing"] is False or trainer["fast_dev_run"]:
+        raise ValueError(
+            "runs are resumed from checkpoints; leave out trainer.enable_checkpointing=false and "
+            "trainer.fast_dev_run."
+        )
+    if settings["ckpt_path"] is not None:
+        raise ValueError(f"runs start from scratch; leave out ckpt_path={settings['ckpt_path']}.")
+
+
+def _refuse_another(folder: Path, wanted: dict[str, Any]) -> None:
+    """Refuse to go on in a folder with a run of other settings, or one that lost its checkpoint."""
+    config = latest_config(folder)
+    if config is not None and (changes := _changes(yaml.safe_load(config.read_text()), wanted)):
+        raise ValueError(
+            f"{folder} holds a run with other settings: {'; '.join(changes)}. Restore them, choose "
+            "another --out, or delete that folder."
+        )
+    lost = sorted(folder.rglob("*.ckpt"))
+    if lost and not (folder / LAST).is_file():
+        raise ValueError(f"{folder} has {lost[0].name}, but no {LAST}: move or delete that folder.")
+
+
+def _changes(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
+    """Names of settings that differ, with their values."""
+    from lit_diffusion.commands.resume import differences
+
+    changes: dict[str, tuple[Any, Any]] = {}
+    for key in sorted(saved.keys() | wanted.keys()):
+        changes |= differences(saved.get(key), wanted.get(key), key)
+    return [
+        f"{key} was {reprlib.repr(old)}, is {reprlib.repr(new)}"
+        for key, (old, new) in changes.items()
+        if key not in _OF_A_PROCESS
+    ]
+
+
+def _clear(folder: Path) -> None:
+    """Remove what a run left that died before its first checkpoint; its log stays."""
+    for path in folder.iterdir():
+        if path.name != LOG:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def _program() -> str:
+    """The console script of this environment."""
+    beside = Path(sys.executable).with_name("lit-diffusion")
+    return str(beside) if beside.is_file() else "lit-diffusion"
+
+
+def _tail(log: Path) -> str:
+    with log.open(errors="replace") as lines:
+        return "".join(f"  | {line.rstrip()}\n" for line in deque(lines, _TAIL)).rstrip()
+
+
+def _tell(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)

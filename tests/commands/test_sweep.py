@@ -1,0 +1,213 @@
+"""Arms and seeds as fits: what is planned, and real processes interrupted and taken up again."""
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from support.commands import SCRIPT, call, checkpoint, equal, weights
+from support.small_digits import small_digits
+from support.tiny_run import EMA, tiny_config, write_config
+
+from lit_diffusion.cli import main
+from lit_diffusion.commands import sweep
+from lit_diffusion.loggers import read_rows
+
+TRUST = "--trust support"
+ARMS = {
+    "slow": {"model": {"init_args": {"optimizer": {"init_args": {"lr": 0.01}}}}},
+    "ema": {"trainer": {"callbacks+": [EMA]}},
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_config(tiny_config())
+    for name, arm in ARMS.items():
+        write_config(arm, Path(f"{name}.yaml"))
+
+
+def printed(capsys, options: str) -> list[str]:
+    assert call(f"sweep tiny.yaml {options} --print {TRUST}") == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def refusal(capsys, options: str, config: str = "tiny.yaml") -> str:
+    """What is said of a sweep that is refused before anything is started."""
+    before = sorted(Path().rglob("*"))
+    assert call(f"sweep {config} {options} {TRUST}") == 2
+    assert sorted(Path().rglob("*")) == before
+    return capsys.readouterr().err
+
+
+# The plan
+
+
+def test_all_arms_of_the_first_seed_come_first_and_the_config_alone_is_the_baseline(capsys):
+    lines = printed(capsys, "--arms slow.yaml ema.yaml --seeds 0,7")
+    roots = [line.partition("default_root_dir=")[2].split()[0] for line in lines]
+    arms = ["baseline", "slow", "ema"]
+    assert roots == [f"runs/tiny-sweep/{arm}/seed-{n}" for n in (0, 7) for arm in arms]
+    assert ["--seed_everything=7" in line for line in lines] == [False] * 3 + [True] * 3
+    assert sorted(Path().iterdir()) == sorted(Path(f"{n}.yaml") for n in ("tiny", "slow", "ema"))
+
+
+def test_configs_joined_by_a_plus_are_one_arm(capsys):
+    """Fed to a real fit, both are in force."""
+    (_, line) = printed(capsys, "--arms slow.yaml+ema.yaml --seeds 3 --out out")
+    assert main(shlex.split(line)[1:]) == 0
+    saved = yaml.safe_load(Path("out/slow+ema/seed-3/config.yaml").read_text())
+    assert saved["seed_everything"] == 3
+    assert saved["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.01
+    assert len(saved["trainer"]["callbacks"]) == 1
+
+
+def test_a_file_with_a_plus_in_its_name_is_one_config(capsys):
+    shutil.copy("slow.yaml", "a+b.yaml")
+    assert "--config=a+b.yaml" in printed(capsys, "--arms a+b.yaml --seeds 0")[1]
+
+
+def test_a_printed_command_resumes_when_it_is_run_again(capsys):
+    """As an array task that was requeued; a finished one is left as it is."""
+    (line,) = printed(capsys, "--seeds 0 --out out --trainer.max_steps=4")
+    assert main(shlex.split(line)[1:]) == 0
+    before = weights("out/baseline/seed-0")
+    assert main(shlex.split(line)[1:]) == 0
+    assert equal(before, weights("out/baseline/seed-0"))
+    assert main(shlex.split(line.replace("max_steps=4", "max_steps=6"))[1:]) == 0
+    steps = [int(row["step"]) for row in read_rows("out/baseline/seed-0/metrics.csv")]
+    assert sorted(set(steps)) == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--jobs 0", "--jobs must be at least 1, got 0."),
+        ("--seeds 1,1", "--seeds must be different numbers from 0 on, got [1, 1]."),
+        ("--seeds -1", "--seeds must be different numbers from 0 on, got [-1]."),
+        ("--arms slow.yaml deep/slow.yaml", "two arms are named slow; rename deep/slow.yaml"),
+        ("--arms baseline.yaml", "two arms are named baseline; rename baseline.yaml"),
+        ("--arms slow.yaml missing.yaml", "arm missing: "),
+        ("--trainer.max_steps=-1", "arm baseline: runs are finished after trainer.max_steps"),
+        ("--trainer.enable_checkpointing=false", "runs are resumed from checkpoints"),
+        ("--trainer.fast_dev_run=true", "runs are resumed from checkpoints"),
+        ("--ckpt_path=last", "runs start from scratch; leave out ckpt_path=last."),
+        ("--trainer.max_stops=4", "max_stops"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_started(capsys, options, said):
+    assert said in refusal(capsys, options)
+
+
+def test_a_mistake_in_the_last_arm_is_found_before_the_first_is_started(capsys):
+    write_config({"model": {"init_args": {"shft": 1.0}}}, Path("wrong.yaml"))
+    said = refusal(capsys, "--arms slow.yaml wrong.yaml")
+    assert "arm wrong: " in said
+    assert "shft" in said
+
+
+@pytest.fixture
+def one_run(capsys) -> None:
+    for line in printed(capsys, "--arms slow.yaml --seeds 0 --out out"):
+        assert main(shlex.split(line)[1:]) == 0
+
+
+def test_a_changed_arm_under_the_same_name_is_refused_by_the_names_of_its_keys(one_run, capsys):
+    arm = {"model": {"init_args": {"shift": 2.0, "optimizer": {"init_args": {"lr": 0.02}}}}}
+    write_config(arm, Path("slow.yaml"))
+    said = refusal(capsys, "--arms slow.yaml --seeds 0 --out out")
+    assert "out/slow/seed-0 holds a run with other settings" in said
+    assert "model.shift was 0.0, is 2.0" in said
+    assert "model.optimizer.lr was 0.01, is 0.02" in said
+    assert "data" not in said
+
+
+def test_a_changed_baseline_length_or_callback_is_refused(one_run, capsys):
+    same = "--arms slow.yaml --seeds 0 --out out"
+    assert "trainer.max_steps was 8, is 9" in refusal(capsys, f"{same} --trainer.max_steps=9")
+    write_config(tiny_config(callbacks=[EMA]))
+    assert "trainer.callbacks was None, is [" in refusal(capsys, same)
+
+
+def test_a_run_folder_may_be_named_in_another_way(one_run, capsys):
+    assert len(printed(capsys, f"--arms slow.yaml --seeds 0 --out {Path('out').resolve()}")) == 2
+
+
+def test_a_run_that_lost_its_last_checkpoint_is_never_started_over(one_run, capsys):
+    saved = Path("out/slow/seed-0/checkpoints/last.ckpt")
+    saved.rename(saved.with_name("best-fid.ckpt"))
+    said = refusal(capsys, "--arms slow.yaml --seeds 0 --out out")
+    assert "out/slow/seed-0 has best-fid.ckpt, but no checkpoints/last.ckpt" in said
+
+
+# The processes
+
+
+def start(options: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [SCRIPT, "sweep", *shlex.split(options)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=os.setsid,
+    )
+
+
+def told(process: subprocess.Popen, code: int) -> str:
+    err = process.communicate(timeout=600)[1]
+    assert process.returncode == code, err
+    return err
+
+
+def digits(steps: int) -> dict:
+    """A config with an FID that takes a moment."""
+    fid = {"num_samples": 20, "extractor": "digits-cnn", "every_n_steps": 50}
+    callback = {"class_path": "lit_diffusion.callbacks.FIDEvaluation", "init_args": fid}
+    config = small_digits(steps, log_every_n_steps=10)
+    config["trainer"]["callbacks"].append(callback)
+    return config
+
+
+@pytest.mark.system
+def test_a_sweep_that_is_interrupted_goes_on_where_it_was():
+    """Ctrl-C in the middle; one run then has a checkpoint, the other died before its first."""
+    write_config(digits(150), Path("digits.yaml"))
+    weighted = {"model": {"init_args": {"loss": {"init_args": {"weighting": "MinSNR"}}}}}
+    write_config(weighted, Path("min-snr.yaml"))
+    broken = {"model": {"init_args": {"image_shape": [1, 9, 9]}}}  # the data tell only in fit
+    write_config(broken, Path("broken.yaml"))
+    options = "digits.yaml --arms min-snr.yaml --seeds 0 --jobs 2 --out out"
+    runs = [Path("out", arm, "seed-0") for arm in ("baseline", "min-snr")]
+
+    first = start(options)
+    while not all((run / sweep.LAST).exists() for run in runs):
+        assert first.poll() is None
+        time.sleep(0.05)
+    os.kill(first.pid, signal.SIGINT)
+    said = told(first, 130)
+    assert "stopped with 0 of 2 runs finished. The same command goes on:" in said
+    assert f"lit-diffusion sweep {options}" in said
+    assert "Received SIGTERM" in (runs[0] / sweep.LOG).read_text()
+
+    reached = checkpoint(runs[0])["global_step"]
+    shutil.rmtree(runs[1] / "checkpoints")
+    said = told(start(f"{options.replace('--seeds', 'broken.yaml --seeds')}"), 1)
+    assert f"baseline/seed-0 resumes at step {reached}\n" in said
+    assert "min-snr/seed-0 starts\n" in said
+    assert "broken/seed-0 FAILED with exit code 2" in said
+    assert "image_shape" in said
+    assert "2 of 3 runs finished; not broken/seed-0." in said
+    assert all(checkpoint(run)["global_step"] == 150 for run in runs)
+    assert all((run / "config.yaml").is_file() for run in runs)
+
+    before = {p: p.read_bytes() for run in runs for p in run.rglob("*") if p.is_file()}
+    said = told(start(options), 0)
+    assert said.count("was finished before") == 2
+    assert {p: p.read_bytes() for run in runs for p in run.rglob("*") if p.is_file()} == before
+    assert Path("out/report/report.html").is_file()
