@@ -1,23 +1,51 @@
-"""Callbacks for any LightningModule: averages of the weights, samples, scores, seeds."""
+"""Callbacks for any LightningModule: averages of the weights, samples, scores, seeds, schedules."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lit_diffusion.callbacks.curriculum import (
+        CurriculumWeight,
+        ImportanceWeightedCurriculum,
+        ShiftingGaussian,
+        TimestepCurriculum,
+    )
     from lit_diffusion.callbacks.ema import EMA
     from lit_diffusion.callbacks.fid import FIDEvaluation
+    from lit_diffusion.callbacks.loss_resampler import LossSecondMomentResampler
+    from lit_diffusion.callbacks.momentum_decay import LRCompensation, MomentumDecay
     from lit_diffusion.callbacks.noise_level_loss import NoiseLevelLoss
     from lit_diffusion.callbacks.sample_grid import SampleGrid
     from lit_diffusion.callbacks.step_seed import StepSeed
 
-__all__ = ["EMA", "FIDEvaluation", "NoiseLevelLoss", "SampleGrid", "StepSeed"]
+__all__ = [
+    "EMA",
+    "CurriculumWeight",
+    "FIDEvaluation",
+    "ImportanceWeightedCurriculum",
+    "LRCompensation",
+    "LossSecondMomentResampler",
+    "MomentumDecay",
+    "NoiseLevelLoss",
+    "SampleGrid",
+    "ShiftingGaussian",
+    "StepSeed",
+    "TimestepCurriculum",
+]
 
 _FILES = {
+    "CurriculumWeight": "curriculum",
     "EMA": "ema",
     "FIDEvaluation": "fid",
+    "ImportanceWeightedCurriculum": "curriculum",
+    "LRCompensation": "momentum_decay",
+    "LossSecondMomentResampler": "loss_resampler",
+    "MomentumDecay": "momentum_decay",
     "NoiseLevelLoss": "noise_level_loss",
     "SampleGrid": "sample_grid",
+    "ShiftingGaussian": "curriculum",
     "StepSeed": "step_seed",
+    "TimestepCurriculum": "curriculum",
 }
 
 
