@@ -1,0 +1,231 @@
+"""Noise levels drawn by how large their losses have been, with unbiased gradients."""
+
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torchmetrics.utilities.distributed import gather_all_tensors
+
+from lit_diffusion.callbacks.curriculum import importance_weight, total_variation
+from lit_diffusion.callbacks.timestep_writer import Timesteps, TimestepWriter
+
+
+class LossHistory(NamedTuple):
+    """The last losses of each bin of u.
+
+    Attributes:
+        losses: (num_bins, history) float64; the n-th loss of a bin is in column n % history.
+        seen: (num_bins,) int64, how many losses each bin has had.
+
+    Example:
+        >>> LossHistory.of(num_bins=2, history=3)
+        LossHistory(losses=tensor([[0., 0., 0.],
+                [0., 0., 0.]], dtype=torch.float64), seen=tensor([0, 0]))
+    """
+
+    losses: Tensor
+    seen: Tensor
+
+    @classmethod
+    def of(cls, num_bins: int, history: int) -> "LossHistory":
+        """An empty one."""
+        losses = torch.zeros(num_bins, history, dtype=torch.float64)
+        return cls(losses, torch.zeros(num_bins, dtype=torch.int64))
+
+    def to(self, device: torch.device | str) -> "LossHistory":
+        """On the device."""
+        return LossHistory(self.losses.to(device), self.seen.to(device))
+
+
+def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHistory:
+    """With the losses of a batch, each in the place of the oldest of its bin.
+
+    No step of it waits for a GPU.
+
+    Args:
+        history: so far.
+        bins: (B,) int64; a bin may occur any number of times.
+        losses: (B,) in the order in which they count as seen.
+
+    Example:
+        >>> history = LossHistory.of(num_bins=2, history=2)
+        >>> update_history(history, torch.tensor([1, 1, 0, 1]), torch.tensor([5.0, 6, 7, 8])).losses
+        tensor([[7., 0.],
+                [8., 6.]], dtype=torch.float64)
+    """
+    size = history.losses.shape[1]
+    bins, order = bins.sort(stable=True)
+    first = torch.searchsorted(bins, bins)
+    count = torch.searchsorted(bins, bins, right=True) - first
+    nth = torch.arange(len(bins), device=bins.device) - first  # occurrence within its bin
+    # Of losses that would land in one place only the last stays, so each of them writes that one.
+    last = first + nth + (count - 1 - nth) // size * size
+    kept = losses.to(history.losses)[order][last]
+    return LossHistory(
+        history.losses.index_put((bins, (history.seen[bins] + nth) % size), kept),
+        history.seen.index_add(0, bins, torch.ones_like(bins)),
+    )
+
+
+def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> Tensor:
+    """p proportional to sqrt(mean of loss^2) in each bin, mixed with uniform.
+
+    Until every bin has a full history, ones.
+
+    Args:
+        history: of the losses.
+        uniform_prob: share of uniform in the mixture, in (0, 1].
+
+    Returns:
+        (num_bins,) float64, with sum 1 once it is not ones.
+
+    Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 18 and section 3.3.
+
+    Example:
+        >>> history = LossHistory(torch.tensor([[3.0], [1.0]]).double(), torch.tensor([1, 1]))
+        >>> second_moment_density(history, uniform_prob=0.5).tolist()
+        [0.625, 0.375]
+    """
+    num_bins, size = history.losses.shape
+    full = (history.seen >= size).all()
+    rms = history.losses.square().mean(1).sqrt()
+    mixed = (1 - uniform_prob) * rms / rms.sum() + uniform_prob / num_bins
+    return torch.where(full, mixed, torch.ones_like(mixed))
+
+
+class LossSecondMomentResampler(TimestepWriter):
+    """Draws noise levels by the root mean square of their last losses, and undoes it with weights.
+
+    Gradients stay unbiased, and their variance is lowest where losses and gradient norms are
+    proportional. Until each bin has had `history` losses, times are uniform: 4,000 bins take about
+    100,000 samples. Logs `resampler/full`, the share of bins that have them, and `resampler/tv`,
+    the distance from uniform.
+
+    The module's training_step returns `u` (B,) in [0, 1] and `per_sample_loss` (B,), without
+    `timestep_weight`, beside the loss. Losses of all ranks are gathered, so all draw from one
+    density; batches may differ in size. The history is in the checkpoint: a resume is exact.
+
+    Args:
+        num_bins: number of equal bins over [0, 1]; the number of steps of a discrete process, as in
+            the paper, or fewer, which are full sooner.
+        history: losses that are remembered for each bin.
+        uniform_prob: share of draws that stay uniform, in (0, 1].
+
+    Raises:
+        ValueError: bad arguments; at fit start, a module that is not `protocols.HasTimesteps`, or
+            a `timestep_density` or `timestep_weight` that something else sets, or a checkpoint with
+            another number of bins or history; at the first batch, a training_step that does not
+            return what is needed.
+        FloatingPointError: losses that are not finite, when they would be logged or saved.
+
+    Source: Nichol & Dhariwal 2021 (improved-diffusion), section 3.3.
+
+    Example:
+        >>> resampler = LossSecondMomentResampler(num_bins=4000)
+        >>> {name: tuple(value.shape) for name, value in resampler.state_dict().items()}
+        {'losses': (4000, 10), 'seen': (4000,)}
+    """
+
+    writes = ("timestep_density", "timestep_weight")
+
+    def __init__(self, num_bins: int, history: int = 10, uniform_prob: float = 0.001) -> None:
+        if min(num_bins, history) < 1:
+            raise ValueError(
+                f"num_bins and history must be at least 1, got {num_bins} and {history}."
+            )
+        if not 0 < uniform_prob <= 1:
+            raise ValueError(
+                f"uniform_prob must be in (0, 1], got {uniform_prob}; a bin with probability 0 "
+                "would never be seen again."
+            )
+        self.num_bins = num_bins
+        self.history = history
+        self.uniform_prob = uniform_prob
+        self._state = LossHistory.of(num_bins, history)
+        self._loaded = False  # since the run was set up
+        self._checked = False  # what the module returns, in this fit
+        self._module: LightningModule | None = None
+
+    def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
+        """The density of the losses so far, and the weight that undoes it."""
+        self._state = self._state.to(device)
+        density = second_moment_density(self._state, self.uniform_prob)
+        return Timesteps(density, importance_weight(density))
+
+    def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
+        """How many bins are full, and how far the density is from uniform."""
+        self._refuse_nonfinite()
+        density = second_moment_density(self._state, self.uniform_prob)
+        full = (self._state.seen >= self.history).double().mean()
+        return {"resampler/full": full, "resampler/tv": total_variation(density)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """`LossHistory` as tensors on the CPU."""
+        self._refuse_nonfinite()
+        return self._state.to("cpu")._asdict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up the history of the checkpoint."""
+        found = LossHistory(**state_dict)
+        if found.losses.shape != self._state.losses.shape:
+            raise ValueError(
+                "the checkpoint's history is of {} bins with {} losses each, and this is "
+                "LossSecondMomentResampler(num_bins={}, history={}); use its numbers.".format(
+                    *found.losses.shape, self.num_bins, self.history
+                )
+            )
+        self._state, self._loaded = found, True
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """A checkpoint, if there is one, is read after this."""
+        self._loaded = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go on with the history of the checkpoint or of this module's last fit, or begin one."""
+        super().on_fit_start(trainer, pl_module)
+        if not self._loaded and (trainer.ckpt_path is not None or pl_module is not self._module):
+            self._state = LossHistory.of(self.num_bins, self.history)
+        self._module = pl_module
+        self._checked = False
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Remember the losses of all ranks."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if not self._checked:
+            _refuse_unfit(outputs, pl_module)
+            self._checked = True
+        found = torch.stack([outputs["u"].double(), outputs["per_sample_loss"].double()]).detach()
+        if trainer.world_size > 1:
+            found = torch.cat(gather_all_tensors(found), dim=1)
+        bins = (found[0] * self.num_bins).long().clamp(0, self.num_bins - 1)
+        self._state = update_history(self._state, bins, found[1])
+
+    def _refuse_nonfinite(self) -> None:
+        bad = (~self._state.losses.isfinite()).any(1).nonzero().flatten().tolist()
+        if bad:
+            raise FloatingPointError(
+                f"losses at u near {(bad[0] + 0.5) / self.num_bins:.3g} are not finite, so there "
+                "is no density; lower the lr, clip gradients, or resume from an earlier checkpoint."
+            )
+
+
+def _refuse_unfit(outputs: Any, module: LightningModule) -> None:
+    """Raise ValueError where a training_step returned something else than u and its losses."""
+    given = outputs if isinstance(outputs, dict) else {}
+    shapes = {name: tuple(v.shape) for name, v in given.items() if isinstance(v, Tensor)}
+    shape = shapes.get("u", ())
+    if len(shape) != 1 or shapes.get("per_sample_loss") != shape:
+        raise ValueError(
+            "LossSecondMomentResampler needs a training_step that returns {'loss': ..., 'u': (B,), "
+            f"'per_sample_loss': (B,)}}, and that of {type(module).__name__} returned tensors of "
+            f"shape {shapes}; add them."
+        )
+    low, high = given["u"].aminmax()
+    if not 0 <= low <= high <= 1:
+        raise ValueError(
+            f"training_step must return as u ranks in [0, 1], got {low:g} to {high:g}; divide "
+            "timesteps by the number of steps."
+        )

@@ -1,0 +1,341 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from support.foreign_times import ForeignTimes
+from support.golden import close, load, tensor
+from support.on_ranks import run_on_ranks
+from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer
+from support.tiny_diffusion import TinyNetwork, images, tiny_diffusion
+
+from lit_diffusion.callbacks import (
+    CurriculumWeight,
+    ImportanceWeightedCurriculum,
+    ShiftingGaussian,
+    StepSeed,
+    TimestepCurriculum,
+)
+from lit_diffusion.callbacks.curriculum import (
+    clts_density,
+    clts_gamma,
+    importance_weight,
+    shifting_gaussian,
+    total_variation,
+)
+from lit_diffusion.loggers import read_rows
+from lit_diffusion.modules import diffusion
+from lit_diffusion.timesteps import Antithetic, Independent, Stratified, bin_of, draw_uniforms
+
+CASE = "case12_seed_formulas"
+CURRICULA = [TimestepCurriculum, CurriculumWeight, ImportanceWeightedCurriculum]
+CPU = torch.device("cpu")
+
+# The pure functions
+
+
+@pytest.mark.parametrize("num_bins", [1000, 50])
+@pytest.mark.parametrize("gamma", [0.0, 0.25, 0.5, 1.0])
+def test_densities_equal_the_papers_formula(num_bins, gamma):
+    density = clts_density(int(100 * gamma), 100, num_bins=num_bins)
+    expected = tensor(CASE, f"clts_T{num_bins}/P_gamma{gamma}")
+    close(density, expected, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("num_bins", [1000, 50])
+def test_distances_from_uniform_equal_the_papers_formula(num_bins):
+    found = total_variation(clts_density(7, 7, num_bins=num_bins))
+    close(found, tensor(CASE, f"clts_T{num_bins}/tv_to_uniform_gamma1"), rtol=1e-12, atol=1e-15)
+
+
+def test_gamma_equals_the_papers_formula_and_stays_at_one():
+    found = [clts_gamma(step, 50_000) for step in load(CASE)["clts/iter"].tolist()]
+    assert found == load(CASE)["clts/gamma_target50000"].tolist()
+    assert clts_gamma(500_000, 50_000) == 1
+
+
+@pytest.mark.parametrize("normalize", ["truncate", "mix"])
+@pytest.mark.parametrize("std", [1 / 200, 0.25, 1.0, 100.0])
+@pytest.mark.parametrize("mean", [0.0, 0.3, 1.0])
+def test_densities_are_probabilities_whose_mode_is_the_mean(normalize, std, mean):
+    for step in (0, 1, 250, 999, 1000, 10**7):
+        density = clts_density(step, 1000, mean, std, 200, normalize)
+        assert density.dtype == torch.float64
+        assert (density >= 0).all()
+        assert density.sum().item() == pytest.approx(1, abs=1e-12)
+        assert step == 0 or abs((density.argmax().item() + 1) / 200 - mean) <= 1 / 200
+    assert torch.equal(density, clts_density(1000, 1000, mean, std, 200, normalize))
+
+
+def test_the_share_of_the_gaussian_is_gamma_if_truncated_and_less_if_mixed():
+    gaussian = clts_density(4, 4) - 1 / 1000
+    for step, mixed in ((1, 0.11), (2, 0.27), (3, 0.53), (4, 1.0)):
+        close(clts_density(step, 4) - 1 / 1000, step / 4 * gaussian, rtol=1e-12, atol=1e-15)
+        by_mixing = clts_density(step, 4, normalize="mix") - 1 / 1000
+        share = (by_mixing @ gaussian / (gaussian @ gaussian)).item()
+        close(by_mixing, share * gaussian, rtol=1e-9, atol=1e-15)
+        assert share == pytest.approx(mixed, abs=0.005)
+
+
+@pytest.mark.parametrize("rule", [Independent(), Stratified(), Antithetic()])
+def test_draws_follow_the_density(rule):
+    density = clts_density(1, 1, mean=0.3, std=0.25, num_bins=10)
+    generator = torch.Generator().manual_seed(0)
+    draws = [draw_uniforms(50, density, rule, generator=generator) for _ in range(400)]
+    counts = np.bincount(bin_of(torch.cat(draws), 10).numpy(), minlength=10)
+    expected = 20_000 * density.numpy()
+    assert ((counts - expected) ** 2 / expected).sum() < 33.7  # 0.01% point of chi-square, 9 df
+
+
+def test_distance_from_uniform_is_the_share_that_falls_elsewhere():
+    assert total_variation(torch.ones(5)) == 0
+    assert total_variation(torch.tensor([0.0, 8.0, 0.0, 0.0])) == 0.75
+
+
+@pytest.mark.parametrize("std", [1.0, 0.5, 0.25, 0.03])
+def test_the_distance_of_many_bins_is_that_of_the_continuous_density(std):
+    def below(u):
+        return (1 + math.erf((u - 0.3) / std / math.sqrt(2))) / 2
+
+    mass = below(1) - below(0)
+    half = std * math.sqrt(-2 * math.log(mass * std * math.sqrt(2 * math.pi)))
+    low, high = max(0.3 - half, 0), min(0.3 + half, 1)  # where the density is above uniform
+    expected = (below(high) - below(low)) / mass - (high - low)
+    found = total_variation(clts_density(1, 1, std=std, num_bins=10**6)).item()
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_importance_weight_undoes_any_density():
+    density = torch.rand(30).double() + 0.01
+    close(importance_weight(density) * density / density.sum(), torch.full((30,), 1 / 30))
+
+
+def test_the_shifting_gaussian_goes_from_the_noisiest_level_to_the_cleanest_and_stays():
+    modes = [shifting_gaussian(step, 100, num_bins=50).argmax().item() for step in range(151)]
+    assert modes[0] == 49
+    assert modes[100:] == [0] * 51
+    assert modes == sorted(modes, reverse=True)
+    assert modes[50] in (24, 25)
+    first = shifting_gaussian(0, 100)
+    close(first.sum(), torch.tensor(1.0))
+    ratio = math.exp(-((1 - 0.001) ** 2) / (2 * 0.25**2))
+    assert (first[0] / first[-1]).item() == pytest.approx(ratio, rel=1e-9)
+
+
+def test_the_shifting_gaussian_can_go_the_other_way():
+    there, back = shifting_gaussian(30, 100, 1.0, 0.2), shifting_gaussian(70, 100, 0.2, 1.0)
+    close(there, back)
+
+
+# On a module
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_the_density_is_that_of_the_optimizer_steps_completed(tmp_path, accumulate):
+    module, curriculum = ForeignTimes(), TimestepCurriculum(5, 0.2, 0.3, 40, "mix")
+    trainer = make_trainer(tmp_path, curriculum, max_epochs=4, accumulate_grad_batches=accumulate)
+    trainer.fit(module, loader())
+    steps = [4 * e + b for e in range(4) for b in range(4)]
+    if accumulate == 3:  # and one step for the last batch of an epoch
+        steps = [2 * e + b // 3 for e in range(4) for b in range(4)]
+    assert [step for step, _, _ in module.told] == steps
+    for step, density, weight in module.told:
+        assert torch.equal(density, clts_density(step, 5, 0.2, 0.3, 40, "mix"))
+        assert weight is None
+
+
+def test_the_shifting_gaussian_follows_the_steps(tmp_path):
+    module = ForeignTimes()
+    make_trainer(tmp_path, ShiftingGaussian(3, 0.9, 0.1, 0.2, 30)).fit(module, loader())
+    for step, density, _ in module.told:
+        assert torch.equal(density, shifting_gaussian(step, 3, 0.9, 0.1, 0.2, 30))
+
+
+@pytest.mark.parametrize("make", [*CURRICULA, ShiftingGaussian])
+@pytest.mark.parametrize("saved_at", [1, 2, 4, 5])
+def test_a_resumed_run_goes_on_to_the_last_bit_with_nothing_saved(tmp_path, make, saved_at):
+    def train(folder, ckpt_path=None):
+        module = ForeignTimes()
+        saves = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+        trainer = make_trainer(
+            folder, StepSeed(1), make(5), saves, max_epochs=2, enable_checkpointing=True
+        )
+        trainer.fit(module, _InOrder(trainer), ckpt_path=ckpt_path)
+        return module
+
+    whole = train(tmp_path / "whole")
+    saved = tmp_path / "whole" / f"step={saved_at}.ckpt"
+    assert set(torch.load(saved, weights_only=True)["callbacks"]) == {
+        key for key in torch.load(saved, weights_only=True)["callbacks"] if "ModelCheckpoint" in key
+    }
+    resumed = train(tmp_path / "resumed", saved)
+    assert_same_bits(resumed.told, whole.told[saved_at:])
+    assert_same_bits(dict(resumed.state_dict()), dict(whole.state_dict()))
+
+
+class _InOrder:
+    """Batches by position in the epoch, so that a resume goes on where it was."""
+
+    def __init__(self, trainer):
+        self.trainer, self.batches = trainer, list(loader())
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        yield from self.batches[done:] if done < len(self) else self.batches
+
+
+def test_gamma_and_the_distance_from_uniform_are_logged_as_often_as_lightning_logs(tmp_path):
+    def logged(*callbacks):
+        logger = CSVLogger(tmp_path, name=type(callbacks[0]).__name__)
+        trainer = make_trainer(
+            tmp_path, *callbacks, logger=logger, max_epochs=2, log_every_n_steps=2
+        )
+        trainer.fit(ForeignTimes(), loader())
+        return read_rows(f"{logger.log_dir}/metrics.csv")
+
+    for make in CURRICULA:
+        rows = logged(make(4))
+        assert [float(row["clts/gamma"]) for row in rows] == [0.25, 0.75, 1, 1]
+        ends = [0.25, 0.75, 1.0, 1.0]
+        expected = [g * total_variation(clts_density(1, 1)).item() for g in ends]
+        assert [float(row["clts/tv"]) for row in rows] == pytest.approx(expected, rel=1e-4)
+    rows = logged(ShiftingGaussian(4))
+    assert [float(row["shifting/mean"]) for row in rows] == [0.75, 0.25, 0, 0]
+    distances = [total_variation(shifting_gaussian(step, 4)).item() for step in (1, 3, 5, 7)]
+    assert [float(row["shifting/tv"]) for row in rows] == pytest.approx(distances, rel=1e-4)
+
+
+class TwoOptimizers(ForeignTimes):
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        out = super().training_step(batch, batch_idx)
+        self.manual_backward(out["loss"])
+        for optimizer in self.optimizers():
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self):
+        layers = self.inner[0], self.inner[2]
+        return [torch.optim.SGD(layer.parameters(), 0.1) for layer in layers]
+
+
+@pytest.mark.parametrize("make", [TimestepCurriculum, ShiftingGaussian])
+def test_the_steps_of_two_optimizers_count_together_and_a_warning_says_so(tmp_path, make):
+    module = TwoOptimizers()
+    with pytest.warns(UserWarning, match="counts the steps of all 2 optimizers together"):
+        make_trainer(tmp_path, make(8)).fit(module, loader())
+    assert [step for step, _, _ in module.told] == [0, 2, 4, 6]
+    for step, density, _ in module.told:
+        assert torch.equal(density, make(8).density_at(step))
+
+
+# What the controls are equal to, by enumeration of the bins
+
+BINS = 12
+
+
+@pytest.fixture
+def module():
+    return tiny_diffusion(network=TinyNetwork().eval(), label_dropout=0.0).eval()
+
+
+def expected_gradient(module, monkeypatch, timesteps):
+    """Sum over bins of their probability times the gradient that training_step has there."""
+    module.timestep_density, module.timestep_weight = timesteps
+    density = torch.ones(BINS) if module.timestep_density is None else module.timestep_density
+    module.trainer = make_trainer("unused")
+    module.log = module.log_dict = lambda *_, **__: None
+    gradient = 0.0
+    for i, batch in enumerate(images(BINS, 1)):
+        u = torch.tensor([(i + 0.5) / BINS], dtype=torch.float64)
+        monkeypatch.setattr(diffusion, "draw_uniforms", lambda *_, u=u, **__: u)
+        torch.manual_seed(i)  # of the noise
+        loss = module.training_step(batch, 0)["loss"]
+        found = torch.autograd.grad(loss, list(module.parameters()))
+        gradient += density[i] / density.sum() * torch.cat([g.flatten() for g in found]).double()
+    return gradient
+
+
+@pytest.mark.parametrize("normalize", ["truncate", "mix"])
+@pytest.mark.parametrize("step", [0, 40, 100])
+def test_the_curriculum_equals_its_weight_in_expectation_and_undone_the_baseline(
+    module, monkeypatch, step, normalize
+):
+    arguments = {"num_steps": 100, "std": 0.3, "num_bins": BINS, "normalize": normalize}
+    curriculum, weighted, undone = (
+        expected_gradient(module, monkeypatch, make(**arguments).timesteps_at(step, CPU))
+        for make in CURRICULA
+    )
+    baseline = expected_gradient(module, monkeypatch, (None, None))
+    close(weighted, curriculum, rtol=1e-5, atol=1e-8)
+    close(undone, baseline, rtol=1e-5, atol=1e-8)
+    apart = (curriculum - baseline).norm() / baseline.norm()
+    assert apart > 0.05 if step else apart < 1e-6
+
+
+# What is refused
+
+BAD = [
+    ({"num_steps": 0}, "num_steps must be at least 1 optimizer step, got 0"),
+    ({"num_steps": -5}, "got -5"),
+    ({"mean": 300}, "a mean is a rank u in .* got 300; divide"),
+    ({"mean": -0.1}, "got -0.1"),
+    ({"mean": math.nan}, "got nan"),
+    ({"std": 0.0}, "std must be at least the width of a bin, 1 / 1000"),
+    ({"std": -1.0}, "got -1.0"),
+    ({"std": 0.0009}, "got 0.0009"),
+    ({"std": math.nan}, "got nan"),
+    ({"num_bins": 0}, "num_bins must be at least 1, got 0"),
+    ({"normalize": "clamp"}, "must be 'truncate' or 'mix', got 'clamp'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+@pytest.mark.parametrize("make", CURRICULA)
+def test_bad_arguments_are_refused(make, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        make(**{"num_steps": 10, **arguments})
+    with pytest.raises(ValueError, match=message):
+        clts_density(**{"step": 3, "num_steps": 10, **arguments})
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"num_steps": 0}, {"start": 2}, {"end": -1}, {"std": 0}, {"num_bins": 0}]
+)
+def test_bad_arguments_of_the_shifting_gaussian_are_refused(arguments):
+    with pytest.raises(ValueError, match="got"):
+        ShiftingGaussian(**{"num_steps": 10, **arguments})
+
+
+def test_a_density_that_weights_cannot_undo_is_refused_at_fit_start(tmp_path):
+    module = ForeignTimes()
+    with pytest.raises(ValueError, match=r"need a density above 0 everywhere.*use a larger std"):
+        make_trainer(tmp_path, ImportanceWeightedCurriculum(9, std=0.01)).fit(module, loader())
+    assert module.told == []
+
+
+def test_the_module_must_have_timesteps(tmp_path):
+    with pytest.raises(ValueError, match=r"protocols\.HasTimesteps"):
+        make_trainer(tmp_path, TimestepCurriculum(9)).fit(PlainModule(), loader())
+
+
+@pytest.mark.system
+def test_two_ranks_have_one_density_and_draw_different_times(tmp_path):
+    zero, one = run_on_ranks("times_on_ranks.py", tmp_path, "TimestepCurriculum")
+    steps = [step for step, _, _ in zero["told"]]
+    assert steps == [0, 1, 2, 3]
+    for rank in (zero, one):
+        for step, density, weight in rank["told"]:
+            assert density == clts_density(step, 3, num_bins=6).tolist()
+            assert weight is None
+    drawn = [tuple(u) for rank in (zero, one) for u, _ in rank["drawn"]]
+    assert len(set(drawn)) == 8
+    assert zero["weights"] == one["weights"]

@@ -1,0 +1,322 @@
+import time
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from support.foreign_times import ForeignTimes
+from support.golden import close, load, tensor
+from support.on_ranks import run_on_ranks
+from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer
+from support.tiny_diffusion import images, tiny_diffusion
+
+from lit_diffusion.callbacks import EMA, LossSecondMomentResampler, StepSeed
+from lit_diffusion.callbacks.curriculum import importance_weight, total_variation
+from lit_diffusion.callbacks.loss_resampler import (
+    LossHistory,
+    second_moment_density,
+    update_history,
+)
+from lit_diffusion.loggers import read_rows
+
+CASE = "case05_resampler"
+
+
+def after_rounds(n):
+    history = LossHistory.of(8, 10)
+    for ts, losses in zip(load(CASE)["ts"][:n], load(CASE)["losses"][:n], strict=True):
+        history = update_history(history, torch.from_numpy(ts), torch.from_numpy(losses))
+    return history
+
+
+def oldest_first(history):
+    """Rows as the reference stores them, of full histories."""
+    size = history.losses.shape[1]
+    columns = (history.seen[:, None] + torch.arange(size)) % size
+    return history.losses.gather(1, columns)
+
+
+# The pure functions
+
+
+def test_histories_equal_improved_diffusion():
+    assert torch.equal(oldest_first(after_rounds(25)), tensor(CASE, "history_after_25"))
+    for n in (8, 10):
+        counts = after_rounds(n).seen.clamp(max=10)
+        assert torch.equal(counts, tensor(CASE, f"counts_after_{n}"))
+
+
+def test_densities_equal_improved_diffusion():
+    for n, key in ((0, "weights_empty"), *((n, f"weights_after_{n}_rounds") for n in (8, 10, 25))):
+        close(second_moment_density(after_rounds(n)), tensor(CASE, key), rtol=1e-9, atol=1e-14)
+    density = second_moment_density(after_rounds(25))
+    close(density / density.sum(), tensor(CASE, "p_after_25"), rtol=1e-9, atol=1e-14)
+    expected = tensor(CASE, "importance_after_25")
+    close(importance_weight(density), expected, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 40])
+def test_a_batch_counts_as_its_samples_one_after_the_other(batch):
+    """Also where it holds more samples of one bin than are remembered."""
+    rng = np.random.default_rng(0)
+    history, rows = LossHistory.of(5, 4), [[] for _ in range(5)]
+    for _ in range(12):
+        bins, losses = rng.integers(0, 5, batch) ** 2 // 4, rng.random(batch)
+        for i, loss in zip(bins, losses, strict=True):
+            rows[i] = [*rows[i], loss][-4:]
+        history = update_history(history, torch.from_numpy(bins), torch.from_numpy(losses))
+        for i, row in enumerate(rows):
+            if len(row) == 4:
+                assert oldest_first(history)[i].tolist() == row
+            else:
+                assert history.losses[i, : len(row)].tolist() == row
+    assert history.seen.sum() == 12 * batch
+
+
+def test_the_arguments_of_an_update_are_left_as_they_are():
+    before = after_rounds(12)
+    copy = LossHistory(before.losses.clone(), before.seen.clone())
+    update_history(before, torch.tensor([1, 1]), torch.tensor([5.0, 6.0]))
+    assert_same_bits(before, copy)
+
+
+def test_every_bin_keeps_its_share_of_uniform_draws():
+    history = LossHistory(torch.tensor([[0.0], [0.0], [5.0]]).double(), torch.ones(3).long())
+    close(second_moment_density(history, 0.3), torch.tensor([0.1, 0.1, 0.8]))
+    close(second_moment_density(history, 1.0), torch.full((3,), 1 / 3).double())
+
+
+def test_the_expected_gradient_is_that_of_uniform_times():
+    density = second_moment_density(after_rounds(25))
+    share = density / density.sum()
+    close(share * importance_weight(density), torch.full((8,), 1 / 8).double())
+
+
+def test_an_update_of_4000_bins_costs_well_under_a_millisecond():
+    history = LossHistory.of(4000, 10)
+    bins, losses = torch.randint(0, 4000, (128,)), torch.rand(128)
+
+    def seconds():
+        start = time.perf_counter()
+        for _ in range(50):
+            second_moment_density(update_history(history, bins, losses))
+        return (time.perf_counter() - start) / 50
+
+    assert min(seconds() for _ in range(5)) < 1e-3
+
+
+# On a module
+
+
+def replay(drawn, num_bins, size):
+    """Histories before each of the batches that a module drew."""
+    histories = [LossHistory.of(num_bins, size)]
+    for u, losses in drawn:
+        bins = (u.double() * num_bins).long()
+        histories.append(update_history(histories[-1], bins, losses))
+    return histories
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_each_batch_is_drawn_by_the_losses_of_all_batches_before(tmp_path, accumulate):
+    module, resampler = ForeignTimes(), LossSecondMomentResampler(3, history=4)
+    options = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
+    make_trainer(tmp_path, resampler, **options).fit(module, loader())
+    histories = replay(module.drawn, 3, 4)
+    for (_, density, weight), history in zip(module.told, histories, strict=False):
+        assert torch.equal(density, second_moment_density(history))
+        assert torch.equal(weight, importance_weight(density))
+    assert_same_bits(resampler.state_dict(), histories[-1]._asdict())
+    told = [density.tolist() for _, density, _ in module.told]
+    assert told[0] == [1, 1, 1]
+    assert len({tuple(row) for row in told}) > 5  # it was full in time
+
+
+def test_the_library_s_own_module_gives_what_is_needed(tmp_path):
+    resampler = LossSecondMomentResampler(4, history=2)
+    make_trainer(tmp_path, resampler, max_epochs=2).fit(tiny_diffusion(), images(16, 8))
+    assert resampler.state_dict()["seen"].sum() == 32
+    assert resampler.state_dict()["losses"].min() > 0
+
+
+def test_losses_are_remembered_without_the_weight(tmp_path):
+    """Else they would shrink where they are drawn often."""
+    resampler = LossSecondMomentResampler(2, history=3)
+    module = tiny_diffusion(label_dropout=0.0)
+    seen, original = [], module.per_sample_loss
+
+    def per_sample_loss(*args):
+        losses = original(*args)
+        seen.append(losses.detach())
+        return losses
+
+    module.per_sample_loss = per_sample_loss
+    make_trainer(tmp_path, resampler, max_epochs=4).fit(module, images(16, 8))
+    stored = set(resampler.state_dict()["losses"].flatten().float().tolist())
+    assert stored <= set(torch.cat(seen).tolist())
+
+
+class _InOrder:
+    """Batches by position in the epoch, so that a resume goes on where it was."""
+
+    def __init__(self, trainer):
+        self.trainer, self.batches = trainer, list(loader())
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        yield from self.batches[done:] if done < len(self) else self.batches
+
+
+@pytest.mark.parametrize("saved_at", [1, 2, 4, 5])
+def test_a_resumed_run_goes_on_to_the_last_bit(tmp_path, saved_at):
+    def train(folder, ckpt_path=None):
+        module, resampler = ForeignTimes(), LossSecondMomentResampler(2, history=3)
+        saves = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
+        trainer = make_trainer(
+            folder, StepSeed(1), resampler, saves, max_epochs=2, enable_checkpointing=True
+        )
+        trainer.fit(module, _InOrder(trainer), ckpt_path=ckpt_path)
+        return module, resampler
+
+    whole, whole_state = train(tmp_path / "whole")
+    saved = tmp_path / "whole" / f"step={saved_at}.ckpt"
+    state = torch.load(saved, weights_only=True)["callbacks"]["LossSecondMomentResampler"]
+    assert_same_bits(state, replay(whole.drawn, 2, 3)[saved_at]._asdict())
+    resumed, resumed_state = train(tmp_path / "resumed", saved)
+    assert_same_bits(resumed.told, whole.told[saved_at:])
+    assert_same_bits(dict(resumed.state_dict()), dict(whole.state_dict()))
+    assert_same_bits(resumed_state.state_dict(), whole_state.state_dict())
+
+
+def test_histories_of_another_module_or_run_are_forgotten(tmp_path):
+    resampler, first, second = LossSecondMomentResampler(2), ForeignTimes(), ForeignTimes()
+
+    def seen_after_fit(module, **options):
+        trainer = make_trainer(tmp_path, resampler, max_epochs=2)
+        trainer.fit(module, loader(), **options)
+        return resampler.state_dict()["seen"].sum().item()
+
+    assert seen_after_fit(first) == 64
+    assert seen_after_fit(first) == 128
+    assert seen_after_fit(second) == 64
+    plain = make_trainer(tmp_path)
+    plain.fit(ForeignTimes(), loader())
+    plain.save_checkpoint(tmp_path / "plain.ckpt")
+    assert seen_after_fit(second, ckpt_path=tmp_path / "plain.ckpt") == 32
+
+
+def test_a_checkpoint_of_another_size_is_refused(tmp_path):
+    trainer = make_trainer(tmp_path, LossSecondMomentResampler(4, history=3))
+    trainer.fit(ForeignTimes(), loader())
+    trainer.save_checkpoint(tmp_path / "c.ckpt")
+    other = make_trainer(tmp_path, LossSecondMomentResampler(4, history=10), max_epochs=2)
+    with pytest.raises(ValueError, match=r"4 bins with 3 losses each, .*history=10\); use its num"):
+        other.fit(ForeignTimes(), loader(), ckpt_path=tmp_path / "c.ckpt")
+
+
+def test_full_bins_and_the_distance_from_uniform_are_logged(tmp_path):
+    module, resampler = ForeignTimes(), LossSecondMomentResampler(3, history=9)
+    logger = CSVLogger(tmp_path)
+    options = {"logger": logger, "max_epochs": 2, "log_every_n_steps": 2}
+    make_trainer(tmp_path, resampler, **options).fit(module, loader())
+    rows = read_rows(f"{logger.log_dir}/metrics.csv")
+    before = replay(module.drawn, 3, 9)[1::2]
+    full = [(history.seen >= 9).double().mean().item() for history in before[:4]]
+    assert [float(row["resampler/full"]) for row in rows] == pytest.approx(full)
+    distances = [total_variation(second_moment_density(h)).item() for h in before[:4]]
+    assert [float(row["resampler/tv"]) for row in rows] == pytest.approx(distances, abs=1e-6)
+    assert full[0] < 1 == full[-1]
+    assert distances[0] == 0 < distances[-1]
+
+
+def test_it_goes_together_with_averages(tmp_path):
+    ema, module = EMA((0.9,)), ForeignTimes()
+    trainer = make_trainer(tmp_path, ema, LossSecondMomentResampler(2, history=2))
+    trainer.fit(module, loader(), loader())
+    trainer.save_checkpoint(tmp_path / "c.ckpt")
+    saved = torch.load(tmp_path / "c.ckpt", weights_only=True)["callbacks"]
+    assert set(saved["LossSecondMomentResampler"]) == {"losses", "seen"}
+    assert ema.state_key in saved
+
+
+class Returns(ForeignTimes):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def training_step(self, batch, batch_idx):
+        return self.change(super().training_step(batch, batch_idx))
+
+
+def without(*names):
+    return lambda out: {name: value for name, value in out.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda out: out["loss"],
+            r"'u': \(B,\).* Returns returned tensors of shape \{'loss': \(\)",
+        ),
+        (without("u"), r"shape \{'loss': \(\), 'per_sample_loss': \(8,\)\}; add them"),
+        (without("per_sample_loss"), r"'u': \(8,\)\}; add them"),
+        (lambda out: {**out, "per_sample_loss": out["loss"]}, r"'per_sample_loss': \(\)"),
+        (lambda out: {**out, "u": out["u"][:, None]}, r"'u': \(8, 1\)"),
+        (lambda out: {**out, "u": 1000 * out["u"]}, r"as u ranks in \[0, 1\], got .*; divide"),
+        (lambda out: None, r"returned tensors of shape \{\}"),
+    ],
+)
+def test_a_module_that_does_not_tell_its_losses_is_refused_at_the_first_step(
+    tmp_path, change, message
+):
+    module = Returns(change)
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tmp_path, LossSecondMomentResampler(4)).fit(module, loader())
+    assert len(module.drawn) == 1
+    assert module.timestep_density is module.timestep_weight is None
+
+
+def test_losses_that_are_not_finite_are_told_when_logged_or_saved(tmp_path):
+    def broken(out):
+        return {**out, "per_sample_loss": torch.full_like(out["per_sample_loss"], torch.nan)}
+
+    resampler = LossSecondMomentResampler(1)
+    with pytest.raises(FloatingPointError, match=r"u near 0\.5 are not finite"):
+        make_trainer(tmp_path, resampler, log_every_n_steps=1).fit(Returns(broken), loader())
+    with pytest.raises(FloatingPointError, match="not finite"):
+        resampler.state_dict()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"num_bins": 0}, {"history": 0}, {"uniform_prob": 0.0}, {"uniform_prob": 1.5}],
+)
+def test_bad_arguments_are_refused(arguments):
+    with pytest.raises(ValueError, match="got"):
+        LossSecondMomentResampler(**{"num_bins": 4, **arguments})
+
+
+def test_the_module_must_have_timesteps(tmp_path):
+    with pytest.raises(ValueError, match=r"protocols\.HasTimesteps"):
+        make_trainer(tmp_path, LossSecondMomentResampler(9)).fit(PlainModule(), loader())
+
+
+@pytest.mark.system
+def test_ranks_share_the_losses_of_batches_of_different_sizes(tmp_path):
+    zero, one = run_on_ranks("times_on_ranks.py", tmp_path, "LossSecondMomentResampler")
+    assert zero["told"] == one["told"]
+    assert zero["state"] == one["state"]
+    pairs = zip(zero["drawn"], one["drawn"], strict=True)
+    drawn = [[torch.tensor(a + b) for a, b in zip(*pair, strict=True)] for pair in pairs]
+    assert [len(u) for u, _ in drawn] == [13] * 4
+    histories = replay(drawn, 2, 3)
+    for (_, density, _), history in zip(zero["told"], histories, strict=False):
+        assert density == second_moment_density(history).tolist()
+    assert len({tuple(density) for _, density, _ in zero["told"]}) > 1
+    assert zero["state"] == [value.tolist() for value in histories[-1]]
+    assert zero["weights"] == one["weights"]

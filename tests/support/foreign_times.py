@@ -1,0 +1,36 @@
+"""Somebody else's LightningModule, which draws noise levels as protocols.HasTimesteps says."""
+
+import torch
+from torch import nn
+
+from support.plain_module import PlainModule
+
+
+class ForeignTimes(PlainModule):
+    """Denoises vectors at levels u from its own draws; remembers what it was told and drew."""
+
+    def __init__(self, lr=1e-2, optimizer=torch.optim.Adam):
+        super().__init__(lr, optimizer)
+        self.inner = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
+        self.shared = self.inner[2]
+        self.timestep_density = None
+        self.timestep_weight = None
+        self.told, self.drawn = [], []
+
+    def training_step(self, batch, batch_idx):
+        self.told.append((self.global_step, self.timestep_density, self.timestep_weight))
+        x, n = batch[0], len(batch[0])
+        u, factor = torch.rand(n), torch.ones(n)
+        if self.timestep_density is not None:
+            bins = torch.multinomial(self.timestep_density, n, replacement=True)
+            u = (bins + u) / len(self.timestep_density)
+        if self.timestep_weight is not None:
+            weight = self.timestep_weight
+            factor = weight[(u * len(weight)).long().clamp(max=len(weight) - 1)]
+        x_u = x + u[:, None] * torch.randn_like(x)
+        losses = (self.inner(torch.cat([x_u, u[:, None]], dim=1)) - x).pow(2).mean(1)
+        self.drawn.append((u, losses.detach()))
+        return {"loss": (losses * factor).mean(), "u": u, "per_sample_loss": losses}
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", batch[0].pow(2).mean())

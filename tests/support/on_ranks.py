@@ -1,0 +1,20 @@
+"""Runs a script of this folder on two gloo ranks, each of which writes rank<n>.json."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run_on_ranks(script, folder, *arguments):
+    """What each rank wrote. The script gets the folder as its first argument."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    subprocess.run(
+        [*command, Path(__file__).parent / script, folder, *arguments],
+        check=True,
+        timeout=300,
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
