@@ -8,6 +8,7 @@ reads it. `state_dict` are the raw weights, averages are in the state of the EMA
 import os
 import pickle
 import re
+import shutil
 from argparse import ArgumentError
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -77,7 +78,11 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: PathLike) -> None:
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         kept = "; the checkpoint saved there before is intact" if path.exists() else ""
-        raise OSError(f"{path} could not be written: {_first_line(error)}{kept}.") from error
+        free = shutil.disk_usage(path.parent).free / 2**20
+        raise OSError(
+            f"{path} could not be written, with {free:.0f} MiB free there: "
+            f"{_first_line(error)}{kept}."
+        ) from error
     finally:
         temporary.unlink(missing_ok=True)
     _sync_folder(path.parent)
