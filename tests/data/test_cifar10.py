@@ -1,52 +1,19 @@
-import hashlib
-import pickle
 import tarfile
-from types import MappingProxyType
 
 import numpy as np
 import pytest
 import torch
-import torchvision
+from support.cifar10_files import FOLDER, PER_FILE, contents, md5, published_as, write
 
 from lit_diffusion.data.cifar10 import CIFAR10
-
-FOLDER = "cifar-10-batches-py"
-BATCHES = [f"data_batch_{i}" for i in range(1, 6)]
-PER_FILE = 12
-
-
-def contents(seed):
-    pixels = np.random.default_rng(seed).integers(0, 256, (PER_FILE, 3072), dtype=np.uint8)
-    return {"data": pixels, "labels": [(seed + i) % 10 for i in range(PER_FILE)]}
-
-
-def write(root):
-    """Files in CIFAR-10's format, but with 12 random pictures each; returns their MD5s."""
-    (root / FOLDER).mkdir(parents=True)
-    data = {name: contents(seed) for seed, name in enumerate([*BATCHES, "test_batch"])}
-    data["batches.meta"] = {"label_names": list(CIFAR10.class_names)}
-    for name, value in data.items():
-        (root / FOLDER / name).write_bytes(pickle.dumps(value, protocol=2))
-    return {name: md5(root / FOLDER / name) for name in data}
-
-
-def md5(path):
-    return hashlib.md5(path.read_bytes()).hexdigest()
 
 
 @pytest.fixture
 def small(tmp_path):
     """CIFAR10 for which the files in tmp_path are the published ones, and nothing is online."""
-    sums = write(tmp_path)
-
-    class Source(torchvision.datasets.CIFAR10):
-        url = "http://127.0.0.1:9/cifar-10-python.tar.gz"  # nobody listens there
-        train_list = tuple((name, sums[name]) for name in BATCHES)
-        test_list = (("test_batch", sums["test_batch"]),)
-        meta = MappingProxyType(dict(torchvision.datasets.CIFAR10.meta, md5=sums["batches.meta"]))
 
     class Small(CIFAR10):
-        source = Source
+        source = published_as(write(tmp_path))
 
     return Small
 
