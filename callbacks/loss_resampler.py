@@ -89,7 +89,7 @@ def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> 
     """
     num_bins, size = history.losses.shape
     full = (history.seen >= size).all()
-    rms = history.losses.square().mean(1).sqrt()
+    rms = torch.linalg.vector_norm(history.losses, dim=1)  # times sqrt(size), which cancels
     mixed = (1 - uniform_prob) * rms / rms.sum() + uniform_prob / num_bins
     return torch.where(full, mixed, torch.ones_like(mixed))
 

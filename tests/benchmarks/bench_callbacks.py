@@ -20,7 +20,20 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lit_diffusion.callbacks import EMA, FIDEvaluation, NoiseLevelLoss, SampleGrid, StepSeed
+from lit_diffusion.callbacks import (
+    EMA,
+    CurriculumWeight,
+    FIDEvaluation,
+    ImportanceWeightedCurriculum,
+    LossSecondMomentResampler,
+    LRCompensation,
+    MomentumDecay,
+    NoiseLevelLoss,
+    SampleGrid,
+    ShiftingGaussian,
+    StepSeed,
+    TimestepCurriculum,
+)
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.processes import CosineBetas, DiscreteVP
 
@@ -31,12 +44,15 @@ class OneParameter(LightningModule):
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
+        self.timestep_density = self.timestep_weight = None
+        self.u = torch.rand(128)
 
     def training_step(self, batch, batch_idx):
-        return (self.weight - batch[0]).pow(2).mean()
+        loss = (self.weight - batch[0]).pow(2).mean()
+        return {"loss": loss, "u": self.u, "per_sample_loss": self.u}
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=1e-3)
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
 
     def generate(self, seeds, labels=None):
         return torch.zeros(len(seeds), 1, 8, 8, dtype=torch.uint8)
@@ -87,6 +103,14 @@ ARMS = {
     "EMA": lambda n: [EMA()],
     "EMA, 3 decays": lambda n: [EMA((0.999, 0.9999, 0.99999))],
     "StepSeed": lambda n: [StepSeed(0)],
+    "MomentumDecay": lambda n: [MomentumDecay()],
+    "LRCompensation": lambda n: [LRCompensation()],
+    "TimestepCurriculum": lambda n: [TimestepCurriculum(n)],
+    "CurriculumWeight": lambda n: [CurriculumWeight(n)],
+    "ImportanceWeightedCurriculum": lambda n: [ImportanceWeightedCurriculum(n)],
+    "ShiftingGaussian": lambda n: [ShiftingGaussian(n)],
+    "resampler, 1000 bins": lambda n: [LossSecondMomentResampler(1000)],
+    "resampler, 4000 bins": lambda n: [LossSecondMomentResampler(4000)],
     "SampleGrid, not drawing": lambda n: [SampleGrid(16, every_n_steps=10 * n)],
     "NoiseLevelLoss, not due": lambda n: [NoiseLevelLoss(every_n_steps=10 * n)],
     "FIDEvaluation, not due": lambda n: [fid(10 * n)],
@@ -109,7 +133,7 @@ def main():
     for name, found in times.items():
         median = statistics.median(found)
         print(
-            f"{name:26} {median:7.3f} ms/step  {median - base:+7.3f} ms"
+            f"{name:28} {median:7.3f} ms/step  {median - base:+7.3f} ms"
             f"  {median - base:+6.2f}% of 100 ms"
         )
 
