@@ -44,7 +44,7 @@ _HELP = {
     "fit": """Train a model, or resume a run.
 
     lit-diffusion fit --config configs/digits.yaml
-    lit-diffusion fit --config configs/digits.yaml --config configs/callbacks/NAME.yaml
+    lit-diffusion fit --config configs/digits.yaml --config configs/arms/NAME.yaml
     lit-diffusion fit --config configs/digits.yaml --ckpt_path=last --trainer.max_steps=1000
 
 A config names the model, data, trainer and callbacks; later configs and options win over earlier

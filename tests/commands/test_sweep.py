@@ -75,14 +75,17 @@ def test_a_file_with_a_plus_in_its_name_is_one_config(capsys):
 
 def test_a_printed_command_resumes_when_it_is_run_again(capsys):
     """As an array task that was requeued; a finished one is left as it is."""
-    (line,) = printed(capsys, "--seeds 0 --out out --trainer.max_steps=4")
+    (_, line) = printed(capsys, "--arms ema.yaml --seeds 0 --out out --trainer.max_steps=4")
+    run = Path("out/ema/seed-0")
     assert main(shlex.split(line)[1:]) == 0
-    before = weights("out/baseline/seed-0")
+    before = weights(run)
     assert main(shlex.split(line)[1:]) == 0
-    assert equal(before, weights("out/baseline/seed-0"))
+    assert equal(before, weights(run))
     assert main(shlex.split(line.replace("max_steps=4", "max_steps=6"))[1:]) == 0
-    steps = [int(row["step"]) for row in read_rows("out/baseline/seed-0/metrics.csv")]
+    steps = [int(row["step"]) for row in read_rows(run / "metrics.csv")]
     assert sorted(set(steps)) == list(range(6))
+    saved = yaml.safe_load((run / "config.resume-2.yaml").read_text())
+    assert len(saved["trainer"]["callbacks"]) == 1  # appended once, not once more at each resume
 
 
 @pytest.mark.parametrize(
