@@ -39,6 +39,7 @@ class UpdateSchedule(Callback, ABC):
             raise ValueError(f"optimizers must be positions from 0 on or None, got {optimizers}.")
         self.total_steps = total_steps
         self.optimizers = None if optimizers is None else list(optimizers)
+        self._state_key = self._generate_state_key(optimizers=self.optimizers)  # asked at each hook
         self._loaded: dict[str, Any] = {}  # read from a checkpoint, not yet taken up
         self._length: int | None = None  # total_steps in force
         self._steps: StepCounts | None = None
@@ -59,7 +60,7 @@ class UpdateSchedule(Callback, ABC):
     @property
     def state_key(self) -> str:
         """Key in `checkpoint["callbacks"]`."""
-        return self._generate_state_key(optimizers=self.optimizers)
+        return self._state_key
 
     def state_dict(self) -> dict[str, Any]:
         """Length of the schedule and steps completed by each optimizer; empty before a fit."""

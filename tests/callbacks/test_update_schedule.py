@@ -168,6 +168,24 @@ def test_a_second_fit_of_one_trainer_goes_on(tmp_path):
     assert used(module) == expected(range(8), 8)
 
 
+def test_data_is_read_as_often_as_without(tmp_path):
+    """A loader whose place in the data is restored must not be asked before that."""
+
+    class Counted(torch.utils.data.DataLoader):
+        asked = 0
+
+        def __iter__(self):
+            self.asked += 1
+            return super().__iter__()
+
+    def asked(*callbacks):
+        batches = Counted(loader(32, 8).dataset, batch_size=8)
+        fit(tmp_path, Recorded(), *callbacks, batches=batches, max_epochs=2)
+        return batches.asked
+
+    assert asked(MomentumDecay()) == asked()
+
+
 # Several optimizers
 
 
@@ -193,20 +211,16 @@ def test_two_callbacks_may_serve_an_optimizer_each_and_never_one_together(tmp_pa
         fit(tmp_path, Recorded(), MomentumDecay(), LRCompensation())
 
 
-@pytest.mark.parametrize("step", range(1, STEPS))
-def test_counts_of_two_optimizers_resume_exactly(tmp_path, step):
-    def run(epochs, ckpt_path=None):
-        module, decay = TwoRecorded(), MomentumDecay(total_steps=8)
-        trainer = fit(tmp_path, module, decay, max_epochs=epochs, ckpt_path=ckpt_path)
-        return module, trainer
-
-    whole, _ = run(STEPS)
-    first, trainer = run(step)
-    trainer.save_checkpoint(tmp_path / "c.ckpt")
-    second, _ = run(STEPS, tmp_path / "c.ckpt")
-    for name, used in whole.used.items():
-        assert first.used[name] + second.used[name] == used
-    assert_same_bits(trainable(second), trainable(whole))
+def test_counts_of_two_optimizers_resume_exactly_after_any_batch(tmp_path):
+    saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
+    whole = TwoRecorded()
+    fit(tmp_path, whole, MomentumDecay(total_steps=8), saves, enable_checkpointing=True)
+    for epoch in range(STEPS - 1):
+        module, saved = TwoRecorded(), tmp_path / f"epoch={epoch}.ckpt"
+        fit(tmp_path, module, MomentumDecay(total_steps=8), ckpt_path=saved)
+        assert module.used["often"] == whole.used["often"][epoch + 1 :]
+        assert module.used["seldom"] == whole.used["seldom"][epoch // 2 + 1 :]
+        assert_same_bits(trainable(module), trainable(whole))
 
 
 def test_counts_that_a_checkpoint_lacks_are_missed(tmp_path):

@@ -17,7 +17,7 @@ from support.plain_module import assert_close, assert_same_bits, make_trainer, t
 from support.tiny_diffusion import images, tiny_diffusion
 from torch import nn
 
-from lit_diffusion.callbacks import EMA, NoiseLevelLoss, SampleGrid, StepSeed
+from lit_diffusion.callbacks import EMA, MomentumDecay, NoiseLevelLoss, SampleGrid, StepSeed
 
 
 def all_callbacks(every_n_steps=None):
@@ -104,6 +104,7 @@ def test_train_2n_equals_train_n_then_resume_to_the_last_bit(tmp_path, saved_at)
         callbacks = [
             StepSeed(1),
             EMA((0.9, 0.5), every_n_steps=3),
+            MomentumDecay(),
             SampleGrid(2),
             NoiseLevelLoss(2),
             ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2),
