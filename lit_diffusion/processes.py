@@ -218,7 +218,7 @@ class ContinuousVP:
         t_min: least noisy time that is trained on.
 
     Raises:
-        ValueError: unless beta_min >= 0, beta_d > 0 and 0 < t_min < 1.
+        ValueError: unless beta_min > 0, beta_d > 0 and 0 < t_min < 1.
 
     Source: Song et al. 2021 (score SDEs), appendix C; Karras et al. 2022 (EDM), table 1, column VP.
 
@@ -234,8 +234,8 @@ class ContinuousVP:
 
     def __post_init__(self) -> None:
         """Refuse values without a process."""
-        if not (self.beta_min >= 0 and self.beta_d > 0 and 0 < self.t_min < 1):
-            raise ValueError(f"beta_min >= 0, beta_d > 0 and 0 < t_min < 1 must hold, got {self}.")
+        if not (self.beta_min > 0 and self.beta_d > 0 and 0 < self.t_min < 1):
+            raise ValueError(f"beta_min > 0, beta_d > 0 and 0 < t_min < 1 must hold, got {self}.")
 
     @property
     def t_max(self) -> float:

@@ -128,7 +128,7 @@ def test_uniform_ranks_are_the_times_of_the_variance_exploding_process():
         lambda: EDMProcess(0.002, float("nan")),
         lambda: ContinuousVP(t_min=0.0),
         lambda: ContinuousVP(beta_d=0.0),
-        lambda: ContinuousVP(beta_min=-1.0),
+        lambda: ContinuousVP(beta_min=0.0),
     ],
 )
 def test_continuous_processes_without_levels_are_refused(make):

@@ -16,7 +16,7 @@ from lit_diffusion.data.digits import Digits
 from lit_diffusion.gaussian import FixedSmall, LearnedRange
 from lit_diffusion.guidance import ClassifierFree, ClassifierScore, ClassifierShift
 from lit_diffusion.loggers import AppendingCSVLogger, read_rows
-from lit_diffusion.losses import DenoisingLoss, HybridLoss, Simple
+from lit_diffusion.losses import DenoisingLoss, FDMWarmup, HybridLoss, Simple
 from lit_diffusion.lr_schedules import WarmupLinear
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.networks.unet import UNet
@@ -278,6 +278,15 @@ def test_validation_is_without_the_curriculum():
     (plain,) = trainer().validate(model, loader(), verbose=False)
     model.timestep_density, model.timestep_weight = torch.tensor([0.0, 1.0]), torch.tensor([0, 9.0])
     assert trainer().validate(model, loader(), verbose=False) == [plain]
+
+
+def test_validation_is_without_the_warm_up_of_a_weighting():
+    warming = module(loss=DenoisingLoss(FDMWarmup(Simple(), 1000)))
+    plain = trainer().validate(module(), loader(), verbose=False)
+    assert trainer().validate(warming, loader(), verbose=False) == plain
+    x0, t = torch.ones(1, 1, 8, 8), torch.zeros(1, dtype=torch.float64)
+    early = warming.per_sample_loss(x0, None, t, x0, step=0)
+    assert early < 0.1 * module().per_sample_loss(x0, None, t, x0, step=0)
 
 
 def one_step(model):
