@@ -36,6 +36,8 @@ def differences(saved: Any, used: Any, name: str = "model") -> dict[str, tuple[A
     """
     if saved == used or (_same_list(saved, used)):
         return {}
+    if _are_specs(saved, used):
+        saved, used = dict(enumerate(saved)), dict(enumerate(used))
     if not (isinstance(saved, dict) and isinstance(used, dict)):
         return {name: (saved, used)}
     if saved.get("class_path") != used.get("class_path"):
@@ -113,6 +115,12 @@ def _same_list(saved: Any, used: Any) -> bool:
     """A tuple and the list that YAML makes of it."""
     kinds = (list, tuple)
     return isinstance(saved, kinds) and isinstance(used, kinds) and list(saved) == list(used)
+
+
+def _are_specs(saved: Any, used: Any) -> bool:
+    """Two lists of as many objects, such as callbacks."""
+    lists = isinstance(saved, list) and isinstance(used, list) and len(saved) == len(used)
+    return lists and all(isinstance(item, dict) for item in [*saved, *used])
 
 
 def _refuse_other_optimizer(changes: Changes) -> None:

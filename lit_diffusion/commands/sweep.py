@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> None:
 
     Raises:
         ValueError: for options, arms or existing runs that do not fit; nothing is started then.
-        RuntimeError: where runs failed.
+        SystemExit: 1 where runs are left that are not finished.
     """
     args, options = parser().parse_known_args(argv[1:])
     runs = plan(args, options)
@@ -93,11 +93,13 @@ def run(argv: Sequence[str]) -> None:
         again = shlex.join(["lit-diffusion", *argv])
         _tell(f"stopped with {sweep.tally()}. The same command goes on:\n  {again}")
         raise
+    if sweep.unfinished:
+        _tell(f"{sweep.tally()}; not {', '.join(sweep.unfinished)}")
     from lit_diffusion.commands.compare import run as compare
 
     compare(["compare", str(_out(args)), "--out", str(_out(args) / "report")])
     if sweep.unfinished:
-        raise RuntimeError(f"{sweep.tally()}; not {', '.join(sweep.unfinished)}.")
+        raise SystemExit(1)
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class Sweep:
 
     runs: Sequence[Run]
     at_once: int
-    _finished: set[str] = field(default_factory=set)
+    _finished: set[str] = field(default_factory=set, init=False)
 
     def run(self) -> None:
         """Start or resume every run that is not finished, and say what becomes of it."""
@@ -192,7 +194,7 @@ class Sweep:
                 self._finished.add(run.name)
                 _tell(f"{run.name} was finished before")
                 continue
-            if steps is None:
+            if steps is None and latest_config(run.folder):
                 _clear(run.folder)
             _tell(f"{run.name} {'starts' if steps is None else f'resumes at step {steps}'}")
             resume = [] if steps is None else [RESUME]

@@ -34,3 +34,14 @@ def changed(**init_args):
 )
 def test_settings_that_differ_are_found_by_name(used, expected):
     assert differences(MODEL, used) == expected
+
+
+def test_lists_of_as_many_objects_differ_in_the_settings_of_their_objects():
+    """What only one of them has, as after an update that added an argument, is no difference."""
+    old = [{"class_path": "EMA", "init_args": {"decays": [0.9]}}, {"class_path": "Grid"}]
+    new = [
+        {"class_path": "EMA", "init_args": {"decays": [0.5], "added": 1}},
+        {"class_path": "Grid"},
+    ]
+    assert differences(old, new, "callbacks") == {"callbacks.0.decays": ([0.9], [0.5])}
+    assert differences(old, new[:1], "callbacks") == {"callbacks": (old, new[:1])}

@@ -1,11 +1,13 @@
 """Arms and seeds as fits: what is planned, and real processes interrupted and taken up again."""
 
+import io
 import os
 import shlex
 import shutil
 import signal
 import subprocess
 import time
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -115,10 +117,25 @@ def test_a_mistake_in_the_last_arm_is_found_before_the_first_is_started(capsys):
     assert "shft" in said
 
 
+@pytest.fixture(scope="module")
+def swept(tmp_path_factory) -> Path:
+    """The finished runs of the arms baseline and slow."""
+    folder, text = tmp_path_factory.mktemp("swept"), io.StringIO()
+    with chdir(folder):
+        write_config(tiny_config())
+        write_config(ARMS["slow"], Path("slow.yaml"))
+        with redirect_stdout(text):
+            main(
+                shlex.split(f"sweep tiny.yaml --arms slow.yaml --seeds 0 --out out --print {TRUST}")
+            )
+        for line in text.getvalue().splitlines():
+            assert main(shlex.split(line)[1:]) == 0
+    return folder / "out"
+
+
 @pytest.fixture
-def one_run(capsys) -> None:
-    for line in printed(capsys, "--arms slow.yaml --seeds 0 --out out"):
-        assert main(shlex.split(line)[1:]) == 0
+def one_run(swept) -> None:
+    shutil.copytree(swept, "out")
 
 
 def test_a_changed_arm_under_the_same_name_is_refused_by_the_names_of_its_keys(one_run, capsys):
@@ -205,7 +222,7 @@ def test_a_sweep_that_is_interrupted_goes_on_where_it_was():
     assert "min-snr/seed-0 starts\n" in said
     assert "broken/seed-0 FAILED with exit code 2" in said
     assert "image_shape" in said
-    assert "2 of 3 runs finished; not broken/seed-0." in said
+    assert "2 of 3 runs finished; not broken/seed-0\n" in said
     assert all(checkpoint(run)["global_step"] == 150 for run in runs)
     assert all((run / "config.yaml").is_file() for run in runs)
 
