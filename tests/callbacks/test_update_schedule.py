@@ -147,12 +147,17 @@ def test_the_length_goes_on_through_several_resumes_and_saves_before_the_first_s
     assert decay.state_dict() == {"total_steps": 8, "steps": [4]}
 
 
-def test_a_callback_can_serve_another_run(tmp_path):
-    decay = MomentumDecay()
+def test_a_callback_can_serve_another_run_and_keeps_nothing_of_the_last(tmp_path):
+    class SavesFirst(Recorded):
+        def on_fit_start(self):
+            self.trainer.save_checkpoint(tmp_path / "early.ckpt")
+
+    module, decay = SavesFirst(), MomentumDecay()
     fit(tmp_path, Recorded(), decay)
-    module = Recorded()
     fit(tmp_path, module, decay, max_epochs=3)
     assert used(module) == expected(range(3), 3)
+    early = torch.load(tmp_path / "early.ckpt", weights_only=True)["callbacks"]
+    assert not early.get(decay.state_key)
 
 
 def test_a_run_without_the_callback_goes_on_with_it_where_the_schedule_would_be(tmp_path):
