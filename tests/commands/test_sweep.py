@@ -21,6 +21,7 @@ from lit_diffusion.commands import sweep
 from lit_diffusion.loggers import read_rows
 
 TRUST = "--trust support"
+MIN_SNR = "lit_diffusion.losses.MinSNR"
 ARMS = {
     "slow": {"model": {"init_args": {"optimizer": {"init_args": {"lr": 0.01}}}}},
     "ema": {"trainer": {"callbacks+": [EMA]}},
@@ -198,7 +199,7 @@ def digits(steps: int) -> dict:
 def test_a_sweep_that_is_interrupted_goes_on_where_it_was():
     """Ctrl-C in the middle; one run then has a checkpoint, the other died before its first."""
     write_config(digits(150), Path("digits.yaml"))
-    weighted = {"model": {"init_args": {"loss": {"init_args": {"weighting": "MinSNR"}}}}}
+    weighted = {"model": {"init_args": {"loss": {"init_args": {"weighting": MIN_SNR}}}}}
     write_config(weighted, Path("min-snr.yaml"))
     broken = {"model": {"init_args": {"image_shape": [1, 9, 9]}}}  # the data tell only in fit
     write_config(broken, Path("broken.yaml"))
@@ -207,7 +208,7 @@ def test_a_sweep_that_is_interrupted_goes_on_where_it_was():
 
     first = start(options)
     while not all((run / sweep.LAST).exists() for run in runs):
-        assert first.poll() is None
+        assert first.poll() is None, first.communicate()[1]
         time.sleep(0.05)
     os.kill(first.pid, signal.SIGINT)
     said = told(first, 130)
