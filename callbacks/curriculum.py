@@ -78,7 +78,7 @@ def clts_density(
         >>> clts_density(0, 50_000, num_bins=4).tolist()
         [0.25, 0.25, 0.25, 0.25]
         >>> clts_density(50_000, 50_000, num_bins=4).round(decimals=3).tolist()
-        [0.268, 0.263, 0.243, 0.21]
+        [0.272, 0.267, 0.247, 0.214]
     """
     if normalize not in ("truncate", "mix"):
         raise ValueError(f"normalize must be 'truncate' or 'mix', got {normalize!r}.")
@@ -151,8 +151,8 @@ def total_variation(density: Tensor) -> Tensor:
         () in [0, 1).
 
     Example:
-        >>> round(total_variation(clts_density(50_000, 50_000)).item(), 4)
-        0.0276
+        >>> round(total_variation(clts_density(50_000, 50_000)).item(), 3)
+        0.028
     """
     return (density / density.sum() - 1 / len(density)).abs().sum() / 2
 
@@ -301,7 +301,7 @@ class ImportanceWeightedCurriculum(_Curriculum):
     Example:
         >>> curriculum = ImportanceWeightedCurriculum(num_steps=100, num_bins=4)
         >>> density, weight = curriculum.timesteps_at(100, torch.device("cpu"))
-        >>> (density * weight).tolist()
+        >>> (density * weight).round(decimals=9).tolist()
         [0.25, 0.25, 0.25, 0.25]
     """
 

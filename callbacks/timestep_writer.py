@@ -67,7 +67,7 @@ class TimestepWriter(Callback):
         self._written = self.timesteps_at(step, pl_module.device)
         for attribute in self.writes:
             setattr(pl_module, attribute, getattr(self._written, attribute))
-        if trainer._logger_connector.should_update_logs:
+        if trainer._logger_connector.should_update_logs:  # as Lightning's own monitors do
             pl_module.log_dict(self.numbers_at(step, pl_module.device))
 
     def on_train_batch_end(

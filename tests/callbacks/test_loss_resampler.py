@@ -1,11 +1,9 @@
-import time
-
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from support.foreign_times import ForeignTimes
+from support.foreign_times import ForeignTimes, InOrder
 from support.golden import close, load, tensor
 from support.on_ranks import run_on_ranks
 from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer
@@ -93,19 +91,6 @@ def test_the_expected_gradient_is_that_of_uniform_times():
     close(share * importance_weight(density), torch.full((8,), 1 / 8).double())
 
 
-def test_an_update_of_4000_bins_costs_well_under_a_millisecond():
-    history = LossHistory.of(4000, 10)
-    bins, losses = torch.randint(0, 4000, (128,)), torch.rand(128)
-
-    def seconds():
-        start = time.perf_counter()
-        for _ in range(50):
-            second_moment_density(update_history(history, bins, losses))
-        return (time.perf_counter() - start) / 50
-
-    assert min(seconds() for _ in range(5)) < 1e-3
-
-
 # On a module
 
 
@@ -157,20 +142,6 @@ def test_losses_are_remembered_without_the_weight(tmp_path):
     assert stored <= set(torch.cat(seen).tolist())
 
 
-class _InOrder:
-    """Batches by position in the epoch, so that a resume goes on where it was."""
-
-    def __init__(self, trainer):
-        self.trainer, self.batches = trainer, list(loader())
-
-    def __len__(self):
-        return len(self.batches)
-
-    def __iter__(self):
-        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        yield from self.batches[done:] if done < len(self) else self.batches
-
-
 @pytest.mark.parametrize("saved_at", [1, 2, 4, 5])
 def test_a_resumed_run_goes_on_to_the_last_bit(tmp_path, saved_at):
     def train(folder, ckpt_path=None):
@@ -179,7 +150,7 @@ def test_a_resumed_run_goes_on_to_the_last_bit(tmp_path, saved_at):
         trainer = make_trainer(
             folder, StepSeed(1), resampler, saves, max_epochs=2, enable_checkpointing=True
         )
-        trainer.fit(module, _InOrder(trainer), ckpt_path=ckpt_path)
+        trainer.fit(module, InOrder(trainer), ckpt_path=ckpt_path)
         return module, resampler
 
     whole, whole_state = train(tmp_path / "whole")

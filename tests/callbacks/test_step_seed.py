@@ -1,12 +1,7 @@
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from support.on_ranks import run_on_ranks
 from support.plain_module import PlainModule, loader, make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
 
@@ -53,16 +48,7 @@ def test_the_seed_of_seed_everything_is_taken_or_missed_at_fit_start(tmp_path, m
 def run_on_two_ranks(folder):
     """What tests/support/two_ranks.py wrote for each rank."""
     folder.mkdir()
-    script = Path(__file__).parents[1] / "support" / "two_ranks.py"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run(
-        [*command, script, folder],
-        check=True,
-        timeout=300,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    return run_on_ranks("two_ranks.py", folder)
 
 
 @pytest.mark.system

@@ -1,14 +1,10 @@
-import json
-import os
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from support.on_ranks import run_on_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -403,11 +399,7 @@ def test_validation_during_training_does_not_change_training():
 
 @pytest.mark.system
 def test_two_ranks_draw_different_times_and_noise_and_end_with_the_same_weights(tmp_path):
-    script = Path(__file__).parents[1] / "support" / "module_on_ranks.py"
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run([*launch, script, tmp_path], check=True, timeout=300, env=environment)
-    zero, one = (json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1))
+    zero, one = run_on_ranks("module_on_ranks.py", tmp_path)
     steps = [tuple(step) for step in zero["drawn"] + one["drawn"]]
     assert len(set(steps)) == len(steps) == 8
     assert zero["weights"] == one["weights"]
