@@ -48,7 +48,9 @@ def bin_of(u: Tensor, num_bins: int) -> Tensor:
 def _inverse_cdf(u: Tensor, density: Tensor) -> Tensor:
     """Quantile function of a piecewise constant density, linear within a bin."""
     weights = density.to(device=u.device, dtype=torch.float64)
-    cdf = weights.cumsum(0) / weights.sum()
+    # CUDA has no cumulative sum that Trainer(deterministic=True) lets pass.
+    summed = weights.cpu() if torch.are_deterministic_algorithms_enabled() else weights
+    cdf = summed.cumsum(0).to(u.device) / weights.sum()
     index = torch.searchsorted(cdf, u, right=True).clamp(max=len(cdf) - 1)
     share = weights[index] / weights.sum()
     within = ((u - (cdf[index] - share)) / share).clamp(0, 1 - 2**-52)

@@ -219,6 +219,20 @@ def test_stratified_draws_put_one_in_each_stratum():
         assert (u * 128).long().sort().values.tolist() == list(range(128))
 
 
+@pytest.fixture
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_density_can_be_drawn_from_with_deterministic_algorithms(device, deterministic):
+    density = torch.tensor([0.0, 1.0, 3.0], device=device)
+    u = draw_uniforms(64, density, device=device)
+    assert np.bincount(bin_of(u, 3).tolist(), minlength=3).tolist() == [0, 16, 48]
+
+
 def test_uniform_times_reach_every_step_alike():
     process = DiscreteVP(LinearBetas(50))
     u = draw_uniforms(50, generator=torch.Generator().manual_seed(3))
