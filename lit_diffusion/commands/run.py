@@ -1,6 +1,5 @@
 """`lit-diffusion fit | validate | test | predict`: LightningCLI, with a run folder around it."""
 
-import json
 import logging
 import sys
 import time
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
+import yaml
 from jsonargparse import DefaultHelpFormatter
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
@@ -126,7 +126,7 @@ class RunCLI(LightningCLI):
         """The command line, after what it wins over: the checkpoint's model and run config."""
         request, configs = self.request, []
         if self._spec is not None:
-            configs += ["--config", json.dumps({"model": self._spec})]
+            configs += ["--config", yaml.safe_dump({"model": self._spec})]  # JSON has no inf
         if not request.configs and request.holds_checkpoint:
             found = latest_config(request.root)
             configs += ["--config", str(found)] if found else []

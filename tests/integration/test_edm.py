@@ -104,7 +104,7 @@ def edm_config(steps):
     return config
 
 
-def test_a_config_trains_and_its_run_samples(monkeypatch, tmp_path):
+def test_a_config_trains_and_its_run_resumes_and_samples(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     write_config(edm_config(3), Path("edm.yaml"))
     assert main(["fit", "--config", "edm.yaml"]) == 0
@@ -114,6 +114,8 @@ def test_a_config_trains_and_its_run_samples(monkeypatch, tmp_path):
     assert module.loss.weighting == FDMWarmup(Simple(), 2)
     assert module.times == LogNormal(-0.8)
     assert module.solver == Heun(3, Karras(5.0))
+    resume = ["fit", "--config", "edm.yaml", "--ckpt_path=last", "--trainer.max_steps=4"]
+    assert main(resume) == 0
     sample = ["sample", "--checkpoint", "runs/edm", "--num", "4", "--out", "out"]
     assert main([*sample, "--steps", "2"]) == 0
     assert len(list(Path("out").glob("0*.png"))) == 4
