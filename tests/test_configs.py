@@ -24,11 +24,14 @@ FOLDERS = {
 }
 """Folder of arms -> experiments that they are for; arms outside of folders are for all."""
 ANY = sorted(CONFIGS.glob("arms/*.yaml"))
+NAMED = [CONFIGS / "arms" / f"{arm}.yaml" for arm in ("md", "mdlrc", "lr-decay", "min-snr", "p2")]
 PAIRS = [
-    (experiment, arm)
+    (experiments[0], arm)
     for folder, experiments in FOLDERS.items()
-    for experiment in experiments
-    for arm in [*ANY, *sorted(CONFIGS.glob(f"arms/{folder}/*.yaml"))]
+    for arm in [
+        *(NAMED if folder == "imagenet128" else ANY),  # the large ones, in which all take long
+        *sorted(CONFIGS.glob(f"arms/{folder}/*.yaml")),
+    ]
 ]
 REPRODUCTIONS = [name for name in chain(*FOLDERS.values()) if name != "digits-ablation"]
 PARAMETERS = {
