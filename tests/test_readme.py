@@ -12,6 +12,8 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 (QUICK_START,) = [block for block in BLOCKS if "DiffusionModule(" in block]
+GUIDE = re.findall(r"```python\n(.*?)```", (ROOT / "docs/methods.md").read_text(), re.DOTALL)
+METHODS = [block for block in BLOCKS if "momentum_decay(" in block or "MomentumDecay()" in block]
 
 
 def test_the_first_screen_has_exactly_the_two_commands_of_the_set_up():
@@ -38,6 +40,15 @@ def run(code: str, monkeypatch, folder: Path) -> dict:
 def test_the_quick_start_runs(monkeypatch, tmp_path):
     names = run(QUICK_START.replace("max_steps=2000", "max_steps=2"), monkeypatch, tmp_path)
     assert names["images"].shape == (64, 1, 8, 8)
+
+
+@pytest.mark.parametrize("code", METHODS + GUIDE)
+def test_the_methods_are_used_as_shown(code, monkeypatch, tmp_path):
+    names = run(code.replace("max_steps=500_000", "max_steps=5"), monkeypatch, tmp_path)
+    if "density" in names:
+        assert names["density"].sum() == pytest.approx(1)
+    if "trainer" in names:
+        assert names["trainer"].callbacks
 
 
 @pytest.mark.slow
