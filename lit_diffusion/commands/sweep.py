@@ -204,7 +204,7 @@ class Sweep:
         name, code = ended.job.name, ended.code
         run = next(run for run in self.runs if run.name == name)
         steps, seconds = run.steps() or 0, timedelta(seconds=round(ended.seconds))
-        if steps >= run.max_steps:
+        if steps >= run.max_steps and code == 0:
             self._finished.add(name)
             _tell(f"{name} finished in {seconds}; {self.tally()}")
             return
