@@ -21,6 +21,10 @@ COMMANDS = {
         "lit_diffusion.commands.sweep:run",
         "train every arm of an experiment with every seed, restartable, and compare them",
     ),
+    "compare": (
+        "lit_diffusion.commands.compare:run",
+        "which of several ways to train is fastest, over seeds, and whether that is noise",
+    ),
     "fetch-weights": (
         "lit_diffusion.commands.fetch_weights:run",
         "download the network that FID needs, for machines without internet access",

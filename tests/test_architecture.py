@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "data": ({"data", "seeding"}, FRAMEWORK | {"sklearn"}),
     "metrics": ({"metrics", "seeding"}, FRAMEWORK | {"safetensors"}),
     "modules": (SEAMS | MATHS | {"networks", "data", "metrics", "modules"}, FRAMEWORK),
+    "analysis": ({"analysis", "protocols", "seeding"}, {"scipy", "matplotlib"}),
     "callbacks": ({"callbacks", "protocols", "seeding", "metrics"}, FRAMEWORK),
 }
 

@@ -1,0 +1,198 @@
+"""FID over training: when a run reaches a target, how much it wavers, how sure one FID is."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from statistics import stdev
+
+LATE = 2 / 3
+"""Where the last third of a run begins."""
+
+
+class Bound(Enum):
+    """What is known of a number: itself, or only a bound."""
+
+    EXACT = ""
+    AT_MOST = "<= "
+    MORE_THAN = "> "
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """When a run reached a target.
+
+    Attributes:
+        step: of the crossing; of the first or last evaluation where the crossing is not between.
+        bound: what `step` says of the crossing: EXACT; AT_MOST, where the first evaluation is good
+            enough already; MORE_THAN, where none is (censored).
+    """
+
+    step: float
+    bound: Bound = Bound.EXACT
+
+    def __str__(self) -> str:
+        """As tables have it: "1,893", or "> 4,000"."""
+        return f"{self.bound.value}{self.step:,.0f}"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """FIDs of one training run.
+
+    Args:
+        seed: name of the run within its arm.
+        steps: (N,) optimizer steps completed, or images seen; increasing, N >= 1.
+        fids: (N,) > 0; NaN where the samples were not finite.
+        images: (N,) images seen by then; None where that is not known.
+        repeats: FIDs of the last weights from other samples, beside `fids[-1]`.
+
+    Raises:
+        ValueError: If lengths differ, steps do not increase, or an FID is not positive.
+    """
+
+    seed: str
+    steps: tuple[float, ...]
+    fids: tuple[float, ...]
+    images: tuple[float, ...] | None = None
+    repeats: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.steps), len(self.fids), len(self.images or self.steps)}
+        if len(lengths) > 1 or not self.steps:
+            raise ValueError(
+                f"seed {self.seed}: a curve needs as many FIDs as steps, and one at least, got "
+                f"{len(self.fids)} for {len(self.steps)}."
+            )
+        for before, after in zip(self.steps, self.steps[1:], strict=False):
+            if not before < after:
+                raise ValueError(
+                    f"seed {self.seed}: steps must increase, got {after:g} after {before:g}."
+                )
+        for fid in (*self.fids, *self.repeats):
+            if fid <= 0:
+                raise ValueError(f"seed {self.seed}: FIDs must be > 0, got {fid:g}.")
+
+    @property
+    def finite(self) -> tuple[list[float], list[float]]:
+        """Steps and FIDs of the evaluations that gave a number."""
+        kept = [(s, f) for s, f in zip(self.steps, self.fids, strict=True) if math.isfinite(f)]
+        return [step for step, _ in kept], [fid for _, fid in kept]
+
+    @property
+    def non_finite_steps(self) -> list[float]:
+        """Steps of the evaluations that gave none."""
+        return [s for s, f in zip(self.steps, self.fids, strict=True) if not math.isfinite(f)]
+
+    @property
+    def best(self) -> float:
+        """The lowest FID; infinite where none is finite."""
+        return min(self.finite[1], default=math.inf)
+
+    def at(self, step: float) -> float | None:
+        """The FID at a step; None where it was not evaluated."""
+        return dict(zip(self.steps, self.fids, strict=True)).get(step)
+
+
+def running_minimum(values: Iterable[float]) -> list[float]:
+    """The lowest value so far; NaN is passed over, and infinity stands before the first number.
+
+    Example:
+        >>> running_minimum([5.0, 3.0, float("nan"), 4.0, 2.0])
+        [5.0, 3.0, 3.0, 3.0, 2.0]
+    """
+    lowest, found = math.inf, []
+    for value in values:
+        lowest = value if value < lowest else lowest
+        found.append(lowest)
+    return found
+
+
+def first_crossing(steps: Sequence[float], fids: Sequence[float], target: float) -> Crossing:
+    """When the running minimum of the FID first reaches a target.
+
+    Between the evaluations k - 1 and k around the crossing, log FID is taken for linear:
+    step = s_{k-1} + (s_k - s_{k-1}) (log m_{k-1} - log target) / (log m_{k-1} - log m_k),
+    where m is the running minimum.
+
+    Args:
+        steps: (N,) increasing, N >= 1.
+        fids: (N,) > 0; NaN where there is no number.
+        target: > 0.
+
+    Raises:
+        ValueError: If the target is reached at step 0.
+
+    Example:
+        >>> print(first_crossing([1000, 2000, 3000], [16.0, 4.0, 3.0], target=8.0))
+        1,500
+        >>> print(first_crossing([1000, 2000, 3000], [16.0, 4.0, 3.0], target=2.0))
+        > 3,000
+    """
+    lowest = running_minimum(fids)
+    k = next((k for k, fid in enumerate(lowest) if fid <= target), None)
+    if k is None:
+        return Crossing(steps[-1], Bound.MORE_THAN)
+    if steps[k] <= 0:
+        raise ValueError(f"the target FID {target:g} is reached before training; give a lower one.")
+    if k == 0 or math.isinf(lowest[k - 1]):
+        return Crossing(steps[k], Bound.AT_MOST)
+    share = math.log(lowest[k - 1] / target) / math.log(lowest[k - 1] / lowest[k])
+    return Crossing(steps[k - 1] + share * (steps[k] - steps[k - 1]))
+
+
+def late_oscillation(curve: Curve) -> float | None:
+    """Standard deviation of log FID over the last third of the steps, trend included.
+
+    Args:
+        curve: of a run.
+
+    Returns:
+        It; None with fewer than three finite FIDs there.
+
+    Source: the claim under Fig. 5 of "Why Diffusion Models are Stable and How to Make Them Faster".
+
+    Example:
+        >>> late_oscillation(Curve("0", (1, 2, 3, 4, 5, 6), (9.0, 5.0, 4.0, 3.0, 3.0, 3.0)))
+        0.0
+    """
+    steps, fids = curve.finite
+    late = [math.log(f) for s, f in zip(steps, fids, strict=True) if s >= LATE * curve.steps[-1]]
+    return stdev(late) if len(late) >= 3 else None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A standard deviation of log FID.
+
+    Attributes:
+        sd: of log FID; about the relative standard deviation of the FID.
+        degrees: of freedom behind it.
+    """
+
+    sd: float
+    degrees: int
+
+
+def sampling_spread(curves: Iterable[Curve]) -> Spread | None:
+    """How much an FID depends on the samples: the spread over generation seeds at the last step.
+
+    Variances of log FID are pooled over the runs, so what differs between runs does not count.
+
+    Args:
+        curves: of runs, of which those with repeats and finite FIDs count.
+
+    Returns:
+        The spread; None without repeats.
+
+    Example:
+        >>> sampling_spread([Curve("0", (10,), (2.0,), repeats=(2.1, 1.9))]).degrees
+        2
+    """
+    squares, degrees = 0.0, 0
+    for curve in curves:
+        logs = [math.log(f) for f in (curve.fids[-1], *curve.repeats) if math.isfinite(f)]
+        mean = sum(logs) / max(len(logs), 1)
+        squares += sum((value - mean) ** 2 for value in logs)
+        degrees += max(len(logs) - 1, 0)
+    return Spread(math.sqrt(squares / degrees), degrees) if degrees else None

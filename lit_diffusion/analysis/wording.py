@@ -1,0 +1,187 @@
+"""What a comparison says, in words that a person reads once."""
+
+import math
+from collections.abc import Sequence
+
+from lit_diffusion.analysis.comparison import (
+    HEADLINE_SEEDS,
+    Arm,
+    Comparison,
+    Result,
+    Verdict,
+    mean_crossing,
+)
+from lit_diffusion.analysis.curves import Bound, Crossing
+from lit_diffusion.analysis.speedup import Speedup
+
+
+def ratio_text(ratio: float) -> str:
+    """A speed-up.
+
+    Example:
+        >>> ratio_text(2.1132), ratio_text(12.345)
+        ('2.11x', '12.3x')
+    """
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.3g}x"
+
+
+def speedup_text(speedup: Speedup) -> str:
+    """A speed-up with its interval.
+
+    Example:
+        >>> speedup_text(Speedup(1.8, 1.5, 2.2, 0.01))
+        '1.80x [1.50, 2.20]'
+        >>> speedup_text(Speedup(1.8, 1.5, float("inf"), 0.01, is_lower_bound=True))
+        'at least 1.80x [1.50, -]'
+    """
+    if speedup.is_lower_bound and speedup.is_upper_bound:
+        return "unknown"
+    bound = "at least " * speedup.is_lower_bound + "at most " * speedup.is_upper_bound
+    text = f"{bound}{ratio_text(speedup.ratio)}"
+    if speedup.low is None or speedup.high is None:
+        return text
+    low = "-" if speedup.low == 0 else ratio_text(speedup.low)[:-1]
+    high = "-" if math.isinf(speedup.high) else ratio_text(speedup.high)[:-1]
+    return f"{text} [{low}, {high}]"
+
+
+def fid_text(fid: float, sd: float | None = None) -> str:
+    """An FID, to three or four digits, and its standard deviation to as many places.
+
+    Example:
+        >>> fid_text(0.40734), fid_text(6.04, 0.1234), fid_text(123.4)
+        ('0.407', '6.04 +- 0.12', '123.4')
+    """
+    if not math.isfinite(fid):
+        return "not finite"
+    places = 3 if fid < 1 else 2 if fid < 100 else 1
+    return f"{fid:.{places}f}" + ("" if sd is None else f" +- {sd:.{places}f}")
+
+
+def p_text(p: float | None) -> str:
+    """A p-value; those below a thousandth are no number worth reading.
+
+    Example:
+        >>> p_text(0.0123), p_text(1e-9), p_text(None)
+        ('0.012', '< 0.001', '-')
+    """
+    return "-" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+
+
+def seeds_text(count: int) -> str:
+    """A number of seeds.
+
+    Example:
+        >>> seeds_text(1), seeds_text(5)
+        ('1 seed', '5 seeds')
+    """
+    return f"{count} seed" if count == 1 else f"{count} seeds"
+
+
+def verdict_text(result: Result, comparison: Comparison) -> str:
+    """What the seeds say of an arm, in a line."""
+    base = comparison.baseline
+    count = _fewest(result, base)
+    value = speedup_text(result.speedup)
+    if result.at != comparison.target:
+        value += f" to FID {fid_text(result.at)}"
+    if result.verdict is Verdict.UNCLEAR:
+        return f"unclear after correction for {comparison.num_tests} tests: {value}"
+    if result.verdict is Verdict.NO_DIFFERENCE:
+        return f"no difference that {seeds_text(count)} can show: {value}"
+    if result.verdict is Verdict.UNKNOWN:
+        return f"cannot be told from noise ({_why_unknown(result, base)}): {value}"
+    provisional = f" (provisional: {seeds_text(count)})" if count < HEADLINE_SEEDS else ""
+    return f"{result.verdict.value} than {base.name}: {value}{provisional}"
+
+
+def reached_text(crossings: Sequence[Crossing]) -> str:
+    """How many seeds reached the target.
+
+    Example:
+        >>> reached_text([Crossing(1000), Crossing(4000, Bound.MORE_THAN)])
+        '1 of 2'
+    """
+    return f"{sum(c.bound is not Bound.MORE_THAN for c in crossings)} of {len(crossings)}"
+
+
+def headline(comparison: Comparison) -> str:
+    """Which arm won, and whether that is noise: the one sentence of a report."""
+    base, winner = comparison.baseline.name, comparison.winner
+    if winner is not None:
+        at_least = "at least " * winner.speedup.is_lower_bound
+        gain = f"{at_least}{ratio_text(winner.speedup.ratio)} as fast as {base}"
+        return f"{winner.arm.name} wins: {gain}. {_certainty(winner, comparison)}"
+    verdicts = {result.verdict for result in comparison.results}
+    best = comparison.results[0]
+    if verdicts == {Verdict.SLOWER}:
+        return f"{base} wins: {_all_others(comparison)} slower. {_certainty(best, comparison)}"
+    if verdicts == {Verdict.UNKNOWN}:
+        looks = best.arm.name if best.speedup.ratio > 1 else base
+        return f"{looks} looks best, but these runs cannot tell that from noise."
+    if best.verdict is Verdict.UNCLEAR and best.speedup.ratio > 1:
+        count = comparison.num_tests
+        return f"{best.arm.name} may beat {base}, but {count} arms were tested: it can be chance."
+    return f"No arm beats {base} by more than noise."
+
+
+def explanation(comparison: Comparison) -> str:
+    """What stands behind the headline, in a sentence or two."""
+    base, best = comparison.baseline, comparison.results[0]
+    steps = mean_crossing(comparison.crossings)
+    told = (
+        f"{best.arm.name} reaches FID {fid_text(comparison.target)} after {best.steps} steps, "
+        f"{base.name} after {steps}. Speed-up {speedup_text(best.speedup)}"
+    )
+    if best.speedup.low is not None:
+        told += ", with its 95% interval"
+    told += f"; {seeds_text(len(best.arm.curves))} against {len(base.curves)}."
+    return " ".join([told, *_lead(comparison)])
+
+
+def by_images_text(comparison: Comparison, again: Comparison) -> str:
+    """What becomes of the best arm where images are counted in place of steps.
+
+    Args:
+        comparison: by steps.
+        again: of the same arms, by images.
+    """
+    name = comparison.results[0].arm.name
+    result = next(result for result in again.results if result.arm.name == name)
+    return f"By images seen, {name} is another matter: {verdict_text(result, again)}."
+
+
+def _lead(comparison: Comparison) -> list[str]:
+    lead = comparison.lead
+    if lead is None:
+        return []
+    second = [r.arm.name for r in comparison.results if r.verdict is Verdict.FASTER][1]
+    shown = lead.low is not None and lead.low > 1
+    words = "more than noise" if shown else "within noise"
+    return [f"Its lead over {second}, {speedup_text(lead)}, is {words}."]
+
+
+def _certainty(result: Result, comparison: Comparison) -> str:
+    count = _fewest(result, comparison.baseline)
+    if count < HEADLINE_SEEDS:
+        return f"Hardly noise, but provisional: {seeds_text(count)}, not {HEADLINE_SEEDS}."
+    return "That is not noise."
+
+
+def _all_others(comparison: Comparison) -> str:
+    names = [result.arm.name for result in comparison.results]
+    return f"{names[0]} is" if len(names) == 1 else f"all {len(names)} other arms are"
+
+
+def _fewest(result: Result, base: Arm) -> int:
+    return min(len(result.arm.curves), len(base.curves))
+
+
+def _why_unknown(result: Result, base: Arm) -> str:
+    if _fewest(result, base) < 2:
+        return "one seed"
+    if any(math.isinf(curve.best) for curve in result.arm.curves):
+        return "a seed never had a finite FID"
+    if result.speedup.is_lower_bound or result.speedup.is_upper_bound:
+        return "the FID was reached before the first evaluation or never"
+    return "the seeds do not differ at all"

@@ -1,0 +1,206 @@
+"""The runs of an experiment: which folders, which arms, which of them may be compared.
+
+An arm is the name of the folder around seed-0, seed-1, ..., as in sweeps/digits/clts/seed-0; or
+the name of a run folder without a trailing seed, as in runs/clts-seed0.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lit_diffusion.commands.run_folder import latest_config
+from lit_diffusion.loggers import read_evaluations, read_rows
+from lit_diffusion.metrics.record import is_repeat
+
+Record = dict[str, Any]
+
+# What two FIDs must share to be compared. How samples were drawn from the model ("sampling") is
+# part of an arm, which may have another process or solver.
+PROTOCOL = (
+    *("metric", "num_fake", "num_real", "data", "protocol", "extractor_sha256"),
+    *("resize", "weights", "labels"),
+)
+_SEED = re.compile(r"(?:(?P<arm>.+)[-_])?seed[-_]?(?P<seed>\d+)", re.IGNORECASE)
+# Settings that seeds of one arm may differ in.
+_FREE = {
+    *("seed_everything", "ckpt_path", "default_root_dir", "cache_dir", "save_dir", "num_workers"),
+    *("accelerator", "enable_progress_bar", "enable_model_summary"),
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder.
+
+    Args:
+        path: of the folder.
+    """
+
+    path: Path
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """What it was last started or resumed with; {} where it does not tell."""
+        return _read(latest_config(self.path))
+
+    @cached_property
+    def first_config(self) -> dict[str, Any]:
+        """What it was first started with; that of the resume where it does not tell."""
+        return _read(self.path / "config.yaml") or self.config
+
+    @cached_property
+    def records(self) -> list[Record]:
+        """Its evaluations, oldest first."""
+        return read_evaluations(self.path / "evaluations.jsonl")
+
+    @property
+    def arm(self) -> str:
+        """Name of its arm."""
+        path = self.path.resolve()
+        match = _SEED.fullmatch(path.name)
+        return path.name if match is None else match["arm"] or path.parent.name
+
+    @property
+    def seed(self) -> str:
+        """What its randomness came from, by its config, else by its name."""
+        told = self.config.get("seed_everything")
+        match = _SEED.fullmatch(self.path.resolve().name)
+        if isinstance(told, int) and not isinstance(told, bool):
+            return str(told)
+        return match["seed"] if match else self.path.name
+
+    @cached_property
+    def last_logged(self) -> Mapping[str, str]:
+        """The last value of everything in metrics.csv."""
+        rows = read_rows(self.path / "metrics.csv")
+        return {name: value for row in rows for name, value in row.items()}
+
+    @property
+    def max_steps(self) -> int | None:
+        """Optimizer steps that it was to have; None where that is open."""
+        steps = self.config.get("trainer", {}).get("max_steps")
+        return steps if isinstance(steps, int) and steps > 0 else None
+
+    @cached_property
+    def grids(self) -> dict[tuple[int, str], Path]:
+        """Pictures of samples by step and weights."""
+        found = {}
+        for path in (self.path / "samples").glob("step-*.png"):
+            if match := re.fullmatch(r"step-(\d+)-(.+)", path.stem):
+                found[int(match[1]), match[2]] = path
+        return found
+
+    def points(self, metric: str) -> list[Record]:
+        """The curve of a metric: a record a step, in order, measured as most of them were."""
+        mine = [r for r in self.records if r.get("metric") == metric and not is_repeat(r)]
+        ways = Counter(_way(record) for record in mine)
+        usual = {r["step"]: r for r in mine if _way(r) == ways.most_common(1)[0][0]}
+        return [usual[step] for step in sorted(usual)]
+
+    def ignored(self, metric: str) -> int:
+        """Number of evaluations of a metric that were not made as most of them were."""
+        mine = [r for r in self.records if r.get("metric") == metric and not is_repeat(r)]
+        ways = Counter(_way(record) for record in mine)
+        return len(mine) - max(ways.values(), default=0)
+
+    def repeats(self, point: Record) -> list[Record]:
+        """Measurements of the same weights with other samples."""
+        same = [r for r in self.records if is_repeat(r) and r["step"] == point["step"]]
+        return [r for r in same if r["metric"] == point["metric"] and _way(r) == _way(point)]
+
+
+def find_runs(given: Sequence[str]) -> list[Run]:
+    """Run folders that are given or lie below what is given.
+
+    Raises:
+        FileNotFoundError: for a folder that is not there.
+        ValueError: for one without runs.
+    """
+    found: dict[Path, Run] = {}
+    for name in given:
+        path = Path(name)
+        if not path.is_dir():
+            raise FileNotFoundError(f"there is no run folder {name}.")
+        runs = list(_runs_in(path))
+        if not runs:
+            raise ValueError(
+                f"{name} holds no run: no folder in it has an evaluations.jsonl, metrics.csv or "
+                "config.yaml."
+            )
+        found |= {run.resolve(): Run(run) for run in runs if run.resolve() not in found}
+    return list(found.values())
+
+
+def _runs_in(folder: Path) -> Iterator[Path]:
+    if (folder / "evaluations.jsonl").exists() or (folder / "metrics.csv").exists():
+        yield folder
+        return
+    below = [run for part in sorted(folder.iterdir()) if part.is_dir() for run in _runs_in(part)]
+    yield from below
+    if not below and (folder / "config.yaml").exists():
+        yield folder
+
+
+def _read(file: Path | None) -> dict[str, Any]:
+    found = yaml.safe_load(file.read_text()) if file is not None and file.exists() else None
+    return found if isinstance(found, dict) else {}
+
+
+def _way(record: Record) -> str:
+    """How an FID was measured, and how the samples were drawn."""
+    return repr([record.get(name) for name in (*PROTOCOL, "sampling")])
+
+
+def protocol_of(record: Record) -> Record:
+    """What an FID must share with another to be compared with it."""
+    return {name: record.get(name) for name in PROTOCOL}
+
+
+def flat(config: Any, name: str = "") -> dict[str, Any]:
+    """Settings by dotted name; an object in a list is named by its class.
+
+    Example:
+        >>> flat({"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.1}}})
+        {'optimizer': 'Adam', 'optimizer.lr': 0.1}
+    """
+    if isinstance(config, list) and any(isinstance(item, dict) for item in config):
+        config = _named(config)
+    if not isinstance(config, dict):
+        return {name: config}
+    found = {name: kind} if name and (kind := _class(config)) else {}
+    for key, value in config.items():
+        if key != "class_path":
+            inner = name if key == "init_args" else f"{name}.{key}".lstrip(".")
+            found |= flat(value, inner)
+    return found
+
+
+def _named(items: Sequence[Any]) -> dict[str, Any]:
+    """Items by their class; the second of one class is `Class#2`."""
+    found: dict[str, Any] = {}
+    for k, item in enumerate(items):
+        name = _class(item) or str(k)
+        same = sum(known.partition("#")[0] == name for known in found)
+        found[f"{name}#{same + 1}" if same else name] = item
+    return found
+
+
+def _class(value: Any) -> str | None:
+    path = value.get("class_path") if isinstance(value, dict) else None
+    return None if path is None else str(path).rpartition(".")[2]
+
+
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Settings of two configs that differ, but for the seed, paths and what changes no result."""
+    first, second = flat(one), flat(other)
+    return {
+        name: (first.get(name), second.get(name))
+        for name in sorted(first.keys() | second.keys())
+        if first.get(name) != second.get(name) and name.rpartition(".")[2] not in _FREE
+    }

@@ -1,0 +1,219 @@
+"""What a report tells of run folders besides their curves: settings, samples, and what is odd."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lit_diffusion.analysis.comparison import HEADLINE_SEEDS, Arm, images_a_step, same_images_a_step
+from lit_diffusion.analysis.curves import Curve, first_crossing
+from lit_diffusion.analysis.report import Grid
+from lit_diffusion.analysis.tables import Table, spread_out
+from lit_diffusion.analysis.wording import fid_text
+from lit_diffusion.commands.experiment import PROTOCOL, Record, Run, differences
+from lit_diffusion.commands.selection import Selection
+
+_COLUMNS = 3  # of sample grids
+_SETTINGS = 12  # of an arm
+
+
+def arms_of(selection: Selection) -> list[Arm]:
+    """Curves of the selected runs, the baseline's first."""
+    names = sorted(selection.arms, key=lambda name: name != selection.baseline)
+    return [
+        Arm(name, tuple(curve_of(run, selection.metric) for run in selection.arms[name]))
+        for name in names
+    ]
+
+
+def curve_of(run: Run, metric: str) -> Curve:
+    """The FIDs of a run.
+
+    Raises:
+        ValueError: for an FID that is not positive.
+    """
+    points = run.points(metric)
+    images = [point.get("images") for point in points]
+    again = [_fid(record) for record in run.repeats(points[-1])]
+    try:
+        return Curve(
+            run.seed,
+            tuple(float(point["step"]) for point in points),
+            tuple(_fid(point) for point in points),
+            None if None in images else tuple(float(seen or 0) for seen in images),
+            tuple(again),
+        )
+    except ValueError as error:
+        raise ValueError(f"{run.path}: {error}") from error
+
+
+def _fid(record: Record) -> float:
+    return math.nan if record["value"] is None else float(record["value"])
+
+
+def protocol_facts(selection: Selection) -> dict[str, str]:
+    """How the FIDs were measured, for people."""
+    point = selection.arms[selection.baseline][0].points(selection.metric)[-1]
+    facts = {name: point.get(name) for name in (*PROTOCOL, "seeds", "reference", "floor")}
+    facts |= {f"sampling {name}": value for name, value in (point.get("sampling") or {}).items()}
+    return {name: _shown(value) for name, value in facts.items() if value is not None}
+
+
+def notes(selection: Selection, arms: Sequence[Arm]) -> list[str]:
+    """What a reader should know before believing the figures."""
+    runs = [(run, curve) for arm in arms for run, curve in _pairs(selection, arm)]
+    told = [note for run, curve in runs for note in _notes_of(run, curve, selection.metric)]
+    common = [*_few_seeds(arms), *_unequal_lengths(arms), _images(arms), *_sampling(selection)]
+    return common + told
+
+
+def _pairs(selection: Selection, arm: Arm) -> Iterable[tuple[Run, Curve]]:
+    return zip(selection.arms[arm.name], arm.curves, strict=True)
+
+
+def _notes_of(run: Run, curve: Curve, metric: str) -> list[str]:
+    told = []
+    if lost := curve.non_finite_steps:
+        steps = ", ".join(f"{step:,.0f}" for step in lost[:5])
+        more = f" and {len(lost) - 5} more" * (len(lost) > 5)
+        told.append(f"{run.path}: the FID is not finite at step {steps}{more}.")
+    if others := run.ignored(metric):
+        told.append(
+            f"{run.path}: {others} of its evaluations, measured in another way, are ignored."
+        )
+    if changed := differences(run.first_config, run.config):
+        what = "; ".join(f"{name} {old!r}, then {new!r}" for name, (old, new) in changed.items())
+        told.append(f"{run.path} was resumed with other settings: {what}.")
+    return told
+
+
+def _few_seeds(arms: Sequence[Arm]) -> list[str]:
+    few = [f"{arm.name} {len(arm.curves)}" for arm in arms if len(arm.curves) < HEADLINE_SEEDS]
+    if not few:
+        return []
+    return [f"Fewer than {HEADLINE_SEEDS} seeds, the least for a headline: {', '.join(few)}."]
+
+
+def _unequal_lengths(arms: Sequence[Arm]) -> list[str]:
+    """Arms whose evaluations are not those of the baseline."""
+    base, *others = arms
+    told = []
+    for arm in others:
+        own, expected = arm.curves[0].steps, base.curves[0].steps
+        if own[-1] != expected[-1]:
+            told.append(
+                f"{arm.name} was trained for {own[-1]:,.0f} steps, {base.name} for "
+                f"{expected[-1]:,.0f}: compare steps to the target, not last FIDs."
+            )
+        elif own != expected:
+            told.append(
+                f"{arm.name} was evaluated {len(own)} times, {base.name} {len(expected)} times, "
+                "and not at the same steps: the lowest of more FIDs is lower by chance."
+            )
+    return told
+
+
+def _sampling(selection: Selection) -> list[str]:
+    """Arms whose samples were drawn in another way."""
+    ways = {
+        name: runs[0].points(selection.metric)[-1].get("sampling") or {}
+        for name, runs in selection.arms.items()
+    }
+    base = ways[selection.baseline]
+    told = []
+    for name, way in ways.items():
+        changed = [key for key in {**base, **way} if base.get(key) != way.get(key)]
+        if changed:
+            what = "; ".join(f"{k} {way.get(k)}, not {base.get(k)}" for k in changed)
+            told.append(f"{name} draws its samples in another way: {what}.")
+    return told
+
+
+def settings_table(selection: Selection) -> Table | None:
+    """What each arm changes; None where the configs do not tell."""
+    base = selection.arms[selection.baseline][0]
+    rows = []
+    for name, runs in selection.arms.items():
+        changed = differences(base.config, runs[0].config) if runs[0].config else {}
+        shown = list(changed.items())[:_SETTINGS]
+        rows += [(name, key, _shown(old), _shown(new)) for key, (old, new) in shown]
+        if len(changed) > len(shown):
+            rows.append((name, f"and {len(changed) - len(shown)} more", "", ""))
+    if not rows or not base.config:
+        return None
+    heads = ("arm", "setting", selection.baseline, "this arm")
+    caption = "Settings in which an arm differs from the baseline, but for seeds and paths."
+    return Table(caption, heads, tuple(rows), text_columns=heads[1:])
+
+
+def runs_table(selection: Selection, arms: Sequence[Arm], target: float) -> Table:
+    """A row a run."""
+    rows = [
+        (
+            arm.name,
+            curve.seed,
+            f"{curve.steps[-1]:,.0f}",
+            str(first_crossing(curve.steps, curve.fids, target)),
+            fid_text(curve.fids[-1]),
+            fid_text(curve.best),
+            _loss(run),
+            str(run.path),
+        )
+        for arm in arms
+        for run, curve in _pairs(selection, arm)
+    ]
+    heads = ("arm", "seed", "steps", "to target", "last FID", "lowest FID", "val/loss", "folder")
+    caption = (
+        "Every run that takes part. The loss is the last of metrics.csv; between arms with other "
+        "losses or weightings it does not compare."
+    )
+    return Table(caption, heads, tuple(rows), text_columns=("folder",))
+
+
+def _loss(run: Run) -> str:
+    try:
+        return f"{float(run.last_logged['val/loss']):.4g}"
+    except (KeyError, ValueError):
+        return "-"
+
+
+def sample_grids(selection: Selection, names: Sequence[str]) -> list[Grid]:
+    """Pictures of all arms at equal steps, from one training seed that all have if there is one.
+
+    Args:
+        selection: of runs.
+        names: of the arms, in the order in which they are shown.
+    """
+    held = {name: [run for run in selection.arms[name] if run.grids] for name in names}
+    if not all(held.values()):
+        return []
+    seeds = [[run.seed for run in runs] for runs in held.values()]
+    common = [seed for seed in seeds[0] if all(seed in others for others in seeds)]
+    chosen = {
+        arm: next((run for run in runs if run.seed in common[:1]), runs[0])
+        for arm, runs in held.items()
+    }
+    shared = set.intersection(*(set(run.grids) for run in chosen.values()))
+    steps = spread_out(sorted(shared), _COLUMNS)
+    return [
+        Grid(arm, key[0], run.grids[key].read_bytes())
+        for arm, run in chosen.items()
+        for key in steps
+    ]
+
+
+def _shown(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _images(arms: Sequence[Arm]) -> str:
+    """How many images make a step."""
+    rates = {arm.name: images_a_step(arm) for arm in arms}
+    if None in rates.values():
+        return "Images seen are not recorded in all runs, so arms are compared by steps only."
+    if same_images_a_step(arms):
+        rate = next(iter(rates.values()))
+        return f"Every arm sees {rate:,.0f} images a step, so speed-ups by images are the same."
+    told = ", ".join(f"{name} {rate:,.0f}" for name, rate in rates.items())
+    return f"Images a step differ between arms: {told}. See the comparison by images seen."

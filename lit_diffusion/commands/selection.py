@@ -1,0 +1,168 @@
+"""Which runs of an experiment may be compared, and why the others may not."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from lit_diffusion.commands.experiment import Run, differences, protocol_of
+
+BASELINE = "baseline"
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Runs of equal protocol, by arm.
+
+    Attributes:
+        metric: name of their FID.
+        baseline: name of the arm that the others are compared with.
+        arms: runs of each, which differ in the seed alone.
+        left_out: run and reason, of all others.
+    """
+
+    metric: str
+    baseline: str
+    arms: Mapping[str, Sequence[Run]]
+    left_out: Sequence[tuple[str, str]]
+
+
+def select(
+    runs: Sequence[Run], baseline: str | None = None, metric: str | None = None
+) -> Selection:
+    """Sort runs into arms; leave out those whose FIDs cannot stand beside the baseline's.
+
+    Args:
+        runs: of an experiment.
+        baseline: name of an arm; None is the one called baseline, else the first.
+        metric: name of the FID; None is the one that most runs have.
+
+    Raises:
+        ValueError: where less than two arms are left, the baseline is not among them, seeds of an
+            arm were configured differently, or one seed is there twice.
+    """
+    metric = metric or usual_metric(runs)
+    left_out = {run: why for run in runs if (why := _without(run, metric))}
+    scored = [run for run in runs if run not in left_out]
+    base = _baseline_of(scored, baseline)
+    wanted = next(run for run in scored if run.arm == base)
+    left_out |= {run: why for run in scored if (why := _other_protocol(run, wanted, metric))}
+    arms = _by_arm(run for run in scored if run not in left_out)
+    for members in arms.values():
+        left_out |= {run: why for run in members if (why := _cut_short(run, members, metric))}
+    arms = _by_arm(run for run in scored if run not in left_out)
+    told = [(str(run.path), why) for run, why in left_out.items()]
+    _refuse_too_few(arms, base, told)
+    for arm, members in arms.items():
+        _refuse_twice(arm, members)
+        _refuse_unequal(arm, members)
+    return Selection(metric, base, arms, told)
+
+
+def usual_metric(runs: Iterable[Run]) -> str:
+    """The FID that most runs have; one on validation data, if there is one.
+
+    Raises:
+        ValueError: where no run has one, or several are as frequent.
+    """
+    held = Counter(metric for run in runs for metric in _metrics(run))
+    curves = {metric: n for metric, n in held.items() if metric.startswith("val/")} or held
+    most = [metric for metric, count in curves.items() if count == max(curves.values())]
+    if not most:
+        raise ValueError(
+            "none of these runs has an FID in its evaluations.jsonl: add "
+            "lit_diffusion.callbacks.FIDEvaluation to trainer.callbacks."
+        )
+    if len(most) > 1:
+        raise ValueError(f"the runs have several FIDs: choose --metric {' or '.join(most)}.")
+    return most[0]
+
+
+def _metrics(run: Run) -> list[str]:
+    names = dict.fromkeys(str(record.get("metric")) for record in run.records)
+    return [name for name in names if "fid" in name]
+
+
+def _by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    arms = defaultdict(list)
+    for run in runs:
+        arms[run.arm].append(run)
+    return dict(arms)
+
+
+def _baseline_of(runs: Sequence[Run], wanted: str | None) -> str:
+    arms = list(dict.fromkeys(run.arm for run in runs))
+    if not arms:
+        raise ValueError("none of these runs has an FID that can be compared.")
+    if wanted is not None and wanted not in arms:
+        raise ValueError(
+            f"there is no arm {wanted!r} with an FID for --baseline; there are {arms}."
+        )
+    return wanted or (BASELINE if BASELINE in arms else arms[0])
+
+
+def _without(run: Run, metric: str) -> str | None:
+    if run.points(metric):
+        return None
+    if others := _metrics(run):
+        return f"it has no {metric}, but {', '.join(others)}"
+    step = run.last_logged.get("step")
+    return "it has no FID" + (f"; metrics.csv ends at step {step}" if step else "")
+
+
+def _other_protocol(run: Run, wanted: Run, metric: str) -> str | None:
+    """Why the FIDs of two runs cannot be compared, naming what differs."""
+    own, expected = (protocol_of(r.points(metric)[-1]) for r in (run, wanted))
+    changed = [f"{k} {own[k]!r}, not {expected[k]!r}" for k in own if own[k] != expected[k]]
+    if not changed:
+        return None
+    return f"its FID is of another protocol than {wanted.path}'s: {'; '.join(changed)}"
+
+
+def _cut_short(run: Run, members: Iterable[Run], metric: str) -> str | None:
+    """Why a run takes no part: it ended before its arm, or before an FID that was still due."""
+    ends = {member: member.points(metric)[-1]["step"] for member in members}
+    steps = [point["step"] for point in run.points(metric)]
+    if steps[-1] < max(ends.values()):
+        return f"cut short: its FIDs end at step {steps[-1]:,}, its arm's at {max(ends.values()):,}"
+    due = steps[-1] + (steps[-1] - steps[-2] if len(steps) > 1 else steps[-1])
+    if run.max_steps is not None and due <= run.max_steps:
+        return f"cut short: its FIDs end at step {steps[-1]:,} of {run.max_steps:,}"
+    return None
+
+
+def _refuse_too_few(
+    arms: Mapping[str, Sequence[Run]], base: str, left_out: Sequence[tuple[str, str]]
+) -> None:
+    if len(arms) >= 2 and base in arms:
+        return
+    reasons = "".join(f"\n  {run}: {why}" for run, why in left_out[:_SHOWN])
+    what = f"only the arm {next(iter(arms))} is" if len(arms) == 1 else "no arm is"
+    if len(arms) >= 2:
+        what = f"no run of the baseline {base} is"
+    raise ValueError(f"a comparison needs a baseline and another arm, and {what} left.{reasons}")
+
+
+def _refuse_twice(arm: str, members: Sequence[Run]) -> None:
+    seen: dict[str, Run] = {}
+    for run in members:
+        other = seen.setdefault(run.seed, run)
+        if other is not run:
+            raise ValueError(
+                f"arm {arm} holds seed {run.seed} twice: {other.path} and {run.path}. They would "
+                "count as two; leave one out, or rename the folder of what is another arm."
+            )
+
+
+def _refuse_unequal(arm: str, members: Sequence[Run]) -> None:
+    first, *others = members
+    for run in others:
+        changed = differences(first.config, run.config) if run.config and first.config else {}
+        if changed:
+            told = [f"{name} {old!r} and {new!r}" for name, (old, new) in changed.items()]
+            more = f" and {len(told) - _SHOWN} more" * (len(told) > _SHOWN)
+            raise ValueError(
+                f"{first.path} and {run.path} are both of arm {arm} and differ in "
+                f"{'; '.join(told[:_SHOWN])}{more}. Seeds of one arm must be configured alike; put "
+                "them into folders named after arms of their own."
+            )

@@ -1,0 +1,253 @@
+import math
+import random
+
+import pytest
+from support.experiments import STEPS, arm, fid_at
+from support.golden import FOLDER
+
+from lit_diffusion.analysis.comparison import (
+    Arm,
+    Verdict,
+    by_images,
+    compare,
+    mean_crossing,
+    same_images_a_step,
+)
+from lit_diffusion.analysis.curves import Bound, Crossing, Curve
+from lit_diffusion.commands.curve_tables import read_arms
+
+NAN = math.nan
+
+
+def by_name(comparison):
+    return {result.arm.name: result for result in comparison.results}
+
+
+def scaled(arms, steps=1.0, fids=1.0):
+    return [
+        Arm(
+            a.name,
+            tuple(
+                Curve(c.seed, tuple(steps * s for s in c.steps), tuple(fids * f for f in c.fids))
+                for c in a.curves
+            ),
+        )
+        for a in arms
+    ]
+
+
+# The paper's own tables
+
+
+@pytest.mark.parametrize(
+    ("table", "baseline", "expected"),
+    [
+        ("paper_table2.csv", "GD", {"GD+Ours": 2.11, "Min-SNR": 1.24}),
+        ("paper_table3.csv", "ID", {"ID+Ours": 1.94, "FDM": 1.69}),
+    ],
+)
+def test_the_papers_own_tables_give_what_they_hold_and_not_what_its_text_says(
+    table, baseline, expected
+):
+    comparison = compare(read_arms([str(FOLDER / table)]), baseline)
+    found = {name: round(r.speedup.ratio, 2) for name, r in by_name(comparison).items()}
+    assert found == expected
+    assert {r.verdict for r in comparison.results} == {Verdict.UNKNOWN}  # one seed each
+
+
+# Against a truth that is known
+
+
+@pytest.mark.parametrize("speed", [0.5, 0.9, 1.0, 1.5, 3.0])
+def test_arms_without_noise_have_their_true_speedup(speed):
+    """Up to what is lost by drawing a power law as straight lines between evaluations."""
+    curves = [
+        Arm(n, (Curve("0", STEPS, tuple(fid_at(s, v) for s in STEPS)),))
+        for n, v in (("baseline", 1.0), ("other", speed))
+    ]
+    assert compare(curves, "baseline").results[0].speedup.ratio == pytest.approx(speed, rel=0.02)
+
+
+@pytest.mark.parametrize("speed", [0.6, 1.0, 1.15, 2.0])
+@pytest.mark.parametrize("spread", [0.05, 0.15])
+def test_intervals_hold_the_true_speedup_in_95_of_100_experiments(speed, spread):
+    """Also where seeds of one arm or the other never reach the baseline's FID."""
+    covered, logs = [], []
+    for k in range(800):
+        seeds = [f"{k} {seed}" for seed in range(5)]
+        arms = [arm("baseline", 1.0, seeds, spread), arm("other", speed, seeds, spread)]
+        found = compare(arms, "baseline").results[0].speedup
+        covered.append(found.low <= speed <= found.high)
+        logs.append(math.log(found.ratio))
+    assert sum(covered) / len(covered) == pytest.approx(0.95, abs=0.025)  # 3 s.d.
+    assert sum(logs) / len(logs) == pytest.approx(math.log(speed), abs=0.02)
+
+
+def test_verdicts_are_those_of_the_truth_where_the_effect_is_large():
+    arms = [arm("baseline", 1.0), arm("fast", 2.0), arm("slow", 0.6), arm("same", 1.0)]
+    found = by_name(compare(arms, "baseline"))
+    assert found["fast"].verdict is Verdict.FASTER
+    assert found["slow"].verdict is Verdict.SLOWER
+    assert found["same"].verdict is Verdict.NO_DIFFERENCE
+
+
+# Laws
+
+
+@pytest.mark.parametrize("units", [{"steps": 64.0}, {"fids": 0.01}, {"steps": 0.5, "fids": 30.0}])
+def test_speedups_do_not_depend_on_the_units_of_steps_and_fid(units):
+    arms = [arm("baseline", 1.0), arm("fast", 1.4), arm("slow", 0.7)]
+    plain, other = compare(arms, "baseline"), compare(scaled(arms, **units), "baseline")
+    for one, two in zip(plain.results, other.results, strict=True):
+        assert two.arm.name == one.arm.name
+        assert (two.speedup.ratio, two.speedup.p) == pytest.approx(
+            (one.speedup.ratio, one.speedup.p), rel=1e-9
+        )
+
+
+def test_the_order_of_arms_and_seeds_does_not_matter():
+    arms = [arm("baseline", 1.0), arm("a", 1.4), arm("b", 1.1), arm("c", 0.7)]
+    mixed = [Arm(a.name, a.curves[::-1]) for a in arms]
+    random.Random(0).shuffle(mixed)
+    plain, other = compare(arms, "baseline"), compare(mixed, "baseline")
+    assert [r.arm.name for r in plain.results] == [r.arm.name for r in other.results]
+    for one, two in zip(plain.results, other.results, strict=True):
+        assert two.speedup.p == pytest.approx(one.speedup.p)
+
+
+def test_an_arm_beside_a_copy_of_itself_makes_no_difference():
+    copy = Arm("copy", arm("baseline", 1.0).curves)
+    (result,) = compare([arm("baseline", 1.0), copy], "baseline").results
+    assert (result.speedup.ratio, result.speedup.p) == pytest.approx((1, 1))
+
+
+def test_results_are_ordered_from_the_fastest():
+    arms = [arm("baseline", 1.0), arm("b", 1.1), arm("c", 0.7), arm("a", 1.4)]
+    assert [a.name for a in compare(arms, "baseline").arms] == ["baseline", "a", "b", "c"]
+
+
+# The target
+
+
+def test_the_target_is_the_lowest_fid_that_every_seed_of_the_baseline_reached():
+    base = arm("baseline", 1.0)
+    comparison = compare([base, arm("a", 1.2)], "baseline")
+    assert comparison.target == max(min(curve.fids) for curve in base.curves)
+    assert all(c.bound is Bound.EXACT for c in comparison.crossings)
+
+
+def test_a_given_target_that_the_baseline_misses_leaves_a_lower_bound():
+    arms = [arm("baseline", 1.0), arm("fast", 2.5)]
+    result = compare(arms, "baseline", target=1.6).results[0]
+    assert result.speedup.is_lower_bound
+    assert 1 < result.speedup.low < 2.5
+    assert result.verdict is Verdict.FASTER
+
+
+def test_an_arm_that_misses_the_target_is_measured_at_the_fid_that_all_its_seeds_reached():
+    arms = [arm("baseline", 1.0), arm("slow", 0.5)]
+    comparison = compare(arms, "baseline")
+    (result,) = comparison.results
+    assert all(c.bound is Bound.MORE_THAN for c in result.crossings)
+    assert str(result.steps) == "> 2,000"
+    assert result.at == max(min(curve.fids) for curve in arms[1].curves) > comparison.target
+    assert result.speedup.low < 0.5 < result.speedup.high
+    assert not result.speedup.is_upper_bound
+
+
+def test_a_seed_that_was_never_finite_takes_the_verdict_with_it():
+    """It is not left out, which would flatter an arm that diverges."""
+    good = arm("fast", 2.0).curves
+    lost = Curve("9", STEPS, (NAN,) * len(STEPS))
+    result = compare([arm("baseline", 1.0), Arm("fast", (*good, lost))], "baseline").results[0]
+    assert result.verdict is Verdict.UNKNOWN
+    assert result.crossings[-1] == Crossing(2000, Bound.MORE_THAN)
+
+
+# Many arms
+
+
+def test_what_is_significant_alone_may_not_be_among_many():
+    base, weak = arm("baseline", 1.0), arm("weak", 1.15)
+    alone = compare([base, weak], "baseline").results[0]
+    others = [arm(f"other {k}", 1.0) for k in range(12)]
+    among = by_name(compare([base, weak, *others], "baseline"))["weak"]
+    assert alone.speedup.p == alone.holm_p == among.speedup.p < 0.05 < among.holm_p
+    assert (alone.verdict, among.verdict) == (Verdict.FASTER, Verdict.UNCLEAR)
+
+
+def test_arms_without_a_test_are_not_counted_among_the_tests():
+    arms = [arm("baseline", 1.0), arm("a", 1.4), arm("one seed", 1.4, [7])]
+    comparison = compare(arms, "baseline")
+    assert comparison.num_tests == 1
+    assert by_name(comparison)["one seed"].holm_p is None
+
+
+def test_the_winners_lead_over_the_next_is_measured():
+    arms = [arm("baseline", 1.0), arm("a", 1.5), arm("b", 2.0), arm("c", 1.0)]
+    comparison = compare(arms, "baseline")
+    assert comparison.winner.arm.name == "b"
+    assert comparison.lead.low < 2.0 / 1.5 < comparison.lead.high
+    assert compare([arms[0], arms[1], arms[3]], "baseline").lead is None
+
+
+def test_nobody_wins_by_noise():
+    arms = [arm("baseline", 1.0), arm("a", 1.0, range(10, 15)), arm("slow", 0.5)]
+    assert compare(arms, "baseline").winner is None
+
+
+# Means and images
+
+
+def test_a_mean_over_seeds_is_a_bound_where_one_of_them_is():
+    assert mean_crossing([Crossing(10), Crossing(1000)]).step == pytest.approx(100)
+    early, late = Crossing(10, Bound.AT_MOST), Crossing(10, Bound.MORE_THAN)
+    assert mean_crossing([Crossing(10), early]).bound is Bound.AT_MOST
+    assert mean_crossing([Crossing(10), late]).bound is Bound.MORE_THAN
+
+
+def seen(name, speed, images_a_step):
+    plain = arm(name, speed)
+    images = tuple(float(images_a_step * step) for step in STEPS)
+    return Arm(name, tuple(Curve(c.seed, c.steps, c.fids, images) for c in plain.curves))
+
+
+def test_by_images_an_arm_pays_for_its_larger_batch():
+    arms = [seen("baseline", 1.0, 64), seen("large", 1.5, 128)]
+    steps = compare(arms, "baseline").results[0].speedup
+    images = compare(by_images(arms), "baseline").results[0].speedup
+    assert images.ratio == pytest.approx(steps.ratio / 2)
+    assert not same_images_a_step(arms)
+
+
+def test_images_are_left_aside_where_they_say_the_same_or_are_not_known():
+    assert same_images_a_step([seen("baseline", 1.0, 64), seen("a", 1.5, 64)])
+    unknown = [seen("baseline", 1.0, 64), arm("a", 1.5)]
+    assert same_images_a_step(unknown)
+    assert by_images(unknown) is None
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arms", "options", "message"),
+    [
+        ([arm("a", 1.0)], {"baseline": "a"}, r"two arms or more, each once, got \['a'\]"),
+        ([arm("a", 1.0)] * 2, {"baseline": "a"}, r"each once, got \['a', 'a'\]"),
+        ([arm("a", 1.0), arm("b", 1.0)], {"baseline": "c"}, "no arm 'c' for the baseline"),
+        (
+            [arm("a", 1.0), arm("b", 1.0)],
+            {"baseline": "a", "target": -1.0},
+            "target must be a positive FID, got -1",
+        ),
+        (
+            [Arm("a", (Curve("3", (1, 2), (NAN, NAN)),)), arm("b", 1.0)],
+            {"baseline": "a"},
+            "baseline a has no finite FID for seed 3.*give a target",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(arms, options, message):
+    with pytest.raises(ValueError, match=message):
+        compare(arms, **options)

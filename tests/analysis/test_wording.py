@@ -1,0 +1,108 @@
+import math
+
+import pytest
+from support.experiments import STEPS, arm
+
+from lit_diffusion.analysis.comparison import Arm, compare
+from lit_diffusion.analysis.curves import Curve
+from lit_diffusion.analysis.wording import (
+    by_images_text,
+    explanation,
+    fid_text,
+    headline,
+    p_text,
+    verdict_text,
+)
+
+
+def told(*arms, **options):
+    comparison = compare([arm("baseline", 1.0), *arms], "baseline", **options)
+    return comparison, [verdict_text(result, comparison) for result in comparison.results]
+
+
+def test_a_winner_is_named_with_its_speedup_and_that_it_is_not_noise():
+    comparison, (verdict,) = told(arm("clts", 2.0))
+    assert headline(comparison).startswith("clts wins: 2.0")
+    assert headline(comparison).endswith("x as fast as baseline. That is not noise.")
+    assert verdict.startswith("faster than baseline: 2.0")
+    assert "clts reaches FID" in explanation(comparison)
+    assert "with its 95% interval; 5 seeds against 5." in explanation(comparison)
+
+
+def test_fewer_than_five_seeds_make_a_claim_provisional():
+    comparison, (verdict,) = told(arm("clts", 2.0, range(3)))
+    assert headline(comparison).endswith("Hardly noise, but provisional: 3 seeds, not 5.")
+    assert verdict.endswith("(provisional: 3 seeds)")
+
+
+def test_one_seed_tells_nothing_and_the_headline_says_so():
+    comparison, (verdict,) = told(arm("clts", 2.0, [0]))
+    assert headline(comparison) == "clts looks best, but these runs cannot tell that from noise."
+    assert verdict.startswith("cannot be told from noise (one seed): ")
+    assert "interval" not in explanation(comparison)
+    comparison, _ = told(arm("clts", 0.5, [0]))
+    assert headline(comparison).startswith("baseline looks best, but")
+
+
+def test_what_is_noise_is_called_so_and_never_a_win():
+    comparison, (verdict,) = told(arm("clts", 1.0))
+    assert headline(comparison) == "No arm beats baseline by more than noise."
+    assert verdict.startswith("no difference that 5 seeds can show: ")
+
+
+def test_the_baseline_may_win():
+    comparison, verdicts = told(arm("a", 0.5), arm("b", 0.6))
+    assert headline(comparison) == (
+        "baseline wins: all 2 other arms are slower. That is not noise."
+    )
+    assert all(verdict.startswith("slower than baseline: 0.") for verdict in verdicts)
+    assert headline(told(arm("a", 0.5))[0]).startswith("baseline wins: a is slower.")
+
+
+def test_a_speedup_to_another_fid_than_the_target_says_so():
+    comparison, (verdict,) = told(arm("slow", 0.5))
+    assert verdict.endswith(f" to FID {fid_text(comparison.results[0].at)}")
+
+
+def test_what_does_not_survive_the_correction_is_no_win():
+    comparison, verdicts = told(arm("weak", 1.15), *(arm(f"other {k}", 1.0) for k in range(12)))
+    assert headline(comparison) == (
+        "weak may beat baseline, but 13 arms were tested: it can be chance."
+    )
+    assert verdicts[0].startswith("unclear after correction for 13 tests: ")
+
+
+def test_the_lead_over_the_next_is_called_noise_where_it_is():
+    comparison, _ = told(arm("a", 2.0), arm("b", 2.02))
+    assert "Its lead over " in explanation(comparison)
+    assert explanation(comparison).endswith("is within noise.")
+    comparison, _ = told(arm("a", 2.0), arm("b", 1.4))
+    assert explanation(comparison).endswith("is more than noise.")
+
+
+def test_an_arm_with_a_seed_that_diverged_is_told_with_that():
+    lost = Curve("9", STEPS, (math.nan,) * len(STEPS))
+    _, (verdict,) = told(Arm("a", (*arm("a", 2.0).curves, lost)))
+    assert "a seed never had a finite FID" in verdict
+
+
+def test_a_bound_is_told_as_one():
+    comparison, (verdict,) = told(arm("fast", 2.5), target=1.6)
+    assert "faster than baseline: at least " in verdict
+    assert verdict.endswith(", -]")
+    assert "at least" in headline(comparison)
+
+
+def test_by_images_the_best_arm_is_told_anew():
+    comparison, _ = told(arm("large", 1.5))
+    again, _ = told(arm("large", 0.7))
+    assert by_images_text(comparison, again).startswith(
+        "By images seen, large is another matter: slower than baseline: 0.7"
+    )
+
+
+@pytest.mark.parametrize(
+    ("p", "text"), [(0.5, "0.50"), (0.0312, "0.031"), (1e-7, "< 0.001"), (None, "-")]
+)
+def test_p_values_have_two_digits_that_matter(p, text):
+    assert p_text(p) == text

@@ -1,0 +1,205 @@
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from support.browser import CHROMIUM, look, screenshot
+from support.commands import call
+from support.experiments import fids, write_arm, write_run
+from support.golden import FOLDER
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def sweep():
+    """A winner, noise, a loser, an arm that never gets there, and runs that cannot be compared."""
+    for arm, speed in {"baseline": 1, "fast": 2, "same": 1.02, "slow": 0.8, "stuck": 0.4}.items():
+        write_arm(Path("sweep") / arm, float(speed), lr=1e-3 * speed)
+    write_run(Path("sweep/fast/seed-7"), fids(2.0, 7)[:8], 7, lr=2e-3)
+    write_run(Path("sweep/few/seed-0"), fids(3.0, 1), 0, num_fake=100)
+    Path("sweep/dead/seed-0").mkdir(parents=True)
+    Path("sweep/dead/seed-0/config.yaml").write_text("seed_everything: 0\n")
+
+
+def rows(name):
+    with open(name, newline="") as file:
+        return {row["arm"]: row for row in csv.DictReader(file)}
+
+
+def test_a_sweep_is_compared_and_told_in_a_few_lines(sweep, capsys):
+    assert call("compare sweep --out made/report") == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("fast wins: 2.")
+    assert told[0].endswith("x as fast as baseline. That is not noise.")
+    assert any(line.startswith("  same: no difference that 5 seeds can show") for line in told)
+    assert sum(line.startswith("Left out: sweep/") for line in told) == 3
+    assert told[-1] == "Report: made/report/report.html"
+    found = rows("made/report/speedups.csv")
+    assert {name: row["verdict"] for name, row in found.items()} == {
+        "baseline": "baseline",
+        "fast": "faster",
+        "same": "no difference",
+        "slow": "slower",
+        "stuck": "slower",
+    }
+    assert (found["stuck"]["reached"], found["stuck"]["bound"]) == ("0", ">")
+    assert float(found["fast"]["low"]) < 2 < float(found["fast"]["high"])
+
+
+def test_runs_that_take_no_part_are_named_on_the_page_and_in_no_number(sweep):
+    assert call("compare sweep") == 0
+    page, text = (Path(f"report/report.{kind}").read_text() for kind in ("html", "md"))
+    for name in ("sweep/fast/seed-7", "sweep/few/seed-0", "sweep/dead/seed-0"):
+        assert name in page
+        assert name in text
+    assert "num_fake 100, not 360" in text
+    assert rows("report/speedups.csv")["fast"]["seeds"] == "5"
+    assert "few" not in rows("report/speedups.csv")
+
+
+def test_comparing_again_makes_the_same_report_though_a_report_is_there(sweep):
+    call("compare sweep --out sweep/report")
+    first = Path("sweep/report/report.html").read_bytes()
+    assert call("compare sweep --out sweep/report") == 0
+    assert Path("sweep/report/report.html").read_bytes() == first
+
+
+@pytest.mark.parametrize(
+    ("table", "expected"),
+    [
+        ("paper_table2.csv", {"GD+Ours": "2.11", "Min-SNR": "1.24"}),
+        ("paper_table3.csv", {"ID+Ours": "1.94", "FDM": "1.69"}),
+    ],
+)
+def test_numbers_of_a_paper_are_compared_from_a_table(table, expected, capsys):
+    assert call(f"compare {FOLDER / table} --out report") == 0
+    found = rows("report/speedups.csv")
+    assert {arm: f"{float(found[arm]['speedup']):.2f}" for arm in expected} == expected
+    told = capsys.readouterr().out
+    assert "looks best, but these runs cannot tell that from noise." in told
+    assert "how the FIDs were measured is not known" in Path("report/report.md").read_text()
+
+
+def test_the_curves_of_a_report_can_be_compared_again(sweep):
+    call("compare sweep --out one")
+    assert call("compare one/curves.csv --out two") == 0
+    assert rows("two/speedups.csv") == rows("one/speedups.csv")
+
+
+def test_baseline_and_target_may_be_chosen(sweep):
+    assert call("compare sweep --baseline slow --target 4.0") == 0
+    found = rows("report/speedups.csv")
+    assert float(found["baseline"]["speedup"]) > 1
+    assert found["slow"]["verdict"] == "baseline"
+    assert {row["target"] for row in found.values()} == {"4"}
+
+
+def test_arms_of_another_batch_size_are_compared_by_images_too(capsys):
+    write_arm(Path("sweep/baseline"), 1.0)
+    write_arm(Path("sweep/large"), 1.5)
+    for path in Path("sweep/large").glob("*/evaluations.jsonl"):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        path.write_text(
+            "".join(json.dumps(r | {"images": 128 * r["step"]}) + "\n" for r in records)
+        )
+    assert call("compare sweep") == 0
+    assert "By images seen, large is another matter: slower" in capsys.readouterr().out
+    ratio = float(rows("report/speedups.csv")["large"]["speedup"])
+    assert float(rows("report/speedups-images.csv")["large"]["speedup"]) == pytest.approx(ratio / 2)
+
+
+def test_a_target_that_all_have_at_once_tells_nothing(sweep, capsys):
+    assert call("compare sweep --target 1000") == 0
+    assert "these runs cannot tell that from noise" in capsys.readouterr().out
+    assert "| 5 of 5 | <= 100 |" in Path("report/report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("compare", "RUN must be given."),
+        ("compare nowhere", "there is no run folder nowhere."),
+        ("compare nowhere.csv", "No such file or directory: 'nowhere.csv'"),
+        ("compare sweep file.csv", "give either run folders or CSV files"),
+        ("compare sweep --out file.csv", "--out file.csv is a file; name a folder."),
+        ("compare sweep --baseline x", "no arm 'x' with an FID for --baseline"),
+        ("compare sweep --target nine", "argument --target: invalid float value: 'nine'"),
+        ("compare sweep --target -1", "the target must be a positive FID, got -1."),
+        ("compare sweep/fast", "only the arm fast is left"),
+    ],
+)
+def test_a_mistake_is_told_in_one_message_and_leaves_nothing(sweep, capsys, command, told):
+    Path("file.csv").write_text("arm,step,fid\n")
+    assert call(command) == 2
+    said = capsys.readouterr()
+    assert told in said.err
+    assert "Traceback" not in said.err
+    assert not Path("report").exists()
+
+
+def test_help_tells_what_it_compares(capsys):
+    assert call("compare --help") == 0
+    told = capsys.readouterr().out
+    for words in ("lit-diffusion compare runs/digits-sweep", "five seeds", "--target FID", "CSV"):
+        assert words in told
+
+
+@pytest.mark.parametrize("code", ["compare.parser()", "compare"])
+def test_help_imports_nothing_heavy(code):
+    program = (
+        f"import sys; from lit_diffusion.commands import compare; {code};"
+        "print({'torch', 'lightning', 'matplotlib', 'scipy'} & set(sys.modules))"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert printed.stdout.strip() == "set()"
+
+
+# With a person's eyes
+
+
+@pytest.fixture
+def page(sweep):
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
+    call("compare sweep")
+    return Path("report/report.html")
+
+
+@pytest.mark.system
+def test_the_first_screen_has_the_sentence_in_big_type_and_the_whole_forest_plot(page):
+    found = look(page)
+    assert found["title"].startswith("fast wins: 2.")
+    assert found["titleSize"] >= 36
+    assert found["titleBox"][0] >= 0
+    assert found["figureBox"][0] > found["titleBox"][1]
+    assert found["figureBox"][1] < 900
+    assert found["figureBox"][2] > 800
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("width", [1280, 500])
+def test_every_picture_is_shown_nothing_is_cut_off_and_nothing_is_fetched(page, width):
+    found = look(page, width)
+    assert len(found["pictures"]) == 2 + 5 * 3
+    assert all(complete and natural > 0 and alt for complete, natural, alt in found["pictures"])
+    assert found["width"] <= found["window"]
+    assert found["loaded"] == []
+
+
+@pytest.mark.system
+def test_a_screenshot_is_mostly_white_and_shows_each_colour_of_a_verdict(page, tmp_path):
+    screenshot(page, tmp_path / "shot.png")
+    with Image.open(tmp_path / "shot.png") as image:
+        colors = {color: count for count, color in image.convert("RGB").getcolors(2**24)}
+    assert colors[255, 255, 255] > 0.5 * 1280 * 900
+    for verdict in ((0x00, 0x73, 0x4C), (0xB3, 0x40, 0x0B), (0x5C, 0x67, 0x73)):
+        assert colors.get(verdict, 0) > 50

@@ -1,0 +1,65 @@
+import math
+
+import pytest
+from support.experiments import arm
+
+from lit_diffusion.analysis.tables import curve_records, to_csv
+from lit_diffusion.commands.curve_tables import read_arms
+
+
+@pytest.fixture
+def table(tmp_path):
+    def write(text, name="numbers.csv"):
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_what_a_report_writes_is_read_back(table):
+    arms = [arm("baseline", 1.0), arm("fast", 2.0)]
+    assert read_arms([table(to_csv(curve_records(arms)))]) == arms
+
+
+def test_rows_may_be_in_any_order_and_in_several_files(table):
+    one = table("arm,seed,step,fid\na,0,200,3\na,1,100,4\n")
+    two = table("fid,arm,step,seed,comment\n5,a,100,0,x\n7,b,100,0,y\n", "two.csv")
+    first, second = read_arms([one, two])
+    assert [curve.seed for curve in first.curves] == ["0", "1"]
+    assert first.curves[0].steps == (100, 200)
+    assert first.curves[0].fids == (5, 3)
+    assert second.name == "b"
+
+
+def test_without_seeds_an_arm_is_one_run(table):
+    (found,) = read_arms([table("arm,step,fid\na,100,5\na,200,3\n")])
+    assert len(found.curves) == 1
+
+
+@pytest.mark.parametrize("text", ["", "nan", "inf"])
+def test_an_fid_that_is_none_was_not_finite(table, text):
+    (found,) = read_arms([table(f"arm,step,fid\na,100,{text}\na,200,3\n")])
+    assert math.isnan(found.curves[0].fids[0])
+    assert found.curves[0].best == 3
+
+
+def test_images_count_where_all_rows_of_a_run_have_them(table):
+    (found,) = read_arms([table("arm,seed,step,fid,images\na,0,1,5,64\na,1,1,5,\n")])
+    assert [curve.images for curve in found.curves] == [(64,), None]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("arm,steps,fid\n", "needs the columns arm, step and fid, and has no step"),
+        ("arm,step,fid\n", "there are no rows in"),
+        ("arm,step,fid\na,ten,5\n", "numbers.csv, line 2: step must be a number, got 'ten'"),
+        ("arm,step,fid\na,1,5\na,2\n", "line 3: fid must be a number"),
+        ("arm,step,fid\na,1,5\nb,2,x\n", "line 3: fid must be a number, got 'x'"),
+        ("arm,step,fid\na,1,5\na,1,4\n", "arm a, seed 0: steps must increase, got 1 after 1"),
+        ("arm,step,fid\na,1,-5\n", "arm a, seed 0: FIDs must be > 0, got -5"),
+    ],
+)
+def test_mistakes_are_told_with_their_place(table, text, message):
+    with pytest.raises(ValueError, match=message):
+        read_arms([table(text)])

@@ -1,0 +1,195 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from support.experiments import STEPS, fids, record, write_arm, write_grid, write_run
+
+from lit_diffusion.commands import findings
+from lit_diffusion.commands.experiment import Run, find_runs
+from lit_diffusion.commands.selection import select
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_arm(Path("sweep/baseline"), 1.0)
+    write_arm(Path("sweep/clts"), 1.3, lr=0.5)
+
+
+def chosen():
+    selection = select(find_runs(["sweep"]))
+    return selection, findings.arms_of(selection)
+
+
+def notes():
+    return "\n".join(findings.notes(*chosen()))
+
+
+def change(run, **changes):
+    """Change every record of a run."""
+    path = Path(run) / "evaluations.jsonl"
+    records = [json.loads(line) | changes for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+# Curves
+
+
+def test_curves_have_steps_fids_images_and_repeats_of_the_records():
+    curve = findings.curve_of(Run(Path("sweep/clts/seed-3")), "val/fid_360")
+    assert curve.seed == "3"
+    assert curve.steps == STEPS
+    assert list(curve.fids) == fids(1.3, 3)
+    assert curve.images == tuple(64 * step for step in STEPS)
+    assert len(curve.repeats) == 2
+    assert curve.fids[-1] not in curve.repeats
+
+
+def test_the_baseline_is_the_first_arm():
+    Path("sweep/baseline").rename("sweep/zero")
+    selection = select(find_runs(["sweep"]), baseline="zero")
+    assert [arm.name for arm in findings.arms_of(selection)] == ["zero", "clts"]
+
+
+def test_records_without_images_have_curves_without_them():
+    change("sweep/clts/seed-3", images=None)
+    assert findings.curve_of(Run(Path("sweep/clts/seed-3")), "val/fid_360").images is None
+    assert "Images seen are not recorded in all runs" in notes()
+
+
+def test_an_fid_below_zero_is_refused_with_its_run():
+    change("sweep/clts/seed-3", value=-1e-9)
+    with pytest.raises(ValueError, match="sweep/clts/seed-3: seed 3: FIDs must be > 0"):
+        chosen()
+
+
+# Notes
+
+
+def test_runs_that_are_as_they_should_be_need_one_note_only():
+    assert notes() == "Every arm sees 64 images a step, so speed-ups by images are the same."
+
+
+def test_few_seeds_are_told():
+    write_arm(Path("sweep/md"), 1.1, range(2))
+    assert "Fewer than 5 seeds, the least for a headline: md 2." in notes()
+
+
+def test_fids_that_are_not_finite_are_told_with_run_and_step():
+    values = [*fids(1.0, 9)]
+    values[3] = values[5] = None
+    write_run(Path("sweep/baseline/seed-9"), values, 9)
+    assert "sweep/baseline/seed-9: the FID is not finite at step 400, 600." in notes()
+    (curve,) = [c for c in chosen()[1][0].curves if c.seed == "9"]
+    assert [math.isnan(fid) for fid in curve.fids] == [value is None for value in values]
+
+
+def test_arms_of_another_length_or_with_other_evaluations_are_told():
+    write_run(Path("sweep/short"), fids(1.0, 9)[:9], 9, steps=STEPS[:9])
+    write_run(Path("sweep/rare"), fids(1.0, 9)[1::2], 9, steps=STEPS[1::2])
+    told = notes()
+    assert "short was trained for 900 steps, baseline for 2,000" in told
+    assert "rare was evaluated 10 times, baseline 20 times" in told
+
+
+def test_another_way_to_sample_is_told_with_both():
+    change("sweep/clts/seed-0", sampling={"solver": "Heun()", "steps": 20})
+    assert (
+        "clts draws its samples in another way: solver Heun(), not DPMSolverPP(steps=20)."
+        in notes()
+    )
+
+
+def test_images_a_step_that_differ_are_told():
+    for seed in range(5):
+        path = Path(f"sweep/clts/seed-{seed}/evaluations.jsonl")
+        path.write_text(path.read_text().replace('"images": 6400,', '"images": 12800,'))
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = (json.dumps(r | {"images": 128 * r["step"]}) for r in records)
+        path.write_text("\n".join(lines) + "\n")
+    assert "Images a step differ between arms: baseline 64, clts 128." in notes()
+
+
+def test_evaluations_that_are_ignored_are_told():
+    path = Path("sweep/clts/seed-3/evaluations.jsonl")
+    path.write_text(path.read_text() + json.dumps(record(2000, 9.0, sampling={"steps": 2})) + "\n")
+    assert "sweep/clts/seed-3: 1 of its evaluations" in notes()
+
+
+def test_a_resume_with_other_settings_is_told():
+    run = Path("sweep/clts/seed-3")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["ckpt_path"] = "last"
+    (run / "config.resume-1.yaml").write_text(yaml.safe_dump(config))
+    assert "resumed" not in notes()
+    first = config | {"trainer": config["trainer"] | {"max_steps": 500}}
+    (run / "config.yaml").write_text(yaml.safe_dump(first))
+    assert "was resumed with other settings: trainer.max_steps 500, then 2000." in notes()
+
+
+# Tables and facts
+
+
+def test_what_an_arm_changes_is_read_from_the_configs():
+    table = findings.settings_table(chosen()[0])
+    assert table.rows == (("clts", "model.optimizer.lr", "0.001", "0.5"),)
+    assert table.columns[2] == "baseline"
+
+
+def test_arms_with_many_changes_are_cut_with_how_many_there_are():
+    run = write_run(Path("sweep/other"), fids(1.0, 9), 9)
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["trainer"] |= {f"setting_{k}": k for k in range(30)}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    rows = [row for row in findings.settings_table(chosen()[0]).rows if row[0] == "other"]
+    assert rows[-1][1] == f"and {30 - len(rows) + 1} more"
+
+
+def test_without_configs_nothing_is_said_of_settings():
+    for config in Path("sweep").glob("*/*/config.yaml"):
+        config.unlink()
+    assert findings.settings_table(chosen()[0]) is None
+
+
+def test_every_run_has_a_row_with_its_loss_and_folder():
+    selection, arms = chosen()
+    table = findings.runs_table(selection, arms, target=2.5)
+    assert len(table.rows) == 10
+    first = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (first["arm"], first["seed"], first["val/loss"]) == ("baseline", "0", "0.1")
+    assert first["folder"] == "sweep/baseline/seed-0"
+
+
+def test_the_protocol_is_told_whole():
+    facts = findings.protocol_facts(chosen()[0])
+    assert facts["num_fake"] == "360"
+    assert facts["protocol"] == "digits-cnn"
+    assert facts["sampling solver"] == "DPMSolverPP(steps=20)"
+
+
+# Samples
+
+
+def test_grids_are_of_one_training_seed_and_equal_steps_of_all_arms():
+    selection, _ = chosen()
+    grids = findings.sample_grids(selection, ["baseline", "clts"])
+    assert [(g.arm, g.step) for g in grids] == [
+        (arm, step) for arm in ("baseline", "clts") for step in (500, 1000, 2000)
+    ]
+    expected = Path("sweep/clts/seed-0/samples/step-00001000-ema.png").read_bytes()
+    assert grids[4].png == expected
+
+
+def test_grids_of_other_weights_or_steps_are_not_set_side_by_side():
+    for path in Path("sweep/clts").glob("*/samples/*.png"):
+        path.rename(path.with_name(path.name.replace("ema", "raw")))
+    write_grid(Path("sweep/clts/seed-0"), 500, 100)
+    grids = findings.sample_grids(chosen()[0], ["baseline", "clts"])
+    assert [(g.arm, g.step) for g in grids] == [("baseline", 500), ("clts", 500)]
+
+
+def test_an_arm_without_grids_leaves_the_others_without():
+    write_run(Path("sweep/md"), fids(1.0, 9), 9)
+    assert findings.sample_grids(chosen()[0], ["baseline", "clts", "md"]) == []
