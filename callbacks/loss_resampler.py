@@ -103,8 +103,9 @@ class LossSecondMomentResampler(TimestepWriter):
     the distance from uniform.
 
     The module's training_step returns `u` (B,) in [0, 1] and `per_sample_loss` (B,), without
-    `timestep_weight`, beside the loss. Losses of all ranks are gathered, so all draw from one
-    density; batches may differ in size. The history is in the checkpoint: a resume is exact.
+    `timestep_weight`, beside the loss; u of a discrete t = 0 .. T - 1 is t / T. Losses of all ranks
+    are gathered, so all draw from one density; batches may differ in size. The history is in the
+    checkpoint: a resume is exact.
 
     Args:
         num_bins: number of equal bins over [0, 1]; the number of steps of a discrete process, as in
@@ -200,7 +201,8 @@ class LossSecondMomentResampler(TimestepWriter):
         found = torch.stack([outputs["u"].double(), outputs["per_sample_loss"].double()]).detach()
         if trainer.world_size > 1:
             found = torch.cat(gather_all_tensors(found), dim=1)
-        bins = (found[0] * self.num_bins).long().clamp(0, self.num_bins - 1)
+        # A float32 t / T may lie below its bin, by its rounding.
+        bins = ((found[0] + 1e-7) * self.num_bins).long().clamp(0, self.num_bins - 1)
         self._state = update_history(self._state, bins, found[1])
 
     def _refuse_nonfinite(self) -> None:

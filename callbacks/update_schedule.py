@@ -35,8 +35,10 @@ class UpdateSchedule(Callback, ABC):
     def __init__(self, total_steps: int | None, optimizers: Sequence[int] | None = None) -> None:
         if total_steps is not None and total_steps < 1:
             raise ValueError(f"total_steps must be at least 1 or None, got {total_steps}.")
-        if optimizers is not None and (not optimizers or min(optimizers) < 0):
-            raise ValueError(f"optimizers must be positions from 0 on or None, got {optimizers}.")
+        if optimizers is not None and not _are_positions(optimizers):
+            raise ValueError(
+                f"optimizers must be positions from 0 on, each once, or None, got {optimizers}."
+            )
         self.total_steps = total_steps
         self.optimizers = None if optimizers is None else list(optimizers)
         self._state_key = self._generate_state_key(optimizers=self.optimizers)  # asked at each hook
@@ -241,6 +243,10 @@ class UpdateSchedule(Callback, ABC):
                 if beta1 is not None:
                     yield f"mdlrc/beta1{where}", beta1
                 yield f"mdlrc/lr{where}", group["lr"]
+
+
+def _are_positions(numbers: Sequence[int]) -> bool:
+    return bool(numbers) and min(numbers) >= 0 and len({*numbers}) == len(numbers)
 
 
 def beta1_of(group: ParamGroup) -> float | None:

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from lit_diffusion.protocols import Draws, Process
 
+LAST_RANK = 1 - 2**-53  # 1 is not a rank
+
 
 def draw_uniforms(
     n: int,
@@ -50,10 +52,12 @@ def _inverse_cdf(u: Tensor, density: Tensor) -> Tensor:
     weights = density.to(device=u.device, dtype=torch.float64)
     # CUDA has no cumulative sum that Trainer(deterministic=True) lets pass.
     summed = weights.cpu() if torch.are_deterministic_algorithms_enabled() else weights
-    cdf = summed.cumsum(0).to(u.device) / weights.sum()
-    index = torch.searchsorted(cdf, u, right=True).clamp(max=len(cdf) - 1)
-    share = weights[index] / weights.sum()
-    within = ((u - (cdf[index] - share)) / share).clamp(0, 1 - 2**-52)
+    cdf = summed.cumsum(0).to(u.device)
+    cdf = cdf / cdf[-1]  # ends at 1, so that no u falls into empty bins behind it
+    index = torch.searchsorted(cdf, u, right=True)
+    share = cdf.diff(prepend=cdf.new_zeros(1))[index]
+    # Clear of the next bin, which may be empty, also after rounding.
+    within = ((u - (cdf[index] - share)) / share).clamp(0, 1 - 2**-32)
     return (index + within) / len(cdf)
 
 
@@ -85,7 +89,8 @@ class Stratified:
     ) -> Tensor:
         """(n,) float64 in [0, 1)."""
         u = torch.rand(n, dtype=torch.float64, generator=generator, device=device)
-        return (torch.randperm(n, generator=generator, device=device) + u) / n
+        u = (torch.randperm(n, generator=generator, device=device) + u) / n
+        return u.clamp(max=LAST_RANK)
 
 
 @dataclass(frozen=True)
@@ -108,8 +113,7 @@ class Antithetic:
     ) -> Tensor:
         """(n,) float64 in [0, 1)."""
         first = torch.rand((n + 1) // 2, dtype=torch.float64, generator=generator, device=device)
-        mirrored = (1 - first).clamp(max=1 - 2**-53)  # 0 is drawn, 1 is not a rank
-        return torch.cat([first, mirrored])[:n]
+        return torch.cat([first, (1 - first).clamp(max=LAST_RANK)])[:n]
 
 
 @dataclass(frozen=True)

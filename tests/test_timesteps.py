@@ -204,9 +204,28 @@ def test_antithetic_draws_mirror_the_whole_times_of_a_discrete_process():
     assert torch.equal(t[:200] + t[200:], torch.full((200,), 49.0).double())
 
 
-def test_the_mirror_of_rank_zero_is_a_rank(monkeypatch):
-    monkeypatch.setattr(torch, "rand", lambda n, **_: torch.zeros(n, dtype=torch.float64))
-    assert Antithetic().ranks(2, None, None)[1] < 1
+@pytest.mark.parametrize("rule", DRAWS)
+@pytest.mark.parametrize("extreme", [0.0, 1 - 2**-53])
+def test_the_least_and_the_largest_random_numbers_give_ranks(monkeypatch, rule, extreme):
+    full = torch.full
+    monkeypatch.setattr(torch, "rand", lambda n, **_: full((n,), extreme, dtype=torch.float64))
+    for density in (None, torch.ones(1000), torch.tensor([0.3, 0.3, 0.1])):
+        u = draw_uniforms(128, density, rule)
+        assert 0 <= u.min() <= u.max() < 1
+
+
+class Largest:
+    def ranks(self, n, generator, device, /):
+        return torch.full((n,), 1 - 2**-53, dtype=torch.float64)
+
+
+def test_the_largest_rank_is_drawn_from_a_bin_with_density():
+    generator = torch.Generator().manual_seed(5)
+    for num_bins in range(10, 1010, 10):
+        density = torch.rand(num_bins, dtype=torch.float64, generator=generator)
+        density[num_bins // 2 :] = 0
+        u = draw_uniforms(1, density, Largest())
+        assert bin_of(u, num_bins).item() == num_bins // 2 - 1
 
 
 def test_stratified_draws_put_one_in_each_stratum():

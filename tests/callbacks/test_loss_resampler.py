@@ -118,6 +118,18 @@ def test_each_batch_is_drawn_by_the_losses_of_all_batches_before(tmp_path, accum
     assert len({tuple(row) for row in told}) > 5  # it was full in time
 
 
+def test_discrete_times_in_single_precision_fill_every_bin(tmp_path):
+    """Some t / T are below t / T."""
+    t = torch.arange(1000)
+
+    def discrete(out):
+        return {**out, "u": t.float() / 1000, "per_sample_loss": t.float()}
+
+    resampler = LossSecondMomentResampler(1000, history=4)
+    make_trainer(tmp_path, resampler, max_epochs=1).fit(Returns(discrete), loader(32, 8))
+    assert torch.equal(resampler.state_dict()["losses"], t.double()[:, None].expand(-1, 4))
+
+
 def test_the_library_s_own_module_gives_what_is_needed(tmp_path):
     resampler = LossSecondMomentResampler(4, history=2)
     make_trainer(tmp_path, resampler, max_epochs=2).fit(tiny_diffusion(), images(16, 8))

@@ -234,8 +234,8 @@ def test_counts_that_a_checkpoint_lacks_are_missed(tmp_path):
         fit(tmp_path, TwoRecorded(), MomentumDecay(total_steps=8), ckpt_path=tmp_path / "c.ckpt")
 
 
-@pytest.mark.parametrize("optimizers", [[], [-1]])
-def test_positions_that_are_none_are_refused(optimizers):
+@pytest.mark.parametrize("optimizers", [[], [-1], [0, 0]])
+def test_positions_that_are_none_or_not_distinct_are_refused(optimizers):
     with pytest.raises(ValueError, match="optimizers must be positions"):
         MomentumDecay(optimizers=optimizers)
 
