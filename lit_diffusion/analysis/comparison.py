@@ -90,7 +90,7 @@ class Comparison:
         crossings: of the baseline's seeds.
         results: of the other arms, the fastest first.
         num_tests: arms with a test, for which Holm's correction corrects.
-        lead: speed-up of the fastest arm over the next, where both are faster than the baseline.
+        lead: speed-up of the best arm over the next, where both are faster than the baseline.
     """
 
     baseline: Arm
@@ -106,9 +106,17 @@ class Comparison:
         return (self.baseline, *(result.arm for result in self.results))
 
     @property
-    def winner(self) -> Result | None:
-        """The fastest arm that is faster than the baseline beyond noise."""
-        return next((r for r in self.results if r.verdict is Verdict.FASTER), None)
+    def faster(self) -> list[Result]:
+        """Arms that beat the baseline by more than noise: those to the target first, then by ratio.
+
+        An arm of which a seed never reached the target does not win before one that did.
+        """
+        return _faster(self.results, self.target)
+
+    @property
+    def best(self) -> Result:
+        """The first of `faster`; of all, where there is none."""
+        return (self.faster or list(self.results))[0]
 
 
 def compare(arms: Sequence[Arm], baseline: str, target: float | None = None) -> Comparison:
@@ -139,7 +147,8 @@ def compare(arms: Sequence[Arm], baseline: str, target: float | None = None) -> 
     others = [_result(arm, base, target) for arm in arms if arm is not base]
     adjusted = iter(holm([r.speedup.p for r in others if r.speedup.p is not None]))
     judged = [r if r.speedup.p is None else _judged(r, next(adjusted)) for r in others]
-    ranked = tuple(sorted(judged, key=lambda result: -result.speedup.ratio))
+    # A ratio that is an upper bound only may be anything below: it stands before no other.
+    ranked = tuple(sorted(judged, key=lambda r: (r.speedup.is_upper_bound, -r.speedup.ratio)))
     num_tests = sum(result.holm_p is not None for result in ranked)
     crossings = base.crossings(target)
     return Comparison(base, target, crossings, ranked, num_tests, _lead(ranked, target))
@@ -224,9 +233,12 @@ def _judged(result: Result, holm_p: float) -> Result:
     return replace(result, holm_p=holm_p, verdict=verdict)
 
 
+def _faster(ranked: Sequence[Result], target: float) -> list[Result]:
+    faster = [result for result in ranked if result.verdict is Verdict.FASTER]
+    return sorted(faster, key=lambda result: result.at != target)
+
+
 def _lead(ranked: Sequence[Result], target: float) -> Speedup | None:
     """Of the first over the second of the arms that are faster."""
-    faster = [result.arm for result in ranked if result.verdict is Verdict.FASTER]
-    if len(faster) < 2:
-        return None
-    return speedup(faster[1].crossings(target), faster[0].crossings(target))
+    faster = _faster(ranked, target)[:2]
+    return speedup(faster[1].crossings, faster[0].crossings) if len(faster) == 2 else None

@@ -15,7 +15,7 @@ def html(report: Report, pictures: Mapping[str, str]) -> str:
 
     Args:
         report: what to tell.
-        pictures: address of each figure of `report.figures`, such as a data URI.
+        pictures: address of each figure of `report_files.figures`, such as a data URI.
     """
     style = files("lit_diffusion.analysis").joinpath("report.css").read_text()
     first, *others = (_section(section, report, pictures) for section in sections(report))
@@ -46,8 +46,8 @@ def _top(report: Report) -> str:
     """The sentence, what stands behind it, and that not all runs take part."""
     comparison = report.comparison
     sentence = _text(headline(comparison))
-    if comparison.winner is not None:
-        name = _text(comparison.winner.arm.name)
+    if comparison.faster:
+        name = _text(comparison.best.arm.name)
         sentence = sentence.replace(name, f'<em class="faster">{name}</em>', 1)
     lines = [f"<h1>{sentence}</h1>", f'<p class="lead">{_text(explanation(comparison))}</p>']
     if report.by_images is not None:

@@ -294,7 +294,7 @@ def samples_figure(grids: Sequence[tuple[str, int, bytes]]) -> Figure:
             ax.spines[:].set_visible(False)
         for arm, step, png in grids:
             place = axes[arms.index(arm), steps.index(step)]
-            place.imshow(imread(BytesIO(png)), cmap="gray", interpolation="nearest")
+            place.imshow(imread(BytesIO(png)), cmap="gray", vmin=0, vmax=1, interpolation="nearest")
         for ax, step in zip(axes[0], steps, strict=True):
             ax.set_title(f"step {step:,}", fontsize=10)
         for ax, arm in zip(axes[:, 0], arms, strict=True):

@@ -1,33 +1,10 @@
-"""A comparison as a folder: one page to read, figures, tables and numbers.
+"""What a report on a comparison tells, in which order."""
 
-report.html                     everything, in one file that needs no network
-report.md                       the same for a repository, with the figures beside it
-speedups.png, curves.png, ...   the figures
-speedups.csv, fid.csv, ...      the numbers
-"""
-
-from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
-
-from matplotlib.figure import Figure
 
 from lit_diffusion.analysis.comparison import Comparison
-from lit_diffusion.analysis.plots import curves_figure, samples_figure, save, speedup_figure
-from lit_diffusion.analysis.tables import (
-    Table,
-    curve_records,
-    fid_records,
-    fid_table,
-    speedup_records,
-    steadiness_table,
-    to_csv,
-    verdict_table,
-)
-from lit_diffusion.analysis.wording import by_images_text, explanation, headline
+from lit_diffusion.analysis.tables import Table, fid_table, steadiness_table, verdict_table
 
 
 @dataclass(frozen=True)
@@ -119,90 +96,3 @@ def sections(report: Report) -> list[Section]:
         found.append(Section("Samples", "samples", _SAMPLES))
     found.append(Section("How steady the FIDs are", tables=(steadiness_table(arms),)))
     return found + [Section(title, tables=(table,)) for title, table in report.tables.items()]
-
-
-def figures(report: Report) -> dict[str, Figure]:
-    """The pictures of `sections`, by name."""
-    drawn = {
-        "speedups": speedup_figure(report.comparison),
-        "curves": curves_figure(report.comparison),
-    }
-    if report.by_images is not None:
-        drawn["speedups-images"] = speedup_figure(report.by_images, "images")
-    if report.grids:
-        drawn["samples"] = samples_figure([(g.arm, g.step, g.png) for g in report.grids])
-    return drawn
-
-
-def write_report(report: Report, folder: Path) -> Path:
-    """Write all files of a report.
-
-    Args:
-        report: what to tell.
-        folder: made if need be; files of the same names are replaced.
-
-    Returns:
-        The page to open.
-    """
-    from lit_diffusion.analysis.page import html
-
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = figures(report)
-    for name, figure in drawn.items():
-        save(figure, folder / f"{name}.png")
-    for name, records in _records(report).items():
-        (folder / f"{name}.csv").write_text(to_csv(records))
-    (folder / "report.md").write_text(markdown(report))
-    page = folder / "report.html"
-    page.write_text(html(report, {name: _data_uri(figure) for name, figure in drawn.items()}))
-    return page
-
-
-def markdown(report: Report) -> str:
-    """The report for a repository; its figures are the PNG files beside it."""
-    first, *others = (_part(section) for section in sections(report))
-    caveats = [f"Left out: `{run}`: {why}." for run, why in report.left_out] + [*report.notes]
-    comparison, images = report.comparison, report.by_images
-    parts = [
-        f"# {headline(comparison)}",
-        explanation(comparison),
-        "" if images is None else by_images_text(comparison, images),
-        first,
-        *(["## To bear in mind", _listed(caveats)] if caveats else []),
-        *others,
-        "## How this was computed",
-        METHOD,
-        _listed(f"{name}: {value}" for name, value in report.protocol.items()),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _part(section: Section) -> str:
-    parts = [f"## {section.title}"] if section.title else []
-    if section.figure is not None:
-        parts += [f"![{section.title or 'Speed-ups'}]({section.figure}.png)", section.caption]
-    return "\n\n".join([*parts, *(table.markdown() for table in section.tables)])
-
-
-def _listed(lines: Any) -> str:
-    return "\n".join(f"- {line}" for line in lines)
-
-
-def _records(report: Report) -> dict[str, list[dict[str, Any]]]:
-    arms = report.comparison.arms
-    tables = {
-        "speedups": speedup_records(report.comparison),
-        "fid": fid_records(arms),
-        "curves": curve_records(arms),
-    }
-    if report.by_images is not None:
-        tables["speedups-images"] = speedup_records(report.by_images)
-    return tables
-
-
-def _data_uri(figure: Figure) -> str:
-    """A figure as vector graphics inside a page, sharp at any size."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "figure.svg"
-        save(figure, path)
-        return "data:image/svg+xml;base64," + b64encode(path.read_bytes()).decode()

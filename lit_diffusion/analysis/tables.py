@@ -150,7 +150,7 @@ def steadiness_table(arms: Sequence[Arm]) -> Table:
                 arm.name,
                 _percent(fmean(late)) if late else "-",
                 _percent(_seed_spread(arm)),
-                f"{_percent(sampling.sd)} ({sampling.degrees} d.f.)" if sampling else "-",
+                f"{_percent(sampling.sd)} ({sampling.degrees} repeats)" if sampling else "-",
             )
         )
     return Table(

@@ -11,7 +11,7 @@ from lit_diffusion.analysis.comparison import (
     Verdict,
     mean_crossing,
 )
-from lit_diffusion.analysis.curves import Bound, Crossing
+from lit_diffusion.analysis.curves import Bound, Crossing, sampling_spread
 from lit_diffusion.analysis.speedup import Speedup
 
 
@@ -82,9 +82,7 @@ def verdict_text(result: Result, comparison: Comparison) -> str:
     """What the seeds say of an arm, in a line."""
     base = comparison.baseline
     count = _fewest(result, base)
-    value = speedup_text(result.speedup)
-    if result.at != comparison.target:
-        value += f" to FID {fid_text(result.at)}"
+    value = f"{speedup_text(result.speedup)}{_to(result, comparison)}"
     if result.verdict is Verdict.UNCLEAR:
         return f"unclear after correction for {comparison.num_tests} tests: {value}"
     if result.verdict is Verdict.NO_DIFFERENCE:
@@ -107,16 +105,19 @@ def reached_text(crossings: Sequence[Crossing]) -> str:
 
 def headline(comparison: Comparison) -> str:
     """Which arm won, and whether that is noise: the one sentence of a report."""
-    base, winner = comparison.baseline.name, comparison.winner
-    if winner is not None:
-        at_least = "at least " * winner.speedup.is_lower_bound
-        gain = f"{at_least}{ratio_text(winner.speedup.ratio)} as fast as {base}"
-        return f"{winner.arm.name} wins: {gain}. {_certainty(winner, comparison)}"
+    base, best = comparison.baseline.name, comparison.best
     verdicts = {result.verdict for result in comparison.results}
-    best = comparison.results[0]
+    if best.verdict is Verdict.FASTER:
+        at_least = "at least " * best.speedup.is_lower_bound
+        gain = f"{at_least}{ratio_text(best.speedup.ratio)} as fast as {base}"
+        return (
+            f"{best.arm.name} wins: {gain}{_to(best, comparison)}. {_certainty(best, comparison)}"
+        )
     if verdicts == {Verdict.SLOWER}:
         return f"{base} wins: {_all_others(comparison)} slower. {_certainty(best, comparison)}"
     if verdicts == {Verdict.UNKNOWN}:
+        if best.speedup.is_upper_bound and best.speedup.ratio > 1:
+            return "These runs cannot tell which arm is best."
         looks = best.arm.name if best.speedup.ratio > 1 else base
         return f"{looks} looks best, but these runs cannot tell that from noise."
     if best.verdict is Verdict.UNCLEAR and best.speedup.ratio > 1:
@@ -127,16 +128,16 @@ def headline(comparison: Comparison) -> str:
 
 def explanation(comparison: Comparison) -> str:
     """What stands behind the headline, in a sentence or two."""
-    base, best = comparison.baseline, comparison.results[0]
+    base, best = comparison.baseline, comparison.best
     steps = mean_crossing(comparison.crossings)
     told = (
         f"{best.arm.name} reaches FID {fid_text(comparison.target)} after {best.steps} steps, "
-        f"{base.name} after {steps}. Speed-up {speedup_text(best.speedup)}"
+        f"{base.name} after {steps}. Speed-up{_to(best, comparison)} {speedup_text(best.speedup)}"
     )
     if best.speedup.low is not None:
         told += ", with its 95% interval"
     told += f"; {seeds_text(len(best.arm.curves))} against {len(base.curves)}."
-    return " ".join([told, *_lead(comparison)])
+    return " ".join([told, *_lead(comparison), *_noise_of_fid(comparison)])
 
 
 def by_images_text(comparison: Comparison, again: Comparison) -> str:
@@ -146,19 +147,31 @@ def by_images_text(comparison: Comparison, again: Comparison) -> str:
         comparison: by steps.
         again: of the same arms, by images.
     """
-    name = comparison.results[0].arm.name
+    name = comparison.best.arm.name
     result = next(result for result in again.results if result.arm.name == name)
-    return f"By images seen, {name} is another matter: {verdict_text(result, again)}."
+    return f"By images seen, in place of steps, {name} is {verdict_text(result, again)}."
 
 
 def _lead(comparison: Comparison) -> list[str]:
     lead = comparison.lead
     if lead is None:
         return []
-    second = [r.arm.name for r in comparison.results if r.verdict is Verdict.FASTER][1]
+    second = comparison.faster[1].arm.name
     shown = lead.low is not None and lead.low > 1
     words = "more than noise" if shown else "within noise"
     return [f"Its lead over {second}, {speedup_text(lead)}, is {words}."]
+
+
+def _noise_of_fid(comparison: Comparison) -> list[str]:
+    spread = sampling_spread(curve for arm in comparison.arms for curve in arm.curves)
+    if spread is None:
+        return []
+    return [f"From one set of samples to another, FID itself varies by {100 * spread.sd:.1f}%."]
+
+
+def _to(result: Result, comparison: Comparison) -> str:
+    """Where a speed-up is measured, if that is not the target."""
+    return f" to FID {fid_text(result.at)}" if result.at != comparison.target else ""
 
 
 def _certainty(result: Result, comparison: Comparison) -> str:
@@ -170,7 +183,8 @@ def _certainty(result: Result, comparison: Comparison) -> str:
 
 def _all_others(comparison: Comparison) -> str:
     names = [result.arm.name for result in comparison.results]
-    return f"{names[0]} is" if len(names) == 1 else f"all {len(names)} other arms are"
+    several = "both" if len(names) == 2 else f"all {len(names)}"
+    return f"{names[0]} is" if len(names) == 1 else f"{several} other arms are"
 
 
 def _fewest(result: Result, base: Arm) -> int:

@@ -57,7 +57,11 @@ class Run:
     @cached_property
     def records(self) -> list[Record]:
         """Its evaluations, oldest first."""
-        return read_evaluations(self.path / "evaluations.jsonl")
+        file = self.path / "evaluations.jsonl"
+        try:
+            return read_evaluations(file)
+        except ValueError as error:
+            raise ValueError(f"{file} is broken: {error}.") from error
 
     @property
     def arm(self) -> str:
@@ -84,7 +88,7 @@ class Run:
     @property
     def max_steps(self) -> int | None:
         """Optimizer steps that it was to have; None where that is open."""
-        steps = self.config.get("trainer", {}).get("max_steps")
+        steps = (self.config.get("trainer") or {}).get("max_steps")
         return steps if isinstance(steps, int) and steps > 0 else None
 
     @cached_property
@@ -148,7 +152,12 @@ def _runs_in(folder: Path) -> Iterator[Path]:
 
 
 def _read(file: Path | None) -> dict[str, Any]:
-    found = yaml.safe_load(file.read_text()) if file is not None and file.exists() else None
+    if file is None or not file.exists():
+        return {}
+    try:
+        found = yaml.safe_load(file.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{file} is not YAML: {' '.join(str(error).split())}.") from error
     return found if isinstance(found, dict) else {}
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lit_diffusion.analysis.comparison import HEADLINE_SEEDS, Arm, images_a_step, same_images_a_step
-from lit_diffusion.analysis.curves import Curve, first_crossing
+from lit_diffusion.analysis.curves import Curve, first_crossing, sampling_spread
 from lit_diffusion.analysis.report import Grid
 from lit_diffusion.analysis.tables import Table, spread_out
 from lit_diffusion.analysis.wording import fid_text
@@ -64,7 +64,7 @@ def notes(selection: Selection, arms: Sequence[Arm]) -> list[str]:
     runs = [(run, curve) for arm in arms for run, curve in _pairs(selection, arm)]
     told = [note for run, curve in runs for note in _notes_of(run, curve, selection.metric)]
     common = [*_few_seeds(arms), *_unequal_lengths(arms), _images(arms), *_sampling(selection)]
-    return common + told
+    return common + _no_repeats(arms) + told
 
 
 def _pairs(selection: Selection, arm: Arm) -> Iterable[tuple[Run, Curve]]:
@@ -92,6 +92,15 @@ def _few_seeds(arms: Sequence[Arm]) -> list[str]:
     if not few:
         return []
     return [f"Fewer than {HEADLINE_SEEDS} seeds, the least for a headline: {', '.join(few)}."]
+
+
+def _no_repeats(arms: Sequence[Arm]) -> list[str]:
+    if sampling_spread(curve for arm in arms for curve in arm.curves) is not None:
+        return []
+    return [
+        "How far an FID depends on the samples is not known: no run repeats its last FID with "
+        "others, as FIDEvaluation(repeats_at_end=2) does."
+    ]
 
 
 def _unequal_lengths(arms: Sequence[Arm]) -> list[str]:

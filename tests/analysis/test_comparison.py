@@ -126,6 +126,16 @@ def test_results_are_ordered_from_the_fastest():
     assert [a.name for a in compare(arms, "baseline").arms] == ["baseline", "a", "b", "c"]
 
 
+def test_a_ratio_that_may_be_any_smaller_stands_last():
+    base = Arm("baseline", (Curve("0", (100, 200), (3.0, 2.0)),))
+    fast = Arm("fast", (Curve("0", (10, 100, 200), (3.0, 2.0, 1.0)),))
+    short = Arm("short", (Curve("0", (1, 2), (9.0, 8.0)),))
+    results = compare([base, short, fast], "baseline").results
+    assert [r.arm.name for r in results] == ["fast", "short"]
+    assert results[1].speedup.ratio > results[0].speedup.ratio
+    assert results[1].speedup.is_upper_bound
+
+
 # The target
 
 
@@ -186,14 +196,26 @@ def test_arms_without_a_test_are_not_counted_among_the_tests():
 def test_the_winners_lead_over_the_next_is_measured():
     arms = [arm("baseline", 1.0), arm("a", 1.5), arm("b", 2.0), arm("c", 1.0)]
     comparison = compare(arms, "baseline")
-    assert comparison.winner.arm.name == "b"
+    assert comparison.best.arm.name == "b"
     assert comparison.lead.low < 2.0 / 1.5 < comparison.lead.high
     assert compare([arms[0], arms[1], arms[3]], "baseline").lead is None
 
 
 def test_nobody_wins_by_noise():
     arms = [arm("baseline", 1.0), arm("a", 1.0, range(10, 15)), arm("slow", 0.5)]
-    assert compare(arms, "baseline").winner is None
+    assert compare(arms, "baseline").faster == []
+
+
+def test_an_arm_that_missed_the_target_does_not_win_before_one_that_reached_it():
+    """It may be many times faster to a FID that is easy."""
+    early = [fid_at(step, 9.0) for step in STEPS]
+    stuck = [max(fid, 3.0 + 0.01 * seed) for seed in range(5) for fid in early]
+    curves = [Curve(f"{k}", STEPS, tuple(stuck[20 * k : 20 * k + 20])) for k in range(5)]
+    arms = [arm("baseline", 1.0), arm("true", 1.5), Arm("stuck", tuple(curves))]
+    comparison = compare(arms, "baseline")
+    assert [r.arm.name for r in comparison.results] == ["stuck", "true"]
+    assert [r.arm.name for r in comparison.faster] == ["true", "stuck"]
+    assert comparison.best.arm.name == "true"
 
 
 # Means and images

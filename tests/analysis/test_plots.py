@@ -160,6 +160,7 @@ def test_samples_are_in_a_row_an_arm_and_a_column_a_step():
     assert [ax.get_ylabel() for ax in figure.axes[::3]] == ["baseline", "fast"]
     shown = figure.axes[4].images[0].get_array()
     assert shown.max() == pytest.approx(200 / 255, abs=1e-6)
+    assert figure.axes[4].images[0].get_clim() == (0, 1)  # black is black in every picture
 
 
 @pytest.mark.parametrize("suffix", [".png", ".svg"])

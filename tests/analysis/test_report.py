@@ -1,78 +1,36 @@
-import csv
-from dataclasses import replace
-
-import pytest
-from PIL import Image
 from support.experiments import arm
 
 from lit_diffusion.analysis.comparison import compare
-from lit_diffusion.analysis.report import Grid, Report, figures, markdown, sections, write_report
-from lit_diffusion.analysis.tables import Table
-from lit_diffusion.analysis.wording import headline
+from lit_diffusion.analysis.report import METHOD, Grid, Report, sections
+from lit_diffusion.analysis.tables import Table, verdict_table
+
+COMPARISON = compare([arm("baseline", 1.0), arm("fast", 2.0)], "baseline")
 
 
-@pytest.fixture(scope="module")
-def report():
-    arms = [arm("baseline", 1.0), arm("fast", 2.0), arm("slow", 0.5)]
-    return Report(
-        compare(arms, "baseline"),
-        left_out=[("runs/x", "it has no FID")],
-        notes=["Mind the gap."],
-        protocol={"num_fake": "360"},
-        tables={"Runs": Table("Every run.", ("arm", "seed"), (("fast", "0"),))},
-    )
+def titles(**parts):
+    return [section.title for section in sections(Report(COMPARISON, **parts))]
 
 
-@pytest.fixture(scope="module")
-def folder(report, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("report") / "new" / "folder"
-    assert write_report(report, folder) == folder / "report.html"
-    return folder
+def test_the_forest_plot_and_the_verdicts_come_first_and_without_a_title():
+    first = sections(Report(COMPARISON))[0]
+    assert (first.title, first.figure) == ("", "speedups")
+    assert first.tables == (verdict_table(COMPARISON),)
 
 
-def test_a_report_is_a_page_and_its_figures_and_numbers(folder):
-    assert {path.name for path in folder.iterdir()} == {
-        *("report.html", "report.md", "speedups.png", "curves.png"),
-        *("speedups.csv", "fid.csv", "curves.csv"),
-    }
-    for path in folder.glob("*.png"):
-        with Image.open(path) as image:
-            assert min(image.size) > 200
-    with (folder / "speedups.csv").open() as file:
-        assert [row["arm"] for row in csv.DictReader(file)] == ["baseline", "fast", "slow"]
+def test_a_section_is_there_for_what_there_is_to_tell():
+    table = Table("All.", ("arm",), (("a",),))
+    assert "Samples" not in titles()
+    assert "Samples" in titles(grids=[Grid("a", 1, b"")])
+    assert "By images seen" not in titles()
+    assert "By images seen" in titles(by_images=COMPARISON)
+    assert titles(tables={"Runs": table})[-1] == "Runs"
 
 
-def test_writing_again_gives_the_same_bytes(report, folder):
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    write_report(report, folder)
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+def test_every_picture_has_a_caption():
+    whole = Report(COMPARISON, by_images=COMPARISON, grids=[Grid("a", 1, b"")])
+    assert all(section.caption for section in sections(whole) if section.figure)
 
 
-def test_markdown_tells_all_that_the_page_does_and_its_pictures_are_there(report, folder):
-    text = markdown(report)
-    assert text.startswith(f"# {headline(report.comparison)}\n")
-    for told in ("Left out: `runs/x`: it has no FID.", "Mind the gap.", "Every run.", "Welch"):
-        assert told in text
-    assert (
-        text.count("\n## ") == len(sections(report)) - 1 + 2
-    )  # caveats and method; no title first
-    for line in text.splitlines():
-        if line.startswith("!["):
-            assert (folder / line.partition("](")[2].rstrip(")")).is_file()
-
-
-def test_images_seen_have_their_own_section_and_are_told_at_the_top(report):
-    slow = compare([arm("baseline", 1.0), arm("fast", 0.6), arm("slow", 0.5)], "baseline")
-    both = replace(report, by_images=slow)
-    assert "By images seen" in [section.title for section in sections(both)]
-    assert "speedups-images" in figures(both)
-    assert "fast is another matter: slower" in markdown(both).partition("![")[0]
-    assert "By images seen" not in [section.title for section in sections(report)]
-
-
-def test_every_figure_of_a_section_is_drawn(report):
-    grid = Grid("fast", 100, b"")
-    for full in (report, replace(report, by_images=report.comparison)):
-        named = {section.figure for section in sections(full) if section.figure}
-        assert named == set(figures(full))
-    assert "samples" in {section.figure for section in sections(replace(report, grids=[grid]))}
+def test_the_method_tells_the_choices_that_a_reader_would_doubt():
+    for choice in ("running minimum", "Welch", "Holm", "every seed of the baseline", "(>)"):
+        assert choice in METHOD

@@ -44,6 +44,14 @@ def test_one_seed_tells_nothing_and_the_headline_says_so():
     assert headline(comparison).startswith("baseline looks best, but")
 
 
+def test_bounds_alone_make_nobody_look_best():
+    base = Arm("baseline", (Curve("0", (100, 200), (3.0, 2.0)),))
+    short = Arm("short", (Curve("0", (1, 2), (9.0, 8.0)),))
+    assert headline(compare([base, short], "baseline")) == (
+        "These runs cannot tell which arm is best."
+    )
+
+
 def test_what_is_noise_is_called_so_and_never_a_win():
     comparison, (verdict,) = told(arm("clts", 1.0))
     assert headline(comparison) == "No arm beats baseline by more than noise."
@@ -52,9 +60,7 @@ def test_what_is_noise_is_called_so_and_never_a_win():
 
 def test_the_baseline_may_win():
     comparison, verdicts = told(arm("a", 0.5), arm("b", 0.6))
-    assert headline(comparison) == (
-        "baseline wins: all 2 other arms are slower. That is not noise."
-    )
+    assert headline(comparison) == ("baseline wins: both other arms are slower. That is not noise.")
     assert all(verdict.startswith("slower than baseline: 0.") for verdict in verdicts)
     assert headline(told(arm("a", 0.5))[0]).startswith("baseline wins: a is slower.")
 
@@ -86,6 +92,17 @@ def test_an_arm_with_a_seed_that_diverged_is_told_with_that():
     assert "a seed never had a finite FID" in verdict
 
 
+def test_the_spread_of_fid_itself_is_told_beside_the_speedup_where_it_is_known():
+    again = [
+        Curve(c.seed, c.steps, c.fids, repeats=(c.fids[-1] * 1.02,)) for c in arm("a", 2.0).curves
+    ]
+    comparison, _ = told(Arm("a", tuple(again)))
+    assert explanation(comparison).endswith(
+        "From one set of samples to another, FID itself varies by 1.4%."
+    )
+    assert "samples" not in explanation(told(arm("a", 2.0))[0])
+
+
 def test_a_bound_is_told_as_one():
     comparison, (verdict,) = told(arm("fast", 2.5), target=1.6)
     assert "faster than baseline: at least " in verdict
@@ -97,7 +114,7 @@ def test_by_images_the_best_arm_is_told_anew():
     comparison, _ = told(arm("large", 1.5))
     again, _ = told(arm("large", 0.7))
     assert by_images_text(comparison, again).startswith(
-        "By images seen, large is another matter: slower than baseline: 0.7"
+        "By images seen, in place of steps, large is slower than baseline: 0.7"
     )
 
 

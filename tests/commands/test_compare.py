@@ -110,7 +110,7 @@ def test_arms_of_another_batch_size_are_compared_by_images_too(capsys):
             "".join(json.dumps(r | {"images": 128 * r["step"]}) + "\n" for r in records)
         )
     assert call("compare sweep") == 0
-    assert "By images seen, large is another matter: slower" in capsys.readouterr().out
+    assert "in place of steps, large is slower" in capsys.readouterr().out
     ratio = float(rows("report/speedups.csv")["large"]["speedup"])
     assert float(rows("report/speedups-images.csv")["large"]["speedup"]) == pytest.approx(ratio / 2)
 

@@ -150,6 +150,16 @@ def test_an_empty_folder_has_nothing_and_says_so():
     assert (run.config, run.records, run.grids, run.max_steps) == ({}, [], {}, None)
 
 
+def test_files_that_are_broken_are_named():
+    Path("a").mkdir()
+    Path("a/evaluations.jsonl").write_text("{'step'\n")
+    with pytest.raises(ValueError, match=r"a/evaluations\.jsonl is broken"):
+        _ = Run(Path("a")).records
+    Path("a/config.yaml").write_text("a: [1\n")
+    with pytest.raises(ValueError, match=r"a/config\.yaml is not YAML: "):
+        _ = Run(Path("a")).config
+
+
 def test_fields_of_the_protocol_are_fields_of_the_record():
     assert set(PROTOCOL) <= set(FIDRecord.__dataclass_fields__)
 

@@ -72,6 +72,13 @@ def test_runs_that_are_as_they_should_be_need_one_note_only():
     assert notes() == "Every arm sees 64 images a step, so speed-ups by images are the same."
 
 
+def test_runs_that_repeat_no_fid_are_told_how():
+    for path in Path("sweep").glob("*/*/evaluations.jsonl"):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(lines[: len(STEPS)]))
+    assert "no run repeats its last FID" in notes()
+
+
 def test_few_seeds_are_told():
     write_arm(Path("sweep/md"), 1.1, range(2))
     assert "Fewer than 5 seeds, the least for a headline: md 2." in notes()
