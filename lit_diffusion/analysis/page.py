@@ -15,7 +15,7 @@ def html(report: Report, pictures: Mapping[str, str]) -> str:
 
     Args:
         report: what to tell.
-        pictures: address of each figure of `report_files.figures`, such as a data URI.
+        pictures: address of each figure but the samples, such as a data URI.
     """
     style = files("lit_diffusion.analysis").joinpath("report.css").read_text()
     first, *others = (_section(section, report, pictures) for section in sections(report))

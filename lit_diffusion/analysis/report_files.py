@@ -52,7 +52,8 @@ def write_report(report: Report, folder: Path) -> Path:
         (folder / f"{name}.csv").write_text(to_csv(records))
     (folder / "report.md").write_text(markdown(report))
     page = folder / "report.html"
-    page.write_text(html(report, {name: _data_uri(figure) for name, figure in drawn.items()}))
+    inline = {name: _data_uri(figure) for name, figure in drawn.items() if name != "samples"}
+    page.write_text(html(report, inline))
     return page
 
 

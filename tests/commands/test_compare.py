@@ -1,7 +1,10 @@
 import csv
+import io
 import json
+import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -12,20 +15,41 @@ from support.experiments import fids, write_arm, write_run
 from support.golden import FOLDER
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """A winner, noise, a loser, an arm that never gets there, and runs that cannot be compared.
+
+    In the folder around `sweep` is the report on it.
+    """
+    root = tmp_path_factory.mktemp("shared")
+    for arm, speed in {"baseline": 1, "fast": 2, "same": 1.02, "slow": 0.8, "stuck": 0.4}.items():
+        write_arm(root / "sweep" / arm, float(speed), lr=1e-3 * speed)
+    write_run(root / "sweep/fast/seed-7", fids(2.0, 7)[:8], 7, lr=2e-3)
+    write_run(root / "sweep/few/seed-0", fids(3.0, 1), 0, num_fake=100)
+    (root / "sweep/dead/seed-0").mkdir(parents=True)
+    (root / "sweep/dead/seed-0/config.yaml").write_text("seed_everything: 0\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(root)
+        told = io.StringIO()
+        with redirect_stdout(told):
+            assert call("compare sweep") == 0
+    (root / "told.txt").write_text(told.getvalue())
+    return root
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
-def sweep():
-    """A winner, noise, a loser, an arm that never gets there, and runs that cannot be compared."""
-    for arm, speed in {"baseline": 1, "fast": 2, "same": 1.02, "slow": 0.8, "stuck": 0.4}.items():
-        write_arm(Path("sweep") / arm, float(speed), lr=1e-3 * speed)
-    write_run(Path("sweep/fast/seed-7"), fids(2.0, 7)[:8], 7, lr=2e-3)
-    write_run(Path("sweep/few/seed-0"), fids(3.0, 1), 0, num_fake=100)
-    Path("sweep/dead/seed-0").mkdir(parents=True)
-    Path("sweep/dead/seed-0/config.yaml").write_text("seed_everything: 0\n")
+def sweep(shared, tmp_path):
+    (tmp_path / "sweep").symlink_to(shared / "sweep")
+
+
+@pytest.fixture
+def report(shared, tmp_path):
+    shutil.copytree(shared / "report", tmp_path / "report")
 
 
 def rows(name):
@@ -33,15 +57,14 @@ def rows(name):
         return {row["arm"]: row for row in csv.DictReader(file)}
 
 
-def test_a_sweep_is_compared_and_told_in_a_few_lines(sweep, capsys):
-    assert call("compare sweep --out made/report") == 0
-    told = capsys.readouterr().out.splitlines()
+def test_a_sweep_is_compared_and_told_in_a_few_lines(shared, report):
+    told = (shared / "told.txt").read_text().splitlines()
     assert told[0].startswith("fast wins: 2.")
     assert told[0].endswith("x as fast as baseline. That is not noise.")
     assert any(line.startswith("  same: no difference that 5 seeds can show") for line in told)
     assert sum(line.startswith("Left out: sweep/") for line in told) == 3
-    assert told[-1] == "Report: made/report/report.html"
-    found = rows("made/report/speedups.csv")
+    assert told[-1] == "Report: report/report.html"
+    found = rows("report/speedups.csv")
     assert {name: row["verdict"] for name, row in found.items()} == {
         "baseline": "baseline",
         "fast": "faster",
@@ -53,8 +76,7 @@ def test_a_sweep_is_compared_and_told_in_a_few_lines(sweep, capsys):
     assert float(found["fast"]["low"]) < 2 < float(found["fast"]["high"])
 
 
-def test_runs_that_take_no_part_are_named_on_the_page_and_in_no_number(sweep):
-    assert call("compare sweep") == 0
+def test_runs_that_take_no_part_are_named_on_the_page_and_in_no_number(report):
     page, text = (Path(f"report/report.{kind}").read_text() for kind in ("html", "md"))
     for name in ("sweep/fast/seed-7", "sweep/few/seed-0", "sweep/dead/seed-0"):
         assert name in page
@@ -64,11 +86,10 @@ def test_runs_that_take_no_part_are_named_on_the_page_and_in_no_number(sweep):
     assert "few" not in rows("report/speedups.csv")
 
 
-def test_comparing_again_makes_the_same_report_though_a_report_is_there(sweep):
-    call("compare sweep --out sweep/report")
-    first = Path("sweep/report/report.html").read_bytes()
-    assert call("compare sweep --out sweep/report") == 0
-    assert Path("sweep/report/report.html").read_bytes() == first
+def test_comparing_again_makes_the_same_report_in_its_place(sweep, report):
+    first = Path("report/report.html").read_bytes()
+    assert call("compare sweep") == 0
+    assert Path("report/report.html").read_bytes() == first
 
 
 @pytest.mark.parametrize(
@@ -87,10 +108,9 @@ def test_numbers_of_a_paper_are_compared_from_a_table(table, expected, capsys):
     assert "how the FIDs were measured is not known" in Path("report/report.md").read_text()
 
 
-def test_the_curves_of_a_report_can_be_compared_again(sweep):
-    call("compare sweep --out one")
-    assert call("compare one/curves.csv --out two") == 0
-    assert rows("two/speedups.csv") == rows("one/speedups.csv")
+def test_the_curves_of_a_report_can_be_compared_again(report):
+    assert call("compare report/curves.csv --out made/again") == 0
+    assert rows("made/again/speedups.csv") == rows("report/speedups.csv")
 
 
 def test_baseline_and_target_may_be_chosen(sweep):
@@ -167,10 +187,9 @@ def test_help_imports_nothing_heavy(code):
 
 
 @pytest.fixture
-def page(sweep):
+def page(report):
     if CHROMIUM is None:
         pytest.skip("no Chromium is installed")
-    call("compare sweep")
     return Path("report/report.html")
 
 
