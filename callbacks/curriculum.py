@@ -7,7 +7,7 @@ Source: "Why diffusion models are stable and how to make them faster" (2023), se
 controls are not in the paper.
 """
 
-from math import pi, sqrt
+from math import inf, pi, sqrt
 from typing import Literal
 
 import torch
@@ -69,8 +69,8 @@ def clts_density(
         (num_bins,) float64, with sum 1.
 
     Raises:
-        ValueError: a mean outside [0, 1], a std below the width of a bin, no bins, another way to
-            normalize.
+        ValueError: a mean outside [0, 1], a std below the width of a bin or infinite, no bins,
+            another way to normalize.
 
     Source: Eq. 7 and 8.
 
@@ -165,9 +165,10 @@ def _exponent(mean: float, std: float, num_bins: int, device: torch.device | str
         raise ValueError(
             f"a mean is a rank u in [0, 1], got {mean}; divide a timestep by the number of steps."
         )
-    if not std * num_bins >= 1:
+    if not 1 <= std * num_bins < inf:
         raise ValueError(
-            f"std must be at least the width of a bin, 1 / {num_bins}, in units of u, got {std}."
+            f"std must be at least the width of a bin, 1 / {num_bins}, in units of u, and finite, "
+            f"got {std}."
         )
     u = torch.arange(1, num_bins + 1, dtype=torch.float64, device=device) / num_bins
     return -((u - mean) ** 2) / (2 * std**2)

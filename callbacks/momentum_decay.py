@@ -172,16 +172,16 @@ class MomentumDecay(UpdateSchedule):
                 f"MomentumDecay computes with betas that are floats, and {name} has {beta0}; pass "
                 f"{beta0.item():g}."
             )
-        if not self.min_beta1 <= beta0:
-            raise ValueError(
-                f"min_beta1 must be at most the beta1 or momentum of the optimizer, got "
-                f"{self.min_beta1} and {beta0} ({name}); lower min_beta1, 0 being no floor."
-            )
         if self.compensate_lr and "betas" not in group:
             raise ValueError(
                 f"The momentum of {name} has no factor 1 - momentum, so its steps shrink by "
                 "themselves and the compensation would shrink them again; pass "
                 "compensate_lr=False or use Adam."
+            )
+        if not self.min_beta1 <= beta0:
+            raise ValueError(
+                f"min_beta1 must be at most the beta1 or momentum of the optimizer, got "
+                f"{self.min_beta1} and {beta0} ({name}); lower min_beta1, 0 being no floor."
             )
 
 

@@ -278,6 +278,7 @@ BAD = [
     ({"std": -1.0}, "got -1.0"),
     ({"std": 0.0009}, "got 0.0009"),
     ({"std": math.nan}, "got nan"),
+    ({"std": math.inf}, "and finite, got inf"),
     ({"num_bins": 0}, "num_bins must be at least 1, got 0"),
     ({"normalize": "clamp"}, "must be 'truncate' or 'mix', got 'clamp'"),
 ]

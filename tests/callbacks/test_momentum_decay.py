@@ -485,7 +485,8 @@ def test_a_control_for_momentum_below_its_floor_is_refused():
     [
         (partial(Adam, betas=(0.3, 0.9)), {}, r"0\.4 and 0\.3 \(Adam\); lower min_beta1"),
         (partial(Adam, betas=(0.0, 0.9)), {}, r"0\.4 and 0\.0 \(Adam\); lower min_beta1"),
-        (SGD, {}, r"0\.4 and 0 \(SGD\)"),
+        (SGD, {}, "momentum of SGD .* compensate_lr=False or use Adam"),
+        (SGD, {"compensate_lr": False}, r"0\.4 and 0 \(SGD\)"),
         (partial(SGD, momentum=0.9), {}, "momentum of SGD .* compensate_lr=False or use Adam"),
         (partial(torch.optim.RMSprop, momentum=0.9), {}, "RMSprop .* compensate_lr=False"),
         (torch.optim.Adagrad, {}, "Adagrad has neither; use Adam"),
