@@ -47,6 +47,7 @@ COLORED = 9
 _STYLE: Any = {
     "font.size": 10,
     "text.color": INK,
+    "text.parse_math": False,  # a dollar in the name of an arm is one
     "axes.edgecolor": FAINT,
     "axes.labelcolor": INK,
     "xtick.color": INK,
@@ -95,13 +96,14 @@ def speedup_figure(comparison: Comparison, unit: str = "steps") -> Figure:
 
 
 def _range(results: Sequence[Result]) -> tuple[float, float]:
-    """Ends of the axis: every ratio and every finite end of an interval, and 1, with room."""
-    ends = [1.0]
-    for result in results:
-        found = (result.speedup.ratio, result.speedup.low, result.speedup.high)
-        ends += [end for end in found if end and math.isfinite(end)]
-    room = max((max(ends) / min(ends)) ** 0.08, 1.08)
-    return min(ends) / room, max(ends) * room
+    """Ends of the axis: 1, every ratio, and intervals as far as they leave those readable."""
+    ratios = [1.0, *(result.speedup.ratio for result in results)]
+    lowest, highest = min(ratios) / 4, max(ratios) * 4
+    ends = [end for r in results for end in (r.speedup.low, r.speedup.high) if end is not None]
+    low = min([*ratios, *(max(end, lowest) for end in ends if end > 0)])
+    high = max([*ratios, *(min(end, highest) for end in ends if math.isfinite(end))])
+    room = max((high / low) ** 0.08, 1.08)
+    return low / room, high * room
 
 
 def _interval(axes: Axes, row: int, result: Result, comparison: Comparison) -> None:

@@ -77,6 +77,24 @@ def test_an_open_interval_ends_in_an_arrow():
     assert ">" in [line.get_marker() for line in axes.lines]
 
 
+def test_an_interval_of_two_seeds_does_not_squeeze_the_others():
+    arms = [arm("baseline", 1.0), arm("fast", 2.0), arm("wild", 1.0, [0, 1], spread=2.0)]
+    comparison = compare(arms, "baseline")
+    wide = next(r.speedup for r in comparison.results if r.arm.name == "wild")
+    assert wide.high / wide.low > 1e3
+    (axes,) = speedup_figure(comparison).axes
+    low, high = axes.get_xlim()
+    assert high / low < 200
+    assert {"<", ">"} <= {line.get_marker() for line in axes.lines}
+
+
+def test_names_are_drawn_as_they_are(tmp_path):
+    arms = [arm("baseline", 1.0), arm("$x_{$", 2.0)]
+    comparison = compare(arms, "baseline")
+    save(speedup_figure(comparison), tmp_path / "a.png")
+    save(curves_figure(comparison), tmp_path / "b.png")
+
+
 def test_one_seed_has_a_hollow_mark_and_no_bar():
     arms = [arm("baseline", 1.0, [0]), arm("fast", 2.0, [0])]
     (axes,) = speedup_figure(compare(arms, "baseline")).axes
