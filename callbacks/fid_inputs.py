@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
@@ -69,6 +70,8 @@ def split_images(trainer: Trainer, name: str) -> RealImages | None:
     if isinstance(data, HasSplits):
         split = "val" if name == "test" else name
         return images_of(data.in_order(split), name, partial(data.fingerprint, split))
+    if name == "val" and trainer.state.fn == TrainerFn.FITTING:
+        _make_validation_loaders(trainer)
     loaders = {
         "train": trainer.train_dataloader,
         "val": trainer.val_dataloaders,
@@ -76,6 +79,17 @@ def split_images(trainer: Trainer, name: str) -> RealImages | None:
     }[name]
     flat = [] if loaders is None else CombinedLoader(loaders).flattened
     return images_of(flat[0], name) if flat and isinstance(flat[0], DataLoader) else None
+
+
+def _make_validation_loaders(trainer: Trainer) -> None:
+    """Now, where no validation has wanted them yet: a resume in an epoch without one, for example.
+
+    As Lightning does in the first epoch with one, and does not again if they are there.
+    """
+    if trainer.enable_validation and trainer.val_dataloaders is None:
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        trainer.training = True
 
 
 def images_of(

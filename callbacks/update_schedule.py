@@ -94,7 +94,6 @@ class UpdateSchedule(Callback, ABC):
         self._refuse(trainer)
         self._length = self._find_length(trainer, pl_module)
         self._steps = StepCounts(trainer, self._known_counts(trainer))
-        self._loaded = {}
         self._lrs = {}
         self._release()
         for index in self._chosen(trainer):

@@ -168,6 +168,16 @@ def test_a_folder_of_images_may_be_the_reference(tmp_path):
     assert by_folder["floor_images"].startswith("15 ")
 
 
+def test_a_resume_in_an_epoch_without_validation_finds_the_validation_data(tmp_path):
+    """Lightning makes their loader in the epoch that needs it."""
+    options = {"check_val_every_n_epoch": 2}
+    _, first = fit(tmp_path, [fid(tmp_path)], max_epochs=2, **options)
+    first.save_checkpoint(tmp_path / "c.ckpt")
+    fit(tmp_path, [fid(tmp_path)], ckpt_path=tmp_path / "c.ckpt", max_epochs=4, **options)
+    assert [record["step"] for record in records(tmp_path)] == [16, 32]
+    assert len({(r["data"], r["floor"], r["floor_images"]) for r in records(tmp_path)}) == 1
+
+
 # The last step again
 
 
@@ -186,6 +196,13 @@ def test_the_last_step_is_evaluated_again_with_the_next_seeds(tmp_path, every_n_
     assert list(values(tmp_path, step=8)) == [(0, NUM), (NUM, 2 * NUM), (2 * NUM, 3 * NUM)]
     assert len(set(values(tmp_path, step=8).values())) == 3
     assert set(module.seeds) == set(range(3 * NUM))
+
+
+def test_a_second_run_evaluates_its_last_step_before_it_repeats(tmp_path):
+    callback = fid(tmp_path, repeats_at_end=1)
+    fit(tmp_path, [callback])
+    fit(tmp_path / "second", [callback], check_val_every_n_epoch=2)
+    assert list(values(tmp_path / "second", step=8)) == [(0, NUM), (NUM, 2 * NUM)]
 
 
 def test_a_repeat_is_what_its_seeds_give_with_the_weights_asked_for(tmp_path):

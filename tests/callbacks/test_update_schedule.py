@@ -160,6 +160,14 @@ def test_a_callback_can_serve_another_run_and_keeps_nothing_of_the_last(tmp_path
     assert not early.get(decay.state_key)
 
 
+def test_a_checkpoint_that_was_only_validated_says_nothing_of_the_next_run(tmp_path, checkpoint):
+    module, decay = Recorded(), MomentumDecay()
+    trainer = make_trainer(tmp_path, decay)
+    trainer.validate(module, loader(8, 8), ckpt_path=checkpoint, verbose=False)
+    fit(tmp_path, module, decay, max_epochs=3)
+    assert used(module) == expected(range(3), 3)
+
+
 def test_a_run_without_the_callback_goes_on_with_it_where_the_schedule_would_be(tmp_path):
     fit(tmp_path, Recorded(), max_epochs=3).save_checkpoint(tmp_path / "c.ckpt")
     assert resume(tmp_path, tmp_path / "c.ckpt", MomentumDecay()) == expected(range(3, 8), 8)
