@@ -817,6 +817,7 @@ def test_one_two_and_three_processes_make_the_same_evaluations(tmp_path):
             assert record["value"] == pytest.approx(reference["value"], rel=1e-12)
             assert record["floor"] == pytest.approx(reference["floor"], rel=1e-12)
             assert (record["num_real"], record["data"]) == (31, reference["data"])
+            assert record["images"] == processes * record["step"]
 
 
 @pytest.mark.system

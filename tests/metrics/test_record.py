@@ -129,6 +129,14 @@ def test_images_are_counted_by_batches_whatever_makes_a_step(tmp_path, accumulat
     assert images_seen(run) == 12
 
 
+def test_images_before_a_resume_count(tmp_path):
+    first, second = trainer(tmp_path, []), trainer(tmp_path, [], max_epochs=3)
+    first.fit(Rising(), loader(12, batch_size=2))
+    first.save_checkpoint(tmp_path / "c.ckpt")
+    second.fit(Rising(), loader(12, batch_size=2), ckpt_path=tmp_path / "c.ckpt")
+    assert images_seen(second) == 36
+
+
 def test_images_of_a_loader_without_a_batch_size_are_not_known(tmp_path):
     run = trainer(tmp_path, [])
     run.fit(Rising(), list(loader(4)))
