@@ -129,15 +129,25 @@ def headline(comparison: Comparison) -> str:
 def explanation(comparison: Comparison) -> str:
     """What stands behind the headline, in a sentence or two."""
     base, best = comparison.baseline, comparison.best
-    steps = mean_crossing(comparison.crossings)
     told = (
-        f"{best.arm.name} reaches FID {fid_text(comparison.target)} after {best.steps} steps, "
-        f"{base.name} after {steps}. Speed-up{_to(best, comparison)} {speedup_text(best.speedup)}"
+        f"FID {fid_text(comparison.target)} is reached {_when(comparison.crossings)} by "
+        f"{base.name}, {_when(best.crossings)} by {best.arm.name}. "
+        f"Speed-up{_to(best, comparison)} {speedup_text(best.speedup)}"
     )
     if best.speedup.low is not None:
         told += ", with its 95% interval"
     told += f"; {seeds_text(len(best.arm.curves))} against {len(base.curves)}."
     return " ".join([told, *_lead(comparison), *_noise_of_fid(comparison)])
+
+
+def _when(crossings: Sequence[Crossing]) -> str:
+    mean = mean_crossing(crossings)
+    words = {
+        Bound.EXACT: f"after {mean.step:,.0f} steps",
+        Bound.AT_MOST: f"within {mean.step:,.0f} steps",
+        Bound.MORE_THAN: f"with {reached_text(crossings)} seeds",
+    }
+    return words[mean.bound]
 
 
 def by_images_text(comparison: Comparison, again: Comparison) -> str:

@@ -25,7 +25,9 @@ def test_a_winner_is_named_with_its_speedup_and_that_it_is_not_noise():
     assert headline(comparison).startswith("clts wins: 2.0")
     assert headline(comparison).endswith("x as fast as baseline. That is not noise.")
     assert verdict.startswith("faster than baseline: 2.0")
-    assert "clts reaches FID" in explanation(comparison)
+    steps = f"{comparison.results[0].steps} steps by clts."
+    assert f"FID {fid_text(comparison.target)} is reached after " in explanation(comparison)
+    assert steps in explanation(comparison)
     assert "with its 95% interval; 5 seeds against 5." in explanation(comparison)
 
 
@@ -68,6 +70,7 @@ def test_the_baseline_may_win():
 def test_a_speedup_to_another_fid_than_the_target_says_so():
     comparison, (verdict,) = told(arm("slow", 0.5))
     assert verdict.endswith(f" to FID {fid_text(comparison.results[0].at)}")
+    assert "with 0 of 5 seeds by slow." in explanation(comparison)
 
 
 def test_what_does_not_survive_the_correction_is_no_win():
