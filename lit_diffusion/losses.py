@@ -142,9 +142,9 @@ class DenoisingLoss:
         self, prediction: Prediction, process: Process, parameterization: Parameterization, /
     ) -> dict[str, Tensor]:
         """{"loss": (B,), "mse": (B,) before weighting}."""
-        mse = _squared_error(prediction, prediction.output, process, parameterization)
-        weight = _weight(self.weighting, prediction, process, parameterization)
-        return {"loss": weight.to(mse.dtype) * mse, "mse": mse}
+        output = prediction.output
+        mse, weight = _error(self.weighting, prediction, output, process, parameterization)
+        return {"loss": weight * mse, "mse": mse}
 
     def check(self, process: Process, parameterization: Parameterization, /) -> None:
         """Raise ValueError where the weight is not finite at an end of the process."""
@@ -176,9 +176,8 @@ class HybridLoss:
     ) -> dict[str, Tensor]:
         """{"loss": (B,), "mse": (B,) before weighting, "vb": (B,) bits per dimension}."""
         output, r = prediction.output.chunk(2, dim=1)
-        mse = _squared_error(prediction, output, process, parameterization)
+        mse, weight = _error(self.weighting, prediction, output, process, parameterization)
         vb = _learned_variance_term(prediction, output, (r + 1) / 2, process, parameterization)
-        weight = _weight(self.weighting, prediction, process, parameterization).to(mse.dtype)
         return {
             "loss": weight * mse + self.vb_weight * _num_steps(process) * vb,
             "mse": mse,
@@ -191,22 +190,20 @@ class HybridLoss:
         _check_weighting(self.weighting, process, parameterization)
 
 
-def _squared_error(
-    prediction: Prediction, output: Tensor, process: Process, parameterization: Parameterization
-) -> Tensor:
-    alpha, sigma = (expand_as(v, prediction.x0) for v in process.alpha_sigma(prediction.t))
-    target = parameterization.target(prediction.x0, prediction.noise, alpha, sigma)
-    return (target - output).square().flatten(1).mean(1)
-
-
-def _weight(
+def _error(
     weighting: Weighting,
     prediction: Prediction,
+    output: Tensor,
     process: Process,
     parameterization: Parameterization,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
+    """(B,) squared errors of the output, and (B,) factors on them."""
     alpha, sigma = process.alpha_sigma(prediction.t)
-    return weighting.weight(alpha, sigma, parameterization.gain(alpha, sigma), prediction.step)
+    weight = weighting.weight(alpha, sigma, parameterization.gain(alpha, sigma), prediction.step)
+    alpha, sigma = expand_as(alpha, prediction.x0), expand_as(sigma, prediction.x0)
+    target = parameterization.target(prediction.x0, prediction.noise, alpha, sigma)
+    mse = (target - output).square().flatten(1).mean(1)
+    return mse, weight.to(mse.dtype)
 
 
 def _learned_variance_term(
