@@ -42,13 +42,14 @@ class Curve:
 
     Args:
         seed: name of the run within its arm.
-        steps: (N,) optimizer steps completed, or images seen; increasing, N >= 1.
+        steps: (N,) optimizer steps completed, or images seen; increasing from 0 or more, the last
+            > 0, N >= 1.
         fids: (N,) > 0; NaN where the samples were not finite.
         images: (N,) images seen by then; None where that is not known.
         repeats: FIDs of the last weights from other samples, beside `fids[-1]`.
 
     Raises:
-        ValueError: If lengths differ, steps do not increase, or an FID is not positive.
+        ValueError: If lengths differ, steps are not as above, or an FID is not positive.
     """
 
     seed: str
@@ -63,6 +64,11 @@ class Curve:
             raise ValueError(
                 f"seed {self.seed}: a curve needs as many FIDs as steps, and one at least, got "
                 f"{len(self.fids)} for {len(self.steps)}."
+            )
+        if self.steps[0] < 0 or not 0 < self.steps[-1] < math.inf:
+            raise ValueError(
+                f"seed {self.seed}: steps must be finite and >= 0, the last of them > 0, got "
+                f"{self.steps[0]:g} to {self.steps[-1]:g}."
             )
         for before, after in zip(self.steps, self.steps[1:], strict=False):
             if not before < after:
@@ -116,12 +122,9 @@ def first_crossing(steps: Sequence[float], fids: Sequence[float], target: float)
     where m is the running minimum.
 
     Args:
-        steps: (N,) increasing, N >= 1.
+        steps: (N,) increasing from 0 or more, the last > 0, N >= 1.
         fids: (N,) > 0; NaN where there is no number.
         target: > 0.
-
-    Raises:
-        ValueError: If the target is reached at step 0.
 
     Example:
         >>> print(first_crossing([1000, 2000, 3000], [16.0, 4.0, 3.0], target=8.0))
@@ -133,10 +136,9 @@ def first_crossing(steps: Sequence[float], fids: Sequence[float], target: float)
     k = next((k for k, fid in enumerate(lowest) if fid <= target), None)
     if k is None:
         return Crossing(steps[-1], Bound.MORE_THAN)
-    if steps[k] <= 0:
-        raise ValueError(f"the target FID {target:g} is reached before training; give a lower one.")
     if k == 0 or math.isinf(lowest[k - 1]):
-        return Crossing(steps[k], Bound.AT_MOST)
+        # A network that has it untrained: no ratio can be had from 0 steps.
+        return Crossing(next(step for step in steps[k:] if step > 0), Bound.AT_MOST)
     share = math.log(lowest[k - 1] / target) / math.log(lowest[k - 1] / lowest[k])
     return Crossing(steps[k - 1] + share * (steps[k] - steps[k - 1]))
 

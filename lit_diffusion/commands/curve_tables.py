@@ -27,6 +27,8 @@ def read_arms(paths: Sequence[str]) -> list[Arm]:
     points: dict[str, dict[str, list[Point]]] = {}
     for path in paths:
         for place, row in _rows(path):
+            if not row["arm"]:
+                raise ValueError(f"{place}: the arm has no name.")
             seeds = points.setdefault(row["arm"], {})
             seeds.setdefault(row.get("seed") or "0", []).append(_point(row, place))
     if not points:
@@ -39,8 +41,8 @@ def read_arms(paths: Sequence[str]) -> list[Arm]:
 
 def _rows(path: str) -> list[tuple[str, dict[str, str]]]:
     """Rows, each with its place in the file."""
-    with open(path, newline="") as file:
-        reader = csv.DictReader(file)
+    with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets write its mark
+        reader = csv.DictReader(file, skipinitialspace=True)
         lacking = [name for name in _NEEDED if name not in (reader.fieldnames or ())]
         if lacking:
             raise ValueError(

@@ -57,9 +57,14 @@ def test_a_target_that_the_first_evaluation_has_is_only_bounded():
     assert str(found) == "<= 100"
 
 
-def test_a_target_that_is_reached_before_training_is_refused():
-    with pytest.raises(ValueError, match="target FID 9 is reached before training; give a lower"):
-        first_crossing([0, 100], [9.0, 5.0], 9.0)
+def test_a_target_that_the_untrained_network_has_is_only_bounded():
+    assert first_crossing([0, 100], [9.0, 5.0], 9.0) == Crossing(100, Bound.AT_MOST)
+
+
+@pytest.mark.parametrize("steps", [(0,), (-100, 100), (100, math.inf), (math.nan,)])
+def test_steps_without_a_logarithm_are_refused(steps):
+    with pytest.raises(ValueError, match="seed 0: steps must be finite and >= 0, the last of them"):
+        Curve("0", steps, (5.0,) * len(steps))
 
 
 def test_evaluations_that_are_not_finite_are_neither_good_nor_bad():

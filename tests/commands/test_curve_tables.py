@@ -36,6 +36,11 @@ def test_without_seeds_an_arm_is_one_run(table):
     assert len(found.curves) == 1
 
 
+def test_what_spreadsheets_and_people_write_is_read(table):
+    (found,) = read_arms([table("\ufeffarm, step, fid\na, 100, 5\na, 200, 3\n")])
+    assert (found.name, found.curves[0].steps) == ("a", (100, 200))
+
+
 @pytest.mark.parametrize("text", ["", "nan", "inf"])
 def test_an_fid_that_is_none_was_not_finite(table, text):
     (found,) = read_arms([table(f"arm,step,fid\na,100,{text}\na,200,3\n")])
@@ -57,6 +62,9 @@ def test_images_count_where_all_rows_of_a_run_have_them(table):
         ("arm,step,fid\na,1,5\na,2\n", "line 3: fid must be a number"),
         ("arm,step,fid\na,1,5\nb,2,x\n", "line 3: fid must be a number, got 'x'"),
         ("arm,step,fid\na,1,5\na,1,4\n", "arm a, seed 0: steps must increase, got 1 after 1"),
+        ("arm,step,fid\na,1,5\n,2,4\n", "line 3: the arm has no name"),
+        ("arm,step,fid\na,1,5\na,inf,4\n", "arm a, seed 0: steps must be finite"),
+        ("arm,step,fid\na,-1,5\na,1,4\n", "arm a, seed 0: steps must be finite and >= 0"),
         ("arm,step,fid\na,1,-5\n", "arm a, seed 0: FIDs must be > 0, got -5"),
     ],
 )
