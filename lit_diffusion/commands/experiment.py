@@ -5,6 +5,7 @@ the name of a run folder without a trailing seed, as in runs/clts-seed0.
 """
 
 import re
+import reprlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ PROTOCOL = (
     *("metric", "num_fake", "num_real", "data", "protocol", "extractor_sha256"),
     *("resize", "weights", "labels"),
 )
+_SCORE = {"step", "value"}
 _SEED = re.compile(r"(?:(?P<arm>.+)[-_])?seed[-_]?(?P<seed>\d+)", re.IGNORECASE)
 # Settings that seeds of one arm may differ in.
 _FREE = {
@@ -59,9 +61,13 @@ class Run:
         """Its evaluations, oldest first."""
         file = self.path / "evaluations.jsonl"
         try:
-            return read_evaluations(file)
+            found = read_evaluations(file)
         except ValueError as error:
             raise ValueError(f"{file} is broken: {error}.") from error
+        for line in found:
+            if not isinstance(line, dict) or ("metric" in line and not line.keys() >= _SCORE):
+                raise ValueError(f"{file} is broken: {reprlib.repr(line)} is no evaluation.")
+        return found
 
     @property
     def arm(self) -> str:
@@ -88,7 +94,8 @@ class Run:
     @property
     def max_steps(self) -> int | None:
         """Optimizer steps that it was to have; None where that is open."""
-        steps = (self.config.get("trainer") or {}).get("max_steps")
+        trainer = self.config.get("trainer")
+        steps = trainer.get("max_steps") if isinstance(trainer, dict) else None
         return steps if isinstance(steps, int) and steps > 0 else None
 
     @cached_property

@@ -15,6 +15,7 @@ from lit_diffusion.commands.selection import Selection
 
 _COLUMNS = 3  # of sample grids
 _SETTINGS = 12  # of an arm
+_END_OF_PNG = b"IEND\xaeB`\x82"  # lacking where a run died while it wrote
 
 
 def arms_of(selection: Selection) -> list[Arm]:
@@ -204,11 +205,12 @@ def sample_grids(selection: Selection, names: Sequence[str]) -> list[Grid]:
     }
     shared = set.intersection(*(set(run.grids) for run in chosen.values()))
     steps = spread_out(sorted(shared), _COLUMNS)
-    return [
+    pictures = [
         Grid(arm, key[0], run.grids[key].read_bytes())
         for arm, run in chosen.items()
         for key in steps
     ]
+    return [grid for grid in pictures if grid.png.endswith(_END_OF_PNG)]
 
 
 def _shown(value: Any) -> str:

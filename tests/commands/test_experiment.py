@@ -160,6 +160,20 @@ def test_files_that_are_broken_are_named():
         _ = Run(Path("a")).config
 
 
+@pytest.mark.parametrize("line", ["[1]", '{"metric": "val/fid_360", "step": 100}'])
+def test_lines_that_are_no_evaluations_are_named(line):
+    Path("a").mkdir()
+    Path("a/evaluations.jsonl").write_text(f"{line}\n")
+    with pytest.raises(ValueError, match=r"a/evaluations\.jsonl is broken: .* is no evaluation"):
+        _ = Run(Path("a")).records
+
+
+def test_a_config_of_something_else_has_no_length():
+    Path("a").mkdir()
+    Path("a/config.yaml").write_text("trainer: 3\n")
+    assert Run(Path("a")).max_steps is None
+
+
 def test_fields_of_the_protocol_are_fields_of_the_record():
     assert set(PROTOCOL) <= set(FIDRecord.__dataclass_fields__)
 

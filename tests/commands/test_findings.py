@@ -197,6 +197,13 @@ def test_grids_of_other_weights_or_steps_are_not_set_side_by_side():
     assert [(g.arm, g.step) for g in grids] == [("baseline", 500), ("clts", 500)]
 
 
+def test_a_picture_that_was_cut_off_is_left_out():
+    path = Path("sweep/clts/seed-0/samples/step-00001000-ema.png")
+    path.write_bytes(path.read_bytes()[:-20])
+    grids = findings.sample_grids(chosen()[0], ["baseline", "clts"])
+    assert [g.step for g in grids if g.arm == "clts"] == [500, 2000]
+
+
 def test_an_arm_without_grids_leaves_the_others_without():
     write_run(Path("sweep/md"), fids(1.0, 9), 9)
     assert findings.sample_grids(chosen()[0], ["baseline", "clts", "md"]) == []
