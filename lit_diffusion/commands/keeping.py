@@ -1,6 +1,7 @@
 """What a fit keeps besides its curves: its latest checkpoint and the config it was started with."""
 
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ class RunConfig(SaveConfigCallback):
             root = Path(trainer.default_root_dir)
             root.mkdir(parents=True, exist_ok=True)
             path = next_config(root)
-            self.parser.save(self.config, path, skip_unset=False, overwrite=True, multifile=False)
+            part = path.with_name(f".{path.name}.part")  # whole or not at all
+            self.parser.save(self.config, part, skip_unset=False, overwrite=True, multifile=False)
+            os.replace(part, path)
 
 
 class LastCheckpoint(Checkpoint):

@@ -8,7 +8,7 @@ import torch
 from support.commands import equal
 from support.tiny_run import TinyData, TinyModule, TinyNet
 
-from lit_diffusion.commands.keeping import LastCheckpoint
+from lit_diffusion.commands.keeping import LastCheckpoint, RunConfig
 
 
 class Saves(LastCheckpoint):
@@ -44,6 +44,19 @@ def saved(tmp_path: Path) -> dict:
 class SlowBatches(pl.Callback):
     def on_train_batch_start(self, *args):
         time.sleep(0.02)
+
+
+def test_a_config_is_written_as_a_whole_or_not_at_all(tmp_path):
+    """What is half a config would be taken for another run's, or for none."""
+
+    class DyingParser:
+        def save(self, config, path, **options):
+            Path(path).write_text("trainer:")
+            raise OSError("No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        fit(RunConfig(DyingParser(), None), tmp_path)
+    assert not list(tmp_path.glob("*.yaml"))
 
 
 @pytest.mark.parametrize(
