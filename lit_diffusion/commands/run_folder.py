@@ -62,7 +62,7 @@ def read_command_line(argv: Sequence[str]) -> Request:
     own.add_argument("--trust", action="append", default=[], metavar="PACKAGE")
     found, options = own.parse_known_args(list(argv[1:]))
     seen = _peek(argv[0], options)
-    settings = [_settings(config) for config in seen.config]
+    settings = [read_config(config) for config in seen.config]
     stated = seen.root or _last(settings, "trainer", "default_root_dir")
     wanted = seen.ckpt_path or _last(settings, "ckpt_path")
     wanted = None if wanted in (None, "null", "None") else str(wanted).removeprefix("file://")
@@ -83,7 +83,7 @@ def _peek(command: str, options: list[str]) -> argparse.Namespace:
     return parser.parse_known_args(options)[0]
 
 
-def _settings(config: str) -> Any:
+def read_config(config: str | Path) -> Any:
     """Content of a config; {} for one that is not there, which the real parser will report."""
     try:
         settings = yaml.safe_load(Path(config).read_text())

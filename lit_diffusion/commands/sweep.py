@@ -21,7 +21,7 @@ import yaml
 
 from lit_diffusion.commands.jobs import Ended, Job, claim, run_jobs, threads_each
 from lit_diffusion.commands.options import Parser, integers
-from lit_diffusion.commands.run_folder import latest_config
+from lit_diffusion.commands.run_folder import latest_config, read_config
 
 BASELINE = "baseline"
 LOG = "fit.log"
@@ -79,7 +79,7 @@ def run(argv: Sequence[str]) -> None:
 
     Raises:
         ValueError: for options, arms or existing runs that do not fit; nothing is started then.
-        SystemExit: 1 where runs are left that are not finished.
+        SystemExit: 1 where runs are left that are not finished, or cannot be compared.
     """
     args, options = parser().parse_known_args(argv[1:])
     runs = plan(args, options)
@@ -95,11 +95,22 @@ def run(argv: Sequence[str]) -> None:
         raise
     if sweep.unfinished:
         _tell(f"{sweep.tally()}; not {', '.join(sweep.unfinished)}")
+    if not _reported(args) or sweep.unfinished:
+        raise SystemExit(1)
+
+
+def _reported(args: argparse.Namespace) -> bool:
+    """Compare the arms; whether that is possible, or there is nothing to compare."""
     from lit_diffusion.commands.compare import run as compare
 
-    compare(["compare", str(_out(args)), "--out", str(_out(args) / "report")])
-    if sweep.unfinished:
-        raise SystemExit(1)
+    if not args.arms:
+        return True
+    try:
+        compare(["compare", str(_out(args)), "--out", str(_out(args) / "report")])
+    except ValueError as error:
+        _tell(f"no report: {error}")
+        return False
+    return True
 
 
 @dataclass(frozen=True)
@@ -188,7 +199,12 @@ class Sweep:
             if log is None:
                 _tell(f"{run.name} is being run by another process")
                 continue
-            steps = run.steps()
+            try:
+                steps = run.steps()
+            except ValueError as error:  # a damaged checkpoint is no reason to stop the others
+                log.close()
+                _tell(f"{run.name} CANNOT GO ON: {error}")
+                continue
             if steps is not None and steps >= run.max_steps:
                 log.close()
                 self._finished.add(run.name)
@@ -223,8 +239,11 @@ def _out(args: argparse.Namespace) -> Path:
 def _check(args: argparse.Namespace) -> None:
     if args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {args.jobs}.")
-    if min(args.seeds) < 0 or len(set(args.seeds)) < len(args.seeds):
-        raise ValueError(f"--seeds must be different numbers from 0 on, got {args.seeds}.")
+    in_range = all(0 <= seed < 2**32 for seed in args.seeds)  # as seed_everything has it
+    if not in_range or len(set(args.seeds)) < len(args.seeds):
+        raise ValueError(
+            f"--seeds must be different numbers from 0 to {2**32 - 1}, got {args.seeds}."
+        )
 
 
 def _arms(args: argparse.Namespace) -> dict[str, list[str]]:
@@ -277,7 +296,7 @@ def _check_settings(settings: dict[str, Any]) -> None:
 def _refuse_another(folder: Path, wanted: dict[str, Any]) -> None:
     """Refuse to go on in a folder with a run of other settings, or one that lost its checkpoint."""
     config = latest_config(folder)
-    if config is not None and (changes := _changes(yaml.safe_load(config.read_text()), wanted)):
+    if config is not None and (changes := _changes(read_config(config), wanted)):
         raise ValueError(
             f"{folder} holds a run with other settings: {'; '.join(changes)}. Restore them, choose "
             "another --out, or delete that folder."

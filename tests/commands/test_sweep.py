@@ -95,8 +95,9 @@ def test_a_printed_command_resumes_when_it_is_run_again(capsys):
     ("options", "said"),
     [
         ("--jobs 0", "--jobs must be at least 1, got 0."),
-        ("--seeds 1,1", "--seeds must be different numbers from 0 on, got [1, 1]."),
-        ("--seeds -1", "--seeds must be different numbers from 0 on, got [-1]."),
+        ("--seeds 1,1", "--seeds must be different numbers from 0 to 4294967295, got [1, 1]."),
+        ("--seeds -1", "--seeds must be different numbers from 0 to 4294967295, got [-1]."),
+        ("--seeds 4294967296", "from 0 to 4294967295, got [4294967296]."),
         ("--arms slow.yaml deep/slow.yaml", "two arms are named slow; rename deep/slow.yaml"),
         ("--arms baseline.yaml", "two arms are named baseline; rename baseline.yaml"),
         ("--arms slow.yaml missing.yaml", "arm missing: "),
@@ -165,6 +166,34 @@ def test_a_run_that_lost_its_last_checkpoint_is_never_started_over(one_run, caps
     saved.rename(saved.with_name("best-fid.ckpt"))
     said = refusal(capsys, "--arms slow.yaml --seeds 0 --out out")
     assert "out/slow/seed-0 has best-fid.ckpt, but no checkpoints/last.ckpt" in said
+
+
+def test_an_empty_config_in_a_run_folder_is_named(one_run, capsys):
+    Path("out/slow/seed-0/config.yaml").write_text("")
+    said = refusal(capsys, "--arms slow.yaml --seeds 0 --out out")
+    assert "out/slow/seed-0/config.yaml must hold settings" in said
+
+
+# The end
+
+
+def test_a_damaged_checkpoint_is_named_and_the_other_runs_go_on(one_run, capsys):
+    Path("out/baseline/seed-0/checkpoints/last.ckpt").write_bytes(b"PK")
+    assert call(f"sweep tiny.yaml --arms slow.yaml --seeds 0 --out out {TRUST}") == 1
+    said = capsys.readouterr().err
+    assert "baseline/seed-0 CANNOT GO ON: out/baseline/seed-0/checkpoints/last.ckpt is " in said
+    assert "slow/seed-0 was finished before" in said
+    assert "1 of 2 runs finished; not baseline/seed-0" in said
+
+
+def test_runs_that_cannot_be_compared_are_no_report_and_no_success(one_run, capsys):
+    assert call(f"sweep tiny.yaml --arms slow.yaml --seeds 0 --out out {TRUST}") == 1
+    assert "no report: none of these runs has an FID" in capsys.readouterr().err
+
+
+def test_a_baseline_alone_needs_no_comparison(one_run, capsys):
+    assert call(f"sweep tiny.yaml --seeds 0 --out out {TRUST}") == 0
+    assert "no report" not in capsys.readouterr().err
 
 
 # The processes
