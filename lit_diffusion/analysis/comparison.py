@@ -50,6 +50,7 @@ class Verdict(Enum):
     SLOWER = "slower"
     UNCLEAR = "unclear"  # a difference, but not after Holm's correction
     NO_DIFFERENCE = "no difference"
+    MISSED = "does not get there"  # and has no FID at which its speed could be measured
     UNKNOWN = "cannot be told"  # no interval
 
 
@@ -220,7 +221,17 @@ def _result(arm: Arm, base: Arm, target: float) -> Result:
     common = max(arm.reached, base.reached)
     at = common if is_short and math.isfinite(common) else target
     found = speedup(base.crossings(at), arm.crossings(at))
+    is_open = math.isinf(common) or (found.is_lower_bound and found.is_upper_bound)
+    if is_open and _reached(base.crossings(target)) and not _reached(crossings):
+        bound = speedup(base.crossings(target), crossings)
+        bound = replace(bound, low=None, high=None, p=None)
+        return Result(arm, crossings, bound, target, None, Verdict.MISSED)
     return Result(arm, crossings, found, at, None, Verdict.UNKNOWN)
+
+
+def _reached(crossings: Sequence[Crossing]) -> bool:
+    """Whether any seed reached the target."""
+    return any(crossing.bound is not Bound.MORE_THAN for crossing in crossings)
 
 
 def _judged(result: Result, holm_p: float) -> Result:

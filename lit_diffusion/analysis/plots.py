@@ -26,6 +26,7 @@ COLORS = {
     Verdict.UNCLEAR: "#8a6d00",
     Verdict.NO_DIFFERENCE: "#5c6773",
     Verdict.UNKNOWN: "#5c6773",
+    Verdict.MISSED: "#b3400b",
 }
 """Of a verdict. Dark enough for text on white; the words stand beside them everywhere."""
 
@@ -56,6 +57,16 @@ _STYLE: Any = {
 }
 
 
+def short_name(name: str) -> str:
+    """A name that leaves room for the figure; the tables have it in full.
+
+    Example:
+        >>> short_name("mdlrc+clts"), short_name("a" * 30 + "b" * 30)
+        ('mdlrc+clts', 'aaaaaaaaaaaaaaaaaa...bbbbbbbbbbbbbbbbbb')
+    """
+    return name if len(name) <= 40 else f"{name[:18]}...{name[-18:]}"
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write a figure as PNG or SVG, as the path ends; the same bytes for the same figure."""
     metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
@@ -83,10 +94,12 @@ def speedup_figure(comparison: Comparison, unit: str = "steps") -> Figure:
         axes.axvline(1, color=INK, lw=1.4)
         for row, result in enumerate(results):
             _interval(axes, row, result, comparison)
-        axes.set_yticks(range(len(results)), [r.arm.name for r in results], fontsize=11.5)
+        axes.set_yticks(
+            range(len(results)), [short_name(r.arm.name) for r in results], fontsize=11.5
+        )
         axes.tick_params(axis="y", length=0)
         _ratio_axis(axes, low, high)
-        name = comparison.baseline.name
+        name = short_name(comparison.baseline.name)
         target = fid_text(comparison.target)
         axes.set_xlabel(f"speed-up: times fewer {unit} than {name} to FID {target} (log axis)")
         _side(axes, 0.0, "left", "slower", COLORS[Verdict.SLOWER])
@@ -272,7 +285,7 @@ def _legend(axes: Axes, comparison: Comparison) -> None:
     others = len(comparison.arms) - COLORED
     axes.legend(
         [handle for _, handle in ordered],
-        [name for name, _ in ordered],
+        [short_name(name) for name, _ in ordered],
         title=f"grey: {others} other arms" if others > 0 else None,
         loc="center left",
         bbox_to_anchor=(1.01, 0.5),
@@ -300,5 +313,5 @@ def samples_figure(grids: Sequence[tuple[str, int, bytes]]) -> Figure:
         for ax, step in zip(axes[0], steps, strict=True):
             ax.set_title(f"step {step:,}", fontsize=10)
         for ax, arm in zip(axes[:, 0], arms, strict=True):
-            ax.set_ylabel(arm, rotation=0, ha="right", va="center", fontsize=11)
+            ax.set_ylabel(short_name(arm), rotation=0, ha="right", va="center", fontsize=11)
     return figure

@@ -68,7 +68,8 @@ METHOD = (
     "as geometric means over training seeds, with the 95% interval of Welch's t test on log steps. "
     "The target, unless given, is the lowest FID that every seed of the baseline reached. Where a "
     "seed of an arm never reached it, that arm's steps are a bound (>), and its speed-up that to "
-    "the lowest FID which all seeds of both arms reached. The verdicts faster and slower need a "
+    "the lowest FID which all seeds of both arms reached; an arm that misses the target in every "
+    "seed and has no such FID does not get there. The verdicts faster and slower need a "
     "p-value below 0.05 after Holm's correction for the number of arms tested."
 )
 _FOREST = (

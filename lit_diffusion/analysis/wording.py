@@ -14,6 +14,9 @@ from lit_diffusion.analysis.comparison import (
 from lit_diffusion.analysis.curves import Bound, Crossing, sampling_spread
 from lit_diffusion.analysis.speedup import Speedup
 
+SURE = 0.001
+"""A p-value below which a report speaks without reserve."""
+
 
 def ratio_text(ratio: float) -> str:
     """A speed-up.
@@ -65,7 +68,7 @@ def p_text(p: float | None) -> str:
         >>> p_text(0.0123), p_text(1e-9), p_text(None)
         ('0.012', '< 0.001', '-')
     """
-    return "-" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+    return "-" if p is None else "< 0.001" if p < SURE else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
 def seeds_text(count: int) -> str:
@@ -89,8 +92,12 @@ def verdict_text(result: Result, comparison: Comparison) -> str:
         return f"no difference that {seeds_text(count)} can show: {value}"
     if result.verdict is Verdict.UNKNOWN:
         return f"cannot be told from noise ({_why_unknown(result, base)}): {value}"
+    if result.verdict is Verdict.MISSED:
+        return f"does not get there: {_reached_the_target(result, comparison)}"
     provisional = f" (provisional: {seeds_text(count)})" if count < HEADLINE_SEEDS else ""
-    return f"{result.verdict.value} than {base.name}: {value}{provisional}"
+    wins_elsewhere = result.verdict is Verdict.FASTER and result.at != comparison.target
+    but = f", but {_reached_the_target(result, comparison)}" * wins_elsewhere
+    return f"{result.verdict.value} than {base.name}: {value}{but}{provisional}"
 
 
 def reached_text(crossings: Sequence[Crossing]) -> str:
@@ -110,20 +117,32 @@ def headline(comparison: Comparison) -> str:
     if best.verdict is Verdict.FASTER:
         at_least = "at least " * best.speedup.is_lower_bound
         gain = f"{at_least}{ratio_text(best.speedup.ratio)} as fast as {base}"
-        return (
-            f"{best.arm.name} wins: {gain}{_to(best, comparison)}. {_certainty(best, comparison)}"
-        )
+        certainty = _certainty([best], comparison)
+        if best.at == comparison.target:
+            return f"{best.arm.name} wins: {gain}. {certainty}"
+        but = f"but {_reached_the_target(best, comparison)}"
+        return f"{best.arm.name} is {gain}{_to(best, comparison)}, {but}. {certainty}"
     if verdicts == {Verdict.SLOWER}:
-        return f"{base} wins: {_all_others(comparison)} slower. {_certainty(best, comparison)}"
+        certainty = _certainty(comparison.results, comparison)
+        return f"{base} wins: {_all_others(comparison)} slower. {certainty}"
+    if verdicts == {Verdict.MISSED}:
+        return f"Only {base} reaches FID {fid_text(comparison.target)}."
     if verdicts == {Verdict.UNKNOWN}:
-        if best.speedup.is_upper_bound and best.speedup.ratio > 1:
-            return "These runs cannot tell which arm is best."
-        looks = best.arm.name if best.speedup.ratio > 1 else base
-        return f"{looks} looks best, but these runs cannot tell that from noise."
+        return _looks(comparison)
     if best.verdict is Verdict.UNCLEAR and best.speedup.ratio > 1:
         count = comparison.num_tests
         return f"{best.arm.name} may beat {base}, but {count} arms were tested: it can be chance."
     return f"No arm beats {base} by more than noise."
+
+
+def _looks(comparison: Comparison) -> str:
+    """A headline without a test."""
+    best = comparison.best
+    ratio, ahead = best.speedup.ratio, best.speedup.ratio > 1
+    if ratio == 1 or (best.speedup.is_upper_bound if ahead else best.speedup.is_lower_bound):
+        return "These runs cannot tell which arm is best."
+    looks = best.arm.name if ahead else comparison.baseline.name
+    return f"{looks} looks best, but these runs cannot tell that from noise."
 
 
 def explanation(comparison: Comparison) -> str:
@@ -159,7 +178,7 @@ def by_images_text(comparison: Comparison, again: Comparison) -> str:
     """
     name = comparison.best.arm.name
     result = next(result for result in again.results if result.arm.name == name)
-    return f"By images seen, in place of steps, {name} is {verdict_text(result, again)}."
+    return f"By images seen, in place of steps, of {name}: {verdict_text(result, again)}."
 
 
 def _lead(comparison: Comparison) -> list[str]:
@@ -179,16 +198,23 @@ def _noise_of_fid(comparison: Comparison) -> list[str]:
     return [f"From one set of samples to another, FID itself varies by {100 * spread.sd:.1f}%."]
 
 
+def _reached_the_target(result: Result, comparison: Comparison) -> str:
+    count, target = reached_text(result.crossings), fid_text(comparison.target)
+    return f"{count} seeds reach FID {target}"
+
+
 def _to(result: Result, comparison: Comparison) -> str:
     """Where a speed-up is measured, if that is not the target."""
     return f" to FID {fid_text(result.at)}" if result.at != comparison.target else ""
 
 
-def _certainty(result: Result, comparison: Comparison) -> str:
-    count = _fewest(result, comparison.baseline)
+def _certainty(results: Sequence[Result], comparison: Comparison) -> str:
+    """How sure verdicts are, by the least sure of them."""
+    count = min(_fewest(result, comparison.baseline) for result in results)
+    p = max(result.holm_p or 0.0 for result in results)
     if count < HEADLINE_SEEDS:
         return f"Hardly noise, but provisional: {seeds_text(count)}, not {HEADLINE_SEEDS}."
-    return "That is not noise."
+    return "That is not noise." if p < SURE else f"That is hardly noise (p = {p_text(p)})."
 
 
 def _all_others(comparison: Comparison) -> str:

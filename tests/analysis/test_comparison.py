@@ -174,6 +174,32 @@ def test_a_seed_that_was_never_finite_takes_the_verdict_with_it():
     assert result.crossings[-1] == Crossing(2000, Bound.MORE_THAN)
 
 
+@pytest.mark.parametrize("seeds", [1, 5])
+@pytest.mark.parametrize("fids", [(NAN,) * 20, tuple(range(50, 250, 10))], ids=["nan", "rising"])
+def test_an_arm_that_diverged_is_never_called_noise(fids, seeds):
+    """There is no FID at which its speed could be measured, and it missed the target."""
+    lost = Arm("lost", tuple(Curve(str(k), STEPS, fids) for k in range(seeds)))
+    comparison = compare([arm("baseline", 1.0), lost], "baseline")
+    (result,) = comparison.results
+    assert result.verdict is Verdict.MISSED
+    assert (result.at, result.speedup.p, comparison.num_tests) == (comparison.target, None, 0)
+    assert result.speedup.is_upper_bound
+
+
+def test_an_arm_is_not_said_to_miss_what_the_baseline_misses_too():
+    lost = Arm("lost", (Curve("0", STEPS, (NAN,) * len(STEPS)),))
+    (result,) = compare([arm("baseline", 1.0), lost], "baseline", target=0.1).results
+    assert result.verdict is Verdict.UNKNOWN
+
+
+def test_an_fid_that_untrained_networks_have_does_not_stop_a_comparison():
+    curves = [
+        Arm(name, (Curve("0", (0, 100, 200), fids),))
+        for name, fids in (("baseline", (300.0, 20.0, 10.0)), ("lost", (300.0, 400.0, 500.0)))
+    ]
+    assert compare(curves, "baseline").results[0].verdict is Verdict.MISSED
+
+
 # Many arms
 
 

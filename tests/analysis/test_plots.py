@@ -95,6 +95,14 @@ def test_names_are_drawn_as_they_are(tmp_path):
     save(curves_figure(comparison), tmp_path / "b.png")
 
 
+def test_a_long_name_leaves_room_for_the_figure(tmp_path):
+    arms = [arm("baseline", 1.0), arm("x" * 300, 2.0)]
+    save(speedup_figure(compare(arms, "baseline")), tmp_path / "long.png")
+    save(speedup_figure(compare([arms[0], arm("clts", 2.0)], "baseline")), tmp_path / "usual.png")
+    widths = [Image.open(tmp_path / f"{name}.png").width for name in ("usual", "long")]
+    assert widths[1] < 1.4 * widths[0]
+
+
 def test_one_seed_has_a_hollow_mark_and_no_bar():
     arms = [arm("baseline", 1.0, [0]), arm("fast", 2.0, [0])]
     (axes,) = speedup_figure(compare(arms, "baseline")).axes

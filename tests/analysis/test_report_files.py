@@ -67,7 +67,7 @@ def test_images_seen_have_their_own_section_and_are_told_at_the_top(report):
     both = replace(report, by_images=slow)
     assert "By images seen" in [section.title for section in sections(both)]
     assert "speedups-images" in figures(both)
-    assert "in place of steps, fast is slower" in markdown(both).partition("![")[0]
+    assert "in place of steps, of fast: slower" in markdown(both).partition("![")[0]
     assert "By images seen" not in [section.title for section in sections(report)]
 
 

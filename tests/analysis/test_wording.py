@@ -54,6 +54,48 @@ def test_bounds_alone_make_nobody_look_best():
     )
 
 
+def test_equal_runs_make_nobody_look_best():
+    curves = (Curve("0", (100, 200), (3.0, 2.0)),)
+    for target in (None, 5.0):
+        comparison = compare([Arm("baseline", curves), Arm("same", curves)], "baseline", target)
+        assert headline(comparison) == "These runs cannot tell which arm is best."
+
+
+def test_an_arm_that_may_be_any_faster_leaves_nobody_looking_best():
+    base = Arm("baseline", (Curve("0", (100, 200), (3.0, 1.0)),))
+    late = Arm("late", (Curve("0", (190, 200), (2.0, 1.5)),))
+    comparison = compare([base, late], "baseline", target=2.5)
+    assert comparison.results[0].speedup.is_lower_bound
+    assert headline(comparison) == "These runs cannot tell which arm is best."
+
+
+def test_an_arm_that_never_gets_there_does_not_win_by_an_easier_fid():
+    stuck = [
+        Curve(c.seed, c.steps, tuple(max(fid, 3.0 + 0.01 * k) for fid in c.fids))
+        for k, c in enumerate(arm("stuck", 9.0).curves)
+    ]
+    comparison, (verdict,) = told(Arm("stuck", tuple(stuck)))
+    target = fid_text(comparison.target)
+    assert "wins" not in headline(comparison)
+    assert f" to FID 3.04, but 0 of 5 seeds reach FID {target}. " in headline(comparison)
+    assert verdict.endswith(f" to FID 3.04, but 0 of 5 seeds reach FID {target}")
+
+
+def test_an_arm_that_diverged_is_told_by_what_it_missed():
+    lost = Arm("lost", tuple(Curve(k, STEPS, (math.nan,) * len(STEPS)) for k in "ab"))
+    comparison, (verdict,) = told(lost)
+    target = fid_text(comparison.target)
+    assert headline(comparison) == f"Only baseline reaches FID {target}."
+    assert verdict == f"does not get there: 0 of 2 seeds reach FID {target}"
+
+
+def test_a_claim_that_is_not_beyond_doubt_has_its_p_value():
+    comparison, _ = told(arm("clts", 1.15))
+    (result,) = comparison.results
+    assert 0.001 < result.holm_p < 0.05
+    assert headline(comparison).endswith(f" That is hardly noise (p = {p_text(result.holm_p)}).")
+
+
 def test_what_is_noise_is_called_so_and_never_a_win():
     comparison, (verdict,) = told(arm("clts", 1.0))
     assert headline(comparison) == "No arm beats baseline by more than noise."
@@ -117,7 +159,7 @@ def test_by_images_the_best_arm_is_told_anew():
     comparison, _ = told(arm("large", 1.5))
     again, _ = told(arm("large", 0.7))
     assert by_images_text(comparison, again).startswith(
-        "By images seen, in place of steps, large is slower than baseline: 0.7"
+        "By images seen, in place of steps, of large: slower than baseline: 0.7"
     )
 
 

@@ -130,14 +130,14 @@ def test_arms_of_another_batch_size_are_compared_by_images_too(capsys):
             "".join(json.dumps(r | {"images": 128 * r["step"]}) + "\n" for r in records)
         )
     assert call("compare sweep") == 0
-    assert "in place of steps, large is slower" in capsys.readouterr().out
+    assert "in place of steps, of large: slower" in capsys.readouterr().out
     ratio = float(rows("report/speedups.csv")["large"]["speedup"])
     assert float(rows("report/speedups-images.csv")["large"]["speedup"]) == pytest.approx(ratio / 2)
 
 
 def test_a_target_that_all_have_at_once_tells_nothing(sweep, capsys):
     assert call("compare sweep --target 1000") == 0
-    assert "these runs cannot tell that from noise" in capsys.readouterr().out
+    assert "These runs cannot tell which arm is best." in capsys.readouterr().out
     assert "| 5 of 5 | <= 100 |" in Path("report/report.md").read_text()
 
 
