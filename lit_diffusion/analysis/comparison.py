@@ -33,11 +33,6 @@ class Arm:
         """The FID that every seed reached; infinite where one has no finite FID."""
         return max(curve.best for curve in self.curves)
 
-    @property
-    def last_step(self) -> float:
-        """Of the longest run."""
-        return max(curve.steps[-1] for curve in self.curves)
-
     def crossings(self, target: float) -> tuple[Crossing, ...]:
         """When each seed reached a target."""
         return tuple(first_crossing(c.steps, c.fids, target) for c in self.curves)

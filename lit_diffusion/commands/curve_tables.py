@@ -41,6 +41,13 @@ def read_arms(paths: Sequence[str]) -> list[Arm]:
 
 def _rows(path: str) -> list[tuple[str, dict[str, str]]]:
     """Rows, each with its place in the file."""
+    try:
+        return _rows_of_utf8(path)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8: {error.reason}; save it as that.") from error
+
+
+def _rows_of_utf8(path: str) -> list[tuple[str, dict[str, str]]]:
     with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets write its mark
         reader = csv.DictReader(file, skipinitialspace=True)
         lacking = [name for name in _NEEDED if name not in (reader.fieldnames or ())]

@@ -41,6 +41,12 @@ def test_what_spreadsheets_and_people_write_is_read(table):
     assert (found.name, found.curves[0].steps) == ("a", (100, 200))
 
 
+def test_a_table_in_another_encoding_is_refused(tmp_path):
+    (tmp_path / "old.csv").write_bytes("arm,step,fid\n\u00e4,1,2\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"old\.csv is not UTF-8: .*; save it as that"):
+        read_arms([str(tmp_path / "old.csv")])
+
+
 @pytest.mark.parametrize("text", ["", "nan", "inf"])
 def test_an_fid_that_is_none_was_not_finite(table, text):
     (found,) = read_arms([table(f"arm,step,fid\na,100,{text}\na,200,3\n")])
