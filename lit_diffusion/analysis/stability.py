@@ -12,7 +12,8 @@ class Stability:
 
     Attributes:
         spikes: number of times that the loss jumped, each counted once however long it lasted.
-        diverged: whether it is not finite at some step, or never came back from its last jump.
+        diverged: whether it is not finite at some step, never came back from its last jump, or ends
+            above where it began.
     """
 
     spikes: int
@@ -32,12 +33,12 @@ def stability(losses: Sequence[float], window: int = 20, factor: float = 2.0) ->
     beyond that of a diffusion loss over 64 images; a median is not moved by the jump itself.
 
     Args:
-        losses: one an optimizer step, in order.
+        losses: one an optimizer step, in order; at least one.
         window: steps that a loss is compared with, >= 1; the first so many are not judged.
         factor: > 1.
 
     Raises:
-        ValueError: for a window or a factor out of range.
+        ValueError: without losses, or for a window or a factor out of range.
 
     Example:
         >>> stability([1.0] * 20 + [1.1, 5.0, 4.0, 1.0, 0.9])
@@ -49,6 +50,8 @@ def stability(losses: Sequence[float], window: int = 20, factor: float = 2.0) ->
     """
     if window < 1 or not factor > 1:
         raise ValueError(f"window >= 1 and factor > 1 must hold, got {window} and {factor}.")
+    if not losses:
+        raise ValueError("a run without losses is neither stable nor not; log train/loss.")
     calm, spikes, jumped = list(losses[:window]), 0, False
     if not all(math.isfinite(loss) for loss in losses):
         return Stability(0, True)
@@ -57,4 +60,4 @@ def stability(losses: Sequence[float], window: int = 20, factor: float = 2.0) ->
         spikes += jumped and not was
         if not jumped:
             calm = [*calm[1:], loss]
-    return Stability(spikes, jumped)
+    return Stability(spikes, jumped or median(losses[-window:]) > losses[0])

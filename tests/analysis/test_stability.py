@@ -28,6 +28,17 @@ def test_a_loss_that_never_comes_back_diverged():
     assert stability(falling(300) + [1.0] * 50) == Stability(spikes=1, diverged=True)
 
 
+@pytest.mark.parametrize("at", [1, 10, 30])
+def test_a_loss_that_ends_above_where_it_began_diverged(at):
+    """However early it blew up: no calm step came before."""
+    assert stability([1.0] * at + [50.0] * 200).diverged
+
+
+def test_a_run_without_losses_is_refused():
+    with pytest.raises(ValueError, match="log train/loss"):
+        stability([])
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_diverged(bad):
     assert stability([*falling(300), bad, 0.1]).diverged
