@@ -1,7 +1,20 @@
 """Before torch is imported, and for the processes that tests start."""
 
 import os
+import signal
+
+import pytest
 
 # Some virtual machines advertise AMX without granting it; oneDNN's bf16 matrix product then dies of
 # an illegal instruction. The limit is one step below.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+
+@pytest.fixture
+def terminal_signals():
+    """Ctrl-C and hang-ups arrive: shells start background jobs, and nohup all, without them."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -13,6 +13,8 @@ import pytest
 from lit_diffusion.commands import jobs
 from lit_diffusion.commands.jobs import Job, claim, run_jobs, threads_each
 
+pytestmark = pytest.mark.usefixtures("terminal_signals")
+
 
 def job(folder: Path, code: str, name: str = "a") -> Job:
     return Job(name, [sys.executable, "-c", code], claim(folder / f"{name}.log"))

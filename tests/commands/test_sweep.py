@@ -225,6 +225,7 @@ def digits(steps: int) -> dict:
 
 
 @pytest.mark.system
+@pytest.mark.usefixtures("terminal_signals")
 def test_a_sweep_that_is_interrupted_goes_on_where_it_was():
     """Ctrl-C in the middle; one run then has a checkpoint, the other died before its first."""
     write_config(digits(150), Path("digits.yaml"))
