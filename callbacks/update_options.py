@@ -141,6 +141,9 @@ def _runs_hooks(optimizer: Optimizer) -> bool:
 
 def _is_compiled(step: Callable[..., Any]) -> bool:
     def marked(function: Callable[..., Any]) -> bool:
-        return hasattr(function, "_torchdynamo_orig_callable")
+        # The first torch.compile in a process wraps the steps of LBFGS and SparseAdam to keep them
+        # out of it.
+        kept_out = getattr(function, "_torchdynamo_disable", False)
+        return hasattr(function, "_torchdynamo_orig_callable") and not kept_out
 
     return marked(inspect.unwrap(step, stop=marked))

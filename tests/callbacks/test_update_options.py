@@ -177,6 +177,16 @@ def test_captured_and_compiled_updates_are_refused():
         UpdateOptions(sgd, half)
 
 
+def test_an_optimizer_that_torch_keeps_out_of_compilation_is_not_taken_for_a_compiled_one():
+    torch.compile(torch.sin, backend="eager")(torch.ones(1))
+    weight, adam = weight_and(torch.optim.SparseAdam)
+    assert getattr(type(adam).step, "_torchdynamo_disable", False)
+    UpdateOptions(adam, half)
+    weight.grad = weight.grad.to_sparse()
+    adam.step()
+    assert weight.tolist() != [1.0] * 2
+
+
 def test_an_optimizer_that_a_schedule_has_marked_is_not_taken_for_a_compiled_one():
     weight, sgd = weight_and(torch.optim.SGD)
     torch.optim.lr_scheduler.StepLR(sgd, 3)
