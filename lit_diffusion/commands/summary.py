@@ -26,8 +26,8 @@ def summary(root: Path, trainer: Trainer, seconds: float) -> str:
     records = read_evaluations(root / "evaluations.jsonl")
     rows += fid_rows([record for record in records if not is_repeat(record)])
     rows.append(("sample", f"lit-diffusion sample --checkpoint {root} --num 64 --out {root}/out"))
-    width = max(len(name) for name, _ in rows)
-    return "\n" + "\n".join(f"{name:<{width}} {text}" for name, text in rows)
+    width = max(len(name) for name, _ in rows) + 2
+    return "\n" + "\n".join(f"{name:<{width}}{text}" for name, text in rows)
 
 
 def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
