@@ -11,7 +11,7 @@ import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning.pytorch.loggers import Logger
+from support.memory_logger import MemoryLogger
 from support.pixels import FEATURES, PixelProtocol, random_images
 from support.rising import Rising, loader, trainer
 from torch import nn
@@ -43,23 +43,6 @@ def fit(tmp_path, callbacks, module=None, ckpt_path=None, **options):
 
 def records(tmp_path):
     return [json.loads(line) for line in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
-
-
-class Memory(Logger):
-    name, version = "memory", 0
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    def log_hyperparams(self, *args, **kwargs):
-        pass
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append((step, dict(metrics)))
-
-    def of(self, name):
-        return [(step, row[name]) for step, row in self.rows if name in row]
 
 
 # What is measured
@@ -131,7 +114,7 @@ def test_the_name_tells_the_number_and_weights_other_than_ema(tmp_path):
 
 
 def test_fid_and_floor_are_logged_side_by_side(tmp_path):
-    memory = Memory()
+    memory = MemoryLogger()
     fit(tmp_path, [fid(tmp_path)], logger=memory, max_epochs=2)
     (value,) = {record["floor"] for record in records(tmp_path)}
     floors = memory.of(f"val/fid_{NUM}_raw_floor")
@@ -225,7 +208,7 @@ def test_repeats_are_not_logged_and_never_the_best(tmp_path):
             images = super().generate(seeds, labels)
             return images // 2 if seeds[0] >= NUM else images
 
-    memory = Memory()
+    memory = MemoryLogger()
     callback = fid(tmp_path, repeats_at_end=2)
     _, run = fit(tmp_path, [callback], Unlucky(), logger=memory, max_epochs=2)
     first, last = (record["value"] for record in records(tmp_path)[:2])
@@ -491,7 +474,7 @@ def test_best_fid_holds_the_weights_of_the_step_that_was_scored_best(tmp_path):
 
 
 def test_a_fid_that_is_not_of_every_validation_cannot_be_monitored(tmp_path):
-    memory = Memory()
+    memory = MemoryLogger()
     _, run = fit(tmp_path, [fid(tmp_path, every_n_steps=3)], logger=memory)
     assert not any("fid" in name for name in run.callback_metrics)
     assert len(memory.of(f"val/fid_{NUM}_raw")) == 2
@@ -504,7 +487,7 @@ def test_the_loggers_have_it_in_the_row_of_the_batch_that_made_the_weights(tmp_p
             self.log("train/steps_after", self.global_step + 1.0)
             return super().training_step(batch, batch_idx)
 
-    memory, callback = Memory(), fid(tmp_path, every_n_steps=every_n_steps)
+    memory, callback = MemoryLogger(), fid(tmp_path, every_n_steps=every_n_steps)
     options = {"logger": memory, "log_every_n_steps": 1, "max_epochs": 2}
     fit(tmp_path, [callback], Telling(), val_check_interval=4, **options)
     steps_after = dict(memory.of("train/steps_after"))
@@ -663,7 +646,7 @@ class Diverged(Rising):
 
 @pytest.mark.parametrize("how", ["raises", "floats"])
 def test_samples_that_are_not_finite_give_nan_are_named_and_training_goes_on(tmp_path, how):
-    memory, module = Memory(), Diverged()
+    memory, module = MemoryLogger(), Diverged()
     module.how = how
     with pytest.warns(UserWarning, match=r"at step 8 is NaN: 2 of 20 samples.*\[3, 11\]"):
         _, run = fit(tmp_path, [fid(tmp_path)], module, max_epochs=2, logger=memory)

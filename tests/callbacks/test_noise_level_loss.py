@@ -1,7 +1,7 @@
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers import Logger
+from support.memory_logger import MemoryLogger
 from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
 from torch import nn
@@ -12,24 +12,6 @@ from lit_diffusion.callbacks.noise_level_loss import noise_level_losses, read_fi
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.processes import CosineBetas, DiscreteVP
 from lit_diffusion.seeding import PerSampleNoise
-
-
-class Memory(Logger):
-    name, version = "memory", 0
-
-    def __init__(self):
-        super().__init__()
-        self.rows = []
-
-    def log_hyperparams(self, *args, **kwargs):
-        pass
-
-    def log_metrics(self, metrics, step=None):
-        self.rows.append((step, dict(metrics)))
-
-    def loss_rows(self):
-        """(step, {name: loss}) of each row with losses at noise levels."""
-        return [(step, row) for step, row in self.rows if "train/loss_u0.25" in row]
 
 
 def logged(folder, module, batches, *callbacks, **options):
@@ -81,10 +63,10 @@ def test_data_sets_of_images_alone_have_no_labels():
 
 def test_training_steps_measure_training_images_with_averaged_weights(tmp_path):
     def measured(*callbacks):
-        levels, memory = NoiseLevelLoss(2, every_n_steps=4), Memory()
+        levels, memory = NoiseLevelLoss(2, every_n_steps=4), MemoryLogger()
         trainer = make_trainer(tmp_path, *callbacks, levels, max_epochs=2, logger=memory)
         trainer.fit(module := tiny_diffusion(), images(16, 4))
-        return memory.loss_rows()[-1][1], module
+        return memory.rows_with("train/loss_u0.25")[-1][1], module
 
     ema = EMA((0.9,))
     averaged, module = measured(ema)
@@ -100,12 +82,12 @@ def test_training_steps_measure_training_images_with_averaged_weights(tmp_path):
 def test_every_measurement_of_training_is_logged_in_the_row_of_its_batch(
     tmp_path, log_every_n_steps
 ):
-    memory = Memory()
+    memory = MemoryLogger()
     options = {"logger": memory, "max_epochs": 2, "log_every_n_steps": log_every_n_steps}
     trainer = make_trainer(tmp_path, NoiseLevelLoss(2, every_n_steps=2), **options)
     trainer.fit(tiny_diffusion(), images(16, 4))
-    assert [step for step, _ in memory.loss_rows()] == [1, 3, 5, 7]
-    assert len({tuple(row.values()) for _, row in memory.loss_rows()}) == 4
+    assert [step for step, _ in memory.rows_with("train/loss_u0.25")] == [1, 3, 5, 7]
+    assert len({tuple(row.values()) for _, row in memory.rows_with("train/loss_u0.25")}) == 4
 
 
 def test_validation_within_fit_measures_the_weights_that_it_uses(tmp_path):

@@ -7,8 +7,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from lightning.pytorch import Trainer
 
+from support.plain_module import make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
 
 
@@ -21,17 +21,7 @@ def main(folder: Path) -> None:
         return original(x0, labels, t, noise, step)
 
     module.per_sample_loss = per_sample_loss
-    trainer = Trainer(
-        default_root_dir=folder,
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
+    trainer = make_trainer(folder, devices=2, strategy="ddp", max_epochs=1)
     trainer.fit(module, images(32, 4))
     weights = torch.cat([p.detach().flatten() for p in module.parameters()]).double()
     found = {"drawn": drawn, "weights": [weights.sum().item(), weights.square().sum().item()]}

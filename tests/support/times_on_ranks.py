@@ -7,11 +7,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from lightning.pytorch import Trainer
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_diffusion.callbacks import LossSecondMomentResampler, StepSeed, TimestepCurriculum
 from support.foreign_times import ForeignTimes
+from support.plain_module import make_trainer
 
 WRITERS = {
     "TimestepCurriculum": lambda: TimestepCurriculum(3, num_bins=6),
@@ -34,18 +34,14 @@ def lists(value):
 
 def main(folder: Path, writer: str) -> None:
     module, callback = Ragged(), WRITERS[writer]()
-    trainer = Trainer(
-        default_root_dir=folder,
-        callbacks=[StepSeed(0), callback],
-        accelerator="cpu",
+    trainer = make_trainer(
+        folder,
+        StepSeed(0),
+        callback,
         devices=2,
         strategy="ddp",
         use_distributed_sampler=False,
         max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
     )
     trainer.fit(module)
     found = {

@@ -7,9 +7,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
-from lightning.pytorch import Trainer
 
 from lit_diffusion.callbacks import EMA, NoiseLevelLoss, SampleGrid, StepSeed
+from support.plain_module import make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
 
 
@@ -24,17 +24,8 @@ def main(folder: Path) -> None:
     module.training_step = training_step
     module.on_train_batch_start = lambda batch, batch_idx: None  # leave seeding to StepSeed
     ema, levels = EMA((0.9,)), NoiseLevelLoss(num_levels=3, num_images=10)
-    trainer = Trainer(
-        default_root_dir=folder,
-        callbacks=[StepSeed(0), ema, levels, SampleGrid(3)],
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+    trainer = make_trainer(
+        folder, StepSeed(0), ema, levels, SampleGrid(3), devices=2, strategy="ddp", max_epochs=1
     )
     trainer.fit(module, images(32, 4), images(12, 4))
     found = {
