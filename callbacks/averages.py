@@ -91,6 +91,23 @@ def match_decays(stored: Sequence[float], wanted: Sequence[float]) -> list[int |
     ]
 
 
+def changed_decays(stored: Sequence[float], wanted: Sequence[float]) -> list[str]:
+    """What `match_decays` changes, a sentence each.
+
+    Example:
+        >>> changed_decays([0.999], [0.99])
+        ['EMA decay: the checkpoint had 0.999, using 0.99.']
+    """
+    matches, told = match_decays(stored, wanted), []
+    for decay, i in zip(wanted, matches, strict=True):
+        if i is None:
+            told.append(f"EMA decay {decay:g} is new: its average starts from the weights.")
+        elif stored[i] != decay:
+            told.append(f"EMA decay: the checkpoint had {stored[i]:g}, using {decay:g}.")
+    dropped = sorted(set(range(len(stored))) - set(matches))
+    return told + [f"EMA decay {stored[i]:g} of the checkpoint is dropped." for i in dropped]
+
+
 @dataclass
 class Average:
     """Averages of one parameter, one for each decay; None stands for its value as it is.

@@ -18,7 +18,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lit_diffusion.callbacks.averages import Average, Group, match_decays, pack, span_decay, unpack
+from lit_diffusion.callbacks.averages import (
+    Average,
+    Group,
+    changed_decays,
+    pack,
+    span_decay,
+    unpack,
+)
+from lit_diffusion.callbacks.raw_weights import RawWeights
 
 RAW = "raw"
 
@@ -79,8 +87,7 @@ class EMA(Callback):
         self._seen: dict[int, Tensor] = {}  # parameters, averaged or outside the prefix, by id
         self._step_hooks: list[RemovableHandle] = []
         self._active = self._outside = RAW  # weights in place: now, outside of the evaluation
-        self._raw: dict[Tensor, Tensor] = {}
-        self._state_dict_hook: RemovableHandle | None = None
+        self._raw = RawWeights()
 
     def _refuse_bad_arguments(self) -> None:
         if not self.decays or not all(0 <= decay < 1 for decay in self.decays):
@@ -126,34 +133,25 @@ class EMA(Callback):
         """Put the named weights in place; interrupted at any instant, `_activate(RAW)` repairs."""
         if name == self._active:
             return
-        if name == RAW:
-            self._put_raw_back()
-        else:
+        if name != RAW:
             self._put_average(name)
+            return
+        self._raw.put_back()
+        self._active = RAW
+        self._raw.forget()
 
     @torch.no_grad()
     def _put_average(self, name: str) -> None:
         updated = [group for group in self._groups if group.steps >= self.every_n_steps]
         for group in updated:
             group.refuse_nonfinite()
-        if self._active == RAW:
+        previous, self._active = self._active, name
+        if previous == RAW:
             assert self._module is not None
-            self._raw = {p: p.detach().clone() for group in updated for p in group.params}
-            register: Any = self._module.register_state_dict_post_hook
-            self._state_dict_hook = register(partial(_show_raw, self._raw))
-        self._active = name
+            self._raw.keep(self._module, [p for group in updated for p in group.params])
         which = max(self._names.index(name) - 2, 0)
         for group in updated:
             torch._foreach_copy_(group.params, group.shadows[which])
-
-    @torch.no_grad()
-    def _put_raw_back(self) -> None:
-        if self._raw:
-            torch._foreach_copy_(list(self._raw), list(self._raw.values()))
-        self._active = RAW
-        self._raw = {}
-        if self._state_dict_hook is not None:
-            self._state_dict_hook.remove()
 
     # Following the optimizers
 
@@ -197,7 +195,8 @@ class EMA(Callback):
         self._loaded = {}
         if not state:
             return {}
-        _tell_changes(state["decays"], self.decays)
+        for change in changed_decays(state["decays"], self.decays):
+            rank_zero_info(change)
         return unpack(state, self.decays, params)
 
     def _adopt(self, optimizer: Optimizer, group: Group) -> None:
@@ -383,19 +382,6 @@ class EMA(Callback):
         self._unfollow()
 
 
-def _show_raw(
-    raw: dict[Tensor, Tensor],
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    _metadata: Any,
-) -> None:
-    """While averages are in place, every checkpoint, weights-only too, gets the raw weights."""
-    for name, param in module.named_parameters(remove_duplicate=False):
-        if param in raw and prefix + name in state_dict:
-            state_dict[prefix + name] = raw[param]
-
-
 def _is_under(name: str, prefix: str) -> bool:
     return prefix in ("", name) or name.startswith(prefix + ".")
 
@@ -407,14 +393,3 @@ def _was_skipped(optimizer: Optimizer) -> bool:
     """
     found_inf = getattr(optimizer, "found_inf", None)
     return found_inf is not None and bool(found_inf)
-
-
-def _tell_changes(stored: Sequence[float], decays: Sequence[float]) -> None:
-    matches = match_decays(stored, decays)
-    for decay, i in zip(decays, matches, strict=True):
-        if i is None:
-            rank_zero_info(f"EMA decay {decay:g} is new: its average starts from the weights.")
-        elif stored[i] != decay:
-            rank_zero_info(f"EMA decay: the checkpoint had {stored[i]:g}, using {decay:g}.")
-    for i in sorted(set(range(len(stored))) - set(matches)):
-        rank_zero_info(f"EMA decay {stored[i]:g} of the checkpoint is dropped.")
