@@ -6,6 +6,7 @@ of u, uniform if none is set, and a quantile turns u into a time of the process.
 other is a choice of its own: `Stratified`, `Antithetic` or `Independent`.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -225,17 +226,36 @@ class Stride:
 class LogSNR:
     """Evenly spaced in log SNR from the noisiest time to the least noisy.
 
-    High-order solvers want this.
+    High-order solvers want this. Cosine betas end at a log SNR of -20, where there is nothing to
+    see yet: a third of the steps is spent before -10, the usual place to start.
+
+    Args:
+        noisiest: log SNR at which the grid starts, where the process ends with less.
+
+    Raises:
+        ValueError: by `grid`, where the process never has so much signal.
 
     Source: Lu et al. 2022 (DPM-Solver), section 3.4.
+
+    Example:
+        >>> from lit_diffusion.processes import EDMProcess
+        >>> [round(sigma, 3) for sigma in LogSNR(noisiest=-2.0).grid(EDMProcess(), 3).tolist()]
+        [2.718, 0.074, 0.002, 0.0]
     """
+
+    noisiest: float = -math.inf
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
         """(steps + 1,) float64, falling to the clean time."""
         ends = torch.tensor([process.t_max, process.t_min], dtype=torch.float64)
         alpha, sigma = process.alpha_sigma(ends)
         noisiest, cleanest = (2 * (alpha / sigma).log()).tolist()
-        between = torch.linspace(noisiest, cleanest, steps, dtype=torch.float64)
+        if not self.noisiest < cleanest:
+            raise ValueError(
+                f"noisiest must be below {cleanest:.2f}, the highest log SNR of {process}, got "
+                f"{self.noisiest}; -10 is usual."
+            )
+        between = torch.linspace(max(noisiest, self.noisiest), cleanest, steps, dtype=torch.float64)
         times = process.at_log_snr(between)
         return torch.cat([times, torch.tensor([process.t_clean], dtype=torch.float64)])
 

@@ -34,7 +34,7 @@ FITTING = [
     ("Loss", "losses.HybridLoss", SIMPLE),
     ("TimeGrid", "timesteps.Sections", {"counts": [3, 4]}),
     ("TimeGrid", "timesteps.Stride", {}),
-    ("TimeGrid", "timesteps.LogSNR", {}),
+    ("TimeGrid", "timesteps.LogSNR", {"noisiest": -10.0}),
     ("TimeGrid", "timesteps.Karras", {"rho": 5}),
     ("Variance", "gaussian.FixedSmall", {}),
     ("Variance", "gaussian.FixedLarge", {}),

@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -74,6 +76,21 @@ def test_log_snr_grid_is_even_and_ends_clean():
     gaps = (alpha / sigma).log().diff()
     close(gaps, gaps.mean().expand(19), rtol=1e-6)
     assert (grid[0], grid[-2], grid[-1]) == (999, 0, -1)
+
+
+def test_log_snr_grid_starts_no_noisier_than_asked():
+    process = DiscreteVP(CosineBetas(1000))
+    alpha, sigma = process.alpha_sigma(LogSNR(noisiest=-10.0).grid(process, 20)[:-1])
+    log_snr = 2 * (alpha / sigma).log()
+    close(log_snr[0], torch.tensor(-10.0))
+    close(log_snr.diff(), log_snr.diff().mean().expand(19), rtol=1e-6)
+    assert torch.equal(LogSNR(noisiest=-50.0).grid(process, 20), LogSNR().grid(process, 20))
+
+
+@pytest.mark.parametrize("noisiest", [20.0, math.nan])
+def test_log_snr_grid_that_would_be_empty_is_refused(noisiest):
+    with pytest.raises(ValueError, match=r"noisiest must be below 10\.09.*-10 is usual"):
+        LogSNR(noisiest).grid(DiscreteVP(CosineBetas(1000)), 20)
 
 
 @pytest.mark.parametrize(
