@@ -126,6 +126,14 @@ def test_the_control_of_mdlrc_has_its_lr_and_the_betas_it_starts_from():
     assert callback("arms/lr-decay.yaml") == {"beta0": betas[0], "min_beta1": floor}
 
 
+def test_without_ema_the_callbacks_are_otherwise_those_of_the_experiment():
+    callbacks = settings("digits-ablation.yaml")["trainer"]["callbacks"]
+    without = settings("arms/digits/no-ema.yaml")["trainer"]["callbacks"]
+    assert without[0]["init_args"].pop("decays") == [0.0]
+    assert callbacks[0]["init_args"].pop("decays") == [0.99]
+    assert without == callbacks
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_the_controls_of_clts_have_its_density(folder):
     arms = ("clts", "clts-weight", "clts-importance")

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from lit_diffusion.analysis.comparison import Arm, Comparison, mean_crossing
 from lit_diffusion.analysis.curves import Bound, Crossing, late_oscillation, sampling_spread
+from lit_diffusion.analysis.stability import Stability
 from lit_diffusion.analysis.wording import (
     fid_text,
     p_text,
@@ -159,6 +160,32 @@ def steadiness_table(arms: Sequence[Arm]) -> Table:
         "Samples: of the last FID, over generation seeds with the same weights; two FIDs that "
         "differ by no more than this do not differ.",
         ("arm", "late oscillation", "between training seeds", "between sets of samples"),
+        tuple(rows),
+    )
+
+
+def stability_table(runs: Mapping[str, Sequence[Stability]], every: str) -> Table:
+    """How many runs of each arm diverged or spiked.
+
+    Args:
+        runs: of each arm, by its name; also those that got no FID.
+        every: how often their losses were looked at, in words.
+    """
+    rows = [
+        (
+            name,
+            str(len(found)),
+            str(sum(run.diverged for run in found)),
+            str(sum(run.spikes > 0 and not run.diverged for run in found)),
+            f"{sum(not run.stable for run in found)} of {len(found)}",
+        )
+        for name, found in runs.items()
+    ]
+    return Table(
+        f"From the training loss of {every}, with runs that take no part above. Diverged: the loss "
+        "was not finite, did not come back from a jump, or ended above where it began. Spiking: it "
+        "jumped above twice the median of the 20 losses before, and came back.",
+        ("arm", "runs", "diverged", "spiking", "unstable"),
         tuple(rows),
     )
 

@@ -105,10 +105,12 @@ def _of_runs(args: argparse.Namespace) -> "Report":
     from lit_diffusion.commands.experiment import find_runs
     from lit_diffusion.commands.selection import select
 
-    selection = select(find_runs(args.runs), args.baseline, args.metric)
+    runs = find_runs(args.runs)
+    selection = select(runs, args.baseline, args.metric)
     arms = findings.arms_of(selection)
     report = _report(arms, selection.baseline, args.target)
-    tables = {"What each arm changes": findings.settings_table(selection)}
+    tables = {"How steady training was": findings.steadiness_of(runs)}
+    tables["What each arm changes"] = findings.settings_table(selection)
     tables["Runs"] = findings.runs_table(selection, arms, report.comparison.target)
     return replace(
         report,

@@ -16,7 +16,7 @@ from typing import Any
 import yaml
 
 from lit_diffusion.commands.run_folder import latest_config
-from lit_diffusion.loggers import read_evaluations, read_rows
+from lit_diffusion.loggers import Row, read_evaluations, read_rows
 from lit_diffusion.metrics.record import is_repeat
 
 Record = dict[str, Any]
@@ -88,8 +88,17 @@ class Run:
     @cached_property
     def last_logged(self) -> Mapping[str, str]:
         """The last value of everything in metrics.csv."""
-        rows = read_rows(self.path / "metrics.csv")
-        return {name: value for row in rows for name, value in row.items()}
+        return {name: value for row in self._rows for name, value in row.items()}
+
+    @property
+    def train_losses(self) -> tuple[list[int], list[float]]:
+        """Steps and values of train/loss in metrics.csv; nan at last where it stopped the run."""
+        rows = [row for row in self._rows if "train/loss" in row]
+        return [int(row["step"]) for row in rows], [float(row["train/loss"]) for row in rows]
+
+    @cached_property
+    def _rows(self) -> list[Row]:
+        return read_rows(self.path / "metrics.csv")
 
     @property
     def max_steps(self) -> int | None:

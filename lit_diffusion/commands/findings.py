@@ -3,12 +3,14 @@
 import json
 import math
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from lit_diffusion.analysis.comparison import HEADLINE_SEEDS, Arm, images_a_step, same_images_a_step
 from lit_diffusion.analysis.curves import Curve, first_crossing, sampling_spread
 from lit_diffusion.analysis.report import Grid
-from lit_diffusion.analysis.tables import Table, spread_out
+from lit_diffusion.analysis.stability import Stability, stability
+from lit_diffusion.analysis.tables import Table, spread_out, stability_table
 from lit_diffusion.analysis.wording import fid_text
 from lit_diffusion.commands.experiment import PROTOCOL, Record, Run, differences
 from lit_diffusion.commands.selection import Selection
@@ -185,6 +187,25 @@ def _loss(run: Run) -> str:
         return f"{float(run.last_logged['val/loss']):.4g}"
     except (KeyError, ValueError):
         return "-"
+
+
+def steadiness_of(runs: Iterable[Run]) -> Table | None:
+    """Which arms' training losses diverged or spiked; None where no run logged them.
+
+    Args:
+        runs: all of the experiment, those without FIDs too.
+    """
+    found: dict[str, list[Stability]] = {}
+    gaps: set[int] = set()
+    for run in runs:
+        steps, losses = run.train_losses
+        if losses:
+            found.setdefault(run.arm, []).append(stability(losses))
+            gaps |= {min(later - step for step, later in pairwise(steps))} if steps[1:] else set()
+    if not found:
+        return None
+    often = " or ".join("every step" if n == 1 else f"every {n:,}th step" for n in sorted(gaps))
+    return stability_table(found, often or "one step")
 
 
 def sample_grids(selection: Selection, names: Sequence[str]) -> list[Grid]:

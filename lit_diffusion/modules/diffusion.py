@@ -1,5 +1,6 @@
 """The LightningModule: network + process + parameterization + loss + solver, all injected."""
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -314,6 +315,8 @@ class DiffusionModule(LightningModule):
     def _stop_if_not_finite(self) -> None:
         bad = self._watch.first_bad()
         if bad is not None:
+            for logger in self.loggers:  # so that the curve of the run tells how it ended
+                logger.log_metrics({"train/loss": math.nan}, step=bad[0])
             u = torch.tensor([bad[1]], dtype=torch.float64)
             t = self.times.quantile(u, self.process).item()
             raise FloatingPointError(

@@ -8,6 +8,7 @@ from support.experiments import STEPS, arm
 
 from lit_diffusion.analysis.comparison import Arm, compare
 from lit_diffusion.analysis.curves import Curve
+from lit_diffusion.analysis.stability import Stability
 from lit_diffusion.analysis.tables import (
     Table,
     common_steps,
@@ -17,6 +18,7 @@ from lit_diffusion.analysis.tables import (
     mean_fid,
     speedup_records,
     spread_out,
+    stability_table,
     steadiness_table,
     to_csv,
     verdict_table,
@@ -122,3 +124,10 @@ def test_means_are_in_the_csv_with_how_many_seeds_they_are_of():
     assert last == {
         "arm": "a", "step": "2", "seeds": "2", "finite": "1", "mean": "2", "sd": ""
     }  # fmt: skip
+
+
+def test_a_run_that_diverged_after_a_jump_counts_once():
+    runs = [Stability(0, False), Stability(2, False), Stability(1, True), Stability(0, True)]
+    table = stability_table({"a": runs, "b": runs[:1]}, "every step")
+    assert table.rows == (("a", "4", "2", "1", "3 of 4"), ("b", "1", "0", "0", "0 of 1"))
+    assert "training loss of every step" in table.caption

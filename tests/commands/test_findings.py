@@ -207,3 +207,36 @@ def test_a_picture_that_was_cut_off_is_left_out():
 def test_an_arm_without_grids_leaves_the_others_without():
     write_run(Path("sweep/md"), fids(1.0, 9), 9)
     assert findings.sample_grids(chosen()[0], ["baseline", "clts", "md"]) == []
+
+
+# Training
+
+
+def log_losses(run, losses, every=20):
+    """Overwrite metrics.csv."""
+    Path(run).mkdir(parents=True, exist_ok=True)
+    (Path(run) / "config.yaml").touch()
+    lines = [f"{every * (k + 1) - 1},{loss}\n" for k, loss in enumerate(losses)]
+    (Path(run) / "metrics.csv").write_text("step,train/loss\n" + "".join(lines))
+
+
+def test_runs_whose_training_diverged_are_counted_also_without_any_fid():
+    calm = [1.0] * 40
+    log_losses("sweep/baseline/seed-0", calm)
+    log_losses("sweep/baseline/seed-1", [*calm, 5.0, *calm])
+    log_losses("sweep/clts/seed-0", [*calm, math.nan])
+    log_losses("sweep/dead/seed-0", [*calm, 9.0, math.nan])
+    table = findings.steadiness_of(find_runs(["sweep"]))
+    assert table.rows == (
+        ("baseline", "2", "0", "1", "1 of 2"),
+        ("clts", "1", "1", "0", "1 of 1"),
+        ("dead", "1", "1", "0", "1 of 1"),
+    )
+    assert "training loss of every 20th step" in table.caption
+    log_losses("sweep/clts/seed-0", calm, every=1)
+    found = findings.steadiness_of(find_runs(["sweep"]))
+    assert "training loss of every step or every 20th step" in found.caption
+
+
+def test_without_training_losses_nothing_is_said_about_them():
+    assert findings.steadiness_of(find_runs(["sweep"])) is None

@@ -498,7 +498,7 @@ def test_channels_last_gives_the_same_loss():
 # Bad input
 
 
-def test_a_loss_that_is_not_finite_names_its_step_and_noise_level():
+def test_a_loss_that_is_not_finite_names_its_step_and_noise_level_and_ends_the_curve(tmp_path):
     class Overflowing(nn.Module):
         def __init__(self):
             super().__init__()
@@ -510,8 +510,12 @@ def test_a_loss_that_is_not_finite_names_its_step_and_noise_level():
             bad = (noise_label >= 75) & (self.calls > 3)
             return torch.where(bad.view(-1, 1, 1, 1), torch.inf, x * self.weight)
 
+    run = trainer(max_steps=8, logger=AppendingCSVLogger(tmp_path), log_every_n_steps=1)
     with pytest.raises(FloatingPointError, match=r"since optimizer step 3, first .* \(t = 7\d\)"):
-        trainer(max_steps=8).fit(module(Overflowing()), loader(batch_size=24))
+        run.fit(module(Overflowing()), loader(batch_size=24))
+    rows = [(row["step"], row["train/loss"]) for row in read_rows(tmp_path / "metrics.csv")]
+    assert [step for step, _ in rows] == ["0", "1", "2", "3"]
+    assert [loss for _, loss in rows].index("nan") == 3
 
 
 @pytest.mark.parametrize(
