@@ -105,7 +105,8 @@ class LossSecondMomentResampler(TimestepWriter):
     The module's training_step returns `u` (B,) in [0, 1] and `per_sample_loss` (B,), without
     `timestep_weight`, beside the loss; u of a discrete t = 0 .. T - 1 is t / T. Losses of all ranks
     are gathered, so all draw from one density; batches may differ in size. The history is in the
-    checkpoint: a resume is exact.
+    checkpoint: a resume is exact. (List it before callbacks that save in `on_train_batch_end`, as
+    FIDEvaluation(every_n_steps) does its best; Lightning's own checkpoint callbacks come last.)
 
     Args:
         num_bins: number of equal bins over [0, 1]; the number of steps of a discrete process, as in

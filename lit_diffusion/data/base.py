@@ -10,9 +10,10 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lit_diffusion.data.datasets import Batch, ImageDataset
+from lit_diffusion.data.loaders import ResumableLoader, batches_of_epoch
 from lit_diffusion.data.samplers import ShuffledSampler, UnrepeatedSampler, even_batch_size
 
 Split: TypeAlias = Literal["train", "val"]
@@ -23,7 +24,8 @@ class ImageDataModule(LightningDataModule):
     """Base of the data modules: a subclass describes its images and loads a split.
 
     Training batches come in an order that is a function of (seed, epoch), without the ragged last
-    batch: the images left over are others in the next epoch. Validation sees every image once on
+    batch: the images left over are others in the next epoch. A run that resumes in the middle of an
+    epoch goes on there. Validation sees every image once on
     any number of processes. The test split is the validation split. Prediction yields
     (seeds (B,), labels (B,)), both int64, of images to generate.
 
@@ -111,7 +113,8 @@ class ImageDataModule(LightningDataModule):
         """
         dataset = self.dataset(split)
         batch_size = even_batch_size(len(dataset), num_replicas, self.batch_size)
-        return self._loader(dataset, UnrepeatedSampler(dataset, num_replicas, rank), batch_size)
+        sampler = UnrepeatedSampler(dataset, num_replicas, rank)
+        return DataLoader(dataset, sampler=sampler, **self._options(batch_size))
 
     def images(self, split: Split) -> Tensor:
         """All images of a split, (N, C, H, W) uint8, in order and without augmentation."""
@@ -143,7 +146,13 @@ class ImageDataModule(LightningDataModule):
                 " lower batch_size."
             )
         sampler = ShuffledSampler(dataset, self.seed, num_replicas, rank)
-        return self._loader(dataset, sampler, self.batch_size, drop_last=True)
+        return ResumableLoader(
+            dataset,
+            self._batches_done,
+            sampler=sampler,
+            drop_last=True,
+            **self._options(self.batch_size),
+        )
 
     def val_dataloader(self) -> "DataLoader[Batch]":
         """Every held-out image once, over all processes."""
@@ -166,24 +175,20 @@ class ImageDataModule(LightningDataModule):
         sharing = self.trainer.distributed_sampler_kwargs if self.trainer else None
         return (sharing["num_replicas"], sharing["rank"]) if sharing else (1, 0)
 
-    def _loader(
-        self,
-        dataset: ImageDataset,
-        sampler: DistributedSampler[Any],
-        batch_size: int,
-        drop_last: bool = False,
-    ) -> "DataLoader[Batch]":
+    def _batches_done(self) -> int:
+        """Of the running epoch."""
+        return batches_of_epoch(self.trainer) if self.trainer else 0
+
+    def _options(self, batch_size: int) -> dict[str, Any]:
+        """Of every DataLoader."""
         workers = self.default_workers() if self.num_workers is None else self.num_workers
-        return DataLoader(
-            dataset,
-            batch_size=batch_size,
-            sampler=sampler,
-            drop_last=drop_last,
-            collate_fn=as_it_is,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            pin_memory=torch.cuda.is_available(),
-        )
+        return {
+            "batch_size": batch_size,
+            "collate_fn": as_it_is,
+            "num_workers": workers,
+            "persistent_workers": workers > 0,
+            "pin_memory": torch.cuda.is_available(),
+        }
 
 
 def as_it_is(batch: T) -> T:

@@ -26,7 +26,12 @@ class ShuffledSampler(DistributedSampler[Any]):
         seed: of the order.
         num_replicas: R, number of processes.
         rank: of this process, in [0, R).
+
+    Attributes:
+        start: number of this rank's keys that are left out at the beginning of an epoch.
     """
+
+    start = 0
 
     def __init__(
         self, dataset: Dataset[Any], seed: int, num_replicas: int = 1, rank: int = 0
@@ -38,7 +43,7 @@ class ShuffledSampler(DistributedSampler[Any]):
         generator = torch.Generator().manual_seed(fold("order", self.seed, self.epoch))
         order = torch.randperm(size, generator=generator)
         mine = order[self.rank : self.total_size : self.num_replicas]
-        return iter((self.epoch * size + mine).tolist())
+        return iter((self.epoch * size + mine[self.start :]).tolist())
 
 
 class UnrepeatedSampler(DistributedSampler[Any]):
