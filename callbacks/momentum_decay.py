@@ -197,6 +197,7 @@ class LRCompensation(UpdateSchedule):
         total_steps: optimizer steps of the decay; None takes the Trainer's.
         beta0: of the run that this one is compared with, in [0, 1).
         min_beta1: of the run that this one is compared with, in [0, beta0].
+        optimizers: positions in the module's list of optimizers; None is all of them.
 
     Raises:
         ValueError: bad arguments; at the start of a fit, an unknown number of steps, an optimizer
@@ -209,9 +210,13 @@ class LRCompensation(UpdateSchedule):
     """
 
     def __init__(
-        self, total_steps: int | None = None, beta0: float = 0.8, min_beta1: float = 0.4
+        self,
+        total_steps: int | None = None,
+        beta0: float = 0.8,
+        min_beta1: float = 0.4,
+        optimizers: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(total_steps)
+        super().__init__(total_steps, optimizers)
         momentum_decay(0, 1, beta0, min_beta1)  # refuses what it can't compute with
         self.beta0 = beta0
         self.min_beta1 = min_beta1

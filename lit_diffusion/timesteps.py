@@ -167,8 +167,8 @@ class Sections:
 
     This is improved-diffusion's respacing.
 
-    The default of one section always holds the first and the last time. Steps (10, 15, 20) put 10,
-    15 and 20 of them in thirds.
+    The default of one section holds the first and the last time; a single step is t = 0 alone.
+    Steps (10, 15, 20) put 10, 15 and 20 of them in thirds.
 
     Args:
         counts: steps per section; None is one section with all steps.

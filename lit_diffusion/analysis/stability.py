@@ -28,13 +28,14 @@ class Stability:
 def stability(losses: Sequence[float], window: int = 20, factor: float = 2.0) -> Stability:
     """Jumps of a training loss above what it was just before.
 
-    A loss jumps where it exceeds `factor` times the median of the `window` losses before the jump;
-    it is back where it is below that again. Losses of single batches scatter, and a factor of 2 is
-    beyond that of a diffusion loss over 64 images; a median is not moved by the jump itself.
+    A loss jumps where it exceeds `factor` times the median of the `window` losses before the jump,
+    or of as many as there are; it is back where it is below that again. Losses of single batches
+    scatter, and a factor of 2 is beyond that of a diffusion loss over 64 images; a median is not
+    moved by the jump itself.
 
     Args:
         losses: one an optimizer step, in order; at least one.
-        window: steps that a loss is compared with, >= 1; the first so many are not judged.
+        window: losses that one is compared with, >= 1.
         factor: > 1.
 
     Raises:
@@ -52,12 +53,12 @@ def stability(losses: Sequence[float], window: int = 20, factor: float = 2.0) ->
         raise ValueError(f"window >= 1 and factor > 1 must hold, got {window} and {factor}.")
     if not losses:
         raise ValueError("a run without losses is neither stable nor not; log train/loss.")
-    calm, spikes, jumped = list(losses[:window]), 0, False
+    calm, spikes, jumped = [losses[0]], 0, False
     if not all(math.isfinite(loss) for loss in losses):
         return Stability(0, True)
-    for loss in losses[window:]:
+    for loss in losses[1:]:
         was, jumped = jumped, loss > factor * median(calm)
         spikes += jumped and not was
         if not jumped:
-            calm = [*calm[1:], loss]
+            calm = [*calm, loss][-window:]
     return Stability(spikes, jumped or median(losses[-window:]) > losses[0])

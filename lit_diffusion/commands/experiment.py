@@ -4,6 +4,7 @@ An arm is the name of the folder around seed-0, seed-1, ..., as in sweeps/digits
 the name of a run folder without a trailing seed, as in runs/clts-seed0.
 """
 
+import math
 import re
 import reprlib
 from collections import Counter
@@ -95,6 +96,12 @@ class Run:
         """Steps and values of train/loss in metrics.csv; nan at last where it stopped the run."""
         rows = [row for row in self._rows if "train/loss" in row]
         return [int(row["step"]) for row in rows], [float(row["train/loss"]) for row in rows]
+
+    @property
+    def diverged(self) -> bool:
+        """Whether a training loss that is not finite ended it."""
+        losses = self.train_losses[1]
+        return bool(losses) and not math.isfinite(losses[-1])
 
     @cached_property
     def _rows(self) -> list[Row]:

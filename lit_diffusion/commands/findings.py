@@ -23,21 +23,40 @@ _END_OF_PNG = b"IEND\xaeB`\x82"  # lacking where a run died while it wrote
 def arms_of(selection: Selection) -> list[Arm]:
     """Curves of the selected runs, the baseline's first."""
     names = sorted(selection.arms, key=lambda name: name != selection.baseline)
+    due = _steps_of(selection.arms[selection.baseline], selection.metric)
     return [
-        Arm(name, tuple(curve_of(run, selection.metric) for run in selection.arms[name]))
+        Arm(name, tuple(curve_of(run, selection.metric, due) for run in selection.arms[name]))
         for name in names
     ]
 
 
-def curve_of(run: Run, metric: str) -> Curve:
+def _steps_of(runs: Iterable[Run], metric: str) -> list[int]:
+    return sorted({point["step"] for run in runs for point in run.points(metric)})
+
+
+def curve_of(run: Run, metric: str, due: Sequence[int] = ()) -> Curve:
     """The FIDs of a run.
+
+    Args:
+        run: with an FID at least.
+        metric: name of the FID.
+        due: steps that are evaluated in a whole run. Where the training diverged before, the FID
+            is NaN there.
 
     Raises:
         ValueError: for an FID that is not positive.
     """
     points = run.points(metric)
+    if run.diverged:
+        last = points[-1]
+        rate = (last.get("images") or math.nan) / (last["step"] or math.nan)
+        points = points + [
+            {"step": step, "value": None, "images": None if math.isnan(rate) else rate * step}
+            for step in due
+            if step > last["step"]
+        ]
     images = [point.get("images") for point in points]
-    again = [_fid(record) for record in run.repeats(points[-1])]
+    again = [_fid(record) for record in run.repeats(run.points(metric)[-1])]
     try:
         return Curve(
             run.seed,
@@ -76,7 +95,9 @@ def _pairs(selection: Selection, arm: Arm) -> Iterable[tuple[Run, Curve]]:
 
 def _notes_of(run: Run, curve: Curve, metric: str) -> list[str]:
     told = []
-    if lost := curve.non_finite_steps:
+    if run.diverged:
+        told.append(f"{run.path}: its training diverged, so it has no FID from then on.")
+    elif lost := curve.non_finite_steps:
         steps = ", ".join(f"{step:,.0f}" for step in lost[:5])
         more = f" and {len(lost) - 5} more" * (len(lost) > 5)
         told.append(f"{run.path}: the FID is not finite at step {steps}{more}.")

@@ -106,6 +106,8 @@ def _without(run: Run, metric: str) -> str | None:
         return None
     if others := _metrics(run):
         return f"it has no {metric}, but {', '.join(others)}"
+    if run.diverged:
+        return "its training diverged before its first FID, which flatters its arm"
     step = run.last_logged.get("step")
     return "it has no FID" + (f"; metrics.csv ends at step {step}" if step else "")
 
@@ -120,7 +122,12 @@ def _other_protocol(run: Run, wanted: Run, metric: str) -> str | None:
 
 
 def _cut_short(run: Run, members: Iterable[Run], metric: str) -> str | None:
-    """Why a run takes no part: it ended before its arm, or before an FID that was still due."""
+    """Why a run takes no part: it ended before its arm, or before an FID that was still due.
+
+    One that diverged stays: without it, an arm that diverges would look better than it is.
+    """
+    if run.diverged:
+        return None
     ends = {member: member.points(metric)[-1]["step"] for member in members}
     steps = [point["step"] for point in run.points(metric)]
     if steps[-1] < max(ends.values()):

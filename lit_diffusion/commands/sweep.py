@@ -135,11 +135,18 @@ class Run:
         return ["lit-diffusion", "fit", *self.options]
 
     def steps(self) -> int | None:
-        """Optimizer steps that its last checkpoint was trained for; None without one."""
+        """Optimizer steps that its last checkpoint was trained for.
+
+        Without one: that its curves tell of, since checkpoints of finished runs may be deleted;
+        None where they tell of less than the whole run.
+        """
         from lit_diffusion.checkpoints import read_checkpoint
 
         file = self.folder / LAST
-        return int(read_checkpoint(file, mmap=True)["global_step"]) if file.exists() else None
+        if file.exists():
+            return int(read_checkpoint(file, mmap=True)["global_step"])
+        told = max(_evaluated(self.folder), _logged(self.folder))
+        return told if told >= self.max_steps else None
 
 
 def plan(args: argparse.Namespace, options: Sequence[str]) -> list[Run]:
@@ -219,7 +226,12 @@ class Sweep:
     def _ended(self, ended: Ended) -> None:
         name, code = ended.job.name, ended.code
         run = next(run for run in self.runs if run.name == name)
-        steps, seconds = run.steps() or 0, timedelta(seconds=round(ended.seconds))
+        seconds = timedelta(seconds=round(ended.seconds))
+        try:
+            steps = run.steps() or 0
+        except ValueError as error:  # nor one that was damaged by now
+            _tell(f"{name} ended after {seconds} with a damaged checkpoint: {error}")
+            return
         if steps >= run.max_steps and code == 0:
             self._finished.add(name)
             _tell(f"{name} finished in {seconds}; {self.tally()}")
@@ -301,9 +313,30 @@ def _refuse_another(folder: Path, wanted: dict[str, Any]) -> None:
             f"{folder} holds a run with other settings: {'; '.join(changes)}. Restore them, choose "
             "another --out, or delete that folder."
         )
-    lost = sorted(folder.rglob("*.ckpt"))
-    if lost and not (folder / LAST).is_file():
+    if (folder / LAST).is_file():
+        return
+    if lost := sorted(folder.rglob("*.ckpt")):
         raise ValueError(f"{folder} has {lost[0].name}, but no {LAST}: move or delete that folder.")
+    if 0 < (step := _evaluated(folder)) < wanted["trainer"]["max_steps"]:
+        raise ValueError(
+            f"{folder} has evaluations up to step {step}, but no {LAST} to go on from: move or "
+            "delete that folder."
+        )
+
+
+def _evaluated(folder: Path) -> int:
+    """Step of the last evaluation; 0 without."""
+    from lit_diffusion.loggers import read_evaluations
+
+    records = read_evaluations(folder / "evaluations.jsonl")
+    return max((record.get("step") or 0 for record in records), default=0)
+
+
+def _logged(folder: Path) -> int:
+    """Steps completed at the last row of metrics.csv, which counts them from 0; 0 without rows."""
+    from lit_diffusion.loggers import read_rows
+
+    return max((int(row["step"]) + 1 for row in read_rows(folder / "metrics.csv")), default=0)
 
 
 def _changes(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

@@ -24,6 +24,12 @@ def test_each_jump_counts_once_however_long_it_lasts():
     assert stability(losses) == Stability(spikes=3, diverged=False)
 
 
+def test_a_jump_right_after_the_start_counts():
+    losses = falling(600)
+    losses[3:15] = [50.0] * 12
+    assert stability(losses) == Stability(spikes=1, diverged=False)
+
+
 def test_a_loss_that_never_comes_back_diverged():
     assert stability(falling(300) + [1.0] * 50) == Stability(spikes=1, diverged=True)
 

@@ -85,12 +85,6 @@ def test_every_bin_keeps_its_share_of_uniform_draws():
     close(second_moment_density(history, 1.0), torch.full((3,), 1 / 3).double())
 
 
-def test_the_expected_gradient_is_that_of_uniform_times():
-    density = second_moment_density(after_rounds(25))
-    share = density / density.sum()
-    close(share * importance_weight(density), torch.full((8,), 1 / 8).double())
-
-
 # On a module
 
 

@@ -220,6 +220,12 @@ def test_two_callbacks_may_serve_an_optimizer_each_and_never_one_together(tmp_pa
     fit(tmp_path, module, first, second)
     assert module.used["often"] == expected(range(8), 8)
     assert module.used["seldom"] == expected(range(4), 4)
+    control = LRCompensation(4, beta0=0.8, optimizers=[1])
+    lr = [lr for lr, _ in module.used["seldom"]]
+    module = TwoRecorded()
+    fit(tmp_path, module, MomentumDecay(8, optimizers=[0]), control)
+    assert module.used["often"] == expected(range(8), 8)
+    assert module.used["seldom"] == [(value, 0.8) for value in lr]
     with pytest.raises(ValueError, match="MomentumDecay and LRCompensation would both change opt"):
         fit(tmp_path, Recorded(), MomentumDecay(), LRCompensation())
 

@@ -240,3 +240,15 @@ def test_runs_whose_training_diverged_are_counted_also_without_any_fid():
 
 def test_without_training_losses_nothing_is_said_about_them():
     assert findings.steadiness_of(find_runs(["sweep"])) is None
+
+
+def test_a_run_that_diverged_has_no_fid_from_then_on_and_never_reaches_the_target():
+    run = write_run(Path("sweep/clts/seed-9"), fids(9.0, 9)[:7], 9, lr=0.5, max_steps=2000)
+    log_losses(run, [1.0, math.nan], every=400)
+    selection, arms = chosen()
+    (curve,) = (curve for curve in arms[1].curves if curve.seed == "9")
+    assert curve.steps == STEPS
+    assert curve.images == tuple(64 * step for step in STEPS)
+    assert [math.isfinite(fid) for fid in curve.fids] == [True] * 7 + [False] * 13
+    assert "sweep/clts/seed-9: its training diverged, so it has no FID from then on." in notes()
+    assert len(selection.arms["clts"]) == 6

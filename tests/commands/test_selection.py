@@ -107,6 +107,25 @@ def test_a_run_that_ends_before_its_own_end_is_cut_short_though_it_is_alone():
     }
 
 
+def diverge(run, step):
+    (run / "metrics.csv").write_text(f"step,train/loss\n0,1.0\n{step},nan\n")
+
+
+def test_a_run_whose_training_diverged_takes_part():
+    diverge(write("md/seed-7", fids(1.0, 7)[:9], max_steps=2000), 950)
+    selection = selected()
+    assert left_out(selection) == {}
+    assert [run.seed for run in selection.arms["md"]] == ["7"]
+
+
+def test_a_run_that_diverged_before_any_fid_is_named_as_that():
+    run = write("clts/seed-7")
+    (run / "evaluations.jsonl").unlink()
+    diverge(run, 50)
+    why = "its training diverged before its first FID, which flatters its arm"
+    assert left_out(selected()) == {"sweep/clts/seed-7": why}
+
+
 @pytest.mark.parametrize(("max_steps", "is_whole"), [(2000, True), (2099, True), (2100, False)])
 def test_a_run_is_whole_when_no_further_fid_was_due(max_steps, is_whole):
     write("md/seed-7", max_steps=max_steps)

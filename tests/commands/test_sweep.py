@@ -18,6 +18,7 @@ from support.tiny_run import EMA, tiny_config, write_config
 
 from lit_diffusion.cli import main
 from lit_diffusion.commands import sweep
+from lit_diffusion.commands.jobs import Ended, Job
 from lit_diffusion.loggers import read_rows
 
 TRUST = "--trust support"
@@ -168,6 +169,24 @@ def test_a_run_that_lost_its_last_checkpoint_is_never_started_over(one_run, caps
     assert "out/slow/seed-0 has best-fid.ckpt, but no checkpoints/last.ckpt" in said
 
 
+def test_finished_runs_are_left_alone_also_without_their_checkpoints(one_run, capsys):
+    """As where only results were kept."""
+    for folder in Path("out").glob("*/seed-0"):
+        shutil.rmtree(folder / "checkpoints")
+    before = {path: path.read_bytes() for path in Path("out").rglob("metrics.csv")}
+    assert len(before) == 2
+    assert call(f"sweep tiny.yaml --seeds 0 --out out {TRUST}") == 0
+    assert "baseline/seed-0 was finished before" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in Path("out").rglob("metrics.csv")} == before
+
+
+def test_results_without_a_checkpoint_to_go_on_from_are_never_deleted(one_run, capsys):
+    shutil.rmtree("out/slow/seed-0/checkpoints")
+    Path("out/slow/seed-0/evaluations.jsonl").write_text('{"step": 7}\n')
+    said = refusal(capsys, "--arms slow.yaml --seeds 0 --out out")
+    assert "out/slow/seed-0 has evaluations up to step 7, but no checkpoints/last.ckpt" in said
+
+
 def test_an_empty_config_in_a_run_folder_is_named(one_run, capsys):
     Path("out/slow/seed-0/config.yaml").write_text("")
     said = refusal(capsys, "--arms slow.yaml --seeds 0 --out out")
@@ -184,6 +203,19 @@ def test_a_damaged_checkpoint_is_named_and_the_other_runs_go_on(one_run, capsys)
     assert "baseline/seed-0 CANNOT GO ON: out/baseline/seed-0/checkpoints/last.ckpt is " in said
     assert "slow/seed-0 was finished before" in said
     assert "1 of 2 runs finished; not baseline/seed-0" in said
+
+
+def test_a_checkpoint_that_a_run_leaves_damaged_stops_no_other_run(one_run, capsys):
+    for name in ("baseline", "slow"):
+        shutil.rmtree(f"out/{name}")
+    args = sweep.parser().parse_args(["tiny.yaml", "--seeds", "0", "--out", "out"])
+    over = sweep.Sweep(sweep.plan(args, TRUST.split()), 1)
+    file = Path("out/baseline/seed-0/checkpoints/last.ckpt")
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"PK")
+    over._ended(Ended(Job("baseline/seed-0", [], io.BytesIO()), 0, 1.0))
+    assert over.unfinished == ["baseline/seed-0"]
+    assert "ended after 0:00:01 with a damaged checkpoint: out/baseline" in capsys.readouterr().err
 
 
 def test_runs_that_cannot_be_compared_are_no_report_and_no_success(one_run, capsys):

@@ -25,7 +25,8 @@ class Pictures(ImageDataModule):
     class_names = ()
 
     def load(self, split):
-        images = torch.arange(10, dtype=torch.uint8)[:, None, None, None].expand(10, 1, 2, 2)
+        number = torch.arange(10, dtype=torch.uint8)[:, None, None, None]
+        images = number + torch.tensor([[0, 100], [0, 100]], dtype=torch.uint8)  # left is not right
         return TensorImages(images, torch.full((10,), -1), flip=True)
 
 
