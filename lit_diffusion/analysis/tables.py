@@ -184,7 +184,7 @@ def stability_table(runs: Mapping[str, Sequence[Stability]], every: str) -> Tabl
     return Table(
         f"From the training loss of {every}, with runs that take no part above. Diverged: the loss "
         "was not finite, did not come back from a jump, or ended above where it began. Spiking: it "
-        "jumped above twice the median of the 20 losses before, and came back.",
+        "jumped above twice the median of the up to 20 such losses before, and came back.",
         ("arm", "runs", "diverged", "spiking", "unstable"),
         tuple(rows),
     )
