@@ -228,7 +228,9 @@ def _class(value: Any) -> str | None:
     return None if path is None else str(path).rpartition(".")[2]
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def settings_that_differ(
+    one: Mapping[str, Any], other: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
     """Settings of two configs that differ, but for the seed, paths and what changes no result."""
     first, second = flat(one), flat(other)
     return {

@@ -12,7 +12,7 @@ from lit_diffusion.analysis.report import Grid
 from lit_diffusion.analysis.stability import Stability, stability
 from lit_diffusion.analysis.tables import Table, spread_out, stability_table
 from lit_diffusion.analysis.wording import fid_text
-from lit_diffusion.commands.experiment import PROTOCOL, Record, Run, differences
+from lit_diffusion.commands.experiment import PROTOCOL, Record, Run, settings_that_differ
 from lit_diffusion.commands.selection import Selection
 
 _COLUMNS = 3  # of sample grids
@@ -105,7 +105,7 @@ def _notes_of(run: Run, curve: Curve, metric: str) -> list[str]:
         told.append(
             f"{run.path}: {others} of its evaluations, measured in another way, are ignored."
         )
-    if changed := differences(run.first_config, run.config):
+    if changed := settings_that_differ(run.first_config, run.config):
         what = "; ".join(f"{name} {old!r}, then {new!r}" for name, (old, new) in changed.items())
         told.append(f"{run.path} was resumed with other settings: {what}.")
     return told
@@ -167,7 +167,7 @@ def settings_table(selection: Selection) -> Table | None:
     base = selection.arms[selection.baseline][0]
     rows = []
     for name, runs in selection.arms.items():
-        changed = differences(base.config, runs[0].config) if runs[0].config else {}
+        changed = settings_that_differ(base.config, runs[0].config) if runs[0].config else {}
         shown = list(changed.items())[:_SETTINGS]
         rows += [(name, key, _shown(old), _shown(new)) for key, (old, new) in shown]
         if len(changed) > len(shown):

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from lit_diffusion.commands.experiment import Run, differences, protocol_of
+from lit_diffusion.commands.experiment import Run, protocol_of, settings_that_differ
 
 BASELINE = "baseline"
 _SHOWN = 6
@@ -164,7 +164,9 @@ def _refuse_twice(arm: str, members: Sequence[Run]) -> None:
 def _refuse_unequal(arm: str, members: Sequence[Run]) -> None:
     first, *others = members
     for run in others:
-        changed = differences(first.config, run.config) if run.config and first.config else {}
+        changed = (
+            settings_that_differ(first.config, run.config) if run.config and first.config else {}
+        )
         if changed:
             told = [f"{name} {old!r} and {new!r}" for name, (old, new) in changed.items()]
             more = f" and {len(told) - _SHOWN} more" * (len(told) > _SHOWN)

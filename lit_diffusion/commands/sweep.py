@@ -114,7 +114,7 @@ def _reported(args: argparse.Namespace) -> bool:
 
 
 @dataclass(frozen=True)
-class Run:
+class Planned:
     """One arm with one seed.
 
     Attributes:
@@ -149,7 +149,7 @@ class Run:
         return told if told >= self.max_steps else None
 
 
-def plan(args: argparse.Namespace, options: Sequence[str]) -> list[Run]:
+def plan(args: argparse.Namespace, options: Sequence[str]) -> list[Planned]:
     """All runs, each checked before the first is started; those of the first seed come first.
 
     Args:
@@ -168,7 +168,7 @@ def plan(args: argparse.Namespace, options: Sequence[str]) -> list[Run]:
         _refuse_another(folder, settings[arm] | {"seed_everything": seed})
         own = (f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}")
         steps = settings[arm]["trainer"]["max_steps"]
-        runs.append(Run(f"{arm}/seed-{seed}", folder, (*arms[arm], *options, *own), steps))
+        runs.append(Planned(f"{arm}/seed-{seed}", folder, (*arms[arm], *options, *own), steps))
     return runs
 
 
@@ -181,7 +181,7 @@ class Sweep:
         at_once: processes at a time.
     """
 
-    runs: Sequence[Run]
+    runs: Sequence[Planned]
     at_once: int
     _finished: set[str] = field(default_factory=set, init=False)
 

@@ -6,7 +6,7 @@ import yaml
 from support.experiments import record, write_grid, write_run
 from support.tiny_run import tiny_config
 
-from lit_diffusion.commands.experiment import PROTOCOL, Run, differences, find_runs, flat
+from lit_diffusion.commands.experiment import PROTOCOL, Run, find_runs, flat, settings_that_differ
 from lit_diffusion.metrics.record import FIDRecord
 
 
@@ -142,7 +142,7 @@ def test_the_latest_config_counts_and_the_first_is_known(folder):
     (path / "config.resume-1.yaml").write_text(yaml.safe_dump(config))
     run = Run(path)
     assert run.max_steps == 900
-    assert differences(run.first_config, run.config) == {"trainer.max_steps": (100, 900)}
+    assert settings_that_differ(run.first_config, run.config) == {"trainer.max_steps": (100, 900)}
 
 
 def test_an_empty_folder_has_nothing_and_says_so():
@@ -199,13 +199,13 @@ def test_two_objects_of_one_class_are_two_settings():
 def test_configs_that_differ_in_seed_and_paths_do_not_differ():
     one = tiny_config(default_root_dir="a") | {"seed_everything": 0, "ckpt_path": None}
     two = tiny_config(default_root_dir="b") | {"seed_everything": 1, "ckpt_path": "last"}
-    assert differences(one, two) == {}
+    assert settings_that_differ(one, two) == {}
 
 
 def test_differences_name_settings_with_both_values():
     one, two = tiny_config(), tiny_config(callbacks=[{"class_path": "x.EMA"}])
     two["model"]["init_args"]["optimizer"]["init_args"]["lr"] = 0.2
-    assert differences(one, two) == {
+    assert settings_that_differ(one, two) == {
         "model.optimizer.lr": (0.1, 0.2),
         "trainer.callbacks.EMA": (None, "EMA"),
     }
