@@ -1,131 +1,13 @@
 """A run that dies at any step and is resumed ends as if it had never died, to the last bit."""
 
-import json
-from dataclasses import dataclass
-
 import pytest
-import torch
-from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import Checkpoint
-from support.plain_module import assert_same_bits, make_trainer
-from support.tiny_diffusion import tiny_diffusion
-
-from lit_diffusion.callbacks import (
-    EMA,
-    FIDEvaluation,
-    LossSecondMomentResampler,
-    MomentumDecay,
-    NoiseLevelLoss,
-    SampleGrid,
-    TimestepCurriculum,
-)
-from lit_diffusion.commands.keeping import LastCheckpoint
-from lit_diffusion.data.digits import Digits
-from lit_diffusion.loggers import AppendingCSVLogger, read_rows
-from lit_diffusion.lr_schedules import WarmupCosine
-from lit_diffusion.networks.unet import UNet
-
-STEPS = 12  # of which an epoch has 5 batches
-CALLBACKS = {
-    "EMA": lambda: EMA((0.9, 0.5), every_n_steps=2),
-    "MomentumDecay": lambda: MomentumDecay(min_beta1=0.4),
-    "TimestepCurriculum": lambda: TimestepCurriculum(8, mean=0.3, std=0.2),
-    "LossSecondMomentResampler": lambda: LossSecondMomentResampler(num_bins=4, history=3),
-    "NoiseLevelLoss": lambda: NoiseLevelLoss(4, num_images=20),
-    "SampleGrid": lambda: SampleGrid(4, every_n_steps=3),
-    "FIDEvaluation": lambda: FIDEvaluation(
-        66, "digits-cnn", every_n_steps=4, weights="raw", cache_dir="cache"
-    ),
-}
-
-
-class Death(Exception):
-    """What a run dies of."""
-
-
-class DieAfter(Checkpoint):
-    """Saves after step `step`, where and when LastCheckpoint does, and dies in the step after."""
-
-    def __init__(self, folder, step):
-        self.step = step
-        self.keep = LastCheckpoint(folder, first=1, every_n_seconds=0.0)
-
-    def on_train_start(self, trainer, pl_module):
-        self.keep.on_train_start(trainer, pl_module)
-
-    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step > self.step:
-            raise Death
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == self.step:
-            self.keep.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-
-    def on_validation_end(self, trainer, pl_module):
-        if trainer.global_step == self.step:
-            self.keep.on_validation_end(trainer, pl_module)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """One kind of run."""
-
-    callbacks: tuple[str, ...] = ("EMA",)
-    workers: tuple[int, int] = (0, 0)  # before and after the death
-    trainer: tuple[tuple[str, object], ...] = ()
-
-    def fit(self, folder, *extra, ckpt_path=None, resumed=False):
-        seed_everything(3)
-        module = tiny_diffusion(
-            num_classes=10,
-            network=UNet(
-                1, 1, 4, (1, 2), num_res_blocks=1, norm_groups=2, num_classes=10, dropout=0.1
-            ),
-            lr_scheduler=lambda optimizer: WarmupCosine(optimizer, warmup_steps=3),
-        )
-        trainer = make_trainer(
-            folder,
-            *extra,
-            *(CALLBACKS[name]() for name in self.callbacks),
-            logger=AppendingCSVLogger(folder),
-            **{
-                "max_steps": STEPS,
-                "max_epochs": -1,
-                "log_every_n_steps": 1,
-                "num_sanity_val_steps": 0,
-                "enable_checkpointing": bool(extra),
-                **dict(self.trainer),
-            },
-        )
-        data = Digits(batch_size=280, num_workers=self.workers[resumed], seed=1)
-        trainer.fit(module, data, ckpt_path=ckpt_path)
-        trainer.save_checkpoint(folder / "end.ckpt")
-        return torch.load(folder / "end.ckpt", weights_only=True)
+from support.on_ranks import run_on_ranks
+from support.resuming import CALLBACKS, STEPS, Recipe, assert_undisturbed
 
 
 def quickly(cases, *quick):
     """The cases, of which all but the quick ones are in the slow step."""
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
-
-
-def curves(folder):
-    rows = read_rows(folder / "metrics.csv")
-    file = folder / "evaluations.jsonl"
-    lines = file.read_text().splitlines() if file.exists() else []
-    scores = [json.loads(line) for line in lines]
-    return rows, [{k: v for k, v in score.items() if k != "seconds"} for score in scores]
-
-
-def assert_undisturbed(tmp_path, recipe, step):
-    whole = recipe.fit(tmp_path / "whole")
-    died = tmp_path / "died"
-    with pytest.raises(Death):
-        recipe.fit(died, DieAfter(died, step))
-    again = recipe.fit(died, ckpt_path=died / "last.ckpt", resumed=True)
-    for key in ("state_dict", "optimizer_states", "lr_schedulers", "callbacks"):
-        assert_same_bits(again[key], whole[key])
-    assert (again["global_step"], again["epoch"]) == (whole["global_step"], whole["epoch"])
-    assert curves(died) == curves(tmp_path / "whole")
 
 
 @pytest.fixture(autouse=True)
@@ -176,3 +58,9 @@ def test_died_between_accumulated_batches(tmp_path, step):
 @pytest.mark.parametrize("step", [4, 5, 6])
 def test_died_under_settings_of_the_trainer(tmp_path, trainer, step):
     assert_undisturbed(tmp_path, Recipe(trainer=trainer), step)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [3, 5, 8])
+def test_died_on_two_ranks(tmp_path, step):
+    assert run_on_ranks("resuming_on_ranks.py", tmp_path, str(step)) == ["undisturbed"] * 2

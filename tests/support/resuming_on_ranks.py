@@ -1,0 +1,24 @@
+"""Has a run on two gloo ranks die and resumes it; writes that it ended as an undisturbed one."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch.distributed as dist
+
+from support.resuming import Recipe, assert_undisturbed
+
+DDP = (("devices", 2), ("strategy", "ddp"), ("accumulate_grad_batches", 2))
+
+
+def main(folder: Path, step: int) -> None:
+    # An epoch has five batches of the two ranks, as of the one elsewhere.
+    recipe = Recipe(("EMA", "MomentumDecay", "NoiseLevelLoss"), trainer=DDP, batch_size=140)
+    assert_undisturbed(folder, recipe, step)
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps("undisturbed"))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
