@@ -271,7 +271,8 @@ def _has(callbacks: Sequence[Callback], kind: Any) -> bool:
 
 
 def _keeps_last(callbacks: Sequence[Callback]) -> bool:
-    return any(isinstance(c, ModelCheckpoint) and c.save_last for c in callbacks)
+    given = _has(callbacks, LastCheckpoint)
+    return given or any(isinstance(c, ModelCheckpoint) and c.save_last for c in callbacks)
 
 
 def _progress() -> Callback:
