@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from lit_diffusion.commands.options import Parser
@@ -11,6 +12,8 @@ from lit_diffusion.commands.options import Parser
 if TYPE_CHECKING:
     from lit_diffusion.analysis.comparison import Arm
     from lit_diffusion.analysis.report import Report
+
+_NOTE = 190  # characters of one in the terminal; the report has it in full
 
 
 def parser() -> Parser:
@@ -76,6 +79,8 @@ def run(argv: Sequence[str]) -> None:
         print(by_images_text(report.comparison, report.by_images))
     for name, why in report.left_out:
         print(f"Left out: {name}: {why}.")
+    for note in report.notes:
+        print(f"Note: {shorten(note, _NOTE, placeholder=' ... (see the report)')}")
     print(f"Report: {page}")
 
 
@@ -91,10 +96,11 @@ def _are_tables(names: Sequence[str]) -> bool:
 def _of_tables(args: argparse.Namespace) -> "Report":
     """The report on CSV files."""
     from lit_diffusion.commands.curve_tables import read_arms
+    from lit_diffusion.commands.selection import BASELINE
 
     arms = read_arms(args.runs)
     names = [arm.name for arm in arms]
-    baseline = args.baseline or ("baseline" if "baseline" in names else names[0])
+    baseline = args.baseline or (BASELINE if BASELINE in names else names[0])
     notes = ["The numbers are from CSV files; how the FIDs were measured is not known."]
     return replace(_report(arms, baseline, args.target), notes=notes)
 

@@ -135,6 +135,26 @@ def test_arms_of_another_batch_size_are_compared_by_images_too(capsys):
     assert float(rows("report/speedups-images.csv")["large"]["speedup"]) == pytest.approx(ratio / 2)
 
 
+def test_what_a_reader_should_bear_in_mind_is_printed_and_not_on_the_page_alone(capsys):
+    write_arm(Path("sweep/baseline"), 1.0)
+    write_arm(Path("sweep/more-steps"), 2.0, sampling={"solver": "DDPM()", "steps": 250})
+    assert call("compare sweep") == 0
+    told = capsys.readouterr().out.splitlines()
+    (note,) = [line for line in told if line.startswith("Note: more-steps draws its samples")]
+    assert "steps 250, not 20" in note
+    assert told[-1].startswith("Report: ")
+
+
+def test_a_long_note_is_printed_in_short(capsys):
+    for k in range(60):
+        write_run(Path(f"sweep/arm-number-{k}/seed-0"), fids(1.0, k))
+    assert call("compare sweep") == 0
+    told = capsys.readouterr().out.splitlines()
+    (note,) = [line for line in told if line.startswith("Note: Fewer than 5 seeds")]
+    assert len(note) <= 200
+    assert note.endswith(" ... (see the report)")
+
+
 def test_a_target_that_all_have_at_once_tells_nothing(sweep, capsys):
     assert call("compare sweep --target 1000") == 0
     assert "These runs cannot tell which arm is best." in capsys.readouterr().out
