@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from statistics import fmean
+from statistics import fmean, median
 
 from lit_diffusion.analysis.curves import Bound, Crossing, Curve, first_crossing
 from lit_diffusion.analysis.speedup import CONFIDENCE, Speedup, holm, speedup
@@ -33,6 +33,11 @@ class Arm:
         """The FID that every seed reached; infinite where one has no finite FID."""
         return max(curve.best for curve in self.curves)
 
+    @property
+    def typical(self) -> float:
+        """The lowest FID of the median seed; infinite where that one has no finite FID."""
+        return median(curve.best for curve in self.curves)
+
     def crossings(self, target: float) -> tuple[Crossing, ...]:
         """When each seed reached a target."""
         return tuple(first_crossing(c.steps, c.fids, target) for c in self.curves)
@@ -44,7 +49,7 @@ class Verdict(Enum):
     FASTER = "faster"
     SLOWER = "slower"
     UNCLEAR = "unclear"  # a difference, but not after Holm's correction
-    NO_DIFFERENCE = "no difference"
+    NO_DIFFERENCE = "no difference shown"
     MISSED = "does not get there"  # and has no FID at which its speed could be measured
     UNKNOWN = "cannot be told"  # no interval
 
@@ -86,7 +91,6 @@ class Comparison:
         crossings: of the baseline's seeds.
         results: of the other arms, the fastest first.
         num_tests: arms with a test, for which Holm's correction corrects.
-        lead: speed-up of the best arm over the next, where both are faster than the baseline.
     """
 
     baseline: Arm
@@ -94,7 +98,6 @@ class Comparison:
     crossings: tuple[Crossing, ...]
     results: tuple[Result, ...]
     num_tests: int
-    lead: Speedup | None
 
     @property
     def arms(self) -> tuple[Arm, ...]:
@@ -103,16 +106,29 @@ class Comparison:
 
     @property
     def faster(self) -> list[Result]:
-        """Arms that beat the baseline by more than noise: those to the target first, then by ratio.
-
-        An arm of which a seed never reached the target does not win before one that did.
-        """
-        return _faster(self.results, self.target)
+        """Arms that beat the baseline by more than noise: first those that do not fall short."""
+        faster = [result for result in self.results if result.verdict is Verdict.FASTER]
+        return sorted(faster, key=self.falls_short)
 
     @property
     def best(self) -> Result:
-        """The first of `faster`; of all, where there is none."""
-        return (self.faster or list(self.results))[0]
+        """The first of `faster`; of all, in the same order, where there is none."""
+        return (self.faster or sorted(self.results, key=self.falls_short))[0]
+
+    @property
+    def lead(self) -> Speedup | None:
+        """Speed-up of the best arm over the next, where both are faster than the baseline."""
+        faster = self.faster[:2]
+        return speedup(faster[1].crossings, faster[0].crossings) if len(faster) == 2 else None
+
+    def falls_short(self, result: Result) -> bool:
+        """Whether a seed missed the target, or the median seed ends worse than the baseline's.
+
+        Where one seed of the baseline failed, the target is easy: an arm may be fast to it and yet
+        end worse than most seeds of the baseline do.
+        """
+        missed = any(crossing.bound is Bound.MORE_THAN for crossing in result.crossings)
+        return missed or result.arm.typical > self.baseline.typical
 
 
 def compare(arms: Sequence[Arm], baseline: str, target: float | None = None) -> Comparison:
@@ -147,20 +163,21 @@ def compare(arms: Sequence[Arm], baseline: str, target: float | None = None) -> 
     ranked = tuple(sorted(judged, key=lambda r: (r.speedup.is_upper_bound, -r.speedup.ratio)))
     num_tests = sum(result.holm_p is not None for result in ranked)
     crossings = base.crossings(target)
-    return Comparison(base, target, crossings, ranked, num_tests, _lead(ranked, target))
+    return Comparison(base, target, crossings, ranked, num_tests)
 
 
 def mean_crossing(crossings: Sequence[Crossing]) -> Crossing:
-    """Geometric mean of steps; a bound where some are, and MORE_THAN where those disagree.
+    """Geometric mean of steps; a bound where some are, and unknown where those disagree.
 
     Example:
         >>> print(mean_crossing([Crossing(1000), Crossing(4000, Bound.MORE_THAN)]))
         > 2,000
     """
+    bounds = {crossing.bound for crossing in crossings} - {Bound.EXACT}
+    if len(bounds) > 1:
+        return Crossing(math.nan, Bound.UNKNOWN)
     mean = math.exp(fmean(math.log(crossing.step) for crossing in crossings))
-    bounds = {crossing.bound for crossing in crossings}
-    known = (b for b in (Bound.MORE_THAN, Bound.AT_MOST) if b in bounds)
-    return Crossing(mean, next(known, Bound.EXACT))
+    return Crossing(mean, *bounds)
 
 
 def by_images(arms: Sequence[Arm]) -> list[Arm] | None:
@@ -237,14 +254,3 @@ def _judged(result: Result, holm_p: float) -> Result:
     else:
         verdict = Verdict.UNCLEAR if p < level else Verdict.NO_DIFFERENCE
     return replace(result, holm_p=holm_p, verdict=verdict)
-
-
-def _faster(ranked: Sequence[Result], target: float) -> list[Result]:
-    faster = [result for result in ranked if result.verdict is Verdict.FASTER]
-    return sorted(faster, key=lambda result: result.at != target)
-
-
-def _lead(ranked: Sequence[Result], target: float) -> Speedup | None:
-    """Of the first over the second of the arms that are faster."""
-    faster = _faster(ranked, target)[:2]
-    return speedup(faster[1].crossings, faster[0].crossings) if len(faster) == 2 else None

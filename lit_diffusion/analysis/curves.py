@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from statistics import stdev
+from statistics import fmean, stdev
 
 LATE = 2 / 3
 """Where the last third of a run begins."""
@@ -16,6 +16,7 @@ class Bound(Enum):
     EXACT = ""
     AT_MOST = "<= "
     MORE_THAN = "> "
+    UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -25,15 +26,16 @@ class Crossing:
     Attributes:
         step: of the crossing; of the first or last evaluation where the crossing is not between.
         bound: what `step` says of the crossing: EXACT; AT_MOST, where the first evaluation is good
-            enough already; MORE_THAN, where none is (censored).
+            enough already; MORE_THAN, where none is (censored); UNKNOWN, of a mean of both.
     """
 
     step: float
     bound: Bound = Bound.EXACT
 
     def __str__(self) -> str:
-        """As tables have it: "1,893", or "> 4,000"."""
-        return f"{self.bound.value}{self.step:,.0f}"
+        """As tables have it: "1,893", "> 4,000" or "unknown"."""
+        steps = "" if self.bound is Bound.UNKNOWN else f"{self.step:,.0f}"
+        return f"{self.bound.value}{steps}"
 
 
 @dataclass(frozen=True)
@@ -197,4 +199,35 @@ def sampling_spread(curves: Iterable[Curve]) -> Spread | None:
         mean = sum(logs) / max(len(logs), 1)
         squares += sum((value - mean) ** 2 for value in logs)
         degrees += max(len(logs) - 1, 0)
+    return Spread(math.sqrt(squares / degrees), degrees) if degrees else None
+
+
+def paired_spread(curves: Iterable[Curve]) -> Spread | None:
+    """How much FIDs of several runs depend on the samples, but for what all owe to a set of them.
+
+    With log FID x_rk of run r from its k-th set, the residuals x_rk - mean_k - mean_r + mean, with
+    (runs - 1) (sets - 1) degrees of freedom. Runs whose k-th sets are not the same have nothing in
+    common to take off, and this is `sampling_spread`.
+
+    Args:
+        curves: of runs, of which those with repeats and finite FIDs count; those with equal numbers
+            of repeats are taken together.
+
+    Returns:
+        The spread of one FID; None without two such runs.
+
+    Example:
+        >>> runs = [Curve(str(fid), (10,), (fid,), repeats=(1.1 * fid,)) for fid in (2.0, 3.0)]
+        >>> round(sampling_spread(runs).sd, 3), round(paired_spread(runs).sd, 3)
+        (0.067, 0.0)
+    """
+    alike: dict[int, list[list[float]]] = {}
+    for curve in curves:
+        fids = (curve.fids[-1], *curve.repeats)
+        if all(math.isfinite(fid) for fid in fids):
+            logs = [math.log(fid) for fid in fids]
+            alike.setdefault(len(logs), []).append([value - fmean(logs) for value in logs])
+    columns = [column for runs in alike.values() for column in zip(*runs, strict=True)]
+    squares = sum((value - fmean(column)) ** 2 for column in columns for value in column)
+    degrees = sum((len(runs) - 1) * (sets - 1) for sets, runs in alike.items())
     return Spread(math.sqrt(squares / degrees), degrees) if degrees else None

@@ -9,7 +9,13 @@ from statistics import fmean, stdev
 from typing import Any, TypeVar
 
 from lit_diffusion.analysis.comparison import Arm, Comparison, mean_crossing
-from lit_diffusion.analysis.curves import Bound, Crossing, late_oscillation, sampling_spread
+from lit_diffusion.analysis.curves import (
+    Bound,
+    Crossing,
+    late_oscillation,
+    paired_spread,
+    sampling_spread,
+)
 from lit_diffusion.analysis.stability import Stability
 from lit_diffusion.analysis.wording import (
     fid_text,
@@ -157,10 +163,22 @@ def steadiness_table(arms: Sequence[Arm]) -> Table:
     return Table(
         "Standard deviations of log FID, as percent of the FID. Late oscillation: over the last "
         "third of the steps, trend included, mean over seeds. Training seeds: of the last FID. "
-        "Samples: of the last FID, over generation seeds with the same weights; two FIDs that "
-        "differ by no more than this do not differ.",
+        "Samples: of the last FID, over sets of samples from the same weights; the difference of "
+        f"two from different sets varies by 1.4 times that.{_left_between_runs(arms)}",
         ("arm", "late oscillation", "between training seeds", "between sets of samples"),
         tuple(rows),
+    )
+
+
+def _left_between_runs(arms: Sequence[Arm]) -> str:
+    """What part of the spread over samples is not the same in all runs."""
+    left = paired_spread(curve for arm in arms for curve in arm.curves)
+    if left is None:
+        return ""
+    return (
+        f" Less the mean of each set over all runs, {_percent(left.sd)} is left ({left.degrees} "
+        "degrees of freedom), and the difference of two runs on the same set varies by 1.4 times "
+        "that."
     )
 
 
@@ -219,7 +237,7 @@ def _record(arm: Arm, crossings: Sequence[Crossing]) -> dict[str, Any]:
         "arm": arm.name,
         "seeds": len(arm.curves),
         "reached": len(arm.curves) - missed,
-        "steps": mean.step,
+        "steps": None if mean.bound is Bound.UNKNOWN else mean.step,
         "bound": mean.bound.value.strip(),
     }
 

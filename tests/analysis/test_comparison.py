@@ -244,7 +244,60 @@ def test_an_arm_that_missed_the_target_does_not_win_before_one_that_reached_it()
     assert comparison.best.arm.name == "true"
 
 
+def stuck_baseline():
+    """Four seeds come to an FID of 2.1; the last one stays at 5."""
+    good = [
+        Curve(str(k), STEPS, tuple(2.1 + 0.01 * k + 1500 / step for step in STEPS))
+        for k in range(4)
+    ]
+    bad = Curve("4", STEPS, tuple(max(5.0, fid_at(step, 0.9)) for step in STEPS))
+    return Arm("baseline", (*good, bad))
+
+
+def early(level, name="early"):
+    """Fast down to a level, and no further."""
+    return Arm(
+        name,
+        tuple(
+            Curve(c.seed, c.steps, tuple(max(fid, level + 0.01 * k) for fid in c.fids))
+            for k, c in enumerate(arm(name, 9.0).curves)
+        ),
+    )
+
+
+def test_an_arm_that_ends_worse_than_most_seeds_of_the_baseline_falls_short():
+    comparison = compare([stuck_baseline(), early(4.0)], "baseline")
+    (result,) = comparison.results
+    assert (comparison.target, result.at) == (5.0, 5.0)
+    assert result.verdict is Verdict.FASTER
+    assert comparison.falls_short(result)
+    good = compare([stuck_baseline(), early(2.0)], "baseline")
+    assert not good.falls_short(good.results[0])
+
+
+def test_an_arm_that_ends_worse_than_the_baseline_does_not_win_before_one_that_does_not():
+    comparison = compare([stuck_baseline(), early(4.0), early(1.5, "true")], "baseline")
+    slower = compare([stuck_baseline(), early(4.0), arm("true", 2.5)], "baseline")
+    assert comparison.best.arm.name == "true"
+    assert [r.arm.name for r in slower.results] == ["early", "true"]
+    assert slower.best.arm.name == "true"
+
+
+def test_without_a_winner_the_best_is_one_that_gets_there_if_there_is_one():
+    stuck = Arm("stuck", early(4.0).curves[:1])
+    comparison = compare([arm("baseline", 1.0), stuck, arm("good", 1.5, [0])], "baseline")
+    assert [r.arm.name for r in comparison.results] == ["stuck", "good"]
+    assert comparison.best.arm.name == "good"
+
+
 # Means and images
+
+
+def test_a_mean_of_bounds_that_disagree_is_unknown():
+    mean = mean_crossing([Crossing(100, Bound.AT_MOST), Crossing(4000, Bound.MORE_THAN)])
+    assert mean.bound is Bound.UNKNOWN
+    assert math.isnan(mean.step)
+    assert str(mean) == "unknown"
 
 
 def test_a_mean_over_seeds_is_a_bound_where_one_of_them_is():

@@ -1,4 +1,5 @@
 import math
+import random
 from statistics import stdev
 
 import pytest
@@ -9,6 +10,7 @@ from lit_diffusion.analysis.curves import (
     Curve,
     first_crossing,
     late_oscillation,
+    paired_spread,
     running_minimum,
     sampling_spread,
 )
@@ -130,6 +132,46 @@ def test_runs_without_repeats_do_not_count_for_the_spread_between_samples():
     again = Curve("2", (1,), (2.0,), repeats=(2.2, 1.8))
     assert sampling_spread([once, lost]) is None
     assert sampling_spread([once, lost, again]) == sampling_spread([again])
+
+
+def drawn(sets, own, runs=40, seed=0):
+    """Runs whose FIDs share what is due to each of three sets of samples.
+
+    Args:
+        sets: standard deviation of log FID over sets, the same for all runs.
+        own: of what is left to each FID.
+        runs: how many.
+        seed: of the draw.
+    """
+    rng = random.Random(seed)
+    shared = [rng.gauss(0, sets) for _ in range(3)]
+    curves = []
+    for k in range(runs):
+        level = rng.gauss(0, 1)
+        fids = [math.exp(level + common + rng.gauss(0, own)) for common in shared]
+        curves.append(Curve(str(k), (1,), (fids[0],), repeats=tuple(fids[1:])))
+    return curves
+
+
+def test_what_all_runs_owe_to_a_set_of_samples_does_not_count_between_them():
+    alike = drawn(sets=0.3, own=0.0)
+    assert sampling_spread(alike).sd > 0.1
+    assert paired_spread(alike).sd == pytest.approx(0, abs=1e-9)
+    assert paired_spread(drawn(sets=0.3, own=0.04)).sd == pytest.approx(0.04, rel=0.25)  # 3 s.d.
+
+
+def test_runs_that_share_no_samples_have_the_same_spread_between_them_as_alone():
+    found = paired_spread(drawn(sets=0.0, own=0.1))
+    assert found.sd == pytest.approx(0.1, rel=0.25)  # 3 s.d. of 78 degrees of freedom
+    assert found.degrees == 39 * 2
+
+
+def test_the_spread_between_runs_needs_two_with_equal_numbers_of_finite_repeats():
+    two = Curve("0", (1,), (2.0,), repeats=(2.2,))
+    three = Curve("1", (1,), (2.0,), repeats=(2.2, 1.8))
+    lost = Curve("2", (1,), (2.0,), repeats=(NAN,))
+    assert paired_spread([two, three, lost]) is None
+    assert paired_spread([two, three, lost, two]).degrees == 1
 
 
 # Mistakes

@@ -85,6 +85,29 @@ def test_the_steadiness_table_sets_the_spread_of_samples_beside_that_of_seeds():
     assert table.rows[1] == ("a", "-", "-", "-")
 
 
+def test_the_steadiness_table_tells_what_part_of_the_spread_is_not_common_to_all_runs():
+    shared = [
+        Arm(name, (Curve("0", (1,), (fid,), repeats=(1.2 * fid, 0.9 * fid)),))
+        for name, fid in (("a", 2.0), ("b", 3.0))
+    ]
+    caption = steadiness_table(shared).caption
+    assert "the difference of two from different sets varies by 1.4 times that." in caption
+    assert caption.endswith(
+        "Less the mean of each set over all runs, 0.0% is left (2 degrees of freedom), and the "
+        "difference of two runs on the same set varies by 1.4 times that."
+    )
+    assert "Less the mean" not in steadiness_table(shared[:1]).caption
+
+
+def test_a_mean_that_is_unknown_has_no_number_in_the_csv():
+    base = Arm("baseline", (Curve("0", (100, 200), (9.0, 4.0)),))
+    split = [Curve("0", (100, 200), (3.0, 2.0)), Curve("1", (100, 200), (9.0, 8.0))]
+    comparison = compare([base, Arm("split", tuple(split))], "baseline")
+    found = rows(to_csv(speedup_records(comparison)))[1]
+    assert (found["steps"], found["bound"]) == ("", "unknown")
+    assert verdict_table(comparison).rows[1][2] == "unknown"
+
+
 def test_every_table_has_as_many_cells_as_heads(comparison):
     for table in (
         verdict_table(comparison),

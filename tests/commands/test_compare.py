@@ -68,7 +68,7 @@ def test_a_sweep_is_compared_and_told_in_a_few_lines(shared, report):
     assert {name: row["verdict"] for name, row in found.items()} == {
         "baseline": "baseline",
         "fast": "faster",
-        "same": "no difference",
+        "same": "no difference shown",
         "slow": "slower",
         "stuck": "slower",
     }
