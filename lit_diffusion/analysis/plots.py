@@ -155,7 +155,10 @@ def _interval(axes: Axes, row: int, result: Result, comparison: Comparison) -> N
 
 def _label(result: Result, comparison: Comparison) -> str:
     text = f"{speedup_text(result.speedup)}  {result.verdict.value}"
-    return text if result.at == comparison.target else f"{text} (to FID {fid_text(result.at)})"
+    if result.at != comparison.target:
+        return f"{text} (to FID {fid_text(result.at)})"
+    is_short = result.verdict is Verdict.FASTER and comparison.falls_short(result)
+    return text + " (ends worse)" * is_short
 
 
 def _ratio_axis(axes: Axes, low: float, high: float) -> None:

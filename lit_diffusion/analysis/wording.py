@@ -11,11 +11,14 @@ from lit_diffusion.analysis.comparison import (
     Verdict,
     mean_crossing,
 )
-from lit_diffusion.analysis.curves import Bound, Crossing, sampling_spread
+from lit_diffusion.analysis.curves import Bound, Crossing, paired_spread, sampling_spread
 from lit_diffusion.analysis.speedup import Speedup
 
 SURE = 0.001
 """A p-value below which a report speaks without reserve."""
+
+UNEVEN = 1.2
+"""Where the lowest FIDs of the baseline's seeds differ by a larger factor, a report says so."""
 
 
 def ratio_text(ratio: float) -> str:
@@ -95,8 +98,8 @@ def verdict_text(result: Result, comparison: Comparison) -> str:
     if result.verdict is Verdict.MISSED:
         return f"does not get there: {_reached_the_target(result, comparison)}"
     provisional = f" (provisional: {seeds_text(count)})" if count < HEADLINE_SEEDS else ""
-    wins_elsewhere = result.verdict is Verdict.FASTER and result.at != comparison.target
-    but = f", but {_reached_the_target(result, comparison)}" * wins_elsewhere
+    falls_short = result.verdict is Verdict.FASTER and comparison.falls_short(result)
+    but = f", {_but(result, comparison)}" if falls_short else ""
     return f"{result.verdict.value} than {base.name}: {value}{but}{provisional}"
 
 
@@ -112,41 +115,96 @@ def reached_text(crossings: Sequence[Crossing]) -> str:
 
 def headline(comparison: Comparison) -> str:
     """Which arm won, and whether that is noise: the one sentence of a report."""
-    base, best = comparison.baseline.name, comparison.best
     verdicts = {result.verdict for result in comparison.results}
-    if best.verdict is Verdict.FASTER:
-        at_least = "at least " * best.speedup.is_lower_bound
-        gain = f"{at_least}{ratio_text(best.speedup.ratio)} as fast as {base}"
-        certainty = _certainty([best], comparison)
-        if best.at == comparison.target:
-            return f"{best.arm.name} wins: {gain}. {certainty}"
-        but = f"but {_reached_the_target(best, comparison)}"
-        return f"{best.arm.name} is {gain}{_to(best, comparison)}, {but}. {certainty}"
-    if verdicts == {Verdict.SLOWER}:
-        certainty = _certainty(comparison.results, comparison)
-        return f"{base} wins: {_all_others(comparison)} slower. {certainty}"
-    if verdicts == {Verdict.MISSED}:
-        return f"Only {base} reaches FID {fid_text(comparison.target)}."
-    if verdicts == {Verdict.UNKNOWN}:
+    if comparison.faster:
+        return _winner(comparison)
+    if verdicts <= {Verdict.SLOWER, Verdict.MISSED}:
+        return _baseline_wins(comparison)
+    if comparison.num_tests == 0:
         return _looks(comparison)
-    if best.verdict is Verdict.UNCLEAR and best.speedup.ratio > 1:
-        count = comparison.num_tests
-        return f"{best.arm.name} may beat {base}, but {count} arms were tested: it can be chance."
-    return f"No arm beats {base} by more than noise."
+    return "; ".join([_of_the_tested(comparison), *_untested(comparison)]) + "."
+
+
+def _winner(comparison: Comparison) -> str:
+    """A headline on an arm that is faster; one that falls short does not win."""
+    base, best = comparison.baseline.name, comparison.best
+    at_least = "at least " * best.speedup.is_lower_bound
+    gain = f"{at_least}{ratio_text(best.speedup.ratio)} as fast as {base}"
+    if not comparison.falls_short(best):
+        return f"{best.arm.name} wins: {gain}. {_certainty([best], comparison)}"
+    certainty = _certainty([best], comparison, "The speed-up")
+    at, but = fid_text(best.at), _but(best, comparison)
+    return f"{best.arm.name} is {gain} to FID {at}, {but}. {certainty}"
+
+
+def _baseline_wins(comparison: Comparison) -> str:
+    """A headline where every arm is slower or never gets there."""
+    base, target = comparison.baseline.name, fid_text(comparison.target)
+    verdicts = {result.verdict for result in comparison.results}
+    if verdicts == {Verdict.MISSED}:
+        others = [result.arm for result in comparison.results]
+        is_longer = any(_shorter(arm, comparison.baseline) for arm in others)
+        longer = ", but not all others were trained as long" * is_longer
+        return f"Only {base} reaches FID {target}{longer}."
+    how = "slower" if verdicts == {Verdict.SLOWER} else f"slower or never reach FID {target}"
+    certainty = _certainty(comparison.results, comparison)
+    return f"{base} wins: {_all_others(comparison)} {how}. {certainty}"
 
 
 def _looks(comparison: Comparison) -> str:
     """A headline without a test."""
-    best = comparison.best
-    ratio, ahead = best.speedup.ratio, best.speedup.ratio > 1
-    if ratio == 1 or (best.speedup.is_upper_bound if ahead else best.speedup.is_lower_bound):
+    best, speedup = comparison.best, comparison.best.speedup
+    if _looks_faster(best, comparison):
+        looks = best.arm.name
+    elif speedup.ratio < 1 and not speedup.is_lower_bound:
+        looks = comparison.baseline.name
+    else:
         return "These runs cannot tell which arm is best."
-    looks = best.arm.name if ahead else comparison.baseline.name
     return f"{looks} looks best, but these runs cannot tell that from noise."
 
 
+def _of_the_tested(comparison: Comparison) -> str:
+    """That none of the arms with a test wins; nothing is claimed of the others."""
+    base, count = comparison.baseline.name, comparison.num_tests
+    tested = [result for result in comparison.results if result.holm_p is not None]
+    for result in tested:
+        if result.verdict is Verdict.UNCLEAR and result.speedup.ratio > 1:
+            name = result.arm.name
+            return f"{name} may beat {base}, but {count} arms were tested: it can be chance"
+    if not any(result.verdict is Verdict.UNKNOWN for result in comparison.results):
+        return f"No arm beats {base} by more than noise"
+    slower = all(result.verdict is Verdict.SLOWER for result in tested)
+    if count == 1:
+        what = f"is slower than {base}" if slower else f"does not beat {base} by more than noise"
+        return f"{tested[0].arm.name}, the only arm tested, {what}"
+    if slower:
+        return f"{'Both' if count == 2 else f'All {count}'} arms tested are slower than {base}"
+    return f"None of the {count} arms tested beats {base} by more than noise"
+
+
+def _untested(comparison: Comparison) -> list[str]:
+    """How many arms cannot be told from noise, and which of them looks best."""
+    unknown = [result for result in comparison.results if result.verdict is Verdict.UNKNOWN]
+    if not unknown:
+        return []
+    reasons = {_why_unknown(result, comparison.baseline) for result in unknown}
+    why = f" ({reasons.pop()})" if len(reasons) == 1 else ""
+    told = f"cannot be told from noise{why}"
+    ahead = [result.arm.name for result in unknown if _looks_faster(result, comparison)]
+    if len(unknown) == 1:
+        return [f"{unknown[0].arm.name} {told}{', but looks faster' * len(ahead)}"]
+    return [
+        f"{len(unknown)} others {told}" + (f", of which {ahead[0]} looks best" if ahead else "")
+    ]
+
+
+def _looks_faster(result: Result, comparison: Comparison) -> bool:
+    found = result.speedup
+    return found.ratio > 1 and not found.is_upper_bound and not comparison.falls_short(result)
+
+
 def explanation(comparison: Comparison) -> str:
-    """What stands behind the headline, in a sentence or two."""
+    """What stands behind the headline, in a few sentences."""
     base, best = comparison.baseline, comparison.best
     told = (
         f"FID {fid_text(comparison.target)} is reached {_when(comparison.crossings)} by "
@@ -156,7 +214,32 @@ def explanation(comparison: Comparison) -> str:
     if best.speedup.low is not None:
         told += ", with its 95% interval"
     told += f"; {seeds_text(len(best.arm.curves))} against {len(base.curves)}."
-    return " ".join([told, *_lead(comparison), *_noise_of_fid(comparison)])
+    doubts = [*_picked(comparison), *_lead(comparison), *_uneven(comparison)]
+    if comparison.faster:  # else the headline tells
+        doubts += [f"{text}." for text in _untested(comparison)]
+    return " ".join([told, *doubts, *_noise_of_fid(comparison)])
+
+
+def _picked(comparison: Comparison) -> list[str]:
+    """That the best of several arms owes something to luck, which no interval here allows for."""
+    count, best = len(comparison.results), comparison.best
+    if count == 1 or best.speedup.ratio <= 1:
+        return []
+    beyond = "" if best.speedup.low is None else ", which its interval does not allow for"
+    name = best.arm.name
+    return [f"Picked as the best of {count} arms{beyond}: expect less of {name} on fresh seeds."]
+
+
+def _uneven(comparison: Comparison) -> list[str]:
+    """Which seed of the baseline makes the target an easy one."""
+    base = comparison.baseline
+    worst, best = (choose(base.curves, key=lambda curve: curve.best) for choose in (max, min))
+    if worst.best != comparison.target or worst.best <= UNEVEN * best.best:
+        return []
+    return [
+        f"Seeds of {base.name} differ: seed {worst.seed} sets the target, the median seed reaches "
+        f"FID {fid_text(base.typical)}, the best {fid_text(best.best)}."
+    ]
 
 
 def _when(crossings: Sequence[Crossing]) -> str:
@@ -165,6 +248,7 @@ def _when(crossings: Sequence[Crossing]) -> str:
         Bound.EXACT: f"after {mean.step:,.0f} steps",
         Bound.AT_MOST: f"within {mean.step:,.0f} steps",
         Bound.MORE_THAN: f"with {reached_text(crossings)} seeds",
+        Bound.UNKNOWN: f"with {reached_text(crossings)} seeds",
     }
     return words[mean.bound]
 
@@ -185,22 +269,51 @@ def _lead(comparison: Comparison) -> list[str]:
     lead = comparison.lead
     if lead is None:
         return []
-    second = comparison.faster[1].arm.name
-    shown = lead.low is not None and lead.low > 1
-    words = "more than noise" if shown else "within noise"
-    return [f"Its lead over {second}, {speedup_text(lead)}, is {words}."]
+    first, next_one = comparison.faster[:2]
+    second, value = next_one.arm.name, speedup_text(lead)
+    if comparison.falls_short(next_one) and not comparison.falls_short(first):
+        gain = f"{speedup_text(next_one.speedup)}{_to(next_one, comparison)}"
+        return [f"Next is {second}, {gain}, {_but(next_one, comparison)}."]
+    if lead.low is None:
+        known = "" if value == "unknown" else f", {value},"
+        return [f"Its lead over {second}{known} cannot be told{' from noise' * bool(known)}."]
+    words = "more than noise" if lead.low > 1 else "within noise"
+    return [f"Its lead over {second}, {value}, is {words}."]
 
 
 def _noise_of_fid(comparison: Comparison) -> list[str]:
-    spread = sampling_spread(curve for arm in comparison.arms for curve in arm.curves)
+    curves = [curve for arm in comparison.arms for curve in arm.curves]
+    spread, paired = sampling_spread(curves), paired_spread(curves)
     if spread is None:
         return []
-    return [f"From one set of samples to another, FID itself varies by {100 * spread.sd:.1f}%."]
+    told = f"From one set of samples to another, FID itself varies by {100 * spread.sd:.1f}%"
+    if paired is not None:
+        told += f"; beside other runs on the same set, by {100 * paired.sd:.1f}%"
+    return [f"{told}."]
+
+
+def _but(result: Result, comparison: Comparison) -> str:
+    """Why an arm that is faster does not win."""
+    if any(crossing.bound is Bound.MORE_THAN for crossing in result.crossings):
+        return f"but {_reached_the_target(result, comparison)}"
+    arm, base = result.arm, comparison.baseline
+    medians = f"{fid_text(arm.typical)}, that of {base.name} {fid_text(base.typical)} (medians)"
+    return f"but its lowest FID is {medians}{_shorter(arm, base)}"
 
 
 def _reached_the_target(result: Result, comparison: Comparison) -> str:
-    count, target = reached_text(result.crossings), fid_text(comparison.target)
-    return f"{count} seeds reach FID {target}"
+    """How many seeds did, and what would be unfair to leave out."""
+    base = comparison.baseline
+    told = f"{reached_text(result.crossings)} seeds reach FID {fid_text(comparison.target)}"
+    if any(crossing.bound is Bound.MORE_THAN for crossing in comparison.crossings):
+        told += f" ({base.name}: {reached_text(comparison.crossings)})"
+    return told + _shorter(result.arm, base)
+
+
+def _shorter(arm: Arm, base: Arm) -> str:
+    """By how much an arm was trained less than the baseline; empty where it was not."""
+    own, full = (max(curve.steps[-1] for curve in a.curves) for a in (arm, base))
+    return f", trained {100 * own / full:.0f}% as long as {base.name}" * (own < 0.99 * full)
 
 
 def _to(result: Result, comparison: Comparison) -> str:
@@ -208,13 +321,15 @@ def _to(result: Result, comparison: Comparison) -> str:
     return f" to FID {fid_text(result.at)}" if result.at != comparison.target else ""
 
 
-def _certainty(results: Sequence[Result], comparison: Comparison) -> str:
+def _certainty(results: Sequence[Result], comparison: Comparison, subject: str = "That") -> str:
     """How sure verdicts are, by the least sure of them."""
     count = min(_fewest(result, comparison.baseline) for result in results)
     p = max(result.holm_p or 0.0 for result in results)
     if count < HEADLINE_SEEDS:
         return f"Hardly noise, but provisional: {seeds_text(count)}, not {HEADLINE_SEEDS}."
-    return "That is not noise." if p < SURE else f"That is hardly noise (p = {p_text(p)})."
+    return (
+        f"{subject} is not noise." if p < SURE else f"{subject} is hardly noise (p = {p_text(p)})."
+    )
 
 
 def _all_others(comparison: Comparison) -> str:

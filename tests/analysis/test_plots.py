@@ -67,7 +67,7 @@ def test_every_interval_is_inside_the_axis_and_one_too(comparison):
 def test_verdicts_stand_beside_their_rows_in_words(comparison):
     (axes,) = speedup_figure(comparison).axes
     assert any(text.endswith("faster") and "2.0" in text for text in texts(axes))
-    assert any("no difference" in text for text in texts(axes))
+    assert any("no difference shown" in text for text in texts(axes))
     assert any("slower (to FID" in text for text in texts(axes))
 
 
@@ -91,8 +91,22 @@ def test_an_interval_of_two_seeds_does_not_squeeze_the_others():
 def test_names_are_drawn_as_they_are(tmp_path):
     arms = [arm("baseline", 1.0), arm("$x_{$", 2.0)]
     comparison = compare(arms, "baseline")
-    save(speedup_figure(comparison), tmp_path / "a.png")
-    save(curves_figure(comparison), tmp_path / "b.png")
+    speedups, curves = speedup_figure(comparison), curves_figure(comparison)
+    save(speedups, tmp_path / "a.png")
+    save(curves, tmp_path / "b.png")
+    assert [label.get_text() for label in speedups.axes[0].get_yticklabels()] == ["$x_{$"]
+    legend = curves.axes[0].get_legend().get_texts()
+    assert {text.get_text() for text in legend} == {"baseline", "$x_{$"}
+
+
+def test_an_arm_that_ends_worse_than_the_baseline_is_marked_so():
+    base = Arm("baseline", (*arm("a", 1.0).curves, Curve("9", STEPS, (9.0,) * 19 + (5.0,))))
+    stuck = [
+        Curve(c.seed, STEPS, tuple(max(f, 4 + 0.01 * k) for f in c.fids))
+        for k, c in enumerate(arm("b", 9.0).curves)
+    ]
+    (axes,) = speedup_figure(compare([base, Arm("early", tuple(stuck))], "baseline")).axes
+    assert any(text.endswith("faster (ends worse)") for text in texts(axes))
 
 
 def test_a_long_name_leaves_room_for_the_figure(tmp_path):

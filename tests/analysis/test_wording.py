@@ -20,6 +20,10 @@ def told(*arms, **options):
     return comparison, [verdict_text(result, comparison) for result in comparison.results]
 
 
+def diverged(seeds=(0,)):
+    return Arm("lost", tuple(Curve(str(k), STEPS, (math.nan,) * len(STEPS)) for k in seeds))
+
+
 def test_a_winner_is_named_with_its_speedup_and_that_it_is_not_noise():
     comparison, (verdict,) = told(arm("clts", 2.0))
     assert headline(comparison).startswith("clts wins: 2.0")
@@ -44,6 +48,112 @@ def test_one_seed_tells_nothing_and_the_headline_says_so():
     assert "interval" not in explanation(comparison)
     comparison, _ = told(arm("clts", 0.5, [0]))
     assert headline(comparison).startswith("baseline looks best, but")
+
+
+def test_a_headline_claims_only_what_was_tested():
+    comparison, _ = told(arm("tried", 1.0), *(arm(f"new {k}", 1.5, [k]) for k in range(3)))
+    best = comparison.results[0].arm.name
+    assert headline(comparison) == (
+        "tried, the only arm tested, does not beat baseline by more than noise; 3 others cannot be "
+        f"told from noise (one seed), of which {best} looks best."
+    )
+    comparison, _ = told(arm("a", 1.0), arm("b", 1.0), arm("new", 1.5, [0]))
+    assert headline(comparison) == (
+        "None of the 2 arms tested beats baseline by more than noise; new cannot be told from "
+        "noise (one seed), but looks faster."
+    )
+    comparison, _ = told(arm("a", 1.0), arm("b", 1.0), arm("new", 0.7, [0]))
+    assert headline(comparison).endswith("; new cannot be told from noise (one seed).")
+
+
+def test_an_arm_that_was_not_tested_is_not_beaten_by_the_loss_of_another():
+    comparison, _ = told(arm("slow", 0.5), arm("new", 2.75, [0]))
+    assert headline(comparison) == (
+        "slow, the only arm tested, is slower than baseline; new cannot be told from noise "
+        "(one seed), but looks faster."
+    )
+    comparison, _ = told(arm("a", 0.5), arm("b", 0.6), arm("new", 2.75, [0]))
+    assert headline(comparison).startswith("Both arms tested are slower than baseline; new cannot ")
+
+
+def test_an_arm_that_was_not_tested_may_look_best_beside_one_that_never_gets_there():
+    comparison, _ = told(diverged(), arm("new", 2.75, [0]))
+    assert headline(comparison) == "new looks best, but these runs cannot tell that from noise."
+
+
+def test_the_baseline_wins_over_arms_that_are_slower_or_never_get_there():
+    comparison, _ = told(diverged(range(5)), arm("slow", 0.5))
+    assert headline(comparison) == (
+        "baseline wins: both other arms are slower or never reach FID "
+        f"{fid_text(comparison.target)}. That is not noise."
+    )
+
+
+def test_a_chance_after_correction_is_told_beside_what_was_not_tested():
+    arms = [arm("weak", 1.15), *(arm(f"other {k}", 1.0) for k in range(12))]
+    comparison, _ = told(*arms, arm("new", 3.0, [0]))
+    assert headline(comparison) == (
+        "weak may beat baseline, but 13 arms were tested: it can be chance; new cannot be told "
+        "from noise (one seed), but looks faster."
+    )
+
+
+def test_an_arm_that_looks_faster_than_the_winner_is_told_though_it_was_not_tested():
+    comparison, _ = told(arm("a", 1.5), arm("new", 3.0, [0]), arm("old", 2.9, [0]))
+    assert headline(comparison).startswith("a wins: ")
+    assert "2 others cannot be told from noise (one seed), of which " in explanation(comparison)
+    assert "cannot be told" not in explanation(told(arm("a", 1.5))[0])
+
+
+def test_an_arm_that_ends_worse_than_most_seeds_of_the_baseline_does_not_win():
+    good = [Curve(c.seed, STEPS, c.fids) for c in arm("baseline", 1.0, range(4)).curves]
+    base = Arm("baseline", (*good, Curve("late", STEPS, (9.0,) * 18 + (6.0, 5.0))))
+    stuck = [
+        Curve(c.seed, STEPS, tuple(max(fid, 4.0 + 0.01 * k) for fid in c.fids))
+        for k, c in enumerate(arm("early", 9.0).curves)
+    ]
+    comparison = compare([base, Arm("early", tuple(stuck))], "baseline")
+    ends = f"but its lowest FID is 4.02, that of baseline {fid_text(base.typical)} (medians)"
+    assert headline(comparison).startswith("early is ")
+    assert f" as fast as baseline to FID 5.00, {ends}. " in headline(comparison)
+    assert headline(comparison).endswith("The speed-up is not noise.")
+    assert ends in verdict_text(comparison.results[0], comparison)
+    lowest = fid_text(min(curve.best for curve in base.curves))
+    assert (
+        "Seeds of baseline differ: seed late sets the target, the median seed reaches FID "
+        f"{fid_text(base.typical)}, the best {lowest}." in explanation(comparison)
+    )
+
+
+def test_an_arm_that_is_faster_than_the_winner_and_ends_worse_is_told_with_that():
+    base = arm("baseline", 1.0)
+    lost = Curve("late", STEPS, (9.0,) * 18 + (6.0, 5.0))
+    early = [
+        Curve(c.seed, STEPS, tuple(max(fid, 4.0 + 0.01 * k) for fid in c.fids))
+        for k, c in enumerate(arm("early", 9.0).curves)
+    ]
+    arms = [Arm("baseline", (*base.curves[:4], lost)), Arm("early", tuple(early)), arm("a", 2.0)]
+    told = explanation(compare(arms, "baseline"))
+    assert "Next is early, " in told
+    assert ", but its lowest FID is 4.02, that of baseline " in told
+    assert "Its lead" not in told
+
+
+def test_seeds_of_the_baseline_that_agree_and_a_given_target_need_no_remark():
+    assert "sets the target" not in explanation(told(arm("a", 2.0))[0])
+    assert "sets the target" not in explanation(told(arm("a", 2.0), target=4.0)[0])
+
+
+def test_the_best_of_many_is_said_to_be_picked():
+    comparison, _ = told(arm("a", 2.0), arm("b", 1.0), arm("c", 0.5))
+    assert (
+        "Picked as the best of 3 arms, which its interval does not allow for: expect less of a on "
+        "fresh seeds." in explanation(comparison)
+    )
+    looks = told(*(arm(f"{k}", 1.5, [k]) for k in range(2)))[0]
+    assert "Picked as the best of 2 arms: expect less of " in explanation(looks)
+    assert "Picked" not in explanation(told(arm("a", 2.0))[0])
+    assert "Picked" not in explanation(told(arm("a", 0.5), arm("b", 0.6))[0])
 
 
 def test_bounds_alone_make_nobody_look_best():
@@ -131,6 +241,44 @@ def test_the_lead_over_the_next_is_called_noise_where_it_is():
     assert explanation(comparison).endswith("is more than noise.")
 
 
+def test_a_lead_without_an_interval_is_not_called_noise():
+    stuck = [
+        Arm(name, tuple(
+            Curve(c.seed, STEPS, tuple(max(fid, 3.0 + 0.01 * k) for fid in c.fids))
+            for k, c in enumerate(arm(name, speed).curves)
+        ))
+        for name, speed in (("a", 9.0), ("b", 8.0))
+    ]  # fmt: skip
+    comparison, _ = told(*stuck)
+    assert len(comparison.faster) == 2
+    second = comparison.faster[1].arm.name
+    assert f"Its lead over {second} cannot be told." in explanation(comparison)
+    assert "within noise" not in explanation(comparison)
+
+
+def test_a_target_that_the_baseline_misses_too_is_not_held_against_an_arm():
+    comparison, (verdict,) = told(arm("fast", 2.0), target=0.01)
+    told_of_both = "but 0 of 5 seeds reach FID 0.010 (baseline: 0 of 5)"
+    assert told_of_both in headline(comparison)
+    assert verdict.endswith(told_of_both)
+
+
+def test_an_arm_that_was_trained_for_fewer_steps_is_said_to_be():
+    half = [Curve(c.seed, STEPS[:10], c.fids[:10]) for c in arm("short", 1.4).curves]
+    comparison, (verdict,) = told(Arm("short", tuple(half)))
+    target = fid_text(comparison.target)
+    told_length = f"but 0 of 5 seeds reach FID {target}, trained 50% as long as baseline"
+    assert told_length in headline(comparison)
+    assert verdict.endswith(told_length)
+
+
+def test_an_arm_that_had_no_time_to_reach_the_target_is_not_blamed_alone():
+    short = Arm("short", (Curve("0", (10, 20), (400.0, 500.0)),))
+    comparison, (verdict,) = told(short)
+    assert headline(comparison).endswith(", but not all others were trained as long.")
+    assert verdict.endswith(", trained 1% as long as baseline")
+
+
 def test_an_arm_with_a_seed_that_diverged_is_told_with_that():
     lost = Curve("9", STEPS, (math.nan,) * len(STEPS))
     _, (verdict,) = told(Arm("a", (*arm("a", 2.0).curves, lost)))
@@ -143,6 +291,10 @@ def test_the_spread_of_fid_itself_is_told_beside_the_speedup_where_it_is_known()
     ]
     comparison, _ = told(Arm("a", tuple(again)))
     assert explanation(comparison).endswith(
+        "varies by 1.4%; beside other runs on the same set, by 0.0%."
+    )
+    one = Arm("a", (again[0], *arm("a", 2.0).curves[1:]))
+    assert explanation(told(one)[0]).endswith(
         "From one set of samples to another, FID itself varies by 1.4%."
     )
     assert "samples" not in explanation(told(arm("a", 2.0))[0])
