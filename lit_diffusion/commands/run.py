@@ -6,6 +6,7 @@ import time
 import warnings
 from argparse import ArgumentError, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
@@ -31,6 +32,7 @@ from lit_diffusion.commands.run_folder import (
     Request,
     latest_config,
     make_writable,
+    occupied,
     read_command_line,
     refuse_mixing,
 )
@@ -84,8 +86,8 @@ def run(argv: Sequence[str]) -> None:
     """
     request = read_command_line(argv)
     _quiet_lightning()
-    with trusting(request.trust):
-        RunCLI(request)
+    with trusting(request.trust), ExitStack() as held:
+        RunCLI(request, held)
 
 
 class RunCLI(LightningCLI):
@@ -93,10 +95,12 @@ class RunCLI(LightningCLI):
 
     Args:
         request: what the command line asks for.
+        held: contexts that the run is in until it ends.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, held: ExitStack) -> None:
         self.request = request
+        self._held = held
         saved = self._read_checkpoint()
         self._spec = model_spec(saved)
         self._averaged = bool(ema_states(saved))
@@ -235,9 +239,10 @@ class RunCLI(LightningCLI):
         return {**super()._prepare_subcommand_kwargs(subcommand), "weights_only": True}
 
     def before_fit(self) -> None:
-        """Find out before anything is trained whether it can be kept."""
+        """Find out before anything is trained whether it can be kept, and by nobody else."""
         if not self._is_trial:
             rank_zero_only(make_writable)(self.request.root)
+            rank_zero_only(self._held.enter_context)(occupied(self.request.root))
 
     def after_fit(self) -> None:
         """Say where things are and how good they are."""

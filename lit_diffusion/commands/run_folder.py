@@ -7,8 +7,11 @@ runs/digits/config.yaml, config.resume-1.yaml, ...   the config of the run and o
 """
 
 import argparse
+import fcntl
+import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -181,6 +184,30 @@ def make_writable(root: Path) -> None:
             f"The run folder {root} cannot be written to: {error.strerror}. "
             "Choose another with --trainer.default_root_dir."
         ) from error
+
+
+@contextmanager
+def occupied(root: Path) -> Iterator[None]:
+    """Context in which no other process may train into the run folder.
+
+    The kernel holds the claim, on the folder itself: it ends with the process, however that ends.
+
+    Raises:
+        ValueError: where another process has it.
+    """
+    folder = os.open(root, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(folder)
+        raise ValueError(
+            f"{root} is in use: another process trains into it. Wait for it, or start another run "
+            f"with --trainer.default_root_dir={root}-2."
+        ) from error
+    try:
+        yield
+    finally:
+        os.close(folder)
 
 
 def _resumes(root: Path) -> list[Path]:

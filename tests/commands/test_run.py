@@ -11,6 +11,7 @@ from support.small_digits import small_digits
 from support.tiny_run import EMA, HERE, tiny_config, write_config
 from torch.optim import Adam
 
+from lit_diffusion.commands.run_folder import occupied
 from lit_diffusion.loggers import read_rows
 
 TRUST = "--trust support"
@@ -71,6 +72,17 @@ def test_output_that_is_no_terminal_gets_plain_lines(capsys):
     told = capsys.readouterr().err
     assert "step 8/8  epoch 1  train/loss " in told
     assert "\r" not in told
+
+
+def test_a_run_that_another_process_trains_is_not_resumed_and_not_changed(capsys):
+    call(FIT)
+    before = {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()}
+    capsys.readouterr()
+    with occupied(Path("runs/tiny")):
+        assert call(f"{FIT} --ckpt_path=last --trainer.max_steps=12") == 2
+    assert "runs/tiny is in use: another process trains into it." in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()} == before
+    assert call(f"{FIT} --ckpt_path=last --trainer.max_steps=12") == 0
 
 
 def test_a_second_fit_into_the_same_folder_is_refused_and_changes_nothing(capsys):

@@ -6,6 +6,7 @@ import yaml
 from lit_diffusion.commands.run_folder import (
     latest_config,
     next_config,
+    occupied,
     read_command_line,
     refuse_mixing,
 )
@@ -127,3 +128,16 @@ def test_every_resume_gets_a_config_of_its_own_and_the_latest_is_found():
         assert next_config(root) == root / f"config.resume-{n}.yaml"
         write(f"runs/digits/config.resume-{n}.yaml")
         assert latest_config(root) == root / f"config.resume-{n}.yaml"
+
+
+def test_a_folder_is_for_one_process_at_a_time_and_free_again_after_any_end():
+    Path("run").mkdir()
+    with occupied(Path("run")):
+        with pytest.raises(ValueError, match=r"run is in use.*default_root_dir=run-2"):
+            occupied(Path("run")).__enter__()
+        with occupied(Path(".")):
+            pass
+    with pytest.raises(KeyError), occupied(Path("run")):
+        raise KeyError
+    with occupied(Path("run")):
+        assert list(Path("run").iterdir()) == []
