@@ -23,7 +23,6 @@ from lit_diffusion.commands.jobs import Ended, Job, claim, run_jobs, threads_eac
 from lit_diffusion.commands.options import Parser, integers
 from lit_diffusion.commands.run_folder import latest_config, read_config
 
-BASELINE = "baseline"
 LOG = "fit.log"
 RESUME = "--ckpt_path=last"
 LAST = Path("checkpoints", "last.ckpt")
@@ -260,6 +259,8 @@ def _check(args: argparse.Namespace) -> None:
 
 def _arms(args: argparse.Namespace) -> dict[str, list[str]]:
     """Name -> the options that make a fit that arm."""
+    from lit_diffusion.commands.selection import BASELINE
+
     arms = {BASELINE: [f"--config={args.config}"]}
     for text in args.arms:
         files = [text] if Path(text).is_file() else text.split("+")
