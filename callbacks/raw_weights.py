@@ -21,7 +21,7 @@ class RawWeights:
         self._hook: RemovableHandle | None = None
 
     @torch.no_grad()
-    def keep(self, module: nn.Module, params: Iterable[nn.Parameter]) -> None:
+    def keep(self, module: nn.Module, params: Iterable[Tensor]) -> None:
         """Copy the parameters, in their own dtype, before they are overwritten."""
         self._copies |= {p: p.detach().clone() for p in params}
         register: Any = module.register_state_dict_post_hook
