@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 from support.cifar10_files import published_as, write
+from support.commands import call
 from support.pictures import class_folders, save
 
 from lit_diffusion.cli import main
@@ -124,6 +125,16 @@ def test_the_control_of_mdlrc_has_its_lr_and_the_betas_it_starts_from():
     assert control["model"] == mdlrc["model"] == settings("arms/beta1-0.8.yaml")["model"]
     floor = callback("arms/mdlrc.yaml")["min_beta1"]
     assert callback("arms/lr-decay.yaml") == {"beta0": betas[0], "min_beta1": floor}
+
+
+@pytest.mark.parametrize("name", ["digits", "patches", "folder"])
+def test_the_decay_of_the_average_can_be_set_on_the_command_line(name, capsys):
+    """An option for callbacks is for the last of them."""
+    path = CONFIGS / f"{name}.yaml"
+    assert call(f"fit --config {path} --trainer.callbacks.decays=[0.5] --print_config") == 0
+    *_, last = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]
+    assert last["class_path"] == "lit_diffusion.callbacks.EMA"
+    assert last["init_args"]["decays"] == [0.5]
 
 
 def test_without_ema_the_callbacks_are_otherwise_those_of_the_experiment():
