@@ -9,6 +9,7 @@ import os
 import pickle
 import re
 import shutil
+import zipfile
 from argparse import ArgumentError
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -58,10 +59,17 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: PathLike, map_location: Any = None, weights_only: bool | None = None
     ) -> Checkpoint:
-        """The checkpoint at `path`, whatever `weights_only` says read as True."""
-        if _is_remote(path):
+        """The checkpoint at `path`, whatever `weights_only` says read as True.
+
+        Raises:
+            ValueError: where it holds pickled code.
+        """
+        if not _is_remote(path):
+            return read_checkpoint(path)
+        try:
             return super().load_checkpoint(path, map_location, weights_only=True)
-        return read_checkpoint(path)
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"{path} {_why_unreadable(error)}") from None
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: PathLike) -> None:
@@ -93,7 +101,7 @@ def read_checkpoint(path: PathLike, *, mmap: bool = False) -> Checkpoint:
 
     Args:
         path: local file.
-        mmap: whether tensors stay on the disk until they are used.
+        mmap: whether tensors stay on the disk until they are used, where the format allows it.
 
     Raises:
         FileNotFoundError: where there is none.
@@ -104,11 +112,13 @@ def read_checkpoint(path: PathLike, *, mmap: bool = False) -> Checkpoint:
     if not path.is_file():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     try:
+        mmap = mmap and zipfile.is_zipfile(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except PermissionError:
         raise
     except Exception as error:  # what torch says of a broken file is of many types
-        raise ValueError(f"{path} {_why_unreadable(error)}") from error
+        # From None: torch advises to run the code in the file, which a traceback would tell.
+        raise ValueError(f"{path} {_why_unreadable(error)}") from None
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise ValueError(f"{path} is not a training checkpoint: it has no 'state_dict'.")
     return checkpoint
@@ -322,13 +332,18 @@ def _is_remote(path: PathLike) -> bool:
 
 
 def _why_unreadable(error: Exception) -> str:
-    if isinstance(error, pickle.UnpicklingError):
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        if found:
-            return (
-                f"holds pickled code ({found[1]}), which is never run; only tensors and plain "
-                "builtins are read."
-            )
+    """The reason, in our words: those of torch advise to run the code in the file."""
+    said = str(error)
+    if found := re.search(r"GLOBAL ([\w.]+)", said):
+        return (
+            f"holds pickled code ({found[1]}), which is never run; only tensors and plain builtins "
+            "are read."
+        )
+    if isinstance(error, pickle.UnpicklingError) or "weights_only" in said:
+        return (
+            "may hold pickled code, which is never run, or is damaged or no checkpoint; only "
+            "tensors and plain builtins are read, in the format that torch.save writes by default."
+        )
     return f"is truncated, damaged or no checkpoint: {_first_line(error)}"
 
 

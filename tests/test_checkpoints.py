@@ -4,10 +4,15 @@ import pathlib
 import pickle
 import subprocess
 import sys
+import tarfile
+import traceback
+import zipfile
+from functools import partial
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from support.plain_module import assert_same_bits
 from support.small_digits import small_digits
 from support.tiny_run import TinyModule, TinyNet
 from torch import nn
@@ -163,17 +168,57 @@ def test_a_truncated_file_is_refused_by_name(file, part):
         read_checkpoint(file)
 
 
-@pytest.mark.parametrize("save", [torch.save, lambda x, path: path.write_bytes(pickle.dumps(x))])
-def test_a_malicious_pickle_is_refused_and_not_executed(tmp_path, save):
+def pickled(content, path, protocol=None):
+    path.write_bytes(pickle.dumps(content, protocol))
+
+
+NAMED = r"holds pickled code \((posix|nt)\.system\), which is never run"
+UNNAMED = "may hold pickled code, which is never run"
+
+
+@pytest.mark.parametrize(
+    ("save", "reason"),
+    [
+        (torch.save, NAMED),
+        (partial(torch.save, pickle_protocol=4), UNNAMED),
+        (partial(torch.save, _use_new_zipfile_serialization=False), NAMED),
+        (pickled, UNNAMED),
+        (partial(pickled, protocol=2), NAMED),
+    ],
+)
+def test_a_malicious_pickle_is_refused_for_what_it_is_and_not_executed(tmp_path, save, reason):
     class Malicious:
         def __reduce__(self):
             return os.system, (f"touch {tmp_path / 'executed'}",)
 
     save({"state_dict": {}, "payload": Malicious()}, tmp_path / "evil.ckpt")
-    for mmap in (False, True):
-        with pytest.raises(ValueError, match=r"evil\.ckpt"):
-            read_checkpoint(tmp_path / "evil.ckpt", mmap=mmap)
+    assert_refused(tmp_path / "evil.ckpt", reason)
     assert not (tmp_path / "executed").exists()
+
+
+def assert_refused(path, reason):
+    for mmap in (False, True):
+        with pytest.raises(ValueError, match=rf"{path.name} {reason}") as told:
+            read_checkpoint(path, mmap=mmap)
+        # What a person sees, traceback and all, has no advice of torch to run the file.
+        assert "weights_only` set to" not in "".join(traceback.format_exception(told.value))
+
+
+def test_formats_that_torch_reads_only_by_running_them_are_refused_without_its_advice(tmp_path):
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("storages"))
+    with zipfile.ZipFile(tmp_path / "script.pt", "w") as script:
+        script.writestr("script/constants.pkl", b"")
+        script.writestr("script/version", b"3")
+    for name in ("x.tar", "script.pt"):
+        assert_refused(tmp_path / name, UNNAMED)
+
+
+def test_a_file_of_tensors_in_the_format_of_old_versions_is_read(tmp_path):
+    content = {"state_dict": {"a": torch.ones(2)}}
+    torch.save(content, tmp_path / "x.ckpt", _use_new_zipfile_serialization=False)
+    for mmap in (False, True):
+        assert_same_bits(read_checkpoint(tmp_path / "x.ckpt", mmap=mmap), content)
 
 
 def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
@@ -281,6 +326,17 @@ def test_files_from_urls_are_read_without_running_code_too(monkeypatch):
     monkeypatch.setattr(checkpoints.TorchCheckpointIO, "load_checkpoint", _without_looking)
     AtomicCheckpointIO().load_checkpoint("http://host/x.ckpt", weights_only=False)
     assert [options["weights_only"] for options in asked] == [True]
+
+
+def test_code_in_a_file_from_a_url_is_refused_without_torchs_advice(monkeypatch):
+    def refused(self, path, map_location=None, weights_only=None):
+        advice = "Re-running `torch.load` with `weights_only` set to `False` will likely succeed."
+        raise pickle.UnpicklingError(advice)
+
+    monkeypatch.setattr(checkpoints.TorchCheckpointIO, "load_checkpoint", refused)
+    with pytest.raises(ValueError, match=rf"^http://host/x\.ckpt {UNNAMED}") as told:
+        AtomicCheckpointIO().load_checkpoint("http://host/x.ckpt")
+    assert "set to" not in str(told.value)
 
 
 def _without_looking(self, path, map_location=None, weights_only=None):
