@@ -70,6 +70,9 @@ The config is that of the checkpoint's run folder, unless --config gives another
 To write images, use `lit-diffusion sample`.""",
 }
 
+_STRICT = {"exit_on_error": False, "allow_abbrev": False}
+"""For the parsers of all commands and of each. The run folder is found by whole names alone."""
+
 _INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 """With which Lightning's own `load_from_checkpoint` reads our files."""
 
@@ -113,7 +116,7 @@ class RunCLI(LightningCLI):
             parser_kwargs={
                 "prog": "lit-diffusion",
                 "formatter_class": _Formatter,
-                "exit_on_error": False,
+                **_STRICT,
                 **{name: _parser_settings(name) for name in _HELP},
             },
             args=self._arguments(),
@@ -253,7 +256,7 @@ class RunCLI(LightningCLI):
 
 def _parser_settings(command: str) -> dict[str, Any]:
     usage = f"lit-diffusion {command} --config FILE [options]"
-    return {"description": _HELP[command], "usage": usage, "exit_on_error": False}
+    return {"description": _HELP[command], "usage": usage, **_STRICT}
 
 
 class _Formatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):

@@ -412,6 +412,35 @@ def test_a_mistake_is_told_in_one_line_with_exit_code_2(change, told, capsys):
     assert not Path("runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (
+            "--config tiny.yaml --trainer.default_root_dir=B --ckpt=A/checkpoints/last.ckpt "
+            "--model.optimizer.lr=1e-4",
+            "no option 'ckpt'. Did you mean 'ckpt_path'?",
+        ),
+        (
+            "--config tiny.yaml --trainer.default_root=elsewhere",
+            "no option 'trainer.default_root'. Did you mean 'trainer.default_root_dir'?",
+        ),
+        ("--conf tiny.yaml", "no option 'conf'. Did you mean 'config'?"),
+        (
+            "--config tiny.yaml --trainer.max_step=100",
+            "no option 'trainer.max_step'. Did you mean 'trainer.max_steps'?",
+        ),
+    ],
+)
+def test_an_abbreviated_option_is_no_option(options, told, capsys):
+    """The run folder is found before the Trainer's parser, and must not differ from what it has."""
+    call(f"{FIT} --trainer.default_root_dir=A")
+    before = sorted(Path().rglob("*"))
+    capsys.readouterr()
+    assert call(f"fit {options} {TRUST}") == 2
+    assert capsys.readouterr().err == f"lit-diffusion fit: there is {told}\n"
+    assert sorted(Path().rglob("*")) == before
+
+
 def test_a_fit_without_a_config_is_told_what_it_needs(capsys):
     assert call("fit") == 2
     assert "needs --config FILE" in capsys.readouterr().err
