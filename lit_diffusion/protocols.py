@@ -61,17 +61,18 @@ class NonFiniteSamples(ArithmeticError):
 
     Args:
         seeds: of the samples that are not finite.
-        step: optimizer steps completed.
+        step: optimizer steps completed; None where they are not known.
         where: noise level at which the first of them went wrong.
     """
 
-    def __init__(self, seeds: Sequence[int], step: int, where: str) -> None:
+    def __init__(self, seeds: Sequence[int], step: int | None, where: str) -> None:
         self.seeds = list(seeds)
         shown = ", ".join(map(str, self.seeds[:8])) + (", ..." if len(self.seeds) > 8 else "")
+        after = "" if step is None else f" after {step} optimizer steps"
         super().__init__(
-            f"{len(self.seeds)} samples are not finite after {step} optimizer steps, from {where} "
-            f"on (seeds {shown}); the weights may have diverged: lower the lr, clip gradients, or "
-            "go back to an earlier checkpoint."
+            f"{len(self.seeds)} samples are not finite{after}, from {where} on (seeds {shown}); "
+            "the weights may have diverged: lower the lr, clip gradients, or go back to an earlier "
+            "checkpoint."
         )
 
 

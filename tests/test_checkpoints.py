@@ -25,6 +25,7 @@ from lit_diffusion.checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
+from lit_diffusion.protocols import NonFiniteSamples
 
 DECAYS = (0.5, 0.25)
 
@@ -131,6 +132,14 @@ def test_a_module_is_built_from_the_class_paths_in_the_file(tmp_path):
     again = load(tmp_path / "x.ckpt", "raw")
     seeds = [3, 1]
     assert torch.equal(again.generate(seeds), first.generate(seeds))
+
+
+def test_samples_that_are_not_finite_are_told_without_a_step_that_is_not_theirs(tmp_path):
+    content = checkpoint_of(checkpoints.build({"hyper_parameters": digits_spec()}, "x"))
+    content["state_dict"] = {k: v * torch.nan for k, v in content["state_dict"].items()}
+    write_checkpoint({**content, "hyper_parameters": digits_spec()}, tmp_path / "x.ckpt")
+    with pytest.raises(NonFiniteSamples, match=r"^2 samples are not finite, from t = "):
+        load(tmp_path / "x.ckpt", "raw").generate([0, 1])
 
 
 def test_a_run_folder_stands_for_its_last_checkpoint(tmp_path):

@@ -73,3 +73,5 @@ def test_non_finite_samples_name_seeds_step_and_noise_level():
     assert str(error).startswith(
         "20 samples are not finite after 1234 optimizer steps, from t = 40 on (seeds 0, 1, 2, "
     )
+    error = NonFiniteSamples([3, 9], None, "t = 40")
+    assert str(error).startswith("2 samples are not finite, from t = 40 on (seeds 3, 9); ")

@@ -24,7 +24,7 @@ from lit_diffusion.modules.checks import (
     check_objective,
     labels_of,
 )
-from lit_diffusion.modules.watches import LossWatch, SampleWatch
+from lit_diffusion.modules.watches import LossWatch, SampleWatch, steps_of_fit
 from lit_diffusion.protocols import (
     Codec,
     Denoise,
@@ -234,7 +234,7 @@ class DiffusionModule(LightningModule):
         with _evaluation_mode(self.network):
             watch = SampleWatch(self._guided(None if labels is None else labels.to(self.device)))
             x0 = self.solver.sample(watch, self.process, start, noise.randn_like)
-        watch.refuse_non_finite(x0, seeds, self.global_step)
+        watch.refuse_non_finite(x0, seeds, steps_of_fit(self))
         return self.codec.decode(x0)
 
     def denoise_for(self, labels: Tensor | None) -> Denoise:

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 
 import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lit_diffusion.protocols import Denoise, Denoised, NonFiniteSamples
@@ -49,13 +51,13 @@ class SampleWatch:
         self._since = torch.where(bad & since.isnan(), t, since)
         return seen
 
-    def refuse_non_finite(self, x0: Tensor, seeds: Sequence[int], step: int) -> None:
+    def refuse_non_finite(self, x0: Tensor, seeds: Sequence[int], step: int | None) -> None:
         """Raise NonFiniteSamples if a sample is not finite, or was not on the way.
 
         Args:
             x0: (B, C, H, W) what the solver returned.
             seeds: of the samples.
-            step: optimizer steps that the weights were trained for.
+            step: optimizer steps that the weights were trained for; None where not known.
         """
         assert self._since is not None
         bad = ~self._since.isnan() | ~x0.isfinite().flatten(1).all(1)
@@ -64,3 +66,10 @@ class SampleWatch:
             first = self._since[bad].nan_to_num(-torch.inf).max().item()
             where = f"t = {first:g}" if first > -torch.inf else "the last step"
             raise NonFiniteSamples(chosen, step, where)
+
+
+def steps_of_fit(module: LightningModule) -> int | None:
+    """Optimizer steps behind the weights; None outside of a fit, where a Trainer counts from 0."""
+    trainer = module._trainer
+    fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+    return module.global_step if fitting else None

@@ -143,9 +143,7 @@ def test_samples_that_are_not_finite_are_named_and_never_images(solver, value):
             return torch.where(bad.view(-1, 1, 1, 1), value, x)
 
     model = module(Poisoned(), solver=solver)
-    with pytest.raises(
-        NonFiniteSamples, match=r"2 samples .* 0 optimizer steps, from t = 50"
-    ) as told:
+    with pytest.raises(NonFiniteSamples, match=r"2 samples are not finite, from t = 50") as told:
         model.generate(range(8))
     assert told.value.seeds == [2, 6]
     assert len(model.generate([0, 1, 3])) == 3

@@ -2,8 +2,9 @@ import math
 
 import pytest
 import torch
+from support.plain_module import PlainModule, loader, make_trainer
 
-from lit_diffusion.modules.watches import LossWatch, SampleWatch
+from lit_diffusion.modules.watches import LossWatch, SampleWatch, steps_of_fit
 from lit_diffusion.protocols import Denoised, NonFiniteSamples
 
 
@@ -44,3 +45,14 @@ def test_a_result_that_is_not_finite_is_found_too():
     with pytest.raises(NonFiniteSamples, match="from the last step on") as told:
         watched([[0.0, 0.0]]).refuse_non_finite(torch.tensor([[0.0], [math.nan]]), [5, 6], 1)
     assert told.value.seeds == [6]
+
+
+def test_steps_are_those_of_a_fit_and_unknown_outside_of_one(tmp_path):
+    module, found = PlainModule(), {}
+    assert steps_of_fit(module) is None
+    module.on_validation_end = lambda: found.update(fit=steps_of_fit(module))
+    module.on_predict_end = lambda: found.update(predict=steps_of_fit(module))
+    make_trainer(tmp_path, num_sanity_val_steps=0).fit(module, loader(32, 8), loader())
+    assert steps_of_fit(module) == 4
+    make_trainer(tmp_path).predict(module, loader())
+    assert found == {"fit": 4, "predict": None}
