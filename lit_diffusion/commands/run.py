@@ -1,6 +1,7 @@
 """`lit-diffusion fit | validate | test | predict`: LightningCLI, with a run folder around it."""
 
 import logging
+import re
 import sys
 import time
 import warnings
@@ -73,6 +74,9 @@ To write images, use `lit-diffusion sample`.""",
 _STRICT = {"exit_on_error": False, "allow_abbrev": False}
 """For the parsers of all commands and of each. The run folder is found by whole names alone."""
 
+_CLASS_HELP = re.compile(r"--(model|data|trainer\.\w+)\.help(=|$)")
+"""An option that prints the arguments of a class and ends the command."""
+
 _INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 """With which Lightning's own `load_from_checkpoint` reads our files."""
 
@@ -137,6 +141,8 @@ class RunCLI(LightningCLI):
         if not request.configs and request.holds_checkpoint:
             found = latest_config(request.root)
             configs += ["--config", str(found)] if found else []
+        if any(_CLASS_HELP.match(option) for option in request.options):
+            return [request.command, *configs, *request.options]  # nothing may follow it
         own = ["--trainer.default_root_dir", str(request.root)]
         if request.checkpoint is not None and request.checkpoint.is_file():
             own += ["--ckpt_path", str(request.checkpoint)]

@@ -543,6 +543,38 @@ def test_a_file_url_is_the_file(capsys):
     assert checkpoint("runs/tiny")["global_step"] == 5
 
 
+@pytest.mark.parametrize(
+    ("option", "argument"),
+    [
+        ("--model.help=lit_diffusion.modules.diffusion.DiffusionModule", "--model.label_dropout"),
+        ("--model.help lit_diffusion.modules.diffusion.DiffusionModule", "--model.label_dropout"),
+        ("--data.help=lit_diffusion.data.digits.Digits", "--data.batch_size"),
+        ("--trainer.callbacks.help=lit_diffusion.callbacks.EMA", "--trainer.callbacks.decays"),
+        (
+            "--trainer.logger.help=lightning.pytorch.loggers.CSVLogger",
+            "--trainer.logger.save_dir",
+        ),
+        (
+            "--trainer.profiler.help=lightning.pytorch.profilers.SimpleProfiler",
+            "--trainer.profiler.filename",
+        ),
+        (
+            "--trainer.strategy.help=lightning.pytorch.strategies.DDPStrategy",
+            "--trainer.strategy.timeout",
+        ),
+        ("--trainer.plugins.help=lit_diffusion.checkpoints.AtomicCheckpointIO", "Help for"),
+        ("--trainer.accelerator.help=lightning.pytorch.accelerators.CPUAccelerator", "Help for"),
+        ("--model.help", "Help for"),
+    ],
+)
+def test_help_of_a_class_names_its_arguments(option, argument, capsys):
+    assert call(f"fit {option}") == 0
+    assert argument in capsys.readouterr().out
+    assert call(f"fit --config tiny.yaml {TRUST} {option}") == 0
+    assert argument in capsys.readouterr().out
+    assert not Path("runs").exists()
+
+
 def test_help_of_fit_begins_with_what_to_type(capsys):
     assert call("fit --help") == 0
     told = capsys.readouterr().out
