@@ -20,11 +20,21 @@ from lit_diffusion.commands.sample import (
 )
 
 if TYPE_CHECKING:
-    from lit_diffusion.checkpoints import Checkpoint, Loaded
+    from lit_diffusion.checkpoints import Loaded
     from lit_diffusion.metrics.reference import RealImages, Scorer
 
 _SPLITS = ("train", "val", "test")
 _INCEPTION = "inception-v3-compat"
+_WITH_IMAGES = (
+    "--images",
+    "--checkpoint",
+    "--trust",
+    "--reference",
+    "--extractor",
+    "--batch-size",
+    "--device",
+)
+"""Options that say something of images that are there; all others are for making some."""
 
 
 def parser() -> Parser:
@@ -34,13 +44,18 @@ def parser() -> Parser:
         """Score a checkpoint, or a folder of images, against real images.
 
     lit-diffusion evaluate --checkpoint runs/digits
+    lit-diffusion evaluate --images samples --checkpoint runs/digits --extractor digits-cnn
     lit-diffusion evaluate --images samples --reference photos --extractor inception-v3-compat
 
 The table goes to the terminal, the record with the whole protocol to the output, as JSON. Scores
 are torch-fidelity's on the PNG files. Compare only those of equal numbers of images.""",
     )
     add_checkpoint(made, required=False)
-    made.add_argument("--images", metavar="DIR", help="images to score in place of a checkpoint's")
+    made.add_argument(
+        "--images",
+        metavar="DIR",
+        help="images to score, of which none are made; --checkpoint beside it names the data only",
+    )
     made.add_argument(
         "--reference",
         metavar="R",
@@ -48,7 +63,8 @@ are torch-fidelity's on the PNG files. Compare only those of equal numbers of im
     )
     made.add_argument(
         "--extractor",
-        help=f"FID protocol (default: that of the run's evaluations, else {_INCEPTION})",
+        help=f"FID protocol (default: that of the evaluations of the run that generates, else "
+        f"{_INCEPTION})",
     )
     made.add_argument("--num", type=int, help="images to generate (default: as many as are real)")
     made.add_argument("--out", metavar="DIR", help="keep the generated images here")
@@ -63,13 +79,13 @@ def run(argv: Sequence[str]) -> None:
         argv: "evaluate", then options.
     """
     args = parser().parse_args(argv[1:])
-    _check(args)
+    _check(args, argv)
     from lit_diffusion.metrics.protocols import protocol_by_name
     from lit_diffusion.metrics.reference import Scorer
     from lit_diffusion.metrics.score import score
 
     device = usable_device(args.device)
-    loaded = load_generator(args) if args.checkpoint else None
+    loaded = load_generator(args) if args.images is None else None
     protocol = protocol_by_name(args.extractor or _protocol_of_run(loaded))
     protocol.check()
     real, others = _reference(args, loaded)
@@ -84,11 +100,24 @@ def run(argv: Sequence[str]) -> None:
     print(json.dumps(record, indent=1))
 
 
-def _check(args: argparse.Namespace) -> None:
-    if (args.checkpoint is None) == (args.images is None):
-        raise ValueError("give either --checkpoint C or --images DIR.")
-    if args.images and args.reference in (None, *_SPLITS):
-        raise ValueError("--images needs --reference: a folder or an .npz of real images.")
+def _check(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    if args.images is None:
+        if args.checkpoint is None:
+            raise ValueError("give --checkpoint C, --images DIR, or both.")
+        return
+    given = dict.fromkeys(arg.split("=")[0] for arg in argv if arg.startswith("--"))
+    if making := [name for name in given if name not in _WITH_IMAGES]:
+        raise ValueError(
+            f"--images scores images as they are; leave out {', '.join(making)}, which would say "
+            "how to make some."
+        )
+    if (args.checkpoint is None) == (args.reference in (None, *_SPLITS)):
+        raise ValueError(
+            "--images needs either --reference, a folder or an .npz of real images, or "
+            "--checkpoint C, whose data are taken."
+        )
+    if args.batch_size < 1:
+        raise ValueError(f"--batch-size must be at least 1, got {args.batch_size}.")
 
 
 def _samples(
@@ -121,8 +150,7 @@ def _reference(
     name = args.reference or "val"
     if name not in _SPLITS:
         return RealImages(name, open_images(name)), None
-    assert loaded is not None
-    data = _data(loaded.checkpoint, loaded.path, args.trust)
+    data = _data(args, loaded)
     split, other = ("train", "val") if name == "train" else ("val", "train")
     return _split(data, split, name), _split(data, other, other)
 
@@ -135,14 +163,16 @@ def _split(data: Any, split: str, name: str) -> "RealImages":
     return RealImages(name, loader.dataset, loader.collate_fn, loader.num_workers, known)
 
 
-def _data(checkpoint: "Checkpoint", path: Path, trust: Sequence[str]) -> Any:
-    """The data module that a checkpoint was trained with."""
+def _data(args: argparse.Namespace, loaded: "Loaded | None") -> Any:
+    """The data module that --checkpoint was trained with."""
     from lightning.pytorch import LightningDataModule
 
-    from lit_diffusion.checkpoints import instantiate, model_spec
+    from lit_diffusion.checkpoints import checkpoint_file, instantiate, model_spec, read_checkpoint
 
+    path = checkpoint_file(args.checkpoint)
+    checkpoint = read_checkpoint(path, mmap=True) if loaded is None else loaded.checkpoint
     spec = model_spec(checkpoint, "datamodule_hyper_parameters")
-    data = None if spec is None else instantiate(spec, LightningDataModule, trust, path)
+    data = None if spec is None else instantiate(spec, LightningDataModule, args.trust, path)
     if data is None or not hasattr(data, "in_order"):
         raise ValueError(
             f"{path} names no data with splits to compare with; pass --reference DIR, a folder of "

@@ -9,6 +9,7 @@ from support.commands import call
 from support.small_digits import write_small_digits
 from torch_fidelity import calculate_metrics
 
+from lit_diffusion.commands import evaluate
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.metrics.protocols import EmbeddedCNN
 
@@ -92,6 +93,52 @@ def test_images_of_sample_are_scored_with_how_they_were_made(run, capsys):
     assert found["samples"]["weights"] == "ema_0.9"
 
 
+def test_a_checkpoint_beside_images_names_their_data_and_makes_none(run, capsys):
+    call("sample --checkpoint run --num 12 --out made")
+    content = torch.load("run/checkpoints/last.ckpt", weights_only=True)
+    del content["hyper_parameters"]  # nothing is built of the module
+    torch.save(content, "data.ckpt")
+    capsys.readouterr()
+    images = "evaluate --images made --extractor digits-cnn"
+    found = {}
+    for split, num in (("train", 1437), ("val", 360)):
+        given = "" if split == "val" else f"--reference {split}"
+        assert call(f"{images} --checkpoint data.ckpt {given}") == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["reference"], found["num_real"], found["num_fake"]) == (split, num, 12)
+    write_digits("real", "val", 360)
+    assert call(f"{images} --reference real") == 0
+    assert found["fid"] == pytest.approx(json.loads(capsys.readouterr().out)["fid"], rel=1e-6)
+    assert found["samples"]["checkpoint"] == "run/checkpoints/last.ckpt"
+
+
+MAKING = {
+    "--num": 5,
+    "--out": "other",
+    "--weights": "ema",
+    "--labels": 1,
+    "--steps": 2,
+    "--solver": "ddim",
+    "--guidance": 1,
+    "--seed": 0,
+}
+
+
+def test_options_for_making_images_are_refused_beside_images_by_name(run, capsys):
+    for name, value in MAKING.items():
+        for given in (f"{name} {value}", f"{name}={value}"):
+            assert call(f"evaluate --images x --checkpoint run {given}") == 2
+            assert f"leave out {name}, which would" in capsys.readouterr().err
+    assert call("evaluate --images x --seed 3 --reference real --steps 2") == 2
+    told = "--images scores images as they are; leave out --seed, --steps, which would say how"
+    assert told in capsys.readouterr().err
+
+
+def test_every_option_is_for_images_or_for_making_them():
+    known = {name for action in evaluate.parser()._actions for name in action.option_strings}
+    assert known - {"-h", "--help"} == {*evaluate._WITH_IMAGES, *MAKING}
+
+
 def test_real_images_score_better_than_noise(capsys):
     write_digits("real", "val", 60)
     write_digits("train", "train", 60)
@@ -109,10 +156,12 @@ def test_real_images_score_better_than_noise(capsys):
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("evaluate", "give either --checkpoint C or --images DIR."),
-        ("evaluate --images x --checkpoint run", "give either --checkpoint C or --images DIR."),
-        ("evaluate --images x", "--images needs --reference"),
-        ("evaluate --images x --reference val", "--images needs --reference"),
+        ("evaluate", "give --checkpoint C, --images DIR, or both."),
+        ("evaluate --images x", "--images needs either --reference, a folder"),
+        ("evaluate --images x --reference val", "--images needs either --reference, a folder"),
+        ("evaluate --images x --checkpoint run --reference full", "--images needs either --refer"),
+        ("evaluate --images full --checkpoint nowhere --extractor digits-cnn", "no checkpoint at"),
+        ("evaluate --images full --checkpoint run --batch-size 0", "--batch-size must be at"),
         (f"{RUN} --reference nowhere", "nowhere is neither a folder of images nor an .npz"),
         (f"{RUN}x", "there is no FID protocol 'digits-cnnx'"),
         (f"{RUN} --out full", "--out full already holds images"),
