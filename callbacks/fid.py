@@ -30,9 +30,9 @@ class FIDEvaluation(Callback):
     extractor always works in float32. Training is not touched: weights, modes and random state are
     as before.
 
-    Logs `val/fid_<num_samples>` and beside it the floor, the FID of as many real images
-    (`metrics.reference.measure`); `trainer.test` logs `test/fid_...` against the test split. Other
-    weights than "ema" are part of the name. One line with the whole protocol goes to
+    Logs `val/fid_<num_samples>` and beside it the floor, the FID of as many real images with the
+    same labels (`metrics.reference.measure`); `trainer.test` logs `test/fid_...` against the test
+    split. Other weights than "ema" are part of the name. One line with the whole protocol goes to
     `evaluations.jsonl` in the Trainer's `default_root_dir`, and the best step so far is saved there
     as `checkpoints/best-fid.ckpt`, at that very step. (`ModelCheckpoint(monitor=...)` would rank
     later weights under an older FID, so with `every_n_steps` the FID goes to the loggers alone and

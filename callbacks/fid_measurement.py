@@ -142,6 +142,7 @@ class FIDMeasurement:
             "labels": f"seed % {num_classes}" if num_classes else None,
             "sampling": module.sampling_record() if isinstance(module, DescribesSampling) else {},
             "floor": reference.floor,
+            "floor_sd": reference.floor_sd,
             "floor_images": reference.floor_images,
         }
 
@@ -155,10 +156,12 @@ class FIDMeasurement:
         name = "test" if stage == "test" and self.reference in SPLITS else self.reference
         if name not in self._references:
             with isolate_rng():  # a DataLoader draws a seed
-                self._references[name] = self._measure_real(trainer, self._scorer, name)
+                self._references[name] = self._measure_real(trainer, module, self._scorer, name)
         return self._scorer, self._references[name]
 
-    def _measure_real(self, trainer: Trainer, scorer: Scorer, name: str) -> Reference:
+    def _measure_real(
+        self, trainer: Trainer, module: LightningModule, scorer: Scorer, name: str
+    ) -> Reference:
         others = None
         if name in SPLITS:
             real = split_images(trainer, name)
@@ -170,10 +173,12 @@ class FIDMeasurement:
                 f"reference={name!r}, but the Trainer has no such data here; name a folder of "
                 "images."
             )
-        reference = measure(scorer, real, others, self.num_samples, self.cache)
+        num_classes = getattr(module, "num_classes", None)
+        labels = [seed % num_classes for seed in range(self.num_samples)] if num_classes else None
+        reference = measure(scorer, real, others, self.num_samples, self.cache, labels)
         rank_zero_info(
             f"FID against {reference.num_images} real images ({name}) under {self.protocol.name}; "
-            f"floor {reference.floor:.4g} ({reference.floor_images})."
+            f"floor {_floor(reference)} ({reference.floor_images})."
         )
         fewest = min(self.num_samples, reference.num_images)
         if fewest <= scorer.num_features:
@@ -182,6 +187,12 @@ class FIDMeasurement:
                 "FID will be far above that of more samples; compare it with its floor only."
             )
         return reference
+
+
+def _floor(reference: Reference) -> str:
+    if reference.floor_sd is None:
+        return f"{reference.floor:.4g}"
+    return f"{reference.floor:.4g} +- {reference.floor_sd:.2g} over {len(reference.floors)} draws"
 
 
 @contextmanager

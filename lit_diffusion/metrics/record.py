@@ -16,6 +16,7 @@ _RESULTS = {
     "images",
     "value",
     "floor",
+    "floor_sd",
     "floor_images",
     "non_finite",
     "non_finite_seeds",
@@ -43,7 +44,8 @@ class FIDRecord:
         seeds: [first, one past the last] of the samples; the first is 0 but for repeats.
         labels: how a seed gave a label; None for unconditional sampling.
         sampling: solver, steps, guidance, ... as the module tells them.
-        floor: FID of real images in place of samples.
+        floor: FID of real images in place of samples, the mean over draws of them.
+        floor_sd: standard deviation over the draws; None where there was one draw only.
         floor_images: which ones, and how many.
         non_finite: number of samples that are NaN or infinite.
         non_finite_seeds: the first of them.
@@ -67,6 +69,7 @@ class FIDRecord:
     labels: str | None
     sampling: dict[str, Any]
     floor: float
+    floor_sd: float | None = None
     floor_images: str
     non_finite: int
     non_finite_seeds: list[int]

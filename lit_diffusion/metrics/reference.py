@@ -4,9 +4,11 @@ import hashlib
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -14,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from lit_diffusion.metrics.floor import DRAWS, POOL, draw, in_words, matched, shuffled
 from lit_diffusion.metrics.frechet import FrechetDistance
 from lit_diffusion.metrics.protocols import FIDProtocol, match_channels
-from lit_diffusion.seeding import fold
 
 T = TypeVar("T")
 
@@ -70,6 +72,13 @@ class RealImages:
         Raises:
             TypeError: If they are not uint8.
         """
+        for images, _ in self.labelled(batch_size, index):
+            yield images
+
+    def labelled(
+        self, batch_size: int, index: Sequence[int] | None = None
+    ) -> Iterator[tuple[Tensor, list[int]]]:
+        """`batches` with the label of each image: what a sample has second, -1 if no integer."""
         chosen = Subset(self.dataset, range(len(self)) if index is None else index)
         loader = DataLoader(
             chosen, batch_size, num_workers=self.num_workers, collate_fn=self.collate
@@ -82,7 +91,7 @@ class RealImages:
                     f"before any transform, got {getattr(images, 'dtype', type(images))}; name a "
                     "folder or an .npz file of them as the reference instead."
                 )
-            yield images
+            yield images, _labels(batch, len(images))
 
     def image(self, index: int) -> Tensor:
         """One image uint8 (C, H, W)."""
@@ -101,6 +110,13 @@ class RealImages:
         return digest.hexdigest()[:16]
 
 
+def _labels(batch: Any, count: int) -> list[int]:
+    labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    if isinstance(labels, Tensor) and labels.shape == (count,) and not labels.is_floating_point():
+        return [int(label) for label in labels]
+    return [-1] * count
+
+
 @dataclass(frozen=True)
 class Reference:
     """Statistics of the real images under one FID protocol.
@@ -109,15 +125,25 @@ class Reference:
         name: split or path of the images.
         fingerprint: of their pixels.
         sums: as `FrechetDistance.real_sums` gives them.
-        floor: FID of real images in place of samples.
+        floors: FIDs of real images in place of samples, one per draw of them.
         floor_images: which ones.
     """
 
     name: str
     fingerprint: str
     sums: dict[str, Tensor]
-    floor: float
+    floors: tuple[float, ...]
     floor_images: str
+
+    @property
+    def floor(self) -> float:
+        """Mean over the draws."""
+        return fmean(self.floors)
+
+    @property
+    def floor_sd(self) -> float | None:
+        """Standard deviation over the draws; None where all images had to be drawn."""
+        return stdev(self.floors) if len(self.floors) > 1 else None
 
     @property
     def num_images(self) -> int:
@@ -159,32 +185,51 @@ class Scorer:
             features: Tensor = self.extractor(wanted)
         return features
 
-    def add_real(
-        self, metric: FrechetDistance, images: RealImages, index: Sequence[int], real: bool
-    ) -> None:
-        """Add this process's share of real images, as real or in the place of fake ones."""
+    def add_real(self, metric: FrechetDistance, images: RealImages) -> None:
+        """Add this process's share of real images."""
         rank, world_size = place()
-        for batch in images.batches(self.batch_size, index[rank::world_size]):
-            metric.update(self.features(batch), real=real)
+        for batch in images.batches(self.batch_size, range(len(images))[rank::world_size]):
+            metric.update(self.features(batch), real=True)
+
+    def pool(self, images: RealImages, index: Sequence[int]) -> tuple[Tensor, list[int]]:
+        """Features of this process's share of these images, and the labels of all. A collective."""
+        rank, world_size = place()
+        features, labels = [torch.zeros(0, self.num_features, device=self.device)], []
+        for batch, known in images.labelled(self.batch_size, index[rank::world_size]):
+            features.append(self.features(batch))
+            labels += known
+        shares = from_all(labels)
+        places = [divmod(i, world_size) for i in range(len(index))]
+        return torch.cat(features), [shares[other][k] for k, other in places]
 
 
 def measure(
-    scorer: Scorer, real: RealImages, others: RealImages | None, num_samples: int, cache: Path
+    scorer: Scorer,
+    real: RealImages,
+    others: RealImages | None,
+    num_samples: int,
+    cache: Path,
+    labels: Sequence[int] | None = None,
 ) -> Reference:
     """Statistics of `real` and the floor, from the cache where they are known. A collective.
 
     The floor is the FID of real images in place of samples. With other real images (training images
     where the reference is the held-out split, and the reverse) it is that of `num_samples` of them,
     or of all if they are fewer, against the whole reference: what a model scores that draws from
-    the training distribution. Without, one half of the reference, up to `num_samples`, is scored
-    against the other.
+    the training distribution. Without, some of the reference, at most one half and `num_samples`,
+    are scored against others of it.
+
+    An FID depends on the balance of classes, so the images are drawn with the labels of the
+    samples, as far as there are so many. The floor is the mean over `floor.DRAWS` draws from
+    `floor.POOL` times as many images, if there are so many.
 
     Args:
         scorer: extracts the features.
         real: images to compare samples with.
-        others: real images that are not among those; None splits `real` in halves for the floor.
+        others: real images that are not among those; None splits `real` for the floor.
         num_samples: that will be scored.
         cache: folder.
+        labels: of these samples; None if they have none.
 
     Raises:
         ValueError: If there are fewer than 4 real images, or fewer than 2 others.
@@ -195,52 +240,82 @@ def measure(
             f"{real.name}" + (f" and {len(others)} of {others.name}." if others else ".")
         )
     prints = from_first(lambda: [images.fingerprint() for images in (real, others) if images])
-    path = cache / "-".join(
-        [scorer.protocol.name, scorer.protocol.sha256[:8], *prints, f"{num_samples}.npz"]
-    )
+    path = cache / _cache_name(scorer.protocol, prints, num_samples, labels)
     known = from_first(lambda: load_statistics(path))
     if known is None:
-        known = _measure_now(scorer, real, others, num_samples)
+        known = _measure_now(scorer, real, others, num_samples, labels)
         if place()[0] == 0:
             save_statistics(path, known)
-    floor = float(known.pop("floor"))
-    if not math.isfinite(floor):
+    floors = tuple(known.pop("floors").tolist())
+    found = int(known.pop("floor_matched"))
+    if not all(math.isfinite(floor) for floor in floors):
         raise ValueError(
             f"the extractor {scorer.protocol.name} gives features of real images that are not "
             "finite: its weights are broken, or not made for such images."
         )
-    return Reference(real.name, prints[0], known, floor, _floor_images(real, others, num_samples))
+    text = _floor_images(real, others, num_samples, found if labels else None)
+    return Reference(real.name, prints[0], known, floors, text)
+
+
+def _cache_name(
+    protocol: FIDProtocol, prints: list[str], num_samples: int, labels: Sequence[int] | None
+) -> str:
+    """Of a file of statistics: whatever they depend on. "draws" is how the floor is measured."""
+    counts = repr(sorted(Counter(labels).items())) if labels else ""
+    drawn = f"draws-{hashlib.sha256(counts.encode()).hexdigest()[:8]}" if labels else "draws"
+    return "-".join([protocol.name, protocol.sha256[:8], *prints, str(num_samples), drawn]) + ".npz"
 
 
 def _measure_now(
-    scorer: Scorer, real: RealImages, others: RealImages | None, num_samples: int
+    scorer: Scorer,
+    real: RealImages,
+    others: RealImages | None,
+    num_samples: int,
+    labels: Sequence[int] | None,
 ) -> dict[str, Tensor]:
     metric = scorer.metric()
-    scorer.add_real(metric, real, range(len(real)), real=True)
+    scorer.add_real(metric, real)
     sums = metric.real_sums()
+    size, count = _floor_sizes(real, others, num_samples)
+    source = real if others is None else others
+    features, known = scorer.pool(source, shuffled(len(source), -1)[:count])
+    wanted = Counter(labels[:size]) if labels else Counter()
+    floors = []
+    for number in range(1 if size == count else DRAWS):
+        chosen = draw(known, wanted, size, number)
+        metric = scorer.metric()
+        if others is None:
+            metric.update(features[_mine(set(range(count)) - set(chosen))], real=True)
+        elif place()[0] == 0:
+            metric.add_real_sums(sums)
+        metric.update(features[_mine(chosen)], real=False)
+        floors.append(metric.compute().cpu())
+    found = torch.tensor(matched(known, wanted))
+    return sums | {"floors": torch.stack(floors), "floor_matched": found}
+
+
+def _floor_sizes(real: RealImages, others: RealImages | None, num_samples: int) -> tuple[int, int]:
+    """Numbers of images of a draw, and of images to draw from."""
     if others is not None:
-        scorer.add_real(metric, others, _drawn(len(others))[:num_samples], real=False)
-    else:
-        metric, drawn = scorer.metric(), _drawn(len(real))
-        half = len(drawn) // 2
-        scorer.add_real(metric, real, drawn[:half][:num_samples], real=False)
-        scorer.add_real(metric, real, drawn[half:], real=True)
-    return sums | {"floor": metric.compute().cpu()}
+        return min(num_samples, len(others)), min(POOL * num_samples, len(others))
+    count = min(POOL * num_samples, len(real))
+    return min(num_samples, count // 2), count
 
 
-def _floor_images(real: RealImages, others: RealImages | None, num_samples: int) -> str:
+def _floor_images(
+    real: RealImages, others: RealImages | None, num_samples: int, of_samples: int | None
+) -> str:
     """What the floor compares, in words."""
+    size, count = _floor_sizes(real, others, num_samples)
     if others is not None:
-        return f"{min(num_samples, len(others))} {others.name} images against {real.name}"
-    half = len(real) // 2
-    return f"{min(num_samples, half)} {real.name} images against {len(real) - half} others of them"
+        return f"{in_words(size, others.name, of_samples)} against {real.name}"
+    return f"{in_words(size, real.name, of_samples)} against {count - size} others of them"
 
 
-def _drawn(count: int) -> list[int]:
-    """Indices in a random order that is always the same."""
-    generator = torch.Generator().manual_seed(fold("floor images"))
-    order: list[int] = torch.randperm(count, generator=generator).tolist()
-    return order
+def _mine(places: Iterable[int]) -> list[int]:
+    """Where this process has the features of these places of a pool, as far as it has them."""
+    rank, world_size = place()
+    return sorted(i // world_size for i in places if i % world_size == rank)
 
 
 def place() -> tuple[int, int]:
@@ -265,6 +340,16 @@ def from_first(ask: Callable[[], T]) -> T:
     if answer[1] is not None:
         raise answer[1]
     return answer[0]  # type: ignore[no-any-return]
+
+
+def from_all(mine: T) -> list[T]:
+    """What each process has, by rank. A collective."""
+    _, world_size = place()
+    if world_size == 1:
+        return [mine]
+    found: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(found, mine)
+    return found
 
 
 def default_cache() -> Path:

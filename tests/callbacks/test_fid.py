@@ -70,6 +70,7 @@ def test_every_evaluation_is_written_with_its_protocol(tmp_path):
     assert value > 0
     assert len(data) == 16
     assert first.pop("floor") > 0
+    assert first.pop("floor_sd") is None  # 8 images of 8
     assert first == {
         "metric": f"val/fid_{NUM}_raw",
         "step": 8,

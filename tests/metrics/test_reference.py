@@ -3,8 +3,15 @@ import torch
 from support.pixels import FEATURES, PixelProtocol, random_images
 from torch.utils.data import IterableDataset, TensorDataset
 
+from lit_diffusion.metrics.floor import DRAWS
 from lit_diffusion.metrics.frechet import FrechetDistance
-from lit_diffusion.metrics.reference import RealImages, Scorer, load_statistics, measure
+from lit_diffusion.metrics.reference import (
+    RealImages,
+    Scorer,
+    load_statistics,
+    measure,
+    save_statistics,
+)
 
 
 def image_set(count, seed, name="val"):
@@ -74,8 +81,8 @@ def test_a_second_run_looks_at_no_real_image_through_the_extractor(tmp_path):
     first, second = pixel_scorer(), pixel_scorer()
     args = (image_set(30, 0), image_set(40, 1, "train"), 30, tmp_path)
     before, after = measure(first, *args), measure(second, *args)
-    assert (first.extractor.seen, second.extractor.seen) == (60, 0)
-    assert after.floor == before.floor
+    assert (first.extractor.seen, second.extractor.seen) == (70, 0)
+    assert (after.floors, after.floor_images) == (before.floors, before.floor_images)
     assert all(torch.equal(after.sums[name], before.sums[name]) for name in before.sums)
 
 
@@ -95,7 +102,18 @@ def test_other_images_other_numbers_and_other_weights_are_measured_anew(tmp_path
     ]
     for variant in variants:
         measure(*variant, tmp_path)
-    assert len(list(tmp_path.iterdir())) == len(variants)
+    for labels in ([k % 3 for k in range(30)], [k % 2 for k in range(30)]):
+        measure(*variants[0], tmp_path, labels)
+    assert len(list(tmp_path.iterdir())) == len(variants) + 2
+
+
+def test_a_floor_of_before_there_were_draws_is_not_taken_from_the_cache(tmp_path):
+    real, train = image_set(30, 0), image_set(40, 1, "train")
+    fresh = measure(pixel_scorer(), real, train, 30, tmp_path / "fresh")
+    prints = f"{real.fingerprint()}-{train.fingerprint()}"
+    old = tmp_path / "old" / f"pixels-{'0' * 8}-{prints}-30.npz"
+    save_statistics(old, fresh.sums | {"floor": torch.tensor(0.123)})
+    assert measure(pixel_scorer(), real, train, 30, tmp_path / "old").floors == fresh.floors
 
 
 def test_a_broken_cache_file_is_named_not_used(tmp_path):
@@ -116,7 +134,46 @@ def test_the_floor_is_the_fid_of_training_images_in_place_of_samples(tmp_path):
     reference = measure(pixel_scorer(), real, train, 30, tmp_path)
     expected = distance(train.dataset.tensors[0], real.dataset.tensors[0])
     assert reference.floor == pytest.approx(expected, rel=1e-9)
+    assert reference.floor_sd is None
     assert reference.floor_images == "25 train images against val"
+
+
+def test_the_floor_is_the_mean_over_draws_of_images_with_the_samples_labels(tmp_path):
+    """Class 0 is dark and class 1 bright, so a set that is not in balance is told at once."""
+    halves = random_images(400, 0) // 2, random_images(400, 1) // 2 + 128
+    real = RealImages("val", TensorDataset(torch.cat(halves)))
+    labels = torch.tensor([0] * 300 + [1] * 100)
+    images = torch.cat([halves[0][:300], halves[1][:100]])
+    others = RealImages("train", TensorDataset(images, labels))
+    like_samples = [seed % 2 for seed in range(100)]
+    balanced, as_they_come = (
+        measure(pixel_scorer(), real, others, 100, tmp_path, wanted)
+        for wanted in (like_samples, None)
+    )
+    assert balanced.floor_images == "100 train images with the samples' labels against val"
+    assert as_they_come.floor_images == "100 train images against val"
+    assert len(set(balanced.floors)) == len(balanced.floors) == DRAWS
+    assert balanced.floor == pytest.approx(sum(balanced.floors) / DRAWS)
+    assert balanced.floor_sd == pytest.approx(torch.tensor(balanced.floors).std().item(), rel=1e-4)
+    assert max(balanced.floors) < min(as_they_come.floors)
+
+
+def test_labels_that_a_split_has_not_enough_of_are_told(tmp_path):
+    labels = torch.tensor([0] * 30 + [1] * 10)
+    others = RealImages("train", TensorDataset(random_images(40, 1), labels))
+    wanted = [seed % 2 for seed in range(30)]
+    found = measure(pixel_scorer(), image_set(30, 0), others, 30, tmp_path, wanted)
+    told = "30 train images, 25 with the samples' labels, against val"
+    assert found.floor_images == told
+    again = measure(pixel_scorer(), image_set(30, 0), others, 30, tmp_path, wanted)
+    assert again.floor_images == told
+
+
+def test_a_second_entry_that_is_no_class_is_no_label():
+    images = random_images(6, 0)
+    for second in (torch.rand(6), torch.zeros(6, 2, dtype=torch.int64)):
+        pairs = RealImages("x", TensorDataset(images, second)).labelled(4)
+        assert [labels for _, labels in pairs] == [[-1] * 4, [-1] * 2]
 
 
 def test_the_floor_is_taken_at_the_number_of_samples(tmp_path):
@@ -130,7 +187,7 @@ def test_the_floor_is_taken_at_the_number_of_samples(tmp_path):
 def test_without_other_images_one_half_is_compared_with_the_other(tmp_path):
     reference = measure(pixel_scorer(), image_set(400, 0), None, 10_000, tmp_path)
     assert reference.floor_images == "200 val images against 200 others of them"
-    assert reference.floor > 0
+    assert reference.floor > reference.floor_sd > 0
     assert reference.num_images == 400
 
 
