@@ -5,6 +5,7 @@ Laws that need one callback alone are in tests/callbacks/; here they work togeth
 
 import copy
 import importlib.util
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -12,24 +13,40 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from support.memory_logger import MemoryLogger
 from support.pictures_module import PicturesModule, pictures
+from support.pixels import PixelProtocol
 from support.plain_module import assert_close, assert_same_bits, make_trainer, trainable
 from support.tiny_diffusion import images, tiny_diffusion
 from torch import nn
 
-from lit_diffusion.callbacks import EMA, MomentumDecay, NoiseLevelLoss, SampleGrid, StepSeed
+from lit_diffusion.callbacks import (
+    EMA,
+    FIDEvaluation,
+    MomentumDecay,
+    NoiseLevelLoss,
+    SampleGrid,
+    StepSeed,
+)
+from lit_diffusion.codecs import PixelCodec
+from lit_diffusion.processes import CosineBetas, DiscreteVP
 
 
-def all_callbacks(every_n_steps=None):
+def all_callbacks(folder, every_n_steps=None):
+    split, cache = "val" if every_n_steps is None else "train", str(folder / "cache")
     return [
         StepSeed(seed=1),
         SampleGrid(num=3, every_n_steps=every_n_steps),
+        NoiseLevelLoss(2, every_n_steps=every_n_steps),
+        FIDEvaluation(6, PixelProtocol([]), split, every_n_steps, cache_dir=cache),
         EMA(decays=(0.9, 0.5)),
     ]
 
 
 class BusyPictures(PicturesModule):
-    """With a frozen, a shared and a BatchNorm layer."""
+    """With a frozen, a shared and a BatchNorm layer; all that NoiseLevelLoss and FID ask for."""
+
+    process, codec, num_classes = DiscreteVP(CosineBetas(10)), PixelCodec(), None
 
     def __init__(self):
         super().__init__()
@@ -40,6 +57,9 @@ class BusyPictures(PicturesModule):
     def training_step(self, batch, batch_idx):
         x = self.frozen(batch[0].float() / 255)
         return super().training_step(batch, batch_idx) + self.net(self.again(x)).pow(2).mean()
+
+    def per_sample_loss(self, x0, labels, t, noise, step=None):
+        return (self.net(self.again(self.frozen(x0 + noise))) - x0).pow(2).mean((1, 2, 3))
 
 
 class TwoOptimizers(BusyPictures):
@@ -66,18 +86,22 @@ def compiled():
 @pytest.mark.parametrize("validation", [True, False])
 @pytest.mark.parametrize("make", [BusyPictures, TwoOptimizers, compiled])
 def test_all_callbacks_work_together(tmp_path, make, validation):
-    module = make()
-    callbacks = all_callbacks(None if validation else 2)
+    module, memory = make(), MemoryLogger()
+    callbacks = all_callbacks(tmp_path, None if validation else 2)
     automatic = module.automatic_optimization
-    trainer = make_trainer(
-        tmp_path, *callbacks, max_epochs=2, accumulate_grad_batches=2 if automatic else 1
-    )
+    options = {"max_epochs": 2, "accumulate_grad_batches": 2 if automatic else 1}
+    trainer = make_trainer(tmp_path, *callbacks, logger=memory, **options)
     trainer.fit(module, pictures(), pictures(6) if validation else None)
     state = callbacks[-1].state_dict()
     names = {"shift", "net.0.weight", "net.0.bias", "net.1.weight", "net.1.bias"}
     assert set(state["steps"]) == names | {"net.2.weight", "net.2.bias"}
     assert set(state["steps"].values()) == {4 if automatic else 8}
     assert len(list((tmp_path / "samples").glob("step-*-ema.png"))) >= 2
+    assert len(memory.of(f"{'val' if validation else 'train'}/loss_u0.75")) >= 2
+    assert all(math.isfinite(fid) for _, fid in memory.of("val/fid_6"))
+    assert len(memory.of("val/fid_6")) >= 2
+    best = torch.load(tmp_path / "checkpoints" / "best-fid.ckpt", weights_only=True)
+    assert best["state_dict"].keys() == module.state_dict().keys()
     trainer.save_checkpoint(tmp_path / "c.ckpt")
     saved = torch.load(tmp_path / "c.ckpt", weights_only=True)
     assert_same_bits(dict(module.state_dict()), dict(saved["state_dict"]))
@@ -86,6 +110,9 @@ def test_all_callbacks_work_together(tmp_path, make, validation):
         now = {k.replace("_orig_mod.", ""): v for k, v in trainable(module).items()}
         assert_close(now, state["shadows"][1], 0)
     assert_same_bits(trainable(module), raw)
+    alone = make()
+    make_trainer(tmp_path, StepSeed(seed=1), **options).fit(alone, pictures())
+    assert_same_bits(dict(module.state_dict()), dict(alone.state_dict()))
 
 
 @pytest.mark.slow
