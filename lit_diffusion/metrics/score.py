@@ -65,7 +65,8 @@ def score(
         raise ValueError(f"scores need 4 images of each kind, got {len(fake)} and {len(real)}.")
     settings = {
         "isc_splits": min(10, len(fake)),
-        "kid_subset_size": min(1000, fewest),
+        # Subsets of all images would all be the same, and their spread 0.
+        "kid_subset_size": min(1000, fewest // 2),
         "prc_neighborhood": 3,
         "rng_seed": SEED,
     }

@@ -45,7 +45,7 @@ def test_scores_are_torch_fidelitys_on_the_same_pngs(run, capsys):
         kid=True,
         prc=True,
         isc=True,
-        kid_subset_size=30,
+        kid_subset_size=15,
         cuda=False,
         cache=False,
         verbose=False,

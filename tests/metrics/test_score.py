@@ -58,7 +58,7 @@ def digits(tmp_path_factory):
 def test_scores_are_those_of_torch_fidelity_on_the_same_files(digits):
     *_, fake, real = digits
     protocol = EmbeddedCNN("digits-cnn")
-    expected = by_torch_fidelity(fake, real, 100, protocol.fidelity_arguments())
+    expected = by_torch_fidelity(fake, real, 50, protocol.fidelity_arguments())
     found = score(fake, real, protocol)
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3)
 
@@ -72,7 +72,7 @@ def test_scores_of_inception_are_those_of_torch_fidelity_on_the_same_files(tmp_p
         "feature_extractor": "inception-v3-compat",
         "feature_extractor_weights_path": str(path),
     }
-    expected = by_torch_fidelity(fake, real, 10, arguments)
+    expected = by_torch_fidelity(fake, real, 5, arguments)
     found = score(fake, real, InceptionV3Compat(str(path), sha256(path)))
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3)
 
@@ -96,8 +96,14 @@ def test_the_protocol_is_beside_the_numbers(digits):
     fake, real, *_ = digits
     found = score(fake, real, EmbeddedCNN("digits-cnn"))
     assert (found["num_fake"], found["num_real"]) == (120, 100)
-    assert found["kid_subset_size"] == 100
+    assert found["kid_subset_size"] == 50
     assert found["extractor_sha256"] == EmbeddedCNN("digits-cnn").sha256
+
+
+def test_the_spread_of_kid_is_that_of_subsets_that_differ_also_for_equal_numbers(digits):
+    fake, real, *_ = digits
+    found = score(fake[:100], real, EmbeddedCNN("digits-cnn"))
+    assert found["kid_std"] > 0.01 * abs(found["kid"])
 
 
 def test_nothing_is_read_from_or_left_in_a_cache_that_is_unpickled(digits, tmp_path, monkeypatch):
