@@ -2,6 +2,7 @@
 
 import logging
 import re
+import signal
 import sys
 import time
 import warnings
@@ -19,6 +20,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_diffusion.checkpoints import (
     AtomicCheckpointIO,
@@ -37,7 +39,7 @@ from lit_diffusion.commands.run_folder import (
     read_command_line,
     refuse_mixing,
 )
-from lit_diffusion.commands.summary import summary
+from lit_diffusion.commands.summary import stopped, summary
 from lit_diffusion.errors import innermost
 from lit_diffusion.loggers import AppendingCSVLogger
 from lit_diffusion.protocols import WeightsProvider
@@ -229,10 +231,28 @@ class RunCLI(LightningCLI):
         self._refuse_lost_averages(subcommand)
         try:
             super()._run_subcommand(subcommand)
-        except RuntimeError as error:
+        except (SystemExit, RuntimeError) as error:
+            if number := self._signal_behind(error):
+                self._tell_stopped(number)
+                raise SystemExit(128 + number) from error
             if str(error).startswith("Error(s) in loading state_dict"):
                 raise ValueError(_architecture(error, self.request)) from error
             raise
+
+    def _signal_behind(self, error: BaseException) -> signal.Signals | None:
+        """The signal that ended the Trainer, which exits with 0 after SIGTERM, 1 after Ctrl-C."""
+        if isinstance(error.__context__, KeyboardInterrupt):
+            return signal.SIGINT
+        terminated = self.trainer._signal_connector.received_sigterm
+        # Batch systems signal the workers too, whose death may be what the Trainer hears of first.
+        worker = terminated and str(error).startswith("DataLoader worker")
+        return signal.SIGTERM if worker or isinstance(error, SIGTERMException) else None
+
+    def _tell_stopped(self, number: signal.Signals) -> None:
+        """Say how a fit goes on that a signal stopped."""
+        fits = self.request.command == "fit" and not self._is_trial
+        if fits and self.trainer.is_global_zero:
+            print(stopped(self.request, self.trainer.global_step, number), file=sys.stderr)
 
     def _refuse_lost_averages(self, subcommand: str) -> None:
         """Scores of raw weights must not pass for those of the averages in the file."""
@@ -311,6 +331,6 @@ def _with_atomic_saves(plugins: Any, trust: Sequence[str]) -> list[Any]:
     return given if readers else [*given, AtomicCheckpointIO()]
 
 
-def _architecture(error: RuntimeError, request: Request) -> str:
+def _architecture(error: BaseException, request: Request) -> str:
     reasons = [line.strip()[:200] for line in str(error).split("\n")[1:4]]
     return f"{request.checkpoint} is of another architecture than the config: {' '.join(reasons)}"

@@ -1,5 +1,7 @@
 """What a person reads at the end of a fit: where things are, how good they are, what to do next."""
 
+import shlex
+import signal
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -7,6 +9,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lit_diffusion.checkpoints import checkpoint_file
+from lit_diffusion.commands.run_folder import Request
 from lit_diffusion.loggers import read_evaluations
 from lit_diffusion.metrics.record import images_seen, is_repeat
 
@@ -28,6 +32,23 @@ def summary(root: Path, trainer: Trainer, seconds: float) -> str:
     rows.append(("sample", f"lit-diffusion sample --checkpoint {root} --num 64 --out {root}/out"))
     width = max(len(name) for name, _ in rows) + 2
     return "\n" + "\n".join(f"{name:<{width}}{text}" for name, text in rows)
+
+
+def stopped(request: Request, step: int, number: signal.Signals) -> str:
+    """A line on a fit that a signal stopped.
+
+    Args:
+        request: of the fit.
+        step: optimizer steps done.
+        number: the signal.
+    """
+    last = checkpoint_file(request.root)
+    text = f"Stopped by {number.name} at step {step}. "
+    if not last.is_file():
+        return f"{text}There is no {last} to go on from."
+    # The folder of a checkpoint that the command names is not where it would look for `last`.
+    again = shlex.quote(str(last)) if request.holds_checkpoint else "last"
+    return f"{text}The same command with --ckpt_path={again} goes on from {last}."
 
 
 def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -1,4 +1,10 @@
-from lit_diffusion.commands.summary import fid_rows
+import signal
+from pathlib import Path
+
+import pytest
+
+from lit_diffusion.commands.run_folder import read_command_line
+from lit_diffusion.commands.summary import fid_rows, stopped
 
 RECORD = {"metric": "val/fid_360", "value": 4.0, "step": 20, "floor": 2.0}
 
@@ -27,3 +33,32 @@ def test_a_fid_of_samples_that_were_not_finite_is_told_and_never_the_best():
 
 def test_a_run_without_evaluations_has_no_rows():
     assert fid_rows([]) == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--config digits.yaml",
+        "--config digits.yaml --ckpt_path=last",
+        "--config digits.yaml --trainer.default_root_dir=elsewhere",
+        "--ckpt_path=runs/digits/checkpoints/best.ckpt",
+        "--config digits.yaml --ckpt_path=other/checkpoints/best.ckpt",
+        "--config digits.yaml --ckpt_path=best.ckpt --trainer.default_root_dir=elsewhere",
+    ],
+)
+def test_a_fit_that_was_stopped_goes_on_as_it_says(options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for root in ("runs/digits", "other", "elsewhere"):
+        for name in ("last", "best"):
+            file = Path(root, "checkpoints", f"{name}.ckpt")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+    Path("best.ckpt").touch()
+    request = read_command_line(["fit", *options.split()])
+    told = stopped(request, 3, signal.SIGTERM)
+    assert told.startswith("Stopped by SIGTERM at step 3. The same command with --ckpt_path=")
+    again = next(word for word in told.split() if word.startswith("--ckpt_path"))
+    going_on = read_command_line(["fit", *options.split(), again])
+    assert going_on.root == request.root
+    assert going_on.checkpoint == request.root / "checkpoints" / "last.ckpt"
+    assert told.endswith(f" goes on from {going_on.checkpoint}.")
