@@ -1,5 +1,6 @@
 """FID during training: which weights, which samples, which real images, all written down."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,14 @@ from lit_diffusion.callbacks.fid_measurement import (
 )
 from lit_diffusion.callbacks.triggers import EveryNSteps
 from lit_diffusion.metrics.protocols import FIDProtocol, protocol_by_name
-from lit_diffusion.metrics.record import FIDRecord, short_count, write_evaluation
+from lit_diffusion.metrics.record import (
+    FIDRecord,
+    ImageCount,
+    batches_done,
+    images_of_a_batch,
+    short_count,
+    write_evaluation,
+)
 from lit_diffusion.metrics.reference import Reference, default_cache
 from lit_diffusion.protocols import CanGenerate
 
@@ -101,6 +109,7 @@ class FIDEvaluation(Callback):
         self.best_score: float | None = None
         self.best_step: int | None = None
         self._best_against: dict[str, str] = {}  # see _measured_with
+        self._images: ImageCount | None = None  # of the fit
         self._checkpoint_step: int | None = None
         self._trigger = EveryNSteps(every_n_steps)
 
@@ -117,6 +126,7 @@ class FIDEvaluation(Callback):
         self._evaluated_step = None
         if stage == "fit":
             self._forget_best()  # a checkpoint's is loaded after this
+            self._images = None
         if stage == "predict":
             return
         if not isinstance(pl_module, CanGenerate):
@@ -147,9 +157,13 @@ class FIDEvaluation(Callback):
         """Measure the real images, and refuse a Trainer under which nothing would be evaluated."""
         self._trigger.refuse_never(trainer, "FIDEvaluation")
         self._trigger.start(trainer.global_step)
+        each = images_of_a_batch(trainer)
+        count = self._images or ImageCount(0, 0, each)
+        self._images = count.resumed(batches_done(trainer), each)
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             _, reference = self._measurement.real(trainer, pl_module, "val")
-            self._forget_best_of_others(self._measured_with(reference))
+            varying = self._measurement.varying(trainer, pl_module)
+            self._forget_best_of_others(self._measured_with(reference, varying))
 
     # When
 
@@ -203,9 +217,9 @@ class FIDEvaluation(Callback):
     def _record(
         self, trainer: Trainer, pl_module: LightningModule, stage: str, first_seed: int = 0
     ) -> FIDRecord:
-        return self._measurement.record(
-            trainer, pl_module, self.metric_name(stage), self._step(trainer), first_seed
-        )
+        name, step = self.metric_name(stage), self._step(trainer)
+        images = self._images_seen(trainer)
+        return self._measurement.record(trainer, pl_module, name, step, first_seed, images)
 
     def _log_at_step(self, trainer: Trainer, numbers: dict[str, float]) -> None:
         """Log outside of validation, in the row that Lightning has of the batch before."""
@@ -214,9 +228,12 @@ class FIDEvaluation(Callback):
 
     def _step(self, trainer: Trainer) -> int:
         """Optimizer steps behind the weights; one that only evaluates has its checkpoint's."""
-        if trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is not None:
-            return self._checkpoint_step or 0
-        return trainer.global_step
+        return (self._checkpoint_step or 0) if _of_checkpoint(trainer) else trainer.global_step
+
+    def _images_seen(self, trainer: Trainer) -> int | None:
+        """Training images behind the weights, where this Trainer has trained them."""
+        trained = trainer.train_dataloader is not None and not _of_checkpoint(trainer)
+        return self._images.at(batches_done(trainer)) if self._images and trained else None
 
     def _write(self, trainer: Trainer, record: FIDRecord) -> None:
         if record.value is None:
@@ -243,12 +260,13 @@ class FIDEvaluation(Callback):
         with weights_in_place(trainer, "raw"):
             trainer.save_checkpoint(path, weights_only=False)
 
-    def _measured_with(self, reference: Reference) -> dict[str, str]:
+    def _measured_with(self, reference: Reference, varying: dict[str, Any]) -> dict[str, str]:
         """What two FIDs of one metric name must share to be compared."""
         return {
             "extractor_sha256": self.protocol.sha256,
             "reference": reference.name,
             "data": reference.fingerprint,
+            **{name: json.dumps(value, sort_keys=True) for name, value in varying.items()},
         }
 
     def _forget_best(self) -> None:
@@ -256,7 +274,9 @@ class FIDEvaluation(Callback):
 
     def _forget_best_of_others(self, used: dict[str, str]) -> None:
         """A best that a checkpoint brought decides only over FIDs that compare with it."""
-        differing = [name for name in used if self._best_against.get(name) != used[name]]
+        # Checkpoints of earlier versions do not tell all of it.
+        known = used | self._best_against
+        differing = [name for name in used if known[name] != used[name]]
         if self.best_score is not None and differing:
             rank_zero_warn(
                 f"The best FID of the checkpoint, {self.best_score:.4g} at step {self.best_step}, "
@@ -274,23 +294,31 @@ class FIDEvaluation(Callback):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The best FID so far, its step and what it was measured with."""
+        """The best FID so far, its step and what it was measured with; the images seen."""
         return {
             "best_score": self.best_score,
             "best_step": self.best_step,
             "best_against": self._best_against,
+            "images": self._images and list(self._images),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from `state_dict`."""
         self.best_score, self.best_step = state_dict["best_score"], state_dict["best_step"]
         self._best_against = state_dict["best_against"]
+        images = state_dict.get("images")
+        self._images = images and ImageCount(*images)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Remember the step of the weights."""
         self._checkpoint_step = checkpoint["global_step"]
+
+
+def _of_checkpoint(trainer: Trainer) -> bool:
+    """Whether a Trainer only evaluates the weights of a checkpoint."""
+    return trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is not None
 
 
 def _logged(record: FIDRecord) -> dict[str, float]:

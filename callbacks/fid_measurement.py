@@ -17,7 +17,7 @@ from lit_diffusion.metrics.clock import Clock
 from lit_diffusion.metrics.frechet import FrechetDistance
 from lit_diffusion.metrics.images import open_images
 from lit_diffusion.metrics.protocols import FIDProtocol
-from lit_diffusion.metrics.record import FIDRecord, finite_or_none, images_seen
+from lit_diffusion.metrics.record import FIDRecord, finite_or_none
 from lit_diffusion.metrics.reference import RealImages, Reference, Scorer, measure
 from lit_diffusion.protocols import DescribesSampling, WeightsProvider
 
@@ -65,6 +65,7 @@ class FIDMeasurement:
         metric: str,
         step: int,
         first_seed: int = 0,
+        images: int | None = None,
     ) -> FIDRecord:
         """One evaluation, the same on all processes, all of which call it.
 
@@ -74,6 +75,7 @@ class FIDMeasurement:
             metric: name of the FID, which begins with "val/" or "test/".
             step: optimizer steps behind the weights.
             first_seed: of `num_samples` consecutive ones.
+            images: training images behind the weights; None where that is not known.
         """
         clock = Clock(metric, self.num_samples)
         scorer, reference = self.real(trainer, module, metric.split("/")[0])
@@ -89,11 +91,12 @@ class FIDMeasurement:
             metric=metric,
             value=finite_or_none(value),
             step=step,
-            images=images_seen(trainer),
+            images=images,
             non_finite=len(lost),
             non_finite_seeds=[seeds[i] for i in lost[:8]],
             seconds=clock.seconds(),
             **self._how(module, reference, seeds),
+            **self.varying(trainer, module),
         )
         # One number for all: what follows has collectives, and rounding may differ between devices.
         return trainer.strategy.broadcast(record)
@@ -140,10 +143,16 @@ class FIDMeasurement:
             "weights": self.weights,
             "seeds": (seeds.start, seeds.stop),
             "labels": f"seed % {num_classes}" if num_classes else None,
-            "sampling": module.sampling_record() if isinstance(module, DescribesSampling) else {},
             "floor": reference.floor,
             "floor_sd": reference.floor_sd,
             "floor_images": reference.floor_images,
+        }
+
+    def varying(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+        """What of this a resume may change under the same metric name, for one set of images."""
+        return {
+            "ema_decay": averaging_decay(trainer, self.weights),
+            "sampling": module.sampling_record() if isinstance(module, DescribesSampling) else {},
         }
 
     def real(
@@ -202,6 +211,27 @@ def weights_in_place(trainer: Trainer, name: str) -> Iterator[None]:
         for provider in providers(trainer, name):
             stack.enter_context(provider.weights(name))
         yield
+
+
+def averaging_decay(trainer: Trainer, name: str) -> float | None:
+    """Decay of the named weights, where their providers' names tell one.
+
+    They do as EMA's: "ema_<decay>" for each average, of which "ema" is the first.
+    """
+    found = {_decay(provider.names(), name) for provider in providers(trainer, name)}
+    return found.pop() if len(found) == 1 else None
+
+
+def _decay(names: list[str], wanted: str) -> float | None:
+    averages = [name for name in names if name.startswith("ema_")]
+    chosen = averages[0] if wanted == "ema" and averages else wanted
+    if chosen not in averages:
+        return None
+    try:
+        decay = float(chosen.removeprefix("ema_"))
+    except ValueError:  # another provider may mean another thing by it
+        return None
+    return decay if 0 <= decay < 1 else None
 
 
 def providers(trainer: Trainer, name: str) -> list[WeightsProvider]:

@@ -4,9 +4,9 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -41,6 +41,7 @@ class FIDRecord:
         extractor_sha256: of its weights.
         resize: of the images before the extractor, in words.
         weights: name of the weights that generated: ema, raw, ...
+        ema_decay: of these per optimizer step; None where they are no averages of one known decay.
         seeds: [first, one past the last] of the samples; the first is 0 but for repeats.
         labels: how a seed gave a label; None for unconditional sampling.
         sampling: solver, steps, guidance, ... as the module tells them.
@@ -65,6 +66,7 @@ class FIDRecord:
     extractor_sha256: str
     resize: str
     weights: str
+    ema_decay: float | None = None
     seeds: tuple[int, int]
     labels: str | None
     sampling: dict[str, Any]
@@ -88,10 +90,49 @@ def is_repeat(record: Mapping[str, Any]) -> bool:
     return "seeds" in record and record["seeds"][0] != 0
 
 
-def images_seen(trainer: "Trainer") -> int | None:
-    """Training images of a fit so far, those before a resume included.
+class ImageCount(NamedTuple):
+    """Training images seen by all processes, all batches taken for full ones.
 
-    All batches are taken for full ones.
+    Args:
+        images: seen when `batches` were done; None where that is not known.
+        batches: of one process.
+        each: images of every batch since then; None where that is not known.
+
+    Example:
+        >>> count = ImageCount(0, 0, each=64).resumed(batches=2000, each=128)
+        >>> count.at(2010)
+        129280
+    """
+
+    images: int | None
+    batches: int
+    each: int | None
+
+    def at(self, batches: int) -> int | None:
+        """Images seen when so many batches are done, those before a resume included."""
+        if self.images is None or self.each is None:
+            return None
+        return self.images + (batches - self.batches) * self.each
+
+    def resumed(self, batches: int, each: int | None) -> "ImageCount":
+        """What counts from `batches` on, of which every one now has `each` images."""
+        return self if each == self.each else ImageCount(self.at(batches), batches, each)
+
+
+def batches_done(trainer: "Trainer") -> int:
+    """Training batches of this process, those before a resume included."""
+    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return int(total.processed)
+
+
+def images_of_a_batch(trainer: "Trainer") -> int | None:
+    """Training images of a batch on all processes; None where the batch size is not known."""
+    batch_size = getattr(trainer.train_dataloader, "batch_size", None)
+    return int(batch_size * trainer.world_size) if batch_size else None
+
+
+def images_seen(trainer: "Trainer") -> int | None:
+    """Training images of a fit so far, as if all batches had been of the present size.
 
     Args:
         trainer: in or after `fit`.
@@ -99,9 +140,7 @@ def images_seen(trainer: "Trainer") -> int | None:
     Returns:
         Their number on all processes; None where the batch size is not known.
     """
-    batch_size = getattr(trainer.train_dataloader, "batch_size", None)
-    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-    return int(batches.processed * batch_size * trainer.world_size) if batch_size else None
+    return ImageCount(0, 0, images_of_a_batch(trainer)).at(batches_done(trainer))
 
 
 def short_count(count: int) -> str:
@@ -123,21 +162,30 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
     """Add a line to evaluations.jsonl, in place of one of the same step and protocol.
 
     A run that resumes from before that step scores it again; a number that was measured otherwise
-    stays. The file is replaced as a whole, so a crash leaves the old one.
+    stays. Where the record does not know the images seen by then, as outside of a fit, those of the
+    old line stay too. The file is replaced as a whole, so a crash leaves the old one.
 
     Args:
         path: of the file, made if need be.
         record: to write.
     """
     lines = path.read_text().splitlines() if path.exists() else []
-    kept = [line for line in lines if not _supersedes(record, json.loads(line))]
+    olds = [json.loads(line) for line in lines]
+    same = [i for i, old in enumerate(olds) if _supersedes(record, old)]
+    known = [olds[i]["images"] for i in same if olds[i].get("images") is not None]
+    images = known[-1] if record.images is None and known else record.images
+    line = json.dumps(asdict(replace(record, images=images)))
+    first, *doubled = same or [len(lines)]
+    lines[first : first + 1] = [line]
+    kept = [line for i, line in enumerate(lines) if i not in doubled]
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text("\n".join([*kept, json.dumps(asdict(record))]) + "\n")
+    temporary.write_text("\n".join(kept) + "\n")
     os.replace(temporary, path)
 
 
 def _supersedes(record: FIDRecord, old: dict[str, Any]) -> bool:
     """Whether `old` says of all that was measured, and how, what `record` says."""
     new = json.loads(json.dumps(asdict(record)))
-    return all(name in old and old[name] == new[name] for name in new.keys() - _RESULTS)
+    told = {"ema_decay": record.ema_decay} | old  # lines of earlier versions do not tell it
+    return all(name in told and told[name] == new[name] for name in new.keys() - _RESULTS)

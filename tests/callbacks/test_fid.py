@@ -82,6 +82,7 @@ def test_every_evaluation_is_written_with_its_protocol(tmp_path):
         "extractor_sha256": "0" * 64,
         "resize": "none",
         "weights": "raw",
+        "ema_decay": None,
         "seeds": [0, NUM],
         "labels": None,
         "sampling": {},
@@ -378,6 +379,35 @@ def test_validate_from_a_checkpoint_scores_its_weights_and_names_its_step(tmp_pa
     assert (record["step"], record["value"]) == (8, records(tmp_path)[0]["value"])
 
 
+@pytest.mark.parametrize("same_trainer", [True, False])
+def test_validate_in_the_run_folder_keeps_the_images_and_the_order_of_its_lines(
+    tmp_path, same_trainer
+):
+    callback = fid(tmp_path)
+    module, run = fit(tmp_path, [callback], Rising(best=8), max_epochs=3)
+    before = [(r["step"], r["images"], r["value"]) for r in records(tmp_path)]
+    assert [line[:2] for line in before] == [(8, 8), (16, 16), (24, 24)]
+    again = run if same_trainer else trainer(tmp_path, [fid(tmp_path)])
+    best = tmp_path / "checkpoints" / "best-fid.ckpt"
+    again.validate(module, loader(30, seed=1), ckpt_path=best)
+    assert [(r["step"], r["images"], r["value"]) for r in records(tmp_path)] == before
+
+
+def test_images_of_a_resume_with_another_batch_size_are_counted_on(tmp_path):
+    def run(epochs, batch_size, ckpt_path=None):
+        made = trainer(tmp_path, [fid(tmp_path)], max_epochs=epochs)
+        data = loader(8, batch_size=batch_size)
+        made.fit(Rising(), data, loader(30, seed=1), ckpt_path=ckpt_path)
+        made.save_checkpoint(tmp_path / "c.ckpt")
+        return tmp_path / "c.ckpt"
+
+    first = run(2, batch_size=1)
+    second = run(4, batch_size=4, ckpt_path=first)
+    run(5, batch_size=8, ckpt_path=second)
+    found = [(record["step"], record["images"]) for record in records(tmp_path)]
+    assert found == [(8, 8), (16, 16), (18, 24), (20, 32), (21, 40)]
+
+
 def test_one_callback_serves_several_runs_with_their_own_data(tmp_path):
     callback, module = fid(tmp_path), Rising()
     for seed, run in ((1, "validate"), (1, "fit"), (2, "validate")):
@@ -588,6 +618,45 @@ def resumed(folder, callback, seed):
     best = folder.parent / "checkpoints" / "best-fid.ckpt"
     run.fit(Rising(best=-50), loader(8), loader(30, seed=seed), ckpt_path=best)
     return (folder / "checkpoints" / "best-fid.ckpt").exists()
+
+
+class Telling(Rising):
+    def __init__(self, steps, **options):
+        super().__init__(**options)
+        self.steps = steps
+
+    def sampling_record(self):
+        return {"solver": "DDIM", "steps": self.steps}
+
+
+def test_a_best_of_other_sampling_or_averaging_decides_nothing_after_a_resume(tmp_path, recwarn):
+    def run(folder, steps, decay, best, **options):
+        callbacks = [EMA(decays=(decay,)), fid(tmp_path, weights="ema")]
+        fit(tmp_path / folder, callbacks, Telling(steps, best=best), **options)
+        return (tmp_path / folder / "checkpoints" / "best-fid.ckpt").exists()
+
+    run("first", 20, 0.5, best=8)
+    best = tmp_path / "first" / "checkpoints" / "best-fid.ckpt"
+    worse = {"best": -50, "ckpt_path": best, "max_epochs": 2}
+    assert not run("same", 20, 0.5, **worse)
+    assert not any("it is dropped" in str(warning.message) for warning in recwarn)
+    with pytest.warns(UserWarning, match="had another sampling: it is dropped"):
+        assert run("sampling", 4, 0.5, **worse)
+    with pytest.warns(UserWarning, match="had another ema_decay: it is dropped"):
+        assert run("decay", 20, 0.25, **worse)
+    decays = [records(tmp_path / name)[0]["ema_decay"] for name in ("same", "decay")]
+    assert decays == [0.5, 0.25]
+
+
+def test_a_best_of_an_earlier_version_stays_the_one_to_beat(tmp_path):
+    fit(tmp_path, [fid(tmp_path)], Rising(best=8))
+    best = tmp_path / "checkpoints" / "best-fid.ckpt"
+    checkpoint = torch.load(best, weights_only=True)
+    state = checkpoint["callbacks"][fid(tmp_path).state_key]
+    del state["best_against"]["sampling"], state["best_against"]["ema_decay"], state["images"]
+    torch.save(checkpoint, best)
+    assert not resumed(tmp_path / "again", fid(tmp_path), seed=1)
+    assert [record["images"] for record in records(tmp_path / "again")] == [16]
 
 
 def test_a_best_of_other_real_images_or_extractor_decides_nothing_after_a_resume(tmp_path, recwarn):

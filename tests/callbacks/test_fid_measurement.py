@@ -1,9 +1,16 @@
 import pytest
 import torch
+from lightning.pytorch import Callback
 from support.pixels import FEATURES, PixelProtocol, random_images
 from support.rising import Rising, loader, trainer
 
-from lit_diffusion.callbacks.fid_measurement import FIDMeasurement, providers, weights_in_place
+from lit_diffusion.callbacks.ema import EMA
+from lit_diffusion.callbacks.fid_measurement import (
+    FIDMeasurement,
+    averaging_decay,
+    providers,
+    weights_in_place,
+)
 from lit_diffusion.metrics.frechet import FrechetDistance
 
 NUM = 12
@@ -58,3 +65,37 @@ def test_raw_weights_need_no_provider_and_others_do(fitted):
         weights_in_place(run, "ema"),
     ):
         pass
+
+
+class Named(Callback):
+    """A provider that is no EMA."""
+
+    def __init__(self, *names):
+        self._names = list(names)
+
+    def names(self):
+        return self._names
+
+    def weights(self, name):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "name", "decay"),
+    [
+        ([EMA(decays=(0.99, 0.5))], "ema", 0.99),
+        ([EMA(decays=(0.99, 0.5))], "ema_0.5", 0.5),
+        ([EMA(decays=(0.99, 0.5))], "raw", None),
+        ([], "raw", None),
+        ([EMA((0.5,), prefix="a"), EMA((0.5,), prefix="b")], "ema", 0.5),
+        ([EMA((0.5,), prefix="a"), EMA((0.9,), prefix="b")], "ema", None),
+        ([Named("raw", "ema")], "ema", None),
+        ([Named("raw", "ema_slow", "ema_2")], "ema_slow", None),
+        ([Named("raw", "ema_slow", "ema_2")], "ema_2", None),
+        ([Named("raw", "swa")], "swa", None),
+    ],
+)
+def test_the_decay_is_what_the_names_of_a_provider_tell_if_they_tell_one(
+    tmp_path, callbacks, name, decay
+):
+    assert averaging_decay(trainer(tmp_path, callbacks), name) == decay

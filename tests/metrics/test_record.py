@@ -5,6 +5,7 @@ from support.rising import Rising, loader, trainer
 
 from lit_diffusion.metrics.record import (
     FIDRecord,
+    ImageCount,
     finite_or_none,
     images_seen,
     is_repeat,
@@ -27,6 +28,7 @@ def record(**changes):
         "extractor_sha256": "0" * 64,
         "resize": "none",
         "weights": "ema",
+        "ema_decay": 0.99,
         "seeds": (0, 360),
         "labels": "seed % 10",
         "sampling": {"solver": "DDIM", "steps": 20},
@@ -78,6 +80,7 @@ def test_a_step_that_is_scored_again_replaces_its_own_metric_only(tmp_path):
         {"seeds": (360, 720)},
         {"labels": None},
         {"weights": "raw"},
+        {"ema_decay": 0.5},
         {"num_fake": 361},
         {"num_real": 100},
     ],
@@ -88,7 +91,29 @@ def test_a_step_that_is_measured_otherwise_destroys_no_number(tmp_path, otherwis
     write_evaluation(path, record(value=9.0))
     write_evaluation(path, record(value=8.0, **otherwise))
     write_evaluation(path, record(value=7.0, floor=0.5, seconds={"total": 2.0}))
-    assert [line["value"] for line in lines(path)] == [8.0, 7.0]
+    assert [line["value"] for line in lines(path)] == [7.0, 8.0]
+
+
+def test_a_line_that_is_measured_again_keeps_its_place_and_its_images(tmp_path):
+    path = tmp_path / "evaluations.jsonl"
+    for step in (100, 200, 300):
+        write_evaluation(path, record(step=step, images=64 * step))
+    write_evaluation(path, record(step=200, images=None, value=4.0))
+    found = [(line["step"], line["images"], line["value"]) for line in lines(path)]
+    assert found == [(100, 6400, 4.5), (200, 12800, 4.0), (300, 19200, 4.5)]
+    write_evaluation(path, record(step=200, images=99))
+    assert lines(path)[1]["images"] == 99
+
+
+def test_a_line_of_an_earlier_version_is_superseded_not_doubled(tmp_path):
+    path = tmp_path / "evaluations.jsonl"
+    write_evaluation(path, record())
+    (old,) = lines(path)
+    del old["ema_decay"], old["floor_sd"]
+    path.write_text(json.dumps(old) + "\n")
+    write_evaluation(path, record(images=None, ema_decay=0.99, floor_sd=0.1))
+    (found,) = lines(path)
+    assert (found["images"], found["ema_decay"], found["floor_sd"]) == (6400, 0.99, 0.1)
 
 
 def test_lines_of_others_are_kept(tmp_path):
@@ -135,6 +160,18 @@ def test_images_before_a_resume_count(tmp_path):
     first.save_checkpoint(tmp_path / "c.ckpt")
     second.fit(Rising(), loader(12, batch_size=2), ckpt_path=tmp_path / "c.ckpt")
     assert images_seen(second) == 36
+
+
+def test_batches_of_another_size_count_from_where_they_begin():
+    first = ImageCount(0, 0, 64)
+    assert first.resumed(100, 64) == first
+    assert first.resumed(100, 32).resumed(110, 16).at(111) == 6400 + 320 + 16
+
+
+def test_images_that_are_not_known_once_are_not_known_any_more():
+    assert ImageCount(0, 0, None).at(10) is None
+    assert ImageCount(0, 0, None).resumed(10, 64).at(20) is None
+    assert ImageCount(0, 0, 64).resumed(10, None).at(20) is None
 
 
 def test_images_of_a_loader_without_a_batch_size_are_not_known(tmp_path):
