@@ -277,7 +277,7 @@ class RunCLI(LightningCLI):
         """Say where things are and how good they are."""
         if self.trainer.is_global_zero and not self._is_trial:
             seconds = time.monotonic() - self._started
-            print(summary(self.request.root, self.trainer, seconds), file=sys.stderr)
+            print(summary(self.request, self.trainer, seconds), file=sys.stderr)
 
 
 def _parser_settings(command: str) -> dict[str, Any]:

@@ -9,29 +9,40 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lit_diffusion.checkpoints import checkpoint_file
+from lit_diffusion.checkpoints import checkpoint_file, ema_states, read_checkpoint
 from lit_diffusion.commands.run_folder import Request
 from lit_diffusion.loggers import read_evaluations
 from lit_diffusion.metrics.record import images_seen, is_repeat
 
 
-def summary(root: Path, trainer: Trainer, seconds: float) -> str:
+def summary(request: Request, trainer: Trainer, seconds: float) -> str:
     """A few lines on a run that has ended.
 
     Args:
-        root: the run folder.
-        trainer: after fit.
+        request: of the fit.
+        trainer: after it.
         seconds: since the command began.
     """
+    root = request.root
     done = f"{trainer.global_step} steps"
     if images := images_seen(trainer):
         done += f", {images:,} images seen"
     rows = [("run folder", str(root)), ("trained", f"{done}, in {_duration(seconds)}")]
     records = read_evaluations(root / "evaluations.jsonl")
     rows += fid_rows([record for record in records if not is_repeat(record)])
-    rows.append(("sample", f"lit-diffusion sample --checkpoint {root} --num 64 --out {root}/out"))
+    if checkpoint_file(root).is_file():
+        rows.append(("sample", _sample_command(root, request.trust)))
     width = max(len(name) for name, _ in rows) + 2
     return "\n" + "\n".join(f"{name:<{width}}{text}" for name, text in rows)
+
+
+def _sample_command(root: Path, trust: Sequence[str]) -> str:
+    averaged = ema_states(read_checkpoint(checkpoint_file(root), mmap=True))
+    weights = [] if averaged else ["--weights", "raw"]
+    trusted = [f"--trust={package}" for package in trust]
+    out = ["--num", "64", "--out", f"{root}/out"]
+    checkpoint = ["--checkpoint", str(root)]
+    return shlex.join(["lit-diffusion", "sample", *checkpoint, *weights, *trusted, *out])
 
 
 def stopped(request: Request, step: int, number: signal.Signals) -> str:

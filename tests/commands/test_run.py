@@ -67,6 +67,27 @@ def test_the_summary_says_where_things_are_and_how_to_sample(capsys):
     assert "lit-diffusion sample --checkpoint runs/tiny" in told
 
 
+@pytest.mark.parametrize("callbacks", [[], [EMA]])
+def test_the_sample_command_that_a_fit_ends_with_works(callbacks, capsys):
+    """Without averages, with a module from elsewhere, in a folder with a space."""
+    config = small_digits(2, callbacks=callbacks)
+    write_config(config)
+    assert call(f"{FIT} --trainer.default_root_dir='my runs/tiny'") == 0
+    told = capsys.readouterr().err.strip().split("\n")[-1]
+    assert told.startswith("sample ")
+    assert "--trust=support" in told
+    assert call(told.partition("lit-diffusion ")[2].replace("--num 64", "--num 1")) == 0
+    assert Path("my runs/tiny/out/000000.png").is_file()
+
+
+@pytest.mark.parametrize("option", ["max_steps=0", "enable_checkpointing=false"])
+def test_a_run_without_a_checkpoint_is_not_told_how_to_sample(option, capsys):
+    assert call(f"{FIT} --trainer.{option}") == 0
+    told = capsys.readouterr().err
+    assert "run folder  runs/tiny" in told
+    assert "lit-diffusion sample" not in told
+
+
 def test_output_that_is_no_terminal_gets_plain_lines(capsys):
     call(FIT)
     told = capsys.readouterr().err
