@@ -109,7 +109,7 @@ class FIDEvaluation(Callback):
         self.best_score: float | None = None
         self.best_step: int | None = None
         self._best_against: dict[str, str] = {}  # see _measured_with
-        self._images: ImageCount | None = None  # of the fit
+        self.image_count: ImageCount | None = None  # of the fit
         self._checkpoint_step: int | None = None
         self._trigger = EveryNSteps(every_n_steps)
 
@@ -126,7 +126,7 @@ class FIDEvaluation(Callback):
         self._evaluated_step = None
         if stage == "fit":
             self._forget_best()  # a checkpoint's is loaded after this
-            self._images = None
+            self.image_count = None
         if stage == "predict":
             return
         if not isinstance(pl_module, CanGenerate):
@@ -158,8 +158,8 @@ class FIDEvaluation(Callback):
         self._trigger.refuse_never(trainer, "FIDEvaluation")
         self._trigger.start(trainer.global_step)
         each = images_of_a_batch(trainer)
-        count = self._images or ImageCount(0, 0, each)
-        self._images = count.resumed(batches_done(trainer), each)
+        count = self.image_count or ImageCount(0, 0, each)
+        self.image_count = count.resumed(batches_done(trainer), each)
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             _, reference = self._measurement.real(trainer, pl_module, "val")
             varying = self._measurement.varying(trainer, pl_module)
@@ -233,7 +233,7 @@ class FIDEvaluation(Callback):
     def _images_seen(self, trainer: Trainer) -> int | None:
         """Training images behind the weights, where this Trainer has trained them."""
         trained = trainer.train_dataloader is not None and not _of_checkpoint(trainer)
-        return self._images.at(batches_done(trainer)) if self._images and trained else None
+        return self.image_count.at(batches_done(trainer)) if self.image_count and trained else None
 
     def _write(self, trainer: Trainer, record: FIDRecord) -> None:
         if record.value is None:
@@ -299,7 +299,7 @@ class FIDEvaluation(Callback):
             "best_score": self.best_score,
             "best_step": self.best_step,
             "best_against": self._best_against,
-            "images": self._images and list(self._images),
+            "images": self.image_count and list(self.image_count),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -307,7 +307,7 @@ class FIDEvaluation(Callback):
         self.best_score, self.best_step = state_dict["best_score"], state_dict["best_step"]
         self._best_against = state_dict["best_against"]
         images = state_dict.get("images")
-        self._images = images and ImageCount(*images)
+        self.image_count = images and ImageCount(*images)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

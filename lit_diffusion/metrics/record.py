@@ -132,7 +132,9 @@ def images_of_a_batch(trainer: "Trainer") -> int | None:
 
 
 def images_seen(trainer: "Trainer") -> int | None:
-    """Training images of a fit so far, as if all batches had been of the present size.
+    """Training images of a fit so far, by the `image_count` of a callback that has one.
+
+    Without, as if all batches, those before a resume too, had been of the present size.
 
     Args:
         trainer: in or after `fit`.
@@ -140,7 +142,11 @@ def images_seen(trainer: "Trainer") -> int | None:
     Returns:
         Their number on all processes; None where the batch size is not known.
     """
-    return ImageCount(0, 0, images_of_a_batch(trainer)).at(batches_done(trainer))
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    counts = [getattr(callback, "image_count", None) for callback in callbacks]
+    known = [count for count in counts if isinstance(count, ImageCount)]
+    count = known[0] if known else ImageCount(0, 0, images_of_a_batch(trainer))
+    return count.at(batches_done(trainer))
 
 
 def short_count(count: int) -> str:
