@@ -1,6 +1,7 @@
 """Options of the commands that are not the Trainer's."""
 
 import argparse
+import re
 from typing import NoReturn
 
 
@@ -15,6 +16,8 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             add_help=add_help,
         )
+        # What begins like a negative number is a value and no option: -1,2 is a list of labels.
+        self._negative_number_matcher = re.compile(r"-\.?\d")
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing.

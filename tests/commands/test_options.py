@@ -2,7 +2,7 @@ import argparse
 
 import pytest
 
-from lit_diffusion.commands.options import Parser, integers
+from lit_diffusion.commands.options import Parser, add_sampling, integers
 
 
 @pytest.mark.parametrize(
@@ -16,6 +16,15 @@ def test_labels_are_comma_separated_integers(text, expected):
 def test_other_labels_are_refused(text):
     with pytest.raises(argparse.ArgumentTypeError, match="must be integers such as 0,1,2"):
         integers(text)
+
+
+@pytest.mark.parametrize("labels", ["-1", "-1,2", "2,-1"])
+def test_labels_may_begin_with_none(labels):
+    parser = Parser("x")
+    add_sampling(parser)
+    expected = integers(labels)
+    assert parser.parse_args(["--labels", labels]).labels == expected
+    assert parser.parse_args([f"--labels={labels}"]).labels == expected
 
 
 def test_a_parser_raises_instead_of_printing_usage(capsys):

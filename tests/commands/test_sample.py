@@ -47,6 +47,11 @@ def test_labels_are_cycled_over_the_samples(averaged):
     assert torch.equal(pngs(), expected)
 
 
+def test_label_minus_one_is_no_class(averaged):
+    assert call("sample --checkpoint run --num 2 --out out --labels -1,2") == 0
+    assert torch.equal(pngs(), averaged.generate(range(2), torch.tensor([-1, 2])))
+
+
 def test_the_record_says_how_the_images_were_made(averaged):
     call("sample --checkpoint run --num 3 --out out --labels 3 --steps 2 --guidance 2")
     kept = record()
