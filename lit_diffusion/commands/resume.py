@@ -20,6 +20,10 @@ from lit_diffusion.loggers import AppendingCSVLogger, rewind_evaluations
 Changes = Mapping[str, tuple[Any, Any]]
 """Dotted name of a setting -> (value in the checkpoint, value that is used)."""
 
+_STATES = {"amsgrad": "max_exp_avg_sq", "centered": "grad_avg", "momentum": "momentum_buffer"}
+"""Settings of optimizers that need a state -> its name. SGD without momentum has no state at all,
+and makes that of momentum when it first needs it."""
+
 
 def differences(saved: Any, used: Any, name: str = "model") -> dict[str, tuple[Any, Any]]:
     """Settings whose value differs, by dotted name; a class that changed stands for its arguments.
@@ -87,6 +91,7 @@ class PreferConfig(Callback):
         if self._reschedule:
             _replay_schedules(trainer, saved)
         for optimizer, state in zip(trainer.optimizers, saved["optimizer_states"], strict=True):
+            _refuse_missing_state(self._changes, optimizer, state["state"])
             _change_groups(optimizer, state["param_groups"], self._keys, self._reschedule)
 
 
@@ -126,10 +131,26 @@ def _are_specs(saved: Any, used: Any) -> bool:
 def _refuse_other_optimizer(changes: Changes) -> None:
     for name, (old, new) in changes.items():
         if str(old).startswith("torch.optim.") and "lr_scheduler" not in str(old):
-            raise ValueError(
-                f"{name} was {old} and is now {new}, whose state the checkpoint does not hold; "
-                "resume with the same optimizer, or start a new run."
-            )
+            raise ValueError(_not_held(name, old, new))
+
+
+def _refuse_missing_state(
+    changes: Changes, optimizer: Optimizer, state: Mapping[Any, Mapping[str, Any]]
+) -> None:
+    """Refuse settings that need a state which an optimizer has from its first step on."""
+    for name, (old, new) in changes.items():
+        key = name.rpartition(".")[2]
+        wanted = any(group.get(key) for group in optimizer.param_groups)
+        needed = _STATES.get(key)
+        if wanted and needed and any(needed not in held for held in state.values()):
+            raise ValueError(_not_held(name, old, new))
+
+
+def _not_held(name: str, old: Any, new: Any) -> str:
+    return (
+        f"{name} was {old} and is now {new}, whose state the checkpoint does not hold; "
+        "resume with the same optimizer, or start a new run."
+    )
 
 
 def _replay_schedules(trainer: Trainer, saved: dict[str, Any]) -> None:

@@ -357,6 +357,44 @@ def test_another_optimizer_cannot_resume_and_says_so(capsys):
     assert "model.optimizer was torch.optim.Adam and is now torch.optim.SGD" in told
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "setting"),
+    [("Adam", "amsgrad=true"), ("RMSprop", "centered=true"), ("RMSprop", "momentum=0.9")],
+)
+def test_a_setting_that_needs_a_state_of_its_own_cannot_be_turned_on(optimizer, setting, capsys):
+    config = tiny_config()
+    config["model"]["init_args"]["optimizer"] = f"torch.optim.{optimizer}"
+    write_config(config)
+    call(f"{FIT} --trainer.max_steps=3")
+    capsys.readouterr()
+    key, value = setting.split("=")
+    option = f"--model.init_args.optimizer.init_args.{setting}"
+    assert call(f"{FIT} --ckpt_path=last {option}") == 2
+    told = capsys.readouterr().err.strip().split("\n")
+    assert "Traceback" not in "".join(told)
+    assert told[-1].startswith(f"lit-diffusion fit: model.optimizer.{key} was ")
+    assert f" and is now {value.title()}, whose state the checkpoint does not hold" in told[-1]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "before", "after"),
+    [("Adam", "amsgrad=true", "amsgrad=false"), ("SGD", "momentum=0", "momentum=0.9")],
+)
+def test_a_setting_whose_state_is_held_or_not_needed_is_changed(optimizer, before, after):
+    config = tiny_config()
+    config["model"]["init_args"]["optimizer"] = {
+        "class_path": f"torch.optim.{optimizer}",
+        "init_args": {"lr": 0.01},
+    }
+    write_config(config)
+    option = "--model.init_args.optimizer.init_args"
+    assert call(f"{FIT} --trainer.max_steps=3 {option}.{before}") == 0
+    assert call(f"{FIT} --ckpt_path=last {option}.{after}") == 0
+    key, value = after.split("=")
+    group = checkpoint("runs/tiny")["optimizer_states"][0]["param_groups"][0]
+    assert group[key] == yaml.safe_load(value)
+
+
 @pytest.mark.parametrize("command", ["validate", "test"])
 def test_the_command_line_wins_over_the_checkpoint_in_validation(command, caplog):
     call(FIT)
