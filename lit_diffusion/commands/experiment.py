@@ -185,8 +185,8 @@ def _read(file: Path | None) -> dict[str, Any]:
 
 
 def _way(record: Record) -> str:
-    """How an FID was measured, and how the samples were drawn."""
-    return repr([record.get(name) for name in (*PROTOCOL, "sampling")])
+    """How an FID was measured, of which average, and how the samples were drawn."""
+    return repr([record.get(name) for name in (*PROTOCOL, "sampling", "ema_decay")])
 
 
 def protocol_of(record: Record) -> Record:

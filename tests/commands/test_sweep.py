@@ -200,7 +200,7 @@ def test_a_damaged_checkpoint_is_named_and_the_other_runs_go_on(one_run, capsys)
     Path("out/baseline/seed-0/checkpoints/last.ckpt").write_bytes(b"PK")
     assert call(f"sweep tiny.yaml --arms slow.yaml --seeds 0 --out out {TRUST}") == 1
     said = capsys.readouterr().err
-    assert "baseline/seed-0 CANNOT GO ON: out/baseline/seed-0/checkpoints/last.ckpt is " in said
+    assert "baseline/seed-0 CANNOT GO ON: out/baseline/seed-0/checkpoints/last.ckpt " in said
     assert "slow/seed-0 was finished before" in said
     assert "1 of 2 runs finished; not baseline/seed-0" in said
 
