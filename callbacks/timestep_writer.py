@@ -1,5 +1,6 @@
 """How a callback says which noise levels are trained: on the module, for the length of a batch."""
 
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ class Timesteps(NamedTuple):
     timestep_weight: Tensor | None = None
 
 
-class TimestepWriter(Callback):
+class TimestepWriter(Callback, ABC):
     """Sets the attributes `writes` of a module to what `timesteps_at` says, batch by batch.
 
     They are set from `on_train_batch_start` to `on_train_batch_end` and None at all other times:
@@ -32,13 +33,13 @@ class TimestepWriter(Callback):
     writes: tuple[str, ...] = ()
     _written = Timesteps()
 
+    @abstractmethod
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
         """What to set after `step` optimizer steps, the same on all ranks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
         """What to log."""
-        raise NotImplementedError
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse modules that can't be told, and attributes with two writers."""

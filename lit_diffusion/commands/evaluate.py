@@ -95,7 +95,8 @@ def run(argv: Sequence[str]) -> None:
         fake = args.images or folder
         found = score(fake, real, protocol, batch_size=args.batch_size, device=str(device))
     scorer = Scorer(protocol, protocol.build().to(device), device, args.batch_size)
-    record = found | _floor(scorer, found["num_fake"], real, others) | {"samples": made}
+    labels = _labels(loaded, made)
+    record = found | _floor(scorer, found["num_fake"], real, others, labels) | {"samples": made}
     print(table(record), file=sys.stderr)
     print(json.dumps(record, indent=1))
 
@@ -128,6 +129,17 @@ def _samples(
         return write_samples(loaded, args, args.num or num, fresh_folder(folder))
     record = Path(args.images) / RECORD
     return dict(json.loads(record.read_text())) if record.is_file() else {"images": args.images}
+
+
+def _labels(loaded: "Loaded | None", made: dict[str, Any]) -> list[int] | None:
+    """Labels of the samples; None where they have none, or it is not known."""
+    if loaded is None:
+        return None
+    seeds, given = range(*made["seeds"]), made["labels"]
+    if given:
+        return [given[i % len(given)] for i in range(len(seeds))]
+    num_classes: int | None = getattr(loaded.module, "num_classes", None)
+    return [seed % num_classes for seed in seeds] if num_classes else None
 
 
 def _protocol_of_run(loaded: "Loaded | None") -> str:
@@ -183,14 +195,19 @@ def _data(args: argparse.Namespace, loaded: "Loaded | None") -> Any:
 
 
 def _floor(
-    scorer: "Scorer", num: int, real: "RealImages", others: "RealImages | None"
+    scorer: "Scorer",
+    num: int,
+    real: "RealImages",
+    others: "RealImages | None",
+    labels: list[int] | None,
 ) -> dict[str, Any]:
     """What real images score in the place of as many samples."""
     from lit_diffusion.metrics.reference import default_cache, measure
 
-    found = measure(scorer, real, others, num, default_cache())
+    found = measure(scorer, real, others, num, default_cache(), labels)
     return {
         "fid_floor": found.floor,
+        "floor_sd": found.floor_sd,
         "floor_images": found.floor_images,
         "reference": real.name,
         "data": found.fingerprint,

@@ -61,14 +61,23 @@ def test_scores_are_torch_fidelitys_on_the_same_pngs(run, capsys):
         assert found[name] == pytest.approx(expected[theirs], rel=1e-3, abs=1e-6)
 
 
+def test_the_floor_has_the_labels_of_the_samples(run, capsys):
+    assert call(f"{RUN} --num 20 --steps 2") == 0
+    told = capsys.readouterr()
+    assert "20 train images with the samples' labels against val" in told.err
+    assert call(f"{RUN} --num 20 --steps 2 --labels 0,1,2,3,4,5,6,7,8,9,-1") == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["floor_images"] == "20 train images, 19 with the samples' labels, against val"
+
+
 def test_the_record_tells_everything_that_the_scores_depend_on(run, capsys):
     assert call(f"{RUN} --num 20 --steps 2 --labels 3 --seed 5 --weights raw") == 0
     told = capsys.readouterr()
     found = json.loads(told.out)
     assert (found["num_fake"], found["num_real"], found["reference"]) == (20, 360, "val")
     assert (found["protocol"], len(found["extractor_sha256"])) == ("digits-cnn", 64)
-    assert found["floor_images"] == "20 train images against val"
-    assert found["fid_floor"] > 0
+    assert found["floor_images"] == "20 train images, 3 with the samples' labels, against val"
+    assert 0 < found["floor_sd"] < found["fid_floor"]
     samples = found["samples"]
     assert (samples["weights"], samples["seeds"], samples["labels"]) == ("raw", [5, 25], [3])
     assert samples["sampling"]["steps"] == 2
