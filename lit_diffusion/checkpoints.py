@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lit_diffusion.errors import innermost
+from lit_diffusion.files import sync_folder
 from lit_diffusion.trust import trusting
 
 PathLike = str | Path
@@ -93,7 +94,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: PathLike) -> None:
         ) from error
     finally:
         temporary.unlink(missing_ok=True)
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def read_checkpoint(path: PathLike, *, mmap: bool = False) -> Checkpoint:
@@ -316,15 +317,6 @@ def _check_plain(file: Path) -> None:
             f"a checkpoint must hold tensors and plain builtins, got {', '.join(classes)}; "
             "convert it in the state_dict() of the callback or module that it belongs to."
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make a rename survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_remote(path: PathLike) -> bool:

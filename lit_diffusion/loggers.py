@@ -17,6 +17,8 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
+from lit_diffusion.files import replace_text
+
 Row = dict[str, str]
 
 
@@ -25,8 +27,8 @@ class AppendingCSVLogger(Logger):
 
     A row is on disk when `log_metrics` returns. New metrics become new columns at the right. A
     resumed run says by `rewind`, or else by its first row, how far its checkpoint had come: rows of
-    later steps are those of the run that died, and are dropped; rows of that very step are dropped
-    when their metrics are logged anew. (Lightning's CSVLogger deletes the file instead.)
+    later steps are those of the run that died, and are dropped; rows of that very step give way to
+    those that log their metrics anew. (Lightning's CSVLogger deletes the file instead.)
 
     Args:
         save_dir: folder of the run; made when the first row comes.
@@ -80,10 +82,13 @@ class AppendingCSVLogger(Logger):
             metrics: numbers by name.
             step: as the Trainer counts: batches that stepped the optimizer.
         """
-        row = {"step": "" if step is None else str(step)} | {k: str(v) for k, v in metrics.items()}
+        row = _row(metrics, step)
         if self._columns is None:
             self.rewind(_step(row))
         assert self._columns is not None
+        if row in self._doubtful:
+            self._doubtful.remove(row)
+            return
         new = [name for name in row if name not in self._columns]
         double = [old for old in self._doubtful if _is_same(old, row)]
         if new or double:
@@ -91,6 +96,19 @@ class AppendingCSVLogger(Logger):
             self._rewrite(self._columns + new, rows)
             self._doubtful = [old for old in self._doubtful if old not in double]
         self._append(row)
+
+    @rank_zero_only
+    def log_ahead(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Have a row on the disk, synced, that will be logged in a moment; it is written once.
+
+        Args:
+            metrics: as for `log_metrics`.
+            step: likewise.
+        """
+        self.log_metrics(metrics, step)
+        self._doubtful.append(_row(metrics, step))
+        with self.path.open("a") as file:
+            os.fsync(file.fileno())
 
     def rewind(self, step: int) -> None:
         """Drop the rows of steps after `step`, from which a run goes on."""
@@ -101,9 +119,8 @@ class AppendingCSVLogger(Logger):
     def _rewrite(self, columns: list[str], rows: Iterable[Row]) -> None:
         self._save_dir.mkdir(parents=True, exist_ok=True)
         self._columns = columns
-        temporary = self.path.with_name(".metrics.csv.tmp")
-        temporary.write_text(_csv(columns, [dict(zip(columns, columns, strict=True)), *rows]))
-        os.replace(temporary, self.path)
+        header = dict(zip(columns, columns, strict=True))
+        replace_text(self.path, _csv(columns, [header, *rows]))
 
     def _append(self, row: Row) -> None:
         assert self._columns is not None
@@ -141,9 +158,11 @@ def rewind_evaluations(path: str | Path, step: int) -> None:
     records = read_evaluations(path)
     kept = [record for record in records if (record.get("step") or 0) <= step]
     if len(kept) < len(records):
-        temporary = Path(path).with_name(".evaluations.jsonl.tmp")
-        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        os.replace(temporary, path)
+        replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def _row(metrics: Mapping[str, float], step: int | None) -> Row:
+    return {"step": "" if step is None else str(step)} | {k: str(v) for k, v in metrics.items()}
 
 
 def _step(row: Row) -> int:

@@ -1,4 +1,4 @@
-"""What a fit keeps besides its curves: its latest checkpoint and the config it was started with."""
+"""What a fit keeps: its config, its latest checkpoint, and curves that agree with it."""
 
 import math
 import os
@@ -6,10 +6,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.trainer.states import TrainerFn
+
+from lit_diffusion.loggers import AppendingCSVLogger, rewind_evaluations
 
 from lit_diffusion.commands.run_folder import next_config
 
@@ -29,6 +32,43 @@ class RunConfig(SaveConfigCallback):
             part = path.with_name(f".{path.name}.part")  # whole or not at all
             self.parser.save(self.config, part, skip_unset=False, overwrite=True, multifile=False)
             os.replace(part, path)
+
+
+class CurvesInStep(Callback):
+    """Keeps metrics.csv and evaluations.jsonl in step with the checkpoint that a run goes on from.
+
+    A checkpoint is written when all rows of its step are on the disk, and a resume takes out what
+    was logged after it.
+
+    Args:
+        root: the run folder.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Log the row that Lightning logs only after `on_train_batch_end`, where saves are made."""
+        if not _row_is_to_come(trainer):
+            return
+        connector = trainer._logger_connector
+        metrics = convert_tensors_to_scalars(connector.metrics["log"])
+        if metrics and (connector.should_update_logs or trainer.fast_dev_run):
+            step = metrics.pop("step", trainer.fit_loop.epoch_loop._batches_that_stepped)
+            metrics.setdefault("epoch", trainer.current_epoch)
+            for logger in _csv_loggers(trainer):
+                logger.log_ahead(metrics, int(step))
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Rewind to the step that was restored."""
+        if not trainer.is_global_zero:
+            return
+        rewind_evaluations(self._root / "evaluations.jsonl", trainer.global_step)
+        for logger in _csv_loggers(trainer):
+            # By what Lightning logs: each optimizer's steps count in global_step.
+            logger.rewind(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 class LastCheckpoint(Checkpoint):
@@ -92,6 +132,17 @@ class LastCheckpoint(Checkpoint):
         # Clocks differ; all ranks save together, so they count to the same step.
         self._due = trainer.global_step + int(trainer.strategy.broadcast(wait))
         self._saved = (time.monotonic(), trainer.global_step)
+
+
+def _row_is_to_come(trainer: Trainer) -> bool:
+    """Whether a batch that made an optimizer step is done, and not yet its log."""
+    loop = trainer.fit_loop.epoch_loop
+    batches = loop.batch_progress.current
+    return batches.completed < batches.processed and not loop._should_accumulate()
+
+
+def _csv_loggers(trainer: Trainer) -> list[AppendingCSVLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, AppendingCSVLogger)]
 
 
 def is_ending(trainer: Trainer) -> bool:

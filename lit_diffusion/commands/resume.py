@@ -15,8 +15,6 @@ from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lit_diffusion.loggers import AppendingCSVLogger, rewind_evaluations
-
 Changes = Mapping[str, tuple[Any, Any]]
 """Dotted name of a setting -> (value in the checkpoint, value that is used)."""
 
@@ -93,27 +91,6 @@ class PreferConfig(Callback):
         for optimizer, state in zip(trainer.optimizers, saved["optimizer_states"], strict=True):
             _refuse_missing_state(self._changes, optimizer, state["state"])
             _change_groups(optimizer, state["param_groups"], self._keys, self._reschedule)
-
-
-class Resumed(Callback):
-    """Takes what the run logged after the checkpoint that it resumes from out of its files.
-
-    Args:
-        root: the run folder.
-    """
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Rewind to the step that was restored."""
-        if not trainer.is_global_zero:
-            return
-        rewind_evaluations(self._root / "evaluations.jsonl", trainer.global_step)
-        for logger in trainer.loggers:
-            if isinstance(logger, AppendingCSVLogger):
-                # By what Lightning logs: each optimizer's steps count in global_step.
-                logger.rewind(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def _same_list(saved: Any, used: Any) -> bool:

@@ -29,8 +29,8 @@ from lit_diffusion.checkpoints import (
     model_spec,
     read_checkpoint,
 )
-from lit_diffusion.commands.keeping import LastCheckpoint, RunConfig
-from lit_diffusion.commands.resume import PreferConfig, Resumed, differences, tell
+from lit_diffusion.commands.keeping import CurvesInStep, LastCheckpoint, RunConfig
+from lit_diffusion.commands.resume import PreferConfig, differences, tell
 from lit_diffusion.commands.run_folder import (
     Request,
     latest_config,
@@ -221,7 +221,7 @@ class RunCLI(LightningCLI):
         if config.enable_progress_bar is not False and not _has(callbacks, ProgressBar):
             callbacks.append(_progress())
         if self.request.command == "fit" and not self._is_trial:
-            callbacks.append(Resumed(self.request.root))
+            callbacks.append(CurvesInStep(self.request.root))
             callbacks.append(PreferConfig(self._changed))
             if config.enable_checkpointing is not False and not _keeps_last(callbacks):
                 callbacks.append(LastCheckpoint(self.request.root / "checkpoints"))

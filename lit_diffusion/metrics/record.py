@@ -2,11 +2,12 @@
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from lit_diffusion.files import replace_text
 
 if TYPE_CHECKING:
     from lightning.pytorch import Trainer
@@ -185,9 +186,7 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
     lines[first : first + 1] = [line]
     kept = [line for i, line in enumerate(lines) if i not in doubled]
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_text("\n".join(kept) + "\n")
-    os.replace(temporary, path)
+    replace_text(path, "\n".join(kept) + "\n")
 
 
 def _supersedes(record: FIDRecord, old: dict[str, Any]) -> bool:

@@ -20,6 +20,12 @@ def test_died_at_any_step(tmp_path, step):
     assert_undisturbed(tmp_path, Recipe(), step)
 
 
+@pytest.mark.parametrize("step", quickly(range(1, STEPS - 1), 3, 5))
+def test_died_as_soon_as_the_checkpoint_was_there(tmp_path, step):
+    """The row of its step is logged by Lightning only afterwards."""
+    assert_undisturbed(tmp_path, Recipe(), step, at_once=True)
+
+
 @pytest.mark.parametrize("name", quickly(CALLBACKS))
 def test_died_with_any_callback(tmp_path, name):
     assert_undisturbed(tmp_path, Recipe((name,)), 7)

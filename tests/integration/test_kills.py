@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import time
+from itertools import zip_longest
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,8 @@ def config(folder):
         {"class_path": "lit_diffusion.callbacks.FIDEvaluation", "init_args": fid},
         {"class_path": "lit_diffusion.commands.keeping.LastCheckpoint", "init_args": given},
     ]
+    schedule = {"total_steps": STEPS, "warmup_steps": 4}
+    made["model"]["init_args"]["lr_scheduler"]["init_args"] = schedule
     made["trainer"] |= {"enable_progress_bar": False, "default_root_dir": str(folder)}
     made["trainer"]["max_epochs"] = -1
     return made
@@ -66,6 +69,14 @@ def end(folder):
     return found
 
 
+def first_difference(found, expected):
+    """(row, found, expected) where two lists begin to differ; a diff of all rows takes minutes."""
+    for i, (row, other) in enumerate(zip_longest(found, expected)):
+        if row != other:
+            return i, row, other
+    return None
+
+
 @pytest.mark.slow
 def test_a_fit_that_is_killed_at_random_instants_ends_as_if_it_never_was(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -82,4 +93,5 @@ def test_a_fit_that_is_killed_at_random_instants_ends_as_if_it_never_was(tmp_pat
     assert lives == KILLS
     assert start("killed").wait() == 0
     assert_same_bits(end(folder), end(Path("whole")))
-    assert curves(folder) == curves(Path("whole"))
+    for killed, whole in zip(curves(folder), curves(Path("whole")), strict=True):
+        assert first_difference(killed, whole) is None

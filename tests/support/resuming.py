@@ -17,7 +17,7 @@ from lit_diffusion.callbacks import (
     SampleGrid,
     TimestepCurriculum,
 )
-from lit_diffusion.commands.keeping import LastCheckpoint
+from lit_diffusion.commands.keeping import CurvesInStep, LastCheckpoint
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.loggers import AppendingCSVLogger, read_rows
 from lit_diffusion.lr_schedules import WarmupCosine
@@ -44,10 +44,17 @@ class Death(Exception):
 
 
 class DieAfter(Checkpoint):
-    """Saves after step `step`, where and when LastCheckpoint does, and dies in the step after."""
+    """Saves after step `step`, where and when LastCheckpoint does, and dies in the step after.
 
-    def __init__(self, folder, step):
+    Args:
+        folder: for the file.
+        step: the last one.
+        at_once: whether it dies as soon as the file is there.
+    """
+
+    def __init__(self, folder, step, at_once=False):
         self.step = step
+        self.at_once = at_once
         self.keep = LastCheckpoint(folder, first=1, every_n_seconds=0.0)
 
     def on_train_start(self, trainer, pl_module):
@@ -60,10 +67,16 @@ class DieAfter(Checkpoint):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if trainer.global_step == self.step:
             self.keep.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+            self._die(trainer)
 
     def on_validation_end(self, trainer, pl_module):
         if trainer.global_step == self.step:
             self.keep.on_validation_end(trainer, pl_module)
+            self._die(trainer)
+
+    def _die(self, trainer):
+        if self.at_once and self.keep.path.exists():
+            raise Death
 
 
 @dataclass(frozen=True)
@@ -87,6 +100,7 @@ class Recipe:
         trainer = make_trainer(
             folder,
             *extra,
+            CurvesInStep(folder),
             *(CALLBACKS[name]() for name in self.callbacks),
             logger=AppendingCSVLogger(folder),
             **{
@@ -112,11 +126,11 @@ def curves(folder):
     return rows, [{k: v for k, v in score.items() if k != "seconds"} for score in scores]
 
 
-def assert_undisturbed(tmp_path, recipe, step):
+def assert_undisturbed(tmp_path, recipe, step, at_once=False):
     whole = recipe.fit(tmp_path / "whole")
     died = tmp_path / "died"
     with pytest.raises(Death):
-        recipe.fit(died, DieAfter(died, step))
+        recipe.fit(died, DieAfter(died, step, at_once))
     again = recipe.fit(died, ckpt_path=died / "last.ckpt", resumed=True)
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "callbacks"):
         assert_same_bits(again[key], whole[key])
