@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lit_diffusion.callbacks.momentum_decay import LRCompensation, MomentumDecay
     from lit_diffusion.callbacks.noise_level_loss import NoiseLevelLoss
     from lit_diffusion.callbacks.sample_grid import SampleGrid
+    from lit_diffusion.callbacks.save_on_signal import SaveOnSignal
     from lit_diffusion.callbacks.step_seed import StepSeed
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "MomentumDecay",
     "NoiseLevelLoss",
     "SampleGrid",
+    "SaveOnSignal",
     "ShiftingGaussian",
     "StepSeed",
     "TimestepCurriculum",
@@ -43,6 +45,7 @@ _FILES = {
     "MomentumDecay": "momentum_decay",
     "NoiseLevelLoss": "noise_level_loss",
     "SampleGrid": "sample_grid",
+    "SaveOnSignal": "save_on_signal",
     "ShiftingGaussian": "curriculum",
     "StepSeed": "step_seed",
     "TimestepCurriculum": "curriculum",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def replace_text(path: str | Path, text: str) -> None:
-    """Write a file in place of the one that is there, if any.
+    r"""Write a file in place of the one that is there, if any.
 
     Args:
         path: of the file, in a folder that is there.
@@ -17,7 +17,7 @@ def replace_text(path: str | Path, text: str) -> None:
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     replace_text(f"{folder}/notes.txt", "one line\\n")
+        ...     replace_text(f"{folder}/notes.txt", "one line\n")
         ...     print(Path(f"{folder}/notes.txt").read_text(), end="")
         one line
     """

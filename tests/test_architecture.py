@@ -12,6 +12,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = [*(ROOT / "lit_diffusion").rglob("*.py"), *(ROOT / "callbacks").rglob("*.py")]
 OURS = "lit_diffusion"
 
+SYSTEM = {"files", "signals", "slurm"}  # the machine, by the standard library alone
 SEAMS = {"protocols", "gaussian", "seeding"}
 MATHS = {
     "timesteps",
@@ -28,17 +29,21 @@ FRAMEWORK = {"lightning", "torchvision", "torchmetrics", "torch_fidelity", "PIL"
 
 # group of files -> (of ours they may import, third parties besides torch)
 MAY_IMPORT = {
+    "system": (set(), set()),
     "protocols": (set(), set()),
     "seeding": (set(), set()),
     "gaussian": ({"protocols"}, set()),
     # solvers know the default grids; likelihood and losses share gaussian
     "maths": (SEAMS | {"timesteps"}, set()),
     "networks": ({"networks.layers"}, set()),
-    "data": ({"data", "seeding"}, FRAMEWORK | {"sklearn"}),
-    "metrics": ({"metrics", "seeding"}, FRAMEWORK | {"safetensors"}),
+    "data": (SYSTEM | {"data", "seeding"}, FRAMEWORK | {"sklearn"}),
+    "metrics": (SYSTEM | {"metrics", "seeding"}, FRAMEWORK | {"safetensors"}),
     "modules": (SEAMS | MATHS | {"networks", "data", "metrics", "modules"}, FRAMEWORK),
     "analysis": ({"analysis", "protocols", "seeding"}, {"scipy", "matplotlib"}),
-    "callbacks": ({"callbacks", "protocols", "seeding", "metrics"}, FRAMEWORK),
+    "callbacks": (
+        SYSTEM | {"callbacks", "protocols", "seeding", "metrics", "batch_end"},
+        FRAMEWORK,
+    ),
 }
 
 
@@ -50,7 +55,10 @@ def name_of(file: Path) -> str:
 
 def group_of(name: str) -> str | None:
     top = name.split(".")[0]
-    return "maths" if top in MATHS else top if top in MAY_IMPORT else None
+    named = {"maths": MATHS, "system": SYSTEM}
+    return next((group for group, names in named.items() if top in names), None) or (
+        top if top in MAY_IMPORT else None
+    )
 
 
 def imports_of(file: Path) -> set[str]:

@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_diffusion.loggers import AppendingCSVLogger, rewind_evaluations
-
+from lit_diffusion.batch_end import is_ending, row_is_to_come, validation_follows
 from lit_diffusion.commands.run_folder import next_config
+from lit_diffusion.loggers import AppendingCSVLogger, rewind_evaluations
 
 
 class RunConfig(SaveConfigCallback):
@@ -51,7 +51,7 @@ class CurvesInStep(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Log the row that Lightning logs only after `on_train_batch_end`, where saves are made."""
-        if not _row_is_to_come(trainer):
+        if not row_is_to_come(trainer):
             return
         connector = trainer._logger_connector
         metrics = convert_tensors_to_scalars(connector.metrics["log"])
@@ -106,7 +106,7 @@ class LastCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save where it is due and no validation follows."""
-        if self._is_wanted(trainer) and not _validation_follows(trainer):
+        if self._is_wanted(trainer) and not validation_follows(trainer):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -134,27 +134,5 @@ class LastCheckpoint(Checkpoint):
         self._saved = (time.monotonic(), trainer.global_step)
 
 
-def _row_is_to_come(trainer: Trainer) -> bool:
-    """Whether a batch that made an optimizer step is done, and not yet its log."""
-    loop = trainer.fit_loop.epoch_loop
-    batches = loop.batch_progress.current
-    return batches.completed < batches.processed and not loop._should_accumulate()
-
-
 def _csv_loggers(trainer: Trainer) -> list[AppendingCSVLogger]:
     return [logger for logger in trainer.loggers if isinstance(logger, AppendingCSVLogger)]
-
-
-def is_ending(trainer: Trainer) -> bool:
-    """Whether the batch that was just trained on is the last."""
-    by_steps = 0 <= trainer.max_steps <= trainer.global_step
-    epochs = trainer.max_epochs
-    in_last_epoch = epochs is not None and 0 <= epochs <= trainer.current_epoch + 1
-    return trainer.should_stop or by_steps or (in_last_epoch and trainer.is_last_batch)
-
-
-def _validation_follows(trainer: Trainer) -> bool:
-    """Lightning's own answer, which depends on half a dozen of its settings."""
-    loop = trainer.fit_loop
-    assert loop._data_fetcher is not None
-    return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)

@@ -6,7 +6,6 @@ never used. Here, exactly what was changed is changed in the saved state, and no
 
 import warnings
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer

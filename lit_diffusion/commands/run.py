@@ -10,6 +10,7 @@ from argparse import ArgumentError, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -39,10 +40,11 @@ from lit_diffusion.commands.run_folder import (
     read_command_line,
     refuse_mixing,
 )
-from lit_diffusion.commands.summary import stopped, summary
+from lit_diffusion.commands.summary import goes_on, stopped, summary
 from lit_diffusion.errors import innermost
 from lit_diffusion.loggers import AppendingCSVLogger
 from lit_diffusion.protocols import WeightsProvider
+from lit_diffusion.signals import SAVED, SavedOnSignal
 from lit_diffusion.trust import trusting, within
 
 _HELP = {
@@ -94,6 +96,8 @@ def run(argv: Sequence[str]) -> None:
             that does not fit.
     """
     request = read_command_line(argv)
+    if request.requeued:
+        print(goes_on(request), file=sys.stderr)
     _quiet_lightning()
     with trusting(request.trust), ExitStack() as held:
         RunCLI(request, held)
@@ -223,8 +227,8 @@ class RunCLI(LightningCLI):
         if self.request.command == "fit" and not self._is_trial:
             callbacks.append(CurvesInStep(self.request.root))
             callbacks.append(PreferConfig(self._changed))
-            if config.enable_checkpointing is not False and not _keeps_last(callbacks):
-                callbacks.append(LastCheckpoint(self.request.root / "checkpoints"))
+            if config.enable_checkpointing is not False:
+                callbacks += _savers(callbacks, self.request.root / "checkpoints")
         return callbacks
 
     def _run_subcommand(self, subcommand: str) -> None:
@@ -234,13 +238,16 @@ class RunCLI(LightningCLI):
         except (SystemExit, RuntimeError) as error:
             if number := self._signal_behind(error):
                 self._tell_stopped(number)
-                raise SystemExit(128 + number) from error
+                saved = isinstance(error, SavedOnSignal)
+                raise SystemExit(SAVED if saved else 128 + number) from error
             if str(error).startswith("Error(s) in loading state_dict"):
                 raise ValueError(_architecture(error, self.request)) from error
             raise
 
     def _signal_behind(self, error: BaseException) -> signal.Signals | None:
         """The signal that ended the Trainer, which exits with 0 after SIGTERM, 1 after Ctrl-C."""
+        if isinstance(error, SavedOnSignal):
+            return error.signal
         if isinstance(error.__context__, KeyboardInterrupt):
             return signal.SIGINT
         terminated = self.trainer._signal_connector.received_sigterm
@@ -304,17 +311,29 @@ def _has(callbacks: Sequence[Callback], kind: Any) -> bool:
     return any(isinstance(callback, kind) for callback in callbacks)
 
 
-def _keeps_last(callbacks: Sequence[Callback]) -> bool:
-    given = _has(callbacks, LastCheckpoint)
-    return given or any(isinstance(c, ModelCheckpoint) and c.save_last for c in callbacks)
+def _savers(given: Sequence[Callback], folder: Path) -> list[Callback]:
+    """What keeps last.ckpt, as far as the config has not its own."""
+    keeps_last = any(isinstance(c, ModelCheckpoint) and c.save_last for c in given)
+    save_on_signal = _callback("save_on_signal", "SaveOnSignal")
+    savers: list[Callback] = []
+    if not keeps_last and not _has(given, LastCheckpoint):
+        savers.append(LastCheckpoint(folder))
+    if not _has(given, save_on_signal):
+        savers.append(save_on_signal(folder))
+    return savers
 
 
 def _progress() -> Callback:
-    """A bar in a terminal, lines elsewhere. Callbacks are found by class path, as in a config."""
+    """A bar in a terminal, lines elsewhere."""
     if sys.stderr.isatty():
         return TQDMProgressBar()
-    progress: Callback = import_module("lit_diffusion.callbacks.progress").PlainProgress()
+    progress: Callback = _callback("progress", "PlainProgress")()
     return progress
+
+
+def _callback(file: str, name: str) -> Any:
+    """A class of ours, found by its path as in a config: callbacks know nothing of commands."""
+    return getattr(import_module(f"lit_diffusion.callbacks.{file}"), name)
 
 
 def _with_atomic_saves(plugins: Any, trust: Sequence[str]) -> list[Any]:

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 
 from lit_diffusion.commands.options import Parser
+from lit_diffusion.slurm import is_requeue_of
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Request:
         trust: the values of --trust.
         root: the run folder.
         checkpoint: file that --ckpt_path means, whether or not it is there; None without.
+        requeued: whether this is a later start of the SLURM job that trains in the run folder. It
+            goes on from its last checkpoint, whatever the command line names.
     """
 
     command: str
@@ -40,6 +43,7 @@ class Request:
     trust: tuple[str, ...]
     root: Path
     checkpoint: Path | None
+    requeued: bool = False
 
     @property
     def holds_checkpoint(self) -> bool:
@@ -70,12 +74,14 @@ def read_command_line(argv: Sequence[str]) -> Request:
     wanted = seen.ckpt_path or _last(settings, "ckpt_path")
     wanted = None if wanted in (None, "null", "None") else str(wanted).removeprefix("file://")
     root = _root(stated, wanted, seen.config)
+    requeued = argv[0] == "fit" and is_requeue_of(root / "checkpoints")
+    if requeued and (root / "checkpoints" / "last.ckpt").is_file():
+        wanted = "last"
     checkpoint = _checkpoint(wanted, root)
     if wanted and checkpoint and wanted != "last" and not checkpoint.is_file():
         raise FileNotFoundError(f"--ckpt_path: there is no file {checkpoint}.")
-    return Request(
-        argv[0], tuple(options), tuple(seen.config), tuple(found.trust), root, checkpoint
-    )
+    configs, trust = tuple(seen.config), tuple(found.trust)
+    return Request(argv[0], tuple(options), configs, trust, root, checkpoint, requeued)
 
 
 def _peek(command: str, options: list[str]) -> argparse.Namespace:
@@ -158,7 +164,7 @@ def refuse_mixing(request: Request) -> None:
     """
     found = traces(request.root)
     is_there = request.checkpoint is not None and request.checkpoint.is_file()
-    if not found or (is_there and request.holds_checkpoint):
+    if not found or request.requeued or (is_there and request.holds_checkpoint):
         return
     what = ", ".join(str(file.relative_to(request.root)) for file in found[:3])
     way = "Continue it with --ckpt_path=last"

@@ -13,6 +13,7 @@ from lit_diffusion.checkpoints import checkpoint_file, ema_states, read_checkpoi
 from lit_diffusion.commands.run_folder import Request
 from lit_diffusion.loggers import read_evaluations
 from lit_diffusion.metrics.record import images_seen, is_repeat
+from lit_diffusion.slurm import job_id
 
 
 def summary(request: Request, trainer: Trainer, seconds: float) -> str:
@@ -43,6 +44,13 @@ def _sample_command(root: Path, trust: Sequence[str]) -> str:
     out = ["--num", "64", "--out", f"{root}/out"]
     checkpoint = ["--checkpoint", str(root)]
     return shlex.join(["lit-diffusion", "sample", *checkpoint, *weights, *trusted, *out])
+
+
+def goes_on(request: Request) -> str:
+    """A line on a fit that a batch system has started again."""
+    last = checkpoint_file(request.root)
+    found = f"goes on from {last}" if last.is_file() else f"begins anew, as there is no {last}"
+    return f"SLURM job {job_id()} was requeued, and {found}."
 
 
 def stopped(request: Request, step: int, number: signal.Signals) -> str:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lit_diffusion.data.datasets import Batch, ImageDataset
 from lit_diffusion.data.loaders import ResumableLoader, batches_of_epoch
 from lit_diffusion.data.samplers import ShuffledSampler, UnrepeatedSampler, even_batch_size
+from lit_diffusion.signals import outlive_signals
 
 Split: TypeAlias = Literal["train", "val"]
 T = TypeVar("T")
@@ -187,6 +188,7 @@ class ImageDataModule(LightningDataModule):
             "collate_fn": as_it_is,
             "num_workers": workers,
             "persistent_workers": workers > 0,
+            "worker_init_fn": outlive_signals if workers else None,
             "pin_memory": torch.cuda.is_available(),
         }
 

@@ -35,7 +35,9 @@ def stopped(number: signal.Signals, sign: Path, *options: str) -> tuple[int, str
 @pytest.mark.system
 @pytest.mark.usefixtures("terminal_signals")
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+)
 def test_a_fit_that_a_signal_stops_ends_with_its_code_and_says_how_to_go_on(number, code, workers):
     ended, said = stopped(number, LAST, f"--data.num_workers={workers}")
     assert ended == code, said

@@ -127,12 +127,19 @@ def curves(folder):
 
 
 def assert_undisturbed(tmp_path, recipe, step, at_once=False):
+    died = tmp_path / "died"
+    assert_goes_on(tmp_path, recipe, DieAfter(died, step, at_once), error=Death)
+
+
+def assert_goes_on(tmp_path, recipe, *dying, error):
+    """A run that dies of what `dying` raises and is resumed ends as one that did not."""
     whole = recipe.fit(tmp_path / "whole")
     died = tmp_path / "died"
-    with pytest.raises(Death):
-        recipe.fit(died, DieAfter(died, step, at_once))
+    with pytest.raises(error) as raised:
+        recipe.fit(died, *dying)
     again = recipe.fit(died, ckpt_path=died / "last.ckpt", resumed=True)
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "callbacks"):
         assert_same_bits(again[key], whole[key])
     assert (again["global_step"], again["epoch"]) == (whole["global_step"], whole["epoch"])
     assert curves(died) == curves(tmp_path / "whole")
+    return raised.value

@@ -1,0 +1,200 @@
+"""A checkpoint at the next safe point after a signal, the same on all ranks."""
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lit_diffusion.batch_end import accumulates, is_ending, validation_follows
+from lit_diffusion.signals import SavedOnSignal, SignalNotes
+from lit_diffusion.slurm import is_requeue_of, job_id, leave_note, requeue_job
+
+
+class SaveOnSignal(Checkpoint):
+    """Saves `folder`/last.ckpt at the next safe point after a signal, and ends with exit code 75.
+
+    Batch systems announce by a signal that a job's time is up. The handler only makes a note: safe
+    points are the ends of training batches that stepped the optimizer, and of the validation that
+    belongs to one. On several ranks, whichever get the signal, all save after the same step: they
+    agree on it by an all-reduce that runs beside a batch. A second signal changes nothing.
+
+    In a SLURM job that still runs (preempted, or signalled by `sbatch --signal`), the first rank
+    asks for a requeue. Lightning's own handlers, which save inside of the handler, are not set.
+
+    Args:
+        folder: for last.ckpt.
+        signals: names of those that are taken for an announcement.
+        requeue: whether to requeue a SLURM job.
+
+    Raises:
+        ValueError: for unknown signals; and at the start of a fit where processes work together
+            without `torch.distributed`, or where Lightning has silently picked a checkpoint that
+            another job left behind.
+
+    Example:
+        >>> saver = SaveOnSignal("checkpoints")
+        >>> trainer = Trainer(callbacks=[saver], logger=False, accelerator="cpu")
+        >>> saver.checkpoint_of_requeue() is None  # for trainer.fit(module, ckpt_path=...)
+        True
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
+        requeue: bool = True,
+    ) -> None:
+        self.path = Path(folder) / "last.ckpt"
+        self.requeue = requeue
+        self._notes = SignalNotes(_numbers(signals))
+        self._agreed = _Agreement()
+        self._due = 0
+        self._saved: SavedOnSignal | None = None
+
+    def checkpoint_of_requeue(self) -> Path | None:
+        """The checkpoint to go on from, where this is a later start of the SLURM job that saved it.
+
+        None in any other process: a new job resumes only from what it is told to.
+        """
+        requeued = is_requeue_of(self.path.parent) and self.path.is_file()
+        return self.path if requeued else None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Note signals from here on."""
+        if stage == "fit":
+            self._due, self._saved = 0, None
+            self._notes.start()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep Lightning from setting handlers, and prepare to agree with the other ranks."""
+        _refuse_stale(trainer)
+        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        self._agreed = _Agreement(trainer)
+        if trainer.is_global_zero:
+            leave_note(self.path.parent)
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """End what was saved: everything of the step before is done and logged."""
+        self._end()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save if the ranks have agreed to and no validation follows."""
+        self._due = self._due or self._agreed.later(self._notes.received or 0)
+        if self._due and not validation_follows(trainer):
+            self._save(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save if any rank has had a signal."""
+        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
+            return
+        self._due = self._due or self._agreed.now(self._notes.received or 0)
+        if self._due:
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End what was saved after the last batch of an epoch."""
+        self._end()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave nothing running."""
+        self._agreed.now(0)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave signals to others."""
+        self._stop(trainer)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Likewise."""
+        self._stop(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        if accumulates(trainer) or is_ending(trainer):
+            return  # gradients are not saved, and a complete run ends as usual
+        saved = SavedOnSignal(self._due, trainer.global_step, self.path)
+        trainer.save_checkpoint(self.path, weights_only=False)
+        self._saved = saved
+        if trainer.is_global_zero:
+            print(self._tell(saved), file=sys.stderr, flush=True)
+
+    def _tell(self, saved: SavedOnSignal) -> str:
+        """What is said of it, once a SLURM job is requeued."""
+        said = f"Saved {saved.path} at step {saved.step}, on {saved.signal.name}."
+        job = job_id() if self.requeue else None
+        return said if job is None else f"{said} {requeue_job(job)}."
+
+    def _end(self) -> None:
+        if self._saved is not None:
+            raise self._saved
+
+    def _stop(self, trainer: Trainer) -> None:
+        self._notes.stop()
+        vars(trainer._signal_connector).pop("register_signal_handlers", None)
+
+
+class _Agreement:
+    """The largest of the ranks' numbers, told to all of them at the same call."""
+
+    def __init__(self, trainer: Trainer | None = None) -> None:
+        self._group: Any = None
+        self._running: Any = None
+        if trainer is None or trainer.world_size == 1:
+            return
+        if not dist.is_initialized():
+            raise ValueError(
+                f"SaveOnSignal needs torch.distributed to agree on a step, and {trainer.world_size}"
+                f" processes run under {type(trainer.strategy).__name__} without it; leave it out."
+            )
+        # Beside the group of the gradients, and on the CPU: no device waits for a signal.
+        self._group = dist.new_group(backend="gloo")
+
+    def later(self, number: int) -> int:
+        """The numbers that were told at the call before; this one is told meanwhile."""
+        if self._group is None:
+            return number
+        agreed = self._wait()
+        told = torch.tensor([number])
+        work = dist.all_reduce(told, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        self._running = (work, told)
+        return agreed
+
+    def now(self, number: int) -> int:
+        """The numbers told at this call and the one before; waits for the other ranks."""
+        return max(self.later(number), self._wait()) if self._group else number
+
+    def _wait(self) -> int:
+        if self._running is None:
+            return 0
+        (work, told), self._running = self._running, None
+        work.wait()
+        return int(told)
+
+
+def _numbers(names: Sequence[str]) -> list[signal.Signals]:
+    known = signal.Signals.__members__
+    for name in names:
+        if name not in known or name in ("SIGKILL", "SIGSTOP"):
+            raise ValueError(f"signals must be names such as SIGTERM or SIGUSR1, got {name!r}.")
+    return [known[name] for name in names]
+
+
+def _refuse_stale(trainer: Trainer) -> None:
+    """Refuse what Lightning resumes from unasked: hpc_ckpt_1.ckpt of any job in the same folder."""
+    path = Path(str(trainer.ckpt_path or ""))
+    if path.name.startswith("hpc_ckpt_") and job_id():
+        raise ValueError(
+            f"{path} was left by another job and would be resumed from unasked; to go on from it, "
+            "rename it and pass it as ckpt_path, else delete it."
+        )

@@ -1,0 +1,32 @@
+"""Where a fit stands when a training batch ends, which decides what may be saved there."""
+
+from lightning.pytorch import Trainer
+
+
+def accumulates(trainer: Trainer) -> bool:
+    """Whether the batch was one whose gradients wait for the next: they are in no checkpoint."""
+    return trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def validation_follows(trainer: Trainer) -> bool:
+    """Whether a validation belongs to the batch.
+
+    Lightning's own answer, which depends on half a dozen of its settings.
+    """
+    loop = trainer.fit_loop
+    assert loop._data_fetcher is not None
+    return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+
+
+def is_ending(trainer: Trainer) -> bool:
+    """Whether the batch was the last of the run."""
+    by_steps = 0 <= trainer.max_steps <= trainer.global_step
+    epochs = trainer.max_epochs
+    in_last_epoch = epochs is not None and 0 <= epochs <= trainer.current_epoch + 1
+    return trainer.should_stop or by_steps or (in_last_epoch and trainer.is_last_batch)
+
+
+def row_is_to_come(trainer: Trainer) -> bool:
+    """Whether the batch made an optimizer step whose metrics are yet to be logged."""
+    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    return batches.completed < batches.processed and not accumulates(trainer)

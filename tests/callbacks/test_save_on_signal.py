@@ -1,0 +1,183 @@
+"""Signals at every place of a run: what is saved, how it ends, and that it goes on bit for bit."""
+
+import os
+import signal
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from support.on_ranks import run_on_ranks
+from support.plain_module import PlainModule, loader, make_trainer
+from support.resuming import Recipe, assert_goes_on
+
+from lit_diffusion.callbacks import EMA, SaveOnSignal
+from lit_diffusion.signals import SAVED, SavedOnSignal
+
+HANDLED = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class Sends(Callback):
+    """Sends this process a signal in a hook, from batch `batch` of the run on, once."""
+
+    def __init__(self, hook, batch=4, number=signal.SIGTERM):
+        self.batch, self.number, self.sent = batch, number, False
+        setattr(self, hook, self._send)
+
+    def _send(self, trainer, *args):
+        if not self.sent and trainer.fit_loop.total_batch_idx + 1 >= self.batch:
+            self.sent = True
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.fixture(autouse=True)
+def handlers(tmp_path, monkeypatch):
+    """Every test leaves the handlers as they were."""
+    monkeypatch.chdir(tmp_path)
+    before = [signal.getsignal(number) for number in HANDLED]
+    yield
+    assert [signal.getsignal(number) for number in HANDLED] == before
+
+
+def saved_at(folder):
+    return torch.load(folder / "last.ckpt", weights_only=True)["global_step"]
+
+
+PLACES = {
+    "on_train_batch_start": 4,
+    "on_before_backward": 4,
+    "on_before_optimizer_step": 4,
+    "on_train_batch_end": 4,
+    "on_validation_batch_start": 5,
+    "on_validation_end": 5,
+}
+
+
+@pytest.mark.parametrize("number", HANDLED)
+@pytest.mark.parametrize(("hook", "step"), PLACES.items())
+def test_a_run_saves_after_the_step_in_which_the_signal_comes(tmp_path, hook, step, number):
+    """Batches are counted from 1; an epoch of five is followed by validation."""
+    saver = SaveOnSignal(tmp_path)
+    trainer = make_trainer(
+        tmp_path, saver, Sends(hook, 4, number), max_epochs=3, enable_checkpointing=True
+    )
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(PlainModule(), loader(40), loader(16))
+    assert ended.value.code == SAVED == 75
+    assert (ended.value.signal, ended.value.step) == (number, step)
+    assert saved_at(tmp_path) == step == trainer.global_step
+
+
+@pytest.mark.parametrize(
+    ("hook", "batch"),
+    [
+        ("on_before_optimizer_step", 3),
+        pytest.param("on_train_batch_end", 5, marks=pytest.mark.slow),
+        pytest.param("on_validation_batch_start", 6, marks=pytest.mark.slow),
+        pytest.param("on_save_checkpoint", 5, marks=pytest.mark.slow),
+    ],
+)
+def test_what_was_saved_goes_on_bit_for_bit(tmp_path, hook, batch):
+    recipe = Recipe(("EMA", "MomentumDecay", "FIDEvaluation", "SampleGrid"))
+    saver = SaveOnSignal(tmp_path / "died")
+    ended = assert_goes_on(tmp_path, recipe, Sends(hook, batch), saver, error=SavedOnSignal)
+    assert ended.code == SAVED
+
+
+def test_gradients_of_accumulated_batches_are_not_lost(tmp_path):
+    recipe = Recipe(trainer=(("accumulate_grad_batches", 2),))
+    dying = Sends("on_before_backward", 3), SaveOnSignal(tmp_path / "died")
+    assert_goes_on(tmp_path, recipe, *dying, error=SavedOnSignal)
+
+
+def test_a_second_signal_changes_nothing(tmp_path):
+    sends = Sends("on_train_batch_start", 3), Sends("on_save_checkpoint", 3, signal.SIGUSR1)
+    trainer = make_trainer(
+        tmp_path, *sends, SaveOnSignal(tmp_path), max_epochs=3, enable_checkpointing=True
+    )
+    with pytest.raises(SavedOnSignal) as ended:
+        trainer.fit(PlainModule(), loader(40))
+    assert (ended.value.signal, ended.value.step) == (signal.SIGTERM, 3)
+    assert sends[1].sent
+
+
+def test_averages_are_never_left_in_the_place_of_the_weights(tmp_path):
+    module = PlainModule()
+    trainer = make_trainer(
+        tmp_path,
+        EMA((0.5,)),
+        Sends("on_validation_batch_start"),
+        SaveOnSignal(tmp_path),
+        max_epochs=3,
+        enable_checkpointing=True,
+    )
+    with pytest.raises(SavedOnSignal):
+        trainer.fit(module, loader(40), loader(16))
+    saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
+    assert all(torch.equal(saved[name], value) for name, value in module.state_dict().items())
+
+
+def test_a_run_that_is_complete_ends_as_usual(tmp_path):
+    trainer = make_trainer(
+        tmp_path,
+        Sends("on_train_batch_start", 5),
+        SaveOnSignal(tmp_path),
+        enable_checkpointing=True,
+    )
+    trainer.fit(PlainModule(), loader(40), loader(16))
+    assert trainer.global_step == 5
+
+
+def test_lightning_sets_no_handler_that_saves_inside_of_it(tmp_path, monkeypatch):
+    """Its handlers would broadcast, which deadlocks where ranks are in other places."""
+    found = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, *args):
+            found.extend(signal.getsignal(number) for number in HANDLED)
+
+    saver = SaveOnSignal(tmp_path)
+    make_trainer(tmp_path, saver, Look(), enable_checkpointing=True).fit(PlainModule(), loader(8))
+    assert {handler.__self__ for handler in found} == {saver._notes}
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "TERM", "sigterm"])
+def test_names_that_are_no_signals_to_handle_are_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=f"SIGTERM or SIGUSR1, got '{name}'"):
+        SaveOnSignal(tmp_path, signals=[name])
+
+
+@pytest.mark.parametrize("restarts", ["", "1"])
+def test_a_new_job_does_not_go_on_from_what_another_left(tmp_path, monkeypatch, restarts):
+    """Lightning resumes from hpc_ckpt_1.ckpt of any job in the folder, unasked."""
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    make_trainer(tmp_path).fit(module := PlainModule(), loader(8))
+    module.trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
+    for name in ("JOB_ID", "NTASKS", "JOB_NAME", "NODEID", "PROCID", "LOCALID"):
+        monkeypatch.setenv(f"SLURM_{name}", {"NTASKS": "1", "JOB_NAME": "train"}.get(name, "0"))
+    trainer = make_trainer(tmp_path, SaveOnSignal(tmp_path), enable_checkpointing=True)
+    with pytest.raises(ValueError, match=r"hpc_ckpt_1.ckpt was left by another job"):
+        trainer.fit(PlainModule(), loader(8))
+
+
+def test_only_a_requeue_of_the_very_job_goes_on_by_itself(tmp_path, monkeypatch):
+    saver = SaveOnSignal(tmp_path)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    trainer = make_trainer(
+        tmp_path, Sends("on_train_batch_start"), saver, max_epochs=3, enable_checkpointing=True
+    )
+    with pytest.raises(SavedOnSignal):
+        trainer.fit(PlainModule(), loader(40))
+    assert saver.checkpoint_of_requeue() is None  # another job in the same folder
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert saver.checkpoint_of_requeue() == tmp_path / "last.ckpt"
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    assert saver.checkpoint_of_requeue() is None
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_ranks_save_after_the_same_step_whichever_gets_the_signal(tmp_path, ranks):
+    """One rank is slow, so that the others wait for it in a collective when the signal comes."""
+    found = run_on_ranks("signal_on_ranks.py", tmp_path, ranks=ranks)
+    assert len({rank["step"] for rank in found}) == 1
+    assert {rank["code"] for rank in found} == {SAVED}
+    assert found[0]["step"] == saved_at(tmp_path) >= 4
