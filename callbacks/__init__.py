@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     )
     from lit_diffusion.callbacks.ema import EMA
     from lit_diffusion.callbacks.fid import FIDEvaluation
+    from lit_diffusion.callbacks.finite_updates import FiniteUpdates
     from lit_diffusion.callbacks.loss_resampler import LossSecondMomentResampler
     from lit_diffusion.callbacks.momentum_decay import LRCompensation, MomentumDecay
     from lit_diffusion.callbacks.noise_level_loss import NoiseLevelLoss
@@ -23,6 +24,7 @@ __all__ = [
     "EMA",
     "CurriculumWeight",
     "FIDEvaluation",
+    "FiniteUpdates",
     "ImportanceWeightedCurriculum",
     "LRCompensation",
     "LossSecondMomentResampler",
@@ -39,6 +41,7 @@ _FILES = {
     "CurriculumWeight": "curriculum",
     "EMA": "ema",
     "FIDEvaluation": "fid",
+    "FiniteUpdates": "finite_updates",
     "ImportanceWeightedCurriculum": "curriculum",
     "LRCompensation": "momentum_decay",
     "LossSecondMomentResampler": "loss_resampler",

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lit_diffusion.callbacks.finite import first_nonfinite
+
 
 def warmup_decay(decay: float, n: int) -> float:
     """Decay of step n under warm-up: min(decay, (1 + n) / (10 + n)).
@@ -58,21 +60,6 @@ def ema_update_(shadow: Sequence[Tensor], params: Sequence[Tensor], decay: float
     """
     wide = [param.to(average.dtype) for average, param in zip(shadow, params, strict=True)]
     torch._foreach_lerp_(list(shadow), wide, 1 - decay)
-
-
-def first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
-    """Index of the first tensor with a value that is not finite; costs one host synchronisation.
-
-    Example:
-        >>> first_nonfinite([torch.ones(2), torch.tensor([1.0, torch.nan])])
-        1
-    """
-    filled = [i for i, tensor in enumerate(tensors) if tensor.numel()]
-    if not filled:
-        return None
-    norms = torch._foreach_norm([tensors[i] for i in filled], math.inf)
-    bad = ~torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite().cpu()
-    return filled[int(bad.nonzero()[0])] if bad.any() else None
 
 
 def match_decays(stored: Sequence[float], wanted: Sequence[float]) -> list[int | None]:

@@ -387,9 +387,12 @@ def _is_under(name: str, prefix: str) -> bool:
 
 
 def _was_skipped(optimizer: Optimizer) -> bool:
-    """Whether a GradScaler made the step a no-op.
+    """Whether the step was a no-op: a GradScaler made it one, or there was no gradient to follow.
 
-    It does not call step() of other optimizers then; fused ones learn of it inside, by `found_inf`.
+    A GradScaler does not call step() of other optimizers then; fused ones learn of it inside, by
+    `found_inf`.
     """
     found_inf = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and bool(found_inf)
+    if found_inf is not None and bool(found_inf):
+        return True
+    return all(p.grad is None for group in optimizer.param_groups for p in group["params"])

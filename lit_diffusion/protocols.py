@@ -329,3 +329,13 @@ class WeightsProvider(Protocol):
     def weights(self, name: str) -> AbstractContextManager[None]:
         """Context in which the module's parameters hold the named weights."""
         ...
+
+
+@runtime_checkable
+class UpdateGuard(Protocol):
+    """Something, such as the FiniteUpdates callback, that leaves out updates not finite."""
+
+    @property
+    def skipped_updates(self) -> int:
+        """How many it has left out."""
+        ...

@@ -43,7 +43,7 @@ from lit_diffusion.commands.run_folder import (
 from lit_diffusion.commands.summary import goes_on, stopped, summary
 from lit_diffusion.errors import innermost
 from lit_diffusion.loggers import AppendingCSVLogger
-from lit_diffusion.protocols import WeightsProvider
+from lit_diffusion.protocols import UpdateGuard, WeightsProvider
 from lit_diffusion.signals import SAVED, SavedOnSignal
 from lit_diffusion.trust import trusting, within
 
@@ -224,6 +224,8 @@ class RunCLI(LightningCLI):
         callbacks: list[Callback] = list(given) if isinstance(given, list) else [given]
         if config.enable_progress_bar is not False and not _has(callbacks, ProgressBar):
             callbacks.append(_progress())
+        if self.request.command == "fit" and not _has(callbacks, UpdateGuard):
+            callbacks.append(_callback("finite_updates", "FiniteUpdates")())
         if self.request.command == "fit" and not self._is_trial:
             callbacks.append(CurvesInStep(self.request.root))
             callbacks.append(PreferConfig(self._changed))

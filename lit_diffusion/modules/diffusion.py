@@ -37,6 +37,7 @@ from lit_diffusion.protocols import (
     Process,
     Quantile,
     Solver,
+    UpdateGuard,
 )
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms, seed_step
 from lit_diffusion.timesteps import bin_of, draw_uniforms
@@ -125,6 +126,7 @@ class DiffusionModule(LightningModule):
         self.timestep_density: Tensor | None = None
         self.timestep_weight: Tensor | None = None
         self._watch = LossWatch()
+        self._guarded = False  # by a callback, which stops a run more gently
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
         self._val_loss = MeanMetric(nan_strategy="disable")
@@ -143,6 +145,8 @@ class DiffusionModule(LightningModule):
     def on_fit_start(self) -> None:
         """Forget the losses of an earlier fit."""
         self._watch = LossWatch()
+        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
+        self._guarded = any(isinstance(callback, UpdateGuard) for callback in callbacks)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Make the randomness of this step a function of its number."""
@@ -155,9 +159,10 @@ class DiffusionModule(LightningModule):
         t, noise = self.times.quantile(u, self.process), torch.randn_like(x0)
         losses = self.per_sample_loss(x0, self._drop_labels(labels), t, noise, self.global_step)
         loss = (losses * self._weight_at(u)).mean()
-        self._refuse_non_finite(losses.detach(), u)
+        if not self._guarded:
+            self._refuse_non_finite(losses.detach(), u)
         self._log_training(loss, losses.detach(), u, batch_idx)
-        return {"loss": loss, "u": u, "per_sample_loss": losses.detach()}
+        return {"loss": loss, "u": u, "t": t, "per_sample_loss": losses.detach()}
 
     def per_sample_loss(
         self, x0: Tensor, labels: Tensor | None, t: Tensor, noise: Tensor, step: int | None = None
