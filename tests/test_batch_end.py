@@ -50,4 +50,4 @@ def test_the_row_of_a_step_is_to_come_at_the_end_of_its_batch_only(tmp_path):
     steps = [2, 4, 5, 7, 9, 10]
     assert said(tmp_path, accumulate_grad_batches=2)["row_is_to_come"] == steps
     for hook in ("on_train_batch_start", "on_before_zero_grad", "on_validation_end"):
-        assert said(tmp_path, hook)["row_is_to_come"] == []
+        assert said(tmp_path, hook, num_sanity_val_steps=0)["row_is_to_come"] == []
