@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None is those of the process.
 
     Returns:
-        0 done, 1 failed, 2 a mistake in what was asked, 130 interrupted, 143 terminated.
+        0 done, 1 failed, 2 a mistake in what was asked, 75 saved on a signal and to be started
+        again, 130 interrupted, 143 terminated.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args or os.environ.get(DEBUG, "") not in ("", "0")

@@ -97,7 +97,7 @@ def run(argv: Sequence[str]) -> None:
     """
     request = read_command_line(argv)
     if request.requeued:
-        print(goes_on(request), file=sys.stderr)
+        rank_zero_only(print)(goes_on(request), file=sys.stderr)
     _quiet_lightning()
     with trusting(request.trust), ExitStack() as held:
         RunCLI(request, held)

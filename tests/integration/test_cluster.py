@@ -1,0 +1,224 @@
+"""Runs on a real SLURM with two nodes, and under torchrun with two; both on this machine."""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.commands import SCRIPT
+from support.plain_module import assert_same_bits
+from support.resuming import curves
+from support.small_digits import small_digits
+from support.tiny_run import write_config
+
+HERE = Path(__file__).parent / "slurm"
+CLUSTER = Path(__file__).parents[2] / "configs" / "cluster"
+STEPS = 400
+NO_GPU = ("--gpus-per-node=0", "--ntasks-per-node=1", "--cpus-per-task=1", "--mem=1G", "--time=10")
+BIN = str(Path(sys.executable).parent)
+
+pytestmark = pytest.mark.system
+
+
+class Cluster:
+    """SLURM's commands, with this environment's programs on the path of the jobs."""
+
+    def __init__(self, folder: Path) -> None:
+        path = f"{BIN}:{os.environ['PATH']}"
+        self._settings = {"PATH": path, "OMP_NUM_THREADS": "1", "MS_DIR": str(folder)}
+        self.environment = os.environ | self._settings | {"MS_GRACE": "60"}
+
+    def start(self) -> None:
+        done = subprocess.run([HERE / "start-slurm.sh"], env=self.environment, check=False)
+        if done.returncode == 3:
+            pytest.skip("SLURM's Debian packages cannot be installed")
+        assert done.returncode == 0
+        self.environment["SLURM_CONF"] = f"{self._settings['MS_DIR']}/etc/slurm.conf"
+
+    def stop(self) -> None:
+        environment = self.environment | {"MS_PURGE": "1"}
+        subprocess.run([HERE / "stop-slurm.sh"], env=environment, check=False)
+
+    def submit(self, *arguments: object) -> str:
+        return re.search(r"batch job (\d+)", self("sbatch", *arguments))[1]
+
+    def __call__(self, *command: object) -> str:
+        words = [str(word) for word in command]
+        return subprocess.run(
+            words, env=self.environment, check=True, capture_output=True, text=True
+        ).stdout
+
+    def said_of(self, job: str) -> dict[str, str]:
+        return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", job)))
+
+    def end_of(self, job: str) -> dict[str, str]:
+        """What is said of a job that is over."""
+        return wait_for(
+            lambda: (said := self.said_of(job))["JobState"] not in GOING and said, f"job {job}"
+        )
+
+
+GOING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED")
+
+
+def wait_for(condition, what, seconds=300):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := condition():
+            return found
+        time.sleep(0.2)
+    raise AssertionError(f"waited for {what} in vain: {output()}")
+
+
+def output() -> str:
+    return "\n".join(f"{file}:\n{file.read_text()}" for file in Path().glob("*.out"))
+
+
+def reaches(step: int, root: str = "runs/digits"):
+    """Whether a run has logged so many rows."""
+    metrics = Path(root) / "metrics.csv"
+    return lambda: metrics.exists() and metrics.read_text().count("\n") > step
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory):
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        pytest.skip("SLURM is installed and started by root on Debian")
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config(Path("digits.yaml"))
+
+
+def config(path, steps=STEPS, **trainer):
+    made = small_digits(steps, enable_progress_bar=False, max_epochs=-1, **trainer)
+    schedule = {"total_steps": steps, "warmup_steps": 4}
+    made["model"]["init_args"]["lr_scheduler"]["init_args"] = schedule
+    write_config(made, path)
+
+
+def torchrun(name: str, *options: str) -> list[subprocess.Popen]:
+    """A fit on two nodes of one process each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fit = [SCRIPT, "fit", "--config=digits.yaml", f"--trainer.default_root_dir={name}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    launch = [f"{BIN}/torchrun", "--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1"]
+    nodes = []
+    for node in range(2):
+        log = Path(f"{name}-{node}.out").open("ab")  # noqa: SIM115  the process has it
+        command = [*launch, f"--node-rank={node}", f"--master-port={port}", *fit, *TWO, *options]
+        nodes.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
+    return nodes
+
+
+TWO = ("--trainer.num_nodes=2", "--trainer.devices=1", "--trainer.strategy=ddp")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """A run on two nodes from its first step to its last."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        config(Path("digits.yaml"))
+        assert [node.wait(300) for node in torchrun("whole")] == [0, 0], output()
+    return folder / "whole"
+
+
+def assert_same_end(found, expected):
+    for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
+        assert_same_bits(*(end(folder)[key] for folder in (found, expected)))
+    assert curves(Path(found)) == curves(expected)
+
+
+def end(folder):
+    return torch.load(Path(folder) / "checkpoints" / "last.ckpt", weights_only=True)
+
+
+def test_torchrun_on_two_nodes_of_which_one_is_told_to_stop(undisturbed):
+    nodes = torchrun("stopped")
+    wait_for(reaches(100, "stopped"), "step 100")
+    nodes[1].send_signal(signal.SIGTERM)
+    assert all(node.wait(120) for node in nodes), output()
+    step = end("stopped")["global_step"]
+    assert f"Saved stopped/checkpoints/last.ckpt at step {step}, on SIGTERM." in output()
+    assert "exitcode  : 75" in output()
+    assert [node.wait(300) for node in torchrun("stopped", "--ckpt_path=last")] == [0, 0]
+    assert_same_end("stopped", undisturbed)
+
+
+def test_a_preempted_job_is_requeued_and_ends_as_if_it_never_was(slurm, undisturbed):
+    job = slurm.submit(*NO_GPU, CLUSTER / "multi-node.sbatch", "--config=digits.yaml", *TWO[2:])
+    wait_for(reaches(100), "step 100")
+    urgent = slurm.submit(HERE / "urgent.sbatch")
+    assert slurm.end_of(urgent)["JobState"] == "COMPLETED"
+    said = slurm.end_of(job)
+    assert (said["JobState"], said["Restarts"]) == ("COMPLETED", "1"), output()
+    told = f"SLURM job {job} was requeued, and goes on from runs/digits/checkpoints/last.ckpt."
+    assert told in output()
+    assert_same_end("runs/digits", undisturbed)
+
+
+def test_a_signal_that_meets_uneven_ranks_deadlocks_nobody_in_any_project(slurm):
+    job = slurm.submit(HERE / "foreign.sbatch")
+    wait_for(Path("reached-step-5").exists, "step 5")
+    slurm("scancel", "--signal=USR1", job)
+    said = slurm.end_of(job)
+    assert (said["JobState"], said["Restarts"]) == ("COMPLETED", "1"), output()
+    assert re.search(r"at step \d+, on SIGUSR1. SLURM job \d+ is requeued.", output())
+    assert "ended at step 80" in output()
+
+
+def test_a_cancelled_job_saves_and_stays_cancelled(slurm):
+    config(Path("digits.yaml"), 100_000)
+    job = slurm.submit(*NO_GPU, CLUSTER / "single-node.sbatch", "--config=digits.yaml")
+    wait_for(reaches(30), "step 30")
+    slurm("scancel", job)
+    said = slurm.end_of(job)
+    assert (said["JobState"], said["Restarts"]) == ("CANCELLED", "0"), output()
+    wait_for(lambda: "is not requeued" in output(), "what is said")
+    assert end("runs/digits")["global_step"] >= 30
+
+
+def test_a_new_job_in_the_folder_of_another_is_refused(slurm):
+    config(Path("digits.yaml"), 20)
+    submit = (*NO_GPU, CLUSTER / "single-node.sbatch", "--config=digits.yaml")
+    assert slurm.end_of(slurm.submit(*submit))["JobState"] == "COMPLETED"
+    said = slurm.end_of(slurm.submit(*submit))
+    assert (said["JobState"], said["ExitCode"]) == ("FAILED", "2:0")
+    assert "runs/digits already holds a run" in output()
+
+
+def test_the_tasks_of_an_array_are_requeued_each_by_itself(slurm):
+    config(Path("digits.yaml"), 300)
+    commands = subprocess.run(
+        [SCRIPT, "sweep", "digits.yaml", "--seeds=0,1", "--out=runs", "--print"],
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    Path("commands").write_text(commands.stdout)
+    job = slurm.submit("--array=1-2", *NO_GPU, CLUSTER / "array.sbatch", "commands")
+    wait_for(reaches(30, "runs/baseline/seed-1"), "step 30")
+    slurm("scancel", "--signal=USR1", f"{job}_2")
+    wait_for(lambda: slurm("squeue", "--noheader") == "", "the array")
+    assert [end(f"runs/baseline/seed-{seed}")["global_step"] for seed in (0, 1)] == [300, 300]
+    assert not list(Path("runs/baseline/seed-0").glob("config.resume-*.yaml"))
+    assert len(list(Path("runs/baseline/seed-1").glob("config.resume-*.yaml"))) == 1
