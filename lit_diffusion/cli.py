@@ -17,6 +17,10 @@ COMMANDS = {
         "lit_diffusion.commands.evaluate:run",
         "FID, KID, precision, recall and IS of a checkpoint or a folder of images",
     ),
+    "replay": (
+        "lit_diffusion.commands.replay:run",
+        "compute a training step again whose loss or gradient was not finite",
+    ),
     "sweep": (
         "lit_diffusion.commands.sweep:run",
         "train every arm of an experiment with every seed, restartable, and compare them",

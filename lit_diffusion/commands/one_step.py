@@ -1,0 +1,161 @@
+"""One batch of training in Lightning's own loop, at the place in a run that it had."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lit_diffusion.checkpoints import Checkpoint, load_state, uncompiled
+
+
+class OneStep(Callback):
+    """Puts a module, and the loop, in the state of a step; makes no update.
+
+    It is a `protocols.UpdateGuard`, so that a module does not stop at its own loss.
+
+    Args:
+        checkpoint: with "state_dict" and "replay", as `callbacks/micro_batch.py` makes it.
+        path: of the file, for messages.
+
+    Attributes:
+        outputs: tensors that training_step returned, by name, on the CPU.
+        parameters: names of those whose gradients are not finite.
+        skipped_updates: 0 or 1.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, path: Path) -> None:
+        self._state = checkpoint["state_dict"]
+        self._kept: dict[str, Any] = checkpoint["replay"]
+        self._path = path
+        self.outputs: dict[str, Tensor] = {}
+        self.parameters: list[str] = []
+        self.skipped_updates = 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Load the weights, when the module has its precision."""
+        self._refuse_other_buffers(pl_module)
+        load_state(pl_module, uncompiled(self._state), self._path)
+        trainer.precision_plugin.load_state_dict(self._kept["precision_state"])
+        for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
+            setattr(pl_module, hook, _as_it_is)  # the batch has been through them
+
+    def _refuse_other_buffers(self, module: LightningModule) -> None:
+        found = uncompiled(self._kept["buffers"])
+        own = dict(module.named_buffers())
+        if {n: getattr(b, "shape", None) for n, b in found.items()} != {
+            n: b.shape for n, b in own.items()
+        }:
+            raise ValueError(
+                f"{self._path} holds the buffers {sorted(found)}, the module {sorted(own)}, or of "
+                "other shapes; use the module that it was trained with."
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go to the step."""
+        loop, step = trainer.fit_loop.epoch_loop, self._kept["step"]
+        loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
+        loop.manual_optimization.optim_step_progress.total.completed = step
+        trainer.fit_loop.epoch_progress.current.processed = self._kept["epoch"]
+        trainer.fit_loop.epoch_progress.current.completed = self._kept["epoch"]
+        trainer.strategy.global_rank = self._kept["rank"]  # type: ignore[misc]
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Restore what the step reads besides weights and batch."""
+        for name, part in pl_module.named_modules():
+            part.training = name not in self._kept["evaluating"]
+        for name, value in self._kept["timesteps"].items():
+            setattr(pl_module, name, None if value is None else value.to(pl_module.device))
+        buffers = uncompiled(self._kept["buffers"])
+        with torch.no_grad():
+            for name, buffer in pl_module.named_buffers():
+                buffer.copy_(buffers[name])
+        torch.set_rng_state(self._kept["rng"]["cpu"])
+        if "cuda" in self._kept["rng"] and pl_module.device.type == "cuda":
+            torch.cuda.set_rng_state(self._kept["rng"]["cuda"], pl_module.device)
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at the gradients."""
+        for name, param in pl_module.named_parameters():
+            bad = param.grad is not None and not param.grad.isfinite().all()
+            if bad and name not in self.parameters:  # by an earlier of several backward passes
+                self.parameters.append(name)
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Let nothing be updated."""
+        self.skipped_updates = 1
+        optimizer.zero_grad(set_to_none=True)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep what training_step returned."""
+        if isinstance(outputs, dict):
+            found = {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
+            self.outputs = {str(name): value.detach().cpu() for name, value in found.items()}
+
+
+class OneBatch:
+    """A loader of unknown length that has one batch, with the number that it had in the run.
+
+    Args:
+        trainer: whose count is set.
+        kept: "replay" of a checkpoint.
+    """
+
+    def __init__(self, trainer: Trainer, kept: dict[str, Any]) -> None:
+        self._trainer = trainer
+        self._kept = kept
+
+    def __iter__(self) -> Iterator[Any]:
+        """The batch."""
+        yield self._kept["batch"]
+        # Asked for another one ahead, when counts are reset and the first is not yet numbered.
+        loop = self._trainer.fit_loop.epoch_loop
+        loop.batch_progress.current.ready = self._kept["batch_idx"]
+
+
+def trainer_of(kept: dict[str, Any], device: torch.device, callback: Callback) -> Trainer:
+    """A Trainer as the run's, in one process and without traces.
+
+    Args:
+        kept: "replay" of a checkpoint.
+        device: that it trains on.
+        callback: its only one.
+    """
+    # One process also where a batch system offers more.
+    plugins: list[Any] = [LightningEnvironment()]
+    precision = kept["precision"]
+    if precision == "16-mixed":  # which Lightning has on GPUs alone
+        scaler = torch.amp.GradScaler(device.type) if kept["precision_state"] else None
+        plugins.append(MixedPrecision(precision, device.type, scaler))
+        precision = None
+    return Trainer(
+        accelerator="cpu" if device.type == "cpu" else "gpu",
+        devices=1 if device.index is None else [device.index],
+        precision=precision,
+        accumulate_grad_batches=kept["accumulate_grad_batches"],
+        max_steps=kept["step"] + 1,
+        max_epochs=kept["epoch"] + 1,
+        callbacks=[callback],
+        plugins=plugins,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        limit_val_batches=0,
+    )
+
+
+def _as_it_is(batch: Any, dataloader_idx: int) -> Any:
+    return batch
