@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lit_diffusion.callbacks.finite import first_nonfinite
+from lit_diffusion.sharding import is_split, local, split_like
 
 
 def warmup_decay(decay: float, n: int) -> float:
@@ -48,8 +49,8 @@ def ema_update_(shadow: Sequence[Tensor], params: Sequence[Tensor], decay: float
     In lerp form an average that equals the weights stays exactly there; the form above drifts.
 
     Args:
-        shadow: tensors of any shapes, float32 or wider; DTensors are updated shard by shard.
-        params: tensors of the same shapes; lower precisions are widened first.
+        shadow: tensors of any shapes, float32 or wider; of split ones, each rank updates its part.
+        params: tensors of the same shapes, split alike; lower precisions are widened first.
         decay: in [0, 1].
 
     Example:
@@ -58,8 +59,15 @@ def ema_update_(shadow: Sequence[Tensor], params: Sequence[Tensor], decay: float
         >>> shadow
         [tensor([0.2500, 0.2500])]
     """
-    wide = [param.to(average.dtype) for average, param in zip(shadow, params, strict=True)]
-    torch._foreach_lerp_(list(shadow), wide, 1 - decay)
+    averages = [local(average) for average in shadow]
+    wide = [local(p).to(average.dtype) for average, p in zip(averages, params, strict=True)]
+    torch._foreach_lerp_(averages, wide, 1 - decay)
+
+
+@torch.no_grad()
+def overwrite_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy each value into its target, in the target's dtype; of split ones, part by part."""
+    torch._foreach_copy_([local(t) for t in targets], [local(v) for v in values])
 
 
 def match_decays(stored: Sequence[float], wanted: Sequence[float]) -> list[int | None]:
@@ -127,11 +135,10 @@ class Group:
         self.names.append(name)
         self.params.append(param)
 
-    @torch.no_grad()
     def restart(self) -> None:
         """Set every average to the weights as they are."""
         for column in self.shadows:
-            torch._foreach_copy_(column, self.params)
+            overwrite_(column, self.params)
 
     def advance(self, every_n_steps: int, warmup: bool) -> None:
         """Count a step of the optimizer, and update where one is due."""
@@ -195,9 +202,10 @@ def unpack(
 
 
 def _shadow(param: Tensor, value: Tensor) -> Tensor:
-    """A copy of `value` on the device of `param`, float32 or wider."""
+    """A copy of `value` on the device of `param` and split as it is, float32 or wider."""
     dtype = torch.promote_types(param.dtype, torch.float32)
-    return value.detach().to(param.device, dtype, copy=True)
+    part = value if is_split(value) else split_like(value, param)
+    return part.detach().to(param.device, dtype, copy=True)
 
 
 def _refuse_misfit(name: str, shadow: Tensor, param: nn.Parameter | None) -> None:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -22,11 +21,14 @@ from lit_diffusion.callbacks.averages import (
     Average,
     Group,
     changed_decays,
+    overwrite_,
     pack,
     span_decay,
     unpack,
 )
 from lit_diffusion.callbacks.raw_weights import RawWeights
+from lit_diffusion.callbacks.strategies import refuse_split_weights, refuse_strategy
+from lit_diffusion.sharding import gathered, is_made_up, reshard
 
 RAW = "raw"
 
@@ -41,6 +43,9 @@ class EMA(Callback):
       own steps, so the networks of a GAN are averaged at their own pace. Accumulated batches and
       steps that a GradScaler skips do not count. Buffers, as of BatchNorm, are never averaged.
     - Memory: 4 bytes a parameter for each decay (8 for float64 weights).
+    - Weights that `fully_shard` or tensor parallelism splits under ModelParallelStrategy are
+      averaged part by part, without communication. Saves and `state_dict()` gather the averages on
+      rank 0, one after the other, so all ranks take part; checkpoints fit any number of ranks.
     - Validation, test and predict use the first decay, swapped in place and back; inside
       `weights(name)`, what that has put in place. Before the first update they use the weights.
     - `LightningModule.state_dict()` is raw, also while averages are in place, and with it every
@@ -58,7 +63,8 @@ class EMA(Callback):
 
     Raises:
         ValueError: bad arguments; at the start of a run, a prefix without parameters, overlapping
-            EMAs, a strategy that shards weights, or a checkpoint whose averages do not fit.
+            EMAs, a strategy that is not supported (FSDPStrategy, DeepSpeed, XLA), or a checkpoint
+            whose averages do not fit.
 
     Source: Polyak & Juditsky 1992, "Acceleration of stochastic approximation by averaging".
 
@@ -140,7 +146,6 @@ class EMA(Callback):
         self._active = RAW
         self._raw.forget()
 
-    @torch.no_grad()
     def _put_average(self, name: str) -> None:
         updated = [group for group in self._groups if group.steps >= self.every_n_steps]
         for group in updated:
@@ -151,7 +156,7 @@ class EMA(Callback):
             self._raw.keep(self._module, [p for group in updated for p in group.params])
         which = max(self._names.index(name) - 2, 0)
         for group in updated:
-            torch._foreach_copy_(group.params, group.shadows[which])
+            overwrite_(group.params, group.shadows[which])
 
     # Following the optimizers
 
@@ -189,7 +194,7 @@ class EMA(Callback):
                 f"The weights {self._active!r} are in place, and what is loaded or trained now "
                 "would be lost; leave EMA.weights() first."
             )
-        state = self._loaded or (self.state_dict() if module is self._module else {})
+        state = self._loaded or (self._packed() if module is self._module else {})
         self._module = module
         params = self._parameters()
         self._loaded = {}
@@ -220,6 +225,7 @@ class EMA(Callback):
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Parameters under the prefix, by a name that torch.compile does not change."""
         assert self._module is not None
+        reshard(self._module)
         named = {
             name.replace("_orig_mod.", ""): param for name, param in self._module.named_parameters()
         }
@@ -231,7 +237,9 @@ class EMA(Callback):
             )
         return found
 
-    def _before_step(self, group: Group, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _before_step(self, group: Group, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
+        if is_made_up(optimizer, kwargs):
+            return
         if self._active != RAW:
             raise RuntimeError(
                 f"An optimizer steps while the weights {self._active!r} are in place, which would "
@@ -241,8 +249,8 @@ class EMA(Callback):
         if group.steps == 0:
             group.restart()  # weights may have been loaded after fit start
 
-    def _after_step(self, group: Group, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        if not _was_skipped(optimizer):
+    def _after_step(self, group: Group, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
+        if not _was_skipped(optimizer) and not is_made_up(optimizer, kwargs):
             group.advance(self.every_n_steps, self.warmup)
 
     # State
@@ -253,7 +261,14 @@ class EMA(Callback):
         return self._generate_state_key(prefix=self.prefix)
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages as `averages.pack` arranges them; empty where there are none."""
+        """The averages as `averages.pack` arranges them; empty where there are none.
+
+        Of weights that are split over ranks, whole ones on rank 0 and nothing on the others; all
+        of them must ask.
+        """
+        return gathered(self._packed())
+
+    def _packed(self) -> dict[str, Any]:
         if self._loaded or not self._groups:
             return self._loaded  # kept as read, should a save come before the run begins
         averages = dict(self._waiting)
@@ -271,11 +286,7 @@ class EMA(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot work before anything is loaded."""
         self._loaded = {}
-        if trainer.strategy.restore_checkpoint_after_setup:  # true of all that shard weights
-            raise ValueError(
-                f"EMA does not support {type(trainer.strategy).__name__}, which shards the weights "
-                "and restores checkpoints in its own way; use strategy='ddp' or remove EMA."
-            )
+        refuse_strategy(trainer, "EMA")
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(other, EMA) and other is not self and self._overlaps(other):
                 raise ValueError(
@@ -294,8 +305,23 @@ class EMA(Callback):
                     "ModelCheckpoint(save_weights_only=True) writes the raw weights only; the "
                     "averages of EMA will not be in its files."
                 )
-        self._forget_if_replaced(trainer)
-        self._follow(trainer.optimizers, pl_module)
+        refuse_split_weights(trainer, pl_module, "EMA")
+        self._unfollow()
+        if not trainer.strategy.restore_checkpoint_after_setup:
+            self._begin(trainer, pl_module)
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin, under strategies that read a checkpoint only after the start of the fit."""
+        self._begin(trainer, pl_module)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin where no sanity check did."""
+        self._begin(trainer, pl_module)
+
+    def _begin(self, trainer: Trainer, module: LightningModule) -> None:
+        if not self._step_hooks:
+            self._forget_if_replaced(trainer)
+            self._follow(trainer.optimizers, module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

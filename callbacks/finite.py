@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lit_diffusion.sharding import local, on_any_rank
+
 
 def nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     """(N,) bool: whether each tensor holds a value that is not finite. No GPU is waited for.
@@ -26,16 +28,17 @@ def nonfinite(tensors: Sequence[Tensor]) -> Tensor:
 def first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
     """Index of the first tensor with a value that is not finite; costs one host synchronisation.
 
+    Collective where tensors are split over ranks: each of these gets the same answer.
+
     Example:
         >>> first_nonfinite([torch.ones(2), torch.tensor([1.0, torch.nan])])
         1
     """
-    bad = nonfinite(tensors).cpu() if tensors else torch.zeros(0)
+    bad = on_any_rank(nonfinite(tensors), tensors).cpu() if tensors else torch.zeros(0)
     return int(bad.nonzero()[0]) if bad.any() else None
 
 
 def _values(tensor: Tensor) -> Tensor:
     if tensor.is_sparse:
         return tensor.coalesce().values()
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
+    return local(tensor)

@@ -108,7 +108,8 @@ class MomentumDecay(UpdateSchedule):
         ValueError: bad arguments; at the start of a fit, an unknown number of steps, a floor above
             beta0, an optimizer without momentum, with another kind of it while compensate_lr is
             set, with a schedule that cycles it (OneCycleLR, CyclicLR) or whose updates can't be
-            hooked (DeepSpeed, capturable), or two such callbacks on one optimizer.
+            hooked (capturable), a strategy that is not supported (FSDPStrategy, DeepSpeed, XLA), or
+            two such callbacks on one optimizer.
 
     Source: as of `momentum_decay`.
 
@@ -200,8 +201,9 @@ class LRCompensation(UpdateSchedule):
         optimizers: positions in the module's list of optimizers; None is all of them.
 
     Raises:
-        ValueError: bad arguments; at the start of a fit, an unknown number of steps, an optimizer
-            whose updates can't be hooked, or MomentumDecay on the same one.
+        ValueError: bad arguments; at the start of a fit, an unknown number of steps, a strategy
+            that is not supported (FSDPStrategy, DeepSpeed, XLA), an optimizer whose updates can't
+            be hooked, or MomentumDecay on the same one.
 
     Example:
         >>> from lightning.pytorch import Trainer

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from lit_diffusion.sharding import is_made_up
+
 ParamGroup = dict[str, Any]
 
 
@@ -72,8 +74,10 @@ class UpdateOptions:
             group.update(others)
 
     def _before(
-        self, _optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if is_made_up(optimizer, kwargs):
+            return args, kwargs
         self._put()  # before the closure too: some optimizers read options before they call it
         if kwargs.get("closure") is not None:
             return args, {**kwargs, "closure": self._outside(kwargs["closure"])}
@@ -92,7 +96,9 @@ class UpdateOptions:
 
         return run
 
-    def _after(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _after(self, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
+        if is_made_up(optimizer, kwargs):
+            return
         self.in_force = [
             {name: value for name, value in group.items() if name != "params"}
             for group in optimizer.param_groups

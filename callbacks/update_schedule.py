@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lit_diffusion.callbacks.step_counts import StepCounts
+from lit_diffusion.callbacks.strategies import refuse_split_weights, refuse_strategy
 from lit_diffusion.callbacks.update_options import ParamGroup, UpdateOptions, refuse_unhookable
 
 PATIENCE = 50  # steps without an update: a GradScaler may skip the first while its scale falls
@@ -28,8 +29,9 @@ class UpdateSchedule(Callback, ABC):
         optimizers: positions in `trainer.optimizers` of those that are changed; None for all.
 
     Raises:
-        ValueError: bad arguments; at the start of a fit, an unknown length, an optimizer that does
-            not fit, or two such callbacks on one optimizer.
+        ValueError: bad arguments; at the start of a fit, an unknown length, a strategy that is not
+            supported (FSDPStrategy, DeepSpeed, XLA), an optimizer that does not fit, or two such
+            callbacks on one optimizer.
     """
 
     def __init__(self, total_steps: int | None, optimizers: Sequence[int] | None = None) -> None:
@@ -77,13 +79,15 @@ class UpdateSchedule(Callback, ABC):
     # Lightning hooks
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the length of an earlier fit."""
+        """Forget the length of an earlier fit, and refuse a strategy that does not fit."""
         self._loaded = {}
         if stage == "fit":
             self._length = None
+            refuse_strategy(trainer, type(self).__name__)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse what can't work, before the first batch."""
+        refuse_split_weights(trainer, pl_module, type(self).__name__)
         self._refuse(trainer)
         resumes = trainer.ckpt_path is not None
         if self.total_steps is None and not resumes and _is_endless(trainer, pl_module):

@@ -25,6 +25,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lit_diffusion.errors import innermost
 from lit_diffusion.files import sync_folder
+from lit_diffusion.sharding import first_split, gathered
 from lit_diffusion.trust import trusting
 
 PathLike = str | Path
@@ -50,12 +51,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
         Raises:
             OSError: where the file cannot be written; the previous one is intact.
-            TypeError: for content that could not be read back with `weights_only=True`.
+            TypeError: for content that could not be read back with `weights_only=True`, and for
+                tensors that are split over ranks: strategies call this on one rank alone, which
+                cannot gather them.
         """
+        kept = plain(checkpoint)
         if _is_remote(path):
-            super().save_checkpoint(plain(checkpoint), path, storage_options)
+            super().save_checkpoint(kept, path, storage_options)
         else:
-            write_checkpoint(checkpoint, path)
+            _write(kept, path)
 
     def load_checkpoint(
         self, path: PathLike, map_location: Any = None, weights_only: bool | None = None
@@ -74,13 +78,25 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: PathLike) -> None:
-    """Write a checkpoint to a local path, atomically: see `AtomicCheckpointIO`."""
+    """Write a checkpoint to a local path, atomically: see `AtomicCheckpointIO`.
+
+    One with tensors that `fully_shard` has split is written by all ranks together: each calls this,
+    the first writes whole tensors, and the others do not wait for the file. It fits any number of
+    ranks, as one of unsplit tensors does: `set_model_state_dict` of
+    `torch.distributed.checkpoint.state_dict`, with `full_state_dict=True`, takes the weights.
+    """
+    whole = gathered(checkpoint)
+    if whole or not checkpoint:
+        _write(plain(whole), path)
+
+
+def _write(checkpoint: Checkpoint, path: PathLike) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
-            torch.save(plain(checkpoint), file)
+            torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
         _check_plain(temporary)
@@ -106,10 +122,12 @@ def read_checkpoint(path: PathLike, *, mmap: bool = False) -> Checkpoint:
 
     Raises:
         FileNotFoundError: where there is none.
-        ValueError: where the file is truncated, no checkpoint, or holds pickled code; names file
-            and reason.
+        ValueError: where the file is truncated, no checkpoint, one rank's part of one, or holds
+            pickled code, or where it is a folder of all parts; names file and reason.
     """
     path = Path(path)
+    if path.is_dir():
+        raise ValueError(f"{path} {_why_no_file(path)}")
     if not path.is_file():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     try:
@@ -122,6 +140,8 @@ def read_checkpoint(path: PathLike, *, mmap: bool = False) -> Checkpoint:
         raise ValueError(f"{path} {_why_unreadable(error)}") from None
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise ValueError(f"{path} is not a training checkpoint: it has no 'state_dict'.")
+    if split := first_split(checkpoint):
+        raise ValueError(f"{path} {_part_of(split)}")
     return checkpoint
 
 
@@ -193,7 +213,8 @@ def load_with_record(
 def checkpoint_file(path: PathLike) -> Path:
     """`path` itself, or checkpoints/last.ckpt of a run folder."""
     path = Path(path)
-    return path / "checkpoints" / "last.ckpt" if path.is_dir() else path
+    run_folder = path.is_dir() and not _holds_parts(path)
+    return path / "checkpoints" / "last.ckpt" if run_folder else path
 
 
 def build(checkpoint: Checkpoint, path: PathLike, trust: Iterable[str] = ()) -> LightningModule:
@@ -294,7 +315,17 @@ def misfits(module: LightningModule, state: Mapping[str, Tensor]) -> list[str]:
 
 
 def plain(checkpoint: Mapping[str, Any]) -> Checkpoint:
-    """`checkpoint` without hyper-parameters that are objects, which would be pickled by class."""
+    """`checkpoint` without hyper-parameters that are objects, which would be pickled by class.
+
+    Raises:
+        TypeError: where a tensor is split over ranks; a file would hold one rank's part of it.
+    """
+    if split := first_split(checkpoint):
+        raise TypeError(
+            f"a checkpoint must hold whole tensors, and {split!r} is one rank's part of one; "
+            "gather it on all ranks (write_checkpoint does), or let the strategy: "
+            "ModelParallelStrategy(save_distributed_checkpoint=False)."
+        )
     kept = dict(checkpoint)
     for key in kept:
         if key.endswith("hyper_parameters"):
@@ -321,6 +352,29 @@ def _check_plain(file: Path) -> None:
 
 def _is_remote(path: PathLike) -> bool:
     return "://" in str(path)
+
+
+def _holds_parts(folder: Path) -> bool:
+    """Whether a folder is a checkpoint of `torch.distributed.checkpoint`."""
+    return (folder / ".metadata").is_file()
+
+
+def _why_no_file(folder: Path) -> str:
+    if not _holds_parts(folder):
+        return "is a folder; name the checkpoint file in it."
+    return (
+        "is a folder with the parts that ranks have saved of a checkpoint; make a file of it with "
+        f"python -m lightning.fabric.utilities.consolidate_checkpoint {folder}, or train with "
+        "ModelParallelStrategy(save_distributed_checkpoint=False)."
+    )
+
+
+def _part_of(name: str) -> str:
+    return (
+        f"holds one rank's part of a tensor ({name}) and not the whole, so nothing can be read "
+        "from it; save on all ranks with write_checkpoint, or with "
+        "ModelParallelStrategy(save_distributed_checkpoint=False)."
+    )
 
 
 def _why_unreadable(error: Exception) -> str:

@@ -32,6 +32,7 @@ MAY_IMPORT = {
     "system": (set(), set()),
     "protocols": (set(), set()),
     "seeding": (set(), set()),
+    "sharding": (set(), set()),
     "gaussian": ({"protocols"}, set()),
     # solvers know the default grids; likelihood and losses share gaussian
     "maths": (SEAMS | {"timesteps"}, set()),
@@ -41,7 +42,7 @@ MAY_IMPORT = {
     "modules": (SEAMS | MATHS | {"networks", "data", "metrics", "modules"}, FRAMEWORK),
     "analysis": ({"analysis", "protocols", "seeding"}, {"scipy", "matplotlib"}),
     "callbacks": (
-        SYSTEM | {"callbacks", "protocols", "seeding", "metrics", "batch_end"},
+        SYSTEM | {"callbacks", "protocols", "seeding", "sharding", "metrics", "batch_end"},
         FRAMEWORK,
     ),
 }

@@ -16,6 +16,7 @@ from support.plain_module import assert_same_bits
 from support.small_digits import small_digits
 from support.tiny_run import TinyModule, TinyNet
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from lit_diffusion import checkpoints
 from lit_diffusion.checkpoints import (
@@ -352,3 +353,58 @@ def _without_looking(self, path, map_location=None, weights_only=None):
     from lightning.fabric.utilities.cloud_io import _load
 
     return _load(path, map_location, weights_only)
+
+
+# Split weights
+
+
+@pytest.fixture
+def split():
+    """A module whose weights are split over one rank, which is all of each."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    yield fully_shard(tiny(), mesh=mesh)
+    torch.distributed.destroy_process_group()
+
+
+def whole_state(module):
+    return {name: value.full_tensor() for name, value in module.state_dict().items()}
+
+
+def test_split_tensors_are_written_whole_and_read_without_any_rank(split, tmp_path):
+    write_checkpoint(checkpoint_of(split), tmp_path / "x.ckpt")
+    found = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    assert_same_bits(found, checkpoint_of(tiny()))
+    assert all(type(value) is torch.Tensor for value in found["state_dict"].values())
+
+
+def test_the_plugin_refuses_split_tensors_which_one_rank_alone_cannot_gather(split, tmp_path):
+    state = {"state_dict": {}, "callbacks": {"Other": {"momenta": [next(split.parameters())]}}}
+    for path in (tmp_path / "x.ckpt", f"file://{tmp_path}/y.ckpt"):
+        with pytest.raises(TypeError, match=r"'callbacks\.Other\.momenta\.0'.*all ranks"):
+            AtomicCheckpointIO().save_checkpoint(state, path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_with_one_ranks_parts_is_refused_on_reading(split, tmp_path):
+    torch.save({"state_dict": split.state_dict()}, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=r"x\.ckpt holds one rank's part of a tensor \(state_dict"):
+        read_checkpoint(tmp_path / "x.ckpt")
+
+
+def test_a_folder_of_parts_is_refused_with_the_command_that_makes_a_file_of_it(split, tmp_path):
+    folder = tmp_path / "checkpoints" / "last.ckpt"
+    torch.distributed.checkpoint.save({"state_dict": split.state_dict()}, checkpoint_id=folder)
+    for path in (folder, tmp_path):
+        with pytest.raises(ValueError, match=rf"consolidate_checkpoint {folder},"):
+            load(path)
+    with pytest.raises(ValueError, match="is a folder; name the checkpoint file in it"):
+        read_checkpoint(tmp_path)
+    torch.save({}, folder / "meta.pt")  # as Lightning adds it
+    program = [sys.executable, "-m", "lightning.fabric.utilities.consolidate_checkpoint"]
+    subprocess.run([*program, folder, "--output_file", tmp_path / "x.ckpt"], check=True)
+    state = read_checkpoint(tmp_path / "x.ckpt")["state_dict"]
+    assert_same_bits(
+        state, {name: value.full_tensor() for name, value in split.state_dict().items()}
+    )

@@ -14,12 +14,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
-from lightning.pytorch.strategies import (
-    DeepSpeedStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    SingleDeviceStrategy,
-)
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from support.plain_module import (
     PlainModule,
     Watch,
@@ -30,6 +25,7 @@ from support.plain_module import (
     trainable,
 )
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from lit_diffusion.callbacks import EMA, StepSeed
 from lit_diffusion.protocols import WeightsProvider
@@ -737,15 +733,41 @@ def test_a_weights_only_checkpoint_callback_is_warned_of(tmp_path):
         fit(tmp_path, PlainModule(), EMA(), ModelCheckpoint(tmp_path), enable_checkpointing=True)
 
 
-def test_strategies_that_shard_are_refused_by_name(tmp_path):
-    for strategy in (FSDPStrategy, DeepSpeedStrategy, ModelParallelStrategy):
-        assert strategy.restore_checkpoint_after_setup.fget(object()) is True
-
+def test_a_strategy_that_restores_in_its_own_way_is_refused_at_each_start(tmp_path):
     class Shards(SingleDeviceStrategy):
         restore_checkpoint_after_setup = True
 
-    with pytest.raises(ValueError, match="does not support Shards"):
+    with pytest.raises(ValueError, match="EMA does not support Shards"):
         fit(tmp_path, PlainModule(), EMA(), strategy=Shards("cpu"))
+    trainer = make_trainer(tmp_path, EMA(), strategy=Shards("cpu"))
+    with pytest.raises(ValueError, match="EMA does not support Shards"):
+        trainer.validate(PlainModule(), loader())
+
+
+def test_steps_that_torch_makes_up_for_an_optimizers_state_do_not_count(tmp_path):
+    class Looks(Callback):
+        """torch steps an optimizer without state or gradients, with lr 0, to have it saved."""
+
+        def on_sanity_check_end(self, trainer, pl_module):
+            self.look(trainer, pl_module)
+
+        def on_train_start(self, trainer, pl_module):
+            self.look(trainer, pl_module)
+
+        def on_validation_start(self, trainer, pl_module):
+            pl_module.zero_grad()
+            self.look(trainer, pl_module)  # the averages are in place
+
+        def look(self, trainer, pl_module):
+            get_optimizer_state_dict(pl_module, trainer.optimizers[0])
+
+    def run(*more):
+        ema = EMA((DECAY,))
+        module = PlainModule(optimizer=torch.optim.SGD)
+        fit(tmp_path, module, StepSeed(0), ema, *more, max_epochs=2)
+        return ema.state_dict()
+
+    assert_same_bits(run(Looks()), run())
 
 
 def test_an_average_that_is_not_finite_is_named_and_never_saved(tmp_path):

@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from lit_diffusion.callbacks.update_options import UpdateOptions
 
@@ -121,6 +122,15 @@ def test_a_state_dict_taken_in_the_middle_of_an_update_holds_the_own_options():
     (packed,) = saved[0]["param_groups"]
     assert (packed["lr"], packed["betas"]) == (0.5, (0.8, 0.9))
     assert packed == adam.state_dict()["param_groups"][0]
+
+
+def test_a_step_that_torch_makes_up_for_the_state_is_no_update():
+    weight = nn.Parameter(torch.ones(2))
+    sgd, asked = torch.optim.SGD([weight], lr=0.5), []
+    update = UpdateOptions(sgd, lambda group: asked.append(group) or {"lr": 1.0})
+    get_optimizer_state_dict(nn.ParameterList([weight]), sgd)
+    assert asked == update.in_force == []
+    assert sgd.param_groups[0]["lr"] == 0.5
 
 
 def test_released_optimizers_are_as_they_were():

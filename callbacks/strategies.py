@@ -1,0 +1,66 @@
+"""Which strategies the callbacks that follow optimizers and weights work with."""
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import (
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceXLAStrategy,
+    Strategy,
+    XLAStrategy,
+)
+
+from lit_diffusion.sharding import is_flat, is_split
+
+INSTEAD = (
+    "use strategy='ddp', or ModelParallelStrategy with fully_shard in configure_model for weights "
+    "that are split over ranks"
+)
+
+
+def refuse_strategy(trainer: Trainer, name: str) -> None:
+    """Raise ValueError where callback `name` does not work with the Trainer's strategy."""
+    why = _objection(trainer.strategy)
+    if why:
+        raise ValueError(
+            f"{name} does not support {type(trainer.strategy).__name__}, which {why}; {INSTEAD}."
+        )
+
+
+def _objection(strategy: Strategy) -> str:
+    if isinstance(strategy, ModelParallelStrategy):
+        return ""
+    if isinstance(strategy, FSDPStrategy):
+        return "flattens the weights of several layers into one"
+    if isinstance(strategy, DeepSpeedStrategy):
+        return "steps optimizers of its own and saves checkpoints in its own way"
+    if isinstance(strategy, XLAStrategy | SingleDeviceXLAStrategy):
+        return "traces the updates, and with which nothing of this was tried"
+    if strategy.restore_checkpoint_after_setup:  # true of all of Lightning's that split weights
+        return "restores checkpoints in its own way"
+    return ""
+
+
+def refuse_split_weights(trainer: Trainer, module: LightningModule, name: str) -> None:
+    """Raise ValueError where weights are split and the strategy would save one rank's part.
+
+    Raises:
+        ValueError: for weights split by `fully_shard` or tensor parallelism under a strategy that
+            does not know of them, and for FSDP1's flat ones.
+    """
+    strategy = trainer.strategy
+    for path, part in module.named_modules():
+        if is_flat(part):
+            raise ValueError(
+                f"{name} does not support FullyShardedDataParallel, which flattens the weights of "
+                f"several layers into one (module {path!r}); {INSTEAD}."
+            )
+    if isinstance(strategy, ModelParallelStrategy):
+        return
+    split = next((path for path, param in module.named_parameters() if is_split(param)), None)
+    if split:
+        raise ValueError(
+            f"{name} needs a strategy that gathers split weights for checkpoints, and "
+            f"{type(strategy).__name__} would save one rank's part of {split!r}; use "
+            "ModelParallelStrategy, and call fully_shard in configure_model."
+        )

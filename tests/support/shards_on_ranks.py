@@ -1,0 +1,197 @@
+"""What callbacks do to weights that fully_shard splits over gloo ranks, without a Trainer.
+
+Beside them, on each rank, the same network with whole weights and the same batches.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
+
+from lit_diffusion.callbacks.averages import Group, ema_update_, pack, unpack
+from lit_diffusion.callbacks.finite import first_nonfinite
+from lit_diffusion.callbacks.momentum_decay import momentum_decay
+from lit_diffusion.callbacks.raw_weights import RawWeights
+from lit_diffusion.callbacks.update_options import UpdateOptions
+from lit_diffusion.checkpoints import AtomicCheckpointIO, read_checkpoint, write_checkpoint
+from lit_diffusion.sharding import gathered, is_split, local
+from support.plain_module import assert_same_bits
+from support.sharded import network
+
+DECAYS = (0.9, 0.5)
+STEPS = 6
+
+
+def split():
+    net = network()
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    fully_shard(net[0], mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def whole(tensors):
+    return [t.full_tensor() if is_split(t) else t.clone() for t in tensors]
+
+
+def followed(net, known=None):
+    group = Group(DECAYS)
+    for name, param in net.named_parameters():
+        group.add(name, param, known and known[name])
+    return group
+
+
+class Training:
+    """A network, its averages, and the same averages of its whole weights."""
+
+    def __init__(self, net):
+        self.net, self.group = net, followed(net)
+        self.params = list(net.parameters())
+        self.expected = [whole(self.params) for _ in DECAYS]
+        self.optimizer = torch.optim.AdamW(self.params, lr=0.05)
+        self.update = UpdateOptions(self.optimizer, self._options)
+
+    def _options(self, group):
+        beta1, lr_factor = momentum_decay(self.group.steps, STEPS, 0.9)
+        return {"betas": (beta1, 0.999), "lr": group["lr"] * lr_factor}
+
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        self.net(batch).square().mean().backward()
+        self.optimizer.step()
+        self.group.advance(every_n_steps=1, warmup=False)
+        for decay, average in zip(DECAYS, self.expected, strict=True):
+            ema_update_(average, whole(self.params), decay)
+
+    def weights(self):
+        return whole(self.params)
+
+    def averages(self):
+        return [whole(column) for column in self.group.shadows]
+
+
+def averaged_as_whole_ones(one, other):
+    assert_same_bits(one.averages(), one.expected)
+    if dist.get_world_size() == 2:  # the mean of two equal gradients is exact, that of three not
+        assert_same_bits(one.averages(), other.averages())
+        assert_same_bits(one.weights(), other.weights())
+        assert one.update.in_force == other.update.in_force
+    torch.testing.assert_close(one.averages(), other.averages(), rtol=1e-5, atol=1e-6)
+
+
+def each_rank_holds_its_parts_alone(one):
+    for column in one.group.shadows:
+        assert [local(s).shape for s in column] == [local(p).shape for p in one.params]
+    held = torch.tensor([sum(local(s).numel() for s in one.group.shadows[0])])
+    dist.all_reduce(held)
+    assert held.item() == sum(p.numel() for p in one.params)
+    assert any(not local(s).numel() for s in one.group.shadows[0]) == (dist.get_rank() > 0)
+
+
+def swapped_in_and_out(one):
+    """What the forward pass computes with follows, though FSDP2 keeps whole weights after it."""
+    batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+    plain, raw = network(), RawWeights()
+    weights, averages = one.weights(), one.averages()[0]
+
+    def computes_with(expected):
+        plain.load_state_dict(dict(zip(one.group.names, expected, strict=True)))
+        with torch.no_grad():
+            assert_same_bits(one.net(batch), plain(batch))
+
+    computes_with(weights)
+    raw.keep(one.net, one.params)
+    with torch.no_grad():
+        for param, average in zip(one.params, one.group.shadows[0], strict=True):
+            local(param).copy_(local(average))
+    computes_with(averages)
+    assert_same_bits(whole(one.net.state_dict().values()), weights)
+    raw.put_back()
+    raw.forget()
+    computes_with(weights)
+
+
+def saved_and_read_by_any_number_of_ranks(one, other, folder):
+    def state(training):
+        return {
+            "state_dict": training.net.state_dict(),
+            "ema": pack(training.group.averages(), DECAYS),
+            "optimizer": training.optimizer.state_dict(),
+        }
+
+    assert bool(gathered(state(one))) == (dist.get_rank() == 0)
+    with pytest.raises(TypeError, match=r"'state_dict\.0\.weight' is one rank's part"):
+        AtomicCheckpointIO().save_checkpoint(state(one), folder / "refused.ckpt")
+    write_checkpoint(state(one), folder / "split.ckpt")
+    if dist.get_rank() == 0:
+        write_checkpoint(state(other), folder / "whole.ckpt")
+    dist.barrier()
+    assert not (folder / "refused.ckpt").exists()
+    files = {name: read_checkpoint(folder / f"{name}.ckpt") for name in ("split", "whole")}
+    if dist.get_world_size() == 2:
+        assert_same_bits(files["split"], files["whole"])
+    full = StateDictOptions(full_state_dict=True)
+    for file in files.values():
+        for net in (split(), network()):
+            set_model_state_dict(net, dict(file["state_dict"]), options=full)
+            known = unpack(file["ema"], DECAYS, dict(net.named_parameters()))
+            group = followed(net, known)
+            assert_same_bits([whole(c) for c in group.shadows], unnamed(file["ema"]["shadows"]))
+            assert_same_bits(whole(net.parameters()), list(file["state_dict"].values()))
+            assert is_split(group.shadows[0][0]) == is_split(net[0].weight)
+
+
+def unnamed(shadows):
+    return [list(shadow.values()) for shadow in shadows]
+
+
+def refused_on_every_rank_though_one_has_it(one):
+    column = one.group.shadows[1]
+    assert first_nonfinite(column) is None
+    last = dist.get_world_size() - 1
+    if dist.get_rank() == last:
+        local(column[2])[-1, -1] = torch.nan  # the last row of "2.weight"
+    assert first_nonfinite(column) == 2
+    with pytest.raises(FloatingPointError, match=r"average of '2\.weight' \(decay 0\.5\)"):
+        one.group.refuse_nonfinite()
+
+
+def steps_that_torch_makes_up_are_no_updates():
+    net = split()
+    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
+    update = UpdateOptions(sgd, lambda group: {"lr": group["lr"] / 2})
+    get_optimizer_state_dict(net, sgd)
+    assert update.in_force == []
+
+
+def main(folder: Path) -> None:
+    dist.init_process_group("gloo")
+    one, other = Training(split()), Training(network())
+    for batch in torch.randn(STEPS, 4, 4, generator=torch.Generator().manual_seed(0)):
+        one.step(batch)
+        other.step(batch)
+    averaged_as_whole_ones(one, other)
+    each_rank_holds_its_parts_alone(one)
+    swapped_in_and_out(one)
+    saved_and_read_by_any_number_of_ranks(one, other, folder)
+    steps_that_torch_makes_up_are_no_updates()
+    refused_on_every_rank_though_one_has_it(one)
+    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps("done"))
+    dist.barrier()
+    # Leaves without taking the process group apart: gloo aborts there one time in about twenty.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
