@@ -55,7 +55,7 @@ class Reading:
         if numbers.device.type == "cuda":
             self._host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             self._host.copy_(numbers, non_blocking=True)
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
     def get(self) -> list[float]:

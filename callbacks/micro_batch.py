@@ -159,7 +159,7 @@ class MicroBatch:
             "seed": None if seed is None else int(seed),
             "precision": trainer.precision,
             "precision_state": trainer.precision_plugin.state_dict(),
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,  # type: ignore[attr-defined]
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "device": module.device.type,
             "threads": torch.get_num_threads(),
             "evaluating": [name for name, part in module.named_modules() if not part.training],

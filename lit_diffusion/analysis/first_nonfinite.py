@@ -34,7 +34,8 @@ class FirstNonFinite:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._names = {id(part): name for name, part in module.named_modules() if name}
+        named = module.named_modules()
+        self._names: dict[int, str] = {id(part): name for name, part in named if name}
         self._hooks: list[RemovableHandle] = []
         self._watched: dict[tuple[int, int], tuple[Tensor, list[tuple[bool, nn.Module]]]] = {}
         self._fine: set[int] = set()  # modules the gradient of whose output is finite

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
@@ -61,9 +61,9 @@ class OneStep(Callback):
         loop, step = trainer.fit_loop.epoch_loop, self._kept["step"]
         loop.automatic_optimization.optim_progress.optimizer.step.total.completed = step
         loop.manual_optimization.optim_step_progress.total.completed = step
-        trainer.fit_loop.epoch_progress.current.processed = self._kept["epoch"]
-        trainer.fit_loop.epoch_progress.current.completed = self._kept["epoch"]
-        trainer.strategy.global_rank = self._kept["rank"]  # type: ignore[misc]
+        epochs = trainer.fit_loop.epoch_progress.current
+        epochs.processed = epochs.completed = self._kept["epoch"]  # type: ignore[attr-defined]
+        trainer.strategy.global_rank = self._kept["rank"]  # type: ignore[attr-defined]
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

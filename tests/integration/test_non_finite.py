@@ -1,0 +1,96 @@
+"""Runs that meet what is not finite: on ranks, and from the command line to the replay."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from support.commands import call, checkpoint
+from support.on_ranks import run_on_ranks
+from support.small_digits import small_digits
+
+from lit_diffusion.loggers import read_rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "rank"), [("loss", 0), ("constant", 1), ("gradient", 1)])
+def test_two_ranks_leave_out_an_update_that_one_could_not_make(tmp_path, kind, rank):
+    ranks = run_on_ranks("non_finite_on_ranks.py", tmp_path, kind, str(rank), "1")
+    assert [found["error"] for found in ranks] == [None, None]
+    assert [found["skipped"] for found in ranks] == [1, 1]
+    assert ranks[0]["states"] == ranks[1]["states"]
+    states = ranks[0]["states"]
+    assert states[2] == states[1]
+    assert states[3] != states[2]
+    assert all(math.isfinite(number) for number in states[-1])
+    files = {path.name for path in tmp_path.glob("*.ckpt")}
+    suspects = [0, 1] if kind == "gradient" else [rank]
+    assert files == {f"non-finite-rank{suspect}.ckpt" for suspect in suspects}
+
+
+@pytest.mark.slow
+def test_two_ranks_stop_together_and_name_the_one_that_met_it(tmp_path):
+    ranks = run_on_ranks("non_finite_on_ranks.py", tmp_path, "constant", "1", "0")
+    assert ranks[0]["error"] == ranks[1]["error"]
+    index = torch.load(tmp_path / "non-finite-rank1.ckpt", weights_only=True)["replay"]["batch"][2]
+    assert re.search(
+        rf"at optimizer step 2 \(batch 2, rank 1\): sample 1 \(data index {index[1]}\) at u = .* t = "
+        r"\d+\. `lit-diffusion replay .*/non-finite-rank1.ckpt`",
+        ranks[0]["error"],
+    )
+    assert [found["steps"] for found in ranks] == [3, 3]
+    assert ranks[0]["states"][2] == ranks[0]["states"][1]
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("small.yaml").write_text(yaml.safe_dump(small_digits(4)))
+
+
+DIVERGE = "--model.init_args.optimizer.init_args.lr=1e20"
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_is_stopped_kept_and_replayed(here, capsys):
+    assert call("fit --config small.yaml") == 0
+    last = Path("runs/small/checkpoints/last.ckpt")
+    good = last.read_bytes()
+    assert call(f"fit --config small.yaml --ckpt_path=last --trainer.max_steps=20 {DIVERGE}") == 1
+    told = capsys.readouterr().err
+    step, sample, index, t, file = re.search(
+        r"lit-diffusion fit: the loss is not finite at optimizer step (\d+) \(batch \d+, rank 0\): "
+        r"sample (\d+) \(data index (\d+)\) at u = [\d.]+ \(train/loss_q\d\), t = (\d+);.*"
+        r"`lit-diffusion replay (\S+)`",
+        told,
+    ).groups()
+    assert "Traceback" not in told
+    assert last.read_bytes() == good
+    assert read_rows(Path("runs/small/metrics.csv"))[-1]["train/loss"] == "nan"
+
+    assert call(f"replay {file}") == 0
+    printed = capsys.readouterr().out
+    row = next(line.split() for line in printed.splitlines() if "<- not finite" in line)
+    assert (row[0], row[1], row[3], row[4]) == (sample, index, t, "nan")
+    assert re.search(r"first output that is not finite: network\.\S+ \(\w+\)\n", printed)
+    assert printed.rstrip().endswith("These are the run's numbers to the last bit.")
+    kept = torch.load(file, weights_only=True)
+    assert kept["global_step"] == int(step)
+    assert all(value.isfinite().all() for value in kept["state_dict"].values())
+
+    assert call("fit --config small.yaml --ckpt_path=last --trainer.max_steps=6") == 0
+    assert checkpoint("runs/small")["global_step"] == 6
+
+
+@pytest.mark.slow
+def test_what_a_config_allows_takes_the_place_of_stopping_at_the_first(here, capsys):
+    guard = "lit_diffusion.callbacks.finite_updates.FiniteUpdates"
+    options = f"--trainer.callbacks+={guard} --trainer.callbacks.max_nonfinite_steps=2"
+    assert call(f"fit --config small.yaml --trainer.max_steps=20 {options} {DIVERGE}") == 1
+    told = capsys.readouterr().err
+    assert re.search(r"Its update was left out \(3 of at most 2: max_nonfinite_steps\)", told)
+    rows = read_rows(Path("runs/small/metrics.csv"))
+    counts = [row["train/nonfinite_steps"] for row in rows if "train/nonfinite_steps" in row]
+    assert counts == ["1.0", "2.0", "3.0"]
