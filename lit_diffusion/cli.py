@@ -29,6 +29,10 @@ COMMANDS = {
         "lit_diffusion.commands.compare:run",
         "which of several ways to train is fastest, over seeds, and whether that is noise",
     ),
+    "doctor": (
+        "lit_diffusion.commands.doctor:run",
+        "say what would go wrong with a run, or on this machine, before it is started",
+    ),
     "fetch-weights": (
         "lit_diffusion.commands.fetch_weights:run",
         "download the network that FID needs, for machines without internet access",

@@ -1,0 +1,160 @@
+"""What the doctor says: findings, the gravest first, and a verdict."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Level(IntEnum):
+    """How grave a finding is."""
+
+    OK = 0
+    NOTE = 1
+    WARNING = 2
+    PROBLEM = 3
+
+    @property
+    def word(self) -> str:
+        """As it is printed."""
+        return "OK" if self is Level.OK else self.name.lower()
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's.
+
+    Attributes:
+        level: how grave.
+        topic: what it is about, in a word or two.
+        text: rule, value and fix.
+    """
+
+    level: Level
+    topic: str
+    text: str
+
+
+def ok(topic: str, text: str) -> Finding:
+    """It is as it should be."""
+    return Finding(Level.OK, topic, text)
+
+
+def note(topic: str, text: str) -> Finding:
+    """Worth knowing; nothing need be changed."""
+    return Finding(Level.NOTE, topic, text)
+
+
+def warning(topic: str, text: str) -> Finding:
+    """The run ends, and probably not as it was meant."""
+    return Finding(Level.WARNING, topic, text)
+
+
+def problem(topic: str, text: str) -> Finding:
+    """The run will not start, not end, or not do what it is asked for."""
+    return Finding(Level.PROBLEM, topic, text)
+
+
+def report(findings: Iterable[Finding]) -> str:
+    """A line per finding, the gravest first, and the verdict.
+
+    Example:
+        >>> print(report([ok("devices", "1 CPU"), problem("disk", "full; delete something.")]))
+        problem  disk     full; delete something.
+        OK       devices  1 CPU
+        <BLANKLINE>
+        1 problem: a run would fail or be wasted.
+    """
+    ordered = sorted(findings, key=lambda finding: -finding.level)
+    width = max((len(finding.topic) for finding in ordered), default=0)
+    lines = [f"{f.level.word:<7}  {f.topic:<{width}}  {_line(f.text)}" for f in ordered]
+    return "\n".join([*lines, "", verdict(ordered)])
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """One line on all of them.
+
+    Example:
+        >>> verdict([warning("EMA", "..."), warning("lr", "...")])
+        'No problem, but 2 warnings: look at them before a long run.'
+    """
+    problems, warnings = (
+        sum(finding.level is level for finding in findings)
+        for level in (Level.PROBLEM, Level.WARNING)
+    )
+    if problems:
+        more = f" and {count(warnings, 'warning')}" if warnings else ""
+        return f"{count(problems, 'problem')}{more}: a run would fail or be wasted."
+    if warnings:
+        these = "it" if warnings == 1 else "them"
+        told = count(warnings, "warning")
+        return f"No problem, but {told}: look at {these} before a long run."
+    return "No problem and no warning."
+
+
+def has_problem(findings: Iterable[Finding]) -> bool:
+    """Whether one of them is a problem."""
+    return any(finding.level is Level.PROBLEM for finding in findings)
+
+
+def count(number: int, thing: str) -> str:
+    """A number with its noun.
+
+    Example:
+        >>> count(1, "step"), count(1200, "step")
+        ('1 step', '1,200 steps')
+    """
+    plural = f"{thing}es" if thing.endswith("s") else f"{thing}s"
+    return f"{number:,} {thing if number == 1 else plural}"
+
+
+def size(num_bytes: float) -> str:
+    """Bytes for people.
+
+    Example:
+        >>> size(900), size(2_500_000), size(5_700_000_000)
+        ('900 bytes', '2.5 MB', '5.7 GB')
+    """
+    for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.1f} {name}"
+    return f"{num_bytes / 1e3:.0f} kB" if num_bytes >= 1e3 else f"{num_bytes:.0f} bytes"
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people, to two digits.
+
+    Example:
+        >>> duration(0.0123), duration(75), duration(9000), duration(864_000)
+        ('12 ms', '75 s', '2.5 h', '10 days')
+    """
+    if seconds < 1:
+        return f"{_two_digits(1000 * seconds)} ms"
+    units = (
+        (31_557_600, "years", 63_115_200),
+        (86_400, "days", 172_800),
+        (3600, "h", 7200),
+        (60, "min", 120),
+    )
+    for unit, name, least in units:
+        if seconds >= least:
+            return f"{_two_digits(seconds / unit)} {name}"
+    return f"{_two_digits(seconds)} s"
+
+
+def share(part: float) -> str:
+    """A share as a percentage.
+
+    Example:
+        >>> share(0.0312), share(0.25), share(0.0004)
+        ('3.1%', '25%', '0.04%')
+    """
+    percent = 100 * part
+    return f"{percent:.0f}%" if percent >= 10 else f"{percent:.2g}%"
+
+
+def _two_digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
