@@ -74,10 +74,11 @@ def as_options_of_fit(arguments: Sequence[str]) -> list[str]:
         ['--config', 'a.yaml', '--trainer.max_steps', '3', '--trust=mine', '--config', 'b.yaml']
     """
     options: list[str] = []
-    for before, argument in zip(["", *arguments], arguments, strict=False):
-        is_value = before.startswith("-") and "=" not in before
-        if argument.startswith("-") or is_value:
+    wants_value = False
+    for argument in arguments:
+        if wants_value or argument.startswith("-"):
             options.append(argument)
+            wants_value = not wants_value and "=" not in argument
         else:
             options += ["--config", argument]
     return options
@@ -127,18 +128,25 @@ def supervised(options: Sequence[str], patience: float) -> Iterator[Finding]:
             process.join(patience)
             if process.exitcode != 0:
                 yield problem("doctor", _death(process.exitcode, errors))
+        except _GivenUp as error:
+            yield problem("doctor", str(error))
         finally:
             process.kill()
             process.join()
+
+
+class _GivenUp(Exception):
+    """Raised where the examination has been silent for too long."""
 
 
 def _received(connection: Connection, patience: float) -> Iterator[Finding]:
     last = "the start"
     while True:
         if not connection.poll(patience):
-            text = f"gave up: nothing came for {patience:.0f} s after {last}"
-            yield problem("doctor", f"{text}; a file system or driver may hang.")
-            return
+            raise _GivenUp(
+                f"gave up: nothing came for {patience:.0f} s after {last}; a file system or driver "
+                "may hang."
+            )
         try:
             message = connection.recv()
         except EOFError:
@@ -151,7 +159,8 @@ def _received(connection: Connection, patience: float) -> Iterator[Finding]:
 
 def _death(code: int | None, errors: Path) -> str:
     """Why the process that examines ended before it was done."""
-    said = [line for line in errors.read_text(errors="replace").splitlines() if line.strip()]
+    text = errors.read_text(errors="replace") if errors.exists() else ""
+    said = [line for line in text.splitlines() if line.strip()]
     last = f" ({said[-1].strip()[:200]})" if said else ""
     if code is None:
         return "the examination does not end."

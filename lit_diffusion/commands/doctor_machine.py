@@ -144,8 +144,8 @@ def check_devices(machine: Machine) -> Finding:
     if machine.has_driver:
         return problem(
             "devices",
-            f"an NVIDIA driver is here, but torch ({machine.torch_build}) can use no GPU: it may be too "
-            "old for this build, or CUDA_VISIBLE_DEVICES hides the GPUs; see nvidia-smi.",
+            f"an NVIDIA driver is here, but torch ({machine.torch_build}) can use no GPU: it may "
+            "be too old for this build, or CUDA_VISIBLE_DEVICES hides the GPUs; see nvidia-smi.",
         )
     return note("devices", f"no GPU here: torch ({machine.torch_build}) trains on the CPU.")
 

@@ -197,20 +197,31 @@ def limited(batches: int, limit: int | float | None) -> int:
     """Batches under a limit of the Trainer: a number of them, or a share.
 
     Example:
-        >>> limited(100, 10), limited(100, 0.5), limited(100, 1.0), limited(100, None)
-        (10, 50, 100, 100)
+        >>> limited(100, 10), limited(100, 10.0), limited(100, 1), limited(100, 1.0)
+        (10, 10, 1, 100)
+        >>> limited(100, 0.5), limited(100, None)
+        (50, 100)
     """
     if limit is None:
         return batches
-    return min(limit, batches) if isinstance(limit, int) else int(batches * limit)
+    if _is_count(limit):
+        return min(int(limit), batches)
+    return int(batches * limit)
+
+
+def _is_count(limit: int | float | None) -> bool:
+    """Whether it is a number of batches: the command line makes 3.0 of 3."""
+    return limit is not None and (isinstance(limit, int) or limit > 1)
 
 
 def _val_images(data: Data, limit: int | float | None, ranks: int) -> int | None:
     if limit == 0:
         return 0
-    if data.val_images is None or not isinstance(limit, int) or data.batch_size is None:
+    if data.val_images is None or limit is None or data.batch_size is None:
         return data.val_images
-    return min(data.val_images, limit * data.batch_size * ranks)
+    if _is_count(limit):
+        return min(data.val_images, int(limit) * data.batch_size * ranks)
+    return int(data.val_images * limit)
 
 
 def lr_of(spec: Any) -> LRSchedule | None:

@@ -7,11 +7,12 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from torch.optim import Optimizer
@@ -34,7 +35,7 @@ from lit_diffusion.commands.doctor_method import (
 from lit_diffusion.commands.doctor_plan import Plan
 from lit_diffusion.commands.doctor_ranks import check_launch
 from lit_diffusion.commands.doctor_rehearsal import Data, Rehearsal, data_of, plan_of
-from lit_diffusion.commands.doctor_report import Finding, has_problem, note, ok, problem
+from lit_diffusion.commands.doctor_report import Finding, count, has_problem, note, ok, problem
 from lit_diffusion.commands.doctor_storage import (
     Storage,
     averages_bytes,
@@ -300,36 +301,51 @@ def _saves(callback: ModelCheckpoint, plan: Plan) -> int | None:
 def examine_time(
     cli: Rehearsal, data: Data, plan: Plan, extractors: Sequence[Extractor], seconds: float
 ) -> Iterator[Finding]:
-    """Measure and extrapolate, where the module is one whose parts we know."""
+    """Measure and extrapolate."""
     module, trainer = cli.model, cli.trainer
-    if not isinstance(module, DiffusionModule) or plan.batch_size is None or trainer is None:
-        yield note("time", "not estimated: the module, its data or its Trainer are not known.")
+    if trainer is None or plan.batch_size is None:
+        yield note("time", "not estimated: without a Trainer, or batches of a known size.")
         return
-    module = trainer.precision_plugin.convert_module(module).to(trainer.strategy.root_device)
-    timing = Timing(_device_name(module), module.device.type == "cpu")
-    if plan.evaluations or plan.grids:
-        with forward_context(trainer), torch.no_grad():
-            image, how = _time_sampling(module, cli, seconds)
-        timing = replace(timing, image=image, image_how=how)
-    features = [_time_features(each, module) for each in extractors if each is not None]
-    timing = replace(timing, feature=max(features, default=None))
-    with forward_context(trainer), torch.no_grad():
-        forward, how = forward_seconds(lambda num: _forward(module, num), plan.batch_size, seconds)
-    step = 3 * forward * plan.accumulate  # a backward pass takes about twice a forward one
-    timing = replace(timing, step=step, step_how=f"extrapolated {how}")
-    if data.fault is None and step < seconds:
-        try:
+    device = trainer.strategy.root_device
+    trainer.precision_plugin.convert_module(module).to(device)
+    timing = Timing(_device_name(device), device.type == "cpu")
+    try:
+        if isinstance(module, DiffusionModule):
+            timing = _time_parts(module, cli, timing, plan, extractors, seconds)
+        # Of another module nothing is known, and steps may take what they do.
+        if data.fault is None and (timing.step or 0.0) < seconds:
             timing = _time_training(cli, timing, seconds)
-        except Exception as error:  # what a fit would end with too
-            yield problem("training", f"the first steps fail: {error}")
-            return
+    except Exception as error:  # whatever a fit would end with too
+        yield problem("training", f"the first steps fail: {error}")
+        return
     yield from check_timing(plan, timing)
 
 
-def _device_name(module: DiffusionModule) -> str:
-    if module.device.type == "cuda":
-        return f"one {torch.cuda.get_device_name(module.device)}"
-    return f"the CPU here ({torch.get_num_threads()} threads)".replace("1 threads", "1 thread")
+def _time_parts(
+    module: DiffusionModule,
+    cli: Rehearsal,
+    timing: Timing,
+    plan: Plan,
+    extractors: Sequence[Extractor],
+    seconds: float,
+) -> Timing:
+    """Samples, their features and forward passes."""
+    assert plan.batch_size is not None
+    with forward_context(cli.trainer), torch.no_grad():
+        if plan.evaluations or plan.grids:
+            image, how = _time_sampling(module, cli, seconds)
+            timing = replace(timing, image=image, image_how=how)
+        forward, how = forward_seconds(partial(_forward, module), plan.batch_size, seconds)
+    features = [_time_features(each, module) for each in extractors if each is not None]
+    step = 3 * forward * plan.accumulate  # a backward pass takes about twice a forward one
+    how = f"extrapolated {how}"
+    return replace(timing, feature=max(features, default=None), step=step, step_how=how)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return f"one {torch.cuda.get_device_name(device)}"
+    return f"the CPU here ({count(torch.get_num_threads(), 'thread')})"
 
 
 def _time_sampling(module: DiffusionModule, cli: Rehearsal, seconds: float) -> tuple[float, str]:
@@ -366,7 +382,7 @@ def _time_training(cli: Rehearsal, timing: Timing, seconds: float) -> Timing:
     _train(cli, watch)
     if not watch.steps:
         return timing
-    return replace(timing, step=watch.seconds, step_how=f"measured on {watch.steps} steps")
+    return replace(timing, step=watch.seconds, step_how=f"measured on {count(watch.steps, 'step')}")
 
 
 def _train(cli: Rehearsal, watch: Callback, max_steps: int = 30) -> None:

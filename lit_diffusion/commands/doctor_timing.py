@@ -277,5 +277,5 @@ def forward_context(trainer: Trainer | None) -> AbstractContextManager[Any]:
 
 
 def _wait_for_device() -> None:
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         torch.cuda.synchronize()

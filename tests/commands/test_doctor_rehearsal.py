@@ -1,0 +1,157 @@
+import copy
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch import Trainer
+from support.small_digits import small_digits
+
+from lit_diffusion.commands.doctor_plan import LRSchedule
+from lit_diffusion.commands.doctor_rehearsal import Data, Rehearsal, data_of, lr_of, plan_of
+from lit_diffusion.commands.run_folder import read_command_line
+
+FID = {
+    "class_path": "lit_diffusion.callbacks.FIDEvaluation",
+    "init_args": {"num_samples": 100, "extractor": "digits-cnn", "every_n_steps": 7},
+}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def rehearse(config, *options):
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    request = read_command_line(["fit", "--config", "run.yaml", *options])
+    return Rehearsal(request, ExitStack())
+
+
+def planned(config, *options):
+    cli = rehearse(config, *options)
+    return plan_of(cli, data_of(cli))
+
+
+def test_a_rehearsal_writes_nothing():
+    rehearse(small_digits(8))
+    assert [path.name for path in Path().iterdir()] == ["run.yaml"]
+
+
+def test_a_plan_is_what_the_config_says():
+    config = small_digits(50, val_check_interval=10, check_val_every_n_epoch=None)
+    config["trainer"]["callbacks"].append(copy.deepcopy(FID))
+    plan = planned(config, "--data.init_args.batch_size=100", "--trainer.accumulate_grad_batches=2")
+    assert (plan.steps, plan.num_images, plan.val_images) == (50, 1437, 360)
+    assert (plan.batch_size, plan.batches_per_epoch, plan.accumulate) == (100, 14, 2)
+    assert (plan.val_interval, plan.val_epochs) == (10, None)
+    assert plan.averages[0].decays == (0.9,)
+    assert (plan.evaluations[0].every_n_steps, plan.evaluations[0].num_real) == (7, 360)
+    assert (plan.lr.warmup_steps, plan.lr.length) == (4, 100)
+
+
+def test_the_batches_of_an_epoch_are_those_that_the_trainer_has(tmp_path):
+    cli = rehearse(small_digits(3), "--data.init_args.batch_size=100")
+    plan = plan_of(cli, data_of(cli))
+    trainer = Trainer(
+        max_epochs=1,
+        limit_train_batches=1.0,
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        default_root_dir=tmp_path,
+    )
+    trainer.fit(cli.model, cli.datamodule)
+    assert trainer.num_training_batches == plan.batches_per_epoch
+    assert sum(trainer.num_val_batches) == -(-plan.val_images // 100)
+
+
+def test_ranks_share_the_images_of_an_epoch():
+    options = ["--trainer.strategy=ddp", "--trainer.devices=4", "--data.init_args.batch_size=100"]
+    plan = planned(small_digits(8), *options)
+    assert plan.ranks == 4
+    assert plan.batches_per_epoch == 1437 // 4 // 100
+    assert plan.global_batch == 400
+
+
+@pytest.mark.parametrize(
+    ("options", "batches", "val_images"),
+    [
+        (["--trainer.limit_train_batches=3"], 3, 360),
+        (["--trainer.limit_train_batches=0.5"], 7, 360),
+        (["--trainer.limit_val_batches=0"], 14, 0),
+        (["--trainer.limit_val_batches=2"], 14, 200),
+        (["--trainer.limit_val_batches=0.25"], 14, 90),
+    ],
+)
+def test_limits_of_the_trainer_count(options, batches, val_images):
+    plan = planned(small_digits(8), "--data.init_args.batch_size=100", *options)
+    assert (plan.batches_per_epoch, plan.val_images) == (batches, val_images)
+
+
+@pytest.mark.parametrize("setting", ["devices=[0,1,0,1]", "precision=64-false"])
+def test_what_the_trainer_refuses_is_kept_and_the_rest_built(setting):
+    option = f"--trainer.{setting}"
+    if "precision" in setting:
+        with pytest.raises(ValueError, match="precision"):
+            rehearse(small_digits(8), option)
+        return
+    cli = rehearse(small_digits(8), "--trainer.accelerator=gpu", option)
+    assert cli.refusal
+    assert cli.trainer is None
+    assert cli.ranks().devices == 4
+    assert plan_of(cli, data_of(cli)).steps == 8
+
+
+def test_a_mistake_in_the_config_is_raised_as_in_a_fit():
+    with pytest.raises(ValueError, match="max_stepz"):
+        rehearse(small_digits(8), "--trainer.max_stepz=3")
+
+
+def test_data_that_cannot_be_opened_leave_the_rest_known():
+    config = small_digits(8)
+    config["data"] = {
+        "class_path": "lit_diffusion.data.image_folder.ImageFolder",
+        "init_args": {"train": "nowhere", "val": 3, "image_size": 8, "batch_size": 12},
+    }
+    cli = rehearse(config)
+    data = data_of(cli)
+    assert "nowhere" in data.fault
+    assert (data.num_images, data.batch_size) == (None, 12)
+    assert plan_of(cli, data).steps == 8
+
+
+def test_data_without_a_number_of_images_are_unknown():
+    assert Data().num_images is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "expected"),
+    [
+        (None, None),
+        (
+            {
+                "class_path": "lit_diffusion.lr_schedules.WarmupCosine",
+                "init_args": {"warmup_steps": 5, "total_steps": None, "final_factor": 0.1},
+            },
+            LRSchedule("WarmupCosine", 5, None, follows_run=True, final_factor=0.1),
+        ),
+        (
+            {
+                "class_path": "lit_diffusion.lr_schedules.WarmupConstant",
+                "init_args": {"warmup_steps": 5},
+            },
+            LRSchedule("WarmupConstant", 5),
+        ),
+        (
+            {
+                "class_path": "torch.optim.lr_scheduler.CosineAnnealingLR",
+                "init_args": {"T_max": 9},
+            },
+            LRSchedule("CosineAnnealingLR", 0, 9),
+        ),
+    ],
+)
+def test_schedules_of_the_lr(spec, expected):
+    assert lr_of(spec) == expected

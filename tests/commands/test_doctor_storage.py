@@ -1,0 +1,116 @@
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lit_diffusion.callbacks import EMA
+from lit_diffusion.commands.doctor_report import Level
+from lit_diffusion.commands.doctor_storage import (
+    Storage,
+    averages_bytes,
+    check_storage,
+    grid_bytes,
+    kept_files,
+    optimizer_bytes,
+    state_bytes,
+)
+
+RUN = Storage(
+    "/runs", free=10**9, weights=10**6, optimizer=2 * 10**6, averages=10**6, checkpoints=2
+)
+
+
+def test_a_file_more_than_are_kept_must_fit():
+    assert RUN.needed == 3 * 4 * 10**6
+    assert replace(RUN, checkpoints=0, weight_files=3).needed == 3 * 10**6
+    assert replace(RUN, samples=500).needed == RUN.needed + 500
+
+
+@pytest.mark.parametrize(
+    ("changes", "level", "told"),
+    [
+        ({}, Level.OK, "12.0 MB needed: checkpoints of 4.0 MB"),
+        ({"free": 25 * 10**6}, Level.OK, "25.0 MB are free"),
+        ({"free": 23 * 10**6}, Level.WARNING, "more than half"),
+        ({"free": 11 * 10**6}, Level.PROBLEM, "choose another disk"),
+        ({"checkpoints": math.inf}, Level.WARNING, "no checkpoint is ever deleted"),
+        ({"weight_files": math.inf}, Level.WARNING, "no checkpoint is ever deleted"),
+        ({"optimizer": None}, Level.NOTE, "not known"),
+    ],
+)
+def test_the_disk_must_hold_it(changes, level, told):
+    found = check_storage(replace(RUN, **changes))
+    assert max(finding.level for finding in found) is level
+    assert told in " ".join(finding.text for finding in found)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        lambda p: torch.optim.Adam(p, amsgrad=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        torch.optim.RMSprop,
+        torch.optim.Adagrad,
+    ],
+)
+def test_the_state_of_an_optimizer_is_known_before_it_steps(make):
+    module = nn.Sequential(nn.Linear(7, 5), nn.Conv2d(3, 4, 3))
+    optimizer = make(list(module.parameters()))
+    foretold = optimizer_bytes(optimizer)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = [v for entry in optimizer.state.values() for v in entry.values()]
+    assert foretold == sum(v.numel() * v.element_size() for v in state if torch.is_tensor(v))
+
+
+def test_looking_leaves_the_optimizer_as_it_is():
+    module = nn.Linear(3, 2)
+    optimizer, before = torch.optim.Adam(module.parameters()), module.weight.clone()
+    optimizer_bytes(optimizer)
+    assert not optimizer.state
+    assert module.weight.equal(before)
+    assert optimizer.param_groups[0]["params"][0] is module.weight
+
+
+def test_shared_weights_are_saved_once(tmp_path: Path):
+    module = nn.Sequential(nn.Linear(200, 200, bias=False), nn.Linear(200, 200, bias=False))
+    module[1].weight = module[0].weight
+    assert state_bytes(module) == 4 * 200 * 200
+    torch.save(module.state_dict(), tmp_path / "state")
+    assert (tmp_path / "state").stat().st_size == pytest.approx(state_bytes(module), rel=0.05)
+
+
+def test_averages_take_what_ema_saves():
+    module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2).half())
+    module[0].bias.requires_grad_(False)
+    expected = 4 * 6 + 8 * 6 + 4 * 6
+    assert averages_bytes(module, 1) == expected
+    assert averages_bytes(module, 3) == 3 * expected
+    assert averages_bytes(module, 1, "0") == 4 * 6
+    assert EMA().prefix == ""
+
+
+def test_pictures_are_no_larger_than_said(tmp_path: Path):
+    from torchvision.transforms.functional import to_pil_image
+
+    from lit_diffusion.callbacks.sample_grid import image_grid
+
+    images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8)
+    to_pil_image(image_grid(images)).save(tmp_path / "step.png")
+    to_pil_image(image_grid(torch.cat([images, images], dim=-1))).save(tmp_path / "nearest.png")
+    written = sum(file.stat().st_size for file in tmp_path.iterdir())
+    assert 0 < written <= grid_bytes(64, 1, (3, 32, 32)) / 2  # the other half is TensorBoard's
+
+
+def test_kept_files_are_bounded_by_saves():
+    assert kept_files(5, False, 3) == 3
+    assert kept_files(1, True, None) == 2
+    assert kept_files(0, True, 10) == 1
+    assert math.isinf(kept_files(-1, True, None))
