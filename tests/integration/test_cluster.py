@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -88,10 +89,12 @@ def reaches(step: int, root: str = "runs/digits"):
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory):
+def slurm():
     if os.geteuid() != 0 or not shutil.which("apt-get"):
         pytest.skip("SLURM is installed and started by root on Debian")
-    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
+    folder.chmod(0o755)  # pytest's own are closed to others, which munge refuses
+    cluster = Cluster(folder)
     try:
         cluster.start()
         yield cluster
@@ -177,7 +180,7 @@ def test_a_preempted_job_is_requeued_and_ends_as_if_it_never_was(slurm, undistur
 
 
 def test_a_signal_that_meets_uneven_ranks_deadlocks_nobody_in_any_project(slurm):
-    job = slurm.submit(HERE / "foreign.sbatch")
+    job = slurm.submit(HERE / "foreign.sbatch", HERE / "foreign_training.py")
     wait_for(Path("reached-step-5").exists, "step 5")
     slurm("scancel", "--signal=USR1", job)
     said = slurm.end_of(job)
