@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_diffusion.batch_end import is_ending, row_is_to_come, validation_follows
+from lit_diffusion.batch_end import accumulates, is_ending, row_is_to_come, validation_follows
 from lit_diffusion.commands.run_folder import next_config
 from lit_diffusion.loggers import AppendingCSVLogger, rewind_evaluations
 
@@ -71,6 +71,35 @@ class CurvesInStep(Callback):
             logger.rewind(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
+class WholeSteps(Callback):
+    """Refuses to go on from a checkpoint that was saved between accumulated batches.
+
+    Their gradients are in no file, so the step would be made of the others alone. Such a file, as
+    ModelCheckpoint writes after a validation in mid-step, is as good as any other to sample from.
+    `LastCheckpoint` waits for the end of the step.
+    """
+
+    _MARK = "between_accumulated_batches"
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Mark the file."""
+        if accumulates(trainer):
+            checkpoint[self._MARK] = True
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuse one that is marked."""
+        if checkpoint.get(self._MARK):
+            raise ValueError(
+                f"{trainer.ckpt_path} was saved between accumulated batches, whose gradients no "
+                "file holds; resume from checkpoints/last.ckpt, and have others saved at whole "
+                "steps (trainer.val_check_interval a multiple of accumulate_grad_batches)."
+            )
+
+
 class LastCheckpoint(Checkpoint):
     """Keeps `folder`/last.ckpt as fresh as is cheap, and that of the last step at the end.
 
@@ -78,8 +107,9 @@ class LastCheckpoint(Checkpoint):
     known early. Each further one comes `every_n_seconds` after the one before, or later where
     saving is slow, so that at most one part in fifty of the time goes into it.
 
-    Saves are made where Lightning resumes exactly: after a batch, or after the validation that
-    belongs to it. (A file saved in `on_train_end` of an unfinished epoch resumes in the next one.)
+    Saves are made where Lightning resumes exactly: after a batch that ends a step, or after the
+    validation that belongs to it. (A file saved in `on_train_end` of an unfinished epoch resumes in
+    the next one.)
 
     Args:
         folder: where the file goes.
@@ -121,7 +151,8 @@ class LastCheckpoint(Checkpoint):
             self._save(trainer)
 
     def _is_wanted(self, trainer: Trainer) -> bool:
-        return trainer.global_step >= self._due or is_ending(trainer)
+        due = trainer.global_step >= self._due or is_ending(trainer)
+        return due and not accumulates(trainer)
 
     def _save(self, trainer: Trainer) -> None:
         began = time.monotonic()

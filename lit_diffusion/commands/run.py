@@ -30,7 +30,7 @@ from lit_diffusion.checkpoints import (
     model_spec,
     read_checkpoint,
 )
-from lit_diffusion.commands.keeping import CurvesInStep, LastCheckpoint, RunConfig
+from lit_diffusion.commands.keeping import CurvesInStep, LastCheckpoint, RunConfig, WholeSteps
 from lit_diffusion.commands.resume import PreferConfig, differences, tell
 from lit_diffusion.commands.run_folder import (
     Request,
@@ -227,10 +227,10 @@ class RunCLI(LightningCLI):
         if self.request.command == "fit" and not _has(callbacks, UpdateGuard):
             callbacks.append(_callback("finite_updates", "FiniteUpdates")())
         if self.request.command == "fit" and not self._is_trial:
-            callbacks.append(CurvesInStep(self.request.root))
-            callbacks.append(PreferConfig(self._changed))
+            root = self.request.root
+            callbacks += [WholeSteps(), CurvesInStep(root), PreferConfig(self._changed)]
             if config.enable_checkpointing is not False:
-                callbacks += _savers(callbacks, self.request.root / "checkpoints")
+                callbacks += _savers(callbacks, root / "checkpoints")
         return callbacks
 
     def _run_subcommand(self, subcommand: str) -> None:

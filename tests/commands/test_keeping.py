@@ -1,5 +1,6 @@
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -8,7 +9,7 @@ import torch
 from support.commands import equal
 from support.tiny_run import TinyData, TinyModule, TinyNet
 
-from lit_diffusion.commands.keeping import LastCheckpoint, RunConfig
+from lit_diffusion.commands.keeping import LastCheckpoint, RunConfig, WholeSteps
 
 
 class Saves(LastCheckpoint):
@@ -143,3 +144,37 @@ def test_a_checkpoint_that_is_due_with_a_validation_holds_what_follows_it(tmp_pa
 def test_nothing_but_the_file_is_left_in_the_folder(tmp_path):
     fit(LastCheckpoint(tmp_path / "checkpoints", first=1, every_n_seconds=0.001), tmp_path)
     assert os.listdir(tmp_path / "checkpoints") == ["last.ckpt"]
+
+
+def test_no_save_is_made_between_accumulated_batches(tmp_path):
+    """Steps end at batches 3, 4, 7 and 8 of two epochs of four; validation comes after 2 and 4."""
+
+    class SavesAlways(Saves):
+        def _save(self, trainer):
+            super()._save(trainer)
+            self._due = 0
+
+    callback = SavesAlways(tmp_path, first=0)
+    options = {"max_epochs": 2, "max_steps": -1, "val_check_interval": 2}
+    fit(callback, tmp_path, callbacks=[WholeSteps()], accumulate_grad_batches=3, **options)
+    assert callback.steps == [1, 2, 3, 4]
+    assert "between_accumulated_batches" not in saved(tmp_path)
+
+
+@pytest.mark.parametrize(("batch", "refused"), [(2, True), (3, False), (4, False)])
+def test_what_was_saved_between_accumulated_batches_is_no_place_to_go_on_from(
+    tmp_path, batch, refused
+):
+    class SaveAt(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, given, batch_idx):
+            if batch_idx + 1 == batch and trainer.current_epoch == 0:
+                trainer.save_checkpoint(tmp_path / "some.ckpt")
+
+    options = {"accumulate_grad_batches": 3, "max_epochs": 2, "max_steps": -1}
+    fit(SaveAt(), tmp_path, callbacks=[WholeSteps()], **options)
+    again = partial(fit, WholeSteps(), tmp_path, ckpt_path=tmp_path / "some.ckpt", **options)
+    if refused:
+        with pytest.raises(ValueError, match=r"some\.ckpt was saved between accumulated batches"):
+            again()
+    else:
+        again()

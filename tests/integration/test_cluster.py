@@ -222,6 +222,8 @@ def test_the_tasks_of_an_array_are_requeued_each_by_itself(slurm):
     wait_for(reaches(30, "runs/baseline/seed-1"), "step 30")
     slurm("scancel", "--signal=USR1", f"{job}_2")
     wait_for(lambda: slurm("squeue", "--noheader") == "", "the array")
-    assert [end(f"runs/baseline/seed-{seed}")["global_step"] for seed in (0, 1)] == [300, 300]
+    assert [end(f"runs/baseline/seed-{seed}")["global_step"] for seed in (0, 1)] == [300, 300], (
+        output()
+    )
     assert not list(Path("runs/baseline/seed-0").glob("config.resume-*.yaml"))
     assert len(list(Path("runs/baseline/seed-1").glob("config.resume-*.yaml"))) == 1
