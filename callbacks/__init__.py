@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lit_diffusion.callbacks.loss_resampler import LossSecondMomentResampler
     from lit_diffusion.callbacks.momentum_decay import LRCompensation, MomentumDecay
     from lit_diffusion.callbacks.noise_level_loss import NoiseLevelLoss
+    from lit_diffusion.callbacks.rank_watch import RankWatch
     from lit_diffusion.callbacks.sample_grid import SampleGrid
     from lit_diffusion.callbacks.save_on_signal import SaveOnSignal
     from lit_diffusion.callbacks.step_seed import StepSeed
@@ -30,6 +31,7 @@ __all__ = [
     "LossSecondMomentResampler",
     "MomentumDecay",
     "NoiseLevelLoss",
+    "RankWatch",
     "SampleGrid",
     "SaveOnSignal",
     "ShiftingGaussian",
@@ -47,6 +49,7 @@ _FILES = {
     "LossSecondMomentResampler": "loss_resampler",
     "MomentumDecay": "momentum_decay",
     "NoiseLevelLoss": "noise_level_loss",
+    "RankWatch": "rank_watch",
     "SampleGrid": "sample_grid",
     "SaveOnSignal": "save_on_signal",
     "ShiftingGaussian": "curriculum",

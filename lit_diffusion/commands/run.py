@@ -222,6 +222,8 @@ class RunCLI(LightningCLI):
     def _callbacks(self, config: Any) -> list[Callback]:
         given = config.callbacks or []
         callbacks: list[Callback] = list(given) if isinstance(given, list) else [given]
+        if not _has(callbacks, _rank_watch()):
+            callbacks.insert(0, _rank_watch()())
         if config.enable_progress_bar is not False and not _has(callbacks, ProgressBar):
             callbacks.append(_progress())
         if self.request.command == "fit" and not _has(callbacks, UpdateGuard):
@@ -244,7 +246,14 @@ class RunCLI(LightningCLI):
                 raise SystemExit(SAVED if saved else 128 + number) from error
             if str(error).startswith("Error(s) in loading state_dict"):
                 raise ValueError(_architecture(error, self.request)) from error
+            if told := self._told_of_other_rank():
+                raise RuntimeError(told) from error
             raise
+
+    def _told_of_other_rank(self) -> str | None:
+        """What another rank did that ended this one."""
+        watches = [c for c in self.trainer.callbacks if isinstance(c, _rank_watch())]  # type: ignore[attr-defined]
+        return next((watch.verdict for watch in watches if watch.verdict), None)
 
     def _signal_behind(self, error: BaseException) -> signal.Signals | None:
         """The signal that ended the Trainer, which exits with 0 after SIGTERM, 1 after Ctrl-C."""
@@ -323,6 +332,11 @@ def _savers(given: Sequence[Callback], folder: Path) -> list[Callback]:
     if not _has(given, save_on_signal):
         savers.append(save_on_signal(folder))
     return savers
+
+
+def _rank_watch() -> Any:
+    """What ends all ranks when one fails; on a single rank it does nothing."""
+    return _callback("rank_watch", "RankWatch")
 
 
 def _progress() -> Callback:
