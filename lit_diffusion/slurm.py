@@ -9,7 +9,13 @@ _NOTE = "slurm-job"
 
 
 def job_id() -> str | None:
-    """Number of the job, each task of an array having its own; None outside of SLURM."""
+    """The job by the name that SLURM's commands take, as 7 or array_task; None outside of SLURM.
+
+    SLURM_JOB_ID alone would not do: one task of an array has the number of the whole array.
+    """
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    if array is not None:
+        return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}"
     return os.environ.get("SLURM_JOB_ID")
 
 
@@ -17,7 +23,7 @@ def requeue_job(job: str) -> str:
     """Ask SLURM to start a job again, unless somebody has cancelled it or its time is up.
 
     Args:
-        job: its number.
+        job: its name, as of `job_id`.
 
     Returns:
         What became of it, in words.

@@ -60,6 +60,14 @@ def test_a_requeue_is_a_later_start_of_the_job_that_left_its_note(
     assert not is_requeue_of(tmp_path)
 
 
+def test_a_task_of_an_array_is_not_taken_for_the_array(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert job_id() == "7"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    assert job_id() == "7_2"
+
+
 def test_outside_of_slurm_there_is_neither_job_nor_note(tmp_path, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
