@@ -141,3 +141,50 @@ def test_a_folder_is_for_one_process_at_a_time_and_free_again_after_any_end():
         raise KeyError
     with occupied(Path("run")):
         assert list(Path("run").iterdir()) == []
+
+
+@pytest.fixture
+def requeued(monkeypatch):
+    """This process is the second start of SLURM job 7, which trained into runs/digits."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    write("runs/digits/metrics.csv", "step\n")
+    write("runs/digits/checkpoints/slurm-job", "7\n")
+    write("configs/digits.yaml", "trainer: {}")
+
+
+@pytest.mark.usefixtures("requeued")
+@pytest.mark.parametrize("option", ["", " --ckpt_path=last", " --ckpt_path=pretrained.ckpt"])
+def test_a_requeued_job_goes_on_from_where_it_was(option):
+    """The command is that of its first start, which may have named what to begin with."""
+    write("pretrained.ckpt")
+    last = write("runs/digits/checkpoints/last.ckpt")
+    found = request(f"fit --config configs/digits.yaml{option}")
+    assert (found.checkpoint, found.requeued) == (last, True)
+    refuse_mixing(found)
+
+
+@pytest.mark.usefixtures("requeued")
+def test_a_requeued_job_that_had_saved_nothing_begins_anew():
+    found = request("fit --config configs/digits.yaml")
+    assert (found.checkpoint, found.requeued) == (None, True)
+    refuse_mixing(found)
+
+
+@pytest.mark.usefixtures("requeued")
+@pytest.mark.parametrize("changed", [{"SLURM_JOB_ID": "8"}, {"SLURM_RESTART_COUNT": ""}])
+def test_another_job_in_its_folder_is_refused(monkeypatch, changed):
+    write("runs/digits/checkpoints/last.ckpt")
+    for name, value in changed.items():
+        monkeypatch.setenv(name, value)
+    found = request("fit --config configs/digits.yaml")
+    assert (found.checkpoint, found.requeued) == (None, False)
+    with pytest.raises(ValueError, match="already holds a run"):
+        refuse_mixing(found)
+
+
+@pytest.mark.usefixtures("requeued")
+def test_other_commands_of_a_requeued_job_read_what_they_are_told_to():
+    write("runs/digits/checkpoints/last.ckpt")
+    best = write("runs/digits/checkpoints/best-fid.ckpt")
+    assert request(f"validate --ckpt_path {best}").checkpoint == best
