@@ -5,10 +5,10 @@ from lightning.pytorch.strategies import (
     DeepSpeedStrategy,
     FSDPStrategy,
     ModelParallelStrategy,
-    SingleDeviceXLAStrategy,
     Strategy,
-    XLAStrategy,
 )
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
 
 from lit_diffusion.sharding import is_flat, is_split
 

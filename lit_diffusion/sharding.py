@@ -63,7 +63,8 @@ def gathered(state: Mapping[str, Any]) -> dict[str, Any]:
 def _gathered(value: Any, keep: bool) -> Any:
     if is_split(value):
         # Parts that were offloaded to the CPU go back to where their ranks can talk.
-        whole = value.detach().to(value.device_mesh.device_type).full_tensor()
+        parts: Any = value.detach().to(value.device_mesh.device_type)
+        whole = parts.full_tensor()
         return whole.cpu() if keep else None
     if isinstance(value, Mapping):
         return {key: _gathered(entry, keep) for key, entry in value.items()}

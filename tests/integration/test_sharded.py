@@ -1,33 +1,43 @@
-"""Fits with weights that fully_shard splits over ranks, beside the same fit on one process."""
+"""Weights that fully_shard splits over ranks, beside the same weights on one process."""
 
 import pytest
 import torch
 from support.on_ranks import run_on_ranks
 from support.plain_module import assert_same_bits
-from support.sharded import fit
+from support.sharded import Split, fit
 
-SCRIPT = "sharded_on_ranks.py"
-
-
-def saved(path):
-    return torch.load(path, weights_only=True)
+from lit_diffusion.checkpoints import load
 
 
-def one_process(folder, epochs, ckpt_path=None):
+def saved(folder):
+    return torch.load(folder / "end.ckpt", weights_only=True)
+
+
+def on_ranks(folder, epochs, *arguments, kind="file", ranks=2):
+    """The folder of a fit whose weights are split; each rank had the same losses."""
     folder.mkdir()
-    trainer, _ = fit(folder, ckpt_path, epochs)
-    trainer.save_checkpoint(folder / "end.ckpt")
-    return trainer.lightning_module.losses
+    losses = run_on_ranks("sharded_on_ranks.py", folder, epochs, kind, *arguments, ranks=ranks)
+    assert losses == [losses[0]] * ranks
+    return folder
 
 
-@pytest.mark.system
-def test_a_split_fit_ends_as_the_same_fit_with_whole_weights(tmp_path):
-    """To the last bit on two ranks: the mean of two equal gradients is exact."""
-    for found in run_on_ranks(SCRIPT, tmp_path, "2"):
-        assert found["losses"] == one_process(tmp_path / f"{found['rank']}", 2)
-    split, whole = saved(tmp_path / "end.ckpt"), saved(tmp_path / "0" / "end.ckpt")
+def on_one(folder, epochs, ckpt_path=None):
+    """The folder of the same fit on one process, with whole weights."""
+    folder.mkdir()
+    fit(folder, ckpt_path, epochs)
+    return folder
+
+
+def assert_same_end(folder, other):
+    """To the last bit, which two ranks allow: the mean of two equal gradients is exact."""
+    for key in ("state_dict", "callbacks", "optimizer_states", "global_step"):
+        assert_same_bits(saved(folder)[key], saved(other)[key])
+
+
+def assert_similar_end(folder, other):
+    """Up to float32's rounding of the mean of three gradients."""
     for key in ("state_dict", "callbacks"):
-        assert_same_bits(split[key], whole[key])
+        torch.testing.assert_close(saved(folder)[key], saved(other)[key], rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.system
@@ -38,3 +48,28 @@ def test_without_a_trainer_two_ranks_average_save_and_load_as_one_does(tmp_path)
 @pytest.mark.slow
 def test_without_a_trainer_three_ranks_average_save_and_load_as_one_does(tmp_path):
     assert run_on_ranks("shards_on_ranks.py", tmp_path, ranks=3) == ["done"] * 3
+
+
+@pytest.mark.slow
+def test_a_fit_with_split_weights_ends_as_the_one_with_whole_weights(tmp_path):
+    split, whole = on_ranks(tmp_path / "2", "2"), on_one(tmp_path / "1", 2)
+    assert_same_end(split, whole)
+    for weights in ("raw", "ema", "ema_0.5"):
+        found, expected = (
+            load(folder / "end.ckpt", weights, module=Split()) for folder in (split, whole)
+        )
+        assert_same_bits(found.state_dict(), expected.state_dict())
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path):
+    undisturbed = on_one(tmp_path / "undisturbed", 2)
+    one, two = on_one(tmp_path / "1", 1), on_ranks(tmp_path / "2", "1")
+    parts = on_ranks(tmp_path / "parts", "1", kind="parts")
+    on_two = on_ranks(tmp_path / "1 to 2", "2", one / "end.ckpt")
+    assert_same_end(on_two, undisturbed)
+    assert_same_end(on_one(tmp_path / "2 to 1", 2, two / "end.ckpt"), undisturbed)
+    for start in (two, parts):
+        folder = tmp_path / f"{start.name} to 3"
+        on_three = on_ranks(folder, "2", start / "end.ckpt", ranks=3)
+        assert_similar_end(on_three, undisturbed)

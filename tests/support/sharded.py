@@ -3,6 +3,8 @@
 On one process the same fit has whole weights: every rank sees the same batches.
 """
 
+from pathlib import Path
+
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -71,18 +73,23 @@ def trained(trainer):
 
 
 class Reference(Callback):
-    """Averages whole weights by the formula, and watches what EMA does with the parts."""
+    """Averages whole weights by the formula, and watches what EMA does with the parts.
 
-    def __init__(self, ema, folder):
+    Args:
+        ema: the callback.
+        folder: for the files that it saves.
+        known: what EMA saved in an earlier run that goes on.
+    """
+
+    def __init__(self, ema, folder, known=None):
         self.ema, self.folder = ema, folder
-        self.steps, self.validations = 0, 0
-        self.shadows = []
+        self.validations = 0
+        self.steps = known["steps"]["net.0.weight"] if known else 0
+        self.shadows = known["shadows"] if known else []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if not self.shadows:
-            raw = trained(trainer)
-            self.shadows = [{n: w.clone() for n, w in raw.items()} for _ in DECAYS]
-            self.raw = raw
+            self.shadows = [trained(trainer) for _ in DECAYS]
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.steps += 1
@@ -110,16 +117,27 @@ class Reference(Callback):
         assert_same_bits(module.loss(batch), expected)
 
     def assert_saved(self, path):
+        if path.is_dir():  # of parts, where what is not split has a file
+            saved = torch.load(path / "meta.pt", weights_only=True)
+            assert_same_bits(saved["callbacks"][self.ema.state_key]["shadows"], self.shadows)
+            return
         saved = torch.load(path, weights_only=True)
         assert_same_bits({n: saved["state_dict"][n] for n in self.raw}, self.raw)
         assert_same_bits(saved["callbacks"][self.ema.state_key]["shadows"], self.shadows)
         assert saved["optimizer_states"][0]["param_groups"][0]["lr"] == 0.05
 
 
-def fit(folder, ckpt_path=None, epochs=2, parts=False, **options):
-    """The trainer after a fit of 4 steps an epoch, and its Reference."""
+def averages_in(path):
+    """What EMA saved in a checkpoint, a file or a folder of parts."""
+    path = Path(path)
+    saved = torch.load(path / "meta.pt" if path.is_dir() else path, weights_only=True)
+    return next(state for key, state in saved["callbacks"].items() if key.startswith("EMA"))
+
+
+def fit(folder, ckpt_path=None, epochs=2, **options):
+    """The trainer after a fit of 4 steps an epoch, which has saved end.ckpt."""
     ema = EMA(DECAYS, every_n_steps=EVERY, prefix="net")
-    reference = Reference(ema, folder)
+    reference = Reference(ema, folder, averages_in(ckpt_path) if ckpt_path else None)
     trainer = make_trainer(
         folder,
         reference,
@@ -131,9 +149,11 @@ def fit(folder, ckpt_path=None, epochs=2, parts=False, **options):
         plugins=[AtomicCheckpointIO()],
         **options,
     )
-    module = Split()
-    trainer.fit(module, loader(), loader(8), ckpt_path=ckpt_path)
-    return trainer, reference
+    trainer.fit(Split(), loader(), loader(8), ckpt_path=ckpt_path)
+    trainer.save_checkpoint(folder / "end.ckpt", weights_only=False)
+    reference.assert_saved(folder / "end.ckpt")
+    assert reference.validations == (1 if ckpt_path else epochs)
+    return trainer
 
 
 def strategy(ranks, parts=False):
