@@ -303,11 +303,19 @@ class FIDEvaluation(Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
-        self.best_score, self.best_step = state_dict["best_score"], state_dict["best_step"]
+        """Go on from `state_dict`.
+
+        Raises:
+            ValueError: where it is not what `state_dict()` gives.
+        """
+        score, step = state_dict["best_score"], state_dict["best_step"]
+        images = state_dict.get("images") or (None, 0, None)
+        counts = [step, *images]
+        _require(isinstance(score, float | None), "best_score", "a number or None", score)
+        _require(all(isinstance(n, int | None) for n in counts), "steps", "counts", counts)
+        self.best_score, self.best_step = score, step
         self._best_against = state_dict["best_against"]
-        images = state_dict.get("images")
-        self.image_count = images and ImageCount(*images)
+        self.image_count = ImageCount(*images) if state_dict.get("images") else None
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

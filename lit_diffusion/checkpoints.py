@@ -23,6 +23,13 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
+from lit_diffusion.checkpoint_checks import (
+    check_archive,
+    check_content,
+    is_dense,
+    is_plain,
+    no_larger_than,
+)
 from lit_diffusion.errors import innermost
 from lit_diffusion.files import sync_folder
 from lit_diffusion.sharding import first_split, gathered
@@ -131,6 +138,7 @@ def read_checkpoint(path: PathLike, *, mmap: bool = False) -> Checkpoint:
     if not path.is_file():
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     try:
+        check_archive(path)
         mmap = mmap and zipfile.is_zipfile(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except PermissionError:
@@ -138,11 +146,13 @@ def read_checkpoint(path: PathLike, *, mmap: bool = False) -> Checkpoint:
     except Exception as error:  # what torch says of a broken file is of many types
         # From None: torch advises to run the code in the file, which a traceback would tell.
         raise ValueError(f"{path} {_why_unreadable(error)}") from None
-    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
-        raise ValueError(f"{path} is not a training checkpoint: it has no 'state_dict'.")
+    try:
+        check_content(checkpoint)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a training checkpoint: {error}.") from None
     if split := first_split(checkpoint):
         raise ValueError(f"{path} {_part_of(split)}")
-    return checkpoint
+    return dict(checkpoint)
 
 
 class Loaded(NamedTuple):
@@ -202,7 +212,8 @@ def load_with_record(
     path = checkpoint_file(path)
     checkpoint = read_checkpoint(path)
     if module is None:
-        module = build(checkpoint, path, trust)
+        with no_larger_than(checkpoint["state_dict"]):
+            module = build(checkpoint, path, trust)
     name, averages = chosen_weights(checkpoint, weights, path)
     load_state(module, {**uncompiled(checkpoint["state_dict"]), **averages}, path)
     step = int(checkpoint.get("global_step", 0))
@@ -239,6 +250,9 @@ def instantiate(spec: dict[str, Any], base: type, trust: Iterable[str], path: Pa
             return parser.instantiate(parser.parse_object({"object": spec})).object
         except (ArgumentError, ValueError) as error:
             raise ValueError(f"{path}: {innermost(error)}") from error
+        except Exception as error:  # what a constructor says of arguments that it cannot take
+            cause = f"{type(error).__name__}: {_first_line(error)}"
+            raise ValueError(f"{path}: {spec['class_path']} cannot be built: {cause}.") from error
 
 
 def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[str, Any] | None:
@@ -249,10 +263,14 @@ def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[st
     return None if class_path is None else {"class_path": class_path, "init_args": saved}
 
 
-def ema_states(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+def ema_states(checkpoint: Checkpoint, path: PathLike) -> list[dict[str, Any]]:
     """What the EMA callbacks of a run saved: decays, steps and shadows (callbacks/ema.py)."""
     states = checkpoint.get("callbacks", {})
-    return [state for key, state in states.items() if key.startswith("EMA{") and state]
+    saved = [(key, state) for key, state in states.items() if key.startswith("EMA{")]
+    for key, state in saved:
+        if not _holds_averages(state):
+            raise ValueError(f"{path} is damaged: the state of {key} in it holds no averages.")
+    return [state for _, state in saved if state]
 
 
 def chosen_weights(
@@ -268,7 +286,7 @@ def chosen_weights(
     if weights == "raw":
         return "raw", {}
     averages, chosen, known = {}, [], ["raw"]
-    for state in ema_states(checkpoint):
+    for state in ema_states(checkpoint, path):
         names = [f"ema_{decay:g}" for decay in state["decays"]]
         known += names
         name = names[0] if weights == "ema" else weights
@@ -278,6 +296,23 @@ def chosen_weights(
     if not chosen:
         raise ValueError(f"{path} has no weights {weights!r}; it has {', '.join(known)}.")
     return "+".join(dict.fromkeys(chosen)), averages
+
+
+def _holds_averages(state: Any) -> bool:
+    """Whether it is what an EMA callback saves: nothing, or for every decay a shadow by name."""
+    if not isinstance(state, dict):
+        return False
+    decays, shadows = state.get("decays", ()), state.get("shadows", ())
+    if not (isinstance(decays, list | tuple) and isinstance(shadows, list | tuple)):
+        return False
+    return (
+        len(decays) == len(shadows)
+        and all(type(decay) in (int, float) for decay in decays)
+        and all(
+            isinstance(shadow, dict) and all(is_dense(value) for value in shadow.values())
+            for shadow in shadows
+        )
+    )
 
 
 def load_state(module: LightningModule, state: Mapping[str, Tensor], path: PathLike) -> None:
@@ -311,7 +346,23 @@ def misfits(module: LightningModule, state: Mapping[str, Tensor]) -> list[str]:
         and getattr(own[name], "shape", None) != getattr(state[name], "shape", None)
     ]
     unknown = [f"the module lacks {name}" for name in state if name not in own]
-    return shapes + missing + unknown
+    return shapes + missing + unknown + wrong_types(module, state)
+
+
+def wrong_types(module: LightningModule, state: Mapping[str, Any]) -> list[str]:
+    """Weights in `state` that torch would cast, and lose, into those of `module`."""
+    own = module.state_dict()
+    both = [(name, state[name], own[name]) for name in own if name in state]
+    return [
+        f"{name} is {saved.dtype} in the file, {expected.dtype} in the module"
+        for name, saved, expected in both
+        if isinstance(saved, Tensor) and isinstance(expected, Tensor)
+        if _kind(saved) != _kind(expected)
+    ]
+
+
+def _kind(tensor: Tensor) -> tuple[bool, bool, bool]:
+    return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype is torch.bool
 
 
 def plain(checkpoint: Mapping[str, Any]) -> Checkpoint:
@@ -329,16 +380,8 @@ def plain(checkpoint: Mapping[str, Any]) -> Checkpoint:
     kept = dict(checkpoint)
     for key in kept:
         if key.endswith("hyper_parameters"):
-            kept[key] = {name: value for name, value in kept[key].items() if _is_plain(value)}
+            kept[key] = {name: value for name, value in kept[key].items() if is_plain(value)}
     return kept
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return type(value) is dict and all(_is_plain(v) for pair in value.items() for v in pair)
-    if isinstance(value, list | tuple):
-        return type(value) in (list, tuple) and all(_is_plain(v) for v in value)
-    return value is None or type(value) in (bool, int, float, str)
 
 
 def _check_plain(file: Path) -> None:

@@ -41,6 +41,9 @@ COMMANDS = {
 """name -> ("module:function", one line of help). The function gets all arguments."""
 
 DEBUG = "LIT_DIFFUSION_DEBUG"
+_LONGEST, _TAIL = 4000, 500
+"""Characters of a message, and those of its end when it is longer."""
+
 _MISTAKES = (ValueError, TypeError, OSError)
 
 
@@ -113,20 +116,44 @@ def _report(command: str, error: Exception, debug: bool) -> int:
     meant = is_meant(error)
     if debug or not meant:
         traceback.print_exception(error)
-    print(f"lit-diffusion {command}: {error}", file=sys.stderr)
+    message = _shortened(str(error)) or type(error).__name__
+    if _is_out_of_memory(error):
+        message = f"there is not enough memory for what is asked; ask for less ({message})."
+    print(f"lit-diffusion {command}: {message}", file=sys.stderr)
     return 2 if meant and _is_mistake(error) else 1
+
+
+def _shortened(message: str) -> str:
+    """A message without the middle of what somebody wrote a book into."""
+    if len(message) <= _LONGEST:
+        return message
+    left_out = len(message) - _LONGEST
+    return f"{message[: -_TAIL - left_out]} [... {left_out:,} characters ...] {message[-_TAIL:]}"
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    named = {kind.__name__ for kind in type(error).__mro__} & {"MemoryError", "OutOfMemoryError"}
+    return bool(named) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def _is_mistake(error: Exception) -> bool:
     return isinstance(error, _MISTAKES) or type(error).__name__ == "MisconfigurationException"
 
 
-def is_meant(error: Exception) -> bool:
+def is_meant(
+    error: BaseException, packages: Sequence[str] = ("lit_diffusion", "lightning")
+) -> bool:
     """Whether an error is the message of a check, by us or Lightning, and not an accident in code.
 
     A check ends in a `raise` statement; an accident in whatever statement it befell. What the
-    system says of a file, with its name, is as good as a check.
+    system says of a file, with its name, or of memory, is as good as a check.
+
+    Args:
+        error: that was raised.
+        packages: whose checks count.
     """
+    if _is_out_of_memory(error):
+        return True
     if type(error).__name__ == "MisconfigurationException":
         return True
     if isinstance(error, OSError) and error.filename is not None:
@@ -138,4 +165,4 @@ def is_meant(error: Exception) -> bool:
         return False
     line = linecache.getline(tb.tb_frame.f_code.co_filename, tb.tb_lineno).strip()
     package = str(tb.tb_frame.f_globals.get("__name__")).split(".")[0]
-    return package in ("lit_diffusion", "lightning") and line.startswith("raise ")
+    return package in packages and line.startswith("raise ")

@@ -18,20 +18,34 @@ from lit_diffusion.loggers import AppendingCSVLogger, rewind_evaluations
 
 
 class RunConfig(SaveConfigCallback):
-    """Writes config.yaml, and at a resume config.resume-N.yaml, into the run folder of a fit."""
+    """Writes config.yaml, and at a resume config.resume-N.yaml, into the run folder of a fit.
+
+    It is written when all of a checkpoint is restored: a config with which that failed must not be
+    taken for the run's.
+    """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the config once."""
-        if stage != "fit" or self.already_saved:
+        """Choose the name, which depends on what the folder holds before anything is written."""
+        if stage == "fit":
+            self._path = next_config(Path(trainer.default_root_dir))
+
+    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the config."""
+        self._write(trainer)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the config, where nothing is validated before."""
+        self._write(trainer)
+
+    def _write(self, trainer: Trainer) -> None:
+        if self.already_saved:
             return
         self.already_saved = True
         if trainer.is_global_zero:
-            root = Path(trainer.default_root_dir)
-            root.mkdir(parents=True, exist_ok=True)
-            path = next_config(root)
-            part = path.with_name(f".{path.name}.part")  # whole or not at all
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            part = self._path.with_name(f".{self._path.name}.part")  # whole or not at all
             self.parser.save(self.config, part, skip_unset=False, overwrite=True, multifile=False)
-            os.replace(part, path)
+            os.replace(part, self._path)
 
 
 class CurvesInStep(Callback):

@@ -5,10 +5,11 @@ import re
 import signal
 import sys
 import time
+import traceback
 import warnings
 from argparse import ArgumentError, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,16 @@ from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lit_diffusion.checkpoint_checks import check_resumable, no_larger_than
 from lit_diffusion.checkpoints import (
     AtomicCheckpointIO,
     Checkpoint,
     ema_states,
     model_spec,
     read_checkpoint,
+    wrong_types,
 )
+from lit_diffusion.cli import is_meant
 from lit_diffusion.commands.keeping import CurvesInStep, LastCheckpoint, RunConfig, WholeSteps
 from lit_diffusion.commands.resume import PreferConfig, differences, tell
 from lit_diffusion.commands.run_folder import (
@@ -81,6 +85,13 @@ _STRICT = {"exit_on_error": False, "allow_abbrev": False}
 _CLASS_HELP = re.compile(r"--(model|data|trainer\.\w+)\.help(=|$)")
 """An option that prints the arguments of a class and ends the command."""
 
+_CHANGING_SETTINGS = "lit_diffusion.commands.resume"
+_RESTORING = (
+    "lightning.pytorch.trainer.connectors.checkpoint_connector",
+    _CHANGING_SETTINGS,
+)
+"""Modules in which nothing is done but to restore what a checkpoint holds."""
+
 _INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 """With which Lightning's own `load_from_checkpoint` reads our files."""
 
@@ -116,7 +127,9 @@ class RunCLI(LightningCLI):
         self._held = held
         saved = self._read_checkpoint()
         self._spec = model_spec(saved)
-        self._averaged = bool(ema_states(saved))
+        self._averaged = bool(ema_states(saved, request.checkpoint or ""))
+        self._weights = saved.get("state_dict", {})
+        self._restored_step = saved.get("global_step")
         self._changed: dict[str, tuple[Any, Any]] = {}
         self._started = time.monotonic()
         super().__init__(
@@ -137,7 +150,13 @@ class RunCLI(LightningCLI):
         file = self.request.checkpoint
         if file is None or (self.request.command == "fit" and not file.is_file()):
             return {}
-        return read_checkpoint(file, mmap=True)
+        saved = read_checkpoint(file, mmap=True)
+        if self.request.command == "fit":
+            try:
+                check_resumable(saved)
+            except ValueError as error:
+                raise ValueError(f"{file} {error}.") from None
+        return saved
 
     def _arguments(self) -> list[str]:
         """The command line, after what it wins over: the checkpoint's model and run config."""
@@ -189,7 +208,8 @@ class RunCLI(LightningCLI):
     def instantiate_classes(self) -> None:
         """Also leave class paths and arguments where checkpoints take them from."""
         try:
-            super().instantiate_classes()
+            with no_larger_than(self._weights) if self._weights else nullcontext():
+                super().instantiate_classes()
         except ValueError as error:  # jsonargparse wraps what a constructor says
             raise ValueError(innermost(error)) from error
         self._dump_config()
@@ -237,17 +257,19 @@ class RunCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         self._refuse_lost_averages(subcommand)
+        self._refuse_cast_weights()
         try:
             super()._run_subcommand(subcommand)
-        except (SystemExit, RuntimeError) as error:
+        except (SystemExit, Exception) as error:
             if number := self._signal_behind(error):
                 self._tell_stopped(number)
                 saved = isinstance(error, SavedOnSignal)
                 raise SystemExit(SAVED if saved else 128 + number) from error
-            if str(error).startswith("Error(s) in loading state_dict"):
-                raise ValueError(_architecture(error, self.request)) from error
+            untrained = self.trainer.global_step == self._restored_step
             if told := self._told_of_other_rank():
                 raise RuntimeError(told) from error
+            if (explanation := _explained(error, self.request, untrained)) is not None:
+                raise explanation from error
             raise
 
     def _told_of_other_rank(self) -> str | None:
@@ -279,6 +301,15 @@ class RunCLI(LightningCLI):
             raise ValueError(
                 f"{self.request.checkpoint} holds averaged weights, but no EMA callback is "
                 f"configured to use them: pass the run's config, or add EMA to trainer.callbacks."
+            )
+
+    def _refuse_cast_weights(self) -> None:
+        """Weights that are no real numbers must not pass for such; torch would cast them."""
+        weights, self._weights = self._weights, {}
+        if cast := wrong_types(self.model, weights):
+            raise ValueError(
+                f"{self.request.checkpoint} is of another architecture: {'; '.join(cast[:3])}. "
+                "Use the config that it was trained with."
             )
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
@@ -364,6 +395,36 @@ def _with_atomic_saves(plugins: Any, trust: Sequence[str]) -> list[Any]:
                 f"add --trust {reader.__module__}."
             )
     return given if readers else [*given, AtomicCheckpointIO()]
+
+
+def _explained(error: BaseException, request: Request, untrained: bool) -> ValueError | None:
+    """What to say of a checkpoint or setting that torch or Lightning could not use, else None.
+
+    Args:
+        error: that ended the Trainer.
+        request: what it was to do.
+        untrained: whether the weights are still those of the checkpoint; an optimizer that fails
+            then has a state that it cannot use.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
+    said = str(error).split("\n")[0]
+    if said.startswith("Error(s) in loading state_dict"):
+        return ValueError(_architecture(error, request))
+    restoring = (*_RESTORING, *(("torch.optim",) if untrained else ()))
+    if request.checkpoint is not None and any(within(name, restoring) for name in modules):
+        if is_meant(error) and _CHANGING_SETTINGS in modules:
+            return None
+        if is_meant(error):
+            return ValueError(f"{request.checkpoint} cannot be restored: {said}")
+        return ValueError(
+            f"{request.checkpoint} cannot be restored: it is damaged, or was saved with other "
+            f"callbacks, optimizers or versions ({type(error).__name__} in "
+            f"{frames[-1].f_code.co_qualname}: {said})."
+        )
+    if within(modules[-1], ["torch.optim"]) and is_meant(error, ("torch",)):
+        return ValueError(f"model.optimizer or model.lr_scheduler: {said}")
+    return None
 
 
 def _architecture(error: BaseException, request: Request) -> str:

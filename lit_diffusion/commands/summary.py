@@ -38,7 +38,8 @@ def summary(request: Request, trainer: Trainer, seconds: float) -> str:
 
 
 def _sample_command(root: Path, trust: Sequence[str]) -> str:
-    averaged = ema_states(read_checkpoint(checkpoint_file(root), mmap=True))
+    file = checkpoint_file(root)
+    averaged = ema_states(read_checkpoint(file, mmap=True), file)
     weights = [] if averaged else ["--weights", "raw"]
     trusted = [f"--trust={package}" for package in trust]
     out = ["--num", "64", "--out", f"{root}/out"]

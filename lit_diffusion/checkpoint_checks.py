@@ -1,0 +1,210 @@
+"""What a checkpoint must be before anything in it is used.
+
+`torch.load(weights_only=True)` runs no code, but it ignores the checksums that `torch.save` wrote,
+believes any size, and takes any structure. Here a file is refused that is damaged, that is larger
+inside than outside, or that does not hold what the parts of a checkpoint are.
+"""
+
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+MOST_VALUES = 2 * 10**6
+"""More values than any run has in lists and dicts; few lists that hold each other can have more."""
+
+DEEPEST = 100
+"""Levels of lists and dicts in each other."""
+
+LONGEST = 10**6
+"""Characters of a text."""
+
+_LARGEST = 2**63
+_RESTORED = ("callbacks", "epoch", "global_step", "loops", "lr_schedulers", "optimizer_states")
+_PARTS: dict[str, type] = {
+    "state_dict": dict,
+    "hyper_parameters": dict,
+    "datamodule_hyper_parameters": dict,
+    "callbacks": dict,
+    "loops": dict,
+    "optimizer_states": list,
+    "lr_schedulers": list,
+    "global_step": int,
+    "epoch": int,
+    "pytorch-lightning_version": str,
+}
+
+
+def check_archive(path: Path) -> None:
+    """Refuse a file of `torch.save` of which a bit has changed, or that would unpack to more.
+
+    Reads the whole file, about as fast as a disk does. Files of other formats are let through.
+
+    Raises:
+        ValueError: says what is wrong, without the file's name.
+        zipfile.BadZipFile: likewise.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        inside = sum(member.file_size for member in members)
+        stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
+        if not stored or inside > path.stat().st_size:
+            raise ValueError(
+                f"it would unpack to {inside:,} bytes, and torch.save compresses nothing"
+            )
+        if (broken := archive.testzip()) is not None:
+            raise ValueError(f"the checksum of {broken} is wrong")
+
+
+def check_content(checkpoint: Any) -> None:
+    """Refuse what is no checkpoint, or would choke whoever walks through it.
+
+    Args:
+        checkpoint: as read.
+
+    Raises:
+        ValueError: says what is wrong, without the file's name.
+    """
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ValueError("it has no 'state_dict'")
+    _check_extent(checkpoint)
+    for name, kind in _PARTS.items():
+        if name in checkpoint:
+            _check_part(name, checkpoint[name], kind)
+    for name in ("hyper_parameters", "datamodule_hyper_parameters"):
+        if "_class_path" in checkpoint.get(name, {}) and not is_plain(checkpoint[name]):
+            raise ValueError(f"its '{name}' must be plain builtins, and hold others")
+    _check_progress(checkpoint.get("loops", {}))
+    for name, value in checkpoint["state_dict"].items():
+        if not (is_dense(value) or name.endswith("_extra_state")):
+            raise ValueError(f"its weight {name} is no dense tensor, but {_described(value)}")
+
+
+def check_resumable(checkpoint: Mapping[str, Any]) -> None:
+    """Refuse to go on from a file that holds weights only: parts of a run would begin anew.
+
+    Raises:
+        ValueError: names what is lacking, without the file's name.
+    """
+    if lacking := [name for name in _RESTORED if name not in checkpoint]:
+        raise ValueError(
+            f"holds no {', '.join(lacking)}, so no run can be resumed from it; resume from a "
+            "checkpoint that was saved in training, with more than the weights"
+        )
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is None, bool, int, float, str, or dicts, lists and tuples of such.
+
+    Example:
+        >>> is_plain({"steps": [1, 2.5, None]}), is_plain({"steps": torch.zeros(2)})
+        (True, False)
+    """
+    if isinstance(value, dict):
+        return type(value) is dict and all(is_plain(v) for pair in value.items() for v in pair)
+    if isinstance(value, list | tuple):
+        return type(value) in (list, tuple) and all(is_plain(v) for v in value)
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def is_dense(value: Any) -> bool:
+    """Whether a value is a tensor whose numbers can be copied into a parameter.
+
+    Example:
+        >>> is_dense(torch.zeros(2)), is_dense(torch.zeros(2).to_sparse()), is_dense(0.5)
+        (True, False, False)
+    """
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and not (value.is_nested or value.is_quantized or value.is_meta)
+    )
+
+
+@contextmanager
+def no_larger_than(state: Mapping[str, Any]) -> Iterator[None]:
+    """Context in which no module is built with far more parameters than a file has weights for.
+
+    A file says how its network is built, and might ask for more than the machine has. Parameters
+    are counted before they are filled.
+
+    Args:
+        state: the weights in the file.
+
+    Raises:
+        ValueError: by the parameter that is too much.
+    """
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    # Parametrizations and replaced layers register more than once.
+    most_tensors = 1000 + 4 * len(tensors)
+    most_numbers = 10**6 + 4 * sum(value.numel() for value in tensors)
+    numbers = count = 0
+
+    def look(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal count, numbers
+        count, numbers = count + 1, numbers + (0 if parameter is None else parameter.numel())
+        if count > most_tensors or numbers > most_numbers:
+            raise ValueError(
+                f"the network that it describes has far more parameters than its {len(tensors)} "
+                "weights."
+            )
+
+    register: Callable[..., Any] = register_module_parameter_registration_hook
+    handle = register(look)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _check_extent(checkpoint: dict[Any, Any]) -> None:
+    """Few lists that hold each other are many to whoever walks through them."""
+    count, waiting = 0, [(checkpoint, 0)]
+    while waiting:
+        holder, depth = waiting.pop()
+        inside = [*holder.keys(), *holder.values()] if isinstance(holder, dict) else holder
+        count += len(inside)
+        if count > MOST_VALUES or depth > DEEPEST:
+            raise ValueError("its lists and dicts hold too many values, or are nested too deep")
+        for value in inside:
+            if isinstance(value, dict | list | tuple | set):
+                waiting.append((value, depth + 1))  # type: ignore[arg-type]
+            elif type(value) is int and value.bit_length() > 1024:
+                raise ValueError(f"it holds a number of {value.bit_length():,} bits")
+            elif isinstance(value, str) and len(value) > LONGEST:
+                raise ValueError(f"it holds a text of {len(value):,} characters")
+
+
+def _check_part(name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise ValueError(f"its '{name}' must be a {kind.__name__}, and is {_described(value)}")
+    if kind is int and not 0 <= value < _LARGEST:
+        raise ValueError(f"its '{name}' must be a count, and is {value}")
+    inner = {list: dict}.get(kind)
+    items = value if inner else value if kind is dict else ()
+    for item in items:
+        if not isinstance(item, inner or str):
+            raise ValueError(f"its '{name}' holds {_described(item)}")
+
+
+def _check_progress(loops: dict[Any, Any], counts: bool = False) -> None:
+    """Refuse progress of the Trainer's loops that is not counted."""
+    for name, value in loops.items():
+        inside = counts or str(name).endswith("progress")
+        if isinstance(value, dict):
+            _check_progress(value, inside)
+        elif inside and not (isinstance(value, int) and 0 <= value < _LARGEST):
+            raise ValueError(f"in its 'loops', {name} must be a count, and is {value!r:.50}")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype}, {value.layout}, on {value.device}"
+    return f"of type {type(value).__name__}"
