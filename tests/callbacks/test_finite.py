@@ -12,6 +12,12 @@ def test_what_is_not_finite_is_found_in_any_shape_and_type(value):
     assert nonfinite([*tensors, torch.ones(0), sparse]).tolist() == [False, True, True, False, True]
 
 
+def test_large_numbers_whose_squares_overflow_are_finite():
+    large = torch.full((3,), 3e38)
+    assert nonfinite([large, torch.full((3,), 6e4, dtype=torch.float16)]).tolist() == [False] * 2
+    assert nonfinite([large, torch.tensor(torch.nan)]).tolist() == [False, True]
+
+
 def test_the_first_is_found_past_empty_ones():
     good, odd = torch.ones(2), torch.tensor([1.0, torch.nan])
     assert first_nonfinite([good, torch.empty(0), odd, odd]) == 2
