@@ -38,9 +38,9 @@ class FiniteUpdates(Callback):
       beside the loss, which names samples and noise levels; any other module has its steps named.
     - On the CPU, and wherever steps may be skipped, it is known before each update whether it is
       finite: on a GPU, one wait an update. To stop at the first (max_nonfinite_steps=0), a GPU is
-      never waited for: an update is judged when the next one is due, or a checkpoint or validation,
+      not waited for: an update is judged when the next one is due, or a checkpoint or validation,
       and undone, for which the weights before it are kept on the GPU (4 bytes a parameter in
-      float32).
+      float32). Manual optimization, GradScalers and weights-only checkpoints need to know before.
     - List it after callbacks that seed or draw random numbers, such as StepSeed.
 
     Logs `train/nonfinite_steps`, once there are some; the curve of train/loss of a run that it
@@ -161,6 +161,9 @@ class FiniteUpdates(Callback):
 
     def _judges_late(self, trainer: Trainer, module: LightningModule) -> bool:
         """Whether an update is judged when the GPU has long got past it."""
+        savers = trainer.checkpoint_callbacks
+        if any(getattr(saver, "save_weights_only", False) for saver in savers):
+            return False  # no hook of a callback would see such a save
         knows_at_once = module.device.type == "cpu" or _scaler(trainer) is not None
         return not knows_at_once and module.automatic_optimization and self.max_nonfinite_steps == 0
 
@@ -202,9 +205,11 @@ class FiniteUpdates(Callback):
         self._settle(trainer, pl_module)
 
     def _settle(self, trainer: Trainer, module: LightningModule) -> None:
-        self._undo_if_failed(trainer)
-        if self._failed:
-            self._tell(trainer, module)
+        """Judge an update that is open; what was left out is told when its batch ends."""
+        if self._open is not None:
+            self._undo_if_failed(trainer)
+            if self._failed:
+                self._tell(trainer, module)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -287,9 +292,13 @@ def _leave_out(optimizer: Optimizer, scaler: Any) -> None:
                 param.grad = None
 
 
+def _has_ranks(trainer: Trainer) -> bool:
+    return trainer.world_size > 1 and torch.distributed.is_initialized()
+
+
 def _on_any_rank(flags: Tensor, trainer: Trainer) -> Tensor:
     """The largest of all ranks; no GPU is waited for."""
-    if trainer.world_size > 1:
+    if _has_ranks(trainer):
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
     return flags
 
@@ -297,7 +306,7 @@ def _on_any_rank(flags: Tensor, trainer: Trainer) -> Tensor:
 def _on_all_ranks(value: Any, trainer: Trainer) -> list[Any]:
     """What each rank has, by rank."""
     values = [value] * trainer.world_size
-    if trainer.world_size > 1:
+    if _has_ranks(trainer):
         torch.distributed.all_gather_object(values, value)
     return values
 
@@ -319,7 +328,9 @@ def _worst(window: Sequence[MicroBatch]) -> MicroBatch:
 
 def _told_and_dumped(batch: MicroBatch, trainer: Trainer, module: LightningModule) -> str:
     """What is not finite, and how to compute it again."""
-    text = f"{batch.describe(module)}."
+    text, scaler = f"{batch.describe(module)}.", _scaler(trainer)
+    if scaler is not None:
+        text += f" The loss scale is now {scaler.get_scale():g}."
     if trainer.fast_dev_run or _is_sharded(trainer):  # type: ignore[attr-defined]
         return text
     path = os.path.join(trainer.default_root_dir, f"non-finite-rank{batch.rank}.ckpt")

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from support.memory_logger import MemoryLogger
 from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer, trainable
@@ -306,7 +307,8 @@ def test_under_a_grad_scaler_a_loss_that_is_not_finite_counts(tmp_path, value, f
 
 def test_a_gradient_that_no_scale_makes_finite_counts_once_the_scale_is_one(tmp_path):
     module, guard, scales = Spoilt(gradients=range(6)), FiniteUpdates(), Scales()
-    with pytest.raises(FloatingPointError, match="the gradient is not finite at optimizer step 2"):
+    message = r"the gradient is not finite at optimizer step 2 .*The loss scale is now 0\.5\."
+    with pytest.raises(FloatingPointError, match=message):
         fit_scaled(tmp_path, module, guard, scales, init_scale=4.0)
     assert scales.seen == [4.0, 2.0, 1.0]
     assert dump(tmp_path)["replay"]["precision_state"]["scale"] == 0.5
@@ -363,6 +365,39 @@ def test_what_is_judged_late_is_known_before_a_validation(tmp_path):
     trainer = make_trainer(tmp_path, Late(), Watch(), num_sanity_val_steps=0, val_check_interval=3)
     with pytest.raises(FloatingPointError, match="step 2 "):
         trainer.fit(Spoilt(losses=(2,)), loader(48, 8), loader())
+
+
+def test_a_checkpoint_amid_a_batch_whose_update_was_left_out_has_the_weights_before(tmp_path):
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.save_checkpoint(tmp_path / f"{batch_idx}.ckpt")
+
+    module = tiny_diffusion(network=Overflowing(since=2))
+    with pytest.raises(FloatingPointError, match=r"step 2 .*: sample "):
+        fit(tmp_path, module, FiniteUpdates(), Save(), data=images(64, 16))
+    saved = [torch.load(tmp_path / f"{i}.ckpt", weights_only=True)["state_dict"] for i in (1, 2)]
+    assert_same_bits(saved[1], saved[0])
+
+
+@pytest.mark.parametrize(
+    ("device", "allowed", "weights_only", "late"),
+    [
+        ("cpu", 0, False, False),
+        ("cuda", 0, False, True),
+        ("cuda", 1, False, False),
+        ("cuda", 0, True, False),
+    ],
+)
+def test_only_a_gpu_that_stops_at_the_first_is_judged_late(
+    tmp_path, monkeypatch, device, allowed, weights_only, late
+):
+    saver = ModelCheckpoint(tmp_path, save_weights_only=weights_only)
+    trainer = make_trainer(tmp_path, saver, enable_checkpointing=True)
+    module = PlainModule()
+    monkeypatch.setattr(PlainModule, "device", torch.device(device))
+    assert FiniteUpdates(allowed)._judges_late(trainer, module) is late
+    module.automatic_optimization = False
+    assert not FiniteUpdates(allowed)._judges_late(trainer, module)
 
 
 # What does not go

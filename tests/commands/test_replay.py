@@ -9,6 +9,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from support.commands import call
 from support.plain_module import PlainModule, loader, make_trainer
 from support.tiny_diffusion import TinyNetwork, images, tiny_diffusion
+from support.tiny_run import tiny_config, write_config
 
 from lit_diffusion.callbacks import FiniteUpdates, TimestepCurriculum
 from lit_diffusion.checkpoints import read_checkpoint, write_checkpoint
@@ -170,6 +171,20 @@ def test_other_numbers_are_not_the_same_ones():
 
 
 # Through the command line
+
+
+def test_a_run_from_a_config_is_replayed_from_its_file_alone(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_config(tiny_config())
+    fit = "fit --config tiny.yaml --trust support --model.init_args.shift=.nan"
+    assert call(fit) == 1
+    assert f"`lit-diffusion replay runs/tiny/{FILE}`" in capsys.readouterr().err
+    assert call(f"replay runs/tiny/{FILE}") == 2
+    assert "--trust support" in capsys.readouterr().err
+    assert call(f"replay runs/tiny/{FILE} --trust support") == 0
+    printed = capsys.readouterr().out
+    assert "first gradient that is not finite: what follows network (TinyNet)" in printed
+    assert printed.rstrip().endswith("to the last bit.")
 
 
 def test_a_file_of_a_module_made_in_python_says_so(tmp_path, capsys):
