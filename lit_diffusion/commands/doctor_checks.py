@@ -54,7 +54,8 @@ def _told_length(plan: Plan) -> str:
     if plan.images_seen is not None:
         text += f" = {plan.images_seen:,} images"
     if plan.epochs is not None and plan.num_images:
-        text += f" = {plan.epochs:,.4g} epochs of {plan.num_images:,}"
+        epochs = f"{plan.epochs:,.0f}" if plan.epochs >= 100 else f"{plan.epochs:.3g}"
+        text += f" = {epochs} epochs of {plan.num_images:,}"
     return text
 
 
@@ -62,6 +63,9 @@ def check_batches(plan: Plan) -> list[Finding]:
     """How many images make a step, and what then is counted in what."""
     if plan.global_batch is None:
         return []
+    if plan.batches_per_epoch == 0:
+        text = f"{plan.num_images:,} images make no batch of {plan.batch_size:,} for each of "
+        return [problem("batch", f"{text}{count(plan.ranks or 1, 'rank')}; lower batch_size.")]
     parts = [f"{plan.batch_size:,}"]
     if plan.ranks is not None and plan.ranks > 1:
         parts.append(count(plan.ranks, "rank"))
@@ -245,6 +249,8 @@ def _check_decay(average: Average, decay: float, steps: int, plan: Plan) -> Find
             "EMA",
             f"{told}: samples lag that far behind; a decay of {_decay_for(steps)} or less has 5%.",
         )
+    if decay == 0:
+        return note("EMA", "a decay of 0 averages nothing: the weights are those of the last step.")
     if half < 5:
         return note("EMA", f"{told}: hardly an average.")
     return _check_first_look(average, decay, plan) or ok("EMA", told)

@@ -4,17 +4,17 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from torch import nn
 from torch.optim import Optimizer
 
 from lit_diffusion.checkpoints import misfits, read_checkpoint, uncompiled
@@ -62,10 +62,12 @@ from lit_diffusion.commands.run_folder import (
     refuse_mixing,
 )
 from lit_diffusion.guidance import ClassifierFree
-from lit_diffusion.metrics.protocols import FIDProtocol, match_channels
+from lit_diffusion.metrics.protocols import FIDProtocol, InceptionV3Compat, match_channels
 from lit_diffusion.modules.checks import check_data
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.trust import trusting
+
+_INCEPTION_FEATURES = 2048
 
 SECONDS = 5.0
 """That each measurement may take, but for what it has begun."""
@@ -96,7 +98,7 @@ def _examine(cli: Rehearsal, request: Request, seconds: float) -> Iterator[Findi
     launch = check_launch(cli.ranks(), os.environ)
     yield from launch
     if cli.refusal is not None and not has_problem(launch):
-        yield problem("trainer", cli.refusal)
+        yield problem("trainer", f"it refuses its settings: {cli.refusal}")
     if cli.trainer is not None:
         device, wanted = cli.trainer.strategy.root_device.type, cli.settings["accelerator"]
         yield check_placement(device, wanted, cli.trainer.num_devices, usable_cores())
@@ -107,17 +109,17 @@ def _examine(cli: Rehearsal, request: Request, seconds: float) -> Iterator[Findi
         yield from check_folder(request)
     step, found = look_at_checkpoint(cli, request)
     yield from found
-    extractors = [fid_extractor(protocol) for protocol in _protocols(cli)]
-    yield from (finding for _, finding in extractors if finding is not None)
+    extractors = [extractor_of(protocol) for protocol in _protocols(cli)]
+    yield from check_extractors(extractors)
     if isinstance(cli.model, DiffusionModule):
         yield from check_noise(noise_of(cli.model))
         yield from check_labels(labels_of(cli.model))
     data = data_of(cli)
     yield from check_loading(cli, data)
-    plan = with_features(plan_of(cli, data, step), [extractor for extractor, _ in extractors])
+    plan = with_features(plan_of(cli, data, step), extractors)
     yield from check_plan(plan)
     yield from check_storage(storage_of(cli, request.root, plan))
-    yield from examine_time(cli, data, plan, [extractor for extractor, _ in extractors], seconds)
+    yield from examine_time(cli, data, plan, extractors, seconds)
 
 
 # The run folder
@@ -158,7 +160,10 @@ def look_at_checkpoint(cli: Rehearsal, request: Request) -> tuple[int, list[Find
     if differences:
         text = f"{file} is of another architecture than the config: {'; '.join(differences[:2])}"
         return step, [problem("resume", f"{text}.")]
-    return step, [ok("resume", f"goes on from step {step:,} of {file}")]
+    found = [ok("resume", f"goes on from step {step:,} of {file}")]
+    for name, (old, new) in cli._changed.items():
+        found.append(note("resume", f"the checkpoint had {name} {old}, the run uses {new}."))
+    return step, found
 
 
 # Method
@@ -207,21 +212,44 @@ def _protocols(cli: Rehearsal) -> list[FIDProtocol]:
     return [protocol for protocol in held if isinstance(protocol, FIDProtocol)]
 
 
-Extractor = tuple[FIDProtocol, Any] | None
+@dataclass(frozen=True)
+class Extractor:
+    """The network of an FID protocol.
+
+    Attributes:
+        protocol: of the FID.
+        network: None where its weights are not there.
+        num_features: None where not known.
+        fault: why there is no network.
+    """
+
+    protocol: FIDProtocol
+    network: nn.Module | None = None
+    num_features: int | None = None
+    fault: str | None = None
 
 
-def fid_extractor(protocol: FIDProtocol) -> tuple[Extractor, Finding | None]:
-    """The network of a protocol; none and the reason where its weights are not there."""
+def extractor_of(protocol: FIDProtocol) -> Extractor:
+    """The network of a protocol, or what is known without its weights."""
     try:
         protocol.check()
-        return (protocol, protocol.build()), None
+        network = protocol.build()
+        return Extractor(protocol, network, int(network.num_features))  # type: ignore[arg-type]
     except (OSError, ValueError) as error:
-        return None, problem("FID weights", f"{protocol.name}: {in_short(error)}")
+        known = _INCEPTION_FEATURES if isinstance(protocol, InceptionV3Compat) else None
+        return Extractor(protocol, None, known, in_short(error))
+
+
+def check_extractors(extractors: Iterable[Extractor]) -> Iterator[Finding]:
+    """Whether the weights of the FIDs are there."""
+    for each in extractors:
+        if each.fault is not None:
+            yield problem("FID weights", f"{each.protocol.name}: {each.fault}")
 
 
 def with_features(plan: Plan, extractors: Sequence[Extractor]) -> Plan:
     """The plan with the number of features of each evaluation's extractor."""
-    known = [None if each is None else int(each[1].num_features) for each in extractors]
+    known = [None if each is None else each.num_features for each in extractors]
     evaluations = [
         replace(evaluation, num_features=num)
         for evaluation, num in zip(plan.evaluations, known, strict=True)
@@ -279,9 +307,11 @@ def _files(cli: Rehearsal, plan: Plan) -> tuple[float, float]:
             kept = kept_files(callback.save_top_k, bool(callback.save_last), _saves(callback, plan))
             full += 0 if callback.save_weights_only else kept
             light += kept if callback.save_weights_only else 0
-        elif isinstance(callback, Checkpoint) or getattr(callback, "save_best", False):
-            full += 1
-    return full, light
+    others = [c for c in cli.callbacks if isinstance(c, Checkpoint)]
+    # Several keep one file: last.ckpt.
+    paths = {getattr(c, "path", c) for c in others if not isinstance(c, ModelCheckpoint)}
+    best = sum(bool(getattr(callback, "save_best", False)) for callback in cli.callbacks)
+    return full + len(paths) + best, light
 
 
 def _saves(callback: ModelCheckpoint, plan: Plan) -> int | None:
@@ -336,7 +366,7 @@ def _time_parts(
             image, how = _time_sampling(module, cli, seconds)
             timing = replace(timing, image=image, image_how=how)
         forward, how = forward_seconds(partial(_forward, module), plan.batch_size, seconds)
-    features = [_time_features(each, module) for each in extractors if each is not None]
+    features = [_time_features(each, module) for each in extractors if each.network is not None]
     step = 3 * forward * plan.accumulate  # a backward pass takes about twice a forward one
     how = f"extrapolated {how}"
     return replace(timing, feature=max(features, default=None), step=step, step_how=how)
@@ -359,12 +389,11 @@ def _time_sampling(module: DiffusionModule, cli: Rehearsal, seconds: float) -> t
 
 
 def _time_features(extractor: Extractor, module: DiffusionModule, num: int = 4) -> float:
-    assert extractor is not None
-    protocol, network = extractor
-    network = network.to(module.device)
+    assert extractor.network is not None
+    network, channels = extractor.network.to(module.device), extractor.protocol.channels
     images = torch.zeros(num, *module.image_shape, dtype=torch.uint8, device=module.device)
     with torch.no_grad():
-        return timed(lambda: network(match_channels(images, protocol.channels))) / num
+        return timed(lambda: network(match_channels(images, channels))) / num
 
 
 def _forward(module: DiffusionModule, num: int) -> object:

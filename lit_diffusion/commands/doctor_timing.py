@@ -180,7 +180,7 @@ def sampling_seconds(
     batch_size: int,
     limit: float,
 ) -> tuple[float, str]:
-    """Seconds of a sample, and what was measured: one, then as many as there is time for.
+    """Seconds of a sample, and what was measured: one, then as many as one call has time for.
 
     Args:
         generate: makes so many samples.
@@ -191,11 +191,11 @@ def sampling_seconds(
     """
     with watched(network, limit / 2) as calls:
         generate(1)
-    each = calls.seconds * total_calls / calls.done
-    num = min(batch_size, int(limit / 2 / max(each, 1e-9)))
-    how = "1 sample"
+    a_call = calls.seconds / calls.done
+    each, how = a_call * total_calls, "1 sample"
+    num = min(batch_size, int(limit / 4 / max(a_call, 1e-9)))
     if num > 1:
-        with watched(network, limit) as calls:
+        with watched(network, limit / 2) as calls:
             generate(num)
         each, how = calls.seconds * total_calls / calls.done / num, f"{num} samples"
     done = "" if calls.done >= total_calls else f", {calls.done} of {total_calls} network calls"

@@ -67,7 +67,7 @@ def test_a_sound_plan_has_no_more_than_ok():
 @pytest.mark.parametrize(
     ("changes", "level", "told"),
     [
-        ({}, Level.OK, "2,000 optimizer steps = 128,000 images = 90.91 epochs of 1,437"),
+        ({}, Level.OK, "2,000 optimizer steps = 128,000 images = 90.9 epochs of 1,437"),
         ({"max_steps": -1}, Level.WARNING, "never stops"),
         ({"max_steps": -1, "max_epochs": None}, Level.WARNING, "Lightning's own 1,000 epochs"),
         ({"start_step": 2000}, Level.PROBLEM, "nothing is left"),
@@ -85,6 +85,12 @@ def test_the_global_batch_is_told_with_its_factors():
     found = check_batches(replace(RUN, ranks=8, accumulate=2))
     assert "1,024 images an optimizer step = 64 x 8 ranks x 2 accumulated" in text(found)
     assert "=" not in text(check_batches(RUN))
+
+
+def test_images_that_make_no_batch_are_a_problem():
+    found = check_batches(replace(RUN, ranks=30, batches_per_epoch=0))
+    assert gravest(found) is Level.PROBLEM
+    assert "1,437 images make no batch of 64 for each of 30 ranks" in text(found)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +180,7 @@ def test_a_warmup_bounds_the_half_life_by_the_run():
         (0.9999, False, 50_000, Level.WARNING, "14% of the run"),
         (0.9999, False, 500_000, Level.OK, "1.4% of the run"),
         (0.5, True, 2000, Level.NOTE, "hardly an average"),
-        (0.0, False, 2000, Level.NOTE, "hardly an average"),
+        (0.0, False, 2000, Level.NOTE, "averages nothing"),
     ],
 )
 def test_averages_must_fit_the_length_of_the_run(decay, warmup, steps, level, told):

@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
     monkeypatch.setattr("torch.hub._hub_dir", None, raising=False)
-    for name in os.environ:
+    for name in list(os.environ):
         if name.startswith("SLURM_"):
             monkeypatch.delenv(name)
 
@@ -73,6 +73,7 @@ def test_cifar10_lacks_data_and_weights_here_and_the_rest_is_looked_at():
     assert "data_batch_1 is missing" in found["data"].text
     assert "lit-diffusion fetch-weights" in found["FID weights"].text
     assert "500,000 optimizer steps = 64,000,000 images" in found["length"].text
+    assert found["FID"].level is Level.OK
     assert "37% of the average of 0.9999 are random weights" in found["EMA"].text
     assert {"disk", "terminal SNR", "time", "evaluation time", "FID"} <= found.keys()
     assert not Path("data").exists()
@@ -128,6 +129,18 @@ def test_slurm_speaks_for_the_trainer_that_it_makes_refuse(monkeypatch):
     assert "--ntasks-per-node" in found["SLURM"].text
 
 
+def test_too_few_images_for_the_features_are_told_without_the_weights_too():
+    config = small_digits(200, val_check_interval=100, check_val_every_n_epoch=None)
+    fid = {
+        "class_path": "lit_diffusion.callbacks.FIDEvaluation",
+        "init_args": {"num_samples": 1000, "extractor": "inception-v3-compat"},
+    }
+    config["trainer"]["callbacks"].append(fid)
+    found = look_at(config)
+    assert topics(found, Level.PROBLEM) == {"FID weights"}
+    assert "360, must exceed the 2,048 features" in found["FID"].text
+
+
 def test_data_of_another_shape_are_a_problem():
     config = small_digits(200)
     config["model"]["init_args"]["image_shape"] = [1, 16, 16]
@@ -156,8 +169,10 @@ def test_a_folder_that_holds_a_run_is_a_problem_unless_it_is_resumed():
     assert ended["run folder"].level is Level.OK
     assert "goes on from step 4" in ended["resume"].text
     assert "nothing is left" in ended["length"].text
-    longer = look("--config", "run.yaml", "--ckpt_path=last", "--trainer.max_steps=90")
+    lr = "--model.init_args.optimizer.init_args.lr=0.001"
+    longer = look("--config", "run.yaml", "--ckpt_path=last", "--trainer.max_steps=90", lr)
     assert not has_problem(longer.values())
+    assert "had model.optimizer.lr 0.002, the run uses 0.001" in longer["resume"].text
     assert {p: p.stat().st_mtime_ns for p in Path("runs").rglob("*")} == before
 
 
