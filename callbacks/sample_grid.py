@@ -21,6 +21,7 @@ from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
 
 GRID_PIXELS = 512
 BANK_BYTES = 2**28
+_MOST = 10_000
 
 
 class SampleGrid(Callback):
@@ -64,6 +65,8 @@ class SampleGrid(Callback):
     ) -> None:
         if min(num, batch_size) < 1:
             raise ValueError(f"num and batch_size must be at least 1, got {num} and {batch_size}.")
+        if num > _MOST:
+            raise ValueError(f"num must be at most {_MOST}, which fill one picture, got {num}.")
         if labels is not None and not len(labels):
             raise ValueError("labels must hold at least one label; pass None for no labels.")
         self.num = num

@@ -74,7 +74,7 @@ def check_content(checkpoint: Any) -> None:
     """
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError("it has no 'state_dict'")
-    _check_extent(checkpoint)
+    check_extent(checkpoint, MOST_VALUES)
     for name, kind in _PARTS.items():
         if name in checkpoint:
             _check_part(name, checkpoint[name], kind)
@@ -85,6 +85,35 @@ def check_content(checkpoint: Any) -> None:
     for name, value in checkpoint["state_dict"].items():
         if not (is_dense(value) or name.endswith("_extra_state")):
             raise ValueError(f"its weight {name} is no dense tensor, but {_described(value)}")
+
+
+def check_extent(content: Any, most: int) -> None:
+    """Refuse lists and dicts that hold each other so that they are many to whoever walks them.
+
+    Args:
+        content: a dict or list.
+        most: values that it may hold.
+
+    Raises:
+        ValueError: where it holds more, is nested too deep, or holds an endless number or text.
+
+    Example:
+        >>> check_extent({"steps": [1, 2]}, most=10)
+    """
+    count, waiting = 0, [(content, 0)]
+    while waiting:
+        holder, depth = waiting.pop()
+        inside = [*holder.keys(), *holder.values()] if isinstance(holder, dict) else holder
+        count += len(inside)
+        if count > most or depth > DEEPEST:
+            raise ValueError("its lists and dicts hold too many values, or are nested too deep")
+        for value in inside:
+            if isinstance(value, dict | list | tuple | set):
+                waiting.append((value, depth + 1))
+            elif type(value) is int and value.bit_length() > 1024:
+                raise ValueError(f"it holds a number of {value.bit_length():,} bits")
+            elif isinstance(value, str) and len(value) > LONGEST:
+                raise ValueError(f"it holds a text of {len(value):,} characters")
 
 
 def check_resumable(checkpoint: Mapping[str, Any]) -> None:
@@ -162,24 +191,6 @@ def no_larger_than(state: Mapping[str, Any]) -> Iterator[None]:
         yield
     finally:
         handle.remove()
-
-
-def _check_extent(checkpoint: dict[Any, Any]) -> None:
-    """Few lists that hold each other are many to whoever walks through them."""
-    count, waiting = 0, [(checkpoint, 0)]
-    while waiting:
-        holder, depth = waiting.pop()
-        inside = [*holder.keys(), *holder.values()] if isinstance(holder, dict) else holder
-        count += len(inside)
-        if count > MOST_VALUES or depth > DEEPEST:
-            raise ValueError("its lists and dicts hold too many values, or are nested too deep")
-        for value in inside:
-            if isinstance(value, dict | list | tuple | set):
-                waiting.append((value, depth + 1))  # type: ignore[arg-type]
-            elif type(value) is int and value.bit_length() > 1024:
-                raise ValueError(f"it holds a number of {value.bit_length():,} bits")
-            elif isinstance(value, str) and len(value) > LONGEST:
-                raise ValueError(f"it holds a text of {len(value):,} characters")
 
 
 def _check_part(name: str, value: Any, kind: type) -> None:

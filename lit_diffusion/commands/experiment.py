@@ -14,9 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lit_diffusion.commands.run_folder import latest_config
+from lit_diffusion.commands.yaml_file import read_yaml
 from lit_diffusion.loggers import Row, read_evaluations, read_rows
 from lit_diffusion.metrics.record import is_repeat
 
@@ -177,10 +176,7 @@ def _runs_in(folder: Path) -> Iterator[Path]:
 def _read(file: Path | None) -> dict[str, Any]:
     if file is None or not file.exists():
         return {}
-    try:
-        found = yaml.safe_load(file.read_text())
-    except yaml.YAMLError as error:
-        raise ValueError(f"{file} is not YAML: {' '.join(str(error).split())}.") from error
+    found = read_yaml(file)
     return found if isinstance(found, dict) else {}
 
 

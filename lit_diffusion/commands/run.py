@@ -183,7 +183,9 @@ class RunCLI(LightningCLI):
             options = [action.dest for action in subparser._actions]
             message = innermost(error, options)
             if message.startswith(f"{self.request.command}.model must"):
+                given = ", ".join(self.request.configs)
                 message = "needs --config FILE, such as --config configs/digits.yaml."
+                message = f"{given} names no model." if given else message
             raise ValueError(message) from error
 
     def _parse_ckpt_path(self) -> None:

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lit_diffusion.commands.options import Parser
+from lit_diffusion.commands.yaml_file import read_yaml
 from lit_diffusion.slurm import is_requeue_of
 
 
@@ -95,12 +94,9 @@ def _peek(command: str, options: list[str]) -> argparse.Namespace:
 def read_config(config: str | Path) -> Any:
     """Content of a config; {} for one that is not there, which the real parser will report."""
     try:
-        settings = yaml.safe_load(Path(config).read_text())
+        settings = read_yaml(config)
     except OSError:
         return {}
-    # What follows the real parser would tell without naming the file.
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{config} is not YAML: {' '.join(str(error).split())}.") from error
     if not isinstance(settings, dict):
         found = "nothing" if settings is None else f"a {type(settings).__name__}"
         raise ValueError(f"{config} must hold settings such as 'model: ...', and holds {found}.")

@@ -216,6 +216,7 @@ class UNet(_Trunk):
         norm_groups: int = 32,
         gradient_checkpointing: bool = False,
     ) -> None:
+        _refuse_endless(model_channels, num_res_blocks, len(channel_mult))
         blocks = _Blocks(
             emb_channels=4 * model_channels,
             dropout=dropout,
@@ -379,6 +380,15 @@ def _heads(channels: int, num_heads: int, head_channels: int | None) -> int:
             f"{name}={divisor}: change {name}, channel_mult or attention_downsample."
         )
     return heads
+
+
+def _refuse_endless(model_channels: int, num_res_blocks: int, levels: int) -> None:
+    """A number too many digits long would build until the memory is full."""
+    if model_channels > 10**5 or num_res_blocks > 1000 or levels > 32:
+        raise ValueError(
+            "model_channels must be at most 100000, num_res_blocks 1000 and channel_mult 32 "
+            f"numbers long, got {model_channels}, {num_res_blocks} and {levels}."
+        )
 
 
 def _check_attention(attention_downsample: Sequence[int], levels: int) -> None:

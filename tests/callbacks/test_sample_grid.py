@@ -204,3 +204,8 @@ def test_odd_samples_are_refused(tmp_path, odd):
     odd = torch.zeros(3, 1, 6, 4, dtype=torch.uint8)
     with pytest.raises(ValueError, match="an image a seed: 2, got 3"):
         fit(tmp_path, Odd(), SampleGrid(2))
+
+
+def test_a_grid_without_end_is_refused():
+    with pytest.raises(ValueError, match=r"num must be at most 10000.*got 1000000000000"):
+        SampleGrid(num=10**12)

@@ -406,3 +406,11 @@ def test_torch_compile_captures_the_whole_network_in_one_graph(gradient_checkpoi
     for name, gradient in gradients(network, *inputs).items():
         assert_close(gradient, expected[name], rtol=1e-8, atol=1e-8)
     assert shapes(network) == shapes(digits_unet())
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"model_channels": 10**9}, {"num_res_blocks": 10**9}, {"channel_mult": [1] * 10**5}]
+)
+def test_sizes_that_would_fill_the_memory_are_refused_by_name(sizes):
+    with pytest.raises(ValueError, match="|".join(sizes)):
+        UNet(1, 1, **{"model_channels": 8, "norm_groups": 4} | sizes)
