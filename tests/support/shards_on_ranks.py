@@ -115,8 +115,8 @@ def swapped_in_and_out(one):
     with torch.no_grad():
         for param, average in zip(one.params, one.group.shadows[0], strict=True):
             local(param).copy_(local(average))
-    computes_with(averages)
     assert_same_bits(whole(one.net.state_dict().values()), weights)
+    computes_with(averages)
     raw.put_back()
     raw.forget()
     computes_with(weights)
