@@ -45,7 +45,8 @@ class EMA(Callback):
     - Memory: 4 bytes a parameter for each decay (8 for float64 weights).
     - Weights that `fully_shard` or tensor parallelism splits under ModelParallelStrategy are
       averaged part by part, without communication. Saves and `state_dict()` gather the averages on
-      rank 0, one after the other, so all ranks take part; checkpoints fit any number of ranks.
+      rank 0, one after the other; the files fit any number of ranks. For this and for `weights()`
+      all ranks are needed.
     - Validation, test and predict use the first decay, swapped in place and back; inside
       `weights(name)`, what that has put in place. Before the first update they use the weights.
     - `LightningModule.state_dict()` is raw, also while averages are in place, and with it every
@@ -311,17 +312,20 @@ class EMA(Callback):
             self._begin(trainer, pl_module)
 
     def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin, under strategies that read a checkpoint only after the start of the fit."""
-        self._begin(trainer, pl_module)
+        """Begin under a strategy that has read the checkpoint only now."""
+        self._begin_late(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin where no sanity check did."""
-        self._begin(trainer, pl_module)
+        """Begin so where there was no sanity check."""
+        self._begin_late(trainer, pl_module)
+
+    def _begin_late(self, trainer: Trainer, module: LightningModule) -> None:
+        if trainer.strategy.restore_checkpoint_after_setup and not self._step_hooks:
+            self._begin(trainer, module)
 
     def _begin(self, trainer: Trainer, module: LightningModule) -> None:
-        if not self._step_hooks:
-            self._forget_if_replaced(trainer)
-            self._follow(trainer.optimizers, module)
+        self._forget_if_replaced(trainer)
+        self._follow(trainer.optimizers, module)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -73,3 +73,8 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path):
         folder = tmp_path / f"{start.name} to 3"
         on_three = on_ranks(folder, "2", start / "end.ckpt", ranks=3)
         assert_similar_end(on_three, undisturbed)
+
+
+@pytest.mark.slow
+def test_weights_that_are_split_twice_are_averaged_saved_and_loaded_too(tmp_path):
+    assert run_on_ranks("shards_on_a_grid.py", tmp_path, ranks=4) == ["done"] * 4
