@@ -69,8 +69,9 @@ class OneStep(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Restore what the step reads besides weights and batch."""
+        evaluating = {name.replace("._orig_mod", "") for name in self._kept["evaluating"]}
         for name, part in pl_module.named_modules():
-            part.training = name not in self._kept["evaluating"]
+            part.training = name not in evaluating
         for name, value in self._kept["timesteps"].items():
             setattr(pl_module, name, None if value is None else value.to(pl_module.device))
         buffers = uncompiled(self._kept["buffers"])

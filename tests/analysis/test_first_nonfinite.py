@@ -62,6 +62,8 @@ def test_what_was_so_before_a_part_is_not_blamed_on_it():
 def test_the_part_is_told_in_whose_backward_pass_a_gradient_first_is_not_finite():
     first = watched(SpoilsGradient())
     assert (first.output, first.gradient) == (None, "net.1.1 (SpoilsGradient)")
+    first = watched(nn.Sequential(SpoilsGradient(), nn.Tanh()))
+    assert first.gradient == "net.1.1.0 (SpoilsGradient)"
 
 
 def test_a_gradient_that_was_not_finite_before_the_network_is_said_to_be_so():

@@ -239,6 +239,20 @@ def test_in_manual_optimization_the_updates_from_the_bad_one_on_are_left_out(tmp
     assert dump(tmp_path)["replay"]["updates"] == 1
 
 
+def test_in_manual_optimization_the_optimizers_own_gradients_are_named(tmp_path):
+    class First(Two):
+        def training_step(self, batch, batch_idx):
+            for optimizer, layer in zip(self.optimizers(), (0, 3), strict=True):
+                self.inner.zero_grad()
+                zero = self.inner[layer].bias.sum() * 0
+                spoilt = (zero * zero).sqrt() if layer == 0 else 0
+                self.manual_backward(PlainModule.training_step(self, batch, batch_idx) + spoilt)
+                optimizer.step()
+
+    with pytest.raises(FloatingPointError, match=r"step 0 .*: of inner.0.bias\. `lit"):
+        fit(tmp_path, First(), FiniteUpdates())
+
+
 def test_steps_that_lightning_does_not_know_of_are_refused(tmp_path):
     with pytest.raises(RuntimeError, match="Adam made a step that Lightning does not know of"):
         fit(tmp_path, Two(raw=True), FiniteUpdates())
