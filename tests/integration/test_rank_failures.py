@@ -95,3 +95,51 @@ def test_ranks_hang_anywhere(run, place):
     ends = run("sleep", place, [0], timeout=3.0)
     assert_others_tell(ends, 0, "rank 0 has kept the others waiting")
     assert ends[0].code == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["kill", "raise", "sleep"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_loading_processes_end_with_their_rank(run, way, rank):
+    """Also those that the others' ranks have, and the message does not wait for them."""
+    ends = run(way, "training", [rank], timeout=3.0, workers=2)
+    assert_others_tell(ends, rank, f"rank {rank} ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("timeout", [3.0, FOREVER])
+def test_ranks_that_work_alone_for_long_are_not_taken_for_dead(run, timeout):
+    """All generate for longer than the timeout; nobody waits for another."""
+    ends = run("work", "fid", None, timeout=timeout)
+    assert [end.code for end in ends] == [0] * RANKS
+    assert [lines(end) for end in ends] == [[]] * RANKS
+
+
+@pytest.mark.parametrize(("way", "code"), [("leave", 75), ("interrupt", 1)])
+@pytest.mark.parametrize("place", ["training", "validation", "loader", "data"])
+def test_an_end_on_purpose_is_no_failure(run, way, code, place):
+    ends = run(way, place, None, timeout=FOREVER)
+    assert [end.code for end in ends] == [code] * RANKS
+    assert [lines(end) for end in ends] == [[]] * RANKS
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_ranks_that_one_leaves_behind_tell_so(run, rank):
+    ends = run("leave", "training", [rank], timeout=FOREVER)
+    message = rf"rank {rank} left at step 3 \(SystemExit: 75\) without the others; see its output"
+    assert_others_tell(ends, rank, message)
+    assert ends[rank].code == 75
+
+
+def test_ranks_that_make_the_same_mistake_tell_only_that(run):
+    ends = run("raise", "loader", None, timeout=FOREVER)
+    for end in ends:
+        assert end.code == 1
+        assert end.said.rstrip().endswith("ValueError: no such label")
+        assert lines(end) == []
+
+
+@pytest.mark.slow
+def test_when_the_collectives_time_out_first_the_rank_that_hung_is_named(run):
+    ends = run("sleep", "training", [1], timeout=None, workers=0, collectives=12)
+    assert_others_tell(ends, 1, "rank 1 has kept the others waiting for 1. s at step 3")

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lit_diffusion.callbacks.fid import FIDEvaluation
 from lit_diffusion.callbacks.rank_watch import RankWatch
+from support.forked_ranks import place
 from support.pixels import PixelProtocol
 from support.plain_module import make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
@@ -22,6 +23,7 @@ WAYS = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "sleep": lambda: time.sleep(1000),
+    "work": lambda: time.sleep(6),
     "leave": lambda: sys.exit(75),
     "interrupt": lambda: _raise(KeyboardInterrupt()),
 }
@@ -76,11 +78,12 @@ class Saving(Callback):
             self.fail("save")
 
 
-def main(folder, way, place, ranks, timeout=5.0, workers=0, gloo_timeout=None):
+def main(folder, way, where, ranks, timeout=5.0, workers=0, gloo_timeout=None):
     """Train; the named ranks (all of them: None) fail in a way, at a place."""
+    rank, size = place()
 
     def fail(here):
-        if here == place and (ranks is None or int(os.environ["LOCAL_RANK"]) in ranks):
+        if here == where and (ranks is None or rank in ranks):
             WAYS[way]()
 
     module = tiny_diffusion()
@@ -99,7 +102,7 @@ def main(folder, way, place, ranks, timeout=5.0, workers=0, gloo_timeout=None):
         Failing(fail),
         Saving(fail),
         FIDEvaluation(9, protocol, weights="raw", save_best=False, cache_dir=str(folder / "cache")),
-        devices=int(os.environ["WORLD_SIZE"]),
+        devices=size,
         strategy=DDPStrategy(**options),
         max_epochs=1,
         num_sanity_val_steps=0,

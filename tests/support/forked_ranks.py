@@ -21,6 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 TESTS = Path(__file__).parents[1]
+SIZE = "NUMBER_OF_RANKS"
+
+
+def place():
+    """(rank, number of ranks), for the function that is run."""
+    return int(os.environ["LOCAL_RANK"]), int(os.environ[SIZE])
 
 
 class End(NamedTuple):
@@ -77,7 +83,7 @@ def _run(function, folder, world_size, arguments, limit):
     pids = []
     for rank in range(world_size):
         if (pid := os.fork()) == 0:
-            place = {"LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+            place = {"LOCAL_RANK": str(rank), SIZE: str(world_size)}
             _become_rank(call, Path(folder), arguments, {**address, **place})
         pids.append(pid)
     codes = _wait(pids, time.monotonic() + limit)

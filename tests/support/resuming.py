@@ -14,6 +14,7 @@ from lit_diffusion.callbacks import (
     LossSecondMomentResampler,
     MomentumDecay,
     NoiseLevelLoss,
+    RankWatch,
     SampleGrid,
     TimestepCurriculum,
 )
@@ -27,6 +28,7 @@ from support.tiny_diffusion import tiny_diffusion
 
 STEPS = 12  # of which an epoch has 5 batches
 CALLBACKS = {
+    "RankWatch": lambda: RankWatch(timeout=60),
     "EMA": lambda: EMA((0.9, 0.5), every_n_steps=2),
     "MomentumDecay": lambda: MomentumDecay(min_beta1=0.4),
     "TimestepCurriculum": lambda: TimestepCurriculum(8, mean=0.3, std=0.2),

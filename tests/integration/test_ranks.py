@@ -1,0 +1,136 @@
+"""1, 2 and 3 gloo processes: they draw different numbers, agree, and count each image once."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from scipy.stats import chi2_contingency, chisquare, norm
+from support.forked_ranks import Forker
+from support.ranks import BATCH, INSTEAD, STEPS, TOGETHER, VALUES
+
+from lit_diffusion.loggers import read_evaluations
+
+BINS = 20
+RARE = 1e-3  # draws are functions of fixed seeds: what passes once passes always
+
+
+@pytest.fixture(scope="module")
+def forker():
+    with Forker() as started:
+        yield started
+
+
+def uniformity(u):
+    """p of so uneven a spread of all ranks' draws together; u (ranks, draws) in [0, 1)."""
+    counts = np.histogram(u, bins=BINS, range=(0, 1))[0]
+    return chisquare(counts).pvalue
+
+
+def independence(one, other, bins=6):
+    """p of so close a relation of two ranks' draws of the same place in the same step."""
+    table = np.histogram2d(one, other, bins=bins, range=((0, 1), (0, 1)))[0]
+    return chi2_contingency(table).pvalue
+
+
+def assert_ranks_draw_their_own(u):
+    assert uniformity(u) > RARE
+    for one, other in combinations(u, 2):
+        assert independence(one, other) > RARE
+    assert len(np.unique(u)) == u.size  # nor in other steps or places
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draws", ["stratified", "independent"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_draw_independent_times_and_noise_and_end_alike(forker, tmp_path, ranks, draws):
+    found = forker.results("support.ranks:train", tmp_path, ranks, draws)
+    u = np.array([rank["u"] for rank in found]).reshape(ranks, -1)
+    noise = np.array([rank["noise"] for rank in found]).reshape(ranks, -1)
+    assert u.shape[1] == STEPS * BATCH
+    assert noise.shape[1] == STEPS * BATCH * VALUES
+    assert_ranks_draw_their_own(u)
+    assert uniformity(norm.cdf(noise)) > RARE
+    for one, other in combinations(norm.cdf(noise), 2):
+        assert independence(one, other) > RARE
+    steps = noise.reshape(ranks * STEPS, -1)
+    assert len(np.unique(steps, axis=0)) == len(steps)
+    assert all(rank["ends"] == found[0]["ends"] for rank in found)
+
+
+def alike(rng, n):
+    return np.stack([rng.random(n)] * 2)
+
+
+def shifted(rng, n):
+    first = rng.random(n)
+    return np.stack([first, (first + 0.3) % 1])
+
+
+def correlated(rng, n):
+    first, second = rng.standard_normal((2, n))
+    return norm.cdf(np.stack([first, 0.2 * first + np.sqrt(1 - 0.2**2) * second]))
+
+
+def late(rng, n):
+    """What a seed of rank + step gives."""
+    draws = rng.random(n + 1)
+    return np.stack([draws[:-1], draws[1:]])
+
+
+def uneven(rng, n):
+    return rng.random((2, n)) ** 1.15
+
+
+@pytest.mark.parametrize("wrong", [alike, shifted, correlated, late, uneven])
+def test_draws_that_ranks_must_not_make_are_told(wrong):
+    u = wrong(np.random.default_rng(0), STEPS * BATCH)
+    with pytest.raises(AssertionError):
+        assert_ranks_draw_their_own(u)
+
+
+def test_draws_that_are_right_pass():
+    assert_ranks_draw_their_own(np.random.default_rng(0).random((3, STEPS * BATCH)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num", "batch_size", "extractor", "rounding"),
+    [
+        (31, 4, "pixels", 1e-12),
+        (16, 16, "pixels", 1e-12),
+        (7, 2, "pixels", 1e-12),
+        (31, 4, "digits-cnn", 1e-5),  # whose float32 features depend on the batch they are in
+    ],
+)
+def test_scores_do_not_depend_on_the_number_of_ranks(
+    forker, tmp_path, num, batch_size, extractor, rounding
+):
+    """Each image and each sample is counted once, whatever the remainder."""
+    scores = {}
+    for ranks in (1, 2, 3):
+        folder = tmp_path / str(ranks)
+        folder.mkdir()
+        arguments = (num, batch_size, extractor)
+        found = forker.results("support.ranks:score", folder, ranks, *arguments)
+        assert sorted(index for rank in found for index in rank["counted"]) == list(range(num))
+        shares = [len(rank["features"]) for rank in found]
+        assert shares == [len(range(rank, num, ranks)) for rank in range(ranks)]
+        assert len({rank["loss"] for rank in found}) == 1
+        (record,) = read_evaluations(folder / "evaluations.jsonl")
+        assert (record["num_fake"], record["num_real"]) == (num, num)
+        scores[ranks] = (found[0]["loss"], record["value"], record["floor"])
+    loss, *fids = scores.pop(1)
+    for other_loss, *other_fids in scores.values():
+        assert other_loss == pytest.approx(loss, rel=1e-14)
+        assert other_fids == pytest.approx(fids, rel=rounding)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("callbacks", "step"),
+    [(TOGETHER, 3), (TOGETHER, 5), (INSTEAD, 8)],
+    ids=["curriculum-3", "curriculum-5", "resampler-8"],
+)
+def test_all_callbacks_together_resume_on_three_ranks(forker, tmp_path, callbacks, step):
+    found = forker.results("support.ranks:resume", tmp_path, 3, callbacks, step)
+    assert len(set(found)) == 1

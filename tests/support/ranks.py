@@ -1,0 +1,142 @@
+"""What test_ranks.py has several ranks do; each writes what it found to rank<n>.json."""
+
+import hashlib
+import json
+import os
+
+import torch
+from lightning.pytorch import Callback
+
+from lit_diffusion.callbacks import EMA, FIDEvaluation
+from lit_diffusion.data.datasets import TensorImages
+from lit_diffusion.data.digits import Digits
+from lit_diffusion.metrics.frechet import FrechetDistance
+from lit_diffusion.networks.unet import UNet
+from lit_diffusion.timesteps import Independent, Stratified
+from support.forked_ranks import place
+from support.pixels import PixelProtocol
+from support.plain_module import make_trainer
+from support.resuming import CALLBACKS, Recipe, assert_undisturbed
+from support.tiny_diffusion import images, tiny_diffusion
+
+STEPS, BATCH = 200, 8
+VALUES = 6  # of each sample's noise that are looked at
+DRAWS = {"stratified": Stratified, "independent": Independent}
+TOGETHER = [name for name in CALLBACKS if name != "LossSecondMomentResampler"]
+INSTEAD = [name for name in CALLBACKS if name != "TimestepCurriculum"]
+
+
+def _options():
+    size = place()[1]
+    return {"devices": size, "strategy": "ddp" if size > 1 else "auto"}
+
+
+def _write(folder, found):
+    (folder / f"rank{place()[0]}.json").write_text(json.dumps(found))
+
+
+def digest(tensors):
+    """Of all bits of {name: tensor}."""
+    summed = hashlib.sha256()
+    for name, value in sorted(tensors.items()):
+        summed.update(name.encode() + value.detach().contiguous().numpy().tobytes())
+    return summed.hexdigest()
+
+
+class Watch(Callback):
+    """Collects the u of each training step."""
+
+    def __init__(self):
+        self.u = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.u.append(outputs["u"].tolist())
+
+
+def train(folder, draws):
+    """What training steps drew, and the weights and averages that they led to."""
+    module, watch, ema, noises = tiny_diffusion(draws=DRAWS[draws]()), Watch(), EMA((0.9,)), []
+    original = module.per_sample_loss
+
+    def per_sample_loss(x0, labels, t, noise, step=None):
+        noises.append(noise.flatten(1)[:, :VALUES].tolist())
+        return original(x0, labels, t, noise, step)
+
+    module.per_sample_loss = per_sample_loss
+    trainer = make_trainer(folder, watch, ema, max_steps=STEPS, max_epochs=-1, **_options())
+    trainer.fit(module, images(48 * BATCH, BATCH))
+    ends = [digest(dict(module.named_parameters())), digest(ema.state_dict()["shadows"][0])]
+    _write(folder, {"u": watch.u, "noise": noises, "ends": ends})
+
+
+class FewDigits(Digits):
+    """So many of the held-out digits."""
+
+    def __init__(self, num, batch_size):
+        super().__init__(batch_size=batch_size)
+        self.num = num
+
+    def load(self, split):
+        whole = super().load(split)
+        if split == "train":
+            return whole
+        return TensorImages(whole.images[: self.num], whole.labels[: self.num])
+
+
+def score(folder, num, batch_size, extractor):
+    """Validation loss and FID in float64, and which images and samples were counted for them."""
+    module = tiny_diffusion(num_classes=10, network=_network(), label_dropout=0.0)
+    counted, features = [], []
+    fixed_losses, update = module._fixed_losses, FrechetDistance.update
+
+    def counting_losses(batch):
+        counted.extend(batch[2].tolist())
+        return fixed_losses(batch)
+
+    def counting_update(metric, values, real):
+        if not real:
+            features.extend(digest({"": value}) for value in values)
+        update(metric, values, real)
+
+    cache = str(folder / f"cache{place()[0]}")
+    protocol = PixelProtocol([]) if extractor == "pixels" else extractor
+    fid = FIDEvaluation(num, protocol, weights="raw", batch_size=4, cache_dir=cache)
+    trainer = make_trainer(folder, fid, precision="64-true", **_options())
+    data = FewDigits(num, batch_size)
+    module._fixed_losses = counting_losses
+    FrechetDistance.update = _after_reference(fid, counting_update, update)
+    trainer.validate(module, data, verbose=False)
+    loss = trainer.callback_metrics["val/loss"].item()
+    _write(folder, {"loss": loss, "counted": counted, "features": features})
+
+
+def _after_reference(fid, counting, plain):
+    """Floors are FIDs too: count only the samples of the module."""
+
+    def update(metric, values, real):
+        (counting if fid._measurement._references else plain)(metric, values, real)
+
+    return update
+
+
+def _network():
+    torch.manual_seed(1)
+    network = UNet(1, 1, 8, (1, 2), num_res_blocks=1, norm_groups=4, num_classes=10)
+    for parameter in network.parameters():  # networks begin with zeros in places
+        torch.nn.init.normal_(parameter, std=0.1)
+    return network
+
+
+def resume(folder, names, step):
+    """Have a run with these callbacks die and go on; it ends as an undisturbed one, or raises."""
+    os.chdir(folder)
+    _, size = place()
+    # DDP regroups gradients after the first step of a process, unless it looks for unused ones; and
+    # the last bit of a sum of three ranks depends on the group. That of two does not.
+    strategy = "ddp_find_unused_parameters_true"
+    trainer = (("devices", size), ("strategy", strategy), ("accumulate_grad_batches", 2))
+    # An epoch has five batches of the ranks, as of the one elsewhere.
+    recipe = Recipe(tuple(names), trainer=trainer, batch_size=-(-280 // size))
+    assert_undisturbed(folder, recipe, step)
+    saved = torch.load(folder / "whole" / "end.ckpt", weights_only=True)
+    _write(folder, digest(saved["state_dict"]))
