@@ -111,7 +111,7 @@ def check_launch(ranks: Ranks | None, environ: Mapping[str, str]) -> list[Findin
 def check_torchrun(ranks: Ranks | None, torchrun: Torchrun) -> list[Finding]:
     """Compare with torchrun."""
     world, per_node = torchrun.world_size, torchrun.per_node
-    told = f"torchrun starts {count(world, 'process')}"
+    told = count(world, "process")
     if per_node:
         told += f", {per_node} on a node"
     if ranks is None or ranks.devices is None:
