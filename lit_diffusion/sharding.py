@@ -11,19 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-if torch.distributed.is_available():
+_AVAILABLE = torch.distributed.is_available()
+
+if _AVAILABLE:
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
     from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def is_split(value: object) -> "TypeGuard[DTensor]":
     """Whether a value is a tensor that is split over ranks."""
-    return torch.distributed.is_available() and isinstance(value, DTensor)
+    return _AVAILABLE and isinstance(value, DTensor)
 
 
 def is_flat(module: nn.Module) -> bool:
     """Whether a module is FSDP1's, whose weights are parts of one flat parameter."""
-    return torch.distributed.is_available() and isinstance(module, FullyShardedDataParallel)
+    return _AVAILABLE and isinstance(module, FullyShardedDataParallel)
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -116,7 +118,7 @@ def reshard(module: nn.Module) -> None:
     Until then `parameters()` are those copies, and the next forward pass computes with them,
     whatever has been written to the parts. Not collective.
     """
-    if torch.distributed.is_available():
+    if _AVAILABLE:
         for part in module.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()

@@ -16,6 +16,7 @@ from support.plain_module import assert_same_bits
 from support.small_digits import small_digits
 from support.tiny_run import TinyModule, TinyNet
 from torch import nn
+from torch.distributed import checkpoint as distributed_checkpoint
 from torch.distributed.fsdp import fully_shard
 
 from lit_diffusion import checkpoints
@@ -395,7 +396,7 @@ def test_a_file_with_one_ranks_parts_is_refused_on_reading(split, tmp_path):
 
 def test_a_folder_of_parts_is_refused_with_the_command_that_makes_a_file_of_it(split, tmp_path):
     folder = tmp_path / "checkpoints" / "last.ckpt"
-    torch.distributed.checkpoint.save({"state_dict": split.state_dict()}, checkpoint_id=folder)
+    distributed_checkpoint.save({"state_dict": split.state_dict()}, checkpoint_id=folder)
     for path in (folder, tmp_path):
         with pytest.raises(ValueError, match=rf"consolidate_checkpoint {folder},"):
             load(path)
