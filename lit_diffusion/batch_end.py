@@ -1,5 +1,7 @@
 """Where a fit stands when a training batch ends, which decides what may be saved there."""
 
+from typing import Any
+
 from lightning.pytorch import Trainer
 
 
@@ -28,5 +30,5 @@ def is_ending(trainer: Trainer) -> bool:
 
 def row_is_to_come(trainer: Trainer) -> bool:
     """Whether the batch made an optimizer step whose metrics are yet to be logged."""
-    batches = trainer.fit_loop.epoch_loop.batch_progress.current
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return batches.completed < batches.processed and not accumulates(trainer)

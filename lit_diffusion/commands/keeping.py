@@ -69,7 +69,7 @@ class CurvesInStep(Callback):
             return
         connector = trainer._logger_connector
         metrics = convert_tensors_to_scalars(connector.metrics["log"])
-        if metrics and (connector.should_update_logs or trainer.fast_dev_run):
+        if metrics and connector.should_update_logs:
             step = metrics.pop("step", trainer.fit_loop.epoch_loop._batches_that_stepped)
             metrics.setdefault("epoch", trainer.current_epoch)
             for logger in _csv_loggers(trainer):
