@@ -108,3 +108,20 @@ def main(folder, way, where, ranks, timeout=5.0, workers=0, gloo_timeout=None):
         num_sanity_val_steps=0,
     )
     trainer.fit(module, datamodule=Data(fail, workers))
+
+
+class FailAt(Callback):
+    """For configs: a rank fails after so many steps.
+
+    Args:
+        way: key of WAYS.
+        rank: that fails.
+        step: after how many steps.
+    """
+
+    def __init__(self, way: str, rank: int, step: int = STEP) -> None:
+        self.way, self.rank, self.step = way, rank, step
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == self.step and trainer.global_rank == self.rank:
+            WAYS[self.way]()

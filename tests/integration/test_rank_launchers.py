@@ -1,0 +1,108 @@
+"""Ranks that fail in a real `lit-diffusion fit`, under Lightning's own launcher and torchrun."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from support.commands import SCRIPT
+from support.small_digits import small_digits
+from support.tiny_run import write_config
+
+pytestmark = [pytest.mark.system, pytest.mark.slow]
+
+TESTS = Path(__file__).parents[1]
+LIMIT = 120
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+LAUNCHERS = {"lightning": [SCRIPT], "torchrun": [*TORCHRUN, SCRIPT]}
+
+
+def config(way, rank, timeout):
+    fails = {"class_path": "support.failing_ranks.FailAt", "init_args": {"way": way, "rank": rank}}
+    made = small_digits(200, devices=2, strategy="ddp", enable_progress_bar=False)
+    made["trainer"]["callbacks"].append(fails)
+    if timeout is not None:
+        path = "lit_diffusion.callbacks.RankWatch"
+        watch = {"class_path": path, "init_args": {"timeout": timeout}}
+        made["trainer"]["callbacks"].insert(0, watch)
+    return write_config(made, Path("digits.yaml").resolve())
+
+
+def fit(launcher, way, rank, timeout=None):
+    """Exit code, output, and processes that were left behind."""
+    command = [*LAUNCHERS[launcher], "fit", "--config", config(way, rank, timeout)]
+    with Path("log").open("w") as log:
+        process = subprocess.Popen(
+            [*command, "--trust=support"],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()},
+        )
+        try:
+            code = process.wait(timeout=LIMIT)
+            left = _still_there()
+        finally:
+            for pid in _processes():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+    return code, Path("log").read_text(), left
+
+
+def search_path():
+    return os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+
+
+def _still_there():
+    """Processes of this fit that have not ended within some seconds, in whatever session."""
+    until = time.monotonic() + 15
+    while (left := _processes()) and time.monotonic() < until:
+        time.sleep(0.2)
+    return list(left.values())
+
+
+def _processes():
+    """{id: command} of those that were given the config of this folder."""
+    table = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True)
+    rows = [row.split(None, 1) for row in table.stdout.splitlines()]
+    return {int(pid): command for pid, command in rows if str(Path.cwd()) in command}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(("launcher", "rank"), [("lightning", 0), ("torchrun", 1)])
+def test_a_rank_that_raises_ends_a_fit_with_its_name(launcher, rank):
+    code, said, left = fit(launcher, "raise", rank)
+    assert code not in (0, 2)
+    told = f"lit-diffusion fit: rank {rank} failed at step 3: ValueError: no such label; see its"
+    assert told in said
+    assert "Connection closed by peer" not in said
+    assert left == []
+
+
+@pytest.mark.parametrize(("launcher", "rank"), [("lightning", 1), ("torchrun", 0)])
+def test_a_rank_that_is_killed_ends_a_fit_with_its_name(launcher, rank):
+    code, said, left = fit(launcher, "kill", rank)
+    assert code not in (0, 2)
+    assert f"lit-diffusion fit: rank {rank} ended without a word, last heard of at step" in said
+    assert left == []
+
+
+@pytest.mark.parametrize(
+    ("launcher", "way", "rank"),
+    [("lightning", "sleep", 0), ("lightning", "stop", 1), ("torchrun", "sleep", 1)],
+)
+def test_a_rank_that_hangs_ends_a_fit_with_its_name(launcher, way, rank):
+    """One that stands still can't end by itself: its launcher kills it."""
+    code, said, left = fit(launcher, way, rank, timeout=4.0)
+    assert code not in (0, 2)
+    message = {"sleep": "has kept the others waiting for", "stop": "was last heard of at step"}
+    assert re.search(rf"rank {rank} {message[way]}", said)
+    assert left == []
