@@ -14,6 +14,7 @@ from lit_diffusion.callbacks.fid_measurement import (
     providers,
     weights_in_place,
 )
+from lit_diffusion.callbacks.strategies import refuse_split_sampling
 from lit_diffusion.callbacks.triggers import EveryNSteps
 from lit_diffusion.metrics.protocols import FIDProtocol, protocol_by_name
 from lit_diffusion.metrics.record import (
@@ -156,6 +157,7 @@ class FIDEvaluation(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure the real images, and refuse a Trainer under which nothing would be evaluated."""
         self._trigger.refuse_never(trainer, "FIDEvaluation")
+        refuse_split_sampling(pl_module, "FIDEvaluation")
         self._trigger.start(trainer.global_step)
         each = images_of_a_batch(trainer)
         count = self.image_count or ImageCount(0, 0, each)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lit_diffusion.callbacks.fixed_items import indexed_loader, read, spread
 from lit_diffusion.callbacks.inference import averaged_weights, inference
+from lit_diffusion.callbacks.strategies import refuse_split_sampling
 from lit_diffusion.callbacks.triggers import EveryNSteps
 from lit_diffusion.protocols import HasNoiseLevels
 from lit_diffusion.seeding import PerSampleNoise
@@ -68,6 +69,7 @@ class NoiseLevelLoss(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find conflicts before the first step."""
         self._trigger.refuse_never(trainer, "NoiseLevelLoss")
+        refuse_split_sampling(pl_module, "NoiseLevelLoss")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count from here, in a resumed run too."""

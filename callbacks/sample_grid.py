@@ -16,6 +16,7 @@ from torchvision.utils import make_grid
 
 from lit_diffusion.callbacks.fixed_items import indexed_loader, read, spread
 from lit_diffusion.callbacks.inference import averaged_weights, inference
+from lit_diffusion.callbacks.strategies import refuse_split_sampling
 from lit_diffusion.callbacks.triggers import EveryNSteps
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
 
@@ -84,6 +85,7 @@ class SampleGrid(Callback):
                 f"(protocols.CanGenerate); {type(pl_module).__name__} has none."
             )
         self._trigger.refuse_never(trainer, "SampleGrid")
+        refuse_split_sampling(pl_module, "SampleGrid")
         self._bank, self._bank_was_read = None, False
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -64,3 +64,18 @@ def refuse_split_weights(trainer: Trainer, module: LightningModule, name: str) -
             f"{type(strategy).__name__} would save one rank's part of {split!r}; use "
             "ModelParallelStrategy, and call fully_shard in configure_model."
         )
+
+
+def refuse_split_sampling(module: LightningModule, name: str) -> None:
+    """Raise ValueError where weights are split: ranks with other samples would wait for each other.
+
+    Every pass through such a network is a collective, and callback `name` gives each rank samples
+    of its own, not equally many.
+    """
+    split = next((path for path, param in module.named_parameters() if is_split(param)), None)
+    if split:
+        raise ValueError(
+            f"{name} has every rank compute samples of its own, which needs whole weights, and "
+            f"{split!r} is split over ranks; leave {name} out, and look at checkpoints in another "
+            "process (`lit-diffusion sample`, `lit-diffusion evaluate`)."
+        )

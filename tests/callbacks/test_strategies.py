@@ -10,10 +10,18 @@ from lightning.pytorch.strategies import (
     XLAStrategy,
 )
 from support.plain_module import PlainModule, loader, make_trainer
+from support.tiny_diffusion import images, tiny_diffusion
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from lit_diffusion.callbacks import EMA, LRCompensation, MomentumDecay
+from lit_diffusion.callbacks import (
+    EMA,
+    FIDEvaluation,
+    LRCompensation,
+    MomentumDecay,
+    NoiseLevelLoss,
+    SampleGrid,
+)
 from lit_diffusion.callbacks.strategies import refuse_split_weights, refuse_strategy
 
 FOLLOWERS = [EMA, MomentumDecay, LRCompensation]
@@ -79,3 +87,21 @@ def test_flat_weights_are_refused_by_the_name_of_their_module(process_group):
     for kind in (DDPStrategy, SingleDeviceStrategy):
         with pytest.raises(ValueError, match=r"does not support FullyShardedDataParallel.*'flat'"):
             refuse_split_weights(ATrainer(kind), module, "EMA")
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [SampleGrid(4), FIDEvaluation(64, "digits-cnn", weights="raw"), NoiseLevelLoss(2, 4)],
+)
+def test_samples_are_not_computed_with_split_weights(tmp_path, process_group, callback):
+    """Ranks with unequal numbers of them would wait for each other without end."""
+
+    class Split(type(tiny_diffusion())):
+        def configure_model(self):
+            fully_shard(self.network, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+
+    module = tiny_diffusion()
+    module.__class__ = Split
+    trainer = make_trainer(tmp_path, callback, max_steps=1, num_sanity_val_steps=0)
+    with pytest.raises(ValueError, match=f"{type(callback).__name__} has every rank .*'network"):
+        trainer.fit(module, images(8, 4), images(8, 4))
