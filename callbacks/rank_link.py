@@ -168,6 +168,16 @@ class Hub(threading.Thread):
 
     def run(self) -> None:
         """Listen until rank 0 has ended and the last line is closed."""
+        try:
+            self._serve()
+        except BaseException:  # a mistake in here is no reason to end a run
+            self._tell({"kind": "done", "step": 0, "said": "its hub failed"})
+            raise
+        finally:
+            self._selector.close()
+            self._server.close()
+
+    def _serve(self) -> None:
         beaten = time.monotonic()
         while self._is_needed():
             for key, _ in self._selector.select(BEAT):
@@ -180,8 +190,6 @@ class Hub(threading.Thread):
             if time.monotonic() - beaten >= BEAT:
                 beaten = time.monotonic()
                 self._tell({"kind": "beat", "step": self._ranks[0].step})
-        self._selector.close()
-        self._server.close()
 
     def expects_more(self) -> bool:
         """Whether ranks have yet to come."""
@@ -194,10 +202,13 @@ class Hub(threading.Thread):
         return bool(self._lines) or not first.ended or waits
 
     def _accept(self) -> None:
-        with suppress(OSError):
+        try:
             line = Line(self._server.accept()[0])
-            self._lines[line] = None
-            self._selector.register(line.socket, selectors.EVENT_READ, line)
+        except OSError:  # gone again, or this process has no room for it
+            time.sleep(BEAT / 10)
+            return
+        self._lines[line] = None
+        self._selector.register(line.socket, selectors.EVENT_READ, line)
 
     def _read(self, line: Line) -> None:
         messages = line.read()

@@ -18,11 +18,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
-from lit_diffusion.callbacks.rank_link import Hub, Member, Progress
+from lit_diffusion.callbacks.rank_link import BEAT, Hub, Member, Progress
 from lit_diffusion.callbacks.rank_verdict import PATIENCE, Verdict, gone
 
 GRACE = 5.0
 """Seconds that a main thread has to end by itself once another rank has ended the run."""
+
+SHORTEST = 3 * BEAT
+"""Least timeout, in seconds."""
 
 FAILED = 1
 """Exit code of a process that is ended here: the run has failed."""
@@ -56,11 +59,11 @@ class RankWatch(Callback):
     list. On a single rank it does nothing.
 
     Args:
-        timeout: seconds that a rank may be silent or waited for, > 0; None is the timeout of the
+        timeout: seconds that a rank may be silent or waited for, >= 3; None is the timeout of the
             strategy's collectives, 1800 s unless it was given another.
 
     Raises:
-        ValueError: for a time that is not positive.
+        ValueError: for a shorter time.
 
     Attributes:
         verdict: what another rank did that ended this one; None otherwise.
@@ -70,8 +73,11 @@ class RankWatch(Callback):
     """
 
     def __init__(self, timeout: float | None = None) -> None:
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout must be > 0 seconds, got {timeout}.")
+        if timeout is not None and not timeout >= SHORTEST:
+            raise ValueError(
+                f"timeout must be at least {SHORTEST:g} seconds, got {timeout}: ranks give a sign "
+                f"of life every {BEAT:g} s."
+            )
         self.timeout = timeout
         self.verdict: str | None = None
         self._watch: Watch | None = None

@@ -174,6 +174,18 @@ def test_strangers_are_sent_away(said):
     until(lambda: len(run.verdicts) == 2)  # and the hub is there for its own
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_mistake_in_the_hub_ends_no_run(monkeypatch):
+    run = Run(2, timeout=3.0)
+    _, one = run.members(0, 1)
+    monkeypatch.setattr(run.hub, "_judge", lambda: 1 / 0)
+    assert "its hub failed" in one.wait(20).text  # which only who lost rank 0 asks for
+    run.hub.join(20)
+    time.sleep(4)
+    assert run.verdicts == {}
+    assert one.is_alive()
+
+
 def test_forked_processes_do_not_keep_a_connection_open():
     ours, theirs = socket.socketpair()
     line = Line(ours)

@@ -1,5 +1,6 @@
 """What a rank does with it on its own; ranks that fail are in integration/test_rank_failures.py."""
 
+import pickle
 import threading
 
 import pytest
@@ -11,9 +12,9 @@ from lit_diffusion.callbacks.rank_watch import collectives, how_it_ended, in_a_l
 from lit_diffusion.signals import SavedOnSignal
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
-def test_a_time_that_is_none_is_refused(timeout):
-    with pytest.raises(ValueError, match="timeout must be > 0 seconds, got"):
+@pytest.mark.parametrize("timeout", [0, -1.0, 2.9, float("nan")])
+def test_a_time_too_short_for_signs_of_life_is_refused(timeout):
+    with pytest.raises(ValueError, match="timeout must be at least 3 seconds, got"):
         RankWatch(timeout)
 
 
@@ -83,3 +84,7 @@ def test_the_place_of_a_thread_is_the_innermost_code_of_the_users_own():
 def test_without_a_process_group_no_collective_was_entered():
     assert collectives() == 0
     assert stack(0) == ""
+
+
+def test_it_can_be_sent_to_processes_that_are_spawned():
+    assert pickle.loads(pickle.dumps(RankWatch(5.0))).timeout == 5.0

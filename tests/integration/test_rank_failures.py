@@ -5,6 +5,8 @@ import re
 import pytest
 from support.forked_ranks import Forker
 
+pytestmark = pytest.mark.system
+
 RANKS = 3
 CASE = "support.failing_ranks:main"
 FOREVER = 600.0  # seconds; a test whose limit is below does not wait for it
@@ -56,7 +58,7 @@ def test_a_rank_that_is_killed_is_named(run, rank):
 
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_rank_that_hangs_is_named_with_its_place_and_ends_too(run, rank):
-    ends = run("sleep", "training", [rank], timeout=3.0)
+    ends = run("sleep", "training", [rank], timeout=4.0)
     message = rf"rank {rank} has kept the others waiting for \d s at step 3, in .*failing_ranks.py"
     assert_others_tell(ends, rank, message)
     assert ends[rank].code == 1
@@ -67,7 +69,7 @@ def test_a_rank_that_hangs_is_named_with_its_place_and_ends_too(run, rank):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_rank_that_stands_still_is_named(run, rank):
     """It can't end by itself; who started it kills it, as torchrun, srun and Lightning do."""
-    ends = run("stop", "training", [rank], timeout=3.0, limit=15)
+    ends = run("stop", "training", [rank], timeout=4.0, limit=15)
     assert_others_tell(ends, rank, rf"rank {rank} was last heard of at step \d, \d s ago")
     assert ends[rank].code is None
 
@@ -92,7 +94,7 @@ def test_ranks_die_anywhere(run, rank, place):
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["loader", "validation", "fid", "save"])
 def test_ranks_hang_anywhere(run, place):
-    ends = run("sleep", place, [0], timeout=3.0)
+    ends = run("sleep", place, [0], timeout=4.0)
     assert_others_tell(ends, 0, "rank 0 has kept the others waiting")
     assert ends[0].code == 1
 
@@ -102,12 +104,20 @@ def test_ranks_hang_anywhere(run, place):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_loading_processes_end_with_their_rank(run, way, rank):
     """Also those that the others' ranks have, and the message does not wait for them."""
-    ends = run(way, "training", [rank], timeout=3.0, workers=2)
+    ends = run(way, "training", [rank], timeout=4.0, workers=2)
     assert_others_tell(ends, rank, f"rank {rank} ")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("timeout", [3.0, FOREVER])
+def test_loading_processes_that_are_stuck_are_ended(run):
+    """By the rank whose main thread waits for them."""
+    ends = run("sleep", "worker", [1], timeout=4.0, workers=2)
+    assert_others_tell(ends, 1, "rank 1 has kept the others waiting for . s")
+    assert ends[1].code == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("timeout", [4.0, FOREVER])
 def test_ranks_that_work_alone_for_long_are_not_taken_for_dead(run, timeout):
     """All generate for longer than the timeout; nobody waits for another."""
     ends = run("work", "fid", None, timeout=timeout)

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.strategies import DDPStrategy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lit_diffusion.callbacks.fid import FIDEvaluation
 from lit_diffusion.callbacks.rank_watch import RankWatch
@@ -43,10 +43,24 @@ class Data(LightningDataModule):
 
     def train_dataloader(self):
         self.fail("loader")
-        return DataLoader(images(60, 4).dataset, batch_size=4, num_workers=self.workers)
+        data = Stuck(images(60, 4).dataset, self.fail)
+        return DataLoader(data, batch_size=4, num_workers=self.workers)
 
     def val_dataloader(self):
         return images(12, 4)
+
+
+class Stuck(TensorDataset):
+    """Reads from a file system that may not answer, in a loading process."""
+
+    def __init__(self, data, fail):
+        super().__init__(*data.tensors)
+        self.fail = fail
+
+    def __getitem__(self, index):
+        if index > 20:
+            self.fail("worker")
+        return super().__getitem__(index)
 
 
 class Failing(Callback):
