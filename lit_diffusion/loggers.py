@@ -9,6 +9,7 @@ import csv
 import io
 import json
 import os
+import re
 from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -133,12 +134,17 @@ def read_rows(path: str | Path) -> list[Row]:
 
     A half-written last row is left out.
     """
-    try:
-        text = Path(path).read_text()
-    except FileNotFoundError:
-        return []
+    text = _text_of(path)
     complete = text[: text.rfind("\n") + 1]
-    return [{k: v for k, v in row.items() if v} for row in csv.DictReader(io.StringIO(complete))]
+    try:
+        rows = list(csv.DictReader(io.StringIO(complete)))
+    except csv.Error as error:
+        raise ValueError(f"{path} is broken: {error}.") from error
+    found = [{k: v for k, v in row.items() if v and isinstance(k, str)} for row in rows]
+    for row in found:
+        if not re.fullmatch(r"-?\d{1,18}", row.get("step", "0")):
+            raise ValueError(f"{path} is broken: a step must be a number, got {row['step']!r:.50}.")
+    return found
 
 
 def read_evaluations(path: str | Path) -> list[dict[str, Any]]:
@@ -146,11 +152,46 @@ def read_evaluations(path: str | Path) -> list[dict[str, Any]]:
 
     A half-written last line is left out.
     """
+    text = _text_of(path)
+    found = []
+    for line in text[: text.rfind("\n") + 1].splitlines():
+        try:
+            record = json.loads(line) if line else None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is broken: {str(error)[:200]}.") from error
+        if line and not _is_record(record):
+            raise ValueError(f"{path} is broken: {line[:50]!r} is no evaluation.")
+        if line:
+            found.append(record)
+    return found
+
+
+def _is_record(record: Any) -> bool:
+    if not isinstance(record, dict):
+        return False
+    step, metric, seeds = record.get("step"), record.get("metric", ""), record.get("seeds", [0, 0])
+    value = record.get("value")
+    return (
+        (step is None or (type(step) is int and 0 <= step < 2**63))
+        and isinstance(metric, str)
+        and isinstance(seeds, list)
+        and len(seeds) == 2
+        and all(type(seed) is int for seed in seeds)
+        and (value is None or type(value) in (int, float))
+    )
+
+
+def _text_of(path: str | Path) -> str:
+    """Text of a file; none without one."""
+    path = Path(path)
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file.")
     try:
-        text = Path(path).read_text()
+        return path.read_text()
     except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line]
+        return ""
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is broken: it is not UTF-8: {error.reason}.") from error
 
 
 def rewind_evaluations(path: str | Path, step: int) -> None:

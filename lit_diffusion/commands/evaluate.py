@@ -128,7 +128,18 @@ def _samples(
     if loaded is not None:
         return write_samples(loaded, args, args.num or num, fresh_folder(folder))
     record = Path(args.images) / RECORD
-    return dict(json.loads(record.read_text())) if record.is_file() else {"images": args.images}
+    return _read_record(record) if record.is_file() else {"images": args.images}
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    """What `sample` wrote beside its images."""
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {str(error)[:200]}; remove it.") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} is no record of samples; remove it.")
+    return found
 
 
 def _labels(loaded: "Loaded | None", made: dict[str, Any]) -> list[int] | None:
@@ -149,7 +160,8 @@ def _protocol_of_run(loaded: "Loaded | None") -> str:
     from lit_diffusion.loggers import read_evaluations
 
     records = read_evaluations(loaded.path.parent.parent / "evaluations.jsonl")
-    return str(records[-1]["protocol"]) if records else _INCEPTION
+    told = [str(record["protocol"]) for record in records if "protocol" in record]
+    return told[-1] if told else _INCEPTION
 
 
 def _reference(

@@ -60,10 +60,7 @@ class Run:
     def records(self) -> list[Record]:
         """Its evaluations, oldest first."""
         file = self.path / "evaluations.jsonl"
-        try:
-            found = read_evaluations(file)
-        except ValueError as error:
-            raise ValueError(f"{file} is broken: {error}.") from error
+        found = read_evaluations(file)
         for line in found:
             if not isinstance(line, dict) or ("metric" in line and not line.keys() >= _SCORE):
                 raise ValueError(f"{file} is broken: {reprlib.repr(line)} is no evaluation.")

@@ -42,11 +42,12 @@ from lit_diffusion.commands.run_folder import (
     make_writable,
     occupied,
     read_command_line,
+    read_config,
     refuse_mixing,
 )
 from lit_diffusion.commands.summary import goes_on, stopped, summary
 from lit_diffusion.errors import innermost
-from lit_diffusion.loggers import AppendingCSVLogger
+from lit_diffusion.loggers import AppendingCSVLogger, read_evaluations, read_rows
 from lit_diffusion.protocols import UpdateGuard, WeightsProvider
 from lit_diffusion.signals import SAVED, SavedOnSignal
 from lit_diffusion.trust import trusting, within
@@ -165,6 +166,8 @@ class RunCLI(LightningCLI):
             configs += ["--config", yaml.safe_dump({"model": self._spec})]  # JSON has no inf
         if not request.configs and request.holds_checkpoint:
             found = latest_config(request.root)
+            if found:
+                read_config(found)  # the real parser does not name what it cannot read
             configs += ["--config", str(found)] if found else []
         if any(_CLASS_HELP.match(option) for option in request.options):
             return [request.command, *configs, *request.options]  # nothing may follow it
@@ -200,6 +203,8 @@ class RunCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Find out before anything is built whether this run may write where it would."""
+        if self._get(self.config, "trainer").max_steps is None:
+            raise ValueError("trainer.max_steps must be a number, -1 for no end, got null.")
         if self.request.command == "fit" and not self._is_trial:
             rank_zero_only(refuse_mixing)(self.request)
 
@@ -213,7 +218,7 @@ class RunCLI(LightningCLI):
             with no_larger_than(self._weights) if self._weights else nullcontext():
                 super().instantiate_classes()
         except ValueError as error:  # jsonargparse wraps what a constructor says
-            raise ValueError(innermost(error)) from error
+            raise ValueError(_builder(error) + innermost(error)) from error
         self._dump_config()
         for key, built in (("model", self.model), ("data", self.datamodule)):
             if built is not None:
@@ -323,12 +328,19 @@ class RunCLI(LightningCLI):
         if not self._is_trial:
             rank_zero_only(make_writable)(self.request.root)
             rank_zero_only(self._held.enter_context)(occupied(self.request.root))
+            rank_zero_only(_read_curves)(self.request.root)
 
     def after_fit(self) -> None:
         """Say where things are and how good they are."""
         if self.trainer.is_global_zero and not self._is_trial:
             seconds = time.monotonic() - self._started
             print(summary(self.request, self.trainer, seconds), file=sys.stderr)
+
+
+def _read_curves(root: Path) -> None:
+    """Find out before anything is written whether a resume can go on in these files."""
+    read_rows(root / "metrics.csv")
+    read_evaluations(root / "evaluations.jsonl")
 
 
 def _parser_settings(command: str) -> dict[str, Any]:
@@ -397,6 +409,20 @@ def _with_atomic_saves(plugins: Any, trust: Sequence[str]) -> list[Any]:
                 f"add --trust {reader.__module__}."
             )
     return given if readers else [*given, AtomicCheckpointIO()]
+
+
+def _builder(error: BaseException) -> str:
+    """Which class of ours could not be built, where an accident in its code does not tell."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    building = [f for f in frames if f.f_code.co_name == "__init__" and "self" in f.f_locals]
+    ours = [type(f.f_locals["self"]).__module__.split(".")[0] == "lit_diffusion" for f in building]
+    names = [
+        type(f.f_locals["self"]).__name__ for f, own in zip(building, ours, strict=True) if own
+    ]
+    names = [name for name in names if name != RunCLI.__name__]
+    return f"{names[0]} cannot be built: " if names and not is_meant(error) else ""
 
 
 def _explained(error: BaseException, request: Request, untrained: bool) -> ValueError | None:

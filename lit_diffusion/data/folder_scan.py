@@ -76,6 +76,8 @@ class Requirements:
 
     def fault(self, path: Path) -> str | None:
         """What is wrong with a file, if anything."""
+        if not path.is_file():
+            return "is no regular file"
         try:
             with Image.open(path) as image:
                 mode, side = image.mode, min(image.size)

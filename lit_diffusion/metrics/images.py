@@ -52,13 +52,15 @@ def read_image(path: Path) -> Tensor:
     Raises:
         ValueError: If it cannot be read, or is neither grey nor RGB.
     """
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file.")
     try:
         with Image.open(path) as image:
             mode = image.mode
-            pixels: Tensor = pil_to_tensor(image)
-    except OSError as error:
+            pixels: Tensor | None = pil_to_tensor(image) if mode in ("L", "RGB") else None
+    except Exception as error:  # Pillow's decoders raise anything on broken data
         raise ValueError(f"{path} is not a readable image: {error}") from error
-    if mode not in ("L", "RGB"):
+    if pixels is None:
         raise ValueError(f"{path} has mode {mode}; images must be grey (L) or RGB: convert it.")
     return pixels
 
@@ -82,8 +84,12 @@ def open_images(path: str | Path) -> Dataset[Any]:
 
 
 def _images_of_npz(path: Path) -> Tensor:
-    with np.load(path, allow_pickle=False) as arrays:
-        images = arrays.get("arr_0")
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            images = arrays.get("arr_0")
+    except Exception as error:  # whatever zipfile and numpy say of a broken file
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"{path} cannot be read as .npz: {reason}.") from error
     if images is None or images.dtype != np.uint8 or images.ndim != 4:
         found = "none" if images is None else f"{images.dtype} {images.shape}"
         raise ValueError(f"{path} must hold arr_0, uint8 (N, H, W, C), got {found}.")

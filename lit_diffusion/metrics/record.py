@@ -177,7 +177,10 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
         record: to write.
     """
     lines = path.read_text().splitlines() if path.exists() else []
-    olds = [json.loads(line) for line in lines]
+    try:
+        olds = [dict(json.loads(line)) for line in lines]
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path} is broken: {str(error)[:200]}.") from error
     same = [i for i, old in enumerate(olds) if _supersedes(record, old)]
     known = [olds[i]["images"] for i in same if olds[i].get("images") is not None]
     images = known[-1] if record.images is None and known else record.images

@@ -357,6 +357,16 @@ def default_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lit-diffusion"
 
 
+_DIMENSIONS = {
+    "real_features_sum": 1,
+    "real_features_cov_sum": 2,
+    "real_features_num_samples": 0,
+    "floors": 1,
+    "floor_matched": 0,
+}
+"""Of each array in a file of statistics."""
+
+
 def load_statistics(path: Path) -> dict[str, Tensor] | None:
     """What `save_statistics` wrote; None if there is no such file.
 
@@ -367,7 +377,10 @@ def load_statistics(path: Path) -> dict[str, Tensor] | None:
         return None
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return {name: torch.from_numpy(arrays[name]) for name in arrays}
+            found = {name: torch.from_numpy(arrays[name]) for name in arrays}
+        if {name: value.ndim for name, value in found.items()} != _DIMENSIONS:
+            raise ValueError("it holds other arrays")
+        return found
     except Exception as error:  # whatever zipfile and numpy say of a broken file
         raise ValueError(f"{path} is not a file of statistics ({error}); delete it.") from error
 

@@ -1,10 +1,14 @@
+import os
+import zlib
+
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from support.pixels import random_images
 from torchvision.transforms.functional import to_pil_image
 
-from lit_diffusion.metrics.images import FolderImages, open_images
+from lit_diffusion.metrics.images import FolderImages, open_images, read_image
 
 
 def write(folder, images):
@@ -76,3 +80,24 @@ def test_an_npz_with_a_pickle_inside_is_not_unpickled(tmp_path):
 def test_another_path_is_refused(tmp_path):
     with pytest.raises(ValueError, match="neither a folder"):
         open_images(tmp_path / "missing")
+
+
+def test_a_decompression_bomb_and_what_is_no_file_are_refused_by_name(tmp_path):
+    bomb = tmp_path / "bomb.png"
+    Image.new("L", (1, 1)).save(bomb)
+    data = bytearray(bomb.read_bytes())
+    data[16:24] = (2**30).to_bytes(4, "big") * 2
+    data[29:33] = zlib.crc32(data[12:29]).to_bytes(4, "big")
+    bomb.write_bytes(data)
+    with pytest.raises(ValueError, match=r"bomb\.png is not a readable image: .*bomb"):
+        read_image(bomb)
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(ValueError, match=r"pipe\.png is no regular file"):
+        read_image(tmp_path / "pipe.png")
+
+
+def test_a_broken_npz_is_refused_by_name(tmp_path):
+    for content in (b"", b"text", b"PK\x03\x04"):
+        (tmp_path / "real.npz").write_bytes(content)
+        with pytest.raises(ValueError, match=r"real\.npz cannot be read as \.npz"):
+            open_images(tmp_path / "real.npz")
