@@ -45,6 +45,8 @@ def _rows(path: str) -> list[tuple[str, dict[str, str]]]:
         return _rows_of_utf8(path)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error.reason}; save it as that.") from error
+    except csv.Error as error:
+        raise ValueError(f"{path} is no CSV file: {error}.") from error
 
 
 def _rows_of_utf8(path: str) -> list[tuple[str, dict[str, str]]]:

@@ -77,3 +77,9 @@ def test_images_count_where_all_rows_of_a_run_have_them(table):
 def test_mistakes_are_told_with_their_place(table, text, message):
     with pytest.raises(ValueError, match=message):
         read_arms([table(text)])
+
+
+def test_a_cell_without_end_is_refused_with_its_file(tmp_path):
+    (tmp_path / "a.csv").write_text("arm,step,fid\n" + "x" * 200_000 + ",1,2\n")
+    with pytest.raises(ValueError, match=r"a\.csv is no CSV file: field larger"):
+        read_arms([str(tmp_path / "a.csv")])
