@@ -15,14 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from lit_diffusion.extent import check_extent
+
 MOST_VALUES = 2 * 10**6
 """More values than any run has in lists and dicts; few lists that hold each other can have more."""
-
-DEEPEST = 100
-"""Levels of lists and dicts in each other."""
-
-LONGEST = 10**6
-"""Characters of a text."""
 
 _LARGEST = 2**63
 _RESTORED = ("callbacks", "epoch", "global_step", "loops", "lr_schedulers", "optimizer_states")
@@ -85,35 +81,6 @@ def check_content(checkpoint: Any) -> None:
     for name, value in checkpoint["state_dict"].items():
         if not (is_dense(value) or name.endswith("_extra_state")):
             raise ValueError(f"its weight {name} is no dense tensor, but {_described(value)}")
-
-
-def check_extent(content: Any, most: int) -> None:
-    """Refuse lists and dicts that hold each other so that they are many to whoever walks them.
-
-    Args:
-        content: a dict or list.
-        most: values that it may hold.
-
-    Raises:
-        ValueError: where it holds more, is nested too deep, or holds an endless number or text.
-
-    Example:
-        >>> check_extent({"steps": [1, 2]}, most=10)
-    """
-    count, waiting = 0, [(content, 0)]
-    while waiting:
-        holder, depth = waiting.pop()
-        inside = [*holder.keys(), *holder.values()] if isinstance(holder, dict) else holder
-        count += len(inside)
-        if count > most or depth > DEEPEST:
-            raise ValueError("its lists and dicts hold too many values, or are nested too deep")
-        for value in inside:
-            if isinstance(value, dict | list | tuple | set):
-                waiting.append((value, depth + 1))
-            elif type(value) is int and value.bit_length() > 1024:
-                raise ValueError(f"it holds a number of {value.bit_length():,} bits")
-            elif isinstance(value, str) and len(value) > LONGEST:
-                raise ValueError(f"it holds a text of {len(value):,} characters")
 
 
 def check_resumable(checkpoint: Mapping[str, Any]) -> None:
@@ -195,13 +162,15 @@ def no_larger_than(state: Mapping[str, Any]) -> Iterator[None]:
 
 def _check_part(name: str, value: Any, kind: type) -> None:
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f"its '{name}' must be a {kind.__name__}, and is {_described(value)}")
-    if kind is int and not 0 <= value < _LARGEST:
+        raise ValueError(
+            f"its '{name}' must be of type {kind.__name__}, and is {_described(value)}"
+        )
+    if isinstance(value, int) and not 0 <= value < _LARGEST:
         raise ValueError(f"its '{name}' must be a count, and is {value}")
-    inner = {list: dict}.get(kind)
-    items = value if inner else value if kind is dict else ()
-    for item in items:
-        if not isinstance(item, inner or str):
+    inside = value if isinstance(value, dict | list) else ()
+    wanted = dict if isinstance(value, list) else str
+    for item in inside:
+        if not isinstance(item, wanted):
             raise ValueError(f"its '{name}' holds {_described(item)}")
 
 

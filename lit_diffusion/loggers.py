@@ -153,10 +153,10 @@ def read_evaluations(path: str | Path) -> list[dict[str, Any]]:
     A half-written last line is left out.
     """
     text = _text_of(path)
-    found = []
+    found: list[dict[str, Any]] = []
     for line in text[: text.rfind("\n") + 1].splitlines():
         try:
-            record = json.loads(line) if line else None
+            record: Any = json.loads(line) if line else None
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is broken: {str(error)[:200]}.") from error
         if line and not _is_record(record):

@@ -5,7 +5,7 @@ from typing import Any
 
 import yaml
 
-from lit_diffusion.checkpoint_checks import check_extent
+from lit_diffusion.extent import check_extent
 
 MOST_BYTES = 10**7
 MOST_VALUES = 10**5
