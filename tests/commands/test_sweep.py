@@ -88,7 +88,7 @@ def test_a_printed_command_resumes_when_it_is_run_again(capsys):
     assert main(shlex.split(line.replace("max_steps=4", "max_steps=6"))[1:]) == 0
     steps = [int(row["step"]) for row in read_rows(run / "metrics.csv")]
     assert sorted(set(steps)) == list(range(6))
-    saved = yaml.safe_load((run / "config.resume-2.yaml").read_text())
+    saved = yaml.safe_load((run / "config.resume-1.yaml").read_text())  # none for the finished
     assert len(saved["trainer"]["callbacks"]) == 1  # appended once, not once more at each resume
 
 
