@@ -63,8 +63,8 @@ def run(argv: Sequence[str]) -> None:
         SystemExit: with 1, where all was finite this time.
     """
     args = parser().parse_args(argv[1:])
-    _quiet()
-    found = replay(args.file, trust=args.trust, device=args.device)
+    with _quiet():
+        found = replay(args.file, trust=args.trust, device=args.device)
     print(found.text())
     if not found.failed:
         raise SystemExit(1)
@@ -294,10 +294,20 @@ def _threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _quiet() -> None:
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Leave out what Lightning tells of a training."""
     import logging
 
-    warnings.filterwarnings("ignore", module="lightning")
-    for name in ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    names = ("lightning.pytorch", "lightning.pytorch.utilities.rank_zero")
+    loggers = [logging.getLogger(name) for name in names]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module="lightning")
+            yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
