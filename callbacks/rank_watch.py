@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -23,6 +24,9 @@ from lit_diffusion.callbacks.rank_verdict import PATIENCE, Verdict, gone
 
 GRACE = 5.0
 """Seconds that a main thread has to end by itself once another rank has ended the run."""
+
+CONNECTING = timedelta(seconds=10)
+"""For a second connection to a store that has just answered."""
 
 SHORTEST = 3 * BEAT
 """Least timeout, in seconds."""
@@ -260,8 +264,14 @@ def _timeout_of(trainer: Trainer) -> float:
 def _store_of_this_run() -> Any:
     """A connection of its own to the process group's store, in which runs are counted.
 
-    Its own, since a main thread that waits in a store lets nobody else speak.
+    Its own, since a main thread that waits in a store lets nobody else speak. Making it would be
+    tried for as long as collectives are if rank 0, which hosts the store, has just died.
     """
     store = _get_default_store()
     run = store.add(f"rank_watch/{dist.get_rank()}", 1)
-    return PrefixStore(f"rank_watch/{run}", store.clone())
+    usual = store.timeout
+    store.set_timeout(CONNECTING)
+    try:
+        return PrefixStore(f"rank_watch/{run}", store.clone())
+    finally:
+        store.set_timeout(usual)
