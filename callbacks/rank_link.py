@@ -24,6 +24,7 @@ from lit_diffusion.callbacks.rank_verdict import (
     gone,
     left,
     silent,
+    unanswered,
     verdict,
 )
 
@@ -192,8 +193,8 @@ class Hub(threading.Thread):
                 self._tell({"kind": "beat", "step": self._ranks[0].step})
 
     def expects_more(self) -> bool:
-        """Whether ranks have yet to come."""
-        return not all(seen.here or seen.ended for seen in self._ranks)
+        """Whether ranks have yet to come, and be told; those that lost the others wait for it."""
+        return any(not seen.here and seen.ended in ("", "lost") for seen in self._ranks)
 
     def _is_needed(self) -> bool:
         """Until rank 0 has ended, all lines are closed, and who is yet to come had time to."""
@@ -352,7 +353,7 @@ class Member(threading.Thread):
             try:
                 self._try_to_connect()
             except RuntimeError:  # of the store, which rank 0 hosts
-                self._verdict = Verdict(0, gone(0, 0))
+                self._verdict = Verdict(0, unanswered(0))
             if (now := self._clock.now()) > self._timeout:
                 self._verdict = Verdict(0, silent(0, self._hub, now))
 
@@ -372,7 +373,7 @@ class Member(threading.Thread):
                 if self._to_tell is not None:
                     line.send(self._to_tell)
         else:
-            self._closing.wait(BEAT / 5)
+            self._closing.wait(BEAT / 20)
 
     def _do_without(self, address: str) -> None:
         """A network that lets nothing through is no reason to end a run."""

@@ -97,6 +97,14 @@ def gone(rank: int, step: int) -> str:
     )
 
 
+def unanswered(rank: int) -> str:
+    """That the store in which a rank was to be met is not there."""
+    return (
+        f"rank {rank} ended without a word, or stands still, before the ranks could meet; see its "
+        "output and the system's log."
+    )
+
+
 def left(rank: int, step: int, said: str) -> str:
     """That a rank ended on purpose, alone."""
     return f"rank {rank} left at step {step} ({said}) without the others; see its output."

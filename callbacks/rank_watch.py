@@ -20,7 +20,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 from lit_diffusion.callbacks.rank_link import BEAT, Hub, Member, Progress
-from lit_diffusion.callbacks.rank_verdict import PATIENCE, Verdict, gone
+from lit_diffusion.callbacks.rank_verdict import PATIENCE, Verdict, unanswered
 
 GRACE = 5.0
 """Seconds that a main thread has to end by itself once another rank has ended the run."""
@@ -109,7 +109,7 @@ class RankWatch(Callback):
             watch = self._watch or Watch(trainer, self.timeout or _timeout_of(trainer))
             found = watch.leave(kind, said)
         except RuntimeError:  # of the store
-            found = Verdict(0, gone(0, trainer.global_step))
+            found = Verdict(0, unanswered(0))
         self._watch = None
         if found is not None and kind == "lost":
             self.verdict = found.text
@@ -269,7 +269,7 @@ def _store_of_this_run() -> Any:
     """
     store = _get_default_store()
     run = store.add(f"rank_watch/{dist.get_rank()}", 1)
-    usual = store.timeout
+    usual = store.timeout  # type: ignore[attr-defined]
     store.set_timeout(CONNECTING)
     try:
         return PrefixStore(f"rank_watch/{run}", store.clone())
