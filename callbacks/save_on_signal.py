@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_diffusion.batch_end import accumulates, is_ending, validation_follows
+from lit_diffusion.batch_end import accumulates, ends_epoch, is_ending, validation_follows
 from lit_diffusion.signals import SavedOnSignal, SignalNotes
 from lit_diffusion.slurm import is_requeue_of, job_id, leave_note, requeue_job
 
@@ -22,11 +22,12 @@ class SaveOnSignal(Checkpoint):
 
     Batch systems announce by a signal that a job's time is up. The handler only makes a note: safe
     points are the ends of training batches that stepped the optimizer, and of the validation that
-    belongs to one. On several ranks, whichever get the signal, all save after the same step: they
-    agree on it by an all-reduce that runs beside a batch. A second signal changes nothing.
+    belongs to one; not the last of an epoch, as what callbacks do then is not done again. On
+    several ranks, whichever get the signal, all save after the same step: they agree on it by an
+    all-reduce that runs beside a batch. A second signal changes nothing.
 
-    In a SLURM job that still runs (preempted, or signalled by `sbatch --signal`), the first rank
-    asks for a requeue. Lightning's own handlers, which save inside of the handler, are not set.
+    In a SLURM job that is preempted, or signalled by `sbatch --signal=SIGUSR1`, the first rank asks
+    for a requeue. Lightning's own handlers, which save inside of the handler, are not set.
 
     Args:
         folder: for last.ckpt.
@@ -117,23 +118,28 @@ class SaveOnSignal(Checkpoint):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Likewise."""
-        self._stop(trainer)
+        """Likewise; after a save further signals must not change how the process ends."""
+        if isinstance(exception, SavedOnSignal):
+            self._notes.ignore()
+        else:
+            self._stop(trainer)
 
     def _save(self, trainer: Trainer) -> None:
-        if accumulates(trainer) or is_ending(trainer):
+        waits = accumulates(trainer) or ends_epoch(trainer)
+        if self._saved is not None or waits or is_ending(trainer):
             return  # gradients are not saved, and a complete run ends as usual
         saved = SavedOnSignal(self._due, trainer.global_step, self.path)
         trainer.save_checkpoint(self.path, weights_only=False)
         self._saved = saved
         if trainer.is_global_zero:
             print(self._tell(saved), file=sys.stderr, flush=True)
+        self._agreed.now(0)  # a rank that ended would have srun end the others before the requeue
 
     def _tell(self, saved: SavedOnSignal) -> str:
         """What is said of it, once a SLURM job is requeued."""
         said = f"Saved {saved.path} at step {saved.step}, on {saved.signal.name}."
         job = job_id() if self.requeue else None
-        return said if job is None else f"{said} {requeue_job(job)}."
+        return said if job is None else f"{said} {requeue_job(job, saved.signal)}."
 
     def _end(self) -> None:
         if self._saved is not None:

@@ -25,7 +25,16 @@ def is_ending(trainer: Trainer) -> bool:
     by_steps = 0 <= trainer.max_steps <= trainer.global_step
     epochs = trainer.max_epochs
     in_last_epoch = epochs is not None and 0 <= epochs <= trainer.current_epoch + 1
-    return trainer.should_stop or by_steps or (in_last_epoch and trainer.is_last_batch)
+    stops = trainer.should_stop and trainer.fit_loop._can_stop_early
+    return stops or by_steps or (in_last_epoch and trainer.is_last_batch)
+
+
+def ends_epoch(trainer: Trainer) -> bool:
+    """Whether work for the end of an epoch follows, which is not done again after a resume.
+
+    Epochs of a single batch, which end with every batch, are left out.
+    """
+    return trainer.is_last_batch and trainer.num_training_batches > 1
 
 
 def row_is_to_come(trainer: Trainer) -> bool:

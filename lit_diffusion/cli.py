@@ -5,7 +5,10 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import nullcontext
 from importlib import import_module
+
+from lit_diffusion.signals import noting
 
 COMMANDS = {
     "fit": ("lit_diffusion.commands.run:run", "train a model from a config, or resume a run"),
@@ -101,7 +104,9 @@ def _call(args: list[str]) -> int:
     if name not in COMMANDS:
         raise ValueError(f"there is no command '{name}'; there are {', '.join(COMMANDS)}.")
     module, function = COMMANDS[name][0].split(":")
-    getattr(import_module(module), function)(args)
+    # A job may be preempted while libraries are imported, which takes seconds.
+    with noting() if name == "fit" else nullcontext():
+        getattr(import_module(module), function)(args)
     return 0
 
 

@@ -7,7 +7,8 @@ update, or of a collective that other ranks are not in; so it only makes a note.
 import os
 import signal
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,8 +22,11 @@ _active: "SignalNotes | None" = None
 class SignalNotes:
     """Notes signals in place of being ended by them, from `start` to `stop`.
 
-    Processes that are forked meanwhile, such as those that load data, take no notice of these
-    signals; they would die of them, and the run with them.
+    Those that others have noted before are taken over.
+
+    Processes that are forked meanwhile, such as those that load data, are ended by their parent
+    alone; they would die of signals to a whole job, and the run with them. So do processes that are
+    started by other means than fork, as DataLoader does with another `multiprocessing_context`.
 
     Args:
         signals: to note.
@@ -32,6 +36,7 @@ class SignalNotes:
         self.received: signal.Signals | None = None
         self.signals = frozenset(signals)
         self._before: dict[signal.Signals, Any] = {}
+        self._outer: SignalNotes | None = None
 
     def start(self) -> None:
         """Begin.
@@ -45,17 +50,28 @@ class SignalNotes:
                 "signals can only be handled where the Trainer runs in the main thread; call fit "
                 "there, or leave SaveOnSignal out."
             )
-        self.received, _active = None, self
+        if self._before:
+            self.stop()
+        self.received = _active.received if _active is not None else None
+        self._outer, _active = _active, self
         for number in self.signals:
             self._before[number] = signal.signal(number, self._note)
 
     def stop(self) -> None:
         """Handle the signals as before."""
         global _active
-        _active = None
+        if _active is self:
+            _active = self._outer
         while self._before:
             number, handler = self._before.popitem()
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def ignore(self) -> None:
+        """Have further signals do nothing, in a process that is about to end."""
+        global _active
+        _active = None
+        for number in self.signals:
+            signal.signal(number, signal.SIG_IGN)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.received is None:
@@ -76,35 +92,47 @@ class SavedOnSignal(SystemExit):
         self.signal, self.step, self.path = signal.Signals(number), step, path
 
 
-def outlive_signals(worker: int = 0) -> None:
-    """Have this process ended by its parent alone, not by signals to all processes of a job.
+@contextmanager
+def noting() -> Iterator[None]:
+    """Context in which SIGTERM and SIGUSR1 are noted for the fit that is about to be set up.
 
-    A `worker_init_fn` for DataLoaders. One is not needed where workers are forked during a fit with
-    SaveOnSignal, as they are on Linux before Python 3.14.
-
-    Args:
-        worker: number of a DataLoader's worker, without meaning here.
+    Where it ends with exit code 75, they stay without effect: another must not change the code.
     """
-    _ignore({signal.SIGTERM, signal.SIGUSR1})
+    notes = SignalNotes([signal.SIGTERM, signal.SIGUSR1])
+    if threading.current_thread() is threading.main_thread():
+        notes.start()
+    try:
+        yield
+    except BaseException as error:
+        if not (isinstance(error, SystemExit) and error.code == SAVED):
+            notes.stop()
+        raise
+    notes.stop()
 
 
-def _ignore(signals: set[signal.Signals]) -> None:
+def heed() -> None:
+    """Handle signals as before, since nothing will be saved; one that was noted comes again."""
+    notes = _active
+    if notes is not None:
+        notes.stop()
+        if notes.received is not None:
+            os.kill(os.getpid(), notes.received)
+
+
+def _after_fork() -> None:
     """Block signals, and wait in a thread for a SIGTERM of the parent."""
+    if _active is None:
+        return
+    signals = set(_active.signals)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    arguments = (signals, os.getppid())
-    threading.Thread(target=_end_with_parent, args=arguments, daemon=True).start()
+    threading.Thread(target=_end_with, args=(os.getppid(), signals), daemon=True).start()
 
 
-def _end_with_parent(signals: set[signal.Signals], parent: int) -> None:
+def _end_with(parent: int, signals: set[signal.Signals]) -> None:
     while True:
         came = signal.sigwaitinfo(signals)
         if came.si_pid == parent and came.si_signo == signal.SIGTERM:
             os._exit(0)
-
-
-def _after_fork() -> None:
-    if _active is not None:
-        _ignore(set(_active.signals))
 
 
 os.register_at_fork(after_in_child=_after_fork)

@@ -1,9 +1,14 @@
 """What a process knows of the SLURM job that it is part of, and how it has that job start again."""
 
 import os
+import re
+import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from lit_diffusion.files import replace_text
 
 _NOTE = "slurm-job"
 
@@ -19,19 +24,30 @@ def job_id() -> str | None:
     return os.environ.get("SLURM_JOB_ID")
 
 
-def requeue_job(job: str) -> str:
-    """Ask SLURM to start a job again, unless somebody has cancelled it or its time is up.
+def requeue_job(job: str, number: signal.Signals) -> str:
+    """Ask SLURM to start a job again, where that is what a signal meant.
+
+    SIGTERM means it where SLURM preempts the job; else somebody wants this process to end, who may
+    have other work in the job. Other signals mean it as long as the job runs. One that was
+    cancelled or has run out of its time stays ended.
 
     Args:
         job: its name, as of `job_id`.
+        number: the signal.
 
     Returns:
         What became of it, in words.
     """
-    state = _run(["squeue", "--noheader", "--format=%T", f"--jobs={job}"])
-    if state.stdout.strip() != "RUNNING":
-        found = state.stdout.strip() or _error(state)
+    shown = _run(["scontrol", "show", "job", "--oneliner", job])
+    states = set(re.findall(r"\bJobState=(\S+)", shown.stdout))
+    if not states:
+        return f"SLURM job {job} could not be asked for: {_error(shown)}"
+    if states != {"RUNNING"}:
+        found = ", ".join(sorted(states))
         return f"SLURM job {job} is not requeued, as it is not running: {found}"
+    preempted = set(re.findall(r"\bPreemptTime=(\S+)", shown.stdout)) - {"None"}
+    if number == signal.SIGTERM and not preempted:
+        return f"SLURM job {job} is not requeued, as SIGTERM came from elsewhere"
     asked = _run(["scontrol", "requeue", job])
     if asked.returncode:
         return f"SLURM job {job} could not be requeued: {_error(asked)}"
@@ -39,23 +55,48 @@ def requeue_job(job: str) -> str:
 
 
 def leave_note(folder: Path) -> None:
-    """Note in a folder of checkpoints which job writes them; nothing outside of SLURM."""
+    """Note in a folder of checkpoints which start of which job writes them; if it is in SLURM."""
     if job := job_id():
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / _NOTE).write_text(f"{job}\n")
+        replace_text(folder / _NOTE, f"{_cluster()} {job} {_restarts()}\n")
 
 
 def is_requeue_of(folder: Path) -> bool:
-    """Whether this process is a later start of the very job that left its note in a folder."""
+    """Whether this process is of a later start of the very job that left its note in a folder."""
     note = folder / _NOTE
-    restarts = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-    return restarts > 0 and note.is_file() and note.read_text().strip() == job_id()
+    if not note.is_file():
+        return False
+    *named, restarts = note.read_text().split()
+    return named == [_cluster(), job_id()] and _restarts() > int(restarts)
+
+
+def _cluster() -> str:
+    return os.environ.get("SLURM_CLUSTER_NAME", "-")
+
+
+def _restarts() -> int:
+    return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command of SLURM's, again where its controller is busy, and out of reach of signals."""
+    for wait in (2.0, 8.0, None):
+        done = _run_once(command)
+        if done.returncode == 0 or wait is None:
+            break
+        time.sleep(wait)
+    return done
+
+
+def _run_once(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(  # noqa: S603  the command is ours
-            command, capture_output=True, text=True, check=False, timeout=60
+            command,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+            start_new_session=True,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, 1, "", str(error))

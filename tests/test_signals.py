@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from lit_diffusion.signals import SignalNotes, outlive_signals
+from lit_diffusion.signals import SAVED, SignalNotes, heed, noting
 
 
 def lives(process):
@@ -14,12 +14,11 @@ def lives(process):
     return process.exitcode is None
 
 
-def child(initialise=lambda: None):
+def child():
     """A process that waits, and tells when it began to."""
     ready = multiprocessing.get_context("fork").Event()
 
     def wait():
-        initialise()
         ready.set()
         time.sleep(60)
 
@@ -67,12 +66,49 @@ def test_processes_forked_at_other_times_are_ended_by_signals():
     assert not lives(process)
 
 
-def test_a_worker_may_ask_for_the_same_by_itself():
-    process = child(outlive_signals)
-    signal_from_elsewhere(process, signal.SIGTERM)
-    assert lives(process)
-    process.terminate()
-    assert not lives(process)
+def test_what_was_noted_before_a_fit_is_taken_over_by_it():
+    before = signal.getsignal(signal.SIGTERM)
+    with noting():
+        os.kill(os.getpid(), signal.SIGTERM)
+        notes = SignalNotes([signal.SIGTERM])
+        notes.start()
+        assert notes.received == signal.SIGTERM
+        notes.stop()
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_what_was_noted_comes_again_where_nothing_will_be_saved():
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda *args: came.append(args))
+    try:
+        with noting():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert came == []
+            heed()
+            assert len(came) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_after_a_save_another_signal_does_not_change_the_exit_code():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        with pytest.raises(SystemExit), noting():
+            raise SystemExit(SAVED)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_second_start_keeps_the_way_back():
+    before = signal.getsignal(signal.SIGTERM)
+    notes = SignalNotes([signal.SIGTERM])
+    notes.start()
+    notes.start()
+    notes.stop()
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_thread_is_refused():

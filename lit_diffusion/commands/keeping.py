@@ -11,8 +11,15 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_warn
 
-from lit_diffusion.batch_end import accumulates, is_ending, row_is_to_come, validation_follows
+from lit_diffusion.batch_end import (
+    accumulates,
+    ends_epoch,
+    is_ending,
+    row_is_to_come,
+    validation_follows,
+)
 from lit_diffusion.commands.run_folder import next_config
 from lit_diffusion.loggers import AppendingCSVLogger, rewind_evaluations
 
@@ -85,33 +92,55 @@ class CurvesInStep(Callback):
             logger.rewind(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
-class WholeSteps(Callback):
-    """Refuses to go on from a checkpoint that was saved between accumulated batches.
+class ExactResume(Callback):
+    """Says of a checkpoint that a run would not go on from it as it was.
 
-    Their gradients are in no file, so the step would be made of the others alone. Such a file, as
-    ModelCheckpoint writes after a validation in mid-step, is as good as any other to sample from.
-    `LastCheckpoint` waits for the end of the step.
+    Between accumulated batches gradients would be lost, so the step would be made of the others
+    alone: refused. Before a validation that is due, that one would be left out; at the end of an
+    epoch, Lightning counts a step twice in what it logs. Such files, as ModelCheckpoint writes
+    them, are as good as others to sample from. `LastCheckpoint` saves elsewhere.
     """
 
-    _MARK = "between_accumulated_batches"
+    _MARK = "resumes_inexactly"
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Mark the file."""
-        if accumulates(trainer):
-            checkpoint[self._MARK] = True
+        why = _inexact(trainer, pl_module)
+        if why is not None:
+            checkpoint[self._MARK] = why
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuse one that is marked."""
-        if checkpoint.get(self._MARK):
+        """Refuse or warn of one that is marked."""
+        why = checkpoint.get(self._MARK)
+        if why == _BETWEEN:
             raise ValueError(
-                f"{trainer.ckpt_path} was saved between accumulated batches, whose gradients no "
-                "file holds; resume from checkpoints/last.ckpt, and have others saved at whole "
-                "steps (trainer.val_check_interval a multiple of accumulate_grad_batches)."
+                f"{trainer.ckpt_path} was saved {why}, whose gradients no file holds; resume from "
+                "checkpoints/last.ckpt, and have others saved at whole steps "
+                "(trainer.val_check_interval a multiple of accumulate_grad_batches)."
             )
+        if why is not None:
+            rank_zero_warn(
+                f"{trainer.ckpt_path} was saved {why}; from checkpoints/last.ckpt a run goes on as "
+                "if it had not been interrupted."
+            )
+
+
+_BETWEEN = "between accumulated batches"
+
+
+def _inexact(trainer: Trainer, module: LightningModule) -> str | None:
+    hook = module._current_fx_name
+    if accumulates(trainer):
+        return _BETWEEN
+    if hook == "on_train_batch_end" and validation_follows(trainer):
+        return "before the validation of its step, which is left out"
+    if hook == "on_train_epoch_end":
+        return "at the end of an epoch, after which Lightning counts a step twice"
+    return None
 
 
 class LastCheckpoint(Checkpoint):
@@ -122,8 +151,9 @@ class LastCheckpoint(Checkpoint):
     saving is slow, so that at most one part in fifty of the time goes into it.
 
     Saves are made where Lightning resumes exactly: after a batch that ends a step, or after the
-    validation that belongs to it. (A file saved in `on_train_end` of an unfinished epoch resumes in
-    the next one.)
+    validation that belongs to it; not after the last of an epoch, as what callbacks do at its end
+    is not done again. (A file saved in `on_train_end` of an unfinished epoch resumes in the next
+    one.)
 
     Args:
         folder: where the file goes.
@@ -165,8 +195,8 @@ class LastCheckpoint(Checkpoint):
             self._save(trainer)
 
     def _is_wanted(self, trainer: Trainer) -> bool:
-        due = trainer.global_step >= self._due or is_ending(trainer)
-        return due and not accumulates(trainer)
+        due = trainer.global_step >= self._due and not ends_epoch(trainer)
+        return (due or is_ending(trainer)) and not accumulates(trainer)
 
     def _save(self, trainer: Trainer) -> None:
         began = time.monotonic()

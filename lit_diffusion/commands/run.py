@@ -34,7 +34,7 @@ from lit_diffusion.checkpoints import (
     wrong_types,
 )
 from lit_diffusion.cli import is_meant
-from lit_diffusion.commands.keeping import CurvesInStep, LastCheckpoint, RunConfig, WholeSteps
+from lit_diffusion.commands.keeping import CurvesInStep, ExactResume, LastCheckpoint, RunConfig
 from lit_diffusion.commands.resume import PreferConfig, differences, tell
 from lit_diffusion.commands.run_folder import (
     Request,
@@ -49,7 +49,8 @@ from lit_diffusion.commands.summary import goes_on, stopped, summary
 from lit_diffusion.errors import innermost
 from lit_diffusion.loggers import AppendingCSVLogger, read_evaluations, read_rows
 from lit_diffusion.protocols import UpdateGuard, WeightsProvider
-from lit_diffusion.signals import SAVED, SavedOnSignal
+from lit_diffusion.signals import SAVED, SavedOnSignal, heed
+from lit_diffusion.slurm import job_id
 from lit_diffusion.trust import trusting, within
 
 _HELP = {
@@ -257,9 +258,10 @@ class RunCLI(LightningCLI):
             callbacks.append(_callback("finite_updates", "FiniteUpdates")())
         if self.request.command == "fit" and not self._is_trial:
             root = self.request.root
-            callbacks += [WholeSteps(), CurvesInStep(root), PreferConfig(self._changed)]
+            callbacks += [ExactResume(), CurvesInStep(root), PreferConfig(self._changed)]
             if config.enable_checkpointing is not False:
-                callbacks += _savers(callbacks, root / "checkpoints")
+                return [*callbacks, *_savers(callbacks, root / "checkpoints")]
+        heed()
         return callbacks
 
     def _run_subcommand(self, subcommand: str) -> None:
@@ -269,8 +271,9 @@ class RunCLI(LightningCLI):
             super()._run_subcommand(subcommand)
         except (SystemExit, Exception) as error:
             if number := self._signal_behind(error):
-                self._tell_stopped(number)
                 saved = isinstance(error, SavedOnSignal)
+                if not (saved and job_id()):  # which goes on by itself
+                    self._tell_stopped(number)
                 raise SystemExit(SAVED if saved else 128 + number) from error
             untrained = self.trainer.global_step == self._restored_step
             if told := self._told_of_other_rank():
@@ -368,12 +371,28 @@ def _has(callbacks: Sequence[Callback], kind: Any) -> bool:
 
 
 def _savers(given: Sequence[Callback], folder: Path) -> list[Callback]:
-    """What keeps last.ckpt, as far as the config has not its own."""
-    keeps_last = any(isinstance(c, ModelCheckpoint) and c.save_last for c in given)
+    """What keeps last.ckpt, as far as the config has not its own.
+
+    Raises:
+        ValueError: for what would keep another, from which a run does not go on by itself.
+    """
+    for saver in given:
+        clashes = isinstance(saver, ModelCheckpoint) and saver.save_last
+        if clashes and Path(saver.dirpath or folder).absolute() == folder.absolute():
+            raise ValueError(
+                "trainer.callbacks: ModelCheckpoint(save_last=True) would write last.ckpt, which "
+                "fit does by itself where runs go on to the last bit; leave save_last out."
+            )
     save_on_signal = _callback("save_on_signal", "SaveOnSignal")
     savers: list[Callback] = []
-    if not keeps_last and not _has(given, LastCheckpoint):
+    if not _has(given, LastCheckpoint):
         savers.append(LastCheckpoint(folder))
+    for saver in given:
+        if isinstance(saver, save_on_signal) and saver.path != folder / "last.ckpt":
+            raise ValueError(
+                f"trainer.callbacks: SaveOnSignal must save where fit looks, and has "
+                f"{saver.path.parent}; make its folder {folder}."
+            )
     if not _has(given, save_on_signal):
         savers.append(save_on_signal(folder))
     return savers

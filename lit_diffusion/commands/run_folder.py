@@ -8,8 +8,8 @@ runs/digits/config.yaml, config.resume-1.yaml, ...   the config of the run and o
 
 import argparse
 import fcntl
-import os
 import tempfile
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -192,24 +192,27 @@ def make_writable(root: Path) -> None:
 def occupied(root: Path) -> Iterator[None]:
     """Context in which no other process may train into the run folder.
 
-    The kernel holds the claim, on the folder itself: it ends with the process, however that ends.
+    The kernel holds the claim, on a file: it ends with the process, however that ends, and holds
+    for other nodes where the file system has locks.
 
     Raises:
         ValueError: where another process has it.
     """
-    folder = os.open(root, os.O_RDONLY)
-    try:
-        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(folder)
-        raise ValueError(
-            f"{root} is in use: another process trains into it. Wait for it, or start another run "
-            f"with --trainer.default_root_dir={root}-2."
-        ) from error
-    try:
+    with (root / ".in-use").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"{root} is in use: another process trains into it. Wait for it, or start another "
+                f"run with --trainer.default_root_dir={root}-2."
+            ) from error
+        except OSError as error:
+            warnings.warn(
+                f"{root} cannot be locked ({error.strerror}); see to it that no other process "
+                "trains into it.",
+                stacklevel=2,
+            )
         yield
-    finally:
-        os.close(folder)
 
 
 def _resumes(root: Path) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import sys
 from abc import abstractmethod
 from dataclasses import replace
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -15,7 +16,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from lit_diffusion.data.datasets import Batch, ImageDataset
 from lit_diffusion.data.loaders import ResumableLoader, batches_of_epoch
 from lit_diffusion.data.samplers import ShuffledSampler, UnrepeatedSampler, even_batch_size
-from lit_diffusion.signals import outlive_signals
 
 Split: TypeAlias = Literal["train", "val"]
 T = TypeVar("T")
@@ -188,7 +188,8 @@ class ImageDataModule(LightningDataModule):
             "collate_fn": as_it_is,
             "num_workers": workers,
             "persistent_workers": workers > 0,
-            "worker_init_fn": outlive_signals if workers else None,
+            # Processes that are started otherwise die of the signals of a batch system.
+            "multiprocessing_context": "fork" if workers and sys.platform == "linux" else None,
             "pin_memory": torch.cuda.is_available(),
         }
 

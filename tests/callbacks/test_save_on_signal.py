@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -31,40 +32,86 @@ class Sends(Callback):
 
 @pytest.fixture(autouse=True)
 def handlers(tmp_path, monkeypatch):
-    """Every test leaves the handlers as they were."""
+    """After a save signals stay without effect; the tests' process shall mind them again."""
     monkeypatch.chdir(tmp_path)
-    before = [signal.getsignal(number) for number in HANDLED]
-    yield
-    assert [signal.getsignal(number) for number in HANDLED] == before
+    before = {number: signal.getsignal(number) for number in HANDLED}
+    yield before
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def saved_at(folder):
     return torch.load(folder / "last.ckpt", weights_only=True)["global_step"]
 
 
-PLACES = {
-    "on_train_batch_start": 4,
-    "on_before_backward": 4,
-    "on_before_optimizer_step": 4,
-    "on_train_batch_end": 4,
-    "on_validation_batch_start": 5,
-    "on_validation_end": 5,
-}
+PLACES = [
+    "on_train_batch_start",
+    "on_before_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+    "on_validation_batch_start",
+    "on_validation_end",
+]
 
 
 @pytest.mark.parametrize("number", HANDLED)
-@pytest.mark.parametrize(("hook", "step"), PLACES.items())
-def test_a_run_saves_after_the_step_in_which_the_signal_comes(tmp_path, hook, step, number):
-    """Batches are counted from 1; an epoch of five is followed by validation."""
-    saver = SaveOnSignal(tmp_path)
+@pytest.mark.parametrize("hook", PLACES)
+def test_a_run_saves_after_the_step_in_which_the_signal_comes(tmp_path, hook, number):
+    """In batch 4, which validation follows."""
     trainer = make_trainer(
-        tmp_path, saver, Sends(hook, 4, number), max_epochs=3, enable_checkpointing=True
+        tmp_path,
+        SaveOnSignal(tmp_path),
+        Sends(hook, 4, number),
+        max_epochs=3,
+        val_check_interval=2,
+        enable_checkpointing=True,
     )
     with pytest.raises(SystemExit) as ended:
         trainer.fit(PlainModule(), loader(40), loader(16))
     assert ended.value.code == SAVED == 75
-    assert (ended.value.signal, ended.value.step) == (number, step)
-    assert saved_at(tmp_path) == step == trainer.global_step
+    assert (ended.value.signal, ended.value.step) == (number, 4)
+    assert saved_at(tmp_path) == trainer.global_step == 4
+
+
+@pytest.mark.parametrize(("batches", "step"), [(5, 6), (1, 5)])
+def test_an_epoch_is_ended_before_a_save(tmp_path, batches, step):
+    """What callbacks do at its end is not done again; unless every batch ends one."""
+    sends = Sends("on_train_batch_start", 5)
+    sends.on_train_batch_start = lambda trainer, *args: (
+        trainer.global_step == 4 and os.kill(os.getpid(), signal.SIGTERM)
+    )
+    trainer = make_trainer(
+        tmp_path, sends, SaveOnSignal(tmp_path), max_epochs=9, enable_checkpointing=True
+    )
+    with pytest.raises(SavedOnSignal) as ended:
+        trainer.fit(PlainModule(), loader(8 * batches))
+    assert ended.value.step == step
+
+
+def test_after_any_other_end_signals_are_handled_as_before(tmp_path, handlers):
+    class Fails(Callback):
+        def on_train_batch_end(self, *args):
+            raise KeyError
+
+    for other in ([], [Fails()]):
+        trainer = make_trainer(tmp_path, SaveOnSignal(tmp_path), *other, enable_checkpointing=True)
+        with pytest.raises(KeyError) if other else nullcontext():
+            trainer.fit(PlainModule(), loader(8))
+        assert {number: signal.getsignal(number) for number in HANDLED} == handlers
+
+
+def test_a_request_to_stop_that_is_not_met_yet_is_no_end(tmp_path):
+    class Stops(Callback):
+        def on_train_batch_end(self, trainer, *args):
+            trainer.should_stop = True
+
+    saver, sends = SaveOnSignal(tmp_path), Sends("on_train_batch_start", 3)
+    trainer = make_trainer(
+        tmp_path, saver, sends, Stops(), max_epochs=9, min_steps=20, enable_checkpointing=True
+    )
+    with pytest.raises(SavedOnSignal) as ended:
+        trainer.fit(PlainModule(), loader(40))
+    assert ended.value.step == 3
 
 
 @pytest.mark.parametrize(
@@ -108,6 +155,7 @@ def test_averages_are_never_left_in_the_place_of_the_weights(tmp_path):
         Sends("on_validation_batch_start"),
         SaveOnSignal(tmp_path),
         max_epochs=3,
+        val_check_interval=2,
         enable_checkpointing=True,
     )
     with pytest.raises(SavedOnSignal):

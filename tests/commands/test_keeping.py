@@ -9,7 +9,7 @@ import torch
 from support.commands import equal
 from support.tiny_run import TinyData, TinyModule, TinyNet
 
-from lit_diffusion.commands.keeping import LastCheckpoint, RunConfig, WholeSteps
+from lit_diffusion.commands.keeping import ExactResume, LastCheckpoint, RunConfig
 
 
 class Saves(LastCheckpoint):
@@ -137,8 +137,16 @@ def test_a_checkpoint_that_is_due_with_a_validation_holds_what_follows_it(tmp_pa
             super()._save(trainer)
             seen.append(("saved", trainer.global_step))
 
-    fit(Noting(tmp_path, first=4), tmp_path, callbacks=[Order()], max_steps=5)
-    assert seen == [("validated", 4), ("saved", 4), ("saved", 5)]
+    options = {"max_steps": 3, "val_check_interval": 2}
+    fit(Noting(tmp_path, first=2), tmp_path, callbacks=[Order()], **options)
+    assert seen == [("validated", 2), ("saved", 2), ("saved", 3)]
+
+
+def test_no_save_is_made_between_the_last_batch_of_an_epoch_and_its_end(tmp_path):
+    """A resume would not do again what callbacks do at the end of an epoch."""
+    callback = Saves(tmp_path, first=4)
+    fit(callback, tmp_path, max_steps=7)
+    assert callback.steps == [5, 7]
 
 
 def test_nothing_but_the_file_is_left_in_the_folder(tmp_path):
@@ -147,7 +155,10 @@ def test_nothing_but_the_file_is_left_in_the_folder(tmp_path):
 
 
 def test_no_save_is_made_between_accumulated_batches(tmp_path):
-    """Steps end at batches 3, 4, 7 and 8 of two epochs of four; validation comes after 2 and 4."""
+    """Steps end at batches 3, 4, 7 and 8 of two epochs of four; validation comes after 2 and 4.
+
+    The second step ends an epoch.
+    """
 
     class SavesAlways(Saves):
         def _save(self, trainer):
@@ -156,9 +167,9 @@ def test_no_save_is_made_between_accumulated_batches(tmp_path):
 
     callback = SavesAlways(tmp_path, first=0)
     options = {"max_epochs": 2, "max_steps": -1, "val_check_interval": 2}
-    fit(callback, tmp_path, callbacks=[WholeSteps()], accumulate_grad_batches=3, **options)
-    assert callback.steps == [1, 2, 3, 4]
-    assert "between_accumulated_batches" not in saved(tmp_path)
+    fit(callback, tmp_path, callbacks=[ExactResume()], accumulate_grad_batches=3, **options)
+    assert callback.steps == [1, 3, 4]
+    assert "resumes_inexactly" not in saved(tmp_path)
 
 
 @pytest.mark.parametrize(("batch", "refused"), [(2, True), (3, False), (4, False)])
@@ -171,8 +182,8 @@ def test_what_was_saved_between_accumulated_batches_is_no_place_to_go_on_from(
                 trainer.save_checkpoint(tmp_path / "some.ckpt")
 
     options = {"accumulate_grad_batches": 3, "max_epochs": 2, "max_steps": -1}
-    fit(SaveAt(), tmp_path, callbacks=[WholeSteps()], **options)
-    again = partial(fit, WholeSteps(), tmp_path, ckpt_path=tmp_path / "some.ckpt", **options)
+    fit(SaveAt(), tmp_path, callbacks=[ExactResume()], **options)
+    again = partial(fit, ExactResume(), tmp_path, ckpt_path=tmp_path / "some.ckpt", **options)
     if refused:
         with pytest.raises(ValueError, match=r"some\.ckpt was saved between accumulated batches"):
             again()

@@ -140,7 +140,7 @@ def test_a_folder_is_for_one_process_at_a_time_and_free_again_after_any_end():
     with pytest.raises(KeyError), occupied(Path("run")):
         raise KeyError
     with occupied(Path("run")):
-        assert list(Path("run").iterdir()) == []
+        assert [file.name for file in Path("run").iterdir()] == [".in-use"]
 
 
 @pytest.fixture
@@ -148,8 +148,9 @@ def requeued(monkeypatch):
     """This process is the second start of SLURM job 7, which trained into runs/digits."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
     write("runs/digits/metrics.csv", "step\n")
-    write("runs/digits/checkpoints/slurm-job", "7\n")
+    write("runs/digits/checkpoints/slurm-job", "- 7 0\n")
     write("configs/digits.yaml", "trainer: {}")
 
 

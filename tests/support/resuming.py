@@ -1,6 +1,7 @@
 """Runs that die after a step and are resumed, and what they leave behind."""
 
 import json
+import math
 from dataclasses import dataclass
 
 import pytest
@@ -46,39 +47,41 @@ class Death(Exception):
 
 
 class DieAfter(Checkpoint):
-    """Saves after step `step`, where and when LastCheckpoint does, and dies in the step after.
+    """Saves as soon as LastCheckpoint would after step `step`, and dies in the step after that.
 
     Args:
         folder: for the file.
-        step: the last one.
+        step: the first that may be saved.
         at_once: whether it dies as soon as the file is there.
     """
 
     def __init__(self, folder, step, at_once=False):
         self.step = step
         self.at_once = at_once
+        self.saved = math.inf
         self.keep = LastCheckpoint(folder, first=1, every_n_seconds=0.0)
 
     def on_train_start(self, trainer, pl_module):
         self.keep.on_train_start(trainer, pl_module)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        if trainer.global_step > self.step:
+        if trainer.global_step > self.saved:
             raise Death
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == self.step:
-            self.keep.on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-            self._die(trainer)
+        self._try(self.keep.on_train_batch_end, trainer, pl_module, outputs, batch, batch_idx)
 
     def on_validation_end(self, trainer, pl_module):
-        if trainer.global_step == self.step:
-            self.keep.on_validation_end(trainer, pl_module)
-            self._die(trainer)
+        self._try(self.keep.on_validation_end, trainer, pl_module)
 
-    def _die(self, trainer):
-        if self.at_once and self.keep.path.exists():
-            raise Death
+    def _try(self, hook, trainer, *arguments):
+        if trainer.global_step < self.step or self.keep.path.exists():
+            return
+        hook(trainer, *arguments)
+        if self.keep.path.exists():
+            self.saved = trainer.global_step
+            if self.at_once:
+                raise Death
 
 
 @dataclass(frozen=True)
