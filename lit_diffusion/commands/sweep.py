@@ -51,9 +51,8 @@ their last checkpoint, or start over where there is none yet. At the end, or at 
 
 On a cluster, each line of --print is an array task, which resumes when it is requeued:
 
-    lit-diffusion sweep CONFIG --arms ... --print > commands.txt
-    sbatch --array=1-$(wc -l < commands.txt) task.sh
-    # with, in task.sh:  eval "srun $(sed -n "${SLURM_ARRAY_TASK_ID}p" commands.txt)\"""",
+    lit-diffusion sweep CONFIG --arms ... --print > commands
+    sbatch --array=1-$(wc -l < commands) configs/cluster/array.sbatch commands""",
     )
     made.add_argument("config", metavar="CONFIG", help="config of the experiment")
     made.add_argument(
