@@ -29,7 +29,7 @@ FRAMEWORK = {"lightning", "torchvision", "torchmetrics", "torch_fidelity", "PIL"
 
 # group of files -> (of ours they may import, third parties besides torch)
 MAY_IMPORT = {
-    "system": (set(), set()),
+    "system": (SYSTEM, set()),
     "protocols": (set(), set()),
     "seeding": (set(), set()),
     "sharding": (set(), set()),

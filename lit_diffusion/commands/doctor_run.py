@@ -56,6 +56,7 @@ from lit_diffusion.commands.doctor_timing import (
     timed,
 )
 from lit_diffusion.commands.run_folder import (
+    CLAIM,
     Request,
     occupied,
     read_command_line,
@@ -139,7 +140,7 @@ def check_folder(request: Request) -> Iterator[Finding]:
         return
     try:
         refuse_mixing(request)
-        with occupied(root) if root.is_dir() else nullcontext():
+        with occupied(root) if (root / CLAIM).is_file() else nullcontext():
             pass
     except (ValueError, OSError) as error:
         yield problem(topic, str(error))

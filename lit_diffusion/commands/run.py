@@ -377,8 +377,9 @@ def _savers(given: Sequence[Callback], folder: Path) -> list[Callback]:
         ValueError: for what would keep another, from which a run does not go on by itself.
     """
     for saver in given:
-        clashes = isinstance(saver, ModelCheckpoint) and saver.save_last
-        if clashes and Path(saver.dirpath or folder).absolute() == folder.absolute():
+        if not (isinstance(saver, ModelCheckpoint) and saver.save_last):
+            continue
+        if Path(saver.dirpath or folder).absolute() == folder.absolute():
             raise ValueError(
                 "trainer.callbacks: ModelCheckpoint(save_last=True) would write last.ckpt, which "
                 "fit does by itself where runs go on to the last bit; leave save_last out."

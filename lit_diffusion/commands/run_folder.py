@@ -20,6 +20,9 @@ from lit_diffusion.commands.options import Parser
 from lit_diffusion.commands.yaml_file import read_yaml
 from lit_diffusion.slurm import is_requeue_of
 
+CLAIM = ".in-use"
+"""File in a run folder that the process that trains into it has locked."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -198,7 +201,7 @@ def occupied(root: Path) -> Iterator[None]:
     Raises:
         ValueError: where another process has it.
     """
-    with (root / ".in-use").open("w") as file:
+    with (root / CLAIM).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
