@@ -11,6 +11,7 @@ from pathlib import Path
 from lit_diffusion.files import replace_text
 
 _NOTE = "slurm-job"
+_ABSENT = 127  # the exit code of shells for a program that is not there
 
 
 def job_id() -> str | None:
@@ -80,12 +81,12 @@ def _restarts() -> int:
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     """Run a command of SLURM's, again where its controller is busy, and out of reach of signals."""
-    for wait in (2.0, 8.0, None):
+    for wait in (2.0, 8.0):
         done = _run_once(command)
-        if done.returncode == 0 or wait is None:
-            break
+        if done.returncode in (0, _ABSENT):
+            return done
         time.sleep(wait)
-    return done
+    return _run_once(command)
 
 
 def _run_once(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -98,7 +99,9 @@ def _run_once(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
             timeout=60,
             start_new_session=True,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except OSError as error:
+        return subprocess.CompletedProcess(command, _ABSENT, "", str(error))
+    except subprocess.TimeoutExpired as error:
         return subprocess.CompletedProcess(command, 1, "", str(error))
 
 

@@ -74,8 +74,8 @@ def test_a_busy_controller_is_asked_again(programs, tmp_path):
     assert requeue_job("12", signal.SIGUSR1) == "SLURM job 12 is requeued"
 
 
-@pytest.mark.usefixtures("no_waiting")
-def test_programs_that_are_not_there_are_told(tmp_path, monkeypatch):
+def test_programs_that_are_not_there_are_told_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "No such file" in requeue_job("12", signal.SIGUSR1)
 
