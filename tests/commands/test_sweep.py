@@ -276,7 +276,7 @@ def test_a_sweep_that_is_interrupted_goes_on_where_it_was():
     said = told(first, 130)
     assert "stopped with 0 of 2 runs finished. The same command goes on:" in said
     assert f"lit-diffusion sweep {options}" in said
-    assert "Received SIGTERM" in (runs[0] / sweep.LOG).read_text()
+    assert "on SIGTERM." in (runs[0] / sweep.LOG).read_text()
 
     reached = checkpoint(runs[0])["global_step"]
     shutil.rmtree(runs[1] / "checkpoints")
