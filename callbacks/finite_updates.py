@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lit_diffusion.callbacks.kept_weights import KeptWeights, Reading
 from lit_diffusion.callbacks.micro_batch import MicroBatch
+from lit_diffusion.sharding import is_made_up
 
 _MOST_FILES = 8
 
@@ -27,20 +27,17 @@ class FiniteUpdates(Callback):
     all else that `lit-diffusion replay` needs to compute the step again; the file of an earlier
     incident is replaced.
 
-    - Left out is the whole update: weights, optimizer state and EMA stay as they are, and of
-      accumulated batches none counts. `global_step` and lr schedules move on, as where a GradScaler
-      skips a step. After more than `max_nonfinite_steps` the run stops, with the checkpoints as
-      they are.
+    - Left out is the whole update: weights, buffers, optimizer state and EMA stay as they are, and
+      of accumulated batches none counts. `global_step` and lr schedules move on, as where a
+      GradScaler skips a step. After more than `max_nonfinite_steps` the run stops, with the
+      checkpoints as they are.
     - The ranks of a run decide together: what is not finite on one is left out on all.
     - Steps that a GradScaler skips are its search for a scale and do not count, unless the loss
       itself is not finite, or the scale is down to 1 and can't be the reason.
     - A module's training_step may return `u` (B,) in [0, 1], `t` (B,) and `per_sample_loss` (B,)
       beside the loss, which names samples and noise levels; any other module has its steps named.
-    - On the CPU, and wherever steps may be skipped, it is known before each update whether it is
-      finite: on a GPU, one wait an update. To stop at the first (max_nonfinite_steps=0), a GPU is
-      not waited for: an update is judged when the next one is due, or a checkpoint or validation,
-      and undone, for which the weights before it are kept on the GPU (4 bytes a parameter in
-      float32). Manual optimization, GradScalers and weights-only checkpoints need to know before.
+    - It is known before each update whether it is finite, for which a GPU is waited for once an
+      update. Buffers are copied before each batch.
     - List it after callbacks that seed or draw random numbers, such as StepSeed.
 
     Logs `train/nonfinite_steps`, once there are some; the curve of train/loss of a run that it
@@ -50,8 +47,9 @@ class FiniteUpdates(Callback):
         max_nonfinite_steps: updates that may be left out in a run, resumes included.
 
     Raises:
-        ValueError: a negative number; at the start of a fit, a strategy that shards weights or
-            updates them itself where updates may be left out.
+        ValueError: a negative number; at the start of a fit, an optimizer that computes gradients
+            within its step (LBFGS), or a strategy that shards weights or updates them itself where
+            updates may be left out.
         FloatingPointError: at one update too many.
         RuntimeError: for optimizers stepped past Lightning, whose updates can't be left out.
 
@@ -72,8 +70,6 @@ class FiniteUpdates(Callback):
         self._window: list[MicroBatch] = []  # accumulated for the update to come
         self._judged = False  # whether an update was made, or left out, in this batch
         self._failed: list[MicroBatch] = []  # behind an update that was left out
-        self._open: tuple[Reading, list[MicroBatch]] | None = None  # an update yet to be judged
-        self._kept = KeptWeights()
         self._stepped: list[Optimizer] = []  # in this batch, as far as Lightning knows
         self._hooks: list[RemovableHandle] = []
 
@@ -99,9 +95,16 @@ class FiniteUpdates(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """See every step of every optimizer."""
         for optimizer in trainer.optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise ValueError(
+                    "FiniteUpdates cannot leave out an update of LBFGS, which moves weights "
+                    "between the losses of one step; use another optimizer."
+                )
             self._hooks.append(optimizer.register_step_post_hook(self._refuse_unseen))
 
-    def _refuse_unseen(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _refuse_unseen(self, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
+        if is_made_up(optimizer, kwargs):
+            return
         if all(known is not optimizer for known in self._stepped):
             raise RuntimeError(
                 f"{type(optimizer).__name__} made a step that Lightning does not know of, so that "
@@ -141,39 +144,12 @@ class FiniteUpdates(Callback):
                 self._now.see_gradients([optimizer])
             window = [*self._window, self._now]
             flags = torch.stack([batch.flags() for batch in window]).amax(0)
-            self._judge(trainer, pl_module, Reading(_on_any_rank(flags, trainer)), window)
+            if _is_failure(_on_any_rank(flags, trainer), trainer):
+                self._failed = window
+                window[0].put_buffers_back(pl_module)
+            self._now.updates += 1 - bool(self._failed)
         if self._failed:
             _leave_out(optimizer, _scaler(trainer))
-
-    def _judge(
-        self, trainer: Trainer, module: LightningModule, reading: Reading, window: list[MicroBatch]
-    ) -> None:
-        if not self._judges_late(trainer, module):
-            if _is_failure(reading, trainer):
-                self._failed = window
-            window[-1].updates += 1 - bool(self._failed)
-            return
-        self._undo_if_failed(trainer)
-        if not self._failed:
-            params = [p for group in trainer.optimizers[0].param_groups for p in group["params"]]
-            self._kept.keep([param for param in params if param.requires_grad])
-            self._open = reading, window
-
-    def _judges_late(self, trainer: Trainer, module: LightningModule) -> bool:
-        """Whether an update is judged when the GPU has long got past it."""
-        savers = trainer.checkpoint_callbacks
-        if any(getattr(saver, "save_weights_only", False) for saver in savers):
-            return False  # no hook of a callback would see such a save
-        knows_at_once = module.device.type == "cpu" or _scaler(trainer) is not None
-        return not knows_at_once and module.automatic_optimization and self.max_nonfinite_steps == 0
-
-    def _undo_if_failed(self, trainer: Trainer) -> None:
-        """Judge the update that is open."""
-        if self._open is not None:
-            (reading, window), self._open = self._open, None
-            if _is_failure(reading, trainer):
-                self._kept.put_back()
-                self._failed = window
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -185,31 +161,10 @@ class FiniteUpdates(Callback):
         now.see_outputs(outputs)
         if self._judged:
             self._window, self._judged = [], False
-        elif pl_module.device.type != "cpu" or now.flags().any():
+        elif pl_module.automatic_optimization:
             self._window.append(now)
         if self._failed:
             self._tell(trainer, pl_module)
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Let no update unjudged into a validation."""
-        self._settle(trainer, pl_module)
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Let no update unjudged into a checkpoint."""
-        self._settle(trainer, pl_module)
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Judge the last update."""
-        self._settle(trainer, pl_module)
-
-    def _settle(self, trainer: Trainer, module: LightningModule) -> None:
-        """Judge an update that is open; what was left out is told when its batch ends."""
-        if self._open is not None:
-            self._undo_if_failed(trainer)
-            if self._failed:
-                self._tell(trainer, module)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -236,7 +191,9 @@ class FiniteUpdates(Callback):
             text = _told_and_dumped(_worst(window), trainer, module)
         text = _on_all_ranks(text, trainer)[suspects[0]]
         if others := ", ".join(map(str, suspects[1:])):
-            text += f" Also on rank {others}."
+            text += f" Likewise on rank {others}"
+            # Gradients are looked at when the ranks have summed them.
+            text += "." if max(what) == 2 else "; which of them it came from, their replays tell."
         stops = self._skipped > self.max_nonfinite_steps
         numbers = {"train/nonfinite_steps": float(self._skipped)}
         numbers |= {"train/loss": math.nan} if stops else {}
@@ -271,9 +228,9 @@ def _is_sharded(trainer: Trainer) -> bool:
     return sharded
 
 
-def _is_failure(reading: Reading, trainer: Trainer) -> bool:
+def _is_failure(flags: Tensor, trainer: Trainer) -> bool:
     """Whether there is more behind it than a GradScaler's search for a scale."""
-    loss, gradient = reading.get()
+    loss, gradient = flags.tolist()
     scaler = _scaler(trainer)
     return bool(loss) or bool(gradient and (scaler is None or scaler.get_scale() <= 1))
 

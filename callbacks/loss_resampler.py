@@ -9,6 +9,7 @@ from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lit_diffusion.callbacks.curriculum import importance_weight, total_variation
 from lit_diffusion.callbacks.timestep_writer import Timesteps, TimestepWriter
+from lit_diffusion.protocols import UpdateGuard
 
 
 class LossHistory(NamedTuple):
@@ -147,6 +148,7 @@ class LossSecondMomentResampler(TimestepWriter):
         self._state = LossHistory.of(num_bins, history)
         self._loaded = False  # since the run was set up
         self._checked = False  # what the module returns, in this fit
+        self._is_guarded = False  # against updates from losses that are not finite
         self._module: LightningModule | None = None
 
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
@@ -186,6 +188,8 @@ class LossSecondMomentResampler(TimestepWriter):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on with the history of the checkpoint or of this module's last fit, or begin one."""
         super().on_fit_start(trainer, pl_module)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        self._is_guarded = any(isinstance(callback, UpdateGuard) for callback in callbacks)
         if not self._loaded and (trainer.ckpt_path is not None or pl_module is not self._module):
             self._state = LossHistory.of(self.num_bins, self.history)
         self._module = pl_module
@@ -204,6 +208,9 @@ class LossSecondMomentResampler(TimestepWriter):
             found = torch.cat(gather_all_tensors(found), dim=1)
         # A float32 t / T may lie below its bin, by its rounding.
         bins = ((found[0] + 1e-7) * self.num_bins).long().clamp(0, self.num_bins - 1)
+        if self._is_guarded:  # then a run may go on after some that are not finite
+            finite = found[1].isfinite()
+            bins, found = bins[finite], found[:, finite]
         self._state = update_history(self._state, bins, found[1])
 
     def _refuse_nonfinite(self) -> None:

@@ -37,6 +37,7 @@ class MicroBatch:
         gradients: (N,) bool on the device, whether each parameter's gradient is not finite, and the
             parameters; None before it is known.
         updates: optimizer steps made since it began.
+        device: of the module.
     """
 
     step: int
@@ -51,6 +52,7 @@ class MicroBatch:
     loss_is_bad: Tensor | None = None
     gradients: tuple[Tensor, list[Tensor]] | None = None
     updates: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @classmethod
     def begin(
@@ -62,7 +64,11 @@ class MicroBatch:
             rng["cuda"] = torch.cuda.get_rng_state(module.device)
         buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
         rank = trainer.global_rank
-        return cls(trainer.global_step, trainer.current_epoch, batch_idx, rank, batch, rng, buffers)
+        begun = cls(
+            trainer.global_step, trainer.current_epoch, batch_idx, rank, batch, rng, buffers
+        )
+        begun.device = module.device
+        return begun
 
     def see_loss(self, loss: Tensor, module: LightningModule, scaled: bool) -> None:
         """Note a loss, and how noise levels were chosen for it; no device is waited for.
@@ -92,6 +98,13 @@ class MicroBatch:
         if params:
             self.gradients = nonfinite([param.grad for param in params]), params
 
+    @torch.no_grad()
+    def put_buffers_back(self, module: LightningModule) -> None:
+        """Give the module's buffers, such as BatchNorm's, the values from before the step."""
+        for name, buffer in module.named_buffers():
+            if name in self.buffers:
+                buffer.copy_(self.buffers[name])
+
     def see_outputs(self, outputs: Any) -> None:
         """Note what `training_step` returned, as callbacks get it."""
         if isinstance(outputs, dict):
@@ -101,8 +114,7 @@ class MicroBatch:
     def flags(self) -> Tensor:
         """(2,) float on the device: 1 where the loss, 1 where a gradient is not finite."""
         bad_gradient = None if self.gradients is None else self.gradients[0].any()
-        found = [flag for flag in (self.loss_is_bad, bad_gradient) if flag is not None]
-        zero = torch.zeros((), device=found[0].device if found else None)
+        zero = torch.zeros((), device=self.device)
         return torch.stack(
             [zero if f is None else f.float() for f in (self.loss_is_bad, bad_gradient)]
         )

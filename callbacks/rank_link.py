@@ -115,7 +115,7 @@ class Line:
             data = self.socket.recv(_LONGEST)
             *lines, self._buffer = (self._buffer + data).split(b"\n")
             messages = [json.loads(line) for line in lines]
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):  # the last from a stranger's nesting
             return None
         return messages if data and len(self._buffer) < _LONGEST else None
 

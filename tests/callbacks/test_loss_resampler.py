@@ -9,7 +9,7 @@ from support.on_ranks import run_on_ranks
 from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
 
-from lit_diffusion.callbacks import EMA, LossSecondMomentResampler, StepSeed
+from lit_diffusion.callbacks import EMA, FiniteUpdates, LossSecondMomentResampler, StepSeed
 from lit_diffusion.callbacks.curriculum import importance_weight, total_variation
 from lit_diffusion.callbacks.loss_resampler import (
     LossHistory,
@@ -122,6 +122,23 @@ def test_discrete_times_in_single_precision_fill_every_bin(tmp_path):
     resampler = LossSecondMomentResampler(1000, history=4)
     make_trainer(tmp_path, resampler, max_epochs=1).fit(Returns(discrete), loader(32, 8))
     assert torch.equal(resampler.state_dict()["losses"], t.double()[:, None].expand(-1, 4))
+
+
+def test_losses_that_are_left_out_do_not_spoil_the_density(tmp_path):
+    """Where FiniteUpdates lets a run go on after a loss that is not finite."""
+
+    class Diverges(ForeignTimes):
+        def training_step(self, batch, batch_idx):
+            out = super().training_step(batch, batch_idx)
+            if self.global_step == 1:
+                out["per_sample_loss"] = out["per_sample_loss"] * torch.nan
+                out["loss"] = out["loss"] * torch.nan
+            return out
+
+    resampler = LossSecondMomentResampler(3, history=2)
+    make_trainer(tmp_path, resampler, FiniteUpdates(1), max_epochs=3).fit(Diverges(), loader())
+    assert resampler.state_dict()["losses"].isfinite().all()
+    assert resampler.state_dict()["seen"].min() >= 2
 
 
 def test_the_library_s_own_module_gives_what_is_needed(tmp_path):
