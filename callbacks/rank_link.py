@@ -31,6 +31,9 @@ from lit_diffusion.callbacks.rank_verdict import (
 BEAT = 1.0
 """Seconds between signs of life."""
 
+_PACE = 0.2
+"""Seconds between looks at all ranks."""
+
 _LONGEST = 1 << 16  # of a line, in bytes
 
 Message = dict[str, Any]
@@ -179,15 +182,17 @@ class Hub(threading.Thread):
             self._server.close()
 
     def _serve(self) -> None:
-        beaten = time.monotonic()
+        beaten = judged = time.monotonic()
         while self._is_needed():
-            for key, _ in self._selector.select(BEAT):
+            for key, _ in self._selector.select(_PACE):
                 if key.data is None:
                     self._accept()
                 else:
                     self._read(key.data)
-            self._look_in_store()
-            self._judge()
+            if time.monotonic() - judged >= _PACE:  # not for every line of hundreds of ranks
+                judged = time.monotonic()
+                self._look_in_store()
+                self._judge()
             if time.monotonic() - beaten >= BEAT:
                 beaten = time.monotonic()
                 self._tell({"kind": "beat", "step": self._ranks[0].step})
@@ -316,6 +321,17 @@ class Member(threading.Thread):
 
     def run(self) -> None:
         """Beat and listen until the main thread is done or there is a verdict."""
+        try:
+            self._follow()
+        except Exception as error:  # a mistake in here is no reason to end a run
+            self._warn(f"rank {self._rank} is watched no more: {type(error).__name__}: {error}.")
+            self._told.set()
+            if self._line is not None:
+                self._line.send({"kind": "done", "said": "", **Progress(0, 0, "")._asdict()})
+        if self._line is not None:
+            self._line.close()
+
+    def _follow(self) -> None:
         self._connect()
         while self._line is not None and self._verdict is None and not self._closing.is_set():
             self.tell("beat")
@@ -323,8 +339,6 @@ class Member(threading.Thread):
         if self._verdict is not None:
             self._told.set()
             self._heard(self._verdict)
-        if self._line is not None:
-            self._line.close()
 
     def tell(self, kind: str, said: str = "") -> None:
         """Tell the hub how far this rank is, or how it ended; the store, where there is no hub."""

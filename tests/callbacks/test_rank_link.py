@@ -186,6 +186,27 @@ def test_a_mistake_in_the_hub_ends_no_run(monkeypatch):
     assert one.is_alive()
 
 
+def test_a_mistake_in_a_member_ends_no_run(monkeypatch):
+    run = Run(2, timeout=3.0)
+    _, one = run.members(0, 1)
+    monkeypatch.setattr(one, "_listen", lambda line: 1 / 0)
+    one.join(20)
+    assert not one.is_alive()
+    time.sleep(4)
+    assert run.verdicts == {}
+    assert "rank 1 is watched no more: ZeroDivisionError" in " ".join(run.warnings)
+
+
+def test_a_line_of_a_stranger_that_nests_without_end_is_an_end():
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b"[" * 50_000 + b"\n")
+    line = Line(ours)
+    found = []
+    while found == []:
+        found = line.read()
+    assert found is None
+
+
 def test_forked_processes_do_not_keep_a_connection_open():
     ours, theirs = socket.socketpair()
     line = Line(ours)
