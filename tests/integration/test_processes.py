@@ -47,7 +47,7 @@ def finish(*argv: str, program: str = SCRIPT) -> str:
 
 def test_a_killed_run_resumes_to_the_end_of_an_undisturbed_one():
     config = small_digits(60, log_every_n_steps=5)
-    config["data"]["init_args"]["batch_size"] = 71  # 20 batches an epoch
+    config["data"]["init_args"]["batch_size"] = 75  # 19 batches an epoch
     write_config(config, Path("digits.yaml"))
     finish("fit", "--config", "digits.yaml", "--trainer.default_root_dir=whole")
     killed = start("fit", "--config", "digits.yaml")
