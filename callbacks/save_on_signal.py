@@ -30,7 +30,7 @@ class SaveOnSignal(Checkpoint):
     for a requeue. Lightning's own handlers, which save inside of the handler, are not set.
 
     Args:
-        folder: for last.ckpt.
+        folder: for last.ckpt; None is checkpoints/ in the Trainer's `default_root_dir`.
         signals: names of those that are taken for an announcement.
         requeue: whether to requeue a SLURM job.
 
@@ -48,16 +48,27 @@ class SaveOnSignal(Checkpoint):
 
     def __init__(
         self,
-        folder: str | Path,
+        folder: str | Path | None = None,
         signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
         requeue: bool = True,
     ) -> None:
-        self.path = Path(folder) / "last.ckpt"
+        self.folder = None if folder is None else Path(folder)
         self.requeue = requeue
         self._notes = SignalNotes(_numbers(signals))
         self._agreed = _Agreement()
         self._due = 0
         self._saved: SavedOnSignal | None = None
+
+    @property
+    def path(self) -> Path:
+        """Where it saves.
+
+        Raises:
+            ValueError: before a fit has told the folder, where none was given.
+        """
+        if self.folder is None:
+            raise ValueError("SaveOnSignal has no folder before a fit; pass one.")
+        return self.folder / "last.ckpt"
 
     def checkpoint_of_requeue(self) -> Path | None:
         """The checkpoint to go on from, where this is a later start of the SLURM job that saved it.
@@ -70,6 +81,7 @@ class SaveOnSignal(Checkpoint):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Note signals from here on."""
         if stage == "fit":
+            self.folder = self.folder or Path(trainer.default_root_dir) / "checkpoints"
             self._due, self._saved = 0, None
             self._notes.start()
 

@@ -389,10 +389,10 @@ def _savers(given: Sequence[Callback], folder: Path) -> list[Callback]:
     if not _has(given, LastCheckpoint):
         savers.append(LastCheckpoint(folder))
     for saver in given:
-        if isinstance(saver, save_on_signal) and saver.path != folder / "last.ckpt":
+        if isinstance(saver, save_on_signal) and saver.folder not in (None, folder):
             raise ValueError(
-                f"trainer.callbacks: SaveOnSignal must save where fit looks, and has "
-                f"{saver.path.parent}; make its folder {folder}."
+                f"trainer.callbacks: SaveOnSignal must save where fit looks, which is {folder}, "
+                f"and has the folder {saver.folder}; leave that out."
             )
     if not _has(given, save_on_signal):
         savers.append(save_on_signal(folder))

@@ -207,6 +207,18 @@ def test_a_new_job_does_not_go_on_from_what_another_left(tmp_path, monkeypatch, 
         trainer.fit(PlainModule(), loader(8))
 
 
+def test_without_a_folder_it_saves_below_that_of_the_run(tmp_path):
+    saver = SaveOnSignal()
+    with pytest.raises(ValueError, match="no folder before a fit; pass one"):
+        saver.checkpoint_of_requeue()
+    sends = Sends("on_train_batch_start", 2)
+    trainer = make_trainer(tmp_path, saver, sends, max_epochs=3, enable_checkpointing=True)
+    with pytest.raises(SavedOnSignal) as ended:
+        trainer.fit(PlainModule(), loader(40))
+    assert ended.value.path == tmp_path / "checkpoints" / "last.ckpt"
+    assert ended.value.path.is_file()
+
+
 def test_only_a_requeue_of_the_very_job_goes_on_by_itself(tmp_path, monkeypatch):
     saver = SaveOnSignal(tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "7")

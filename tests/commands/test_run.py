@@ -157,7 +157,9 @@ def test_saves_on_signals_go_where_a_resume_looks(capsys):
     path = "lit_diffusion.callbacks.SaveOnSignal"
     write_config(tiny_config(callbacks=[{"class_path": path, "init_args": {"folder": "saved"}}]))
     assert call(FIT) == 2
-    assert "make its folder runs/tiny/checkpoints" in capsys.readouterr().err
+    assert "and has the folder saved; leave that out" in capsys.readouterr().err
+    write_config(tiny_config(callbacks=[{"class_path": path, "init_args": {"requeue": False}}]))
+    assert call(FIT) == 0
 
 
 def test_a_run_without_checkpoints_has_none():

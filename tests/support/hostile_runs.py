@@ -257,7 +257,7 @@ def run_everything() -> None:
         "SampleGrid": {"num": 4, "every_n_steps": 2},
         "NoiseLevelLoss": {"num_levels": 2, "num_images": 4},
         "StepSeed": {},
-        "SaveOnSignal": {"folder": str(LAST.parent)},
+        "SaveOnSignal": {},
     }
     config["trainer"]["callbacks"] += [
         {"class_path": f"lit_diffusion.callbacks.{name}", "init_args": args}
