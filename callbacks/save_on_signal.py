@@ -121,7 +121,7 @@ class SaveOnSignal(Checkpoint):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave nothing running."""
-        self._agreed.now(0)
+        self._agreed.end()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave signals to others."""
@@ -145,7 +145,7 @@ class SaveOnSignal(Checkpoint):
         self._saved = saved
         if trainer.is_global_zero:
             print(self._tell(saved), file=sys.stderr, flush=True)
-        self._agreed.now(0)  # a rank that ended would have srun end the others before the requeue
+        self._agreed.end()  # a rank that ended would have srun end the others before the requeue
 
     def _tell(self, saved: SavedOnSignal) -> str:
         """What is said of it, once a SLURM job is requeued."""
@@ -191,6 +191,13 @@ class _Agreement:
     def now(self, number: int) -> int:
         """The numbers told at this call and the one before; waits for the other ranks."""
         return max(self.later(number), self._wait()) if self._group else number
+
+    def end(self) -> None:
+        """Wait for the other ranks, and let go of the group: torch may abort if it is left."""
+        if self._group is not None:
+            self.now(0)
+            dist.destroy_process_group(self._group)
+            self._group = None
 
     def _wait(self) -> int:
         if self._running is None:

@@ -38,6 +38,7 @@ def main(folder: Path) -> None:
     except SystemExit as ended:
         found = {"step": ended.step, "code": ended.code, "reached": trainer.global_step}
         (folder / f"rank{RANK}.json").write_text(json.dumps(found))
+    os._exit(0)  # torch aborts at times while it takes groups apart
 
 
 if __name__ == "__main__":
