@@ -162,6 +162,7 @@ class Hub(threading.Thread):
         self._token = secrets.token_hex(16)
         self._lines: dict[Line, int | None] = {}
         self._last: Message | None = None
+        self._has_news = False  # of a rank that came or ended
         self._clock = Clock()
         self._server = _server()
         self._selector = selectors.DefaultSelector()
@@ -189,8 +190,9 @@ class Hub(threading.Thread):
                     self._accept()
                 else:
                     self._read(key.data)
-            if time.monotonic() - judged >= _PACE:  # not for every line of hundreds of ranks
-                judged = time.monotonic()
+            # Not for every beat of hundreds of ranks.
+            if self._has_news or time.monotonic() - judged >= _PACE:
+                judged, self._has_news = time.monotonic(), False
                 self._look_in_store()
                 self._judge()
             if time.monotonic() - beaten >= BEAT:
@@ -232,6 +234,7 @@ class Hub(threading.Thread):
 
     def _welcome(self, line: Line, rank: int) -> None:
         self._lines[line] = rank
+        self._has_news = True
         if self._last is not None:
             line.send(self._last)
 
@@ -242,6 +245,7 @@ class Hub(threading.Thread):
         if kind == "beat":
             return
         seen.end(now, kind, message["said"])
+        self._has_news = True
         if rank == 0 and kind in ("left", "done") and self._last is None:
             self._tell({"kind": kind, "step": seen.step, "said": seen.said})
 
@@ -251,6 +255,7 @@ class Hub(threading.Thread):
         line.socket.close()
         if rank is not None:
             self._ranks[rank].end(self._clock.now(), "gone")
+            self._has_news = True
 
     def _look_in_store(self) -> None:
         """For the ends of ranks that did not come here."""
