@@ -6,6 +6,7 @@ Arguments: folder; "loss", "constant" (a loss that is not finite, with a gradien
 
 import json
 import math
+import os
 import sys
 from pathlib import Path
 
@@ -64,3 +65,4 @@ def state(module, ema):
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))
+    os._exit(0)  # torch aborts at times while it takes groups apart

@@ -1,6 +1,7 @@
 """Has a run on two gloo ranks die and resumes it; writes that it ended as an undisturbed one."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -22,3 +23,4 @@ def main(folder: Path, step: int) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), int(sys.argv[2]))
+    os._exit(0)  # torch aborts at times while it takes groups apart

@@ -1,6 +1,7 @@
 """Trains on two gloo ranks with batches of 8 and 5; writes what each was told and drew."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -55,3 +56,4 @@ def main(folder: Path, writer: str) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]), sys.argv[2])
+    os._exit(0)  # torch aborts at times while it takes groups apart
