@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
-from lit_diffusion.sharding import is_flat, is_split
+from lit_diffusion.sharding import first_split, is_flat
 
 INSTEAD = (
     "use strategy='ddp', or ModelParallelStrategy with fully_shard in configure_model for weights "
@@ -57,7 +57,7 @@ def refuse_split_weights(trainer: Trainer, module: LightningModule, name: str) -
             )
     if isinstance(strategy, ModelParallelStrategy):
         return
-    split = next((path for path, param in module.named_parameters() if is_split(param)), None)
+    split = first_split(dict(module.named_parameters()))
     if split:
         raise ValueError(
             f"{name} needs a strategy that gathers split weights for checkpoints, and "
@@ -72,7 +72,7 @@ def refuse_split_sampling(module: LightningModule, name: str) -> None:
     Every pass through such a network is a collective, and callback `name` gives each rank samples
     of its own, not equally many.
     """
-    split = next((path for path, param in module.named_parameters() if is_split(param)), None)
+    split = first_split(dict(module.named_parameters()))
     if split:
         raise ValueError(
             f"{name} has every rank compute samples of its own, which needs whole weights, and "

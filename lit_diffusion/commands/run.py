@@ -5,19 +5,16 @@ import re
 import signal
 import sys
 import time
-import traceback
 import warnings
 from argparse import ArgumentError, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import yaml
 from jsonargparse import DefaultHelpFormatter
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -33,9 +30,10 @@ from lit_diffusion.checkpoints import (
     read_checkpoint,
     wrong_types,
 )
-from lit_diffusion.cli import is_meant
-from lit_diffusion.commands.keeping import CurvesInStep, ExactResume, LastCheckpoint, RunConfig
-from lit_diffusion.commands.resume import PreferConfig, differences, tell
+from lit_diffusion.commands.keeping import RunConfig
+from lit_diffusion.commands.resume import differences, tell
+from lit_diffusion.commands.run_callbacks import has, keepers, rank_watch, savers, with_defaults
+from lit_diffusion.commands.run_errors import builder, explained
 from lit_diffusion.commands.run_folder import (
     Request,
     latest_config,
@@ -48,7 +46,7 @@ from lit_diffusion.commands.run_folder import (
 from lit_diffusion.commands.summary import goes_on, stopped, summary
 from lit_diffusion.errors import innermost
 from lit_diffusion.loggers import AppendingCSVLogger, read_evaluations, read_rows
-from lit_diffusion.protocols import UpdateGuard, WeightsProvider
+from lit_diffusion.protocols import WeightsProvider
 from lit_diffusion.signals import SAVED, SavedOnSignal, heed
 from lit_diffusion.slurm import job_id
 from lit_diffusion.trust import trusting, within
@@ -86,13 +84,6 @@ _STRICT = {"exit_on_error": False, "allow_abbrev": False}
 
 _CLASS_HELP = re.compile(r"--(model|data|trainer\.\w+)\.help(=|$)")
 """An option that prints the arguments of a class and ends the command."""
-
-_CHANGING_SETTINGS = "lit_diffusion.commands.resume"
-_RESTORING = (
-    "lightning.pytorch.trainer.connectors.checkpoint_connector",
-    _CHANGING_SETTINGS,
-)
-"""Modules in which nothing is done but to restore what a checkpoint holds."""
 
 _INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
 """With which Lightning's own `load_from_checkpoint` reads our files."""
@@ -219,7 +210,7 @@ class RunCLI(LightningCLI):
             with no_larger_than(self._weights) if self._weights else nullcontext():
                 super().instantiate_classes()
         except ValueError as error:  # jsonargparse wraps what a constructor says
-            raise ValueError(_builder(error) + innermost(error)) from error
+            raise ValueError(builder(error) + innermost(error)) from error
         self._dump_config()
         for key, built in (("model", self.model), ("data", self.datamodule)):
             if built is not None:
@@ -248,19 +239,13 @@ class RunCLI(LightningCLI):
         return [*loggers, TensorBoardLogger(root, name="", version="", sub_dir="tensorboard")]
 
     def _callbacks(self, config: Any) -> list[Callback]:
-        given = config.callbacks or []
-        callbacks: list[Callback] = list(given) if isinstance(given, list) else [given]
-        if not _has(callbacks, _rank_watch()):
-            callbacks.insert(0, _rank_watch()())
-        if config.enable_progress_bar is not False and not _has(callbacks, ProgressBar):
-            callbacks.append(_progress())
-        if self.request.command == "fit" and not _has(callbacks, UpdateGuard):
-            callbacks.append(_callback("finite_updates", "FiniteUpdates")())
-        if self.request.command == "fit" and not self._is_trial:
-            root = self.request.root
-            callbacks += [ExactResume(), CurvesInStep(root), PreferConfig(self._changed)]
+        fits, root = self.request.command == "fit", self.request.root
+        shows = config.enable_progress_bar is not False
+        callbacks = with_defaults(config.callbacks, fits=fits, shows_progress=shows)
+        if fits and not self._is_trial:
+            callbacks += keepers(root, self._changed)
             if config.enable_checkpointing is not False:
-                return [*callbacks, *_savers(callbacks, root / "checkpoints")]
+                return [*callbacks, *savers(callbacks, root / "checkpoints")]
         heed()
         return callbacks
 
@@ -278,13 +263,13 @@ class RunCLI(LightningCLI):
             untrained = self.trainer.global_step == self._restored_step
             if told := self._told_of_other_rank():
                 raise RuntimeError(told) from error
-            if (explanation := _explained(error, self.request, untrained)) is not None:
+            if (explanation := explained(error, self.request, untrained)) is not None:
                 raise explanation from error
             raise
 
     def _told_of_other_rank(self) -> str | None:
         """What another rank did that ended this one."""
-        watches = [c for c in self.trainer.callbacks if isinstance(c, _rank_watch())]  # type: ignore[attr-defined]
+        watches = [c for c in self.trainer.callbacks if isinstance(c, rank_watch())]  # type: ignore[attr-defined]
         return next((watch.verdict for watch in watches if watch.verdict), None)
 
     def _signal_behind(self, error: BaseException) -> signal.Signals | None:
@@ -307,7 +292,7 @@ class RunCLI(LightningCLI):
     def _refuse_lost_averages(self, subcommand: str) -> None:
         """Scores of raw weights must not pass for those of the averages in the file."""
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        if subcommand != "fit" and self._averaged and not _has(callbacks, WeightsProvider):
+        if subcommand != "fit" and self._averaged and not has(callbacks, WeightsProvider):
             raise ValueError(
                 f"{self.request.checkpoint} holds averaged weights, but no EMA callback is "
                 f"configured to use them: pass the run's config, or add EMA to trainer.callbacks."
@@ -366,57 +351,6 @@ def _is_no_advertisement(record: logging.LogRecord) -> bool:
     return "Tip: For seamless" not in record.getMessage()
 
 
-def _has(callbacks: Sequence[Callback], kind: Any) -> bool:
-    return any(isinstance(callback, kind) for callback in callbacks)
-
-
-def _savers(given: Sequence[Callback], folder: Path) -> list[Callback]:
-    """What keeps last.ckpt, as far as the config has not its own.
-
-    Raises:
-        ValueError: for what would keep another, from which a run does not go on by itself.
-    """
-    for saver in given:
-        if not (isinstance(saver, ModelCheckpoint) and saver.save_last):
-            continue
-        if Path(saver.dirpath or folder).absolute() == folder.absolute():
-            raise ValueError(
-                "trainer.callbacks: ModelCheckpoint(save_last=True) would write last.ckpt, which "
-                "fit does by itself where runs go on to the last bit; leave save_last out."
-            )
-    save_on_signal = _callback("save_on_signal", "SaveOnSignal")
-    savers: list[Callback] = []
-    if not _has(given, LastCheckpoint):
-        savers.append(LastCheckpoint(folder))
-    for saver in given:
-        if isinstance(saver, save_on_signal) and saver.folder not in (None, folder):
-            raise ValueError(
-                f"trainer.callbacks: SaveOnSignal must save where fit looks, which is {folder}, "
-                f"and has the folder {saver.folder}; leave that out."
-            )
-    if not _has(given, save_on_signal):
-        savers.append(save_on_signal(folder))
-    return savers
-
-
-def _rank_watch() -> Any:
-    """What ends all ranks when one fails; on a single rank it does nothing."""
-    return _callback("rank_watch", "RankWatch")
-
-
-def _progress() -> Callback:
-    """A bar in a terminal, lines elsewhere."""
-    if sys.stderr.isatty():
-        return TQDMProgressBar()
-    progress: Callback = _callback("progress", "PlainProgress")()
-    return progress
-
-
-def _callback(file: str, name: str) -> Any:
-    """A class of ours, found by its path as in a config: callbacks know nothing of commands."""
-    return getattr(import_module(f"lit_diffusion.callbacks.{file}"), name)
-
-
 def _with_atomic_saves(plugins: Any, trust: Sequence[str]) -> list[Any]:
     """The plugins with one that reads checkpoints without running code in them."""
     given = list(plugins) if isinstance(plugins, list) else [plugins] * (plugins is not None)
@@ -429,52 +363,3 @@ def _with_atomic_saves(plugins: Any, trust: Sequence[str]) -> list[Any]:
                 f"add --trust {reader.__module__}."
             )
     return given if readers else [*given, AtomicCheckpointIO()]
-
-
-def _builder(error: BaseException) -> str:
-    """Which class of ours could not be built, where an accident in its code does not tell."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    building = [f for f in frames if f.f_code.co_name == "__init__" and "self" in f.f_locals]
-    ours = [type(f.f_locals["self"]).__module__.split(".")[0] == "lit_diffusion" for f in building]
-    names = [
-        type(f.f_locals["self"]).__name__ for f, own in zip(building, ours, strict=True) if own
-    ]
-    names = [name for name in names if name != RunCLI.__name__]
-    return f"{names[0]} cannot be built: " if names and not is_meant(error) else ""
-
-
-def _explained(error: BaseException, request: Request, untrained: bool) -> ValueError | None:
-    """What to say of a checkpoint or setting that torch or Lightning could not use, else None.
-
-    Args:
-        error: that ended the Trainer.
-        request: what it was to do.
-        untrained: whether the weights are still those of the checkpoint; an optimizer that fails
-            then has a state that it cannot use.
-    """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = [str(frame.f_globals.get("__name__")) for frame in frames]
-    said = str(error).split("\n")[0]
-    if said.startswith("Error(s) in loading state_dict"):
-        return ValueError(_architecture(error, request))
-    restoring = (*_RESTORING, *(("torch.optim",) if untrained else ()))
-    if request.checkpoint is not None and any(within(name, restoring) for name in modules):
-        if is_meant(error) and _CHANGING_SETTINGS in modules:
-            return None
-        if is_meant(error):
-            return ValueError(f"{request.checkpoint} cannot be restored: {said}")
-        return ValueError(
-            f"{request.checkpoint} cannot be restored: it is damaged, or was saved with other "
-            f"callbacks, optimizers or versions ({type(error).__name__} in "
-            f"{frames[-1].f_code.co_qualname}: {said})."
-        )
-    if within(modules[-1], ["torch.optim"]) and is_meant(error, ("torch",)):
-        return ValueError(f"model.optimizer or model.lr_scheduler: {said}")
-    return None
-
-
-def _architecture(error: BaseException, request: Request) -> str:
-    reasons = [line.strip()[:200] for line in str(error).split("\n")[1:4]]
-    return f"{request.checkpoint} is of another architecture than the config: {' '.join(reasons)}"

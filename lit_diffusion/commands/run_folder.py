@@ -20,8 +20,8 @@ from lit_diffusion.commands.options import Parser
 from lit_diffusion.commands.yaml_file import read_yaml
 from lit_diffusion.slurm import is_requeue_of
 
-CLAIM = ".in-use"
-"""File in a run folder that the process that trains into it has locked."""
+CLAIM = ".lock"
+"""File in a run folder on which the process that trains into it has a lock."""
 
 
 @dataclass(frozen=True)

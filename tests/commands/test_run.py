@@ -143,25 +143,6 @@ def test_what_the_user_configures_takes_the_place_of_the_defaults():
     assert not Path("runs/tiny/metrics.csv").exists()
 
 
-@pytest.mark.parametrize("dirpath", [None, "runs/tiny/checkpoints"])
-def test_two_that_write_last_ckpt_are_refused(dirpath, capsys):
-    """Lightning's takes the file of the other for a stranger's, and writes last-v1.ckpt."""
-    options = {"dirpath": dirpath, "save_last": True}
-    path = "lightning.pytorch.callbacks.ModelCheckpoint"
-    write_config(tiny_config(callbacks=[{"class_path": path, "init_args": options}]))
-    assert call(FIT) == 2
-    assert "leave save_last out" in capsys.readouterr().err
-
-
-def test_saves_on_signals_go_where_a_resume_looks(capsys):
-    path = "lit_diffusion.callbacks.SaveOnSignal"
-    write_config(tiny_config(callbacks=[{"class_path": path, "init_args": {"folder": "saved"}}]))
-    assert call(FIT) == 2
-    assert "and has the folder saved; leave that out" in capsys.readouterr().err
-    write_config(tiny_config(callbacks=[{"class_path": path, "init_args": {"requeue": False}}]))
-    assert call(FIT) == 0
-
-
 def test_a_run_without_checkpoints_has_none():
     assert call(f"{FIT} --trainer.enable_checkpointing=false") == 0
     assert not Path("runs/tiny/checkpoints").exists()

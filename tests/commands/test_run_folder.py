@@ -140,7 +140,7 @@ def test_a_folder_is_for_one_process_at_a_time_and_free_again_after_any_end():
     with pytest.raises(KeyError), occupied(Path("run")):
         raise KeyError
     with occupied(Path("run")):
-        assert [file.name for file in Path("run").iterdir()] == [".in-use"]
+        assert [file.name for file in Path("run").iterdir()] == [".lock"]
 
 
 @pytest.fixture

@@ -71,6 +71,17 @@ def put(config: Any, path: tuple, value: Any) -> None:
     config[last] = value
 
 
+def putting(path: tuple, value: Any) -> Callable[[random.Random], None]:
+    """What puts a value at one place of a config."""
+
+    def spoil(rng: random.Random) -> None:
+        config = quick_digits()
+        put(config, path, value)
+        CONFIG.write_text(yaml.safe_dump(config, sort_keys=False))
+
+    return spoil
+
+
 def mutations() -> Iterator[Case]:
     """At every place of configs/digits.yaml, values of another kind."""
     for number, path in enumerate(leaves(quick_digits())):
@@ -80,15 +91,10 @@ def mutations() -> Iterator[Case]:
             name = ".".join(map(str, path))
             last = next(str(key) for key in reversed(path) if isinstance(key, str))
 
-            def spoil(rng: random.Random, path: tuple = path, value: Any = value) -> None:
-                config = quick_digits()
-                put(config, path, value)
-                CONFIG.write_text(yaml.safe_dump(config, sort_keys=False))
-
             yield Case(
                 "config: a wrong value at every place",
                 f"mutation-{name}-{i}-{value!r:.20}",
-                spoil,
+                putting(path, value),
                 FIT,
                 rf"{last}|{path[0]}|config|not finite|memory|cannot be built|Group norm|bounds",
                 codes=(1, 2),
@@ -233,15 +239,10 @@ def class_paths() -> Iterator[Case]:
         args = {"command": f"touch ../{CANARY}", "args": ["touch", f"../{CANARY}"]}
         value = path if i % 3 else {"class_path": path, "init_args": args}
 
-        def spoil(rng: random.Random, slot: tuple = slot, value: Any = value) -> None:
-            config = quick_digits()
-            put(config, slot, value)
-            CONFIG.write_text(yaml.safe_dump(config, sort_keys=False))
-
         yield Case(
             "config: class paths that must not be called",
             f"config-class-{'.'.join(map(str, slot))}-{path}",
-            spoil,
+            putting(slot, value),
             FIT,
             slot[-1] if isinstance(slot[-1], str) else slot[-2],
         )

@@ -1,0 +1,54 @@
+from pathlib import Path
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+
+from lit_diffusion.callbacks import EMA, FiniteUpdates, RankWatch, SaveOnSignal
+from lit_diffusion.callbacks.progress import PlainProgress
+from lit_diffusion.commands.keeping import LastCheckpoint
+from lit_diffusion.commands.run_callbacks import savers, with_defaults
+
+FOLDER = Path("runs/tiny/checkpoints")
+
+
+def kinds(callbacks):
+    return [type(callback) for callback in callbacks]
+
+
+def test_a_fit_watches_its_ranks_first_and_its_numbers_last():
+    found = with_defaults([EMA()], fits=True, shows_progress=True)
+    assert kinds(found) == [RankWatch, EMA, PlainProgress, FiniteUpdates]
+
+
+def test_other_commands_update_nothing():
+    assert kinds(with_defaults(None, fits=False, shows_progress=False)) == [RankWatch]
+
+
+def test_what_a_config_names_is_not_added():
+    given = [FiniteUpdates(3), TQDMProgressBar(), RankWatch(60)]
+    assert with_defaults(given, fits=True, shows_progress=True) == given
+    alone = RankWatch(60)
+    assert with_defaults(alone, fits=False, shows_progress=False) == [alone]
+
+
+def test_a_fit_keeps_its_last_checkpoint_also_on_a_signal():
+    found = savers([], FOLDER)
+    assert kinds(found) == [LastCheckpoint, SaveOnSignal]
+    assert {saver.path for saver in found} == {FOLDER / "last.ckpt"}
+    assert savers(found, FOLDER) == []
+
+
+@pytest.mark.parametrize("dirpath", [None, FOLDER])
+def test_two_that_write_last_ckpt_are_refused(dirpath):
+    """Lightning's takes the file of the other for a stranger's, and writes last-v1.ckpt."""
+    with pytest.raises(ValueError, match="leave save_last out"):
+        savers([ModelCheckpoint(dirpath, save_last=True)], FOLDER)
+    elsewhere = ModelCheckpoint("kept", save_last=True)
+    assert kinds(savers([elsewhere], FOLDER)) == [LastCheckpoint, SaveOnSignal]
+
+
+def test_saves_on_signals_go_where_a_resume_looks():
+    with pytest.raises(ValueError, match="has the folder saved; leave that out"):
+        savers([SaveOnSignal("saved")], FOLDER)
+    for folder in (None, FOLDER):
+        assert kinds(savers([SaveOnSignal(folder)], FOLDER)) == [LastCheckpoint]
