@@ -12,14 +12,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lit_diffusion.commands.doctor_ranks import check_launch, is_first_process
-from lit_diffusion.commands.doctor_report import Finding, Level, has_problem, problem, report
 from lit_diffusion.commands.options import Parser
-
-if TYPE_CHECKING:
-    pass
+from lit_diffusion.doctor.ranks import check_launch, is_first_process
+from lit_diffusion.doctor.report import Finding, Level, has_problem, problem, report
 
 PATIENCE = 300.0
 """Seconds without a finding after which the examination is given up."""
@@ -90,7 +86,7 @@ def examine(options: Sequence[str]) -> Iterator[Finding]:
     Args:
         options: of fit; none examines the machine alone.
     """
-    from lit_diffusion.commands.doctor_machine import check_machine, look
+    from lit_diffusion.doctor.machine import check_machine, look
 
     found = check_machine(look(Path.cwd()))
     if not options:
@@ -98,7 +94,7 @@ def examine(options: Sequence[str]) -> Iterator[Finding]:
         yield from check_launch(None, os.environ)
         return
     yield from (finding for finding in found if finding.level >= Level.WARNING)
-    from lit_diffusion.commands.doctor_run import examine_run
+    from lit_diffusion.doctor.run import examine_run
 
     yield from examine_run(options)
 

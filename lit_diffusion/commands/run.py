@@ -123,7 +123,7 @@ class RunCLI(LightningCLI):
         self._averaged = bool(ema_states(saved, request.checkpoint or ""))
         self._weights = saved.get("state_dict", {})
         self._restored_step = saved.get("global_step")
-        self._changed: dict[str, tuple[Any, Any]] = {}
+        self.changed: dict[str, tuple[Any, Any]] = {}
         self._started = time.monotonic()
         super().__init__(
             save_config_callback=RunConfig,
@@ -189,19 +189,20 @@ class RunCLI(LightningCLI):
             return
         self.subcommand = self.config["subcommand"]
         self._dump_config()
-        self._changed = differences(self._spec, self.config_dump["model"])
-        tell(self._changed)
+        self.changed = differences(self._spec, self.config_dump["model"])
+        tell(self.changed)
         del self.config_dump  # the seed is yet to be set in it
 
     def before_instantiate_classes(self) -> None:
         """Find out before anything is built whether this run may write where it would."""
         if self._get(self.config, "trainer").max_steps is None:
             raise ValueError("trainer.max_steps must be a number, -1 for no end, got null.")
-        if self.request.command == "fit" and not self._is_trial:
+        if self.request.command == "fit" and not self.is_trial:
             rank_zero_only(refuse_mixing)(self.request)
 
     @property
-    def _is_trial(self) -> bool:
+    def is_trial(self) -> bool:
+        """Whether this is a run of a few batches that keeps nothing."""
         return bool(self._get(self.config, "trainer").fast_dev_run)
 
     def instantiate_classes(self) -> None:
@@ -242,8 +243,8 @@ class RunCLI(LightningCLI):
         fits, root = self.request.command == "fit", self.request.root
         shows = config.enable_progress_bar is not False
         callbacks = with_defaults(config.callbacks, fits=fits, shows_progress=shows)
-        if fits and not self._is_trial:
-            callbacks += keepers(root, self._changed)
+        if fits and not self.is_trial:
+            callbacks += keepers(root, self.changed)
             if config.enable_checkpointing is not False:
                 return [*callbacks, *savers(callbacks, root / "checkpoints")]
         heed()
@@ -285,7 +286,7 @@ class RunCLI(LightningCLI):
 
     def _tell_stopped(self, number: signal.Signals) -> None:
         """Say how a fit goes on that a signal stopped."""
-        fits = self.request.command == "fit" and not self._is_trial
+        fits = self.request.command == "fit" and not self.is_trial
         if fits and self.trainer.is_global_zero:
             print(stopped(self.request, self.trainer.global_step, number), file=sys.stderr)
 
@@ -313,14 +314,14 @@ class RunCLI(LightningCLI):
 
     def before_fit(self) -> None:
         """Find out before anything is trained whether it can be kept, and by nobody else."""
-        if not self._is_trial:
+        if not self.is_trial:
             rank_zero_only(make_writable)(self.request.root)
             rank_zero_only(self._held.enter_context)(occupied(self.request.root))
             rank_zero_only(_read_curves)(self.request.root)
 
     def after_fit(self) -> None:
         """Say where things are and how good they are."""
-        if self.trainer.is_global_zero and not self._is_trial:
+        if self.trainer.is_global_zero and not self.is_trial:
             seconds = time.monotonic() - self._started
             print(summary(self.request, self.trainer, seconds), file=sys.stderr)
 

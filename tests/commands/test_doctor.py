@@ -12,7 +12,7 @@ from support.commands import call
 
 from lit_diffusion.commands import doctor
 from lit_diffusion.commands.doctor import as_options_of_fit, supervised
-from lit_diffusion.commands.doctor_report import Level, ok, problem, warning
+from lit_diffusion.doctor.report import Level, ok, problem, warning
 
 DIGITS = str(Path(__file__).parent.parent.parent / "configs" / "digits.yaml")
 
@@ -91,7 +91,7 @@ def test_the_machine_is_examined_without_a_config(monkeypatch):
 
 
 def test_of_the_machine_a_run_hears_what_is_wrong_only(monkeypatch):
-    monkeypatch.setattr("lit_diffusion.commands.doctor_machine.LITTLE", 1e30)
+    monkeypatch.setattr("lit_diffusion.doctor.machine.LITTLE", 1e30)
     found = list(doctor.examine(["--config", "nowhere.yaml"]))
     assert [finding.topic for finding in found] == ["disk", "config"]
 

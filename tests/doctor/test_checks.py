@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lit_diffusion.commands.doctor_checks import (
+from lit_diffusion.doctor.checks import (
     check_average,
     check_batches,
     check_course,
@@ -16,8 +16,8 @@ from lit_diffusion.commands.doctor_checks import (
     half_life,
     half_life_at,
 )
-from lit_diffusion.commands.doctor_plan import Average, Course, Evaluation, LRSchedule, Plan
-from lit_diffusion.commands.doctor_report import Level
+from lit_diffusion.doctor.plan import Average, Course, Evaluation, LRSchedule, Plan
+from lit_diffusion.doctor.report import Level
 
 RUN = Plan(
     max_steps=2000,

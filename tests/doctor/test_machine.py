@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lit_diffusion.commands.doctor_machine import (
+from lit_diffusion.doctor.machine import (
     COMPROMISED,
     TESTED,
     Machine,
@@ -21,7 +21,7 @@ from lit_diffusion.commands.doctor_machine import (
     fault_of_inception,
     look,
 )
-from lit_diffusion.commands.doctor_report import Level
+from lit_diffusion.doctor.report import Level
 from lit_diffusion.metrics.weights import INCEPTION_FILE
 
 ROOT = Path(__file__).parent.parent.parent

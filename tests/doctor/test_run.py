@@ -1,51 +1,24 @@
 """Whole examinations, in this process. How long something takes is never asserted."""
 
-import os
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from support.commands import call
+from support.doctor import clean_folder, look, look_at, topics
 from support.small_digits import small_digits
 from support.tiny_run import HERE, tiny_config
 
-from lit_diffusion.commands.doctor_report import Level, has_problem
-from lit_diffusion.commands.doctor_run import examine_run
 from lit_diffusion.commands.run_folder import occupied
+from lit_diffusion.doctor.report import Level, has_problem
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
-SHORT = 0.2
-"""Seconds of each measurement."""
 NARROW = "--model.init_args.network.init_args.model_channels=32"
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
-    monkeypatch.setattr("torch.hub._hub_dir", None, raising=False)
-    for name in list(os.environ):
-        if name.startswith("SLURM_"):
-            monkeypatch.delenv(name)
-
-
-def look(*options, seconds=SHORT):
-    """Findings by topic; of several on one topic the gravest."""
-    found = {}
-    for finding in examine_run(options, seconds):
-        if finding.topic not in found or finding.level > found[finding.topic].level:
-            found[finding.topic] = finding
-    return found
-
-
-def look_at(config, *options, seconds=SHORT):
-    Path("run.yaml").write_text(yaml.safe_dump(config))
-    return look("--config", "run.yaml", *options, seconds=seconds)
-
-
-def topics(found, level):
-    return {topic for topic, finding in found.items() if finding.level is level}
+    clean_folder(tmp_path, monkeypatch)
 
 
 # The shipped configs
@@ -147,14 +120,6 @@ def test_data_of_another_shape_are_a_problem():
     assert "image_shape is (1, 16, 16)" in look_at(config)["data"].text
 
 
-def test_a_run_that_fails_in_its_first_steps_is_a_problem():
-    config = small_digits(200)
-    config["model"]["init_args"]["optimizer"]["init_args"]["lr"] = 1e30
-    found = look_at(config, seconds=30.0)
-    assert topics(found, Level.PROBLEM) == {"training"}
-    assert "the loss is not finite" in found["training"].text
-
-
 # The run folder
 
 
@@ -243,14 +208,3 @@ def test_a_module_of_somebody_else_is_looked_at_too():
     assert "50 optimizer steps = 200 images" in found["length"].text
     assert "measured on" in found["time"].text
     assert "optimizer" in found["disk"].text
-
-
-def test_steps_are_measured_where_there_is_time_and_foretold_where_not():
-    assert "measured on" in look_at(small_digits(200), seconds=30.0)["time"].text
-    assert "extrapolated from" in look_at(small_digits(200), seconds=0.0)["time"].text
-
-
-def test_measuring_leaves_no_files():
-    look_at(small_digits(200), seconds=30.0)
-    assert [path.name for path in Path().iterdir()] == ["run.yaml"]
-    assert torch.is_grad_enabled()

@@ -3,7 +3,7 @@ import itertools
 import pytest
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 
-from lit_diffusion.commands.doctor_ranks import (
+from lit_diffusion.doctor.ranks import (
     Ranks,
     Slurm,
     Torchrun,
@@ -12,7 +12,7 @@ from lit_diffusion.commands.doctor_ranks import (
     check_torchrun,
     is_first_process,
 )
-from lit_diffusion.commands.doctor_report import Level, has_problem
+from lit_diffusion.doctor.report import Level, has_problem
 
 JOB = {
     "SLURM_JOB_ID": "7",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lit_diffusion.commands.doctor_report import Finding, note, ok, problem, size, warning
+from lit_diffusion.doctor.report import Finding, note, ok, problem, size, warning
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from lit_diffusion.commands.doctor_method import Labels, Noise, check_labels, check_noise
-from lit_diffusion.commands.doctor_report import Level
+from lit_diffusion.doctor.method import Labels, Noise, check_labels, check_noise
+from lit_diffusion.doctor.report import Level
 from lit_diffusion.processes import (
     ContinuousVP,
     CosineBetas,

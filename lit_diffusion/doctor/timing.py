@@ -15,8 +15,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from lit_diffusion.commands.doctor_plan import Evaluation, Plan
-from lit_diffusion.commands.doctor_report import Finding, count, duration, note, ok, share, warning
+from lit_diffusion.doctor.plan import Evaluation, Plan
+from lit_diffusion.doctor.report import Finding, count, duration, note, ok, share, warning
 from lit_diffusion.protocols import Denoised, NonFiniteSamples, Process, Solver
 
 MUCH = 0.5

@@ -11,7 +11,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from lit_diffusion.commands.doctor_report import Finding, count, note, ok, problem, size, warning
+from lit_diffusion.doctor.report import Finding, count, note, ok, problem, size, warning
 from lit_diffusion.metrics.weights import FETCH, INCEPTION_SHA256, cached_inception, require
 
 TESTED = {

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from lit_diffusion.commands.doctor_report import Finding, count, note, ok, problem, warning
+from lit_diffusion.doctor.report import Finding, count, note, ok, problem, warning
 
 UNDETECTED = ("bash", "interactive")
 """Names of SLURM jobs in which Lightning looks for no other processes."""

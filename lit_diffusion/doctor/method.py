@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from lit_diffusion.commands.doctor_report import Finding, note, ok, problem, share, warning
+from lit_diffusion.doctor.report import Finding, note, ok, problem, share, warning
 
 LEFT = 0.05
 """Scale of the image beside that of the noise at the noisiest time, from which it is told."""

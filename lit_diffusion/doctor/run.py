@@ -3,40 +3,46 @@
 import math
 import os
 import shutil
-import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
-from lightning.fabric.plugins.environments.lightning import LightningEnvironment
-from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from torch import nn
 from torch.optim import Optimizer
 
 from lit_diffusion.checkpoints import misfits, read_checkpoint, uncompiled
-from lit_diffusion.commands.doctor_checks import check_plan
-from lit_diffusion.commands.doctor_machine import (
+from lit_diffusion.commands.run_folder import (
+    CLAIM,
+    Request,
+    occupied,
+    read_command_line,
+    refuse_mixing,
+)
+from lit_diffusion.doctor.checks import check_plan
+from lit_diffusion.doctor.extractors import (
+    check_extractors,
+    extractor_of,
+    protocols_of,
+    with_features,
+)
+from lit_diffusion.doctor.machine import (
     check_placement,
     check_workers,
     existing,
-    in_short,
     usable_cores,
 )
-from lit_diffusion.commands.doctor_method import (
+from lit_diffusion.doctor.method import (
     Labels,
     Noise,
     check_labels,
     check_noise,
 )
-from lit_diffusion.commands.doctor_plan import Plan
-from lit_diffusion.commands.doctor_ranks import check_launch
-from lit_diffusion.commands.doctor_rehearsal import Data, Rehearsal, data_of, plan_of
-from lit_diffusion.commands.doctor_report import Finding, count, has_problem, note, ok, problem
-from lit_diffusion.commands.doctor_storage import (
+from lit_diffusion.doctor.plan import Plan
+from lit_diffusion.doctor.ranks import check_launch
+from lit_diffusion.doctor.rehearsal import Data, Rehearsal, data_of, plan_of
+from lit_diffusion.doctor.report import Finding, has_problem, note, ok, problem
+from lit_diffusion.doctor.storage import (
     Storage,
     averages_bytes,
     check_storage,
@@ -45,30 +51,14 @@ from lit_diffusion.commands.doctor_storage import (
     optimizer_bytes,
     state_bytes,
 )
-from lit_diffusion.commands.doctor_timing import (
-    Stopwatch,
-    Timing,
-    check_timing,
-    forward_context,
-    forward_seconds,
-    sampling_seconds,
+from lit_diffusion.doctor.timing import (
     solver_times,
-    timed,
 )
-from lit_diffusion.commands.run_folder import (
-    CLAIM,
-    Request,
-    occupied,
-    read_command_line,
-    refuse_mixing,
-)
+from lit_diffusion.doctor.trial import examine_time
 from lit_diffusion.guidance import ClassifierFree
-from lit_diffusion.metrics.protocols import FIDProtocol, InceptionV3Compat, match_channels
 from lit_diffusion.modules.checks import check_data
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.trust import trusting
-
-_INCEPTION_FEATURES = 2048
 
 SECONDS = 5.0
 """That each measurement may take, but for what it has begun."""
@@ -103,14 +93,14 @@ def _examine(cli: Rehearsal, request: Request, seconds: float) -> Iterator[Findi
     if cli.trainer is not None:
         device, wanted = cli.trainer.strategy.root_device.type, cli.settings["accelerator"]
         yield check_placement(device, wanted, cli.trainer.num_devices, usable_cores())
-    if cli._is_trial:
+    if cli.is_trial:
         text = "fast_dev_run trains on a few batches and keeps nothing; below is the run without."
         yield note("trial", text)
     else:
         yield from check_folder(request)
     step, found = look_at_checkpoint(cli, request)
     yield from found
-    extractors = [extractor_of(protocol) for protocol in _protocols(cli)]
+    extractors = [extractor_of(protocol) for protocol in protocols_of(cli)]
     yield from check_extractors(extractors)
     if isinstance(cli.model, DiffusionModule):
         yield from check_noise(noise_of(cli.model))
@@ -162,7 +152,7 @@ def look_at_checkpoint(cli: Rehearsal, request: Request) -> tuple[int, list[Find
         text = f"{file} is of another architecture than the config: {'; '.join(differences[:2])}"
         return step, [problem("resume", f"{text}.")]
     found = [ok("resume", f"goes on from step {step:,} of {file}")]
-    for name, (old, new) in cli._changed.items():
+    for name, (old, new) in cli.changed.items():
         found.append(note("resume", f"the checkpoint had {name} {old}, the run uses {new}."))
     return step, found
 
@@ -188,7 +178,7 @@ def labels_of(module: DiffusionModule) -> Labels:
     return Labels(module.num_classes, module.label_dropout, name, needs)
 
 
-# Data and extractors
+# Data
 
 
 def check_loading(cli: Rehearsal, data: Data) -> Iterator[Finding]:
@@ -205,57 +195,6 @@ def check_loading(cli: Rehearsal, data: Data) -> Iterator[Finding]:
             yield problem("data", str(error))
     local = cli.ranks().devices or 1
     yield from check_workers(data.workers, local, usable_cores())
-
-
-def _protocols(cli: Rehearsal) -> list[FIDProtocol]:
-    """Of the FIDEvaluation callbacks, in their order."""
-    held = [getattr(callback, "protocol", None) for callback in cli.callbacks]
-    return [protocol for protocol in held if isinstance(protocol, FIDProtocol)]
-
-
-@dataclass(frozen=True)
-class Extractor:
-    """The network of an FID protocol.
-
-    Attributes:
-        protocol: of the FID.
-        network: None where its weights are not there.
-        num_features: None where not known.
-        fault: why there is no network.
-    """
-
-    protocol: FIDProtocol
-    network: nn.Module | None = None
-    num_features: int | None = None
-    fault: str | None = None
-
-
-def extractor_of(protocol: FIDProtocol) -> Extractor:
-    """The network of a protocol, or what is known without its weights."""
-    try:
-        protocol.check()
-        network = protocol.build()
-        return Extractor(protocol, network, int(network.num_features))  # type: ignore[arg-type]
-    except (OSError, ValueError) as error:
-        known = _INCEPTION_FEATURES if isinstance(protocol, InceptionV3Compat) else None
-        return Extractor(protocol, None, known, in_short(error))
-
-
-def check_extractors(extractors: Iterable[Extractor]) -> Iterator[Finding]:
-    """Whether the weights of the FIDs are there."""
-    for each in extractors:
-        if each.fault is not None:
-            yield problem("FID weights", f"{each.protocol.name}: {each.fault}")
-
-
-def with_features(plan: Plan, extractors: Sequence[Extractor]) -> Plan:
-    """The plan with the number of features of each evaluation's extractor."""
-    known = [None if each is None else each.num_features for each in extractors]
-    evaluations = [
-        replace(evaluation, num_features=num)
-        for evaluation, num in zip(plan.evaluations, known, strict=True)
-    ]
-    return replace(plan, evaluations=tuple(evaluations))
 
 
 # Disk
@@ -324,115 +263,3 @@ def _saves(callback: ModelCheckpoint, plan: Plan) -> int | None:
     if callback._every_n_epochs and plan.epochs is not None:
         return math.ceil(plan.epochs / callback._every_n_epochs)
     return None
-
-
-# Time
-
-
-def examine_time(
-    cli: Rehearsal, data: Data, plan: Plan, extractors: Sequence[Extractor], seconds: float
-) -> Iterator[Finding]:
-    """Measure and extrapolate."""
-    module, trainer = cli.model, cli.trainer
-    if trainer is None or plan.batch_size is None:
-        yield note("time", "not estimated: without a Trainer, or batches of a known size.")
-        return
-    device = trainer.strategy.root_device
-    trainer.precision_plugin.convert_module(module).to(device)
-    timing = Timing(_device_name(device), device.type == "cpu")
-    try:
-        if isinstance(module, DiffusionModule):
-            timing = _time_parts(module, cli, timing, plan, extractors, seconds)
-        # Of another module nothing is known, and steps may take what they do.
-        if data.fault is None and (timing.step or 0.0) < seconds:
-            timing = _time_training(cli, timing, seconds)
-    except Exception as error:  # whatever a fit would end with too
-        yield problem("training", f"the first steps fail: {error}")
-        return
-    yield from check_timing(plan, timing)
-
-
-def _time_parts(
-    module: DiffusionModule,
-    cli: Rehearsal,
-    timing: Timing,
-    plan: Plan,
-    extractors: Sequence[Extractor],
-    seconds: float,
-) -> Timing:
-    """Samples, their features and forward passes."""
-    assert plan.batch_size is not None
-    with forward_context(cli.trainer), torch.no_grad():
-        if plan.evaluations or plan.grids:
-            image, how = _time_sampling(module, cli, seconds)
-            timing = replace(timing, image=image, image_how=how)
-        forward, how = forward_seconds(partial(_forward, module), plan.batch_size, seconds)
-    features = [_time_features(each, module) for each in extractors if each.network is not None]
-    step = 3 * forward * plan.accumulate  # a backward pass takes about twice a forward one
-    how = f"extrapolated {how}"
-    return replace(timing, feature=max(features, default=None), step=step, step_how=how)
-
-
-def _device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"one {torch.cuda.get_device_name(device)}"
-    return f"the CPU here ({count(torch.get_num_threads(), 'thread')})"
-
-
-def _time_sampling(module: DiffusionModule, cli: Rehearsal, seconds: float) -> tuple[float, str]:
-    sizes = [a["batch_size"] for _, a in cli.given_callbacks() if "batch_size" in a]
-    calls = len(solver_times(module.solver, module.process))
-
-    def generate(num: int) -> object:
-        return module.generate(range(num))
-
-    return sampling_seconds(generate, module.network, calls, max(sizes, default=64), seconds)
-
-
-def _time_features(extractor: Extractor, module: DiffusionModule, num: int = 4) -> float:
-    assert extractor.network is not None
-    network, channels = extractor.network.to(module.device), extractor.protocol.channels
-    images = torch.zeros(num, *module.image_shape, dtype=torch.uint8, device=module.device)
-    with torch.no_grad():
-        return timed(lambda: network(match_channels(images, channels))) / num
-
-
-def _forward(module: DiffusionModule, num: int) -> object:
-    x0 = torch.zeros(num, *module.image_shape, device=module.device)
-    t = torch.full((num,), module.process.t_max, dtype=torch.float64, device=module.device)
-    labels = None
-    if module.num_classes is not None:
-        labels = torch.zeros(num, dtype=torch.int64, device=module.device)
-    return module.per_sample_loss(x0, labels, t, torch.randn_like(x0), 0)
-
-
-def _time_training(cli: Rehearsal, timing: Timing, seconds: float) -> Timing:
-    """Real steps on real batches, into no run folder."""
-    watch = Stopwatch(seconds)
-    _train(cli, watch)
-    if not watch.steps:
-        return timing
-    return replace(timing, step=watch.seconds, step_how=f"measured on {count(watch.steps, 'step')}")
-
-
-def _train(cli: Rehearsal, watch: Callback, max_steps: int = 30) -> None:
-    settings = cli.settings
-    kept = ("accelerator", "precision", "accumulate_grad_batches", "gradient_clip_val")
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = Trainer(
-            **{name: settings[name] for name in kept},
-            gradient_clip_algorithm=settings["gradient_clip_algorithm"],
-            log_every_n_steps=settings["log_every_n_steps"],
-            devices=1,
-            max_steps=max_steps,
-            max_epochs=-1,
-            limit_val_batches=0,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            callbacks=[watch],
-            plugins=[LightningEnvironment()],  # whatever launcher the run itself has
-            default_root_dir=folder,
-        )
-        trainer.fit(cli.model, cli.datamodule)

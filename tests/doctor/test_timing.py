@@ -6,9 +6,9 @@ from lightning.pytorch import Trainer
 from support.tiny_run import TinyData, TinyModule, TinyNet
 from torch import nn
 
-from lit_diffusion.commands.doctor_plan import Evaluation, Grid, Plan
-from lit_diffusion.commands.doctor_report import Level
-from lit_diffusion.commands.doctor_timing import (
+from lit_diffusion.doctor.plan import Evaluation, Grid, Plan
+from lit_diffusion.doctor.report import Level
+from lit_diffusion.doctor.timing import (
     Stopwatch,
     Timing,
     check_timing,

@@ -9,7 +9,9 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
-from lit_diffusion.commands.doctor_plan import (
+from lit_diffusion.commands.run import RunCLI
+from lit_diffusion.commands.run_folder import Request
+from lit_diffusion.doctor.plan import (
     Average,
     Course,
     Evaluation,
@@ -17,9 +19,7 @@ from lit_diffusion.commands.doctor_plan import (
     LRSchedule,
     Plan,
 )
-from lit_diffusion.commands.doctor_ranks import Ranks
-from lit_diffusion.commands.run import RunCLI
-from lit_diffusion.commands.run_folder import Request
+from lit_diffusion.doctor.ranks import Ranks
 from lit_diffusion.errors import innermost
 
 _CALLBACKS = "lit_diffusion.callbacks."

@@ -1,6 +1,6 @@
 import pytest
 
-from lit_diffusion.commands.doctor_report import (
+from lit_diffusion.doctor.report import (
     Level,
     count,
     duration,
@@ -42,7 +42,7 @@ def test_texts_are_aligned():
     ],
 )
 def test_the_verdict_counts_what_matters(levels, told):
-    from lit_diffusion.commands.doctor_report import Finding
+    from lit_diffusion.doctor.report import Finding
 
     assert told in verdict([Finding(level, "t", "x") for level in levels])
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from lit_diffusion.callbacks import EMA
-from lit_diffusion.commands.doctor_report import Level
-from lit_diffusion.commands.doctor_storage import (
+from lit_diffusion.doctor.report import Level
+from lit_diffusion.doctor.storage import (
     Storage,
     averages_bytes,
     check_storage,

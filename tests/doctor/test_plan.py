@@ -5,7 +5,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn, optim
 from torch.utils.data import DataLoader
 
-from lit_diffusion.commands.doctor_plan import Plan
+from lit_diffusion.doctor.plan import Plan
 
 
 class Nothing(LightningModule):

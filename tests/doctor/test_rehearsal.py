@@ -7,9 +7,9 @@ import yaml
 from lightning.pytorch import Trainer
 from support.small_digits import small_digits
 
-from lit_diffusion.commands.doctor_plan import LRSchedule
-from lit_diffusion.commands.doctor_rehearsal import Data, Rehearsal, data_of, lr_of, plan_of
 from lit_diffusion.commands.run_folder import read_command_line
+from lit_diffusion.doctor.plan import LRSchedule
+from lit_diffusion.doctor.rehearsal import Data, Rehearsal, data_of, lr_of, plan_of
 
 FID = {
     "class_path": "lit_diffusion.callbacks.FIDEvaluation",

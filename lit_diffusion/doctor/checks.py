@@ -3,8 +3,8 @@
 import math
 from collections.abc import Iterable
 
-from lit_diffusion.commands.doctor_plan import Average, Course, Evaluation, Plan
-from lit_diffusion.commands.doctor_report import Finding, count, note, ok, problem, share, warning
+from lit_diffusion.doctor.plan import Average, Course, Evaluation, Plan
+from lit_diffusion.doctor.report import Finding, count, note, ok, problem, share, warning
 
 LAGGING = 0.1
 """Half-life of an average, as a share of the run, from which its lag is told."""
