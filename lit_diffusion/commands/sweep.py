@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from lit_diffusion.commands.arms import arms_of, overrides
 from lit_diffusion.commands.jobs import Ended, Job, claim, run_jobs, threads_each
 from lit_diffusion.commands.options import Parser, integers
 from lit_diffusion.commands.run_folder import latest_config, read_config
@@ -158,8 +159,12 @@ def plan(args: argparse.Namespace, options: Sequence[str]) -> list[Planned]:
         ValueError: for options or configs that do not fit, or a folder that holds another run.
     """
     _check(args)
-    arms = _arms(args)
+    files = arms_of(args.config, args.arms)
+    arms = {arm: [f"--config={file}" for file in found] for arm, found in files.items()}
     settings = {arm: _settings(arm, [*configs, *options]) for arm, configs in arms.items()}
+    for arm, found in files.items():
+        for sentence in overrides(found[1:]):
+            _tell(f"arm {arm}: {sentence}")
     runs = []
     for seed, arm in itertools.product(args.seeds, arms):
         folder = _out(args) / arm / f"seed-{seed}"
@@ -254,20 +259,6 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--seeds must be different numbers from 0 to {2**32 - 1}, got {args.seeds}."
         )
-
-
-def _arms(args: argparse.Namespace) -> dict[str, list[str]]:
-    """Name -> the options that make a fit that arm."""
-    from lit_diffusion.commands.selection import BASELINE
-
-    arms = {BASELINE: [f"--config={args.config}"]}
-    for text in args.arms:
-        files = [text] if Path(text).is_file() else text.split("+")
-        name = "+".join(Path(file).stem for file in files)
-        if name in arms:
-            raise ValueError(f"two arms are named {name}; rename {text}, since folders go by name.")
-        arms[name] = [f"--config={file}" for file in (args.config, *files)]
-    return arms
 
 
 def _settings(arm: str, options: Sequence[str]) -> dict[str, Any]:

@@ -72,6 +72,16 @@ def test_configs_joined_by_a_plus_are_one_arm(capsys):
     assert len(saved["trainer"]["callbacks"]) == 1
 
 
+def test_a_setting_that_a_joined_config_takes_back_is_told(capsys):
+    write_config(
+        {"model": {"init_args": {"optimizer": {"init_args": {"lr": 0.1}}}}}, Path("f.yaml")
+    )
+    assert call(f"sweep tiny.yaml --arms slow.yaml+f.yaml --seeds 0 --print {TRUST}") == 0
+    setting = "model.init_args.optimizer.init_args.lr"
+    told = f"arm slow+f: f.yaml replaces what slow.yaml sets: {setting}"
+    assert told in capsys.readouterr().err
+
+
 def test_a_file_with_a_plus_in_its_name_is_one_config(capsys):
     shutil.copy("slow.yaml", "a+b.yaml")
     assert "--config=a+b.yaml" in printed(capsys, "--arms a+b.yaml --seeds 0")[1]
