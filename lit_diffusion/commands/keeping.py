@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
 
 from lit_diffusion.batch_end import (
     accumulates,
@@ -20,6 +22,7 @@ from lit_diffusion.batch_end import (
     row_is_to_come,
     validation_follows,
 )
+from lit_diffusion.commands.checkpoint_before import CheckpointBefore
 from lit_diffusion.commands.run_folder import next_config
 from lit_diffusion.loggers import AppendingCSVLogger, rewind_evaluations
 
@@ -155,6 +158,10 @@ class LastCheckpoint(Checkpoint):
     is not done again. (A file saved in `on_train_end` of an unfinished epoch resumes in the next
     one.)
 
+    The checkpoint before is kept as before-last.ckpt until the next batch has a finite loss. It
+    takes the place of last.ckpt where the run ends because a loss or gradient is not finite: the
+    update before that may have been the one that ruined the weights.
+
     Args:
         folder: where the file goes.
         first: optimizer steps until the first save.
@@ -168,6 +175,8 @@ class LastCheckpoint(Checkpoint):
         self.path = Path(folder) / "last.ckpt"
         self.first = first
         self.every_n_seconds = every_n_seconds
+        self._before = CheckpointBefore(self.path)
+        self._is_proven = False
         self._due = 0
         self._saved = (0.0, -1)
 
@@ -180,6 +189,9 @@ class LastCheckpoint(Checkpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save where it is due and no validation follows."""
+        if not self._is_proven and trainer.is_global_zero and _is_finite(outputs):
+            self._before.let_go()
+            self._is_proven = True
         if self._is_wanted(trainer) and not validation_follows(trainer):
             self._save(trainer)
 
@@ -193,6 +205,19 @@ class LastCheckpoint(Checkpoint):
         """Save where the run ended in a way that could not be foreseen."""
         if trainer.global_step > self._saved[1]:
             self._save(trainer)
+        if trainer.is_global_zero:
+            self._before.let_go()
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Bring back the checkpoint before, where that may be the last good one."""
+        stopped = isinstance(exception, FloatingPointError) and trainer.is_global_zero
+        if stopped and self._before.bring_back():
+            rank_zero_warn(
+                f"{self.path} is again that of the save before, as no loss has been finite since "
+                "the last save."
+            )
 
     def _is_wanted(self, trainer: Trainer) -> bool:
         due = trainer.global_step >= self._due and not ends_epoch(trainer)
@@ -201,12 +226,21 @@ class LastCheckpoint(Checkpoint):
     def _save(self, trainer: Trainer) -> None:
         began = time.monotonic()
         seconds, steps = began - self._saved[0], trainer.global_step - self._saved[1]
+        if trainer.is_global_zero:
+            self._before.keep()
         trainer.save_checkpoint(self.path, weights_only=False)
+        self._is_proven = False
         pause = max(self.every_n_seconds, 50 * (time.monotonic() - began))
         wait = max(math.ceil(pause * steps / max(seconds, 1e-9)), 1)
         # Clocks differ; all ranks save together, so they count to the same step.
         self._due = trainer.global_step + int(trainer.strategy.broadcast(wait))
         self._saved = (time.monotonic(), trainer.global_step)
+
+
+def _is_finite(outputs: Any) -> bool:
+    """Whether the loss of a batch is, as far as training_step's output tells."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return not isinstance(loss, Tensor) or bool(loss.isfinite().all())
 
 
 def _csv_loggers(trainer: Trainer) -> list[AppendingCSVLogger]:

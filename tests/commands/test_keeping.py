@@ -9,6 +9,7 @@ import torch
 from support.commands import equal
 from support.tiny_run import TinyData, TinyModule, TinyNet
 
+from lit_diffusion.callbacks import FiniteUpdates
 from lit_diffusion.commands.keeping import ExactResume, LastCheckpoint, RunConfig
 
 
@@ -147,6 +148,39 @@ def test_no_save_is_made_between_the_last_batch_of_an_epoch_and_its_end(tmp_path
     callback = Saves(tmp_path, first=4)
     fit(callback, tmp_path, max_steps=7)
     assert callback.steps == [5, 7]
+
+
+class Ruin(pl.Callback):
+    """Makes the weights useless in one update, of which loss and gradients are finite."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_start(self, trainer, *args):
+        lr = 1e30 if trainer.global_step + 1 == self.step else 1e-3
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = lr
+
+
+def test_a_run_that_stops_for_a_loss_keeps_the_checkpoint_from_before_the_weights_were_ruined(
+    tmp_path,
+):
+    fit(Saves(tmp_path), tmp_path, max_steps=2)
+    good = (tmp_path / "last.ckpt").read_bytes()
+    saver, stop = Saves(tmp_path, first=1), [FiniteUpdates(), Ruin(3)]
+    with pytest.raises(FloatingPointError), pytest.warns(UserWarning, match="save before"):
+        fit(saver, tmp_path, tmp_path / "last.ckpt", stop, limit_val_batches=0)
+    assert saver.steps == [3]
+    assert (tmp_path / "last.ckpt").read_bytes() == good
+    assert not (tmp_path / "before-last.ckpt").exists()
+
+
+def test_a_save_that_the_next_loss_has_proven_stays_where_a_later_one_stops_the_run(tmp_path):
+    saver = Saves(tmp_path, first=2, every_n_seconds=1000.0)
+    with pytest.raises(FloatingPointError):
+        fit(saver, tmp_path, callbacks=[FiniteUpdates(), Ruin(3)], limit_val_batches=0)
+    assert saver.steps == [2]
+    assert saved(tmp_path)["global_step"] == 2
 
 
 def test_nothing_but_the_file_is_left_in_the_folder(tmp_path):

@@ -51,6 +51,11 @@ def here(tmp_path, monkeypatch):
 
 
 DIVERGE = "--model.init_args.optimizer.init_args.lr=1e20"
+SAVE_EACH_STEP = (
+    "--trainer.callbacks+=lit_diffusion.commands.keeping.LastCheckpoint "
+    "--trainer.callbacks.folder=runs/small/checkpoints "
+    "--trainer.callbacks.first=1 --trainer.callbacks.every_n_seconds=0"
+)
 
 
 @pytest.mark.slow
@@ -58,7 +63,8 @@ def test_a_run_that_diverges_is_stopped_kept_and_replayed(here, capsys):
     assert call("fit --config small.yaml") == 0
     last = Path("runs/small/checkpoints/last.ckpt")
     good = last.read_bytes()
-    assert call(f"fit --config small.yaml --ckpt_path=last --trainer.max_steps=20 {DIVERGE}") == 1
+    options = f"--ckpt_path=last --trainer.max_steps=20 {DIVERGE} {SAVE_EACH_STEP}"
+    assert call(f"fit --config small.yaml {options}") == 1
     told = capsys.readouterr().err
     step, sample, index, t, file = re.search(
         r"lit-diffusion fit: the loss is not finite at optimizer step (\d+) \(batch \d+, rank 0\): "
