@@ -17,6 +17,7 @@ from jsonargparse import DefaultHelpFormatter
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import Logger, TensorBoardLogger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -223,12 +224,15 @@ class RunCLI(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """The Trainer, with what a run needs and the config does not name."""
         config = self._get(self.config_init, "trainer")
-        return super().instantiate_trainer(
+        plugins = _with_atomic_saves(config.plugins, self.request.trust)
+        trainer = super().instantiate_trainer(
             logger=self._loggers(config.logger),
             callbacks=self._callbacks(config),
-            plugins=_with_atomic_saves(config.plugins, self.request.trust),
+            plugins=plugins,
             **kwargs,
         )
+        _keep_from_requeues(trainer, plugins)
+        return trainer
 
     def _loggers(self, given: Any) -> Any:
         if given is not None and given is not True:
@@ -350,6 +354,16 @@ def _quiet_lightning() -> None:
 
 def _is_no_advertisement(record: logging.LogRecord) -> bool:
     return "Tip: For seamless" not in record.getMessage()
+
+
+def _keep_from_requeues(trainer: Trainer, given: Sequence[Any]) -> None:
+    """In a SLURM job Lightning would save and requeue inside of a handler, whatever the command.
+
+    A cluster environment that the config names is as it says.
+    """
+    environment = trainer._accelerator_connector.cluster_environment
+    if isinstance(environment, SLURMEnvironment) and environment not in given:
+        environment.auto_requeue = False
 
 
 def _with_atomic_saves(plugins: Any, trust: Sequence[str]) -> list[Any]:

@@ -6,8 +6,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_diffusion.commands.keeping import CurvesInStep, ExactResume, LastCheckpoint
 from lit_diffusion.commands.resume import Changes, PreferConfig
@@ -29,7 +30,25 @@ def with_defaults(given: Any, *, fits: bool, shows_progress: bool) -> list[Callb
         callbacks.append(_progress())
     if fits and not has(callbacks, UpdateGuard):
         callbacks.append(_callback("finite_updates", "FiniteUpdates")())
+    if not fits:
+        callbacks.append(EndPredictions())
     return callbacks
+
+
+class EndPredictions(Callback):
+    """Ends `predict` on SIGTERM before the next batch; of Lightning's loops this one goes on."""
+
+    def on_predict_batch_start(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Look whether there was one."""
+        if trainer.received_sigterm:
+            raise SIGTERMException
 
 
 def keepers(root: Path, changed: Changes) -> list[Callback]:

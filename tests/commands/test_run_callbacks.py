@@ -6,7 +6,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 from lit_diffusion.callbacks import EMA, FiniteUpdates, RankWatch, SaveOnSignal
 from lit_diffusion.callbacks.progress import PlainProgress
 from lit_diffusion.commands.keeping import LastCheckpoint
-from lit_diffusion.commands.run_callbacks import savers, with_defaults
+from lit_diffusion.commands.run_callbacks import EndPredictions, savers, with_defaults
 
 FOLDER = Path("runs/tiny/checkpoints")
 
@@ -21,14 +21,15 @@ def test_a_fit_watches_its_ranks_first_and_its_numbers_last():
 
 
 def test_other_commands_update_nothing():
-    assert kinds(with_defaults(None, fits=False, shows_progress=False)) == [RankWatch]
+    found = with_defaults(None, fits=False, shows_progress=False)
+    assert kinds(found) == [RankWatch, EndPredictions]
 
 
 def test_what_a_config_names_is_not_added():
     given = [FiniteUpdates(3), TQDMProgressBar(), RankWatch(60)]
     assert with_defaults(given, fits=True, shows_progress=True) == given
     alone = RankWatch(60)
-    assert with_defaults(alone, fits=False, shows_progress=False) == [alone]
+    assert with_defaults(alone, fits=True, shows_progress=False)[0] is alone
 
 
 def test_a_fit_keeps_its_last_checkpoint_also_on_a_signal():

@@ -1,15 +1,17 @@
-"""A fit in a process of its own that is stopped by a signal: exit code, and what is told."""
+"""Commands that are stopped by a signal: exit code, what is told, and what is left behind."""
 
 import os
+import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from support.commands import SCRIPT, call, checkpoint
 from support.small_digits import small_digits
-from support.tiny_run import write_config
+from support.tiny_run import HERE, tiny_config, write_config
 
 LAST = Path("runs/digits/checkpoints/last.ckpt")
 
@@ -57,3 +59,59 @@ def test_a_fit_that_is_stopped_without_a_checkpoint_says_so():
     ended, said = stopped(signal.SIGTERM, Path("runs/digits/metrics.csv"), options)
     assert ended == 143, said
     assert said.strip().endswith(f"There is no {LAST} to go on from.")
+
+
+KEEPS_NOTHING = [
+    "validate --ckpt_path=runs/tiny/checkpoints/last.ckpt",
+    "test --ckpt_path=runs/tiny/checkpoints/last.ckpt",
+    "predict --ckpt_path=runs/tiny/checkpoints/last.ckpt",
+    "fit --config=tiny.yaml --trainer.enable_checkpointing=false --trainer.default_root_dir=none",
+]
+IN_A_JOB = {"JOB_ID": "7", "JOB_NAME": "train", "NTASKS": "1", "NTASKS_PER_NODE": "1"}
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Those of a finished run, in a SLURM job whose scontrol would leave a file."""
+    write_config(tiny_config(enable_progress_bar=False))
+    assert call("fit --config tiny.yaml --trust support") == 0
+    for name, value in (IN_A_JOB | dict.fromkeys(("NODEID", "PROCID", "LOCALID"), "0")).items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/requeued\n')
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}:{os.environ['PATH']}")
+    return sorted(Path().rglob("*"))
+
+
+def signalled(command: str, name: str) -> str:
+    """The command, whose process gets a signal in its second batch."""
+    callback = f"--trainer.callbacks+={HERE}.SignalsItself --trainer.callbacks.name={name}"
+    return f"{command} --trust=support {callback}"
+
+
+def left_behind(files: list[Path]) -> list[Path]:
+    """Checkpoints that were not there before, and the sign of a requeue."""
+    found = [*Path().rglob("*.ckpt"), *Path().glob("requeued")]
+    return [file for file in found if file not in files]
+
+
+@pytest.mark.parametrize("command", KEEPS_NOTHING)
+def test_what_keeps_nothing_ends_on_a_sigterm_before_its_next_batch(files, command):
+    assert call(signalled(command, "SIGTERM")) == 143
+    assert left_behind(files) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", KEEPS_NOTHING)
+def test_what_keeps_nothing_dies_of_sigusr1_in_a_slurm_job_that_it_does_not_requeue(files, command):
+    """Lightning would save a checkpoint into the run folder, requeue the job, and go on."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    words = shlex.split(signalled(command, "SIGUSR1"))
+    ended = subprocess.run([sys.executable, "-c", MAIN, *words], env=environment, check=False)
+    assert ended.returncode == -signal.SIGUSR1
+    assert left_behind(files) == []
+
+
+MAIN = "import sys; from lit_diffusion.cli import main; sys.exit(main())"

@@ -1,5 +1,7 @@
 """A module, data and config that train in a moment, for tests of what surrounds training."""
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,9 @@ class TinyModule(pl.LightningModule):
 
     test_step = validation_step
 
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.network(batch[0])
+
     def configure_optimizers(self) -> Any:
         optimizer = self._optimizer(self.parameters())
         if self._lr_scheduler is None:
@@ -88,7 +93,7 @@ class TinyData(pl.LightningDataModule):
         return ResumableLoader(self)
 
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(self.data, self.batch_size)
+        return DataLoader(self.data, batch_size=self.batch_size)
 
     test_dataloader = predict_dataloader = val_dataloader
 
@@ -143,6 +148,22 @@ EMA = {"class_path": "lit_diffusion.callbacks.ema.EMA", "init_args": {"decays": 
 def write_config(config: dict[str, Any], path: Path = Path("tiny.yaml")) -> Path:
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     return path
+
+
+class SignalsItself(pl.Callback):
+    """Sends this process a signal in the second batch, whatever it is that runs."""
+
+    def __init__(self, name: str) -> None:
+        self.number = signal.Signals[name]
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int, *_: int
+    ) -> None:
+        if batch_idx == 1:
+            os.kill(os.getpid(), self.number)
+
+    on_validation_batch_start = on_train_batch_start
+    on_test_batch_start = on_predict_batch_start = on_train_batch_start
 
 
 class Nothing(pl.Callback):
