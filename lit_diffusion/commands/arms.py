@@ -5,8 +5,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from lit_diffusion.commands.selection import BASELINE
 from lit_diffusion.commands.yaml_file import read_yaml
+
+BASELINE = "baseline"
+"""Name of the arm that is the experiment's config alone."""
 
 _ADDED = "+"
 """Ends the name of a setting whose list is added to, not replaced."""

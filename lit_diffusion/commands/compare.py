@@ -95,8 +95,8 @@ def _are_tables(names: Sequence[str]) -> bool:
 
 def _of_tables(args: argparse.Namespace) -> "Report":
     """The report on CSV files."""
+    from lit_diffusion.commands.arms import BASELINE
     from lit_diffusion.commands.curve_tables import read_arms
-    from lit_diffusion.commands.selection import BASELINE
 
     arms = read_arms(args.runs)
     names = [arm.name for arm in arms]

@@ -4,9 +4,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lit_diffusion.commands.arms import BASELINE
 from lit_diffusion.commands.experiment import Run, protocol_of, settings_that_differ
 
-BASELINE = "baseline"
 _SHOWN = 6
 
 
