@@ -71,7 +71,7 @@ def claim(path: Path) -> IO[bytes] | None:
 
 
 def run_jobs(
-    jobs: Iterable[Job],
+    jobs: Iterable[Job | None],
     at_once: int,
     ended: Callable[[Ended], None],
     environment: Mapping[str, str] | None = None,
@@ -79,7 +79,7 @@ def run_jobs(
     """Run all jobs, and stop those that run if this process is interrupted or terminated.
 
     Args:
-        jobs: asked for the next one whenever there is room for it.
+        jobs: asked for the next one whenever there is room for it; asked again soon after a None.
         at_once: processes at a time, >= 1.
         ended: told of each that has ended.
         environment: of the processes; None is this one's.
@@ -119,12 +119,18 @@ class _Running:
 
 def _fill(
     running: list[_Running],
-    waiting: Iterator[Job],
+    waiting: Iterator[Job | None],
     at_once: int,
     environment: Mapping[str, str] | None,
 ) -> bool:
-    """Start processes until there are enough; whether there are any."""
-    while len(running) < at_once and (job := next(waiting, None)) is not None:
+    """Start processes until there are enough; whether there are any, or may be later."""
+    while len(running) < at_once:
+        try:
+            job = next(waiting)
+        except StopIteration:
+            return bool(running)
+        if job is None:
+            return True
         popen = subprocess.Popen(  # noqa: S603  the command is ours
             job.command,
             stdin=subprocess.DEVNULL,
@@ -134,7 +140,7 @@ def _fill(
             start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
         )
         running.append(_Running(job, popen, time.monotonic()))
-    return bool(running)
+    return True
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:

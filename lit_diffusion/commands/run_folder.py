@@ -24,6 +24,10 @@ CLAIM = ".lock"
 """File in a run folder on which the process that trains into it has a lock."""
 
 
+class InUse(ValueError):
+    """Another process has a run folder."""
+
+
 @dataclass(frozen=True)
 class Request:
     """What a command line asks for, as far as it must be known before the config is parsed.
@@ -199,13 +203,13 @@ def occupied(root: Path) -> Iterator[None]:
     for other nodes where the file system has locks.
 
     Raises:
-        ValueError: where another process has it.
+        InUse: where another process has it.
     """
     with (root / CLAIM).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(
+            raise InUse(
                 f"{root} is in use: another process trains into it. Wait for it, or start another "
                 f"run with --trainer.default_root_dir={root}-2."
             ) from error

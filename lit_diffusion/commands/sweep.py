@@ -11,7 +11,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +22,7 @@ import yaml
 from lit_diffusion.commands.arms import arms_of, overrides
 from lit_diffusion.commands.jobs import Ended, Job, claim, run_jobs, threads_each
 from lit_diffusion.commands.options import Parser, integers
-from lit_diffusion.commands.run_folder import latest_config, read_config
+from lit_diffusion.commands.run_folder import CLAIM, InUse, latest_config, occupied, read_config
 
 LOG = "fit.log"
 RESUME = "--ckpt_path=last"
@@ -47,8 +47,8 @@ output in fit.log there; options that are not listed below go to every fit. All 
 seed come first, so that a sweep that is cut short can be compared.
 
 The same command goes on where it was stopped: finished runs are left alone, others resume from
-their last checkpoint, or start over where there is none yet. At the end, or at any time:
-`lit-diffusion compare OUT --out OUT/report`.
+their last checkpoint, or start over where there is none yet; those that another process runs are
+waited for. At the end, or at any time: `lit-diffusion compare OUT --out OUT/report`.
 
 On a cluster, each line of --print is an array task, which resumes when it is requeued:
 
@@ -202,29 +202,60 @@ class Sweep:
         """How many runs are finished."""
         return f"{len(self._finished)} of {len(self.runs)} runs finished"
 
-    def _jobs(self) -> Iterator[Job]:
-        program = _program()
-        for run in self.runs:
-            log = claim(run.folder / LOG)
-            if log is None:
-                _tell(f"{run.name} is being run by another process")
-                continue
+    def _jobs(self) -> Iterator[Job | None]:
+        """What is to be started; None while all that is left is run by other processes."""
+        queue, left = deque(self.runs), set[str]()
+        while queue:
+            run = queue.popleft()
             try:
-                steps = run.steps()
-            except ValueError as error:  # a damaged checkpoint is no reason to stop the others
-                log.close()
-                _tell(f"{run.name} CANNOT GO ON: {error}")
+                job = self._job(run)
+            except InUse:
+                if run.name in left:
+                    yield None
+                else:
+                    _tell(f"{run.name} is being run by another process, and is waited for")
+                queue.append(run)
+                left.add(run.name)
                 continue
-            if steps is not None and steps >= run.max_steps:
-                log.close()
-                self._finished.add(run.name)
-                _tell(f"{run.name} was finished before")
-                continue
-            if steps is None and latest_config(run.folder):
+            if job is not None:
+                yield job
+
+    def _job(self, run: Planned) -> Job | None:
+        """What starts or resumes a run; None for one that is finished, or cannot go on.
+
+        Raises:
+            InUse: where another process runs it.
+        """
+        log = claim(run.folder / LOG)
+        if log is None:
+            raise InUse(f"{run.folder / LOG} is being written by another process.")
+        with ExitStack() as unless_started:
+            unless_started.enter_context(log)
+            with occupied(run.folder):  # also a fit that no sweep started has that
+                options = self._prepared(run)
+            if options is None:
+                return None
+            unless_started.pop_all()
+        return Job(run.name, [_program(), *run.command[1:], *options], log)
+
+    def _prepared(self, run: Planned) -> list[str] | None:
+        """Options of a start beside the run's own; None where it is not to be started."""
+        try:
+            steps = run.steps()
+        except ValueError as error:  # a damaged checkpoint is no reason to stop the others
+            _tell(f"{run.name} CANNOT GO ON: {error}")
+            return None
+        if steps is None:
+            if latest_config(run.folder):
                 _clear(run.folder)
-            _tell(f"{run.name} {'starts' if steps is None else f'resumes at step {steps}'}")
-            resume = [] if steps is None else [RESUME]
-            yield Job(run.name, [program, *run.command[1:], *resume], log)
+            _tell(f"{run.name} starts")
+            return []
+        if steps >= run.max_steps:
+            self._finished.add(run.name)
+            _tell(f"{run.name} was finished before")
+            return None
+        _tell(f"{run.name} resumes at step {steps}")
+        return [RESUME]
 
     def _ended(self, ended: Ended) -> None:
         name, code = ended.job.name, ended.code
@@ -345,9 +376,9 @@ def _changes(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
 
 
 def _clear(folder: Path) -> None:
-    """Remove what a run left that died before its first checkpoint; its log stays."""
+    """Remove what a run left that died before its first checkpoint; its log and claim stay."""
     for path in folder.iterdir():
-        if path.name != LOG:
+        if path.name not in (LOG, CLAIM):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

@@ -85,6 +85,21 @@ def test_the_next_job_is_asked_for_when_there_is_room_for_it(tmp_path):
     assert ended(work()) == [("a", 0), ("b", 0)]
 
 
+def test_none_is_no_end_and_holds_up_nothing(tmp_path):
+    """As long as the second has nothing to start, the first is told of when it ends."""
+    seen = []
+
+    def work():
+        yield job(tmp_path, "pass", "a")
+        while not seen:
+            yield None
+        yield None  # when nothing runs
+        yield job(tmp_path, "pass", "b")
+
+    run_jobs(work(), 2, lambda end: seen.append(end.job.name))
+    assert seen == ["a", "b"]
+
+
 def test_processes_get_the_environment_asked_for(tmp_path):
     code = "import os, sys; sys.exit(int(os.environ['OMP_NUM_THREADS']))"
     environment = {**os.environ, "OMP_NUM_THREADS": "7"}

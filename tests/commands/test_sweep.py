@@ -19,6 +19,7 @@ from support.tiny_run import EMA, tiny_config, write_config
 from lit_diffusion.cli import main
 from lit_diffusion.commands import sweep
 from lit_diffusion.commands.jobs import Ended, Job
+from lit_diffusion.commands.run_folder import occupied
 from lit_diffusion.loggers import read_rows
 
 TRUST = "--trust support"
@@ -238,6 +239,45 @@ def test_a_baseline_alone_needs_no_comparison(one_run, capsys):
     assert "no report" not in capsys.readouterr().err
 
 
+# Runs that other processes have
+
+
+def planned(options: str) -> sweep.Sweep:
+    args = sweep.parser().parse_args(shlex.split(f"tiny.yaml --out out {options}"))
+    return sweep.Sweep(sweep.plan(args, TRUST.split()), 1)
+
+
+def test_the_folder_of_a_fit_that_no_sweep_started_is_left_alone_until_it_ends(one_run, capsys):
+    """Before its first checkpoint, it looks like a run that died."""
+    run = Path("out/baseline/seed-0")
+    shutil.rmtree(run / "checkpoints")
+    (run / "metrics.csv").unlink()
+    with occupied(run):
+        before, claimed = sorted(run.iterdir()), (run / ".lock").stat().st_ino
+        jobs = planned("--seeds 0")._jobs()
+        assert [next(jobs) for _ in range(3)] == [None] * 3
+        assert sorted({*before, run / sweep.LOG}) == sorted(run.iterdir())
+    assert capsys.readouterr().err.count("baseline/seed-0 is being run by another process") == 1
+    (job,) = jobs
+    assert job.name == "baseline/seed-0"
+    assert sorted(path.name for path in run.iterdir()) == [".lock", sweep.LOG]
+    assert (run / ".lock").stat().st_ino == claimed  # a new file would be another claim
+
+
+def test_runs_of_others_come_last_and_count_as_finished_when_those_finish_them(one_run, tmp_path):
+    saved = Path("out/baseline/seed-0/checkpoints")
+    saved.rename("elsewhere")
+    shutil.rmtree("out/slow")
+    over = planned("--arms slow.yaml --seeds 0")
+    jobs = over._jobs()
+    with occupied(saved.parent):
+        assert next(jobs).name == "slow/seed-0"
+        assert next(jobs) is None
+        Path("elsewhere").rename(saved)
+    assert list(jobs) == []
+    assert over.unfinished == ["slow/seed-0"]
+
+
 # The processes
 
 
@@ -304,3 +344,28 @@ def test_a_sweep_that_is_interrupted_goes_on_where_it_was():
     assert said.count("was finished before") == 2
     assert {p: p.read_bytes() for run in runs for p in run.rglob("*") if p.is_file()} == before
     assert Path("out/report/report.html").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.system
+@pytest.mark.usefixtures("terminal_signals")
+def test_a_sweep_that_was_killed_waits_for_the_run_that_it_left_behind():
+    write_config(digits(50), Path("digits.yaml"))
+    options, run = "digits.yaml --seeds 0 --out out", Path("out/baseline/seed-0")
+    first = start(options)
+    while not (run / "metrics.csv").exists():
+        assert first.poll() is None, first.communicate()[1]
+        time.sleep(0.05)
+    children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+    signal_all(children, signal.SIGSTOP)  # so that it is still there when the second one looks
+    first.kill()
+    second = start(options)
+    assert "baseline/seed-0 is being run by another process" in second.stderr.readline()
+    signal_all(children, signal.SIGCONT)
+    assert "baseline/seed-0 was finished before" in told(second, 0)
+    assert not list(run.glob("config.resume-*"))
+
+
+def signal_all(processes: list[str], number: signal.Signals) -> None:
+    for process in processes:
+        os.kill(int(process), number)
