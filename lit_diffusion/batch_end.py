@@ -37,7 +37,18 @@ def ends_epoch(trainer: Trainer) -> bool:
     return trainer.is_last_batch and trainer.num_training_batches > 1
 
 
+def batch_is_ending(trainer: Trainer) -> bool:
+    """Whether this is `on_train_batch_end`; the name of the hook is another while saving."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(batches.completed < batches.processed)
+
+
+def epoch_is_ending(trainer: Trainer) -> bool:
+    """Whether this is `on_train_epoch_end`."""
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    return bool(epochs.completed < epochs.processed)
+
+
 def row_is_to_come(trainer: Trainer) -> bool:
     """Whether the batch made an optimizer step whose metrics are yet to be logged."""
-    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-    return batches.completed < batches.processed and not accumulates(trainer)
+    return batch_is_ending(trainer) and not accumulates(trainer)

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from lit_diffusion.batch_end import (
     accumulates,
+    batch_is_ending,
     ends_epoch,
+    epoch_is_ending,
     is_ending,
     row_is_to_come,
     validation_follows,
@@ -110,7 +112,7 @@ class ExactResume(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Mark the file."""
-        why = _inexact(trainer, pl_module)
+        why = _inexact(trainer)
         if why is not None:
             checkpoint[self._MARK] = why
 
@@ -135,13 +137,12 @@ class ExactResume(Callback):
 _BETWEEN = "between accumulated batches"
 
 
-def _inexact(trainer: Trainer, module: LightningModule) -> str | None:
-    hook = module._current_fx_name
+def _inexact(trainer: Trainer) -> str | None:
     if accumulates(trainer):
         return _BETWEEN
-    if hook == "on_train_batch_end" and validation_follows(trainer):
+    if batch_is_ending(trainer) and validation_follows(trainer):
         return "before the validation of its step, which is left out"
-    if hook == "on_train_epoch_end":
+    if epoch_is_ending(trainer):
         return "at the end of an epoch, after which Lightning counts a step twice"
     return None
 

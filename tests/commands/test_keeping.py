@@ -1,5 +1,6 @@
 import os
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -223,3 +224,31 @@ def test_what_was_saved_between_accumulated_batches_is_no_place_to_go_on_from(
             again()
     else:
         again()
+
+
+@pytest.mark.parametrize(
+    ("hook", "step", "said"),
+    [
+        ("on_train_batch_end", 2, "before the validation of its step, which is left out"),
+        ("on_train_batch_end", 3, None),
+        ("on_validation_end", 2, None),
+        ("on_train_epoch_end", 4, "at the end of an epoch"),
+        ("on_train_end", 8, None),
+    ],
+)
+def test_a_file_from_which_a_run_would_not_go_on_as_it_was_says_so(tmp_path, hook, step, said):
+    class SaveAt(pl.Callback):
+        def save(self, trainer, *args):
+            if trainer.global_step == step:
+                trainer.save_checkpoint(tmp_path / "some.ckpt")
+
+    saver = SaveAt()
+    setattr(saver, hook, saver.save)
+    fit(saver, tmp_path, callbacks=[ExactResume()], max_steps=8, val_check_interval=2)
+    again = partial(fit, ExactResume(), tmp_path, ckpt_path=tmp_path / "some.ckpt", max_steps=9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again()
+    told = [str(w.message) for w in caught if "some.ckpt was saved" in str(w.message)]
+    assert len(told) == (said is not None)
+    assert all(f"some.ckpt was saved {said}" in text for text in told)
