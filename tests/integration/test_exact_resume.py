@@ -2,7 +2,7 @@
 
 import pytest
 from support.on_ranks import run_on_ranks
-from support.resuming import CALLBACKS, STEPS, Recipe, assert_undisturbed
+from support.resuming import CALLBACKS, SCHEDULES, STEPS, Recipe, assert_undisturbed
 
 
 def quickly(cases, *quick):
@@ -64,6 +64,31 @@ def test_died_between_accumulated_batches(tmp_path, step):
 @pytest.mark.parametrize("step", [4, 5, 6])
 def test_died_under_settings_of_the_trainer(tmp_path, trainer, step):
     assert_undisturbed(tmp_path, Recipe(trainer=trainer), step)
+
+
+@pytest.mark.parametrize("step", quickly([6, 7, 8, 9], 7))
+def test_died_in_an_epoch_that_accumulates_more_than_the_first(tmp_path, step):
+    recipe = Recipe(("GradientAccumulationScheduler",))
+    assert_undisturbed(tmp_path, recipe, step)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "death",
+    quickly(
+        [
+            (7, ()),
+            (4, (("val_check_interval", 2),)),
+            (3, (("val_check_interval", 2), ("accumulate_grad_batches", 2))),
+            (6, (("check_val_every_n_epoch", 2),)),
+        ],
+        (7, ()),
+    ),
+)
+def test_died_with_schedules_that_lightning_updates_after_saves(tmp_path, schedule, death):
+    step, trainer = death
+    recipe = Recipe((), schedule=schedule, trainer=trainer)
+    assert_undisturbed(tmp_path, recipe, step)
 
 
 @pytest.mark.slow

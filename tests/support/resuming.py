@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from lit_diffusion.callbacks import (
     EMA,
@@ -19,7 +20,8 @@ from lit_diffusion.callbacks import (
     SampleGrid,
     TimestepCurriculum,
 )
-from lit_diffusion.commands.keeping import CurvesInStep, LastCheckpoint
+from lit_diffusion.commands.keeping import LastCheckpoint
+from lit_diffusion.commands.run_callbacks import keepers
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.loggers import AppendingCSVLogger, read_rows
 from lit_diffusion.lr_schedules import WarmupCosine
@@ -39,6 +41,26 @@ CALLBACKS = {
     "FIDEvaluation": lambda: FIDEvaluation(
         66, "digits-cnn", every_n_steps=4, weights="raw", cache_dir="cache"
     ),
+}
+FOREIGN = {
+    "GradientAccumulationScheduler": lambda: GradientAccumulationScheduler({0: 1, 1: 2}),
+}
+
+
+def _plateau(optimizer, interval, frequency=1, monitor="val/loss"):
+    """Halves the lr at every update, as nothing is better by ten."""
+    never = {"threshold": 10.0, "threshold_mode": "abs"}
+    scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, **never)
+    when = {"interval": interval, "frequency": frequency}
+    return {"scheduler": scheduler, "monitor": monitor, "strict": False, **when}
+
+
+SCHEDULES = {  # in place of the module's, which has one per step
+    "plateau of epochs": lambda optimizer: _plateau(optimizer, "epoch"),
+    "plateau of two epochs": lambda optimizer: _plateau(optimizer, "epoch", 2),
+    "plateau of steps": lambda optimizer: _plateau(optimizer, "step"),
+    "plateau of training": lambda optimizer: _plateau(optimizer, "step", 2, "train/loss"),
+    "steps of epochs": lambda optimizer: {"scheduler": StepLR(optimizer, 1, 0.5)},
 }
 
 
@@ -92,6 +114,7 @@ class Recipe:
     workers: tuple[int, int] = (0, 0)  # before and after the death
     trainer: tuple[tuple[str, object], ...] = ()
     batch_size: int = 280
+    schedule: str | None = None
 
     def fit(self, folder, *extra, ckpt_path=None, resumed=False):
         seed_everything(3)
@@ -102,11 +125,13 @@ class Recipe:
             ),
             lr_scheduler=lambda optimizer: WarmupCosine(optimizer, warmup_steps=3),
         )
+        if self.schedule is not None:
+            module.configure_optimizers = lambda: self._scheduled(module)
         trainer = make_trainer(
             folder,
             *extra,
-            CurvesInStep(folder),
-            *(CALLBACKS[name]() for name in self.callbacks),
+            *((CALLBACKS | FOREIGN)[name]() for name in self.callbacks),
+            *keepers(folder, {}),
             logger=AppendingCSVLogger(folder),
             **{
                 "max_steps": STEPS,
@@ -121,6 +146,10 @@ class Recipe:
         trainer.fit(module, data, ckpt_path=ckpt_path)
         trainer.save_checkpoint(folder / "end.ckpt")
         return torch.load(folder / "end.ckpt", weights_only=True)
+
+    def _scheduled(self, module):
+        optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
+        return {"optimizer": optimizer, "lr_scheduler": SCHEDULES[self.schedule](optimizer)}
 
 
 def curves(folder):
