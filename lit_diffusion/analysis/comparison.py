@@ -38,6 +38,11 @@ class Arm:
         """The lowest FID of the median seed; infinite where that one has no finite FID."""
         return median(curve.best for curve in self.curves)
 
+    @property
+    def lost(self) -> int:
+        """Number of seeds whose last FID is not finite."""
+        return sum(not math.isfinite(curve.fids[-1]) for curve in self.curves)
+
     def crossings(self, target: float) -> tuple[Crossing, ...]:
         """When each seed reached a target."""
         return tuple(first_crossing(c.steps, c.fids, target) for c in self.curves)
@@ -50,6 +55,7 @@ class Verdict(Enum):
     SLOWER = "slower"
     UNCLEAR = "unclear"  # a difference, but not after Holm's correction
     NO_DIFFERENCE = "no difference shown"
+    LOST = "not finite at the end"  # faster, but a seed's last FID is no number
     MISSED = "does not get there"  # and has no FID at which its speed could be measured
     UNKNOWN = "cannot be told"  # no interval
 
@@ -107,7 +113,7 @@ class Comparison:
     @property
     def faster(self) -> list[Result]:
         """Arms that beat the baseline by more than noise: first those that do not fall short."""
-        faster = [result for result in self.results if result.verdict is Verdict.FASTER]
+        faster = [r for r in self.results if r.verdict in (Verdict.FASTER, Verdict.LOST)]
         return sorted(faster, key=self.falls_short)
 
     @property
@@ -116,19 +122,28 @@ class Comparison:
         return (self.faster or sorted(self.results, key=self.falls_short))[0]
 
     @property
+    def winners(self) -> list[Result]:
+        """The best arm and those that it does not lead by more than noise, if it wins."""
+        able = [result for result in self.faster if not self.falls_short(result)]
+        return able[:1] + [result for result in able[1:] if not _is_ahead(able[0], result)]
+
+    @property
     def lead(self) -> Speedup | None:
         """Speed-up of the best arm over the next, where both are faster than the baseline."""
         faster = self.faster[:2]
-        return speedup(faster[1].crossings, faster[0].crossings) if len(faster) == 2 else None
+        return lead_over(*faster) if len(faster) == 2 else None
 
     def falls_short(self, result: Result) -> bool:
-        """Whether a seed missed the target, or the median seed ends worse than the baseline's.
+        """Whether an arm that may be fast does not win.
+
+        A seed missed the target or ended without a finite FID, or the median seed ends worse than
+        the baseline's.
 
         Where one seed of the baseline failed, the target is easy: an arm may be fast to it and yet
         end worse than most seeds of the baseline do.
         """
         missed = any(crossing.bound is Bound.MORE_THAN for crossing in result.crossings)
-        return missed or result.arm.typical > self.baseline.typical
+        return missed or result.arm.lost > 0 or result.arm.typical > self.baseline.typical
 
 
 def compare(arms: Sequence[Arm], baseline: str, target: float | None = None) -> Comparison:
@@ -164,6 +179,17 @@ def compare(arms: Sequence[Arm], baseline: str, target: float | None = None) -> 
     num_tests = sum(result.holm_p is not None for result in ranked)
     crossings = base.crossings(target)
     return Comparison(base, target, crossings, ranked, num_tests)
+
+
+def lead_over(first: Result, other: Result) -> Speedup:
+    """Speed-up of an arm over another, to the target that both were compared at."""
+    return speedup(other.crossings, first.crossings)
+
+
+def _is_ahead(first: Result, other: Result) -> bool:
+    """Whether an arm leads another by more than noise."""
+    low = lead_over(first, other).low
+    return low is not None and low > 1
 
 
 def mean_crossing(crossings: Sequence[Crossing]) -> Crossing:
@@ -249,8 +275,10 @@ def _reached(crossings: Sequence[Crossing]) -> bool:
 def _judged(result: Result, holm_p: float) -> Result:
     p, level = result.speedup.p, 1 - CONFIDENCE
     assert p is not None
-    if holm_p < level:
-        verdict = Verdict.FASTER if result.speedup.ratio > 1 else Verdict.SLOWER
+    if holm_p < level and result.speedup.ratio > 1:
+        verdict = Verdict.LOST if result.arm.lost else Verdict.FASTER
+    elif holm_p < level:
+        verdict = Verdict.SLOWER
     else:
         verdict = Verdict.UNCLEAR if p < level else Verdict.NO_DIFFERENCE
     return replace(result, holm_p=holm_p, verdict=verdict)

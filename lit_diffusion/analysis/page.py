@@ -7,7 +7,13 @@ from importlib.resources import files
 
 from lit_diffusion.analysis.report import METHOD, Grid, Report, Section, sections
 from lit_diffusion.analysis.tables import Table
-from lit_diffusion.analysis.wording import by_images_text, explanation, headline, verdict_text
+from lit_diffusion.analysis.wording import (
+    by_images_text,
+    explanation,
+    headline,
+    verdict_text,
+    winners_text,
+)
 
 
 def html(report: Report, pictures: Mapping[str, str]) -> str:
@@ -46,9 +52,8 @@ def _top(report: Report) -> str:
     """The sentence, what stands behind it, and that not all runs take part."""
     comparison = report.comparison
     sentence = _text(headline(comparison))
-    if comparison.faster:
-        name = _text(comparison.best.arm.name)
-        sentence = sentence.replace(name, f'<em class="faster">{name}</em>', 1)
+    if who := _text(winners_text(comparison)):
+        sentence = f'<em class="faster">{who}</em>{sentence.removeprefix(who)}'
     lines = [f"<h1>{sentence}</h1>", f'<p class="lead">{_text(explanation(comparison))}</p>']
     if report.by_images is not None:
         told = _text(by_images_text(comparison, report.by_images))

@@ -17,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from lit_diffusion.analysis.comparison import Arm, Comparison, Result, Verdict, mean_crossing
 from lit_diffusion.analysis.curves import Bound
 from lit_diffusion.analysis.tables import common_steps
-from lit_diffusion.analysis.wording import fid_text, speedup_text
+from lit_diffusion.analysis.wording import at_text, fid_text, speedup_text
 
 INK, FAINT = "#1d2733", "#8a94a0"
 COLORS = {
@@ -26,6 +26,7 @@ COLORS = {
     Verdict.UNCLEAR: "#8a6d00",
     Verdict.NO_DIFFERENCE: "#5c6773",
     Verdict.UNKNOWN: "#5c6773",
+    Verdict.LOST: "#b3400b",
     Verdict.MISSED: "#b3400b",
 }
 """Of a verdict. Dark enough for text on white; the words stand beside them everywhere."""
@@ -156,7 +157,7 @@ def _interval(axes: Axes, row: int, result: Result, comparison: Comparison) -> N
 def _label(result: Result, comparison: Comparison) -> str:
     text = f"{speedup_text(result.speedup)}  {result.verdict.value}"
     if result.at != comparison.target:
-        return f"{text} (to FID {fid_text(result.at)})"
+        return f"{text} (to FID {at_text(result, comparison)})"
     is_short = result.verdict is Verdict.FASTER and comparison.falls_short(result)
     return text + " (ends worse)" * is_short
 

@@ -70,9 +70,10 @@ METHOD = (
     "seed of an arm never reached it, that arm's steps are a bound (>), and its speed-up that to "
     "the lowest FID which all seeds of both arms reached; an arm that misses the target in every "
     "seed and has no such FID does not get there. The verdicts faster and slower need a "
-    "p-value below 0.05 after Holm's correction for the number of arms tested. A faster arm wins "
-    "if all its seeds reach the target and its median seed's lowest FID is no higher than the "
-    "baseline's."
+    "p-value below 0.05 after Holm's correction for the number of arms tested, and faster a finite "
+    "last FID in every seed. A faster arm wins if all its seeds reach the target and its median "
+    "seed's lowest FID is no higher than the baseline's. Arms that win and that the fastest does "
+    "not lead by more than noise (the interval of its speed-up over them holds 1) win with it."
 )
 _FOREST = (
     "The bar is the 95% interval of the speed-up: where it crosses the line at 1x, the difference "

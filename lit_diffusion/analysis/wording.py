@@ -9,6 +9,7 @@ from lit_diffusion.analysis.comparison import (
     Comparison,
     Result,
     Verdict,
+    lead_over,
     mean_crossing,
 )
 from lit_diffusion.analysis.curves import Bound, Crossing, paired_spread, sampling_spread
@@ -97,6 +98,8 @@ def verdict_text(result: Result, comparison: Comparison) -> str:
         return f"cannot be told from noise ({_why_unknown(result, base)}): {value}"
     if result.verdict is Verdict.MISSED:
         return f"does not get there: {_reached_the_target(result, comparison)}"
+    if result.verdict is Verdict.LOST:
+        return f"not finite at the end: {value}, {_but(result, comparison)}"
     provisional = f" (provisional: {seeds_text(count)})" if count < HEADLINE_SEEDS else ""
     falls_short = result.verdict is Verdict.FASTER and comparison.falls_short(result)
     but = f", {_but(result, comparison)}" if falls_short else ""
@@ -125,16 +128,48 @@ def headline(comparison: Comparison) -> str:
     return "; ".join([_of_the_tested(comparison), *_untested(comparison)]) + "."
 
 
+def winners_text(comparison: Comparison) -> str:
+    """Who the headline begins with: the arms that win; empty where none does.
+
+    Of many that cannot be told apart, two are named.
+    """
+    names = [result.arm.name for result in comparison.winners]
+    if len(names) <= 2:
+        return " and ".join(names)
+    more = len(names) - 2
+    return f"{names[0]}, {names[1]} and {'another' if more == 1 else f'{more} others'}"
+
+
 def _winner(comparison: Comparison) -> str:
-    """A headline on an arm that is faster; one that falls short does not win."""
+    """A headline on arms that are faster; one that falls short does not win."""
     base, best = comparison.baseline.name, comparison.best
-    at_least = "at least " * best.speedup.is_lower_bound
-    gain = f"{at_least}{ratio_text(best.speedup.ratio)} as fast as {base}"
-    if not comparison.falls_short(best):
-        return f"{best.arm.name} wins: {gain}. {_certainty([best], comparison)}"
+    winners, who = comparison.winners, winners_text(comparison)
+    if len(winners) > 1:
+        certainty = _certainty(winners, comparison)
+        return f"{who} beat {base}: {_gains(winners)} as fast. {certainty} {_tie(winners)}"
+    gain = f"{_gains([best])} as fast as {base}"
+    if winners:
+        return f"{who} wins: {gain}. {_certainty(winners, comparison)}"
     certainty = _certainty([best], comparison, "The speed-up")
-    at, but = fid_text(best.at), _but(best, comparison)
-    return f"{best.arm.name} is {gain} to FID {at}, {but}. {certainty}"
+    at, but = _target_texts(best.at, comparison)[0], _but(best, comparison)
+    return f"No arm wins: {best.arm.name} is {gain} to FID {at}, {but}. {certainty}"
+
+
+def _gains(results: Sequence[Result]) -> str:
+    """Their speed-ups, from the lowest to the highest."""
+    texts = dict.fromkeys(
+        "at least " * result.speedup.is_lower_bound + ratio_text(result.speedup.ratio)
+        for result in reversed(results)
+    )
+    first, *others = texts
+    return f"{first} to {others[-1]}" if others else first
+
+
+def _tie(winners: Sequence[Result]) -> str:
+    """That the first does not lead the others by more than noise."""
+    if any(lead_over(winners[0], other).low is None for other in winners[1:]):
+        return "Which of them is fastest cannot be told."
+    return "Between them it is noise."
 
 
 def _baseline_wins(comparison: Comparison) -> str:
@@ -297,6 +332,9 @@ def _but(result: Result, comparison: Comparison) -> str:
     if any(crossing.bound is Bound.MORE_THAN for crossing in result.crossings):
         return f"but {_reached_the_target(result, comparison)}"
     arm, base = result.arm, comparison.baseline
+    if arm.lost:
+        those = f" ({base.name}: {base.lost} of {len(base.curves)})" * (base.lost > 0)
+        return f"but {arm.lost} of {len(arm.curves)} seeds end without a finite FID{those}"
     medians = f"{fid_text(arm.typical)}, that of {base.name} {fid_text(base.typical)} (medians)"
     return f"but its lowest FID is {medians}{_shorter(arm, base)}"
 
@@ -318,7 +356,23 @@ def _shorter(arm: Arm, base: Arm) -> str:
 
 def _to(result: Result, comparison: Comparison) -> str:
     """Where a speed-up is measured, if that is not the target."""
-    return f" to FID {fid_text(result.at)}" if result.at != comparison.target else ""
+    return f" to FID {at_text(result, comparison)}" if result.at != comparison.target else ""
+
+
+def at_text(result: Result, comparison: Comparison) -> str:
+    """The FID that a speed-up is measured at; beside the target where those look alike."""
+    at, target = _target_texts(result.at, comparison)
+    return f"{at}, not {target}" if fid_text(result.at) != at else at
+
+
+def _target_texts(at: float, comparison: Comparison) -> tuple[str, str]:
+    """An FID and the target, with as many digits as tell them apart."""
+    target = comparison.target
+    texts, places = (fid_text(at), fid_text(target)), 3
+    while texts[0] == texts[1] and at != target and places < 12:
+        places += 1
+        texts = f"{at:.{places}f}", f"{target:.{places}f}"
+    return texts
 
 
 def _certainty(results: Sequence[Result], comparison: Comparison, subject: str = "That") -> str:

@@ -1,15 +1,19 @@
 import io
+import math
 import re
+from html import escape
 from html.parser import HTMLParser
 
 import pytest
 from PIL import Image
 from support.experiments import arm
 
-from lit_diffusion.analysis.comparison import compare
+from lit_diffusion.analysis.comparison import Arm, compare
+from lit_diffusion.analysis.curves import Curve
 from lit_diffusion.analysis.page import html
 from lit_diffusion.analysis.report import Grid, Report
 from lit_diffusion.analysis.tables import Table
+from lit_diffusion.analysis.wording import winners_text
 
 PICTURES = {"speedups": "data:speedups", "curves": "data:curves", "samples": "data:samples"}
 _VOID = {"meta", "img", "br"}
@@ -69,6 +73,21 @@ def test_names_are_text_and_never_markup(page):
     assert "<b>" not in page.replace("<body", "")
     assert "runs/&lt;x&gt;" in page
     assert '<em class="faster">&lt;b&gt;fast&lt;/b&gt; &amp; good</em> wins: ' in page
+
+
+def test_all_arms_that_win_together_are_green():
+    arms = [arm("baseline", 1.0), *(arm(name, 1.5) for name in ("a & a", "an", "and"))]
+    comparison = compare(arms, "baseline")
+    who = escape(winners_text(comparison))
+    assert who.endswith(" and another")
+    page = html(Report(comparison), PICTURES)
+    assert f'<h1><em class="faster">{who}</em> beat baseline: ' in page
+
+
+def test_nothing_is_green_in_a_headline_where_no_arm_wins():
+    lost = tuple(Curve(c.seed, c.steps, (*c.fids[:-1], math.nan)) for c in arm("lost", 2.0).curves)
+    page = html(Report(compare([arm("baseline", 1.0), Arm("lost", lost)], "baseline")), PICTURES)
+    assert "<h1>No arm wins: lost is " in page
 
 
 def test_a_page_needs_nothing_from_elsewhere(page):

@@ -1,9 +1,10 @@
 import math
+import re
 
 import pytest
 from support.experiments import STEPS, arm
 
-from lit_diffusion.analysis.comparison import Arm, compare
+from lit_diffusion.analysis.comparison import Arm, Verdict, compare
 from lit_diffusion.analysis.curves import Curve
 from lit_diffusion.analysis.wording import (
     by_images_text,
@@ -11,7 +12,9 @@ from lit_diffusion.analysis.wording import (
     fid_text,
     headline,
     p_text,
+    ratio_text,
     verdict_text,
+    winners_text,
 )
 
 
@@ -114,7 +117,7 @@ def test_an_arm_that_ends_worse_than_most_seeds_of_the_baseline_does_not_win():
     ]
     comparison = compare([base, Arm("early", tuple(stuck))], "baseline")
     ends = f"but its lowest FID is 4.02, that of baseline {fid_text(base.typical)} (medians)"
-    assert headline(comparison).startswith("early is ")
+    assert headline(comparison).startswith("No arm wins: early is ")
     assert f" as fast as baseline to FID 5.00, {ends}. " in headline(comparison)
     assert headline(comparison).endswith("The speed-up is not noise.")
     assert ends in verdict_text(comparison.results[0], comparison)
@@ -186,7 +189,7 @@ def test_an_arm_that_never_gets_there_does_not_win_by_an_easier_fid():
     ]
     comparison, (verdict,) = told(Arm("stuck", tuple(stuck)))
     target = fid_text(comparison.target)
-    assert "wins" not in headline(comparison)
+    assert headline(comparison).startswith("No arm wins: stuck is ")
     assert f" to FID 3.04, but 0 of 5 seeds reach FID {target}. " in headline(comparison)
     assert verdict.endswith(f" to FID 3.04, but 0 of 5 seeds reach FID {target}")
 
@@ -239,6 +242,72 @@ def test_the_lead_over_the_next_is_called_noise_where_it_is():
     assert explanation(comparison).endswith("is within noise.")
     comparison, _ = told(arm("a", 2.0), arm("b", 1.4))
     assert explanation(comparison).endswith("is more than noise.")
+
+
+def test_arms_that_cannot_be_told_apart_win_together():
+    comparison, _ = told(arm("a", 1.5), arm("b", 1.5), arm("slow", 0.5))
+    first, second = comparison.winners
+    low, high = (ratio_text(result.speedup.ratio) for result in (second, first))
+    assert headline(comparison) == (
+        f"{first.arm.name} and {second.arm.name} beat baseline: {low} to {high} as fast. "
+        "That is not noise. Between them it is noise."
+    )
+    assert winners_text(told(arm("a", 2.5), arm("b", 1.5))[0]) == "a"
+    alike, _ = told(*(arm(name, 1.5) for name in "abcdef"))
+    assert len(alike.winners) == 6
+    assert re.fullmatch("[a-f], [a-f] and 4 others", winners_text(alike))
+    assert headline(alike).startswith(f"{winners_text(alike)} beat baseline: 1.")
+
+
+def test_winners_whose_lead_has_no_interval_are_not_called_noise_between_them():
+    arms = [
+        Arm(name, tuple(Curve(c.seed, STEPS, (0.1,) * len(STEPS)) for c in arm(name, 1).curves))
+        for name in "ab"
+    ]
+    comparison, _ = told(*arms)
+    assert headline(comparison).startswith("a and b beat baseline: at least ")
+    assert headline(comparison).endswith(" Which of them is fastest cannot be told.")
+
+
+def ends_in_nan(name, speed, seeds):
+    """An arm of which some seeds have no finite FID from half of the way."""
+    half = len(STEPS) // 2
+    nan = (math.nan,) * half
+    curves = arm(name, speed).curves
+    lost = [Curve(c.seed, STEPS, (*c.fids[:-half], *nan)) for c in curves[:seeds]]
+    return Arm(name, (*lost, *curves[seeds:]))
+
+
+def test_an_arm_that_ends_without_a_finite_fid_is_not_faster_and_does_not_win():
+    comparison, (verdict,) = told(ends_in_nan("nan", 2.5, seeds=5))
+    assert comparison.results[0].verdict is Verdict.LOST
+    assert headline(comparison).startswith("No arm wins: nan is 2.")
+    assert ", but 5 of 5 seeds end without a finite FID. " in headline(comparison)
+    assert winners_text(comparison) == ""
+    assert verdict.startswith("not finite at the end: 2.")
+    assert verdict.endswith("], but 5 of 5 seeds end without a finite FID")
+
+
+def test_an_arm_that_lost_one_seed_stands_behind_a_slower_one_that_lost_none():
+    comparison, _ = told(ends_in_nan("nan", 3.0, seeds=1), arm("sound", 1.5))
+    assert headline(comparison).startswith("sound wins: 1.")
+    assert "Next is nan, " in explanation(comparison)
+    assert "but 1 of 5 seeds end without a finite FID." in explanation(comparison)
+
+
+def test_fids_that_look_alike_are_told_with_the_digits_that_differ():
+    base = arm("baseline", 1.0)
+    target = base.reached
+    short = [
+        Curve(c.seed, STEPS, tuple(max(fid, target * 1.0001) for fid in c.fids))
+        for c in arm("short", 2.0).curves
+    ]
+    comparison = compare([base, Arm("short", tuple(short))], "baseline")
+    at = comparison.results[0].at
+    assert fid_text(at) == fid_text(target)
+    assert f" to FID {at:.4f}, not {target:.4f}, but" in verdict_text(
+        comparison.results[0], comparison
+    )
 
 
 def test_a_lead_without_an_interval_is_not_called_noise():
