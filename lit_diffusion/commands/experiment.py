@@ -187,6 +187,15 @@ def protocol_of(record: Record) -> Record:
     return {name: record.get(name) for name in PROTOCOL}
 
 
+def sampling_of(record: Record) -> Record:
+    """How the samples of an FID were drawn, and from which average of the weights.
+
+    Records of earlier versions do not tell `ema_decay`.
+    """
+    decay = {name: record[name] for name in ("ema_decay",) if name in record}
+    return dict(record.get("sampling") or {}) | decay
+
+
 def flat(config: Any, name: str = "") -> dict[str, Any]:
     """Settings by dotted name; an object in a list is named by its class.
 

@@ -12,7 +12,13 @@ from lit_diffusion.analysis.report import Grid
 from lit_diffusion.analysis.stability import Stability, stability
 from lit_diffusion.analysis.tables import Table, spread_out, stability_table
 from lit_diffusion.analysis.wording import fid_text
-from lit_diffusion.commands.experiment import PROTOCOL, Record, Run, settings_that_differ
+from lit_diffusion.commands.experiment import (
+    PROTOCOL,
+    Record,
+    Run,
+    sampling_of,
+    settings_that_differ,
+)
 from lit_diffusion.commands.selection import Selection
 
 _COLUMNS = 3  # of sample grids
@@ -151,15 +157,15 @@ def _unequal_lengths(arms: Sequence[Arm]) -> list[str]:
 def _sampling(selection: Selection) -> list[str]:
     """Arms whose samples were drawn in another way."""
     ways = {
-        name: runs[0].points(selection.metric)[-1].get("sampling") or {}
+        name: sampling_of(runs[0].points(selection.metric)[-1])
         for name, runs in selection.arms.items()
     }
     base = ways[selection.baseline]
     told = []
     for name, way in ways.items():
-        changed = [key for key in {**base, **way} if base.get(key) != way.get(key)]
+        changed = [key for key in way if key in base and base[key] != way[key]]
         if changed:
-            what = "; ".join(f"{k} {way.get(k)}, not {base.get(k)}" for k in changed)
+            what = "; ".join(f"{k} {way[k]}, not {base[k]}" for k in changed)
             told.append(f"{name} draws its samples in another way: {what}.")
     return told
 

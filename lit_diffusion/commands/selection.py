@@ -1,13 +1,20 @@
 """Which runs of an experiment may be compared, and why the others may not."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lit_diffusion.commands.arms import BASELINE
-from lit_diffusion.commands.experiment import Run, protocol_of, settings_that_differ
+from lit_diffusion.commands.experiment import (
+    Record,
+    Run,
+    protocol_of,
+    sampling_of,
+    settings_that_differ,
+)
 
 _SHOWN = 6
+_Difference = Callable[[Run, Run, str], str | None]
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,10 @@ class Selection:
 def select(
     runs: Sequence[Run], baseline: str | None = None, metric: str | None = None
 ) -> Selection:
-    """Sort runs into arms; leave out those whose FIDs cannot stand beside the baseline's.
+    """Sort runs into arms; leave out those whose FIDs cannot stand beside the others.
+
+    Left out are FIDs of another protocol than most of the baseline's, runs that draw samples in
+    another way than most of their arm, and runs that were cut short.
 
     Args:
         runs: of an experiment.
@@ -45,10 +55,12 @@ def select(
     left_out = {run: why for run in runs if (why := _without(run, metric))}
     scored = [run for run in runs if run not in left_out]
     base = _baseline_of(scored, baseline)
-    wanted = next(run for run in scored if run.arm == base)
+    wanted = _usual([run for run in scored if run.arm == base], _other_protocol, metric)
     left_out |= {run: why for run in scored if (why := _other_protocol(run, wanted, metric))}
-    arms = _by_arm(run for run in scored if run not in left_out)
-    for members in arms.values():
+    for members in _by_arm(run for run in scored if run not in left_out).values():
+        usual = _usual(members, _other_sampling, metric)
+        left_out |= {run: why for run in members if (why := _other_sampling(run, usual, metric))}
+    for members in _by_arm(run for run in scored if run not in left_out).values():
         left_out |= {run: why for run in members if (why := _cut_short(run, members, metric))}
     arms = _by_arm(run for run in scored if run not in left_out)
     told = [(str(run.path), why) for run, why in left_out.items()]
@@ -112,30 +124,50 @@ def _without(run: Run, metric: str) -> str | None:
     return "it has no FID" + (f"; metrics.csv ends at step {step}" if step else "")
 
 
+def _usual(runs: Sequence[Run], difference: _Difference, metric: str) -> Run:
+    """The first of the runs from which the fewest of them differ."""
+    return min(runs, key=lambda one: sum(difference(run, one, metric) is not None for run in runs))
+
+
 def _other_protocol(run: Run, wanted: Run, metric: str) -> str | None:
     """Why the FIDs of two runs cannot be compared, naming what differs."""
     own, expected = (protocol_of(r.points(metric)[-1]) for r in (run, wanted))
-    changed = [f"{k} {own[k]!r}, not {expected[k]!r}" for k in own if own[k] != expected[k]]
+    changed = _changes(own, expected)
     if not changed:
         return None
     return f"its FID is of another protocol than {wanted.path}'s: {'; '.join(changed)}"
 
 
+def _other_sampling(run: Run, usual: Run, metric: str) -> str | None:
+    """Why FIDs of two runs of an arm cannot be averaged: arms may differ in this, seeds not."""
+    own, expected = (sampling_of(r.points(metric)[-1]) for r in (run, usual))
+    changed = _changes(own, expected)
+    if not changed:
+        return None
+    return f"its samples are drawn otherwise than those of {usual.path}: {'; '.join(changed)}"
+
+
+def _changes(own: Record, expected: Record) -> list[str]:
+    """What differs of that which both tell."""
+    shared = [name for name in own if name in expected]
+    return [f"{k} {own[k]!r}, not {expected[k]!r}" for k in shared if own[k] != expected[k]]
+
+
 def _cut_short(run: Run, members: Iterable[Run], metric: str) -> str | None:
-    """Why a run takes no part: it ended before its arm, or before an FID that was still due.
+    """Why a run takes no part: an FID was still due, or, if that is not known, others have more.
 
     One that diverged stays: without it, an arm that diverges would look better than it is.
     """
     if run.diverged:
         return None
-    ends = {member: member.points(metric)[-1]["step"] for member in members}
     steps = [point["step"] for point in run.points(metric)]
-    if steps[-1] < max(ends.values()):
-        return f"cut short: its FIDs end at step {steps[-1]:,}, its arm's at {max(ends.values()):,}"
+    if run.max_steps is None:
+        end = max(member.points(metric)[-1]["step"] for member in members)
+        told = f"cut short: its FIDs end at step {steps[-1]:,}, its arm's at {end:,}"
+        return told if steps[-1] < end else None
     due = steps[-1] + (steps[-1] - steps[-2] if len(steps) > 1 else steps[-1])
-    if run.max_steps is not None and due <= run.max_steps:
-        return f"cut short: its FIDs end at step {steps[-1]:,} of {run.max_steps:,}"
-    return None
+    told = f"cut short: its FIDs end at step {steps[-1]:,} of {run.max_steps:,}"
+    return told if due <= run.max_steps else None
 
 
 def _refuse_too_few(

@@ -102,7 +102,8 @@ def test_arms_of_another_length_or_with_other_evaluations_are_told():
 
 
 def test_another_way_to_sample_is_told_with_both():
-    change("sweep/clts/seed-0", sampling={"solver": "Heun()", "steps": 20})
+    for run in Path("sweep/clts").iterdir():
+        change(run, sampling={"solver": "Heun()", "steps": 20})
     assert (
         "clts draws its samples in another way: solver Heun(), not DPMSolverPP(steps=20)."
         in notes()

@@ -83,6 +83,48 @@ def test_a_run_of_another_protocol_is_left_out_with_what_differs(field, value):
     assert len(selection.arms["clts"]) == 2
 
 
+def test_the_protocol_is_that_of_most_runs_of_the_baseline():
+    write_arm(Path("many/baseline"), 1.0, range(1), resize="other")
+    write_arm(Path("many/baseline"), 1.0, range(1, 4))
+    write_arm(Path("many/clts"), 1.3, range(2), lr=1.3)
+    selection = select(find_runs(["many"]))
+    assert left_out(selection) == {
+        "many/baseline/seed-0": (
+            "its FID is of another protocol than many/baseline/seed-1's: resize 'other', not 'none'"
+        )
+    }
+    assert [len(runs) for runs in selection.arms.values()] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"sampling": {"solver": "DDPM()", "steps": 20}}, "solver 'DDPM()', not 'DPMSolverPP("),
+        ({"sampling": {"steps": 250}}, "steps 250, not 20"),
+        ({"ema_decay": 0.5}, "ema_decay 0.5, not 0.9"),
+    ],
+)
+def test_a_seed_that_is_sampled_otherwise_than_most_of_its_arm_is_left_out(changes, told):
+    usual = {"ema_decay": 0.9}
+    write_arm(Path("mixed/baseline"), 1.0, range(2), **usual)
+    write_arm(Path("mixed/clts"), 1.3, range(1), lr=1.3, **usual | changes)
+    write_arm(Path("mixed/clts"), 1.3, range(1, 4), lr=1.3, **usual)
+    ((run, why),) = select(find_runs(["mixed"])).left_out
+    assert run == "mixed/clts/seed-0"
+    assert why.startswith("its samples are drawn otherwise than those of mixed/clts/seed-1: ")
+    assert told in why
+
+
+def test_records_that_do_not_tell_the_decay_may_stand_beside_those_that_do():
+    write_arm(Path("mixed/baseline"), 1.0, range(2), ema_decay=0.9)
+    write_arm(Path("mixed/clts"), 1.3, range(2), lr=1.3)
+    path = Path("mixed/clts/seed-0/evaluations.jsonl")
+    path.write_text(path.read_text().replace('"ema_decay": null, ', ""))
+    path = Path("mixed/clts/seed-1/evaluations.jsonl")
+    path.write_text(path.read_text().replace('"ema_decay": null', '"ema_decay": 0.9'))
+    assert select(find_runs(["mixed"])).left_out == []
+
+
 def test_a_run_with_another_metric_is_left_out_with_what_it_has():
     write("clts/seed-7", metric="val/fid_5k")
     assert left_out(selected()) == {"sweep/clts/seed-7": "it has no val/fid_360, but val/fid_5k"}
@@ -95,9 +137,18 @@ def test_another_way_to_sample_is_part_of_an_arm():
 
 def test_a_run_that_ends_before_its_arm_is_cut_short():
     write("clts/seed-7", fids(1.0, 7)[:9], lr=1.3)
+    Path("sweep/clts/seed-7/config.yaml").unlink()
     assert left_out(selected()) == {
         "sweep/clts/seed-7": "cut short: its FIDs end at step 900, its arm's at 2,000"
     }
+
+
+def test_one_seed_that_was_trained_longer_does_not_cut_the_others_short():
+    longer = range(100, 4001, 100)
+    write("clts/seed-7", fids(1.3, 7, steps=longer), steps=longer, lr=1.3)
+    message = r"arm clts and differ in trainer\.max_steps 2000 and 4000\. Seeds of one arm must be"
+    with pytest.raises(ValueError, match=message):
+        selected()
 
 
 def test_a_run_that_ends_before_its_own_end_is_cut_short_though_it_is_alone():
