@@ -10,6 +10,7 @@ import yaml
 from support.cifar10_files import published_as, write
 from support.commands import call
 from support.pictures import class_folders, save
+from support.stated_settings import ARMS, EXPERIMENTS, flat
 
 from lit_diffusion.cli import main
 from lit_diffusion.commands.sweep import parser, plan
@@ -34,6 +35,12 @@ PAIRS = [
         *sorted(CONFIGS.glob(f"arms/{folder}/*.yaml")),
     ]
 ]
+NUMBERED = [
+    (str(path.relative_to(CONFIGS)), found[1], float(found[2]) * (1000 if found[3] else 1))
+    for path in sorted(CONFIGS.rglob("arms/**/*.yaml"))
+    if (found := re.fullmatch(r"(?:clts-)?(beta1|lr|mean|std|target)-x?([\d.]+)(k?)", path.stem))
+]
+"""Arms that are one number: file, what it is of, and the number."""
 REPRODUCTIONS = [name for name in chain(*FOLDERS.values()) if name != "digits-ablation"]
 PARAMETERS = {
     "cifar10-improved": 52_546_438,
@@ -152,16 +159,62 @@ def test_the_controls_of_clts_have_its_density(folder):
     assert controls == [curriculum, curriculum]
 
 
-@pytest.mark.parametrize(
-    ("folder", "steps", "bins"),
-    [("digits", 150, 1000), ("cifar10", 50_000, 4000), ("imagenet128", 300_000, 1000)],
-)
-def test_clts_is_that_of_the_paper(folder, steps, bins):
-    expected = {"num_steps": steps, "mean": 0.3, "std": 1.0, "num_bins": bins}
-    assert callback(f"arms/{folder}/clts.yaml") == expected
+@pytest.mark.parametrize("name", REPRODUCTIONS)
+def test_reproductions_have_the_numbers_of_what_they_reproduce(name):
+    found = dict(flat(settings(f"{name}.yaml")))
+    assert {key: found.get(key) for key in EXPERIMENTS[name]} == EXPERIMENTS[name]
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_arms_change_what_their_sources_say_and_nothing_else(arm):
+    assert dict(flat(settings(f"arms/{arm}.yaml"))) == ARMS[arm]
+
+
+@pytest.mark.parametrize(("path", "what", "number"), NUMBERED, ids=str)
+def test_arms_with_a_number_in_their_name_set_that_number_alone(path, what, number):
+    arm = dict(flat(settings(path)))
+    if what == "beta1":
+        assert arm == {"model.optimizer.betas": [number, 0.999]}
+    elif what == "lr":
+        (experiment, *_) = FOLDERS[Path(path).parent.name]
+        lr = dict(flat(settings(f"{experiment}.yaml")))["model.optimizer.lr"]
+        assert arm == {"model.optimizer.lr": pytest.approx(number * lr)}
+    else:
+        name = {"target": "num_steps"}.get(what, what)
+        clts = dict(flat(settings(Path(path).with_name("clts.yaml"))))
+        assert arm == clts | {f"trainer.callbacks+.TimestepCurriculum.{name}": number}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_beta1_can_be_crossed_with_the_lr(folder):
+    numbers = {what: set() for what in ("beta1", "lr")}
+    for path, what, number in NUMBERED:
+        if Path(path).parent.name in ("arms", folder) and what in numbers:
+            numbers[what].add(number)
+    assert numbers["beta1"] == {0, 0.5, 0.8, 0.9, 0.95, 0.99}
+    assert numbers["lr"] >= {0.3, 3}
+
+
+@pytest.mark.parametrize("folder", ["digits", "cifar10"])
+def test_the_ablations_of_clts_are_those_of_the_paper(folder):
+    """Fig. 6b, and 6c in shares of the run."""
+    steps = settings(f"{FOLDERS[folder][0]}.yaml")["trainer"]["max_steps"]
+    numbers = {what: set() for what in ("mean", "target")}
+    for path, what, number in NUMBERED:
+        if Path(path).parent.name == folder and what in numbers:
+            numbers[what].add(number / steps if what == "target" else number)
+    assert numbers == {"mean": {0.1, 0.5, 0.7, 0.9}, "target": {0.02, 0.2, 0.4, 1.0}}
+    variance = callback(f"arms/{folder}/clts-variance-T.yaml")
+    clts = callback(f"arms/{folder}/clts.yaml")
+    assert variance == clts | {"std": pytest.approx(clts["num_bins"] ** -0.5, abs=5e-5)}
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_arms_have_a_bin_for_each_time_of_their_experiments(folder):
     for experiment in FOLDERS[folder]:
         process = settings(f"{experiment}.yaml")["model"]["init_args"]["process"]["init_args"]
-        assert process["betas"]["init_args"]["num_steps"] == bins
+        num_bins = callback(f"arms/{folder}/clts.yaml")["num_bins"]
+        assert process["betas"]["init_args"]["num_steps"] == num_bins
 
 
 # Parsing, instantiating and starting
