@@ -251,7 +251,7 @@ def quarter(experiment):
 
 @pytest.mark.parametrize(
     "experiment",
-    ["digits-ablation", "cifar10-improved", "imagenet128-guided-small"],
+    ["digits-ablation", "cifar10-improved", "imagenet128-guided", "imagenet128-guided-small"],
 )
 def test_experiments_start_with_the_methods_of_the_paper(offline, experiment):
     """At a quarter of the width, which is the digits' own."""
