@@ -105,7 +105,7 @@ def _call(args: list[str]) -> int:
         raise ValueError(f"there is no command '{name}'; there are {', '.join(COMMANDS)}.")
     module, function = COMMANDS[name][0].split(":")
     # A job may be preempted while libraries are imported, which takes seconds.
-    with noting() if name == "fit" else nullcontext():
+    with noting() if name in ("fit", "sweep") else nullcontext():
         getattr(import_module(module), function)(args)
     return 0
 

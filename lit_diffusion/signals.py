@@ -94,7 +94,7 @@ class SavedOnSignal(SystemExit):
 
 @contextmanager
 def noting() -> Iterator[None]:
-    """Context in which SIGTERM and SIGUSR1 are noted for the fit that is about to be set up.
+    """Context in which SIGTERM and SIGUSR1 are noted for the fits that are about to be set up.
 
     Where it ends with exit code 75, they stay without effect: another must not change the code.
     """

@@ -1,21 +1,35 @@
 """Processes side by side: at most so many at a time, each with its log file, stopped together."""
 
 import fcntl
+import math
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import IO
+
+from lit_diffusion.signals import SignalNotes
 
 PATIENCE = 30.0
 """Seconds that a process may take to stop when asked, before it is killed."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class Stopped(KeyboardInterrupt):
+    """Tells that a signal other than that of Ctrl-C ended the jobs.
+
+    Args:
+        number: of the signal.
+    """
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__()
+        self.signal = number
 
 
 @dataclass(frozen=True)
@@ -76,27 +90,36 @@ def run_jobs(
     ended: Callable[[Ended], None],
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Run all jobs, and stop those that run if this process is interrupted or terminated.
+    """Run all jobs, and stop those that run if this process is interrupted or signalled.
+
+    SIGUSR1, by which batch systems announce the end of a job, is passed on, and what the processes
+    then do is waited for. On other signals they get a SIGTERM. Ignored ones (nohup) stay ignored.
 
     Args:
         jobs: asked for the next one whenever there is room for it; asked again soon after a None.
         at_once: processes at a time, >= 1.
-        ended: told of each that has ended.
+        ended: told of each that has ended, by itself or stopped.
         environment: of the processes; None is this one's.
 
     Raises:
-        KeyboardInterrupt: where this process was interrupted or terminated.
+        KeyboardInterrupt: where this process was interrupted; `Stopped` where it was signalled.
     """
     waiting, running = iter(jobs), list[_Running]()
-    with _interrupted_by(*_SIGNALS):
-        try:
-            while _fill(running, waiting, at_once, environment):
-                for process in [r for r in running if r.popen.poll() is not None]:
-                    running.remove(process)
-                    ended(process.ended())
-                time.sleep(0.1)
-        finally:
-            _stop([process.popen for process in running])
+    notes = SignalNotes(n for n in _SIGNALS if signal.getsignal(n) != signal.SIG_IGN)
+    notes.start()
+    try:
+        while notes.received is None and _fill(running, waiting, at_once, environment):
+            for process in [r for r in running if r.popen.poll() is not None]:
+                running.remove(process)
+                ended(process.ended())
+            time.sleep(0.1)
+        if notes.received is not None:
+            raise Stopped(notes.received)
+    finally:
+        _stop([process.popen for process in running], notes.received)
+        notes.stop()
+        for process in running:
+            ended(process.ended())
 
 
 def threads_each(at_once: int) -> int:
@@ -143,10 +166,11 @@ def _fill(
     return True
 
 
-def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _stop(processes: Sequence[subprocess.Popen[bytes]], received: signal.Signals | None) -> None:
     """Ask all to stop, with the processes that they started; kill what is left after a while."""
-    _signal_all(processes, signal.SIGTERM)
-    deadline = time.monotonic() + PATIENCE
+    announced = received == signal.SIGUSR1  # then the batch system has the patience
+    _signal_all(processes, signal.SIGUSR1 if announced else signal.SIGTERM)
+    deadline = time.monotonic() + (math.inf if announced else PATIENCE)
     try:
         for process in processes:
             with suppress(subprocess.TimeoutExpired):
@@ -161,20 +185,3 @@ def _signal_all(processes: Iterable[subprocess.Popen[bytes]], number: signal.Sig
     for process in processes:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-
-
-@contextmanager
-def _interrupted_by(*signals: signal.Signals) -> Iterator[None]:
-    """Have signals end this process as Ctrl-C does; not one that is ignored (nohup) or handled."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    changed = [number for number in signals if signal.getsignal(number) == signal.SIG_DFL]
-    for number in changed:
-        signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        for number in changed:
-            signal.signal(number, signal.SIG_DFL)

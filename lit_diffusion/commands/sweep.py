@@ -20,9 +20,10 @@ from typing import Any
 import yaml
 
 from lit_diffusion.commands.arms import arms_of, overrides
-from lit_diffusion.commands.jobs import Ended, Job, claim, run_jobs, threads_each
+from lit_diffusion.commands.jobs import Ended, Job, Stopped, claim, run_jobs, threads_each
 from lit_diffusion.commands.options import Parser, integers
 from lit_diffusion.commands.run_folder import CLAIM, InUse, latest_config, occupied, read_config
+from lit_diffusion.signals import SAVED, heed
 
 LOG = "fit.log"
 RESUME = "--ckpt_path=last"
@@ -78,7 +79,8 @@ def run(argv: Sequence[str]) -> None:
 
     Raises:
         ValueError: for options, arms or existing runs that do not fit; nothing is started then.
-        SystemExit: 1 where runs are left that are not finished, or cannot be compared.
+        SystemExit: 75 where a fit has saved on a signal, to be started again; 1 where runs are left
+            that are not finished, or cannot be compared.
     """
     args, options = parser().parse_known_args(argv[1:])
     runs = plan(args, options)
@@ -88,14 +90,24 @@ def run(argv: Sequence[str]) -> None:
     sweep = Sweep(runs, args.jobs)
     try:
         sweep.run()
-    except KeyboardInterrupt:
-        again = shlex.join(["lit-diffusion", *argv])
-        _tell(f"stopped with {sweep.tally()}. The same command goes on:\n  {again}")
+    except KeyboardInterrupt as end:
+        _tell_stopped(sweep, argv)
+        if isinstance(end, Stopped):
+            raise SystemExit(SAVED if sweep.saved else 128 + end.signal) from end
         raise
+    if sweep.saved:
+        _tell_stopped(sweep, argv)
+        raise SystemExit(SAVED)
+    heed()
     if sweep.unfinished:
         _tell(f"{sweep.tally()}; not {', '.join(sweep.unfinished)}")
     if not _reported(args) or sweep.unfinished:
         raise SystemExit(1)
+
+
+def _tell_stopped(sweep: "Sweep", argv: Sequence[str]) -> None:
+    again = shlex.join(["lit-diffusion", *argv])
+    _tell(f"stopped with {sweep.tally()}. The same command goes on:\n  {again}")
 
 
 def _reported(args: argparse.Namespace) -> bool:
@@ -182,10 +194,14 @@ class Sweep:
     Args:
         runs: in order.
         at_once: processes at a time.
+
+    Attributes:
+        saved: whether a fit has saved on a signal; no other is started then.
     """
 
     runs: Sequence[Planned]
     at_once: int
+    saved: bool = field(default=False, init=False)
     _finished: set[str] = field(default_factory=set, init=False)
 
     def run(self) -> None:
@@ -205,7 +221,7 @@ class Sweep:
     def _jobs(self) -> Iterator[Job | None]:
         """What is to be started; None while all that is left is run by other processes."""
         queue, left = deque(self.runs), set[str]()
-        while queue:
+        while queue and not self.saved:
             run = queue.popleft()
             try:
                 job = self._job(run)
@@ -259,6 +275,7 @@ class Sweep:
 
     def _ended(self, ended: Ended) -> None:
         name, code = ended.job.name, ended.code
+        self.saved |= code == SAVED
         run = next(run for run in self.runs if run.name == name)
         seconds = timedelta(seconds=round(ended.seconds))
         try:
@@ -269,6 +286,12 @@ class Sweep:
         if steps >= run.max_steps and code == 0:
             self._finished.add(name)
             _tell(f"{name} finished in {seconds}; {self.tally()}")
+            return
+        if code == SAVED:
+            _tell(
+                f"{name} saved at step {steps} of {run.max_steps} on a signal, after {seconds}, to "
+                "be started again; nothing else is started"
+            )
             return
         how = f"FAILED with exit code {code}" if code else "STOPPED EARLY"
         log = run.folder / LOG

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lit_diffusion.commands import jobs
-from lit_diffusion.commands.jobs import Job, claim, run_jobs, threads_each
+from lit_diffusion.commands.jobs import Job, Stopped, claim, run_jobs, threads_each
 
 pytestmark = pytest.mark.usefixtures("terminal_signals")
 
@@ -106,22 +106,50 @@ def test_processes_get_the_environment_asked_for(tmp_path):
     assert ended([job(tmp_path, code)], environment=environment) == [("a", 7)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_an_interruption_stops_the_processes_and_starts_no_other(tmp_path, number):
-    there, told = tmp_path / "there", tmp_path / "told"
+@pytest.mark.parametrize(
+    ("number", "passed_on"),
+    [
+        (signal.SIGINT, signal.SIGTERM),
+        (signal.SIGTERM, signal.SIGTERM),
+        (signal.SIGHUP, signal.SIGTERM),
+        (signal.SIGUSR1, signal.SIGUSR1),
+    ],
+)
+def test_a_signal_stops_the_processes_and_starts_no_other(tmp_path, number, passed_on):
+    there, other = tmp_path / "there", tmp_path / "other"
     code = (
         "import signal, sys, time\n"
-        f"def stop(*_): open({str(told)!r}, 'w').close(); sys.exit()\n"
-        "signal.signal(signal.SIGTERM, stop)\n"
+        "for number in (signal.SIGTERM, signal.SIGUSR1):\n"
+        "    signal.signal(number, lambda number, frame: sys.exit(number))\n"
         f"open({str(there)!r}, 'w').close(); time.sleep(60)"
     )
-    other = tmp_path / "other"
     work = [job(tmp_path, code, "a"), job(tmp_path, f"open({str(other)!r}, 'w')", "b")]
     interrupt(number, there)
-    with pytest.raises(KeyboardInterrupt):
-        ended(work)
-    assert told.exists()
+    seen = []
+    with pytest.raises(KeyboardInterrupt) as raised:
+        run_jobs(work, 1, lambda end: seen.append((end.job.name, end.code)))
+    assert seen == [("a", passed_on)]
     assert not other.exists()
+    assert getattr(raised.value, "signal", signal.SIGINT) == number
+
+
+def test_after_an_announcement_processes_have_the_time_that_they_need(tmp_path, monkeypatch):
+    """The job that is being requeued gets a SIGTERM, too, while some still save."""
+    monkeypatch.setattr(jobs, "PATIENCE", 0.0)
+    there, saving, done = (tmp_path / name for name in ("there", "saving", "done"))
+    code = (
+        "import pathlib, signal, time\n"
+        "def save(*_):\n"
+        f"    open({str(saving)!r}, 'w').close(); time.sleep(1)\n"
+        f"    open({str(done)!r}, 'w').close(); raise SystemExit(75)\n"
+        "signal.signal(signal.SIGUSR1, save)\n"
+        f"open({str(there)!r}, 'w').close(); time.sleep(60)"
+    )
+    interrupt(signal.SIGUSR1, there)
+    interrupt(signal.SIGTERM, saving)
+    with pytest.raises(Stopped):
+        ended([job(tmp_path, code)])
+    assert done.exists()
 
 
 def test_a_process_that_does_not_stop_is_killed_with_its_children(tmp_path, monkeypatch):

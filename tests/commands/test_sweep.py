@@ -369,3 +369,39 @@ def test_a_sweep_that_was_killed_waits_for_the_run_that_it_left_behind():
 def signal_all(processes: list[str], number: signal.Signals) -> None:
     for process in processes:
         os.kill(int(process), number)
+
+
+def until_saved(process: subprocess.Popen, run: Path) -> None:
+    while not (run / sweep.LAST).exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("whom", ["the sweep", "its fit"])
+def test_a_sweep_whose_time_is_up_leaves_nothing_running_and_is_to_be_started_again(whom):
+    """As SLURM announces it, to all processes or to one."""
+    write_config(small_digits(100_000), Path("digits.yaml"))
+    runs = [Path("out", "baseline", f"seed-{seed}") for seed in (0, 1)]
+    process = start("digits.yaml --seeds 0,1 --out out")
+    until_saved(process, runs[0])
+    (fit,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(process.pid if whom == "the sweep" else int(fit), signal.SIGUSR1)
+    said = told(process, 75)
+    assert f"baseline/seed-0 saved at step {checkpoint(runs[0])['global_step']} of 100000" in said
+    assert "stopped with 0 of 2 runs finished. The same command goes on:" in said
+    assert "FAILED" not in said
+    assert "on SIGUSR1." in (runs[0] / sweep.LOG).read_text()
+    assert not Path(f"/proc/{fit}").exists()
+    assert not runs[1].exists()
+
+
+def test_a_signal_while_a_sweep_is_planned_starts_nothing(monkeypatch):
+    def planned(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plan(*arguments)
+
+    plan = sweep.plan
+    monkeypatch.setattr(sweep, "plan", planned)
+    assert call(f"sweep tiny.yaml --out out {TRUST}") == 143
+    assert not Path("out").exists()
