@@ -94,7 +94,7 @@ def notes(selection: Selection, arms: Sequence[Arm]) -> list[str]:
     runs = [(run, curve) for arm in arms for run, curve in _pairs(selection, arm)]
     told = [note for run, curve in runs for note in _notes_of(run, curve, selection.metric)]
     common = [*_few_seeds(arms), *_unequal_lengths(arms), _images(arms), *_sampling(selection)]
-    return common + _no_repeats(arms) + told
+    return common + _no_repeats(arms) + _no_configs(run for run, _ in runs) + told
 
 
 def _pairs(selection: Selection, arm: Arm) -> Iterable[tuple[Run, Curve]]:
@@ -132,6 +132,16 @@ def _no_repeats(arms: Sequence[Arm]) -> list[str]:
     return [
         "How far an FID depends on the samples is not known: no run repeats its last FID with "
         "others, as FIDEvaluation(repeats_at_end=2) does."
+    ]
+
+
+def _no_configs(runs: Iterable[Run]) -> list[str]:
+    lacking = [str(run.path) for run in runs if not run.config]
+    if not lacking:
+        return []
+    return [
+        "Whether seeds of an arm were configured alike, and what an arm changes, is not known of "
+        f"runs without config.yaml: {', '.join(lacking)}."
     ]
 
 

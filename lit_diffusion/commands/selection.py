@@ -196,6 +196,7 @@ def _refuse_twice(arm: str, members: Sequence[Run]) -> None:
 def _refuse_unequal(arm: str, members: Sequence[Run]) -> None:
     first, *others = members
     for run in others:
+        _refuse_other_place(arm, first, run)
         changed = (
             settings_that_differ(first.config, run.config) if run.config and first.config else {}
         )
@@ -207,3 +208,15 @@ def _refuse_unequal(arm: str, members: Sequence[Run]) -> None:
                 f"{'; '.join(told[:_SHOWN])}{more}. Seeds of one arm must be configured alike; put "
                 "them into folders named after arms of their own."
             )
+
+
+def _refuse_other_place(arm: str, first: Run, run: Run) -> None:
+    """Folders of one name in two places may be two arms, which only configs tell."""
+    places = [one.path.resolve().parent for one in (first, run)]
+    lacking = [str(one.path) for one in (first, run) if not one.config]
+    if places[0] != places[1] and lacking:
+        raise ValueError(
+            f"{first.path} and {run.path} are both of arm {arm}, in two places, and there is no "
+            f"config.yaml in {' and '.join(lacking)} to tell whether they were configured alike. "
+            "Compare one of the folders, or rename the other."
+        )

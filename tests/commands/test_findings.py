@@ -79,6 +79,11 @@ def test_runs_that_repeat_no_fid_are_told_how():
     assert "no run repeats its last FID" in notes()
 
 
+def test_runs_without_config_are_named():
+    Path("sweep/clts/seed-3/config.yaml").unlink()
+    assert "runs without config.yaml: sweep/clts/seed-3." in notes()
+
+
 def test_few_seeds_are_told():
     write_arm(Path("sweep/md"), 1.1, range(2))
     assert "Fewer than 5 seeds, the least for a headline: md 2." in notes()

@@ -227,6 +227,27 @@ def test_seeds_of_an_arm_that_are_configured_otherwise_are_refused_by_name():
         selected()
 
 
+def test_folders_of_one_name_in_two_places_are_one_arm_if_both_configs_are_alike():
+    write_arm(Path("sweep/more/clts"), 1.3, range(2, 4), lr=1.3)
+    assert len(selected().arms["clts"]) == 4
+
+
+@pytest.mark.parametrize("lacking", [["sweep/clts"], ["sweep/more/clts"], ["sweep"]])
+def test_folders_of_one_name_in_two_places_are_refused_without_configs(lacking):
+    write_arm(Path("sweep/more/clts"), 0.7, range(2, 4), lr=9.0)
+    for folder in lacking:
+        for config in Path(folder).rglob("config.yaml"):
+            config.unlink()
+    with pytest.raises(ValueError, match=r"both of arm clts, in two places, and there is no conf"):
+        selected()
+
+
+def test_runs_of_one_arm_in_one_place_need_no_config():
+    for config in Path("sweep").rglob("config.yaml"):
+        config.unlink()
+    assert len(selected().arms["clts"]) == 2
+
+
 # Which FID
 
 
