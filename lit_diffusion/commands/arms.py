@@ -22,7 +22,7 @@ def arms_of(config: str, texts: Sequence[str]) -> dict[str, list[str]]:
         texts: files, or several joined by +.
 
     Raises:
-        ValueError: where two arms have one name.
+        ValueError: where two arms have one name, or an arm has a file twice.
 
     Example:
         >>> arms_of("run.yaml", ["arms/md.yaml", "arms/md.yaml+clts.yaml"])["md+clts"]
@@ -34,8 +34,17 @@ def arms_of(config: str, texts: Sequence[str]) -> dict[str, list[str]]:
         name = "+".join(Path(file).stem for file in files)
         if name in arms:
             raise ValueError(f"two arms are named {name}; rename {text}, since folders go by name.")
+        _refuse_twice(name, [config, *files])
         arms[name] = [config, *files]
     return arms
+
+
+def _refuse_twice(arm: str, files: Sequence[str]) -> None:
+    for first, second in combinations(files, 2):
+        if Path(first).resolve() == Path(second).resolve():
+            raise ValueError(
+                f"arm {arm} has {second} twice, which would add its callbacks twice; name it once."
+            )
 
 
 def overrides(files: Sequence[str]) -> Iterator[str]:

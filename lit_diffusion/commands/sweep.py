@@ -43,9 +43,10 @@ def parser() -> Parser:
     lit-diffusion sweep CONFIG --arms md.yaml clts.yaml md.yaml+clts.yaml --trainer.max_steps=500
 
 An arm is CONFIG with one or more further configs, joined by +; its name is theirs. CONFIG alone is
-the arm baseline. Each run is an ordinary `lit-diffusion fit` into OUT/<arm>/seed-<n>, with its
-output in fit.log there; options that are not listed below go to every fit. All arms of the first
-seed come first, so that a sweep that is cut short can be compared.
+the arm baseline; an arm with the settings of one before it is left out. Each run is an ordinary
+`lit-diffusion fit` into OUT/<arm>/seed-<n>, with its output in fit.log there; options that are not
+listed below go to every fit. All arms of the first seed come first, so that a sweep that is cut
+short can be compared.
 
 The same command goes on where it was stopped: finished runs are left alone, others resume from
 their last checkpoint, or start over where there is none yet; those that another process runs are
@@ -178,13 +179,27 @@ def plan(args: argparse.Namespace, options: Sequence[str]) -> list[Planned]:
         for sentence in overrides(found[1:]):
             _tell(f"arm {arm}: {sentence}")
     runs = []
-    for seed, arm in itertools.product(args.seeds, arms):
+    for seed, arm in itertools.product(args.seeds, _without_copies(settings)):
         folder = _out(args) / arm / f"seed-{seed}"
         _refuse_another(folder, settings[arm] | {"seed_everything": seed})
         own = (f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}")
         steps = settings[arm]["trainer"]["max_steps"]
         runs.append(Planned(f"{arm}/seed-{seed}", folder, (*arms[arm], *options, *own), steps))
     return runs
+
+
+def _without_copies(settings: dict[str, dict[str, Any]]) -> list[str]:
+    """Names of arms, but for those that would train what an arm before them trains.
+
+    A copy tells nothing, and each test that is made takes from the power of the others.
+    """
+    kept: list[str] = []
+    for arm, own in settings.items():
+        if original := next((name for name in kept if settings[name] == own), None):
+            _tell(f"arm {arm} is left out: its settings are those of {original}")
+        else:
+            kept.append(arm)
+    return kept
 
 
 @dataclass

@@ -30,6 +30,12 @@ def test_two_arms_of_one_name_are_refused():
         arms_of("run.yaml", ["md.yaml", "other/md.yaml"])
 
 
+@pytest.mark.parametrize("arm", ["md.yaml+clts.yaml+md.yaml", "md.yaml+./md.yaml", "run.yaml"])
+def test_a_file_that_an_arm_has_twice_is_refused(arm):
+    with pytest.raises(ValueError, match=r"arm .* has .* twice, .*; name it once"):
+        arms_of("run.yaml", [arm])
+
+
 def test_a_setting_that_a_later_file_replaces_is_told():
     expected = "b.yaml replaces what a.yaml sets: model.lr"
     assert told({"model": {"lr": 1.0, "steps": 3}}, {"model": {"lr": 2.0}}) == [expected]

@@ -83,6 +83,25 @@ def test_a_setting_that_a_joined_config_takes_back_is_told(capsys):
     assert told in capsys.readouterr().err
 
 
+def test_an_arm_that_changes_nothing_is_left_out_and_told(capsys):
+    """As beta1-0.9 where the experiment has that: it would be one more test, of no difference."""
+    same = {"model": {"init_args": {"optimizer": {"init_args": {"lr": 0.1}}}}}
+    write_config(same, Path("same.yaml"))
+    write_config(ARMS["slow"], Path("copy.yaml"))
+    options = "--arms same.yaml slow.yaml copy.yaml+same.yaml same.yaml+copy.yaml --seeds 0,1"
+    assert call(f"sweep tiny.yaml {options} --print {TRUST}") == 0
+    out, err = capsys.readouterr()
+    roots = [line.partition("default_root_dir=")[2].split()[0] for line in out.splitlines()]
+    runs = [f"{arm}/seed-{n}" for n in (0, 1) for arm in ("baseline", "slow")]
+    assert roots == [f"runs/tiny-sweep/{run}" for run in runs]
+    told = [line.partition("  ")[2] for line in err.splitlines() if "left out" in line]
+    assert told == [
+        "arm same is left out: its settings are those of baseline",
+        "arm copy+same is left out: its settings are those of baseline",
+        "arm same+copy is left out: its settings are those of slow",
+    ]
+
+
 def test_a_file_with_a_plus_in_its_name_is_one_config(capsys):
     shutil.copy("slow.yaml", "a+b.yaml")
     assert "--config=a+b.yaml" in printed(capsys, "--arms a+b.yaml --seeds 0")[1]
