@@ -27,6 +27,7 @@ from lit_diffusion.batch_end import (
 from lit_diffusion.commands.checkpoint_before import CheckpointBefore
 from lit_diffusion.commands.run_folder import next_config
 from lit_diffusion.loggers import AppendingCSVLogger, rewind_evaluations
+from lit_diffusion.metrics.record import ImageCount, batches_done, images_of_a_batch
 
 
 class RunConfig(SaveConfigCallback):
@@ -95,6 +96,38 @@ class CurvesInStep(Callback):
         for logger in _csv_loggers(trainer):
             # By what Lightning logs: each optimizer's steps count in global_step.
             logger.rewind(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+class ImagesSeen(Callback):
+    """Counts training images, also of a run whose resumes change the batch size.
+
+    Attributes:
+        image_count: of the fit, which `images_seen` asks for.
+    """
+
+    def __init__(self) -> None:
+        self.image_count: ImageCount | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count on from what a checkpoint brought."""
+        each = images_of_a_batch(trainer)
+        count = self.image_count or ImageCount(0, 0, each)
+        self.image_count = count.resumed(batches_done(trainer), each)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The count."""
+        return {"images": self.image_count and list(self.image_count)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from `state_dict`.
+
+        Raises:
+            ValueError: where it is not what `state_dict()` gives.
+        """
+        images = state_dict["images"] or (0, 0, None)
+        if len(images) != 3 or not all(type(n) is int or n is None for n in images):
+            raise ValueError(f"images must be three counts, got {images!r:.100}.")
+        self.image_count = ImageCount(*images) if state_dict["images"] else None
 
 
 class ExactResume(Callback):

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, TQDMProgre
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_diffusion.commands.catching_up import CatchUp
-from lit_diffusion.commands.keeping import CurvesInStep, ExactResume, LastCheckpoint
+from lit_diffusion.commands.keeping import CurvesInStep, ExactResume, ImagesSeen, LastCheckpoint
 from lit_diffusion.commands.resume import Changes, PreferConfig
 from lit_diffusion.protocols import UpdateGuard
 
@@ -59,7 +59,7 @@ def keepers(root: Path, changed: Changes) -> list[Callback]:
         root: the run folder.
         changed: settings that differ from those of the checkpoint.
     """
-    return [ExactResume(), CurvesInStep(root), PreferConfig(changed), CatchUp()]
+    return [ExactResume(), CurvesInStep(root), ImagesSeen(), PreferConfig(changed), CatchUp()]
 
 
 def savers(given: Sequence[Callback], folder: Path) -> list[Callback]:

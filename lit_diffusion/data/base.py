@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_diffusion.data.datasets import Batch, ImageDataset
-from lit_diffusion.data.loaders import ResumableLoader, batches_of_epoch
+from lit_diffusion.data.loaders import ResumableLoader, batches_of_epoch, recount
 from lit_diffusion.data.samplers import ShuffledSampler, UnrepeatedSampler, even_batch_size
 
 Split: TypeAlias = Literal["train", "val"]
@@ -26,8 +26,8 @@ class ImageDataModule(LightningDataModule):
 
     Training batches come in an order that is a function of (seed, epoch), without the ragged last
     batch: the images left over are others in the next epoch. A run that resumes in the middle of an
-    epoch goes on there. Validation sees every image once on
-    any number of processes. The test split is the validation split. Prediction yields
+    epoch goes on there, also with another batch size or number of processes. Validation sees every
+    image once on any number of processes. The test split is the validation split. Prediction yields
     (seeds (B,), labels (B,)), both int64, of images to generate.
 
     Args:
@@ -170,6 +170,27 @@ class ImageDataModule(LightningDataModule):
         seeds = torch.arange(self.num_predict)
         labels = seeds % self.num_classes if self.num_classes else torch.full_like(seeds, -1)
         return DataLoader(TensorDataset(seeds, labels), batch_size=self.batch_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint counts the done part of its epoch in."""
+        return {"images_of_a_batch": self._images_of_a_batch()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Have the Trainer count it in batches of this run.
+
+        Raises:
+            ValueError: where `state_dict` is none of this class.
+        """
+        before, now = state_dict.get("images_of_a_batch"), self._images_of_a_batch()
+        if type(before) is not int or before < 1:
+            raise ValueError(f"images_of_a_batch must be a count, got {before!r:.50}.")
+        fits = self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
+        if fits and before != now:
+            recount(self.trainer, before, now, len(self.train_dataloader()))
+
+    def _images_of_a_batch(self) -> int:
+        """Of training, on all processes."""
+        return self.batch_size * self._place()[0]
 
     def _place(self) -> tuple[int, int]:
         """Number of processes that share the data, and rank of this one."""

@@ -4,6 +4,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from lit_diffusion.data.samplers import ShuffledSampler
@@ -16,7 +19,8 @@ class ResumableLoader(DataLoader[Any]):
     starts that epoch over. This one asks when the first batch of an epoch is wanted, no earlier:
     Lightning makes iterators before it has restored the loops.
 
-    Nothing is kept in checkpoints, so any number of workers may resume what any other number saved.
+    Nothing of it is kept in checkpoints, so any number of workers may resume what any other number
+    saved. For batches of another size there is `recount`.
 
     Args:
         dataset: as DataLoader's.
@@ -59,3 +63,36 @@ class ResumableLoader(DataLoader[Any]):
 def batches_of_epoch(trainer: Trainer) -> int:
     """Batches of the running epoch that were handed out to training, before a resume too."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def recount(trainer: Trainer, before: int, now: int, length: int) -> None:
+    """Count the done batches of an interrupted epoch as batches of another size, when resuming.
+
+    The epoch goes on after the images that it has had. Where they are no whole optimizer steps of
+    the new size, it goes on at the last whole one and warns of images that it has again.
+
+    Args:
+        trainer: that is about to restore its loops.
+        before: images of a batch on all processes, when the checkpoint was saved.
+        now: the same in this run.
+        length: batches of an epoch in this run, before the Trainer's limit.
+    """
+    progress = trainer._checkpoint_connector._loaded_checkpoint["loops"]["fit_loop"][
+        "epoch_loop.batch_progress"
+    ]
+    done, batches = (
+        progress["current"],
+        _parse_num_batches(RunningStage.TRAINING, length, trainer.limit_train_batches),
+    )
+    seen, unfinished = done["processed"] * before, done["processed"] - done["completed"]
+    if progress["is_last_batch"]:
+        count = int(batches)  # whatever is left over belongs to no epoch
+    else:
+        each = trainer.accumulate_grad_batches
+        count = min(seen // (now * each), int(batches - 1) // each) * each
+        if count * now != seen:
+            rank_zero_warn(
+                f"The checkpoint is {seen} images into an epoch, which are no whole number of this "
+                f"run's optimizer steps of {now * each} images: it goes on after {count * now}."
+            )
+    done.update(ready=count, started=count, processed=count, completed=count - unfinished)

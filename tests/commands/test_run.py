@@ -67,6 +67,14 @@ def test_the_summary_says_where_things_are_and_how_to_sample(capsys):
     assert "lit-diffusion sample --checkpoint runs/tiny" in told
 
 
+def test_the_summary_counts_the_images_of_each_batch_size_that_a_run_had(capsys):
+    call(FIT)
+    call(f"{FIT} --ckpt_path=last --trainer.max_steps=12 --data.init_args.batch_size=2")
+    assert "12 steps, 40 images seen" in capsys.readouterr().err
+    call(f"{FIT} --ckpt_path=last --trainer.max_steps=13 --data.init_args.batch_size=8")
+    assert "13 steps, 48 images seen" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("callbacks", [[], [EMA]])
 def test_the_sample_command_that_a_fit_ends_with_works(callbacks, capsys):
     """Without averages, with a module from elsewhere, in a folder with a space."""
