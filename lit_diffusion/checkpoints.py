@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lit_diffusion.checkpoint_checks import (
+    MOST_VALUES,
     check_archive,
     check_content,
     is_dense,
@@ -32,6 +33,7 @@ from lit_diffusion.checkpoint_checks import (
 )
 from lit_diffusion.errors import innermost
 from lit_diffusion.files import sync_folder
+from lit_diffusion.pickle_extent import check_pickles
 from lit_diffusion.sharding import first_split, gathered
 from lit_diffusion.trust import trusting
 
@@ -139,6 +141,7 @@ def read_checkpoint(path: PathLike, *, mmap: bool = False) -> Checkpoint:
         raise FileNotFoundError(f"There is no checkpoint at {path}.")
     try:
         check_archive(path)
+        check_pickles(path, MOST_VALUES)
         mmap = mmap and zipfile.is_zipfile(path)
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except PermissionError:

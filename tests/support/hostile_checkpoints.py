@@ -429,6 +429,15 @@ def absurd() -> Iterator[Case]:
     yield Case(kind, "zip-bomb", _zip_bomb, SAMPLE, NAMED)
     yield Case(kind, "zip-bomb-resume", _zip_bomb, RESUME, NAMED)
     yield Case(kind, "zip-bomb-pickle", _pickle_bomb, SAMPLE, NAMED)
+    endless = {
+        "archived": lambda rng: rezipped(
+            lambda name, data: _hashed_for_ever() if name.endswith("data.pkl") else data
+        ),
+        "bare": lambda rng: LAST.write_bytes(_hashed_for_ever()),
+        "quadratic": lambda rng: LAST.write_bytes(_copied_often()),
+    }
+    for (name, spoil), command in itertools.product(endless.items(), (SAMPLE, RESUME)):
+        yield Case(kind, f"endless-{name}-{command.split()[0]}", spoil, command, NAMED)
 
 
 def _steps(content: Content) -> None:
@@ -472,6 +481,19 @@ def _zip_bomb(rng: random.Random) -> None:
 def _pickle_bomb(rng: random.Random) -> None:
     big = pickle.dumps({"state_dict": {}, "x": "a" * 2 * 10**8}, protocol=2)
     rezipped(lambda name, data: big if name.endswith("data.pkl") else data, zipfile.ZIP_DEFLATED)
+
+
+def _hashed_for_ever() -> bytes:
+    """A key that holds one tuple twice, which holds one twice, 60 levels deep."""
+    twice = b"".join(b"h%c\x86q%c" % (level, level + 1) for level in range(60))
+    return b"\x80\x02}X\x0a\x00\x00\x00state_dict})q\x00" + twice + b"K\x01ss."
+
+
+def _copied_often() -> bytes:
+    """A list of 10^5 pairs that is made into a dict 10^5 times."""
+    pairs = b"]q\x00(" + b"".join(b"M%c%cN\x86" % divmod(i, 256) for i in range(2**16)) + b"e"
+    dicts = b"(" + b"h\x01h\x00\x85R" * 10**5 + b"t"
+    return b"\x80\x02ccollections\nOrderedDict\nq\x01" + pairs + dicts + b"."
 
 
 # Code
