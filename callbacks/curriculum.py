@@ -38,7 +38,10 @@ def clts_gamma(step: int, num_steps: int) -> float:
         (0.0, 0.5, 1.0)
     """
     if num_steps < 1:
-        raise ValueError(f"num_steps must be at least 1 optimizer step, got {num_steps}.")
+        raise ValueError(
+            f"num_steps must be at least 1 optimizer step, got {num_steps}: say how many the change "
+            "of the density takes, as a tenth of the run."
+        )
     return min(step / num_steps, 1.0)
 
 
