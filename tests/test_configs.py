@@ -9,6 +9,7 @@ import torch
 import yaml
 from support.cifar10_files import published_as, write
 from support.commands import call
+from support.forked_ranks import Forker
 from support.pictures import class_folders, save
 from support.stated_settings import ARMS, EXPERIMENTS, flat
 
@@ -233,6 +234,11 @@ def offline(monkeypatch, tmp_path):
 
 def start(experiment, *arms, width=None):
     """Exit code of one step of training and validation; `width` is that of the network."""
+    one = ["--trainer.devices=1", "--trainer.strategy=auto"]
+    return fit(f"{experiment}.yaml", *short(experiment, *arms, width=width), *one)
+
+
+def short(experiment, *arms, width):
     options = [f"--config={arm}" for arm in arms]
     if width is not None:
         options.append(f"--model.init_args.network.init_args.model_channels={width}")
@@ -240,8 +246,7 @@ def start(experiment, *arms, width=None):
         keys = ("model.init_args", "model.init_args.network.init_args")
         options += [f"--{key}.num_classes=2" for key in keys]
         options += ["--data.init_args.cache_dir=cache", "--data.init_args.num_workers=0"]
-    one = ["--trainer.fast_dev_run=1", "--trainer.devices=1", "--trainer.strategy=auto"]
-    return fit(f"{experiment}.yaml", "--data.init_args.batch_size=1", *one, *options)
+    return [*options, "--data.init_args.batch_size=1", "--trainer.fast_dev_run=1"]
 
 
 def quarter(experiment):
@@ -284,3 +289,21 @@ def test_every_arm_starts_on_its_experiments(offline, experiment, arm):
 @pytest.mark.parametrize("experiment", REPRODUCTIONS)
 def test_reproductions_start_at_their_full_width(offline, experiment):
     assert start(experiment) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.system
+def test_the_config_for_eight_gpus_starts_on_two_ranks_in_half_precision(offline, tmp_path):
+    """With its own strategy, in the half precision that CPUs have.
+
+    Two steps: in the second, DDP refuses a parameter that had no gradient in the first.
+    """
+    name = "imagenet128-guided"
+    options = ["--config", str(CONFIGS / f"{name}.yaml"), *SMALL, *short(name, width=quarter(name))]
+    options += ["--trainer.fast_dev_run=2", "--trainer.precision=bf16-mixed", "--trainer.devices=2"]
+    with Forker() as forker:
+        ends = forker.run("support.config_on_ranks:fit", tmp_path, 2, options)
+    assert [end.code for end in ends] == [0, 0], ends
+    for rank, end in enumerate(ends, start=1):
+        assert f"MEMBER: {rank}/2" in end.said
+    assert "bfloat16 Automatic Mixed Precision" in ends[0].said
