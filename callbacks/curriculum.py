@@ -39,8 +39,8 @@ def clts_gamma(step: int, num_steps: int) -> float:
     """
     if num_steps < 1:
         raise ValueError(
-            f"num_steps must be at least 1 optimizer step, got {num_steps}: say how many the change "
-            "of the density takes, as a tenth of the run."
+            f"num_steps must be at least 1 optimizer step, got {num_steps}: say how many the "
+            "change of the density takes, as a tenth of the run."
         )
     return min(step / num_steps, 1.0)
 

@@ -271,7 +271,7 @@ def test_the_curriculum_equals_its_weight_in_expectation_and_undone_the_baseline
 BAD = [
     (
         {"num_steps": 0},
-        "num_steps must be at least 1 optimizer step, got 0: say how many the change",
+        "num_steps must be at least 1 optimizer step, got 0: say how many",
     ),
     ({"num_steps": -5}, "got -5"),
     ({"mean": 300}, "a mean is a rank u in .* got 300; divide"),
