@@ -15,6 +15,9 @@ from lit_diffusion.analysis.speedup import CONFIDENCE, Speedup, holm, speedup
 HEADLINE_SEEDS = 5
 """A claim about an arm of fewer seeds is provisional."""
 
+FIRST_ROWS = 12
+"""Arms in the figure that a reader sees first, on a screen of usual height."""
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -126,6 +129,13 @@ class Comparison:
         """The best arm and those that it does not lead by more than noise, if it wins."""
         able = [result for result in self.faster if not self.falls_short(result)]
         return able[:1] + [result for result in able[1:] if not _is_ahead(able[0], result)]
+
+    def first(self, count: int = FIRST_ROWS) -> tuple[Result, ...]:
+        """The fastest arms for a first look: those that win, then others with a test."""
+        winners = self.winners
+        order = sorted(self.results, key=lambda r: (r not in winners, r.holm_p is None))
+        shown = order[:count]
+        return tuple(result for result in self.results if result in shown)
 
     @property
     def lead(self) -> Speedup | None:

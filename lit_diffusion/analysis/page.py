@@ -8,12 +8,14 @@ from importlib.resources import files
 from lit_diffusion.analysis.report import METHOD, Grid, Report, Section, sections
 from lit_diffusion.analysis.tables import Table
 from lit_diffusion.analysis.wording import (
+    basis,
     by_images_text,
-    explanation,
     headline,
     verdict_text,
     winners_text,
 )
+
+_LONG = 110  # characters of a headline that would push the figure off the first screen
 
 
 def html(report: Report, pictures: Mapping[str, str]) -> str:
@@ -54,7 +56,8 @@ def _top(report: Report) -> str:
     sentence = _text(headline(comparison))
     if who := _text(winners_text(comparison)):
         sentence = f'<em class="faster">{who}</em>{sentence.removeprefix(who)}'
-    lines = [f"<h1>{sentence}</h1>", f'<p class="lead">{_text(explanation(comparison))}</p>']
+    size = ' class="long"' * (len(headline(comparison)) > _LONG)
+    lines = [f"<h1{size}>{sentence}</h1>", f'<p class="lead">{_text(basis(comparison))}</p>']
     if report.by_images is not None:
         told = _text(by_images_text(comparison, report.by_images))
         lines.append(f'<p class="alert">{told}</p>')
@@ -80,6 +83,8 @@ def _section(section: Section, report: Report, pictures: Mapping[str, str]) -> s
         image = f'<img src="{pictures[section.figure]}" alt="{_alternative(section, report)}">'
         caption = f"<figcaption>{_text(section.caption)}</figcaption>"
         lines.append(f"<figure>{image}{caption}</figure>")
+    if section.text:
+        lines.append(f'<p class="lead">{_text(section.text)}</p>')
     return "\n".join([*lines, *(_table(table) for table in section.tables)])
 
 

@@ -14,10 +14,23 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from lit_diffusion.analysis.comparison import Arm, Comparison, Result, Verdict, mean_crossing
+from lit_diffusion.analysis.comparison import (
+    HEADLINE_SEEDS,
+    Arm,
+    Comparison,
+    Result,
+    Verdict,
+    mean_crossing,
+)
 from lit_diffusion.analysis.curves import Bound
 from lit_diffusion.analysis.tables import common_steps
-from lit_diffusion.analysis.wording import at_text, fid_text, speedup_text
+from lit_diffusion.analysis.wording import (
+    at_text,
+    fewest_seeds,
+    fid_text,
+    seeds_text,
+    speedup_text,
+)
 
 INK, FAINT = "#1d2733", "#8a94a0"
 COLORS = {
@@ -43,6 +56,9 @@ _ARM_COLORS = (
     "#8c564b",
 )
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)))
+FEW_ROWS = 8
+"""Arms that are drawn at larger distances."""
+
 COLORED = 9
 """Arms with colours among the curves; more cannot be told apart."""
 
@@ -75,16 +91,20 @@ def save(figure: Figure, path: Path) -> None:
         figure.savefig(path, dpi=160, bbox_inches="tight", pad_inches=0.08, metadata=metadata)
 
 
-def speedup_figure(comparison: Comparison, unit: str = "steps") -> Figure:
+def speedup_figure(
+    comparison: Comparison, unit: str = "steps", results: Sequence[Result] | None = None
+) -> Figure:
     """Forest plot: each arm's speed-up with its interval, against the line at 1.
 
     Args:
         comparison: whose arms.
         unit: in which the way to the target is measured.
+        results: the arms to show; None is all.
     """
-    results = comparison.results
+    results = comparison.results if results is None else results
     with rc_context(_STYLE):
-        figure = Figure(figsize=(9.6, 1.25 + 0.42 * len(results)), layout="constrained")
+        height = 1.15 + len(results) * (0.4 if len(results) <= FEW_ROWS else 0.27)
+        figure = Figure(figsize=(9.6, height), layout="constrained")
         axes = figure.add_subplot()
         low, high = _range(results)
         axes.set_xscale("log")
@@ -123,9 +143,11 @@ def _range(results: Sequence[Result]) -> tuple[float, float]:
 def _interval(axes: Axes, row: int, result: Result, comparison: Comparison) -> None:
     found, color = result.speedup, COLORS[result.verdict]
     left, right = axes.get_xlim()
+    is_provisional = fewest_seeds(result, comparison.baseline) < HEADLINE_SEEDS
     if found.low is not None and found.high is not None:
         low, high = max(found.low, left), min(found.high, right)
-        axes.plot([low, high], [row, row], color=color, lw=5, solid_capstyle="butt", alpha=0.45)
+        width = 1.5 if is_provisional else 5
+        axes.plot([low, high], [row, row], color=color, lw=width, solid_capstyle="butt", alpha=0.45)
         ends = [(low, "<", found.low < left), (high, ">", found.high > right)]
         for end, marker, is_open in ends:
             axes.plot(
@@ -155,11 +177,16 @@ def _interval(axes: Axes, row: int, result: Result, comparison: Comparison) -> N
 
 
 def _label(result: Result, comparison: Comparison) -> str:
-    text = f"{speedup_text(result.speedup)}  {result.verdict.value}"
+    """The numbers and the verdict, and in brackets what to hold against them."""
+    count, remarks = fewest_seeds(result, comparison.baseline), []
+    if count < HEADLINE_SEEDS:
+        remarks.append(seeds_text(count))
     if result.at != comparison.target:
-        return f"{text} (to FID {at_text(result, comparison)})"
-    is_short = result.verdict is Verdict.FASTER and comparison.falls_short(result)
-    return text + " (ends worse)" * is_short
+        remarks.append(f"to FID {at_text(result, comparison)}")
+    elif result.verdict is Verdict.FASTER and comparison.falls_short(result):
+        remarks.append("ends worse")
+    text = f"{speedup_text(result.speedup)}  {result.verdict.value}"
+    return text + f" ({', '.join(remarks)})" * bool(remarks)
 
 
 def _ratio_axis(axes: Axes, low: float, high: float) -> None:
@@ -201,19 +228,21 @@ def _side(axes: Axes, x: float, align: str, text: str, color: str) -> None:
 def curves_figure(comparison: Comparison, unit: str = "optimizer steps") -> Figure:
     """FID over training: a thin line a seed, a thick one for their geometric mean.
 
-    Of many arms, the baseline and the fastest have colours; the others are grey.
+    Of many arms, the baseline and the first of a first look have colours; the others are grey.
 
     Args:
         comparison: whose arms and target.
         unit: of the steps.
     """
-    styles = arm_styles(comparison.arms)
+    colored = [comparison.baseline, *(result.arm for result in comparison.first(COLORED - 1))]
+    others = [arm for arm in comparison.arms if arm not in colored]
+    styles = arm_styles(colored)
     with rc_context(_STYLE):
         figure = Figure(figsize=(9.6, 5.0), layout="constrained")
         axes = figure.add_subplot(yscale="log", xlabel=unit, ylabel="FID (log axis)")
-        for arm in comparison.arms[COLORED:]:
+        for arm in others:
             axes.plot(*_mean_curve(arm), color="#c9ced4", lw=1, zorder=1)
-        for arm in reversed(comparison.arms[:COLORED]):  # the baseline on top
+        for arm in reversed(colored):  # the baseline on top
             _curves(axes, arm, styles[arm.name])
         _target_line(axes, comparison, styles)
         axes.set_xlim(left=0)
@@ -275,8 +304,8 @@ def _target_line(axes: Axes, comparison: Comparison, styles: dict[str, dict[str,
     axes.annotate(label, (0, target), (4, -5), textcoords="offset points", va="top", fontsize=9)
     means = [(comparison.baseline, mean_crossing(comparison.crossings))]
     means += [(result.arm, result.steps) for result in comparison.results]
-    for arm, mean in means[:COLORED]:
-        if mean.bound is Bound.EXACT:
+    for arm, mean in means:
+        if mean.bound is Bound.EXACT and arm.name in styles:
             color = styles[arm.name]["color"]
             axes.plot(mean.step, target, "o", ms=8, color=color, mec="white", mew=1.3, zorder=5)
 
@@ -306,7 +335,8 @@ def samples_figure(grids: Sequence[tuple[str, int, bytes]]) -> Figure:
     arms = list(dict.fromkeys(arm for arm, _, _ in grids))
     steps = list(dict.fromkeys(step for _, step, _ in grids))
     with rc_context(_STYLE):
-        figure = Figure(figsize=(2.6 * len(steps) + 1, 2.6 * len(arms)), layout="constrained")
+        side = 2.6 if len(arms) <= FEW_ROWS else 1.3
+        figure = Figure(figsize=(side * len(steps) + 2, side * len(arms)), layout="constrained")
         axes = figure.subplots(len(arms), len(steps), squeeze=False)
         for ax in axes.flat:
             ax.set(xticks=[], yticks=[])

@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lit_diffusion.analysis.comparison import Comparison
+from lit_diffusion.analysis.comparison import FIRST_ROWS, HEADLINE_SEEDS, Comparison
 from lit_diffusion.analysis.tables import Table, fid_table, steadiness_table, verdict_table
+from lit_diffusion.analysis.wording import doubts
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,14 @@ class Section:
         title: empty for the part at the top.
         figure: name of the picture that comes first; None without.
         caption: of the picture.
-        tables: below it.
+        text: below it.
+        tables: below that.
     """
 
     title: str
     figure: str | None = None
     caption: str = ""
+    text: str = ""
     tables: tuple[Table, ...] = ()
 
 
@@ -77,7 +80,8 @@ METHOD = (
 )
 _FOREST = (
     "The bar is the 95% interval of the speed-up: where it crosses the line at 1x, the difference "
-    "may be chance. A hollow mark has no interval, or is measured at another FID than the target."
+    "may be chance. A hollow mark has no interval, or is measured at another FID than the target. "
+    f"A thin bar is provisional: fewer than {HEADLINE_SEEDS} seeds."
 )
 _CURVES = (
     "Thin lines: one training seed each. Thick lines: their geometric mean. Dots: where the target "
@@ -86,16 +90,33 @@ _CURVES = (
 _SAMPLES = "Samples of equal seeds after equal numbers of steps, from one training run of each arm."
 
 
+def _not_shown(comparison: Comparison) -> list[str]:
+    """That the first figure is not of all arms."""
+    more = len(comparison.results) - FIRST_ROWS
+    if more <= 0:
+        return []
+    others = "1 other arm is" if more == 1 else f"{more} other arms are"
+    return [f"{others} in the figure of all arms below; those with an interval come first."]
+
+
 def sections(report: Report) -> list[Section]:
     """What a report shows, in order."""
     arms = report.comparison.arms
     found = [
-        Section("", "speedups", _FOREST, (verdict_table(report.comparison),)),
-        Section("FID over training", "curves", _CURVES, (fid_table(arms),)),
+        Section(
+            "",
+            "speedups",
+            " ".join([_FOREST, *_not_shown(report.comparison)]),
+            doubts(report.comparison),
+            (verdict_table(report.comparison),),
+        )
     ]
+    if _not_shown(report.comparison):
+        found.append(Section("Speed-ups of all arms", "speedups-all", _FOREST))
+    found.append(Section("FID over training", "curves", _CURVES, tables=(fid_table(arms),)))
     if report.by_images is not None:
         by_images = (verdict_table(report.by_images, "images"),)
-        found.append(Section("By images seen", "speedups-images", _FOREST, by_images))
+        found.append(Section("By images seen", "speedups-images", _FOREST, tables=by_images))
     if report.grids:
         found.append(Section("Samples", "samples", _SAMPLES))
     found.append(Section("How steady the FIDs are", tables=(steadiness_table(arms),)))

@@ -18,15 +18,17 @@ from lit_diffusion.analysis.page import html
 from lit_diffusion.analysis.plots import curves_figure, samples_figure, save, speedup_figure
 from lit_diffusion.analysis.report import METHOD, Report, Section, sections
 from lit_diffusion.analysis.tables import curve_records, fid_records, speedup_records, to_csv
-from lit_diffusion.analysis.wording import by_images_text, explanation, headline
+from lit_diffusion.analysis.wording import basis, by_images_text, headline
 
 
 def figures(report: Report) -> dict[str, Figure]:
     """The pictures of `sections`, by name."""
     drawn = {
-        "speedups": speedup_figure(report.comparison),
+        "speedups": speedup_figure(report.comparison, results=report.comparison.first()),
         "curves": curves_figure(report.comparison),
     }
+    if len(report.comparison.first()) < len(report.comparison.results):
+        drawn["speedups-all"] = speedup_figure(report.comparison)
     if report.by_images is not None:
         drawn["speedups-images"] = speedup_figure(report.by_images, "images")
     if report.grids:
@@ -64,7 +66,7 @@ def markdown(report: Report) -> str:
     comparison, images = report.comparison, report.by_images
     parts = [
         f"# {headline(comparison)}",
-        explanation(comparison),
+        basis(comparison),
         "" if images is None else by_images_text(comparison, images),
         first,
         *(["## To bear in mind", _listed(caveats)] if caveats else []),
@@ -80,6 +82,7 @@ def _part(section: Section) -> str:
     parts = [f"## {section.title}"] if section.title else []
     if section.figure is not None:
         parts += [f"![{section.title or 'Speed-ups'}]({section.figure}.png)", section.caption]
+    parts += [section.text] if section.text else []
     return "\n\n".join([*parts, *(table.markdown() for table in section.tables)])
 
 

@@ -88,7 +88,7 @@ def seeds_text(count: int) -> str:
 def verdict_text(result: Result, comparison: Comparison) -> str:
     """What the seeds say of an arm, in a line."""
     base = comparison.baseline
-    count = _fewest(result, base)
+    count = fewest_seeds(result, base)
     value = f"{speedup_text(result.speedup)}{_to(result, comparison)}"
     if result.verdict is Verdict.UNCLEAR:
         return f"unclear after correction for {comparison.num_tests} tests: {value}"
@@ -239,7 +239,12 @@ def _looks_faster(result: Result, comparison: Comparison) -> bool:
 
 
 def explanation(comparison: Comparison) -> str:
-    """What stands behind the headline, in a few sentences."""
+    """What stands behind the headline, in a few sentences: `basis`, then `doubts`."""
+    return " ".join(text for text in (basis(comparison), doubts(comparison)) if text)
+
+
+def basis(comparison: Comparison) -> str:
+    """The numbers of the headline."""
     base, best = comparison.baseline, comparison.best
     told = (
         f"FID {fid_text(comparison.target)} is reached {_when(comparison.crossings)} by "
@@ -248,11 +253,15 @@ def explanation(comparison: Comparison) -> str:
     )
     if best.speedup.low is not None:
         told += ", with its 95% interval"
-    told += f"; {seeds_text(len(best.arm.curves))} against {len(base.curves)}."
-    doubts = [*_picked(comparison), *_lead(comparison), *_uneven(comparison)]
+    return f"{told}; {seeds_text(len(best.arm.curves))} against {len(base.curves)}."
+
+
+def doubts(comparison: Comparison) -> str:
+    """What to hold against the headline; empty where there is nothing."""
+    told = [*_picked(comparison), *_lead(comparison), *_uneven(comparison)]
     if comparison.faster:  # else the headline tells
-        doubts += [f"{text}." for text in _untested(comparison)]
-    return " ".join([told, *doubts, *_noise_of_fid(comparison)])
+        told += [f"{text}." for text in _untested(comparison)]
+    return " ".join([*told, *_noise_of_fid(comparison)])
 
 
 def _picked(comparison: Comparison) -> list[str]:
@@ -377,7 +386,7 @@ def _target_texts(at: float, comparison: Comparison) -> tuple[str, str]:
 
 def _certainty(results: Sequence[Result], comparison: Comparison, subject: str = "That") -> str:
     """How sure verdicts are, by the least sure of them."""
-    count = min(_fewest(result, comparison.baseline) for result in results)
+    count = min(fewest_seeds(result, comparison.baseline) for result in results)
     p = max(result.holm_p or 0.0 for result in results)
     if count < HEADLINE_SEEDS:
         return f"Hardly noise, but provisional: {seeds_text(count)}, not {HEADLINE_SEEDS}."
@@ -392,12 +401,13 @@ def _all_others(comparison: Comparison) -> str:
     return f"{names[0]} is" if len(names) == 1 else f"{several} other arms are"
 
 
-def _fewest(result: Result, base: Arm) -> int:
+def fewest_seeds(result: Result, base: Arm) -> int:
+    """Of an arm and the baseline; with less than `HEADLINE_SEEDS` a verdict is provisional."""
     return min(len(result.arm.curves), len(base.curves))
 
 
 def _why_unknown(result: Result, base: Arm) -> str:
-    if _fewest(result, base) < 2:
+    if fewest_seeds(result, base) < 2:
         return "one seed"
     if any(math.isinf(curve.best) for curve in result.arm.curves):
         return "a seed never had a finite FID"

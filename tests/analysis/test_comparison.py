@@ -6,6 +6,7 @@ from support.experiments import STEPS, arm, fid_at
 from support.golden import FOLDER
 
 from lit_diffusion.analysis.comparison import (
+    FIRST_ROWS,
     Arm,
     Verdict,
     by_images,
@@ -352,3 +353,16 @@ def test_images_are_left_aside_where_they_say_the_same_or_are_not_known():
 def test_what_cannot_be_compared_is_refused(arms, options, message):
     with pytest.raises(ValueError, match=message):
         compare(arms, **options)
+
+
+def test_a_first_look_is_at_the_winners_and_the_fastest_with_a_test():
+    tested = [arm(f"tested {k}", 1 + k / 10, range(2)) for k in range(FIRST_ROWS + 3)]
+    single = [arm(f"single {k}", 5.0, [k]) for k in range(3)]
+    comparison = compare([arm("baseline", 1.0), *tested, *single], "baseline")
+    assert {result.arm.name for result in comparison.first()} == {
+        f"tested {k}" for k in range(3, FIRST_ROWS + 3)
+    }
+    ratios = [result.speedup.ratio for result in comparison.first()]
+    assert ratios == sorted(ratios, reverse=True)
+    few = compare([arm("baseline", 1.0), *tested[:2], *single], "baseline")
+    assert few.first() == few.results

@@ -125,6 +125,32 @@ def test_one_seed_has_a_hollow_mark_and_no_bar():
     assert not any(line.get_marker() == "|" for line in axes.lines)
 
 
+def test_fewer_than_five_seeds_have_a_thin_bar_and_their_number_beside_it():
+    arms = [arm("baseline", 1.0), arm("few", 2.0, range(4)), arm("many", 1.5)]
+    (axes,) = speedup_figure(compare(arms, "baseline")).axes
+    widths = {
+        line.get_ydata()[0]: line.get_linewidth() for line in axes.lines if line.get_alpha() == 0.45
+    }
+    assert widths[0] < 2 < 4 < widths[1]
+    assert any(text.endswith("faster (4 seeds)") for text in texts(axes))
+    assert any(text.endswith("faster") for text in texts(axes))
+
+
+def test_an_fid_that_looks_like_the_target_has_more_digits():
+    base = arm("baseline", 1.0)
+    short = [
+        Curve(c.seed, STEPS, tuple(max(fid, base.reached * 1.0001) for fid in c.fids))
+        for c in arm("short", 2.0).curves
+    ]
+    (axes,) = speedup_figure(compare([base, Arm("short", tuple(short))], "baseline")).axes
+    assert any(f"(to FID {base.reached * 1.0001:.4f}, not " in text for text in texts(axes))
+
+
+def test_a_figure_may_be_of_some_arms(comparison):
+    (axes,) = speedup_figure(comparison, results=comparison.results[:2]).axes
+    assert len(axes.get_yticklabels()) == 2
+
+
 @pytest.mark.parametrize("verdict", list(Verdict))
 def test_colours_of_verdicts_can_be_read_on_white(verdict):
     assert contrast(COLORS[verdict]) >= 4.5
@@ -167,6 +193,17 @@ def test_of_many_arms_the_fastest_have_colours_and_all_are_drawn():
     assert legend.get_title().get_text() == f"grey: {21 - COLORED} other arms"
     grey = [line for line in axes.lines if line.get_color() == "#c9ced4"]
     assert len(grey) == 21 - COLORED
+
+
+def test_colours_are_for_arms_with_an_interval():
+    tested = [arm(f"tested {k}", 1.3, range(2)) for k in range(COLORED)]
+    single = [arm(f"single {k}", 3.0, [k]) for k in range(COLORED)]
+    comparison = compare([arm("baseline", 1.0, range(2)), *tested, *single], "baseline")
+    (axes,) = curves_figure(comparison).axes
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert len([name for name in names if name.startswith("tested")]) == COLORED - 1
+    dots = [line.get_color() for line in axes.lines if line.get_marker() == "o"]
+    assert len(dots) == COLORED
 
 
 def test_evaluations_that_are_not_finite_leave_a_gap():

@@ -3,9 +3,10 @@ from dataclasses import replace
 
 import pytest
 from PIL import Image
+from support.browser import CHROMIUM, look
 from support.experiments import arm
 
-from lit_diffusion.analysis.comparison import compare
+from lit_diffusion.analysis.comparison import FIRST_ROWS, compare
 from lit_diffusion.analysis.report import Grid, Report, sections
 from lit_diffusion.analysis.report_files import figures, markdown, write_report
 from lit_diffusion.analysis.tables import Table
@@ -77,3 +78,29 @@ def test_every_figure_of_a_section_is_drawn(report):
         named = {section.figure for section in sections(full) if section.figure}
         assert named == set(figures(full))
     assert "samples" in {section.figure for section in sections(replace(report, grids=[grid]))}
+
+
+def many(count):
+    """A report on so many arms that cannot be told apart, of five seeds, of four and of one."""
+    arms = [arm(f"arm-{k}+lr-x3+momentum", 1.5, range((5, 4, 1)[k % 3])) for k in range(count)]
+    return Report(compare([arm("baseline", 1.0), *arms], "baseline"))
+
+
+def test_of_many_arms_the_first_figure_has_some_and_another_has_all():
+    report = many(FIRST_ROWS + 1)
+    drawn = figures(report)
+    assert len(drawn["speedups"].axes[0].get_yticklabels()) == FIRST_ROWS
+    assert len(drawn["speedups-all"].axes[0].get_yticklabels()) == FIRST_ROWS + 1
+    assert {section.figure for section in sections(report) if section.figure} == set(drawn)
+    assert "1 other arm is in the figure of all arms" in markdown(report)
+    assert "speedups-all" not in figures(many(FIRST_ROWS))
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("count", [11, 39])
+def test_the_first_figure_of_many_arms_ends_above_the_fold(tmp_path, count):
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
+    found = look(write_report(many(count), tmp_path))
+    assert found["figureBox"][1] < found["fold"] < 900
+    assert found["width"] <= found["window"]

@@ -220,7 +220,7 @@ def test_the_first_screen_has_the_sentence_in_big_type_and_the_whole_forest_plot
     assert found["titleSize"] >= 36
     assert found["titleBox"][0] >= 0
     assert found["figureBox"][0] > found["titleBox"][1]
-    assert found["figureBox"][1] < 900
+    assert found["figureBox"][1] < found["fold"]
     assert found["figureBox"][2] > 800
 
 

@@ -27,6 +27,7 @@ _MEASURE = """<script>addEventListener("load", () => {
     pictures: [...document.images].map(i => [i.complete, i.naturalWidth, i.alt]),
     width: document.documentElement.scrollWidth,
     window: innerWidth,
+    fold: innerHeight,
     loaded: performance.getEntriesByType("resource").map(r => r.name)
       .filter(name => !name.startsWith("data:")),
   };
