@@ -154,10 +154,13 @@ class FIDEvaluation(Callback):
                 "to one of them."
             )
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure the real images, and refuse a Trainer under which nothing would be evaluated."""
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse a Trainer under which nothing would be evaluated."""
         self._trigger.refuse_never(trainer, "FIDEvaluation")
         refuse_split_sampling(pl_module, "FIDEvaluation")
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure the real images."""
         self._trigger.start(trainer.global_step)
         each = images_of_a_batch(trainer)
         count = self.image_count or ImageCount(0, 0, each)
