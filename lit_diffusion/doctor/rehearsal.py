@@ -7,6 +7,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lit_diffusion.commands.run import RunCLI
@@ -21,6 +22,7 @@ from lit_diffusion.doctor.plan import (
 )
 from lit_diffusion.doctor.ranks import Ranks
 from lit_diffusion.errors import innermost
+from lit_diffusion.modules.diffusion import DiffusionModule
 
 _CALLBACKS = "lit_diffusion.callbacks."
 
@@ -100,6 +102,15 @@ def _number_of_devices(devices: Any) -> int | None:
     if isinstance(devices, list):
         return len(devices)
     return int(devices) if str(devices).isdigit() else None
+
+
+def optimizers_of(module: LightningModule) -> list[Optimizer]:
+    """The optimizers of a fit, made anew."""
+    if isinstance(module, DiffusionModule):
+        return [module._make_optimizer([p for p in module.parameters() if p.requires_grad])]
+    made = module.configure_optimizers()
+    made = made.get("optimizer") if isinstance(made, dict) else made
+    return [made] if isinstance(made, Optimizer) else list(made)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

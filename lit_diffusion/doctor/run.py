@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from torch.optim import Optimizer
 
 from lit_diffusion.checkpoints import misfits, read_checkpoint, uncompiled
 from lit_diffusion.commands.run_folder import (
@@ -40,7 +39,8 @@ from lit_diffusion.doctor.method import (
 )
 from lit_diffusion.doctor.plan import Plan
 from lit_diffusion.doctor.ranks import check_launch
-from lit_diffusion.doctor.rehearsal import Data, Rehearsal, data_of, plan_of
+from lit_diffusion.doctor.refusals import check_callbacks
+from lit_diffusion.doctor.rehearsal import Data, Rehearsal, data_of, optimizers_of, plan_of
 from lit_diffusion.doctor.report import Finding, has_problem, note, ok, problem
 from lit_diffusion.doctor.storage import (
     Storage,
@@ -107,6 +107,7 @@ def _examine(cli: Rehearsal, request: Request, seconds: float) -> Iterator[Findi
         yield from check_labels(labels_of(cli.model))
     data = data_of(cli)
     yield from check_loading(cli, data)
+    yield from check_callbacks(cli, extractors)
     plan = with_features(plan_of(cli, data, step), extractors)
     yield from check_plan(plan)
     yield from check_storage(storage_of(cli, request.root, plan))
@@ -226,17 +227,9 @@ def storage_of(cli: Rehearsal, root: Path, plan: Plan) -> Storage:
 
 def _optimizer_state(cli: Rehearsal) -> int | None:
     try:
-        return sum(optimizer_bytes(optimizer) for optimizer in _optimizers(cli))
+        return sum(optimizer_bytes(optimizer) for optimizer in optimizers_of(cli.model))
     except Exception:  # an optimizer that cannot step on the meta device, or needs a Trainer
         return None
-
-
-def _optimizers(cli: Rehearsal) -> list[Optimizer]:
-    if isinstance(cli.model, DiffusionModule):
-        return [cli.model._make_optimizer([p for p in cli.model.parameters() if p.requires_grad])]
-    made = cli.model.configure_optimizers()
-    made = made.get("optimizer") if isinstance(made, dict) else made
-    return [made] if isinstance(made, Optimizer) else list(made)  # type: ignore[arg-type]
 
 
 def _files(cli: Rehearsal, plan: Plan) -> tuple[float, float]:

@@ -1,15 +1,13 @@
 import copy
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-import yaml
 from lightning.pytorch import Trainer
+from support.doctor import rehearse
 from support.small_digits import small_digits
 
-from lit_diffusion.commands.run_folder import read_command_line
 from lit_diffusion.doctor.plan import LRSchedule
-from lit_diffusion.doctor.rehearsal import Data, Rehearsal, data_of, lr_of, plan_of
+from lit_diffusion.doctor.rehearsal import Data, data_of, lr_of, plan_of
 
 FID = {
     "class_path": "lit_diffusion.callbacks.FIDEvaluation",
@@ -20,12 +18,6 @@ FID = {
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-
-
-def rehearse(config, *options):
-    Path("run.yaml").write_text(yaml.safe_dump(config))
-    request = read_command_line(["fit", "--config", "run.yaml", *options])
-    return Rehearsal(request, ExitStack())
 
 
 def planned(config, *options):

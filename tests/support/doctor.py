@@ -1,10 +1,13 @@
 """Examinations by the doctor, in this process."""
 
 import os
+from contextlib import ExitStack
 from pathlib import Path
 
 import yaml
 
+from lit_diffusion.commands.run_folder import read_command_line
+from lit_diffusion.doctor.rehearsal import Rehearsal
 from lit_diffusion.doctor.run import examine_run
 
 SHORT = 0.2
@@ -33,6 +36,13 @@ def look(*options, seconds=SHORT):
 def look_at(config, *options, seconds=SHORT):
     Path("run.yaml").write_text(yaml.safe_dump(config))
     return look("--config", "run.yaml", *options, seconds=seconds)
+
+
+def rehearse(config, *options):
+    """All that a fit of the config would build."""
+    Path("run.yaml").write_text(yaml.safe_dump(config))
+    request = read_command_line(["fit", "--config", "run.yaml", *options])
+    return Rehearsal(request, ExitStack())
 
 
 def topics(found, level):
