@@ -4,7 +4,7 @@ import hashlib
 import os
 import sys
 from abc import abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -19,6 +19,19 @@ from lit_diffusion.data.samplers import ShuffledSampler, UnrepeatedSampler, even
 
 Split: TypeAlias = Literal["train", "val"]
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Awaited:
+    """What `ImageDataModule.check` has yet to do before data can be opened.
+
+    Attributes:
+        text: what, from where and where to; a sentence without its full stop.
+        needs_network: whether it fails without one.
+    """
+
+    text: str
+    needs_network: bool
 
 
 class ImageDataModule(LightningDataModule):
@@ -84,6 +97,10 @@ class ImageDataModule(LightningDataModule):
 
     def check(self) -> None:
         """Fetch the files or name what is wrong with them; runs once per node, before all else."""
+
+    def awaited(self) -> Awaited | None:
+        """What `check` would still fetch or unpack; None if nothing. Changes nothing itself."""
+        return None
 
     def default_workers(self) -> int:
         """Number of loading processes where none is asked for."""

@@ -7,7 +7,7 @@ import torch
 from torchvision.datasets import CIFAR10 as Source
 from torchvision.datasets.utils import check_integrity
 
-from lit_diffusion.data.base import ImageDataModule, Split
+from lit_diffusion.data.base import Awaited, ImageDataModule, Split
 from lit_diffusion.data.datasets import TensorImages
 
 
@@ -56,6 +56,18 @@ class CIFAR10(ImageDataModule):
             self.source(self.root, download=True)
         except (OSError, RuntimeError) as error:
             raise self._not_found(f"could not be downloaded ({error})") from error
+
+    def awaited(self) -> Awaited | None:
+        """Whether the archive has yet to be unpacked, or downloaded."""
+        if not self._faults():
+            return None
+        archive = self.root / self.source.filename
+        if check_integrity(archive, self.source.tgz_md5):
+            return Awaited(f"{archive} has the right MD5 and will be unpacked", False)
+        return Awaited(
+            f"{self.source.filename} will be downloaded from {self.source.url} into {self.root}",
+            True,
+        )
 
     def load(self, split: Split) -> TensorImages:
         """Open a split."""

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lit_diffusion.commands.run import RunCLI
 from lit_diffusion.commands.run_folder import Request
+from lit_diffusion.data.base import Awaited, ImageDataModule
 from lit_diffusion.doctor.plan import (
     Average,
     Course,
@@ -124,6 +125,8 @@ class Data:
         drop_last: whether what is left of an epoch makes no batch.
         workers: loading processes of each process that were asked for.
         fault: why the data cannot be read.
+        awaited: what a fit would first fetch or unpack; the data cannot be read before.
+        prepares: whether a fit would first call code of the data's own, which was not called here.
     """
 
     num_images: int | None = None
@@ -132,12 +135,21 @@ class Data:
     drop_last: bool = True
     workers: int | None = None
     fault: str | None = None
+    awaited: Awaited | None = None
+    prepares: bool = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether they can be read now."""
+        return self.fault is None and self.awaited is None
 
 
 def data_of(cli: Rehearsal) -> Data:
     """Open the data of a fit without preparing them: nothing is downloaded."""
     source: LightningDataModule | LightningModule = cli.datamodule or cli.model
     stated = cli.arguments("data").get("batch_size")
+    if isinstance(source, ImageDataModule) and (awaited := source.awaited()):
+        return Data(batch_size=stated, workers=source.num_workers, awaited=awaited)
     try:
         if isinstance(source, LightningDataModule):
             source.setup("fit")
@@ -145,7 +157,10 @@ def data_of(cli: Rehearsal) -> Data:
         has_val = is_overridden("val_dataloader", source)
         val_images = _length(source.val_dataloader()) if has_val else 0
     except Exception as error:  # whatever a foreign data module may say
-        return Data(batch_size=stated, fault=str(error) or type(error).__name__)
+        foreign = not isinstance(source, ImageDataModule)
+        prepares = foreign and is_overridden("prepare_data", source)
+        fault = str(error) or type(error).__name__
+        return Data(batch_size=stated, fault=fault, prepares=prepares)
     if not isinstance(train, DataLoader):
         return Data(batch_size=stated, val_images=val_images)
     return Data(

@@ -18,6 +18,7 @@ from lit_diffusion.commands.run_folder import (
     read_command_line,
     refuse_mixing,
 )
+from lit_diffusion.data.base import Awaited
 from lit_diffusion.doctor.checks import check_plan
 from lit_diffusion.doctor.extractors import (
     check_extractors,
@@ -41,7 +42,7 @@ from lit_diffusion.doctor.plan import Plan
 from lit_diffusion.doctor.ranks import check_launch
 from lit_diffusion.doctor.refusals import check_callbacks
 from lit_diffusion.doctor.rehearsal import Data, Rehearsal, data_of, optimizers_of, plan_of
-from lit_diffusion.doctor.report import Finding, has_problem, note, ok, problem
+from lit_diffusion.doctor.report import Finding, has_problem, note, ok, problem, warning
 from lit_diffusion.doctor.storage import (
     Storage,
     averages_bytes,
@@ -185,8 +186,10 @@ def labels_of(module: DiffusionModule) -> Labels:
 def check_loading(cli: Rehearsal, data: Data) -> Iterator[Finding]:
     """Whether the data are there, fit the module, and can be loaded by these processes."""
     if data.fault is not None:
-        yield problem("data", data.fault)
+        yield _unreadable(data.fault, data.prepares)
         return
+    if data.awaited is not None:
+        yield _awaited(data.awaited)
     if data.num_images is not None:
         yield ok("data", f"{data.num_images:,} training images, {data.val_images or 0:,} held out")
     if isinstance(cli.model, DiffusionModule):
@@ -196,6 +199,20 @@ def check_loading(cli: Rehearsal, data: Data) -> Iterator[Finding]:
             yield problem("data", str(error))
     local = cli.ranks().devices or 1
     yield from check_workers(data.workers, local, usable_cores())
+
+
+def _unreadable(fault: str, prepares: bool) -> Finding:
+    if prepares:
+        text = f"not readable before prepare_data, which fit calls and this does not: {fault}"
+        return warning("data", text)
+    return problem("data", fault)
+
+
+def _awaited(awaited: Awaited) -> Finding:
+    if not awaited.needs_network:
+        return note("data", f"{awaited.text}.")
+    text = f"{awaited.text}: fit fails on a node without a network; put it there before."
+    return warning("data", text)
 
 
 # Disk

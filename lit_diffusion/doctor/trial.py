@@ -42,7 +42,7 @@ def examine_time(
         if isinstance(module, DiffusionModule):
             timing = _time_parts(module, cli, timing, plan, extractors, seconds)
         # Of another module nothing is known, and steps may take what they do.
-        if data.fault is None and (timing.step or 0.0) < seconds:
+        if data.is_open and (timing.step or 0.0) < seconds:
             timing = _time_training(cli, timing, seconds)
     except Exception as error:  # whatever a fit would end with too
         yield problem("training", f"the first steps fail: {error}")

@@ -1,13 +1,18 @@
 import copy
+import tarfile
 from pathlib import Path
 
 import pytest
 from lightning.pytorch import Trainer
+from support.cifar10_files import FOLDER, md5, published_as, write
 from support.doctor import rehearse
 from support.small_digits import small_digits
 
+from lit_diffusion.data.cifar10 import CIFAR10
 from lit_diffusion.doctor.plan import LRSchedule
 from lit_diffusion.doctor.rehearsal import Data, data_of, lr_of, plan_of
+from lit_diffusion.doctor.report import Level
+from lit_diffusion.doctor.run import check_loading
 
 FID = {
     "class_path": "lit_diffusion.callbacks.FIDEvaluation",
@@ -147,3 +152,23 @@ def test_data_without_a_number_of_images_are_unknown():
 )
 def test_schedules_of_the_lr(spec, expected):
     assert lr_of(spec) == expected
+
+
+def test_an_archive_that_fit_would_unpack_is_no_fault(tmp_path, monkeypatch):
+    made = published_as(write(tmp_path / "whole"))
+    archive = Path("data") / made.filename
+    archive.parent.mkdir()
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(tmp_path / "whole" / FOLDER, FOLDER)
+    made.tgz_md5 = md5(archive)
+    monkeypatch.setattr(CIFAR10, "source", made)
+    config = small_digits(8)
+    config["data"] = {"class_path": "lit_diffusion.data.cifar10.CIFAR10"}
+    data = data_of(rehearse(config))
+    assert (data.fault, data.is_open, data.batch_size) == (None, False, 128)
+    assert [path.name for path in Path("data").iterdir()] == [archive.name]
+    (finding,) = check_loading(rehearse(small_digits(8)), data)
+    assert finding.level is Level.NOTE
+    assert "will be unpacked" in finding.text
+    archive.write_bytes(archive.read_bytes()[:-9])
+    assert data_of(rehearse(config)).awaited.needs_network

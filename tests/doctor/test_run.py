@@ -40,10 +40,11 @@ def test_patches_are_sound():
     assert "12,800" in found["data"].text
 
 
-def test_cifar10_lacks_data_and_weights_here_and_the_rest_is_looked_at():
+def test_cifar10_lacks_weights_here_is_yet_to_be_downloaded_and_the_rest_is_looked_at():
     found = look("--config", str(CONFIGS / "cifar10-improved.yaml"), NARROW)
-    assert topics(found, Level.PROBLEM) == {"data", "FID weights"}
-    assert "data_batch_1 is missing" in found["data"].text
+    assert topics(found, Level.PROBLEM) == {"FID weights"}
+    assert found["data"].level is Level.WARNING
+    assert "cifar-10-python.tar.gz will be downloaded" in found["data"].text
     assert "lit-diffusion fetch-weights" in found["FID weights"].text
     assert "500,000 optimizer steps = 64,000,000 images" in found["length"].text
     assert found["FID"].level is Level.OK
@@ -118,6 +119,14 @@ def test_data_of_another_shape_are_a_problem():
     config = small_digits(200)
     config["model"]["init_args"]["image_shape"] = [1, 16, 16]
     assert "image_shape is (1, 16, 16)" in look_at(config)["data"].text
+
+
+def test_data_that_their_own_code_prepares_are_no_problem():
+    config = tiny_config(max_steps=50)
+    config["data"] = {"class_path": f"{HERE}.PreparedData"}
+    found = look_at(config, "--trust", HERE.split(".")[0])
+    assert found["data"].level is Level.WARNING
+    assert "before prepare_data" in found["data"].text
 
 
 # The run folder

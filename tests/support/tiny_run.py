@@ -98,6 +98,17 @@ class TinyData(pl.LightningDataModule):
     test_dataloader = predict_dataloader = val_dataloader
 
 
+class PreparedData(TinyData):
+    """Cannot be opened before `prepare_data` was called."""
+
+    def prepare_data(self) -> None:
+        self.is_prepared = True
+
+    def setup(self, stage: str) -> None:
+        if not hasattr(self, "is_prepared"):
+            raise FileNotFoundError("there are no files")
+
+
 class ResumableLoader(DataLoader):
     def __init__(self, data: TinyData) -> None:
         super().__init__(data.data, data.batch_size)
