@@ -3,8 +3,17 @@
 import math
 from collections.abc import Iterable
 
-from lit_diffusion.doctor.plan import Average, Course, Evaluation, Plan
-from lit_diffusion.doctor.report import Finding, count, note, ok, problem, share, warning
+from lit_diffusion.doctor.plan import Average, Course, Evaluation, LRSchedule, Plan
+from lit_diffusion.doctor.report import (
+    Finding,
+    count,
+    has_problem,
+    note,
+    ok,
+    problem,
+    share,
+    warning,
+)
 
 LAGGING = 0.1
 """Half-life of an average, as a share of the run, from which its lag is told."""
@@ -288,22 +297,30 @@ def check_lr(plan: Plan) -> list[Finding]:
     if plan.lr is None:
         return []
     steps, lr = plan.steps, plan.lr
+    if lr.fault is not None:
+        return [problem("lr", f"{lr.name} fails before the run is over: {lr.fault}")]
     if steps is None:
         return [_check_endless_lr(plan)] if plan.is_endless else []
-    if lr.warmup_steps and lr.warmup_steps >= steps:
-        text = f"the warm-up, {lr.warmup_steps:,} steps, is all of the run of {steps:,}"
-        return [problem("lr", f"{text}; lower warmup_steps.")]
-    found = []
-    if lr.warmup_steps > LONG_WARMUP * steps:
-        part = share(lr.warmup_steps / steps)
-        text = f"the warm-up, {lr.warmup_steps:,} steps, is {part} of the run of {steps:,}"
-        found.append(warning("lr", f"{text}; 1 to 10% is usual."))
-    if lr.length is not None and lr.length != steps:
+    found = _check_warmup(lr, steps)
+    if lr.length is not None and lr.length != steps and not has_problem(found):
         found.append(_check_lr_end(plan, lr.length, steps))
     if found:
         return found
+    if lr.warmup_steps is None:
+        return [note("lr", f"{lr.name}; whether it warms up is not known.")]
     warm = f"{lr.warmup_steps:,} steps ({share(lr.warmup_steps / steps)}) of warm-up"
     return [ok("lr", f"{lr.name}, {warm if lr.warmup_steps else 'without warm-up'}")]
+
+
+def _check_warmup(lr: LRSchedule, steps: int) -> list[Finding]:
+    if not lr.warmup_steps or lr.warmup_steps <= LONG_WARMUP * steps:
+        return []
+    told = f"the warm-up of {lr.name}, {lr.warmup_steps:,} steps, is "
+    if lr.warmup_steps >= steps:
+        text = f"{told}all of the run of {steps:,}; make it shorter."
+        return [problem("lr", text)]
+    text = f"{told}{share(lr.warmup_steps / steps)} of the run of {steps:,}; 1 to 10% is usual."
+    return [warning("lr", text)]
 
 
 def _check_endless_lr(plan: Plan) -> Finding:

@@ -55,17 +55,19 @@ class LRSchedule:
 
     Attributes:
         name: of its class.
-        warmup_steps: optimizer steps until the full lr.
+        warmup_steps: optimizer steps until the full lr; None where not known.
         length: optimizer steps that it is made for; None is as long as the run, or endless.
         follows_run: whether it takes its length from the run.
         final_factor: share of the lr that is left at `length`.
+        fault: what it raises before the run is over; None where nothing.
     """
 
     name: str
-    warmup_steps: int = 0
+    warmup_steps: int | None = 0
     length: int | None = None
     follows_run: bool = False
     final_factor: float = 0.0
+    fault: str | None = None
 
 
 @dataclass(frozen=True)

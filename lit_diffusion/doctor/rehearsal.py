@@ -2,7 +2,7 @@
 
 import math
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
@@ -13,12 +13,12 @@ from torch.utils.data import DataLoader
 from lit_diffusion.commands.run import RunCLI
 from lit_diffusion.commands.run_folder import Request
 from lit_diffusion.data.base import Awaited, ImageDataModule
+from lit_diffusion.doctor.lr import arguments_of, lr_of
 from lit_diffusion.doctor.plan import (
     Average,
     Course,
     Evaluation,
     Grid,
-    LRSchedule,
     Plan,
 )
 from lit_diffusion.doctor.ranks import Ranks
@@ -75,14 +75,14 @@ class Rehearsal(RunCLI):
 
     def arguments(self, part: str) -> dict[str, Any]:
         """Of the class of "model" or "data", as plain builtins."""
-        return _arguments(self.config_dump.get(part))
+        return arguments_of(self.config_dump.get(part))
 
     def given_callbacks(self) -> list[tuple[str, dict[str, Any]]]:
         """Class names and arguments of our callbacks in the config."""
         given = self.settings["callbacks"] or []
         specs = given if isinstance(given, list) else [given]
         return [
-            (spec["class_path"].rpartition(".")[2], _arguments(spec))
+            (spec["class_path"].rpartition(".")[2], arguments_of(spec))
             for spec in specs
             if spec["class_path"].startswith(_CALLBACKS)
         ]
@@ -92,11 +92,6 @@ class Rehearsal(RunCLI):
         if self.trainer is not None:
             return Ranks(self.trainer.num_devices, self.trainer.num_nodes)
         return Ranks(_number_of_devices(self.settings["devices"]), self.settings["num_nodes"])
-
-
-def _arguments(spec: Any) -> dict[str, Any]:
-    """Arguments in what a config says of an object."""
-    return dict(spec.get("init_args") or {}) if isinstance(spec, dict) else {}
 
 
 def _number_of_devices(devices: Any) -> int | None:
@@ -184,7 +179,7 @@ def plan_of(cli: Rehearsal, data: Data, start_step: int = 0) -> Plan:
     settings, ranks = cli.settings, _world_size(cli)
     interval = settings["val_check_interval"]
     interval = 1.0 if interval is None else interval
-    return Plan(
+    plan = Plan(
         max_steps=settings["max_steps"],
         max_epochs=settings["max_epochs"],
         has_timer=settings["max_time"] is not None,
@@ -197,9 +192,10 @@ def plan_of(cli: Rehearsal, data: Data, start_step: int = 0) -> Plan:
         val_interval=interval if isinstance(interval, int | float) else None,
         val_epochs=settings["check_val_every_n_epoch"],
         val_images=_val_images(data, settings["limit_val_batches"], ranks or 1),
-        lr=lr_of(cli.arguments("model").get("lr_scheduler")),
         **_of_callbacks(cli, data),
     )
+    spec = cli.arguments("model").get("lr_scheduler")
+    return replace(plan, lr=lr_of(spec, cli.model, plan.steps))
 
 
 def _world_size(cli: Rehearsal) -> int | None:
@@ -248,22 +244,6 @@ def _val_images(data: Data, limit: int | float | None, ranks: int) -> int | None
     if _is_count(limit):
         return min(data.val_images, int(limit) * data.batch_size * ranks)
     return int(data.val_images * limit)
-
-
-def lr_of(spec: Any) -> LRSchedule | None:
-    """The schedule that a config describes."""
-    if not isinstance(spec, dict):
-        return None
-    name, arguments = spec["class_path"].rpartition(".")[2], _arguments(spec)
-    ours = spec["class_path"].startswith("lit_diffusion.")
-    length = arguments.get("total_steps", arguments.get("T_max"))
-    return LRSchedule(
-        name=name,
-        warmup_steps=arguments.get("warmup_steps") or 0,
-        length=length,
-        follows_run=ours and "total_steps" in arguments and length is None,
-        final_factor=arguments.get("final_factor") or 0.0,
-    )
 
 
 def _of_callbacks(cli: Rehearsal, data: Data) -> dict[str, Any]:

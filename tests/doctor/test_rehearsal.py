@@ -9,8 +9,7 @@ from support.doctor import rehearse
 from support.small_digits import small_digits
 
 from lit_diffusion.data.cifar10 import CIFAR10
-from lit_diffusion.doctor.plan import LRSchedule
-from lit_diffusion.doctor.rehearsal import Data, data_of, lr_of, plan_of
+from lit_diffusion.doctor.rehearsal import Data, data_of, plan_of
 from lit_diffusion.doctor.report import Level
 from lit_diffusion.doctor.run import check_loading
 
@@ -121,37 +120,6 @@ def test_data_that_cannot_be_opened_leave_the_rest_known():
 
 def test_data_without_a_number_of_images_are_unknown():
     assert Data().num_images is None
-
-
-@pytest.mark.parametrize(
-    ("spec", "expected"),
-    [
-        (None, None),
-        (
-            {
-                "class_path": "lit_diffusion.lr_schedules.WarmupCosine",
-                "init_args": {"warmup_steps": 5, "total_steps": None, "final_factor": 0.1},
-            },
-            LRSchedule("WarmupCosine", 5, None, follows_run=True, final_factor=0.1),
-        ),
-        (
-            {
-                "class_path": "lit_diffusion.lr_schedules.WarmupConstant",
-                "init_args": {"warmup_steps": 5},
-            },
-            LRSchedule("WarmupConstant", 5),
-        ),
-        (
-            {
-                "class_path": "torch.optim.lr_scheduler.CosineAnnealingLR",
-                "init_args": {"T_max": 9},
-            },
-            LRSchedule("CosineAnnealingLR", 0, 9),
-        ),
-    ],
-)
-def test_schedules_of_the_lr(spec, expected):
-    assert lr_of(spec) == expected
 
 
 def test_an_archive_that_fit_would_unpack_is_no_fault(tmp_path, monkeypatch):
