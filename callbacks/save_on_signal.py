@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_diffusion.batch_end import accumulates, ends_epoch, is_ending, validation_follows
+from lit_diffusion.batch_end import WholeSteps, ends_epoch, is_ending, validation_follows
 from lit_diffusion.signals import SavedOnSignal, SignalNotes
 from lit_diffusion.slurm import is_requeue_of, job_id, leave_note, requeue_job
 
@@ -58,6 +58,7 @@ class SaveOnSignal(Checkpoint):
         self._agreed = _Agreement()
         self._due = 0
         self._saved: SavedOnSignal | None = None
+        self._steps = WholeSteps()
 
     @property
     def path(self) -> Path:
@@ -83,6 +84,7 @@ class SaveOnSignal(Checkpoint):
         if stage == "fit":
             self.folder = self.folder or Path(trainer.default_root_dir) / "checkpoints"
             self._due, self._saved = 0, None
+            self._steps = WholeSteps()
             self._notes.start()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -98,6 +100,7 @@ class SaveOnSignal(Checkpoint):
     ) -> None:
         """End what was saved: everything of the step before is done and logged."""
         self._end()
+        self._steps.batch_starts(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -137,7 +140,7 @@ class SaveOnSignal(Checkpoint):
             self._stop(trainer)
 
     def _save(self, trainer: Trainer) -> None:
-        waits = accumulates(trainer) or ends_epoch(trainer)
+        waits = self._steps.accumulates(trainer) or ends_epoch(trainer)
         if self._saved is not None or waits or is_ending(trainer):
             return  # gradients are not saved, and a complete run ends as usual
         saved = SavedOnSignal(self._due, trainer.global_step, self.path)

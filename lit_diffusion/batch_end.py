@@ -5,8 +5,29 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 
+class WholeSteps:
+    """Tells batches whose gradients wait for the next, which are in no checkpoint, from others.
+
+    A module with manual optimization may accumulate by itself and tells nobody: there, a batch that
+    made no optimizer step is taken for one that accumulates.
+    """
+
+    def __init__(self) -> None:
+        self._before: int | None = None
+
+    def batch_starts(self, trainer: Trainer) -> None:
+        """To be called in `on_train_batch_start`."""
+        self._before = trainer.global_step
+
+    def accumulates(self, trainer: Trainer) -> bool:
+        """Whether the last batch was such a one."""
+        if trainer.lightning_module.automatic_optimization:
+            return accumulates(trainer)
+        return trainer.global_step == self._before
+
+
 def accumulates(trainer: Trainer) -> bool:
-    """Whether the batch was one whose gradients wait for the next: they are in no checkpoint."""
+    """Whether the Trainer itself accumulates after the batch."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
 
 
@@ -47,6 +68,12 @@ def epoch_is_ending(trainer: Trainer) -> bool:
     """Whether this is `on_train_epoch_end`."""
     epochs: Any = trainer.fit_loop.epoch_progress.current
     return bool(epochs.completed < epochs.processed)
+
+
+def is_between_epochs(trainer: Trainer) -> bool:
+    """Whether no epoch is running, as in `on_train_end`."""
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    return bool(epochs.completed == epochs.ready)
 
 
 def row_is_to_come(trainer: Trainer) -> bool:

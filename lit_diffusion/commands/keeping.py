@@ -16,10 +16,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_diffusion.batch_end import (
-    accumulates,
+    WholeSteps,
     batch_is_ending,
     ends_epoch,
     epoch_is_ending,
+    is_between_epochs,
     is_ending,
     row_is_to_come,
     validation_follows,
@@ -141,11 +142,24 @@ class ExactResume(Callback):
 
     _MARK = "resumes_inexactly"
 
+    def __init__(self) -> None:
+        self._steps = WholeSteps()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin with no batch before."""
+        self._steps = WholeSteps()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the step."""
+        self._steps.batch_starts(trainer)
+
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Mark the file."""
-        why = _inexact(trainer)
+        why = _inexact(trainer, self._steps.accumulates(trainer))
         if why is not None:
             checkpoint[self._MARK] = why
 
@@ -162,16 +176,18 @@ class ExactResume(Callback):
             )
         if why is not None:
             rank_zero_warn(
-                f"{trainer.ckpt_path} was saved {why}; from checkpoints/last.ckpt a run goes on as "
-                "if it had not been interrupted."
+                f"{trainer.ckpt_path} was saved {why}; from others, such as checkpoints/last.ckpt "
+                "of an interrupted run, a run goes on as if it had not been interrupted."
             )
 
 
 _BETWEEN = "between accumulated batches"
 
 
-def _inexact(trainer: Trainer) -> str | None:
-    if accumulates(trainer):
+def _inexact(trainer: Trainer, accumulates: bool) -> str | None:
+    if accumulates and is_between_epochs(trainer):
+        return "after batches whose optimizer step was still to come, and does not come"
+    if accumulates:
         return _BETWEEN
     if batch_is_ending(trainer) and validation_follows(trainer):
         return "before the validation of its step, which is left out"
@@ -213,11 +229,19 @@ class LastCheckpoint(Checkpoint):
         self._is_proven = False
         self._due = 0
         self._saved = (0.0, -1)
+        self._steps = WholeSteps()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._saved = (time.monotonic(), trainer.global_step)
         self._due = trainer.global_step + self.first
+        self._steps = WholeSteps()
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the step, to know whether the batch makes one."""
+        self._steps.batch_starts(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -255,7 +279,7 @@ class LastCheckpoint(Checkpoint):
 
     def _is_wanted(self, trainer: Trainer) -> bool:
         due = trainer.global_step >= self._due and not ends_epoch(trainer)
-        return (due or is_ending(trainer)) and not accumulates(trainer)
+        return (due or is_ending(trainer)) and not self._steps.accumulates(trainer)
 
     def _save(self, trainer: Trainer) -> None:
         began = time.monotonic()

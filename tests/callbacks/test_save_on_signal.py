@@ -130,8 +130,12 @@ def test_what_was_saved_goes_on_bit_for_bit(tmp_path, hook, batch):
     assert ended.code == SAVED
 
 
-def test_gradients_of_accumulated_batches_are_not_lost(tmp_path):
-    recipe = Recipe(trainer=(("accumulate_grad_batches", 2),))
+@pytest.mark.parametrize(
+    "recipe",
+    [Recipe(trainer=(("accumulate_grad_batches", 2),)), Recipe(accumulates_itself=True)],
+    ids=["by the Trainer", "by the module"],
+)
+def test_gradients_of_accumulated_batches_are_not_lost(tmp_path, recipe):
     dying = Sends("on_before_backward", 3), SaveOnSignal(tmp_path / "died")
     assert_goes_on(tmp_path, recipe, *dying, error=SavedOnSignal)
 

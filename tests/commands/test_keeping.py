@@ -22,9 +22,11 @@ class Saves(LastCheckpoint):
         self.steps = [*getattr(self, "steps", []), trainer.global_step]
 
 
-def fit(callback: pl.Callback, tmp_path: Path, ckpt_path=None, callbacks=(), **options):
+def fit(
+    callback: pl.Callback, tmp_path: Path, ckpt_path=None, callbacks=(), module=None, **options
+):
     torch.manual_seed(0)
-    module = TinyModule(TinyNet(3), torch.optim.Adam)
+    module = module or TinyModule(TinyNet(3), torch.optim.Adam)
     options = {"max_steps": 12} | options
     trainer = pl.Trainer(
         callbacks=[*callbacks, callback],
@@ -252,3 +254,54 @@ def test_a_file_from_which_a_run_would_not_go_on_as_it_was_says_so(tmp_path, hoo
     told = [str(w.message) for w in caught if "some.ckpt was saved" in str(w.message)]
     assert len(told) == (said is not None)
     assert all(f"some.ckpt was saved {said}" in text for text in told)
+
+
+class AccumulatesItself(TinyModule):
+    """Steps after every third batch and the last."""
+
+    def __init__(self):
+        super().__init__(TinyNet(3), torch.optim.Adam)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if self.trainer.fit_loop.total_batch_idx in (2, 5):
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+@pytest.mark.parametrize(("batch", "refused"), [(2, True), (3, False), (4, True), (6, False)])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
+def test_batches_that_a_module_accumulates_by_itself_are_no_place_to_go_on_from(
+    tmp_path, batch, refused, hook
+):
+    class SaveAt(pl.Callback):
+        def save(self, trainer, *args):
+            if trainer.fit_loop.total_batch_idx + 1 == batch:
+                trainer.save_checkpoint(tmp_path / "some.ckpt")
+
+    saver, kept = SaveAt(), Saves(tmp_path, first=1, every_n_seconds=0.0)
+    setattr(saver, hook, saver.save)
+    options = {"max_steps": 2, "val_check_interval": 1, "limit_val_batches": 1}
+    module = AccumulatesItself()
+    fit(kept, tmp_path, callbacks=[ExactResume(), saver], module=module, **options)
+    marked = torch.load(tmp_path / "some.ckpt", weights_only=True).get("resumes_inexactly")
+    assert (marked == "between accumulated batches") == refused
+    assert kept.steps == [1, 2]
+    assert "resumes_inexactly" not in saved(tmp_path)
+
+
+def test_a_run_that_ends_without_the_step_of_its_last_batches_says_so(tmp_path):
+    """It is kept nevertheless, and a resume is warned of what it lacks."""
+    options = {"max_epochs": 1, "max_steps": -1, "limit_val_batches": 0}
+    callback = Saves(tmp_path, first=100)
+    fit(callback, tmp_path, callbacks=[ExactResume()], module=AccumulatesItself(), **options)
+    assert callback.steps == [1]
+    with pytest.warns(UserWarning, match="whose optimizer step was still to come"):
+        fit(
+            ExactResume(),
+            tmp_path,
+            tmp_path / "last.ckpt",
+            module=AccumulatesItself(),
+            **options | {"max_epochs": 2},
+        )

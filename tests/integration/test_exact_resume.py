@@ -42,10 +42,15 @@ def test_died_with_loading_processes(tmp_path, workers):
     assert_undisturbed(tmp_path, Recipe(workers=workers), 7)
 
 
-@pytest.mark.parametrize("step", quickly([1, 2, 3, 4, 5, 7], 4))
-def test_died_between_accumulated_batches(tmp_path, step):
-    """Five batches an epoch are steps of two, two and one."""
-    assert_undisturbed(tmp_path, Recipe(trainer=(("accumulate_grad_batches", 2),)), step)
+@pytest.mark.parametrize("batch", quickly([1, 2, 3, 5, 6, 8], 3))
+def test_died_between_accumulated_batches(tmp_path, batch):
+    """Five batches an epoch are steps of two, two and one: 1, 3, 6 and 8 are no place to save."""
+    assert_undisturbed(tmp_path, Recipe(trainer=(("accumulate_grad_batches", 2),)), batch)
+
+
+@pytest.mark.parametrize("batch", quickly([1, 3, 5, 6], 3))
+def test_died_between_batches_that_the_module_accumulates(tmp_path, batch):
+    assert_undisturbed(tmp_path, Recipe(accumulates_itself=True), batch)
 
 
 @pytest.mark.parametrize(

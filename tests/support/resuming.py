@@ -69,16 +69,16 @@ class Death(Exception):
 
 
 class DieAfter(Checkpoint):
-    """Saves as soon as LastCheckpoint would after step `step`, and dies in the step after that.
+    """Saves as soon as LastCheckpoint would after batch `batch`, and dies in the step after that.
 
     Args:
         folder: for the file.
-        step: the first that may be saved.
+        batch: the first that may be saved.
         at_once: whether it dies as soon as the file is there.
     """
 
-    def __init__(self, folder, step, at_once=False):
-        self.step = step
+    def __init__(self, folder, batch, at_once=False):
+        self.batch = batch
         self.at_once = at_once
         self.saved = math.inf
         self.keep = LastCheckpoint(folder, first=1, every_n_seconds=0.0)
@@ -89,6 +89,7 @@ class DieAfter(Checkpoint):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step > self.saved:
             raise Death
+        self.keep.on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self._try(self.keep.on_train_batch_end, trainer, pl_module, outputs, batch, batch_idx)
@@ -97,7 +98,8 @@ class DieAfter(Checkpoint):
         self._try(self.keep.on_validation_end, trainer, pl_module)
 
     def _try(self, hook, trainer, *arguments):
-        if trainer.global_step < self.step or self.keep.path.exists():
+        batches = trainer.fit_loop.total_batch_idx + 1
+        if batches < self.batch or self.keep.path.exists():
             return
         hook(trainer, *arguments)
         if self.keep.path.exists():
@@ -115,6 +117,7 @@ class Recipe:
     trainer: tuple[tuple[str, object], ...] = ()
     batch_size: int = 280
     schedule: str | None = None
+    accumulates_itself: bool = False
 
     def fit(self, folder, *extra, ckpt_path=None, resumed=False):
         seed_everything(3)
@@ -125,6 +128,8 @@ class Recipe:
             ),
             lr_scheduler=lambda optimizer: WarmupCosine(optimizer, warmup_steps=3),
         )
+        if self.accumulates_itself:
+            accumulate_in_pairs(module)
         if self.schedule is not None:
             module.configure_optimizers = lambda: self._scheduled(module)
         trainer = make_trainer(
@@ -152,6 +157,22 @@ class Recipe:
         return {"optimizer": optimizer, "lr_scheduler": SCHEDULES[self.schedule](optimizer)}
 
 
+def accumulate_in_pairs(module):
+    """Give a module manual optimization, with a step in each second batch of an epoch."""
+    module.automatic_optimization = False
+    training_step = module.training_step
+
+    def accumulate(batch, batch_idx):
+        out = training_step(batch, batch_idx)
+        module.manual_backward(out["loss"])
+        if batch_idx % 2 or batch_idx == 4:  # the last
+            module.optimizers().step()
+            module.optimizers().zero_grad()
+        return {name: value.detach() for name, value in out.items()}
+
+    module.training_step = accumulate
+
+
 def curves(folder):
     rows = read_rows(folder / "metrics.csv")
     file = folder / "evaluations.jsonl"
@@ -160,9 +181,9 @@ def curves(folder):
     return rows, [{k: v for k, v in score.items() if k != "seconds"} for score in scores]
 
 
-def assert_undisturbed(tmp_path, recipe, step, at_once=False):
+def assert_undisturbed(tmp_path, recipe, batch, at_once=False):
     died = tmp_path / "died"
-    assert_goes_on(tmp_path, recipe, DieAfter(died, step, at_once), error=Death)
+    assert_goes_on(tmp_path, recipe, DieAfter(died, batch, at_once), error=Death)
 
 
 def assert_goes_on(tmp_path, recipe, *dying, error):
