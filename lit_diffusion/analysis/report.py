@@ -16,11 +16,15 @@ class Grid:
         arm: name.
         step: optimizer steps completed.
         png: the file's content.
+        seed: of the training run.
+        weights: that generated them: ema, raw, ...
     """
 
     arm: str
     step: int
     png: bytes
+    seed: str = "0"
+    weights: str = "raw"
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,10 @@ _CURVES = (
     "Thin lines: one training seed each. Thick lines: their geometric mean. Dots: where the target "
     "is reached."
 )
-_SAMPLES = "Samples of equal seeds after equal numbers of steps, from one training run of each arm."
+_SAMPLES = (
+    "Samples of equal seeds after equal numbers of steps, from one training run of each arm, by "
+    "its {} weights."
+)
 
 
 def _not_shown(comparison: Comparison) -> list[str]:
@@ -118,6 +125,6 @@ def sections(report: Report) -> list[Section]:
         by_images = (verdict_table(report.by_images, "images"),)
         found.append(Section("By images seen", "speedups-images", _FOREST, tables=by_images))
     if report.grids:
-        found.append(Section("Samples", "samples", _SAMPLES))
+        found.append(Section("Samples", "samples", _SAMPLES.format(report.grids[0].weights)))
     found.append(Section("How steady the FIDs are", tables=(steadiness_table(arms),)))
     return found + [Section(title, tables=(table,)) for title, table in report.tables.items()]

@@ -117,14 +117,15 @@ def _of_runs(args: argparse.Namespace) -> "Report":
     report = _report(arms, selection.baseline, args.target)
     tables = {"How steady training was": findings.steadiness_of(runs)}
     tables["What each arm changes"] = findings.settings_table(selection)
+    grids = findings.sample_grids(selection, [arm.name for arm in report.comparison.arms])
     tables["Runs"] = findings.runs_table(selection, arms, report.comparison.target)
     return replace(
         report,
         left_out=selection.left_out,
-        notes=findings.notes(selection, arms),
+        notes=findings.notes(selection, arms) + findings.notes_on_samples(selection, grids),
         protocol=findings.protocol_facts(selection),
         tables={title: table for title, table in tables.items() if table is not None},
-        grids=findings.sample_grids(selection, [arm.name for arm in report.comparison.arms]),
+        grids=grids,
     )
 
 

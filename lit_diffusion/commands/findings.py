@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -250,6 +251,8 @@ def steadiness_of(runs: Iterable[Run]) -> Table | None:
 def sample_grids(selection: Selection, names: Sequence[str]) -> list[Grid]:
     """Pictures of all arms at equal steps, from one training seed that all have if there is one.
 
+    They are of the weights that the FIDs are of, if there are such pictures.
+
     Args:
         selection: of runs.
         names: of the arms, in the order in which they are shown.
@@ -263,14 +266,41 @@ def sample_grids(selection: Selection, names: Sequence[str]) -> list[Grid]:
         arm: next((run for run in runs if run.seed in common[:1]), runs[0])
         for arm, runs in held.items()
     }
-    shared = set.intersection(*(set(run.grids) for run in chosen.values()))
-    steps = spread_out(sorted(shared), _COLUMNS)
+    shared = sorted(set.intersection(*(set(run.grids) for run in chosen.values())))
+    weights = _weights_of(shared, selection)
+    steps = spread_out([key for key in shared if key[1] == weights], _COLUMNS)
     pictures = [
-        Grid(arm, key[0], run.grids[key].read_bytes())
+        Grid(arm, key[0], run.grids[key].read_bytes(), run.seed, key[1])
         for arm, run in chosen.items()
         for key in steps
     ]
     return [grid for grid in pictures if grid.png.endswith(_END_OF_PNG)]
+
+
+def _weights_of(pictures: Sequence[tuple[int, str]], selection: Selection) -> str:
+    """The FID's own weights; those with the most pictures where it has none."""
+    run = selection.arms[selection.baseline][0]
+    own = str(run.points(selection.metric)[-1].get("weights"))
+    held = Counter(weights for _, weights in pictures)
+    return own if own in held or not held else held.most_common(1)[0][0]
+
+
+def notes_on_samples(selection: Selection, grids: Sequence[Grid]) -> list[str]:
+    """Why there are no pictures, though some arm has them, or what sets them apart."""
+    lacking = [arm for arm, runs in selection.arms.items() if not any(run.grids for run in runs)]
+    if len(lacking) == len(selection.arms):
+        return []
+    if lacking:
+        return [f"No samples are shown, as no run of {', '.join(lacking)} holds pictures of them."]
+    if not grids:
+        return ["No samples are shown, as the arms hold none of equal steps and weights."]
+    seeds = {grid.arm: grid.seed for grid in grids}
+    if len(set(seeds.values())) == 1:
+        return []
+    told = ", ".join(f"{arm} {seed}" for arm, seed in seeds.items())
+    return [
+        f"The samples are of different training seeds, as the arms have none in common: {told}."
+    ]
 
 
 def _shown(value: Any) -> str:

@@ -31,6 +31,12 @@ def test_every_picture_has_a_caption():
     assert all(section.caption for section in sections(whole) if section.figure)
 
 
+def test_the_caption_of_samples_names_their_weights():
+    grids = [Grid("a", 1, b"", "3", "ema")]
+    (section,) = [s for s in sections(Report(COMPARISON, grids=grids)) if s.figure == "samples"]
+    assert section.caption.endswith("by its ema weights.")
+
+
 def test_the_method_tells_the_choices_that_a_reader_would_doubt():
     for choice in (
         "running minimum",

@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -210,9 +211,57 @@ def test_a_picture_that_was_cut_off_is_left_out():
     assert [g.step for g in grids if g.arm == "clts"] == [500, 2000]
 
 
-def test_an_arm_without_grids_leaves_the_others_without():
+def shown(*names):
+    """Pictures of arms, and the notes on them."""
+    selection, _ = chosen()
+    grids = findings.sample_grids(selection, names)
+    return grids, findings.notes_on_samples(selection, grids)
+
+
+def test_an_arm_without_grids_leaves_the_others_without_and_is_named():
     write_run(Path("sweep/md"), fids(1.0, 9), 9)
-    assert findings.sample_grids(chosen()[0], ["baseline", "clts", "md"]) == []
+    assert shown("baseline", "clts", "md") == (
+        [],
+        ["No samples are shown, as no run of md holds pictures of them."],
+    )
+
+
+def test_grids_that_are_nowhere_or_as_they_should_be_need_no_note():
+    assert shown("baseline", "clts")[1] == []
+    for folder in Path("sweep").glob("*/*/samples"):
+        shutil.rmtree(folder)
+    assert shown("baseline", "clts") == ([], [])
+
+
+def test_grids_without_equal_steps_are_said_to_be():
+    for path in Path("sweep/clts").glob("*/samples/*.png"):
+        path.rename(path.with_name("step-00000007-ema.png"))
+    grids, (note,) = shown("baseline", "clts")
+    assert grids == []
+    assert "the arms hold none of equal steps and weights" in note
+
+
+def test_grids_of_different_training_seeds_are_said_to_be():
+    for seed in (0, 1, 2):
+        shutil.rmtree(f"sweep/baseline/seed-{seed}/samples")
+    for seed in (3, 4):
+        shutil.rmtree(f"sweep/clts/seed-{seed}/samples")
+    grids, told = shown("baseline", "clts")
+    assert {(grid.arm, grid.seed) for grid in grids} == {("baseline", "3"), ("clts", "0")}
+    assert told == [
+        "The samples are of different training seeds, as no seed is in all arms: baseline 3, clts 0."
+    ]
+
+
+def test_grids_are_of_the_weights_of_the_fid():
+    for path in Path("sweep").glob("*/*/samples/*-ema.png"):
+        path.with_name(path.name.replace("ema", "raw")).write_bytes(path.read_bytes())
+    assert {(grid.step, grid.weights) for grid in shown("baseline", "clts")[0]} == {
+        (step, "ema") for step in (500, 1000, 2000)
+    }
+    for path in Path("sweep").glob("*/*/samples/*-ema.png"):
+        path.unlink()
+    assert {grid.weights for grid in shown("baseline", "clts")[0]} == {"raw"}
 
 
 # Training
