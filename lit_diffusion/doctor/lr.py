@@ -71,7 +71,7 @@ def lrs_of(module: DiffusionModule, steps: int) -> list[float]:
         scheduler = module._make_lr_scheduler(optimizer)
         for _ in range(steps):
             lrs.append(float(optimizer.param_groups[0]["lr"]))
-            scheduler.step()  # type: ignore[call-arg]
+            scheduler.step()
     return lrs
 
 

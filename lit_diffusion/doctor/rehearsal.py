@@ -67,6 +67,12 @@ class Rehearsal(RunCLI):
     def _run_subcommand(self, subcommand: str) -> None:
         """Nothing."""
 
+    def limit(self, stage: str) -> int | float | None:
+        """Batches of "train" or "val" that the Trainer is limited to."""
+        overfit: int | float = self.settings["overfit_batches"]
+        limit: int | float | None = self.settings[f"limit_{stage}_batches"]
+        return overfit or limit
+
     @property
     def settings(self) -> dict[str, Any]:
         """Of the Trainer, as plain builtins."""
@@ -186,12 +192,12 @@ def plan_of(cli: Rehearsal, data: Data, start_step: int = 0) -> Plan:
         start_step=start_step,
         num_images=data.num_images,
         batch_size=data.batch_size,
-        batches_per_epoch=_batches_per_epoch(data, ranks or 1, settings),
+        batches_per_epoch=_batches_per_epoch(data, ranks or 1, cli.limit("train")),
         ranks=ranks,
         accumulate=settings["accumulate_grad_batches"],
         val_interval=interval if isinstance(interval, int | float) else None,
         val_epochs=settings["check_val_every_n_epoch"],
-        val_images=_val_images(data, settings["limit_val_batches"], ranks or 1),
+        val_images=_val_images(data, cli.limit("val"), ranks or 1),
         **_of_callbacks(cli, data),
     )
     spec = cli.arguments("model").get("lr_scheduler")
@@ -205,14 +211,14 @@ def _world_size(cli: Rehearsal) -> int | None:
     return None if ranks.devices is None else ranks.devices * ranks.num_nodes
 
 
-def _batches_per_epoch(data: Data, ranks: int, settings: dict[str, Any]) -> int | None:
+def _batches_per_epoch(data: Data, ranks: int, limit: int | float | None) -> int | None:
     if data.num_images is None or not data.batch_size:
         return None
     if data.drop_last:
         batches = data.num_images // ranks // data.batch_size
     else:
         batches = math.ceil(math.ceil(data.num_images / ranks) / data.batch_size)
-    return limited(batches, settings["limit_train_batches"])
+    return limited(batches, limit)
 
 
 def limited(batches: int, limit: int | float | None) -> int:

@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -50,6 +51,7 @@ from lit_diffusion.doctor.storage import (
     grid_bytes,
     kept_files,
     optimizer_bytes,
+    replaced_bytes,
     state_bytes,
 )
 from lit_diffusion.doctor.timing import (
@@ -226,7 +228,7 @@ def storage_of(cli: Rehearsal, root: Path, plan: Plan) -> Storage:
     grids = [
         grid_bytes(g.num, plan.times(g.every_n_steps) or 0, shape) for g in plan.grids if shape
     ]
-    return Storage(
+    storage = Storage(
         folder=str(there),
         free=shutil.disk_usage(there).free,
         weights=state_bytes(cli.model),
@@ -240,6 +242,9 @@ def storage_of(cli: Rehearsal, root: Path, plan: Plan) -> Storage:
         weight_files=weight_files,
         samples=sum(grids),
     )
+    kept = checkpoints + weight_files
+    there_already = replaced_bytes(root / "checkpoints", kept, storage.checkpoint)
+    return replace(storage, replaced=there_already)
 
 
 def _optimizer_state(cli: Rehearsal) -> int | None:

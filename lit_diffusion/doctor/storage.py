@@ -5,6 +5,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ class Storage:
         checkpoints: full checkpoints that are kept; infinite where none is ever deleted.
         weight_files: checkpoints of the weights alone.
         samples: bytes of the grids of samples, at most; None where not known.
+        replaced: bytes of files there already that the run's own will take the place of.
     """
 
     folder: str
@@ -36,6 +38,7 @@ class Storage:
     checkpoints: float = 1
     weight_files: float = 0
     samples: int | None = 0
+    replaced: int = 0
 
     @property
     def checkpoint(self) -> int:
@@ -44,10 +47,10 @@ class Storage:
 
     @property
     def needed(self) -> float:
-        """Bytes at the worst moment: a file is replaced only when the new one is whole."""
+        """Free bytes for the worst moment: a file is replaced only when the new one is whole."""
         kept = (self.checkpoints + 1) * self.checkpoint if self.checkpoints else 0
         light = self.weight_files * self.weights if self.weight_files else 0
-        return kept + light + (self.samples or 0)
+        return max(kept + light + (self.samples or 0) - self.replaced, 0)
 
 
 def check_storage(storage: Storage) -> list[Finding]:
@@ -83,7 +86,9 @@ def _told(storage: Storage) -> str:
     told += f"({', '.join(parts)}), {storage.checkpoints:,.0f} kept and one being written"
     if storage.weight_files:
         told += f", {storage.weight_files:,.0f} of weights alone"
-    return told + (f", samples {size(storage.samples)}" if storage.samples else "")
+    if storage.samples:
+        told += f", samples {size(storage.samples)}"
+    return told + (f", {size(storage.replaced)} there already" if storage.replaced else "")
 
 
 # Facts
@@ -158,6 +163,19 @@ def grid_bytes(num: int, times: int, shape: tuple[int, int, int]) -> int:
     """
     side = max(512, math.ceil(math.sqrt(num)) * max(shape[1:]))
     return 2 * times * 3 * shape[0] * side**2
+
+
+def replaced_bytes(folder: Path, kept: float, each: int) -> int:
+    """Bytes of checkpoints in a folder, of as many as a run will keep there.
+
+    Args:
+        folder: of the run's checkpoints; need not be there.
+        kept: files of the run.
+        each: bytes that are foretold of one; no file counts for more.
+    """
+    sizes = [min(file.stat().st_size, each) for file in folder.glob("*.ckpt")]
+    sizes.sort(reverse=True)
+    return sum(sizes[: len(sizes) if math.isinf(kept) else int(kept)])
 
 
 def kept_files(save_top_k: int, save_last: bool, saves: int | None) -> float:

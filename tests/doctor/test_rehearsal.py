@@ -79,6 +79,8 @@ def test_ranks_share_the_images_of_an_epoch():
         (["--trainer.limit_val_batches=0"], 14, 0),
         (["--trainer.limit_val_batches=2"], 14, 200),
         (["--trainer.limit_val_batches=0.25"], 14, 90),
+        (["--trainer.overfit_batches=2", "--trainer.limit_train_batches=3"], 2, 200),
+        (["--trainer.overfit_batches=0.5"], 7, 180),
     ],
 )
 def test_limits_of_the_trainer_count(options, batches, val_images):

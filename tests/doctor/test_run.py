@@ -146,6 +146,7 @@ def test_a_folder_that_holds_a_run_is_a_problem_unless_it_is_resumed():
     lr = "--model.init_args.optimizer.init_args.lr=0.001"
     longer = look("--config", "run.yaml", "--ckpt_path=last", "--trainer.max_steps=90", lr)
     assert not has_problem(longer.values())
+    assert "1 kept and one being written, 780 kB there already" in longer["disk"].text
     assert "had model.optimizer.lr 0.002, the run uses 0.001" in longer["resume"].text
     assert {p: p.stat().st_mtime_ns for p in Path("runs").rglob("*")} == before
 

@@ -15,6 +15,7 @@ from lit_diffusion.doctor.storage import (
     grid_bytes,
     kept_files,
     optimizer_bytes,
+    replaced_bytes,
     state_bytes,
 )
 
@@ -27,6 +28,8 @@ def test_a_file_more_than_are_kept_must_fit():
     assert RUN.needed == 3 * 4 * 10**6
     assert replace(RUN, checkpoints=0, weight_files=3).needed == 3 * 10**6
     assert replace(RUN, samples=500).needed == RUN.needed + 500
+    assert replace(RUN, replaced=5 * 10**6).needed == RUN.needed - 5 * 10**6
+    assert replace(RUN, replaced=50 * 10**6).needed == 0
 
 
 @pytest.mark.parametrize(
@@ -36,6 +39,7 @@ def test_a_file_more_than_are_kept_must_fit():
         ({"free": 25 * 10**6}, Level.OK, "25.0 MB are free"),
         ({"free": 23 * 10**6}, Level.WARNING, "more than half"),
         ({"free": 11 * 10**6}, Level.PROBLEM, "choose another disk"),
+        ({"free": 11 * 10**6, "replaced": 4 * 10**6}, Level.WARNING, "4.0 MB there already"),
         ({"checkpoints": math.inf}, Level.WARNING, "no checkpoint is ever deleted"),
         ({"weight_files": math.inf}, Level.WARNING, "no checkpoint is ever deleted"),
         ({"optimizer": None}, Level.NOTE, "not known"),
@@ -114,3 +118,12 @@ def test_kept_files_are_bounded_by_saves():
     assert kept_files(1, True, None) == 2
     assert kept_files(0, True, 10) == 1
     assert math.isinf(kept_files(-1, True, None))
+
+
+def test_as_many_files_are_replaced_as_are_kept(tmp_path: Path):
+    assert replaced_bytes(tmp_path / "nowhere", 3, 99) == 0
+    for number, size in enumerate((10, 30, 20)):
+        (tmp_path / f"{number}.ckpt").write_bytes(bytes(size))
+    (tmp_path / "notes.txt").write_bytes(bytes(99))
+    assert replaced_bytes(tmp_path, 2, 99) == 50
+    assert replaced_bytes(tmp_path, math.inf, 25) == 55
