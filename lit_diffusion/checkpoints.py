@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 from jsonargparse import ArgumentParser, register_unresolvable_import_paths
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule
@@ -36,6 +37,7 @@ from lit_diffusion.files import sync_folder
 from lit_diffusion.pickle_extent import check_pickles
 from lit_diffusion.sharding import first_split, gathered
 from lit_diffusion.trust import trusting
+from lit_diffusion.yaml_extent import check_text
 
 PathLike = str | Path
 Checkpoint = dict[str, Any]
@@ -250,6 +252,7 @@ def instantiate(spec: dict[str, Any], base: type, trust: Iterable[str], path: Pa
     with trusting(trust):
         parser.add_subclass_arguments(base, "object", fail_untyped=False, required=True)
         try:
+            check_text(yaml.safe_dump(spec))  # in whose texts jsonargparse reads YAML
             return parser.instantiate(parser.parse_object({"object": spec})).object
         except (ArgumentError, ValueError) as error:
             raise ValueError(f"{path}: {innermost(error)}") from error

@@ -51,6 +51,7 @@ from lit_diffusion.protocols import WeightsProvider
 from lit_diffusion.signals import SAVED, SavedOnSignal, heed
 from lit_diffusion.slurm import job_id
 from lit_diffusion.trust import trusting, within
+from lit_diffusion.yaml_extent import guard_options
 
 _HELP = {
     "fit": """Train a model, or resume a run.
@@ -104,6 +105,7 @@ def run(argv: Sequence[str]) -> None:
     if request.requeued:
         rank_zero_only(print)(goes_on(request), file=sys.stderr)
     _quiet_lightning()
+    guard_options()
     with trusting(request.trust), ExitStack() as held:
         RunCLI(request, held)
 

@@ -6,10 +6,9 @@ from typing import Any
 import yaml
 
 from lit_diffusion.extent import check_extent
+from lit_diffusion.yaml_extent import MOST_VALUES, check_text
 
 MOST_BYTES = 10**7
-MOST_VALUES = 10**5
-"""Of a config. Ten lines of aliases to aliases can stand for more than a machine has."""
 
 
 def read_yaml(path: str | Path) -> Any:
@@ -25,10 +24,10 @@ def read_yaml(path: str | Path) -> Any:
     if path.stat().st_size > MOST_BYTES:
         raise ValueError(f"{path} has more than {MOST_BYTES:,} bytes: that is no config.")
     try:
-        content = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        check_text(text)
+        content = yaml.safe_load(text)
         check_extent([content], MOST_VALUES)
-    except RecursionError:
-        raise ValueError(f"{path} is not YAML that can be read: it is nested too deep.") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
     return content

@@ -31,7 +31,7 @@ ALIASES = "\n".join(
         (ALIASES, "hold too many values"),
         ("a: &a [*a]", "nested too deep|too many values"),
         ("a: " + "[" * 3000, "nested too deep"),
-        ("a: " + "9" * 5000, "4300 digits"),
+        ("a: " + "9" * 5000, "a number of 5,000 characters"),
         ("a: [1", "line 1"),
         ("a: !!python/name:os.system", "could not determine a constructor"),
         ("#" * 10**7 + "\n", "has more than 10,000,000 bytes"),

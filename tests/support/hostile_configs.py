@@ -116,6 +116,13 @@ def _aliases() -> str:
     return "\n".join([*lines, "model: *a29", ""])
 
 
+def _merges() -> str:
+    """744 bytes that PyYAML itself makes 10^11 pairs of."""
+    lines = ["a0: &a0 {k: v}"]
+    lines += [f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 10)}]}}" for i in range(1, 12)]
+    return "\n".join([*lines, ""])
+
+
 def _aliases_in(key: str) -> str:
     return f"{SHIPPED.read_text()}\n{_aliases().replace('model', key)}"
 
@@ -157,6 +164,12 @@ BROKEN = {
     "a huge key": "? " + "k" * 10**6 + "\n: 1\n",
     "a huge number": "seed_everything: " + "9" * 10**5,
     "a huge float": "model: {lr: 1e99999}\n",
+    "merges of merges": _merges(),
+    "merges of merges in a text": yaml.safe_dump({"seed_everything": _merges()}),
+    "an endless time": "model: 1" + ":1" * 1_500_000,
+    "an endless time in a text": yaml.safe_dump({"seed_everything": "1" + ":1" * 400_000}),
+    "a number of megabytes": "model: " + "9" * 3_000_000,
+    "a float of megabytes": "model: 0." + "9" * 3_000_000,
     "dates": "seed_everything: 2001-01-01\n",
     "keys of other types": "1: 2\nnull: 3\n[a, b]: 4\n",
     "trainer is text": "trainer: text\n",
