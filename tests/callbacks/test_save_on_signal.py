@@ -3,15 +3,17 @@
 import os
 import signal
 from contextlib import nullcontext
+from copy import deepcopy
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from support.on_ranks import run_on_ranks
 from support.plain_module import PlainModule, loader, make_trainer
-from support.resuming import Recipe, assert_goes_on
+from support.resuming import CALLBACKS, Death, Recipe, assert_goes_on
 
-from lit_diffusion.callbacks import EMA, SaveOnSignal
+from lit_diffusion.callbacks import EMA, SampleGrid, SaveOnSignal
+from lit_diffusion.commands.keeping import LastCheckpoint
 from lit_diffusion.signals import SAVED, SavedOnSignal
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1)
@@ -128,6 +130,68 @@ def test_what_was_saved_goes_on_bit_for_bit(tmp_path, hook, batch):
     saver = SaveOnSignal(tmp_path / "died")
     ended = assert_goes_on(tmp_path, recipe, Sends(hook, batch), saver, error=SavedOnSignal)
     assert ended.code == SAVED
+
+
+class SendsWhileSampling(Callback):
+    """Sends this process a SIGTERM in the first `generate` from step 3 on."""
+
+    def on_train_start(self, trainer, pl_module):
+        generate, self.sent_at = pl_module.generate, None
+
+        def signalled(seeds, labels=None):
+            if self.sent_at is None and trainer.global_step >= 3:
+                self.sent_at = (trainer.global_step, trainer.validating)
+                os.kill(os.getpid(), signal.SIGTERM)
+            return generate(seeds, labels)
+
+        pl_module.generate = signalled
+
+
+VALIDATES = (("val_check_interval", 3),)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "trainer", "sent_at"),
+    [
+        pytest.param(
+            SampleGrid(4, every_n_steps=3), (), (3, False), marks=pytest.mark.slow, id="a grid"
+        ),
+        pytest.param(SampleGrid(4), VALIDATES, (3, True), id="a grid in a validation"),
+        pytest.param(
+            SampleGrid(4, every_n_steps=3),
+            VALIDATES,
+            (3, False),
+            marks=pytest.mark.slow,
+            id="a grid that a validation follows",
+        ),
+        pytest.param(None, (), (4, False), marks=pytest.mark.slow, id="an FID"),
+    ],
+)
+def test_a_signal_while_it_samples_goes_on_bit_for_bit(
+    tmp_path, monkeypatch, sampler, trainer, sent_at
+):
+    monkeypatch.setitem(CALLBACKS, "SampleGrid", lambda: deepcopy(sampler))
+    kind = "FIDEvaluation" if sampler is None else "SampleGrid"
+    sends, saver = SendsWhileSampling(), SaveOnSignal(tmp_path / "died")
+    recipe = Recipe(("EMA", kind), trainer=trainer)
+    ended = assert_goes_on(tmp_path, recipe, sends, saver, error=SavedOnSignal)
+    assert (ended.code, ended.step) == (SAVED, sent_at[0])
+    assert sends.sent_at == sent_at
+
+
+def test_a_validation_that_a_run_dies_in_after_a_signal_is_done_again(tmp_path):
+    """Saved before it, the run would go on behind it: its row would be lost."""
+
+    class Dies(Callback):
+        def on_validation_batch_start(self, *args):
+            raise Death
+
+    died = tmp_path / "died"
+    regular = LastCheckpoint(died, first=1, every_n_seconds=3600.0)
+    dying = Sends("on_train_batch_start", 3), Dies(), regular, SaveOnSignal(died)
+    assert_goes_on(tmp_path, Recipe(trainer=VALIDATES), *dying, error=Death)
+    assert dying[0].sent
+    assert saved_at(died) == 1
 
 
 @pytest.mark.parametrize(
