@@ -167,6 +167,41 @@ def test_torchrun_on_two_nodes_of_which_one_is_told_to_stop(undisturbed):
     assert_same_end("stopped", undisturbed)
 
 
+def test_torchrun_in_a_job_is_told_of_the_end_by_the_batch_script(tmp_path, monkeypatch):
+    """Without SLURM: scontrol is a script that leaves a file, and the test signals the shell."""
+    scontrol = tmp_path / "bin" / "scontrol"
+    scontrol.parent.mkdir()
+    scontrol.write_text(
+        f'#!/bin/bash\necho "$@" >> {tmp_path}/asked\necho JobState=RUNNING PreemptTime=None\n'
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{scontrol.parent}:{BIN}:{os.environ['PATH']}")
+    for name, value in {"JOB_ID": "7", "JOB_NAME": "train", "GPUS_ON_NODE": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    first = batch()
+    wait_for(reaches(30), "step 30")
+    first.send_signal(signal.SIGUSR1)
+    assert first.wait(120) == 1  # torchrun's, of which a process ended with 75
+    assert "on SIGUSR1. SLURM job 7 is requeued." in output()
+    assert "exitcode  : 75" in output()
+    assert Path("asked").read_text().split("\n")[-2:] == ["requeue 7", ""]
+    step = end("runs/digits")["global_step"]
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert batch(f"--trainer.max_steps={step + 1}").wait(120) == 0
+    assert "SLURM job 7 was requeued, and goes on from" in output()
+    assert end("runs/digits")["global_step"] == step + 1
+
+
+def batch(*options: str) -> subprocess.Popen:
+    """A fit on two processors, by the batch script for torchrun."""
+    fit = ["--config=digits.yaml", "--trainer.strategy=ddp", *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with Path("batch.out").open("ab") as log:
+        return subprocess.Popen(
+            ["bash", CLUSTER / "torchrun.sbatch", *fit], stdout=log, stderr=log, env=environment
+        )
+
+
 def test_a_preempted_job_is_requeued_and_ends_as_if_it_never_was(slurm, undisturbed):
     job = slurm.submit(*NO_GPU, CLUSTER / "multi-node.sbatch", "--config=digits.yaml", *TWO[2:])
     wait_for(reaches(100), "step 100")
