@@ -2,7 +2,9 @@
 
 import pytest
 from support.on_ranks import run_on_ranks
-from support.resuming import CALLBACKS, SCHEDULES, STEPS, Recipe, assert_undisturbed
+from support.resuming import ALTERNATIVES, CALLBACKS, SCHEDULES, STEPS, Recipe, assert_undisturbed
+
+from lit_diffusion import callbacks
 
 
 def quickly(cases, *quick):
@@ -26,15 +28,19 @@ def test_died_as_soon_as_the_checkpoint_was_there(tmp_path, step):
     assert_undisturbed(tmp_path, Recipe(), step, at_once=True)
 
 
-@pytest.mark.parametrize("name", quickly(CALLBACKS))
+def test_no_callback_is_left_out():
+    """But the one that ends runs, of which tests/callbacks/test_save_on_signal.py is."""
+    assert {*CALLBACKS, *ALTERNATIVES} == {*callbacks.__all__} - {"SaveOnSignal"}
+
+
+@pytest.mark.parametrize("name", quickly([*CALLBACKS, *ALTERNATIVES]))
 def test_died_with_any_callback(tmp_path, name):
     assert_undisturbed(tmp_path, Recipe((name,)), 7)
 
 
 @pytest.mark.parametrize("step", quickly([3, 5, 8], 8))
 def test_died_with_callbacks_together(tmp_path, step):
-    together = tuple(name for name in CALLBACKS if name != "LossSecondMomentResampler")
-    assert_undisturbed(tmp_path, Recipe(together), step)
+    assert_undisturbed(tmp_path, Recipe(tuple(CALLBACKS)), step)
 
 
 @pytest.mark.parametrize("workers", quickly([(2, 2), (0, 2), (2, 0)], (2, 0)))
@@ -97,6 +103,7 @@ def test_died_with_schedules_that_lightning_updates_after_saves(tmp_path, schedu
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", [3, 5, 8])
-def test_died_on_two_ranks(tmp_path, step):
-    assert run_on_ranks("resuming_on_ranks.py", tmp_path, str(step)) == ["undisturbed"] * 2
+@pytest.mark.parametrize(("batch", "workers"), [(3, 0), (5, 0), (8, 0), (8, 2)])
+def test_died_on_two_ranks(tmp_path, batch, workers):
+    given = str(batch), str(workers)
+    assert run_on_ranks("resuming_on_ranks.py", tmp_path, *given) == ["undisturbed"] * 2

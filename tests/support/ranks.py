@@ -22,8 +22,11 @@ from support.tiny_diffusion import images, tiny_diffusion
 STEPS, BATCH = 200, 8
 VALUES = 6  # of each sample's noise that are looked at
 DRAWS = {"stratified": Stratified, "independent": Independent}
-TOGETHER = [name for name in CALLBACKS if name != "LossSecondMomentResampler"]
-INSTEAD = [name for name in CALLBACKS if name != "TimestepCurriculum"]
+TOGETHER = list(CALLBACKS)
+INSTEAD = [
+    *(name for name in CALLBACKS if name != "TimestepCurriculum"),
+    "LossSecondMomentResampler",
+]
 
 
 def _options():

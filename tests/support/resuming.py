@@ -12,12 +12,18 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from lit_diffusion.callbacks import (
     EMA,
+    CurriculumWeight,
     FIDEvaluation,
+    FiniteUpdates,
+    ImportanceWeightedCurriculum,
     LossSecondMomentResampler,
+    LRCompensation,
     MomentumDecay,
     NoiseLevelLoss,
     RankWatch,
     SampleGrid,
+    ShiftingGaussian,
+    StepSeed,
     TimestepCurriculum,
 )
 from lit_diffusion.commands.keeping import LastCheckpoint
@@ -32,15 +38,23 @@ from support.tiny_diffusion import tiny_diffusion
 STEPS = 12  # of which an epoch has 5 batches
 CALLBACKS = {
     "RankWatch": lambda: RankWatch(timeout=60),
+    "StepSeed": lambda: StepSeed(5),
+    "FiniteUpdates": lambda: FiniteUpdates(2),
     "EMA": lambda: EMA((0.9, 0.5), every_n_steps=2),
     "MomentumDecay": lambda: MomentumDecay(min_beta1=0.4),
     "TimestepCurriculum": lambda: TimestepCurriculum(8, mean=0.3, std=0.2),
-    "LossSecondMomentResampler": lambda: LossSecondMomentResampler(num_bins=4, history=3),
     "NoiseLevelLoss": lambda: NoiseLevelLoss(4, num_images=20),
     "SampleGrid": lambda: SampleGrid(4, every_n_steps=3),
     "FIDEvaluation": lambda: FIDEvaluation(
         66, "digits-cnn", every_n_steps=4, weights="raw", cache_dir="cache"
     ),
+}
+ALTERNATIVES = {  # each to another one above, beside which it is refused
+    "LRCompensation": lambda: LRCompensation(min_beta1=0.4),
+    "CurriculumWeight": lambda: CurriculumWeight(8, mean=0.3, std=0.2),
+    "ImportanceWeightedCurriculum": lambda: ImportanceWeightedCurriculum(8, mean=0.3, std=0.2),
+    "ShiftingGaussian": lambda: ShiftingGaussian(8),
+    "LossSecondMomentResampler": lambda: LossSecondMomentResampler(num_bins=4, history=3),
 }
 FOREIGN = {
     "GradientAccumulationScheduler": lambda: GradientAccumulationScheduler({0: 1, 1: 2}),
@@ -135,7 +149,7 @@ class Recipe:
         trainer = make_trainer(
             folder,
             *extra,
-            *((CALLBACKS | FOREIGN)[name]() for name in self.callbacks),
+            *((CALLBACKS | ALTERNATIVES | FOREIGN)[name]() for name in self.callbacks),
             *keepers(folder, {}),
             logger=AppendingCSVLogger(folder),
             **{

@@ -14,13 +14,14 @@ from support.resuming import Recipe, assert_undisturbed
 DDP = (("devices", 2), ("strategy", "ddp"), ("accumulate_grad_batches", 2))
 
 
-def main(folder: Path, step: int) -> None:
+def main(folder: Path, batch: int, workers: int) -> None:
     # An epoch has five batches of the two ranks, as of the one elsewhere.
-    recipe = Recipe(("EMA", "MomentumDecay", "NoiseLevelLoss"), trainer=DDP, batch_size=140)
-    assert_undisturbed(folder, recipe, step)
+    callbacks = ("EMA", "MomentumDecay", "NoiseLevelLoss")
+    recipe = Recipe(callbacks, (workers, workers), trainer=DDP, batch_size=140)
+    assert_undisturbed(folder, recipe, batch)
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps("undisturbed"))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
     os._exit(0)  # torch aborts at times while it takes groups apart
