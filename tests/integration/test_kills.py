@@ -4,7 +4,10 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
+from collections import Counter
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 
@@ -18,6 +21,7 @@ from support.tiny_run import write_config
 
 KILLS = 20
 STEPS = 900
+KINDS = ("at random", "in a save", "in a validation")
 SAVED = ("state_dict", "optimizer_states", "lr_schedulers", "callbacks", "epoch", "global_step")
 
 
@@ -33,6 +37,10 @@ def config(folder):
         },
         {"class_path": "lit_diffusion.callbacks.FIDEvaluation", "init_args": fid},
         {"class_path": "lit_diffusion.commands.keeping.LastCheckpoint", "init_args": given},
+        {
+            "class_path": "support.marks_validations.MarksValidations",
+            "init_args": {"path": f"{folder}.validates"},
+        },
     ]
     schedule = {"total_steps": STEPS, "warmup_steps": 4}
     made["model"]["init_args"]["lr_scheduler"]["init_args"] = schedule
@@ -44,21 +52,29 @@ def config(folder):
 def start(name):
     folder = Path(name)
     command = [SCRIPT, "fit", "--config", write_config(config(folder), Path(f"{name}.yaml"))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command += ["--trust=support"]
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with Path(f"{name}.log").open("ab") as log:
         return subprocess.Popen(
             [*command, "--ckpt_path=last"], stdout=log, stderr=log, env=environment
         )
 
 
-def training(process, folder):
-    """Wait until it logs something new; whether it still runs."""
-    metrics = folder / "metrics.csv"
-    before = metrics.stat().st_mtime_ns if metrics.exists() else None
+def stamp(file):
+    """When a file was written to; None where it is not there."""
+    with suppress(FileNotFoundError):
+        return file.stat().st_mtime_ns
+    return None
+
+
+def awaited(process, file):
+    """Wait until a file is written to; whether the process still runs."""
+    before = stamp(file)
     while process.poll() is None:
-        if metrics.exists() and metrics.stat().st_mtime_ns != before:
+        if stamp(file) not in (None, before):
             return True
-        time.sleep(0.01)
+        time.sleep(0.0005)
     return False
 
 
@@ -77,21 +93,42 @@ def first_difference(found, expected):
     return None
 
 
+def killed(kind, folder, rng):
+    """A life that trains, and ends in a way: at random, or in a save or a validation if it can.
+
+    Returns:
+        Where it ended, as the file tells that only exists meanwhile; None for one that was not
+        killed.
+    """
+    files = {
+        "in a save": folder / "checkpoints" / ".last.ckpt.tmp",
+        "in a validation": Path(f"{folder}.validates"),
+    }
+    before = {place: stamp(file) for place, file in files.items()}
+    process = start(str(folder))
+    if not awaited(process, folder / "metrics.csv"):
+        return None
+    if kind == "at random":
+        time.sleep(rng.uniform(0, 1.2))
+    elif not awaited(process, files[kind]):
+        return None
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    left = [place for place, file in files.items() if stamp(file) not in (None, before[place])]
+    return left[0] if left else "at random"
+
+
 @pytest.mark.slow
-def test_a_fit_that_is_killed_at_random_instants_ends_as_if_it_never_was(tmp_path, monkeypatch):
+def test_a_fit_that_is_killed_anywhere_ends_as_if_it_never_was(tmp_path, monkeypatch):
+    """Also in the middle of a save, and of a validation."""
     monkeypatch.chdir(tmp_path)
     assert start("whole").wait() == 0
-    rng, folder, lives = random.Random(0), Path("killed"), 0
-    while lives < KILLS:
-        process = start("killed")
-        if not training(process, folder):
-            break
-        time.sleep(rng.uniform(0, 1.2))
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL
-        lives += 1
-    assert lives == KILLS
+    rng, folder = random.Random(0), Path("killed")
+    places = [killed(KINDS[life % len(KINDS)], folder, rng) for life in range(KILLS)]
+    counts = Counter(places)
+    assert None not in counts, counts
+    assert all(counts[kind] >= 2 for kind in KINDS), counts
     assert start("killed").wait() == 0
     assert_same_bits(end(folder), end(Path("whole")))
-    for killed, whole in zip(curves(folder), curves(Path("whole")), strict=True):
-        assert first_difference(killed, whole) is None
+    for found, whole in zip(curves(folder), curves(Path("whole")), strict=True):
+        assert first_difference(found, whole) is None
