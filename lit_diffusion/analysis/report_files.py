@@ -14,6 +14,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from lit_diffusion.analysis.markdown import code, escaped
 from lit_diffusion.analysis.page import html
 from lit_diffusion.analysis.plots import curves_figure, samples_figure, save, speedup_figure
 from lit_diffusion.analysis.report import METHOD, Report, Section, sections
@@ -62,27 +63,31 @@ def write_report(report: Report, folder: Path) -> Path:
 def markdown(report: Report) -> str:
     """The report for a repository; its figures are the PNG files beside it."""
     first, *others = (_part(section) for section in sections(report))
-    caveats = [f"Left out: `{run}`: {why}." for run, why in report.left_out] + [*report.notes]
+    caveats = [f"Left out: {code(run)}: {escaped(why)}." for run, why in report.left_out]
+    caveats += [escaped(note) for note in report.notes]
     comparison, images = report.comparison, report.by_images
     parts = [
-        f"# {headline(comparison)}",
-        basis(comparison),
-        "" if images is None else by_images_text(comparison, images),
+        f"# {escaped(headline(comparison))}",
+        escaped(basis(comparison)),
+        "" if images is None else escaped(by_images_text(comparison, images)),
         first,
         *(["## To bear in mind", _listed(caveats)] if caveats else []),
         *others,
         "## How this was computed",
         METHOD,
-        _listed(f"{name}: {value}" for name, value in report.protocol.items()),
+        _listed(escaped(f"{name}: {value}") for name, value in report.protocol.items()),
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _part(section: Section) -> str:
-    parts = [f"## {section.title}"] if section.title else []
+    parts = [f"## {escaped(section.title)}"] if section.title else []
     if section.figure is not None:
-        parts += [f"![{section.title or 'Speed-ups'}]({section.figure}.png)", section.caption]
-    parts += [section.text] if section.text else []
+        parts += [
+            f"![{section.title or 'Speed-ups'}]({section.figure}.png)",
+            escaped(section.caption),
+        ]
+    parts += [escaped(section.text)] if section.text else []
     return "\n\n".join([*parts, *(table.markdown() for table in section.tables)])
 
 

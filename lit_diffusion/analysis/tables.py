@@ -16,6 +16,7 @@ from lit_diffusion.analysis.curves import (
     paired_spread,
     sampling_spread,
 )
+from lit_diffusion.analysis.markdown import escaped
 from lit_diffusion.analysis.stability import Stability
 from lit_diffusion.analysis.wording import (
     fid_text,
@@ -55,10 +56,10 @@ class Table:
             | a | 2.1 |
         """
         lines = [self.columns, ("---",) * len(self.columns), *self.rows]
-        cells = [[cell.replace("|", "\\|") for cell in line] for line in lines]
+        cells = [[escaped(cell) for cell in line] for line in lines]
         text = ["| " + " | ".join(line) + " |" for line in cells]
         text[1] = "|" + "---|" * len(self.columns)
-        return "\n".join([self.caption, "", *text])
+        return "\n".join([escaped(self.caption), "", *text])
 
 
 @dataclass(frozen=True)

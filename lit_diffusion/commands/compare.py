@@ -30,9 +30,9 @@ A RUN is a run folder, or a folder with run folders anywhere below it. Folders <
 <arm>-seed<n> are seeds of one arm; any other run folder is an arm of its own. Each arm is told from
 the baseline by Welch's t test on log steps: for a claim, have five seeds or more.
 
-FIDs of another protocol than the baseline's, runs without FID and runs that were cut short take no
-part, and the report names them. A CSV file with the columns arm, step and fid (and seed, images)
-holds numbers from elsewhere, whose protocol is not known.
+FIDs of another protocol than the baseline's, runs without FID, runs that were cut short and runs
+with a broken file take no part, and the report names them. A CSV file with the columns arm, step
+and fid (and seed, images) holds numbers from elsewhere, whose protocol is not known.
 
 Open DIR/report.html; beside it are report.md, the figures as PNG and the numbers as CSV.""",
     )
@@ -115,7 +115,9 @@ def _of_runs(args: argparse.Namespace) -> "Report":
     selection = select(runs, args.baseline, args.metric)
     arms = findings.arms_of(selection)
     report = _report(arms, selection.baseline, args.target)
-    tables = {"How steady training was": findings.steadiness_of(runs)}
+    tables = {
+        "How steady training was": findings.steadiness_of(run for run in runs if not run.fault)
+    }
     tables["What each arm changes"] = findings.settings_table(selection)
     grids = findings.sample_grids(selection, [arm.name for arm in report.comparison.arms])
     tables["Runs"] = findings.runs_table(selection, arms, report.comparison.target)

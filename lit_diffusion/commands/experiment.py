@@ -66,6 +66,15 @@ class Run:
                 raise ValueError(f"{file} is broken: {reprlib.repr(line)} is no evaluation.")
         return found
 
+    @cached_property
+    def fault(self) -> str | None:
+        """Why its files cannot be read; None where they can."""
+        try:
+            _ = self.config, self.first_config, self.records, self.train_losses
+        except (ValueError, OSError) as error:
+            return str(error).rstrip(".")
+        return None
+
     @property
     def arm(self) -> str:
         """Name of its arm."""
@@ -91,7 +100,11 @@ class Run:
     def train_losses(self) -> tuple[list[int], list[float]]:
         """Steps and values of train/loss in metrics.csv; nan at last where it stopped the run."""
         rows = [row for row in self._rows if "train/loss" in row]
-        return [int(row["step"]) for row in rows], [float(row["train/loss"]) for row in rows]
+        try:
+            return [int(row["step"]) for row in rows], [float(row["train/loss"]) for row in rows]
+        except (KeyError, ValueError) as error:
+            file = self.path / "metrics.csv"
+            raise ValueError(f"{file} is broken: no step or loss in a row: {error}.") from error
 
     @property
     def diverged(self) -> bool:

@@ -40,7 +40,7 @@ def select(
     """Sort runs into arms; leave out those whose FIDs cannot stand beside the others.
 
     Left out are FIDs of another protocol than most of the baseline's, runs that draw samples in
-    another way than most of their arm, and runs that were cut short.
+    another way than most of their arm, and runs that were cut short or have a broken file.
 
     Args:
         runs: of an experiment.
@@ -51,8 +51,12 @@ def select(
         ValueError: where less than two arms are left, the baseline is not among them, seeds of an
             arm were configured differently, or one seed is there twice.
     """
-    metric = metric or usual_metric(runs)
-    left_out = {run: why for run in runs if (why := _without(run, metric))}
+    left_out = {run: run.fault for run in runs if run.fault}
+    if runs and len(left_out) == len(runs):
+        raise ValueError(f"none of these runs can be read. The first: {left_out[runs[0]]}.")
+    sound = [run for run in runs if run not in left_out]
+    metric = metric or usual_metric(sound)
+    left_out |= {run: why for run in sound if (why := _without(run, metric))}
     scored = [run for run in runs if run not in left_out]
     base = _baseline_of(scored, baseline)
     wanted = _usual([run for run in scored if run.arm == base], _other_protocol, metric)

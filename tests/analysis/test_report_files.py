@@ -1,4 +1,5 @@
 import csv
+import re
 from dataclasses import replace
 
 import pytest
@@ -104,3 +105,15 @@ def test_the_first_figure_of_many_arms_ends_above_the_fold(tmp_path, count):
     found = look(write_report(many(count), tmp_path))
     assert found["figureBox"][1] < found["fold"] < 900
     assert found["width"] <= found["window"]
+
+
+def test_names_of_arms_are_text_in_markdown():
+    names = ("<script>a</script>", "a|b **c**", "new\nline")
+    speeds = {name: 2.0 - k / 2 for k, name in enumerate(names)}
+    arms = [arm("baseline", 1.0), *(arm(name, speed) for name, speed in speeds.items())]
+    text = markdown(Report(compare(arms, "baseline"), left_out=[("a`b", "x")], notes=["<b>"]))
+    assert text.startswith(r"# \<script>a\</script> wins: ")
+    assert not re.search(r"(?<!\\)(<[a-z/]|\*)", text)
+    assert "| new line |" in text
+    assert r"| a\|b \*\*c\*\* |" in text
+    assert "- Left out: ``a`b``: x." in text

@@ -155,6 +155,35 @@ def test_a_long_note_is_printed_in_short(capsys):
     assert note.endswith(" ... (see the report)")
 
 
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("evaluations.jsonl", '{"metric": "val/fid'),
+        ("metrics.csv", "garb,age"),
+        ("config.yaml", "a: ["),
+    ],
+)
+def test_a_run_with_a_broken_line_is_left_out_by_name(capsys, file, line):
+    write_arm(Path("sweep/baseline"), 1.0, range(2))
+    write_arm(Path("sweep/fast"), 1.5, range(3), lr=2e-3)
+    path = Path("sweep/fast/seed-1") / file
+    first, *others = path.read_text().splitlines()
+    path.write_text("\n".join([first, line, *others]) + "\n")
+    assert call("compare sweep") == 0
+    told = capsys.readouterr().out
+    assert f"Left out: sweep/fast/seed-1: {path} is " in told
+    assert rows("report/speedups.csv")["fast"]["seeds"] == "2"
+
+
+def test_runs_of_which_none_can_be_read_are_refused(capsys):
+    write_arm(Path("sweep/baseline"), 1.0, range(2))
+    for path in Path("sweep").rglob("evaluations.jsonl"):
+        path.write_text("[1\n")
+    assert call("compare sweep") == 2
+    told = capsys.readouterr().err
+    assert "none of these runs can be read. The first: sweep/baseline/seed-0/evaluations" in told
+
+
 def test_a_target_that_all_have_at_once_tells_nothing(sweep, capsys):
     assert call("compare sweep --target 1000") == 0
     assert "These runs cannot tell which arm is best." in capsys.readouterr().out

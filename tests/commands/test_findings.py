@@ -249,7 +249,8 @@ def test_grids_of_different_training_seeds_are_said_to_be():
     grids, told = shown("baseline", "clts")
     assert {(grid.arm, grid.seed) for grid in grids} == {("baseline", "3"), ("clts", "0")}
     assert told == [
-        "The samples are of different training seeds, as no seed is in all arms: baseline 3, clts 0."
+        "The samples are of different training seeds, as the arms have none in common: "
+        "baseline 3, clts 0."
     ]
 
 
