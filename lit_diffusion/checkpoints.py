@@ -33,7 +33,7 @@ from lit_diffusion.checkpoint_checks import (
     no_larger_than,
 )
 from lit_diffusion.errors import innermost
-from lit_diffusion.files import sync_folder
+from lit_diffusion.files import discard, new_file, sync_folder
 from lit_diffusion.pickle_extent import check_pickles
 from lit_diffusion.sharding import first_split, gathered
 from lit_diffusion.trust import trusting
@@ -106,7 +106,7 @@ def _write(checkpoint: Checkpoint, path: PathLike) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with new_file(temporary) as file:
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
@@ -120,7 +120,7 @@ def _write(checkpoint: Checkpoint, path: PathLike) -> None:
             f"{_first_line(error)}{kept}."
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        discard(temporary)
     sync_folder(path.parent)
 
 

@@ -37,8 +37,9 @@ MAY_IMPORT = {
     # solvers know the default grids; likelihood and losses share gaussian
     "maths": (SEAMS | {"timesteps"}, set()),
     "networks": ({"networks.layers"}, set()),
-    "data": (SYSTEM | {"data", "seeding"}, FRAMEWORK | {"sklearn"}),
-    "metrics": (SYSTEM | {"metrics", "seeding"}, FRAMEWORK | {"safetensors"}),
+    "image_files": (set(), {"PIL"}),
+    "data": (SYSTEM | {"data", "image_files", "seeding"}, FRAMEWORK | {"sklearn"}),
+    "metrics": (SYSTEM | {"image_files", "metrics", "seeding"}, FRAMEWORK | {"safetensors"}),
     "modules": (SEAMS | MATHS | {"networks", "data", "metrics", "modules"}, FRAMEWORK),
     "analysis": ({"analysis", "protocols", "seeding"}, {"scipy", "matplotlib"}),
     "callbacks": (

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from lit_diffusion.files import replace_text
+from lit_diffusion.files import new_file, replace_text
 
 
 def test_a_file_is_replaced(tmp_path):
@@ -35,3 +35,26 @@ def test_text_is_on_the_disk_before_its_name_is(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda *names: (done.append("name"), replace(*names))[1])
     replace_text(tmp_path / "notes.txt", "one")
     assert done == ["sync", "name", "sync"]
+
+
+@pytest.mark.parametrize("place", ["link", "pipe", "file"])
+def test_what_lies_where_a_file_is_written_first_is_replaced_and_not_followed(tmp_path, place):
+    part, victim = tmp_path / ".notes.txt.part", tmp_path / "victim"
+    victim.write_text("precious")
+    {
+        "link": lambda: part.symlink_to(victim),
+        "pipe": lambda: os.mkfifo(part),
+        "file": lambda: os.link(victim, part),
+    }[place]()
+    replace_text(tmp_path / "notes.txt", "one")
+    assert victim.read_text() == "precious"
+    assert (tmp_path / "notes.txt").read_text() == "one"
+    assert not (tmp_path / "notes.txt").is_symlink()
+
+
+def test_a_folder_in_its_place_is_named(tmp_path):
+    (tmp_path / ".notes.txt.part").mkdir()
+    with pytest.raises(OSError, match=r"\.notes\.txt\.part"):
+        replace_text(tmp_path / "notes.txt", "one")
+    with pytest.raises(OSError, match=r"\.notes\.txt\.part"):
+        new_file(tmp_path / ".notes.txt.part")

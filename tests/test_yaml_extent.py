@@ -41,7 +41,7 @@ def test_texts_in_which_yaml_is_read_again_are_looked_at(text):
     check_text(yaml.safe_dump({"steps": "{a: 1}"}))
     once = yaml.safe_dump({"steps": text})
     for inside in (once, yaml.safe_dump({"a": [once]})):
-        with pytest.raises(ValueError, match="too many values|a number of"):
+        with pytest.raises(ValueError, match=r"too many values|a number of"):
             check_text(inside)
 
 

@@ -8,13 +8,15 @@ runs/digits/config.yaml, config.resume-1.yaml, ...   the config of the run and o
 
 import argparse
 import fcntl
+import os
+import stat
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lit_diffusion.commands.options import Parser
 from lit_diffusion.commands.yaml_file import read_yaml
@@ -107,7 +109,43 @@ def read_config(config: str | Path) -> Any:
     if not isinstance(settings, dict):
         found = "nothing" if settings is None else f"a {type(settings).__name__}"
         raise ValueError(f"{config} must hold settings such as 'model: ...', and holds {found}.")
+    _refuse_files(settings, Path(config))
     return settings
+
+
+def _refuse_files(settings: dict[str, Any], config: Path) -> None:
+    """Files in a config would be opened without a look at them: one as a section, and pipes.
+
+    Raises:
+        ValueError: names config, setting and file.
+    """
+    for place, value in _texts(settings):
+        section = len(place) == 1 and place[0] in ("model", "data", "trainer")
+        for file in (Path(value), config.parent / value):
+            known = section or value.endswith((".yaml", ".yml", ".json"))
+            if _is_there(file) and (known or not file.is_file()) and not file.is_dir():
+                name = ".".join(map(str, place))
+                raise ValueError(
+                    f"{config}: {name} names the file {file}, and configs are not read from "
+                    "within configs: write its settings there, or give it as another --config."
+                )
+
+
+def _texts(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """Every text in a config, and where."""
+    if isinstance(value, str):
+        yield place, value
+    pairs = value.items() if isinstance(value, dict) else ()
+    for key, inside in enumerate(value) if isinstance(value, list) else pairs:
+        yield from _texts(inside, (*place, key))
+
+
+def _is_there(file: Path) -> bool:
+    """Whether there is such a file; no text is one that is too long, or holds a NUL."""
+    try:
+        return file.exists()
+    except (OSError, ValueError):
+        return False
 
 
 def _last(settings: Sequence[Any], *keys: str) -> Any:
@@ -204,8 +242,9 @@ def occupied(root: Path) -> Iterator[None]:
 
     Raises:
         InUse: where another process has it.
+        ValueError: where something else is in the place of that file.
     """
-    with (root / CLAIM).open("a") as file:
+    with _claim(root) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -220,6 +259,23 @@ def occupied(root: Path) -> Iterator[None]:
                 stacklevel=2,
             )
         yield
+
+
+def _claim(root: Path) -> IO[bytes]:
+    """The file to lock, opened so that nothing is waited for and no link followed."""
+    path = root / CLAIM
+    told = f"{path} must be a regular file, by which a run claims its folder: remove what is there."
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if path.is_symlink() or path.is_dir():
+            raise ValueError(told) from error
+        raise
+    file = os.fdopen(descriptor, "r+b", buffering=0)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        file.close()
+        raise ValueError(told)
+    return file
 
 
 def _resumes(root: Path) -> list[Path]:

@@ -17,8 +17,9 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
+
+from lit_diffusion.image_files import open_image
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -79,7 +80,7 @@ class Requirements:
         if not path.is_file():
             return "is no regular file"
         try:
-            with Image.open(path) as image:
+            with open_image(path) as image:
                 mode, side = image.mode, min(image.size)
                 if self.full:
                     image.draft("L", (1, 1))  # a JPEG is read to its end, but at 1/8 of its scale

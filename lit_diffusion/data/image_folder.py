@@ -27,6 +27,7 @@ from lit_diffusion.data.folder_scan import (
     class_folders,
     list_images,
 )
+from lit_diffusion.image_files import open_image
 from lit_diffusion.seeding import fold
 
 
@@ -267,7 +268,7 @@ def _is_held_out(listing: Listing, count: int) -> Tensor:
 
 def _read(path: Path, mode: str) -> Image.Image:
     try:
-        with Image.open(path) as image:
+        with open_image(path) as image:
             return image.convert(mode)
     except Exception as error:  # Pillow's decoders raise anything on broken data
         raise OSError(f"{path} cannot be read ({error}).") from error

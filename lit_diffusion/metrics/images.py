@@ -5,10 +5,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 from torchvision.transforms.functional import pil_to_tensor
+
+from lit_diffusion.image_files import open_image
 
 ENDINGS = (".png", ".jpg", ".jpeg")
 
@@ -55,7 +56,7 @@ def read_image(path: Path) -> Tensor:
     if not path.is_file():
         raise ValueError(f"{path} is no regular file.")
     try:
-        with Image.open(path) as image:
+        with open_image(path) as image:
             mode = image.mode
             pixels: Tensor | None = pil_to_tensor(image) if mode in ("L", "RGB") else None
     except Exception as error:  # Pillow's decoders raise anything on broken data

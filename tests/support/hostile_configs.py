@@ -32,6 +32,7 @@ def cases() -> Iterator[Case]:
     yield from sizes()
     yield from optimizers()
     yield from no_files()
+    yield from within()
 
 
 def quick_digits() -> dict[str, Any]:
@@ -339,3 +340,27 @@ def no_files() -> Iterator[Case]:
 
         label = f"config-{name}-{command.split()[0]}"
         yield Case("config: no such file", label, spoil, command, r"small\.yaml")
+
+
+WITHIN: dict[str, Callable[[Path], Any]] = {
+    "a pipe": os.mkfifo,
+    "endless zeros": lambda path: path.symlink_to("/dev/zero"),
+    "a config": lambda path: path.write_text(SHIPPED.read_text()),
+    "merges of merges": lambda path: path.write_text(_merges()),
+}
+NESTED = (("model",), ("data",), ("trainer",), ("trainer", "callbacks"))
+NESTED += (("model", "init_args", "network"), ("trainer", "callbacks", 0))
+
+
+def within() -> Iterator[Case]:
+    """Files that a config names where it has settings, which jsonargparse would open."""
+    for (name, make), path in itertools.product(WITHIN.items(), NESTED):
+        file = "within" if name in ("a pipe", "endless zeros") else "within.yaml"
+
+        def spoil(rng: random.Random, make: Any = make, path: tuple = path, file: str = file):
+            make(Path(file))
+            putting(path, file)(rng)
+
+        label = f"within-{'.'.join(map(str, path))}-{name}"
+        tells = "configs are not read from within configs"
+        yield Case("config: a file within", label, spoil, FIT, tells)

@@ -67,6 +67,7 @@ def _mode(mode: str, size: tuple[int, int] = (8, 8), ending: str = "png") -> Non
 PICTURES: dict[str, Callable[[], Any]] = {
     "empty": lambda: ODD.write_bytes(b""),
     "text": lambda: ODD.write_text("no image"),
+    "an EPS": lambda: Image.new("L", (8, 8)).save(ODD, format="EPS"),  # Pillow calls Ghostscript
     "html": lambda: ODD.write_text("<html><script>alert(1)</script></html>"),
     "a pickle": lambda: ODD.write_bytes(pickle.dumps(Call(os.system, f"touch ../{CANARY}"))),
     "a config": lambda: shutil.copy("small.yaml", ODD),

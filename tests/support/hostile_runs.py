@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from lit_diffusion.cli import main
+from lit_diffusion.commands.run_folder import CLAIM
 from support.experiments import write_arm
 from support.hostile_case import CANARY, LAST, RUN, Case
 from support.hostile_checkpoints import RESUME, SAMPLE, TEST, VALIDATE
@@ -181,6 +182,11 @@ def configs() -> Iterator[Case]:
         )
 
 
+def follows_no_link() -> bool:
+    """Whether a save has replaced what was planted, and left alone what that points to."""
+    return "class_path" in Path("small.yaml").read_text() and not LAST.is_symlink()
+
+
 def no_files() -> Iterator[Case]:
     """Folders, links and pipes where a run has files."""
     makers: dict[str, Callable[[Path], Any]] = {
@@ -196,7 +202,7 @@ def no_files() -> Iterator[Case]:
         for command in commands:
 
             def spoil(rng: random.Random, make: Any = make, name: str = name) -> None:
-                (RUN / name).unlink()
+                (RUN / name).unlink(missing_ok=True)
                 make(RUN / name)
 
             word = command.split()[0]
@@ -204,6 +210,31 @@ def no_files() -> Iterator[Case]:
             case = f"run-{name}-{label}-{word}"
             fine = (lambda: True) if label == "a link to nothing" else None
             yield Case("runs: no such file", case, spoil, command, tells, harmless=fine)
+
+    del makers["endless zeros"]  # the guard takes a link to them for them, though nobody follows it
+    for label, make in makers.items():
+
+        def claim(rng: random.Random, make: Any = make) -> None:
+            (RUN / CLAIM).unlink()
+            make(RUN / CLAIM)
+
+        yield Case("runs: no such file", f"run-lock-{label}", claim, RESUME, r"\.lock must be")
+    makers["a link to another file"] = lambda path: path.symlink_to("../../../small.yaml")
+    for label, make in makers.items():
+
+        def planted(rng: random.Random, make: Any = make) -> None:
+            make(LAST.with_name(".last.ckpt.tmp"))
+
+        wrote = ("config.resume-1.yaml", "metrics.csv", "before-last.ckpt", "evaluations.jsonl")
+        yield Case(
+            "runs: no such file",
+            f"run-temporary-{label}",
+            planted,
+            RESUME,
+            r"last\.ckpt could not be written",
+            harmless=None if label == "a folder" else follows_no_link,
+            writes=wrote,
+        )
 
     def checkpoints_is_a_file(rng: random.Random) -> None:
         shutil.rmtree(LAST.parent)
