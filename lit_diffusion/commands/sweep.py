@@ -102,7 +102,7 @@ def run(argv: Sequence[str]) -> None:
     heed()
     if sweep.unfinished:
         _tell(f"{sweep.tally()}; not {', '.join(sweep.unfinished)}")
-    if not _reported(args) or sweep.unfinished:
+    if not _reported(runs, _out(args)) or sweep.unfinished:
         raise SystemExit(1)
 
 
@@ -111,14 +111,14 @@ def _tell_stopped(sweep: "Sweep", argv: Sequence[str]) -> None:
     _tell(f"stopped with {sweep.tally()}. The same command goes on:\n  {again}")
 
 
-def _reported(args: argparse.Namespace) -> bool:
+def _reported(runs: "Sequence[Planned]", out: Path) -> bool:
     """Compare the arms; whether that is possible, or there is nothing to compare."""
     from lit_diffusion.commands.compare import run as compare
 
-    if not args.arms:
+    if len({run.arm for run in runs}) == 1:
         return True
     try:
-        compare(["compare", str(_out(args)), "--out", str(_out(args) / "report")])
+        compare(["compare", str(out), "--out", str(out / "report")])
     except ValueError as error:
         _tell(f"no report: {error}")
         return False
@@ -130,16 +130,23 @@ class Planned:
     """One arm with one seed.
 
     Attributes:
-        name: <arm>/seed-<n>.
+        arm: name of the arm.
+        seed: of all randomness.
         folder: its run folder.
         options: of fit.
         max_steps: optimizer steps when it is finished.
     """
 
-    name: str
+    arm: str
+    seed: int
     folder: Path
     options: tuple[str, ...]
     max_steps: int
+
+    @property
+    def name(self) -> str:
+        """What a person calls it."""
+        return f"{self.arm}/seed-{self.seed}"
 
     @property
     def command(self) -> list[str]:
@@ -184,7 +191,7 @@ def plan(args: argparse.Namespace, options: Sequence[str]) -> list[Planned]:
         _refuse_another(folder, settings[arm] | {"seed_everything": seed})
         own = (f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}")
         steps = settings[arm]["trainer"]["max_steps"]
-        runs.append(Planned(f"{arm}/seed-{seed}", folder, (*arms[arm], *options, *own), steps))
+        runs.append(Planned(arm, seed, folder, (*arms[arm], *options, *own), steps))
     return runs
 
 
