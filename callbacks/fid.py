@@ -109,6 +109,7 @@ class FIDEvaluation(Callback):
         self._evaluated_step: int | None = None
         self.best_score: float | None = None
         self.best_step: int | None = None
+        self._unsaved = False  # of the best
         self._best_against: dict[str, str] = {}  # see _measured_with
         self.image_count: ImageCount | None = None  # of the fit
         self._checkpoint_step: int | None = None
@@ -124,7 +125,7 @@ class FIDEvaluation(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise now rather than at step 10,000."""
         self._measurement.forget_references()
-        self._evaluated_step = None
+        self._evaluated_step, self._unsaved = None, False
         if stage == "fit":
             self._forget_best()  # a checkpoint's is loaded after this
             self.image_count = None
@@ -178,6 +179,10 @@ class FIDEvaluation(Callback):
         if not trainer.sanity_checking and not by_steps:
             pl_module.log_dict(self._evaluate(trainer, pl_module, "val"), sync_dist=True)
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Save the best, once the loggers have what was measured."""
+        self._save_best(trainer)
+
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate against the test split."""
         pl_module.log_dict(self._evaluate(trainer, pl_module, "test"), sync_dist=True)
@@ -188,6 +193,7 @@ class FIDEvaluation(Callback):
         """Evaluate every so many optimizer steps."""
         if self._trigger.due(trainer.global_step):
             self._log_at_step(trainer, self._evaluate(trainer, pl_module, "val"))
+            self._save_best(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate the last step again with other samples, to tell how far the FID depends on them.
@@ -198,6 +204,7 @@ class FIDEvaluation(Callback):
             return
         if self._evaluated_step != trainer.global_step:
             self._log_at_step(trainer, self._evaluate(trainer, pl_module, "val"))
+            self._save_best(trainer)
         for repeat in range(1, self.repeats_at_end + 1):
             record = self._record(trainer, pl_module, "val", repeat * self.num_samples)
             self._write(trainer, record)
@@ -215,8 +222,7 @@ class FIDEvaluation(Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             self._evaluated_step = record.step
             if self.save_best:
-                path = Path(trainer.default_root_dir) / "checkpoints" / "best-fid.ckpt"
-                self._save_if_best(trainer, record, path)
+                self._note_best(record)
         return _logged(record)
 
     def _record(
@@ -255,12 +261,20 @@ class FIDEvaluation(Callback):
         if trainer.is_global_zero:
             write_evaluation(Path(trainer.default_root_dir) / "evaluations.jsonl", record)
 
-    def _save_if_best(self, trainer: Trainer, record: FIDRecord, path: Path) -> None:
+    def _note_best(self, record: FIDRecord) -> None:
+        """Remember the FID where it is the best so far; what it was measured on is yet to save."""
         if record.value is None or (
             self.best_score is not None and record.value >= self.best_score
         ):
             return
         self.best_score, self.best_step = record.value, record.step
+        self._unsaved = True
+
+    def _save_best(self, trainer: Trainer) -> None:
+        if not self._unsaved:
+            return
+        self._unsaved = False
+        path = Path(trainer.default_root_dir) / "checkpoints" / "best-fid.ckpt"
         # Validation may have the averages in place; a checkpoint holds what is trained.
         with weights_in_place(trainer, "raw"):
             trainer.save_checkpoint(path, weights_only=False)

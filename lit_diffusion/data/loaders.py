@@ -1,6 +1,7 @@
 """A DataLoader that goes on where a checkpoint was written, also in the middle of an epoch."""
 
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -27,7 +28,7 @@ class ResumableLoader(DataLoader[Any]):
         batches_done: called at the first batch of each epoch: how many of it come before, 0 for a
             new epoch. For a Trainer that is `batches_of_epoch(trainer)`.
         options: as DataLoader's, with a ShuffledSampler as sampler. Where Lightning puts another in
-            its place, as `overfit_batches` does, an interrupted epoch starts over.
+            its place, as `overfit_batches` does, batches that were done are loaded and left out.
 
     Example:
         >>> data, done = list("abcdefgh"), [0]
@@ -47,10 +48,11 @@ class ResumableLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         """Batches of the rest of the epoch."""
+        done = self._batches_done()
         if isinstance(self.sampler, ShuffledSampler):
             assert self.batch_size is not None
-            self.sampler.start = self._batches_done() * self.batch_size
-        yield from super().__iter__()
+            self.sampler.start, done = done * self.batch_size, 0
+        yield from islice(super().__iter__(), done, None)
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: the place is a function of the Trainer's progress. Tells it that we can resume."""

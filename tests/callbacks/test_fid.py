@@ -593,6 +593,20 @@ def test_a_run_that_resumes_from_best_fid_is_the_undisturbed_one(
     assert not (tmp_path / "resumed" / "checkpoints").exists()  # nothing was better
 
 
+@pytest.mark.parametrize("every_n_steps", [None, 4])
+def test_the_best_is_saved_once_the_loggers_have_it(tmp_path, every_n_steps):
+    """Else a run that dies there and resumes from the file would lack the row."""
+    memory, rows = MemoryLogger(), []
+
+    class Watch(Callback):
+        def on_save_checkpoint(self, *args):
+            rows.append(len(memory.of(f"val/fid_{NUM}_raw")))
+
+    callbacks = [fid(tmp_path, every_n_steps=every_n_steps), Watch()]
+    fit(tmp_path, callbacks, Rising(best=24), max_epochs=3, val_check_interval=4, logger=memory)
+    assert rows == [1, 4, 5, 6]  # the second and third are no better
+
+
 def test_a_resumed_run_appends_and_doubles_no_evaluation(tmp_path):
     _, run = fit(tmp_path, [fid(tmp_path)], max_epochs=2)
     run.save_checkpoint(tmp_path / "two.ckpt")

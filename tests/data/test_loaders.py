@@ -50,8 +50,9 @@ def test_nothing_is_asked_before_the_first_batch_is_wanted():
     assert asked == [1]
 
 
-def test_an_order_that_is_not_ours_is_left_alone():
-    assert values(ResumableLoader(DATA, lambda: 1, batch_size=5)) == [[*range(5)], [*range(5, 10)]]
+def test_an_order_that_is_not_ours_goes_on_too():
+    assert values(ResumableLoader(DATA, lambda: 0, batch_size=5)) == [[*range(5)], [*range(5, 10)]]
+    assert values(ResumableLoader(DATA, lambda: 1, batch_size=5)) == [[*range(5, 10)]]
 
 
 def test_a_trainer_tells_how_far_its_epoch_is(tmp_path):

@@ -65,6 +65,7 @@ def test_died_between_batches_that_the_module_accumulates(tmp_path, batch):
         (("val_check_interval", 2),),
         (("val_check_interval", 3), ("check_val_every_n_epoch", None)),
         (("limit_train_batches", 3),),
+        (("overfit_batches", 4),),
         (("limit_val_batches", 0),),
         (("max_epochs", 3), ("max_steps", -1)),
         (("gradient_clip_val", 0.1), ("precision", "bf16-mixed")),
