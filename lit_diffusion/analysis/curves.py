@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from statistics import fmean, stdev
+from statistics import fmean, linear_regression, stdev
 
 LATE = 2 / 3
 """Where the last third of a run begins."""
@@ -160,9 +160,39 @@ def late_oscillation(curve: Curve) -> float | None:
         >>> late_oscillation(Curve("0", (1, 2, 3, 4, 5, 6), (9.0, 5.0, 4.0, 3.0, 3.0, 3.0)))
         0.0
     """
-    steps, fids = curve.finite
-    late = [math.log(f) for s, f in zip(steps, fids, strict=True) if s >= LATE * curve.steps[-1]]
-    return stdev(late) if len(late) >= 3 else None
+    _, logs = _late(curve)
+    return stdev(logs) if len(logs) >= 3 else None
+
+
+def late_wobble(curve: Curve) -> float | None:
+    """Standard deviation of log FID about a straight line over the last third of the steps.
+
+    The line is that of least squares, so a curve that goes on falling evenly does not wobble:
+    sqrt(sum of squared residuals / (n - 2)).
+
+    Args:
+        curve: of a run.
+
+    Returns:
+        It; None with fewer than three finite FIDs there.
+
+    Example:
+        >>> late_wobble(Curve("0", (1, 2, 3, 4, 5, 6), (9.0, 9.0, 9.0, 4.0, 2.0, 1.0)))
+        0.0
+    """
+    steps, logs = _late(curve)
+    if len(logs) < 3:
+        return None
+    line = linear_regression(steps, logs)
+    residuals = [y - line.slope * x - line.intercept for x, y in zip(steps, logs, strict=True)]
+    return math.sqrt(sum(value**2 for value in residuals) / (len(logs) - 2))
+
+
+def _late(curve: Curve) -> tuple[list[float], list[float]]:
+    """Steps and log FIDs of the last third."""
+    found = zip(*curve.finite, strict=True)
+    late = [(s, math.log(f)) for s, f in found if s >= LATE * curve.steps[-1]]
+    return [step for step, _ in late], [value for _, value in late]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from lit_diffusion.analysis.curves import (
     Bound,
     Crossing,
     late_oscillation,
+    late_wobble,
     paired_spread,
     sampling_spread,
 )
@@ -151,22 +152,29 @@ def steadiness_table(arms: Sequence[Arm]) -> Table:
     """Late oscillation, and how much an FID varies with the samples and with the training seed."""
     rows = []
     for arm in arms:
-        late = [found for c in arm.curves if (found := late_oscillation(c)) is not None]
         sampling = sampling_spread(arm.curves)
         rows.append(
             (
                 arm.name,
-                _percent(fmean(late)) if late else "-",
+                _percent(_mean_known(late_oscillation(curve) for curve in arm.curves)),
+                _percent(_mean_known(late_wobble(curve) for curve in arm.curves)),
                 _percent(_seed_spread(arm)),
                 f"{_percent(sampling.sd)} ({sampling.degrees} repeats)" if sampling else "-",
             )
         )
     return Table(
         "Standard deviations of log FID, as percent of the FID. Late oscillation: over the last "
-        "third of the steps, trend included, mean over seeds. Training seeds: of the last FID. "
+        "third of the steps, mean over seeds; a steady descent counts too. About a line: about the "
+        "straight line through log FID there. Training seeds: of the last FID. "
         "Samples: of the last FID, over sets of samples from the same weights; the difference of "
         f"two from different sets varies by 1.4 times that.{_left_between_runs(arms)}",
-        ("arm", "late oscillation", "between training seeds", "between sets of samples"),
+        (
+            "arm",
+            "late oscillation",
+            "the same about a line",
+            "between training seeds",
+            "between sets of samples",
+        ),
         tuple(rows),
     )
 
@@ -288,6 +296,11 @@ def to_csv(records: Iterable[Mapping[str, Any]]) -> str:
 
 def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _mean_known(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def _seed_spread(arm: Arm) -> float | None:

@@ -2,6 +2,7 @@ import math
 import random
 from statistics import stdev
 
+import numpy as np
 import pytest
 
 from lit_diffusion.analysis.curves import (
@@ -10,6 +11,7 @@ from lit_diffusion.analysis.curves import (
     Curve,
     first_crossing,
     late_oscillation,
+    late_wobble,
     paired_spread,
     running_minimum,
     sampling_spread,
@@ -114,6 +116,25 @@ def test_late_oscillation_is_relative():
     one = Curve("0", (1, 2, 3, 4, 5, 6), (9.0, 8.0, 7.0, 3.0, 2.0, 3.0))
     other = Curve("0", one.steps, tuple(100 * fid for fid in one.fids))
     assert late_oscillation(one) == pytest.approx(late_oscillation(other))
+
+
+def test_an_even_descent_oscillates_and_does_not_wobble():
+    steps = tuple(range(150, 1501, 150))
+    even = Curve("0", steps, tuple(falling(step) for step in steps))
+    assert late_oscillation(even) > 0.1
+    assert late_wobble(even) == pytest.approx(0, abs=1e-9)
+    power = Curve("0", steps, tuple(20 * (step / 150) ** -2.0 for step in steps))
+    assert late_wobble(power) < 0.1 * late_oscillation(power)
+
+
+def test_wobble_is_the_spread_about_the_line_of_least_squares():
+    steps, noise = (6.0, 7.0, 8.0, 9.0), (0.3, -0.1, 0.2, -0.2)
+    curve = Curve(
+        "0", steps, tuple(math.exp(2 - s / 3 + e) for s, e in zip(steps, noise, strict=True))
+    )
+    fit = np.polyfit(steps, np.log(curve.fids), 1, full=True)
+    assert late_wobble(curve) == pytest.approx(math.sqrt(fit[1][0] / 2))
+    assert late_wobble(Curve("0", (1, 2, 3), (3.0, 2.0, 1.0))) is None
 
 
 # Spread between sets of samples

@@ -81,8 +81,8 @@ def test_the_verdict_table_tells_bounds_tests_and_verdicts(comparison):
 def test_the_steadiness_table_sets_the_spread_of_samples_beside_that_of_seeds():
     again = Curve("0", (4, 5, 6), (2.0, 2.0, 2.0), repeats=(2.2, 2.0))
     table = steadiness_table([Arm("a", (again,)), TWO])
-    assert table.rows[0] == ("a", "0.0%", "-", "5.5% (2 repeats)")
-    assert table.rows[1] == ("a", "-", "-", "-")
+    assert table.rows[0] == ("a", "0.0%", "0.0%", "-", "5.5% (2 repeats)")
+    assert table.rows[1] == ("a", "-", "-", "-", "-")
 
 
 def test_the_steadiness_table_tells_what_part_of_the_spread_is_not_common_to_all_runs():

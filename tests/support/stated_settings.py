@@ -96,7 +96,7 @@ _CIFAR10 = {
     "trainer.max_steps": 500_000,
     "trainer.devices": 1,
     "trainer.precision": "32-true",
-    "trainer.callbacks.FIDEvaluation.every_n_steps": 100_000,
+    "trainer.callbacks.FIDEvaluation.every_n_steps": 50_000,
     "data": "lit_diffusion.data.cifar10.CIFAR10",
     "data.batch_size": 128,
     "data.flip": False,
