@@ -24,6 +24,8 @@ LONG_WARMUP = 0.2
 
 def check_plan(plan: Plan) -> list[Finding]:
     """All that the plan alone tells."""
+    if plan.steps == 0:
+        return check_length(plan)
     return [
         *check_length(plan),
         *check_batches(plan),
@@ -46,6 +48,8 @@ def check_length(plan: Plan) -> list[Finding]:
         return [warning(topic, text)]
     if plan.steps is None:
         return [note(topic, "not known: how many batches make an epoch is not known.")]
+    if plan.steps == 0:
+        return [problem(topic, "no step is made: max_steps or max_epochs is 0; raise it.")]
     if plan.steps_to_go == 0:
         text = f"nothing is left: the checkpoint is at step {plan.start_step:,} of {plan.steps:,}"
         return [problem(topic, f"{text}; raise --trainer.max_steps.")]
@@ -74,7 +78,8 @@ def check_batches(plan: Plan) -> list[Finding]:
         return []
     if plan.batches_per_epoch == 0:
         text = f"{plan.num_images:,} images make no batch of {plan.batch_size:,} for each of "
-        return [problem("batch", f"{text}{count(plan.ranks or 1, 'rank')}; lower batch_size.")]
+        text += f"{count(plan.ranks or 1, 'rank')}; lower batch_size"
+        return [problem("batch", f"{text}, or raise the share of limit_train_batches.")]
     parts = [f"{plan.batch_size:,}"]
     if plan.ranks is not None and plan.ranks > 1:
         parts.append(count(plan.ranks, "rank"))
@@ -298,7 +303,7 @@ def check_lr(plan: Plan) -> list[Finding]:
         return []
     steps, lr = plan.steps, plan.lr
     if lr.fault is not None:
-        return [problem("lr", f"{lr.name} fails before the run is over: {lr.fault}")]
+        return [problem("lr", f"{lr.name} fails: {lr.fault}")]
     if steps is None:
         return [_check_endless_lr(plan)] if plan.is_endless else []
     found = _check_warmup(lr, steps)

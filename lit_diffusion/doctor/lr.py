@@ -40,38 +40,48 @@ def lr_of(spec: Any, module: LightningModule, steps: int | None) -> LRSchedule |
         follows_run=ours and "total_steps" in arguments and length is None,
         final_factor=arguments.get("final_factor") or 0.0,
     )
-    if ours or not isinstance(module, DiffusionModule) or not steps or steps > MOST:
+    if not isinstance(module, DiffusionModule):
         return schedule
-    return _tried(schedule, module, steps)
+    known = 0 if ours or not steps or steps > MOST else steps
+    return _tried(schedule, module, known)
 
 
 def _tried(schedule: LRSchedule, module: DiffusionModule, steps: int) -> LRSchedule:
-    """With its warm-up, or what it raises, found by running it beside a number."""
+    """With its warm-up, or what it raises, found by running it beside a number; built for 0."""
     try:
         lrs = lrs_of(module, steps)
-    except ValueError as error:
+    except ScheduleError as error:
         return replace(schedule, fault=str(error))
-    except Exception:  # it needs a metric, or weights of another shape
+    except Exception:  # it needs a metric, or the optimizer weights of another shape
+        return schedule
+    if not lrs:
         return schedule
     length = end_of(lrs) if schedule.length is None else schedule.length
     return replace(schedule, warmup_steps=warmup_of(lrs), length=length)
+
+
+class ScheduleError(ValueError):
+    """What a schedule says against its own arguments, or against further steps."""
 
 
 def lrs_of(module: DiffusionModule, steps: int) -> list[float]:
     """The lr of each optimizer step, of the first group, by the module's own schedule.
 
     Raises:
-        ValueError: where the schedule ends before, as OneCycleLR does.
+        ScheduleError: where the schedule ends before, as OneCycleLR does.
     """
     assert module._make_lr_scheduler is not None
     optimizer = module._make_optimizer([nn.Parameter(torch.zeros(()))])
     lrs = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no step of the optimizer is made between these
-        scheduler = module._make_lr_scheduler(optimizer)
-        for _ in range(steps):
-            lrs.append(float(optimizer.param_groups[0]["lr"]))
-            scheduler.step()
+        try:
+            scheduler = module._make_lr_scheduler(optimizer)
+            for _ in range(steps):
+                lrs.append(float(optimizer.param_groups[0]["lr"]))
+                scheduler.step()
+        except ValueError as error:
+            raise ScheduleError(str(error)) from error
     return lrs
 
 

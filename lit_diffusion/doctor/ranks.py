@@ -105,7 +105,16 @@ def check_launch(ranks: Ranks | None, environ: Mapping[str, str]) -> list[Findin
     if torchrun := Torchrun.of(environ):
         return check_torchrun(ranks, torchrun)
     slurm = Slurm.of(environ)
-    return [] if slurm is None else check_slurm(ranks, slurm)
+    return _check_alone(ranks, environ) if slurm is None else check_slurm(ranks, slurm)
+
+
+def _check_alone(ranks: Ranks | None, environ: Mapping[str, str]) -> list[Finding]:
+    """Without a launcher."""
+    if ranks is None or ranks.num_nodes < 2 or "MASTER_ADDR" in environ:
+        return []
+    text = f"num_nodes={ranks.num_nodes}, and nothing here starts processes on the others: fit "
+    text += "would wait for them; start it with srun in a SLURM job, or with torchrun."
+    return [warning("nodes", text)]
 
 
 def check_torchrun(ranks: Ranks | None, torchrun: Torchrun) -> list[Finding]:

@@ -11,6 +11,7 @@ from lit_diffusion.doctor.extractors import Extractor
 from lit_diffusion.doctor.machine import in_short
 from lit_diffusion.doctor.rehearsal import Rehearsal, optimizers_of
 from lit_diffusion.doctor.report import Finding, problem
+from lit_diffusion.modules.diffusion import DiffusionModule
 
 _OURS = "lit_diffusion.callbacks."
 
@@ -31,7 +32,9 @@ def check_callbacks(cli: Rehearsal, extractors: Sequence[Extractor]) -> Iterator
         return
     try:
         optimizers = optimizers_of(cli.model)
-    except Exception:  # it needs a Trainer, or fails, which the first steps will tell
+    except Exception as error:  # that of somebody else may need a Trainer
+        if isinstance(cli.model, DiffusionModule):
+            yield problem("optimizer", str(error))
         return
     told = {extractor.fault for extractor in extractors}
     with _as_at_the_start(cli, optimizers):

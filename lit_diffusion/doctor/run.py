@@ -44,6 +44,7 @@ from lit_diffusion.doctor.ranks import check_launch
 from lit_diffusion.doctor.refusals import check_callbacks
 from lit_diffusion.doctor.rehearsal import Data, Rehearsal, data_of, optimizers_of, plan_of
 from lit_diffusion.doctor.report import Finding, has_problem, note, ok, problem, warning
+from lit_diffusion.doctor.settings import check_precision, check_settings
 from lit_diffusion.doctor.storage import (
     Storage,
     averages_bytes,
@@ -96,6 +97,8 @@ def _examine(cli: Rehearsal, request: Request, seconds: float) -> Iterator[Findi
     if cli.trainer is not None:
         device, wanted = cli.trainer.strategy.root_device.type, cli.settings["accelerator"]
         yield check_placement(device, wanted, cli.trainer.num_devices, usable_cores())
+        yield from check_precision(cli.settings["precision"], cli.trainer.precision)
+    yield from check_settings(cli.settings, cli.config_dump.get("ckpt_path"))
     if cli.is_trial:
         text = "fast_dev_run trains on a few batches and keeps nothing; below is the run without."
         yield note("trial", text)
@@ -124,9 +127,10 @@ def check_folder(request: Request) -> Iterator[Finding]:
     """Whether the run may write where it would."""
     topic, root = "run folder", request.root
     there = existing(root)
-    if root.exists() and not root.is_dir():
-        yield problem(topic, f"{root} is a file; choose another --trainer.default_root_dir.")
-        return
+    for path in (root, *root.absolute().parents):
+        if path.exists() and not path.is_dir():
+            yield problem(topic, f"{path} is a file; choose another --trainer.default_root_dir.")
+            return
     if not os.access(there, os.W_OK):
         yield problem(
             topic, f"{there} cannot be written to; choose another --trainer.default_root_dir."

@@ -229,7 +229,7 @@ def test_an_endless_run_has_no_share():
         (LRSchedule("WarmupConstant", 2000), Level.PROBLEM, "all of the run"),
         (LRSchedule("OneCycleLR", 600, 2000), Level.WARNING, "is 30% of the run"),
         (LRSchedule("ReduceLROnPlateau", None), Level.NOTE, "not known"),
-        (LRSchedule("OneCycleLR", 9, 9, fault="over"), Level.PROBLEM, "before the run is over"),
+        (LRSchedule("OneCycleLR", 9, 9, fault="over"), Level.PROBLEM, "fails: over"),
         (LRSchedule("WarmupLinear", 50, 2000), Level.OK, ""),
         (LRSchedule("WarmupLinear", 50, 1500), Level.WARNING, "other 500 steps train at 0 of"),
         (LRSchedule("CosineAnnealingLR", 0, 1500), Level.WARNING, "let the lr rise again"),

@@ -42,7 +42,14 @@ def text(findings):
 
 
 def test_without_a_launcher_there_is_nothing_to_say():
-    assert check_launch(FITTING, {}) == []
+    assert check_launch(Ranks(1, 1), {}) == []
+    assert check_launch(Ranks(1, 2), {"MASTER_ADDR": "node1"}) == []
+
+
+def test_nodes_without_a_launcher_are_warned_of():
+    (finding,) = check_launch(Ranks(1, 2), {})
+    assert finding.level is Level.WARNING
+    assert "num_nodes=2" in finding.text
 
 
 def test_a_job_that_fits_is_ok():
