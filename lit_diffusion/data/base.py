@@ -201,9 +201,9 @@ class ImageDataModule(LightningDataModule):
         before, now = state_dict.get("images_of_a_batch"), self._images_of_a_batch()
         if type(before) is not int or before < 1:
             raise ValueError(f"images_of_a_batch must be a count, got {before!r:.50}.")
-        fits = self.trainer is not None and self.trainer.state.fn == TrainerFn.FITTING
-        if fits and before != now:
-            recount(self.trainer, before, now, len(self.train_dataloader()))
+        trainer = self.trainer
+        if trainer is not None and trainer.state.fn == TrainerFn.FITTING and before != now:
+            recount(trainer, before, now, len(self.train_dataloader()))
 
     def _images_of_a_batch(self) -> int:
         """Of training, on all processes."""

@@ -11,7 +11,7 @@ from support.commands import equal
 from support.tiny_run import TinyData, TinyModule, TinyNet
 
 from lit_diffusion.callbacks import FiniteUpdates
-from lit_diffusion.commands.keeping import ExactResume, LastCheckpoint, RunConfig
+from lit_diffusion.commands.keeping import ExactResume, ImagesSeen, LastCheckpoint, RunConfig
 
 
 class Saves(LastCheckpoint):
@@ -305,3 +305,9 @@ def test_a_run_that_ends_without_the_step_of_its_last_batches_says_so(tmp_path):
             module=AccumulatesItself(),
             **options | {"max_epochs": 2},
         )
+
+
+@pytest.mark.parametrize("images", [[1], [1, 2, "many"], [1, 2, True]])
+def test_counts_of_images_that_are_none_are_refused(images):
+    with pytest.raises(ValueError, match="images must be three counts"):
+        ImagesSeen().load_state_dict({"images": images})
