@@ -338,14 +338,17 @@ def _noise_of_fid(comparison: Comparison) -> list[str]:
 
 def _but(result: Result, comparison: Comparison) -> str:
     """Why an arm that is faster does not win."""
-    if any(crossing.bound is Bound.MORE_THAN for crossing in result.crossings):
-        return f"but {_reached_the_target(result, comparison)}"
     arm, base = result.arm, comparison.baseline
+    why = []
+    if any(crossing.bound is Bound.MORE_THAN for crossing in result.crossings):
+        why.append(_reached_the_target(result, comparison))
     if arm.lost:
         those = f" ({base.name}: {base.lost} of {len(base.curves)})" * (base.lost > 0)
-        return f"but {arm.lost} of {len(arm.curves)} seeds end without a finite FID{those}"
-    medians = f"{fid_text(arm.typical)}, that of {base.name} {fid_text(base.typical)} (medians)"
-    return f"but its lowest FID is {medians}{_shorter(arm, base)}"
+        why.append(f"{arm.lost} of {len(arm.curves)} seeds end without a finite FID{those}")
+    if not why:
+        medians = f"{fid_text(arm.typical)}, that of {base.name} {fid_text(base.typical)} (medians)"
+        why.append(f"its lowest FID is {medians}{_shorter(arm, base)}")
+    return f"but {' and '.join(why)}"
 
 
 def _reached_the_target(result: Result, comparison: Comparison) -> str:

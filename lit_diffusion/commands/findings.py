@@ -84,7 +84,8 @@ def protocol_facts(selection: Selection) -> dict[str, str]:
     """How the FIDs were measured, for people."""
     point = selection.arms[selection.baseline][0].points(selection.metric)[-1]
     facts = {
-        name: point.get(name) for name in (*PROTOCOL, "seeds", "reference", "floor", "floor_images")
+        name: point.get(name)
+        for name in (*PROTOCOL, "ema_decay", "seeds", "reference", "floor", "floor_images")
     }
     facts |= {f"sampling {name}": value for name, value in (point.get("sampling") or {}).items()}
     return {name: _shown(value) for name, value in facts.items() if value is not None}

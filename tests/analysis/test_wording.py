@@ -288,6 +288,13 @@ def test_an_arm_that_ends_without_a_finite_fid_is_not_faster_and_does_not_win():
     assert verdict.endswith("], but 5 of 5 seeds end without a finite FID")
 
 
+def test_an_arm_that_lost_seeds_before_the_target_is_told_with_both():
+    comparison, _ = told(ends_in_nan("nan", 1.5, seeds=5))
+    target = fid_text(comparison.target)
+    told_both = f"but 0 of 5 seeds reach FID {target} and 5 of 5 seeds end without a finite FID"
+    assert told_both in headline(comparison)
+
+
 def test_an_arm_that_lost_one_seed_stands_behind_a_slower_one_that_lost_none():
     comparison, _ = told(ends_in_nan("nan", 3.0, seeds=1), arm("sound", 1.5))
     assert headline(comparison).startswith("sound wins: 1.")
