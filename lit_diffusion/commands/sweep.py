@@ -1,36 +1,28 @@
 """`lit-diffusion sweep`: every arm of an experiment with every seed, each an ordinary fit."""
 
 import argparse
-import io
-import itertools
 import os
-import reprlib
 import shlex
 import shutil
 import sys
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, redirect_stdout, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
-import yaml
-
-from lit_diffusion.commands.arms import arms_of, overrides
+from lit_diffusion.commands.arms import arms_of
 from lit_diffusion.commands.jobs import Ended, Job, Stopped, claim, run_jobs, threads_each
 from lit_diffusion.commands.options import Parser, integers
-from lit_diffusion.commands.run_folder import CLAIM, InUse, latest_config, occupied, read_config
+from lit_diffusion.commands.run_folder import CLAIM, InUse, latest_config, occupied
+from lit_diffusion.commands.sweep_plan import Planned, plan
 from lit_diffusion.signals import SAVED, heed
 
 LOG = "fit.log"
 RESUME = "--ckpt_path=last"
-LAST = Path("checkpoints", "last.ckpt")
 _TAIL = 15
-_OF_A_PROCESS = ("ckpt_path", "weights_only", "trainer.default_root_dir")
-"""Settings in which processes of one run may differ."""
 
 
 def parser() -> Parser:
@@ -84,7 +76,7 @@ def run(argv: Sequence[str]) -> None:
             that are not finished, or cannot be compared.
     """
     args, options = parser().parse_known_args(argv[1:])
-    runs = plan(args, options)
+    runs = planned(args, options)
     if args.print:
         print("\n".join(shlex.join([*run.command, RESUME]) for run in runs))
         return
@@ -106,12 +98,26 @@ def run(argv: Sequence[str]) -> None:
         raise SystemExit(1)
 
 
+def planned(args: argparse.Namespace, options: Sequence[str]) -> list[Planned]:
+    """All runs of a command line.
+
+    Args:
+        args: of `parser`.
+        options: for every fit.
+
+    Raises:
+        ValueError: for options, arms or existing runs that do not fit.
+    """
+    _check(args)
+    return plan(arms_of(args.config, args.arms), args.seeds, _out(args), options, _tell)
+
+
 def _tell_stopped(sweep: "Sweep", argv: Sequence[str]) -> None:
     again = shlex.join(["lit-diffusion", *argv])
     _tell(f"stopped with {sweep.tally()}. The same command goes on:\n  {again}")
 
 
-def _reported(runs: "Sequence[Planned]", out: Path) -> bool:
+def _reported(runs: Sequence[Planned], out: Path) -> bool:
     """Compare the arms; whether that is possible, or there is nothing to compare."""
     from lit_diffusion.commands.compare import run as compare
 
@@ -123,90 +129,6 @@ def _reported(runs: "Sequence[Planned]", out: Path) -> bool:
         _tell(f"no report: {error}")
         return False
     return True
-
-
-@dataclass(frozen=True)
-class Planned:
-    """One arm with one seed.
-
-    Attributes:
-        arm: name of the arm.
-        seed: of all randomness.
-        folder: its run folder.
-        options: of fit.
-        max_steps: optimizer steps when it is finished.
-    """
-
-    arm: str
-    seed: int
-    folder: Path
-    options: tuple[str, ...]
-    max_steps: int
-
-    @property
-    def name(self) -> str:
-        """What a person calls it."""
-        return f"{self.arm}/seed-{self.seed}"
-
-    @property
-    def command(self) -> list[str]:
-        """What starts it."""
-        return ["lit-diffusion", "fit", *self.options]
-
-    def steps(self) -> int | None:
-        """Optimizer steps that its last checkpoint was trained for.
-
-        Without one: that its curves tell of, since checkpoints of finished runs may be deleted;
-        None where they tell of less than the whole run.
-        """
-        from lit_diffusion.checkpoints import read_checkpoint
-
-        file = self.folder / LAST
-        if file.exists():
-            return int(read_checkpoint(file, mmap=True)["global_step"])
-        told = max(_evaluated(self.folder), _logged(self.folder))
-        return told if told >= self.max_steps else None
-
-
-def plan(args: argparse.Namespace, options: Sequence[str]) -> list[Planned]:
-    """All runs, each checked before the first is started; those of the first seed come first.
-
-    Args:
-        args: of `parser`.
-        options: for every fit.
-
-    Raises:
-        ValueError: for options or configs that do not fit, or a folder that holds another run.
-    """
-    _check(args)
-    files = arms_of(args.config, args.arms)
-    arms = {arm: [f"--config={file}" for file in found] for arm, found in files.items()}
-    settings = {arm: _settings(arm, [*configs, *options]) for arm, configs in arms.items()}
-    for arm, found in files.items():
-        for sentence in overrides(found[1:]):
-            _tell(f"arm {arm}: {sentence}")
-    runs = []
-    for seed, arm in itertools.product(args.seeds, _without_copies(settings)):
-        folder = _out(args) / arm / f"seed-{seed}"
-        _refuse_another(folder, settings[arm] | {"seed_everything": seed})
-        own = (f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}")
-        steps = settings[arm]["trainer"]["max_steps"]
-        runs.append(Planned(arm, seed, folder, (*arms[arm], *options, *own), steps))
-    return runs
-
-
-def _without_copies(settings: dict[str, dict[str, Any]]) -> list[str]:
-    """Names of arms, but for those that would train what an arm before them trains.
-
-    A copy tells nothing, and each test that is made takes from the power of the others.
-    """
-    kept: list[str] = []
-    for arm, own in settings.items():
-        if original := next((name for name in kept if settings[name] == own), None):
-            _tell(f"arm {arm} is left out: its settings are those of {original}")
-        else:
-            kept.append(arm)
-    return kept
 
 
 @dataclass
@@ -323,10 +245,6 @@ class Sweep:
         )
 
 
-def _out(args: argparse.Namespace) -> Path:
-    return Path(args.out) if args.out else Path("runs") / f"{Path(args.config).stem}-sweep"
-
-
 def _check(args: argparse.Namespace) -> None:
     if args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {args.jobs}.")
@@ -337,87 +255,8 @@ def _check(args: argparse.Namespace) -> None:
         )
 
 
-def _settings(arm: str, options: Sequence[str]) -> dict[str, Any]:
-    """The whole config of a fit.
-
-    Raises:
-        ValueError: where a fit would refuse it, or a sweep could not go on with it.
-    """
-    from lit_diffusion.commands.run import run as fit
-
-    printed = io.StringIO()
-    try:
-        with redirect_stdout(printed), suppress(SystemExit):
-            fit(["fit", *options, "--print_config"])
-        settings: dict[str, Any] = yaml.safe_load(printed.getvalue())
-        _check_settings(settings)
-    except ValueError as error:
-        raise ValueError(f"arm {arm}: {error}") from error
-    return settings
-
-
-def _check_settings(settings: dict[str, Any]) -> None:
-    trainer = settings["trainer"]
-    if trainer["max_steps"] < 1:
-        raise ValueError(
-            "runs are finished after trainer.max_steps optimizer steps, got "
-            f"{trainer['max_steps']}; set it."
-        )
-    if trainer["enable_checkpointing"] is False or trainer["fast_dev_run"]:
-        raise ValueError(
-            "runs are resumed from checkpoints; leave out trainer.enable_checkpointing=false and "
-            "trainer.fast_dev_run."
-        )
-    if settings["ckpt_path"] is not None:
-        raise ValueError(f"runs start from scratch; leave out ckpt_path={settings['ckpt_path']}.")
-
-
-def _refuse_another(folder: Path, wanted: dict[str, Any]) -> None:
-    """Refuse to go on in a folder with a run of other settings, or one that lost its checkpoint."""
-    config = latest_config(folder)
-    if config is not None and (changes := _changes(read_config(config), wanted)):
-        raise ValueError(
-            f"{folder} holds a run with other settings: {'; '.join(changes)}. Restore them, choose "
-            "another --out, or delete that folder."
-        )
-    if (folder / LAST).is_file():
-        return
-    if lost := sorted(folder.rglob("*.ckpt")):
-        raise ValueError(f"{folder} has {lost[0].name}, but no {LAST}: move or delete that folder.")
-    if 0 < (step := _evaluated(folder)) < wanted["trainer"]["max_steps"]:
-        raise ValueError(
-            f"{folder} has evaluations up to step {step}, but no {LAST} to go on from: move or "
-            "delete that folder."
-        )
-
-
-def _evaluated(folder: Path) -> int:
-    """Step of the last evaluation; 0 without."""
-    from lit_diffusion.loggers import read_evaluations
-
-    records = read_evaluations(folder / "evaluations.jsonl")
-    return max((record.get("step") or 0 for record in records), default=0)
-
-
-def _logged(folder: Path) -> int:
-    """Steps completed at the last row of metrics.csv, which counts them from 0; 0 without rows."""
-    from lit_diffusion.loggers import read_rows
-
-    return max((int(row["step"]) + 1 for row in read_rows(folder / "metrics.csv")), default=0)
-
-
-def _changes(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:
-    """Names of settings that differ, with their values."""
-    from lit_diffusion.commands.resume import differences
-
-    changes: dict[str, tuple[Any, Any]] = {}
-    for key in sorted(saved.keys() | wanted.keys()):
-        changes |= differences(saved.get(key), wanted.get(key), key)
-    return [
-        f"{key} was {reprlib.repr(old)}, is {reprlib.repr(new)}"
-        for key, (old, new) in changes.items()
-        if key not in _OF_A_PROCESS
-    ]
+def _out(args: argparse.Namespace) -> Path:
+    return Path(args.out) if args.out else Path("runs") / f"{Path(args.config).stem}-sweep"
 
 
 def _clear(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Arms and seeds as fits: what is planned, and real processes interrupted and taken up again."""
+"""Arms and seeds as fits: real processes, interrupted and taken up again."""
 
 import io
 import os
@@ -7,220 +7,36 @@ import shutil
 import signal
 import subprocess
 import time
-from contextlib import chdir, redirect_stdout
 from pathlib import Path
 
 import pytest
-import yaml
-from support.commands import SCRIPT, call, checkpoint, equal, weights
+from support.commands import SCRIPT, call, checkpoint
 from support.small_digits import small_digits
-from support.tiny_run import EMA, tiny_config, write_config
+from support.sweeping import TRUST, sweep_into, write_configs
+from support.tiny_run import write_config
 
-from lit_diffusion.cli import main
 from lit_diffusion.commands import sweep
 from lit_diffusion.commands.jobs import Ended, Job
 from lit_diffusion.commands.run_folder import occupied
-from lit_diffusion.loggers import read_rows
+from lit_diffusion.commands.sweep_plan import LAST
 
-TRUST = "--trust support"
 MIN_SNR = "lit_diffusion.losses.MinSNR"
-ARMS = {
-    "slow": {"model": {"init_args": {"optimizer": {"init_args": {"lr": 0.01}}}}},
-    "ema": {"trainer": {"callbacks+": [EMA]}},
-}
 
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_config(tiny_config())
-    for name, arm in ARMS.items():
-        write_config(arm, Path(f"{name}.yaml"))
-
-
-def printed(capsys, options: str) -> list[str]:
-    assert call(f"sweep tiny.yaml {options} --print {TRUST}") == 0
-    return capsys.readouterr().out.splitlines()
-
-
-def refusal(capsys, options: str, config: str = "tiny.yaml") -> str:
-    """What is said of a sweep that is refused before anything is started."""
-    before = sorted(Path().rglob("*"))
-    assert call(f"sweep {config} {options} {TRUST}") == 2
-    assert sorted(Path().rglob("*")) == before
-    return capsys.readouterr().err
-
-
-# The plan
-
-
-def test_all_arms_of_the_first_seed_come_first_and_the_config_alone_is_the_baseline(capsys):
-    lines = printed(capsys, "--arms slow.yaml ema.yaml --seeds 0,7")
-    roots = [line.partition("default_root_dir=")[2].split()[0] for line in lines]
-    arms = ["baseline", "slow", "ema"]
-    assert roots == [f"runs/tiny-sweep/{arm}/seed-{n}" for n in (0, 7) for arm in arms]
-    assert ["--seed_everything=7" in line for line in lines] == [False] * 3 + [True] * 3
-    assert sorted(Path().iterdir()) == sorted(Path(f"{n}.yaml") for n in ("tiny", "slow", "ema"))
-
-
-def test_configs_joined_by_a_plus_are_one_arm(capsys):
-    """Fed to a real fit, both are in force."""
-    (_, line) = printed(capsys, "--arms slow.yaml+ema.yaml --seeds 3 --out out")
-    assert main(shlex.split(line)[1:]) == 0
-    saved = yaml.safe_load(Path("out/slow+ema/seed-3/config.yaml").read_text())
-    assert saved["seed_everything"] == 3
-    assert saved["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.01
-    assert len(saved["trainer"]["callbacks"]) == 1
-
-
-def test_a_setting_that_a_joined_config_takes_back_is_told(capsys):
-    write_config(
-        {"model": {"init_args": {"optimizer": {"init_args": {"lr": 0.1}}}}}, Path("f.yaml")
-    )
-    assert call(f"sweep tiny.yaml --arms slow.yaml+f.yaml --seeds 0 --print {TRUST}") == 0
-    setting = "model.init_args.optimizer.init_args.lr"
-    told = f"arm slow+f: f.yaml replaces what slow.yaml sets: {setting}"
-    assert told in capsys.readouterr().err
-
-
-def test_an_arm_that_changes_nothing_is_left_out_and_told(capsys):
-    """As beta1-0.9 where the experiment has that: it would be one more test, of no difference."""
-    same = {"model": {"init_args": {"optimizer": {"init_args": {"lr": 0.1}}}}}
-    write_config(same, Path("same.yaml"))
-    write_config(ARMS["slow"], Path("copy.yaml"))
-    options = "--arms same.yaml slow.yaml copy.yaml+same.yaml same.yaml+copy.yaml --seeds 0,1"
-    assert call(f"sweep tiny.yaml {options} --print {TRUST}") == 0
-    out, err = capsys.readouterr()
-    roots = [line.partition("default_root_dir=")[2].split()[0] for line in out.splitlines()]
-    runs = [f"{arm}/seed-{n}" for n in (0, 1) for arm in ("baseline", "slow")]
-    assert roots == [f"runs/tiny-sweep/{run}" for run in runs]
-    told = [line.partition("  ")[2] for line in err.splitlines() if "left out" in line]
-    assert told == [
-        "arm same is left out: its settings are those of baseline",
-        "arm copy+same is left out: its settings are those of baseline",
-        "arm same+copy is left out: its settings are those of slow",
-    ]
-
-
-def test_a_file_with_a_plus_in_its_name_is_one_config(capsys):
-    shutil.copy("slow.yaml", "a+b.yaml")
-    assert "--config=a+b.yaml" in printed(capsys, "--arms a+b.yaml --seeds 0")[1]
-
-
-def test_a_printed_command_resumes_when_it_is_run_again(capsys):
-    """As an array task that was requeued; a finished one is left as it is."""
-    (_, line) = printed(capsys, "--arms ema.yaml --seeds 0 --out out --trainer.max_steps=4")
-    run = Path("out/ema/seed-0")
-    assert main(shlex.split(line)[1:]) == 0
-    before = weights(run)
-    assert main(shlex.split(line)[1:]) == 0
-    assert equal(before, weights(run))
-    assert main(shlex.split(line.replace("max_steps=4", "max_steps=6"))[1:]) == 0
-    steps = [int(row["step"]) for row in read_rows(run / "metrics.csv")]
-    assert sorted(set(steps)) == list(range(6))
-    saved = yaml.safe_load((run / "config.resume-1.yaml").read_text())  # none for the finished
-    assert len(saved["trainer"]["callbacks"]) == 1  # appended once, not once more at each resume
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--jobs 0", "--jobs must be at least 1, got 0."),
-        ("--seeds 1,1", "--seeds must be different numbers from 0 to 4294967295, got [1, 1]."),
-        ("--seeds -1", "--seeds must be different numbers from 0 to 4294967295, got [-1]."),
-        ("--seeds 4294967296", "from 0 to 4294967295, got [4294967296]."),
-        ("--arms slow.yaml deep/slow.yaml", "two arms are named slow; rename deep/slow.yaml"),
-        ("--arms baseline.yaml", "two arms are named baseline; rename baseline.yaml"),
-        ("--arms slow.yaml missing.yaml", "arm missing: "),
-        ("--trainer.max_steps=-1", "arm baseline: runs are finished after trainer.max_steps"),
-        ("--trainer.enable_checkpointing=false", "runs are resumed from checkpoints"),
-        ("--trainer.fast_dev_run=true", "runs are resumed from checkpoints"),
-        ("--ckpt_path=last", "runs start from scratch; leave out ckpt_path=last."),
-        ("--trainer.max_stops=4", "max_stops"),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_is_started(capsys, options, said):
-    assert said in refusal(capsys, options)
-
-
-def test_a_mistake_in_the_last_arm_is_found_before_the_first_is_started(capsys):
-    write_config({"model": {"init_args": {"shft": 1.0}}}, Path("wrong.yaml"))
-    said = refusal(capsys, "--arms slow.yaml wrong.yaml")
-    assert "arm wrong: " in said
-    assert "shft" in said
+    write_configs()
 
 
 @pytest.fixture(scope="module")
 def swept(tmp_path_factory) -> Path:
-    """The finished runs of the arms baseline and slow."""
-    folder, text = tmp_path_factory.mktemp("swept"), io.StringIO()
-    with chdir(folder):
-        write_config(tiny_config())
-        write_config(ARMS["slow"], Path("slow.yaml"))
-        with redirect_stdout(text):
-            main(
-                shlex.split(f"sweep tiny.yaml --arms slow.yaml --seeds 0 --out out --print {TRUST}")
-            )
-        for line in text.getvalue().splitlines():
-            assert main(shlex.split(line)[1:]) == 0
-    return folder / "out"
+    return sweep_into(tmp_path_factory.mktemp("swept"))
 
 
 @pytest.fixture
 def one_run(swept) -> None:
     shutil.copytree(swept, "out")
-
-
-def test_a_changed_arm_under_the_same_name_is_refused_by_the_names_of_its_keys(one_run, capsys):
-    arm = {"model": {"init_args": {"shift": 2.0, "optimizer": {"init_args": {"lr": 0.02}}}}}
-    write_config(arm, Path("slow.yaml"))
-    said = refusal(capsys, "--arms slow.yaml --seeds 0 --out out")
-    assert "out/slow/seed-0 holds a run with other settings" in said
-    assert "model.shift was 0.0, is 2.0" in said
-    assert "model.optimizer.lr was 0.01, is 0.02" in said
-    assert "data" not in said
-
-
-def test_a_changed_baseline_length_or_callback_is_refused(one_run, capsys):
-    same = "--arms slow.yaml --seeds 0 --out out"
-    assert "trainer.max_steps was 8, is 9" in refusal(capsys, f"{same} --trainer.max_steps=9")
-    write_config(tiny_config(callbacks=[EMA]))
-    assert "trainer.callbacks was None, is [" in refusal(capsys, same)
-
-
-def test_a_run_folder_may_be_named_in_another_way(one_run, capsys):
-    assert len(printed(capsys, f"--arms slow.yaml --seeds 0 --out {Path('out').resolve()}")) == 2
-
-
-def test_a_run_that_lost_its_last_checkpoint_is_never_started_over(one_run, capsys):
-    saved = Path("out/slow/seed-0/checkpoints/last.ckpt")
-    saved.rename(saved.with_name("best-fid.ckpt"))
-    said = refusal(capsys, "--arms slow.yaml --seeds 0 --out out")
-    assert "out/slow/seed-0 has best-fid.ckpt, but no checkpoints/last.ckpt" in said
-
-
-def test_finished_runs_are_left_alone_also_without_their_checkpoints(one_run, capsys):
-    """As where only results were kept."""
-    for folder in Path("out").glob("*/seed-0"):
-        shutil.rmtree(folder / "checkpoints")
-    before = {path: path.read_bytes() for path in Path("out").rglob("metrics.csv")}
-    assert len(before) == 2
-    assert call(f"sweep tiny.yaml --seeds 0 --out out {TRUST}") == 0
-    assert "baseline/seed-0 was finished before" in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in Path("out").rglob("metrics.csv")} == before
-
-
-def test_results_without_a_checkpoint_to_go_on_from_are_never_deleted(one_run, capsys):
-    shutil.rmtree("out/slow/seed-0/checkpoints")
-    Path("out/slow/seed-0/evaluations.jsonl").write_text('{"step": 7}\n')
-    said = refusal(capsys, "--arms slow.yaml --seeds 0 --out out")
-    assert "out/slow/seed-0 has evaluations up to step 7, but no checkpoints/last.ckpt" in said
-
-
-def test_an_empty_config_in_a_run_folder_is_named(one_run, capsys):
-    Path("out/slow/seed-0/config.yaml").write_text("")
-    said = refusal(capsys, "--arms slow.yaml --seeds 0 --out out")
-    assert "out/slow/seed-0/config.yaml must hold settings" in said
 
 
 # The end
@@ -239,7 +55,7 @@ def test_a_checkpoint_that_a_run_leaves_damaged_stops_no_other_run(one_run, caps
     for name in ("baseline", "slow"):
         shutil.rmtree(f"out/{name}")
     args = sweep.parser().parse_args(["tiny.yaml", "--seeds", "0", "--out", "out"])
-    over = sweep.Sweep(sweep.plan(args, TRUST.split()), 1)
+    over = sweep.Sweep(sweep.planned(args, TRUST.split()), 1)
     file = Path("out/baseline/seed-0/checkpoints/last.ckpt")
     file.parent.mkdir(parents=True)
     file.write_bytes(b"PK")
@@ -265,7 +81,7 @@ def test_a_baseline_alone_needs_no_comparison(one_run, capsys, arms):
 
 def planned(options: str) -> sweep.Sweep:
     args = sweep.parser().parse_args(shlex.split(f"tiny.yaml --out out {options}"))
-    return sweep.Sweep(sweep.plan(args, TRUST.split()), 1)
+    return sweep.Sweep(sweep.planned(args, TRUST.split()), 1)
 
 
 def test_the_folder_of_a_fit_that_no_sweep_started_is_left_alone_until_it_ends(one_run, capsys):
@@ -340,7 +156,7 @@ def test_a_sweep_that_is_interrupted_goes_on_where_it_was():
     runs = [Path("out", arm, "seed-0") for arm in ("baseline", "min-snr")]
 
     first = start(options)
-    while not all((run / sweep.LAST).exists() for run in runs):
+    while not all((run / LAST).exists() for run in runs):
         assert first.poll() is None, first.communicate()[1]
         time.sleep(0.05)
     os.kill(first.pid, signal.SIGINT)
@@ -393,7 +209,7 @@ def signal_all(processes: list[str], number: signal.Signals) -> None:
 
 
 def until_saved(process: subprocess.Popen, run: Path) -> None:
-    while not (run / sweep.LAST).exists():
+    while not (run / LAST).exists():
         assert process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
 
