@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from lit_diffusion.averages_state import check_averages
 from lit_diffusion.callbacks.averages import (
     Average,
     Group,
@@ -279,7 +280,15 @@ class EMA(Callback):
         return pack(averages, self.decays)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the averages for the run that starts."""
+        """Keep the averages for the run that starts.
+
+        Raises:
+            ValueError: where it is not what `state_dict()` gives.
+        """
+        try:
+            check_averages(state_dict)
+        except ValueError as error:
+            raise ValueError(f"The checkpoint's state of EMA is damaged: {error}.") from None
         self._loaded = state_dict
 
     # Lightning hooks

@@ -331,9 +331,12 @@ class FIDEvaluation(Callback):
         images = state_dict.get("images") or (None, 0, None)
         counts = [step, *images]
         _require(isinstance(score, float | None), "best_score", "a number or None", score)
-        _require(all(isinstance(n, int | None) for n in counts), "steps", "counts", counts)
+        _require(all(n is None or _is_count(n) for n in counts), "steps", "counts", counts)
+        against = state_dict["best_against"]
+        texts = isinstance(against, dict) and all(isinstance(v, str) for v in against.values())
+        _require(texts, "best_against", "texts by name", against)
         self.best_score, self.best_step = score, step
-        self._best_against = state_dict["best_against"]
+        self._best_against = against
         self.image_count = ImageCount(*images) if state_dict.get("images") else None
 
     def on_load_checkpoint(
@@ -352,6 +355,10 @@ def _logged(record: FIDRecord) -> dict[str, float]:
     """The FID and its floor, as numbers for loggers."""
     numbers = {record.metric: record.value, f"{record.metric}_floor": record.floor}
     return {name: float("nan") if v is None else v for name, v in numbers.items()}
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _require(met: bool, name: str, rule: str, value: object) -> None:

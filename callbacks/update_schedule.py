@@ -73,7 +73,17 @@ class UpdateSchedule(Callback, ABC):
         return {"total_steps": self._length, "steps": self._steps.completed()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep length and counts for the fit that starts."""
+        """Keep length and counts for the fit that starts.
+
+        Raises:
+            ValueError: where it is not what `state_dict()` gives.
+        """
+        length, steps = state_dict.get("total_steps", 1), state_dict.get("steps", [])
+        if not (isinstance(steps, list) and all(map(_is_count, [length, *steps])) and length):
+            raise ValueError(
+                f"The checkpoint's state of {type(self).__name__} is damaged: total_steps must be "
+                f"1 or more, and is {length!r:.50}; steps a list of counts, and is {steps!r:.50}."
+            )
         self._loaded = state_dict
 
     # Lightning hooks
@@ -284,3 +294,7 @@ def _estimate(trainer: Trainer, pl_module: LightningModule) -> int | None:
         return None
     steps = trainer.estimated_stepping_batches
     return int(steps) if 0 < steps < math.inf else None
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63

@@ -56,7 +56,10 @@ def check_archive(path: Path) -> None:
                 f"it would unpack to {inside:,} bytes, and torch.save compresses nothing"
             )
         if (broken := archive.testzip()) is not None:
-            raise ValueError(f"the checksum of {broken} is wrong")
+            raise ValueError(
+                f"the checksum of {broken} is wrong, or was left out by "
+                "torch.serialization.set_crc32_options(False); then save it again with True"
+            )
 
 
 def check_content(checkpoint: Any) -> None:

@@ -11,7 +11,8 @@ import re
 import shutil
 import zipfile
 from argparse import ArgumentError
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,13 +23,17 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
-from torch.serialization import get_unsafe_globals_in_checkpoint
+from torch.serialization import (
+    get_crc32_options,
+    get_unsafe_globals_in_checkpoint,
+    set_crc32_options,
+)
 
+from lit_diffusion.averages_state import check_averages
 from lit_diffusion.checkpoint_checks import (
     MOST_VALUES,
     check_archive,
     check_content,
-    is_dense,
     is_plain,
     no_larger_than,
 )
@@ -106,7 +111,7 @@ def _write(checkpoint: Checkpoint, path: PathLike) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with new_file(temporary) as file:
+        with new_file(temporary) as file, _checksums():
             torch.save(checkpoint, file)
             file.flush()
             os.fsync(file.fileno())
@@ -122,6 +127,17 @@ def _write(checkpoint: Checkpoint, path: PathLike) -> None:
     finally:
         discard(temporary)
     sync_folder(path.parent)
+
+
+@contextmanager
+def _checksums() -> Iterator[None]:
+    """Context in which `torch.save` writes what tells a damaged file; without it, zeros."""
+    before = get_crc32_options()
+    set_crc32_options(True)
+    try:
+        yield
+    finally:
+        set_crc32_options(before)
 
 
 def read_checkpoint(path: PathLike, *, mmap: bool = False) -> Checkpoint:
@@ -273,9 +289,15 @@ def ema_states(checkpoint: Checkpoint, path: PathLike) -> list[dict[str, Any]]:
     """What the EMA callbacks of a run saved: decays, steps and shadows (callbacks/ema.py)."""
     states = checkpoint.get("callbacks", {})
     saved = [(key, state) for key, state in states.items() if key.startswith("EMA{")]
+    weights = uncompiled(checkpoint.get("state_dict", {}))
     for key, state in saved:
-        if not _holds_averages(state):
-            raise ValueError(f"{path} is damaged: the state of {key} in it holds no averages.")
+        try:
+            check_averages(state)
+            _check_alike(state, weights)
+        except ValueError as error:
+            raise ValueError(
+                f"{path} is damaged: the state of {key} in it holds no averages, as {error}."
+            ) from None
     return [state for _, state in saved if state]
 
 
@@ -304,21 +326,18 @@ def chosen_weights(
     return "+".join(dict.fromkeys(chosen)), averages
 
 
-def _holds_averages(state: Any) -> bool:
-    """Whether it is what an EMA callback saves: nothing, or for every decay a shadow by name."""
-    if not isinstance(state, dict):
-        return False
-    decays, shadows = state.get("decays", ()), state.get("shadows", ())
-    if not (isinstance(decays, list | tuple) and isinstance(shadows, list | tuple)):
-        return False
-    return (
-        len(decays) == len(shadows)
-        and all(type(decay) in (int, float) for decay in decays)
-        and all(
-            isinstance(shadow, dict) and all(is_dense(value) for value in shadow.values())
-            for shadow in shadows
-        )
-    )
+def _check_alike(averages: Mapping[str, Any], weights: Mapping[str, Any]) -> None:
+    """Refuse averages of another shape than the weights, or of other numbers: torch casts them."""
+    for shadow in averages.get("shadows", ()):
+        for name in shadow.keys() & weights.keys():
+            raw, average = weights[name], shadow[name]
+            if isinstance(raw, Tensor) and not (
+                raw.shape == average.shape and _kind(raw) == _kind(average)
+            ):
+                raise ValueError(
+                    f"its average of {name} is {average.dtype} {tuple(average.shape)}, and the "
+                    f"weight {raw.dtype} {tuple(raw.shape)}"
+                )
 
 
 def load_state(module: LightningModule, state: Mapping[str, Tensor], path: PathLike) -> None:

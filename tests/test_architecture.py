@@ -43,7 +43,9 @@ MAY_IMPORT = {
     "modules": (SEAMS | MATHS | {"networks", "data", "metrics", "modules"}, FRAMEWORK),
     "analysis": ({"analysis", "protocols", "seeding"}, {"scipy", "matplotlib"}),
     "callbacks": (
-        SYSTEM | {"callbacks", "protocols", "seeding", "sharding", "metrics", "batch_end"},
+        SYSTEM
+        | {"averages_state", "batch_end", "callbacks", "metrics", "protocols", "seeding"}
+        | {"sharding"},
         FRAMEWORK,
     ),
 }

@@ -89,9 +89,10 @@ def test_a_file_without_averages_is_not_taken_for_one_with(tmp_path):
 
 def test_weights_that_are_not_averaged_are_loaded_beside_those_that_are(tmp_path):
     content = checkpoint_of(tiny())
-    averages = content["callbacks"]["EMA{'prefix': ''}"]["shadows"][0]
-    frozen = next(iter(averages))
-    del averages[frozen]
+    averages = content["callbacks"]["EMA{'prefix': ''}"]
+    frozen = next(iter(averages["steps"]))
+    for by_name in (averages["steps"], *averages["shadows"]):
+        del by_name[frozen]
     write_checkpoint(content, tmp_path / "x.ckpt")
     state = load(tmp_path / "x.ckpt", module=tiny()).state_dict()
     assert {name: value.max().item() for name, value in state.items()} == {
@@ -106,7 +107,11 @@ def test_the_averages_of_two_callbacks_are_put_together(tmp_path):
         names = [name for name in content["state_dict"] if f"layers.{2 * i}" in name or i == 0]
         shadows = [{name: states["shadows"][i][name] for name in names}]
         key = f"EMA{{'prefix': '{i}'}}"
-        content["callbacks"][key] = {"decays": [decay], "steps": {}, "shadows": shadows}
+        content["callbacks"][key] = {
+            "decays": [decay],
+            "steps": dict.fromkeys(names, 7),
+            "shadows": shadows,
+        }
     content["state_dict"] |= {"network.layers.0.bias": torch.zeros(3)}
     write_checkpoint(content, tmp_path / "x.ckpt")
     loaded = load_with_record(tmp_path / "x.ckpt", module=tiny())
@@ -409,3 +414,27 @@ def test_a_folder_of_parts_is_refused_with_the_command_that_makes_a_file_of_it(s
     assert_same_bits(
         state, {name: value.full_tensor() for name, value in split.state_dict().items()}
     )
+
+
+def test_a_file_has_checksums_whatever_torch_is_told_elsewhere(tmp_path):
+    content = {"state_dict": {"a": torch.ones(2)}}
+    try:
+        torch.serialization.set_crc32_options(False)
+        write_checkpoint(content, tmp_path / "ours.ckpt")
+        assert not torch.serialization.get_crc32_options()
+        torch.save(content, tmp_path / "theirs.ckpt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert_same_bits(read_checkpoint(tmp_path / "ours.ckpt"), content)
+    with pytest.raises(ValueError, match=r"set_crc32_options\(False\)"):
+        read_checkpoint(tmp_path / "theirs.ckpt")
+
+
+def test_averages_of_other_numbers_than_the_weights_are_refused(tmp_path):
+    content = checkpoint_of(tiny())
+    state = content["callbacks"]["EMA{'prefix': ''}"]
+    for name, value in state["shadows"][1].items():
+        state["shadows"][1][name] = value + 1j
+    write_checkpoint(content, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=r"is torch\.complex64 .*, and the weight torch\.float32"):
+        load(tmp_path / "x.ckpt", module=tiny())

@@ -151,16 +151,19 @@ def first_weight(content: Content) -> str:
     return next(name for name, value in content["state_dict"].items() if value.dim() == 4)
 
 
-def replace_weight(make: Callable[[torch.Tensor], Any]) -> Callable[[Content], None]:
-    """Put something in the place of the first weight, raw and averaged."""
+def replace_weight(
+    make: Callable[[torch.Tensor], Any], where: str = "both"
+) -> Callable[[Content], None]:
+    """Put something in the place of the first weight: raw, averaged or both."""
 
     def change(content: Content) -> None:
         name = first_weight(content)
         made = make(content["state_dict"][name])
-        content["state_dict"][name] = made
+        if where != "averaged":
+            content["state_dict"][name] = made
         for key, state in content["callbacks"].items():
-            if key.startswith("EMA{"):
-                state["shadows"][0][name] = made
+            if key.startswith("EMA{") and where != "raw":
+                state["shadows"][-1][name] = made
 
     return change
 
@@ -201,6 +204,10 @@ def misfits() -> Iterator[Case]:
         for (name, make), command in itertools.product(made.items(), commands):
             label = f"{kind}-{name}-{command.split()[0]}-{command[-3:]}"
             yield Case(f"checkpoint: {kind}", label, edit(replace_weight(make)), command, NAMED)
+            for where in ("raw", "averaged"):
+                if not (where == "averaged" and (command == RAW or name == "a storage")):
+                    spoil = edit(replace_weight(make, where))
+                    yield Case(f"checkpoint: {kind}", f"{label}-{where}", spoil, command, NAMED)
 
     def keyed(change: Callable[[Content, str], Any]) -> Callable[[random.Random], None]:
         return edit(lambda content: change(content["state_dict"], first_weight(content)))
