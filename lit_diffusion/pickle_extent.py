@@ -38,7 +38,7 @@ def check_pickles(path: Path, most: int) -> None:
     with path.open("rb") as file:
         archived = file.read(4) == b"PK\x03\x04"  # by which torch.load tells them apart
     if archived:
-        reader = torch._C.PyTorchFileReader(str(path))
+        reader: Any = torch._C.PyTorchFileReader(str(path))  # of which the stubs say little
         if reader.has_record("data.pkl"):
             check_pickle(BytesIO(reader.get_record("data.pkl")), most)
         return
