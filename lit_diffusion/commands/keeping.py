@@ -106,6 +106,8 @@ class ImagesSeen(Callback):
         image_count: of the fit, which `images_seen` asks for.
     """
 
+    _KEY = "images_seen"
+
     def __init__(self) -> None:
         self.image_count: ImageCount | None = None
 
@@ -115,20 +117,28 @@ class ImagesSeen(Callback):
         count = self.image_count or ImageCount(0, 0, each)
         self.image_count = count.resumed(batches_done(trainer), each)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The count."""
-        return {"images": self.image_count and list(self.image_count)}
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Save the count, where commands that do not count need not know of it."""
+        if self.image_count is not None:
+            checkpoint[self._KEY] = list(self.image_count)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict`.
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Go on from a saved count.
 
         Raises:
-            ValueError: where it is not what `state_dict()` gives.
+            ValueError: where it is none.
         """
-        images = state_dict["images"] or (0, 0, None)
-        if len(images) != 3 or not all(type(n) is int or n is None for n in images):
-            raise ValueError(f"images must be three counts, got {images!r:.100}.")
-        self.image_count = ImageCount(*images) if state_dict["images"] else None
+        images = checkpoint.get(self._KEY)
+        if images is None:
+            return
+        is_list = isinstance(images, list) and len(images) == 3
+        if not is_list or not all(type(n) is int or n is None for n in images):
+            raise ValueError(f"{self._KEY} must be three counts, got {images!r:.100}.")
+        self.image_count = ImageCount(*images)
 
 
 class ExactResume(Callback):

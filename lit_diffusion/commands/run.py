@@ -45,6 +45,7 @@ from lit_diffusion.commands.run_folder import (
     refuse_mixing,
 )
 from lit_diffusion.commands.summary import goes_on, stopped, summary
+from lit_diffusion.commands.trainer_settings import unknown_checkpoint, wrong_settings
 from lit_diffusion.errors import innermost
 from lit_diffusion.loggers import AppendingCSVLogger, read_evaluations, read_rows
 from lit_diffusion.protocols import WeightsProvider
@@ -198,8 +199,12 @@ class RunCLI(LightningCLI):
 
     def before_instantiate_classes(self) -> None:
         """Find out before anything is built whether this run may write where it would."""
-        if self._get(self.config, "trainer").max_steps is None:
-            raise ValueError("trainer.max_steps must be a number, -1 for no end, got null.")
+        wrong = [
+            *wrong_settings(vars(self._get(self.config, "trainer"))),
+            *unknown_checkpoint(self._get(self.config, "ckpt_path")),
+        ]
+        if wrong:
+            raise ValueError(wrong[0])
         if self.request.command == "fit" and not self.is_trial:
             rank_zero_only(refuse_mixing)(self.request)
 

@@ -3,26 +3,19 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from lit_diffusion.commands.trainer_settings import unknown_checkpoint, wrong_settings
 from lit_diffusion.doctor.report import Finding, note, problem
-
-_COUNTS = ("accumulate_grad_batches", "check_val_every_n_epoch", "val_check_interval")
 
 
 def check_settings(settings: Mapping[str, Any], ckpt_path: str | None = None) -> Iterator[Finding]:
-    """Numbers that Lightning divides by, and a checkpoint that no fit here knows.
+    """What a fit would refuse.
 
     Args:
         settings: of the Trainer.
         ckpt_path: as the config has it.
     """
-    for name in _COUNTS:
-        value = settings[name]
-        if isinstance(value, int) and value < 1:
-            text = f"{name} must be at least 1, got {value}: Lightning divides by it."
-            yield problem("trainer", text)
-    if ckpt_path == "best":
-        text = "--ckpt_path=best is known to no fit; name the file, such as best-fid.ckpt, or last."
-        yield problem("resume", text)
+    yield from (problem("trainer", text) for text in wrong_settings(settings))
+    yield from (problem("resume", text) for text in unknown_checkpoint(ckpt_path))
 
 
 def check_precision(wanted: object, given: str) -> Iterator[Finding]:

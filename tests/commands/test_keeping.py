@@ -307,7 +307,7 @@ def test_a_run_that_ends_without_the_step_of_its_last_batches_says_so(tmp_path):
         )
 
 
-@pytest.mark.parametrize("images", [[1], [1, 2, "many"], [1, 2, True]])
+@pytest.mark.parametrize("images", [[1], "abc", [1, 2, "many"], [1, 2, True]])
 def test_counts_of_images_that_are_none_are_refused(images):
-    with pytest.raises(ValueError, match="images must be three counts"):
-        ImagesSeen().load_state_dict({"images": images})
+    with pytest.raises(ValueError, match="images_seen must be three counts"):
+        ImagesSeen().on_load_checkpoint(None, None, {"images_seen": images})
