@@ -294,15 +294,23 @@ class LastCheckpoint(Checkpoint):
     def _save(self, trainer: Trainer) -> None:
         began = time.monotonic()
         seconds, steps = began - self._saved[0], trainer.global_step - self._saved[1]
-        if trainer.is_global_zero:
-            self._before.keep()
-        trainer.save_checkpoint(self.path, weights_only=False)
-        self._is_proven = False
+        self._save_beside_the_one_before(trainer)
         pause = max(self.every_n_seconds, 50 * (time.monotonic() - began))
         wait = max(math.ceil(pause * steps / max(seconds, 1e-9)), 1)
         # Clocks differ; all ranks save together, so they count to the same step.
         self._due = trainer.global_step + int(trainer.strategy.broadcast(wait))
         self._saved = (time.monotonic(), trainer.global_step)
+
+    def _save_beside_the_one_before(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero:
+            self._before.keep()
+        try:
+            trainer.save_checkpoint(self.path, weights_only=False)
+        except OSError:  # a full disk: the one before is still the last
+            if trainer.is_global_zero:
+                self._before.let_go()
+            raise
+        self._is_proven = False
 
 
 def _is_finite(outputs: Any) -> bool:

@@ -20,6 +20,7 @@ from urllib.error import URLError
 import yaml
 from PIL import Image
 
+from lit_diffusion.checkpoints import ema_states, read_checkpoint
 from lit_diffusion.cli import main
 from support.guard import Guard, guarded
 from support.small_digits import small_digits
@@ -84,6 +85,7 @@ class Outcome:
         said: standard error and output.
         stopped: what the guard stopped.
         changed: files in run folders that are new, gone or other.
+        ruined: those of them that a run could not go on from.
         harmless: what the case says of it.
     """
 
@@ -91,6 +93,7 @@ class Outcome:
     said: str
     stopped: list[str]
     changed: list[str]
+    ruined: list[str]
     harmless: bool
 
     def faults(self, case: Case) -> list[str]:
@@ -100,6 +103,7 @@ class Outcome:
             found.append("code was executed")
         if "Traceback (most recent call last)" in self.said:
             found.append("a traceback was shown")
+        found += [f"{file} was ruined" for file in self.ruined]
         if self.code == 0 and self.harmless:
             return found
         if self.code not in case.codes:
@@ -114,9 +118,16 @@ def healthy_config() -> dict:
     """Of the run that is spoilt: real parts, all small."""
     fid = {"num_samples": 16, "extractor": "digits-cnn", "every_n_steps": 2, "batch_size": 16}
     made = small_digits(4, enable_progress_bar=False, limit_val_batches=1, max_epochs=1)
-    made["trainer"]["callbacks"].append(
-        {"class_path": "lit_diffusion.callbacks.FIDEvaluation", "init_args": fid}
-    )
+    callbacks = {
+        "FIDEvaluation": fid,
+        "MomentumDecay": {},
+        "TimestepCurriculum": {"num_steps": 3},
+    }
+    made["trainer"]["callbacks"][0]["init_args"]["decays"] = [0.9, 0.5]
+    made["trainer"]["callbacks"] += [
+        {"class_path": f"lit_diffusion.callbacks.{name}", "init_args": arguments}
+        for name, arguments in callbacks.items()
+    ]
     return made
 
 
@@ -173,7 +184,21 @@ def try_case(case: Case, arena: Path, work: Path) -> Outcome:
         and not file.startswith("runs/new")
     ]
     harmless = code == 0 and case.harmless is not None and case.harmless()
-    return Outcome(code, said.getvalue(), guard.stopped, sorted(changed), harmless)
+    ruined = [file for file in changed if file.endswith(".ckpt") and _is_ruined(Path(file))]
+    return Outcome(code, said.getvalue(), guard.stopped, sorted(changed), sorted(ruined), harmless)
+
+
+def _is_ruined(checkpoint: Path) -> bool:
+    """Whether a file that a command has written cannot be read, or has useless weights."""
+    if not checkpoint.exists() or checkpoint.name.startswith("non-finite-"):
+        return False
+    try:
+        content = read_checkpoint(checkpoint)
+        averages = [each for state in ema_states(content, checkpoint) for each in state["shadows"]]
+    except ValueError:
+        return True
+    held = [content["state_dict"], *averages]
+    return not all(value.isfinite().all() for each in held for value in each.values())
 
 
 def _no_network(*args: Any, **kwargs: Any) -> None:
