@@ -897,3 +897,21 @@ def test_an_error_of_the_first_process_stops_all_instead_of_leaving_them_waiting
     with pytest.raises(subprocess.CalledProcessError) as error:
         run_on(2, tmp_path / "run")
     assert error.value.stderr.count(b"is not a file of statistics") >= 2  # each process says it
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("best_score", "low"),
+        ("best_step", -3),
+        ("best_step", 1.5),
+        ("images", (1, -2, 3)),
+        ("best_against", 7),
+        ("best_against", {"solver": 7}),
+    ],
+)
+def test_a_state_that_was_not_saved_by_it_is_refused(name, value):
+    callback = FIDEvaluation(16, extractor="digits-cnn")
+    callback.load_state_dict(callback.state_dict())
+    with pytest.raises(ValueError, match=r"must be .*, got "):
+        callback.load_state_dict(callback.state_dict() | {name: value})

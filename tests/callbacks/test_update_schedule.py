@@ -394,3 +394,19 @@ def test_two_ranks_use_the_same_options_and_end_with_the_same_weights(tmp_path):
     fit(tmp_path, alone, MomentumDecay())
     assert zero["used"] == json.loads(json.dumps(alone.used))
     assert {tuple(options[0]) for _, options in zero["seen"][:2]} == {(1e-2, 0.8)}
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"total_steps": 0, "steps": [1]},
+        {"total_steps": "9", "steps": [1]},
+        {"total_steps": 9, "steps": [-1]},
+        {"total_steps": 9, "steps": 1},
+        {"total_steps": 9, "steps": [1.5]},
+    ],
+)
+def test_a_state_that_was_not_saved_by_it_is_refused(state):
+    MomentumDecay().load_state_dict({"total_steps": 9, "steps": [1, 0]})
+    with pytest.raises(ValueError, match="state of MomentumDecay is damaged: total_steps must be"):
+        MomentumDecay().load_state_dict(state)
