@@ -154,7 +154,7 @@ def first_weight(content: Content) -> str:
 def replace_weight(
     make: Callable[[torch.Tensor], Any], where: str = "both"
 ) -> Callable[[Content], None]:
-    """Put something in the place of the first weight: raw, averaged or both."""
+    """Put something in the place of the first weight: raw, in the last average, or in all."""
 
     def change(content: Content) -> None:
         name = first_weight(content)
@@ -163,7 +163,8 @@ def replace_weight(
             content["state_dict"][name] = made
         for key, state in content["callbacks"].items():
             if key.startswith("EMA{") and where != "raw":
-                state["shadows"][-1][name] = made
+                for shadow in state["shadows"][-1:] if where == "averaged" else state["shadows"]:
+                    shadow[name] = made
 
     return change
 

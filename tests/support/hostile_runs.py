@@ -283,8 +283,6 @@ def run_everything() -> None:
 
     config = healthy_config()
     names = {
-        "MomentumDecay": {},
-        "TimestepCurriculum": {"num_steps": 10},
         "SampleGrid": {"num": 4, "every_n_steps": 2},
         "NoiseLevelLoss": {"num_levels": 2, "num_images": 4},
         "StepSeed": {},
