@@ -14,7 +14,7 @@ from support.pictures import class_folders, save
 from support.stated_settings import ARMS, EXPERIMENTS, flat
 
 from lit_diffusion.cli import main
-from lit_diffusion.commands.sweep import parser, plan
+from lit_diffusion.commands.sweep import parser, planned
 from lit_diffusion.data.cifar10 import CIFAR10
 from lit_diffusion.metrics.protocols import InceptionV3Compat
 from lit_diffusion.networks.unet import UNet
@@ -273,7 +273,7 @@ def test_arms_can_be_swept(monkeypatch, tmp_path):
     arms = [str(CONFIGS / "arms" / f"{kind}.yaml") for kind in kinds]
     crossed = "+".join(arms[-2:])
     config = str(CONFIGS / "digits-ablation.yaml")
-    runs = plan(parser().parse_args([config, "--seeds", "0,1", "--arms", *arms, crossed]), [])
+    runs = planned(parser().parse_args([config, "--seeds", "0,1", "--arms", *arms, crossed]), [])
     assert [run.max_steps for run in runs] == [1500] * 2 * (1 + len(arms) + 1)
 
 
