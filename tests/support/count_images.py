@@ -69,3 +69,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    os._exit(0)  # torch aborts at times while it takes groups apart
