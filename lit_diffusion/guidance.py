@@ -72,10 +72,8 @@ class ClassifierFree:
             if calls == 0 and labelled and torch.equal(x0, x0_without):
                 warnings.warn(
                     f"guidance with scale {self.scale} has no effect: the network predicts the "
-                    f"same "
-                    "with labels and without them. Either it is untrained, or its forward() "
-                    "ignores "
-                    "its labels.",
+                    "same with labels and without them. Either it is untrained, or its forward() "
+                    "ignores its labels.",
                     stacklevel=2,
                 )
             calls += 1

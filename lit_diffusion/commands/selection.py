@@ -135,26 +135,22 @@ def _usual(runs: Sequence[Run], difference: _Difference, metric: str) -> Run:
 
 def _other_protocol(run: Run, wanted: Run, metric: str) -> str | None:
     """Why the FIDs of two runs cannot be compared, naming what differs."""
-    own, expected = (protocol_of(r.points(metric)[-1]) for r in (run, wanted))
-    changed = _changes(own, expected)
-    if not changed:
-        return None
-    return f"its FID is of another protocol than {wanted.path}'s: {'; '.join(changed)}"
+    changed = _changes(run, wanted, metric, protocol_of)
+    return changed and f"its FID is of another protocol than {wanted.path}'s: {changed}"
 
 
 def _other_sampling(run: Run, usual: Run, metric: str) -> str | None:
     """Why FIDs of two runs of an arm cannot be averaged: arms may differ in this, seeds not."""
-    own, expected = (sampling_of(r.points(metric)[-1]) for r in (run, usual))
-    changed = _changes(own, expected)
-    if not changed:
-        return None
-    return f"its samples are drawn otherwise than those of {usual.path}: {'; '.join(changed)}"
+    changed = _changes(run, usual, metric, sampling_of)
+    return changed and f"its samples are drawn otherwise than those of {usual.path}: {changed}"
 
 
-def _changes(own: Record, expected: Record) -> list[str]:
-    """What differs of that which both tell."""
+def _changes(run: Run, other: Run, metric: str, aspect: Callable[[Record], Record]) -> str | None:
+    """What differs of that which the last FIDs of both runs tell; None if nothing."""
+    own, expected = (aspect(each.points(metric)[-1]) for each in (run, other))
     shared = [name for name in own if name in expected]
-    return [f"{k} {own[k]!r}, not {expected[k]!r}" for k in shared if own[k] != expected[k]]
+    changed = [f"{k} {own[k]!r}, not {expected[k]!r}" for k in shared if own[k] != expected[k]]
+    return "; ".join(changed) or None
 
 
 def _cut_short(run: Run, members: Iterable[Run], metric: str) -> str | None:

@@ -55,9 +55,7 @@ from lit_diffusion.doctor.storage import (
     replaced_bytes,
     state_bytes,
 )
-from lit_diffusion.doctor.timing import (
-    solver_times,
-)
+from lit_diffusion.doctor.timing import solver_times
 from lit_diffusion.doctor.trial import examine_time
 from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.modules.checks import check_data

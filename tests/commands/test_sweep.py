@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.commands import SCRIPT, call, checkpoint
 from support.small_digits import small_digits
-from support.sweeping import TRUST, sweep_into, write_configs
+from support.sweeping import TRUST, write_configs
 from support.tiny_run import write_config
 
 from lit_diffusion.commands import sweep
@@ -27,16 +27,6 @@ MIN_SNR = "lit_diffusion.losses.MinSNR"
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_configs()
-
-
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory) -> Path:
-    return sweep_into(tmp_path_factory.mktemp("swept"))
-
-
-@pytest.fixture
-def one_run(swept) -> None:
-    shutil.copytree(swept, "out")
 
 
 # The end

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.commands import call, equal, weights
-from support.sweeping import ARMS, TRUST, printed, refusal, sweep_into, write_configs
+from support.sweeping import ARMS, TRUST, printed, refusal, write_configs
 from support.tiny_run import EMA, tiny_config, write_config
 
 from lit_diffusion.cli import main
@@ -18,16 +18,6 @@ from lit_diffusion.loggers import read_rows
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_configs()
-
-
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory) -> Path:
-    return sweep_into(tmp_path_factory.mktemp("swept"))
-
-
-@pytest.fixture
-def one_run(swept) -> None:
-    shutil.copytree(swept, "out")
 
 
 def test_all_arms_of_the_first_seed_come_first_and_the_config_alone_is_the_baseline(capsys):
