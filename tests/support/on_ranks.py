@@ -2,25 +2,43 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+TIMEOUT = 300.0
 
-def run_on_ranks(script, folder, *arguments, ranks=2):
-    """What each rank wrote. The script gets the folder as its first argument."""
+
+def run_on_ranks(script, folder, *arguments, ranks=2, timeout=TIMEOUT):
+    """What each rank wrote. The script gets the folder as its first argument.
+
+    Where ranks hang, all their processes write the stacks of their threads to stderr and end.
+    """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    subprocess.run(
-        [
-            *launcher,
-            f"--nproc-per-node={ranks}",
-            Path(__file__).parent / script,
-            folder,
-            *arguments,
-        ],
-        check=True,
-        timeout=300,
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    command = [
+        *launcher,
+        f"--nproc-per-node={ranks}",
+        Path(__file__).parent / script,
+        folder,
+        *arguments,
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+    with subprocess.Popen(command, cwd=folder, env=env) as process:
+        try:
+            code = process.wait(timeout)
+        except BaseException:
+            for started in _tree(process.pid):
+                os.kill(started, signal.SIGABRT)
+                time.sleep(0.5)  # one after the other writes
+            raise
+    if code:
+        raise subprocess.CalledProcessError(code, command)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def _tree(process):
+    """A process and all below it, the last started ones first; ranks have sessions of their own."""
+    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return [below for child in reversed(children) for below in _tree(int(child))] + [process]
