@@ -39,6 +39,6 @@ def run_on_ranks(script, folder, *arguments, ranks=2, timeout=TIMEOUT):
 
 
 def _tree(process):
-    """A process and all below it, the last started ones first; ranks have sessions of their own."""
+    """A process and all below it, which it would end by itself if they failed first."""
     children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    return [below for child in reversed(children) for below in _tree(int(child))] + [process]
+    return [process] + [below for child in children for below in _tree(int(child))]
