@@ -24,15 +24,18 @@ FOLDERS = {
     "digits": ["digits-ablation"],
     "cifar10": ["cifar10-improved"],
     "imagenet128": ["imagenet128-guided", "imagenet128-guided-small"],
+    "patches-small": ["patches-small"],
 }
 """Folder of arms -> experiments that they are for; arms outside of folders are for all."""
+METHODS = ["digits", "cifar10", "imagenet128"]
+"""Folders with all of the paper's methods and their controls."""
 ANY = sorted(CONFIGS.glob("arms/*.yaml"))
 NAMED = [CONFIGS / "arms" / f"{arm}.yaml" for arm in ("md", "mdlrc", "lr-decay", "min-snr", "p2")]
 PAIRS = [
     (experiments[0], arm)
     for folder, experiments in FOLDERS.items()
     for arm in [
-        *(NAMED if folder == "imagenet128" else ANY),  # the large ones, in which all take long
+        *(ANY if folder in ("digits", "cifar10") else NAMED),  # others take long, or add nothing
         *sorted(CONFIGS.glob(f"arms/{folder}/*.yaml")),
     ]
 ]
@@ -42,7 +45,7 @@ NUMBERED = [
     if (found := re.fullmatch(r"(?:clts-)?(beta1|lr|mean|std|target)-x?([\d.]+)(k?)", path.stem))
 ]
 """Arms that are one number: file, what it is of, and the number."""
-REPRODUCTIONS = [name for name in chain(*FOLDERS.values()) if name != "digits-ablation"]
+REPRODUCTIONS = [*FOLDERS["cifar10"], *FOLDERS["imagenet128"]]
 PARAMETERS = {
     "cifar10-improved": 52_546_438,
     "imagenet128-guided": 421_529_606,
@@ -77,6 +80,7 @@ def test_every_config_is_started_by_a_test():
         "digits",
         "patches",
         "folder",
+        "fast",
         *chain(*FOLDERS.values()),
     }
     assert {f.name for f in CONFIGS.glob("arms/*") if f.is_dir()} == FOLDERS.keys()
@@ -90,6 +94,12 @@ def test_digits_start(monkeypatch, tmp_path):
 def test_patches_start(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     assert fit("patches.yaml", NARROW, "--data.init_args.num_val=4") == 0
+
+
+@pytest.mark.parametrize("name", ["fast", "patches-small"])
+def test_recipes_start(monkeypatch, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
+    assert fit(f"{name}.yaml") == 0
 
 
 def test_a_folder_of_pictures_starts(monkeypatch, tmp_path):
@@ -145,6 +155,39 @@ def test_the_decay_of_the_average_can_be_set_on_the_command_line(name, capsys):
     assert last["init_args"]["decays"] == [0.5]
 
 
+def parsed(capsys, *names):
+    """All settings of a fit, but for its folder, which is named after the config."""
+    configs = " ".join(f"--config {CONFIGS / name}" for name in names)
+    assert call(f"fit {configs} --print_config") == 0
+    printed = yaml.safe_load(capsys.readouterr().out)
+    printed["trainer"].pop("default_root_dir")
+    return printed
+
+
+def test_the_fast_recipe_is_the_baseline_with_its_arm(capsys):
+    baseline_with_arm = parsed(capsys, "digits-ablation.yaml", "arms/digits/fast.yaml")
+    assert parsed(capsys, "fast.yaml") == baseline_with_arm
+
+
+def test_the_fast_recipe_is_the_same_on_data_it_was_not_tuned_on():
+    assert settings("arms/patches-small/fast.yaml") == settings("arms/digits/fast.yaml")
+    digits, patches = (
+        dict(flat(settings(f"{name}.yaml"))) for name in ("digits-ablation", "patches-small")
+    )
+    tuned = ("model.optimizer", "model.lr", "model.loss", "model.p", "model.times", "model.draws")
+    tuned += ("model.solver", "trainer.callbacks.EMA", "trainer.max_steps", "trainer.val")
+    names = [name for name in digits if name.startswith(tuned)]
+    assert len(names) == 19
+    assert {name: patches[name] for name in names} == {name: digits[name] for name in names}
+
+
+@pytest.mark.parametrize("folder", ["no-curriculum", "published"])
+def test_arms_that_name_all_callbacks_keep_those_of_the_experiment(folder):
+    callbacks = settings("digits-ablation.yaml")["trainer"]["callbacks"]
+    named = settings(f"arms/digits/{folder}.yaml")["trainer"]["callbacks"]
+    assert named[1:3] == callbacks[1:]
+
+
 def test_without_ema_the_callbacks_are_otherwise_those_of_the_experiment():
     callbacks = settings("digits-ablation.yaml")["trainer"]["callbacks"]
     without = settings("arms/digits/no-ema.yaml")["trainer"]["callbacks"]
@@ -153,7 +196,7 @@ def test_without_ema_the_callbacks_are_otherwise_those_of_the_experiment():
     assert without == callbacks
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", METHODS)
 def test_the_controls_of_clts_have_its_density(folder):
     arms = ("clts", "clts-weight", "clts-importance")
     curriculum, *controls = (callback(f"arms/{folder}/{arm}.yaml") for arm in arms)
@@ -186,7 +229,7 @@ def test_arms_with_a_number_in_their_name_set_that_number_alone(path, what, numb
         assert arm == clts | {f"trainer.callbacks+.TimestepCurriculum.{name}": number}
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", METHODS)
 def test_beta1_can_be_crossed_with_the_lr(folder):
     numbers = {what: set() for what in ("beta1", "lr")}
     for path, what, number in NUMBERED:
@@ -210,7 +253,7 @@ def test_the_ablations_of_clts_are_those_of_the_paper(folder):
     assert variance == clts | {"std": pytest.approx(clts["num_bins"] ** -0.5, abs=5e-5)}
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", METHODS)
 def test_arms_have_a_bin_for_each_time_of_their_experiments(folder):
     for experiment in FOLDERS[folder]:
         process = settings(f"{experiment}.yaml")["model"]["init_args"]["process"]["init_args"]
