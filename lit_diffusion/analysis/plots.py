@@ -190,34 +190,20 @@ def _label(result: Result, comparison: Comparison) -> str:
 
 
 def _ratio_axis(axes: Axes, low: float, high: float) -> None:
-    steps = (
-        0.1,
-        0.2,
-        0.3,
-        0.5,
-        0.7,
-        0.8,
-        0.9,
-        1,
-        1.1,
-        1.2,
-        1.5,
-        2,
-        2.5,
-        3,
-        4,
-        5,
-        7,
-        10,
-        20,
-        50,
-        100,
-    )
-    wide = high / low > 2.2
-    crowded = {0.8, 0.9, 1.1, 1.2, 2.5} if wide else set()
-    ticks = [s for s in steps if low <= s <= high and s not in crowded]
+    ticks = ratio_ticks(low, high)
     axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
+
+
+def ratio_ticks(low: float, high: float) -> list[float]:
+    """Round ratios from `low` to `high`: 1, then as many as fit, the roundest first."""
+    roundest_first = (1, 2, 0.5, 5, 0.2, 10, 0.1, 3, 1.5, 0.7, 0.3, 20, 50, 100, 4, 7)
+    between = (0.8, 1.2, 0.9, 1.1, 2.5)
+    gap, ticks = (high / low) ** (1 / 12), []
+    for step in roundest_first + between:
+        if low <= step <= high and all(max(step / t, t / step) >= gap for t in ticks):
+            ticks.append(float(step))
+    return sorted(ticks)
 
 
 def _side(axes: Axes, x: float, align: str, text: str, color: str) -> None:

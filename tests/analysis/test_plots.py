@@ -1,4 +1,5 @@
 import io
+import itertools
 import math
 
 import matplotlib
@@ -62,6 +63,17 @@ def test_every_interval_is_inside_the_axis_and_one_too(comparison):
     assert low < 1 < high
     for result in comparison.results:
         assert low < result.speedup.low < result.speedup.high < high
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.96, 1.05, 1.3, 3.0, 8.0])
+def test_the_numbers_of_the_axis_do_not_touch(ratio):
+    arms = [arm("baseline", 1.0), arm("other", ratio)]
+    figure = speedup_figure(compare(arms, "baseline"))
+    figure.draw_without_rendering()
+    (axes,) = figure.axes
+    boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
+    assert "1x" in [label.get_text() for label in axes.get_xticklabels()]
+    assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
 
 
 def test_verdicts_stand_beside_their_rows_in_words(comparison):
