@@ -199,7 +199,7 @@ def ratio_ticks(low: float, high: float) -> list[float]:
     """Round ratios from `low` to `high`: 1, then as many as fit, the roundest first."""
     roundest_first = (1, 2, 0.5, 5, 0.2, 10, 0.1, 3, 1.5, 0.7, 0.3, 20, 50, 100, 4, 7)
     between = (0.8, 1.2, 0.9, 1.1, 2.5)
-    gap, ticks = (high / low) ** (1 / 12), []
+    gap, ticks = (high / low) ** (1 / 7), []  # long names of arms leave room for so many
     for step in roundest_first + between:
         if low <= step <= high and all(max(step / t, t / step) >= gap for t in ticks):
             ticks.append(float(step))

@@ -65,9 +65,15 @@ def test_every_interval_is_inside_the_axis_and_one_too(comparison):
         assert low < result.speedup.low < result.speedup.high < high
 
 
-@pytest.mark.parametrize("ratio", [0.3, 0.96, 1.05, 1.3, 3.0, 8.0])
-def test_the_numbers_of_the_axis_do_not_touch(ratio):
-    arms = [arm("baseline", 1.0), arm("other", ratio)]
+@pytest.mark.parametrize(
+    "ratios", [(0.3,), (0.85, 1.3), (0.9, 1.4), (1.05,), (1.3,), (0.8, 3.0), (8.0,)]
+)
+def test_the_numbers_of_the_axis_do_not_touch(ratios):
+    others = [
+        arm(f"an-arm-with-a-long-name+joined-to-another-{ratio}", ratio, range(3))
+        for ratio in ratios
+    ]
+    arms = [arm("baseline", 1.0), *others]
     figure = speedup_figure(compare(arms, "baseline"))
     figure.draw_without_rendering()
     (axes,) = figure.axes
