@@ -190,16 +190,20 @@ def _label(result: Result, comparison: Comparison) -> str:
 
 
 def _ratio_axis(axes: Axes, low: float, high: float) -> None:
-    ticks = ratio_ticks(low, high)
+    figure = axes.get_figure(root=True)
+    assert figure is not None
+    figure.draw_without_rendering()  # names of arms decide how wide the axis is
+    room = axes.get_window_extent().width / figure.dpi / 0.45  # inches of a label and a gap
+    ticks = ratio_ticks(low, high, room)
     axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def ratio_ticks(low: float, high: float) -> list[float]:
-    """Round ratios from `low` to `high`: 1, then as many as fit, the roundest first."""
+def ratio_ticks(low: float, high: float, room: float) -> list[float]:
+    """Round ratios from `low` to `high`: 1, then as many as there is room for, roundest first."""
     roundest_first = (1, 2, 0.5, 5, 0.2, 10, 0.1, 3, 1.5, 0.7, 0.3, 20, 50, 100, 4, 7)
     between = (0.8, 1.2, 0.9, 1.1, 2.5)
-    gap, ticks = (high / low) ** (1 / 7), []  # long names of arms leave room for so many
+    gap, ticks = (high / low) ** (1 / room), []
     for step in roundest_first + between:
         if low <= step <= high and all(max(step / t, t / step) >= gap for t in ticks):
             ticks.append(float(step))

@@ -70,7 +70,7 @@ def test_every_interval_is_inside_the_axis_and_one_too(comparison):
 )
 def test_the_numbers_of_the_axis_do_not_touch(ratios):
     others = [
-        arm(f"an-arm-with-a-long-name+joined-to-another-{ratio}", ratio, range(3))
+        arm(f"a-very-long-name-of-an-arm-joined+to-another{ratio}", ratio, range(3))
         for ratio in ratios
     ]
     arms = [arm("baseline", 1.0), *others]
