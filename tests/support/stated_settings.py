@@ -54,13 +54,20 @@ def _weighting(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 def _fdm(warmup_steps: int) -> dict[str, Any]:
-    here = "model.parameterization"
-    base = "lit_diffusion.losses.Simple"
-    return _weighting("FDMWarmup", base=base, warmup_steps=warmup_steps) | {
+    return _damped("Epsilon", 0.001, 152.17, warmup_steps)
+
+
+def _edm_fdm(warmup_steps: int) -> dict[str, Any]:
+    return _damped("EDMPreconditioning", 0.002, 80.0, warmup_steps)
+
+
+def _damped(base: str, sigma_min: float, sigma_max: float, warmup_steps: int) -> dict[str, Any]:
+    here, weighting = "model.parameterization", "lit_diffusion.losses.Simple"
+    return _weighting("FDMWarmup", base=weighting, warmup_steps=warmup_steps) | {
         here: "lit_diffusion.parameterizations.FDM",
-        f"{here}.base": "lit_diffusion.parameterizations.Epsilon",
-        f"{here}.sigma_min": 0.001,
-        f"{here}.sigma_max": 152.17,
+        f"{here}.base": f"lit_diffusion.parameterizations.{base}",
+        f"{here}.sigma_min": sigma_min,
+        f"{here}.sigma_max": sigma_max,
         f"{here}.multiplier": 2.0,
     }
 
@@ -147,6 +154,23 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
 }
 """What the reproductions say, among other things; None is a setting that they leave out."""
 
+_EDM = {
+    "model.process": "lit_diffusion.processes.EDMProcess",
+    "model.parameterization": "lit_diffusion.parameterizations.EDMPreconditioning",
+    "model.times": "lit_diffusion.timesteps.LogNormal",
+}
+_FAST = {
+    "trainer.max_steps": 400,
+    "trainer.val_check_interval": 50,
+    **_added("TimestepCurriculum", num_steps=60, mean=0.35, std=0.2, num_bins=1000),
+    "model.parameterization": "lit_diffusion.parameterizations.Velocity",
+    **_weighting("MinSNR", gamma=5.0),
+    "model.draws": "lit_diffusion.timesteps.Stratified",
+    "model.optimizer.lr": 2e-3,
+    "model.optimizer.betas": [0.8, 0.99],
+    "model.lr_scheduler": "lit_diffusion.lr_schedules.WarmupLinear",
+    "model.lr_scheduler.warmup_steps": 50,
+}
 _BETAS = {"model.optimizer.betas": [0.8, 0.999]}
 ARMS: dict[str, dict[str, Any]] = {
     "md": _BETAS | _added("MomentumDecay", min_beta1=0.4, compensate_lr=False),
@@ -158,6 +182,10 @@ ARMS: dict[str, dict[str, Any]] = {
     "digits/clts": _clts(150, 1000),
     "digits/fdm": _fdm(15) | _linear(1000),
     "digits/linear": _linear(1000),
+    "digits/edm": _EDM,
+    "digits/edm-fdm": _EDM | _edm_fdm(15),
+    "digits/fast": _FAST,
+    "patches-small/fast": _FAST,
     "digits/loss-resampler": _added("LossSecondMomentResampler", num_bins=100),
     "digits/shifting-gaussian": _shifting(1500, 1000),
     "cifar10/clts": _clts(50_000, 4000),
