@@ -309,7 +309,7 @@ def _legend(axes: Axes, comparison: Comparison) -> None:
     axes.legend(
         [handle for _, handle in ordered],
         [short_name(name) for name, _ in ordered],
-        title=f"grey: {others} other arms" if others > 0 else None,
+        title=f"grey: {others} other arm{'s' * (others > 1)}" if others > 0 else None,
         loc="center left",
         bbox_to_anchor=(1.01, 0.5),
         frameon=False,

@@ -209,6 +209,9 @@ def test_of_many_arms_the_fastest_have_colours_and_all_are_drawn():
     legend = axes.get_legend()
     assert len(legend.get_texts()) == COLORED
     assert legend.get_title().get_text() == f"grey: {21 - COLORED} other arms"
+    (axes,) = curves_figure(compare(arms[: COLORED + 1], "baseline")).axes
+    assert axes.get_legend().get_title().get_text() == "grey: 1 other arm"
+    (axes,) = curves_figure(comparison).axes
     grey = [line for line in axes.lines if line.get_color() == "#c9ced4"]
     assert len(grey) == 21 - COLORED
 
