@@ -170,6 +170,10 @@ def test_the_fast_recipe_is_the_baseline_with_its_arm(capsys):
 
 
 def test_the_fast_recipe_is_the_same_on_data_it_was_not_tuned_on():
+    assert settings("arms/patches-small/fast.yaml") == settings("arms/digits/fast.yaml")
+
+
+def test_the_baseline_is_the_same_there_but_for_data_network_and_the_noisiest_samples():
     digits, patches = (
         dict(flat(settings(f"{name}.yaml"))) for name in ("digits-ablation", "patches-small")
     )
@@ -177,6 +181,10 @@ def test_the_fast_recipe_is_the_same_on_data_it_was_not_tuned_on():
     tuned += ("trainer.callbacks.EMA", "trainer.max_steps", "trainer.val_check_interval")
     names = [name for name in digits if name.startswith(tuned)]
     assert len(names) == 17
+    solver = {name: v for name, v in patches.items() if name.startswith("model.solver")}
+    assert solver.pop("model.solver.times.noisiest") == -10.0
+    assert solver.pop("model.solver.times") == "lit_diffusion.timesteps.LogSNR"
+    assert solver == {name: v for name, v in digits.items() if name.startswith("model.solver")}
     assert {name: patches[name] for name in names} == {name: digits[name] for name in names}
 
 

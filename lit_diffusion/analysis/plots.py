@@ -200,13 +200,15 @@ def _ratio_axis(axes: Axes, low: float, high: float) -> None:
 
 
 def ratio_ticks(low: float, high: float, room: float) -> list[float]:
-    """Round ratios from `low` to `high`: 1, then as many as there is room for, roundest first."""
-    roundest_first = (1, 2, 0.5, 5, 0.2, 10, 0.1, 3, 1.5, 0.7, 0.3, 20, 50, 100, 4, 7)
-    between = (0.8, 1.2, 0.9, 1.1, 2.5)
-    gap, ticks = (high / low) ** (1 / room), []
-    for step in roundest_first + between:
-        if low <= step <= high and all(max(step / t, t / step) >= gap for t in ticks):
-            ticks.append(float(step))
+    """Round ratios from `low` to `high`: 1, then as many of `room` as fit, the roundest first."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    outwards = sorted(decades, key=abs)
+    in_steps = [(1,), (2, 5), (3, 1.5, 7), (8, 1.2, 9, 1.1, 2.5, 4)]
+    steps = [float(f"{k}e{n}") for group in in_steps for n in outwards for k in group]
+    gap, ticks = (high / low) ** (1 / max(room, 1)), [1.0]
+    for step in steps:
+        if low <= step <= high and all(max(step / t, t / step) > gap for t in ticks):
+            ticks.append(step)
     return sorted(ticks)
 
 

@@ -15,6 +15,7 @@ from lit_diffusion.analysis.plots import (
     COLORS,
     arm_styles,
     curves_figure,
+    ratio_ticks,
     samples_figure,
     save,
     speedup_figure,
@@ -80,6 +81,19 @@ def test_the_numbers_of_the_axis_do_not_touch(ratios):
     boxes = [label.get_window_extent() for label in axes.get_xticklabels()]
     assert "1x" in [label.get_text() for label in axes.get_xticklabels()]
     assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes))
+
+
+@pytest.mark.parametrize("room", [1.5, 3.0, 6.0, 12.0])
+@pytest.mark.parametrize("low", [1e-4, 0.02, 0.13, 0.6, 0.97])
+@pytest.mark.parametrize("high", [1.04, 1.7, 5.0, 60.0, 9e3])
+def test_an_axis_has_numbers_all_along_it_as_far_as_there_is_room(low, high, room):
+    ticks, gap = ratio_ticks(low, high, room), (high / low) ** (1 / room)
+    assert 1 in ticks
+    assert all(low <= tick <= high for tick in ticks)
+    assert all(right / left > gap for left, right in itertools.pairwise(ticks))
+    if high / low > 4:
+        steps = [right / left for left, right in itertools.pairwise([low, *ticks, high])]
+        assert max(steps) < 1.3 * max(gap**2, 2)
 
 
 def test_verdicts_stand_beside_their_rows_in_words(comparison):

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 TIMEOUT = 300.0
@@ -29,16 +30,27 @@ def run_on_ranks(script, folder, *arguments, ranks=2, timeout=TIMEOUT):
         try:
             code = process.wait(timeout)
         except BaseException:
-            for started in _tree(process.pid):
-                os.kill(started, signal.SIGABRT)
-                time.sleep(0.5)  # one after the other writes
+            _abort(_tree(process.pid))
             raise
+        finally:
+            process.kill()
     if code:
         raise subprocess.CalledProcessError(code, command)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
+def _abort(processes):
+    """Have each write its stacks; those that are gone meanwhile have nothing to say."""
+    for process in processes:
+        with suppress(OSError):
+            os.kill(process, signal.SIGABRT)
+            time.sleep(0.5)  # one after the other writes
+
+
 def _tree(process):
     """A process and all below it, which it would end by itself if they failed first."""
-    children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    try:
+        children = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    except OSError:  # it has ended, or there is no /proc
+        children = []
     return [process] + [below for child in children for below in _tree(int(child))]
