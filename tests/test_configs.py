@@ -301,7 +301,8 @@ def short(experiment, *arms, width):
 
 def quarter(experiment):
     network = settings(f"{experiment}.yaml")["model"]["init_args"]["network"]["init_args"]
-    return None if experiment == "digits-ablation" else network["model_channels"] // 4
+    is_small = experiment in ("digits-ablation", "patches-small")
+    return None if is_small else network["model_channels"] // 4
 
 
 @pytest.mark.parametrize(
