@@ -188,10 +188,10 @@ def test_the_baseline_is_the_same_there_but_for_data_network_and_the_noisiest_sa
     assert {name: patches[name] for name in names} == {name: digits[name] for name in names}
 
 
-@pytest.mark.parametrize("folder", ["no-curriculum", "published"])
-def test_arms_that_name_all_callbacks_keep_those_of_the_experiment(folder):
+@pytest.mark.parametrize("arm", ["no-curriculum", "published"])
+def test_arms_that_name_all_callbacks_keep_those_of_the_experiment(arm):
     callbacks = settings("digits-ablation.yaml")["trainer"]["callbacks"]
-    named = settings(f"arms/digits/{folder}.yaml")["trainer"]["callbacks"]
+    named = settings(f"arms/digits/{arm}.yaml")["trainer"]["callbacks"]
     assert named[1:3] == callbacks[1:]
 
 

@@ -9,10 +9,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-TIMEOUT = 300.0
 
-
-def run_on_ranks(script, folder, *arguments, ranks=2, timeout=TIMEOUT):
+def run_on_ranks(script, folder, *arguments, ranks=2):
     """What each rank wrote. The script gets the folder as its first argument.
 
     Where ranks hang, all their processes write the stacks of their threads to stderr and end.
@@ -28,7 +26,7 @@ def run_on_ranks(script, folder, *arguments, ranks=2, timeout=TIMEOUT):
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
     with subprocess.Popen(command, cwd=folder, env=env) as process:
         try:
-            code = process.wait(timeout)
+            code = process.wait(300)
         except BaseException:
             _abort(_tree(process.pid))
             raise

@@ -185,7 +185,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "digits/edm": _EDM,
     "digits/edm-fdm": _EDM | _edm_fdm(15),
     "digits/fast": _FAST,
-    "patches-small/fast": _FAST,
     "digits/loss-resampler": _added("LossSecondMomentResampler", num_bins=100),
     "digits/shifting-gaussian": _shifting(1500, 1000),
     "cifar10/clts": _clts(50_000, 4000),
