@@ -72,6 +72,11 @@ def _damped(base: str, sigma_min: float, sigma_max: float, warmup_steps: int) ->
     }
 
 
+def _optimizer(name: str, **arguments: float) -> dict[str, Any]:
+    here = "model.optimizer"
+    return {here: f"torch.optim.{name}"} | {f"{here}.{key}": v for key, v in arguments.items()}
+
+
 _BOTH = {
     "model.optimizer": "torch.optim.Adam",
     "model.optimizer.lr": 1e-4,
@@ -185,6 +190,11 @@ ARMS: dict[str, dict[str, Any]] = {
     "digits/edm": _EDM,
     "digits/edm-fdm": _EDM | _edm_fdm(15),
     "digits/fast": _FAST,
+    "digits/each-loss": {"trainer.log_every_n_steps": 1, "trainer.val_check_interval": 1500},
+    "digits/sgd": _optimizer("SGD", lr=0.03, momentum=0.9),
+    "digits/sgd-x3": _optimizer("SGD", lr=0.09, momentum=0.9),
+    "digits/sgd-x10": _optimizer("SGD", lr=0.3, momentum=0.9),
+    "digits/rmsprop": _optimizer("RMSprop", lr=1e-3),
     "digits/loss-resampler": _added("LossSecondMomentResampler", num_bins=100),
     "digits/shifting-gaussian": _shifting(1500, 1000),
     "cifar10/clts": _clts(50_000, 4000),

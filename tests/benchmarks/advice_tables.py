@@ -1,0 +1,141 @@
+"""The tables of docs/results/digits-advice.md: advice_tables.py RUNS.
+
+RUNS holds <arm>/seed-<n>, where arms are each-loss joined with a piece of advice and a factor of
+the lr. Printed as Markdown:
+- advice left in or out: FID at the end with the best lr, its ratio to the baseline's (Welch on logs,
+  95%; p after Holm), and how many runs were unstable at 1, 3 and 10 times that lr;
+- constant beta1 crossed with the lr: FID at the end.
+"""
+
+import argparse
+import math
+import re
+from collections import defaultdict
+from itertools import chain
+from statistics import fmean, stdev
+
+from lit_diffusion.analysis.speedup import Welch, holm, welch
+from lit_diffusion.analysis.stability import stability
+from lit_diffusion.commands.experiment import Run, find_runs
+
+Cells = dict[tuple[str, float], list[Run]]
+ADVICE = {
+    "baseline": "Adam, warm-up, no clipping, EMA, noise prediction, cosine betas",
+    "no-warmup": "no warm-up",
+    "clip": "gradients clipped to a norm of 1",
+    "adamw": "AdamW (weight decay 0.01)",
+    "sgd": "SGD, momentum 0.9",
+    "rmsprop": "RMSprop",
+    "no-ema": "no EMA",
+    "x0": "x0 prediction, unweighted",
+    "velocity": "velocity prediction",
+    "linear": "linear betas",
+}
+BETAS = ("0", "0.5", "0.8", "0.9", "0.95", "0.99")
+
+
+def cell(arm: str) -> tuple[str, float]:
+    """Advice and factor of the lr of an arm: each-loss+clip+lr-x3 is ("clip", 3)."""
+    name = re.sub(r"\+?(each-loss|lr-x[\d.]+)", "", arm).strip("+")
+    factor = re.search(r"-x([\d.]+)$", arm)
+    return re.sub(r"-x\d+$", "", name) or "baseline", float(factor[1]) if factor else 1.0
+
+
+def cells(runs: list[Run]) -> Cells:
+    found = defaultdict(list)
+    for run in runs:
+        found[cell(run.arm)].append(run)
+    return found
+
+
+def last_fid(run: Run) -> float:
+    """The mean over all sets of samples at the last step; infinite for a run that got none."""
+    fids = [float(record["value"]) for record in run.records if record["step"] == run.max_steps]
+    return fmean(fids) if fids else math.inf
+
+
+def fids(runs: list[Run]) -> str:
+    values = [last_fid(run) for run in runs]
+    kept = [value for value in values if math.isfinite(value)]
+    if not kept:
+        return "-"
+    told = f"{fmean(kept):.3g}" + (f" +- {stdev(kept):.2g}" if kept[1:] else "")
+    return told if kept == values else f"{told} ({len(kept)} of {len(values)})"
+
+
+def unstable(runs: list[Run]) -> str:
+    """Diverged and spiking runs of all, as in compare's table."""
+    found = [stability(run.train_losses[1]) for run in runs]
+    if not found:
+        return ""
+    bad = sum(not one.stable for one in found)
+    diverged = sum(one.diverged for one in found)
+    return f"{bad} of {len(found)}" + (f" ({diverged} diverged)" if diverged else "")
+
+
+def against(runs: list[Run], baseline: list[Run]) -> Welch | None:
+    logs = [[math.log(last_fid(run)) for run in group] for group in (runs, baseline)]
+    return welch(*logs) if all(map(math.isfinite, chain(*logs))) else None
+
+
+def ratio(test: Welch | None) -> str:
+    if test is None:
+        return "-"
+    return f"{math.exp(test.difference):.2f} [{math.exp(test.low):.2f}, {math.exp(test.high):.2f}]"
+
+
+def row(*texts: str) -> None:
+    print("| " + " | ".join(texts) + " |")
+
+
+def advice_table(found: Cells) -> None:
+    tests = {name: against(found[name, 1], found["baseline", 1]) for name in list(ADVICE)[1:]}
+    told = {name: test for name, test in tests.items() if test is not None}
+    corrected = dict(zip(told, holm([test.p for test in told.values()]), strict=True))
+    row(
+        "arm",
+        "what it is",
+        "FID at 1x",
+        "over the baseline's",
+        "p (Holm)",
+        "unstable at 1x",
+        "3x",
+        "10x",
+        "FID at 3x",
+        "10x",
+    )
+    row(*["---"] * 10)
+    for name, text in ADVICE.items():
+        p = f"{corrected[name]:.2g}" if name in corrected else "-"
+        each = [found[name, factor] for factor in (1, 3, 10)]
+        row(
+            name,
+            text,
+            fids(each[0]),
+            ratio(tests.get(name)),
+            p,
+            *map(unstable, each),
+            *map(fids, each[1:]),
+        )
+
+
+def momentum_table(found: Cells) -> None:
+    row("beta1", "0.3x", "1x", "3x", "unstable")
+    row(*["---"] * 5)
+    for beta in BETAS:
+        name = "baseline" if beta == "0.9" else f"beta1-{beta}"
+        each = [found[name, factor] for factor in (0.3, 1, 3)]
+        row(beta, *map(fids, each), unstable(list(chain(*each))))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("runs", nargs="+")
+    found = cells(find_runs(parser.parse_args().runs))
+    advice_table(found)
+    print()
+    momentum_table(found)
+
+
+if __name__ == "__main__":
+    main()
