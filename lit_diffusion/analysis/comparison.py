@@ -7,10 +7,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from itertools import chain
 from statistics import fmean, median
 
 from lit_diffusion.analysis.curves import Bound, Crossing, Curve, first_crossing
-from lit_diffusion.analysis.speedup import CONFIDENCE, Speedup, holm, speedup
+from lit_diffusion.analysis.speedup import CONFIDENCE, Speedup, holm, speedup, welch
 
 HEADLINE_SEEDS = 5
 """A claim about an arm of fewer seeds is provisional."""
@@ -58,9 +59,25 @@ class Verdict(Enum):
     SLOWER = "slower"
     UNCLEAR = "unclear"  # a difference, but not after Holm's correction
     NO_DIFFERENCE = "no difference shown"
+    WORSE = "ends worse"  # and no seed reached the target; of its speed nothing was shown
     LOST = "not finite at the end"  # faster, but a seed's last FID is no number
     MISSED = "does not get there"  # and has no FID at which its speed could be measured
     UNKNOWN = "cannot be told"  # no interval
+
+
+@dataclass(frozen=True)
+class End:
+    """Last FIDs of an arm and the baseline, which were trained for as many steps.
+
+    Attributes:
+        fid: of the arm, the geometric mean over seeds.
+        baseline: the baseline's.
+        p: of the hypothesis that they are equal (Welch, on log FID), times the number of arms.
+    """
+
+    fid: float
+    baseline: float
+    p: float
 
 
 @dataclass(frozen=True)
@@ -75,6 +92,7 @@ class Result:
             reached that, the lowest FID that every seed of both arms reached.
         holm_p: `speedup.p` adjusted for the number of tests; None without a test.
         verdict: in a word.
+        end: what the verdict `WORSE` stands on; None with any other.
     """
 
     arm: Arm
@@ -83,6 +101,12 @@ class Result:
     at: float
     holm_p: float | None
     verdict: Verdict
+    end: End | None = None
+
+    @property
+    def sure(self) -> float:
+        """The corrected p-value that the verdict stands on; 0 where it needs none."""
+        return self.end.p if self.end else self.holm_p or 0.0
 
     @property
     def steps(self) -> Crossing:
@@ -184,6 +208,7 @@ def compare(arms: Sequence[Arm], baseline: str, target: float | None = None) -> 
     others = [_result(arm, base, target) for arm in arms if arm is not base]
     adjusted = iter(holm([r.speedup.p for r in others if r.speedup.p is not None]))
     judged = [r if r.speedup.p is None else _judged(r, next(adjusted)) for r in others]
+    judged = [_unless_worse(r, base, len(others)) for r in judged]
     # A ratio that is an upper bound only may be anything below: it stands before no other.
     ranked = tuple(sorted(judged, key=lambda r: (r.speedup.is_upper_bound, -r.speedup.ratio)))
     num_tests = sum(result.holm_p is not None for result in ranked)
@@ -292,3 +317,31 @@ def _judged(result: Result, holm_p: float) -> Result:
     else:
         verdict = Verdict.UNCLEAR if p < level else Verdict.NO_DIFFERENCE
     return replace(result, holm_p=holm_p, verdict=verdict)
+
+
+def _unless_worse(result: Result, base: Arm, count: int) -> Result:
+    """The result; or that the arm ends worse, where it missed the target and its speed says little.
+
+    An arm that is fast at first and then stands still has no speed: its seeds pass the FID where
+    they stay at steps far apart, and nothing could be told of it.
+    """
+    told = result.verdict not in (Verdict.NO_DIFFERENCE, Verdict.UNCLEAR, Verdict.UNKNOWN)
+    if told or _reached(result.crossings):
+        return result
+    end = _end(result.arm, base, count)
+    if end is None or end.fid <= end.baseline or end.p >= 1 - CONFIDENCE:
+        return result
+    return replace(result, verdict=Verdict.WORSE, end=end)
+
+
+def _end(arm: Arm, base: Arm, count: int) -> End | None:
+    """None without a test, for runs of unequal length, or where an FID is not finite."""
+    curves = [*arm.curves, *base.curves]
+    logs = [[math.log(curve.fids[-1]) for curve in a.curves] for a in (arm, base)]
+    if len({curve.steps[-1] for curve in curves}) > 1 or any(map(math.isnan, chain(*logs))):
+        return None
+    test = welch(*logs)
+    if test is None:
+        return None
+    fid, baseline = (math.exp(fmean(values)) for values in logs)
+    return End(fid, baseline, min(1.0, count * test.p))

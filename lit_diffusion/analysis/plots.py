@@ -36,6 +36,7 @@ INK, FAINT = "#1d2733", "#8a94a0"
 COLORS = {
     Verdict.FASTER: "#00734c",
     Verdict.SLOWER: "#b3400b",
+    Verdict.WORSE: "#b3400b",
     Verdict.UNCLEAR: "#8a6d00",
     Verdict.NO_DIFFERENCE: "#5c6773",
     Verdict.UNKNOWN: "#5c6773",

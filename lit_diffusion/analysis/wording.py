@@ -18,6 +18,8 @@ from lit_diffusion.analysis.speedup import Speedup
 SURE = 0.001
 """A p-value below which a report speaks without reserve."""
 
+_LOSING = (Verdict.SLOWER, Verdict.WORSE)
+
 UNEVEN = 1.2
 """Where the lowest FIDs of the baseline's seeds differ by a larger factor, a report says so."""
 
@@ -101,6 +103,9 @@ def verdict_text(result: Result, comparison: Comparison) -> str:
     if result.verdict is Verdict.LOST:
         return f"not finite at the end: {value}, {_but(result, comparison)}"
     provisional = f" (provisional: {seeds_text(count)})" if count < HEADLINE_SEEDS else ""
+    if result.end is not None:
+        fids = f"FID {fid_text(result.end.fid)}, not {fid_text(result.end.baseline)}"
+        return f"ends worse than {base.name}: {fids}{provisional}"
     falls_short = result.verdict is Verdict.FASTER and comparison.falls_short(result)
     but = f", {_but(result, comparison)}" if falls_short else ""
     return f"{result.verdict.value} than {base.name}: {value}{but}{provisional}"
@@ -121,7 +126,7 @@ def headline(comparison: Comparison) -> str:
     verdicts = {result.verdict for result in comparison.results}
     if comparison.faster:
         return _winner(comparison)
-    if verdicts <= {Verdict.SLOWER, Verdict.MISSED}:
+    if verdicts <= {*_LOSING, Verdict.MISSED}:
         return _baseline_wins(comparison)
     if comparison.num_tests == 0:
         return _looks(comparison)
@@ -181,7 +186,11 @@ def _baseline_wins(comparison: Comparison) -> str:
         is_longer = any(_shorter(arm, comparison.baseline) for arm in others)
         longer = ", but not all others were trained as long" * is_longer
         return f"Only {base} reaches FID {target}{longer}."
-    how = "slower" if verdicts == {Verdict.SLOWER} else f"slower or never reach FID {target}"
+    if Verdict.MISSED in verdicts:
+        how = f"slower or never reach FID {target}"
+    else:
+        words = {Verdict.SLOWER: "slower", Verdict.WORSE: "worse at the end"}
+        how = " or ".join(text for verdict, text in words.items() if verdict in verdicts)
     certainty = _certainty(comparison.results, comparison)
     return f"{base} wins: {_all_others(comparison)} {how}. {certainty}"
 
@@ -208,7 +217,7 @@ def _of_the_tested(comparison: Comparison) -> str:
             return f"{name} may beat {base}, but {count} arms were tested: it can be chance"
     if not any(result.verdict is Verdict.UNKNOWN for result in comparison.results):
         return f"No arm beats {base} by more than noise"
-    slower = all(result.verdict is Verdict.SLOWER for result in tested)
+    slower = all(result.verdict in _LOSING for result in tested)
     if count == 1:
         what = f"is slower than {base}" if slower else f"does not beat {base} by more than noise"
         return f"{tested[0].arm.name}, the only arm tested, {what}"
@@ -390,7 +399,7 @@ def _target_texts(at: float, comparison: Comparison) -> tuple[str, str]:
 def _certainty(results: Sequence[Result], comparison: Comparison, subject: str = "That") -> str:
     """How sure verdicts are, by the least sure of them."""
     count = min(fewest_seeds(result, comparison.baseline) for result in results)
-    p = max(result.holm_p or 0.0 for result in results)
+    p = max(result.sure for result in results)
     if count < HEADLINE_SEEDS:
         return f"Hardly noise, but provisional: {seeds_text(count)}, not {HEADLINE_SEEDS}."
     return (

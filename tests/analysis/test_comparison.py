@@ -201,6 +201,66 @@ def test_an_fid_that_untrained_networks_have_does_not_stop_a_comparison():
     assert compare(curves, "baseline").results[0].verdict is Verdict.MISSED
 
 
+# Arms that stand still
+
+
+def still(level, name="still", seeds=range(3)):
+    """Fast at first, then at a level for good: when it is passed there is chance."""
+    rng = random.Random(name)
+    passed = [rng.choice([300, 1000, 1900]) for _ in seeds]
+    return Arm(
+        name,
+        tuple(
+            Curve(
+                c.seed,
+                c.steps,
+                tuple(
+                    max(fid, level * math.exp(rng.gauss(0, 0.01)) * (1 - 0.05 * (step >= first)))
+                    for step, fid in zip(c.steps, c.fids, strict=True)
+                ),
+            )
+            for c, first in zip(arm(name, 9.0, seeds).curves, passed, strict=True)
+        ),
+    )
+
+
+def test_an_arm_that_stands_still_above_the_target_ends_worse():
+    base = arm("baseline", 1.0)
+    result = compare([base, still(level=4.0)], "baseline").results[0]
+    assert result.verdict is Verdict.WORSE
+    assert result.speedup.p > 0.05  # its speed alone would be called noise
+    assert result.end.fid == pytest.approx(3.8, rel=0.02)
+    assert result.end.baseline == pytest.approx(base.reached, rel=0.2)
+    assert result.sure == result.end.p < 0.05
+
+
+def test_an_arm_that_was_trained_for_less_is_not_said_to_end_worse():
+    short = Arm(
+        "still", tuple(Curve(c.seed, c.steps[:19], c.fids[:19]) for c in still(level=4.0).curves)
+    )
+    result = compare([arm("baseline", 1.0), short], "baseline").results[0]
+    assert (result.verdict, result.end) == (Verdict.NO_DIFFERENCE, None)
+
+
+def test_the_number_of_arms_counts_against_one_that_ends_worse():
+    base, worse = arm("baseline", 1.0), still(level=4.0)
+    others = [arm(f"other {k}", 1.0) for k in range(4)]
+    alone = compare([base, worse], "baseline").results[0]
+    among = by_name(compare([base, worse, *others], "baseline"))["still"]
+    assert among.end.p == pytest.approx(5 * alone.end.p)
+
+
+def test_arms_that_train_like_the_baseline_rarely_end_worse():
+    """One in twenty is what the p-value allows for. 400 comparisons, three seeds each."""
+    found = [
+        compare([arm("a", 1.0, [f"a{k}{i}" for i in range(3)], 0.2), other], "a").results[0].verdict
+        for k in range(400)
+        for other in [arm("b", 1.0, [f"b{k}{i}" for i in range(3)], 0.2)]
+    ]
+    assert found.count(Verdict.WORSE) <= 20
+    assert found.count(Verdict.NO_DIFFERENCE) > 300
+
+
 # Many arms
 
 

@@ -194,6 +194,21 @@ def test_an_arm_that_never_gets_there_does_not_win_by_an_easier_fid():
     assert verdict.endswith(f" to FID 3.04, but 0 of 5 seeds reach FID {target}")
 
 
+def test_an_arm_that_ends_worse_is_told_by_its_last_fid():
+    curves = [
+        Curve(str(k), STEPS, (*(9.0,) * (6 * k + 1), *(3.0 + 0.01 * k,) * (19 - 6 * k)))
+        for k in range(3)
+    ]
+    comparison, (verdict,) = told(Arm("still", tuple(curves)))
+    end = fid_text(comparison.results[0].end.baseline)
+    assert verdict == f"ends worse than baseline: FID 3.01, not {end} (provisional: 3 seeds)"
+    sure = "Hardly noise, but provisional: 3 seeds, not 5."
+    assert headline(comparison) == f"baseline wins: still is worse at the end. {sure}"
+    comparison, _ = told(Arm("still", tuple(curves)), arm("slow", 0.5))
+    others = "both other arms are slower or worse at the end"
+    assert headline(comparison) == f"baseline wins: {others}. {sure}"
+
+
 def test_an_arm_that_diverged_is_told_by_what_it_missed():
     lost = Arm("lost", tuple(Curve(k, STEPS, (math.nan,) * len(STEPS)) for k in "ab"))
     comparison, (verdict,) = told(lost)

@@ -2,8 +2,8 @@
 
 RUNS holds <arm>/seed-<n>, where arms are each-loss joined with a piece of advice and a factor of
 the lr. Printed as Markdown:
-- advice left in or out: FID at the end with the best lr, its ratio to the baseline's (Welch on logs,
-  95%; p after Holm), and how many runs were unstable at 1, 3 and 10 times that lr;
+- advice left in or out: FID at the end with the best lr, its ratio to the baseline's (Welch on
+  logs, 95%; p after Holm), and how many runs were unstable at 1, 3 and 10 times that lr;
 - constant beta1 crossed with the lr: FID at the end.
 """
 
