@@ -5,15 +5,10 @@ from collections.abc import Iterable, Mapping
 from html import escape
 from importlib.resources import files
 
+from lit_diffusion.analysis.headline import basis, headline, winners_text
 from lit_diffusion.analysis.report import METHOD, Grid, Report, Section, sections
 from lit_diffusion.analysis.tables import Table
-from lit_diffusion.analysis.wording import (
-    basis,
-    by_images_text,
-    headline,
-    verdict_text,
-    winners_text,
-)
+from lit_diffusion.analysis.wording import by_images_text, verdict_text
 
 _LONG = 110  # characters of a headline that would push the figure off the first screen
 

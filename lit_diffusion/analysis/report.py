@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lit_diffusion.analysis.comparison import FIRST_ROWS, HEADLINE_SEEDS, Comparison
+from lit_diffusion.analysis.headline import doubts
 from lit_diffusion.analysis.tables import Table, fid_table, steadiness_table, verdict_table
-from lit_diffusion.analysis.wording import doubts
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from lit_diffusion.analysis.headline import basis, headline
 from lit_diffusion.analysis.markdown import code, escaped
 from lit_diffusion.analysis.page import html
 from lit_diffusion.analysis.plots import curves_figure, samples_figure, save, speedup_figure
 from lit_diffusion.analysis.report import METHOD, Report, Section, sections
 from lit_diffusion.analysis.tables import curve_records, fid_records, speedup_records, to_csv
-from lit_diffusion.analysis.wording import basis, by_images_text, headline
+from lit_diffusion.analysis.wording import by_images_text
 
 
 def figures(report: Report) -> dict[str, Figure]:

@@ -66,8 +66,9 @@ def run(argv: Sequence[str]) -> None:
     out = Path(args.out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; name a folder.")
+    from lit_diffusion.analysis.headline import explanation, headline
     from lit_diffusion.analysis.report_files import write_report
-    from lit_diffusion.analysis.wording import by_images_text, explanation, headline, verdict_text
+    from lit_diffusion.analysis.wording import by_images_text, verdict_text
 
     report = _of_tables(args) if _are_tables(args.runs) else _of_runs(args)
     page = write_report(report, out)

@@ -10,10 +10,10 @@ from support.experiments import arm
 
 from lit_diffusion.analysis.comparison import Arm, compare
 from lit_diffusion.analysis.curves import Curve
+from lit_diffusion.analysis.headline import winners_text
 from lit_diffusion.analysis.page import html
 from lit_diffusion.analysis.report import Grid, Report
 from lit_diffusion.analysis.tables import Table
-from lit_diffusion.analysis.wording import winners_text
 
 PICTURES = {"speedups": "data:speedups", "curves": "data:curves", "samples": "data:samples"}
 _VOID = {"meta", "img", "br"}

@@ -8,10 +8,10 @@ from support.browser import CHROMIUM, look
 from support.experiments import arm
 
 from lit_diffusion.analysis.comparison import FIRST_ROWS, compare
+from lit_diffusion.analysis.headline import headline
 from lit_diffusion.analysis.report import Grid, Report, sections
 from lit_diffusion.analysis.report_files import figures, markdown, write_report
 from lit_diffusion.analysis.tables import Table
-from lit_diffusion.analysis.wording import headline
 
 
 @pytest.fixture(scope="module")
