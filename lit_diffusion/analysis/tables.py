@@ -232,6 +232,7 @@ def speedup_records(comparison: Comparison) -> list[dict[str, Any]]:
             "at_fid": r.at,
             "p": r.speedup.p,
             "p_holm": r.holm_p,
+            "p_end": r.end.p if r.end else None,
             "verdict": r.verdict.value,
         }
         for r in comparison.results

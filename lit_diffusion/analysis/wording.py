@@ -98,7 +98,7 @@ def verdict_text(result: Result, comparison: Comparison) -> str:
     provisional = f" (provisional: {seeds_text(count)})" if count < HEADLINE_SEEDS else ""
     if result.end is not None:
         fids = f"FID {fid_text(result.end.fid)}, not {fid_text(result.end.baseline)}"
-        return f"ends worse than {base.name}: {fids}{provisional}"
+        return f"ends worse than {base.name}: {fids}; {value}{provisional}"
     falls_short = result.verdict is Verdict.FASTER and comparison.falls_short(result)
     but = f", {but_text(result, comparison)}" if falls_short else ""
     return f"{result.verdict.value} than {base.name}: {value}{but}{provisional}"
