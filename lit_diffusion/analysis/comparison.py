@@ -59,7 +59,7 @@ class Verdict(Enum):
     SLOWER = "slower"
     UNCLEAR = "unclear"  # a difference, but not after Holm's correction
     NO_DIFFERENCE = "no difference shown"
-    WORSE = "ends worse"  # and no seed reached the target; of its speed nothing was shown
+    WORSE = "ends worse"  # and no seed reached the target, but of its speed too little was shown
     LOST = "not finite at the end"  # faster, but a seed's last FID is no number
     MISSED = "does not get there"  # and has no FID at which its speed could be measured
     UNKNOWN = "cannot be told"  # no interval
@@ -67,17 +67,19 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class End:
-    """Last FIDs of an arm and the baseline, which were trained for as many steps.
+    """Last FIDs of an arm beside those of the baseline, which was trained for no more steps.
 
     Attributes:
         fid: of the arm, the geometric mean over seeds.
         baseline: the baseline's.
         p: of the hypothesis that they are equal (Welch, on log FID), times the number of arms.
+        of_speed: what the steps to an FID would have said.
     """
 
     fid: float
     baseline: float
     p: float
+    of_speed: Verdict
 
 
 @dataclass(frozen=True)
@@ -208,7 +210,7 @@ def compare(arms: Sequence[Arm], baseline: str, target: float | None = None) -> 
     others = [_result(arm, base, target) for arm in arms if arm is not base]
     adjusted = iter(holm([r.speedup.p for r in others if r.speedup.p is not None]))
     judged = [r if r.speedup.p is None else _judged(r, next(adjusted)) for r in others]
-    judged = [_unless_worse(r, base, len(others)) for r in judged]
+    judged = [_unless_worse(r, base, target, len(others)) for r in judged]
     # A ratio that is an upper bound only may be anything below: it stands before no other.
     ranked = tuple(sorted(judged, key=lambda r: (r.speedup.is_upper_bound, -r.speedup.ratio)))
     num_tests = sum(result.holm_p is not None for result in ranked)
@@ -319,29 +321,34 @@ def _judged(result: Result, holm_p: float) -> Result:
     return replace(result, holm_p=holm_p, verdict=verdict)
 
 
-def _unless_worse(result: Result, base: Arm, count: int) -> Result:
+def _unless_worse(result: Result, base: Arm, target: float, count: int) -> Result:
     """The result; or that the arm ends worse, where it missed the target and its speed says little.
 
     An arm that is fast at first and then stands still has no speed: its seeds pass the FID where
     they stay at steps far apart, and nothing could be told of it.
     """
     told = result.verdict not in (Verdict.NO_DIFFERENCE, Verdict.UNCLEAR, Verdict.UNKNOWN)
-    if told or _reached(result.crossings):
+    if told or _reached(result.crossings) or not _reached(base.crossings(target)):
         return result
-    end = _end(result.arm, base, count)
-    if end is None or end.fid <= end.baseline or end.p >= 1 - CONFIDENCE:
-        return result
-    return replace(result, verdict=Verdict.WORSE, end=end)
+    end = _end(result, base, count)
+    is_worse = end is not None and end.fid > end.baseline and end.p < 1 - CONFIDENCE
+    return replace(result, verdict=Verdict.WORSE, end=end) if is_worse else result
 
 
-def _end(arm: Arm, base: Arm, count: int) -> End | None:
-    """None without a test, for runs of unequal length, or where an FID is not finite."""
-    curves = [*arm.curves, *base.curves]
+def _end(result: Result, base: Arm, count: int) -> End | None:
+    """None without a test, for an arm that was trained for less, or if an FID is not finite."""
+    arm = result.arm
     logs = [[math.log(curve.fids[-1]) for curve in a.curves] for a in (arm, base)]
-    if len({curve.steps[-1] for curve in curves}) > 1 or any(map(math.isnan, chain(*logs))):
+    if not (is_as_long(arm, base) and all(map(math.isfinite, chain(*logs)))):
         return None
     test = welch(*logs)
     if test is None:
         return None
     fid, baseline = (math.exp(fmean(values)) for values in logs)
-    return End(fid, baseline, min(1.0, count * test.p))
+    return End(fid, baseline, min(1.0, count * test.p), result.verdict)
+
+
+def is_as_long(arm: Arm, base: Arm) -> bool:
+    """Whether every seed of an arm was trained for as long as the baseline, up to 1%."""
+    own = min(curve.steps[-1] for curve in arm.curves)
+    return own >= 0.99 * max(curve.steps[-1] for curve in base.curves)

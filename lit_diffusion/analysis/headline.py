@@ -1,6 +1,6 @@
 """Which arm of a comparison won, whether that is noise, and what to hold against it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from lit_diffusion.analysis.comparison import (
     HEADLINE_SEEDS,
@@ -13,6 +13,7 @@ from lit_diffusion.analysis.comparison import (
 from lit_diffusion.analysis.curves import Bound, Crossing, paired_spread, sampling_spread
 from lit_diffusion.analysis.wording import (
     SURE,
+    apart,
     but_text,
     fewest_seeds,
     fid_text,
@@ -22,12 +23,11 @@ from lit_diffusion.analysis.wording import (
     seeds_text,
     shorter_text,
     speedup_text,
-    target_texts,
     to_text,
     why_unknown,
 )
 
-_LOSING = (Verdict.SLOWER, Verdict.WORSE)
+_LOSING = {Verdict.SLOWER: "slower", Verdict.WORSE: "worse at the end"}
 
 UNEVEN = 1.2
 """Where the lowest FIDs of the baseline's seeds differ by a larger factor, a report says so."""
@@ -68,7 +68,7 @@ def _winner(comparison: Comparison) -> str:
     if winners:
         return f"{who} wins: {gain}. {_certainty(winners, comparison)}"
     certainty = _certainty([best], comparison, "The speed-up")
-    at, but = target_texts(best.at, comparison)[0], but_text(best, comparison)
+    at, but = apart(best.at, comparison.target)[0], but_text(best, comparison)
     return f"No arm wins: {best.arm.name} is {gain} to FID {at}, {but}. {certainty}"
 
 
@@ -98,13 +98,14 @@ def _baseline_wins(comparison: Comparison) -> str:
         is_longer = any(shorter_text(arm, comparison.baseline) for arm in others)
         longer = ", but not all others were trained as long" * is_longer
         return f"Only {base} reaches FID {target}{longer}."
-    if Verdict.MISSED in verdicts:
-        how = f"slower or never reach FID {target}"
-    else:
-        words = {Verdict.SLOWER: "slower", Verdict.WORSE: "worse at the end"}
-        how = " or ".join(text for verdict, text in words.items() if verdict in verdicts)
+    never = [f"never reach FID {target}"] * (Verdict.MISSED in verdicts)
+    how = " or ".join([*_losses(verdicts), *never])
     certainty = _certainty(comparison.results, comparison)
     return f"{base} wins: {_all_others(comparison)} {how}. {certainty}"
+
+
+def _losses(verdicts: Collection[Verdict]) -> list[str]:
+    return [text for verdict, text in _LOSING.items() if verdict in verdicts]
 
 
 def _looks(comparison: Comparison) -> str:
@@ -129,12 +130,13 @@ def _of_the_tested(comparison: Comparison) -> str:
             return f"{name} may beat {base}, but {count} arms were tested: it can be chance"
     if not any(result.verdict is Verdict.UNKNOWN for result in comparison.results):
         return f"No arm beats {base} by more than noise"
-    slower = all(result.verdict in _LOSING for result in tested)
+    how = " or ".join(_losses({result.verdict for result in tested}))
+    loses = all(result.verdict in _LOSING for result in tested)
     if count == 1:
-        what = f"is slower than {base}" if slower else f"does not beat {base} by more than noise"
+        what = f"is {how} than {base}" if loses else f"does not beat {base} by more than noise"
         return f"{tested[0].arm.name}, the only arm tested, {what}"
-    if slower:
-        return f"{'Both' if count == 2 else f'All {count}'} arms tested are slower than {base}"
+    if loses:
+        return f"{'Both' if count == 2 else f'All {count}'} arms tested are {how} than {base}"
     return f"None of the {count} arms tested beats {base} by more than noise"
 
 
@@ -188,7 +190,7 @@ def doubts(comparison: Comparison) -> str:
 def _picked(comparison: Comparison) -> list[str]:
     """That the best of several arms owes something to luck, which no interval here allows for."""
     count, best = len(comparison.results), comparison.best
-    if count == 1 or best.speedup.ratio <= 1:
+    if count == 1 or best.speedup.ratio <= 1 or best.verdict is Verdict.WORSE:
         return []
     beyond = "" if best.speedup.low is None else ", which its interval does not allow for"
     name = best.arm.name

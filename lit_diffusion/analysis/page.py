@@ -113,7 +113,7 @@ def _table(table: Table) -> str:
 def _cell(tag: str, text: str, words: bool) -> str:
     kinds = ["words"] * words
     first = text.split(" ")[0]
-    kinds += [first] * (words and first in ("faster", "slower", "unclear"))
+    kinds += [first] * (words and first in ("faster", "slower", "unclear", "ends"))
     scope = ' scope="col"' if tag == "th" else ""
     kind = f' class="{" ".join(kinds)}"' if kinds else ""
     return f"<{tag}{scope}{kind}>{_text(text)}</{tag}>"

@@ -185,7 +185,7 @@ def _label(result: Result, comparison: Comparison) -> str:
     if result.at != comparison.target:
         remarks.append(f"to FID {at_text(result, comparison)}")
     elif result.verdict is Verdict.FASTER and comparison.falls_short(result):
-        remarks.append("ends worse")
+        remarks.append("higher lowest FID")
     text = f"{speedup_text(result.speedup)}  {result.verdict.value}"
     return text + f" ({', '.join(remarks)})" * bool(remarks)
 

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lit_diffusion.analysis.comparison import (
     HEADLINE_SEEDS,
     Arm,
     Comparison,
+    End,
     Result,
     Verdict,
 )
@@ -85,10 +87,11 @@ def verdict_text(result: Result, comparison: Comparison) -> str:
     base = comparison.baseline
     count = fewest_seeds(result, base)
     value = f"{speedup_text(result.speedup)}{to_text(result, comparison)}"
+    lost = f", but {_lost(result, base)}" if result.arm.lost else ""
     if result.verdict is Verdict.UNCLEAR:
-        return f"unclear after correction for {comparison.num_tests} tests: {value}"
+        return f"unclear after correction for {comparison.num_tests} tests: {value}{lost}"
     if result.verdict is Verdict.NO_DIFFERENCE:
-        return f"no difference that {seeds_text(count)} can show: {value}"
+        return f"no difference that {seeds_text(count)} can show: {value}{lost}"
     if result.verdict is Verdict.UNKNOWN:
         return f"cannot be told from noise ({why_unknown(result, base)}): {value}"
     if result.verdict is Verdict.MISSED:
@@ -97,11 +100,19 @@ def verdict_text(result: Result, comparison: Comparison) -> str:
         return f"not finite at the end: {value}, {but_text(result, comparison)}"
     provisional = f" (provisional: {seeds_text(count)})" if count < HEADLINE_SEEDS else ""
     if result.end is not None:
-        fids = f"FID {fid_text(result.end.fid)}, not {fid_text(result.end.baseline)}"
-        return f"ends worse than {base.name}: {fids}; {value}{provisional}"
+        return f"{_worse(result, result.end, comparison)}{provisional}"
     falls_short = result.verdict is Verdict.FASTER and comparison.falls_short(result)
     but = f", {but_text(result, comparison)}" if falls_short else ""
     return f"{result.verdict.value} than {base.name}: {value}{but}{provisional}"
+
+
+def _worse(result: Result, end: End, comparison: Comparison) -> str:
+    """The last FIDs, then what the steps say."""
+    own, other = apart(end.fid, end.baseline)
+    p = p_text(end.p) if end.p < SURE else f"= {p_text(end.p)}"
+    by_steps = verdict_text(replace(result, verdict=end.of_speed, end=None), comparison)
+    name = comparison.baseline.name
+    return f"ends worse than {name}: FID {own}, not {other} (p {p}); in steps {by_steps}"
 
 
 def reached_text(crossings: Sequence[Crossing]) -> str:
@@ -133,12 +144,18 @@ def but_text(result: Result, comparison: Comparison) -> str:
     if any(crossing.bound is Bound.MORE_THAN for crossing in result.crossings):
         why.append(_reached_the_target(result, comparison))
     if arm.lost:
-        those = f" ({base.name}: {base.lost} of {len(base.curves)})" * (base.lost > 0)
-        why.append(f"{arm.lost} of {len(arm.curves)} seeds end without a finite FID{those}")
+        why.append(_lost(result, base))
     if not why:
         medians = f"{fid_text(arm.typical)}, that of {base.name} {fid_text(base.typical)} (medians)"
         why.append(f"its lowest FID is {medians}{shorter_text(arm, base)}")
     return f"but {' and '.join(why)}"
+
+
+def _lost(result: Result, base: Arm) -> str:
+    """How many seeds have no FID at last."""
+    arm = result.arm
+    those = f" ({base.name}: {base.lost} of {len(base.curves)})" * (base.lost > 0)
+    return f"{arm.lost} of {len(arm.curves)} seeds end without a finite FID{those}"
 
 
 def _reached_the_target(result: Result, comparison: Comparison) -> str:
@@ -163,17 +180,21 @@ def to_text(result: Result, comparison: Comparison) -> str:
 
 def at_text(result: Result, comparison: Comparison) -> str:
     """The FID that a speed-up is measured at; beside the target where those look alike."""
-    at, target = target_texts(result.at, comparison)
+    at, target = apart(result.at, comparison.target)
     return f"{at}, not {target}" if fid_text(result.at) != at else at
 
 
-def target_texts(at: float, comparison: Comparison) -> tuple[str, str]:
-    """An FID and the target, with as many digits as tell them apart."""
-    target = comparison.target
-    texts, places = (fid_text(at), fid_text(target)), 3
-    while texts[0] == texts[1] and at != target and places < 12:
+def apart(first: float, second: float) -> tuple[str, str]:
+    """Two FIDs, with as many digits as tell them apart.
+
+    Example:
+        >>> apart(0.26913, 0.26935), apart(2.0, 3.0)
+        (('0.2691', '0.2694'), ('2.00', '3.00'))
+    """
+    texts, places = (fid_text(first), fid_text(second)), 3
+    while texts[0] == texts[1] and first != second and places < 12:
         places += 1
-        texts = f"{at:.{places}f}", f"{target:.{places}f}"
+        texts = f"{first:.{places}f}", f"{second:.{places}f}"
     return texts
 
 

@@ -242,6 +242,30 @@ def test_an_arm_that_was_trained_for_less_is_not_said_to_end_worse():
     assert (result.verdict, result.end) == (Verdict.NO_DIFFERENCE, None)
 
 
+def test_an_arm_that_was_trained_for_more_may_end_worse():
+    """By images seen, too, where it saw more of them."""
+    longer = Arm(
+        "still",
+        tuple(
+            Curve(c.seed, (*c.steps, 4000), (*c.fids, c.fids[-1])) for c in still(level=4.0).curves
+        ),
+    )
+    result = compare([arm("baseline", 1.0), longer], "baseline").results[0]
+    assert result.verdict is Verdict.WORSE
+
+
+def test_an_arm_is_not_said_to_end_worse_for_a_target_that_the_baseline_misses_too():
+    result = compare([arm("baseline", 1.0), still(level=4.0)], "baseline", target=0.01).results[0]
+    assert result.verdict is Verdict.NO_DIFFERENCE
+
+
+@pytest.mark.parametrize("last", [NAN, math.inf])
+def test_an_arm_whose_last_fid_is_not_finite_has_no_end_to_compare(last):
+    curves = [Curve(c.seed, STEPS, (*c.fids[:-1], last)) for c in still(level=4.0).curves]
+    result = compare([arm("baseline", 1.0), Arm("still", tuple(curves))], "baseline").results[0]
+    assert result.end is None
+
+
 def test_the_number_of_arms_counts_against_one_that_ends_worse():
     base, worse = arm("baseline", 1.0), still(level=4.0)
     others = [arm(f"other {k}", 1.0) for k in range(4)]

@@ -182,20 +182,51 @@ def test_an_arm_that_never_gets_there_does_not_win_by_an_easier_fid():
     assert verdict.endswith(f" to FID 3.04, but 0 of 5 seeds reach FID {target}")
 
 
-def test_an_arm_that_ends_worse_is_told_by_its_last_fid():
+def still(name="still", seeds=3):
+    """Fast at first, then at a level above the target, which is passed at steps far apart."""
     curves = [
         Curve(str(k), STEPS, (*(9.0,) * (6 * k + 1), *(3.0 + 0.01 * k,) * (19 - 6 * k)))
-        for k in range(3)
+        for k in range(seeds)
     ]
-    comparison, (verdict,) = told(Arm("still", tuple(curves)))
+    return Arm(name, tuple(curves))
+
+
+def test_an_arm_that_ends_worse_is_told_by_its_last_fid():
+    comparison, (verdict,) = told(still())
     end = fid_text(comparison.results[0].end.baseline)
-    assert verdict.startswith(f"ends worse than baseline: FID 3.01, not {end}; ")
+    assert verdict.startswith(f"ends worse than baseline: FID 3.01, not {end} (p < 0.001); in ")
+    assert "; in steps no difference that 3 seeds can show: " in verdict
     assert verdict.endswith(" to FID 3.02 (provisional: 3 seeds)")
     sure = "Hardly noise, but provisional: 3 seeds, not 5."
     assert headline(comparison) == f"baseline wins: still is worse at the end. {sure}"
-    comparison, _ = told(Arm("still", tuple(curves)), arm("slow", 0.5))
+
+
+def test_arms_that_end_worse_are_not_called_slower():
+    sure = "Hardly noise, but provisional: 3 seeds, not 5."
+    comparison, _ = told(still(), arm("slow", 0.5))
     others = "both other arms are slower or worse at the end"
     assert headline(comparison) == f"baseline wins: {others}. {sure}"
+    comparison, _ = told(still(), diverged(range(3)))
+    target = fid_text(comparison.target)
+    others = f"both other arms are worse at the end or never reach FID {target}"
+    assert headline(comparison) == f"baseline wins: {others}. {sure}"
+    assert "Picked" not in explanation(comparison)
+    comparison, _ = told(still(), arm("new", 2.75, [0]))
+    assert headline(comparison) == (
+        "still, the only arm tested, is worse at the end than baseline; new cannot be told from "
+        "noise (one seed), but looks faster."
+    )
+    comparison, _ = told(still("a"), still("b"), arm("new", 2.75, [0]))
+    assert headline(comparison).startswith(
+        "Both arms tested are worse at the end than baseline; new cannot "
+    )
+
+
+def test_an_arm_without_a_last_fid_is_told_with_that_beside_what_its_steps_say():
+    lost = [Curve(c.seed, STEPS, (*c.fids[:-1], math.nan)) for c in still().curves]
+    _, (verdict,) = told(Arm("lost", tuple(lost)))
+    assert verdict.startswith("no difference that 3 seeds can show: ")
+    assert verdict.endswith(" to FID 3.02, but 3 of 3 seeds end without a finite FID")
 
 
 def test_an_arm_that_diverged_is_told_by_what_it_missed():

@@ -138,7 +138,7 @@ def test_an_arm_that_ends_worse_than_the_baseline_is_marked_so():
         for k, c in enumerate(arm("b", 9.0).curves)
     ]
     (axes,) = speedup_figure(compare([base, Arm("early", tuple(stuck))], "baseline")).axes
-    assert any(text.endswith("faster (ends worse)") for text in texts(axes))
+    assert any(text.endswith("faster (higher lowest FID)") for text in texts(axes))
 
 
 def test_a_long_name_leaves_room_for_the_figure(tmp_path):
