@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from lit_diffusion.analysis.by_seed import by_seed_table
 from lit_diffusion.analysis.comparison import FIRST_ROWS, HEADLINE_SEEDS, Comparison
 from lit_diffusion.analysis.headline import doubts
 from lit_diffusion.analysis.tables import Table, fid_table, steadiness_table, verdict_table
@@ -130,5 +131,7 @@ def sections(report: Report) -> list[Section]:
         found.append(Section("By images seen", "speedups-images", _FOREST, tables=by_images))
     if report.grids:
         found.append(Section("Samples", "samples", _SAMPLES.format(report.grids[0].weights)))
+    if (by_seed := by_seed_table(report.comparison)) is not None:
+        found.append(Section("Seed by seed", tables=(by_seed,)))
     found.append(Section("How steady the FIDs are", tables=(steadiness_table(arms),)))
     return found + [Section(title, tables=(table,)) for title, table in report.tables.items()]

@@ -1,65 +1,36 @@
 """Methods beside their own controls: controls_table.py RUNS ARM=CONTROL [ARM=CONTROL ...].
 
-A row a pair, as Markdown: the speed-up of the arm over its control as `compare` has it (Welch, as
-if their runs were independent); the same by seed (runs of one seed share initial weights, order of
-data and seeds of samples, which drop out of the differences: paired t); and by seed the last FID
-over the control's, mean of all sets of samples. Intervals are of 95%, p after Holm over the pairs.
+A row a pair, as Markdown: the speed-up of the arm over its control, the same by seed, and by seed
+the last FID over the control's, as `lit-diffusion compare` has them for the two alone. Intervals
+are of 95%; p-values are corrected (Holm) for the pairs, in each column by itself.
 """
 
 import argparse
-import math
 from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
-from statistics import fmean, geometric_mean, stdev
 
-from scipy.special import stdtr, stdtrit
-
+from lit_diffusion.analysis.by_seed import Paired, last_by_seed, speed_by_seed
 from lit_diffusion.analysis.comparison import Arm, Result, compare
-from lit_diffusion.analysis.speedup import CONFIDENCE, holm
+from lit_diffusion.analysis.speedup import holm
 from lit_diffusion.analysis.wording import fid_text, p_text, speedup_text
 from lit_diffusion.commands.experiment import find_runs
 from lit_diffusion.commands.findings import arms_of
 from lit_diffusion.commands.selection import select
 
-Paired = tuple[float, float, float, float]
-"""Ratio, the ends of its interval, p."""
+Tests = tuple[Result, Paired, Paired]
 
 
-def paired(differences: Sequence[float]) -> Paired:
-    """Of differences of logs."""
-    mean, degrees = fmean(differences), len(differences) - 1
-    error = stdev(differences) / math.sqrt(len(differences))
-    reach = float(stdtrit(degrees, (1 + CONFIDENCE) / 2)) * error
-    p = 2 * float(stdtr(degrees, -abs(mean) / error))
-    return math.exp(mean), math.exp(mean - reach), math.exp(mean + reach), p
-
-
-def by_seed(values: dict[str, float], control: dict[str, float]) -> Paired:
-    """Of the seeds that both have: the arm's values over the control's."""
-    shared = sorted(values.keys() & control.keys())
-    return paired([math.log(values[seed] / control[seed]) for seed in shared])
-
-
-def steps(arm: Arm, at: float) -> dict[str, float]:
-    crossings = zip(arm.curves, arm.crossings(at), strict=True)
-    return {curve.seed: crossing.step for curve, crossing in crossings}
-
-
-def last(arm: Arm) -> dict[str, float]:
-    """The geometric mean over all sets of samples."""
-    return {c.seed: geometric_mean([c.fids[-1], *c.repeats]) for c in arm.curves}
-
-
-def found(arm: Arm, control: Arm) -> tuple[Result, Paired, Paired]:
+def tests_of(arm: Arm, control: Arm) -> Tests:
     result = compare([arm, control], control.name).results[0]
-    speed = by_seed(steps(control, result.at), steps(arm, result.at))
-    return result, speed, by_seed(last(arm), last(control))
+    speed, last = speed_by_seed(result, control), last_by_seed(arm, control)
+    if result.speedup.p is None or speed is None or last is None:
+        raise SystemExit(f"{arm.name} and {control.name} cannot be tested.")
+    return result, speed, last
 
 
 def text(test: Paired, p: float, unit: str = "") -> str:
-    ratio, low, high, _ = test
-    return f"{ratio:.2f}{unit} [{low:.2f}, {high:.2f}], p {p_text(p)}"
+    return f"{test.ratio:.2f}{unit} [{test.low:.2f}, {test.high:.2f}], p {p_text(p)}"
 
 
 def row(*cells: str) -> None:
@@ -67,19 +38,19 @@ def row(*cells: str) -> None:
 
 
 def table(pairs: Sequence[tuple[Arm, Arm]]) -> None:
-    results, speeds, fids = zip(*(found(*pair) for pair in pairs), strict=True)
-    ps = [result.speedup.p or 1.0 for result in results]
-    corrected = [holm(values) for values in (ps, [s[3] for s in speeds], [f[3] for f in fids])]
+    found = [tests_of(*pair) for pair in pairs]
+    first = holm([result.speedup.p or 1.0 for result, _, _ in found])
+    second, third = (holm([tests[k].p for tests in found]) for k in (1, 2))
     row(
         "arm", "its control", "seeds", "speed-up", "by seed", "last FID over the control's, by seed"
     )
     row(*["---"] * 6)
-    for (arm, control), result, speed, fid, first, second, third in zip(
-        pairs, results, speeds, fids, *corrected, strict=True
+    for (arm, control), (result, speed, last), *ps in zip(
+        pairs, found, first, second, third, strict=True
     ):
         seeds = f"{len(arm.curves)}, {len(control.curves)}"
-        told = f"{speedup_text(result.speedup)} to {fid_text(result.at)}, p {p_text(first)}"
-        row(arm.name, control.name, seeds, told, text(speed, second, "x"), text(fid, third))
+        told = f"{speedup_text(result.speedup)} to {fid_text(result.at)}, p {p_text(ps[0])}"
+        row(arm.name, control.name, seeds, told, text(speed, ps[1], "x"), text(last, ps[2]))
 
 
 def main() -> None:
