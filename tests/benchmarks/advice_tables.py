@@ -1,8 +1,8 @@
 """The tables of docs/results/digits-advice.md: advice_tables.py RUNS.
 
-RUNS holds <arm>/seed-<n>, where arms are each-loss joined with a piece of advice and a factor of
-the lr. Printed as Markdown:
-- advice left in or out: FID at the end, its ratio to the baseline's (Welch on logs, 95%; p after
+RUNS holds <arm>/seed-<n>, an arm being a piece of advice joined with a factor of the lr. Printed as
+Markdown:
+- advice left in or out: FID at the end, its ratio to the baseline's by seed (paired t, 95%; p after
   Holm), and how many runs were unstable at 1, 3 and 10 times the lr, which is the best of the
   optimizer;
 - constant beta1 crossed with the lr: FID at the end.
@@ -12,10 +12,10 @@ import argparse
 import math
 import re
 from collections import defaultdict
-from itertools import chain
 from statistics import fmean, geometric_mean, stdev
 
-from lit_diffusion.analysis.speedup import Welch, holm, welch
+from lit_diffusion.analysis.by_seed import Paired, paired
+from lit_diffusion.analysis.speedup import holm
 from lit_diffusion.analysis.stability import stability
 from lit_diffusion.commands.experiment import Run, find_runs
 
@@ -36,14 +36,14 @@ BETAS = ("0", "0.5", "0.8", "0.9", "0.95", "0.99")
 
 
 def cell(arm: str) -> tuple[str, float]:
-    """Advice and factor of the lr of an arm: each-loss+clip+lr-x3 is ("clip", 3).
+    """Advice and factor of the lr of an arm: clip+lr-x3 is ("clip", 3).
 
     Raises:
         ValueError: for an arm that the tables have no place for.
     """
-    parts = arm.removeprefix("each-loss").strip("+").split("+")
+    parts = arm.split("+")
     factors = [float(found[1]) for p in parts if (found := re.search(r"-x([\d.]+)$", p))]
-    names = [re.sub(r"-x[\d.]+$", "", p) for p in parts if p and not p.startswith("lr-x")]
+    names = [re.sub(r"-x[\d.]+$", "", p) for p in parts if not p.startswith("lr-x")]
     name = names[0] if names else "baseline"
     known = name in ADVICE or name.removeprefix("beta1-") in BETAS
     if not known or len(names) > 1 or len(factors) > 1 or (name == "sgd" and "+lr-x" in arm):
@@ -93,15 +93,17 @@ def unstable(runs: list[Run]) -> str:
     return f"{bad} of {len(found)}" + (f" ({diverged} diverged)" if diverged else "")
 
 
-def against(runs: list[Run], baseline: list[Run]) -> Welch | None:
-    logs = [[math.log(last_fid(run)) for run in group] for group in (runs, baseline)]
-    return welch(*logs) if all(map(math.isfinite, chain(*logs))) else None
+def against(runs: list[Run], baseline: list[Run]) -> Paired | None:
+    """Last FIDs by seed; None where a run of either has none."""
+    own, other = ({run.seed: last_fid(run) for run in group} for group in (runs, baseline))
+    seeds = sorted(own.keys() & other.keys())
+    if not all(math.isfinite(fids[seed]) for fids in (own, other) for seed in seeds):
+        return None
+    return paired([own[seed] for seed in seeds], [other[seed] for seed in seeds])
 
 
-def ratio(test: Welch | None) -> str:
-    if test is None:
-        return "-"
-    return f"{math.exp(test.difference):.2f} [{math.exp(test.low):.2f}, {math.exp(test.high):.2f}]"
+def ratio(test: Paired | None) -> str:
+    return f"{test.ratio:.2f} [{test.low:.2f}, {test.high:.2f}]" if test else "-"
 
 
 def row(*texts: str) -> None:

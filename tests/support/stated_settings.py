@@ -190,7 +190,6 @@ ARMS: dict[str, dict[str, Any]] = {
     "digits/edm": _EDM,
     "digits/edm-fdm": _EDM | _edm_fdm(15),
     "digits/fast": _FAST,
-    "digits/each-loss": {"trainer.log_every_n_steps": 1, "trainer.val_check_interval": 1500},
     "digits/sgd": _optimizer("SGD", lr=0.03, momentum=0.9),
     "digits/sgd-x3": _optimizer("SGD", lr=0.09, momentum=0.9),
     "digits/sgd-x10": _optimizer("SGD", lr=0.3, momentum=0.9),
