@@ -2,9 +2,9 @@
 
 RUNS holds <arm>/seed-<n>, an arm being a piece of advice joined with a factor of the lr. Printed as
 Markdown:
-- advice left in or out: FID at the end, its ratio to the baseline's by seed (paired t, 95%; p after
-  Holm), and how many runs were unstable at 1, 3 and 10 times the lr, which is the best of the
-  optimizer;
+- advice left in or out: FID at the end, its ratio to the baseline's (Welch on logs, 95%; p after
+  Holm) and by seed (paired t), and how many runs were unstable at 1, 3 and 10 times the lr, which
+  is the best of the optimizer;
 - constant beta1 crossed with the lr: FID at the end.
 """
 
@@ -15,8 +15,9 @@ from collections import defaultdict
 from statistics import fmean, geometric_mean, stdev
 
 from lit_diffusion.analysis.by_seed import Paired, paired
-from lit_diffusion.analysis.speedup import holm
+from lit_diffusion.analysis.speedup import Welch, holm, welch
 from lit_diffusion.analysis.stability import stability
+from lit_diffusion.analysis.wording import fid_text, p_text
 from lit_diffusion.commands.experiment import Run, find_runs
 
 Cells = dict[tuple[str, float], list[Run]]
@@ -79,7 +80,7 @@ def fids(runs: list[Run]) -> str:
     kept = [value for value in values if math.isfinite(value)]
     if not kept:
         return "-"
-    told = f"{fmean(kept):.3g}" + (f" +- {stdev(kept):.2g}" if kept[1:] else "")
+    told = fid_text(fmean(kept), stdev(kept) if kept[1:] else None)
     return told if kept == values else f"{told} ({len(kept)} of {len(values)})"
 
 
@@ -93,17 +94,18 @@ def unstable(runs: list[Run]) -> str:
     return f"{bad} of {len(found)}" + (f" ({diverged} diverged)" if diverged else "")
 
 
-def against(runs: list[Run], baseline: list[Run]) -> Paired | None:
-    """Last FIDs by seed; None where a run of either has none."""
+def against(runs: list[Run], baseline: list[Run]) -> tuple[Welch | None, Paired | None]:
+    """Last FIDs beside those of the baseline, and by seed; None where a run has none."""
     own, other = ({run.seed: last_fid(run) for run in group} for group in (runs, baseline))
-    seeds = sorted(own.keys() & other.keys())
-    if not all(math.isfinite(fids[seed]) for fids in (own, other) for seed in seeds):
-        return None
-    return paired([own[seed] for seed in seeds], [other[seed] for seed in seeds])
+    if not all(map(math.isfinite, (*own.values(), *other.values()))):
+        return None, None
+    shared = sorted(own.keys() & other.keys())
+    logs = [[math.log(fid) for fid in fids.values()] for fids in (own, other)]
+    return welch(*logs), paired([own[seed] for seed in shared], [other[seed] for seed in shared])
 
 
-def ratio(test: Paired | None) -> str:
-    return f"{test.ratio:.2f} [{test.low:.2f}, {test.high:.2f}]" if test else "-"
+def ratio(ratio: float, low: float, high: float) -> str:
+    return f"{ratio:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def row(*texts: str) -> None:
@@ -112,32 +114,21 @@ def row(*texts: str) -> None:
 
 def advice_table(found: Cells) -> None:
     tests = {name: against(found[name, 1], found["baseline", 1]) for name in list(ADVICE)[1:]}
-    told = {name: test for name, test in tests.items() if test is not None}
-    corrected = dict(zip(told, holm([test.p for test in told.values()]), strict=True))
-    row(
-        "arm",
-        "what it is",
-        "FID at 1x",
-        "over the baseline's",
-        "p (Holm)",
-        "unstable at 1x",
-        "3x",
-        "10x",
-        "FID at 3x",
-        "10x",
-    )
-    row(*["---"] * 10)
+    told = {name: test.p for name, (test, _) in tests.items() if test}
+    corrected = dict(zip(told, holm(list(told.values())), strict=True))
+    heads = ("arm", "what differs", "FID", "over the baseline's", "p (Holm)", "by seed")
+    row(*heads, "FID at 3x", "10x", "unstable at 1x", "3x", "10x")
+    row(*["---"] * 11)
     for name, text in ADVICE.items():
-        p = f"{corrected[name]:.2g}" if name in corrected else "-"
+        test, pairs = tests.get(name, (None, None))
+        first = (
+            ratio(*(math.exp(d) for d in (test.difference, test.low, test.high))) if test else "-"
+        )
+        by_seed = ratio(pairs.ratio, pairs.low, pairs.high) if pairs else "-"
+        p = p_text(corrected.get(name))
         each = [found[name, factor] for factor in (1, 3, 10)]
         row(
-            name,
-            text,
-            fids(each[0]),
-            ratio(tests.get(name)),
-            p,
-            *map(unstable, each),
-            *map(fids, each[1:]),
+            name, text, fids(each[0]), first, p, by_seed, *map(fids, each[1:]), *map(unstable, each)
         )
 
 
