@@ -1,7 +1,7 @@
 """Arms beside the baseline seed by seed: what runs of one seed have in common drops out."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, geometric_mean, stdev
 
@@ -11,14 +11,15 @@ from lit_diffusion.analysis.comparison import Arm, Comparison, Result
 from lit_diffusion.analysis.curves import Bound, Curve
 from lit_diffusion.analysis.speedup import CONFIDENCE, holm
 from lit_diffusion.analysis.tables import Table
-from lit_diffusion.analysis.wording import at_text, p_text, ratio_text
+from lit_diffusion.analysis.wording import p_text, ratio_text, to_text
 
 _CAPTION = (
-    "Runs of one seed share initial weights, order of data, noise and seeds of samples, as far as "
-    "their arms let them, and what they share drops out of differences by seed: paired t test on "
-    "logs, 95% intervals, p (Holm) corrected for the arms of its column. Last FID: that of the arm "
-    "over the baseline's after as many steps, geometric mean of all sets of samples. The verdicts "
-    "above do not use this."
+    "Runs of one seed share initial weights, order of data, noise and seeds of samples, unless "
+    "their arms differ in these. What they share drops out of differences by seed: paired t test "
+    "on logs, 95% intervals, p-values corrected (Holm) for the arms of each column. The last FID "
+    "is over the baseline's after as many steps (below 1 is better), the geometric mean of as many "
+    "sets of samples as both have. No number (-) where a run has no such FID or was trained for "
+    "another number of steps. The verdicts above do not use this."
 )
 
 
@@ -61,7 +62,7 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Paired | None:
         (2.02, 0.001)
     """
     logs = [math.log(a / b) for a, b in zip(first, second, strict=True)]
-    if len(logs) < 2 or stdev(logs) == 0:
+    if len(logs) < 2 or stdev(logs) < 1e-12:  # rounding alone
         return None
     mean, error, degrees = fmean(logs), stdev(logs) / math.sqrt(len(logs)), len(logs) - 1
     reach = float(stdtrit(degrees, (1 + CONFIDENCE) / 2)) * error
@@ -93,11 +94,12 @@ def last_by_seed(arm: Arm, base: Arm) -> Paired | None:
     """Last FIDs of an arm over those of the baseline.
 
     Returns:
-        The test; None without one, where the last steps differ, or where an FID is not finite.
+        The test; None without one, where the last steps differ by more than 1%, or where an FID is
+        not finite.
     """
     own, other = (dict(zip(_seeds(a), a.curves, strict=True)) for a in (arm, base))
     pairs = [(own[seed], other[seed]) for seed in _shared(arm, base)]
-    if any(a.steps[-1] != b.steps[-1] for a, b in pairs):
+    if not all(math.isclose(a.steps[-1], b.steps[-1], rel_tol=0.01) for a, b in pairs):
         return None
     sets = min((len(curve.repeats) for pair in pairs for curve in pair), default=0)
     fids = [(_last(a, sets), _last(b, sets)) for a, b in pairs]
@@ -107,19 +109,44 @@ def last_by_seed(arm: Arm, base: Arm) -> Paired | None:
 
 
 def by_seed_table(comparison: Comparison) -> Table | None:
-    """Every arm that shares two seeds or more with the baseline; None where none does."""
-    base, results = comparison.baseline, comparison.results
+    """Every arm that shares two seeds or more with the baseline; None where none has a test."""
+    base = comparison.baseline
+    results = [r for r in comparison.results if len(_shared(r.arm, base)) > 1]
     speeds = [speed_by_seed(result, base) for result in results]
     lasts = [last_by_seed(result.arm, base) for result in results]
-    corrected = [iter(holm([test.p for test in tests if test])) for tests in (speeds, lasts)]
-    rows = []
-    for result, speed, last in zip(results, speeds, lasts, strict=True):
-        if speed or last:
-            at = f" to FID {at_text(result, comparison)}" * (result.at != comparison.target)
-            cells = (*_cells(speed, corrected[0], "x", at), *_cells(last, corrected[1]))
-            rows.append((result.arm.name, str(len(_shared(result.arm, base))), *cells))
-    heads = ("arm", "shared seeds", "speed-up", "p (Holm)", "last FID", "p (Holm)")
-    return Table(_CAPTION, heads, tuple(rows)) if rows else None
+    if not any((*speeds, *lasts)):
+        return None
+    rows = [
+        (
+            result.arm.name,
+            str(len(_shared(result.arm, base))),
+            f"{_text(speed, 'x')}{to_text(result, comparison)}" if speed else "-",
+            p_text(p_of_speed),
+            _text(last) if last else "-",
+            p_text(p_of_last),
+        )
+        for result, speed, last, p_of_speed, p_of_last in zip(
+            results, speeds, lasts, _corrected(speeds), _corrected(lasts), strict=True
+        )
+    ]
+    last = f"last FID over {base.name}'s"
+    heads = ("arm", "shared seeds", "speed-up", "p (speed-up)", last, "p (last FID)")
+    return Table(_CAPTION, heads, tuple(rows))
+
+
+def _corrected(tests: Sequence[Paired | None]) -> list[float | None]:
+    """p-values after Holm, in the places of the tests."""
+    adjusted = iter(holm([test.p for test in tests if test]))
+    return [next(adjusted) if test else None for test in tests]
+
+
+def _text(test: Paired, unit: str = "") -> str:
+    """A ratio and its interval."""
+    ratio, low, high = (
+        f"{value:.2g}" if value < 0.1 else ratio_text(value)[:-1]
+        for value in (test.ratio, test.low, test.high)
+    )
+    return f"{ratio}{unit} [{low}, {high}]"
 
 
 def _seeds(arm: Arm) -> list[str]:
@@ -134,10 +161,3 @@ def _last(curve: Curve, sets: int) -> float:
     """The last FID, over so many more sets of samples; NaN where one is not finite."""
     fids = [curve.fids[-1], *curve.repeats[:sets]]
     return geometric_mean(fids) if all(map(math.isfinite, fids)) else math.nan
-
-
-def _cells(test: Paired | None, ps: Iterator[float], unit: str = "", at: str = "") -> list[str]:
-    if test is None:
-        return ["-", "-"]
-    ratio, low, high = (ratio_text(value)[:-1] for value in (test.ratio, test.low, test.high))
-    return [f"{ratio}{unit} [{low}, {high}]{at}", p_text(next(ps))]

@@ -27,10 +27,18 @@ class Arm:
     Args:
         name: of the arm.
         curves: one a seed, at least one.
+
+    Raises:
+        ValueError: for a seed that is there twice.
     """
 
     name: str
     curves: tuple[Curve, ...]
+
+    def __post_init__(self) -> None:
+        seeds = [curve.seed for curve in self.curves]
+        if len(set(seeds)) < len(seeds):
+            raise ValueError(f"{self.name} has a seed twice: {', '.join(sorted(seeds))}.")
 
     @property
     def reached(self) -> float:

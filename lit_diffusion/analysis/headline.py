@@ -40,7 +40,7 @@ def headline(comparison: Comparison) -> str:
         return _winner(comparison)
     if verdicts <= {*_LOSING, Verdict.MISSED}:
         return _baseline_wins(comparison)
-    if comparison.num_tests == 0:
+    if not _tested(comparison):
         return _looks(comparison)
     return "; ".join([_of_the_tested(comparison), *_untested(comparison)]) + "."
 
@@ -93,15 +93,19 @@ def _baseline_wins(comparison: Comparison) -> str:
     """A headline where every arm is slower or never gets there."""
     base, target = comparison.baseline.name, fid_text(comparison.target)
     verdicts = {result.verdict for result in comparison.results}
+    missed = [result.arm for result in comparison.results if result.verdict is Verdict.MISSED]
+    is_longer = any(shorter_text(arm, comparison.baseline) for arm in missed)
+    longer = ", but not all others were trained as long" * is_longer
     if verdicts == {Verdict.MISSED}:
-        others = [result.arm for result in comparison.results]
-        is_longer = any(shorter_text(arm, comparison.baseline) for arm in others)
-        longer = ", but not all others were trained as long" * is_longer
         return f"Only {base} reaches FID {target}{longer}."
-    never = [f"never reach FID {target}"] * (Verdict.MISSED in verdicts)
-    how = " or ".join([*_losses(verdicts), *never])
-    certainty = _certainty(comparison.results, comparison)
-    return f"{base} wins: {_all_others(comparison)} {how}. {certainty}"
+    how = " or ".join([*_losses(verdicts), *[f"never reach FID {target}"] * bool(missed)])
+    certainty = _certainty(_tested(comparison), comparison)
+    return f"{base} wins: {_all_others(comparison)} {how}{longer}. {certainty}"
+
+
+def _tested(comparison: Comparison) -> list[Result]:
+    """Arms with a test, of their speed or of their last FID."""
+    return [r for r in comparison.results if r.holm_p is not None or r.end is not None]
 
 
 def _losses(verdicts: Collection[Verdict]) -> list[str]:
@@ -122,16 +126,15 @@ def _looks(comparison: Comparison) -> str:
 
 def _of_the_tested(comparison: Comparison) -> str:
     """That none of the arms with a test wins; nothing is claimed of the others."""
-    base, count = comparison.baseline.name, comparison.num_tests
-    tested = [result for result in comparison.results if result.holm_p is not None]
+    base, tested = comparison.baseline.name, _tested(comparison)
     for result in tested:
         if result.verdict is Verdict.UNCLEAR and result.speedup.ratio > 1:
-            name = result.arm.name
-            return f"{name} may beat {base}, but {count} arms were tested: it can be chance"
+            tests = f"{comparison.num_tests} arms were tested"
+            return f"{result.arm.name} may beat {base}, but {tests}: it can be chance"
     if not any(result.verdict is Verdict.UNKNOWN for result in comparison.results):
         return f"No arm beats {base} by more than noise"
     how = " or ".join(_losses({result.verdict for result in tested}))
-    loses = all(result.verdict in _LOSING for result in tested)
+    loses, count = all(result.verdict in _LOSING for result in tested), len(tested)
     if count == 1:
         what = f"is {how} than {base}" if loses else f"does not beat {base} by more than noise"
         return f"{tested[0].arm.name}, the only arm tested, {what}"
@@ -190,7 +193,8 @@ def doubts(comparison: Comparison) -> str:
 def _picked(comparison: Comparison) -> list[str]:
     """That the best of several arms owes something to luck, which no interval here allows for."""
     count, best = len(comparison.results), comparison.best
-    if count == 1 or best.speedup.ratio <= 1 or best.verdict is Verdict.WORSE:
+    is_ahead = best.speedup.ratio > 1 and not best.speedup.is_upper_bound
+    if count == 1 or not is_ahead or best.verdict in (Verdict.WORSE, Verdict.MISSED):
         return []
     beyond = "" if best.speedup.low is None else ", which its interval does not allow for"
     name = best.arm.name

@@ -84,26 +84,28 @@ def seeds_text(count: int) -> str:
 
 def verdict_text(result: Result, comparison: Comparison) -> str:
     """What the seeds say of an arm, in a line."""
-    base = comparison.baseline
+    base, verdict = comparison.baseline, result.verdict
     count = fewest_seeds(result, base)
     value = f"{speedup_text(result.speedup)}{to_text(result, comparison)}"
-    lost = f", but {_lost(result, base)}" if result.arm.lost else ""
-    if result.verdict is Verdict.UNCLEAR:
-        return f"unclear after correction for {comparison.num_tests} tests: {value}{lost}"
-    if result.verdict is Verdict.NO_DIFFERENCE:
-        return f"no difference that {seeds_text(count)} can show: {value}{lost}"
-    if result.verdict is Verdict.UNKNOWN:
-        return f"cannot be told from noise ({why_unknown(result, base)}): {value}"
-    if result.verdict is Verdict.MISSED:
+    if verdict is Verdict.MISSED:
         return f"does not get there: {_reached_the_target(result, comparison)}"
-    if result.verdict is Verdict.LOST:
+    if verdict is Verdict.LOST:
         return f"not finite at the end: {value}, {but_text(result, comparison)}"
+    value += (
+        f", but {_lost(result, base)}" if result.arm.lost and verdict is not Verdict.FASTER else ""
+    )
+    if verdict is Verdict.UNCLEAR:
+        return f"unclear after correction for {comparison.num_tests} tests: {value}"
+    if verdict is Verdict.NO_DIFFERENCE:
+        return f"no difference that {seeds_text(count)} can show: {value}"
+    if verdict is Verdict.UNKNOWN:
+        return f"cannot be told from noise ({why_unknown(result, base)}): {value}"
     provisional = f" (provisional: {seeds_text(count)})" if count < HEADLINE_SEEDS else ""
     if result.end is not None:
         return f"{_worse(result, result.end, comparison)}{provisional}"
-    falls_short = result.verdict is Verdict.FASTER and comparison.falls_short(result)
+    falls_short = verdict is Verdict.FASTER and comparison.falls_short(result)
     but = f", {but_text(result, comparison)}" if falls_short else ""
-    return f"{result.verdict.value} than {base.name}: {value}{but}{provisional}"
+    return f"{verdict.value} than {base.name}: {value}{but}{provisional}"
 
 
 def _worse(result: Result, end: End, comparison: Comparison) -> str:
@@ -111,8 +113,10 @@ def _worse(result: Result, end: End, comparison: Comparison) -> str:
     own, other = apart(end.fid, end.baseline)
     p = p_text(end.p) if end.p < SURE else f"= {p_text(end.p)}"
     by_steps = verdict_text(replace(result, verdict=end.of_speed, end=None), comparison)
-    name = comparison.baseline.name
-    return f"ends worse than {name}: FID {own}, not {other} (p {p}); in steps {by_steps}"
+    arms = len(comparison.results)
+    corrected = f", corrected for {arms} arms" * (arms > 1)
+    fids = f"FID {own} against {other} (p {p}{corrected})"
+    return f"ends worse than {comparison.baseline.name}: {fids}; by steps: {by_steps}"
 
 
 def reached_text(crossings: Sequence[Crossing]) -> str:

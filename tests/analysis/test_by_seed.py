@@ -8,6 +8,8 @@ from support.experiments import STEPS, arm
 from lit_diffusion.analysis.by_seed import by_seed_table, last_by_seed, paired, speed_by_seed
 from lit_diffusion.analysis.comparison import Arm, compare
 from lit_diffusion.analysis.curves import Curve
+from lit_diffusion.analysis.speedup import holm
+from lit_diffusion.analysis.wording import fid_text, p_text
 
 NAN = math.nan
 
@@ -41,7 +43,15 @@ def test_pairs_are_tested_as_scipy_tests_them():
     )
 
 
-@pytest.mark.parametrize("numbers", [([2.0], [1.0]), ([], []), ([2.0, 4.0], [1.0, 2.0])])
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        ([2.0], [1.0]),
+        ([], []),
+        ([2.0, 4.0], [1.0, 2.0]),
+        ([0.3, 0.7 * 3, 1.1 * 3], [0.1, 0.7, 1.1]),
+    ],
+)
 def test_too_few_pairs_or_equal_ratios_have_no_test(numbers):
     assert paired(*numbers) is None
 
@@ -100,24 +110,56 @@ def test_last_fids_that_are_not_finite_have_no_ratio(last):
     assert last_by_seed(Arm("lost", tuple(lost)), base) is None
 
 
+def test_a_set_of_samples_without_a_finite_fid_has_no_ratio():
+    one, other = (
+        Arm(n, tuple(Curve(s, (1,), (f,), repeats=(r,)) for s, f in zip("abc", fids, strict=True)))
+        for n, fids, r in (("one", (2.0, 3.0, 5.0), math.inf), ("other", (1.0, 2.0, 2.0), 1.0))
+    )
+    assert last_by_seed(one, other) is None
+
+
+def cut(arm, count):
+    return Arm(
+        arm.name, tuple(Curve(c.seed, c.steps[:-count], c.fids[:-count]) for c in arm.curves)
+    )
+
+
 def test_last_fids_after_unequal_numbers_of_steps_have_no_ratio():
     base = related(1.0, "baseline")
-    short = [Curve(c.seed, c.steps[:-1], c.fids[:-1]) for c in related(2.0).curves]
-    comparison, _ = compared(Arm("short", tuple(short)), base)
+    comparison, _ = compared(cut(related(2.0), 1), base)
     assert last_by_seed(comparison.results[0].arm, base) is None
     assert by_seed_table(comparison).rows[0][-2:] == ("-", "-")
+    almost = Arm("a", tuple(Curve(c.seed, (*STEPS[:-1], 1990), c.fids) for c in base.curves[:2]))
+    assert last_by_seed(related(2.0), almost) is not None
 
 
-def test_the_table_has_p_values_corrected_within_a_column():
-    base, arms = related(1.0, "baseline"), [related(1.05, "a"), related(1.06, "b")]
+def test_the_table_has_p_values_corrected_within_each_column():
+    base = related(1.0, "baseline")
+    arms = [related(1.03, "a"), related(1.04, "b"), related(1.0, "c"), cut(related(1.02, "d"), 1)]
     comparison = compare([base, *arms], "baseline")
     table = by_seed_table(comparison)
-    alone = {arm.name: by_seed_table(compare([base, arm], "baseline")) for arm in arms}
-    for row in table.rows:
-        (single,) = alone[row[0]].rows
-        assert row[2] == single[2]
-        assert row[2].startswith("1.0")
-    assert [row[3] for row in table.rows] != [alone[row[0]].rows[0][3] for row in table.rows]
+    results = comparison.results
+    speeds = [speed_by_seed(result, base).p for result in results]
+    lasts = [test.p for result in results if (test := last_by_seed(result.arm, base))]
+    assert [row[3] for row in table.rows] == [p_text(p) for p in holm(speeds)]
+    assert [row[5] for row in table.rows if row[5] != "-"] == [p_text(p) for p in holm(lasts)]
+    assert len({*speeds, *holm(speeds)}) > len(speeds)  # the correction changes them
+    assert len(lasts) == 3
+
+
+def test_the_table_says_to_which_fid_a_speed_is_if_not_to_the_target():
+    comparison, _ = compared(related(0.5, "slow"))
+    ((_, _, speed, *_),) = by_seed_table(comparison).rows
+    assert speed.startswith("0.5")
+    assert speed.endswith(f" to FID {fid_text(comparison.results[0].at)}")
+
+
+def test_an_arm_without_any_test_stands_there_too():
+    base = related(1.0, "baseline")
+    lost = Arm("lost", tuple(Curve(c.seed, STEPS, (NAN,) * 20) for c in base.curves))
+    rows = by_seed_table(compare([base, related(2.0), lost], "baseline")).rows
+    assert ("lost", "5", "-", "-", "-", "-") in rows
+    assert by_seed_table(compare([base, lost], "baseline")) is None
 
 
 def test_arms_that_share_no_seeds_have_no_table():

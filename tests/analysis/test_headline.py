@@ -194,8 +194,8 @@ def still(name="still", seeds=3):
 def test_an_arm_that_ends_worse_is_told_by_its_last_fid():
     comparison, (verdict,) = told(still())
     end = fid_text(comparison.results[0].end.baseline)
-    assert verdict.startswith(f"ends worse than baseline: FID 3.01, not {end} (p < 0.001); in ")
-    assert "; in steps no difference that 3 seeds can show: " in verdict
+    assert verdict.startswith(f"ends worse than baseline: FID 3.01 against {end} (p < 0.001); ")
+    assert "; by steps: no difference that 3 seeds can show: " in verdict
     assert verdict.endswith(" to FID 3.02 (provisional: 3 seeds)")
     sure = "Hardly noise, but provisional: 3 seeds, not 5."
     assert headline(comparison) == f"baseline wins: still is worse at the end. {sure}"
@@ -220,6 +220,42 @@ def test_arms_that_end_worse_are_not_called_slower():
     assert headline(comparison).startswith(
         "Both arms tested are worse at the end than baseline; new cannot "
     )
+
+
+def test_an_arm_that_ends_worse_was_tested_though_its_steps_have_no_test():
+    """At the FID where it stands still, all its seeds were at their first evaluation."""
+    steps = (20, 40, *STEPS)
+    curves = [
+        Curve(str(k), steps, (60.0, 30.0 + k, *(24.0 + 0.3 * k,) * len(STEPS))) for k in range(3)
+    ]
+    stall = Arm("stall", tuple(curves))
+    comparison, _ = told(stall, arm("slow", 0.5), arm("one", 3.0, [0]))
+    result = next(r for r in comparison.results if r.arm is stall)
+    assert (result.verdict, result.holm_p) == (Verdict.WORSE, None)
+    assert headline(comparison).startswith(
+        "Both arms tested are slower or worse at the end than baseline; one cannot be told"
+    )
+    comparison, _ = told(stall, arm("one", 3.0, [0]))
+    assert headline(comparison).startswith(
+        "stall, the only arm tested, is worse at the end than baseline; one cannot be told"
+    )
+
+
+def test_arms_that_were_cut_short_are_told_with_that_where_the_baseline_wins():
+    short = Arm("short", tuple(Curve(str(k), STEPS[:1], (20.0 + k,)) for k in range(5)))
+    comparison, _ = told(arm("slow", 0.5), short)
+    target = fid_text(comparison.target)
+    others = f"both other arms are slower or never reach FID {target}"
+    longer = "but not all others were trained as long"
+    assert headline(comparison) == f"baseline wins: {others}, {longer}. That is not noise."
+    assert "Picked" not in explanation(told(short, diverged())[0])
+
+
+def test_seeds_without_a_last_fid_are_told_with_slower_arms_too():
+    slow = [Curve(c.seed, STEPS, (*c.fids[:-4], *(math.nan,) * 4)) for c in arm("slow", 0.5).curves]
+    _, (verdict,) = told(Arm("slow", tuple(slow)))
+    assert verdict.startswith("slower than baseline: 0.")
+    assert verdict.endswith(", but 5 of 5 seeds end without a finite FID")
 
 
 def test_an_arm_without_a_last_fid_is_told_with_that_beside_what_its_steps_say():

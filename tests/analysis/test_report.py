@@ -24,6 +24,9 @@ def test_a_section_is_there_for_what_there_is_to_tell():
     assert "By images seen" not in titles()
     assert "By images seen" in titles(by_images=COMPARISON)
     assert titles(tables={"Runs": table})[-1] == "Runs"
+    assert "Seed by seed" in titles()
+    others = compare([arm("baseline", 1.0), arm("fast", 2.0, "abc")], "baseline")
+    assert "Seed by seed" not in [section.title for section in sections(Report(others))]
 
 
 def test_every_picture_has_a_caption():
@@ -45,5 +48,6 @@ def test_the_method_tells_the_choices_that_a_reader_would_doubt():
         "every seed of the baseline",
         "(>)",
         "wins if",
+        "ends worse",
     ):
         assert choice in METHOD

@@ -12,7 +12,7 @@ import argparse
 import math
 import re
 from collections import defaultdict
-from statistics import fmean, geometric_mean, stdev
+from statistics import geometric_mean
 
 from lit_diffusion.analysis.by_seed import Paired, paired
 from lit_diffusion.analysis.speedup import Welch, holm, welch
@@ -33,6 +33,9 @@ ADVICE = {
     "velocity": "velocity prediction",
     "linear": "linear betas",
 }
+FACTORS = (1.0, 3.0, 10.0)
+BETA_FACTORS = (0.3, 1.0, 3.0)
+SETS = 3  # of samples, at the end of a run
 BETAS = ("0", "0.5", "0.8", "0.9", "0.95", "0.99")
 
 
@@ -45,43 +48,52 @@ def cell(arm: str) -> tuple[str, float]:
     parts = arm.split("+")
     factors = [float(found[1]) for p in parts if (found := re.search(r"-x([\d.]+)$", p))]
     names = [re.sub(r"-x[\d.]+$", "", p) for p in parts if not p.startswith("lr-x")]
-    name = names[0] if names else "baseline"
-    known = name in ADVICE or name.removeprefix("beta1-") in BETAS
-    if not known or len(names) > 1 or len(factors) > 1 or (name == "sgd" and "+lr-x" in arm):
+    name, factor = (*names, "baseline")[0], (*factors, 1.0)[0]
+    is_known = factor in FACTORS if name in ADVICE else factor in BETA_FACTORS and is_beta(name)
+    is_absolute = "sgd" in parts and len(parts) > 1  # an lr-x* would be of Adam's lr
+    if not is_known or is_absolute or len(names) > 1 or len(factors) > 1:
         raise ValueError(f"{arm} is no piece of advice with a factor of its lr.")
-    return name, factors[0] if factors else 1.0
+    return name, factor
+
+
+def is_beta(name: str) -> bool:
+    return name in [f"beta1-{beta}" for beta in BETAS]
 
 
 def cells(runs: list[Run]) -> Cells:
     """The runs by advice and factor.
 
     Raises:
-        ValueError: for a seed that is there twice, and a run that did not end and did not diverge.
+        ValueError: for a seed that is there twice, and a run that neither ended nor diverged.
     """
     found: Cells = defaultdict(list)
     for run in runs:
         at = cell(run.arm)
         if run.seed in [other.seed for other in found[at]]:
             raise ValueError(f"{run.path}: its seed is there twice.")
-        if math.isinf(last_fid(run)) and not run.diverged:
-            raise ValueError(f"{run.path} did not end.")
+        if len(last_fids(run)) != SETS and not run.diverged:
+            raise ValueError(f"{run.path} has no FIDs of {SETS} sets of samples at its end.")
         found[at].append(run)
     return found
 
 
+def last_fids(run: Run) -> list[float]:
+    return [r["value"] or math.inf for r in run.records if r["step"] == run.max_steps]
+
+
 def last_fid(run: Run) -> float:
     """The geometric mean over all sets of samples at the last step; infinite without an FID."""
-    at_end = [record["value"] for record in run.records if record["step"] == run.max_steps]
-    return geometric_mean(at_end) if at_end and None not in at_end else math.inf
+    return math.inf if run.diverged else geometric_mean(last_fids(run))
 
 
 def fids(runs: list[Run]) -> str:
-    values = [last_fid(run) for run in runs]
-    kept = [value for value in values if math.isfinite(value)]
+    """The geometric mean over seeds, the lowest and the highest."""
+    kept = sorted(fid for run in runs if math.isfinite(fid := last_fid(run)))
     if not kept:
         return "-"
-    told = fid_text(fmean(kept), stdev(kept) if kept[1:] else None)
-    return told if kept == values else f"{told} ({len(kept)} of {len(values)})"
+    lost = f", {len(kept)} of {len(runs)}" * (len(kept) < len(runs))
+    spread = f"{fid_text(kept[0])} to {fid_text(kept[-1])}"
+    return f"{fid_text(geometric_mean(kept))} ({spread}{lost})"
 
 
 def unstable(runs: list[Run]) -> str:
@@ -126,7 +138,7 @@ def advice_table(found: Cells) -> None:
         )
         by_seed = ratio(pairs.ratio, pairs.low, pairs.high) if pairs else "-"
         p = p_text(corrected.get(name))
-        each = [found[name, factor] for factor in (1, 3, 10)]
+        each = [found[name, factor] for factor in FACTORS]
         row(
             name, text, fids(each[0]), first, p, by_seed, *map(fids, each[1:]), *map(unstable, each)
         )
@@ -137,7 +149,7 @@ def momentum_table(found: Cells) -> None:
     row(*["---"] * 6)
     for beta in BETAS:
         name = "baseline" if beta == "0.9" else f"beta1-{beta}"
-        each = [found[name, factor] for factor in (0.3, 1, 3)]
+        each = [found[name, factor] for factor in BETA_FACTORS]
         row(beta, *map(fids, each), *map(unstable, (each[0], each[2])))
 
 

@@ -29,6 +29,11 @@ def tests_of(arm: Arm, control: Arm) -> Tests:
     return result, speed, last
 
 
+def p_of(result: Result) -> float:
+    assert result.speedup.p is not None  # else tests_of had ended
+    return result.speedup.p
+
+
 def text(test: Paired, p: float, unit: str = "") -> str:
     return f"{test.ratio:.2f}{unit} [{test.low:.2f}, {test.high:.2f}], p {p_text(p)}"
 
@@ -39,7 +44,7 @@ def row(*cells: str) -> None:
 
 def table(pairs: Sequence[tuple[Arm, Arm]]) -> None:
     found = [tests_of(*pair) for pair in pairs]
-    first = holm([result.speedup.p or 1.0 for result, _, _ in found])
+    first = holm([p_of(result) for result, _, _ in found])
     second, third = (holm([tests[k].p for tests in found]) for k in (1, 2))
     row(
         "arm", "its control", "seeds", "speed-up", "by seed", "last FID over the control's, by seed"
@@ -60,7 +65,10 @@ def main() -> None:
     args = parser.parse_args()
     names = [pair.split("=") for pair in args.pairs]
     folders = [str(args.runs / name) for name in dict.fromkeys(chain(*names))]
-    arms = {arm.name: arm for arm in arms_of(select(find_runs(folders)))}
+    selection = select(find_runs(folders))
+    if selection.left_out:
+        raise SystemExit(f"some runs cannot stand beside the others: {selection.left_out}.")
+    arms = {arm.name: arm for arm in arms_of(selection)}
     table([(arms[first], arms[control]) for first, control in names])
 
 

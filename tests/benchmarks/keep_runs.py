@@ -25,7 +25,7 @@ def finished(run: Run) -> bool:
 def write_brief(source: Path, target: Path) -> None:
     with source.open() as lines:
         rows = list(csv.DictReader(lines))
-    names = [name for name in rows[0] if not re.fullmatch(r"train/loss_q\d|ema/.*|epoch", name)]
+    names = [name for name in rows[0] if re.fullmatch("step|train/loss|val/.*", name)]
     with target.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(names)
