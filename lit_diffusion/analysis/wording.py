@@ -192,8 +192,8 @@ def apart(first: float, second: float) -> tuple[str, str]:
     """Two FIDs, with as many digits as tell them apart.
 
     Example:
-        >>> apart(0.26913, 0.26935), apart(2.0, 3.0)
-        (('0.2691', '0.2694'), ('2.00', '3.00'))
+        >>> apart(0.26913, 0.26935), apart(0.26913, 0.26914)
+        (('0.2691', '0.2693'), ('0.26913', '0.26914'))
     """
     texts, places = (fid_text(first), fid_text(second)), 3
     while texts[0] == texts[1] and first != second and places < 12:
