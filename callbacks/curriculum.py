@@ -28,7 +28,7 @@ def clts_gamma(step: int, num_steps: int) -> float:
         num_steps: optimizer steps until gamma is 1, where it stays.
 
     Raises:
-        ValueError: num_steps below 1.
+        ValueError: num_steps below 1, or without end.
 
     Source: Eq. 8, held at 1 from the target iteration on, where Eq. 8 would make densities
     negative.
@@ -37,7 +37,7 @@ def clts_gamma(step: int, num_steps: int) -> float:
         >>> clts_gamma(0, 50_000), clts_gamma(25_000, 50_000), clts_gamma(500_000, 50_000)
         (0.0, 0.5, 1.0)
     """
-    if num_steps < 1:
+    if not 1 <= num_steps < inf:
         raise ValueError(
             f"num_steps must be at least 1 optimizer step, got {num_steps}: say how many the "
             "change of the density takes, as a tenth of the run."

@@ -6,9 +6,10 @@ together with a linear decay of the lr. What the momentum does by itself shows o
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from math import inf
+from typing import Any, NamedTuple, NoReturn
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
@@ -67,7 +68,7 @@ def momentum_decay(
         >>> round(beta1, 12), round(lr_factor, 12)
         (0.4, 0.333333333333)
     """
-    if step < 0 or total_steps < 1:
+    if not (step >= 0 and 1 <= total_steps < inf):
         raise ValueError(f"step must be >= 0 and total_steps >= 1, got {step} and {total_steps}.")
     if not 0 <= min_beta1 <= beta0 < 1:
         raise ValueError(
@@ -144,6 +145,17 @@ class MomentumDecay(UpdateSchedule):
             others["lr"] = group["lr"] * lr_factor
         return others
 
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse a schedule that cycles the momentum and that Lightning does not know of, as well.
+
+        Looked for before a checkpoint brings the param groups of another run.
+        """
+        super().on_fit_start(trainer, pl_module)
+        for index in self._chosen(trainer):
+            optimizer = trainer.optimizers[index]
+            if any("max_momentum" in group for group in optimizer.param_groups):
+                _refuse_cycled(optimizer)
+
     def refuse_unfit(self, trainer: Trainer, optimizer: Optimizer) -> None:
         """Raise ValueError for an optimizer without momentum, or with one that can't decay so."""
         name = type(optimizer).__name__
@@ -151,10 +163,7 @@ class MomentumDecay(UpdateSchedule):
             self._refuse_momentum(name, group)
         for config in trainer.lr_scheduler_configs:
             if _cycles_momentum(config.scheduler, optimizer):
-                raise ValueError(
-                    f"MomentumDecay decays the momentum that the lr schedule of {name} cycles; "
-                    "pass cycle_momentum=False to it."
-                )
+                _refuse_cycled(optimizer)
         if "lion" in name.lower():
             rank_zero_warn(
                 f"{name} takes the sign of its momentum, so its steps do not grow as 1 / (1 - "
@@ -230,6 +239,13 @@ class LRCompensation(UpdateSchedule):
 
     def refuse_unfit(self, trainer: Trainer, optimizer: Optimizer) -> None:
         """Every optimizer has an lr."""
+
+
+def _refuse_cycled(optimizer: Optimizer) -> NoReturn:
+    raise ValueError(
+        f"MomentumDecay decays the momentum that the lr schedule of {type(optimizer).__name__} "
+        "cycles; pass cycle_momentum=False to it."
+    )
 
 
 def _cycles_momentum(scheduler: object, optimizer: Optimizer) -> bool:

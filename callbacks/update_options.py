@@ -1,9 +1,10 @@
 """Options of an optimizer, such as its lr, that are others during an update and only then."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from lit_diffusion.sharding import is_made_up
@@ -124,6 +125,13 @@ def refuse_unhookable(optimizer: object) -> None:
             f"hooks; {name} is something else, or hides one inside. Return torch's own optimizer "
             "from configure_optimizers, and use a strategy such as 'ddp' that leaves it as it is."
         )
+    for inside in _hidden(optimizer):
+        raise ValueError(
+            f"{name} holds another optimizer, {type(inside).__name__}, with param groups of its "
+            f"own, whose updates the options of {name} do not reach; let {name} take the groups of "
+            "the inner one (self.param_groups = inner.param_groups), or return the inner one from "
+            "configure_optimizers."
+        )
     if any(group.get("capturable") for group in optimizer.param_groups):
         raise ValueError(
             "A captured graph repeats the options that it was captured with, so they can't change "
@@ -143,6 +151,28 @@ def _runs_hooks(optimizer: Optimizer) -> bool:
     """
     has_hooks = hasattr(optimizer, "_optimizer_step_pre_hooks")
     return has_hooks and getattr(type(optimizer).step, "hooked", False)
+
+
+def _hidden(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """Optimizers inside with param groups of their own, as many a Lookahead has.
+
+    ZeroRedundancyOptimizer has one too, and gives it the options in each step.
+    """
+    if _is_zero_redundancy(optimizer):
+        return
+    outer = {id(group) for group in optimizer.param_groups}
+    for value in vars(optimizer).values():
+        for inside in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(inside, Optimizer) and outer.isdisjoint(map(id, inside.param_groups)):
+                yield inside
+
+
+def _is_zero_redundancy(optimizer: Optimizer) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return isinstance(optimizer, ZeroRedundancyOptimizer)
 
 
 def _is_compiled(step: Callable[..., Any]) -> bool:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
@@ -35,7 +36,7 @@ class UpdateSchedule(Callback, ABC):
     """
 
     def __init__(self, total_steps: int | None, optimizers: Sequence[int] | None = None) -> None:
-        if total_steps is not None and total_steps < 1:
+        if total_steps is not None and not 1 <= total_steps < math.inf:
             raise ValueError(f"total_steps must be at least 1 or None, got {total_steps}.")
         if optimizers is not None and not _are_positions(optimizers):
             raise ValueError(
@@ -125,15 +126,24 @@ class UpdateSchedule(Callback, ABC):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log beta1 and lr of the last update when Lightning logs; 0 steps is never."""
+        for index, update in self._followed.items():
+            self._refuse_unseen(type(trainer.optimizers[index]).__name__, index, update)
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         by_hand = not pl_module.automatic_optimization  # Lightning then counts batches, not steps
         if every and (by_hand or trainer.global_step % every == 0):
-            for index, update in self._followed.items():
-                optimizer = trainer.optimizers[index]
-                self._refuse_unseen(type(optimizer).__name__, self._passed(index), update)
-                self._tell_decay(index, optimizer.param_groups)
+            for index in self._followed:
+                self._tell_decay(index, trainer.optimizers[index].param_groups)
             for name, value in self._effective(trainer):
                 pl_module.log(name, value)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Warn where a run too short for `PATIENCE` has changed no update."""
+        for index, update in self._followed.items():
+            if not update.in_force and self._passed(index):
+                rank_zero_warn(
+                    f"{type(self).__name__} changed nothing: it saw none of the "
+                    f"{self._passed(index)} steps of {type(trainer.optimizers[index]).__name__}."
+                )
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -219,8 +229,9 @@ class UpdateSchedule(Callback, ABC):
         assert self._steps is not None
         return self._steps.since_start()[index]
 
-    def _refuse_unseen(self, name: str, passed: int, update: UpdateOptions) -> None:
+    def _refuse_unseen(self, name: str, index: int, update: UpdateOptions) -> None:
         """Raise where updates pass by unseen or uncounted."""
+        passed = self._passed(index)
         if not update.in_force and passed >= PATIENCE:
             raise RuntimeError(
                 f"{type(self).__name__} saw none of {passed} steps of {name}, which must step "
@@ -272,6 +283,8 @@ def beta1_of(group: ParamGroup) -> float | None:
 
 def _refuse_unknown_length(trainer: Trainer, pl_module: LightningModule, name: str) -> NoReturn:
     limits = f"Trainer(max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs})"
+    if _accumulates_unevenly(trainer):
+        limits += " with a GradientAccumulationScheduler"
     if not pl_module.automatic_optimization:
         limits = "a Trainer under manual optimization"
     raise ValueError(
@@ -285,12 +298,21 @@ def _is_endless(trainer: Trainer, pl_module: LightningModule) -> bool:
     return not pl_module.automatic_optimization or trainer.max_epochs == trainer.max_steps == -1
 
 
+def _accumulates_unevenly(trainer: Trainer) -> bool:
+    """Whether steps of later epochs take other numbers of batches; Lightning's estimate errs."""
+    counts_epochs = trainer.max_epochs != -1
+    return counts_epochs and any(
+        isinstance(callback, GradientAccumulationScheduler) and len(callback.scheduling) > 1
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+    )
+
+
 def _estimate(trainer: Trainer, pl_module: LightningModule) -> int | None:
     """Optimizer steps of the whole run; None where the Trainer does not know.
 
     Not before the training starts: the Trainer begins to read the data for it.
     """
-    if _is_endless(trainer, pl_module):
+    if _is_endless(trainer, pl_module) or _accumulates_unevenly(trainer):
         return None
     steps = trainer.estimated_stepping_batches
     return int(steps) if 0 < steps < math.inf else None

@@ -274,6 +274,8 @@ BAD = [
         "num_steps must be at least 1 optimizer step, got 0: say how many",
     ),
     ({"num_steps": -5}, "got -5"),
+    ({"num_steps": math.nan}, "got nan"),
+    ({"num_steps": math.inf}, "got inf"),
     ({"mean": 300}, "a mean is a rank u in .* got 300; divide"),
     ({"mean": -0.1}, "got -0.1"),
     ({"mean": math.nan}, "got nan"),

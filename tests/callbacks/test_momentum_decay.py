@@ -121,6 +121,8 @@ def test_the_paper_rests_at_a_third_of_the_lr_for_the_last_sixth_of_the_run():
     [
         {"step": -1},
         {"total_steps": 0},
+        {"total_steps": float("nan")},
+        {"total_steps": float("inf")},
         {"min_beta1": 0.9},
         {"min_beta1": -0.1},
         {"beta0": 1.0},
@@ -543,6 +545,33 @@ def test_schedules_that_cycle_the_momentum_are_refused_and_the_control_takes_the
     module = Recorded(schedule=schedule)
     fit(tmp_path, module, LRCompensation())
     assert len(module.used) == STEPS
+
+
+class CyclesByHand(Recorded):
+    """Keeps its schedule to itself, so that Lightning knows of none."""
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        self.cycle = lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=20)
+        return optimizer
+
+    def on_train_batch_end(self, *_):
+        self.cycle.step()
+
+
+def test_a_schedule_stepped_by_hand_that_cycles_the_momentum_is_refused(tmp_path):
+    module = CyclesByHand()
+    with pytest.raises(ValueError, match="pass cycle_momentum=False"):
+        fit(tmp_path, module, MomentumDecay())
+    assert module.seen == []
+
+
+def test_a_run_may_go_on_from_one_whose_momentum_was_cycled(tmp_path):
+    cycled = fit(tmp_path, CyclesByHand(), max_epochs=3)
+    cycled.save_checkpoint(tmp_path / "c.ckpt")
+    module = Recorded()
+    fit(tmp_path, module, MomentumDecay(), ckpt_path=tmp_path / "c.ckpt")
+    assert len(module.used) == STEPS - 3
 
 
 class Lion(Adam):

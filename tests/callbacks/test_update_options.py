@@ -177,6 +177,35 @@ def test_optimizers_whose_steps_run_no_hooks_are_refused(kind):
         UpdateOptions(kind([nn.Parameter(torch.ones(2))]), half)
 
 
+class Lookahead(torch.optim.Optimizer):
+    """Hooks of its own, and the updates are another's: Zhang et al. 2019, or a list of several."""
+
+    def __init__(self, parameters, *, shared=False, several=False):
+        super().__init__(parameters, {"lr": 0.5})
+        inside = torch.optim.SGD(parameters, lr=0.5)
+        if shared:
+            self.param_groups = inside.param_groups
+        self.inside = [inside] if several else inside
+
+    def step(self, closure=None):
+        return self.inside.step(closure)
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_optimizer_inside_with_groups_of_its_own_is_refused(several):
+    with pytest.raises(ValueError, match=r"Lookahead holds another optimizer, SGD, "):
+        UpdateOptions(Lookahead([nn.Parameter(torch.ones(2))], several=several), half)
+
+
+def test_an_optimizer_inside_that_shares_the_groups_follows():
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    wrapper = Lookahead([weight], shared=True)
+    UpdateOptions(wrapper, half)
+    wrapper.step()
+    assert weight.tolist() == [0.75] * 2
+
+
 def test_captured_and_compiled_updates_are_refused():
     _, adam = weight_and(torch.optim.Adam, capturable=True)
     with pytest.raises(ValueError, match="Adam has capturable=True, pass capturable=False"):

@@ -2,12 +2,17 @@
 
 import json
 import logging
+import math
 import warnings
 from functools import partial
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 from lightning.pytorch.loggers import CSVLogger
 from support.on_ranks import run_on_ranks
 from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer, trainable
@@ -79,7 +84,19 @@ def test_an_unknown_length_is_refused_before_the_first_step(tmp_path, callback):
         fit(tmp_path, TwoRecorded(), callback())
 
 
-@pytest.mark.parametrize("total_steps", [0, -5])
+def test_accumulation_that_changes_with_the_epochs_makes_their_number_no_length(tmp_path):
+    def uneven():
+        return GradientAccumulationScheduler({0: 1, 4: 2})
+
+    module = Recorded()
+    with pytest.raises(ValueError, match=r"max_epochs=8\) with a GradientAccumulationScheduler"):
+        fit(tmp_path, module, MomentumDecay(), uneven())
+    assert module.seen == []
+    fit(tmp_path, module, MomentumDecay(), uneven(), max_epochs=-1, max_steps=6)
+    assert used(module) == expected(range(6), 6)
+
+
+@pytest.mark.parametrize("total_steps", [0, -5, math.nan, math.inf])
 def test_a_length_that_is_none_is_refused(total_steps):
     with pytest.raises(ValueError, match=f"got {total_steps}"):
         MomentumDecay(total_steps=total_steps)
@@ -330,22 +347,26 @@ def test_a_wrapped_optimizer_is_refused_before_the_first_step(tmp_path, callback
     assert module.losses == []
 
 
-class Hides(Adam):
-    """As sharpness-aware optimizers do, leaves the step to another one, and nothing to itself."""
+class Hides(PlainModule):
+    """Steps an optimizer that Lightning does not know of."""
 
-    def __init__(self, params, lr):
-        super().__init__(params, lr)
-        self.inside = Adam(self.param_groups[0]["params"], lr)
+    def configure_optimizers(self):
+        self.inside = Adam(self.parameters(), lr=1e-2)
+        return Adam(self.parameters(), lr=1e-2)
+
+    def optimizer_step(self, epoch, batch_idx, optimizer, closure):
+        self.inside.step(closure)
 
 
-def test_an_optimizer_that_hides_its_steps_is_named_after_fifty_of_them(tmp_path):
-    class Module(PlainModule):
-        def optimizer_step(self, epoch, batch_idx, optimizer, closure):
-            self.optimizers().optimizer.inside.step(closure)
+@pytest.mark.parametrize("every", [0, 1, 7])
+def test_an_optimizer_that_hides_its_steps_is_named_after_fifty_of_them(tmp_path, every):
+    with pytest.raises(RuntimeError, match="saw none of 50 steps of Adam"):
+        fit(tmp_path, Hides(), MomentumDecay(), max_epochs=60, log_every_n_steps=every)
 
-    module = Module(optimizer=Hides)
-    with pytest.raises(RuntimeError, match="saw none of 50 steps of Hides"):
-        fit(tmp_path, module, MomentumDecay(), max_epochs=60)
+
+def test_a_run_of_fewer_steps_that_were_hidden_ends_with_a_warning(tmp_path):
+    with pytest.warns(UserWarning, match="changed nothing: it saw none of the 8 steps of Adam"):
+        fit(tmp_path, Hides(), MomentumDecay())
 
 
 def test_steps_that_lightning_does_not_count_are_named(tmp_path):
