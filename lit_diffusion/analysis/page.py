@@ -56,6 +56,7 @@ def _top(report: Report) -> str:
     if report.by_images is not None:
         told = _text(by_images_text(comparison, report.by_images))
         lines.append(f'<p class="alert">{told}</p>')
+    lines += [f'<p class="alert">{_text(alert)}</p>' for alert in report.alerts]
     if report.left_out:
         count = len(report.left_out)
         what = "1 run takes" if count == 1 else f"{count} runs take"

@@ -35,6 +35,7 @@ class Report:
     Attributes:
         comparison: by optimizer steps.
         by_images: the same by images seen; None where that is not known, or no other.
+        alerts: what to know together with the headline.
         left_out: run and reason, of runs that take no part.
         notes: what else a reader should know.
         protocol: how the FIDs were measured, by name.
@@ -44,6 +45,7 @@ class Report:
 
     comparison: Comparison
     by_images: Comparison | None = None
+    alerts: Sequence[str] = ()
     left_out: Sequence[tuple[str, str]] = ()
     notes: Sequence[str] = ()
     protocol: Mapping[str, str] = field(default_factory=dict)

@@ -71,6 +71,7 @@ def markdown(report: Report) -> str:
         f"# {escaped(headline(comparison))}",
         escaped(basis(comparison)),
         "" if images is None else escaped(by_images_text(comparison, images)),
+        *(escaped(alert) for alert in report.alerts),
         first,
         *(["## To bear in mind", _listed(caveats)] if caveats else []),
         *others,

@@ -78,6 +78,8 @@ def run(argv: Sequence[str]) -> None:
         print(f"  {result.arm.name}: {verdict_text(result, report.comparison)}")
     if report.by_images is not None:
         print(by_images_text(report.comparison, report.by_images))
+    for alert in report.alerts:
+        print(alert)
     for name, why in report.left_out:
         print(f"Left out: {name}: {why}.")
     for note in report.notes:
@@ -125,6 +127,7 @@ def _of_runs(args: argparse.Namespace) -> "Report":
     return replace(
         report,
         left_out=selection.left_out,
+        alerts=findings.alerts(selection, arms),
         notes=findings.notes(selection, arms) + findings.notes_on_samples(selection, grids),
         protocol=findings.protocol_facts(selection),
         tables={title: table for title, table in tables.items() if table is not None},

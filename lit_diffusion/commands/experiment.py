@@ -62,8 +62,8 @@ class Run:
         file = self.path / "evaluations.jsonl"
         found = read_evaluations(file)
         for line in found:
-            if not isinstance(line, dict) or ("metric" in line and not line.keys() >= _SCORE):
-                raise ValueError(f"{file} is broken: {reprlib.repr(line)} is no evaluation.")
+            if (why := _unsound(line)) is not None:
+                raise ValueError(f"{file} is broken: {reprlib.repr(line)} {why}.")
         return found
 
     @cached_property
@@ -171,6 +171,18 @@ def find_runs(given: Sequence[str]) -> list[Run]:
             )
         found |= {run.resolve(): Run(run) for run in runs if run.resolve() not in found}
     return list(found.values())
+
+
+def _unsound(line: object) -> str | None:
+    """Why a line of evaluations.jsonl can't be one; None where it can."""
+    if not isinstance(line, dict) or ("metric" in line and not line.keys() >= _SCORE):
+        return "is no evaluation"
+    value, images = line.get("value"), line.get("images")
+    if images is not None and not (type(images) in (int, float) and 0 <= images < math.inf):
+        return "has images that are no count"
+    if value is not None and value <= 0 and "fid" in str(line.get("metric")):
+        return "has an FID that is not above 0"
+    return None
 
 
 def _runs_in(folder: Path) -> Iterator[Path]:

@@ -99,6 +99,31 @@ def notes(selection: Selection, arms: Sequence[Arm]) -> list[str]:
     return common + _no_repeats(arms) + _no_configs(run for run, _ in runs) + told
 
 
+def alerts(selection: Selection, arms: Sequence[Arm]) -> list[str]:
+    """What a reader should know together with the headline."""
+    usual = _way(selection, selection.baseline)
+    others = [name for name in selection.arms if _way(selection, name) != usual]
+    told = []
+    if others:
+        count = others[0] if len(others) == 1 else f"{len(others)} arms"
+        verb = "draws its" if len(others) == 1 else "draw their"
+        told.append(
+            f"{count} {verb} samples with another solver, steps or guidance than "
+            f"{selection.baseline}: a gain may be the sampler's, not the training's."
+        )
+    if lost := (base := arms[0]).lost:
+        told.append(
+            f"The last FID of {base.name} is not finite in {lost} of {len(base.curves)} seeds."
+        )
+    return told
+
+
+def _way(selection: Selection, arm: str) -> dict[str, Any]:
+    """How images are made once a network is trained; by what process is the training's."""
+    sampling = selection.arms[arm][0].points(selection.metric)[-1].get("sampling") or {}
+    return {name: sampling.get(name) for name in ("solver", "steps", "guidance")}
+
+
 def _pairs(selection: Selection, arm: Arm) -> Iterable[tuple[Run, Curve]]:
     return zip(selection.arms[arm.name], arm.curves, strict=True)
 

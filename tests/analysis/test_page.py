@@ -50,6 +50,7 @@ def report():
     arms = [arm("baseline", 1.0), arm("<b>fast</b> & good", 2.0), arm("slow", 0.5)]
     return Report(
         compare(arms, "baseline"),
+        alerts=["Samples of <slow> differ."],
         left_out=[("runs/<x>", "it has no FID")],
         notes=["Mind 5 < 6."],
         protocol={"num_fake": "360"},
@@ -128,6 +129,10 @@ def test_runs_left_out_are_named_with_the_reason_beside_the_notes(page):
     caveats = page.partition('id="caveats"')[2].partition("<h2>")[0]
     assert "it has no FID" in caveats
     assert "Mind 5 &lt; 6." in caveats
+
+
+def test_alerts_are_told_before_the_first_figure(page):
+    assert '<p class="alert">Samples of &lt;slow&gt; differ.</p>' in page.partition("<figure>")[0]
 
 
 def test_a_report_without_caveats_has_no_such_section(report):

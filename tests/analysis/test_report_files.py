@@ -19,6 +19,7 @@ def report():
     arms = [arm("baseline", 1.0), arm("fast", 2.0), arm("slow", 0.5)]
     return Report(
         compare(arms, "baseline"),
+        alerts=["Samples <differ>."],
         left_out=[("runs/x", "it has no FID")],
         notes=["Mind the gap."],
         protocol={"num_fake": "360"},
@@ -105,6 +106,10 @@ def test_the_first_figure_of_many_arms_ends_above_the_fold(tmp_path, count):
     found = look(write_report(many(count), tmp_path))
     assert found["figureBox"][1] < found["fold"] < 900
     assert found["width"] <= found["window"]
+
+
+def test_alerts_are_told_before_the_first_figure_in_markdown(report):
+    assert "\n\nSamples \\<differ>.\n\n" in markdown(report).partition("![")[0]
 
 
 def test_names_of_arms_are_text_in_markdown():

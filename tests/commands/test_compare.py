@@ -142,6 +142,7 @@ def test_what_a_reader_should_bear_in_mind_is_printed_and_not_on_the_page_alone(
     told = capsys.readouterr().out.splitlines()
     (note,) = [line for line in told if line.startswith("Note: more-steps draws its samples")]
     assert "steps 250, not 20" in note
+    assert sum("a gain may be the sampler's" in line for line in told) == 1
     assert told[-1].startswith("Report: ")
 
 

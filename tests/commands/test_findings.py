@@ -19,6 +19,9 @@ def folder(tmp_path, monkeypatch):
     write_arm(Path("sweep/clts"), 1.3, lr=0.5)
 
 
+SAMPLING = {"solver": "DPMSolverPP(steps=20)", "steps": 20}
+
+
 def chosen():
     selection = select(find_runs(["sweep"]))
     return selection, findings.arms_of(selection)
@@ -60,10 +63,59 @@ def test_records_without_images_have_curves_without_them():
     assert "Images seen are not recorded in all runs" in notes()
 
 
-def test_an_fid_below_zero_is_refused_with_its_run():
-    change("sweep/clts/seed-3", value=-1e-9)
-    with pytest.raises(ValueError, match="sweep/clts/seed-3: seed 3: FIDs must be > 0"):
-        chosen()
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"value": -1e-9}, "has an FID that is not above 0"),
+        ({"value": 0}, "has an FID that is not above 0"),
+        ({"value": "good"}, "is no evaluation"),
+        ({"images": "many"}, "has images that are no count"),
+        ({"images": -64}, "has images that are no count"),
+    ],
+)
+def test_a_run_with_a_number_that_can_not_be_takes_no_part(changed, why):
+    change("sweep/clts/seed-3", **changed)
+    selection, arms = chosen()
+    assert [len(arm.curves) for arm in arms] == [5, 4]
+    ((run, told),) = selection.left_out
+    assert run.endswith("clts/seed-3")
+    assert told.endswith(why)
+
+
+# Alerts
+
+
+def test_arms_alike_in_sampling_with_finite_fids_need_no_alert():
+    assert findings.alerts(*chosen()) == []
+
+
+@pytest.mark.parametrize(
+    "way", [{"solver": "Heun()"}, {"steps": 50}, {"guidance": 2.0}, {"solver": None, "steps": 1}]
+)
+def test_a_gain_that_may_be_the_samplers_is_alerted(way):
+    write_arm(Path("sweep/md"), 1.1)
+    for run in [*Path("sweep/clts").iterdir(), *Path("sweep/md").iterdir()]:
+        change(run, sampling=SAMPLING | way)
+    (alert,) = findings.alerts(*chosen())
+    assert alert.startswith("2 arms draw their samples with another solver, steps or guidance")
+    shutil.rmtree("sweep/md")
+    (alert,) = findings.alerts(*chosen())
+    assert alert.startswith("clts draws its samples with another solver")
+
+
+def test_another_process_is_part_of_the_training_and_no_alert():
+    for run in Path("sweep/clts").iterdir():
+        change(run, sampling=SAMPLING | {"process": "EDMProcess()"})
+    assert findings.alerts(*chosen()) == []
+
+
+def test_a_baseline_that_was_lost_is_alerted():
+    for seed in (1, 3):
+        path = Path(f"sweep/baseline/seed-{seed}/evaluations.jsonl")
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        lines = [json.dumps(r | {"value": None} if r["step"] == STEPS[-1] else r) for r in records]
+        path.write_text("\n".join(lines) + "\n")
+    assert findings.alerts(*chosen()) == ["The last FID of baseline is not finite in 2 of 5 seeds."]
 
 
 # Notes
