@@ -2,8 +2,10 @@ import copy
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from lit_diffusion.callbacks.update_options import UpdateOptions
 
@@ -203,6 +205,25 @@ def test_an_optimizer_inside_that_shares_the_groups_follows():
     wrapper = Lookahead([weight], shared=True)
     UpdateOptions(wrapper, half)
     wrapper.step()
+    assert weight.tolist() == [0.75] * 2
+
+
+@pytest.fixture
+def alone():
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_inside_zero_redundancy_gets_the_options_in_each_step():
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    zero = ZeroRedundancyOptimizer([weight], torch.optim.SGD, lr=0.5)
+    assert zero.optim.param_groups[0] is not zero.param_groups[0]
+    UpdateOptions(zero, half)
+    zero.step()
     assert weight.tolist() == [0.75] * 2
 
 
