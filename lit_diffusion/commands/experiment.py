@@ -134,16 +134,25 @@ class Run:
 
     def points(self, metric: str) -> list[Record]:
         """The curve of a metric: a record a step, in order, measured as most of them were."""
-        mine = [r for r in self.records if r.get("metric") == metric and not is_repeat(r)]
-        ways = Counter(_way(record) for record in mine)
-        usual = {r["step"]: r for r in mine if _way(r) == ways.most_common(1)[0][0]}
+        usual = {record["step"]: record for record in self._usual(metric)}
         return [usual[step] for step in sorted(usual)]
 
     def ignored(self, metric: str) -> int:
         """Number of evaluations of a metric that were not made as most of them were."""
-        mine = [r for r in self.records if r.get("metric") == metric and not is_repeat(r)]
-        ways = Counter(_way(record) for record in mine)
-        return len(mine) - max(ways.values(), default=0)
+        return len(self._all(metric)) - len(self._usual(metric))
+
+    def measured_twice(self, metric: str) -> list[int]:
+        """Steps with evaluations made alike that differ, as a resume that went otherwise leaves."""
+        usual, points = self._usual(metric), {r["step"]: r for r in self.points(metric)}
+        return sorted({r["step"] for r in usual if r["value"] != points[r["step"]]["value"]})
+
+    def _all(self, metric: str) -> list[Record]:
+        return [r for r in self.records if r.get("metric") == metric and not is_repeat(r)]
+
+    def _usual(self, metric: str) -> list[Record]:
+        found = self._all(metric)
+        ways = Counter(_way(record) for record in found)
+        return [record for record in found if _way(record) == ways.most_common(1)[0][0]]
 
     def repeats(self, point: Record) -> list[Record]:
         """Measurements of the same weights with other samples."""

@@ -140,6 +140,9 @@ def _notes_of(run: Run, curve: Curve, metric: str) -> list[str]:
         told.append(
             f"{run.path}: {others} of its evaluations, measured in another way, are ignored."
         )
+    if twice := run.measured_twice(metric):
+        steps = ", ".join(f"{step:,}" for step in twice[:5])
+        told.append(f"{run.path}: its FIDs of step {steps} differ; the last one counts.")
     if changed := settings_that_differ(run.first_config, run.config):
         what = "; ".join(f"{name} {old!r}, then {new!r}" for name, (old, new) in changed.items())
         told.append(f"{run.path} was resumed with other settings: {what}.")

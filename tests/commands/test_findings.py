@@ -151,6 +151,17 @@ def test_fids_that_are_not_finite_are_told_with_run_and_step():
     assert [math.isnan(fid) for fid in curve.fids] == [value is None for value in values]
 
 
+def test_fids_of_one_step_that_differ_are_told():
+    path = Path("sweep/clts/seed-3/evaluations.jsonl")
+    first = json.loads(path.read_text().splitlines()[0])
+    with path.open("a") as file:
+        file.write(json.dumps(first) + "\n")  # again, as a resume does
+    assert "differ" not in notes()
+    with path.open("a") as file:
+        file.write(json.dumps(first | {"value": 999.0}) + "\n")
+    assert "sweep/clts/seed-3: its FIDs of step 100 differ; the last one counts." in notes()
+
+
 def test_arms_of_another_length_or_with_other_evaluations_are_told():
     write_run(Path("sweep/short"), fids(1.0, 9)[:9], 9, steps=STEPS[:9])
     write_run(Path("sweep/rare"), fids(1.0, 9)[1::2], 9, steps=STEPS[1::2])
