@@ -7,7 +7,7 @@ together with a linear decay of the lr. What the momentum does by itself shows o
 
 from collections.abc import Sequence
 from math import inf
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
@@ -131,6 +131,7 @@ class MomentumDecay(UpdateSchedule):
         if not 0 <= min_beta1 < 1:
             raise ValueError(f"min_beta1 must be in [0, 1), got {min_beta1}.")
         self.min_beta1 = min_beta1
+        self._own: dict[int, list[float | None]] = {}  # the optimizers' momenta at the start
         self.compensate_lr = compensate_lr
 
     def options(self, step: int, total_steps: int, group: ParamGroup) -> dict[str, Any]:
@@ -145,16 +146,27 @@ class MomentumDecay(UpdateSchedule):
             others["lr"] = group["lr"] * lr_factor
         return others
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a schedule that cycles the momentum and that Lightning does not know of, as well.
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin, and note where the momentum of each optimizer begins."""
+        super().on_train_start(trainer, pl_module)
+        self._own = {index: _momenta(trainer.optimizers[index]) for index in self._followed}
 
-        Looked for before a checkpoint brings the param groups of another run.
-        """
-        super().on_fit_start(trainer, pl_module)
-        for index in self._chosen(trainer):
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log, and warn, once, where the momentum moves by itself, as a cycle by hand moves it."""
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        for index, before in self._own.items():
             optimizer = trainer.optimizers[index]
-            if any("max_momentum" in group for group in optimizer.param_groups):
-                _refuse_cycled(optimizer)
+            now = _momenta(optimizer)[: len(before)]  # groups may be added
+            if now != before:
+                self._own = {}
+                rank_zero_warn(
+                    f"MomentumDecay decays the momentum of {type(optimizer).__name__}, which moves "
+                    f"by itself as well ({before} to {now}); leave it to one of them, as "
+                    "OneCycleLR and CyclicLR do with cycle_momentum=False."
+                )
+                return
 
     def refuse_unfit(self, trainer: Trainer, optimizer: Optimizer) -> None:
         """Raise ValueError for an optimizer without momentum, or with one that can't decay so."""
@@ -163,7 +175,10 @@ class MomentumDecay(UpdateSchedule):
             self._refuse_momentum(name, group)
         for config in trainer.lr_scheduler_configs:
             if _cycles_momentum(config.scheduler, optimizer):
-                _refuse_cycled(optimizer)
+                raise ValueError(
+                    f"MomentumDecay decays the momentum that the lr schedule of {name} cycles; "
+                    "pass cycle_momentum=False to it."
+                )
         if "lion" in name.lower():
             rank_zero_warn(
                 f"{name} takes the sign of its momentum, so its steps do not grow as 1 / (1 - "
@@ -241,11 +256,8 @@ class LRCompensation(UpdateSchedule):
         """Every optimizer has an lr."""
 
 
-def _refuse_cycled(optimizer: Optimizer) -> NoReturn:
-    raise ValueError(
-        f"MomentumDecay decays the momentum that the lr schedule of {type(optimizer).__name__} "
-        "cycles; pass cycle_momentum=False to it."
-    )
+def _momenta(optimizer: Optimizer) -> list[float | None]:
+    return [beta1_of(group) for group in optimizer.param_groups]
 
 
 def _cycles_momentum(scheduler: object, optimizer: Optimizer) -> bool:

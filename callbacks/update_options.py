@@ -1,7 +1,8 @@
 """Options of an optimizer, such as its lr, that are others during an update and only then."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.optim import Optimizer
 from lit_diffusion.sharding import is_made_up
 
 ParamGroup = dict[str, Any]
+_OF_TORCH = ("state", "param_groups", "defaults")  # large, and without optimizers
 
 
 class UpdateOptions:
@@ -125,12 +127,12 @@ def refuse_unhookable(optimizer: object) -> None:
             f"hooks; {name} is something else, or hides one inside. Return torch's own optimizer "
             "from configure_optimizers, and use a strategy such as 'ddp' that leaves it as it is."
         )
-    for inside in _hidden(optimizer):
+    if inside := _hidden(optimizer):
         raise ValueError(
-            f"{name} holds another optimizer, {type(inside).__name__}, with param groups of its "
+            f"{name} holds another optimizer, {type(inside[0]).__name__}, with param groups of its "
             f"own, whose updates the options of {name} do not reach; let {name} take the groups of "
-            "the inner one (self.param_groups = inner.param_groups), or return the inner one from "
-            "configure_optimizers."
+            "the inner one (self.param_groups = inner.param_groups, in __init__ and at the end of "
+            "load_state_dict), or return the inner one from configure_optimizers."
         )
     if any(group.get("capturable") for group in optimizer.param_groups):
         raise ValueError(
@@ -153,18 +155,26 @@ def _runs_hooks(optimizer: Optimizer) -> bool:
     return has_hooks and getattr(type(optimizer).step, "hooked", False)
 
 
-def _hidden(optimizer: Optimizer) -> Iterator[Optimizer]:
+def _hidden(optimizer: Optimizer) -> list[Optimizer]:
     """Optimizers inside with param groups of their own, as many a Lookahead has.
 
     ZeroRedundancyOptimizer has one too, and gives it the options in each step.
     """
     if _is_zero_redundancy(optimizer):
-        return
+        return []
+    own = {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH}
     outer = {id(group) for group in optimizer.param_groups}
-    for value in vars(optimizer).values():
-        for inside in value if isinstance(value, list | tuple) else [value]:
-            if isinstance(inside, Optimizer) and outer.isdisjoint(map(id, inside.param_groups)):
-                yield inside
+    return [x for x in _optimizers_in(own) if outer.isdisjoint(map(id, x.param_groups))]
+
+
+def _optimizers_in(value: object) -> Iterator[Optimizer]:
+    if isinstance(value, Optimizer):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _optimizers_in(list(value.values()))
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        for item in value:
+            yield from _optimizers_in(item)
 
 
 def _is_zero_redundancy(optimizer: Optimizer) -> bool:

@@ -142,7 +142,8 @@ class UpdateSchedule(Callback, ABC):
             if not update.in_force and self._passed(index):
                 rank_zero_warn(
                     f"{type(self).__name__} changed nothing: it saw none of the "
-                    f"{self._passed(index)} steps of {type(trainer.optimizers[index]).__name__}."
+                    f"{self._passed(index)} steps of {type(trainer.optimizers[index]).__name__}. A "
+                    "GradScaler has skipped them, or another optimizer stepped."
                 )
 
     def on_exception(
@@ -234,8 +235,8 @@ class UpdateSchedule(Callback, ABC):
         passed = self._passed(index)
         if not update.in_force and passed >= PATIENCE:
             raise RuntimeError(
-                f"{type(self).__name__} saw none of {passed} steps of {name}, which must step "
-                "another optimizer inside; return that one from configure_optimizers."
+                f"{type(self).__name__} saw none of {passed} steps of {name}, which steps another "
+                "optimizer inside, or never; return the one that steps from configure_optimizers."
             )
         if update.in_force and not passed:
             raise RuntimeError(
@@ -283,8 +284,6 @@ def beta1_of(group: ParamGroup) -> float | None:
 
 def _refuse_unknown_length(trainer: Trainer, pl_module: LightningModule, name: str) -> NoReturn:
     limits = f"Trainer(max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs})"
-    if _accumulates_unevenly(trainer):
-        limits += " with a GradientAccumulationScheduler"
     if not pl_module.automatic_optimization:
         limits = "a Trainer under manual optimization"
     raise ValueError(
@@ -298,24 +297,30 @@ def _is_endless(trainer: Trainer, pl_module: LightningModule) -> bool:
     return not pl_module.automatic_optimization or trainer.max_epochs == trainer.max_steps == -1
 
 
-def _accumulates_unevenly(trainer: Trainer) -> bool:
-    """Whether steps of later epochs take other numbers of batches; Lightning's estimate errs."""
-    counts_epochs = trainer.max_epochs != -1
-    return counts_epochs and any(
-        isinstance(callback, GradientAccumulationScheduler) and len(callback.scheduling) > 1
-        for callback in trainer.callbacks  # type: ignore[attr-defined]
-    )
-
-
 def _estimate(trainer: Trainer, pl_module: LightningModule) -> int | None:
     """Optimizer steps of the whole run; None where the Trainer does not know.
 
     Not before the training starts: the Trainer begins to read the data for it.
     """
-    if _is_endless(trainer, pl_module) or _accumulates_unevenly(trainer):
+    if _is_endless(trainer, pl_module):
         return None
     steps = trainer.estimated_stepping_batches
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, GradientAccumulationScheduler) and trainer.max_epochs != -1:
+            steps = _steps_of(callback, trainer)
     return int(steps) if 0 < steps < math.inf else None
+
+
+def _steps_of(accumulation: GradientAccumulationScheduler, trainer: Trainer) -> float:
+    """Steps of a run whose epochs accumulate differently, of which Lightning's estimate is wrong.
+
+    The last step of an epoch may be of fewer batches.
+    """
+    assert trainer.max_epochs is not None
+    sizes = map(accumulation.get_accumulate_grad_batches, range(trainer.max_epochs))
+    batches = trainer.num_training_batches
+    steps = sum(batches if batches == math.inf else math.ceil(batches / size) for size in sizes)
+    return steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
 
 
 def _is_count(value: Any) -> bool:

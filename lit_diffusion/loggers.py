@@ -177,8 +177,12 @@ def _is_record(record: Any) -> bool:
         and isinstance(seeds, list)
         and len(seeds) == 2
         and all(type(seed) is int for seed in seeds)
-        and (value is None or type(value) in (int, float))
+        and (value is None or type(value) is float or _is_long(value))
     )
+
+
+def _is_long(value: Any) -> bool:
+    return type(value) is int and -(2**63) <= value < 2**63
 
 
 def _text_of(path: str | Path) -> str:

@@ -127,7 +127,7 @@ def _of_runs(args: argparse.Namespace) -> "Report":
     return replace(
         report,
         left_out=selection.left_out,
-        alerts=findings.alerts(selection, arms),
+        alerts=[*findings.alerts(selection), *report.alerts],
         notes=findings.notes(selection, arms) + findings.notes_on_samples(selection, grids),
         protocol=findings.protocol_facts(selection),
         tables={title: table for title, table in tables.items() if table is not None},
@@ -143,4 +143,11 @@ def _report(arms: "Sequence[Arm]", baseline: str, target: float | None) -> "Repo
     comparison = compare(arms, baseline, target)
     seen = None if same_images_a_step(arms) else by_images(arms)
     again = compare(seen, baseline, comparison.target) if seen else None
-    return Report(comparison, again)
+    return Report(comparison, again, alerts=_lost(comparison.baseline))
+
+
+def _lost(baseline: "Arm") -> list[str]:
+    if not baseline.lost:
+        return []
+    of = f"{baseline.lost} of {len(baseline.curves)} seeds"
+    return [f"The last FID of the baseline, {baseline.name}, is not finite in {of}."]

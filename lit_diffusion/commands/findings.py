@@ -24,6 +24,7 @@ from lit_diffusion.commands.selection import Selection
 
 _COLUMNS = 3  # of sample grids
 _SETTINGS = 12  # of an arm
+_OF_TRAINING = ("process", "ema_decay")  # the rest of how samples are drawn is the sampler's
 _END_OF_PNG = b"IEND\xaeB`\x82"  # lacking where a run died while it wrote
 
 
@@ -99,29 +100,16 @@ def notes(selection: Selection, arms: Sequence[Arm]) -> list[str]:
     return common + _no_repeats(arms) + _no_configs(run for run, _ in runs) + told
 
 
-def alerts(selection: Selection, arms: Sequence[Arm]) -> list[str]:
+def alerts(selection: Selection) -> list[str]:
     """What a reader should know together with the headline."""
-    usual = _way(selection, selection.baseline)
-    others = [name for name in selection.arms if _way(selection, name) != usual]
-    told = []
-    if others:
-        count = others[0] if len(others) == 1 else f"{len(others)} arms"
-        verb = "draws its" if len(others) == 1 else "draw their"
-        told.append(
-            f"{count} {verb} samples with another solver, steps or guidance than "
-            f"{selection.baseline}: a gain may be the sampler's, not the training's."
-        )
-    if lost := (base := arms[0]).lost:
-        told.append(
-            f"The last FID of {base.name} is not finite in {lost} of {len(base.curves)} seeds."
-        )
-    return told
-
-
-def _way(selection: Selection, arm: str) -> dict[str, Any]:
-    """How images are made once a network is trained; by what process is the training's."""
-    sampling = selection.arms[arm][0].points(selection.metric)[-1].get("sampling") or {}
-    return {name: sampling.get(name) for name in ("solver", "steps", "guidance")}
+    others = [name for name, changed in _resampled(selection).items() if changed - {*_OF_TRAINING}]
+    if not others:
+        return []
+    who = others[0] if len(others) == 1 else f"{len(others)} arms"
+    return [
+        f"Other samplers than {selection.baseline}'s in {who}: a gain may be the sampler's, not "
+        "the training's."
+    ]
 
 
 def _pairs(selection: Selection, arm: Arm) -> Iterable[tuple[Run, Curve]]:
@@ -142,7 +130,8 @@ def _notes_of(run: Run, curve: Curve, metric: str) -> list[str]:
         )
     if twice := run.measured_twice(metric):
         steps = ", ".join(f"{step:,}" for step in twice[:5])
-        told.append(f"{run.path}: its FIDs of step {steps} differ; the last one counts.")
+        more = f" and {len(twice) - 5} more" * (len(twice) > 5)
+        told.append(f"{run.path}: its FIDs of step {steps}{more} differ; the last one counts.")
     if changed := settings_that_differ(run.first_config, run.config):
         what = "; ".join(f"{name} {old!r}, then {new!r}" for name, (old, new) in changed.items())
         told.append(f"{run.path} was resumed with other settings: {what}.")
@@ -196,18 +185,28 @@ def _unequal_lengths(arms: Sequence[Arm]) -> list[str]:
 
 def _sampling(selection: Selection) -> list[str]:
     """Arms whose samples were drawn in another way."""
-    ways = {
-        name: sampling_of(runs[0].points(selection.metric)[-1])
-        for name, runs in selection.arms.items()
-    }
-    base = ways[selection.baseline]
+    base = _way(selection, selection.baseline)
     told = []
-    for name, way in ways.items():
-        changed = [key for key in way if key in base and base[key] != way[key]]
-        if changed:
-            what = "; ".join(f"{k} {way[k]}, not {base[k]}" for k in changed)
-            told.append(f"{name} draws its samples in another way: {what}.")
+    for name, changed in _resampled(selection).items():
+        way = _way(selection, name)
+        what = "; ".join(f"{k} {way[k]}, not {base[k]}" for k in way if k in changed)
+        told.append(f"{name} draws its samples in another way: {what}.")
     return told
+
+
+def _resampled(selection: Selection) -> dict[str, set[str]]:
+    """What differs in how an arm's samples were drawn, of arms where something does."""
+    base = _way(selection, selection.baseline)
+    ways = {name: _way(selection, name) for name in selection.arms}
+    found = {
+        name: {key for key in way if key in base and base[key] != way[key]}
+        for name, way in ways.items()
+    }
+    return {name: changed for name, changed in found.items() if changed}
+
+
+def _way(selection: Selection, arm: str) -> Record:
+    return sampling_of(selection.arms[arm][0].points(selection.metric)[-1])
 
 
 def settings_table(selection: Selection) -> Table | None:

@@ -1,8 +1,11 @@
 """Which runs of an experiment may be compared, and why the others may not."""
 
+import reprlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 from lit_diffusion.commands.arms import BASELINE
 from lit_diffusion.commands.experiment import (
@@ -56,7 +59,9 @@ def select(
         raise ValueError(f"none of these runs can be read. The first: {left_out[runs[0]]}.")
     sound = [run for run in runs if run not in left_out]
     metric = metric or usual_metric(sound)
-    left_out |= {run: why for run in sound if (why := _without(run, metric))}
+    left_out |= {
+        run: why for run in sound if (why := _without(run, metric) or _impossible(run, metric))
+    }
     scored = [run for run in runs if run not in left_out]
     base = _baseline_of(scored, baseline)
     wanted = _usual([run for run in scored if run.arm == base], _other_protocol, metric)
@@ -126,6 +131,26 @@ def _without(run: Run, metric: str) -> str | None:
         return "its training diverged before its first FID, which flatters its arm"
     step = run.last_logged.get("step")
     return "it has no FID" + (f"; metrics.csv ends at step {step}" if step else "")
+
+
+def _impossible(run: Run, metric: str) -> str | None:
+    """Why the numbers of a run can't be FIDs and counts of images."""
+    points = run.points(metric)
+    for point in (*points, *run.repeats(points[-1])):
+        if point["value"] is not None and point["value"] <= 0:
+            return (
+                f"its {metric} of step {point['step']:,} is {point['value']}, and FIDs are above 0"
+            )
+    images = [point.get("images") for point in points]
+    if None not in images and not _are_counts(images):
+        return f"its numbers of images seen must be above 0 and grow, got {reprlib.repr(images)}"
+    return None
+
+
+def _are_counts(images: Sequence[Any]) -> bool:
+    if not all(type(seen) in (int, float) and 0 <= seen < 2**63 for seen in images):
+        return False
+    return images[-1] > 0 and all(before < after for before, after in pairwise(images))
 
 
 def _usual(runs: Sequence[Run], difference: _Difference, metric: str) -> Run:

@@ -1,6 +1,7 @@
 import copy
 import itertools
 import random
+import warnings
 from functools import partial
 
 import pytest
@@ -547,31 +548,43 @@ def test_schedules_that_cycle_the_momentum_are_refused_and_the_control_takes_the
     assert len(module.used) == STEPS
 
 
-class CyclesByHand(Recorded):
+class ByHand(Recorded):
     """Keeps its schedule to itself, so that Lightning knows of none."""
+
+    def __init__(self, *, cycle_momentum):
+        super().__init__()
+        self.cycle_momentum = cycle_momentum
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
-        self.cycle = lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=20)
+        self.by_hand = lr_scheduler.OneCycleLR(
+            optimizer, max_lr=1e-2, total_steps=20, cycle_momentum=self.cycle_momentum
+        )
         return optimizer
 
     def on_train_batch_end(self, *_):
-        self.cycle.step()
+        self.by_hand.step()
 
 
-def test_a_schedule_stepped_by_hand_that_cycles_the_momentum_is_refused(tmp_path):
-    module = CyclesByHand()
-    with pytest.raises(ValueError, match="pass cycle_momentum=False"):
-        fit(tmp_path, module, MomentumDecay())
-    assert module.seen == []
+@pytest.mark.parametrize(("cycle_momentum", "warns"), [(True, 1), (False, 0)])
+def test_momentum_that_moves_by_itself_as_well_is_told_once(tmp_path, cycle_momentum, warns):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(tmp_path, ByHand(cycle_momentum=cycle_momentum), MomentumDecay())
+    told = [str(w.message) for w in caught if "moves by itself as well ([0.95]" in str(w.message)]
+    assert len(told) == warns
 
 
-def test_a_run_may_go_on_from_one_whose_momentum_was_cycled(tmp_path):
-    cycled = fit(tmp_path, CyclesByHand(), max_epochs=3)
-    cycled.save_checkpoint(tmp_path / "c.ckpt")
-    module = Recorded()
-    fit(tmp_path, module, MomentumDecay(), ckpt_path=tmp_path / "c.ckpt")
-    assert len(module.used) == STEPS - 3
+def test_groups_that_are_added_are_no_momentum_that_moves(tmp_path):
+    class Grows(Recorded):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 3:
+                late = {"params": [torch.nn.Parameter(torch.zeros(1))], "betas": (0.7, 0.9)}
+                self.trainer.optimizers[0].add_param_group(late)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*moves by itself")
+        fit(tmp_path, Grows(), MomentumDecay())
 
 
 class Lion(Adam):

@@ -180,23 +180,31 @@ def test_optimizers_whose_steps_run_no_hooks_are_refused(kind):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """Hooks of its own, and the updates are another's: Zhang et al. 2019, or a list of several."""
+    """Hooks of its own, and the updates are another's: Zhang et al. 2019."""
 
-    def __init__(self, parameters, *, shared=False, several=False):
+    def __init__(self, parameters, *, shared=False, place=lambda inside: inside):
         super().__init__(parameters, {"lr": 0.5})
         inside = torch.optim.SGD(parameters, lr=0.5)
         if shared:
             self.param_groups = inside.param_groups
-        self.inside = [inside] if several else inside
+        self.place = place(inside)
 
     def step(self, closure=None):
-        return self.inside.step(closure)
+        return self.place.step(closure)
 
 
-@pytest.mark.parametrize("several", [False, True])
-def test_an_optimizer_inside_with_groups_of_its_own_is_refused(several):
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda inside: inside,
+        lambda inside: [inside],
+        lambda inside: {"adam": inside},
+        lambda inside: ((1, {inside}), None),
+    ],
+)
+def test_an_optimizer_inside_with_groups_of_its_own_is_refused(place):
     with pytest.raises(ValueError, match=r"Lookahead holds another optimizer, SGD, "):
-        UpdateOptions(Lookahead([nn.Parameter(torch.ones(2))], several=several), half)
+        UpdateOptions(Lookahead([nn.Parameter(torch.ones(2))], place=place), half)
 
 
 def test_an_optimizer_inside_that_shares_the_groups_follows():

@@ -84,16 +84,21 @@ def test_an_unknown_length_is_refused_before_the_first_step(tmp_path, callback):
         fit(tmp_path, TwoRecorded(), callback())
 
 
-def test_accumulation_that_changes_with_the_epochs_makes_their_number_no_length(tmp_path):
-    def uneven():
-        return GradientAccumulationScheduler({0: 1, 4: 2})
-
-    module = Recorded()
-    with pytest.raises(ValueError, match=r"max_epochs=8\) with a GradientAccumulationScheduler"):
-        fit(tmp_path, module, MomentumDecay(), uneven())
-    assert module.seen == []
-    fit(tmp_path, module, MomentumDecay(), uneven(), max_epochs=-1, max_steps=6)
-    assert used(module) == expected(range(6), 6)
+@pytest.mark.parametrize(
+    ("scheduling", "options", "total"),
+    [
+        ({0: 4}, {"max_epochs": 4}, 8),
+        ({0: 1, 1: 2, 3: 9}, {"max_epochs": 4}, 5 + 3 + 3 + 1),
+        ({2: 2}, {"max_epochs": 3}, 5 + 5 + 3),
+        ({0: 1, 1: 2}, {"max_epochs": 4, "max_steps": 7}, 7),
+        ({0: 1, 1: 2}, {"max_epochs": -1, "max_steps": 7}, 7),
+    ],
+)
+def test_accumulation_that_changes_with_the_epochs_is_counted(tmp_path, scheduling, options, total):
+    module, uneven = Recorded(), GradientAccumulationScheduler(scheduling)
+    trainer = fit(tmp_path, module, MomentumDecay(), uneven, batches=loader(40, 8), **options)
+    assert trainer.global_step == total
+    assert used(module) == expected(range(total), total)
 
 
 @pytest.mark.parametrize("total_steps", [0, -5, math.nan, math.inf])

@@ -142,8 +142,20 @@ def test_what_a_reader_should_bear_in_mind_is_printed_and_not_on_the_page_alone(
     told = capsys.readouterr().out.splitlines()
     (note,) = [line for line in told if line.startswith("Note: more-steps draws its samples")]
     assert "steps 250, not 20" in note
-    assert sum("a gain may be the sampler's" in line for line in told) == 1
+    assert sum("a gain may be the sampler" in line for line in told) == 1
     assert told[-1].startswith("Report: ")
+
+
+@pytest.mark.parametrize("of_tables", [False, True])
+def test_a_baseline_that_was_lost_stands_beside_the_headline(of_tables, capsys):
+    for seed in range(5):
+        write_run(Path(f"sweep/baseline/seed-{seed}"), [*fids(1.0, seed)[:-1], None], seed)
+    write_arm(Path("sweep/clts"), 1.3)
+    assert call("compare sweep") == 0
+    if of_tables:
+        assert call("compare report/curves.csv --out again") == 0
+    *_, alert = [x for x in capsys.readouterr().out.splitlines() if "is not finite in" in x][:1]
+    assert alert == "The last FID of the baseline, baseline, is not finite in 5 of 5 seeds."
 
 
 def test_a_long_note_is_printed_in_short(capsys):

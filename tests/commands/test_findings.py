@@ -66,11 +66,13 @@ def test_records_without_images_have_curves_without_them():
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
-        ({"value": -1e-9}, "has an FID that is not above 0"),
-        ({"value": 0}, "has an FID that is not above 0"),
+        ({"value": -1e-9}, "its val/fid_360 of step 100 is -1e-09, and FIDs are above 0"),
+        ({"value": 0}, "is 0, and FIDs are above 0"),
         ({"value": "good"}, "is no evaluation"),
-        ({"images": "many"}, "has images that are no count"),
-        ({"images": -64}, "has images that are no count"),
+        ({"value": 10**400}, "is no evaluation"),
+        ({"images": "many"}, "images seen must be above 0 and grow, got ['many', 'many', "),
+        ({"images": 10**400}, "images seen must be above 0 and grow"),
+        ({"images": 64}, "images seen must be above 0 and grow, got [64, 64, "),
     ],
 )
 def test_a_run_with_a_number_that_can_not_be_takes_no_part(changed, why):
@@ -79,43 +81,43 @@ def test_a_run_with_a_number_that_can_not_be_takes_no_part(changed, why):
     assert [len(arm.curves) for arm in arms] == [5, 4]
     ((run, told),) = selection.left_out
     assert run.endswith("clts/seed-3")
-    assert told.endswith(why)
+    assert why in told
 
 
 # Alerts
 
 
-def test_arms_alike_in_sampling_with_finite_fids_need_no_alert():
-    assert findings.alerts(*chosen()) == []
+def alerts():
+    return findings.alerts(chosen()[0])
+
+
+def test_arms_alike_in_sampling_need_no_alert():
+    assert alerts() == []
 
 
 @pytest.mark.parametrize(
-    "way", [{"solver": "Heun()"}, {"steps": 50}, {"guidance": 2.0}, {"solver": None, "steps": 1}]
+    "way", [{"solver": "Heun()"}, {"steps": 50}, {"solver": None, "steps": 1}, {"mine": 2}]
 )
 def test_a_gain_that_may_be_the_samplers_is_alerted(way):
     write_arm(Path("sweep/md"), 1.1)
+    for run in Path("sweep/baseline").iterdir():
+        change(run, sampling=SAMPLING | {"mine": 1})
     for run in [*Path("sweep/clts").iterdir(), *Path("sweep/md").iterdir()]:
-        change(run, sampling=SAMPLING | way)
-    (alert,) = findings.alerts(*chosen())
-    assert alert.startswith("2 arms draw their samples with another solver, steps or guidance")
+        change(run, sampling=SAMPLING | {"mine": 1} | way)
+    assert [alert.partition(":")[0] for alert in alerts()] == [
+        "Other samplers than baseline's in 2 arms"
+    ]
     shutil.rmtree("sweep/md")
-    (alert,) = findings.alerts(*chosen())
-    assert alert.startswith("clts draws its samples with another solver")
+    assert [alert.partition(":")[0] for alert in alerts()] == [
+        "Other samplers than baseline's in clts"
+    ]
 
 
-def test_another_process_is_part_of_the_training_and_no_alert():
+@pytest.mark.parametrize("way", [SAMPLING | {"process": "EDMProcess()"}, {}, None])
+def test_another_process_or_none_that_is_known_is_no_alert(way):
     for run in Path("sweep/clts").iterdir():
-        change(run, sampling=SAMPLING | {"process": "EDMProcess()"})
-    assert findings.alerts(*chosen()) == []
-
-
-def test_a_baseline_that_was_lost_is_alerted():
-    for seed in (1, 3):
-        path = Path(f"sweep/baseline/seed-{seed}/evaluations.jsonl")
-        records = [json.loads(line) for line in path.read_text().splitlines()]
-        lines = [json.dumps(r | {"value": None} if r["step"] == STEPS[-1] else r) for r in records]
-        path.write_text("\n".join(lines) + "\n")
-    assert findings.alerts(*chosen()) == ["The last FID of baseline is not finite in 2 of 5 seeds."]
+        change(run, sampling=way)
+    assert alerts() == []
 
 
 # Notes
@@ -160,6 +162,14 @@ def test_fids_of_one_step_that_differ_are_told():
     with path.open("a") as file:
         file.write(json.dumps(first | {"value": 999.0}) + "\n")
     assert "sweep/clts/seed-3: its FIDs of step 100 differ; the last one counts." in notes()
+
+
+def test_scores_besides_the_fid_may_be_below_zero():
+    path = Path("sweep/clts/seed-3/evaluations.jsonl")
+    first = json.loads(path.read_text().splitlines()[0])
+    with path.open("a") as file:
+        file.write(json.dumps(first | {"metric": "val/log_fid_360", "value": -1.0}) + "\n")
+    assert not chosen()[0].left_out
 
 
 def test_arms_of_another_length_or_with_other_evaluations_are_told():
