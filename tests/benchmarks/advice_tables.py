@@ -49,7 +49,7 @@ def cell(arm: str) -> tuple[str, float]:
     factors = [float(found[1]) for p in parts if (found := re.search(r"-x([\d.]+)$", p))]
     names = [re.sub(r"-x[\d.]+$", "", p) for p in parts if not p.startswith("lr-x")]
     name, factor = (*names, "baseline")[0], (*factors, 1.0)[0]
-    is_known = factor in FACTORS if name in ADVICE else factor in BETA_FACTORS and is_beta(name)
+    is_known = (name in ADVICE and factor in FACTORS) or (is_beta(name) and factor in BETA_FACTORS)
     is_absolute = "sgd" in parts and len(parts) > 1  # an lr-x* would be of Adam's lr
     if not is_known or is_absolute or len(names) > 1 or len(factors) > 1:
         raise ValueError(f"{arm} is no piece of advice with a factor of its lr.")
@@ -57,7 +57,8 @@ def cell(arm: str) -> tuple[str, float]:
 
 
 def is_beta(name: str) -> bool:
-    return name in [f"beta1-{beta}" for beta in BETAS]
+    """The baseline is beta1-0.9."""
+    return name == "baseline" or name in [f"beta1-{beta}" for beta in BETAS]
 
 
 def cells(runs: list[Run]) -> Cells:
