@@ -131,7 +131,7 @@ class MomentumDecay(UpdateSchedule):
         if not 0 <= min_beta1 < 1:
             raise ValueError(f"min_beta1 must be in [0, 1), got {min_beta1}.")
         self.min_beta1 = min_beta1
-        self._own: dict[int, list[float | None]] = {}  # the optimizers' momenta at the start
+        self._first_momenta: dict[int, list[float | None]] = {}
         self.compensate_lr = compensate_lr
 
     def options(self, step: int, total_steps: int, group: ParamGroup) -> dict[str, Any]:
@@ -149,18 +149,20 @@ class MomentumDecay(UpdateSchedule):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin, and note where the momentum of each optimizer begins."""
         super().on_train_start(trainer, pl_module)
-        self._own = {index: _momenta(trainer.optimizers[index]) for index in self._followed}
+        self._first_momenta = {
+            index: _momenta(trainer.optimizers[index]) for index in self._followed
+        }
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log, and warn, once, where the momentum moves by itself, as a cycle by hand moves it."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        for index, before in self._own.items():
+        for index, before in self._first_momenta.items():
             optimizer = trainer.optimizers[index]
             now = _momenta(optimizer)[: len(before)]  # groups may be added
             if now != before:
-                self._own = {}
+                self._first_momenta = {}
                 rank_zero_warn(
                     f"MomentumDecay decays the momentum of {type(optimizer).__name__}, which moves "
                     f"by itself as well ({before} to {now}); leave it to one of them, as "

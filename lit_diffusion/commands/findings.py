@@ -185,10 +185,10 @@ def _unequal_lengths(arms: Sequence[Arm]) -> list[str]:
 
 def _sampling(selection: Selection) -> list[str]:
     """Arms whose samples were drawn in another way."""
-    base = _way(selection, selection.baseline)
+    base = _sampled(selection, selection.baseline)
     told = []
     for name, changed in _resampled(selection).items():
-        way = _way(selection, name)
+        way = _sampled(selection, name)
         what = "; ".join(f"{k} {way[k]}, not {base[k]}" for k in way if k in changed)
         told.append(f"{name} draws its samples in another way: {what}.")
     return told
@@ -196,8 +196,8 @@ def _sampling(selection: Selection) -> list[str]:
 
 def _resampled(selection: Selection) -> dict[str, set[str]]:
     """What differs in how an arm's samples were drawn, of arms where something does."""
-    base = _way(selection, selection.baseline)
-    ways = {name: _way(selection, name) for name in selection.arms}
+    base = _sampled(selection, selection.baseline)
+    ways = {name: _sampled(selection, name) for name in selection.arms}
     found = {
         name: {key for key in way if key in base and base[key] != way[key]}
         for name, way in ways.items()
@@ -205,7 +205,7 @@ def _resampled(selection: Selection) -> dict[str, set[str]]:
     return {name: changed for name, changed in found.items() if changed}
 
 
-def _way(selection: Selection, arm: str) -> Record:
+def _sampled(selection: Selection, arm: str) -> Record:
     return sampling_of(selection.arms[arm][0].points(selection.metric)[-1])
 
 

@@ -584,7 +584,8 @@ def test_groups_that_are_added_are_no_momentum_that_moves(tmp_path):
 
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*moves by itself")
-        fit(tmp_path, Grows(), MomentumDecay())
+        trainer = fit(tmp_path, Grows(), MomentumDecay())
+    assert [group["betas"][0] for group in trainer.optimizers[0].param_groups] == [0.8, 0.7]
 
 
 class Lion(Adam):
