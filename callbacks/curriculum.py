@@ -1,37 +1,29 @@
 """Which noise levels are trained when: the curriculum timestep schedule (CLTS), and its controls.
 
-Densities are over u in [0, 1], the rank of a noise level (1 the noisiest), as probabilities of
+Densities are over u in [0, 1], the place of a noise level (1 the noisiest), as probabilities of
 equal bins. Bin i stands for its right edge u = (i + 1) / num_bins: the paper's t / T, t = 1..T.
 
 Source: "Why diffusion models are stable and how to make them faster" (2023), section 4.2. The
 controls are not in the paper.
 """
 
+from dataclasses import dataclass
 from math import inf, pi, sqrt
 from typing import Literal
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lit_diffusion.callbacks.timestep_writer import Timesteps, TimestepWriter
+from lit_diffusion.callbacks.parts.timestep_writer import Timesteps, TimestepWriter
 
 Normalize = Literal["truncate", "mix"]
 
 
 def clts_gamma(step: int, num_steps: int) -> float:
-    """How far the curriculum has come: gamma = min(step / num_steps, 1).
+    """How far the curriculum has come after so many optimizer steps: min(step / num_steps, 1).
 
-    Args:
-        step: optimizer steps completed, 0 before the first.
-        num_steps: optimizer steps until gamma is 1, where it stays.
-
-    Raises:
-        ValueError: num_steps below 1, or without end.
-
-    Source: Eq. 8, held at 1 from the target iteration on, where Eq. 8 would make densities
-    negative.
+    Source: Eq. 8, held at 1 where it would make densities negative.
 
     Example:
         >>> clts_gamma(0, 50_000), clts_gamma(25_000, 50_000), clts_gamma(500_000, 50_000)
@@ -59,21 +51,16 @@ def clts_density(
     Args:
         step: optimizer steps completed.
         num_steps: optimizer steps until only the Gaussian is left.
-        mean: rank u of the noise level that is trained most, in [0, 1].
+        mean: noise level u that is trained most, in [0, 1].
         std: in units of u; 1.0 is the paper's sigma = T.
         num_bins: number of equal bins over [0, 1]; T gives the paper's density over t.
         normalize: "truncate" makes the Gaussian sum to 1 on the bins and then mixes, so that gamma
             is its share of the draws; "mix" mixes with the Gaussian of Eq. 7 as it is, of which
-            only 38% lie in [0, 1] at the default, and then makes the sum 1. They differ for
-            0 < gamma < 1.
+            only 38% lie in [0, 1] at the default, and then makes the sum 1.
         device: of the result.
 
     Returns:
         (num_bins,) float64, with sum 1.
-
-    Raises:
-        ValueError: a mean outside [0, 1], a std below the width of a bin or infinite, no bins,
-            another way to normalize.
 
     Source: Eq. 7 and 8.
 
@@ -102,22 +89,7 @@ def shifting_gaussian(
     num_bins: int = 1000,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """A Gaussian whose mean moves evenly from `start` to `end`, and stays there.
-
-    Args:
-        step: optimizer steps completed.
-        num_steps: optimizer steps until the mean is at `end`.
-        start: first mean, a rank u in [0, 1].
-        end: last mean, in [0, 1].
-        std: in units of u.
-        num_bins: number of equal bins over [0, 1].
-        device: of the result.
-
-    Returns:
-        (num_bins,) float64, with sum 1.
-
-    Raises:
-        ValueError: as `clts_density`.
+    """(num_bins,) float64: a Gaussian whose mean moves evenly from `start` to `end`, and stays.
 
     Source: section 4.2 of the paper, which tried it and dropped it; it gives no formula.
 
@@ -129,13 +101,7 @@ def shifting_gaussian(
 
 
 def importance_weight(density: Tensor) -> Tensor:
-    """The factor on the loss that undoes a density: 1 / (num_bins * p).
-
-    Args:
-        density: (num_bins,) unnormalised, positive.
-
-    Returns:
-        (num_bins,); its mean under the density is 1.
+    """The factor on the loss that undoes an unnormalised density (num_bins,): 1 / (num_bins * p).
 
     Example:
         >>> importance_weight(torch.tensor([1.0, 3.0]))
@@ -145,13 +111,7 @@ def importance_weight(density: Tensor) -> Tensor:
 
 
 def total_variation(density: Tensor) -> Tensor:
-    """Distance from uniform: the share of draws that fall elsewhere, sum |p - 1 / num_bins| / 2.
-
-    Args:
-        density: (num_bins,) unnormalised.
-
-    Returns:
-        () in [0, 1).
+    """Distance of an unnormalised density from uniform: sum |p - 1 / num_bins| / 2.
 
     Example:
         >>> round(total_variation(clts_density(50_000, 50_000)).item(), 3)
@@ -161,17 +121,13 @@ def total_variation(density: Tensor) -> Tensor:
 
 
 def _exponent(mean: float, std: float, num_bins: int, device: torch.device | str | None) -> Tensor:
-    """-(u - mean)^2 / (2 std^2) at the right edges of the bins."""
     if num_bins < 1:
         raise ValueError(f"num_bins must be at least 1, got {num_bins}.")
     if not 0 <= mean <= 1:
-        raise ValueError(
-            f"a mean is a rank u in [0, 1], got {mean}; divide a timestep by the number of steps."
-        )
+        raise ValueError(f"a mean is a noise level u in [0, 1], got {mean}; divide t by T.")
     if not 1 <= std * num_bins < inf:
         raise ValueError(
-            f"std must be at least the width of a bin, 1 / {num_bins}, in units of u, and finite, "
-            f"got {std}."
+            f"std must be at least the width of a bin, 1 / {num_bins}, and finite, got {std}."
         )
     u = torch.arange(1, num_bins + 1, dtype=torch.float64, device=device) / num_bins
     return -((u - mean) ** 2) / (2 * std**2)
@@ -181,22 +137,15 @@ def _shifted(step: int, num_steps: int, start: float, end: float) -> float:
     return start + (end - start) * clts_gamma(step, num_steps)
 
 
+@dataclass(eq=False)
 class _Curriculum(TimestepWriter):
-    """What the three uses of the CLTS density share."""
+    num_steps: int
+    mean: float = 0.3
+    std: float = 1.0
+    num_bins: int = 1000
+    normalize: Normalize = "truncate"
 
-    def __init__(
-        self,
-        num_steps: int,
-        mean: float = 0.3,
-        std: float = 1.0,
-        num_bins: int = 1000,
-        normalize: Normalize = "truncate",
-    ) -> None:
-        self.num_steps = num_steps
-        self.mean = mean
-        self.std = std
-        self.num_bins = num_bins
-        self.normalize: Normalize = normalize
+    def __post_init__(self) -> None:
         self.density_at(0)  # refuses bad arguments
 
     def density_at(self, step: int, device: torch.device | str | None = None) -> Tensor:
@@ -212,34 +161,27 @@ class _Curriculum(TimestepWriter):
             "clts/tv": total_variation(self.density_at(step, device)),
         }
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse modules that can't be told, and attributes with two writers."""
-        super().on_fit_start(trainer, pl_module)
-        _tell_several_optimizers(trainer, self.num_steps, self)
-
 
 class TimestepCurriculum(_Curriculum):
     """CLTS: training times are drawn from a density that goes from uniform to a Gaussian.
 
     At each training batch `timestep_density` = `clts_density(trainer.global_step, ...)`, the same
-    on every rank without communication, and exact on resume with nothing saved. The loss is not
-    reweighted: the objective changes. Logs `clts/gamma` and `clts/tv`, the distance from uniform:
-    0.028 at most at the default, 3.5 of 128 draws.
+    on every rank, and exact on resume with nothing saved. The loss is not reweighted: the objective
+    changes. Logs `clts/gamma` and `clts/tv`, the distance from uniform: 0.028 at most at the
+    default, 3.5 of 128 draws.
 
-    Steps are `trainer.global_step`: accumulated batches count once, and manual optimization counts
-    every step of every optimizer, so that two of them stepped in each batch take 2 * num_steps.
+    Steps are `trainer.global_step`, which counts accumulated batches once and, in manual
+    optimization, every step of every optimizer.
 
     Args:
         num_steps: optimizer steps until only the Gaussian is left. The paper reports 50,000 for
             CIFAR-10 and 300,000 for ImageNet-128.
-        mean: rank u of the noise level that is trained most, in [0, 1].
-        std: in units of u; 1.0 is the paper's sigma = T.
-        num_bins: number of equal bins over [0, 1].
-        normalize: "truncate" or "mix" (see `clts_density`).
+        mean, std, num_bins, normalize: as of `clts_density`.
 
     Raises:
-        ValueError: bad arguments; at fit start, a module that is not `protocols.HasTimesteps`, or
-            a `timestep_density` that something else sets.
+        ValueError: bad arguments; at fit start, a module without `timestep_density` (see
+            `protocols.HasTimesteps`) or with two callbacks that set it; at the first batch, one
+            that something else sets.
 
     Source: Eq. 7 and 8 of "Why diffusion models are stable and how to make them faster" (2023).
 
@@ -258,19 +200,8 @@ class TimestepCurriculum(_Curriculum):
 class CurriculumWeight(_Curriculum):
     """Control: CLTS as a factor num_bins * p on the loss, under times as they are drawn anyway.
 
-    Under uniform times its gradients equal those of `TimestepCurriculum` in expectation; only their
-    variance differs. It sets `timestep_weight` alone: beside a callback that sets the density, the
-    two multiply.
-
-    Args:
-        num_steps: as in `TimestepCurriculum`.
-        mean: as in `TimestepCurriculum`.
-        std: as in `TimestepCurriculum`.
-        num_bins: as in `TimestepCurriculum`.
-        normalize: as in `TimestepCurriculum`.
-
-    Raises:
-        ValueError: as `TimestepCurriculum`, of `timestep_weight`.
+    Under uniform times its gradients equal those of `TimestepCurriculum`, which has the same
+    arguments, in expectation; only their variance differs.
 
     Example:
         >>> curriculum = CurriculumWeight(num_steps=100, num_bins=4)
@@ -289,18 +220,9 @@ class CurriculumWeight(_Curriculum):
 class ImportanceWeightedCurriculum(_Curriculum):
     """Control: times from the CLTS density, with the factor 1 / (num_bins * p) on the loss.
 
-    Its gradients equal those of uniform times in expectation; only their variance differs. So what
-    CLTS gains and this does not is due to the change of the objective.
-
-    Args:
-        num_steps: as in `TimestepCurriculum`.
-        mean: as in `TimestepCurriculum`.
-        std: as in `TimestepCurriculum`; wide enough that no noise level is left out.
-        num_bins: as in `TimestepCurriculum`.
-        normalize: as in `TimestepCurriculum`.
-
-    Raises:
-        ValueError: as `TimestepCurriculum`; at fit start, a Gaussian that is 0 in some bin.
+    Its gradients equal those of uniform times in expectation: what CLTS gains and this does not is
+    due to the change of the objective. The arguments are those of `TimestepCurriculum`; the
+    Gaussian must be wide enough that no noise level is left out.
 
     Example:
         >>> curriculum = ImportanceWeightedCurriculum(num_steps=100, num_bins=4)
@@ -312,7 +234,7 @@ class ImportanceWeightedCurriculum(_Curriculum):
     writes = ("timestep_density", "timestep_weight")
 
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
-        """The density, and the weight that undoes it."""
+        """Density and weight."""
         density = self.density_at(step, device)
         return Timesteps(density, importance_weight(density))
 
@@ -326,23 +248,18 @@ class ImportanceWeightedCurriculum(_Curriculum):
             )
 
 
+@dataclass(eq=False)
 class ShiftingGaussian(TimestepWriter):
     """Comparator: times from a Gaussian whose mean moves from the noisiest level to the cleanest.
 
-    The paper tried this first and found little gain: early on, all but the noisiest levels are
-    hardly trained. Logs `shifting/mean` and `shifting/tv`. Steps are counted as by
-    `TimestepCurriculum`.
+    Logs `shifting/mean` and `shifting/tv`. Steps are counted as by `TimestepCurriculum`.
 
     Args:
         num_steps: optimizer steps until the mean is at `end`, where it stays.
-        start: first mean, a rank u in [0, 1].
+        start: first mean, a noise level u in [0, 1].
         end: last mean, in [0, 1].
-        std: in units of u. The paper gives none; at 0.25 the cleanest levels start with 0.03% of
-            the density of the noisiest, which fits its account.
+        std: in units of u; the paper gives none.
         num_bins: number of equal bins over [0, 1].
-
-    Raises:
-        ValueError: as `TimestepCurriculum`.
 
     Source: section 4.2 of "Why diffusion models are stable and how to make them faster" (2023).
 
@@ -353,20 +270,14 @@ class ShiftingGaussian(TimestepWriter):
 
     writes = ("timestep_density",)
 
-    def __init__(
-        self,
-        num_steps: int,
-        start: float = 1.0,
-        end: float = 0.0,
-        std: float = 0.25,
-        num_bins: int = 1000,
-    ) -> None:
-        self.num_steps = num_steps
-        self.start = start
-        self.end = end
-        self.std = std
-        self.num_bins = num_bins
-        for step in (0, num_steps):
+    num_steps: int
+    start: float = 1.0
+    end: float = 0.0
+    std: float = 0.25
+    num_bins: int = 1000
+
+    def __post_init__(self) -> None:
+        for step in (0, self.num_steps):
             self.density_at(step)  # refuses bad arguments
 
     def density_at(self, step: int, device: torch.device | str | None = None) -> Tensor:
@@ -385,17 +296,3 @@ class ShiftingGaussian(TimestepWriter):
             "shifting/mean": _shifted(step, self.num_steps, self.start, self.end),
             "shifting/tv": total_variation(self.density_at(step, device)),
         }
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse modules that can't be told, and attributes with two writers."""
-        super().on_fit_start(trainer, pl_module)
-        _tell_several_optimizers(trainer, self.num_steps, self)
-
-
-def _tell_several_optimizers(trainer: Trainer, num_steps: int, callback: TimestepWriter) -> None:
-    if len(trainer.optimizers) > 1:
-        rank_zero_warn(
-            f"{type(callback).__name__}(num_steps={num_steps}) counts the steps of all "
-            f"{len(trainer.optimizers)} optimizers together, as trainer.global_step does; multiply "
-            "num_steps by the number of them that a batch steps."
-        )

@@ -4,7 +4,7 @@
 validation on the averages. The averages are in the callback's own state: float32, parameters only.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,19 +17,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lit_diffusion.averages_state import check_averages
-from lit_diffusion.callbacks.averages import (
-    Average,
-    Group,
+from lit_diffusion.callbacks.parts.averages import Group, overwrite_, span_decay
+from lit_diffusion.callbacks.parts.raw_weights import RawWeights
+from lit_diffusion.callbacks.parts.strategies import refuse_split_weights, refuse_strategy
+from lit_diffusion.checkpoints.averages import (
+    Averaged,
     changed_decays,
-    overwrite_,
+    check_averages,
     pack,
-    span_decay,
     unpack,
 )
-from lit_diffusion.callbacks.raw_weights import RawWeights
-from lit_diffusion.callbacks.strategies import refuse_split_weights, refuse_strategy
-from lit_diffusion.sharding import gathered, is_made_up, reshard
+from lit_diffusion.system.sharding import gathered, is_made_up, reshard
+from lit_diffusion.system.trainer_state import logs_are_due
 
 RAW = "raw"
 
@@ -40,19 +39,16 @@ class EMA(Callback):
     After each step of the optimizer that holds it: shadow = decay * shadow + (1 - decay) * weight.
 
     - Averaged is every parameter under `prefix` that requires a gradient and that an optimizer
-      holds: shared ones once, those unfrozen or added later from then on. Each optimizer counts its
-      own steps, so the networks of a GAN are averaged at their own pace. Accumulated batches and
-      steps that a GradScaler skips do not count. Buffers, as of BatchNorm, are never averaged.
-    - Memory: 4 bytes a parameter for each decay (8 for float64 weights).
-    - Weights that `fully_shard` or tensor parallelism splits under ModelParallelStrategy are
-      averaged part by part, without communication. Saves and `state_dict()` gather the averages on
-      rank 0, one after the other; the files fit any number of ranks. For this and for `weights()`
-      all ranks are needed.
+      holds: shared ones once, those unfrozen or added later from then on, in float32 or wider. Each
+      optimizer counts its own steps, so the networks of a GAN are averaged at their own pace.
+      Accumulated batches and steps that a GradScaler skips do not count. Buffers never average.
+    - Weights that ModelParallelStrategy splits are averaged part by part. Saves gather the averages
+      on rank 0; for this and for `weights()` all ranks are needed.
     - Validation, test and predict use the first decay, swapped in place and back; inside
       `weights(name)`, what that has put in place. Before the first update they use the weights.
     - `LightningModule.state_dict()` is raw, also while averages are in place, and with it every
       checkpoint; read averages from parameters or submodules. Checkpoints hold them under
-      `checkpoint["callbacks"][ema.state_key]` as `averages.pack` arranges them.
+      `checkpoint["callbacks"][ema.state_key]` as `checkpoints.averages.pack` arranges them.
     - On resume these arguments win over the checkpoint's; a change of decays is printed.
     - An average that is not finite is refused, by name, where it would be used, saved or logged.
 
@@ -65,8 +61,7 @@ class EMA(Callback):
 
     Raises:
         ValueError: bad arguments; at the start of a run, a prefix without parameters, overlapping
-            EMAs, a strategy that is not supported (FSDPStrategy, DeepSpeed, XLA), or a checkpoint
-            whose averages do not fit.
+            EMAs, a strategy that is not supported, or a checkpoint whose averages do not fit.
 
     Source: Polyak & Juditsky 1992, "Acceleration of stochastic approximation by averaging".
 
@@ -87,23 +82,20 @@ class EMA(Callback):
         self.every_n_steps = every_n_steps
         self.prefix = prefix.rstrip(".")
         self._names = [RAW, "ema", *(f"ema_{decay:g}" for decay in self.decays)]
-        self._refuse_bad_arguments()
-        self._module: LightningModule | None = None
-        self._groups: list[Group] = []
-        self._loaded: dict[str, Any] = {}  # read from a checkpoint, not yet taken up
-        self._waiting: dict[str, Average] = {}  # of parameters that are not trained yet
-        self._seen: dict[int, Tensor] = {}  # parameters, averaged or outside the prefix, by id
-        self._step_hooks: list[RemovableHandle] = []
-        self._active = self._outside = RAW  # weights in place: now, outside of the evaluation
-        self._raw = RawWeights()
-
-    def _refuse_bad_arguments(self) -> None:
         if not self.decays or not all(0 <= decay < 1 for decay in self.decays):
             raise ValueError(f"decays must be one or more numbers in [0, 1), got {self.decays}.")
         if len(set(self._names)) < len(self._names):
             raise ValueError(f"decays must differ in their first 6 digits, got {self.decays}.")
         if self.every_n_steps < 1:
             raise ValueError(f"every_n_steps must be at least 1, got {self.every_n_steps}.")
+        self._module: LightningModule | None = None
+        self._groups: list[Group] = []
+        self._loaded: dict[str, Any] = {}  # read from a checkpoint, not yet taken up
+        self._waiting: dict[str, Averaged] = {}  # of parameters that are not trained yet
+        self._seen: dict[int, Tensor] = {}  # parameters, averaged or outside the prefix, by id
+        self._step_hooks: list[RemovableHandle] = []
+        self._active = self._outside = RAW  # weights in place: now, outside of the evaluation
+        self._raw = RawWeights()
 
     # Weights by name
 
@@ -117,11 +109,6 @@ class EMA(Callback):
 
         Args:
             name: one of `names()`. Before the first update each of them gives the raw weights.
-
-        Raises:
-            ValueError: unknown name.
-            RuntimeError: neither a fit nor a checkpoint has given averages yet.
-            FloatingPointError: the average is not finite.
         """
         if name not in self._names:
             raise ValueError(f"EMA knows the weights {self._names}, got {name!r}.")
@@ -138,15 +125,15 @@ class EMA(Callback):
             self._activate(previous)
 
     def _activate(self, name: str) -> None:
-        """Put the named weights in place; interrupted at any instant, `_activate(RAW)` repairs."""
         if name == self._active:
             return
-        if name != RAW:
+        # Interrupted at any instant, `_activate(RAW)` repairs.
+        if name == RAW:
+            self._raw.put_back()
+            self._active = RAW
+            self._raw.forget()
+        else:
             self._put_average(name)
-            return
-        self._raw.put_back()
-        self._active = RAW
-        self._raw.forget()
 
     def _put_average(self, name: str) -> None:
         updated = [group for group in self._groups if group.steps >= self.every_n_steps]
@@ -160,17 +147,24 @@ class EMA(Callback):
         for group in updated:
             overwrite_(group.params, group.shadows[which])
 
+    def _refuse_others_in_place(self) -> None:
+        if self._active != RAW:
+            raise RuntimeError(
+                f"The weights {self._active!r} are in place, and what is loaded or trained now "
+                "would be lost; leave EMA.weights() first."
+            )
+
     # Following the optimizers
 
-    def _follow(self, optimizers: Sequence[Optimizer], module: LightningModule) -> None:
-        """Take up the averages that are known and keep them up from here."""
+    def _follow(self, trainer: Trainer, module: LightningModule) -> None:
+        self._forget_if_replaced(trainer)
         from_checkpoint = bool(self._loaded)
         self._waiting = self._take_up(module)
         known = set(self._waiting)
         self._unfollow()
-        self._groups = [Group(self.decays) for _ in optimizers]
+        self._groups = [Group(self.decays) for _ in trainer.optimizers]
         self._seen = {}
-        for optimizer, group in zip(optimizers, self._groups, strict=True):
+        for optimizer, group in zip(trainer.optimizers, self._groups, strict=True):
             self._adopt(optimizer, group)
             missing = [name for name in group.names if name not in known]
             if from_checkpoint and missing:
@@ -189,25 +183,20 @@ class EMA(Callback):
             hook.remove()
         self._step_hooks = []
 
-    def _take_up(self, module: LightningModule) -> dict[str, Average]:
+    def _take_up(self, module: LightningModule) -> dict[str, Averaged]:
         """Known averages: of the checkpoint, else of an earlier run on the same module."""
-        if self._active != RAW:
-            raise RuntimeError(
-                f"The weights {self._active!r} are in place, and what is loaded or trained now "
-                "would be lost; leave EMA.weights() first."
-            )
+        self._refuse_others_in_place()
         state = self._loaded or (self._packed() if module is self._module else {})
         self._module = module
         params = self._parameters()
         self._loaded = {}
         if not state:
             return {}
-        for change in changed_decays(state["decays"], self.decays):
+        for change in changed_decays(state, self.decays):
             rank_zero_info(change)
         return unpack(state, self.decays, params)
 
     def _adopt(self, optimizer: Optimizer, group: Group) -> None:
-        """Average the trainable parameters of the optimizer that are not averaged yet."""
         new = {
             id(param): param
             for entry in optimizer.param_groups
@@ -242,11 +231,7 @@ class EMA(Callback):
     def _before_step(self, group: Group, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
         if is_made_up(optimizer, kwargs):
             return
-        if self._active != RAW:
-            raise RuntimeError(
-                f"An optimizer steps while the weights {self._active!r} are in place, which would "
-                "be lost; leave EMA.weights() first."
-            )
+        self._refuse_others_in_place()
         self._adopt(optimizer, group)
         if group.steps == 0:
             group.restart()  # weights may have been loaded after fit start
@@ -260,13 +245,12 @@ class EMA(Callback):
     @property
     def state_key(self) -> str:
         """Key in `checkpoint["callbacks"]`; without the decays, which may change on resume."""
-        return self._generate_state_key(prefix=self.prefix)
+        return f"{type(self).__qualname__}{ {'prefix': self.prefix} }"
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages as `averages.pack` arranges them; empty where there are none.
+        """The averages as `checkpoints.averages.pack` arranges them; empty where there are none.
 
-        Of weights that are split over ranks, whole ones on rank 0 and nothing on the others; all
-        of them must ask.
+        Of split weights, whole ones on rank 0 and nothing on the others; all of them must ask.
         """
         return gathered(self._packed())
 
@@ -280,11 +264,7 @@ class EMA(Callback):
         return pack(averages, self.decays)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the averages for the run that starts.
-
-        Raises:
-            ValueError: where it is not what `state_dict()` gives.
-        """
+        """Keep the averages for the run that starts."""
         try:
             check_averages(state_dict)
         except ValueError as error:
@@ -298,14 +278,13 @@ class EMA(Callback):
         self._loaded = {}
         refuse_strategy(trainer, "EMA")
         for other in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(other, EMA) and other is not self and self._overlaps(other):
+            if not isinstance(other, EMA) or other is self:
+                continue
+            if _is_under(self.prefix, other.prefix) or _is_under(other.prefix, self.prefix):
                 raise ValueError(
                     f"EMA(prefix={self.prefix!r}) and EMA(prefix={other.prefix!r}) average the "
                     "same parameters; give one EMA several decays instead."
                 )
-
-    def _overlaps(self, other: "EMA") -> bool:
-        return _is_under(self.prefix, other.prefix) or _is_under(other.prefix, self.prefix)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the shadows on the module's device, or take those of the checkpoint."""
@@ -318,31 +297,21 @@ class EMA(Callback):
         refuse_split_weights(trainer, pl_module, "EMA")
         self._unfollow()
         if not trainer.strategy.restore_checkpoint_after_setup:
-            self._begin(trainer, pl_module)
-
-    def on_sanity_check_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin under a strategy that has read the checkpoint only now."""
-        self._begin_late(trainer, pl_module)
+            self._follow(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Begin so where there was no sanity check."""
-        self._begin_late(trainer, pl_module)
-
-    def _begin_late(self, trainer: Trainer, module: LightningModule) -> None:
+        """Begin under a strategy that has read the checkpoint only now."""
         if trainer.strategy.restore_checkpoint_after_setup and not self._step_hooks:
-            self._begin(trainer, module)
+            self._follow(trainer, pl_module)
 
-    def _begin(self, trainer: Trainer, module: LightningModule) -> None:
-        self._forget_if_replaced(trainer)
-        self._follow(trainer.optimizers, module)
+    on_sanity_check_start = on_train_start
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the decay, and look at the averages, as often as Lightning logs; 0 is never."""
+        """Log the decay, and look at the averages, as often as Lightning logs."""
         steps = max((group.steps for group in self._groups), default=0)
-        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if steps and every and trainer.global_step % every == 0:
+        if steps and logs_are_due(trainer):
             for group in self._groups:
                 group.refuse_nonfinite()
             name = f"ema/decay_{self.prefix}" if self.prefix else "ema/decay"
@@ -361,7 +330,18 @@ class EMA(Callback):
         if trainer.ckpt_path is not None and not self._loaded:
             self._module, self._groups, self._waiting = None, [], {}
 
-    def _swap_in(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _take_up_to_evaluate(self, module: LightningModule) -> None:
+        known = self._take_up(module)
+        params = self._parameters()
+        groups: dict[int, Group] = {}
+        for name, average in known.items():
+            group = groups.setdefault(average.steps, Group(self.decays, average.steps))
+            group.add(name, params[name], average)
+        self._groups = list(groups.values())
+        self._waiting = {}
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Validate, test and predict with the averages."""
         if trainer.state.fn != TrainerFn.FITTING:
             self._forget_if_replaced(trainer)
             if self._loaded or pl_module is not self._module:
@@ -375,39 +355,12 @@ class EMA(Callback):
         elif self._active == RAW:
             self._activate("ema")
 
-    def _take_up_to_evaluate(self, module: LightningModule) -> None:
-        known = self._take_up(module)
-        params = self._parameters()
-        groups: dict[int, Group] = {}
-        for name, average in known.items():
-            group = groups.setdefault(average.steps, Group(self.decays, average.steps))
-            group.add(name, params[name], average)
-        self._groups = list(groups.values())
-        self._waiting = {}
-
-    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Validate with the averages."""
-        self._swap_in(trainer, pl_module)
-
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the weights back."""
         self._activate(self._outside)
 
-    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Test with the averages."""
-        self._swap_in(trainer, pl_module)
-
-    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the weights back."""
-        self._activate(self._outside)
-
-    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Predict with the averages."""
-        self._swap_in(trainer, pl_module)
-
-    def on_predict_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the weights back."""
-        self._activate(self._outside)
+    on_test_start = on_predict_start = on_validation_start
+    on_test_end = on_predict_end = on_validation_end
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -426,12 +379,7 @@ def _is_under(name: str, prefix: str) -> bool:
 
 
 def _was_skipped(optimizer: Optimizer) -> bool:
-    """Whether the step was a no-op: a GradScaler made it one, or there was no gradient to follow.
-
-    A GradScaler does not call step() of other optimizers then; fused ones learn of it inside, by
-    `found_inf`.
-    """
-    found_inf = getattr(optimizer, "found_inf", None)
-    if found_inf is not None and bool(found_inf):
+    # A GradScaler has fused optimizers skip a step inside, and does not call step() of others.
+    if getattr(optimizer, "found_inf", None):
         return True
     return all(p.grad is None for group in optimizer.param_groups for p in group["params"])

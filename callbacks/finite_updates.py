@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,10 +9,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
-from lit_diffusion.callbacks.micro_batch import MicroBatch
-from lit_diffusion.sharding import is_made_up
+from lit_diffusion.callbacks.parts.micro_batch import MicroBatch
+from lit_diffusion.system.ranks import from_all, largest
+from lit_diffusion.system.trainer_state import logged_step
 
 _MOST_FILES = 8
 
@@ -21,11 +20,10 @@ _MOST_FILES = 8
 class FiniteUpdates(Callback):
     """Leaves out updates from losses or gradients that are not finite, and stops the run.
 
-    A message names optimizer step, rank, sample (within the batch, and its index in the data set
-    where batches are (images, labels, index)), noise level, or for a gradient the parameters. The
-    batch goes to `default_root_dir`/non-finite-rank<r>.ckpt, with the weights before the update and
-    all else that `lit-diffusion replay` needs to compute the step again; the file of an earlier
-    incident is replaced.
+    A message names optimizer step, rank, sample (and its data index where batches are (images,
+    labels, index)), noise level, or for a gradient the parameters. The batch goes to
+    `default_root_dir`/non-finite-rank<r>.ckpt, with which `lit-diffusion replay` computes the step
+    again.
 
     - Left out is the whole update: weights, buffers, optimizer state and EMA stay as they are, and
       of accumulated batches none counts. `global_step` and lr schedules move on, as where a
@@ -36,8 +34,8 @@ class FiniteUpdates(Callback):
       itself is not finite, or the scale is down to 1 and can't be the reason.
     - A module's training_step may return `u` (B,) in [0, 1], `t` (B,) and `per_sample_loss` (B,)
       beside the loss, which names samples and noise levels; any other module has its steps named.
-    - It is known before each update whether it is finite, for which a GPU is waited for once an
-      update. Buffers are copied before each batch.
+    - A GPU is waited for once an update. Buffers are copied before each batch.
+    - Optimizers stepped past Lightning (`use_pl_optimizer=False`) are not seen.
     - List it after callbacks that seed or draw random numbers, such as StepSeed.
 
     Logs `train/nonfinite_steps`, once there are some; the curve of train/loss of a run that it
@@ -46,12 +44,13 @@ class FiniteUpdates(Callback):
     Args:
         max_nonfinite_steps: updates that may be left out in a run, resumes included.
 
+    Attributes:
+        skipped_updates: left out in this run so far, resumes included.
+
     Raises:
-        ValueError: a negative number; at the start of a fit, an optimizer that computes gradients
-            within its step (LBFGS), or a strategy that shards weights or updates them itself where
-            updates may be left out.
+        ValueError: a negative number; at the start of a fit, a strategy that shards weights or
+            updates them itself where updates may be left out.
         FloatingPointError: at one update too many.
-        RuntimeError: for optimizers stepped past Lightning, whose updates can't be left out.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -62,7 +61,7 @@ class FiniteUpdates(Callback):
         if max_nonfinite_steps < 0:
             raise ValueError(f"max_nonfinite_steps must be at least 0, got {max_nonfinite_steps}.")
         self.max_nonfinite_steps = max_nonfinite_steps
-        self._skipped = 0
+        self.skipped_updates = 0
         self._forget()
 
     def _forget(self) -> None:
@@ -70,22 +69,15 @@ class FiniteUpdates(Callback):
         self._window: list[MicroBatch] = []  # accumulated for the update to come
         self._judged = False  # whether an update was made, or left out, in this batch
         self._failed: list[MicroBatch] = []  # behind an update that was left out
-        self._stepped: list[Optimizer] = []  # in this batch, as far as Lightning knows
-        self._hooks: list[RemovableHandle] = []
-
-    @property
-    def skipped_updates(self) -> int:
-        """Updates left out in this run so far, also before it was resumed."""
-        return self._skipped
 
     # Following a step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse what cannot work before anything is loaded."""
         if stage == "fit":
-            self._skipped = 0
+            self.skipped_updates = 0
             self._forget()
-        if _is_sharded(trainer) and self.max_nonfinite_steps:
+        if trainer.strategy.restore_checkpoint_after_setup and self.max_nonfinite_steps:
             raise ValueError(
                 f"max_nonfinite_steps must be 0 under {type(trainer.strategy).__name__}, which "
                 f"updates weights in its own way, got {self.max_nonfinite_steps}; use "
@@ -93,30 +85,17 @@ class FiniteUpdates(Callback):
             )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """See every step of every optimizer."""
-        for optimizer in trainer.optimizers:
-            if isinstance(optimizer, torch.optim.LBFGS):
-                raise ValueError(
-                    "FiniteUpdates cannot leave out an update of LBFGS, which moves weights "
-                    "between the losses of one step; use another optimizer."
-                )
-            self._hooks.append(optimizer.register_step_post_hook(self._refuse_unseen))
-
-    def _refuse_unseen(self, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
-        if is_made_up(optimizer, kwargs):
-            return
-        if all(known is not optimizer for known in self._stepped):
-            raise RuntimeError(
-                f"{type(optimizer).__name__} made a step that Lightning does not know of, so that "
-                "FiniteUpdates could not have left it out; step what self.optimizers() returns, "
-                "without use_pl_optimizer=False."
+        """Refuse what moves weights between the losses of one step."""
+        if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+            raise ValueError(
+                "FiniteUpdates cannot leave out an update of LBFGS, which moves weights between "
+                "the losses of one step; use another optimizer."
             )
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Note what the step starts from."""
-        self._stepped = []
         self._now = MicroBatch.begin(trainer, pl_module, batch, batch_idx)
 
     def on_before_backward(
@@ -135,7 +114,6 @@ class FiniteUpdates(Callback):
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
     ) -> None:
         """Judge the update, or the one before it, and leave this one out if need be."""
-        self._stepped.append(optimizer)
         if self._now is None:
             return
         self._judged = True
@@ -144,7 +122,7 @@ class FiniteUpdates(Callback):
                 self._now.see_gradients([optimizer])
             window = [*self._window, self._now]
             flags = torch.stack([batch.flags() for batch in window]).amax(0)
-            if _is_failure(_on_any_rank(flags, trainer), trainer):
+            if _is_failure(largest(flags), trainer):
                 self._failed = window
                 window[0].put_buffers_back(pl_module)
             self._now.updates += 1 - bool(self._failed)
@@ -154,7 +132,7 @@ class FiniteUpdates(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Tell of an update that was left out."""
+        """Report an update that was left out."""
         now, self._now = self._now, None
         if now is None:
             return
@@ -164,42 +142,34 @@ class FiniteUpdates(Callback):
         elif pl_module.automatic_optimization:
             self._window.append(now)
         if self._failed:
-            self._tell(trainer, pl_module)
+            self._report(trainer, pl_module)
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
-        """Let go of the batches and optimizers."""
-        self.teardown(trainer, pl_module, "fit")
-
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Let go of the batches and optimizers."""
-        for hook in self._hooks:
-            hook.remove()
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: object) -> None:
+        """Let go of the batches."""
         self._forget()
 
-    # Telling
+    on_exception = teardown  # type: ignore[assignment]
 
-    def _tell(self, trainer: Trainer, module: LightningModule) -> None:
-        """Count, dump and say it; stop the run where it is one too many."""
-        window, self._failed = self._failed, []
-        self._skipped += 1
-        what = _on_all_ranks(_badness(window), trainer)
+    def _report(self, trainer: Trainer, module: LightningModule) -> None:
+        worst = max(self._failed, key=MicroBatch.badness)
+        self._failed = []
+        self.skipped_updates += 1
+        what = from_all(worst.badness())
         suspects = [rank for rank, bad in enumerate(what) if bad == max(what)]
         text = ""
         if trainer.global_rank in suspects[:_MOST_FILES]:
-            text = _told_and_dumped(_worst(window), trainer, module)
-        text = _on_all_ranks(text, trainer)[suspects[0]]
+            text = _described_and_kept(worst, trainer, module)
+        text = from_all(text)[suspects[0]]
         if others := ", ".join(map(str, suspects[1:])):
             text += f" Likewise on rank {others}"
             # Gradients are looked at when the ranks have summed them.
             text += "." if max(what) == 2 else "; which of them it came from, their replays tell."
-        stops = self._skipped > self.max_nonfinite_steps
-        numbers = {"train/nonfinite_steps": float(self._skipped)}
+        stops = self.skipped_updates > self.max_nonfinite_steps
+        numbers = {"train/nonfinite_steps": float(self.skipped_updates)}
         numbers |= {"train/loss": math.nan} if stops else {}
         for logger in trainer.loggers:
-            logger.log_metrics(numbers, trainer.fit_loop.epoch_loop._batches_that_stepped)
-        allowed = f"{self._skipped} of at most {self.max_nonfinite_steps}"
+            logger.log_metrics(numbers, logged_step(trainer))
+        allowed = f"{self.skipped_updates} of at most {self.max_nonfinite_steps}"
         if not stops:
             rank_zero_info(f"Left out an update ({allowed}): {text}")
             return
@@ -212,34 +182,26 @@ class FiniteUpdates(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """How many updates were left out; nothing while there are none."""
-        return {"skipped_updates": self._skipped} if self._skipped else {}
+        return {"skipped_updates": self.skipped_updates} if self.skipped_updates else {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting."""
-        self._skipped = int(state_dict["skipped_updates"])
+        self.skipped_updates = int(state_dict["skipped_updates"])
 
 
 def _scaler(trainer: Trainer) -> Any:
     return getattr(trainer.precision_plugin, "scaler", None)
 
 
-def _is_sharded(trainer: Trainer) -> bool:
-    sharded: bool = trainer.strategy.restore_checkpoint_after_setup
-    return sharded
-
-
 def _is_failure(flags: Tensor, trainer: Trainer) -> bool:
-    """Whether there is more behind it than a GradScaler's search for a scale."""
+    # Else it is no more than a GradScaler's search for a scale.
     loss, gradient = flags.tolist()
     scaler = _scaler(trainer)
     return bool(loss) or bool(gradient and (scaler is None or scaler.get_scale() <= 1))
 
 
 def _leave_out(optimizer: Optimizer, scaler: Any) -> None:
-    """Take the gradients away, without which no optimizer changes anything.
-
-    One that unscales them itself must find one, and skips where it is not finite.
-    """
+    # Without gradients no optimizer changes anything. One that unscales them itself must find one.
     unscales = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -249,46 +211,12 @@ def _leave_out(optimizer: Optimizer, scaler: Any) -> None:
                 param.grad = None
 
 
-def _has_ranks(trainer: Trainer) -> bool:
-    return trainer.world_size > 1 and torch.distributed.is_initialized()
-
-
-def _on_any_rank(flags: Tensor, trainer: Trainer) -> Tensor:
-    """The largest of all ranks; no GPU is waited for."""
-    if _has_ranks(trainer):
-        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
-    return flags
-
-
-def _on_all_ranks(value: Any, trainer: Trainer) -> list[Any]:
-    """What each rank has, by rank."""
-    values = [value] * trainer.world_size
-    if _has_ranks(trainer):
-        torch.distributed.all_gather_object(values, value)
-    return values
-
-
-def _badness(window: Sequence[MicroBatch]) -> int:
-    """2 where this rank had a loss that is not finite, 1 for a gradient, 0 for neither."""
-    flags = torch.stack([batch.flags() for batch in window]).amax(0).tolist()
-    return 2 if flags[0] else int(flags[1])
-
-
-def _worst(window: Sequence[MicroBatch]) -> MicroBatch:
-    """The first batch with a loss that is not finite, else the first with a gradient."""
-    for which in (0, 1):
-        for batch in window:
-            if batch.flags()[which]:
-                return batch
-    return window[-1]
-
-
-def _told_and_dumped(batch: MicroBatch, trainer: Trainer, module: LightningModule) -> str:
-    """What is not finite, and how to compute it again."""
+def _described_and_kept(batch: MicroBatch, trainer: Trainer, module: LightningModule) -> str:
     text, scaler = f"{batch.describe(module)}.", _scaler(trainer)
     if scaler is not None:
         text += f" The loss scale is now {scaler.get_scale():g}."
-    if trainer.fast_dev_run or _is_sharded(trainer):  # type: ignore[attr-defined]
+    sharded = trainer.strategy.restore_checkpoint_after_setup
+    if trainer.fast_dev_run or sharded:  # type: ignore[attr-defined]
         return text
     path = os.path.join(trainer.default_root_dir, f"non-finite-rank{batch.rank}.ckpt")
     try:

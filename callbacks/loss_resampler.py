@@ -5,28 +5,18 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
+from torch.nn.functional import pad
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lit_diffusion.callbacks.curriculum import importance_weight, total_variation
-from lit_diffusion.callbacks.timestep_writer import Timesteps, TimestepWriter
-from lit_diffusion.protocols import UpdateGuard
+from lit_diffusion.callbacks.parts.timestep_writer import Timesteps, TimestepWriter
 
 
 class LossHistory(NamedTuple):
-    """The last losses of each bin of u.
+    """The last losses of each bin of u."""
 
-    Attributes:
-        losses: (num_bins, history) float64; the n-th loss of a bin is in column n % history.
-        seen: (num_bins,) int64, how many losses each bin has had.
-
-    Example:
-        >>> LossHistory.of(num_bins=2, history=3)
-        LossHistory(losses=tensor([[0., 0., 0.],
-                [0., 0., 0.]], dtype=torch.float64), seen=tensor([0, 0]))
-    """
-
-    losses: Tensor
-    seen: Tensor
+    losses: Tensor  # (num_bins, history) float64; the n-th loss of a bin is in column n % history
+    seen: Tensor  # (num_bins,) int64, how many losses each bin has had
 
     @classmethod
     def of(cls, num_bins: int, history: int) -> "LossHistory":
@@ -42,11 +32,9 @@ class LossHistory(NamedTuple):
 def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHistory:
     """With the losses of a batch, each in the place of the oldest of its bin.
 
-    No step of it waits for a GPU.
-
     Args:
         history: so far.
-        bins: (B,) int64; a bin may occur any number of times.
+        bins: (B,) int64, each in any number; losses of bin num_bins are left out.
         losses: (B,) in the order in which they count as seen.
 
     Example:
@@ -56,30 +44,22 @@ def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHi
                 [8., 6.]], dtype=torch.float64)
     """
     size = history.losses.shape[1]
+    kept, seen = pad(history.losses, (0, 0, 0, 1)), pad(history.seen, (0, 1))
     bins, order = bins.sort(stable=True)
     first = torch.searchsorted(bins, bins)
     count = torch.searchsorted(bins, bins, right=True) - first
     nth = torch.arange(len(bins), device=bins.device) - first  # occurrence within its bin
     # Of losses that would land in one place only the last stays, so each of them writes that one.
     last = first + nth + (count - 1 - nth) // size * size
-    kept = losses.to(history.losses)[order][last]
-    return LossHistory(
-        history.losses.index_put((bins, (history.seen[bins] + nth) % size), kept),
-        history.seen.index_add(0, bins, torch.ones_like(bins)),
-    )
+    kept.index_put_((bins, (seen[bins] + nth) % size), losses.to(kept)[order][last])
+    seen.index_add_(0, bins, torch.ones_like(bins))
+    return LossHistory(kept[:-1], seen[:-1])
 
 
 def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> Tensor:
-    """p proportional to sqrt(mean of loss^2) in each bin, mixed with uniform.
+    """p proportional to sqrt(mean of loss^2) in each bin, mixed with a share of uniform.
 
     Until every bin has a full history, ones.
-
-    Args:
-        history: of the losses.
-        uniform_prob: share of uniform in the mixture, in (0, 1].
-
-    Returns:
-        (num_bins,) float64, with sum 1 once it is not ones.
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 18 and section 3.3.
 
@@ -98,29 +78,25 @@ def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> 
 class LossSecondMomentResampler(TimestepWriter):
     """Draws noise levels by the root mean square of their last losses, and undoes it with weights.
 
-    Gradients stay unbiased, and their variance is lowest where losses and gradient norms are
-    proportional. Until each bin has had `history` losses, times are uniform: 4,000 bins take about
-    100,000 samples. Logs `resampler/full`, the share of bins that have them, and `resampler/tv`,
-    the distance from uniform.
+    Gradients stay unbiased. Until each bin has had `history` losses, times are uniform: 4,000 bins
+    take about 100,000 samples. Logs `resampler/full`, the share of bins that have them, and
+    `resampler/tv`, the distance from uniform.
 
     The module's training_step returns `u` (B,) in [0, 1] and `per_sample_loss` (B,), without
     `timestep_weight`, beside the loss; u of a discrete t = 0 .. T - 1 is t / T. Losses of all ranks
-    are gathered, so all draw from one density; batches may differ in size. The history is in the
-    checkpoint: a resume is exact. (List it before callbacks that save in `on_train_batch_end`, as
+    are gathered, but for those that are not finite. The history is in the checkpoint: a resume is
+    exact. (List it before callbacks that save in `on_train_batch_end`, as
     FIDEvaluation(every_n_steps) does its best; Lightning's own checkpoint callbacks come last.)
 
     Args:
-        num_bins: number of equal bins over [0, 1]; the number of steps of a discrete process, as in
-            the paper, or fewer, which are full sooner.
+        num_bins: of equal bins over [0, 1]; fewer than a process has steps are full sooner.
         history: losses that are remembered for each bin.
         uniform_prob: share of draws that stay uniform, in (0, 1].
 
     Raises:
         ValueError: bad arguments; at fit start, a module that is not `protocols.HasTimesteps`, or
-            a `timestep_density` or `timestep_weight` that something else sets, or a checkpoint with
-            another number of bins or history; at the first batch, a training_step that does not
-            return what is needed.
-        FloatingPointError: losses that are not finite, when they would be logged or saved.
+            a checkpoint of other numbers; at the first batch, attributes that something else sets,
+            or a training_step that does not return what is needed.
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), section 3.3.
 
@@ -148,7 +124,6 @@ class LossSecondMomentResampler(TimestepWriter):
         self._state = LossHistory.of(num_bins, history)
         self._loaded = False  # since the run was set up
         self._checked = False  # what the module returns, in this fit
-        self._is_guarded = False  # against updates from losses that are not finite
         self._module: LightningModule | None = None
 
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
@@ -159,14 +134,12 @@ class LossSecondMomentResampler(TimestepWriter):
 
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
         """How many bins are full, and how far the density is from uniform."""
-        self._refuse_nonfinite()
         density = second_moment_density(self._state, self.uniform_prob)
         full = (self._state.seen >= self.history).double().mean()
         return {"resampler/full": full, "resampler/tv": total_variation(density)}
 
     def state_dict(self) -> dict[str, Any]:
         """`LossHistory` as tensors on the CPU."""
-        self._refuse_nonfinite()
         return self._state.to("cpu")._asdict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -188,8 +161,6 @@ class LossSecondMomentResampler(TimestepWriter):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go on with the history of the checkpoint or of this module's last fit, or begin one."""
         super().on_fit_start(trainer, pl_module)
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        self._is_guarded = any(isinstance(callback, UpdateGuard) for callback in callbacks)
         if not self._loaded and (trainer.ckpt_path is not None or pl_module is not self._module):
             self._state = LossHistory.of(self.num_bins, self.history)
         self._module = pl_module
@@ -208,22 +179,11 @@ class LossSecondMomentResampler(TimestepWriter):
             found = torch.cat(gather_all_tensors(found), dim=1)
         # A float32 t / T may lie below its bin, by its rounding.
         bins = ((found[0] + 1e-7) * self.num_bins).long().clamp(0, self.num_bins - 1)
-        if self._is_guarded:  # then a run may go on after some that are not finite
-            finite = found[1].isfinite()
-            bins, found = bins[finite], found[:, finite]
+        bins = bins.masked_fill(~found[1].isfinite(), self.num_bins)
         self._state = update_history(self._state, bins, found[1])
-
-    def _refuse_nonfinite(self) -> None:
-        bad = (~self._state.losses.isfinite()).any(1).nonzero().flatten().tolist()
-        if bad:
-            raise FloatingPointError(
-                f"losses at u near {(bad[0] + 0.5) / self.num_bins:.3g} are not finite, so there "
-                "is no density; lower the lr, clip gradients, or resume from an earlier checkpoint."
-            )
 
 
 def _refuse_unfit(outputs: Any, module: LightningModule) -> None:
-    """Raise ValueError where a training_step returned something else than u and its losses."""
     given = outputs if isinstance(outputs, dict) else {}
     shapes = {name: tuple(v.shape) for name, v in given.items() if isinstance(v, Tensor)}
     shape = shapes.get("u", ())
@@ -236,6 +196,6 @@ def _refuse_unfit(outputs: Any, module: LightningModule) -> None:
     low, high = given["u"].aminmax()
     if not 0 <= low <= high <= 1:
         raise ValueError(
-            f"training_step must return as u ranks in [0, 1], got {low:g} to {high:g}; divide "
+            f"training_step must return u in [0, 1], got {low:g} to {high:g}; divide "
             "timesteps by the number of steps."
         )

@@ -1,41 +1,41 @@
 """The loss at fixed noise levels: where along the process a model is good, and where it is not."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from operator import itemgetter
+from typing import Any, cast
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lit_diffusion.callbacks.fixed_items import indexed_loader, read, spread
-from lit_diffusion.callbacks.inference import averaged_weights, inference
-from lit_diffusion.callbacks.strategies import refuse_split_sampling
-from lit_diffusion.callbacks.triggers import EveryNSteps
-from lit_diffusion.protocols import HasNoiseLevels
+from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, read, spread
+from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
+from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps
+from lit_diffusion.protocols import Condition, HasNoiseLevels, by_part
 from lit_diffusion.seeding import PerSampleNoise
 
 CHUNK = 16
 
 
-class NoiseLevelLoss(Callback):
+class NoiseLevelLoss(RunsEveryNSteps):
     """Logs the mean loss of fixed images with fixed noise at levels u = (i + 1/2) / num_levels.
 
     Names are `val/loss_u0.05`, ..., `val/loss_u0.95` (or `train/...`, for training images); u = 1
     is the noisiest. Images, noise and levels are the same every time, so that curves move only
-    when the weights do. Every rank computes all of it, in chunks of its own: the value does
-    not depend on batch size or number of ranks, and needs no communication.
+    when the weights do. Every rank computes all of it: the value does not depend on batch size or
+    number of ranks.
 
     Args:
         num_levels: of noise.
         num_images: taken evenly over the first data set, all of it if it is smaller.
         every_n_steps: None takes held-out images, at the end of every validation, with the weights
-            that are validated; a number takes training images, every so many optimizer steps, with
-            averaged weights where a callback provides them, and goes to the loggers alone.
+            that are validated; a number takes training images, with averaged weights where a
+            callback provides them, and goes to the loggers alone.
 
     Raises:
-        ValueError: bad numbers; at fit start, where None would never trigger; a data set that can't
-            be read at an index.
+        ValueError: bad numbers, no validation, or data that can't be read at an index.
         TypeError: for a module that is not `protocols.HasNoiseLevels`.
 
     Example:
@@ -46,14 +46,14 @@ class NoiseLevelLoss(Callback):
     def __init__(
         self, num_levels: int = 10, num_images: int = 64, every_n_steps: int | None = None
     ) -> None:
+        super().__init__(every_n_steps)
         if min(num_levels, num_images) < 1:
             raise ValueError(
                 f"num_levels and num_images must be at least 1, got {num_levels} and {num_images}."
             )
         self.levels = [(i + 0.5) / num_levels for i in range(num_levels)]
         self.num_images = num_images
-        self._trigger = EveryNSteps(every_n_steps)
-        self._fixed: FixedImages | None = None
+        self._fixed: tuple[Tensor, Condition, list[int]] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse modules that can't be asked."""
@@ -66,31 +66,19 @@ class NoiseLevelLoss(Callback):
                 f"; {type(pl_module).__name__} lacks {', '.join(lacking)}."
             )
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find conflicts before the first step."""
-        self._trigger.refuse_never(trainer, "NoiseLevelLoss")
-        refuse_split_sampling(pl_module, "NoiseLevelLoss")
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count from here, in a resumed run too."""
-        self._trigger.start(trainer.global_step)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Measure every so many steps."""
-        if self._trigger.due(trainer.global_step):
-            with averaged_weights(trainer):
-                losses = self._measure(trainer, pl_module, trainer.train_dataloader, "train")
-            for logger in trainer.loggers:
-                # Lightning's own rows of this batch have the step before it; pl_module.log would
-                # wait for the next one of them, and lose all but the last measurement.
-                numbers = {name: loss.item() for name, loss in losses.items()}
-                logger.log_metrics(numbers, step=trainer.global_step - 1)
+    def at_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure training images, for the loggers."""
+        with averaged_weights(trainer):
+            losses = self._measure(trainer, pl_module, trainer.train_dataloader, "train")
+        numbers = {name: loss.item() for name, loss in losses.items()}
+        # Lightning's own rows of this batch have the step before it; pl_module.log would wait for
+        # the next one of them, and lose all but the last measurement.
+        for logger in trainer.loggers:
+            logger.log_metrics(numbers, step=trainer.global_step - 1)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure after each validation, with the weights that it used."""
-        if self._trigger.n is None and not trainer.sanity_checking:
+        if self.every_n_steps is None and not trainer.sanity_checking:
             pl_module.log_dict(self._measure(trainer, pl_module, trainer.val_dataloaders, "val"))
 
     def _measure(
@@ -103,23 +91,17 @@ class NoiseLevelLoss(Callback):
         images, labels, indices = self._fixed
         x0 = module.codec.encode(images.to(pl_module.device))
         noise = PerSampleNoise(indices, stream="noise level").randn_like(x0)
-        labels = None if module.num_classes is None or labels is None else labels.to(x0.device)
+        if module.num_classes is None and getattr(module, "conditioning", None) is None:
+            labels = None
+        labels = move_data_to_device(labels, x0.device)
         with inference(trainer, pl_module):
             losses = noise_level_losses(module, x0, labels, noise, self.levels)
         names = [f"{split}/loss_u{u:.3g}" for u in self.levels]
         return dict(zip(names, losses, strict=True))
 
 
-class FixedImages(NamedTuple):
-    """Images as the data set gives them, labels where it has some, and their indices in it."""
-
-    images: Tensor
-    labels: Tensor | None
-    indices: list[int]
-
-
-def read_fixed(loaders: Any, num: int) -> FixedImages:
-    """At most `num` images, evenly over the data set of the first of these loaders."""
+def read_fixed(loaders: Any, num: int) -> tuple[Tensor, Condition, list[int]]:
+    """At most `num` images, evenly over the first data set, their labels if any, and indices."""
     loader = indexed_loader(loaders)
     if loader is None:
         raise ValueError(
@@ -129,35 +111,26 @@ def read_fixed(loaders: Any, num: int) -> FixedImages:
     indices = spread(len(loader.dataset), num)  # type: ignore[arg-type]
     batches = [b if isinstance(b, list | tuple) else (b,) for b in read(loader, indices)]
     images = torch.cat([batch[0] for batch in batches])
-    labels = torch.cat([batch[1] for batch in batches]) if len(batches[0]) > 1 else None
-    return FixedImages(images, labels, indices)
+    labels = None
+    if len(batches[0]) > 1:
+        labels = by_part(lambda *rows: torch.cat(rows), *(batch[1] for batch in batches))
+    return images, labels, indices
 
 
 @torch.no_grad()
 def noise_level_losses(
     module: HasNoiseLevels,
     x0: Tensor,
-    labels: Tensor | None,
+    labels: Condition,
     noise: Tensor,
     levels: Sequence[float],
 ) -> Tensor:
-    """Mean loss at each noise level.
-
-    Args:
-        module: whose `per_sample_loss` is asked.
-        x0: (B, C, H, W) encoded images.
-        labels: (B,) or None.
-        noise: standard normal, of the shape of `x0`; the same at all levels.
-        levels: L ranks u in [0, 1].
-
-    Returns:
-        (L,) float64.
-    """
+    """(L,) float64 mean loss at L levels u, of x0 (B, C, H, W) with the same noise at each."""
     means = []
     for u in levels:
         t = module.process.from_unit(torch.full((len(x0),), u, dtype=torch.float64)).to(x0.device)
         losses = [
-            module.per_sample_loss(x0[i], None if labels is None else labels[i], t[i], noise[i])
+            module.per_sample_loss(x0[i], by_part(itemgetter(i), labels), t[i], noise[i])
             for i in torch.split(torch.arange(len(x0), device=x0.device), CHUNK)
         ]
         means.append(torch.cat(losses).double().mean())

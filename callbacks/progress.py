@@ -15,15 +15,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 def progress_line(
     step: int, total: float, epoch: int, metrics: Mapping[str, float], seconds: float, done: int
 ) -> str:
-    """One line that says how far training is.
-
-    Args:
-        step: optimizer steps completed.
-        total: of the run; infinite where it is open.
-        epoch: counted from 0.
-        metrics: those of the progress bar.
-        seconds: since this process started to train.
-        done: steps that it has completed in them.
+    """One line that says how far training is; `done` steps took this process `seconds`.
 
     Example:
         >>> progress_line(20, 100, 1, {"train/loss": 0.123456}, seconds=10.0, done=20)
@@ -45,9 +37,6 @@ class PlainProgress(ProgressBar):
 
     Args:
         every_n_seconds: between lines, > 0.
-
-    Raises:
-        ValueError: for a time that is not positive.
 
     Example:
         >>> trainer = Trainer(callbacks=[PlainProgress()], logger=False, accelerator="cpu")
@@ -101,16 +90,9 @@ class PlainProgress(ProgressBar):
         numbers = {k: float(v) for k, v in metrics.items() if not isinstance(v, str | dict)}
         self._last_line = time.monotonic()
         start, first = self._start
-        step = trainer.global_step
-        line = progress_line(
-            step,
-            total_steps(trainer),
-            trainer.current_epoch,
-            numbers,
-            self._last_line - start,
-            step - first,
-        )
-        print(line, file=sys.stderr, flush=True)
+        seconds, done = self._last_line - start, trainer.global_step - first
+        where = trainer.global_step, total_steps(trainer), trainer.current_epoch
+        print(progress_line(*where, numbers, seconds, done), file=sys.stderr, flush=True)
 
 
 def total_steps(trainer: Trainer) -> float:

@@ -3,10 +3,9 @@
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
@@ -14,32 +13,28 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
 
-from lit_diffusion.callbacks.fixed_items import indexed_loader, read, spread
-from lit_diffusion.callbacks.inference import averaged_weights, inference
-from lit_diffusion.callbacks.strategies import refuse_split_sampling
-from lit_diffusion.callbacks.triggers import EveryNSteps
+from lit_diffusion.callbacks.parts.fid_inputs import refuse_odd_images
+from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, read, spread
+from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
+from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
 
 GRID_PIXELS = 512
 BANK_BYTES = 2**28
-_MOST = 10_000
 
 
-class SampleGrid(Callback):
+class SampleGrid(RunsEveryNSteps):
     """Writes the samples of seeds 0, ..., num - 1 as PNG, so that one sees the same ones improve.
 
-    Files, in `<trainer.default_root_dir>/samples/`, with the weights they were made with (ema
-    where a callback provides such weights, else raw) in their names, and to TensorBoard if it is
-    one of the loggers:
+    Files go to `<trainer.default_root_dir>/samples/`, with the weights they were made with (ema
+    where a callback provides such weights, else raw) in their names, and to a TensorBoard logger:
 
     - `step-00001000-ema.png`: the samples, in rows; small images are enlarged pixel by pixel.
     - `nearest-00001000-ema.png`: each sample with, on its right, the training image that is nearest
-      in pixel space, so that memorising is seen. For this at most 256 MB of training images, evenly
-      over the data set and in uint8, are kept in memory by rank zero. Needs training batches
+      in pixel space, of at most 256 MB of them, evenly over the data set. Needs training batches
       that begin with uint8 images of the samples' shape; where they don't, that is said once.
 
-    Every rank generates all the samples, which takes as long as waiting for one that does, and
-    needs no communication. Random numbers of training are as without this callback.
+    Every rank generates all the samples. Random numbers of training are as without this callback.
 
     Args:
         num: of samples.
@@ -64,16 +59,16 @@ class SampleGrid(Callback):
         every_n_steps: int | None = None,
         batch_size: int = 64,
     ) -> None:
+        super().__init__(every_n_steps)
         if min(num, batch_size) < 1:
             raise ValueError(f"num and batch_size must be at least 1, got {num} and {batch_size}.")
-        if num > _MOST:
-            raise ValueError(f"num must be at most {_MOST}, which fill one picture, got {num}.")
+        if num > 10_000:
+            raise ValueError(f"num must be at most 10000, which fill one picture, got {num}.")
         if labels is not None and not len(labels):
             raise ValueError("labels must hold at least one label; pass None for no labels.")
         self.num = num
         self.labels = None if labels is None else list(labels)
         self.batch_size = batch_size
-        self._trigger = EveryNSteps(every_n_steps)
         self._bank: Tensor | None = None
         self._bank_was_read = False
 
@@ -84,31 +79,20 @@ class SampleGrid(Callback):
                 f"SampleGrid needs a module with generate(seeds, labels=None) -> uint8 images "
                 f"(protocols.CanGenerate); {type(pl_module).__name__} has none."
             )
-        self._trigger.refuse_never(trainer, "SampleGrid")
-        refuse_split_sampling(pl_module, "SampleGrid")
+        super().on_fit_start(trainer, pl_module)
         self._bank, self._bank_was_read = None, False
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count from here, in a resumed run too."""
-        self._trigger.start(trainer.global_step)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Draw every so many steps."""
-        if self._trigger.due(trainer.global_step):
-            self._draw(trainer, pl_module)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw after each validation."""
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        if fitting and self._trigger.n is None:
-            self._draw(trainer, pl_module)
+        if fitting and self.every_n_steps is None:
+            self.at_step(trainer, pl_module)
 
-    def _draw(self, trainer: Trainer, module: LightningModule) -> None:
-        with averaged_weights(trainer) as weights, inference(trainer, module):
+    def at_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw."""
+        with averaged_weights(trainer) as weights, inference(trainer, pl_module):
             try:
-                samples = self._generate(module)
+                samples = self._generate(pl_module)
             except NonFiniteSamples as error:  # on every rank alike; training can go on
                 rank_zero_warn(f"SampleGrid draws nothing at step {trainer.global_step}: {error}")
                 return
@@ -128,15 +112,14 @@ class SampleGrid(Callback):
         batches = []
         for start in range(0, self.num, self.batch_size):
             seeds = range(start, min(start + self.batch_size, self.num))
-            images = module.generate(seeds, self._labels_of(seeds, module.device))
-            _refuse_odd_images(images, len(seeds))
+            labels = None
+            if self.labels is not None:
+                chosen = [self.labels[seed % len(self.labels)] for seed in seeds]
+                labels = torch.tensor(chosen, device=module.device)
+            images = module.generate(seeds, labels)
+            refuse_odd_images(images, len(seeds))
             batches.append(images.cpu())
         return torch.cat(batches)
-
-    def _labels_of(self, seeds: Sequence[int], device: torch.device) -> Tensor | None:
-        if self.labels is None:
-            return None
-        return torch.tensor([self.labels[seed % len(self.labels)] for seed in seeds], device=device)
 
     def _publish(self, trainer: Trainer, kind: str, weights: str, grid: Tensor) -> None:
         folder = Path(trainer.default_root_dir) / "samples"
@@ -150,11 +133,7 @@ class SampleGrid(Callback):
 def image_grid(images: Tensor) -> Tensor:
     """Images in a near-square grid of about 512 pixels; small ones are enlarged pixel by pixel.
 
-    Args:
-        images: (N, C, H, W) uint8, C = 1, 3 or 4.
-
-    Returns:
-        (3 or 4, height, width) uint8.
+    From (N, C, H, W) uint8, C = 1, 3 or 4, to (3 or 4, height, width) uint8.
     """
     square = math.ceil(math.sqrt(len(images) * images.shape[2] / images.shape[3]))
     columns = min(square, len(images))
@@ -167,13 +146,7 @@ def image_grid(images: Tensor) -> Tensor:
 def nearest(images: Tensor, bank: Tensor, chunk: int = 4096) -> Tensor:
     """Index of the image of `bank` that is nearest to each of `images` in L2 over pixels.
 
-    Args:
-        images: (N, C, H, W) uint8.
-        bank: (M, C, H, W) uint8.
-        chunk: images of the bank compared at a time.
-
-    Returns:
-        (N,) int64 in [0, M).
+    Both are (., C, H, W) uint8; the bank is compared in chunks.
 
     Example:
         >>> bank = torch.arange(0, 250, 50, dtype=torch.uint8).view(5, 1, 1, 1)
@@ -186,7 +159,6 @@ def nearest(images: Tensor, bank: Tensor, chunk: int = 4096) -> Tensor:
 
 
 def _training_images(trainer: Trainer, samples: Tensor) -> Tensor | None:
-    """Images to compare with, (M, C, H, W) uint8; None where training is not on such images."""
     loader = indexed_loader(trainer.train_dataloader)
     if loader is None:
         rank_zero_info("SampleGrid shows no nearest training images: their loader has no indices.")
@@ -207,13 +179,3 @@ def _training_images(trainer: Trainer, samples: Tensor) -> Tensor | None:
     if len(indices) < size:
         rank_zero_info(f"SampleGrid compares with {len(indices)} of {size} training images.")
     return torch.cat(bank)
-
-
-def _refuse_odd_images(images: Tensor, num: int) -> None:
-    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[1] not in (1, 3, 4):
-        raise TypeError(
-            "generate() must return uint8 images (N, C, H, W) with C = 1, 3 or 4, got "
-            f"{images.dtype} of {tuple(images.shape)}."
-        )
-    if len(images) != num:
-        raise ValueError(f"generate() must return an image a seed: {num}, got {len(images)}.")

@@ -12,19 +12,24 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_diffusion.batch_end import WholeSteps, ends_epoch, is_ending, validation_follows
-from lit_diffusion.signals import SavedOnSignal, SignalNotes
-from lit_diffusion.slurm import is_requeue_of, job_id, leave_note, requeue_job
+from lit_diffusion.system.signals import SavedOnSignal, SignalNotes
+from lit_diffusion.system.slurm import is_requeue_of, job_id, leave_note, requeue_job
+from lit_diffusion.system.trainer_state import (
+    WholeSteps,
+    ends_epoch,
+    give_signals_back,
+    is_ending,
+    leave_signals,
+    validation_follows,
+)
 
 
 class SaveOnSignal(Checkpoint):
     """Saves `folder`/last.ckpt at the next safe point after a signal, and ends with exit code 75.
 
-    Batch systems announce by a signal that a job's time is up. The handler only makes a note: safe
-    points are the ends of training batches that stepped the optimizer, and of the validation that
-    belongs to one; not the last of an epoch, as what callbacks do then is not done again. On
-    several ranks, whichever get the signal, all save after the same step: they agree on it by an
-    all-reduce that runs beside a batch. A second signal changes nothing.
+    Safe points are the ends of training batches that stepped the optimizer, and of the validation
+    that belongs to one; not the last of an epoch, as what callbacks do then is not done again. All
+    ranks save after the same step, whichever get the signal. A second signal changes nothing.
 
     In a SLURM job that is preempted, or signalled by `sbatch --signal=SIGUSR1`, the first rank asks
     for a requeue. Lightning's own handlers, which save inside of the handler, are not set.
@@ -35,9 +40,8 @@ class SaveOnSignal(Checkpoint):
         requeue: whether to requeue a SLURM job.
 
     Raises:
-        ValueError: for unknown signals; and at the start of a fit where processes work together
-            without `torch.distributed`, or where Lightning has silently picked a checkpoint that
-            another job left behind.
+        ValueError: for unknown signals; and at the start of a fit where Lightning has silently
+            picked a checkpoint that another job left behind.
 
     Example:
         >>> saver = SaveOnSignal("checkpoints")
@@ -62,20 +66,13 @@ class SaveOnSignal(Checkpoint):
 
     @property
     def path(self) -> Path:
-        """Where it saves.
-
-        Raises:
-            ValueError: before a fit has told the folder, where none was given.
-        """
+        """Where it saves; not known before a fit, where no folder was given."""
         if self.folder is None:
             raise ValueError("SaveOnSignal has no folder before a fit; pass one.")
         return self.folder / "last.ckpt"
 
     def checkpoint_of_requeue(self) -> Path | None:
-        """The checkpoint to go on from, where this is a later start of the SLURM job that saved it.
-
-        None in any other process: a new job resumes only from what it is told to.
-        """
+        """The checkpoint to go on from, in a later start of the SLURM job that saved it."""
         requeued = is_requeue_of(self.path.parent) and self.path.is_file()
         return self.path if requeued else None
 
@@ -90,7 +87,7 @@ class SaveOnSignal(Checkpoint):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep Lightning from setting handlers, and prepare to agree with the other ranks."""
         _refuse_stale(trainer)
-        trainer._signal_connector.register_signal_handlers = lambda: None  # type: ignore[method-assign]
+        leave_signals(trainer)
         self._agreed = _Agreement(trainer)
         if trainer.is_global_zero:
             leave_note(self.path.parent)
@@ -112,11 +109,10 @@ class SaveOnSignal(Checkpoint):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if any rank has had a signal."""
-        if trainer.state.fn != TrainerFn.FITTING or trainer.sanity_checking:
-            return
-        self._due = self._due or self._agreed.now(self._notes.received or 0)
-        if self._due:
-            self._save(trainer)
+        if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
+            self._due = self._due or self._agreed.now(self._notes.received or 0)
+            if self._due:
+                self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End what was saved after the last batch of an epoch."""
@@ -128,7 +124,8 @@ class SaveOnSignal(Checkpoint):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave signals to others."""
-        self._stop(trainer)
+        self._notes.stop()
+        give_signals_back(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -137,7 +134,7 @@ class SaveOnSignal(Checkpoint):
         if isinstance(exception, SavedOnSignal):
             self._notes.ignore()
         else:
-            self._stop(trainer)
+            self.teardown(trainer, pl_module, "fit")
 
     def _save(self, trainer: Trainer) -> None:
         waits = self._steps.accumulates(trainer) or ends_epoch(trainer)
@@ -147,22 +144,15 @@ class SaveOnSignal(Checkpoint):
         trainer.save_checkpoint(self.path, weights_only=False)
         self._saved = saved
         if trainer.is_global_zero:
-            print(self._tell(saved), file=sys.stderr, flush=True)
+            said = f"Saved {saved.path} at step {saved.step}, on {saved.signal.name}."
+            if self.requeue and (job := job_id()) is not None:
+                said += f" {requeue_job(job, saved.signal)}."
+            print(said, file=sys.stderr, flush=True)
         self._agreed.end()  # a rank that ended would have srun end the others before the requeue
-
-    def _tell(self, saved: SavedOnSignal) -> str:
-        """What is said of it, once a SLURM job is requeued."""
-        said = f"Saved {saved.path} at step {saved.step}, on {saved.signal.name}."
-        job = job_id() if self.requeue else None
-        return said if job is None else f"{said} {requeue_job(job, saved.signal)}."
 
     def _end(self) -> None:
         if self._saved is not None:
             raise self._saved
-
-    def _stop(self, trainer: Trainer) -> None:
-        self._notes.stop()
-        vars(trainer._signal_connector).pop("register_signal_handlers", None)
 
 
 class _Agreement:
@@ -171,15 +161,9 @@ class _Agreement:
     def __init__(self, trainer: Trainer | None = None) -> None:
         self._group: Any = None
         self._running: Any = None
-        if trainer is None or trainer.world_size == 1:
-            return
-        if not dist.is_initialized():
-            raise ValueError(
-                f"SaveOnSignal needs torch.distributed to agree on a step, and {trainer.world_size}"
-                f" processes run under {type(trainer.strategy).__name__} without it; leave it out."
-            )
-        # Beside the group of the gradients, and on the CPU: no device waits for a signal.
-        self._group = dist.new_group(backend="gloo")
+        if trainer is not None and trainer.world_size > 1:
+            # Beside the group of the gradients, and on the CPU: no device waits for a signal.
+            self._group = dist.new_group(backend="gloo")
 
     def later(self, number: int) -> int:
         """The numbers that were told at the call before; this one is told meanwhile."""
@@ -219,7 +203,7 @@ def _numbers(names: Sequence[str]) -> list[signal.Signals]:
 
 
 def _refuse_stale(trainer: Trainer) -> None:
-    """Refuse what Lightning resumes from unasked: hpc_ckpt_1.ckpt of any job in the same folder."""
+    # Lightning resumes unasked from hpc_ckpt_1.ckpt of any job in the same folder.
     path = Path(str(trainer.ckpt_path or ""))
     if path.name.startswith("hpc_ckpt_") and job_id():
         raise ValueError(

@@ -1,11 +1,10 @@
 """Random numbers of training as a function of (seed, rank, step, batch), for any module."""
 
-import os
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lit_diffusion.seeding import seed_step
+from lit_diffusion.seeding import run_seed, seed_step
 
 
 class StepSeed(Callback):
@@ -32,7 +31,7 @@ class StepSeed(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find the seed."""
-        if self.seed is None and "PL_GLOBAL_SEED" not in os.environ:
+        if self.seed is None and run_seed() is None:
             raise ValueError(
                 "StepSeed(seed=None) takes the seed of seed_everything(), which was not called; "
                 "call lightning.pytorch.seed_everything(0) or pass StepSeed(seed=0)."
@@ -42,5 +41,6 @@ class StepSeed(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Seed this batch."""
-        seed = int(os.environ["PL_GLOBAL_SEED"]) if self.seed is None else self.seed
+        seed = run_seed() if self.seed is None else self.seed
+        assert seed is not None
         seed_step(seed, trainer.global_rank, trainer.global_step, batch_idx)

@@ -1,3 +1,18 @@
 """lit-diffusion: PyTorch Lightning modules and callbacks for training diffusion models."""
 
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lit_diffusion.checkpoints import load
+
+__all__ = ["load"]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    """Import `load`, and torch with it, when it is asked for."""
+    if name != "load":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lit_diffusion.checkpoints import load
+
+    return load

@@ -1,6 +1,7 @@
 """Between images and what is diffused. The only place that knows 127.5."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,12 @@ class PixelCodec:
         >>> torch.equal(PixelCodec().decode(PixelCodec().encode(levels)), levels)
         True
     """
+
+    bounded: ClassVar[bool] = True
+
+    def encoded_shape(self, image_shape: tuple[int, ...], /) -> tuple[int, ...]:
+        """That of the images."""
+        return image_shape
 
     def encode(self, images: Tensor, /) -> Tensor:
         """uint8 (B, C, H, W) -> float32 in [-1, 1]."""

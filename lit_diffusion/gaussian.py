@@ -150,7 +150,7 @@ def discretized_log_likelihood(x: Tensor, mean: Tensor, logvar: Tensor) -> Tenso
     Args:
         x: values in [-1, 1] on the grid of 256 levels.
         mean: of the Gaussian.
-        logvar: log-variance of the Gaussian.
+        logvar: its log-variance.
 
     Source: Ho et al. 2020 (DDPM), Eq. 13; the outermost bins are open, probabilities below 1e-12
     count as 1e-12.
@@ -179,9 +179,8 @@ def variational_term(
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 4-7.
     """
-    c0, ct, true_logvar = (
-        expand_as(v, x0) for v in (step.x0_coef, step.xt_coef, step.log_variance)
-    )
+    c0, ct = expand_as(step.x0_coef, x0), expand_as(step.xt_coef, x0)
+    true_logvar = expand_as(step.log_variance, x0)
     mean = c0 * x0_hat + ct * x_t
     kl = normal_kl(c0 * x0 + ct * x_t, true_logvar, mean, log_variance)
     decoder = -discretized_log_likelihood(x0, mean, log_variance)

@@ -1,4 +1,4 @@
-"""Steering samples towards their labels: wrappers from denoise to denoise.
+"""Steering samples towards their condition: wrappers from denoise to denoise.
 
 One convention: output = unconditional + scale (conditional - unconditional), so 0 is unconditional,
 1 conditional, more is guided.
@@ -8,14 +8,15 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lit_diffusion.gaussian import expand_as
-from lit_diffusion.protocols import Denoise, Denoised, DenoiseFor, Process
+from lit_diffusion.protocols import Condition, Denoise, Denoised, DenoiseFor, Process, by_part
 
-LogProbGradient = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+LogProbGradient = Callable[[Tensor, Tensor, Any], Tensor]
 """(x_t, t, labels) -> gradient of log p(labels | x_t) by x_t, scaled as wanted; all of the
 batch."""
 
@@ -43,33 +44,34 @@ class ClassifierFree:
         if not math.isfinite(self.scale):
             raise ValueError(f"guidance scale must be finite, got {self.scale}.")
 
-    def guide(self, denoise_for: DenoiseFor, labels: Tensor | None, process: Process, /) -> Denoise:
+    def guide(
+        self, denoise_for: DenoiseFor, labels: Condition, process: Process, null: Condition, /
+    ) -> Denoise:
         """A Denoise for these labels.
 
         Raises:
-            ValueError: without labels, or with labels that are not integers.
+            ValueError: without labels, or without what stands for none.
         """
-        if labels is None or labels.is_floating_point():
-            got = "no labels" if labels is None else f"labels of {labels.dtype}"
+        if labels is None or null is None:
             raise ValueError(
-                f"classifier-free guidance needs integer labels, got {got}; pass class indices, "
-                "or guidance=None."
+                "classifier-free guidance needs labels, and what stands for none of them, got "
+                f"{'no labels' if labels is None else 'no null'}; pass both, or guidance=None."
             )
         if self.scale == 1:
             return denoise_for(labels)
         if self.scale == 0:
-            return denoise_for(torch.full_like(labels, -1))
-        both = torch.cat([labels, torch.full_like(labels, -1)])
-        return self._extrapolated(denoise_for(both), bool((labels >= 0).any()))
+            return denoise_for(null)
+        return self._extrapolated(denoise_for, labels, null)
 
-    def _extrapolated(self, denoise: Denoise, labelled: bool) -> Denoise:
+    def _extrapolated(self, denoise_for: DenoiseFor, labels: Condition, null: Condition) -> Denoise:
+        denoise = denoise_for(by_part(lambda *halves: torch.cat(halves), labels, null))
         calls = 0
 
         def guided(x_t: Tensor, t: Tensor) -> Denoised:
             nonlocal calls
             both = denoise(torch.cat([x_t, x_t]), torch.cat([t, t]))
             (x0, x0_without), (noise, noise_without) = both.x0.chunk(2), both.noise.chunk(2)
-            if calls == 0 and labelled and torch.equal(x0, x0_without):
+            if calls == 0 and torch.equal(x0, x0_without) and _differ(labels, null):
                 warnings.warn(
                     f"guidance with scale {self.scale} has no effect: the network predicts the "
                     "same with labels and without them. Either it is untrained, or its forward() "
@@ -100,7 +102,9 @@ class ClassifierShift:
 
     gradient: LogProbGradient
 
-    def guide(self, denoise_for: DenoiseFor, labels: Tensor | None, process: Process, /) -> Denoise:
+    def guide(
+        self, denoise_for: DenoiseFor, labels: Condition, process: Process, null: Condition, /
+    ) -> Denoise:
         """A Denoise for these labels."""
         denoise = denoise_for(labels)
 
@@ -125,7 +129,9 @@ class ClassifierScore:
     gradient: LogProbGradient
     clip: bool = True
 
-    def guide(self, denoise_for: DenoiseFor, labels: Tensor | None, process: Process, /) -> Denoise:
+    def guide(
+        self, denoise_for: DenoiseFor, labels: Condition, process: Process, null: Condition, /
+    ) -> Denoise:
         """A Denoise for these labels."""
         denoise = denoise_for(labels)
 
@@ -137,3 +143,9 @@ class ClassifierScore:
             return seen._replace(x0=(x_t - sigma * noise) / alpha, noise=noise)
 
         return guided
+
+
+def _differ(labels: Any, null: Any) -> bool:
+    if isinstance(labels, Tensor):
+        return not torch.equal(labels, null)
+    return any(map(_differ, labels, null))

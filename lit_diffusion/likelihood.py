@@ -6,13 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lit_diffusion.gaussian import (
-    NATS_TO_BITS,
-    expand_as,
-    normal_kl,
-    posterior,
-    variational_term,
-)
+from lit_diffusion.gaussian import NATS_TO_BITS, expand_as, normal_kl, posterior, variational_term
 from lit_diffusion.protocols import Denoise, Process, TimeGrid, Variance
 
 

@@ -13,12 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lit_diffusion.gaussian import (
-    LearnedRange,
-    expand_as,
-    posterior,
-    variational_term,
-)
+from lit_diffusion.gaussian import LearnedRange, expand_as, posterior, variational_term
 from lit_diffusion.protocols import Parameterization, Prediction, Process, Weighting
 
 
@@ -107,7 +102,6 @@ class FDMWarmup:
     warmup_steps: int
 
     def __post_init__(self) -> None:
-        """Refuse an empty warm-up."""
         if self.warmup_steps < 1:
             raise ValueError(
                 f"warmup_steps must be at least 1, got {self.warmup_steps}; without a warm-up, use "
@@ -178,11 +172,8 @@ class HybridLoss:
         output, r = prediction.output.chunk(2, dim=1)
         mse, weight = _error(self.weighting, prediction, output, process, parameterization)
         vb = _learned_variance_term(prediction, output, (r + 1) / 2, process, parameterization)
-        return {
-            "loss": weight * mse + self.vb_weight * _num_steps(process) * vb,
-            "mse": mse,
-            "vb": vb,
-        }
+        loss = weight * mse + self.vb_weight * _num_steps(process) * vb
+        return {"loss": loss, "mse": mse, "vb": vb}
 
     def check(self, process: Process, parameterization: Parameterization, /) -> None:
         """Raise ValueError for continuous time, or a weight that is not finite."""
@@ -229,8 +220,7 @@ def _learned_variance_term(
 def _num_steps(process: Process) -> int:
     if process.num_steps is None:
         raise ValueError(
-            f"HybridLoss needs a process in discrete steps, got {process}; use DiscreteVP, "
-            "or DenoisingLoss."
+            f"HybridLoss needs a process in discrete steps, got {process}; use DiscreteVP."
         )
     return process.num_steps
 
@@ -244,6 +234,5 @@ def _check_weighting(
     if not weight.isfinite().all():
         raise ValueError(
             f"the weight must be finite at every noise level, got {weight.tolist()} at the ends of "
-            f"{process} from {weighting} with {parameterization}; use Velocity or Sample where "
-            f"the process ends in pure noise."
+            f"{process} from {weighting} with {parameterization}; use Velocity or Sample."
         )

@@ -88,8 +88,7 @@ class WarmupLinear(WarmupConstant):
         if self.total_steps is None:
             raise ValueError(
                 f"{type(self).__name__} needs the length of the run; pass total_steps, in "
-                f"optimizer "
-                "steps."
+                "optimizer steps."
             )
         if step >= self.total_steps:
             return self.final_factor

@@ -113,7 +113,6 @@ class EDMPreconditioning:
     sigma_data: float = 0.5
 
     def __post_init__(self) -> None:
-        """Refuse data without variance."""
         if not self.sigma_data > 0:
             raise ValueError(f"sigma_data must be > 0, got {self.sigma_data}.")
 
@@ -178,11 +177,8 @@ class FDM:
     multiplier: float = 2.0
 
     def __post_init__(self) -> None:
-        """Refuse an empty range of levels and no damping."""
         if not (0 <= self.sigma_min < self.sigma_max and self.multiplier > 0):
-            raise ValueError(
-                f"0 <= sigma_min < sigma_max and multiplier > 0 must hold, got {self}."
-            )
+            raise ValueError(f"0 <= sigma_min < sigma_max, multiplier > 0 must hold, got {self}.")
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """s x_t / alpha."""

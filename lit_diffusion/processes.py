@@ -7,7 +7,7 @@ plugin casts them, no EMA averages them and no checkpoint holds them.
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ class BetaSchedule(Protocol):
 
     def betas(self) -> Tensor:
         """(num_steps,) float64 in (0, 1)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -123,6 +122,9 @@ class DiscreteVP:
         True
     """
 
+    t_min: ClassVar[float] = 0.0
+    t_clean: ClassVar[float] = -1.0
+
     def __init__(self, betas: BetaSchedule, rescale_labels: bool = False) -> None:
         self.betas = betas
         self.rescale_labels = rescale_labels
@@ -141,19 +143,9 @@ class DiscreteVP:
         return f"DiscreteVP(betas={self.betas}, rescale_labels={self.rescale_labels})"
 
     @property
-    def t_min(self) -> float:
-        """0."""
-        return 0.0
-
-    @property
     def t_max(self) -> float:
         """T - 1."""
         return self.num_steps - 1.0
-
-    @property
-    def t_clean(self) -> float:
-        """-1."""
-        return -1.0
 
     @property
     def num_steps(self) -> int:
@@ -170,7 +162,7 @@ class DiscreteVP:
         return t * (1000 / self.num_steps) if self.rescale_labels else t
 
     def from_unit(self, u: Tensor, /) -> Tensor:
-        """The step whose share [i / T, (i + 1) / T) of ranks holds u."""
+        """The step whose share [i / T, (i + 1) / T) of uniforms holds u."""
         return (u.double() * self.num_steps).floor().clamp(max=self.t_max)
 
     def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
@@ -231,26 +223,13 @@ class ContinuousVP:
     beta_min: float = 0.1
     beta_d: float = 19.9
     t_min: float = 1e-5
+    t_max: ClassVar[float] = 1.0
+    t_clean: ClassVar[float] = 0.0
+    num_steps: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
-        """Refuse values without a process."""
         if not (self.beta_min > 0 and self.beta_d > 0 and 0 < self.t_min < 1):
             raise ValueError(f"beta_min > 0, beta_d > 0 and 0 < t_min < 1 must hold, got {self}.")
-
-    @property
-    def t_max(self) -> float:
-        """1."""
-        return 1.0
-
-    @property
-    def t_clean(self) -> float:
-        """0."""
-        return 0.0
-
-    @property
-    def num_steps(self) -> None:
-        """None: time is continuous."""
-        return None
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
         """exp(-B / 2) and sqrt(1 - exp(-B)), float64."""
@@ -281,7 +260,7 @@ class ContinuousVP:
 class EDMProcess:
     """Noise is added and the image stays: alpha = 1 and sigma = t.
 
-    The network is told ln(sigma) / 4, EDM's c_noise. Ranks u are uniform in ln(sigma), so that
+    The network is told ln(sigma) / 4, EDM's c_noise. Uniforms u are even in ln(sigma), so that
     `Uniform` on EDMProcess(0.02, 100) draws the times of Song et al.'s variance-exploding process,
     whose preconditioning is `Epsilon`; EDM's own times are `LogNormal`.
 
@@ -301,9 +280,10 @@ class EDMProcess:
 
     sigma_min: float = 0.002
     sigma_max: float = 80.0
+    t_clean: ClassVar[float] = 0.0
+    num_steps: ClassVar[int | None] = None
 
     def __post_init__(self) -> None:
-        """Refuse an empty range."""
         if not 0 < self.sigma_min < self.sigma_max < math.inf:
             raise ValueError(f"0 < sigma_min < sigma_max must hold, got {self}.")
 
@@ -316,16 +296,6 @@ class EDMProcess:
     def t_max(self) -> float:
         """sigma_max."""
         return self.sigma_max
-
-    @property
-    def t_clean(self) -> float:
-        """0."""
-        return 0.0
-
-    @property
-    def num_steps(self) -> None:
-        """None: time is continuous."""
-        return None
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
         """1 and t, float64."""

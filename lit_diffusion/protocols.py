@@ -2,8 +2,8 @@
 
 Nothing here is a base class. A class fits a protocol by having its methods, so a foreign
 LightningModule can use a callback without inheriting from us. Symbols: x_t = alpha * x0 + sigma *
-noise; images (B, C, H, W); times t (B,) float64; `u` in [0, 1] is the rank of a noise level, 1 the
-noisiest.
+noise; images (B, C, H, W); times t (B,) float64; a uniform `u` in [0, 1] stands for a noise level,
+1 for the noisiest.
 
 jsonargparse loads strategies from YAML against these protocols, which is why their methods are
 named (never `__call__`), their parameters positional-only and their attributes read-only
@@ -76,12 +76,30 @@ class NonFiniteSamples(ArithmeticError):
         )
 
 
+Condition: TypeAlias = Tensor | tuple[Tensor, ...] | None
+"""What images are conditioned on, a row (B, ...) per image: labels, tokens, (embeddings, mask).
+None where they are conditioned on nothing."""
+
+
+def by_part(function: Callable[..., Tensor], *conditions: Any) -> Condition:
+    """A function of tensors, of conditions: of each part in turn where they are tuples."""
+    if conditions[0] is None:
+        return None
+    if isinstance(conditions[0], Tensor):
+        return function(*conditions)
+    return tuple(function(*parts) for parts in zip(*conditions, strict=True))
+
+
+Device: TypeAlias = torch.device | str | None
+"""None is torch's default."""
 Denoise: TypeAlias = Callable[[Tensor, Tensor], Denoised]
 """(x_t (B, C, H, W), t (B,) float64) -> Denoised."""
-DenoiseFor: TypeAlias = Callable[[Tensor | None], Denoise]
-"""labels (B,) or None -> Denoise."""
+DenoiseFor: TypeAlias = Callable[[Condition], Denoise]
+"""The condition of B images -> Denoise."""
 RandnLike: TypeAlias = Callable[[Tensor], Tensor]
 """A tensor -> standard normal noise of its shape, dtype and device."""
+Watch: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], None]
+"""(step from 0 on, t (), x_t (B, C, H, W), x0 as the solver uses it): told of every step."""
 
 
 class Process(Protocol):
@@ -90,60 +108,70 @@ class Process(Protocol):
     @property
     def t_min(self) -> float:
         """Least noisy time that is trained on."""
-        ...
 
     @property
     def t_max(self) -> float:
         """Noisiest time."""
-        ...
 
     @property
     def t_clean(self) -> float:
         """The time at which alpha = 1 and sigma = 0."""
-        ...
 
     @property
     def num_steps(self) -> int | None:
         """Number of discrete steps; None for continuous time."""
-        ...
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
         """Signal and noise scales, float64, of the shape of `t`."""
-        ...
 
     def noise_label(self, t: Tensor, /) -> Tensor:
         """What the network is told about the noise level, of the shape of `t`."""
-        ...
 
     def from_unit(self, u: Tensor, /) -> Tensor:
-        """Time of rank `u` in [0, 1], float64."""
-        ...
+        """Time of the uniform `u` in [0, 1], float64."""
 
     def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
         """Time at which log (alpha / sigma)^2 has the given value, float64."""
-        ...
 
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
         """x_t at the noisiest time, from standard normal noise."""
-        ...
+
+
+class Network(Protocol):
+    """An nn.Module that looks at noisy images; jsonargparse wants it called nn.Module."""
+
+    def forward(self, x: Tensor, noise_label: Tensor, condition: Any, /) -> Tensor:
+        """(B, C, H, W), (B,) and the `Condition` -> (B, C, H, W), 2C with a learned variance."""
+
+
+class Conditioning(Protocol):
+    """What images are conditioned on. It gives rows alone: a learned "none" is the network's."""
+
+    def dropped(self, condition: Condition, drop: Tensor, /) -> Condition:
+        """The condition, of none in the rows where `drop` (B,) is true."""
+
+    def null(self, like: Condition, /) -> Condition:
+        """None for every row of `like`, of its shapes and on its device."""
+
+    def for_seeds(self, seeds: Sequence[int], /) -> Condition:
+        """What samples of these seeds are generated from where nobody says; on the CPU."""
+
+    def check(self, condition: Condition, num: int, /) -> None:
+        """Raise ValueError where a user's condition is none of `num` samples."""
 
 
 class Draws(Protocol):
-    """Joint distribution of a batch's ranks; each of them alone is uniform."""
+    """Joint distribution of a batch's uniforms u; each of them alone is uniform."""
 
-    def ranks(
-        self, n: int, generator: torch.Generator | None, device: torch.device | str | None, /
-    ) -> Tensor:
+    def uniforms(self, n: int, generator: torch.Generator | None, device: Device, /) -> Tensor:
         """(n,) float64 in [0, 1)."""
-        ...
 
 
 class Quantile(Protocol):
-    """Distribution of training times, as a map from rank to time."""
+    """Distribution of training times, as a map from uniform to time."""
 
     def quantile(self, u: Tensor, process: Process, /) -> Tensor:
-        """(B,) ranks in [0, 1) -> (B,) float64 times."""
-        ...
+        """(B,) uniforms in [0, 1) -> (B,) float64 times."""
 
 
 class Parameterization(Protocol):
@@ -151,19 +179,15 @@ class Parameterization(Protocol):
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """x_t as the network wants to see it."""
-        ...
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """The output that a perfect network would give."""
-        ...
 
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """Clean image that the output stands for."""
-        ...
 
     def gain(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """|d x0 / d output|, of the shape of `alpha`."""
-        ...
 
 
 class Weighting(Protocol):
@@ -171,7 +195,6 @@ class Weighting(Protocol):
 
     def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
         """(B,) float64 scales and gains -> (B,) float64 factors."""
-        ...
 
 
 class Loss(Protocol):
@@ -180,17 +203,14 @@ class Loss(Protocol):
     @property
     def output_factor(self) -> int:
         """Output channels per image channel: 2 where the variance is learned, else 1."""
-        ...
 
     def per_sample(
         self, prediction: Prediction, process: Process, parameterization: Parameterization, /
     ) -> dict[str, Tensor]:
         """Named (B,) parts; the one called "loss" is minimised."""
-        ...
 
     def check(self, process: Process, parameterization: Parameterization, /) -> None:
         """Raise ValueError where the objective is undefined on this process."""
-        ...
 
 
 class TimeGrid(Protocol):
@@ -198,7 +218,6 @@ class TimeGrid(Protocol):
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
         """(steps + 1,) float64, from the noisiest time down; the last is `process.t_clean`."""
-        ...
 
 
 class Variance(Protocol):
@@ -207,7 +226,6 @@ class Variance(Protocol):
     @property
     def learned(self) -> bool:
         """Whether the network must output it."""
-        ...
 
     def log_variance(
         self, log_beta: Tensor, log_posterior: Tensor, last: Tensor, frac: Tensor | None, /
@@ -216,41 +234,54 @@ class Variance(Protocol):
 
         `last` marks the step to the clean image; `frac` is `Denoised.logvar_frac`.
         """
-        ...
 
 
 class Solver(Protocol):
     """Reverse-time generator."""
 
     def sample(
-        self, denoise: Denoise, process: Process, noise: Tensor, randn_like: RandnLike, /
+        self,
+        denoise: Denoise,
+        process: Process,
+        noise: Tensor,
+        randn_like: RandnLike,
+        watch: Watch | None = None,
+        /,
     ) -> Tensor:
-        """Standard normal noise (B, C, H, W) -> x0."""
-        ...
+        """Standard normal noise (B, C, H, W) -> x0.
+
+        `watch` is called once a step, before it is taken; x_t of the first is the prior, or what
+        churn has made of it.
+        """
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError where the solver can't run on this process."""
-        ...
 
 
 class Guidance(Protocol):
-    """Wraps denoising to steer samples towards their labels."""
+    """Wraps denoising to steer samples towards their condition."""
 
-    def guide(self, denoise_for: DenoiseFor, labels: Tensor | None, process: Process, /) -> Denoise:
-        """A Denoise for these labels."""
-        ...
+    def guide(
+        self, denoise_for: DenoiseFor, labels: Condition, process: Process, null: Condition, /
+    ) -> Denoise:
+        """A Denoise for these labels; `null` is what stands for none of them, row by row."""
 
 
 class Codec(Protocol):
     """Maps images to the space that is diffused, and back."""
 
+    @property
+    def bounded(self) -> bool:
+        """Whether all x0 lie in [-1, 1], so that solvers may clamp their estimates of it."""
+
+    def encoded_shape(self, image_shape: tuple[int, ...], /) -> tuple[int, ...]:
+        """(C, H, W) of an x0, of images (C, H, W)."""
+
     def encode(self, images: Tensor, /) -> Tensor:
         """Images uint8 (B, C, H, W) -> x0 float32."""
-        ...
 
     def decode(self, x0: Tensor, /) -> Tensor:
         """x0 -> images uint8 (B, C, H, W)."""
-        ...
 
 
 # All that callbacks and analyses know of a LightningModule.
@@ -260,7 +291,8 @@ class Codec(Protocol):
 class HasTimesteps(Protocol):
     """A module whose distribution over noise levels a callback may change.
 
-    Both are (num_bins,) over u in [0, 1], unnormalised; None means uniform and 1.
+    Both are (num_bins,) over u in [0, 1], unnormalised; None means uniform and 1. A callback asks
+    for those of the two that it sets.
     """
 
     timestep_density: Tensor | None
@@ -271,9 +303,8 @@ class HasTimesteps(Protocol):
 class CanGenerate(Protocol):
     """A module that turns seeds into images."""
 
-    def generate(self, seeds: Sequence[int], labels: Tensor | None = None) -> Tensor:
+    def generate(self, seeds: Sequence[int], labels: Condition = None) -> Tensor:
         """Images uint8 (N, C, H, W); image i depends on seeds[i] and labels[i] alone."""
-        ...
 
 
 @runtime_checkable
@@ -282,7 +313,6 @@ class DescribesSampling(Protocol):
 
     def sampling_record(self) -> dict[str, Any]:
         """Solver, steps, guidance, ... as plain builtins."""
-        ...
 
 
 @runtime_checkable
@@ -290,10 +320,9 @@ class HasSampleLoss(Protocol):
     """A module with a pure per-sample loss."""
 
     def per_sample_loss(
-        self, x0: Tensor, labels: Tensor | None, t: Tensor, noise: Tensor, step: int | None = None
+        self, x0: Tensor, labels: Condition, t: Tensor, noise: Tensor, step: int | None = None
     ) -> Tensor:
         """(B,) losses, a function of the arguments and the weights alone."""
-        ...
 
 
 class HasNoiseLevels(HasSampleLoss, Protocol):
@@ -304,18 +333,15 @@ class HasNoiseLevels(HasSampleLoss, Protocol):
 
     @property
     def process(self) -> Process:
-        """Its `from_unit` gives the time of rank u."""
-        ...
+        """Its `from_unit` gives the time of a uniform u."""
 
     @property
     def codec(self) -> Codec:
         """Its `encode` makes x0 of the data set's images."""
-        ...
 
     @property
     def num_classes(self) -> int | None:
         """Number of labels; None where the loss takes no labels."""
-        ...
 
 
 @runtime_checkable
@@ -324,18 +350,6 @@ class WeightsProvider(Protocol):
 
     def names(self) -> list[str]:
         """Names that `weights` accepts."""
-        ...
 
     def weights(self, name: str) -> AbstractContextManager[None]:
         """Context in which the module's parameters hold the named weights."""
-        ...
-
-
-@runtime_checkable
-class UpdateGuard(Protocol):
-    """Something, such as the FiniteUpdates callback, that leaves out updates not finite."""
-
-    @property
-    def skipped_updates(self) -> int:
-        """How many it has left out."""
-        ...

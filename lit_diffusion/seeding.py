@@ -7,6 +7,7 @@ depend on batch size, device or number of ranks.
 
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from functools import cache
 
@@ -32,15 +33,18 @@ def fold(*key: int | str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def seed_step(seed: int, rank: int, step: int, micro_batch: int) -> None:
-    """Seed torch's global generators (CPU and GPUs) for one micro-batch of training.
+RUN_SEED = "PL_GLOBAL_SEED"
+"""Where Lightning's `seed_everything` leaves its seed."""
 
-    Args:
-        seed: of the run.
-        rank: of this process among all.
-        step: optimizer steps completed before this one.
-        micro_batch: batch index, which tells accumulated batches of one step apart.
-    """
+
+def run_seed() -> int | None:
+    """The seed given to Lightning's `seed_everything`; None where that was not called."""
+    seed = os.environ.get(RUN_SEED)
+    return None if seed is None else int(seed)
+
+
+def seed_step(seed: int, rank: int, step: int, micro_batch: int) -> None:
+    """Seed torch's global generators (CPU and GPUs) for a batch, after `step` optimizer steps."""
     key = fold("step", seed, rank, step, micro_batch)
     torch.default_generator.manual_seed(key)
     if _has_accelerator():  # alone, torch.manual_seed costs a CPU run 0.2 ms
@@ -95,16 +99,17 @@ def _scramble(seed: int, offset: int) -> int:
     return x ^ x >> 16
 
 
+def classes_of(seeds: Sequence[int], num_classes: int) -> list[int]:
+    """The classes of samples of these seeds, where nobody asks for others: seed mod num_classes."""
+    if len(seeds) > 10**8:
+        raise ValueError(f"num_samples, num or num_predict is too large: {len(seeds):,} labels.")
+    return [seed % num_classes for seed in seeds]
+
+
 def index_uniforms(index: Tensor) -> Tensor:
-    """A fixed u in [0, 1) per sample index, spread evenly over any run of indices.
+    """(B,) int64 sample indices -> (B,) float64 fixed u in [0, 1), even over any run of indices.
 
     The additive recurrence frac(1/2 + index / golden ratio) has the lowest discrepancy of its kind,
     so the noise levels of a validation set are stratified whatever its size.
-
-    Args:
-        index: (B,) int64.
-
-    Returns:
-        (B,) float64.
     """
     return (0.5 + index.double() * _GOLDEN_RATIO) % 1.0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lit_diffusion.gaussian import posterior
-from lit_diffusion.protocols import Denoise, Denoised, Process, RandnLike, TimeGrid, Variance
+from lit_diffusion.protocols import Denoise, Denoised, Process, RandnLike, TimeGrid, Variance, Watch
 from lit_diffusion.timesteps import Karras, LogSNR, Sections
 
 
@@ -38,14 +38,19 @@ class DDPM:
     clip: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse a number of steps below 1."""
         _check_steps(self.steps)
 
     def sample(
-        self, denoise: Denoise, process: Process, noise: Tensor, randn_like: RandnLike, /
+        self,
+        denoise: Denoise,
+        process: Process,
+        noise: Tensor,
+        randn_like: RandnLike,
+        watch: Watch | None = None,
+        /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = self._grid(process)
+        times = _finite_grid(self.times or Sections(), process, self.steps)
         steps = posterior(process, times)
         x = process.prior(noise, times[0])
         for i, t in enumerate(times[:-1]):
@@ -53,7 +58,10 @@ class DDPM:
             log_variance = self.variance.log_variance(
                 step.log_beta, step.log_variance, step.last, seen.logvar_frac
             )
-            x = step.x0_coef * _clip(seen.x0, self.clip) + step.xt_coef * x
+            x0 = _clip(seen.x0, self.clip)
+            if watch is not None:
+                watch(i, t, x, x0)
+            x = step.x0_coef * x0 + step.xt_coef * x
             if seen.shift is not None:
                 x = x + log_variance.exp() * seen.shift
             if not step.last:
@@ -62,10 +70,7 @@ class DDPM:
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError where the grid does not fit the process."""
-        self._grid(process)
-
-    def _grid(self, process: Process) -> Tensor:
-        return (self.times or Sections()).grid(process, self.steps)
+        _finite_grid(self.times or Sections(), process, self.steps)
 
 
 @dataclass(frozen=True)
@@ -87,13 +92,18 @@ class DDIM:
     clip: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse a number of steps below 1 and a negative eta."""
         _check_steps(self.steps)
         if self.eta < 0:
             raise ValueError(f"eta must be >= 0, got {self.eta}; 0 is deterministic.")
 
     def sample(
-        self, denoise: Denoise, process: Process, noise: Tensor, randn_like: RandnLike, /
+        self,
+        denoise: Denoise,
+        process: Process,
+        noise: Tensor,
+        randn_like: RandnLike,
+        watch: Watch | None = None,
+        /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
         times, std = self._grid(process)
@@ -103,6 +113,8 @@ class DDIM:
             x0, direction = _x0_and_noise(
                 denoise(x, _batch(t, x)), x, alpha[i], sigma[i], self.clip
             )
+            if watch is not None:
+                watch(i, t, x, x0)
             x = alpha[i + 1] * x0 + (sigma[i + 1] ** 2 - std[i] ** 2).sqrt() * direction
             if std[i] > 0:
                 x = x + std[i] * randn_like(x)
@@ -128,7 +140,7 @@ class DDIM:
 
     def _grid(self, process: Process) -> tuple[Tensor, Tensor]:
         """(steps + 1,) times, and the (steps,) standard deviations of new noise."""
-        times = (self.times or Sections()).grid(process, self.steps)
+        times = _finite_grid(self.times or Sections(), process, self.steps)
         std = self.eta * posterior(process, times).variance.sqrt()
         if (std > process.alpha_sigma(times)[1][1:]).any():
             raise ValueError(f"eta = {self.eta} is more noise than {process} has; use at most 1.")
@@ -156,20 +168,27 @@ class DPMSolverPP:
     clip: bool = True
 
     def __post_init__(self) -> None:
-        """Refuse a number of steps below 1."""
         _check_steps(self.steps)
 
     def sample(
-        self, denoise: Denoise, process: Process, noise: Tensor, randn_like: RandnLike, /
+        self,
+        denoise: Denoise,
+        process: Process,
+        noise: Tensor,
+        randn_like: RandnLike,
+        watch: Watch | None = None,
+        /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = self._grid(process)
+        times = _finite_grid(self.times or LogSNR(), process, self.steps)
         alpha, sigma = process.alpha_sigma(times)
         h = (alpha / sigma).log().diff()
         x = process.prior(noise, times[0])
         last_x0 = None
         for i, t in enumerate(times[:-1]):
             x0 = _clip(denoise(x, _batch(t, x)).x0, self.clip)
+            if watch is not None:
+                watch(i, t, x, x0)
             middle = x0
             if last_x0 is not None and sigma[i + 1] > 0:
                 middle = x0 + h[i] / h[i - 1] / 2 * (x0 - last_x0)
@@ -179,10 +198,7 @@ class DPMSolverPP:
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError where the grid does not fit the process."""
-        self._grid(process)
-
-    def _grid(self, process: Process) -> Tensor:
-        return (self.times or LogSNR()).grid(process, self.steps)
+        _finite_grid(self.times or LogSNR(), process, self.steps)
 
 
 @dataclass(frozen=True)
@@ -191,7 +207,7 @@ class Heun:
 
     In level = sigma / alpha and x = x_t / alpha, the probability flow of any process is dx / dlevel
     = noise(x_t, t). A step follows the mean of the slopes at both of its ends. The step to the
-    clean image is Euler's.
+    clean image is Euler's. `watch` sees x_t after noise was added.
 
     Args:
         steps: of the grid: 2 steps - 1 evaluations of the network.
@@ -219,25 +235,34 @@ class Heun:
     churn_noise: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse a number of steps below 1 and a negative churn."""
         _check_steps(self.steps)
         if self.churn < 0:
             raise ValueError(f"churn must be >= 0, got {self.churn}; 0 is deterministic.")
 
     def sample(
-        self, denoise: Denoise, process: Process, noise: Tensor, randn_like: RandnLike, /
+        self,
+        denoise: Denoise,
+        process: Process,
+        noise: Tensor,
+        randn_like: RandnLike,
+        watch: Watch | None = None,
+        /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
         times = self._grid(process)
+        levels = _level(process, times)
         x = process.prior(noise, times[0]) / process.alpha_sigma(times[0])[0]
-        for now, then in pairwise(times):
-            x, now = self._churned(x, now, process, randn_like)
-            slope = self._slope(denoise, process, x, now)
-            length = _level(process, then) - _level(process, now)
-            end = x + length * slope
-            if _level(process, then) > 0:
-                end = x + length * (slope + self._slope(denoise, process, end, then)) / 2
-            x = end
+        for i, (t, t_next) in enumerate(pairwise(times)):
+            x, t, level = self._churned(x, t, levels[i], process, randn_like)
+            x_t, x0, d_cur = self._look(denoise, process, x, t)
+            if watch is not None:
+                watch(i, t, x_t, x0)
+            h = levels[i + 1] - level
+            x_next = x + h * d_cur
+            if levels[i + 1] > 0:
+                *_, d_prime = self._look(denoise, process, x_next, t_next)
+                x_next = x + h * (d_cur + d_prime) / 2
+            x = x_next
         return x
 
     def check(self, process: Process, /) -> None:
@@ -245,27 +270,44 @@ class Heun:
         self._grid(process)
 
     def _grid(self, process: Process) -> Tensor:
-        times = (self.times or Karras()).grid(process, self.steps)
+        grid = self.times or Karras()
+        times = grid.grid(process, self.steps)
         if not (process.alpha_sigma(times)[0] > 0).all():
-            raise ValueError(f"Heun needs alpha > 0, which {process} does not keep; use DDIM.")
+            raise ValueError(
+                f"Heun needs alpha > 0, which {process} does not keep on {grid}; use DDIM, or "
+                "LogSNR(noisiest=-10)."
+            )
         return times
 
-    def _slope(self, denoise: Denoise, process: Process, x: Tensor, t: Tensor) -> Tensor:
+    def _look(
+        self, denoise: Denoise, process: Process, x: Tensor, t: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x_t, x0 and the slope, which is the noise."""
         alpha, sigma = process.alpha_sigma(t)
         x_t = alpha * x
-        return _x0_and_noise(denoise(x_t, _batch(t, x)), x_t, alpha, sigma, self.clip)[1]
+        return x_t, *_x0_and_noise(denoise(x_t, _batch(t, x)), x_t, alpha, sigma, self.clip)
 
     def _churned(
-        self, x: Tensor, t: Tensor, process: Process, randn_like: RandnLike
-    ) -> tuple[Tensor, Tensor]:
-        """State and time after noise is added."""
-        level = _level(process, t)
+        self, x: Tensor, t: Tensor, level: Tensor, process: Process, randn_like: RandnLike
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """State, time and level after noise is added."""
         if self.churn == 0 or not self.churn_min <= level <= self.churn_max:
-            return x, t
+            return x, t, level
         raised = level * (1 + min(self.churn / self.steps, math.sqrt(2) - 1))
         t = process.at_log_snr(-2 * raised.log())
-        added = (_level(process, t) ** 2 - level**2).clamp(min=0).sqrt()
-        return x + added * self.churn_noise * randn_like(x), t
+        raised = _level(process, t)  # no more than the process has
+        added = (raised**2 - level**2).clamp(min=0).sqrt()
+        return x + added * self.churn_noise * randn_like(x), t, raised
+
+
+def _finite_grid(grid: TimeGrid, process: Process, steps: int) -> Tensor:
+    times = grid.grid(process, steps)
+    if not times.isfinite().all():
+        raise ValueError(
+            f"{grid} has times that are not finite on {process}, whose noisiest has no signal (SNR "
+            "= 0); use Even or Sections, or LogSNR(noisiest=-10)."
+        )
+    return times
 
 
 def _level(process: Process, t: Tensor) -> Tensor:

@@ -1,20 +1,21 @@
 """Which noise levels: random ones for training (draws -> u -> t), a grid of them for solvers.
 
-u in [0, 1) is the rank of a noise level, 1 the noisiest. Training draws u from a density over bins
-of u, uniform if none is set, and a quantile turns u into a time of the process. So one mechanism,
-`draw_uniforms`, serves every curriculum and resampler. How the draws of one batch depend on each
-other is a choice of its own: `Stratified`, `Antithetic` or `Independent`.
+A uniform u in [0, 1) stands for a noise level, 1 for the noisiest. Training draws u from a density
+over bins of u, flat if none is set, and a quantile turns u into a time of the process. So one
+mechanism, `draw_uniforms`, serves every curriculum and resampler. How the draws of one batch depend
+on each other is a choice of its own: `Stratified`, `Antithetic` or `Independent`.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from lit_diffusion.protocols import Draws, Process
+from lit_diffusion.protocols import Device, Draws, Process
 
-LAST_RANK = 1 - 2**-53  # 1 is not a rank
+LAST_UNIFORM = 1 - 2**-53  # 1 is none
 
 
 def draw_uniforms(
@@ -23,9 +24,9 @@ def draw_uniforms(
     draws: Draws | None = None,
     *,
     generator: torch.Generator | None = None,
-    device: torch.device | str | None = None,
+    device: Device = None,
 ) -> Tensor:
-    """n ranks u in [0, 1), float64, each distributed by `density`.
+    """n uniforms u in [0, 1), float64, each distributed by `density`.
 
     Args:
         n: how many.
@@ -39,12 +40,12 @@ def draw_uniforms(
         >>> sorted((u * 4).long().tolist())
         [0, 1, 2, 3]
     """
-    u = (Stratified() if draws is None else draws).ranks(n, generator, device)
+    u = (Stratified() if draws is None else draws).uniforms(n, generator, device)
     return u if density is None else _inverse_cdf(u, density)
 
 
 def bin_of(u: Tensor, num_bins: int) -> Tensor:
-    """(B,) ranks -> (B,) int64 indices of equal bins over [0, 1]."""
+    """(B,) uniforms -> (B,) int64 indices of equal bins over [0, 1]."""
     return (u * num_bins).long().clamp(0, num_bins - 1)
 
 
@@ -64,34 +65,30 @@ def _inverse_cdf(u: Tensor, density: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Independent:
-    """Every rank is drawn for itself.
+    """Every uniform is drawn for itself.
 
     Source: Ho et al. 2020 (DDPM), algorithm 1.
     """
 
-    def ranks(
-        self, n: int, generator: torch.Generator | None, device: torch.device | str | None, /
-    ) -> Tensor:
+    def uniforms(self, n: int, generator: torch.Generator | None, device: Device, /) -> Tensor:
         """(n,) float64 in [0, 1)."""
         return torch.rand(n, dtype=torch.float64, generator=generator, device=device)
 
 
 @dataclass(frozen=True)
 class Stratified:
-    """One rank from each n-th of [0, 1), in random order.
+    """One uniform from each n-th of [0, 1), in random order.
 
     Together they cover it evenly, which lowers the variance of the loss.
 
     Source: Kingma et al. 2021 (VDM), appendix I.1, with the offsets drawn for each stratum.
     """
 
-    def ranks(
-        self, n: int, generator: torch.Generator | None, device: torch.device | str | None, /
-    ) -> Tensor:
+    def uniforms(self, n: int, generator: torch.Generator | None, device: Device, /) -> Tensor:
         """(n,) float64 in [0, 1)."""
         u = torch.rand(n, dtype=torch.float64, generator=generator, device=device)
         u = (torch.randperm(n, generator=generator, device=device) + u) / n
-        return u.clamp(max=LAST_RANK)
+        return u.clamp(max=LAST_UNIFORM)
 
 
 @dataclass(frozen=True)
@@ -104,17 +101,15 @@ class Antithetic:
     Source: Song et al. 2021 (DDIM), the authors' code; VDM calls antithetic what is `Stratified`.
 
     Example:
-        >>> u = Antithetic().ranks(5, None, None)
+        >>> u = Antithetic().uniforms(5, None, None)
         >>> bool(torch.allclose(u[:2] + u[3:], torch.ones(2).double()))
         True
     """
 
-    def ranks(
-        self, n: int, generator: torch.Generator | None, device: torch.device | str | None, /
-    ) -> Tensor:
+    def uniforms(self, n: int, generator: torch.Generator | None, device: Device, /) -> Tensor:
         """(n,) float64 in [0, 1)."""
         first = torch.rand((n + 1) // 2, dtype=torch.float64, generator=generator, device=device)
-        return torch.cat([first, (1 - first).clamp(max=LAST_RANK)])[:n]
+        return torch.cat([first, (1 - first).clamp(max=LAST_UNIFORM)])[:n]
 
 
 @dataclass(frozen=True)
@@ -125,7 +120,7 @@ class Uniform:
     """
 
     def quantile(self, u: Tensor, process: Process, /) -> Tensor:
-        """The time of rank u."""
+        """`process.from_unit(u)`."""
         return process.from_unit(u)
 
 
@@ -150,7 +145,6 @@ class LogNormal:
     std: float = 1.2
 
     def __post_init__(self) -> None:
-        """Refuse a single level."""
         if not self.std > 0:
             raise ValueError(f"std must be > 0, got {self.std}.")
 
@@ -163,9 +157,7 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class Sections:
-    """Whole times, evenly spaced within equal sections of the process.
-
-    This is improved-diffusion's respacing.
+    """Whole times, evenly spaced within equal sections: improved-diffusion's respacing.
 
     The default of one section holds the first and the last time; a single step is t = 0 alone.
     Steps (10, 15, 20) put 10, 15 and 20 of them in thirds.
@@ -197,7 +189,7 @@ class Sections:
                 raise ValueError(f"a section of {size} times can't be split into {count} steps.")
             times += _spread(start, size, count)
             start += size
-        return _descending(times, process)
+        return _to_clean(times[::-1], process)
 
 
 @dataclass(frozen=True)
@@ -217,9 +209,25 @@ class Stride:
         """
         num_steps = _whole_steps(process, self)
         for stride in range(1, num_steps + 1):
-            if len(range(0, num_steps, stride)) == steps:
-                return _descending(list(range(0, num_steps, stride)), process)
+            times = range(0, num_steps, stride)
+            if len(times) == steps:
+                return _to_clean(times[::-1], process)
         raise ValueError(f"no whole stride splits {num_steps} times into {steps}; use Sections.")
+
+
+@dataclass(frozen=True)
+class Even:
+    """Evenly spaced in t, from the noisiest time to the clean one; for every process.
+
+    Example:
+        >>> from lit_diffusion.processes import ContinuousVP
+        >>> Even().grid(ContinuousVP(), 4).tolist()
+        [1.0, 0.75, 0.5, 0.25, 0.0]
+    """
+
+    def grid(self, process: Process, steps: int, /) -> Tensor:
+        """(steps + 1,) float64, falling to the clean time."""
+        return torch.linspace(process.t_max, process.t_clean, steps + 1, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -256,8 +264,7 @@ class LogSNR:
                 f"{self.noisiest}; -10 is usual."
             )
         between = torch.linspace(max(noisiest, self.noisiest), cleanest, steps, dtype=torch.float64)
-        times = process.at_log_snr(between)
-        return torch.cat([times, torch.tensor([process.t_clean], dtype=torch.float64)])
+        return _to_clean(process.at_log_snr(between).tolist(), process)
 
 
 @dataclass(frozen=True)
@@ -281,7 +288,6 @@ class Karras:
     rho: float = 7.0
 
     def __post_init__(self) -> None:
-        """Refuse exponents without meaning."""
         if not self.rho > 0:
             raise ValueError(f"rho must be > 0, got {self.rho}; EDM's is 7.")
 
@@ -291,8 +297,11 @@ class Karras:
         alpha, sigma = process.alpha_sigma(ends)
         noisiest, cleanest = ((sigma / alpha) ** (1 / self.rho)).tolist()
         levels = torch.linspace(noisiest, cleanest, steps, dtype=torch.float64) ** self.rho
-        times = process.at_log_snr(-2 * levels.log())
-        return torch.cat([times, torch.tensor([process.t_clean], dtype=torch.float64)])
+        return _to_clean(process.at_log_snr(-2 * levels.log()).tolist(), process)
+
+
+def _to_clean(times: Sequence[float], process: Process) -> Tensor:
+    return torch.tensor([*times, process.t_clean], dtype=torch.float64)
 
 
 def _spread(start: int, size: int, count: int) -> list[int]:
@@ -306,11 +315,6 @@ def _spread(start: int, size: int, count: int) -> list[int]:
 
 def _whole_steps(process: Process, grid: object) -> int:
     if process.num_steps is None:
-        raise ValueError(
-            f"{grid} needs a process in discrete steps, got {process}; use LogSNR or Karras."
-        )
+        text = f"{grid} needs a process in discrete steps, got {process}"
+        raise ValueError(f"{text}; use LogSNR or Karras, or Even.")
     return process.num_steps
-
-
-def _descending(times: list[int], process: Process) -> Tensor:
-    return torch.tensor([*reversed(times), process.t_clean], dtype=torch.float64)

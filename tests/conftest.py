@@ -1,7 +1,9 @@
 """Before torch is imported, and for the processes that tests start."""
 
 import os
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -18,3 +20,17 @@ def terminal_signals():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def swept(tmp_path_factory) -> Path:
+    """The arms baseline and slow of a sweep; not to be changed."""
+    from support.sweeping import sweep_into  # which imports torch
+
+    return sweep_into(tmp_path_factory.mktemp("swept"))
+
+
+@pytest.fixture
+def one_run(swept) -> None:
+    """A copy of them, as out in the current folder."""
+    shutil.copytree(swept, "out")

@@ -16,7 +16,7 @@ from support.stated_settings import ARMS, EXPERIMENTS, flat
 from lit_diffusion.cli import main
 from lit_diffusion.commands.sweep import parser, planned
 from lit_diffusion.data.cifar10 import CIFAR10
-from lit_diffusion.metrics.protocols import InceptionV3Compat
+from lit_diffusion.metrics.extractors import InceptionV3Compat
 from lit_diffusion.networks.unet import UNet
 
 CONFIGS = Path(__file__).parent.parent / "configs"

@@ -14,7 +14,7 @@ from lit_diffusion.timesteps import Sections, Stride
 
 SHAPE = (2, 3, 4, 4)
 PROCESS = DiscreteVP(CosineBetas(100))
-LABELS = torch.tensor([0, 3])
+LABELS, NONE = torch.tensor([0, 3]), torch.tensor([-1, -1])
 
 
 def labelled(labels):
@@ -29,15 +29,14 @@ def labelled(labels):
 
 
 def guided(scale, x, t):
-    return ClassifierFree(scale).guide(labelled, LABELS, PROCESS)(x, t)
+    return ClassifierFree(scale).guide(labelled, LABELS, PROCESS, NONE)(x, t)
 
 
 X, T = Z(SHAPE, 1), torch.tensor([40.0, 40.0], dtype=torch.float64)
 
 
 def test_scale_zero_is_unconditional_and_scale_one_conditional():
-    none = torch.full_like(LABELS, -1)
-    for scale, labels in [(0.0, none), (1.0, LABELS)]:
+    for scale, labels in [(0.0, NONE), (1.0, LABELS)]:
         for actual, expected in zip(
             guided(scale, X, T)[:3], labelled(labels)(X, T)[:3], strict=True
         ):
@@ -56,17 +55,17 @@ def test_guidance_extrapolates_linearly_and_keeps_the_conditional_variance():
 def test_a_network_that_ignores_its_labels_is_said():
     ignorant = lambda labels: lambda x, t: Denoised(0.1 * x, x)  # noqa: E731
     with pytest.warns(UserWarning, match="no effect"):
-        ClassifierFree(2.0).guide(ignorant, LABELS, PROCESS)(X, T)
+        ClassifierFree(2.0).guide(ignorant, LABELS, PROCESS, NONE)(X, T)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         guided(2.0, X, T)
-        ClassifierFree(2.0).guide(labelled, torch.full_like(LABELS, -1), PROCESS)(X, T)
+        ClassifierFree(2.0).guide(labelled, NONE, PROCESS, NONE)(X, T)
 
 
-@pytest.mark.parametrize("labels", [None, torch.rand(2, 5)])
-def test_guidance_without_class_labels_is_refused(labels):
-    with pytest.raises(ValueError, match="needs integer labels"):
-        ClassifierFree(2.0).guide(labelled, labels, PROCESS)
+@pytest.mark.parametrize(("labels", "null"), [(None, None), (None, NONE), (LABELS, None)])
+def test_guidance_without_labels_or_what_stands_for_none_is_refused(labels, null):
+    with pytest.raises(ValueError, match="needs labels, and what stands for none of them"):
+        ClassifierFree(2.0).guide(labelled, labels, PROCESS, null)
 
 
 def gradient(x, t, labels):
@@ -106,12 +105,12 @@ def one_step(tag, clip):
 def test_classifier_guidance_equals_guided_diffusion_step_by_step(tag, clip):
     checked = 0
     for key, process, denoise_for, step, variance, x, t in one_step(tag, clip):
-        seen = ClassifierShift(gradient).guide(denoise_for, LABELS, process)(x, t)
+        seen = ClassifierShift(gradient).guide(denoise_for, LABELS, process, None)(x, t)
         x0 = seen.x0.clamp(-1, 1) if clip else seen.x0
         mean = step.x0_coef * x0 + step.xt_coef * x
         bounds = step.log_beta, step.log_variance, step.last
         var = variance.log_variance(*bounds, seen.logvar_frac).exp()
-        score = ClassifierScore(gradient, clip).guide(denoise_for, LABELS, process)(x, t)
+        score = ClassifierScore(gradient, clip).guide(denoise_for, LABELS, process, None)(x, t)
         for actual, name in [
             (mean, "mean_uncond"),
             (var.expand(SHAPE), "variance"),
@@ -134,6 +133,6 @@ def test_classifier_guided_samples_equal_guided_diffusion(tag, clip):
         ("loop_ancestral", ClassifierShift(gradient), DDPM(variance, steps, times, clip)),
         ("loop_ddim", ClassifierScore(gradient, clip), DDIM(steps, times=times, clip=False)),
     ]:
-        denoise = guidance.guide(denoise_for, LABELS, process)
+        denoise = guidance.guide(denoise_for, LABELS, process, None)
         end = solver.sample(denoise, process, Z(SHAPE, 100), CountedNoise(200))
         close(end, tensor("case06_guidance", f"{tag}/clip{int(clip)}/{name}_f64"))

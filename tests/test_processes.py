@@ -77,7 +77,7 @@ def test_continuous_time_is_recovered_from_log_snr_also_beyond_the_ends(process)
 
 
 @pytest.mark.parametrize("process", [*EVERY, *CONTINUOUS], ids=repr)
-def test_ranks_run_from_the_least_noisy_time_to_the_noisiest(process):
+def test_uniforms_run_from_the_least_noisy_time_to_the_noisiest(process):
     u = torch.linspace(0, 1, 101, dtype=torch.float64)
     t = process.from_unit(u)
     close(t[[0, -1]], torch.tensor([process.t_min, process.t_max]), rtol=1e-12)

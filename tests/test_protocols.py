@@ -1,11 +1,15 @@
 """Every shipped strategy fits its protocol: for jsonargparse, which loads it from YAML, and so for
 mypy."""
 
+from inspect import signature
+
 import pytest
+import torch
 from jsonargparse import ArgumentParser
 
 from lit_diffusion import protocols
-from lit_diffusion.protocols import NonFiniteSamples
+from lit_diffusion.networks.unet import UNet
+from lit_diffusion.protocols import NonFiniteSamples, by_part
 
 VELOCITY = "lit_diffusion.parameterizations.Velocity"
 LEVELS = {"sigma_min": 0.002, "sigma_max": 80.0}
@@ -34,6 +38,7 @@ FITTING = [
     ("Loss", "losses.HybridLoss", SIMPLE),
     ("TimeGrid", "timesteps.Sections", {"counts": [3, 4]}),
     ("TimeGrid", "timesteps.Stride", {}),
+    ("TimeGrid", "timesteps.Even", {}),
     ("TimeGrid", "timesteps.LogSNR", {"noisiest": -10.0}),
     ("TimeGrid", "timesteps.Karras", {"rho": 5}),
     ("Variance", "gaussian.FixedSmall", {}),
@@ -45,6 +50,7 @@ FITTING = [
     ("Solver", "solvers.Heun", {"times": "lit_diffusion.timesteps.Karras", "churn": 40.0}),
     ("Guidance", "guidance.ClassifierFree", {"scale": 2.0}),
     ("Codec", "codecs.PixelCodec", {}),
+    ("Conditioning", "conditioning.ClassLabels", {"num_classes": 10}),
 ]
 
 
@@ -65,6 +71,24 @@ def test_a_class_that_does_not_fit_is_refused():
     parser.add_argument("--strategy", type=protocols.Solver)
     with pytest.raises(Exception, match="Velocity"):
         parser.parse_object({"strategy": {"class_path": VELOCITY}})
+
+
+@pytest.mark.parametrize("output_factor", [1, 2])
+@pytest.mark.parametrize("num_classes", [None, 4])
+def test_the_unet_is_a_network(output_factor, num_classes):
+    network = UNet(3, 3 * output_factor, 8, (1, 2), 1, num_classes=num_classes, norm_groups=4)
+    condition = None if num_classes is None else torch.tensor([3, -1])
+    wanted = signature(protocols.Network.forward).bind(network, torch.ones(2, 3, 8, 8), 0, None)
+    signature(UNet.forward).bind(*wanted.args)
+    output = network.forward(torch.ones(2, 3, 8, 8), torch.zeros(2), condition)
+    assert output.shape == (2, 3 * output_factor, 8, 8)
+
+
+def test_functions_apply_to_conditions_of_one_part_or_several():
+    rows, mask = torch.arange(4.0).view(2, 2), torch.tensor([True, False])
+    assert torch.equal(by_part(torch.neg, rows), -rows)
+    parts = by_part(lambda *halves: torch.cat(halves), (rows, mask), (rows, mask))
+    assert [part.shape for part in parts] == [(4, 2), (4,)]
 
 
 def test_non_finite_samples_name_seeds_step_and_noise_level():

@@ -1,7 +1,15 @@
+import pytest
 import torch
 from support.golden import close
 
-from lit_diffusion.seeding import PerSampleNoise, _scramble, fold, index_uniforms, seed_step
+from lit_diffusion.seeding import (
+    PerSampleNoise,
+    _scramble,
+    classes_of,
+    fold,
+    index_uniforms,
+    seed_step,
+)
 
 
 def test_keys_that_differ_anywhere_give_unrelated_seeds():
@@ -79,3 +87,8 @@ def test_noise_is_drawn_in_float32_whatever_the_default():
         assert torch.equal(PerSampleNoise([1]).draw((8,)), expected)
     finally:
         torch.set_default_dtype(before)
+
+
+def test_more_labels_than_a_machine_holds_are_refused_at_once():
+    with pytest.raises(ValueError, match="num_samples, num or num_predict is too large"):
+        classes_of(range(10**15), 10)

@@ -1,7 +1,14 @@
 import pytest
 import torch
 from support.golden import PIX, Z, close, load, tensor
-from support.toy import CountedNoise, gaussian_denoiser, gaussian_flow, toy_denoiser
+from support.toy import (
+    CountedNoise,
+    EndsInNoise,
+    LinearFlow,
+    gaussian_denoiser,
+    gaussian_flow,
+    toy_denoiser,
+)
 
 from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange, expand_as
 from lit_diffusion.processes import (
@@ -13,7 +20,7 @@ from lit_diffusion.processes import (
 )
 from lit_diffusion.protocols import Denoised
 from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Heun
-from lit_diffusion.timesteps import Karras, LogSNR, Sections, Stride
+from lit_diffusion.timesteps import Even, Karras, LogSNR, Sections, Stride
 
 SHAPE = (2, 3, 4, 4)
 COSINE, LINEAR = DiscreteVP(CosineBetas(1000)), DiscreteVP(LinearBetas(1000))
@@ -297,17 +304,58 @@ def test_levels_are_not_raised_beyond_the_noisiest_step():
 
 
 def test_heun_is_refused_where_the_image_is_lost():
-    class EndsInNoise(DiscreteVP):
-        def alpha_sigma(self, t):
-            alpha, sigma = super().alpha_sigma(t)
-            return alpha * (t < self.t_max), sigma
-
-    process = EndsInNoise(CosineBetas(100))
+    process = EndsInNoise()
     for times in (Karras(), Sections()):
         with pytest.raises(ValueError, match=r"needs alpha > 0, which .* use DDIM"):
             Heun(5, times).check(process)
     with pytest.raises(ValueError, match="churn must be >= 0, got -1"):
         Heun(churn=-1.0)
+
+
+@pytest.mark.parametrize("process", [EndsInNoise(), LinearFlow()], ids=repr)
+@pytest.mark.parametrize(
+    "solver",
+    [DDPM(FixedSmall(), 9, LogSNR()), DDIM(9, times=Karras()), DPMSolverPP(9)],
+    ids=repr,
+)
+def test_a_grid_that_is_not_finite_is_refused_and_another_leads_to_the_image(solver, process):
+    with pytest.raises(ValueError, match=r"not finite on .* no signal .* use Even or Sections"):
+        solver.check(process)
+    for times in (Even(), LogSNR(noisiest=-10.0)):
+        mended = type(solver)(**{**vars(solver), "times": times, "clip": False})
+        mended.check(process)
+        end = mended.sample(gaussian_denoiser(process), process, Z(SHAPE, 1), CountedNoise(1))
+        assert (end.mean() - 0.3).abs() < 0.5
+        assert end.isfinite().all()
+
+
+@pytest.mark.parametrize("process", [COSINE, EDMProcess()], ids=repr)
+@pytest.mark.parametrize(
+    "solver",
+    [
+        DDPM(FixedSmall(), 7, LogSNR()),
+        DDIM(7, eta=0.5, times=LogSNR()),
+        DPMSolverPP(7),
+        Heun(7),
+        Heun(7, churn=4.0, churn_max=9.0),
+    ],
+    ids=repr,
+)
+def test_a_watch_sees_every_step_in_order_and_changes_nothing(solver, process):
+    def sampled(*watch):
+        denoise = gaussian_denoiser(process)
+        return solver.sample(denoise, process, Z(SHAPE, 1), CountedNoise(1), *watch)
+
+    seen = []
+    assert torch.equal(sampled(lambda *step: seen.append(step)), sampled())
+    steps, times, states, images = zip(*seen, strict=True)
+    assert steps == tuple(range(7))
+    t = torch.stack([*times, torch.tensor(process.t_clean)])
+    assert (t.diff() < 0).all()
+    close(t[0], torch.tensor(process.t_max), rtol=1e-14)
+    close(states[0], process.prior(Z(SHAPE, 1), t[0]), rtol=1e-14)
+    assert all(x_t.shape == x0.shape == SHAPE for x_t, x0 in zip(states, images, strict=True))
+    assert torch.stack(images).abs().max() <= 1  # as clipped
 
 
 @pytest.mark.parametrize("process", [EDMProcess(), ContinuousVP()], ids=repr)

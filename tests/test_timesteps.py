@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support.golden import close, load, tensor
+from support.toy import EndsInNoise, LinearFlow
 
 from lit_diffusion.gaussian import posterior
 from lit_diffusion.processes import (
@@ -12,9 +13,12 @@ from lit_diffusion.processes import (
     DiscreteVP,
     EDMProcess,
     LinearBetas,
+    SigmoidBetas,
 )
+from lit_diffusion.solvers import DDIM
 from lit_diffusion.timesteps import (
     Antithetic,
+    Even,
     Independent,
     Karras,
     LogNormal,
@@ -119,6 +123,50 @@ def test_karras_grid_is_even_in_a_power_of_the_level_on_any_process(process):
     close(grid[[0, -2, -1]], torch.tensor([process.t_max, process.t_min, process.t_clean]))
 
 
+@pytest.mark.parametrize("steps", [1, 2, 20])
+@pytest.mark.parametrize(
+    "grid",
+    [Sections(), Stride(), LogSNR(), LogSNR(noisiest=-10.0), Karras(), Karras(2.0), Even()],
+    ids=repr,
+)
+@pytest.mark.parametrize(
+    "process",
+    [
+        DiscreteVP(CosineBetas(1000)),
+        DiscreteVP(LinearBetas(100)),
+        DiscreteVP(SigmoidBetas(40)),
+        ContinuousVP(),
+        EDMProcess(),
+        EndsInNoise(),
+        LinearFlow(),
+    ],
+    ids=repr,
+)
+def test_grids_fall_from_the_noisy_end_to_the_clean_time_or_are_refused(process, grid, steps):
+    if process.num_steps is None and isinstance(grid, Sections | Stride):
+        with pytest.raises(ValueError, match="discrete steps"):
+            grid.grid(process, steps)
+        return
+    times = grid.grid(process, steps)
+    assert (times.shape, times.dtype) == ((steps + 1,), torch.float64)
+    assert times[-1] == process.t_clean
+    lost = process.alpha_sigma(torch.tensor([process.t_max], dtype=torch.float64))[0] == 0
+    if lost and steps > 1 and grid in (LogSNR(), Karras(), Karras(2.0)):
+        with pytest.raises(ValueError, match="has times that are not finite on"):
+            DDIM(steps, times=grid).check(process)
+    else:
+        assert times.isfinite().all()
+        assert (times.diff() < 0).all()
+        assert times[0] <= process.t_max * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("process", [EDMProcess(), DiscreteVP(CosineBetas(10))], ids=repr)
+def test_an_even_grid_is_even_in_time(process):
+    grid = Even().grid(process, 6)
+    assert (grid[0], grid[-1]) == (process.t_max, process.t_clean)
+    close(grid.diff(), grid.diff().mean().expand(6))
+
+
 @pytest.mark.parametrize("grid", [Sections(), Stride()], ids=repr)
 @pytest.mark.parametrize("process", [EDMProcess(), ContinuousVP()], ids=repr)
 def test_grids_of_whole_steps_name_those_that_need_none(grid, process):
@@ -137,7 +185,7 @@ def test_log_normal_levels_have_normal_logarithms(process):
 @pytest.mark.parametrize(
     "process", [EDMProcess(), ContinuousVP(), DiscreteVP(LinearBetas(50))], ids=repr
 )
-def test_log_normal_levels_rise_with_rank_and_stay_within_the_process(process):
+def test_log_normal_levels_rise_with_u_and_stay_within_the_process(process):
     u = torch.linspace(0, 1, 1000, dtype=torch.float64).clamp(max=1 - 2**-53)
     t = LogNormal(0.0, 3.0).quantile(u, process)
     assert (t.diff() >= 0).all()
@@ -186,7 +234,7 @@ def test_each_position_of_a_batch_is_uniform(rule, n):
 
 
 @pytest.mark.parametrize("rule", DRAWS)
-def test_draws_are_ranks_and_repeat_with_the_generator(rule):
+def test_draws_are_uniforms_and_repeat_with_the_generator(rule):
     def drawn(seed):
         return draw_uniforms(9, None, rule, generator=torch.Generator().manual_seed(seed))
 
@@ -223,7 +271,7 @@ def test_antithetic_draws_mirror_the_whole_times_of_a_discrete_process():
 
 @pytest.mark.parametrize("rule", DRAWS)
 @pytest.mark.parametrize("extreme", [0.0, 1 - 2**-53])
-def test_the_least_and_the_largest_random_numbers_give_ranks(monkeypatch, rule, extreme):
+def test_the_least_and_the_largest_random_numbers_give_uniforms(monkeypatch, rule, extreme):
     full = torch.full
     monkeypatch.setattr(torch, "rand", lambda n, **_: full((n,), extreme, dtype=torch.float64))
     for density in (None, torch.ones(1000), torch.tensor([0.3, 0.3, 0.1])):
@@ -232,11 +280,11 @@ def test_the_least_and_the_largest_random_numbers_give_ranks(monkeypatch, rule, 
 
 
 class Largest:
-    def ranks(self, n, generator, device, /):
+    def uniforms(self, n, generator, device, /):
         return torch.full((n,), 1 - 2**-53, dtype=torch.float64)
 
 
-def test_the_largest_rank_is_drawn_from_a_bin_with_density():
+def test_the_largest_uniform_is_drawn_from_a_bin_with_density():
     generator = torch.Generator().manual_seed(5)
     for num_bins in range(10, 1010, 10):
         density = torch.rand(num_bins, dtype=torch.float64, generator=generator)
@@ -248,7 +296,7 @@ def test_the_largest_rank_is_drawn_from_a_bin_with_density():
 def test_stratified_draws_put_one_in_each_stratum():
     for density in (None, torch.tensor([0.2, 0.8, 0.1])):
         u = draw_uniforms(128, density, generator=torch.Generator().manual_seed(2))
-        if density is not None:  # back to the rank under the density
+        if density is not None:  # back to the uniform under the density
             cdf = torch.cat([torch.zeros(1), (density / density.sum()).cumsum(0)]).double()
             index = bin_of(u, 3)
             u = cdf[index] + (u * 3 - index) * (cdf[index + 1] - cdf[index])

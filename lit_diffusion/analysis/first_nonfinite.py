@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import partial
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -53,12 +52,7 @@ class FirstNonFinite:
                     self._watch(param, part, is_output=False)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lit_diffusion.commands.options import Parser
+from lit_diffusion.settings.parser import Parser
 
 
 def parser() -> Parser:
@@ -22,11 +22,7 @@ digits-cnn and patches-cnn need no download.""",
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the command.
-
-    Args:
-        argv: "fetch-weights", then options.
-    """
+    """Run the command: "fetch-weights", then options."""
     args = parser().parse_args(argv[1:])
     from lit_diffusion.metrics.weights import fetch_weights
 

@@ -1,34 +1,9 @@
 """Options of the commands that are not the Trainer's."""
 
 import argparse
-import re
-from typing import NoReturn
+from collections.abc import Sequence
 
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser that leaves telling a mistake to `cli.main`: one line, no usage."""
-
-    def __init__(self, command: str, description: str = "", add_help: bool = True) -> None:
-        super().__init__(
-            f"lit-diffusion {command}",
-            description=description,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-            add_help=add_help,
-        )
-        # What begins like a negative number is a value and no option: -1,2 is a list of labels.
-        self._negative_number_matcher = re.compile(r"-\.?\d")
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of printing.
-
-        Raises:
-            ValueError: always.
-        """
-        from lit_diffusion.errors import innermost
-
-        options = [name for action in self._actions for name in action.option_strings]
-        raise ValueError(innermost(ValueError(message), [name.lstrip("-") for name in options]))
+from lit_diffusion.settings.parser import Parser
 
 
 def add_checkpoint(parser: Parser, required: bool) -> None:
@@ -44,12 +19,17 @@ def add_checkpoint(parser: Parser, required: bool) -> None:
         default="ema",
         help="ema (default), ema_<decay> where there are several, or raw: as trained",
     )
+    add_trust(parser, "the checkpoint")
+
+
+def add_trust(parser: Parser, file: str) -> None:
+    """--trust, for class paths in a file."""
     parser.add_argument(
         "--trust",
         action="append",
         default=[],
         metavar="PACKAGE",
-        help="package that class paths in the checkpoint may name; may be repeated",
+        help=f"package that class paths in {file} may name; may be repeated",
     )
 
 
@@ -61,8 +41,13 @@ def add_sampling(parser: Parser) -> None:
         metavar="0,1,2",
         help="classes, repeated in turn (default: seed modulo the number of classes); -1 is none",
     )
-    parser.add_argument("--steps", type=int, help="network evaluations of the solver")
-    parser.add_argument("--solver", choices=["ddim", "ddpm", "dpmpp"], help="another solver")
+    parser.add_argument("--steps", type=int, help="of the solver (Heun: two evaluations each)")
+    parser.add_argument(
+        "--solver",
+        metavar="S",
+        help="another solver: DDIM, DDPM, DPMSolverPP, Heun, or a class path, with arguments as in "
+        "YAML or by --solver.NAME=VALUE",
+    )
     parser.add_argument(
         "--guidance", type=float, metavar="S", help="scale of classifier-free guidance; 1 is none"
     )
@@ -71,6 +56,21 @@ def add_sampling(parser: Parser) -> None:
         "--batch-size", type=int, default=64, metavar="B", help="images at a time (default 64)"
     )
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+
+
+def parse_sampling(parser: Parser, options: Sequence[str]) -> argparse.Namespace:
+    """The options, of which --solver.NAME are left as they are, in `solver_options`."""
+    args, others = parser.parse_known_args(options)
+    if wrong := [o for o in others if o.startswith("--") and not o.startswith("--solver.")]:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    if others and not others[0].startswith("--"):
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    if args.steps is not None and any(o.startswith("--solver.steps") for o in others):
+        raise ValueError("give --steps or --solver.steps, not both.")
+    if args.batch_size < 1:
+        raise ValueError(f"--batch-size must be at least 1, got {args.batch_size}.")
+    args.solver_options = others
+    return args
 
 
 def integers(text: str) -> list[int]:

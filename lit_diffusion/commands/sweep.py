@@ -1,28 +1,18 @@
 """`lit-diffusion sweep`: every arm of an experiment with every seed, each an ordinary fit."""
 
 import argparse
-import os
 import shlex
-import shutil
-import sys
-import time
-from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from datetime import timedelta
+from collections.abc import Sequence
 from pathlib import Path
 
-from lit_diffusion.commands.arms import arms_of
-from lit_diffusion.commands.jobs import Ended, Job, Stopped, claim, run_jobs, threads_each
-from lit_diffusion.commands.options import Parser, integers
-from lit_diffusion.commands.run_folder import CLAIM, InUse, latest_config, occupied
-from lit_diffusion.commands.sweep_plan import Planned, plan
-from lit_diffusion.signals import SAVED, heed
-
-LOG = "fit.log"
-RESUME = "--ckpt_path=last"
-_TAIL = 15
+from lit_diffusion.commands.compare import run as compare
+from lit_diffusion.commands.options import integers
+from lit_diffusion.experiments.arms import arm_files
+from lit_diffusion.experiments.jobs import Stopped
+from lit_diffusion.experiments.sweep_plan import Planned, plan
+from lit_diffusion.experiments.sweeping import RESUME, Sweep, say
+from lit_diffusion.settings.parser import Parser
+from lit_diffusion.system.signals import SAVED, heed
 
 
 def parser() -> Parser:
@@ -67,9 +57,6 @@ On a cluster, each line of --print is an array task, which resumes when it is re
 def run(argv: Sequence[str]) -> None:
     """Run the command.
 
-    Args:
-        argv: "sweep", then options.
-
     Raises:
         ValueError: for options, arms or existing runs that do not fit; nothing is started then.
         SystemExit: 75 where a fit has saved on a signal, to be started again; 1 where runs are left
@@ -81,19 +68,20 @@ def run(argv: Sequence[str]) -> None:
         print("\n".join(shlex.join([*run.command, RESUME]) for run in runs))
         return
     sweep = Sweep(runs, args.jobs)
+    stopped = f"The same command goes on:\n  {shlex.join(['lit-diffusion', *argv])}"
     try:
         sweep.run()
     except KeyboardInterrupt as end:
-        _tell_stopped(sweep, argv)
+        say(f"stopped with {sweep.tally()}. {stopped}")
         if isinstance(end, Stopped):
             raise SystemExit(SAVED if sweep.saved else 128 + end.signal) from end
         raise
     if sweep.saved:
-        _tell_stopped(sweep, argv)
+        say(f"stopped with {sweep.tally()}. {stopped}")
         raise SystemExit(SAVED)
     heed()
     if sweep.unfinished:
-        _tell(f"{sweep.tally()}; not {', '.join(sweep.unfinished)}")
+        say(f"{sweep.tally()}; not {', '.join(sweep.unfinished)}")
     if not _reported(runs, _out(args)) or sweep.unfinished:
         raise SystemExit(1)
 
@@ -101,151 +89,9 @@ def run(argv: Sequence[str]) -> None:
 def planned(args: argparse.Namespace, options: Sequence[str]) -> list[Planned]:
     """All runs of a command line.
 
-    Args:
-        args: of `parser`.
-        options: for every fit.
-
     Raises:
         ValueError: for options, arms or existing runs that do not fit.
     """
-    _check(args)
-    return plan(arms_of(args.config, args.arms), args.seeds, _out(args), options, _tell)
-
-
-def _tell_stopped(sweep: "Sweep", argv: Sequence[str]) -> None:
-    again = shlex.join(["lit-diffusion", *argv])
-    _tell(f"stopped with {sweep.tally()}. The same command goes on:\n  {again}")
-
-
-def _reported(runs: Sequence[Planned], out: Path) -> bool:
-    """Compare the arms; whether that is possible, or there is nothing to compare."""
-    from lit_diffusion.commands.compare import run as compare
-
-    if len({run.arm for run in runs}) == 1:
-        return True
-    try:
-        compare(["compare", str(out), "--out", str(out / "report")])
-    except ValueError as error:
-        _tell(f"no report: {error}")
-        return False
-    return True
-
-
-@dataclass
-class Sweep:
-    """Brings runs to their end, some at a time.
-
-    Args:
-        runs: in order.
-        at_once: processes at a time.
-
-    Attributes:
-        saved: whether a fit has saved on a signal; no other is started then.
-    """
-
-    runs: Sequence[Planned]
-    at_once: int
-    saved: bool = field(default=False, init=False)
-    _finished: set[str] = field(default_factory=set, init=False)
-
-    def run(self) -> None:
-        """Start or resume every run that is not finished, and say what becomes of it."""
-        threads = {"OMP_NUM_THREADS": str(threads_each(self.at_once))}
-        run_jobs(self._jobs(), self.at_once, self._ended, threads | dict(os.environ))
-
-    @property
-    def unfinished(self) -> list[str]:
-        """Names of runs that are not finished."""
-        return [run.name for run in self.runs if run.name not in self._finished]
-
-    def tally(self) -> str:
-        """How many runs are finished."""
-        return f"{len(self._finished)} of {len(self.runs)} runs finished"
-
-    def _jobs(self) -> Iterator[Job | None]:
-        """What is to be started; None while all that is left is run by other processes."""
-        queue, left = deque(self.runs), set[str]()
-        while queue and not self.saved:
-            run = queue.popleft()
-            try:
-                job = self._job(run)
-            except InUse:
-                if run.name in left:
-                    yield None
-                else:
-                    _tell(f"{run.name} is being run by another process, and is waited for")
-                queue.append(run)
-                left.add(run.name)
-                continue
-            if job is not None:
-                yield job
-
-    def _job(self, run: Planned) -> Job | None:
-        """What starts or resumes a run; None for one that is finished, or cannot go on.
-
-        Raises:
-            InUse: where another process runs it.
-        """
-        log = claim(run.folder / LOG)
-        if log is None:
-            raise InUse(f"{run.folder / LOG} is being written by another process.")
-        with ExitStack() as unless_started:
-            unless_started.enter_context(log)
-            with occupied(run.folder):  # also a fit that no sweep started has that
-                options = self._prepared(run)
-            if options is None:
-                return None
-            unless_started.pop_all()
-        return Job(run.name, [_program(), *run.command[1:], *options], log)
-
-    def _prepared(self, run: Planned) -> list[str] | None:
-        """Options of a start beside the run's own; None where it is not to be started."""
-        try:
-            steps = run.steps()
-        except ValueError as error:  # a damaged checkpoint is no reason to stop the others
-            _tell(f"{run.name} CANNOT GO ON: {error}")
-            return None
-        if steps is None:
-            if latest_config(run.folder):
-                _clear(run.folder)
-            _tell(f"{run.name} starts")
-            return []
-        if steps >= run.max_steps:
-            self._finished.add(run.name)
-            _tell(f"{run.name} was finished before")
-            return None
-        _tell(f"{run.name} resumes at step {steps}")
-        return [RESUME]
-
-    def _ended(self, ended: Ended) -> None:
-        name, code = ended.job.name, ended.code
-        self.saved |= code == SAVED
-        run = next(run for run in self.runs if run.name == name)
-        seconds = timedelta(seconds=round(ended.seconds))
-        try:
-            steps = run.steps() or 0
-        except ValueError as error:  # nor one that was damaged by now
-            _tell(f"{name} ended after {seconds} with a damaged checkpoint: {error}")
-            return
-        if steps >= run.max_steps and code == 0:
-            self._finished.add(name)
-            _tell(f"{name} finished in {seconds}; {self.tally()}")
-            return
-        if code == SAVED:
-            _tell(
-                f"{name} saved at step {steps} of {run.max_steps} on a signal, after {seconds}, to "
-                "be started again; nothing else is started"
-            )
-            return
-        how = f"FAILED with exit code {code}" if code else "STOPPED EARLY"
-        log = run.folder / LOG
-        _tell(
-            f"{name} {how} after {seconds}, saved at step {steps} of {run.max_steps}. "
-            f"The end of {log}:\n{_tail(log)}"
-        )
-
-
-def _check(args: argparse.Namespace) -> None:
     if args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {args.jobs}.")
     in_range = all(0 <= seed < 2**32 for seed in args.seeds)  # as seed_everything has it
@@ -253,29 +99,19 @@ def _check(args: argparse.Namespace) -> None:
         raise ValueError(
             f"--seeds must be different numbers from 0 to {2**32 - 1}, got {args.seeds}."
         )
+    return plan(arm_files(args.config, args.arms), args.seeds, _out(args), options, say)
 
 
 def _out(args: argparse.Namespace) -> Path:
     return Path(args.out) if args.out else Path("runs") / f"{Path(args.config).stem}-sweep"
 
 
-def _clear(folder: Path) -> None:
-    """Remove what a run left that died before its first checkpoint; its log and claim stay."""
-    for path in folder.iterdir():
-        if path.name not in (LOG, CLAIM):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _program() -> str:
-    """The console script of this environment."""
-    beside = Path(sys.executable).with_name("lit-diffusion")
-    return str(beside) if beside.is_file() else "lit-diffusion"
-
-
-def _tail(log: Path) -> str:
-    with log.open(errors="replace") as lines:
-        return "".join(f"  | {line.rstrip()}\n" for line in deque(lines, _TAIL)).rstrip()
-
-
-def _tell(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
+def _reported(runs: Sequence[Planned], out: Path) -> bool:
+    if len({run.arm for run in runs}) == 1:
+        return True
+    try:
+        compare(["compare", str(out), "--out", str(out / "report")])
+    except ValueError as error:
+        say(f"no report: {error}")
+        return False
+    return True

@@ -1,11 +1,10 @@
 """What the data modules share: loaders whose every batch is a function of (seed, epoch, index)."""
 
 import hashlib
-import os
 import sys
 from abc import abstractmethod
-from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias, TypeVar
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -16,19 +15,14 @@ from torch.utils.data import DataLoader, TensorDataset
 from lit_diffusion.data.datasets import Batch, ImageDataset
 from lit_diffusion.data.loaders import ResumableLoader, batches_of_epoch, recount
 from lit_diffusion.data.samplers import ShuffledSampler, UnrepeatedSampler, even_batch_size
+from lit_diffusion.seeding import classes_of, run_seed
 
 Split: TypeAlias = Literal["train", "val"]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Awaited:
-    """What `ImageDataModule.check` has yet to do before data can be opened.
-
-    Attributes:
-        text: what, from where and where to; a sentence without its full stop.
-        needs_network: whether it fails without one.
-    """
+class Awaited(NamedTuple):
+    """What is yet to be done before data can be opened: a sentence without its full stop."""
 
     text: str
     needs_network: bool
@@ -77,7 +71,7 @@ class ImageDataModule(LightningDataModule):
     @property
     def seed(self) -> int:
         """Of training order and augmentation."""
-        return int(os.environ.get("PL_GLOBAL_SEED", 0)) if self._seed is None else self._seed
+        return (run_seed() or 0) if self._seed is None else self._seed
 
     # What a subclass says.
 
@@ -124,10 +118,7 @@ class ImageDataModule(LightningDataModule):
     def in_order(self, split: Split, num_replicas: int = 1, rank: int = 0) -> "DataLoader[Batch]":
         """Every image of a split once, without augmentation; a stream, so its size does not matter.
 
-        Args:
-            split: "train" or "val".
-            num_replicas: number of processes that share it; all get the same number of batches.
-            rank: of this process among them.
+        Processes that share it, `num_replicas` of them, get the same number of batches.
         """
         dataset = self.dataset(split)
         batch_size = even_batch_size(len(dataset), num_replicas, self.batch_size)
@@ -160,13 +151,12 @@ class ImageDataModule(LightningDataModule):
         if len(dataset) < self.batch_size * num_replicas:
             raise ValueError(
                 f"An epoch needs a full batch on every process: batch_size {self.batch_size} on"
-                f" {num_replicas} process(es) is more than the {len(dataset)} training images;"
-                " lower batch_size."
+                f" {num_replicas} process(es) is more than the {len(dataset)} training images."
             )
         sampler = ShuffledSampler(dataset, self.seed, num_replicas, rank)
         return ResumableLoader(
             dataset,
-            self._batches_done,
+            lambda: batches_of_epoch(self.trainer) if self.trainer else 0,
             sampler=sampler,
             drop_last=True,
             **self._options(self.batch_size),
@@ -185,7 +175,9 @@ class ImageDataModule(LightningDataModule):
         num_replicas, _ = self._place()
         require_at_least(num_replicas, num_predict=self.num_predict)  # each process needs one
         seeds = torch.arange(self.num_predict)
-        labels = seeds % self.num_classes if self.num_classes else torch.full_like(seeds, -1)
+        labels = torch.full_like(seeds, -1)
+        if self.num_classes:
+            labels = torch.tensor(classes_of(range(self.num_predict), self.num_classes))
         return DataLoader(TensorDataset(seeds, labels), batch_size=self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
@@ -193,14 +185,8 @@ class ImageDataModule(LightningDataModule):
         return {"images_of_a_batch": self._images_of_a_batch()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have the Trainer count it in batches of this run.
-
-        Raises:
-            ValueError: where `state_dict` is none of this class.
-        """
-        before, now = state_dict.get("images_of_a_batch"), self._images_of_a_batch()
-        if type(before) is not int or before < 1:
-            raise ValueError(f"images_of_a_batch must be a count, got {before!r:.50}.")
+        """Have the Trainer count it in batches of this run."""
+        before, now = state_dict["images_of_a_batch"], self._images_of_a_batch()
         trainer = self.trainer
         if trainer is not None and trainer.state.fn == TrainerFn.FITTING and before != now:
             recount(trainer, before, now, len(self.train_dataloader()))
@@ -213,10 +199,6 @@ class ImageDataModule(LightningDataModule):
         """Number of processes that share the data, and rank of this one."""
         sharing = self.trainer.distributed_sampler_kwargs if self.trainer else None
         return (sharing["num_replicas"], sharing["rank"]) if sharing else (1, 0)
-
-    def _batches_done(self) -> int:
-        """Of the running epoch."""
-        return batches_of_epoch(self.trainer) if self.trainer else 0
 
     def _options(self, batch_size: int) -> dict[str, Any]:
         """Of every DataLoader."""

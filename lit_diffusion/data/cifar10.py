@@ -31,16 +31,8 @@ class CIFAR10(ImageDataModule):
 
     image_shape = (3, 32, 32)
     class_names = (
-        "airplane",
-        "automobile",
-        "bird",
-        "cat",
-        "deer",
-        "dog",
-        "frog",
-        "horse",
-        "ship",
-        "truck",
+        *("airplane", "automobile", "bird", "cat", "deer"),
+        *("dog", "frog", "horse", "ship", "truck"),
     )
     source = Source
     """Where files come from and what their MD5s are."""
@@ -63,11 +55,9 @@ class CIFAR10(ImageDataModule):
             return None
         archive = self.root / self.source.filename
         if check_integrity(archive, self.source.tgz_md5):
-            return Awaited(f"{archive} has the right MD5 and will be unpacked", False)
-        return Awaited(
-            f"{self.source.filename} will be downloaded from {self.source.url} into {self.root}",
-            True,
-        )
+            return Awaited(f"{archive} will be unpacked", needs_network=False)
+        text = f"{self.source.filename} will be downloaded from {self.source.url} into {self.root}"
+        return Awaited(text, needs_network=True)
 
     def load(self, split: Split) -> TensorImages:
         """Open a split."""
@@ -82,14 +72,11 @@ class CIFAR10(ImageDataModule):
         """Files that are missing or damaged."""
         folder = self.root / self.source.base_folder
         meta = [self.source.meta["filename"], self.source.meta["md5"]]
-        expected = [*self.source.train_list, *self.source.test_list, meta]
-        faults = []
-        for name, md5 in expected:
-            if not (folder / name).is_file():
-                faults.append(f"{name} is missing")
-            elif not check_integrity(folder / name, md5):
-                faults.append(f"{name} is damaged (its MD5 is not {md5})")
-        return faults
+        return [
+            f"{name} is {'damaged' if (folder / name).is_file() else 'missing'}"
+            for name, md5 in [*self.source.train_list, *self.source.test_list, meta]
+            if not check_integrity(folder / name, md5)
+        ]
 
     def _not_found(self, what_happened: str) -> FileNotFoundError:
         return FileNotFoundError(

@@ -36,7 +36,8 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
     """
     image = resize_shorter_side(image, size)
     width, height = image.size
-    return _square(image, (width - size) // 2, (height - size) // 2, size)
+    left, upper = (width - size) // 2, (height - size) // 2
+    return image.crop((left, upper, left + size, upper + size))
 
 
 def random_crop(image: Image.Image, size: int, *key: int | str) -> Image.Image:
@@ -52,8 +53,4 @@ def random_crop(image: Image.Image, size: int, *key: int | str) -> Image.Image:
     image = resize_shorter_side(image, size + larger)
     width, height = image.size
     left, upper = choose([width - size + 1, height - size + 1], "place", *key)
-    return _square(image, left, upper, size)
-
-
-def _square(image: Image.Image, left: int, upper: int, size: int) -> Image.Image:
     return image.crop((left, upper, left + size, upper + size))

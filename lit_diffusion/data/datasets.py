@@ -44,9 +44,8 @@ def choose(sizes: Sequence[int], *key: int | str) -> list[int]:
 class ImageDataset(Dataset[Batch]):
     """Images of one split, by key.
 
-    Args:
-        seed: of random augmentation; None shows every image as it is. So
-            `dataclasses.replace(dataset, seed=0)` is the same data, augmented.
+    `seed` is of random augmentation; None shows every image as it is. So
+    `dataclasses.replace(dataset, seed=0)` is the same data, augmented.
     """
 
     seed: int | None = field(default=None, kw_only=True)
@@ -71,13 +70,9 @@ class ImageDataset(Dataset[Batch]):
 
 @dataclass(frozen=True, eq=False)
 class TensorImages(ImageDataset):
-    """Images held in memory, mirrored at random if `flip` and `seed` say so.
+    """Images (N, C, H, W) uint8 held in memory, with labels (N,) int64.
 
-    Args:
-        images: (N, C, H, W) uint8.
-        labels: (N,) int64.
-        flip: whether half of the images, chosen anew every epoch, are mirrored left to right.
-        seed: of that choice; None mirrors none.
+    With `flip` and a seed, half of them, chosen anew every epoch, are mirrored left to right.
     """
 
     images: Tensor

@@ -33,25 +33,15 @@ class Digits(ImageDataModule):
         """Open a split."""
         pixels, classes = load_digits(return_X_y=True)
         levels = torch.from_numpy(pixels).long().view(-1, *self.image_shape)
-        images, labels = (
-            ((levels * 255 + 8) // 16).to(torch.uint8),
-            torch.from_numpy(classes).long(),
-        )
+        images, labels = (levels * 255 + 8) // 16, torch.from_numpy(classes).long()
         chosen = is_held_out(labels) if split == "val" else ~is_held_out(labels)
-        return TensorImages(images[chosen], labels[chosen])
+        return TensorImages(images[chosen].to(torch.uint8), labels[chosen])
 
 
 def is_held_out(labels: Tensor) -> Tensor:
-    """Which of the 1,797 digits are held out, in the order of scikit-learn's file.
+    """Which digits of scikit-learn's file are held out, (N,) bool, by their labels (N,) in 0..9.
 
-    In each class, the 36 images whose places i in the file have the least
-    `fold("digits held out", i)`.
-
-    Args:
-        labels: (N,) int64 in 0..9.
-
-    Returns:
-        (N,) bool.
+    In each class, the 36 whose places i in the file have the least `fold("digits held out", i)`.
     """
     held_out = torch.zeros(len(labels), dtype=torch.bool)
     for label in range(10):

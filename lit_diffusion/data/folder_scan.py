@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lit_diffusion.image_files import open_image
+from lit_diffusion.system.image_files import open_image
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 MODES = {1: "L", 3: "RGB", 4: "RGBA"}
@@ -34,14 +34,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Listing:
-    """The images of a folder, sorted by name.
+    """The images of a folder, sorted by name: names relative to it, and labels (N,) int64.
 
-    Attributes:
-        root: the folder.
-        names: (N,) file names relative to it, as bytes in an array: worker processes would copy a
-            list of str, by counting references.
-        labels: (N,) int64, -1 in a folder without class folders.
-        stamp: digest of names, sizes and modification times.
+    Names are bytes in an array: worker processes would copy a list of str, by counting references.
+    Labels are -1 in a folder without class folders. `stamp` is a digest of names, sizes and
+    modification times.
     """
 
     root: Path
@@ -62,12 +59,9 @@ class Listing:
 class Requirements:
     """What a usable file is.
 
-    Args:
-        image_size: least length of the shorter side, in pixels.
-        channels: 1, 3 or 4.
-        strict: whether another mode or a smaller picture is a fault; otherwise any mode that
-            converts to `channels` without clipping will do.
-        full: whether files are decoded, which finds truncated ones; else only headers are read.
+    `strict` asks for the very mode of so many channels and for `image_size` pixels on the shorter
+    side; otherwise any mode that converts without clipping will do. `full` decodes files, which
+    finds truncated ones; else only headers are read.
     """
 
     image_size: int
@@ -87,9 +81,6 @@ class Requirements:
                     image.load()
         except Exception as error:  # Pillow's decoders raise anything on broken data
             return f"cannot be read ({error})"
-        return self._fault_of(mode, side)
-
-    def _fault_of(self, mode: str, side: int) -> str | None:
         wanted = MODES[self.channels]
         if mode not in ({wanted} if self.strict else CONVERTIBLE):
             return f"has mode {mode}, not {wanted}"
@@ -99,23 +90,14 @@ class Requirements:
 
 
 def class_folders(root: Path) -> tuple[str, ...]:
-    """Names of the folders in `root`, sorted, without hidden ones.
-
-    Raises:
-        FileNotFoundError: If there is no such folder.
-    """
+    """Names of the folders in `root`, sorted, without hidden ones."""
     if not root.is_dir():
         raise FileNotFoundError(f"A folder of images is needed, {root} is not one.")
-    return tuple(sorted(e.name for e in os.scandir(root) if e.is_dir() and not _hidden(e.name)))
+    return tuple(sorted(e.name for e in os.scandir(root) if e.is_dir() and e.name[0] != "."))
 
 
 def list_images(root: Path, classes: Sequence[str]) -> Listing:
-    """All images below a folder.
-
-    Args:
-        root: the folder.
-        classes: name of each label, all class folders of the training images; empty where the
-            images lie in `root` itself.
+    """All images below a folder: in folders of the training classes, in `root` itself without any.
 
     Raises:
         ValueError: If a file is no image by its name, or in no class folder where there are
@@ -130,38 +112,39 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
     files = list(_walk(root))
     names = [file[len(os.path.join(root, "")) :] for file in files]
     tops = [name.split(os.sep)[0] for name in names]
+    known = ", ".join(EXTENSIONS)
     label_of = {name: label for label, name in enumerate(classes)}
     for file, top in zip(files, tops, strict=True):
-        _require_image(file)
+        if not file.lower().endswith(EXTENSIONS):
+            raise ValueError(f"{file} is no image by its name ({known}): remove it.")
         if classes and top not in label_of:
             raise ValueError(f"{file} is in no class folder: move it into one.")
     empty = sorted(set(found) - set(tops)) if files else [""]
     if empty:
-        raise ValueError(f"{root / empty[0]} holds no images ({', '.join(EXTENSIONS)}).")
+        raise ValueError(f"{root / empty[0]} holds no images ({known}).")
     labels = torch.tensor([label_of.get(top, -1) for top in tops])
     return Listing(root, np.array([os.fsencode(n) for n in names]), labels, _stamp(files, names))
 
 
 def check_images(listing: Listing, requirements: Requirements, cache: Path, threads: int) -> None:
-    """Look at every file, unless all of them passed before.
+    """Look at every file, unless all of them passed before, as a file in `cache` then says.
 
-    Args:
-        listing: of the files.
-        requirements: that they must meet.
-        cache: folder that remembers what passed.
-        threads: number of files read at a time; Pillow decodes without the interpreter lock.
-
-    Raises:
-        ValueError: If files fail; names the first ten.
+    Files are read by so many threads: Pillow decodes without the interpreter lock. A ValueError
+    names the first ten that fail.
     """
     key = hashlib.sha256(f"{listing.stamp} {requirements}".encode()).hexdigest()[:32]
     passed = cache / f"checked-{key}"
     if passed.exists():
         return
     log.info("Checking %d image files in %s, once.", len(listing.names), listing.root)
-    faults = _faults(listing, requirements, threads)
-    if faults:
-        raise ValueError(_complaint(listing, requirements, faults))
+    if faults := _faults(listing, requirements, threads):
+        more = f", and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
+        remedy = ", or convert and enlarge them with strict=False" if requirements.strict else ""
+        raise ValueError(
+            f"{len(faults)} of {len(listing.names)} files in {listing.root} cannot be used:"
+            f" {', '.join(faults[:NAMED])}{more}. Repair or remove unreadable files; choose"
+            f" channels and image_size to fit the others{remedy}."
+        )
     cache.mkdir(parents=True, exist_ok=True)
     passed.write_text(f"{listing.root}: {len(listing.names)} files, {requirements}\n")
 
@@ -176,25 +159,10 @@ def _faults(listing: Listing, requirements: Requirements, threads: int) -> list[
         return list(chain(*pool.map(of_part, range(0, len(listing.names), 256))))
 
 
-def _complaint(listing: Listing, requirements: Requirements, faults: list[str]) -> str:
-    more = f", and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
-    remedy = ", or convert and enlarge them with strict=False" if requirements.strict else ""
-    return (
-        f"{len(faults)} of {len(listing.names)} files in {listing.root} cannot be used:"
-        f" {', '.join(faults[:NAMED])}{more}. Repair or remove unreadable files; choose channels"
-        f" and image_size to fit the others{remedy}."
-    )
-
-
 def _walk(root: Path) -> Iterator[str]:
     for folder, subfolders, names in os.walk(root, followlinks=True):
-        subfolders[:] = sorted(name for name in subfolders if not _hidden(name))
-        yield from (os.path.join(folder, name) for name in sorted(names) if not _hidden(name))
-
-
-def _require_image(file: str) -> None:
-    if not file.lower().endswith(EXTENSIONS):
-        raise ValueError(f"{file} is no image by its name ({', '.join(EXTENSIONS)}): remove it.")
+        subfolders[:] = sorted(name for name in subfolders if name[0] != ".")
+        yield from (os.path.join(folder, name) for name in sorted(names) if name[0] != ".")
 
 
 def _stamp(files: Sequence[str], names: Sequence[str]) -> str:
@@ -203,7 +171,3 @@ def _stamp(files: Sequence[str], names: Sequence[str]) -> str:
         status = os.stat(file)
         digest.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="replace"))
     return digest.hexdigest()
-
-
-def _hidden(name: str) -> bool:
-    return name.startswith(".")

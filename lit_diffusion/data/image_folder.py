@@ -13,36 +13,23 @@ from typing import Any
 import numpy as np
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
 
+from lit_diffusion.data import folder_scan
 from lit_diffusion.data.base import ImageDataModule, Split, require_at_least
 from lit_diffusion.data.crops import center_crop, random_crop
 from lit_diffusion.data.datasets import Batch, ImageDataset, mirror
-from lit_diffusion.data.folder_scan import (
-    MODES,
-    Listing,
-    Requirements,
-    check_images,
-    class_folders,
-    list_images,
-)
-from lit_diffusion.image_files import open_image
+from lit_diffusion.data.folder_scan import MODES, Listing, Requirements, class_folders
 from lit_diffusion.seeding import fold
+from lit_diffusion.system.files import user_cache
+from lit_diffusion.system.image_files import open_image
 
 
 @dataclass(frozen=True, eq=False)
 class FileImages(ImageDataset):
-    """Square crops of image files.
-
-    Args:
-        listing: of the files.
-        image_size: pixels on each side.
-        mode: of Pillow: "L", "RGB" or "RGBA".
-        flip: whether half of the images, chosen anew every epoch, are mirrored left to right.
-        random_crop: whether crops are random in scale and place rather than in the middle.
-        seed: of both choices; None makes neither.
-    """
+    """Square crops of image files, in Pillow's `mode`; without a seed, of their middle."""
 
     listing: Listing
     image_size: int
@@ -57,18 +44,16 @@ class FileImages(ImageDataset):
         """Images `index` of the split as they look in `epochs`."""
         crops = [self._crop(*key) for key in zip(epochs, index, strict=True)]
         rows = torch.tensor(index)
-        return torch.stack([_pixels(crop) for crop in crops]), self.listing.labels[rows], rows
+        return torch.stack([pil_to_tensor(crop) for crop in crops]), self.listing.labels[rows], rows
 
     def _crop(self, epoch: int, index: int) -> Image.Image:
         image = _read(self.listing.path(index), self.mode)
-        if self.seed is None:
-            return center_crop(image, self.image_size)
-        if self.random_crop:
+        if self.seed is not None and self.random_crop:
             image = random_crop(image, self.image_size, self.seed, epoch, index)
         else:
             image = center_crop(image, self.image_size)
-        mirrored = self.flip and mirror(self.seed, epoch, index)
-        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if mirrored else image
+        mirrored = self.flip and self.seed is not None and mirror(self.seed, epoch, index)
+        return ImageOps.mirror(image) if mirrored else image
 
 
 class PictureFiles(ImageDataModule):
@@ -112,7 +97,7 @@ class PictureFiles(ImageDataModule):
         self.flip = flip
         self.random_crop = random_crop
         self.full_check = full_check
-        self.cache = Path(cache_dir).expanduser() if cache_dir else _user_cache()
+        self.cache = Path(cache_dir).expanduser() if cache_dir else user_cache()
         self._listings: dict[Path, Listing] = {}
 
     @abstractmethod
@@ -133,7 +118,8 @@ class PictureFiles(ImageDataModule):
         """Name the files that cannot be used."""
         requirements = Requirements(self.image_size, self.channels, self.strict, self.full_check)
         for folder in sorted({self.folder("train"), self.folder("val")}):
-            check_images(self._listing(folder), requirements, self.cache, self.default_workers())
+            listing, threads = self._listing(folder), self.default_workers()
+            folder_scan.check_images(listing, requirements, self.cache, threads)
 
     def load(self, split: Split) -> FileImages:
         """Open a split, whose files are checked by now or else here."""
@@ -165,7 +151,7 @@ class PictureFiles(ImageDataModule):
 
     def _listing(self, folder: Path) -> Listing:
         if folder not in self._listings:
-            self._listings[folder] = list_images(folder, self.class_names)
+            self._listings[folder] = folder_scan.list_images(folder, self.class_names)
         return self._listings[folder]
 
 
@@ -257,8 +243,7 @@ def _is_held_out(listing: Listing, count: int) -> Tensor:
     """(N,) bool: the `count` files whose names have the least fold."""
     if count >= len(listing.names):
         raise ValueError(
-            f"val={count} images cannot be held out of the {len(listing.names)} in {listing.root}:"
-            " hold out fewer."
+            f"val={count} images cannot be held out of the {len(listing.names)} in {listing.root}."
         )
     held_out = torch.zeros(len(listing.names), dtype=torch.bool)
     rank = [fold("held out", os.fsdecode(name)) for name in listing.names]
@@ -272,13 +257,3 @@ def _read(path: Path, mode: str) -> Image.Image:
             return image.convert(mode)
     except Exception as error:  # Pillow's decoders raise anything on broken data
         raise OSError(f"{path} cannot be read ({error}).") from error
-
-
-def _pixels(image: Image.Image) -> Tensor:
-    """(C, H, W) uint8."""
-    width, height = image.size
-    return torch.from_numpy(np.array(image)).view(height, width, -1).permute(2, 0, 1)
-
-
-def _user_cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "lit-diffusion"

@@ -5,12 +5,11 @@ from itertools import islice
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
-from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from lit_diffusion.data.samplers import ShuffledSampler
+from lit_diffusion.system.trainer_state import batch_progress_to_restore, limited_batches
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -21,12 +20,11 @@ class ResumableLoader(DataLoader[Any]):
     Lightning makes iterators before it has restored the loops.
 
     Nothing of it is kept in checkpoints, so any number of workers may resume what any other number
-    saved. For batches of another size there is `recount`.
+    saved.
 
     Args:
         dataset: as DataLoader's.
-        batches_done: called at the first batch of each epoch: how many of it come before, 0 for a
-            new epoch. For a Trainer that is `batches_of_epoch(trainer)`.
+        batches_done: called at the first batch of each epoch: how many of it come before.
         options: as DataLoader's, with a ShuffledSampler as sampler. Where Lightning puts another in
             its place, as `overfit_batches` does, batches that were done are loaded and left out.
 
@@ -75,23 +73,18 @@ def recount(trainer: Trainer, before: int, now: int, length: int) -> None:
 
     Args:
         trainer: that is about to restore its loops.
-        before: images of a batch on all processes, when the checkpoint was saved.
+        before: images of a batch on all processes when the checkpoint was saved.
         now: the same in this run.
         length: batches of an epoch in this run, before the Trainer's limit.
     """
-    progress = trainer._checkpoint_connector._loaded_checkpoint["loops"]["fit_loop"][
-        "epoch_loop.batch_progress"
-    ]
-    done, batches = (
-        progress["current"],
-        _parse_num_batches(RunningStage.TRAINING, length, trainer.limit_train_batches),
-    )
+    progress = batch_progress_to_restore(trainer)
+    done, batches = progress["current"], limited_batches(trainer, length)
     seen, unfinished = done["processed"] * before, done["processed"] - done["completed"]
     if progress["is_last_batch"]:
-        count = int(batches)  # whatever is left over belongs to no epoch
+        count = batches  # whatever is left over belongs to no epoch
     else:
         each = trainer.accumulate_grad_batches
-        count = min(seen // (now * each), int(batches - 1) // each) * each
+        count = min(seen // (now * each), (batches - 1) // each) * each
         if count * now != seen:
             rank_zero_warn(
                 f"The checkpoint is {seen} images into an epoch, which are no whole number of this "

@@ -18,13 +18,9 @@ TRAIN_ROWS = 284
 
 @dataclass(frozen=True, eq=False)
 class Crops(ImageDataset):
-    """32x32 crops of photographs at random places.
+    """32x32 crops, `count` an epoch, of photos (P, C, H, W) uint8, which are their labels.
 
-    Args:
-        photos: (P, C, H, W) uint8; the label of a crop is its photograph.
-        count: number of crops in an epoch.
-        stream: name that gives data sets of one seed different places.
-        seed: of the places, which are new in every epoch; None gives the same places in every run.
+    Places are new in every epoch, and others by `stream`; without a seed, the same in every run.
     """
 
     photos: Tensor
@@ -39,13 +35,11 @@ class Crops(ImageDataset):
         windows = self.photos.unfold(2, SIZE, 1).unfold(3, SIZE, 1)  # a view (P, C, Y, X, 32, 32)
         photos, _, rows, columns = windows.shape[:4]
         root = "fixed" if self.seed is None else self.seed
-        places = torch.tensor(
-            [
-                choose([photos, rows, columns], self.stream, root, epoch, place)
-                for epoch, place in zip(epochs, index, strict=True)
-            ]
-        )
-        photo, y, x = places.unbind(1)
+        places = [
+            choose([photos, rows, columns], self.stream, root, epoch, place)
+            for epoch, place in zip(epochs, index, strict=True)
+        ]
+        photo, y, x = torch.tensor(places).unbind(1)
         return windows[photo, :, y, x], photo, torch.tensor(index)
 
 

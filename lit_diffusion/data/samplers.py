@@ -19,19 +19,11 @@ class ShuffledSampler(DistributedSampler[Any]):
 
     Ranks take turns in one common order, so step k of an epoch sees the same images on one process
     with batch B * R as on R processes with batch B. Each rank gets floor(N / R) images; the up to
-    R - 1 left over differ from epoch to epoch.
-
-    Args:
-        dataset: of N images.
-        seed: of the order.
-        num_replicas: R, number of processes.
-        rank: of this process, in [0, R).
-
-    Attributes:
-        start: number of this rank's keys that are left out at the beginning of an epoch.
+    R - 1 left over differ from epoch to epoch. N is the length of the dataset, R `num_replicas`.
     """
 
     start = 0
+    """Number of this rank's keys that are left out at the beginning of an epoch."""
 
     def __init__(
         self, dataset: Dataset[Any], seed: int, num_replicas: int = 1, rank: int = 0
@@ -49,10 +41,7 @@ class ShuffledSampler(DistributedSampler[Any]):
 class UnrepeatedSampler(DistributedSampler[Any]):
     """Every image once, in order, shared out among the processes without padding.
 
-    Args:
-        dataset: of N images.
-        num_replicas: R, number of processes.
-        rank: of this process, in [0, R): it gets images rank, rank + R, ...
+    Process `rank` of R gets images rank, rank + R, ...
     """
 
     def __init__(self, dataset: Dataset[Any], num_replicas: int = 1, rank: int = 0) -> None:
@@ -71,9 +60,6 @@ def even_batch_size(num_images: int, num_replicas: int, batch_size: int) -> int:
 
     Shares of an unrepeated split differ by up to one image, which can be one batch more; with a
     sharded model (FSDP), whose every forward pass communicates, that process would wait for ever.
-
-    Raises:
-        ValueError: If there are more processes than images.
 
     Example:
         >>> even_batch_size(360, 2, 64)

@@ -1,29 +1,17 @@
-"""Whether this machine can train: versions, devices, cores, weights of FID, disk."""
+"""Whether this machine can train: versions, devices, weights of FID, disk."""
 
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
 import torch
 from packaging.requirements import Requirement
-from packaging.version import InvalidVersion, Version
+from packaging.specifiers import SpecifierSet
 
 from lit_diffusion.doctor.report import Finding, count, note, ok, problem, size, warning
 from lit_diffusion.metrics.weights import FETCH, INCEPTION_SHA256, cached_inception, require
-
-TESTED = {
-    "torch": "2.14.1",
-    "torchvision": "0.29.2",
-    "lightning": "2.6.6",
-    "pytorch-lightning": "2.6.6",
-    "torchmetrics": "1.9.0",
-    "torch-fidelity": "0.4.0",
-    "jsonargparse": "4.53.0",
-}
-"""Versions that the tests were run with: those of constraints.txt on which numbers depend."""
 
 COMPROMISED = {"lightning": ("2.6.2", "2.6.3"), "pytorch-lightning": ("2.6.2", "2.6.3")}
 """Releases with code of somebody else."""
@@ -32,133 +20,50 @@ LITTLE = 5e9
 """Free bytes of a disk below which that is told."""
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What there is.
-
-    Attributes:
-        versions: of the packages in `TESTED` that are installed.
-        least: lowest versions that lit-diffusion is made for, as its package says.
-        torch_build: "CUDA 12.8", "ROCm 6.2", or "CPU".
-        gpus: names of those that torch can use.
-        has_driver: whether an NVIDIA driver is there, of use to torch or not.
-        cores: that this process may use.
-        all_cores: of the machine.
-        shared_memory: free bytes of /dev/shm, through which loading processes hand over batches;
-            None where there is none.
-        fid_weights: what is wrong with the weight file of Inception; None where it is right.
-        folder: where runs would go.
-        free: bytes on its disk.
-    """
-
-    versions: Mapping[str, str] = field(default_factory=dict)
-    least: Mapping[str, str] = field(default_factory=dict)
-    torch_build: str = "CPU"
-    gpus: tuple[str, ...] = ()
-    has_driver: bool = False
-    cores: int = 1
-    all_cores: int = 1
-    shared_memory: int | None = None
-    fid_weights: str | None = None
-    folder: str = "."
-    free: int = 0
-
-
-def check_machine(machine: Machine) -> list[Finding]:
-    """All that can be told without a config."""
+def check_machine(folder: Path) -> list[Finding]:
+    """All that can be told without a config; `folder`, where runs would go, need not be there."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    has_driver, memory = Path("/proc/driver/nvidia/version").exists(), Path("/dev/shm")  # noqa: S108
+    there, stated = existing(folder), _stated()
     return [
-        *check_versions(machine.versions, machine.least),
-        check_devices(machine),
-        check_cores(machine),
-        check_shared_memory(machine.shared_memory),
-        check_fid_weights(machine.fid_weights),
-        check_disk(machine.folder, machine.free),
+        *check_versions(_installed({*stated, *COMPROMISED}), stated),
+        check_devices(gpus, _torch_build(), has_driver),
+        check_shared_memory(shutil.disk_usage(memory).free if memory.is_dir() else None),
+        check_fid_weights(fault_of_inception()),
+        check_disk(there, shutil.disk_usage(there).free),
     ]
 
 
-def check_versions(versions: Mapping[str, str], least: Mapping[str, str]) -> list[Finding]:
-    """Compare what is installed with what is tested."""
-    found = [*_compromised(versions), *_missing(versions), *_too_old(versions, least)]
-    graver = {finding.text.split()[0] for finding in found}
-    others = [
-        f"{name} {have} (tested {TESTED[name]})"
-        for name, have in versions.items()
-        if name not in graver and _public(have) != TESTED[name]
-    ]
-    if others:
-        found.append(note("versions", f"{', '.join(others)}; pip install -c constraints.txt."))
+def check_versions(
+    versions: Mapping[str, str], stated: Mapping[str, SpecifierSet]
+) -> list[Finding]:
+    """Compare what is installed with what our package asks for."""
+    found = []
+    for name, have in versions.items():
+        if have in COMPROMISED.get(name, ()):
+            text = f"{name} {have} is a compromised release: uninstall it, change what secrets this"
+            found.append(problem("versions", f"{text} machine holds, and install another."))
+        elif name in stated and not stated[name].contains(have, prereleases=True):
+            text = f"{name} {have} is not {stated[name]}, which works; pip install such a one."
+            found.append(problem("versions", text))
     return found or [ok("versions", ", ".join(f"{n} {v}" for n, v in versions.items()))]
 
 
-def _compromised(versions: Mapping[str, str]) -> list[Finding]:
-    return [
-        problem(
-            "versions",
-            f"{name} {have} is a compromised release: uninstall it, change what secrets this "
-            f"machine holds, and install {TESTED[name]}.",
-        )
-        for name, have in versions.items()
-        if _public(have) in COMPROMISED.get(name, ())
-    ]
-
-
-def _missing(versions: Mapping[str, str]) -> list[Finding]:
-    return [
-        problem("versions", f"{name} is not installed; pip install {name}=={wanted}.")
-        for name, wanted in TESTED.items()
-        if name not in versions
-    ]
-
-
-def _too_old(versions: Mapping[str, str], least: Mapping[str, str]) -> list[Finding]:
-    return [
-        problem("versions", f"{name} {have} is older than {least[name]}, the least that works.")
-        for name, have in versions.items()
-        if name in least and _is_below(have, least[name])
-    ]
-
-
-def _is_below(have: str, least: str) -> bool:
-    try:
-        return Version(have) < Version(least)
-    except InvalidVersion:
-        return False
-
-
-def _public(version: str) -> str:
-    """Without the local part that tells builds apart: 2.14.1+cpu is 2.14.1."""
-    return version.partition("+")[0]
-
-
-def check_devices(machine: Machine) -> Finding:
-    """Whether torch is built for the GPU that is there."""
-    if machine.gpus:
-        names = ", ".join(dict.fromkeys(machine.gpus))
-        return ok("devices", f"{count(len(machine.gpus), 'GPU')} ({names}), {machine.torch_build}")
-    if machine.has_driver and machine.torch_build == "CPU":
-        return problem(
-            "devices",
-            "an NVIDIA driver is here, but torch is built for CPUs alone; install a CUDA build of "
-            "it (pytorch.org/get-started).",
-        )
-    if machine.has_driver:
-        return problem(
-            "devices",
-            f"an NVIDIA driver is here, but torch ({machine.torch_build}) can use no GPU: it may "
-            "be too old for this build, or CUDA_VISIBLE_DEVICES hides the GPUs; see nvidia-smi.",
-        )
-    return note("devices", f"no GPU here: torch ({machine.torch_build}) trains on the CPU.")
+def check_devices(gpus: Sequence[str], torch_build: str, has_driver: bool) -> Finding:
+    """Whether torch, built for "CUDA 12.8", "ROCm 6.2" or "CPU", can use the GPU that is there."""
+    if gpus:
+        names = ", ".join(dict.fromkeys(gpus))
+        return ok("devices", f"{count(len(gpus), 'GPU')} ({names}), {torch_build}")
+    if not has_driver:
+        return note("devices", f"no GPU here: torch ({torch_build}) trains on the CPU.")
+    why = "is built for CPUs alone; install a CUDA build of it (pytorch.org/get-started)."
+    if torch_build != "CPU":
+        why = f"({torch_build}) can use no GPU: see nvidia-smi and CUDA_VISIBLE_DEVICES."
+    return problem("devices", f"an NVIDIA driver is here, but torch {why}")
 
 
 def check_placement(device: str, wanted: str, processes: int, cores: int) -> Finding:
-    """Where the processes of a run compute.
-
-    Args:
-        device: "cpu" or "cuda", that the Trainer takes.
-        wanted: the accelerator that the config asks for.
-        processes: of the run on this node.
-        cores: of this node.
-    """
+    """Where the processes of this node compute: on the "cpu" or on "cuda", as is `wanted`."""
     where = count(processes, "GPU") if device != "cpu" else f"{count(processes, 'process')} on CPUs"
     if device == "cpu" and processes > cores:
         text = f"{where} share {count(cores, 'core')}"
@@ -168,44 +73,14 @@ def check_placement(device: str, wanted: str, processes: int, cores: int) -> Fin
     return ok("devices", where)
 
 
-def check_cores(machine: Machine) -> Finding:
-    """How many cores this process may use."""
-    if machine.cores < machine.all_cores:
-        return note(
-            "cores",
-            f"this process may use {machine.cores} of {machine.all_cores} (affinity); on SLURM, "
-            "--cpus-per-task gives more.",
-        )
-    return ok("cores", f"{machine.cores}")
-
-
 def check_shared_memory(free: int | None) -> Finding:
-    """Whether loading processes can hand over batches."""
+    """Whether loading processes can hand over batches: through /dev/shm, where there is one."""
     if free is not None and free < 2**28:
-        return warning(
-            "loading",
-            f"{size(free)} are free in /dev/shm, through which loading processes hand over "
-            "batches; start the container with --shm-size=8g, or load with num_workers: 0.",
-        )
+        text = f"{size(free)} are free in /dev/shm, through which loading processes hand over "
+        text += "batches; start the container with --shm-size=8g, or load with num_workers: 0."
+        return warning("loading", text)
     told = "" if free is None else f", {size(free)} of shared memory for them"
     return ok("loading", f"processes that load data can be started{told}")
-
-
-def check_workers(workers: int | None, processes: int, cores: int) -> list[Finding]:
-    """Whether there are cores for the loading processes that a config asks for.
-
-    Args:
-        workers: of each process; None leaves their number to us.
-        processes: of the run, on this node.
-        cores: of this node.
-    """
-    if workers is None:
-        return []
-    told = f"num_workers={workers} for each of {count(processes, 'rank')}, {count(cores, 'core')}"
-    if workers * processes > max(cores, 1):
-        each = max(cores // processes, 1)
-        return [warning("loading", f"{told} here: they wait for each other; try {each}.")]
-    return [ok("loading", told)]
 
 
 def check_fid_weights(fault: str | None) -> Finding:
@@ -215,44 +90,14 @@ def check_fid_weights(fault: str | None) -> Finding:
     return note("FID weights", f"{fault} digits-cnn and patches-cnn need none.")
 
 
-def check_disk(folder: str, free: int) -> Finding:
+def check_disk(folder: Path, free: int) -> Finding:
     """Whether there is room at all."""
     told = f"{size(free)} are free in {folder}"
     return ok("disk", told) if free >= LITTLE else warning("disk", f"only {told}.")
 
 
-# Facts
-
-
-def look(folder: Path) -> Machine:
-    """This machine.
-
-    Args:
-        folder: where a run would go; need not be there.
-    """
-    there = existing(folder)
-    return Machine(
-        versions=_versions(),
-        least=_least(),
-        torch_build=_torch_build(),
-        gpus=tuple(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
-        has_driver=Path("/proc/driver/nvidia/version").exists(),
-        cores=usable_cores(),
-        all_cores=os.cpu_count() or 1,
-        shared_memory=_free(Path("/dev/shm")),  # noqa: S108 - only looked at
-        fid_weights=fault_of_inception(),
-        folder=str(there),
-        free=shutil.disk_usage(there).free,
-    )
-
-
 def existing(folder: Path) -> Path:
-    """The folder, or the nearest above it that is there.
-
-    Example:
-        >>> existing(Path("/no/such/folder"))
-        PosixPath('/')
-    """
+    """The folder, or the nearest above it that is there."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())
 
@@ -279,36 +124,21 @@ def in_short(error: Exception) -> str:
     return str(error).replace(FETCH, cure).replace(f". {cure}", f"; {cure}")
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in TESTED:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+def _installed(names: set[str]) -> dict[str, str]:
+    found = {each.name.replace("_", "-"): each.version for each in metadata.distributions()}
+    return {name: found[name] for name in sorted(names) if name in found}
 
 
-def _least() -> dict[str, str]:
-    """Lower bounds of our package; none for a checkout that is not installed."""
+def _stated() -> dict[str, SpecifierSet]:
+    """Versions that our package asks for; none for a checkout that is not installed."""
     try:
-        stated = [Requirement(line) for line in metadata.requires("lit-diffusion") or []]
+        stated = map(Requirement, metadata.requires("lit-diffusion") or [])
     except metadata.PackageNotFoundError:
         return {}
-    return {
-        required.name: bound.version
-        for required in stated
-        for bound in required.specifier
-        if bound.operator == ">=" and required.marker is None
-    }
+    return {each.name: each.specifier for each in stated if each.marker is None}
 
 
 def _torch_build() -> str:
-    if torch.version.cuda:
-        return f"CUDA {torch.version.cuda}"
-    hip: str | None = torch.version.hip
-    return f"ROCm {hip}" if hip else "CPU"
-
-
-def _free(folder: Path) -> int | None:
-    return shutil.disk_usage(folder).free if folder.is_dir() else None
+    if torch.version.hip:
+        return f"ROCm {torch.version.hip}"
+    return f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU"

@@ -3,55 +3,31 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 
 
 class Level(IntEnum):
     """How grave a finding is."""
 
     OK = 0
-    NOTE = 1
-    WARNING = 2
-    PROBLEM = 3
-
-    @property
-    def word(self) -> str:
-        """As it is printed."""
-        return "OK" if self is Level.OK else self.name.lower()
+    NOTE = 1  # worth knowing; nothing need be changed
+    WARNING = 2  # the run ends, and probably not as it was meant
+    PROBLEM = 3  # the run will not start, not end, or not do what it is asked for
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's.
-
-    Attributes:
-        level: how grave.
-        topic: what it is about, in a word or two.
-        text: rule, value and fix.
-    """
+    """One line of the doctor's: how grave, about what, and rule, value and fix."""
 
     level: Level
     topic: str
     text: str
 
 
-def ok(topic: str, text: str) -> Finding:
-    """It is as it should be."""
-    return Finding(Level.OK, topic, text)
-
-
-def note(topic: str, text: str) -> Finding:
-    """Worth knowing; nothing need be changed."""
-    return Finding(Level.NOTE, topic, text)
-
-
-def warning(topic: str, text: str) -> Finding:
-    """The run ends, and probably not as it was meant."""
-    return Finding(Level.WARNING, topic, text)
-
-
-def problem(topic: str, text: str) -> Finding:
-    """The run will not start, not end, or not do what it is asked for."""
-    return Finding(Level.PROBLEM, topic, text)
+ok = partial(Finding, Level.OK)
+note = partial(Finding, Level.NOTE)
+warning = partial(Finding, Level.WARNING)
+problem = partial(Finding, Level.PROBLEM)
 
 
 def report(findings: Iterable[Finding]) -> str:
@@ -66,7 +42,10 @@ def report(findings: Iterable[Finding]) -> str:
     """
     ordered = sorted(findings, key=lambda finding: -finding.level)
     width = max((len(finding.topic) for finding in ordered), default=0)
-    lines = [f"{f.level.word:<7}  {f.topic:<{width}}  {_line(f.text)}" for f in ordered]
+    lines = []
+    for finding in ordered:
+        level = "OK" if finding.level is Level.OK else finding.level.name.lower()
+        lines.append(f"{level:<7}  {finding.topic:<{width}}  {' '.join(finding.text.split())}")
     return "\n".join([*lines, "", verdict(ordered)])
 
 
@@ -77,16 +56,14 @@ def verdict(findings: Sequence[Finding]) -> str:
         >>> verdict([warning("EMA", "..."), warning("lr", "...")])
         'No problem, but 2 warnings: look at them before a long run.'
     """
-    problems, warnings = (
-        sum(finding.level is level for finding in findings)
-        for level in (Level.PROBLEM, Level.WARNING)
-    )
+    levels = [finding.level for finding in findings]
+    problems, warnings = levels.count(Level.PROBLEM), levels.count(Level.WARNING)
+    told = count(warnings, "warning")
     if problems:
-        more = f" and {count(warnings, 'warning')}" if warnings else ""
+        more = f" and {told}" if warnings else ""
         return f"{count(problems, 'problem')}{more}: a run would fail or be wasted."
     if warnings:
         these = "it" if warnings == 1 else "them"
-        told = count(warnings, "warning")
         return f"No problem, but {told}: look at {these} before a long run."
     return "No problem and no warning."
 
@@ -127,18 +104,12 @@ def duration(seconds: float) -> str:
         >>> duration(0.0123), duration(75), duration(9000), duration(864_000)
         ('12 ms', '75 s', '2.5 h', '10 days')
     """
-    if seconds < 1:
-        return f"{_two_digits(1000 * seconds)} ms"
-    units = (
-        (31_557_600, "years", 63_115_200),
-        (86_400, "days", 172_800),
-        (3600, "h", 7200),
-        (60, "min", 120),
-    )
-    for unit, name, least in units:
+    units = [(63_115_200, 31_557_600, "years"), (172_800, 86_400, "days"), (7200, 3600, "h")]
+    units += [(120, 60, "min"), (1, 1, "s")]
+    for least, unit, name in units:
         if seconds >= least:
             return f"{_two_digits(seconds / unit)} {name}"
-    return f"{_two_digits(seconds)} s"
+    return f"{_two_digits(1000 * seconds)} ms"
 
 
 def share(part: float) -> str:
@@ -154,7 +125,3 @@ def share(part: float) -> str:
 
 def _two_digits(value: float) -> str:
     return f"{value:,.0f}" if value >= 10 else f"{value:.2g}"
-
-
-def _line(text: str) -> str:
-    return " ".join(text.split())

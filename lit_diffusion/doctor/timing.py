@@ -1,114 +1,104 @@
-"""How long a run would take: a few samples and steps on this machine, measured and extrapolated.
-
-Everything here is bounded: what a measurement would take is foretold from a smaller one, and
-sampling is broken off when its time is over.
-"""
+"""How long a run would take: a few samples and steps on this machine, extrapolated to the whole."""
 
 import math
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor, nn
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Trainer
 
-from lit_diffusion.doctor.plan import Evaluation, Plan
-from lit_diffusion.doctor.report import Finding, count, duration, note, ok, share, warning
-from lit_diffusion.protocols import Denoised, NonFiniteSamples, Process, Solver
+from lit_diffusion.callbacks.fid import FIDEvaluation
+from lit_diffusion.callbacks.finite_updates import FiniteUpdates
+from lit_diffusion.callbacks.sample_grid import SampleGrid
+from lit_diffusion.conditioning import condition_for
+from lit_diffusion.doctor.fid import Extractor
+from lit_diffusion.doctor.measuring import Stopwatch, sampling_seconds, seconds_of
+from lit_diffusion.doctor.plan import Plan
+from lit_diffusion.doctor.rehearsal import Rehearsal
+from lit_diffusion.doctor.report import Finding, count, duration, note, ok, problem, share, warning
+from lit_diffusion.metrics.extractors import match_channels
+from lit_diffusion.modules.diffusion import DiffusionModule
 
 MUCH = 0.5
 """Share of a run from which the time of measuring is told."""
 
-
-LONG = 7 * 86_400
-"""Seconds from which a run on a CPU is taken for one that is meant for a GPU."""
+KEPT: tuple[str, ...] = ("accelerator", "precision", "accumulate_grad_batches", "log_every_n_steps")
+KEPT += ("gradient_clip_val", "gradient_clip_algorithm")
+"""Settings of the Trainer that a step's time depends on, or whether it works."""
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Seconds on one process of this machine.
+class Looks:
+    """What looks at samples during a run."""
 
-    Attributes:
-        device: that it was measured on.
-        is_cpu: whether that is no GPU.
-        step: of an optimizer step; None where not known.
-        step_how: what was measured for it.
-        image: of a sample; None where not known.
-        image_how: what was measured for it.
-        feature: of a sample's features; None where not known.
-    """
+    evaluations: Mapping[FIDEvaluation, Extractor]
+    grids: Sequence[SampleGrid]
+
+
+@dataclass
+class Timing:
+    """Seconds on one process of this machine; None where not known."""
 
     device: str
-    is_cpu: bool = True
-    step: float | None = None
-    step_how: str = ""
-    image: float | None = None
-    image_how: str = ""
-    feature: float | None = None
+    step: float | None = None  # of an optimizer step
+    image: float | None = None  # of a sample
+    feature: float | None = None  # of a sample's features
+    step_how: str = ""  # what was measured for a step
+    image_how: str = ""  # what was measured for a sample
 
 
-def check_timing(plan: Plan, timing: Timing) -> list[Finding]:
-    """What the run takes, and which share of it goes into looking at it."""
+def check_timing(plan: Plan, looks: Looks, timing: Timing) -> list[Finding]:
+    """What the run takes, and which share of it goes into looking at its samples."""
     if timing.step is None or plan.steps_to_go is None:
         return []
-    training = timing.step * plan.steps_to_go
-    validation, evaluation, grids = (
-        validation_seconds(plan, timing),
-        evaluation_seconds(plan, timing),
-        grid_seconds(plan, timing),
-    )
-    total = training + validation + evaluation + grids
+    fids, grids = fid_seconds(plan, looks, timing), grid_seconds(plan, looks, timing)
+    validation = validation_seconds(plan, timing)
+    total = timing.step * plan.steps_to_go + validation + fids + grids
     told = f"about {duration(total)} on {timing.device} (estimate: {duration(timing.step)} a step, "
     told += f"{timing.step_how})"
-    if total > LONG and timing.is_cpu:
-        told += "; ask again on the machine that is to train"
     found = [note("time", told)]
-    if timing.image is None:
-        found.append(note("time", "how long sampling takes is not known."))
     if validation > MUCH * total:
         part = share(validation / total)
-        text = f"about {part} of the time goes into validation; raise val_check_interval, or hold "
-        found.append(warning("validation time", f"{text}out fewer images."))
-    return [*found, *_check_sampling(plan, timing, evaluation, grids, total)]
+        text = f"about {part} of the time goes into validation; raise val_check_interval."
+        found.append(warning("validation time", text))
+    if fids + grids:
+        found.append(_check_sampling(fids, grids, (fids + grids) / total, plan, looks, timing))
+    return found
 
 
 def _check_sampling(
-    plan: Plan, timing: Timing, evaluation: float, grids: float, total: float
-) -> list[Finding]:
-    both = evaluation + grids
-    if not both:
-        return []
-    rounds = sum(rounds_of(each, plan) for each in plan.evaluations)
-    told = f"about {share(both / total)} of the time: {count(rounds, 'FID')} of "
-    told += f"{duration(evaluation / rounds)} each" if rounds else "no time"
-    told += f" and {duration(grids)} for grids ({timing.image_how}"
-    told += ")" if timing.feature or not rounds else "; without their features)"
-    if both > MUCH * total:
+    fids: float, grids: float, part: float, plan: Plan, looks: Looks, timing: Timing
+) -> Finding:
+    rounds = sum(rounds_of(each, plan) for each in looks.evaluations)
+    each = f"{duration(fids / rounds)} each" if rounds else "no time"
+    without = "" if timing.feature or not rounds else "; without their features"
+    told = f"about {share(part)} of the time: {count(rounds, 'FID')} of {each} and "
+    told += f"{duration(grids)} for grids ({timing.image_how}{without})"
+    if part > MUCH:
         fix = "evaluate more rarely (every_n_steps), on fewer samples, or with fewer solver steps."
-        return [warning("evaluation time", f"{told}; {fix}")]
-    return [ok("evaluation time", told)]
+        return warning("evaluation time", f"{told}; {fix}")
+    return ok("evaluation time", told)
 
 
-def rounds_of(evaluation: Evaluation, plan: Plan) -> int:
+def rounds_of(evaluation: FIDEvaluation, plan: Plan) -> int:
     """FIDs that are measured, repeats included."""
     return (plan.times(evaluation.every_n_steps) or 0) + evaluation.repeats_at_end
 
 
-def evaluation_seconds(plan: Plan, timing: Timing) -> float:
+def fid_seconds(plan: Plan, looks: Looks, timing: Timing) -> float:
     """Of all FIDs; the ranks share the samples."""
     each = (timing.image or 0.0) + (timing.feature or 0.0)
-    shares = sum(
-        rounds_of(e, plan) * math.ceil(e.num_samples / (plan.ranks or 1)) for e in plan.evaluations
+    return each * sum(
+        rounds_of(e, plan) * math.ceil(e.num_samples / plan.ranks) for e in looks.evaluations
     )
-    return each * shares
 
 
-def grid_seconds(plan: Plan, timing: Timing) -> float:
+def grid_seconds(plan: Plan, looks: Looks, timing: Timing) -> float:
     """Of all grids of samples; each rank generates all of one."""
-    drawn = sum(grid.num * (plan.times(grid.every_n_steps) or 0) for grid in plan.grids)
+    drawn = sum(grid.num * (plan.times(grid.every_n_steps) or 0) for grid in looks.grids)
     return (timing.image or 0.0) * drawn
 
 
@@ -117,165 +107,88 @@ def validation_seconds(plan: Plan, timing: Timing) -> float:
     if not plan.val_images or timing.step is None or not plan.batch_size:
         return 0.0
     each = timing.step / (plan.batch_size * plan.accumulate) / 3
-    return each * math.ceil(plan.val_images / (plan.ranks or 1)) * (plan.times(None) or 0)
+    return each * math.ceil(plan.val_images / plan.ranks) * (plan.times(None) or 0)
 
 
 # Measuring
 
 
-def solver_times(solver: Solver, process: Process) -> list[float]:
-    """Times at which a solver asks the network, found by solving with one that costs nothing."""
-    asked: list[float] = []
-
-    def denoise(x_t: Tensor, t: Tensor) -> Denoised:
-        asked.append(float(t[0]))
-        return Denoised(torch.zeros_like(x_t), torch.zeros_like(x_t), torch.zeros_like(x_t))
-
-    solver.sample(denoise, process, torch.zeros(1, 1, 1, 1), torch.zeros_like)
-    return asked
-
-
-class TimeIsOver(Exception):
-    """Raised inside a measurement that has taken its time."""
-
-
-@dataclass
-class Calls:
-    """Calls of a network while it was watched.
-
-    Attributes:
-        done: how many.
-        seconds: from the first to the end of the last.
-    """
-
-    done: int = 0
-    seconds: float = 0.0
-
-
-@contextmanager
-def watched(network: nn.Module, limit: float) -> Iterator[Calls]:
-    """Context that counts calls of a network, and ends with the first after `limit` seconds."""
-    calls, began = Calls(), time.monotonic()
-
-    def count_call(module: nn.Module, args: Any, output: Any) -> None:
-        _wait_for_device()
-        calls.done += 1
-        calls.seconds = time.monotonic() - began
-        if calls.seconds > limit:
-            raise TimeIsOver
-
-    hook = network.register_forward_hook(count_call)
+def examine_time(cli: Rehearsal, plan: Plan, looks: Looks, seconds: float) -> Iterator[Finding]:
+    """Measure, for some seconds each, samples, forward passes and steps, and extrapolate."""
+    module, trainer = cli.model, cli.trainer
+    if plan.batch_size is None:
+        yield note("time", "not estimated: the size of a batch is not known.")
+        return
+    device = trainer.strategy.root_device
+    trainer.precision_plugin.convert_module(module).to(device)
+    timing = Timing(f"the CPU here ({count(torch.get_num_threads(), 'thread')})")
+    if device.type == "cuda":
+        timing = Timing(f"one {torch.cuda.get_device_name(device)}")
     try:
-        yield calls
-    except (TimeIsOver, NonFiniteSamples):  # untrained weights may well give such
-        pass
-    finally:
-        hook.remove()
+        if isinstance(module, DiffusionModule):
+            with trainer.precision_plugin.forward_context(), torch.no_grad():
+                _time_parts(module, timing, plan, looks, seconds)
+        # Of another module nothing is known, and steps may take what they do.
+        if plan.batches_per_epoch and (timing.step or 0.0) < seconds:
+            _time_training(cli, timing, seconds)
+    except Exception as error:  # whatever a fit would end with too
+        yield problem("training", f"the first steps fail: {error}")
+        return
+    yield from check_timing(plan, looks, timing)
 
 
-def sampling_seconds(
-    generate: Callable[[int], object],
-    network: nn.Module,
-    total_calls: int,
-    batch_size: int,
-    limit: float,
-) -> tuple[float, str]:
-    """Seconds of a sample, and what was measured: one, then as many as one call has time for.
-
-    Args:
-        generate: makes so many samples.
-        network: whose calls are counted.
-        total_calls: of it, that a sample takes.
-        batch_size: samples at a time, at most.
-        limit: seconds that may be spent, but for a call that has begun.
-    """
-    with watched(network, limit / 2) as calls:
-        generate(1)
-    a_call = calls.seconds / calls.done
-    each, how = a_call * total_calls, "1 sample"
-    num = min(batch_size, int(limit / 4 / max(a_call, 1e-9)))
-    if num > 1:
-        with watched(network, limit / 2) as calls:
-            generate(num)
-        each, how = calls.seconds * total_calls / calls.done / num, f"{num} samples"
-    done = "" if calls.done >= total_calls else f", {calls.done} of {total_calls} network calls"
-    return each, f"measured on {how}{done}"
+def _time_parts(
+    module: DiffusionModule, timing: Timing, plan: Plan, looks: Looks, seconds: float
+) -> None:
+    assert plan.batch_size is not None
+    sizes = [e.batch_size for e in looks.evaluations] + [g.batch_size for g in looks.grids]
+    if sizes:
+        timing.image, timing.image_how = sampling_seconds(module, max(sizes), seconds)
+    features = [_time_features(e, x, module) for e, x in looks.evaluations.items() if x.network]
+    timing.feature = max(features, default=None)
+    forward, num = seconds_of(lambda num: _forward(module, num), plan.batch_size, seconds)
+    timing.step = 3 * forward * plan.accumulate  # a backward pass takes about twice a forward one
+    timing.step_how = f"extrapolated from a forward pass of {count(num, 'image')}"
 
 
-def forward_seconds(
-    call: Callable[[int], object], batch_size: int, limit: float
-) -> tuple[float, str]:
-    """Seconds of a call on a batch, and what was measured: more and more of it while time allows.
-
-    Args:
-        call: on so many images.
-        batch_size: that is wanted.
-        limit: seconds that may be spent, but for the first image.
-    """
-    num, left = 1, limit
-    while True:
-        seconds = timed(lambda n=num: call(n))  # type: ignore[misc]
-        left -= 2 * seconds
-        following = min(4 * num, batch_size)
-        if num == following or 2 * seconds * following / num > left:
-            how = "image" if num == 1 else "images"
-            return seconds * batch_size / num, f"from forward passes of {num} {how}"
-        num = following
+def _time_features(
+    evaluation: FIDEvaluation, extractor: Extractor, module: DiffusionModule, num: int = 4
+) -> float:
+    assert extractor.network is not None
+    network, channels = extractor.network.to(module.device), evaluation.protocol.channels
+    images = torch.zeros(num, *module.image_shape, dtype=torch.uint8, device=module.device)
+    return seconds_of(lambda n: network(match_channels(images[:n], channels)), num, 1.0)[0] / num
 
 
-class Stopwatch(Callback):
-    """Times optimizer steps, and stops the Trainer when the time is over.
-
-    Args:
-        limit: seconds; the step that has begun is ended.
-        skip: steps that are not counted, in which memory is made ready.
-    """
-
-    def __init__(self, limit: float, skip: int = 2) -> None:
-        self._limit = limit
-        self._skip = skip
-        self._start = (0.0, 0)
-        self._began = 0.0
-        self.seconds = math.nan
-        self.steps = 0
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start."""
-        self._began = time.monotonic()
-        self._start = (self._began, 0)
-
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Look at the clock."""
-        _wait_for_device()
-        now, step = time.monotonic(), trainer.global_step
-        if step > self._start[1]:
-            self.steps = step - self._start[1]
-            self.seconds = (now - self._start[0]) / self.steps
-            if step <= self._skip:
-                self._start = (now, step)
-        if now - self._began > self._limit:
-            trainer.should_stop = True
+def _forward(module: DiffusionModule, num: int) -> object:
+    x0 = torch.zeros(num, *module.image_shape, device=module.device)
+    t = torch.full((num,), module.process.t_max, dtype=torch.float64, device=module.device)
+    labels = condition_for(range(num), None, module.conditioning)
+    labels = move_data_to_device(labels, module.device)
+    return module.per_sample_loss(x0, labels, t, torch.randn_like(x0), 0)
 
 
-def timed(call: Callable[[], object]) -> float:
-    """Seconds of the second call: the first makes memory ready."""
-    call()
-    _wait_for_device()
-    began = time.monotonic()
-    call()
-    _wait_for_device()
-    return time.monotonic() - began
-
-
-def forward_context(trainer: Trainer | None) -> AbstractContextManager[Any]:
-    """That in which the Trainer's precision computes; float32's without a Trainer."""
-    if trainer is None:
-        return nullcontext()
-    return trainer.precision_plugin.forward_context()
-
-
-def _wait_for_device() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
+def _time_training(cli: Rehearsal, timing: Timing, seconds: float) -> None:
+    watch = Stopwatch(seconds)
+    callbacks = cli.trainer.callbacks  # type: ignore[attr-defined]
+    ours = [each for each in callbacks if isinstance(each, FiniteUpdates)]
+    guards = [FiniteUpdates(each.max_nonfinite_steps) for each in ours]
+    settings = {name: cli.settings[name] for name in KEPT[0 if cli.refusal is None else 2 :]}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(
+            **settings,
+            devices=1,
+            max_steps=30,
+            max_epochs=-1,
+            limit_val_batches=0,
+            callbacks=[watch, *guards],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            plugins=[LightningEnvironment()],  # whatever launcher the run itself has
+            default_root_dir=folder,
+        )
+        trainer.fit(cli.model, cli.datamodule)
+    if watch.steps:
+        timing.step, timing.step_how = watch.seconds, f"measured on {count(watch.steps, 'step')}"

@@ -37,12 +37,7 @@ class SmallClassifier(nn.Module):
         self.head = nn.Linear(self.num_features, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Images uint8 (N, C, H, W) -> features (N, num_features), not negative.
-
-        Raises:
-            TypeError: If the images are not uint8.
-            ValueError: If they have another size than the network was trained on.
-        """
+        """Images uint8 (N, C, H, W) of the size trained on -> features (N, num_features) >= 0."""
         if images.dtype != torch.uint8:
             raise TypeError(f"images must be uint8 in [0, 255], got {images.dtype}.")
         if images.shape[1:] != (self.channels, self.size, self.size):

@@ -8,19 +8,14 @@ from contextlib import contextmanager
 from lightning.pytorch.utilities import rank_zero_info
 
 
-class Clock:
-    """Times the phases of an evaluation and says how long it will take.
+class EvaluationClock:
+    """Times the phases of an evaluation of `total` samples and says how long it will take.
 
-    Args:
-        title: of the lines that are printed.
-        total: number of samples.
-        every: seconds between lines after the first.
+    Lines begin with `title`, and come `every` so many seconds after the first.
     """
 
     def __init__(self, title: str, total: int, every: float = 30.0) -> None:
-        self.title = title
-        self.total = total
-        self._every = every
+        self._title, self._total, self._every = title, total, every
         self._phases: dict[str, float] = defaultdict(float)
         self._done = 0
         self._estimated = 0.0
@@ -35,19 +30,17 @@ class Clock:
 
     def tick(self, samples: int) -> None:
         """Count samples that are finished."""
-        now = time.monotonic()
-        first = self._done == 0
-        self._done = min(self._done + samples, self.total)
+        self._done = min(self._done + samples, self._total)
         if self._done == 0:
             return
-        expected = sum(self._phases.values()) / self._done * self.total
-        if first:
+        expected = sum(self._phases.values()) / self._done * self._total
+        if not self._estimated:
             self._estimated = expected
-            rank_zero_info(f"{self.title}: {self.total} samples take about {expected:.3g} s.")
-        elif now - self._said > self._every:
-            self._said = now
-            left = expected * (1 - self._done / self.total)
-            rank_zero_info(f"{self.title}: {self._done} of {self.total}, {left:.0f} s left.")
+            rank_zero_info(f"{self._title}: {self._total} samples take about {expected:.3g} s.")
+        elif time.monotonic() - self._said > self._every:
+            self._said = time.monotonic()
+            left = expected * (1 - self._done / self._total)
+            rank_zero_info(f"{self._title}: {self._done} of {self._total}, {left:.0f} s left.")
 
     def seconds(self) -> dict[str, float]:
         """Of each phase, in all so far, and in all as estimated after the first batch."""

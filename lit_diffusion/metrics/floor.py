@@ -22,14 +22,10 @@ def shuffled(count: int, number: int) -> list[int]:
 
 
 def draw(labels: Sequence[int], wanted: Mapping[int, int], size: int, number: int) -> list[int]:
-    """Places of `size` images, at random but for their labels.
+    """Places of `size` of the images with these labels, at random but for their labels.
 
-    Args:
-        labels: of the images that there are.
-        wanted: images of each label, `size` in all; fewer are taken of a label that has fewer, and
-            of any for the rest. Empty takes all as they come.
-        size: number of images, <= len(labels).
-        number: of the draw; another number is another draw.
+    So many images of each label as are `wanted`; where there are fewer, of any label for the rest.
+    Another `number` is another draw.
 
     Example:
         >>> sorted(draw([0, 1, 1, 1, 0], {0: 2, 1: 1}, 3, number=0))[0]
@@ -46,27 +42,10 @@ def draw(labels: Sequence[int], wanted: Mapping[int, int], size: int, number: in
     return chosen + others[: size - len(chosen)]
 
 
-def matched(labels: Sequence[int], wanted: Mapping[int, int]) -> int:
-    """How many of the wanted labels a draw finds.
-
-    Example:
-        >>> matched([0, 1, 1, 1, 0], {0: 3, 1: 1})
-        3
-    """
-    return (Counter(labels) & Counter(wanted)).total()
-
-
 def in_words(count: int, name: str, of_samples: int | None) -> str:
-    """What a draw is.
-
-    Args:
-        count: images of it.
-        name: of the set that they are from.
-        of_samples: how many of them have labels as the samples have; None where samples have none.
+    """What a draw is, of which `of_samples` have the labels of samples; None where these have none.
 
     Example:
-        >>> in_words(360, "train", 360)
-        "360 train images with the samples' labels"
         >>> in_words(360, "train", 350)
         "360 train images, 350 with the samples' labels,"
         >>> in_words(360, "train", None)

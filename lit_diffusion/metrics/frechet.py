@@ -15,9 +15,6 @@ class FrechetDistance(FrechetInceptionDistance):
     so this looks first. `compute()` is float64, not below 0 (rounding gives -1e-13 for equal sets),
     and NaN if any feature was not finite. Every process must call it.
 
-    Args:
-        num_features: length of a feature vector.
-
     Source: Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule Converge to a Local
     Nash Equilibrium", Eq. 6.
 
@@ -50,15 +47,15 @@ class FrechetDistance(FrechetInceptionDistance):
     def real_sums(self) -> dict[str, Tensor]:
         """What is known of the real images, summed over processes: a collective."""
         with self.sync_context(dist_sync_fn=_sum_over_processes):
-            return {name: getattr(self, name).cpu().clone() for name in _REAL}
+            return {name: getattr(self, name).cpu().clone() for name in REAL_SUMS}
 
     def add_real_sums(self, sums: dict[str, Tensor]) -> None:
         """Add what `real_sums` gave, on one process only: all processes are summed."""
-        for name in _REAL:
+        for name in REAL_SUMS:
             setattr(self, name, getattr(self, name) + sums[name].to(self.device))
 
 
-_REAL = ("real_features_sum", "real_features_cov_sum", "real_features_num_samples")
+REAL_SUMS = ("real_features_sum", "real_features_cov_sum", "real_features_num_samples")
 
 
 def _sum_over_processes(state: Tensor, group: Any = None) -> list[Tensor]:

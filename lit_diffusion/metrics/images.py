@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 from torchvision.transforms.functional import pil_to_tensor
 
-from lit_diffusion.image_files import open_image
+from lit_diffusion.system.image_files import open_image
 
 ENDINGS = (".png", ".jpg", ".jpeg")
 
@@ -19,9 +19,6 @@ class FolderImages(Dataset[Tensor]):
 
     Each is uint8 (C, H, W), C = 1 for grey and 3 for colour; all must have the shape of the first.
     Files named grid.png are left out: `lit-diffusion sample` puts such an overview beside samples.
-
-    Args:
-        folder: to look in.
 
     Raises:
         ValueError: If it holds no image; on reading, if a file is unreadable or another shape.
@@ -48,11 +45,7 @@ class FolderImages(Dataset[Tensor]):
 
 
 def read_image(path: Path) -> Tensor:
-    """A file as uint8 (C, H, W).
-
-    Raises:
-        ValueError: If it cannot be read, or is neither grey nor RGB.
-    """
+    """A grey or RGB file as uint8 (C, H, W)."""
     if not path.is_file():
         raise ValueError(f"{path} is no regular file.")
     try:
@@ -67,14 +60,9 @@ def read_image(path: Path) -> Tensor:
 
 
 def open_images(path: str | Path) -> Dataset[Any]:
-    """Images of a folder or of an .npz file.
+    """Images of a folder of PNG and JPEG files, or of an .npz with `arr_0` uint8 (N, H, W, C).
 
-    Args:
-        path: a folder of PNG and JPEG files, or an .npz with `arr_0` uint8 (N, H, W, C), the form
-            in which guided-diffusion publishes samples and references.
-
-    Raises:
-        ValueError: If it is neither.
+    The latter is the form in which guided-diffusion publishes samples and references.
     """
     path = Path(path)
     if path.is_dir():
@@ -89,8 +77,7 @@ def _images_of_npz(path: Path) -> Tensor:
         with np.load(path, allow_pickle=False) as arrays:
             images = arrays.get("arr_0")
     except Exception as error:  # whatever zipfile and numpy say of a broken file
-        reason = str(error).split("\n")[0]
-        raise ValueError(f"{path} cannot be read as .npz: {reason}.") from error
+        raise ValueError(f"{path} cannot be read as .npz: {error}.") from error
     if images is None or images.dtype != np.uint8 or images.ndim != 4:
         found = "none" if images is None else f"{images.dtype} {images.shape}"
         raise ValueError(f"{path} must hold arr_0, uint8 (N, H, W, C), got {found}.")

@@ -5,23 +5,14 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
-from lit_diffusion.files import replace_text
-
-if TYPE_CHECKING:
-    from lightning.pytorch import Trainer
+from lit_diffusion.system.files import replace_text
 
 # What an evaluation finds out; all else in its record is how it measured.
 _RESULTS = {
-    "images",
-    "value",
-    "floor",
-    "floor_sd",
-    "floor_images",
-    "non_finite",
-    "non_finite_seeds",
-    "seconds",
+    *("images", "value", "floor", "floor_sd", "floor_images"),
+    *("non_finite", "non_finite_seeds", "seconds"),
 }
 
 
@@ -91,65 +82,6 @@ def is_repeat(record: Mapping[str, Any]) -> bool:
     return "seeds" in record and record["seeds"][0] != 0
 
 
-class ImageCount(NamedTuple):
-    """Training images seen by all processes, all batches taken for full ones.
-
-    Args:
-        images: seen when `batches` were done; None where that is not known.
-        batches: of one process.
-        each: images of every batch since then; None where that is not known.
-
-    Example:
-        >>> count = ImageCount(0, 0, each=64).resumed(batches=2000, each=128)
-        >>> count.at(2010)
-        129280
-    """
-
-    images: int | None
-    batches: int
-    each: int | None
-
-    def at(self, batches: int) -> int | None:
-        """Images seen when so many batches are done, those before a resume included."""
-        if self.images is None or self.each is None:
-            return None
-        return self.images + (batches - self.batches) * self.each
-
-    def resumed(self, batches: int, each: int | None) -> "ImageCount":
-        """What counts from `batches` on, of which every one now has `each` images."""
-        return self if each == self.each else ImageCount(self.at(batches), batches, each)
-
-
-def batches_done(trainer: "Trainer") -> int:
-    """Training batches of this process, those before a resume included."""
-    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-    return int(total.processed)
-
-
-def images_of_a_batch(trainer: "Trainer") -> int | None:
-    """Training images of a batch on all processes; None where the batch size is not known."""
-    batch_size = getattr(trainer.train_dataloader, "batch_size", None)
-    return int(batch_size * trainer.world_size) if batch_size else None
-
-
-def images_seen(trainer: "Trainer") -> int | None:
-    """Training images of a fit so far, by the `image_count` of a callback that has one.
-
-    Without, as if all batches, those before a resume too, had been of the present size.
-
-    Args:
-        trainer: in or after `fit`.
-
-    Returns:
-        Their number on all processes; None where the batch size is not known.
-    """
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    counts = [getattr(callback, "image_count", None) for callback in callbacks]
-    known = [count for count in counts if isinstance(count, ImageCount)]
-    count = known[0] if known else ImageCount(0, 0, images_of_a_batch(trainer))
-    return count.at(batches_done(trainer))
-
-
 def short_count(count: int) -> str:
     """A number of samples as metric names have it.
 
@@ -171,10 +103,6 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
     A run that resumes from before that step scores it again; a number that was measured otherwise
     stays. Where the record does not know the images seen by then, as outside of a fit, those of the
     old line stay too. The file is replaced as a whole, so a crash leaves the old one.
-
-    Args:
-        path: of the file, made if need be.
-        record: to write.
     """
     lines = path.read_text().splitlines() if path.exists() else []
     try:
@@ -185,9 +113,8 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
     known = [olds[i]["images"] for i in same if olds[i].get("images") is not None]
     images = known[-1] if record.images is None and known else record.images
     line = json.dumps(asdict(replace(record, images=images)))
-    first, *doubled = same or [len(lines)]
-    lines[first : first + 1] = [line]
-    kept = [line for i, line in enumerate(lines) if i not in doubled]
+    first = same[0] if same else len(lines)
+    kept = [*lines[:first], line, *(lines[i] for i in range(first, len(lines)) if i not in same)]
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, "\n".join(kept) + "\n")
 

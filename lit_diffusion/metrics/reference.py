@@ -2,25 +2,23 @@
 
 import hashlib
 import math
-import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lit_diffusion.metrics.floor import DRAWS, POOL, draw, in_words, matched, shuffled
-from lit_diffusion.metrics.frechet import FrechetDistance
-from lit_diffusion.metrics.protocols import FIDProtocol, match_channels
-
-T = TypeVar("T")
+from lit_diffusion.metrics.extractors import FIDProtocol, match_channels
+from lit_diffusion.metrics.floor import DRAWS, POOL, draw, in_words, shuffled
+from lit_diffusion.metrics.frechet import REAL_SUMS, FrechetDistance
+from lit_diffusion.system.files import whole_file
+from lit_diffusion.system.ranks import from_all, from_first, place
 
 
 @runtime_checkable
@@ -29,23 +27,17 @@ class HasSplits(Protocol):
 
     def in_order(self, split: Any) -> DataLoader[Any]:
         """Every image of a split once."""
-        ...
 
     def fingerprint(self, split: Any) -> str:
         """Changes when an image of the split does."""
-        ...
 
 
 @dataclass(frozen=True)
 class RealImages:
-    """A set of real images.
+    """A set of real images, called by its split or path; `collate` is as in `DataLoader`.
 
-    Args:
-        name: split or path.
-        dataset: map-style; a sample is an image uint8 (C, H, W) or a tuple that begins with one.
-        collate: as in `DataLoader`.
-        num_workers: processes that load.
-        known_fingerprint: gives the fingerprint faster than by reading all images; None reads them.
+    A sample of the map-style `dataset` is an image uint8 (C, H, W) or a tuple that begins with one.
+    `known_fingerprint` gives the fingerprint faster than by reading all images.
     """
 
     name: str
@@ -57,21 +49,13 @@ class RealImages:
     def __len__(self) -> int:
         if not hasattr(self.dataset, "__len__"):
             raise TypeError(
-                f"{self.name}: {type(self.dataset).__name__} has no length, so its images cannot "
-                "be counted; name a folder or an .npz file of them as the reference instead."
+                f"{self.name}: {type(self.dataset).__name__} has no length; name a folder or an "
+                ".npz file of images as the reference instead."
             )
         return len(self.dataset)
 
     def batches(self, batch_size: int, index: Sequence[int] | None = None) -> Iterator[Tensor]:
-        """Images uint8 (N, C, H, W), in order.
-
-        Args:
-            batch_size: images at a time.
-            index: which; None is all.
-
-        Raises:
-            TypeError: If they are not uint8.
-        """
+        """Images uint8 (N, C, H, W), in order: those of `index`, or all."""
         for images, _ in self.labelled(batch_size, index):
             yield images
 
@@ -80,16 +64,14 @@ class RealImages:
     ) -> Iterator[tuple[Tensor, list[int]]]:
         """`batches` with the label of each image: what a sample has second, -1 if no integer."""
         chosen = Subset(self.dataset, range(len(self)) if index is None else index)
-        loader = DataLoader(
-            chosen, batch_size, num_workers=self.num_workers, collate_fn=self.collate
-        )
-        for batch in loader:
+        options: dict[str, Any] = {"num_workers": self.num_workers, "collate_fn": self.collate}
+        for batch in DataLoader(chosen, batch_size, **options):
             images = batch[0] if isinstance(batch, (tuple, list)) else batch
             if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.ndim != 4:
                 raise TypeError(
-                    f"{self.name}: real images must be uint8 (C, H, W) in [0, 255], as they are "
-                    f"before any transform, got {getattr(images, 'dtype', type(images))}; name a "
-                    "folder or an .npz file of them as the reference instead."
+                    f"{self.name}: real images must be uint8 (C, H, W), as they are before any "
+                    f"transform, got {getattr(images, 'dtype', type(images))}; name a folder or an "
+                    ".npz file of them as the reference instead."
                 )
             yield images, _labels(batch, len(images))
 
@@ -113,20 +95,15 @@ class RealImages:
 def _labels(batch: Any, count: int) -> list[int]:
     labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
     if isinstance(labels, Tensor) and labels.shape == (count,) and not labels.is_floating_point():
-        return [int(label) for label in labels]
+        return labels.long().tolist()
     return [-1] * count
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Statistics of the real images under one FID protocol.
+    """Statistics of the real images under one FID protocol, as `FrechetDistance.real_sums`.
 
-    Attributes:
-        name: split or path of the images.
-        fingerprint: of their pixels.
-        sums: as `FrechetDistance.real_sums` gives them.
-        floors: FIDs of real images in place of samples, one per draw of them.
-        floor_images: which ones.
+    `floors` are FIDs of real images in place of samples, one per draw of them.
     """
 
     name: str
@@ -153,13 +130,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Scorer:
-    """An extractor on a device, and the batch size it is used with.
+    """An extractor of `protocol.build()` on a device, and the batch size it is used with.
 
-    Args:
-        protocol: that the extractor follows.
-        extractor: what `protocol.build()` gave.
-        device: of the extractor; the sums are kept there, on the CPU if it has no float64.
-        batch_size: images at a time.
+    Sums are kept on that device, on the CPU if it has no float64.
     """
 
     protocol: FIDProtocol
@@ -184,12 +157,6 @@ class Scorer:
             wanted = match_channels(images.to(self.device), self.protocol.channels)
             features: Tensor = self.extractor(wanted)
         return features
-
-    def add_real(self, metric: FrechetDistance, images: RealImages) -> None:
-        """Add this process's share of real images."""
-        rank, world_size = place()
-        for batch in images.batches(self.batch_size, range(len(images))[rank::world_size]):
-            metric.update(self.features(batch), real=True)
 
     def pool(self, images: RealImages, index: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Features of this process's share of these images, and the labels of all. A collective."""
@@ -229,7 +196,7 @@ def measure(
         others: real images that are not among those; None splits `real` for the floor.
         num_samples: that will be scored.
         cache: folder.
-        labels: of these samples; None if they have none.
+        labels: of these samples, if they have any.
 
     Raises:
         ValueError: If there are fewer than 4 real images, or fewer than 2 others.
@@ -253,7 +220,9 @@ def measure(
             f"the extractor {scorer.protocol.name} gives features of real images that are not "
             "finite: its weights are broken, or not made for such images."
         )
-    text = _floor_images(real, others, num_samples, found if labels else None)
+    size, count = _floor_sizes(real, others, num_samples)
+    drawn = in_words(size, (others or real).name, found if labels else None)
+    text = f"{drawn} against {real.name if others else f'{count - size} others of them'}"
     return Reference(real.name, prints[0], known, floors, text)
 
 
@@ -274,10 +243,12 @@ def _measure_now(
     labels: Sequence[int] | None,
 ) -> dict[str, Tensor]:
     metric = scorer.metric()
-    scorer.add_real(metric, real)
+    rank, world_size = place()
+    for batch in real.batches(scorer.batch_size, range(len(real))[rank::world_size]):
+        metric.update(scorer.features(batch), real=True)
     sums = metric.real_sums()
     size, count = _floor_sizes(real, others, num_samples)
-    source = real if others is None else others
+    source = others or real
     features, known = scorer.pool(source, shuffled(len(source), -1)[:count])
     wanted = Counter(labels[:size]) if labels else Counter()
     floors = []
@@ -286,12 +257,12 @@ def _measure_now(
         metric = scorer.metric()
         if others is None:
             metric.update(features[_mine(set(range(count)) - set(chosen))], real=True)
-        elif place()[0] == 0:
+        elif rank == 0:
             metric.add_real_sums(sums)
         metric.update(features[_mine(chosen)], real=False)
         floors.append(metric.compute().cpu())
-    found = torch.tensor(matched(known, wanted))
-    return sums | {"floors": torch.stack(floors), "floor_matched": found}
+    matched = torch.tensor((Counter(known) & wanted).total())
+    return sums | {"floors": torch.stack(floors), "floor_matched": matched}
 
 
 def _floor_sizes(real: RealImages, others: RealImages | None, num_samples: int) -> tuple[int, int]:
@@ -302,83 +273,21 @@ def _floor_sizes(real: RealImages, others: RealImages | None, num_samples: int) 
     return min(num_samples, count // 2), count
 
 
-def _floor_images(
-    real: RealImages, others: RealImages | None, num_samples: int, of_samples: int | None
-) -> str:
-    """What the floor compares, in words."""
-    size, count = _floor_sizes(real, others, num_samples)
-    if others is not None:
-        return f"{in_words(size, others.name, of_samples)} against {real.name}"
-    return f"{in_words(size, real.name, of_samples)} against {count - size} others of them"
-
-
 def _mine(places: Iterable[int]) -> list[int]:
     """Where this process has the features of these places of a pool, as far as it has them."""
     rank, world_size = place()
     return sorted(i // world_size for i in places if i % world_size == rank)
 
 
-def place() -> tuple[int, int]:
-    """Rank of this process and number of processes."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return 0, 1
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
-
-
-def from_first(ask: Callable[[], T]) -> T:
-    """What `ask` gives, or raises, on the first process: on every process."""
-    rank, world_size = place()
-    if world_size == 1:
-        return ask()
-    answer: list[Any] = [None, None]
-    if rank == 0:
-        try:
-            answer[0] = ask()
-        except Exception as error:  # the others must not wait for an answer for ever
-            answer[1] = error
-    torch.distributed.broadcast_object_list(answer)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]  # type: ignore[no-any-return]
-
-
-def from_all(mine: T) -> list[T]:
-    """What each process has, by rank. A collective."""
-    _, world_size = place()
-    if world_size == 1:
-        return [mine]
-    found: list[Any] = [None] * world_size
-    torch.distributed.all_gather_object(found, mine)
-    return found
-
-
-def default_cache() -> Path:
-    """Folder for statistics of real images: $XDG_CACHE_HOME/lit-diffusion, ~/.cache without it."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lit-diffusion"
-
-
-_DIMENSIONS = {
-    "real_features_sum": 1,
-    "real_features_cov_sum": 2,
-    "real_features_num_samples": 0,
-    "floors": 1,
-    "floor_matched": 0,
-}
-"""Of each array in a file of statistics."""
-
-
 def load_statistics(path: Path) -> dict[str, Tensor] | None:
-    """What `save_statistics` wrote; None if there is no such file.
-
-    Raises:
-        ValueError: If the file is broken.
-    """
+    """What `save_statistics` wrote; None if there is no such file, ValueError if it is broken."""
     if not path.exists():
         return None
     try:
         with np.load(path, allow_pickle=False) as arrays:
             found = {name: torch.from_numpy(arrays[name]) for name in arrays}
-        if {name: value.ndim for name, value in found.items()} != _DIMENSIONS:
+        dimensions = [found[name].ndim for name in (*REAL_SUMS, "floors", "floor_matched")]
+        if dimensions != [1, 2, 0, 1, 0]:
             raise ValueError("it holds other arrays")
         return found
     except Exception as error:  # whatever zipfile and numpy say of a broken file
@@ -388,7 +297,5 @@ def load_statistics(path: Path) -> dict[str, Tensor] | None:
 def save_statistics(path: Path, statistics: dict[str, Tensor]) -> None:
     """Write tensors as .npz, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    with os.fdopen(descriptor, "wb") as file:
+    with whole_file(path, shared=True) as file:
         np.savez(file, **{name: value.numpy() for name, value in statistics.items()})  # type: ignore[arg-type]
-    os.replace(temporary, path)

@@ -9,12 +9,12 @@ from torch.utils.data import Dataset, TensorDataset
 from torch_fidelity import calculate_metrics
 from torch_fidelity.version import __version__ as FIDELITY_VERSION
 
+from lit_diffusion.metrics.extractors import FIDProtocol, match_channels
 from lit_diffusion.metrics.images import open_images
-from lit_diffusion.metrics.protocols import FIDProtocol, match_channels
 from lit_diffusion.metrics.reference import RealImages
 
-SEED = 2020
-"""Of torch-fidelity's subsets and splits."""
+_ALL = {"fid": True, "kid": True, "prc": True, "isc": True, "verbose": False, "cache": False}
+"""What torch-fidelity computes; not its cache, as it unpickles what it finds there."""
 
 _NAMES = {
     "fid": "frechet_inception_distance",
@@ -46,32 +46,39 @@ def score(
         device: "cpu" or "cuda".
 
     Returns:
-        `fid`, `kid` and `kid_std` (100 subsets), `precision`, `recall`, `inception_score` and
-        `inception_score_std`, as floats, and beside them under what protocol.
+        `fid`, `kid`, `kid_std` (of 100 subsets), `precision`, `recall`, `inception_score`,
+        `inception_score_std`, and beside these floats under what protocol.
 
     Raises:
         ValueError: If there are fewer than 4 images of either kind, which leaves no 3 neighbours.
 
     Example:
-        >>> from lit_diffusion.metrics.protocols import EmbeddedCNN
+        >>> from lit_diffusion.metrics.extractors import EmbeddedCNN
         >>> images = torch.arange(64 * 64, dtype=torch.int32).reshape(64, 1, 8, 8).to(torch.uint8)
         >>> found = score(images, images, EmbeddedCNN("digits-cnn"))
         >>> abs(found["fid"]) < 1e-3, found["precision"], found["num_fake"]
         (True, 1.0, 64)
     """
     fake, real = image_set(fake, "fake"), image_set(real, "real")
-    fewest = min(len(fake), len(real))
-    if fewest < 4:
+    if (fewest := min(len(fake), len(real))) < 4:
         raise ValueError(f"scores need 4 images of each kind, got {len(fake)} and {len(real)}.")
     settings = {
         "isc_splits": min(10, len(fake)),
-        # Subsets of all images would all be the same, and their spread 0.
-        "kid_subset_size": min(1000, fewest // 2),
+        "kid_subset_size": min(1000, fewest // 2),  # of all images, they would have no spread
         "prc_neighborhood": 3,
-        "rng_seed": SEED,
+        "rng_seed": 2020,  # of torch-fidelity's subsets and splits
     }
-    found = _calculated(fake, real, protocol, batch_size, device, settings)
-    return found | {
+    found = calculate_metrics(
+        input1=_Colour(fake, protocol.channels),
+        input2=_Colour(real, protocol.channels),
+        **_ALL,
+        batch_size=batch_size,
+        cuda=torch.device(device).type == "cuda",
+        save_cpu_ram=fake.num_workers + real.num_workers == 0,
+        **settings,
+        **protocol.fidelity_arguments(),
+    )
+    return {name: float(found[key]) for name, key in _NAMES.items()} | {
         "num_fake": len(fake),
         "num_real": len(real),
         "protocol": protocol.name,
@@ -80,33 +87,6 @@ def score(
         "torch_fidelity": FIDELITY_VERSION,
         **settings,
     }
-
-
-def _calculated(
-    fake: RealImages,
-    real: RealImages,
-    protocol: FIDProtocol,
-    batch_size: int,
-    device: str,
-    settings: dict[str, int],
-) -> dict[str, Any]:
-    """The scores, under our names."""
-    scores = calculate_metrics(
-        input1=_Colour(fake, protocol.channels),
-        input2=_Colour(real, protocol.channels),
-        fid=True,
-        kid=True,
-        prc=True,
-        isc=True,
-        batch_size=batch_size,
-        cuda=torch.device(device).type == "cuda",
-        cache=False,  # torch-fidelity unpickles what it finds in its cache
-        save_cpu_ram=fake.num_workers + real.num_workers == 0,
-        verbose=False,
-        **settings,
-        **protocol.fidelity_arguments(),
-    )
-    return {name: float(scores[key]) for name, key in _NAMES.items()}
 
 
 def image_set(source: RealImages | Tensor | str | Path, name: str) -> RealImages:

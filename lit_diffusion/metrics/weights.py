@@ -32,17 +32,7 @@ FETCH = (
 
 
 def require(path: Path, digest: str, cure: str) -> None:
-    """Raise unless `path` holds the bytes that `digest` is the SHA-256 of.
-
-    Args:
-        path: of the file.
-        digest: 64 hex digits.
-        cure: how to get the file, a sentence.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If its hash is another: a broken download, or other weights.
-    """
+    """Raise unless `path` holds the bytes that `digest` is the SHA-256 of, else tell the cure."""
     if not path.is_file():
         raise FileNotFoundError(f"no extractor weights at {path}. {cure}")
     found = sha256(path)
@@ -71,18 +61,14 @@ def fetch_weights(destination: str | Path | None = None, url: str = URL_INCEPTIO
     path = path / INCEPTION_FILE if path.is_dir() else path
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        _download(url, path)
+        try:
+            torch.hub.download_url_to_file(url, str(path), hash_prefix=INCEPTION_SHA256)
+        except URLError as error:
+            raise ConnectionError(
+                f"cannot download {url} ({error.reason}); run this where there is a network, then "
+                f"copy the file to {path}."
+            ) from error
+        except RuntimeError as error:  # torch's word for another hash; it keeps no file then
+            raise ValueError(f"{url}: {error}; nothing was kept. Try again.") from error
     require(path, INCEPTION_SHA256, FETCH)
     return path
-
-
-def _download(url: str, path: Path) -> None:
-    try:
-        torch.hub.download_url_to_file(url, str(path), hash_prefix=INCEPTION_SHA256)
-    except URLError as error:
-        raise ConnectionError(
-            f"cannot download {url} ({error.reason}); run this where there is a network, then copy "
-            f"the file to {path}."
-        ) from error
-    except RuntimeError as error:  # torch's word for another hash; it keeps no file then
-        raise ValueError(f"{url}: {error}; nothing was kept. Try again or use a mirror.") from error

@@ -1,26 +1,38 @@
-"""What a module refuses: arguments that do not go together, losses that are not finite."""
+"""What a module refuses: arguments, and data, that do not go together."""
 
 import warnings
-from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lit_diffusion.guidance import ClassifierFree, ClassifierShift
-from lit_diffusion.protocols import Guidance, Loss, Parameterization, Process, Solver
+from lit_diffusion.protocols import (
+    Codec,
+    Conditioning,
+    Guidance,
+    Loss,
+    Parameterization,
+    Process,
+    Solver,
+)
 from lit_diffusion.solvers import DDPM
 
 
-def check_labels(
-    network: nn.Module, num_classes: int | None, label_dropout: float, guidance: Guidance | None
+def check_conditioning(
+    network: nn.Module,
+    conditioning: Conditioning | None,
+    num_classes: int | None,
+    label_dropout: float,
+    guidance: Guidance | None,
 ) -> None:
     """Raise ValueError where labels are wanted and there are none, or others."""
     if not 0 <= label_dropout < 1:
         raise ValueError(f"label_dropout must be in [0, 1), got {label_dropout}.")
     needs_dropout = isinstance(guidance, ClassifierFree)
-    if num_classes is None and (label_dropout > 0 or needs_dropout):
+    if conditioning is None and (label_dropout > 0 or needs_dropout):
         raise ValueError(
-            f"label_dropout={label_dropout} and guidance={guidance} need labels; pass num_classes."
+            f"label_dropout={label_dropout} and guidance={guidance} need labels; pass num_classes, "
+            "or another conditioning."
         )
     if needs_dropout and label_dropout == 0:
         warnings.warn(
@@ -28,11 +40,14 @@ def check_labels(
             "never trains.",
             stacklevel=4,
         )
+    ours = getattr(conditioning, "num_classes", None)
+    if num_classes not in (None, ours):
+        raise ValueError(f"num_classes is {num_classes} beside {conditioning}; leave one out.")
     known = getattr(network, "num_classes", None)
-    if known is not None and known != num_classes:
+    if known is not None and known != ours:
         raise ValueError(
-            f"num_classes is {num_classes} in the module, but {known} in "
-            f"{type(network).__name__}; change one of them."
+            f"num_classes is {ours} in the module, but {known} in {type(network).__name__}; change "
+            "one of them."
         )
 
 
@@ -56,14 +71,22 @@ def check_objective(
     solver.check(process)
     if isinstance(guidance, ClassifierShift) and not isinstance(solver, DDPM):
         raise ValueError(
-            f"{guidance} shifts the steps of DDPM, and {solver} has none to shift; use "
-            "ClassifierScore."
+            f"{guidance} shifts the steps of DDPM, and {solver} has none; use ClassifierScore."
         )
     if getattr(getattr(solver, "variance", None), "learned", False) and loss.output_factor != 2:
         raise ValueError(
-            f"solver {solver} needs a learned variance, which {loss} does not train; use "
-            "HybridLoss."
+            f"{solver} needs a learned variance, which {loss} does not train; use HybridLoss."
         )
+
+
+def check_clipping(codec: Codec, *clipping: Solver | Guidance | None) -> None:
+    """Raise ValueError where x0 would be clamped to [-1, 1], and the codec's goes beyond."""
+    for clipper in clipping:
+        if getattr(clipper, "clip", False) and not codec.bounded:
+            raise ValueError(
+                f"{clipper} clamps x0 to [-1, 1], and that of {type(codec).__name__} goes beyond; "
+                "use clip=False."
+            )
 
 
 def check_device(device: torch.device) -> None:
@@ -72,48 +95,26 @@ def check_device(device: torch.device) -> None:
         raise ValueError("MPS has no float64; use --trainer.accelerator=cpu.")
 
 
-def check_data(data: object, image_shape: tuple[int, ...] | None, num_classes: int | None) -> None:
+def check_data(
+    data: object, codec: Codec, image_shape: tuple[int, ...], num_classes: int | None
+) -> None:
     """Raise ValueError for a data module of another shape or with other classes.
 
     Args:
         data: a data module; one without `image_shape` or `num_classes` fits.
-        image_shape: the module's (C, H, W); None fits all.
+        codec: through which the module sees its images.
+        image_shape: the module's (C, H, W).
         num_classes: the module's; None fits all, as labels are not used then.
     """
-    for name, ours in (("image_shape", image_shape), ("num_classes", num_classes)):
-        theirs = getattr(data, name, ours)
-        if ours is not None and theirs != ours:
+    shape = getattr(data, "image_shape", None)
+    encoded = image_shape if shape is None else codec.encoded_shape(shape)
+    classes = num_classes and getattr(data, "num_classes", num_classes)
+    for name, ours, theirs in (
+        ("image_shape", image_shape, encoded),
+        ("num_classes", num_classes, classes),
+    ):
+        if theirs != ours:
             raise ValueError(
                 f"{name} is {ours} in the module, but {theirs} in {type(data).__name__}; change "
                 "one of them."
             )
-
-
-def labels_of(
-    seeds: Sequence[int], labels: Tensor | None, num_classes: int | None
-) -> Tensor | None:
-    """The labels to generate with, checked before a GPU could die of a wrong one.
-
-    Args:
-        seeds: of the samples.
-        labels: (N,) int64, as the user gave them; None takes seed modulo `num_classes`.
-        num_classes: of the module; None has no labels, which -1 may say too.
-
-    Example:
-        >>> labels_of([3, 12], None, 10).tolist(), labels_of([3], torch.tensor([-1]), None)
-        ([3, 2], None)
-    """
-    if not len(seeds):
-        raise ValueError("generate needs at least one seed, got none.")
-    if labels is None and num_classes is not None:
-        return torch.tensor([seed % num_classes for seed in seeds])
-    if labels is None or labels.is_floating_point():
-        return labels
-    if labels.shape != (len(seeds),):
-        raise ValueError(
-            f"labels must be one per seed, ({len(seeds)},), got {tuple(labels.shape)}."
-        )
-    if bool(((labels < -1) | (labels >= (num_classes or 0))).any()):
-        known = f"0..{num_classes - 1} or -1" if num_classes else "-1, without num_classes"
-        raise ValueError(f"labels must be {known}, got {sorted(set(labels.tolist()))[:10]}.")
-    return None if num_classes is None else labels

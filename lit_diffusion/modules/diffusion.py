@@ -1,32 +1,26 @@
 """The LightningModule: network + process + parameterization + loss + solver, all injected."""
 
-import math
-import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
-from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.utilities.types import STEP_OUTPUT, OptimizerLRScheduler
 from torch import Tensor, nn
 from torchmetrics import MeanMetric
 
 from lit_diffusion.codecs import PixelCodec
+from lit_diffusion.conditioning import ClassLabels, condition_for
 from lit_diffusion.gaussian import expand_as
 from lit_diffusion.lr_schedules import WarmupLinear
-from lit_diffusion.modules.checks import (
-    check_data,
-    check_device,
-    check_labels,
-    check_objective,
-    labels_of,
-)
-from lit_diffusion.modules.watches import LossWatch, SampleWatch, steps_of_fit
+from lit_diffusion.modules import checks
+from lit_diffusion.modules.watches import SampleWatch
 from lit_diffusion.protocols import (
     Codec,
+    Condition,
+    Conditioning,
     Denoise,
     Denoised,
     Draws,
@@ -37,13 +31,14 @@ from lit_diffusion.protocols import (
     Process,
     Quantile,
     Solver,
-    UpdateGuard,
 )
-from lit_diffusion.seeding import PerSampleNoise, index_uniforms, seed_step
+from lit_diffusion.seeding import PerSampleNoise, index_uniforms, run_seed, seed_step
+from lit_diffusion.system.modes import eval_mode
+from lit_diffusion.system.trainer_state import is_built_from_config, logs_are_due, steps_of_fit
 from lit_diffusion.timesteps import bin_of, draw_uniforms
 
-Batch = tuple[Tensor, Tensor, Tensor]
-"""images uint8 (B, C, H, W), labels int64 (B,), index int64 (B,)."""
+Batch = tuple[Tensor, Any, Tensor]
+"""images uint8 (B, C, H, W); their condition, labels int64 (B,) for example; index int64 (B,)."""
 
 
 class DiffusionModule(LightningModule):
@@ -53,9 +48,11 @@ class DiffusionModule(LightningModule):
     `seed_everything` (0 without); that of a validation image a function of its index; that of a
     sample a function of its seed.
 
+    A loss that is not finite stops no run by itself: `callbacks.FiniteUpdates` does, which `fit` of
+    the command line adds, as does Trainer(detect_anomaly=True).
+
     Args:
-        network: forward(x (B, C, H, W), noise_label (B,), labels (B,) or None) -> (B, C or 2C, H,
-            W).
+        network: fits `protocols.Network`.
         process: forward process.
         parameterization: what the network outputs.
         loss: training objective.
@@ -63,14 +60,15 @@ class DiffusionModule(LightningModule):
         solver: generator used by `generate`.
         optimizer: called with the parameters that require a gradient.
         image_shape: (C, H, W) of what is diffused.
-        num_classes: number of classes; None ignores labels.
-        label_dropout: share of training samples that lose their label, for classifier-free
+        num_classes: short for ClassLabels(num_classes) as the conditioning.
+        label_dropout: share of training samples that lose their condition, for classifier-free
             guidance; 0.1 to 0.2 is usual.
         codec: between images and what is diffused; None is PixelCodec.
         guidance: used by `generate`; None samples from the conditional model as it is.
         lr_scheduler: called with the optimizer, stepped once per optimizer step; None keeps the lr
             constant.
-        draws: how the ranks of a batch's times depend on each other; None is Stratified().
+        conditioning: what the network is told of an image; None ignores the labels of the data.
+        draws: how the uniforms of a batch's times depend on each other; None is Stratified().
         channels_last: whether network and images use torch's channels_last memory format, which
             convolutions like.
 
@@ -101,11 +99,12 @@ class DiffusionModule(LightningModule):
         codec: Codec | None = None,
         guidance: Guidance | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
+        conditioning: Conditioning | None = None,
         draws: Draws | None = None,
         channels_last: bool = False,
     ) -> None:
         super().__init__()
-        if _given_hyperparameters.get() is not None:
+        if is_built_from_config():
             # Built from YAML: plain builtins. Objects handed over in Python would be pickled into
             # the checkpoint.
             self.save_hyperparameters(logger=False)
@@ -118,60 +117,60 @@ class DiffusionModule(LightningModule):
         self.guidance = guidance
         self.codec = PixelCodec() if codec is None else codec
         self.image_shape = tuple(image_shape)
-        self.num_classes = num_classes
+        if conditioning is None and num_classes is not None:
+            conditioning = ClassLabels(num_classes)
+        self.conditioning = conditioning
+        self.num_classes: int | None = getattr(conditioning, "num_classes", None)
         self.label_dropout = label_dropout
         self.draws = draws
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.network.to(memory_format=self.memory_format)
         self.timestep_density: Tensor | None = None
         self.timestep_weight: Tensor | None = None
-        self._watch = LossWatch()
-        self._guarded = False  # by a callback, which stops a run more gently
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
         self._val_loss = MeanMetric(nan_strategy="disable")
         self._test_loss = MeanMetric(nan_strategy="disable")
-        check_labels(network, num_classes, label_dropout, guidance)
-        check_objective(process, parameterization, loss, solver, guidance)
+        checks.check_conditioning(network, conditioning, num_classes, label_dropout, guidance)
+        checks.check_objective(process, parameterization, loss, solver, guidance)
+        checks.check_clipping(self.codec, solver, guidance)
 
     # Training
 
     def setup(self, stage: str) -> None:
         """Refuse devices and data that do not fit before the first step."""
-        check_device(self.device)
-        shape = self.image_shape if isinstance(self.codec, PixelCodec) else None
-        check_data(getattr(self.trainer, "datamodule", None), shape, self.num_classes)
-
-    def on_fit_start(self) -> None:
-        """Forget the losses of an earlier fit."""
-        self._watch = LossWatch()
-        callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        self._guarded = any(isinstance(callback, UpdateGuard) for callback in callbacks)
+        checks.check_device(self.device)
+        data = getattr(self.trainer, "datamodule", None)
+        checks.check_data(data, self.codec, self.image_shape, self.num_classes)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Make the randomness of this step a function of its number."""
-        seed_step(_run_seed(), self.global_rank, self.global_step, batch_idx)
+        seed_step(run_seed() or 0, self.global_rank, self.global_step, batch_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> STEP_OUTPUT:
-        """Mean weighted loss at random noise levels, with what callbacks may want to know."""
+        """E[w(u) W(t) mean |target - network(x_t, t)|^2], x_t = alpha(t) x0 + sigma(t) noise.
+
+        That is over the images x0 of the batch, noise standard normal, u from `timestep_density`
+        and t its quantile; the target is the parameterization's, W the loss's weighting, and w(u)
+        is `timestep_weight`. Returned with what callbacks may want to know.
+        """
         x0, labels, _ = self._unpack(batch)
         u = draw_uniforms(len(x0), self.timestep_density, self.draws, device=self.device)
         t, noise = self.times.quantile(u, self.process), torch.randn_like(x0)
-        losses = self.per_sample_loss(x0, self._drop_labels(labels), t, noise, self.global_step)
+        labels = self._dropped(labels, len(x0))
+        losses = self.per_sample_loss(x0, labels, t, noise, self.global_step)
         loss = (losses * self._weight_at(u)).mean()
-        if not self._guarded:
-            self._refuse_non_finite(losses.detach(), u)
         self._log_training(loss, losses.detach(), u, batch_idx)
         return {"loss": loss, "u": u, "t": t, "per_sample_loss": losses.detach()}
 
     def per_sample_loss(
-        self, x0: Tensor, labels: Tensor | None, t: Tensor, noise: Tensor, step: int | None = None
+        self, x0: Tensor, labels: Condition, t: Tensor, noise: Tensor, step: int | None = None
     ) -> Tensor:
         """(B,) losses: a function of the arguments and the weights alone.
 
         Args:
             x0: (B, C, H, W) clean images, encoded.
-            labels: (B,) int64, -1 for none; None for an unconditional network.
+            labels: what the network is told, such as (B,) int64; None for an unconditional one.
             t: (B,) float64 times.
             noise: (B, C, H, W) standard normal.
             step: optimizer steps completed, for weightings that change over training.
@@ -181,14 +180,6 @@ class DiffusionModule(LightningModule):
         output = self._run_network(x_t, labels, t, alpha, sigma)
         prediction = Prediction(output, x0, x_t, noise, t, step)
         return self.loss.per_sample(prediction, self.process, self.parameterization)["loss"]
-
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Never save weights that a loss that is not finite has spoilt."""
-        self._stop_if_not_finite()
-
-    def on_train_end(self) -> None:
-        """Look at the last steps too."""
-        self._stop_if_not_finite()
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer, and the schedule stepped with it."""
@@ -215,39 +206,38 @@ class DiffusionModule(LightningModule):
 
     # Sampling
 
-    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+    def predict_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> Tensor:
         """(seeds (B,), labels (B,)) -> images uint8 (B, C, H, W)."""
         seeds, labels = batch
-        return self.generate(seeds.tolist(), labels)
+        return self.generate(seeds.tolist(), _uncollated(labels))
 
     @torch.no_grad()
-    def generate(self, seeds: Sequence[int], labels: Tensor | None = None) -> Tensor:
+    def generate(self, seeds: Sequence[int], labels: Condition = None) -> Tensor:
         """Images uint8 (N, C, H, W); image i depends on seeds[i] and labels[i] alone.
 
         Args:
             seeds: one integer per image.
-            labels: (N,) int64 below `num_classes`, -1 for none; None is seed modulo `num_classes`
-                for a class-conditional network.
+            labels: a condition of N images, for classes (N,) int64 below `num_classes`, -1 for
+                none; None leaves it to the seeds: for classes, seed modulo `num_classes`.
 
         Raises:
             ValueError: for labels that do not fit.
             NonFiniteSamples: where an image is NaN or infinite, if only on the way.
         """
-        labels = labels_of(seeds, labels, self.num_classes)
+        labels = condition_for(seeds, labels, self.conditioning)
         noise = PerSampleNoise(seeds)
         start = noise.draw(self.image_shape).to(self.device)
-        with _evaluation_mode(self.network):
-            watch = SampleWatch(self._guided(None if labels is None else labels.to(self.device)))
+        with eval_mode(self.network):
+            watch = SampleWatch(self._guided(move_data_to_device(labels, self.device)))
             x0 = self.solver.sample(watch, self.process, start, noise.randn_like)
         watch.refuse_non_finite(x0, seeds, steps_of_fit(self))
         return self.codec.decode(x0)
 
-    def denoise_for(self, labels: Tensor | None) -> Denoise:
+    def denoise_for(self, labels: Condition) -> Denoise:
         """The network as solvers, guidance and `likelihood.bits_per_dim` see it.
 
         Args:
-            labels: (B,) int64, -1 for none, on this module's device; None for an unconditional
-                network.
+            labels: a condition on this module's device; None for an unconditional network.
         """
 
         def denoise(x_t: Tensor, t: Tensor) -> Denoised:
@@ -273,32 +263,27 @@ class DiffusionModule(LightningModule):
 
     # The rest: what the methods above are made of
 
-    def _unpack(self, batch: Batch) -> Batch:
-        """x0 (B, C, H, W), labels and index of a batch."""
+    def _unpack(self, batch: Batch) -> tuple[Tensor, Condition, Tensor]:
+        """x0 (B, C, H, W), condition and index of a batch."""
         if not (isinstance(batch, tuple | list) and len(batch) == 3):
             got = len(batch) if isinstance(batch, tuple | list) else type(batch).__name__
             raise ValueError(
                 f"batches must be (images uint8, labels, index), got {got}; see lit_diffusion.data."
             )
         images, labels, index = batch
-        return self._encode(images), labels, index
-
-    def _encode(self, images: Tensor) -> Tensor:
         x0 = self.codec.encode(images)
         if x0.shape[1:] != self.image_shape:
             raise ValueError(
                 f"image_shape is {self.image_shape}, but the data are {tuple(x0.shape[1:])}; "
                 "change one of them."
             )
-        return x0
+        return x0, None if self.conditioning is None else _uncollated(labels), index
 
-    def _drop_labels(self, labels: Tensor) -> Tensor | None:
-        if self.num_classes is None:
-            return None
-        if self.label_dropout == 0:
-            return labels
-        dropped = torch.rand(len(labels), device=labels.device) < self.label_dropout
-        return labels.masked_fill(dropped, -1)
+    def _dropped(self, condition: Condition, num: int) -> Condition:
+        if self.conditioning is None or self.label_dropout == 0:
+            return condition
+        drop = torch.rand(num, device=self.device) < self.label_dropout
+        return self.conditioning.dropped(condition, drop)
 
     def _weight_at(self, u: Tensor) -> Tensor | float:
         if self.timestep_weight is None:
@@ -306,36 +291,12 @@ class DiffusionModule(LightningModule):
         weight = self.timestep_weight.to(u.device)
         return weight[bin_of(u, len(weight))]
 
-    def _refuse_non_finite(self, losses: Tensor, u: Tensor) -> None:
-        """Stop at a loss that is not finite; a GPU is waited for only when logs are due."""
-        self._watch.see(losses, u, self.global_step)
-        if self.device.type == "cpu" or self._logs_are_due():
-            self._stop_if_not_finite()
-
-    def _logs_are_due(self) -> bool:
-        """Whether loggers will get what this step logs."""
-        every: int = self.trainer.log_every_n_steps  # type: ignore[attr-defined]
-        return every > 0 and (self.global_step + 1) % every == 0
-
-    def _stop_if_not_finite(self) -> None:
-        bad = self._watch.first_bad()
-        if bad is not None:
-            for logger in self.loggers:  # so that the curve of the run tells how it ended
-                logger.log_metrics({"train/loss": math.nan}, step=bad[0])
-            u = torch.tensor([bad[1]], dtype=torch.float64)
-            t = self.times.quantile(u, self.process).item()
-            raise FloatingPointError(
-                f"the loss is not finite since optimizer step {bad[0]}, first at noise level u = "
-                f"{bad[1]:.3f} (t = {t:g}); lower the lr, clip gradients "
-                "(trainer.gradient_clip_val=1), or resume from an earlier checkpoint."
-            )
-
     def _log_training(self, loss: Tensor, losses: Tensor, u: Tensor, batch_idx: int) -> None:
         """The loss; for loggers its mean per quartile of u too, nan where a batch has none.
 
         Lightning takes 0.5 ms for a number, so one that nobody would read is left out.
         """
-        due = self._logs_are_due()
+        due = logs_are_due(self.trainer)
         if due or batch_idx == 0 or self.trainer.is_last_batch:
             self.log("train/loss", loss.detach(), prog_bar=True)
         if not due:
@@ -346,7 +307,7 @@ class DiffusionModule(LightningModule):
         self.log_dict({f"train/loss_q{i}": mean for i, mean in enumerate(means)})
 
     def _run_network(
-        self, x_t: Tensor, labels: Tensor | None, t: Tensor, alpha: Tensor, sigma: Tensor
+        self, x_t: Tensor, labels: Condition, t: Tensor, alpha: Tensor, sigma: Tensor
     ) -> Tensor:
         """Raw output in the images' dtype, whatever the network's own precision."""
         x = self.parameterization.network_input(x_t, alpha, sigma)
@@ -356,8 +317,7 @@ class DiffusionModule(LightningModule):
         if output.shape != expected:
             raise ValueError(
                 f"{type(self.loss).__name__} needs a network output of {expected}, got "
-                f"{tuple(output.shape)} from {type(self.network).__name__}; change its "
-                f"out_channels."
+                f"{tuple(output.shape)} from {type(self.network).__name__}; change out_channels."
             )
         return output.to(x_t.dtype)
 
@@ -372,14 +332,14 @@ class DiffusionModule(LightningModule):
         x0, labels, index = self._unpack(batch)
         t = self.times.quantile(index_uniforms(index), self.process)
         noise = PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
-        labels_or_none = None if self.num_classes is None else labels
         # Without the step: a weighting's warm-up would bend the curve.
-        return self.per_sample_loss(x0, labels_or_none, t, noise).double()
+        return self.per_sample_loss(x0, labels, t, noise).double()
 
-    def _guided(self, labels: Tensor | None) -> Denoise:
+    def _guided(self, labels: Condition) -> Denoise:
         if self.guidance is None:
             return self.denoise_for(labels)
-        return self.guidance.guide(self.denoise_for, labels, self.process)
+        null = None if self.conditioning is None else self.conditioning.null(labels)
+        return self.guidance.guide(self.denoise_for, labels, self.process, null)
 
     def _steps_of_run(self) -> int:
         steps = self.trainer.estimated_stepping_batches
@@ -391,18 +351,6 @@ class DiffusionModule(LightningModule):
         return int(steps)
 
 
-def _run_seed() -> int:
-    """The seed given to `seed_everything`, 0 without one."""
-    return int(os.environ.get("PL_GLOBAL_SEED", "0"))
-
-
-@contextmanager
-def _evaluation_mode(network: nn.Module) -> Iterator[None]:
-    """eval() that gives every submodule its own flag back."""
-    training = [module for module in network.modules() if module.training]
-    network.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
+def _uncollated(labels: Any) -> Any:
+    """A condition of parts is a tuple, of which a DataLoader makes a list."""
+    return tuple(labels) if isinstance(labels, list) else labels

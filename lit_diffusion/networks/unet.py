@@ -15,6 +15,7 @@ github.com/openai/improved-diffusion and github.com/openai/guided-diffusion, fil
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -140,12 +141,9 @@ class _Trunk(nn.Module):
         return self._run(self.middle_block, x, emb), skips
 
     def _run(self, stage: nn.Module, x: Tensor, emb: Tensor) -> Tensor:
-        out: Tensor
-        if self.gradient_checkpointing:
-            out = checkpoint(stage, x, emb, use_reentrant=False)
-        else:
-            out = stage(x, emb)
-        return out
+        if not self.gradient_checkpointing:
+            return cast(Tensor, stage(x, emb))
+        return cast(Tensor, checkpoint(stage, x, emb, use_reentrant=False))
 
 
 class UNet(_Trunk):
@@ -370,16 +368,15 @@ def _without_autocast(module: nn.Module, x: Tensor) -> Tensor:
 
 def _heads(channels: int, num_heads: int, head_channels: int | None) -> int:
     """Number of heads in a block of this many channels."""
-    if head_channels is None:
-        name, divisor, heads = "num_heads", num_heads, num_heads
-    else:
-        name, divisor, heads = "head_channels", head_channels, channels // head_channels
+    name, divisor = "num_heads", num_heads
+    if head_channels is not None:
+        name, divisor = "head_channels", head_channels
     if channels % divisor:
         raise ValueError(
             f"Attention needs widths divisible by {name}, got {channels} channels and "
             f"{name}={divisor}: change {name}, channel_mult or attention_downsample."
         )
-    return heads
+    return num_heads if head_channels is None else channels // head_channels
 
 
 def _refuse_endless(model_channels: int, num_res_blocks: int, levels: int) -> None:

@@ -1,7 +1,7 @@
-"""The tables of docs/results/digits-advice.md: advice_tables.py RUNS.
+"""The tables of docs/results/digits-advice.md: advice_tables.py ADVICE.csv ABLATION.csv.
 
-RUNS holds <arm>/seed-<n>, an arm being a piece of advice joined with a factor of the lr. Printed as
-Markdown:
+An arm of ADVICE.csv is a piece of advice joined with a factor of the lr. ABLATION.csv adds runs of
+the baseline and of constant beta1. Printed as Markdown:
 - advice left in or out: FID at the end (geometric mean, lowest and highest seed), its ratio to the
   baseline's (Welch on logs, 95%; p after Holm) and by seed (paired t);
 - how many runs were unstable at 1, 3 and 10 times the lr, which is the best of the optimizer;
@@ -9,16 +9,34 @@ Markdown:
 """
 
 import argparse
+import csv
 import math
 import re
 from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
 from statistics import geometric_mean
 
-from lit_diffusion.analysis.by_seed import Paired, paired
-from lit_diffusion.analysis.speedup import Welch, holm, welch
-from lit_diffusion.analysis.stability import stability
-from lit_diffusion.analysis.wording import fid_text, p_text
-from lit_diffusion.commands.experiment import Run, find_runs
+from lit_diffusion.experiments.by_seed import Paired, paired
+from lit_diffusion.experiments.curve_tables import read_arms
+from lit_diffusion.experiments.curves import Curve
+from lit_diffusion.experiments.report.wording import fid_text, p_text
+from lit_diffusion.experiments.speedup import Welch, holm, welch
+from lit_diffusion.experiments.stability import Stability
+
+
+@dataclass(frozen=True)
+class Run:
+    """The last FID of a run: the geometric mean over sets of samples, infinite without one.
+
+    And how steady its training losses were; None where not every step's is known.
+    """
+
+    arm: str
+    seed: str
+    last_fid: float
+    stability: Stability | None
+
 
 Cells = dict[tuple[str, float], list[Run]]
 ADVICE = {
@@ -35,7 +53,6 @@ ADVICE = {
 }
 FACTORS = (1.0, 3.0, 10.0)
 BETA_FACTORS = (0.3, 1.0, 3.0)
-SETS = 3  # of samples, at the end of a run
 BETAS = ("0", "0.5", "0.8", "0.9", "0.95", "0.99")
 
 
@@ -61,35 +78,36 @@ def is_beta(name: str) -> bool:
     return name == "baseline" or name in [f"beta1-{beta}" for beta in BETAS]
 
 
-def cells(runs: list[Run]) -> Cells:
-    """The runs by advice and factor.
+def read(file: str) -> list[Run]:
+    found = {}
+    for row in csv.DictReader(Path(file).read_text().splitlines()):
+        steady = Stability(int(row["spikes"]), row["diverged"] == "1")
+        found[row["arm"], row["seed"]] = steady if row["losses_every"] == "1" else None
+    return [
+        Run(arm.name, run.seed, last_fid(run), found[arm.name, run.seed])
+        for arm in read_arms([file])
+        for run in arm.curves
+    ]
 
-    Raises:
-        ValueError: for a seed that is there twice, and a run that neither ended nor diverged.
-    """
+
+def last_fid(run: Curve) -> float:
+    fids = [run.fids[-1], *run.repeats]
+    return geometric_mean(fids) if all(map(math.isfinite, fids)) else math.inf
+
+
+def cells(advice: list[Run], ablation: list[Run]) -> Cells:
+    """The runs by advice and factor; of a seed that is in both files, the first."""
+    known = {(run.arm, run.seed) for run in advice}
+    more = [run for run in ablation if is_beta(run.arm) and (run.arm, run.seed) not in known]
     found: Cells = defaultdict(list)
-    for run in runs:
-        at = cell(run.arm)
-        if run.seed in [other.seed for other in found[at]]:
-            raise ValueError(f"{run.path}: its seed is there twice.")
-        if len(last_fids(run)) != SETS and not run.diverged:
-            raise ValueError(f"{run.path} has no FIDs of {SETS} sets of samples at its end.")
-        found[at].append(run)
+    for run in advice + more:
+        found[cell(run.arm)].append(run)
     return found
-
-
-def last_fids(run: Run) -> list[float]:
-    return [r["value"] or math.inf for r in run.records if r["step"] == run.max_steps]
-
-
-def last_fid(run: Run) -> float:
-    """The geometric mean over all sets of samples at the last step; infinite without an FID."""
-    return math.inf if run.diverged else geometric_mean(last_fids(run))
 
 
 def fids(runs: list[Run]) -> str:
     """The geometric mean over seeds, the lowest and the highest."""
-    kept = sorted(fid for run in runs if math.isfinite(fid := last_fid(run)))
+    kept = sorted(fid for run in runs if math.isfinite(fid := run.last_fid))
     if not kept:
         return "-"
     lost = f", {len(kept)} of {len(runs)}" * (len(kept) < len(runs))
@@ -99,8 +117,7 @@ def fids(runs: list[Run]) -> str:
 
 def unstable(runs: list[Run]) -> str:
     """Diverged and spiking runs of those that logged every step, as in compare's table."""
-    losses = [run.train_losses for run in runs]
-    found = [stability(values) for steps, values in losses if steps[:2] == [0, 1]]
+    found = [run.stability for run in runs if run.stability]
     if not found:
         return "-"
     bad = sum(not one.stable for one in found)
@@ -110,7 +127,7 @@ def unstable(runs: list[Run]) -> str:
 
 def against(runs: list[Run], baseline: list[Run]) -> tuple[Welch | None, Paired | None]:
     """Last FIDs beside those of the baseline, and by seed; None where a run has none."""
-    own, other = ({run.seed: last_fid(run) for run in group} for group in (runs, baseline))
+    own, other = ({run.seed: run.last_fid for run in group} for group in (runs, baseline))
     if not all(map(math.isfinite, (*own.values(), *other.values()))):
         return None, None
     shared = sorted(own.keys() & other.keys())
@@ -161,8 +178,10 @@ def momentum_table(found: Cells) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="+")
-    found = cells(find_runs(parser.parse_args().runs))
+    parser.add_argument("advice")
+    parser.add_argument("ablation")
+    args = parser.parse_args()
+    found = cells(read(args.advice), read(args.ablation))
     advice_table(found)
     print()
     stability_table(found)

@@ -1,4 +1,4 @@
-"""Methods beside their own controls: controls_table.py RUNS ARM=CONTROL [ARM=CONTROL ...].
+"""Methods beside their own controls: controls_table.py FILE.csv ARM=CONTROL [ARM=CONTROL ...].
 
 A row a pair, as Markdown: the speed-up of the arm over its control, the same by seed, and by seed
 the last FID over the control's, as `lit-diffusion compare` has them for the two alone. Intervals
@@ -7,16 +7,12 @@ are of 95%; p-values are corrected (Holm) for the pairs, in each column by itsel
 
 import argparse
 from collections.abc import Sequence
-from itertools import chain
-from pathlib import Path
 
-from lit_diffusion.analysis.by_seed import Paired, last_by_seed, speed_by_seed
-from lit_diffusion.analysis.comparison import Arm, Result, compare
-from lit_diffusion.analysis.speedup import holm
-from lit_diffusion.analysis.wording import fid_text, p_text, speedup_text
-from lit_diffusion.commands.experiment import find_runs
-from lit_diffusion.commands.findings import arms_of
-from lit_diffusion.commands.selection import select
+from lit_diffusion.experiments.by_seed import Paired, last_by_seed, speed_by_seed
+from lit_diffusion.experiments.comparison import Arm, Result, compare
+from lit_diffusion.experiments.curve_tables import read_arms
+from lit_diffusion.experiments.report.wording import fid_text, p_text, speedup_text
+from lit_diffusion.experiments.speedup import holm
 
 Tests = tuple[Result, Paired, Paired]
 
@@ -60,15 +56,11 @@ def table(pairs: Sequence[tuple[Arm, Arm]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", type=Path)
+    parser.add_argument("file")
     parser.add_argument("pairs", nargs="+")
     args = parser.parse_args()
+    arms = {arm.name: arm for arm in read_arms([args.file])}
     names = [pair.split("=") for pair in args.pairs]
-    folders = [str(args.runs / name) for name in dict.fromkeys(chain(*names))]
-    selection = select(find_runs(folders))
-    if selection.left_out:
-        raise SystemExit(f"some runs cannot stand beside the others: {selection.left_out}.")
-    arms = {arm.name: arm for arm in arms_of(selection)}
     table([(arms[first], arms[control]) for first, control in names])
 
 

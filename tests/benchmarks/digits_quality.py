@@ -18,10 +18,10 @@ import torch
 from sklearn.svm import SVC
 from torch import Tensor
 
-from lit_diffusion.checkpoints import load
+from lit_diffusion.checkpoints.loading import load
 from lit_diffusion.data.digits import Digits
+from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.frechet import FrechetDistance
-from lit_diffusion.metrics.protocols import protocol_by_name
 
 BATCHES = 10
 MORE = 100

@@ -1,66 +1,79 @@
-"""Keeps what `lit-diffusion compare` reads of a sweep's finished runs: keep_runs.py SWEEP DEST.
+"""Keep the FIDs of a sweep's finished runs as one table: keep_runs.py SWEEP FILE.csv [--losses].
 
-Of each run that reached its last step or diverged: config.yaml (with the run folder relative to
-DEST), metrics.csv, evaluations.jsonl, and for the first seed of an arm its last grid of samples.
-Without checkpoints, so that results can be committed. With --brief no grid, and of metrics.csv the
-losses and FIDs alone, to six digits: for runs that log every step.
+A row an evaluation, as `lit-diffusion compare FILE.csv` reads it; a run whose training diverged has
+no FID from then on. Where runs have FIDs of several averages, each average is an arm of its own.
+With --losses each row also says how steady the training losses of its run were: every how many
+steps they were logged, how often they spiked, and whether they diverged.
 """
 
 import argparse
-import csv
-import re
-import shutil
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
-from lit_diffusion.commands.experiment import Run, find_runs
+from lit_diffusion.experiments.comparison import Arm
+from lit_diffusion.experiments.found_runs import Run, find_runs
+from lit_diffusion.experiments.report.tables import curve_records, to_csv
+from lit_diffusion.experiments.stability import stability
+
+Row = dict[str, Any]
+
+
+def metrics(run: Run) -> list[str]:
+    return list(dict.fromkeys(str(record["metric"]) for record in run.records))
 
 
 def finished(run: Run) -> bool:
-    """Whether the last step was evaluated, with all of its repeats, or the training diverged."""
+    """Whether the last step was evaluated with all of its repeats, or the training diverged."""
     at_end = [record for record in run.records if record["step"] == run.max_steps]
-    told = re.search(r"repeats_at_end: (\d+)", (run.path / "config.yaml").read_text())
-    return run.diverged or len(at_end) >= 1 + int(told[1] if told else 0)
+    callbacks = run.config["trainer"].get("callbacks") or []
+    repeats = [each.get("init_args", {}).get("repeats_at_end", 0) for each in callbacks]
+    return run.diverged or len(at_end) > max(repeats, default=0)
 
 
-def write_brief(source: Path, target: Path) -> None:
-    with source.open() as lines:
-        rows = list(csv.DictReader(lines))
-    names = [name for name in rows[0] if re.fullmatch("step|train/loss|val/.*", name)]
-    with target.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(names)
-        for row in rows:
-            numbers = [f"{float(row[name]):.6g}" if row[name] else "" for name in names[1:]]
-            writer.writerow([row[names[0]], *numbers])
+def rows(run: Run, shared: str, due: list[int]) -> list[Row]:
+    if not run.records:  # it diverged before the first evaluation
+        return [{"arm": run.arm, "seed": run.seed, "step": step, "repeat": 0} for step in due]
+    return [
+        row
+        for metric in metrics(run)
+        for row in curve_records(
+            [Arm(run.arm + metric.removeprefix(shared), (run.curve(metric, due),))]
+        )
+    ]
 
 
-def keep(run: Run, folder: Path, name: str, brief: bool) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    config = (run.path / "config.yaml").read_text()
-    config = re.sub(r"default_root_dir: .*", f"default_root_dir: {name}", config)
-    (folder / "config.yaml").write_text(config)
-    shutil.copy(run.path / "metrics.csv", folder)
-    if brief:
-        write_brief(run.path / "metrics.csv", folder / "metrics.csv")
-    if (run.path / "evaluations.jsonl").exists():  # not if it diverged before the first
-        shutil.copy(run.path / "evaluations.jsonl", folder)
-    if run.seed == "0" and run.grids and not brief:
-        grid = run.grids[max(run.grids)]
-        (folder / "samples").mkdir(exist_ok=True)
-        shutil.copy(grid, folder / "samples" / grid.name)
+def losses(run: Run) -> Row:
+    steps, values = run.train_losses
+    found = stability(values)
+    return {
+        "losses_every": min(later - step for step, later in pairwise(steps)),
+        "spikes": found.spikes,
+        "diverged": int(found.diverged),
+    }
+
+
+def table(runs: list[Run], with_losses: bool) -> Iterator[Row]:
+    shared = min((metric for run in runs for metric in metrics(run)), key=len)
+    due = sorted({record["step"] for run in runs for record in run.records})
+    for run in runs:
+        steps = [step for step in due if step <= (run.max_steps or step)]
+        extra = losses(run) if with_losses else {}
+        yield from (row | extra for row in rows(run, shared, steps))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("sweep", type=Path)
-    parser.add_argument("destination", type=Path)
-    parser.add_argument("--brief", action="store_true")
+    parser.add_argument("sweep")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--losses", action="store_true")
     args = parser.parse_args()
-    for run in find_runs([str(args.sweep)]):
-        if finished(run):
-            name = run.path.relative_to(args.sweep)
-            keep(run, args.destination / name, f"runs/{args.destination.name}/{name}", args.brief)
-            print(f"kept {name}")
+    found = find_runs([args.sweep])
+    runs = [run for run in found if finished(run)]
+    for run in found:
+        print("kept" if run in runs else "not finished:", run.path)
+    args.file.write_text(to_csv(table(runs, args.losses)))
 
 
 if __name__ == "__main__":

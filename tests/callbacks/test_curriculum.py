@@ -25,8 +25,8 @@ from lit_diffusion.callbacks.curriculum import (
     shifting_gaussian,
     total_variation,
 )
-from lit_diffusion.loggers import read_rows
 from lit_diffusion.modules import diffusion
+from lit_diffusion.runs.loggers import read_rows
 from lit_diffusion.timesteps import Antithetic, Independent, Stratified, bin_of, draw_uniforms
 
 CASE = "case12_seed_formulas"
@@ -213,10 +213,9 @@ class TwoOptimizers(ForeignTimes):
 
 
 @pytest.mark.parametrize("make", [TimestepCurriculum, ShiftingGaussian])
-def test_the_steps_of_two_optimizers_count_together_and_a_warning_says_so(tmp_path, make):
+def test_the_steps_of_two_optimizers_count_together(tmp_path, make):
     module = TwoOptimizers()
-    with pytest.warns(UserWarning, match="counts the steps of all 2 optimizers together"):
-        make_trainer(tmp_path, make(8)).fit(module, loader())
+    make_trainer(tmp_path, make(8)).fit(module, loader())
     assert [step for step, _, _ in module.told] == [0, 2, 4, 6]
     for step, density, _ in module.told:
         assert torch.equal(density, make(8).density_at(step))
@@ -276,7 +275,7 @@ BAD = [
     ({"num_steps": -5}, "got -5"),
     ({"num_steps": math.nan}, "got nan"),
     ({"num_steps": math.inf}, "got inf"),
-    ({"mean": 300}, "a mean is a rank u in .* got 300; divide"),
+    ({"mean": 300}, "a mean is a noise level u in .* got 300; divide"),
     ({"mean": -0.1}, "got -0.1"),
     ({"mean": math.nan}, "got nan"),
     ({"std": 0.0}, "std must be at least the width of a bin, 1 / 1000"),

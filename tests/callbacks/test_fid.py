@@ -21,9 +21,9 @@ from lit_diffusion.callbacks.ema import EMA
 from lit_diffusion.callbacks.fid import FIDEvaluation
 from lit_diffusion.callbacks.step_seed import StepSeed
 from lit_diffusion.data.digits import Digits
+from lit_diffusion.metrics.extractors import EmbeddedCNN, InceptionV3Compat
 from lit_diffusion.metrics.frechet import FrechetDistance
-from lit_diffusion.metrics.protocols import EmbeddedCNN, InceptionV3Compat
-from lit_diffusion.metrics.record import images_seen
+from lit_diffusion.metrics.image_count import images_seen
 from lit_diffusion.protocols import NonFiniteSamples
 
 NUM = 20

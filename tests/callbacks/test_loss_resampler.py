@@ -16,7 +16,7 @@ from lit_diffusion.callbacks.loss_resampler import (
     second_moment_density,
     update_history,
 )
-from lit_diffusion.loggers import read_rows
+from lit_diffusion.runs.loggers import read_rows
 
 CASE = "case05_resampler"
 
@@ -124,8 +124,8 @@ def test_discrete_times_in_single_precision_fill_every_bin(tmp_path):
     assert torch.equal(resampler.state_dict()["losses"], t.double()[:, None].expand(-1, 4))
 
 
-def test_losses_that_are_left_out_do_not_spoil_the_density(tmp_path):
-    """Where FiniteUpdates lets a run go on after a loss that is not finite."""
+def test_losses_that_are_not_finite_do_not_spoil_the_density(tmp_path):
+    """Where FiniteUpdates lets a run go on after one."""
 
     class Diverges(ForeignTimes):
         def training_step(self, batch, batch_idx):
@@ -261,7 +261,7 @@ def without(*names):
         (without("per_sample_loss"), r"'u': \(8,\)\}; add them"),
         (lambda out: {**out, "per_sample_loss": out["loss"]}, r"'per_sample_loss': \(\)"),
         (lambda out: {**out, "u": out["u"][:, None]}, r"'u': \(8, 1\)"),
-        (lambda out: {**out, "u": 1000 * out["u"]}, r"as u ranks in \[0, 1\], got .*; divide"),
+        (lambda out: {**out, "u": 1000 * out["u"]}, r"return u in \[0, 1\], got .*; divide"),
         (lambda out: None, r"returned tensors of shape \{\}"),
     ],
 )
@@ -273,17 +273,6 @@ def test_a_module_that_does_not_tell_its_losses_is_refused_at_the_first_step(
         make_trainer(tmp_path, LossSecondMomentResampler(4)).fit(module, loader())
     assert len(module.drawn) == 1
     assert module.timestep_density is module.timestep_weight is None
-
-
-def test_losses_that_are_not_finite_are_told_when_logged_or_saved(tmp_path):
-    def broken(out):
-        return {**out, "per_sample_loss": torch.full_like(out["per_sample_loss"], torch.nan)}
-
-    resampler = LossSecondMomentResampler(1)
-    with pytest.raises(FloatingPointError, match=r"u near 0\.5 are not finite"):
-        make_trainer(tmp_path, resampler, log_every_n_steps=1).fit(Returns(broken), loader())
-    with pytest.raises(FloatingPointError, match="not finite"):
-        resampler.state_dict()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 import copy
 import itertools
 import random
-import warnings
 from functools import partial
 
 import pytest
@@ -495,13 +494,6 @@ def test_a_control_for_momentum_below_its_floor_is_refused():
         (torch.optim.Adagrad, {}, "Adagrad has neither; use Adam"),
         (partial(torch.optim.LBFGS), {"compensate_lr": False}, "LBFGS has neither"),
         (partial(Adam, capturable=True), {}, "pass capturable=False"),
-        (
-            lambda params, lr: Adam(
-                params, lr, betas=tuple(torch.tensor([0.5, 0.75])), foreach=False
-            ),
-            {},
-            r"betas that are floats, and Adam has 0\.5; pass 0\.5",
-        ),
         (ADAM, {"optimizers": [1]}, r"among the 1 of the module, the first being 0, got \[1\]"),
     ],
 )
@@ -546,55 +538,6 @@ def test_schedules_that_cycle_the_momentum_are_refused_and_the_control_takes_the
     module = Recorded(schedule=schedule)
     fit(tmp_path, module, LRCompensation())
     assert len(module.used) == STEPS
-
-
-class ByHand(Recorded):
-    """Keeps its schedule to itself, so that Lightning knows of none."""
-
-    def __init__(self, *, cycle_momentum):
-        super().__init__()
-        self.cycle_momentum = cycle_momentum
-
-    def configure_optimizers(self):
-        optimizer = super().configure_optimizers()
-        self.by_hand = lr_scheduler.OneCycleLR(
-            optimizer, max_lr=1e-2, total_steps=20, cycle_momentum=self.cycle_momentum
-        )
-        return optimizer
-
-    def on_train_batch_end(self, *_):
-        self.by_hand.step()
-
-
-@pytest.mark.parametrize(("cycle_momentum", "warns"), [(True, 1), (False, 0)])
-def test_momentum_that_moves_by_itself_as_well_is_told_once(tmp_path, cycle_momentum, warns):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        fit(tmp_path, ByHand(cycle_momentum=cycle_momentum), MomentumDecay())
-    told = [str(w.message) for w in caught if "moves by itself as well ([0.95]" in str(w.message)]
-    assert len(told) == warns
-
-
-def test_groups_that_are_added_are_no_momentum_that_moves(tmp_path):
-    class Grows(Recorded):
-        def on_train_epoch_start(self):
-            if self.current_epoch == 3:
-                late = {"params": [torch.nn.Parameter(torch.zeros(1))], "betas": (0.7, 0.9)}
-                self.trainer.optimizers[0].add_param_group(late)
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*moves by itself")
-        trainer = fit(tmp_path, Grows(), MomentumDecay())
-    assert [group["betas"][0] for group in trainer.optimizers[0].param_groups] == [0.8, 0.7]
-
-
-class Lion(Adam):
-    """By its name the optimizer whose update is a sign."""
-
-
-def test_lion_is_warned_of(tmp_path):
-    with pytest.warns(UserWarning, match="Lion takes the sign of its momentum"):
-        fit(tmp_path, Recorded(partial(Lion, betas=(0.9, 0.99))), MomentumDecay())
 
 
 @pytest.mark.parametrize("min_beta1", [-0.1, 1.0])

@@ -37,28 +37,28 @@ def test_names_of_ten_levels_are_those_of_the_documentation():
 
 def test_each_value_is_the_mean_loss_of_its_level():
     module, codec = tiny_diffusion().eval(), PixelCodec()
-    fixed = read_fixed(images(50, 7), 20)
-    x0 = codec.encode(fixed.images)
-    noise = PerSampleNoise(fixed.indices).randn_like(x0)
-    found = noise_level_losses(module, x0, fixed.labels, noise, [0.305, 0.705])
+    pixels, labels, indices = read_fixed(images(50, 7), 20)
+    x0 = codec.encode(pixels)
+    noise = PerSampleNoise(indices).randn_like(x0)
+    found = noise_level_losses(module, x0, labels, noise, [0.305, 0.705])
     for value, t in zip(found, (30.0, 70.0), strict=True):
         times = torch.full((20,), t, dtype=torch.float64)
-        expected = module.per_sample_loss(x0, fixed.labels, times, noise).double().mean()
+        expected = module.per_sample_loss(x0, labels, times, noise).double().mean()
         torch.testing.assert_close(value, expected)
 
 
 def test_images_are_spread_over_the_data_set_and_all_of_a_small_one():
-    assert read_fixed(images(50, 7), 5).indices == [0, 10, 20, 30, 40]
-    fixed = read_fixed(images(3, 7), 64)
-    assert torch.equal(fixed.images, images(3, 3).dataset.tensors[0])
-    assert fixed.labels.tolist() == [0, 1, 2]
+    assert read_fixed(images(50, 7), 5)[2] == [0, 10, 20, 30, 40]
+    found, labels, _ = read_fixed(images(3, 7), 64)
+    assert torch.equal(found, images(3, 3).dataset.tensors[0])
+    assert labels.tolist() == [0, 1, 2]
 
 
 def test_data_sets_of_images_alone_have_no_labels():
     pixels = images(6, 2).dataset.tensors[0]
-    fixed = read_fixed(DataLoader(list(pixels), batch_size=2), 4)
-    assert fixed.labels is None
-    assert fixed.images.shape == (4, 1, 8, 8)
+    found, labels, _ = read_fixed(DataLoader(list(pixels), batch_size=2), 4)
+    assert labels is None
+    assert found.shape == (4, 1, 8, 8)
 
 
 def test_training_steps_measure_training_images_with_averaged_weights(tmp_path):

@@ -13,8 +13,8 @@ from support.plain_module import PlainModule, loader, make_trainer
 from support.resuming import CALLBACKS, Death, Recipe, assert_goes_on
 
 from lit_diffusion.callbacks import EMA, SampleGrid, SaveOnSignal
-from lit_diffusion.commands.keeping import LastCheckpoint
-from lit_diffusion.signals import SAVED, SavedOnSignal
+from lit_diffusion.runs.last_checkpoint import LastCheckpoint
+from lit_diffusion.system.signals import SAVED, SavedOnSignal
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1)
 

@@ -104,13 +104,22 @@ def test_numbers_of_a_paper_are_compared_from_a_table(table, expected, capsys):
     found = rows("report/speedups.csv")
     assert {arm: f"{float(found[arm]['speedup']):.2f}" for arm in expected} == expected
     told = capsys.readouterr().out
-    assert "looks best, but these runs cannot tell that from noise." in told
+    assert "2 arms cannot be told from noise (one seed), of which " in told
     assert "how the FIDs were measured is not known" in Path("report/report.md").read_text()
 
 
 def test_the_curves_of_a_report_can_be_compared_again(report):
     assert call("compare report/curves.csv --out made/again") == 0
     assert rows("made/again/speedups.csv") == rows("report/speedups.csv")
+
+
+@pytest.mark.parametrize("runs", ["sweep", "report/curves.csv"])
+def test_arms_may_be_chosen(sweep, report, runs):
+    assert call(f"compare {runs} --arms baseline slow --out made") == 0
+    assert list(rows("made/speedups.csv")) == ["baseline", "slow"]
+    assert (
+        rows("made/speedups.csv")["slow"]["at_fid"] == rows("report/speedups.csv")["slow"]["at_fid"]
+    )
 
 
 def test_baseline_and_target_may_be_chosen(sweep):
@@ -199,7 +208,9 @@ def test_runs_of_which_none_can_be_read_are_refused(capsys):
 
 def test_a_target_that_all_have_at_once_tells_nothing(sweep, capsys):
     assert call("compare sweep --target 1000") == 0
-    assert "These runs cannot tell which arm is best." in capsys.readouterr().out
+    assert "4 arms cannot be told from noise (the FID was reached before the first" in (
+        capsys.readouterr().out
+    )
     assert "| 5 of 5 | <= 100 |" in Path("report/report.md").read_text()
 
 
@@ -212,6 +223,7 @@ def test_a_target_that_all_have_at_once_tells_nothing(sweep, capsys):
         ("compare sweep file.csv", "give either run folders or CSV files"),
         ("compare sweep --out file.csv", "--out file.csv is a file; name a folder."),
         ("compare sweep --baseline x", "no arm 'x' with an FID for --baseline"),
+        ("compare sweep --arms fast x", "--arms: there is no x; there are baseline, dead,"),
         ("compare sweep --target nine", "argument --target: invalid float value: 'nine'"),
         ("compare sweep --target -1", "the target must be a positive FID, got -1."),
         ("compare sweep/fast", "only the arm fast is left"),
@@ -270,7 +282,7 @@ def test_the_first_screen_has_the_sentence_in_big_type_and_the_whole_forest_plot
 @pytest.mark.parametrize("width", [1280, 500])
 def test_every_picture_is_shown_nothing_is_cut_off_and_nothing_is_fetched(page, width):
     found = look(page, width)
-    assert len(found["pictures"]) == 2 + 5 * 3
+    assert len(found["pictures"]) == 3  # speed-ups, curves, samples
     assert all(complete and natural > 0 and alt for complete, natural, alt in found["pictures"])
     assert found["width"] <= found["window"]
     assert found["loaded"] == []

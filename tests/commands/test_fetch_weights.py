@@ -1,4 +1,7 @@
+from pathlib import Path
+
 import pytest
+import torch
 from support.commands import call
 
 from lit_diffusion.metrics import weights
@@ -7,7 +10,11 @@ from lit_diffusion.metrics import weights
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(weights, "_download", lambda url, path: asked.append((url, path)))
+
+    def download(url, path, hash_prefix):
+        asked.append((url, Path(path)))
+
+    monkeypatch.setattr(torch.hub, "download_url_to_file", download)
     return asked
 
 

@@ -2,7 +2,8 @@ import argparse
 
 import pytest
 
-from lit_diffusion.commands.options import Parser, add_sampling, integers
+from lit_diffusion.commands.options import add_sampling, integers
+from lit_diffusion.settings.parser import Parser
 
 
 @pytest.mark.parametrize(
@@ -25,13 +26,3 @@ def test_labels_may_begin_with_none(labels):
     expected = integers(labels)
     assert parser.parse_args(["--labels", labels]).labels == expected
     assert parser.parse_args([f"--labels={labels}"]).labels == expected
-
-
-def test_a_parser_raises_instead_of_printing_usage(capsys):
-    parser = Parser("x", "Do x.")
-    parser.add_argument("--colour", required=True)
-    with pytest.raises(ValueError, match="colour must be given"):
-        parser.parse_args([])
-    with pytest.raises(ValueError, match="Did you mean 'colour'"):
-        parser.parse_args(["--colour", "red", "--color", "blue"])
-    assert capsys.readouterr() == ("", "")

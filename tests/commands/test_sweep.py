@@ -1,6 +1,5 @@
 """Arms and seeds as fits: real processes, interrupted and taken up again."""
 
-import io
 import os
 import shlex
 import shutil
@@ -16,9 +15,8 @@ from support.sweeping import TRUST, write_configs
 from support.tiny_run import write_config
 
 from lit_diffusion.commands import sweep
-from lit_diffusion.commands.jobs import Ended, Job
-from lit_diffusion.commands.run_folder import occupied
-from lit_diffusion.commands.sweep_plan import LAST
+from lit_diffusion.experiments.sweep_plan import LAST
+from lit_diffusion.experiments.sweeping import LOG
 
 MIN_SNR = "lit_diffusion.losses.MinSNR"
 
@@ -41,19 +39,6 @@ def test_a_damaged_checkpoint_is_named_and_the_other_runs_go_on(one_run, capsys)
     assert "1 of 2 runs finished; not baseline/seed-0" in said
 
 
-def test_a_checkpoint_that_a_run_leaves_damaged_stops_no_other_run(one_run, capsys):
-    for name in ("baseline", "slow"):
-        shutil.rmtree(f"out/{name}")
-    args = sweep.parser().parse_args(["tiny.yaml", "--seeds", "0", "--out", "out"])
-    over = sweep.Sweep(sweep.planned(args, TRUST.split()), 1)
-    file = Path("out/baseline/seed-0/checkpoints/last.ckpt")
-    file.parent.mkdir(parents=True)
-    file.write_bytes(b"PK")
-    over._ended(Ended(Job("baseline/seed-0", [], io.BytesIO()), 0, 1.0))
-    assert over.unfinished == ["baseline/seed-0"]
-    assert "ended after 0:00:01 with a damaged checkpoint: out/baseline" in capsys.readouterr().err
-
-
 def test_runs_that_cannot_be_compared_are_no_report_and_no_success(one_run, capsys):
     assert call(f"sweep tiny.yaml --arms slow.yaml --seeds 0 --out out {TRUST}") == 1
     assert "no report: none of these runs has an FID" in capsys.readouterr().err
@@ -64,45 +49,6 @@ def test_a_baseline_alone_needs_no_comparison(one_run, capsys, arms):
     write_config({"trainer": {"max_steps": 8}}, Path("same.yaml"))
     assert call(f"sweep tiny.yaml {arms} --seeds 0 --out out {TRUST}") == 0
     assert "no report" not in capsys.readouterr().err
-
-
-# Runs that other processes have
-
-
-def planned(options: str) -> sweep.Sweep:
-    args = sweep.parser().parse_args(shlex.split(f"tiny.yaml --out out {options}"))
-    return sweep.Sweep(sweep.planned(args, TRUST.split()), 1)
-
-
-def test_the_folder_of_a_fit_that_no_sweep_started_is_left_alone_until_it_ends(one_run, capsys):
-    """Before its first checkpoint, it looks like a run that died."""
-    run = Path("out/baseline/seed-0")
-    shutil.rmtree(run / "checkpoints")
-    (run / "metrics.csv").unlink()
-    with occupied(run):
-        before, claimed = sorted(run.iterdir()), (run / ".lock").stat().st_ino
-        jobs = planned("--seeds 0")._jobs()
-        assert [next(jobs) for _ in range(3)] == [None] * 3
-        assert sorted({*before, run / sweep.LOG}) == sorted(run.iterdir())
-    assert capsys.readouterr().err.count("baseline/seed-0 is being run by another process") == 1
-    (job,) = jobs
-    assert job.name == "baseline/seed-0"
-    assert sorted(path.name for path in run.iterdir()) == [".lock", sweep.LOG]
-    assert (run / ".lock").stat().st_ino == claimed  # a new file would be another claim
-
-
-def test_runs_of_others_come_last_and_count_as_finished_when_those_finish_them(one_run, tmp_path):
-    saved = Path("out/baseline/seed-0/checkpoints")
-    saved.rename("elsewhere")
-    shutil.rmtree("out/slow")
-    over = planned("--arms slow.yaml --seeds 0")
-    jobs = over._jobs()
-    with occupied(saved.parent):
-        assert next(jobs).name == "slow/seed-0"
-        assert next(jobs) is None
-        Path("elsewhere").rename(saved)
-    assert list(jobs) == []
-    assert over.unfinished == ["slow/seed-0"]
 
 
 # The processes
@@ -153,7 +99,7 @@ def test_a_sweep_that_is_interrupted_goes_on_where_it_was():
     said = told(first, 130)
     assert "stopped with 0 of 2 runs finished. The same command goes on:" in said
     assert f"lit-diffusion sweep {options}" in said
-    assert "on SIGTERM." in (runs[0] / sweep.LOG).read_text()
+    assert "on SIGTERM." in (runs[0] / LOG).read_text()
 
     reached = checkpoint(runs[0])["global_step"]
     shutil.rmtree(runs[1] / "checkpoints")
@@ -218,7 +164,7 @@ def test_a_sweep_whose_time_is_up_leaves_nothing_running_and_is_to_be_started_ag
     assert f"baseline/seed-0 saved at step {checkpoint(runs[0])['global_step']} of 100000" in said
     assert "stopped with 0 of 2 runs finished. The same command goes on:" in said
     assert "FAILED" not in said
-    assert "on SIGUSR1." in (runs[0] / sweep.LOG).read_text()
+    assert "on SIGUSR1." in (runs[0] / LOG).read_text()
     assert not Path(f"/proc/{fit}").exists()
     assert not runs[1].exists()
 

@@ -5,8 +5,6 @@ from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElastic
 
 from lit_diffusion.doctor.ranks import (
     Ranks,
-    Slurm,
-    Torchrun,
     check_launch,
     check_slurm,
     check_torchrun,
@@ -113,9 +111,9 @@ def test_what_lightning_refuses_is_a_problem_here(monkeypatch):
 
 
 def test_numbers_that_are_none_are_as_if_not_set():
-    assert Slurm.of({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2(x3)"}).ntasks is None
-    assert Slurm.of({}) is None
-    assert Torchrun.of({"WORLD_SIZE": "4"}) is None  # anybody may set it
+    (finding,) = look(Ranks(4, 1), JOB, SLURM_NTASKS="2(x3)")
+    assert "SLURM_NTASKS is not set" in finding.text
+    assert check_launch(Ranks(1, 1), {"WORLD_SIZE": "4"}) == []  # anybody may set it
 
 
 @pytest.mark.parametrize(
@@ -140,7 +138,7 @@ def test_lightning_refuses_the_same_of_torchrun(monkeypatch):
         try:
             TorchElasticEnvironment().validate_settings(devices, nodes)
         except ValueError:
-            assert has_problem(check_torchrun(Ranks(devices, nodes), Torchrun.of(TORCHRUN)))
+            assert has_problem([check_torchrun(Ranks(devices, nodes), 4, 2)])
 
 
 def test_torchrun_counts_inside_of_a_job():
@@ -155,4 +153,4 @@ def test_one_of_several_processes_speaks():
 
 
 def test_an_unknown_number_of_devices_is_not_compared():
-    assert not has_problem(check_slurm(Ranks(None, 5), Slurm.of(JOB)))
+    assert not has_problem(check_slurm(Ranks(None, 5), JOB))

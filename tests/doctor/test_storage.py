@@ -1,33 +1,33 @@
 import math
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 
 from lit_diffusion.callbacks import EMA
+from lit_diffusion.doctor.plan import Plan
 from lit_diffusion.doctor.report import Level
 from lit_diffusion.doctor.storage import (
     Storage,
     averages_bytes,
     check_storage,
-    grid_bytes,
     kept_files,
     optimizer_bytes,
     replaced_bytes,
     state_bytes,
 )
 
-RUN = Storage(
-    "/runs", free=10**9, weights=10**6, optimizer=2 * 10**6, averages=10**6, checkpoints=2
-)
+SIZES = {"weights": 10**6, "optimizer": 2 * 10**6, "EMA": 10**6}
+RUN = Storage("/runs", free=10**9, sizes=SIZES, checkpoints=2)
 
 
 def test_a_file_more_than_are_kept_must_fit():
     assert RUN.needed == 3 * 4 * 10**6
     assert replace(RUN, checkpoints=0, weight_files=3).needed == 3 * 10**6
-    assert replace(RUN, samples=500).needed == RUN.needed + 500
     assert replace(RUN, replaced=5 * 10**6).needed == RUN.needed - 5 * 10**6
     assert replace(RUN, replaced=50 * 10**6).needed == 0
 
@@ -42,13 +42,13 @@ def test_a_file_more_than_are_kept_must_fit():
         ({"free": 11 * 10**6, "replaced": 4 * 10**6}, Level.WARNING, "4.0 MB there already"),
         ({"checkpoints": math.inf}, Level.WARNING, "no checkpoint is ever deleted"),
         ({"weight_files": math.inf}, Level.WARNING, "no checkpoint is ever deleted"),
-        ({"optimizer": None}, Level.NOTE, "not known"),
+        ({"sizes": {"weights": 10**6}}, Level.NOTE, "not known"),
     ],
 )
 def test_the_disk_must_hold_it(changes, level, told):
-    found = check_storage(replace(RUN, **changes))
-    assert max(finding.level for finding in found) is level
-    assert told in " ".join(finding.text for finding in found)
+    finding = check_storage(replace(RUN, **changes))
+    assert finding.level is level
+    assert told in finding.text
 
 
 @pytest.mark.parametrize(
@@ -95,29 +95,25 @@ def test_averages_take_what_ema_saves():
     module = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2).double(), nn.Linear(2, 2).half())
     module[0].bias.requires_grad_(False)
     expected = 4 * 6 + 8 * 6 + 4 * 6
-    assert averages_bytes(module, 1) == expected
-    assert averages_bytes(module, 3) == 3 * expected
-    assert averages_bytes(module, 1, "0") == 4 * 6
-    assert EMA().prefix == ""
+    assert averages_bytes(module, EMA()) == expected
+    assert averages_bytes(module, EMA((0.9, 0.99, 0.999))) == 3 * expected
+    assert averages_bytes(module, EMA(prefix="0")) == 4 * 6
 
 
-def test_pictures_are_no_larger_than_said(tmp_path: Path):
-    from torchvision.transforms.functional import to_pil_image
-
-    from lit_diffusion.callbacks.sample_grid import image_grid
-
-    images = torch.randint(0, 256, (64, 3, 32, 32), dtype=torch.uint8)
-    to_pil_image(image_grid(images)).save(tmp_path / "step.png")
-    to_pil_image(image_grid(torch.cat([images, images], dim=-1))).save(tmp_path / "nearest.png")
-    written = sum(file.stat().st_size for file in tmp_path.iterdir())
-    assert 0 < written <= grid_bytes(64, 1, (3, 32, 32)) / 2  # the other half is TensorBoard's
-
-
-def test_kept_files_are_bounded_by_saves():
-    assert kept_files(5, False, 3) == 3
-    assert kept_files(1, True, None) == 2
-    assert kept_files(0, True, 10) == 1
-    assert math.isinf(kept_files(-1, True, None))
+@pytest.mark.parametrize(
+    ("arguments", "plan", "kept"),
+    [
+        ({"save_top_k": 5, "monitor": "loss"}, Plan(), 5),
+        ({"save_top_k": 1, "monitor": "loss", "save_last": True}, Plan(), 2),
+        ({"save_top_k": 0, "save_last": True}, Plan(steps=100), 1),
+        ({"save_top_k": -1, "every_n_train_steps": 7}, Plan(steps=100), 14),
+        ({"save_top_k": -1, "every_n_epochs": 2}, Plan(steps=100, batches_per_epoch=10), 5),
+        ({"save_top_k": -1}, Plan(), math.inf),
+        ({"save_top_k": -1, "train_time_interval": timedelta(hours=1)}, Plan(steps=9), math.inf),
+    ],
+)
+def test_kept_files_are_counted(arguments, plan, kept):
+    assert kept_files(ModelCheckpoint(**arguments), plan) == kept
 
 
 def test_as_many_files_are_replaced_as_are_kept(tmp_path: Path):

@@ -9,7 +9,7 @@ from support.small_digits import small_digits
 from support.tiny_diffusion import images, tiny_diffusion
 from support.tiny_run import write_config
 
-from lit_diffusion.checkpoints import load
+from lit_diffusion.checkpoints.loading import load
 from lit_diffusion.cli import main
 from lit_diffusion.losses import DenoisingLoss, FDMWarmup, Simple
 from lit_diffusion.parameterizations import FDM, EDMPreconditioning, Epsilon, Velocity

@@ -11,7 +11,7 @@ import yaml
 from support.commands import call
 from support.small_digits import small_digits
 
-from lit_diffusion.checkpoints import read_checkpoint
+from lit_diffusion.checkpoints.reading import read_checkpoint
 
 BYTES = 6 * 2**20
 LAST = Path("checkpoints", "last.ckpt")

@@ -36,7 +36,7 @@ def config(folder):
             "init_args": {"min_beta1": 0.4},
         },
         {"class_path": "lit_diffusion.callbacks.FIDEvaluation", "init_args": fid},
-        {"class_path": "lit_diffusion.commands.keeping.LastCheckpoint", "init_args": given},
+        {"class_path": "lit_diffusion.runs.last_checkpoint.LastCheckpoint", "init_args": given},
         {
             "class_path": "support.marks_validations.MarksValidations",
             "init_args": {"path": f"{folder}.validates"},
@@ -100,7 +100,7 @@ def killed(kind, folder, rng):
         Where it ended, as the file tells that only exists meanwhile.
     """
     files = {
-        "in a save": folder / "checkpoints" / ".last.ckpt.tmp",
+        "in a save": folder / "checkpoints" / ".last.ckpt.part",
         "in a validation": Path(f"{folder}.validates"),
     }
     before = {place: stamp(file) for place, file in files.items()}

@@ -15,7 +15,7 @@ from support.commands import SCRIPT, equal, weights
 from support.small_digits import small_digits
 from support.tiny_run import write_config
 
-from lit_diffusion.loggers import read_rows
+from lit_diffusion.runs.loggers import read_rows
 
 pytestmark = pytest.mark.system
 
@@ -113,7 +113,7 @@ def test_a_wheel_trains_samples_and_loads_from_an_empty_folder(installed, tmp_pa
     finish("sample", "--checkpoint", "runs/digits", "--num", "8", "--out", "out", program=program)
     script = (
         "import lit_diffusion\n"
-        "from lit_diffusion.checkpoints import load\n"
+        "from lit_diffusion.checkpoints.loading import load\n"
         "images = load('runs/digits', weights='ema').generate(range(8))\n"
         "print(lit_diffusion.__file__, tuple(images.shape), images.dtype)\n"
     )

@@ -6,7 +6,7 @@ from support.on_ranks import run_on_ranks
 from support.plain_module import assert_same_bits
 from support.sharded import Split, fit
 
-from lit_diffusion.checkpoints import load
+from lit_diffusion.checkpoints.loading import load
 
 
 def saved(folder):

@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 
-from lit_diffusion.metrics.floor import draw, in_words, matched, shuffled
+from lit_diffusion.metrics.floor import draw, in_words, shuffled
 
 LABELS = [0] * 50 + [1] * 20 + [2] * 5
 
@@ -21,7 +21,6 @@ def test_labels_that_are_too_few_are_all_taken_and_others_fill_the_draw():
     assert len(set(chosen)) == found.total() == 30
     assert found[2] == 5
     assert min(found[0], found[1]) >= 10
-    assert matched(LABELS, wanted) == 25
 
 
 def test_without_labels_a_draw_is_random_and_always_the_same():

@@ -1,13 +1,10 @@
 import json
 
 import pytest
-from support.rising import Rising, loader, trainer
 
 from lit_diffusion.metrics.record import (
     FIDRecord,
-    ImageCount,
     finite_or_none,
-    images_seen,
     is_repeat,
     short_count,
     write_evaluation,
@@ -145,36 +142,3 @@ def test_a_measurement_with_other_samples_is_a_repeat_and_stands_beside_the_firs
     write_evaluation(path, record(seeds=(360, 720), value=4.7))
     assert [is_repeat(line) for line in lines(path)] == [False, True]
     assert not is_repeat({"step": 3})
-
-
-@pytest.mark.parametrize("accumulated", [1, 3])
-def test_images_are_counted_by_batches_whatever_makes_a_step(tmp_path, accumulated):
-    module, run = Rising(), trainer(tmp_path, [], accumulate_grad_batches=accumulated)
-    run.fit(module, loader(12, batch_size=2))
-    assert images_seen(run) == 12
-
-
-def test_images_before_a_resume_count(tmp_path):
-    first, second = trainer(tmp_path, []), trainer(tmp_path, [], max_epochs=3)
-    first.fit(Rising(), loader(12, batch_size=2))
-    first.save_checkpoint(tmp_path / "c.ckpt")
-    second.fit(Rising(), loader(12, batch_size=2), ckpt_path=tmp_path / "c.ckpt")
-    assert images_seen(second) == 36
-
-
-def test_batches_of_another_size_count_from_where_they_begin():
-    first = ImageCount(0, 0, 64)
-    assert first.resumed(100, 64) == first
-    assert first.resumed(100, 32).resumed(110, 16).at(111) == 6400 + 320 + 16
-
-
-def test_images_that_are_not_known_once_are_not_known_any_more():
-    assert ImageCount(0, 0, None).at(10) is None
-    assert ImageCount(0, 0, None).resumed(10, 64).at(20) is None
-    assert ImageCount(0, 0, 64).resumed(10, None).at(20) is None
-
-
-def test_images_of_a_loader_without_a_batch_size_are_not_known(tmp_path):
-    run = trainer(tmp_path, [])
-    run.fit(Rising(), list(loader(4)))
-    assert images_seen(run) is None

@@ -6,8 +6,8 @@ from torch_fidelity import calculate_metrics
 from torchvision.transforms.functional import to_pil_image
 
 from lit_diffusion.data.digits import Digits
+from lit_diffusion.metrics.extractors import EmbeddedCNN, InceptionV3Compat
 from lit_diffusion.metrics.frechet import FrechetDistance
-from lit_diffusion.metrics.protocols import EmbeddedCNN, InceptionV3Compat
 from lit_diffusion.metrics.score import score
 from lit_diffusion.metrics.weights import sha256
 

@@ -1,7 +1,11 @@
 import pytest
 import torch
 
-from lit_diffusion.modules.checks import check_data, check_device
+from lit_diffusion.codecs import PixelCodec
+from lit_diffusion.gaussian import FixedSmall
+from lit_diffusion.guidance import ClassifierScore
+from lit_diffusion.modules.checks import check_clipping, check_data, check_device
+from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Heun
 
 
 class Pictures:
@@ -9,24 +13,44 @@ class Pictures:
     num_classes = None
 
 
+class Halving:
+    """A codec of half the size, whose x0 has no bounds."""
+
+    bounded = False
+
+    def encoded_shape(self, image_shape):
+        channels, height, width = image_shape
+        return 4 * channels, height // 2, width // 2
+
+
 def test_data_that_say_nothing_fit():
-    check_data(None, (1, 8, 8), 10)
-    check_data(object(), (1, 8, 8), 10)
+    check_data(None, PixelCodec(), (1, 8, 8), 10)
+    check_data(object(), PixelCodec(), (1, 8, 8), 10)
 
 
 def test_data_of_another_shape_are_refused():
-    check_data(Pictures(), (3, 8, 8), None)
-    check_data(Pictures(), None, None)  # a codec changes the shape
+    check_data(Pictures(), PixelCodec(), (3, 8, 8), None)
+    check_data(Pictures(), Halving(), (12, 4, 4), None)
     with pytest.raises(ValueError, match=r"image_shape is \(1, 8, 8\) in the module, but"):
-        check_data(Pictures(), (1, 8, 8), None)
+        check_data(Pictures(), PixelCodec(), (1, 8, 8), None)
 
 
 def test_classes_without_labelled_data_are_refused():
     with pytest.raises(ValueError, match="num_classes is 10 in the module, but None in Pictures"):
-        check_data(Pictures(), None, 10)
+        check_data(Pictures(), PixelCodec(), (3, 8, 8), 10)
 
 
 def test_devices_without_float64_are_refused():
     check_device(torch.device("cuda"))
     with pytest.raises(ValueError, match=r"accelerator=cpu"):
         check_device(torch.device("mps"))
+
+
+@pytest.mark.parametrize(
+    "clipping", [DDPM(FixedSmall()), DDIM(), DPMSolverPP(), Heun(), ClassifierScore(None)], ids=repr
+)
+def test_clamping_what_has_no_bounds_is_refused(clipping):
+    check_clipping(PixelCodec(), clipping, None)
+    check_clipping(Halving(), type(clipping)(**{**vars(clipping), "clip": False}), None)
+    with pytest.raises(ValueError, match=r"clamps x0 .* that of Halving goes beyond; use clip=F"):
+        check_clipping(Halving(), None, clipping)

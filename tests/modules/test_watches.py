@@ -4,21 +4,9 @@ import pytest
 import torch
 from support.plain_module import PlainModule, loader, make_trainer
 
-from lit_diffusion.modules.watches import LossWatch, SampleWatch, steps_of_fit
+from lit_diffusion.modules.watches import SampleWatch
 from lit_diffusion.protocols import Denoised, NonFiniteSamples
-
-
-def test_the_first_loss_that_is_not_finite_is_remembered():
-    watch, u = LossWatch(), torch.tensor([0.25, 0.5, 0.75])
-    watch.see(torch.tensor([1.0, 2.0, 3.0]), u, 0)
-    assert watch.first_bad() is None
-    watch.see(torch.tensor([1.0, math.nan, math.inf]), u, 1)
-    watch.see(torch.tensor([math.nan, 1.0, 1.0]), u, 2)
-    assert watch.first_bad() == (1, 0.5)
-
-
-def test_nothing_is_bad_before_the_first_loss():
-    assert LossWatch().first_bad() is None
+from lit_diffusion.system.trainer_state import steps_of_fit
 
 
 def watched(values):

@@ -23,7 +23,7 @@ _MEASURE = """<script>addEventListener("load", () => {
     title: document.querySelector("h1").innerText,
     titleSize: parseFloat(getComputedStyle(document.querySelector("h1")).fontSize),
     titleBox: box(document.querySelector("h1")),
-    figureBox: box(document.querySelector("figure img")),
+    figureBox: box(document.querySelector("img")),
     pictures: [...document.images].map(i => [i.complete, i.naturalWidth, i.alt]),
     width: document.documentElement.scrollWidth,
     window: innerWidth,

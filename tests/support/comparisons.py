@@ -2,9 +2,11 @@
 
 import math
 
-from lit_diffusion.analysis.comparison import Arm, compare
-from lit_diffusion.analysis.curves import Curve
-from lit_diffusion.analysis.wording import verdict_text
+from lit_diffusion.experiments.comparison import Arm, compare
+from lit_diffusion.experiments.curves import Curve
+from lit_diffusion.experiments.report.report import Report
+from lit_diffusion.experiments.report.tables import Table
+from lit_diffusion.experiments.report.wording import verdict_text
 from support.experiments import STEPS, arm
 
 
@@ -26,3 +28,16 @@ def ends_in_nan(name, speed, seeds):
     curves = arm(name, speed).curves
     lost = [Curve(c.seed, STEPS, (*c.fids[:-half], *nan)) for c in curves[:seeds]]
     return Arm(name, (*lost, *curves[seeds:]))
+
+
+def small_report(**others):
+    """On three arms, with something in each part but samples."""
+    arms = [arm("baseline", 1.0), arm("fast", 2.0), arm("slow", 0.5)]
+    parts = {
+        "alerts": ["Samples <differ>."],
+        "left_out": [("runs/x", "it has no FID")],
+        "notes": ["Mind the gap."],
+        "protocol": {"num_fake": "360"},
+        "tables": {"Runs": Table("Every run.", ("arm", "seed"), (("fast", "0"),)), "None": None},
+    }
+    return Report(compare(arms, "baseline"), **(parts | others))

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from lit_diffusion.cli import main
-from lit_diffusion.metrics.protocols import InceptionV3Compat
+from lit_diffusion.metrics.extractors import InceptionV3Compat
 
 
 def fit(folder: Path, options: list[str]) -> None:

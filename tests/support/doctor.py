@@ -6,9 +6,11 @@ from pathlib import Path
 
 import yaml
 
-from lit_diffusion.commands.run_folder import read_command_line
-from lit_diffusion.doctor.rehearsal import Rehearsal
-from lit_diffusion.doctor.run import examine_run
+from lit_diffusion.doctor.examination import examine_run
+from lit_diffusion.doctor.opening import open_data
+from lit_diffusion.doctor.plan import plan_of
+from lit_diffusion.doctor.rehearsal import Rehearsal, started
+from lit_diffusion.runs.folder import read_command_line
 
 SHORT = 0.2
 """Seconds of each measurement."""
@@ -43,6 +45,14 @@ def rehearse(config, *options):
     Path("run.yaml").write_text(yaml.safe_dump(config))
     request = read_command_line(["fit", "--config", "run.yaml", *options])
     return Rehearsal(request, ExitStack())
+
+
+def planned(config, *options):
+    """The plan of a fit of the config."""
+    cli = rehearse(config, *options)
+    with started(cli):
+        list(open_data(cli))
+        return plan_of(cli.trainer)
 
 
 def topics(found, level):

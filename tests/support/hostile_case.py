@@ -20,7 +20,8 @@ from urllib.error import URLError
 import yaml
 from PIL import Image
 
-from lit_diffusion.checkpoints import ema_states, read_checkpoint
+from lit_diffusion.checkpoints.averages import averages_in
+from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli import main
 from support.guard import Guard, guarded
 from support.small_digits import small_digits
@@ -194,7 +195,7 @@ def _is_ruined(checkpoint: Path) -> bool:
         return False
     try:
         content = read_checkpoint(checkpoint)
-        averages = [each for state in ema_states(content, checkpoint) for each in state["shadows"]]
+        averages = [each for state in averages_in(content, checkpoint) for each in state["shadows"]]
     except ValueError:
         return True
     held = [content["state_dict"], *averages]

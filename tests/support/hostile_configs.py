@@ -166,7 +166,6 @@ BROKEN = {
     "a huge number": "seed_everything: " + "9" * 10**5,
     "a huge float": "model: {lr: 1e99999}\n",
     "merges of merges": _merges(),
-    "merges of merges in a text": yaml.safe_dump({"seed_everything": _merges()}),
     "an endless time": "model: 1" + ":1" * 1_500_000,
     "an endless time in a text": yaml.safe_dump({"seed_everything": "1" + ":1" * 400_000}),
     "a number of megabytes": "model: " + "9" * 3_000_000,
@@ -288,7 +287,7 @@ def sizes() -> Iterator[Case]:
             put(config, path, value)
             CONFIG.write_text(yaml.safe_dump(config, sort_keys=False))
 
-        tells = rf"{path[-1]}|not enough memory|too many values"
+        tells = rf"{path[-1]}|not enough memory|more than 100,000 bytes"
         yield Case("config: absurd sizes", f"size-{name}", spoil, FIT, tells, codes=(1, 2))
 
 

@@ -26,12 +26,12 @@ from lit_diffusion.callbacks import (
     StepSeed,
     TimestepCurriculum,
 )
-from lit_diffusion.commands.keeping import LastCheckpoint
-from lit_diffusion.commands.run_callbacks import keepers
 from lit_diffusion.data.digits import Digits
-from lit_diffusion.loggers import AppendingCSVLogger, read_rows
 from lit_diffusion.lr_schedules import WarmupCosine
 from lit_diffusion.networks.unet import UNet
+from lit_diffusion.runs.defaults import run_callbacks
+from lit_diffusion.runs.last_checkpoint import LastCheckpoint
+from lit_diffusion.runs.loggers import AppendingCSVLogger, read_rows
 from support.plain_module import assert_same_bits, make_trainer
 from support.tiny_diffusion import tiny_diffusion
 
@@ -150,7 +150,7 @@ class Recipe:
             folder,
             *extra,
             *((CALLBACKS | ALTERNATIVES | FOREIGN)[name]() for name in self.callbacks),
-            *keepers(folder, {}),
+            *run_callbacks(folder, {}),
             logger=AppendingCSVLogger(folder),
             **{
                 "max_steps": STEPS,

@@ -17,9 +17,11 @@ from torch.distributed.tensor.parallel import (
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lit_diffusion.callbacks.averages import Group, pack, unpack
-from lit_diffusion.checkpoints import read_checkpoint, write_checkpoint
-from lit_diffusion.sharding import local
+from lit_diffusion.callbacks.parts.averages import Group
+from lit_diffusion.checkpoints.averages import pack, unpack
+from lit_diffusion.checkpoints.reading import read_checkpoint
+from lit_diffusion.checkpoints.saving import write_checkpoint
+from lit_diffusion.system.sharding import local
 from support.plain_module import assert_same_bits
 
 

@@ -20,13 +20,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from lit_diffusion.callbacks.averages import Group, ema_update_, pack, unpack
-from lit_diffusion.callbacks.finite import first_nonfinite
 from lit_diffusion.callbacks.momentum_decay import momentum_decay
-from lit_diffusion.callbacks.raw_weights import RawWeights
-from lit_diffusion.callbacks.update_options import UpdateOptions
-from lit_diffusion.checkpoints import AtomicCheckpointIO, read_checkpoint, write_checkpoint
-from lit_diffusion.sharding import gathered, is_split, local
+from lit_diffusion.callbacks.parts.averages import Group, ema_update_
+from lit_diffusion.callbacks.parts.finite import first_nonfinite
+from lit_diffusion.callbacks.parts.raw_weights import RawWeights
+from lit_diffusion.callbacks.parts.update_options import UpdateOptions
+from lit_diffusion.checkpoints.averages import pack, unpack
+from lit_diffusion.checkpoints.reading import read_checkpoint
+from lit_diffusion.checkpoints.saving import AtomicCheckpointIO, write_checkpoint
+from lit_diffusion.system.sharding import gathered, is_split, local
 from support.plain_module import assert_same_bits
 from support.sharded import network
 

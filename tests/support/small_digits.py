@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from PIL import Image
 
-from lit_diffusion.checkpoints import build, write_checkpoint
+from lit_diffusion.checkpoints.loading import build
+from lit_diffusion.checkpoints.saving import write_checkpoint
+from lit_diffusion.data.digits import Digits
 
 
 def small_digits(steps: int, **trainer: Any) -> dict[str, Any]:
@@ -105,3 +108,10 @@ def _small_digits(classes: bool) -> tuple[dict[str, Any], LightningModule]:
         "datamodule_hyper_parameters": hyper_parameters(config, "data"),
     }
     return content, averaged.eval()
+
+
+def write_digits(path: str, split: str, num: int) -> None:
+    """The first images of a split, as PNG."""
+    Path(path).mkdir()
+    for i, image in enumerate(Digits().images(split)[:num]):
+        Image.fromarray(image[0].numpy()).save(f"{path}/{i:04d}.png")

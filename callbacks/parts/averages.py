@@ -1,0 +1,115 @@
+"""How an average of weights moves, without Lightning; ema.py says when."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lit_diffusion.callbacks.parts.finite import first_nonfinite
+from lit_diffusion.checkpoints.averages import Averaged
+from lit_diffusion.system.sharding import is_split, local, split_like
+
+
+def warmup_decay(decay: float, n: int) -> float:
+    """Decay of step n under warm-up: min(decay, (1 + n) / (10 + n)).
+
+    Young averages forget fast, so that short runs do not end near their initial weights.
+
+    Source: TensorFlow's ExponentialMovingAverage with num_updates.
+
+    Example:
+        >>> warmup_decay(0.9999, 0), warmup_decay(0.9999, 90), warmup_decay(0.9999, 10**6)
+        (0.1, 0.91, 0.9999)
+    """
+    return min(decay, (1 + n) / (10 + n))
+
+
+def span_decay(decay: float, first: int, last: int, warmup: bool) -> float:
+    """Decay of one update for optimizer steps first, ..., last - 1: the product of theirs."""
+    return math.prod(warmup_decay(decay, n) if warmup else decay for n in range(first, last))
+
+
+@torch.no_grad()
+def ema_update_(shadow: Sequence[Tensor], params: Sequence[Tensor], decay: float) -> None:
+    """shadow = decay * shadow + (1 - decay) * params, in place.
+
+    In lerp form an average that equals the weights stays exactly there; the form above drifts. Of
+    split tensors each rank updates its part; parameters of lower precision are widened first.
+
+    Example:
+        >>> shadow = [torch.zeros(2)]
+        >>> ema_update_(shadow, [torch.ones(2)], decay=0.75)
+        >>> shadow
+        [tensor([0.2500, 0.2500])]
+    """
+    averages = [local(average) for average in shadow]
+    wide = [local(p).to(average.dtype) for average, p in zip(averages, params, strict=True)]
+    torch._foreach_lerp_(averages, wide, 1 - decay)
+
+
+@torch.no_grad()
+def overwrite_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy each value into its target, in the target's dtype; of split ones, part by part."""
+    torch._foreach_copy_([local(t) for t in targets], [local(v) for v in values])
+
+
+@dataclass
+class Group:
+    """The averaged parameters of one optimizer: shadows[d][i] averages params[i] under decay d."""
+
+    decays: tuple[float, ...]
+    steps: int = 0
+    names: list[str] = field(default_factory=list)
+    params: list[Tensor] = field(default_factory=list)
+    shadows: list[list[Tensor]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shadows = [[] for _ in self.decays]
+
+    def add(self, name: str, param: Tensor, known: Averaged | None) -> None:
+        """Average `param` from now on, starting from its known averages or else from its value."""
+        starts = known.shadows if known else [None for _ in self.decays]
+        for column, start in zip(self.shadows, starts, strict=True):
+            column.append(_shadow(param, param if start is None else start))
+        self.names.append(name)
+        self.params.append(param)
+
+    def restart(self) -> None:
+        """Set every average to the weights as they are."""
+        for column in self.shadows:
+            overwrite_(column, self.params)
+
+    def advance(self, every_n_steps: int, warmup: bool) -> None:
+        """Count a step of the optimizer, and update where one is due."""
+        self.steps += 1
+        if self.steps % every_n_steps:
+            return
+        for decay, column in zip(self.decays, self.shadows, strict=True):
+            span = span_decay(decay, self.steps - every_n_steps, self.steps, warmup)
+            ema_update_(column, self.params, span)
+
+    def averages(self) -> dict[str, Averaged]:
+        """By name of the parameter."""
+        return {
+            name: Averaged(self.steps, [column[i] for column in self.shadows])
+            for i, name in enumerate(self.names)
+        }
+
+    def refuse_nonfinite(self) -> None:
+        """Raise FloatingPointError that names the first parameter whose average is not finite."""
+        for decay, column in zip(self.decays, self.shadows, strict=True):
+            bad = first_nonfinite(column)
+            if bad is not None:
+                raise FloatingPointError(
+                    f"EMA: the average of {self.names[bad]!r} (decay {decay:g}) is not finite "
+                    f"after {self.steps} optimizer steps, because the weight was not. Resume from "
+                    "an earlier checkpoint with a lower learning rate or gradient clipping."
+                )
+
+
+def _shadow(param: Tensor, value: Tensor) -> Tensor:
+    dtype = torch.promote_types(param.dtype, torch.float32)
+    part = value if is_split(value) else split_like(value, param)
+    return part.detach().to(param.device, dtype, copy=True)

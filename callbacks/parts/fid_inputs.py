@@ -1,0 +1,91 @@
+"""What FIDEvaluation compares: samples of a module, and real images of a Trainer's data."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lit_diffusion.metrics.reference import HasSplits, RealImages
+from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
+from lit_diffusion.seeding import classes_of
+
+
+def shares(total: int, rank: int, world_size: int, batch_size: int) -> list[range]:
+    """Batches of the seeds rank, rank + world_size, ... below `total`; as many on every rank."""
+    mine, longest = range(rank, total, world_size), len(range(0, total, world_size))
+    return [mine[start : start + batch_size] for start in range(0, longest, batch_size)]
+
+
+def generated(module: LightningModule, seeds: Sequence[int]) -> tuple[Tensor | None, list[int]]:
+    """Samples of these seeds, with labels seed mod `num_classes` where the module has classes.
+
+    Returns:
+        Images uint8 (N, C, H, W) and no seeds; or no images and the seeds that are not finite.
+    """
+    assert isinstance(module, CanGenerate)
+    num_classes = getattr(module, "num_classes", None)
+    labels = None
+    if num_classes:
+        labels = torch.tensor(classes_of(seeds, num_classes), device=module.device)
+    try:
+        images = module.generate(seeds, labels)
+    except NonFiniteSamples as error:
+        return None, error.seeds
+    if images.is_floating_point() and not images.isfinite().all():
+        return None, picked(seeds, ~images.isfinite().flatten(1).all(1))
+    refuse_odd_images(images, len(seeds))
+    return images, []
+
+
+def refuse_odd_images(images: Tensor, num: int) -> None:
+    """Raise TypeError for what `protocols.CanGenerate` does not allow."""
+    if images.dtype != torch.uint8 or images.ndim != 4 or len(images) != num:
+        raise TypeError(
+            f"generate must return {num} images, uint8 (N, C, H, W) in [0, 255], got "
+            f"{images.dtype} {tuple(images.shape)}; clamp, round and cast them."
+        )
+
+
+def picked(seeds: Sequence[int], mask: Tensor) -> list[int]:
+    """Those of the seeds whose entry of `mask` (N,) is true."""
+    return [seed for seed, chosen in zip(seeds, mask.tolist(), strict=True) if chosen]
+
+
+def split_images(trainer: Trainer, name: str) -> RealImages | None:
+    """Images of "train", "val" or "test", from the data module or a loader; None without either."""
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if isinstance(data, HasSplits):
+        split = "val" if name == "test" else name  # on which a data module tests
+        return images_of(data.in_order(split), name, partial(data.fingerprint, split))
+    if name == "val" and trainer.state.fn == TrainerFn.FITTING:
+        _make_validation_loaders(trainer)
+    loaders = {
+        "train": trainer.train_dataloader,
+        "val": trainer.val_dataloaders,
+        "test": trainer.test_dataloaders,
+    }[name]
+    flat = [] if loaders is None else CombinedLoader(loaders).flattened
+    return images_of(flat[0], name) if flat and isinstance(flat[0], DataLoader) else None
+
+
+def _make_validation_loaders(trainer: Trainer) -> None:
+    # As Lightning does in the first epoch with a validation, and not again if they are there.
+    if trainer.enable_validation and trainer.val_dataloaders is None:
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        trainer.training = True
+
+
+def images_of(
+    loader: DataLoader[Any], name: str, known_fingerprint: Callable[[], str] | None = None
+) -> RealImages:
+    """The images that a loader loads, whatever its order and batches."""
+    return RealImages(
+        name, loader.dataset, loader.collate_fn, loader.num_workers, known_fingerprint
+    )

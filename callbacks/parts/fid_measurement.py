@@ -1,0 +1,192 @@
+"""The part of FIDEvaluation that computes: weights and seeds in, a record out."""
+
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from lit_diffusion.callbacks.parts.fid_inputs import generated, picked, shares, split_images
+from lit_diffusion.callbacks.parts.inference import inference, providers, weights_in_place
+from lit_diffusion.metrics.clock import EvaluationClock
+from lit_diffusion.metrics.extractors import FIDProtocol
+from lit_diffusion.metrics.frechet import FrechetDistance
+from lit_diffusion.metrics.images import open_images
+from lit_diffusion.metrics.record import FIDRecord, finite_or_none
+from lit_diffusion.metrics.reference import RealImages, Reference, Scorer, measure
+from lit_diffusion.protocols import DescribesSampling
+from lit_diffusion.seeding import classes_of
+
+SPLITS = ("train", "val", "test")
+
+
+@dataclass
+class FIDMeasurement:
+    """Scores samples of a module against real images; the fields are as of FIDEvaluation."""
+
+    num_samples: int
+    protocol: FIDProtocol
+    reference: str
+    weights: str
+    batch_size: int
+    cache: Path
+    _scorer: Scorer | None = None
+    _references: dict[str, Reference] = field(default_factory=dict)
+
+    def forget_references(self) -> None:
+        """The data may be others than in the last run."""
+        self._references = {}
+
+    def record(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        metric: str,
+        step: int,
+        first_seed: int = 0,
+        images: int | None = None,
+    ) -> FIDRecord:
+        """One evaluation, of the same result on all processes, all of which call it.
+
+        `metric` begins with "val/" or "test/"; `step` and `images`, if known, are those of training
+        behind the weights.
+        """
+        clock = EvaluationClock(metric, self.num_samples)
+        scorer, reference = self.real(trainer, module, metric.split("/")[0])
+        distance = scorer.metric()
+        if trainer.is_global_zero:
+            distance.add_real_sums(reference.sums)
+        seeds = range(first_seed, first_seed + self.num_samples)
+        with weights_in_place(trainer, self.weights), inference(trainer, module):
+            bad = self._add_samples(trainer, module, scorer, distance, clock, seeds)
+        lost = trainer.strategy.reduce(bad, reduce_op="sum").nonzero().flatten().tolist()
+        value = float("nan") if lost else distance.compute().item()
+        record = FIDRecord(
+            metric=metric,
+            value=finite_or_none(value),
+            step=step,
+            images=images,
+            non_finite=len(lost),
+            non_finite_seeds=[seeds[i] for i in lost[:8]],
+            seconds=clock.seconds(),
+            **self._how(module, reference, seeds),
+            **self.varying(trainer, module),
+        )
+        # One number for all: what follows has collectives, and rounding may differ between devices.
+        return trainer.strategy.broadcast(record)
+
+    def _add_samples(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        scorer: Scorer,
+        distance: FrechetDistance,
+        clock: EvaluationClock,
+        seeds: range,
+    ) -> Tensor:
+        """Add this process's share of features; (num_samples,), 1 where one is not finite."""
+        bad = torch.zeros(len(seeds), dtype=torch.int64, device=module.device)
+        place = (trainer.global_rank, trainer.world_size)
+        for share in shares(len(seeds), *place, self.batch_size):
+            # A sharded module needs as many calls on every process: one without a seed left makes
+            # a call for nothing.
+            mine = [seeds[i] for i in share]
+            with clock.phase("generate"):
+                images, failed = generated(module, mine or seeds[:1])
+            if mine and images is not None:
+                with clock.phase("features"):
+                    features = scorer.features(images)
+                    failed = picked(mine, ~features.isfinite().all(1))
+                    distance.update(features, real=False)
+            lost = [seeds.index(seed) for seed in failed if seed in mine]
+            bad[torch.tensor(lost, dtype=torch.int64)] = 1
+            clock.tick(len(mine) * trainer.world_size)
+        return bad
+
+    def _how(self, module: LightningModule, reference: Reference, seeds: range) -> dict[str, Any]:
+        num_classes = getattr(module, "num_classes", None)
+        return {
+            "num_fake": len(seeds),
+            "num_real": reference.num_images,
+            "reference": reference.name,
+            "data": reference.fingerprint,
+            "protocol": self.protocol.name,
+            "extractor_sha256": self.protocol.sha256,
+            "resize": self.protocol.resize,
+            "weights": self.weights,
+            "seeds": (seeds.start, seeds.stop),
+            "labels": f"seed % {num_classes}" if num_classes else None,
+            "floor": reference.floor,
+            "floor_sd": reference.floor_sd,
+            "floor_images": reference.floor_images,
+        }
+
+    def varying(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+        """What of this a resume may change under the same metric name, for one set of images."""
+        return {
+            "ema_decay": averaging_decay(trainer, self.weights),
+            "sampling": module.sampling_record() if isinstance(module, DescribesSampling) else {},
+        }
+
+    def real(
+        self, trainer: Trainer, module: LightningModule, stage: str
+    ) -> tuple[Scorer, Reference]:
+        """The extractor and the statistics of the real images, made when first needed."""
+        if self._scorer is None or self._scorer.device != module.device:
+            extractor = self.protocol.build().to(module.device)
+            self._scorer = Scorer(self.protocol, extractor, module.device, self.batch_size)
+        name = "test" if stage == "test" and self.reference in SPLITS else self.reference
+        if name not in self._references:
+            with isolate_rng():  # a DataLoader draws a seed
+                self._references[name] = self._measure_real(trainer, module, self._scorer, name)
+        return self._scorer, self._references[name]
+
+    def _measure_real(
+        self, trainer: Trainer, module: LightningModule, scorer: Scorer, name: str
+    ) -> Reference:
+        others = None
+        if name in SPLITS:
+            real = split_images(trainer, name)
+            others = split_images(trainer, "val" if name == "train" else "train")
+        else:
+            real = RealImages(name, open_images(name))
+        if real is None:
+            raise ValueError(
+                f"reference={name!r}, but the Trainer has no such data here; name a folder of "
+                "images."
+            )
+        num_classes = getattr(module, "num_classes", None)
+        labels = classes_of(range(self.num_samples), num_classes) if num_classes else None
+        reference = measure(scorer, real, others, self.num_samples, self.cache, labels)
+        sd, draws = reference.floor_sd, len(reference.floors)
+        spread = "" if sd is None else f" +- {sd:.2g} over {draws} draws"
+        rank_zero_info(
+            f"FID against {reference.num_images} real images ({name}) under {self.protocol.name}; "
+            f"floor {reference.floor:.4g}{spread} ({reference.floor_images})."
+        )
+        fewest = min(self.num_samples, reference.num_images)
+        if fewest <= scorer.num_features:
+            rank_zero_warn(
+                f"{fewest} images cannot fill a covariance of {scorer.num_features} features: the "
+                "FID will be far above that of more samples; compare it with its floor only."
+            )
+        return reference
+
+
+def averaging_decay(trainer: Trainer, name: str) -> float | None:
+    """Decay of the named weights, where their providers' names tell one as EMA's do.
+
+    That is "ema_<decay>" for each average, of which "ema" is the first.
+    """
+    found = set()
+    for provider in providers(trainer, name):
+        averages = [known for known in provider.names() if known.startswith("ema_")]
+        chosen = averages[0] if name == "ema" and averages else name
+        is_decay = re.fullmatch(r"ema_(0(\.\d+)?|\d+(\.\d+)?e-\d+)", chosen)
+        found.add(float(chosen.removeprefix("ema_")) if is_decay else None)
+    return found.pop() if len(found) == 1 else None

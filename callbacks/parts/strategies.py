@@ -1,0 +1,44 @@
+"""Which strategies the callbacks that follow optimizers and weights work with."""
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
+from lightning.pytorch.strategies.xla import XLAStrategy
+
+from lit_diffusion.system.sharding import first_split
+
+
+def refuse_strategy(trainer: Trainer, name: str) -> None:
+    """Raise ValueError where callback `name` does not work with the Trainer's strategy."""
+    strategy = trainer.strategy
+    if isinstance(strategy, ModelParallelStrategy):
+        return
+    traces = isinstance(strategy, XLAStrategy | SingleDeviceXLAStrategy)
+    # True of all of Lightning's that split weights, such as FSDPStrategy and DeepSpeedStrategy.
+    if traces or strategy.restore_checkpoint_after_setup:
+        raise ValueError(
+            f"{name} does not support {type(strategy).__name__}, which updates or saves weights in "
+            "its own way; use strategy='ddp', or ModelParallelStrategy with fully_shard in "
+            "configure_model for weights that are split over ranks."
+        )
+
+
+def refuse_split_weights(trainer: Trainer, module: LightningModule, name: str) -> None:
+    """Raise ValueError where weights are split and the strategy would save one rank's part."""
+    strategy, split = trainer.strategy, first_split(dict(module.named_parameters()))
+    if split and not isinstance(strategy, ModelParallelStrategy):
+        raise ValueError(
+            f"{name} needs ModelParallelStrategy, with fully_shard in configure_model: "
+            f"{type(strategy).__name__} would save one rank's part of {split!r}."
+        )
+
+
+def refuse_split_sampling(module: LightningModule, name: str) -> None:
+    """Raise ValueError where weights are split, and each rank would compute samples of its own."""
+    split = first_split(dict(module.named_parameters()))
+    if split:
+        raise ValueError(
+            f"{name} has every rank compute samples of its own, which needs whole weights, and "
+            f"{split!r} is split over ranks; leave {name} out, and look at checkpoints in another "
+            "process (`lit-diffusion sample`, `lit-diffusion evaluate`)."
+        )

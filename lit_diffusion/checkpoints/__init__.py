@@ -1,0 +1,6 @@
+"""Checkpoint files: written so that no crash leaves half of one, read without running any code."""
+
+from lit_diffusion.checkpoints.loading import load
+from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
+
+__all__ = ["AtomicCheckpointIO", "load"]

@@ -1,0 +1,161 @@
+"""Modules with the weights of a checkpoint."""
+
+from argparse import ArgumentError
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from jsonargparse import ArgumentParser, register_unresolvable_import_paths
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import rank_zero_info
+from torch import Tensor
+
+from lit_diffusion.checkpoints.averages import chosen_weights
+from lit_diffusion.checkpoints.content import kind_of, no_larger_than, uncompiled
+from lit_diffusion.checkpoints.reading import (
+    Checkpoint,
+    PathLike,
+    first_line,
+    holds_parts,
+    read_checkpoint,
+)
+from lit_diffusion.settings.messages import innermost
+from lit_diffusion.settings.trust import trusting
+
+
+class Loaded(NamedTuple):
+    """A module in eval mode, and the file it is from: path, optimizer steps, weights and content.
+
+    `weights` are those that the module holds: "raw" or "ema_<decay>".
+    """
+
+    module: LightningModule
+    path: Path
+    step: int
+    weights: str
+    checkpoint: Checkpoint
+
+
+def load(
+    path: PathLike,
+    weights: str = "ema",
+    *,
+    module: LightningModule | None = None,
+    trust: Iterable[str] = (),
+) -> Any:
+    """A module with the weights of a checkpoint, in eval mode on the CPU, ready for `generate`.
+
+    Args:
+        path: file, or run folder: then its checkpoints/last.ckpt.
+        weights: "ema" for the average (of several, the first), "ema_<decay>" for a certain one,
+            "raw" for the weights as trained.
+        module: filled in place of one built from the class paths in the file; for modules that were
+            not made from YAML.
+        trust: packages besides `settings.trust.TRUSTED` that those class paths may name.
+
+    Raises:
+        FileNotFoundError: where there is no file.
+        ValueError: where the file is damaged, of another architecture, holds code, or not those
+            weights.
+
+    Example:
+        >>> images = load("runs/digits", weights="ema").generate(range(64))  # doctest: +SKIP
+    """
+    return load_with_record(path, weights, module=module, trust=trust).module
+
+
+def load_with_record(
+    path: PathLike,
+    weights: str = "ema",
+    *,
+    module: LightningModule | None = None,
+    trust: Iterable[str] = (),
+) -> Loaded:
+    """As `load`, with what was loaded."""
+    path = checkpoint_file(path)
+    checkpoint = read_checkpoint(path)
+    if module is None:
+        with no_larger_than(checkpoint["state_dict"]):
+            module = build(checkpoint, path, trust)
+    name, averages = chosen_weights(checkpoint, weights, path)
+    load_state(module, {**uncompiled(checkpoint["state_dict"]), **averages}, path)
+    step = int(checkpoint.get("global_step", 0))
+    rank_zero_info(f"Loaded {name} weights of step {step} from {path}.")
+    return Loaded(module.eval(), path, step, name, checkpoint)
+
+
+def checkpoint_file(path: PathLike) -> Path:
+    """`path` itself, or checkpoints/last.ckpt of a run folder."""
+    path = Path(path)
+    run_folder = path.is_dir() and not holds_parts(path)
+    return path / "checkpoints" / "last.ckpt" if run_folder else path
+
+
+def build(checkpoint: Checkpoint, path: PathLike, trust: Iterable[str] = ()) -> LightningModule:
+    """The module that a checkpoint's class paths describe, freshly initialised."""
+    spec = model_spec(checkpoint)
+    if spec is None:
+        raise ValueError(
+            f"{path} does not say how its module was built, as it was made in Python; "
+            "build it and call load(path, module=...)."
+        )
+    built: LightningModule = instantiate(spec, LightningModule, trust, path)
+    return built
+
+
+def instantiate(spec: dict[str, Any], base: type, trust: Iterable[str], path: PathLike) -> Any:
+    """The object of type `base` that the class path and arguments in the file `path` describe."""
+    register_unresolvable_import_paths(torch)
+    parser = ArgumentParser(exit_on_error=False)
+    with trusting(trust):
+        parser.add_subclass_arguments(base, "object", fail_untyped=False, required=True)
+        try:
+            return parser.instantiate(parser.parse_object({"object": spec})).object
+        except (ArgumentError, ValueError) as error:
+            raise ValueError(f"{path}: {innermost(error)}") from error
+        except Exception as error:  # what a constructor says of arguments that it cannot take
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            raise ValueError(f"{path}: {spec['class_path']} cannot be built: {cause}.") from error
+
+
+def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[str, Any] | None:
+    """Class path and arguments of the module (by another key, of the data), or None."""
+    saved = dict(checkpoint.get(key) or {})
+    class_path = saved.pop("_class_path", None)
+    saved.pop("_instantiator", None)
+    return None if class_path is None else {"class_path": class_path, "init_args": saved}
+
+
+def load_state(module: LightningModule, state: Mapping[str, Tensor], path: PathLike) -> None:
+    """Copy the weights `state` of the file `path` into `module`, or name the first that differ."""
+    if differences := misfits(module, state):
+        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise ValueError(
+            f"{path} is of another architecture: {'; '.join(differences[:3])}{more}. "
+            "Use the config that it was trained with."
+        )
+    module.load_state_dict(state)
+
+
+def misfits(module: LightningModule, state: Mapping[str, Tensor]) -> list[str]:
+    """How `state` differs from what `module` expects, one phrase a tensor."""
+    own = module.state_dict()
+    missing = [f"the file lacks {name}" for name in own if name not in state]
+    shapes = [
+        f"{name} is {tuple(state[name].shape)} in the file, {tuple(value.shape)} in the module"
+        for name, value in own.items()
+        if name in state and getattr(value, "shape", None) != getattr(state[name], "shape", None)
+    ]
+    unknown = [f"the module lacks {name}" for name in state if name not in own]
+    return shapes + missing + unknown + wrong_types(module, state)
+
+
+def wrong_types(module: LightningModule, state: Mapping[str, Any]) -> list[str]:
+    """Weights in `state` that torch would cast, and lose, into those of `module`."""
+    return [
+        f"{name} is {saved.dtype} in the file, {expected.dtype} in the module"
+        for name, expected in module.state_dict().items()
+        if isinstance(saved := state.get(name), Tensor) and isinstance(expected, Tensor)
+        if kind_of(saved) != kind_of(expected)
+    ]

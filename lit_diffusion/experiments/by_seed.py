@@ -1,0 +1,130 @@
+"""Arms beside the baseline seed by seed: what runs of one seed have in common drops out."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, geometric_mean, stdev
+
+from lit_diffusion.experiments.comparison import Arm, Comparison, Result
+from lit_diffusion.experiments.curves import Bound, Curve
+from lit_diffusion.experiments.report.tables import Table
+from lit_diffusion.experiments.report.wording import p_text, ratio_text, to_text
+from lit_diffusion.experiments.speedup import holm, t_test
+
+_CAPTION = (
+    "Runs of one seed share initial weights, order of data, noise and seeds of samples, unless "
+    "their arms differ in these. What they share drops out of differences by seed: paired t test "
+    "on logs, 95% intervals, p-values corrected (Holm) for the arms of each column. The last FID "
+    "is over the baseline's after as many steps (below 1 is better), the geometric mean of as many "
+    "sets of samples as both have. No number (-) where a run has no such FID or was trained for "
+    "another number of steps. The verdicts above do not use this."
+)
+
+
+@dataclass(frozen=True)
+class Paired:
+    """A paired t test on logs: a ratio of geometric means, its 95% interval, p of a ratio of 1."""
+
+    ratio: float
+    low: float
+    high: float
+    p: float
+    pairs: int
+
+
+def paired(first: Sequence[float], second: Sequence[float]) -> Paired | None:
+    """Ratio of numbers that come in pairs, with its interval.
+
+    With d_i = log first_i - log second_i: mean(d) +- t s_d / sqrt(n), for n - 1 degrees of freedom.
+
+    None where that is not defined: fewer than two pairs, or all ratios equal.
+
+    Source: Student 1908, "The probable error of a mean".
+
+    Example:
+        >>> found = paired([2.0, 4.2, 8.0], [1.0, 2.0, 4.1])
+        >>> round(found.ratio, 2), round(found.p, 3)
+        (2.02, 0.001)
+    """
+    logs = [math.log(a / b) for a, b in zip(first, second, strict=True)]
+    if len(logs) < 2 or stdev(logs) < 1e-12:  # rounding alone
+        return None
+    mean = fmean(logs)
+    reach, p = t_test(mean, stdev(logs) / math.sqrt(len(logs)), len(logs) - 1)
+    return Paired(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach), p, len(logs))
+
+
+def speed_by_seed(result: Result, base: Arm) -> Paired | None:
+    """Speed-up over the baseline to the FID that `result.speedup` is measured at.
+
+    None without a test, or where a seed that both have did not reach that FID, or had it at its
+    first evaluation.
+    """
+    pairs = _pairs(result.arm, base)
+    fast, slow = ([curve.crossing(result.at) for curve in side] for side in _sides(pairs))
+    if any(crossing.bound is not Bound.EXACT for crossing in fast + slow):
+        return None
+    return paired([crossing.step for crossing in slow], [crossing.step for crossing in fast])
+
+
+def last_by_seed(arm: Arm, base: Arm) -> Paired | None:
+    """Last FIDs of an arm over those of the baseline.
+
+    None without a test, where last steps differ by more than 1%, or where an FID is not finite.
+    """
+    pairs = _pairs(arm, base)
+    if not all(math.isclose(a.steps[-1], b.steps[-1], rel_tol=0.01) for a, b in pairs):
+        return None
+    sets = min((len(curve.repeats) for pair in pairs for curve in pair), default=0)
+    own, other = ([_last(curve, sets) for curve in side] for side in _sides(pairs))
+    return paired(own, other) if all(map(math.isfinite, own + other)) else None
+
+
+def by_seed_table(comparison: Comparison) -> Table | None:
+    """Every arm that shares two seeds or more with the baseline; None where none has a test."""
+    base = comparison.baseline
+    results = [r for r in comparison.results if len(_pairs(r.arm, base)) > 1]
+    speeds = [speed_by_seed(result, base) for result in results]
+    lasts = [last_by_seed(result.arm, base) for result in results]
+    if not any((*speeds, *lasts)):
+        return None
+    rows = []
+    tests = zip(results, speeds, lasts, _corrected(speeds), _corrected(lasts), strict=True)
+    for result, speed, last, p_speed, p_last in tests:
+        shared, to = len(_pairs(result.arm, base)), to_text(result, comparison)
+        by_steps = f"{_text(speed, 'x')}{to}" if speed else "-"
+        by_last = _text(last) if last else "-"
+        numbers = (str(shared), by_steps, p_text(p_speed), by_last, p_text(p_last))
+        rows.append((result.arm.name, *numbers))
+    last_head = f"last FID over {base.name}'s"
+    heads = ("arm", "shared seeds", "speed-up", "p (speed-up)", last_head, "p (last FID)")
+    return Table(_CAPTION, heads, tuple(rows))
+
+
+def _corrected(tests: Sequence[Paired | None]) -> list[float | None]:
+    adjusted = iter(holm([test.p for test in tests if test]))
+    return [next(adjusted) if test else None for test in tests]
+
+
+def _text(test: Paired, unit: str = "") -> str:
+    ratio, low, high = (
+        f"{value:.2g}" if value < 0.1 else ratio_text(value)[:-1]
+        for value in (test.ratio, test.low, test.high)
+    )
+    return f"{ratio}{unit} [{low}, {high}]"
+
+
+def _pairs(arm: Arm, base: Arm) -> list[tuple[Curve, Curve]]:
+    """Curves of an arm and of the baseline, of each seed that both have."""
+    other = {curve.seed: curve for curve in base.curves}
+    own = sorted(arm.curves, key=lambda curve: curve.seed)
+    return [(curve, other[curve.seed]) for curve in own if curve.seed in other]
+
+
+def _sides(pairs: Sequence[tuple[Curve, Curve]]) -> tuple[list[Curve], list[Curve]]:
+    return [own for own, _ in pairs], [other for _, other in pairs]
+
+
+def _last(curve: Curve, sets: int) -> float:
+    fids = [curve.fids[-1], *curve.repeats[:sets]]
+    return geometric_mean(fids) if all(map(math.isfinite, fids)) else math.nan

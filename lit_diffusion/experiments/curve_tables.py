@@ -1,0 +1,89 @@
+"""FIDs as CSV: a row an evaluation, with the columns arm, step and fid.
+
+There may be columns seed, images and repeat. Rows with a repeat of 1, 2, ... hold FIDs of the last
+step from other samples. What `compare` writes as curves.csv is such a file.
+"""
+
+import csv
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from lit_diffusion.experiments.comparison import Arm
+from lit_diffusion.experiments.curves import Curve
+
+_NEEDED = ("arm", "step", "fid")
+
+
+class _Evaluation(NamedTuple):
+    step: float
+    repeat: float
+    fid: float
+    images: float | None
+
+
+def read_arms(paths: Sequence[str]) -> list[Arm]:
+    """Arms of CSV files. An FID that is empty or nan was not finite.
+
+    Raises:
+        OSError: for a file that cannot be read.
+        ValueError: for columns that are not there, numbers that are none, and no rows at all.
+    """
+    points: dict[str, dict[str, list[_Evaluation]]] = {}
+    for path in paths:
+        try:
+            for place, row in _rows(path):
+                seeds = points.setdefault(row["arm"], {})
+                seeds.setdefault(row.get("seed") or "0", []).append(_evaluation(row, place))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path} is not UTF-8: {error.reason}; save it as that.") from error
+        except csv.Error as error:
+            raise ValueError(f"{path} is no CSV file: {error}.") from error
+    if not points:
+        raise ValueError(f"there are no rows in {', '.join(paths)}.")
+    return [
+        Arm(arm, tuple(_curve(arm, seed, found) for seed, found in seeds.items()))
+        for arm, seeds in points.items()
+    ]
+
+
+def _rows(path: str) -> Iterator[tuple[str, dict[str, str]]]:
+    with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets write its mark
+        reader = csv.DictReader(file, skipinitialspace=True)
+        if lacking := [name for name in _NEEDED if name not in (reader.fieldnames or ())]:
+            raise ValueError(
+                f"{path} needs the columns arm, step and fid, and has no {', '.join(lacking)}."
+            )
+        for row in reader:
+            yield f"{path}, line {reader.line_num}", row
+
+
+def _evaluation(row: Mapping[str, str], place: str) -> _Evaluation:
+    if not row["arm"]:
+        raise ValueError(f"{place}: the arm has no name.")
+    numbers = {}
+    for name, empty in (("step", ""), ("repeat", "0"), ("fid", "nan"), ("images", "nan")):
+        try:
+            numbers[name] = float(row.get(name, "") if row.get(name, "") != "" else empty)
+        except (TypeError, ValueError):  # None, where a row is short
+            raise ValueError(f"{place}: {name} must be a number, got {row[name]!r}.") from None
+    fid, images = numbers["fid"], numbers["images"]
+    return _Evaluation(
+        numbers["step"],
+        numbers["repeat"],
+        fid if math.isfinite(fid) else math.nan,
+        None if math.isnan(images) else images,
+    )
+
+
+def _curve(arm: str, seed: str, found: list[_Evaluation]) -> Curve:
+    found = sorted(found, key=lambda one: (one.step, one.repeat))
+    points = [one for one in found if not one.repeat]
+    steps = tuple(one.step for one in points)
+    images = tuple(one.images for one in points if one.images is not None)
+    repeats = tuple(one.fid for one in found if one.repeat and one.step in steps[-1:])
+    fids = tuple(one.fid for one in points)
+    try:
+        return Curve(seed, steps, fids, images if len(images) == len(points) else None, repeats)
+    except ValueError as error:
+        raise ValueError(f"arm {arm}, {error}") from error

@@ -1,0 +1,168 @@
+"""Processes side by side: at most so many at a time, each with its log file, stopped together."""
+
+import fcntl
+import math
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from lit_diffusion.system.signals import SignalNotes
+
+PATIENCE = 30.0
+"""Seconds that a process may take to stop when asked, before it is killed."""
+
+_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+class Stopped(KeyboardInterrupt):
+    """A `signal` other than that of Ctrl-C ended the jobs."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__()
+        self.signal = number
+
+
+@dataclass(frozen=True)
+class Job:
+    """A process to be started, whose output is appended to a claimed file."""
+
+    name: str
+    command: Sequence[str]
+    log: IO[bytes]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended: its exit status, negative for a signal, and how long it ran."""
+
+    job: Job
+    code: int
+    seconds: float
+
+
+def claim(path: Path) -> IO[bytes] | None:
+    """Open a log for appending, for one process in the world at a time.
+
+    The claim goes over to the process that writes the log and ends with it, so that a process whose
+    parent was killed is not joined by a second one.
+
+    Returns:
+        The file, or None where another process has it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+def run_jobs(
+    jobs: Iterable[Job | None],
+    at_once: int,
+    ended: Callable[[Ended], None],
+    environment: Mapping[str, str] | None = None,
+) -> None:
+    """Run all jobs, and stop those that run if this process is interrupted or signalled.
+
+    SIGUSR1, by which batch systems announce the end of a job, is passed on, and what the processes
+    then do is waited for. On other signals they get a SIGTERM. Ignored ones (nohup) stay ignored.
+
+    Args:
+        jobs: asked for the next one whenever there is room for it; asked again soon after a None.
+        at_once: processes at a time, >= 1.
+        ended: told of each that has ended, by itself or stopped.
+        environment: of the processes; None is this one's.
+
+    Raises:
+        KeyboardInterrupt: where this process was interrupted; `Stopped` where it was signalled.
+    """
+    waiting, running = iter(jobs), list[_Running]()
+    notes = SignalNotes(n for n in _SIGNALS if signal.getsignal(n) != signal.SIG_IGN)
+    notes.start()
+    try:
+        while notes.received is None and _fill(running, waiting, at_once, environment):
+            for process in [r for r in running if r.popen.poll() is not None]:
+                running.remove(process)
+                ended(process.ended())
+            time.sleep(0.1)
+        if notes.received is not None:
+            raise Stopped(notes.received)
+    finally:
+        _stop([process.popen for process in running], notes.received)
+        notes.stop()
+        for process in running:
+            ended(process.ended())
+
+
+def threads_each(at_once: int) -> int:
+    """CPU cores of this process for each of so many, at least 1."""
+    mine = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if mine else os.cpu_count() or 1
+    return max(1, cores // at_once)
+
+
+@dataclass(frozen=True)
+class _Running:
+    job: Job
+    popen: subprocess.Popen[bytes]
+    began: float
+
+    def ended(self) -> Ended:
+        self.job.log.close()
+        return Ended(self.job, self.popen.returncode, time.monotonic() - self.began)
+
+
+def _fill(
+    running: list[_Running],
+    waiting: Iterator[Job | None],
+    at_once: int,
+    environment: Mapping[str, str] | None,
+) -> bool:
+    """Start processes until there are enough; whether there are any, or may be later."""
+    while len(running) < at_once:
+        try:
+            job = next(waiting)
+        except StopIteration:
+            return bool(running)
+        if job is None:
+            return True
+        popen = subprocess.Popen(  # noqa: S603  the command is ours
+            job.command,
+            stdin=subprocess.DEVNULL,
+            stdout=job.log,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+        )
+        running.append(_Running(job, popen, time.monotonic()))
+    return True
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]], received: signal.Signals | None) -> None:
+    """Ask all to stop, with the processes that they started; kill what is left after a while."""
+    announced = received == signal.SIGUSR1  # then the batch system has the patience
+    _signal_all(processes, signal.SIGUSR1 if announced else signal.SIGTERM)
+    deadline = time.monotonic() + (math.inf if announced else PATIENCE)
+    try:
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+    finally:  # a second Ctrl-C ends the patience
+        _signal_all(processes, signal.SIGKILL)
+        for process in processes:
+            process.wait()
+
+
+def _signal_all(processes: Iterable[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)

@@ -1,0 +1,70 @@
+"""A report as a folder: one page to read, figures, tables and numbers.
+
+report.html                     everything, in one file that needs no network
+report.md                       the same for a repository, with the figures beside it
+speedups.png, curves.png, ...   the figures
+speedups.csv, fid.csv, ...      the numbers
+"""
+
+from base64 import b64encode
+from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from matplotlib.figure import Figure
+
+from lit_diffusion.experiments.report import plots, tables
+from lit_diffusion.experiments.report.page import html
+from lit_diffusion.experiments.report.report import Report, markdown
+
+
+def figures(report: Report) -> dict[str, Figure]:
+    """The pictures of a report, by name."""
+    drawn = {
+        "speedups": plots.speedup_figure(report.comparison, results=report.comparison.first()),
+        "curves": plots.curves_figure(report.comparison),
+    }
+    if len(report.comparison.first()) < len(report.comparison.results):
+        drawn["speedups-all"] = plots.speedup_figure(report.comparison)
+    if report.by_images is not None:
+        drawn["speedups-images"] = plots.speedup_figure(report.by_images, "images")
+    if report.samples:
+        drawn["samples"] = plots.samples_figure(report.samples)
+    return drawn
+
+
+def write_report(report: Report, folder: Path) -> Path:
+    """Write all files of a report.
+
+    Returns:
+        The page to open.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = figures(report)
+    for name, figure in drawn.items():
+        plots.save(figure, folder / f"{name}.png")
+    arms, images = report.comparison.arms, report.by_images
+    numbers = {
+        "speedups": tables.speedup_records(report.comparison),
+        "fid": tables.fid_records(arms),
+        "curves": tables.curve_records(arms),
+    } | ({"speedups-images": tables.speedup_records(images)} if images else {})
+    for name, records in numbers.items():
+        (folder / f"{name}.csv").write_text(tables.to_csv(records))
+    text = markdown(report)
+    (folder / "report.md").write_text(text)
+    page = folder / "report.html"
+    page.write_text(html(text, _inline(drawn)))
+    return page
+
+
+def _inline(drawn: Mapping[str, Figure]) -> dict[str, str]:
+    """Figures as vector graphics inside a page, sharp at any size, by the names of their files."""
+    found = {}
+    with TemporaryDirectory() as folder:
+        for name, figure in drawn.items():
+            path = Path(folder, f"{name}.svg")
+            plots.save(figure, path)
+            data = b64encode(path.read_bytes()).decode()
+            found[f"{name}.png"] = f"data:image/svg+xml;base64,{data}"
+    return found

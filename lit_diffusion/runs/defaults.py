@@ -1,0 +1,81 @@
+"""The callbacks of a run that its config does not name."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lit_diffusion.callbacks.finite_updates import FiniteUpdates
+from lit_diffusion.callbacks.progress import PlainProgress
+from lit_diffusion.callbacks.rank_watch import RankWatch
+from lit_diffusion.callbacks.save_on_signal import SaveOnSignal
+from lit_diffusion.runs.changed_settings import Changes, PreferConfig
+from lit_diffusion.runs.exact_resume import ExactResume
+from lit_diffusion.runs.keeping import CurvesInStep, ImagesSeen
+from lit_diffusion.runs.last_checkpoint import LastCheckpoint
+
+
+def with_defaults(given: Any, *, fits: bool, shows_progress: bool) -> list[Callback]:
+    """The callbacks of a config, a list, one or None, and what every run has besides."""
+    callbacks: list[Callback] = list(given) if isinstance(given, list) else [given] * bool(given)
+    if not contains(callbacks, RankWatch):
+        callbacks.insert(0, RankWatch())
+    if shows_progress and not contains(callbacks, ProgressBar):
+        callbacks.append(TQDMProgressBar() if sys.stderr.isatty() else PlainProgress())
+    if fits and not contains(callbacks, FiniteUpdates):
+        callbacks.append(FiniteUpdates())
+    if not fits:
+        callbacks.append(EndPredictions())
+    return callbacks
+
+
+class EndPredictions(Callback):
+    """Ends `predict` on SIGTERM before the next batch; of Lightning's loops this one goes on."""
+
+    def on_predict_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
+    ) -> None:
+        """Look whether there was one."""
+        if trainer.received_sigterm:
+            raise SIGTERMException
+
+
+def run_callbacks(root: Path, changed: Changes) -> list[Callback]:
+    """What has a run folder and a resume agree, where settings differ from the checkpoint's."""
+    return [CurvesInStep(root), ImagesSeen(), PreferConfig(changed), ExactResume()]
+
+
+def checkpoint_callbacks(given: Sequence[Callback], folder: Path) -> list[Callback]:
+    """What keeps last.ckpt, as far as the config has not its own.
+
+    Raises:
+        ValueError: for what would keep another, from which a run does not go on by itself.
+    """
+    for callback in given:
+        _refuse_other_last(callback, folder)
+    savers = (LastCheckpoint, SaveOnSignal)
+    return [saver(folder) for saver in savers if not contains(given, saver)]
+
+
+def _refuse_other_last(callback: Callback, folder: Path) -> None:
+    if isinstance(callback, ModelCheckpoint) and callback.save_last:
+        saves_to = Path(callback.dirpath or folder)
+        if saves_to.absolute() == folder.absolute():
+            raise ValueError(
+                "trainer.callbacks: ModelCheckpoint(save_last=True) would write last.ckpt, which "
+                "fit does by itself where runs go on to the last bit; leave save_last out."
+            )
+    if isinstance(callback, SaveOnSignal) and callback.folder not in (None, folder):
+        raise ValueError(
+            f"trainer.callbacks: SaveOnSignal must save where fit looks, which is {folder}, and "
+            f"has the folder {callback.folder}; leave that out."
+        )
+
+
+def contains(callbacks: Sequence[Callback], kind: Any) -> bool:
+    """Whether one of the callbacks is of a class or protocol."""
+    return any(isinstance(callback, kind) for callback in callbacks)

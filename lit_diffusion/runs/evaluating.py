@@ -1,0 +1,133 @@
+"""Scores of a checkpoint, or of a folder of images, against real images."""
+
+import json
+import tempfile
+from argparse import Namespace
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningDataModule
+
+from lit_diffusion.checkpoints.loading import Loaded, checkpoint_file, instantiate, model_spec
+from lit_diffusion.checkpoints.reading import read_checkpoint
+from lit_diffusion.metrics.extractors import protocol_by_name
+from lit_diffusion.metrics.images import open_images
+from lit_diffusion.metrics.reference import RealImages, Scorer, measure
+from lit_diffusion.metrics.score import score
+from lit_diffusion.runs.loggers import read_evaluations
+from lit_diffusion.runs.sampling import (
+    RECORD,
+    fresh_folder,
+    load_generator,
+    usable_device,
+    write_samples,
+)
+from lit_diffusion.seeding import classes_of
+from lit_diffusion.system.files import user_cache
+
+SPLITS = ("train", "val", "test")
+_INCEPTION = "inception-v3-compat"
+
+
+def evaluate(args: Namespace) -> dict[str, Any]:
+    """Make images if need be, and score them: the scores, their floor, and the whole protocol."""
+    device = usable_device(args.device)
+    loaded = load_generator(args) if args.images is None else None
+    protocol = protocol_by_name(args.extractor or _protocol_of_run(loaded))
+    protocol.check()
+    real, others = _reference(args, loaded)
+    kept = nullcontext(args.out) if args.out or args.images else tempfile.TemporaryDirectory()
+    with kept as folder:
+        made = _samples(args, loaded, folder, len(real))
+        fake = args.images or folder
+        found = score(fake, real, protocol, batch_size=args.batch_size, device=str(device))
+    scorer = Scorer(protocol, protocol.build().to(device), device, args.batch_size)
+    floor = measure(scorer, real, others, found["num_fake"], user_cache(), _labels(loaded, made))
+    return found | {
+        "fid_floor": floor.floor,
+        "floor_sd": floor.floor_sd,
+        "floor_images": floor.floor_images,
+        "reference": real.name,
+        "data": floor.fingerprint,
+        "samples": made,
+    }
+
+
+def _protocol_of_run(loaded: Loaded | None) -> str:
+    """The protocol that the run was scored with while it trained."""
+    records = read_evaluations(loaded.path.parent.parent / "evaluations.jsonl") if loaded else []
+    named = [str(record["protocol"]) for record in records if "protocol" in record]
+    return named[-1] if named else _INCEPTION
+
+
+def _reference(args: Namespace, loaded: Loaded | None) -> tuple[RealImages, RealImages | None]:
+    """Real images, and others of the same kind for the floor."""
+    name = args.reference or "val"
+    if name not in SPLITS:
+        return RealImages(name, open_images(name)), None
+    data = _data(args, loaded)
+    other = "val" if name == "train" else "train"
+    return _split(data, name), _split(data, other)
+
+
+def _split(data: Any, name: str) -> RealImages:
+    split = "val" if name == "test" else name
+    loader = data.in_order(split)
+    known = partial(data.fingerprint, split)
+    return RealImages(name, loader.dataset, loader.collate_fn, loader.num_workers, known)
+
+
+def _data(args: Namespace, loaded: Loaded | None) -> Any:
+    """The data module that --checkpoint was trained with."""
+    path = checkpoint_file(args.checkpoint)
+    checkpoint = read_checkpoint(path, mmap=True) if loaded is None else loaded.checkpoint
+    spec = model_spec(checkpoint, "datamodule_hyper_parameters")
+    data = None if spec is None else instantiate(spec, LightningDataModule, args.trust, path)
+    if data is None or not hasattr(data, "in_order"):
+        raise ValueError(
+            f"{path} names no data with splits to compare with; pass --reference DIR, a folder of "
+            "real images."
+        )
+    data.prepare_data()
+    return data
+
+
+def _samples(args: Namespace, loaded: Loaded | None, folder: Any, num: int) -> dict[str, Any]:
+    """What is known of the images that are scored, which are made first if need be."""
+    if loaded is not None:
+        return write_samples(loaded, args, args.num or num, fresh_folder(folder))
+    path = Path(args.images) / RECORD
+    if not path.is_file():
+        return {"images": args.images}
+    try:
+        return dict(json.loads(path.read_text()))
+    except (ValueError, TypeError, RecursionError) as error:
+        reason = str(error)[:200]
+        raise ValueError(f"{path} is no record of samples: {reason}; remove it.") from error
+
+
+def _labels(loaded: Loaded | None, made: dict[str, Any]) -> list[int] | None:
+    """Labels of the samples; None where they have none, or it is not known."""
+    if loaded is None:
+        return None
+    seeds = range(*made["seeds"])
+    if given := made["labels"]:
+        return [given[i % len(given)] for i in range(len(seeds))]
+    num_classes: int | None = getattr(loaded.module, "num_classes", None)
+    return classes_of(seeds, num_classes) if num_classes else None
+
+
+def table(record: dict[str, Any]) -> str:
+    """The scores of a record, for people."""
+    floor = f"{record['fid_floor']:.4g}: {record['floor_images']}"
+    rows = [
+        (f"FID {record['num_fake']}", f"{record['fid']:.4g}   (floor {floor})"),
+        ("KID", f"{record['kid']:.4g} +- {record['kid_std']:.2g}"),
+        ("precision", f"{record['precision']:.3f}"),
+        ("recall", f"{record['recall']:.3f}"),
+        ("IS", f"{record['inception_score']:.4g} +- {record['inception_score_std']:.2g}"),
+        ("protocol", f"{record['protocol']}, {record['num_real']} real ({record['reference']})"),
+    ]
+    return "\n".join(f"{name:<11}{text}" for name, text in rows)

@@ -1,0 +1,233 @@
+"""The run folder: where a command reads and writes, found before anything heavy is built.
+
+runs/digits/config.yaml, config.resume-1.yaml, ...   the config of the run and of each resume
+            metrics.csv, evaluations.jsonl           curves and scores
+            checkpoints/last.ckpt, best-fid.ckpt     weights, averages and state
+            tensorboard/, samples/                   the curves and pictures again
+"""
+
+import fcntl
+import os
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lit_diffusion.settings.parser import Parser
+from lit_diffusion.settings.yaml_file import read_yaml
+from lit_diffusion.system.slurm import is_requeue_of
+
+CLAIM = ".lock"
+"""File in a run folder on which the process that trains into it has a lock."""
+
+
+class InUse(ValueError):
+    """Another process has a run folder."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a command line asks for, as far as it must be known before the config is parsed.
+
+    Attributes:
+        command: fit, validate, test or predict.
+        options: the command line without the command and --trust.
+        configs: the values of --config.
+        trust: the values of --trust.
+        root: the run folder.
+        checkpoint: file that --ckpt_path means, whether or not it is there; None without.
+        requeued: whether this is a later start of the SLURM job that trains in the run folder. It
+            goes on from its last checkpoint, whatever the command line names.
+    """
+
+    command: str
+    options: tuple[str, ...]
+    configs: tuple[str, ...]
+    trust: tuple[str, ...]
+    root: Path
+    checkpoint: Path | None
+    requeued: bool = False
+
+    @property
+    def holds_checkpoint(self) -> bool:
+        """Whether the checkpoint belongs to this run folder."""
+        run = run_of(self.checkpoint) if self.checkpoint else None
+        return run is not None and run.resolve() == self.root.resolve()
+
+
+def read_command_line(argv: Sequence[str]) -> Request:
+    """Find run folder and checkpoint of a command line.
+
+    The run folder is what --trainer.default_root_dir says on the command line or in a config; else
+    that of the checkpoint; else runs/<name of the first config>.
+
+    Raises:
+        FileNotFoundError: where --ckpt_path names a file that is not there.
+        ValueError: for a config that is no YAML mapping, or an option without its value.
+    """
+    own = Parser(argv[0], add_help=False)
+    own.add_argument("--trust", action="append", default=[], metavar="PACKAGE")
+    found, options = own.parse_known_args(list(argv[1:]))
+    peek = Parser(argv[0], add_help=False)
+    peek.add_argument("-c", "--config", action="append", default=[])
+    peek.add_argument("--ckpt_path")
+    peek.add_argument("--trainer.default_root_dir", dest="root")
+    seen, _ = peek.parse_known_args(options)
+    settings = [read_config(config) for config in seen.config]
+    stated = seen.root or _last(settings, "trainer", "default_root_dir")
+    wanted = seen.ckpt_path or _last(settings, "ckpt_path")
+    wanted = None if wanted in (None, "null", "None") else str(wanted).removeprefix("file://")
+    root = _root(stated, wanted, seen.config)
+    requeued = argv[0] == "fit" and is_requeue_of(root / "checkpoints")
+    if requeued and (root / "checkpoints" / "last.ckpt").is_file():
+        wanted = "last"
+    checkpoint = _checkpoint(wanted, root)
+    if wanted and checkpoint and wanted != "last" and not checkpoint.is_file():
+        raise FileNotFoundError(f"--ckpt_path: there is no file {checkpoint}.")
+    configs, trust = tuple(seen.config), tuple(found.trust)
+    return Request(argv[0], tuple(options), configs, trust, root, checkpoint, requeued)
+
+
+def read_config(config: str | Path) -> Any:
+    """Content of a config; {} for one that is not there, which the real parser will report."""
+    try:
+        settings = read_yaml(config)
+    except OSError:
+        return {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"{config} must hold settings such as 'model: ...', got {settings!r:.50}.")
+    _refuse_files(settings, Path(config))
+    return settings
+
+
+def _refuse_files(settings: dict[str, Any], config: Path) -> None:
+    """jsonargparse would open configs within a config, and pipes, without a look at them."""
+    for value in _texts(settings):
+        for file in (Path(value), config.parent / value):
+            opened = value.endswith((".yaml", ".yml", ".json")) or not os.path.isfile(file)
+            if opened and os.path.exists(file) and not file.is_dir():
+                raise ValueError(
+                    f"{config} names the file {file}, and configs are not read from within "
+                    "configs: write its settings there, or give it as another --config."
+                )
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    inside = value.values() if isinstance(value, dict) else value
+    for part in inside if isinstance(value, dict | list) else ():
+        yield from _texts(part)
+
+
+def _last(settings: Sequence[Any], *keys: str) -> Any:
+    """The value of nested keys in the last of the settings that have it."""
+    value = None
+    for setting in settings:
+        for key in keys:
+            setting = setting.get(key) if isinstance(setting, dict) else None
+        value = setting if setting is not None else value
+    return value
+
+
+def _root(stated: Any, wanted: str | None, configs: Sequence[str]) -> Path:
+    if stated is not None:
+        return Path(str(stated))
+    if wanted and (run := run_of(Path(wanted))):
+        return run
+    return Path("runs") / (Path(configs[0]).stem if configs else "unnamed")
+
+
+def _checkpoint(wanted: str | None, root: Path) -> Path | None:
+    """The file that --ckpt_path means; names other than last are Lightning's to understand."""
+    if wanted is None or wanted in ("best", "hpc", "registry") or "://" in wanted:
+        return None
+    return root / "checkpoints" / "last.ckpt" if wanted == "last" else Path(wanted)
+
+
+def run_of(checkpoint: Path) -> Path | None:
+    """The run folder of RUN/checkpoints/FILE; None for a file elsewhere."""
+    return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
+
+
+def latest_config(root: Path) -> Path | None:
+    """The config that a run was last started or resumed with."""
+    configs = [*root.glob("config.yaml"), *_resumes(root)]
+    return configs[-1] if configs else None
+
+
+def next_config(root: Path) -> Path:
+    """Where the config of a fit that starts now goes: a resume leaves those before it alone."""
+    if traces(root):
+        return root / f"config.resume-{len(_resumes(root)) + 1}.yaml"
+    return root / "config.yaml"
+
+
+def traces(root: Path) -> list[Path]:
+    """What shows that a folder holds a run: curves, scores and checkpoints."""
+    files = [root / "metrics.csv", root / "evaluations.jsonl"]
+    return [file for file in files if file.exists()] + sorted(root.glob("checkpoints/*.ckpt"))
+
+
+def refuse_mixing(request: Request) -> None:
+    """Refuse a fresh start, or one from a checkpoint elsewhere, in a folder that holds a run."""
+    found = traces(request.root)
+    is_there = request.checkpoint is not None and request.checkpoint.is_file()
+    if not found or request.requeued or (is_there and request.holds_checkpoint):
+        return
+    what = ", ".join(str(file.relative_to(request.root)) for file in found[:3])
+    way = "Continue it with --ckpt_path=last"
+    if request.holds_checkpoint:
+        way = f"There is no {request.checkpoint}: continue it with --ckpt_path and another file"
+    raise ValueError(
+        f"{request.root} already holds a run ({what}). {way}, or start another with "
+        f"--trainer.default_root_dir={request.root}-2."
+    )
+
+
+def make_writable(root: Path) -> None:
+    """Make the run folder, or say that it, or a file in it, cannot be made."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=root).close()
+    except OSError as error:
+        raise OSError(
+            f"The run folder {root} cannot be written to: {error.strerror}. "
+            "Choose another with --trainer.default_root_dir."
+        ) from error
+
+
+@contextmanager
+def occupied(root: Path) -> Iterator[None]:
+    """Context in which no other process may train into the run folder.
+
+    The kernel holds the claim, on a file: it ends with the process, however that ends, and holds
+    for other nodes where the file system has locks.
+
+    Raises:
+        InUse: where another process has it.
+    """
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
+    with os.fdopen(os.open(root / CLAIM, flags, 0o666), "rb", buffering=0) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InUse(
+                f"{root} is in use: another process trains into it. Wait for it, or start another "
+                f"run with --trainer.default_root_dir={root}-2."
+            ) from error
+        except OSError as error:
+            warnings.warn(
+                f"{root} cannot be locked ({error.strerror}); see to it that no other process "
+                "trains into it.",
+                stacklevel=2,
+            )
+        yield
+
+
+def _resumes(root: Path) -> list[Path]:
+    """In order: config.resume-9.yaml before config.resume-10.yaml."""
+    return sorted(root.glob("config.resume-*.yaml"), key=lambda file: (len(file.name), file))

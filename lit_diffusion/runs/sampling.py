@@ -1,0 +1,191 @@
+"""Images of a checkpoint: the module with what options change, and the PNG files."""
+
+import json
+import sys
+import time
+from argparse import ArgumentError, Namespace
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from jsonargparse import ArgumentParser
+from torch import Tensor
+from torchvision.transforms.functional import to_pil_image
+from torchvision.utils import make_grid
+
+from lit_diffusion import solvers
+from lit_diffusion.checkpoints.loading import Loaded, load_with_record
+from lit_diffusion.gaussian import FixedSmall, LearnedRange
+from lit_diffusion.guidance import ClassifierFree
+from lit_diffusion.protocols import Solver
+from lit_diffusion.settings.messages import innermost
+from lit_diffusion.settings.trust import trusting
+from lit_diffusion.solvers import DDPM, DPMSolverPP
+
+RECORD = "samples.json"
+_GRID_IMAGES = 256
+_GRID_PIXELS = 512
+
+
+def fresh_folder(path: str) -> Path:
+    """A folder without images, made if need be, so that those of two calls are never mixed."""
+    out = Path(path)
+    if out.is_file():
+        raise ValueError(f"--out {out} is a file; name a folder.")
+    if any(out.glob("*.png")):
+        raise ValueError(f"--out {out} already holds images; choose another folder or empty it.")
+    out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def load_generator(args: Namespace) -> Loaded:
+    """The module of --checkpoint on its device, generating as the options say."""
+    device, solver = usable_device(args.device), _spec(args.solver) if args.solver else None
+    loaded = load_with_record(args.checkpoint, args.weights, trust=args.trust)
+    if not hasattr(loaded.module, "generate"):
+        raise ValueError(f"{type(loaded.module).__name__} in {loaded.path} cannot generate images.")
+    _change_sampling(loaded, args, solver)
+    _check_labels(args.labels or [], getattr(loaded.module, "num_classes", None))
+    loaded.module.to(device)
+    return loaded
+
+
+def usable_device(name: str | None) -> torch.device:
+    """The device of --device, which this machine must have; without, the GPU if there is one."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise ValueError(f"--device {name} cannot be used here: {reason}.") from error
+
+
+def _change_sampling(loaded: Loaded, args: Namespace, solver: dict[str, Any] | None) -> None:
+    module: Any = loaded.module
+    changes_solver = args.solver_options or (args.solver, args.steps) != (None, None)
+    if not changes_solver and args.guidance is None:
+        return
+    own = loaded.checkpoint["hyper_parameters"].get("solver")
+    if own is None:
+        raise ValueError(f"{type(module).__name__} takes no --steps, --solver or --guidance.")
+    if changes_solver:
+        module.solver = _changed_solver(module, own, solver, args)
+    if args.guidance is not None:
+        conditioning = getattr(module, "conditioning", getattr(module, "num_classes", None))
+        if conditioning is None or module.label_dropout == 0:
+            raise ValueError(
+                "--guidance needs a model with classes, or another conditioning, that was trained "
+                f"with label_dropout, got {conditioning} and label_dropout={module.label_dropout}."
+            )
+        module.guidance = None if args.guidance == 1 else ClassifierFree(args.guidance)
+
+
+def _changed_solver(
+    module: Any, own: dict[str, Any], given: dict[str, Any] | None, args: Namespace
+) -> Solver:
+    """What --solver, --solver.NAME and --steps make of the module's own solver, as for `fit`.
+
+    Another class takes over steps and clip alone; DDPM gets the variance that the loss trains.
+    """
+    options = list(args.solver_options)
+    if args.steps is not None:
+        options.append(f"--solver.steps={args.steps}")
+    if given is not None:
+        if given["class_path"] != own["class_path"]:
+            kept = own.get("init_args", {}).items()
+            own = {**own, "init_args": {k: v for k, v in kept if k in ("steps", "clip")}}
+            if given["class_path"] == _path_of(DDPM):
+                variance = LearnedRange if module.loss.output_factor == 2 else FixedSmall
+                given = {"init_args": {}, **given}
+                given["init_args"].setdefault("variance", _path_of(variance))
+        options.insert(0, f"--solver={json.dumps(given)}")
+    parser = ArgumentParser(exit_on_error=False)
+    with trusting(args.trust):
+        parser.add_argument("--solver", type=Solver, default=own)
+        try:
+            changed: Solver = parser.instantiate(parser.parse_args(options)).solver
+        except (ArgumentError, ValueError) as error:
+            message = innermost(error)
+            dashes = "--" if message.startswith("solver") else ""
+            raise ValueError(dashes + message) from error
+    return changed
+
+
+def _spec(given: str) -> dict[str, Any]:
+    """Class path and arguments, of YAML, a class path, or a name among our solvers."""
+    spec = {"class_path": given}
+    if given.lstrip().startswith("{"):
+        with suppress(yaml.YAMLError):
+            spec = yaml.safe_load(given)
+    name = str(spec.get("class_path"))
+    own = [kind for kind in vars(solvers).values() if getattr(kind, "sample", None)]
+    kinds = {kind.__name__.lower(): kind for kind in own} | {"dpmpp": DPMSolverPP}
+    if "." not in name and name.lower() not in kinds:
+        raise ValueError(
+            f"--solver must be one of {', '.join(kind.__name__ for kind in own)}, or a class path "
+            f"with arguments as in YAML, got {given}."
+        )
+    return spec if "." in name else spec | {"class_path": _path_of(kinds[name.lower()])}
+
+
+def _path_of(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__name__}"
+
+
+def _check_labels(labels: list[int], num_classes: int | None) -> None:
+    for label in labels:
+        if num_classes is None:
+            raise ValueError("--labels needs a model with classes, and this one has none.")
+        if not -1 <= label < num_classes:
+            raise ValueError(f"--labels must be in 0..{num_classes - 1}, or -1, got {label}.")
+
+
+def write_samples(loaded: Loaded, args: Namespace, num: int, out: Path) -> dict[str, Any]:
+    """Generate `num` images into a folder; what samples.json holds."""
+    if num < 1:
+        raise ValueError(f"--num must be at least 1, got {num}.")
+    module: Any = loaded.module
+    shown: list[Tensor] = []
+    for first, images in _generate(module, args, num):
+        for i, image in enumerate(images, first):
+            to_pil_image(image).save(out / f"{i:06d}.png")
+        shown += images[: max(_GRID_IMAGES - first, 0)]
+    to_pil_image(_grid(torch.stack(shown))).save(out / "grid.png")
+    record = {
+        "checkpoint": str(loaded.path),
+        "step": loaded.step,
+        "weights": loaded.weights,
+        "num": num,
+        "seeds": [args.seed, args.seed + num],
+        "labels": args.labels,
+        "sampling": dict(module.sampling_record()) if hasattr(module, "sampling_record") else {},
+    }
+    (out / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    return record
+
+
+def _generate(module: Any, args: Namespace, num: int) -> Iterator[tuple[int, Tensor]]:
+    """(number of the first, images uint8 (B, C, H, W) on the CPU), with a sign of life."""
+    last_sign = time.monotonic()
+    for first in range(0, num, args.batch_size):
+        numbers = range(first, min(first + args.batch_size, num))
+        given = args.labels and [args.labels[i % len(args.labels)] for i in numbers]
+        labels = torch.tensor(given) if given else None
+        yield first, module.generate([args.seed + i for i in numbers], labels).cpu()
+        if time.monotonic() - last_sign > 10 and numbers.stop < num:
+            last_sign = time.monotonic()
+            print(f"{numbers.stop} of {num} images", file=sys.stderr, flush=True)
+
+
+def _grid(images: Tensor) -> Tensor:
+    """Images uint8 (N, C, H, W) in rows, with a white line between; small ones enlarged."""
+    columns = max(1, round(len(images) ** 0.5))
+    scale = max(1, _GRID_PIXELS // (columns * images.shape[-1]))
+    images = images.repeat_interleave(scale, 2).repeat_interleave(scale, 3)
+    if len(images) == 1:
+        return images[0]
+    grid: Tensor = make_grid(images, columns, padding=1, pad_value=255)  # also around, and in RGB
+    return grid[: images.shape[1], 1:-1, 1:-1]

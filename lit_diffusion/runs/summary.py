@@ -1,0 +1,86 @@
+"""What a person reads at the end of a fit: where things are, how good they are, what to do next."""
+
+import shlex
+import signal
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+from lit_diffusion.checkpoints.averages import averages_in
+from lit_diffusion.checkpoints.loading import checkpoint_file
+from lit_diffusion.checkpoints.reading import read_checkpoint
+from lit_diffusion.metrics.image_count import images_seen
+from lit_diffusion.metrics.record import is_repeat
+from lit_diffusion.runs.folder import Request
+from lit_diffusion.runs.loggers import read_evaluations
+from lit_diffusion.system.slurm import job_id
+
+
+def summary(request: Request, trainer: Trainer, seconds: float) -> str:
+    """A few lines on a fit that has ended, `seconds` after the command began."""
+    root = request.root
+    done = f"{trainer.global_step} steps"
+    if images := images_seen(trainer):
+        done += f", {images:,} images seen"
+    duration = timedelta(seconds=round(seconds))
+    rows = [("run folder", str(root)), ("trained", f"{done}, in {duration}")]
+    records = read_evaluations(root / "evaluations.jsonl")
+    rows += fid_rows([record for record in records if not is_repeat(record)])
+    if checkpoint_file(root).is_file():
+        rows.append(("sample", _sample_command(root, request.trust)))
+    width = max(len(name) for name, _ in rows) + 2
+    return "\n" + "\n".join(f"{name:<{width}}{text}" for name, text in rows)
+
+
+def _sample_command(root: Path, trust: Sequence[str]) -> str:
+    file = checkpoint_file(root)
+    averaged = averages_in(read_checkpoint(file, mmap=True), file)
+    options = [] if averaged else ["--weights", "raw"]
+    options += [f"--trust={package}" for package in trust]
+    options += ["--num", "64", "--out", f"{root}/out"]
+    return shlex.join(["lit-diffusion", "sample", "--checkpoint", str(root), *options])
+
+
+def requeue_line(request: Request) -> str:
+    """A line on a fit that a batch system has started again."""
+    last = checkpoint_file(request.root)
+    found = f"goes on from {last}" if last.is_file() else f"begins anew, as there is no {last}"
+    return f"SLURM job {job_id()} was requeued, and {found}."
+
+
+def resume_line(request: Request, step: int, number: signal.Signals) -> str:
+    """A line on a fit that a signal stopped after so many optimizer steps."""
+    last = checkpoint_file(request.root)
+    text = f"Stopped by {number.name} at step {step}. "
+    if not last.is_file():
+        return f"{text}There is no {last} to go on from."
+    # The folder of a checkpoint that the command names is not where it would look for `last`.
+    again = shlex.quote(str(last)) if request.holds_checkpoint else "last"
+    return f"{text}The same command with --ckpt_path={again} goes on from {last}."
+
+
+def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """One row per FID that was scored: the last, the best and the floor.
+
+    Example:
+        >>> last = {"metric": "val/fid_360", "value": 4.0, "step": 20, "floor": 2.0}
+        >>> fid_rows([last | {"value": 3.5, "step": 10}, last])
+        [('val/fid_360', '4 at step 20, best 3.5 at step 10; real images in their place: 2')]
+    """
+    rows = []
+    for metric in dict.fromkeys(r["metric"] for r in records if "fid" in str(r.get("metric"))):
+        scored = [r for r in records if r["metric"] == metric]
+        last, finite = scored[-1], [r for r in scored if r["value"] is not None]
+        text = f"{_number(last['value'])} at step {last['step']}"
+        if finite:
+            best = min(finite, key=lambda r: float(r["value"]))
+            text += f", best {_number(best['value'])} at step {best['step']}"
+        rows.append((metric, f"{text}; real images in their place: {_number(last.get('floor'))}"))
+    return rows
+
+
+def _number(value: float | None) -> str:
+    return "NaN" if value is None else f"{value:.4g}"

@@ -1,0 +1,330 @@
+"""LightningCLI with a run folder around it: what fit, validate, test and predict are."""
+
+import logging
+import re
+import signal
+import sys
+import time
+import warnings
+from argparse import ArgumentError, RawDescriptionHelpFormatter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import DefaultHelpFormatter
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lit_diffusion.callbacks.rank_watch import RankWatch
+from lit_diffusion.checkpoints.averages import averages_in
+from lit_diffusion.checkpoints.content import check_resumable, no_larger_than
+from lit_diffusion.checkpoints.loading import model_spec, wrong_types
+from lit_diffusion.checkpoints.reading import Checkpoint, read_checkpoint
+from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
+from lit_diffusion.protocols import WeightsProvider
+from lit_diffusion.runs.changed_settings import differences
+from lit_diffusion.runs.defaults import (
+    checkpoint_callbacks,
+    contains,
+    run_callbacks,
+    with_defaults,
+)
+from lit_diffusion.runs.explained import explain, name_builder
+from lit_diffusion.runs.folder import (
+    Request,
+    latest_config,
+    make_writable,
+    occupied,
+    read_command_line,
+    read_config,
+    refuse_mixing,
+)
+from lit_diffusion.runs.keeping import RunConfig
+from lit_diffusion.runs.loggers import AppendingCSVLogger, read_evaluations, read_rows
+from lit_diffusion.runs.summary import requeue_line, resume_line, summary
+from lit_diffusion.runs.trainer_settings import wrong_settings
+from lit_diffusion.settings.messages import innermost
+from lit_diffusion.settings.trust import trusting, within
+from lit_diffusion.system.signals import SAVED, SavedOnSignal, heed
+from lit_diffusion.system.slurm import job_id
+from lit_diffusion.system.trainer_state import SubcommandCLI, cluster_environment
+
+_STRICT = {"exit_on_error": False, "allow_abbrev": False}
+"""For the parsers of all commands and of each. The run folder is found by whole names alone."""
+
+_CLASS_HELP = re.compile(r"--(model|data|trainer\.\w+)\.help(=|$)")
+"""An option that prints the arguments of a class and ends the command."""
+
+_INSTANTIATOR = "lightning.pytorch.cli.instantiate_module"
+"""With which Lightning's own `load_from_checkpoint` reads our files."""
+
+
+def run_command(argv: Sequence[str], descriptions: Mapping[str, str] | None = None) -> None:
+    """Run fit, validate, test or predict, the first of `argv`.
+
+    Raises:
+        ValueError: for a config that is wrong, a run folder that holds another run, or a checkpoint
+            that does not fit.
+    """
+    request = read_command_line(argv)
+    if request.requeued:
+        rank_zero_only(print)(requeue_line(request), file=sys.stderr)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_tips)
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    with trusting(request.trust), ExitStack() as held:
+        RunCLI(request, held, descriptions)
+
+
+class RunCLI(SubcommandCLI):
+    """LightningCLI whose runs live in a run folder and whose command line wins over checkpoints.
+
+    Args:
+        request: what the command line asks for.
+        held: contexts that the run is in until it ends.
+        descriptions: what the help of each command begins with.
+    """
+
+    def __init__(
+        self, request: Request, held: ExitStack, descriptions: Mapping[str, str] | None = None
+    ) -> None:
+        self.request = request
+        self._held = held
+        saved = self._read_checkpoint()
+        self._spec = model_spec(saved)
+        self._averaged = bool(averages_in(saved, request.checkpoint or ""))
+        self._weights = saved.get("state_dict", {})
+        self._restored_step = saved.get("global_step")
+        self.changed: dict[str, tuple[Any, Any]] = {}
+        self._started = time.monotonic()
+        super().__init__(
+            save_config_callback=RunConfig,
+            seed_everything_default=0,
+            auto_configure_optimizers=False,
+            parser_kwargs={
+                "prog": "lit-diffusion",
+                "formatter_class": _Formatter,
+                **_STRICT,
+                **{
+                    name: {
+                        "description": (descriptions or {}).get(name),
+                        "usage": f"lit-diffusion {name} --config FILE [options]",
+                        **_STRICT,
+                    }
+                    for name in self.subcommands()
+                },
+            },
+            args=self._arguments(),
+        )
+
+    def _read_checkpoint(self) -> Checkpoint:
+        """The checkpoint that is asked for; {} without, or for a fit that has none yet."""
+        file = self.request.checkpoint
+        if file is None or (self.request.command == "fit" and not file.is_file()):
+            return {}
+        saved = read_checkpoint(file, mmap=True)
+        if self.request.command == "fit":
+            try:
+                check_resumable(saved)
+            except ValueError as error:
+                raise ValueError(f"{file} {error}.") from None
+        return saved
+
+    def _arguments(self) -> list[str]:
+        """The command line, after what it wins over: the checkpoint's model and run config."""
+        request, configs = self.request, []
+        if self._spec is not None:
+            configs += ["--config", yaml.safe_dump({"model": self._spec})]  # JSON has no inf
+        found = latest_config(request.root) if request.holds_checkpoint else None
+        if found and not request.configs:
+            read_config(found)  # the real parser does not name what it cannot read
+            configs += ["--config", str(found)]
+        if any(_CLASS_HELP.match(option) for option in request.options):
+            return [request.command, *configs, *request.options]  # nothing may follow it
+        own = ["--trainer.default_root_dir", str(request.root)]
+        if request.checkpoint is not None and request.checkpoint.is_file():
+            own += ["--ckpt_path", str(request.checkpoint)]
+        return [request.command, *configs, *request.options, *own]
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse, and say in a line what is wrong."""
+        assert isinstance(args, list)
+        try:
+            self.config = parser.parse_args(args)
+        except ArgumentError as error:
+            message = innermost(error, self.options(self.request.command))
+            if message.startswith(f"{self.request.command}.model must"):
+                given = ", ".join(self.request.configs)
+                message = "needs --config FILE, such as --config configs/digits.yaml."
+                message = f"{given} names no model." if given else message
+            raise ValueError(message) from error
+
+    def compare_with_checkpoint(self) -> None:
+        """Compare with the checkpoint, whose model was parsed first: what was given later won."""
+        if self._spec is not None:
+            self.changed = differences(self._spec, self.dumped()["model"])
+            for name, (old, new) in self.changed.items():
+                rank_zero_info(f"The checkpoint had {name} {old}, using {new}.")
+
+    def before_instantiate_classes(self) -> None:
+        """Find out before anything is built whether this run may write where it would."""
+        trainer, ckpt_path = (self.value_of(self.config, key) for key in ("trainer", "ckpt_path"))
+        for wrong in wrong_settings(vars(trainer), ckpt_path):
+            raise ValueError(wrong)
+        if self.request.command == "fit" and not self.is_trial:
+            rank_zero_only(refuse_mixing)(self.request)
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether this is a run of a few batches that keeps nothing."""
+        return bool(self.value_of(self.config, "trainer").fast_dev_run)
+
+    def instantiate_classes(self) -> None:
+        """Also leave class paths and arguments where checkpoints take them from."""
+        try:
+            with no_larger_than(self._weights) if self._weights else nullcontext():
+                super().instantiate_classes()
+        except ValueError as error:  # jsonargparse wraps what a constructor says
+            raise ValueError(name_builder(error) + innermost(error)) from error
+        if cast := wrong_types(self.model, self._weights):  # which torch would cast to floats
+            raise ValueError(
+                f"{self.request.checkpoint} is of another architecture: {'; '.join(cast[:3])}. "
+                "Use the config that it was trained with."
+            )
+        self._weights = {}  # keeps the file open
+        dumped = self.dumped()
+        for key, built in (("model", self.model), ("data", self.datamodule)):
+            if built is not None:
+                spec = dumped[key]
+                built.hparams.clear()
+                built.hparams.update(_class_path=spec["class_path"], _instantiator=_INSTANTIATOR)
+                built.hparams.update(spec.get("init_args", {}) | spec.get("dict_kwargs", {}))
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """The Trainer, with what a run needs and the config does not name."""
+        config = self.value_of(self.config_init, "trainer")
+        plugins = _with_atomic_saves(config.plugins, self.request.trust)
+        trainer = super().instantiate_trainer(
+            logger=self._loggers(config.logger),
+            callbacks=self._callbacks(config),
+            plugins=plugins,
+            **kwargs,
+        )
+        _keep_from_requeues(trainer, plugins)
+        return trainer
+
+    def _loggers(self, given: Any) -> Any:
+        if given is not None and given is not True:
+            return given
+        if self.request.command != "fit":
+            return False
+        root = self.request.root
+        curves = TensorBoardLogger(root, name="", version="", sub_dir="tensorboard")
+        return [AppendingCSVLogger(root), curves]
+
+    def _callbacks(self, config: Any) -> list[Callback]:
+        fits, root = self.request.command == "fit", self.request.root
+        shows = config.enable_progress_bar is not False
+        callbacks = with_defaults(config.callbacks, fits=fits, shows_progress=shows)
+        # Scores of raw weights must not pass for those of the averages in the file.
+        if not fits and self._averaged and not contains(callbacks, WeightsProvider):
+            raise ValueError(
+                f"{self.request.checkpoint} holds averaged weights, but no EMA callback is "
+                "configured to use them: pass the run's config, or add EMA to trainer.callbacks."
+            )
+        if fits and not self.is_trial:
+            callbacks += run_callbacks(root, self.changed)
+            if config.enable_checkpointing is not False:
+                return [*callbacks, *checkpoint_callbacks(callbacks, root / "checkpoints")]
+        heed()
+        return callbacks
+
+    def run_trainer(self, run: Callable[[], None]) -> None:
+        """Run the command, and say in words what ended it."""
+        try:
+            run()
+        except (SystemExit, Exception) as error:
+            if number := self._signal_behind(error):
+                self._print_how_to_resume(error, number)
+                saved = isinstance(error, SavedOnSignal)
+                raise SystemExit(SAVED if saved else 128 + number) from error
+            for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, RankWatch) and callback.verdict:
+                    raise RuntimeError(callback.verdict) from error
+            untrained = self.trainer.global_step == self._restored_step
+            if (explanation := explain(error, self.request, untrained)) is not None:
+                raise explanation from error
+            raise
+
+    def _signal_behind(self, error: BaseException) -> signal.Signals | None:
+        """The signal that ended the Trainer, which exits with 0 after SIGTERM, 1 after Ctrl-C."""
+        if isinstance(error, SavedOnSignal):
+            return error.signal
+        if isinstance(error.__context__, KeyboardInterrupt):
+            return signal.SIGINT
+        terminated = self.trainer.received_sigterm
+        # Batch systems signal the workers too, whose death may be what the Trainer hears of first.
+        worker = terminated and str(error).startswith("DataLoader worker")
+        return signal.SIGTERM if worker or isinstance(error, SIGTERMException) else None
+
+    def _print_how_to_resume(self, error: BaseException, number: signal.Signals) -> None:
+        """Say how a fit goes on that a signal stopped; one that SLURM requeues does by itself."""
+        fits = self.request.command == "fit" and not self.is_trial
+        requeued = isinstance(error, SavedOnSignal) and job_id()
+        if fits and not requeued and self.trainer.is_global_zero:
+            print(resume_line(self.request, self.trainer.global_step, number), file=sys.stderr)
+
+    def before_fit(self) -> None:
+        """Find out before anything is trained whether it can be kept, and by nobody else."""
+        if not self.is_trial:
+            rank_zero_only(self._take_folder)(self.request.root)
+
+    def _take_folder(self, root: Path) -> None:
+        make_writable(root)
+        self._held.enter_context(occupied(root))
+        read_rows(root / "metrics.csv")  # whether a resume can go on in these files
+        read_evaluations(root / "evaluations.jsonl")
+
+    def after_fit(self) -> None:
+        """Say where things are and how good they are."""
+        if self.trainer.is_global_zero and not self.is_trial:
+            seconds = time.monotonic() - self._started
+            print(summary(self.request, self.trainer, seconds), file=sys.stderr)
+
+
+class _Formatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
+    """jsonargparse's help, under a description with its lines as they are."""
+
+
+def _no_tips(record: logging.LogRecord) -> bool:
+    return "Tip: For seamless" not in record.getMessage()
+
+
+def _keep_from_requeues(trainer: Trainer, given: Sequence[Any]) -> None:
+    """In a SLURM job Lightning would save and requeue inside of a handler, whatever the command.
+
+    A cluster environment that the config names is as it says.
+    """
+    environment = cluster_environment(trainer)
+    if isinstance(environment, SLURMEnvironment) and environment not in given:
+        environment.auto_requeue = False
+
+
+def _with_atomic_saves(plugins: Any, trust: Sequence[str]) -> list[Any]:
+    """The plugins with one that reads checkpoints without running code in them."""
+    given = list(plugins) if isinstance(plugins, list) else [plugins] * (plugins is not None)
+    readers = [type(plugin) for plugin in given if isinstance(plugin, CheckpointIO)]
+    for reader in readers:
+        path = f"{reader.__module__}.{reader.__qualname__}"
+        if not (issubclass(reader, AtomicCheckpointIO) or within(path, trust)):
+            raise ValueError(
+                f"trainer.plugins: {path} may run code that a checkpoint holds; leave it out, or "
+                f"add --trust {reader.__module__}."
+            )
+    return given if readers else [*given, AtomicCheckpointIO()]

@@ -1,0 +1,13 @@
+"""What is a count."""
+
+from typing import Any
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is an integer from 0 on that fits into 64 bits.
+
+    Example:
+        >>> is_count(3), is_count(True), is_count(-1), is_count(2**63)
+        (True, False, False, False)
+    """
+    return type(value) is int and 0 <= value < 2**63

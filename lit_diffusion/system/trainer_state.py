@@ -1,0 +1,202 @@
+"""Where a fit stands, and every private name of Lightning's that anything here uses.
+
+A test asserts that each of them is there with the signature used, and setup.cfg caps lightning
+below the next minor version.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch import Tensor
+
+
+class WholeSteps:
+    """Tells batches whose gradients wait for the next, which are in no checkpoint, from others.
+
+    A module with manual optimization may accumulate by itself and tells nobody: there, a batch that
+    made no optimizer step is taken for one that accumulates.
+    """
+
+    def __init__(self) -> None:
+        self._before: int | None = None
+
+    def batch_starts(self, trainer: Trainer) -> None:
+        """To be called in `on_train_batch_start`."""
+        self._before = trainer.global_step
+
+    def accumulates(self, trainer: Trainer) -> bool:
+        """Whether the last batch was such a one."""
+        if trainer.lightning_module.automatic_optimization:
+            return accumulates(trainer)
+        return trainer.global_step == self._before
+
+
+def accumulates(trainer: Trainer) -> bool:
+    """Whether the Trainer itself accumulates after the batch."""
+    return trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def validation_follows(trainer: Trainer) -> bool:
+    """Whether a validation belongs to the batch, as Lightning itself answers."""
+    loop = trainer.fit_loop
+    assert loop._data_fetcher is not None
+    return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+
+
+def is_ending(trainer: Trainer) -> bool:
+    """Whether the batch was the last of the run."""
+    by_steps = 0 <= trainer.max_steps <= trainer.global_step
+    epochs = trainer.max_epochs
+    in_last_epoch = epochs is not None and 0 <= epochs <= trainer.current_epoch + 1
+    stops = trainer.should_stop and trainer.fit_loop._can_stop_early
+    return stops or by_steps or (in_last_epoch and trainer.is_last_batch)
+
+
+def ends_epoch(trainer: Trainer) -> bool:
+    """Whether work for the end of an epoch of several batches follows, and not after a resume."""
+    return trainer.is_last_batch and trainer.num_training_batches > 1
+
+
+def batch_is_ending(trainer: Trainer) -> bool:
+    """Whether this is `on_train_batch_end`; the name of the hook is another while saving."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(batches.completed < batches.processed)
+
+
+def epoch_is_ending(trainer: Trainer) -> bool:
+    """Whether this is `on_train_epoch_end`."""
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    return bool(epochs.completed < epochs.processed)
+
+
+def is_between_epochs(trainer: Trainer) -> bool:
+    """Whether no epoch is running, as in `on_train_end`."""
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    return bool(epochs.completed == epochs.ready)
+
+
+def row_is_to_come(trainer: Trainer) -> bool:
+    """Whether the batch made an optimizer step whose metrics are yet to be logged."""
+    return batch_is_ending(trainer) and not accumulates(trainer)
+
+
+def steps_of_fit(module: LightningModule) -> int | None:
+    """Optimizer steps behind the weights; None outside of a fit, where a Trainer counts from 0."""
+    trainer = module._trainer
+    fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
+    return module.global_step if fitting else None
+
+
+def logs_are_due(trainer: Trainer) -> bool:
+    """Whether loggers get what the running batch logs, as Lightning's own monitors ask."""
+    return trainer._logger_connector.should_update_logs
+
+
+def logged_step(trainer: Trainer) -> int:
+    """The step that Lightning logs by: `global_step` counts the steps of each optimizer."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def metrics_to_log(trainer: Trainer) -> dict[str, Any]:
+    """What Lightning is about to hand to the loggers."""
+    return dict(trainer._logger_connector.metrics["log"])
+
+
+def put_metrics(trainer: Trainer, metrics: dict[str, Tensor]) -> None:
+    """Add to `trainer.callback_metrics`, which schedules read."""
+    trainer._logger_connector._callback_metrics.update(metrics)
+
+
+def end_epoch_as_any_other(trainer: Trainer) -> None:
+    """Have Lightning forget that the epoch was resumed, and do all that belongs to its end."""
+    trainer.fit_loop._restarting = False
+
+
+def batch_progress_to_restore(trainer: Trainer) -> dict[str, Any]:
+    """The counts of the epoch's batches in a checkpoint that is being restored; to be changed."""
+    loaded: Any = trainer._checkpoint_connector._loaded_checkpoint
+    progress: dict[str, Any] = loaded["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    return progress
+
+
+def limited_batches(trainer: Trainer, length: int) -> int:
+    """Training batches of an epoch of `length`, by trainer.limit_train_batches."""
+    return int(_parse_num_batches(RunningStage.TRAINING, length, trainer.limit_train_batches))
+
+
+def leave_signals(trainer: Trainer) -> None:
+    """Keep Lightning from setting its handlers, until `give_signals_back`."""
+    vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
+
+
+def give_signals_back(trainer: Trainer) -> None:
+    """Undo `leave_signals`."""
+    vars(trainer._signal_connector).pop("register_signal_handlers", None)
+
+
+def cluster_environment(trainer: Trainer) -> Any:
+    """What the Trainer knows of its job, which on one device no strategy tells."""
+    return trainer._accelerator_connector.cluster_environment
+
+
+def attach_data(
+    trainer: Trainer, module: LightningModule, data: LightningDataModule | None
+) -> None:
+    """Give the Trainer its data, as the start of a fit does."""
+    trainer._data_connector.attach_data(module, datamodule=data)
+
+
+def intervals_of(callback: ModelCheckpoint) -> tuple[int, int, bool]:
+    """(every n steps, every n epochs, whether by time) of a callback that saves; 0 is never."""
+    by_time = callback._train_time_interval is not None
+    return callback._every_n_train_steps, callback._every_n_epochs, by_time
+
+
+def is_built_from_config() -> bool:
+    """Whether the module under construction is made of plain builtins, by a command line."""
+    return _given_hyperparameters.get() is not None
+
+
+class SubcommandCLI(LightningCLI):
+    """LightningCLI whose private joints have names that a subclass may count on."""
+
+    def compare_with_checkpoint(self) -> None:
+        """Called when the config is parsed, in place of Lightning's reading the checkpoint."""
+
+    def run_trainer(self, run: Callable[[], None]) -> None:
+        """Call `run`, which calls the Trainer."""
+        run()
+
+    def value_of(self, config: Any, key: str) -> Any:
+        """A value of the subcommand in a config, or in one that was instantiated."""
+        return self._get(config, key)
+
+    def dumped(self) -> dict[str, Any]:
+        """The config of the subcommand as plain builtins, as it is now."""
+        if hasattr(self, "config_dump"):
+            del self.config_dump
+        self._dump_config()
+        dumped: dict[str, Any] = self.config_dump
+        return dumped
+
+    def options(self, subcommand: str) -> list[str]:
+        """Names of what a subcommand takes."""
+        return [action.dest for action in self._subcommand_parsers[subcommand]._actions]
+
+    def _parse_ckpt_path(self) -> None:
+        self.subcommand = self.config["subcommand"]
+        self.compare_with_checkpoint()
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        run = super()._run_subcommand
+        self.run_trainer(lambda: run(subcommand))
+
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        """What the Trainer is called with: no config may have code in a checkpoint run."""
+        return {**super()._prepare_subcommand_kwargs(subcommand), "weights_only": True}

@@ -1,0 +1,43 @@
+"""What each arm of a table came to: arms_table.py FILE.csv [--target FID].
+
+A row an arm, as Markdown: steps of each seed to the target; last FID, the same as the geometric
+mean over all sets of samples, and lowest FID, each as mean +- standard deviation over seeds.
+"""
+
+import argparse
+from collections.abc import Callable
+from statistics import fmean, geometric_mean, stdev
+
+from lit_diffusion.experiments.comparison import Arm
+from lit_diffusion.experiments.curve_tables import read_arms
+from lit_diffusion.experiments.curves import Curve
+from lit_diffusion.experiments.report.wording import fid_text
+
+
+def mean(arm: Arm, fid: Callable[[Curve], float]) -> str:
+    fids = [fid(curve) for curve in arm.curves]
+    return fid_text(fmean(fids), stdev(fids) if len(fids) > 1 else None)
+
+
+def cells(arm: Arm, target: float | None) -> list[str]:
+    steps = "-" if target is None else "; ".join(map(str, arm.crossings(target)))
+    if arm.lost:
+        return [arm.name, steps, "not finite", "", ""]
+    last = mean(arm, lambda curve: curve.fids[-1])
+    over_all = mean(arm, lambda curve: geometric_mean([curve.fids[-1], *curve.repeats]))
+    return [arm.name, steps, last, over_all, mean(arm, lambda curve: curve.best)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file")
+    parser.add_argument("--target", type=float)
+    args = parser.parse_args()
+    heads = ["arm", "steps to the target", "last FID", "over all sets", "lowest FID"]
+    rows = [cells(arm, args.target) for arm in read_arms([args.file])]
+    for row in (heads, ["---"] * len(heads), *rows):
+        print("| " + " | ".join(row) + " |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.plain_module import assert_same_bits
+from support.small_digits import small_digits
+from support.tiny_checkpoint import checkpoint_of, tiny
+from torch.distributed import checkpoint as distributed_checkpoint
+
+from lit_diffusion.checkpoints.loading import build, load, load_with_record
+from lit_diffusion.checkpoints.reading import read_checkpoint
+from lit_diffusion.checkpoints.saving import write_checkpoint
+from lit_diffusion.protocols import NonFiniteSamples
+
+
+def digits_spec() -> dict:
+    spec = small_digits(1)["model"]
+    return {"_class_path": spec["class_path"], **spec["init_args"], "_instantiator": "os.system"}
+
+
+# Which weights
+
+
+@pytest.mark.parametrize(
+    ("weights", "value", "name"),
+    [("raw", 1, "raw"), ("ema", 2, "ema_0.5"), ("ema_0.5", 2, "ema_0.5"), ("ema_0.25", 3, None)],
+)
+def test_the_weights_asked_for_are_loaded_and_named(file, weights, value, name):
+    loaded = load_with_record(file, weights, module=tiny())
+    assert all((p == value).all() for p in loaded.module.parameters())
+    assert (loaded.weights, loaded.step) == (name or weights, 7)
+    assert not loaded.module.training
+
+
+def test_weights_that_are_not_there_are_refused_with_those_that_are(file):
+    with pytest.raises(ValueError, match=r"no weights 'ema_0.9'; it has raw, ema_0.5, ema_0.25"):
+        load(file, "ema_0.9", module=tiny())
+
+
+def test_a_file_without_averages_is_not_taken_for_one_with(tmp_path):
+    content = checkpoint_of(tiny())
+    del content["callbacks"]
+    write_checkpoint(content, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=r"no weights 'ema'; it has raw\."):
+        load(tmp_path / "x.ckpt", module=tiny())
+
+
+def test_weights_that_are_not_averaged_are_loaded_beside_those_that_are(tmp_path):
+    content = checkpoint_of(tiny())
+    averages = content["callbacks"]["EMA{'prefix': ''}"]
+    frozen = next(iter(averages["steps"]))
+    for by_name in (averages["steps"], *averages["shadows"]):
+        del by_name[frozen]
+    write_checkpoint(content, tmp_path / "x.ckpt")
+    state = load(tmp_path / "x.ckpt", module=tiny()).state_dict()
+    assert {name: value.max().item() for name, value in state.items()} == {
+        name: 1.0 if name == frozen else 2.0 for name in state
+    }
+
+
+def test_the_averages_of_two_callbacks_are_put_together(tmp_path):
+    content = checkpoint_of(tiny())
+    (states,) = (content["callbacks"].pop("EMA{'prefix': ''}"),)
+    for i, decay in ((0, 0.5), (1, 0.25)):
+        names = [name for name in content["state_dict"] if f"layers.{2 * i}" in name or i == 0]
+        shadows = [{name: states["shadows"][i][name] for name in names}]
+        key = f"EMA{{'prefix': '{i}'}}"
+        content["callbacks"][key] = {
+            "decays": [decay],
+            "steps": dict.fromkeys(names, 7),
+            "shadows": shadows,
+        }
+    content["state_dict"] |= {"network.layers.0.bias": torch.zeros(3)}
+    write_checkpoint(content, tmp_path / "x.ckpt")
+    loaded = load_with_record(tmp_path / "x.ckpt", module=tiny())
+    assert loaded.weights == "ema_0.5+ema_0.25"
+    assert all((p >= 2).all() for p in loaded.module.parameters())
+
+
+def test_weights_saved_from_a_compiled_network_fit_one_that_is_not(tmp_path):
+    content = checkpoint_of(tiny())
+    content["state_dict"] = {
+        name.replace("network.", "network._orig_mod."): value
+        for name, value in content["state_dict"].items()
+    }
+    write_checkpoint(content, tmp_path / "x.ckpt")
+    for weights, value in (("raw", 1), ("ema", 2)):
+        module = load(tmp_path / "x.ckpt", weights, module=tiny())
+        assert all((p == value).all() for p in module.parameters())
+
+
+def test_a_module_is_built_from_the_class_paths_in_the_file(tmp_path):
+    first = build({"hyper_parameters": digits_spec()}, "x")
+    content = checkpoint_of(first, hyper_parameters=digits_spec())
+    content["state_dict"] = first.state_dict()
+    write_checkpoint(content, tmp_path / "x.ckpt")
+    again = load(tmp_path / "x.ckpt", "raw")
+    seeds = [3, 1]
+    assert torch.equal(again.generate(seeds), first.generate(seeds))
+
+
+def test_samples_that_are_not_finite_are_told_without_a_step_that_is_not_theirs(tmp_path):
+    content = checkpoint_of(build({"hyper_parameters": digits_spec()}, "x"))
+    content["state_dict"] = {k: v * torch.nan for k, v in content["state_dict"].items()}
+    write_checkpoint({**content, "hyper_parameters": digits_spec()}, tmp_path / "x.ckpt")
+    with pytest.raises(NonFiniteSamples, match=r"^2 samples are not finite, from t = "):
+        load(tmp_path / "x.ckpt", "raw").generate([0, 1])
+
+
+def test_a_run_folder_stands_for_its_last_checkpoint(tmp_path):
+    write_checkpoint(checkpoint_of(tiny()), tmp_path / "checkpoints" / "last.ckpt")
+    assert load_with_record(tmp_path, module=tiny()).path == tmp_path / "checkpoints" / "last.ckpt"
+
+
+def test_a_module_made_in_python_says_how_to_load_it(file):
+    with pytest.raises(ValueError, match=r"was made in Python; build it and call load\(path, mod"):
+        load(file)
+
+
+# What is refused
+
+
+def test_another_architecture_is_refused_with_the_first_differences(file):
+    first = r"network\.layers\.0\.weight is \(3, 2\) in the file, \(5, 2\) in the module"
+    with pytest.raises(ValueError, match=rf"last\.ckpt is of another architecture: {first}"):
+        load(file, module=tiny(width=5))
+
+
+def test_missing_and_unknown_weights_are_refused_by_name(tmp_path):
+    content = checkpoint_of(tiny())
+    content["state_dict"]["other"] = content["state_dict"].pop("network.layers.0.bias")
+    write_checkpoint(content, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=r"lacks network\.layers\.0\.bias; the module lacks oth"):
+        load(tmp_path / "x.ckpt", "raw", module=tiny())
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no\.ckpt"):
+        load(tmp_path / "no.ckpt")
+
+
+def test_a_class_path_of_a_stranger_in_a_file_is_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "stranger.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for hidden in (
+        {"_class_path": "stranger.Module"},
+        digits_spec() | {"network": {"class_path": "stranger.Net"}},
+        digits_spec() | {"optimizer": "stranger.optimizer"},
+        digits_spec() | {"codec": {"class_path": "stranger.Codec"}},
+    ):
+        write_checkpoint(checkpoint_of(tiny(), hyper_parameters=hidden), tmp_path / "x.ckpt")
+        with pytest.raises(ValueError, match=r"x\.ckpt: .*stranger.* is not imported"):
+            load(tmp_path / "x.ckpt")
+    assert not (tmp_path / "imported").exists()
+
+
+def test_averages_of_other_numbers_than_the_weights_are_refused(tmp_path):
+    content = checkpoint_of(tiny())
+    state = content["callbacks"]["EMA{'prefix': ''}"]
+    for shadow in state["shadows"]:
+        shadow.update({name: value + 1j for name, value in shadow.items()})
+    write_checkpoint(content, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=r"is torch\.complex64 .*, torch\.float32 in the module"):
+        load(tmp_path / "x.ckpt", module=tiny())
+
+
+def test_a_folder_of_parts_is_refused_with_the_command_that_makes_a_file_of_it(split, tmp_path):
+    folder = tmp_path / "checkpoints" / "last.ckpt"
+    distributed_checkpoint.save({"state_dict": split.state_dict()}, checkpoint_id=folder)
+    for path in (folder, tmp_path):
+        with pytest.raises(ValueError, match=rf"consolidate_checkpoint {folder},"):
+            load(path)
+    with pytest.raises(ValueError, match="is a folder; name the checkpoint file in it"):
+        read_checkpoint(tmp_path)
+    torch.save({}, folder / "meta.pt")  # as Lightning adds it
+    program = [sys.executable, "-m", "lightning.fabric.utilities.consolidate_checkpoint"]
+    subprocess.run([*program, folder, "--output_file", tmp_path / "x.ckpt"], check=True)
+    state = read_checkpoint(tmp_path / "x.ckpt")["state_dict"]
+    assert_same_bits(
+        state, {name: value.full_tensor() for name, value in split.state_dict().items()}
+    )

@@ -1,0 +1,142 @@
+import errno
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from support.plain_module import assert_same_bits
+from support.tiny_checkpoint import DECAYS, checkpoint_of, tiny
+from torch import nn
+
+from lit_diffusion.checkpoints import saving
+from lit_diffusion.checkpoints.reading import read_checkpoint
+from lit_diffusion.checkpoints.saving import AtomicCheckpointIO, write_checkpoint
+
+
+def test_what_is_written_is_read_back_with_weights_only(file):
+    content = torch.load(file, weights_only=True)
+    assert content["callbacks"]["EMA{'prefix': ''}"]["decays"] == list(DECAYS)
+
+
+def test_objects_among_the_hyper_parameters_are_left_out(tmp_path):
+    given = {"lr": 0.1, "betas": (0.9, 0.99), "net": nn.Linear(1, 1), "path": pathlib.Path("x")}
+    content = {"state_dict": {}, "hyper_parameters": given}
+    write_checkpoint(content, tmp_path / "x.ckpt")
+    kept = read_checkpoint(tmp_path / "x.ckpt")["hyper_parameters"]
+    assert kept == {"lr": 0.1, "betas": (0.9, 0.99)}
+    assert "net" in given
+
+
+def test_what_could_not_be_read_back_is_refused_when_it_is_written(file):
+    before = file.read_bytes()
+    with pytest.raises(TypeError, match="tensors and plain builtins, got pathlib"):
+        write_checkpoint({"state_dict": {}, "callbacks": {"A": pathlib.Path("x")}}, file)
+    assert file.read_bytes() == before
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_a_failed_write_leaves_the_previous_file_and_no_other(file, monkeypatch):
+    before = file.read_bytes()
+
+    def full(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    rule = r"last.ckpt could not be written, with \d+ MiB free there: .*No space.* is intact"
+    with pytest.raises(OSError, match=rule):
+        write_checkpoint(checkpoint_of(tiny()), file)
+    assert file.read_bytes() == before
+    assert os.listdir(file.parent) == [file.name]
+
+
+@pytest.mark.system
+def test_a_full_disk_leaves_the_previous_checkpoint(file):
+    """A limit on the size of files stands for the disk: the write itself fails half-way."""
+    before = file.read_bytes()
+    script = (
+        "import resource, sys, torch\n"
+        "from lit_diffusion.checkpoints.saving import write_checkpoint\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({2 * len(before)}, resource.RLIM_INFINITY))\n"
+        "try: write_checkpoint({'state_dict': {'a': torch.randn(10**6)}}, sys.argv[1])\n"
+        "except OSError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(file)], capture_output=True, text=True)
+    assert "could not be written" in done.stdout, done.stderr
+    assert "the checkpoint saved there before is intact" in done.stdout
+    assert file.read_bytes() == before
+    assert os.listdir(file.parent) == [file.name]
+
+
+def test_the_plugin_writes_and_reads_for_the_trainer(tmp_path):
+    module = tiny()
+    trainer = pl.Trainer(
+        plugins=[AtomicCheckpointIO()], logger=False, accelerator="cpu", enable_progress_bar=False
+    )
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "deep" / "x.ckpt", weights_only=True)
+    again = trainer.strategy.load_checkpoint(tmp_path / "deep" / "x.ckpt")
+    for name, value in module.state_dict().items():
+        assert torch.equal(again["state_dict"][name], value)
+    trainer.strategy.remove_checkpoint(tmp_path / "deep" / "x.ckpt")
+    assert os.listdir(tmp_path / "deep") == []
+
+
+def test_files_from_urls_are_read_without_running_code_too(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        torch.hub, "load_state_dict_from_url", lambda url, **options: asked.append(options)
+    )
+    monkeypatch.setattr(saving.TorchCheckpointIO, "load_checkpoint", _without_looking)
+    AtomicCheckpointIO().load_checkpoint("http://host/x.ckpt", weights_only=False)
+    assert [options["weights_only"] for options in asked] == [True]
+
+
+def test_code_in_a_file_from_a_url_is_refused_without_torchs_advice(monkeypatch):
+    def refused(self, path, map_location=None, weights_only=None):
+        advice = "Re-running `torch.load` with `weights_only` set to `False` will likely succeed."
+        raise pickle.UnpicklingError(advice)
+
+    monkeypatch.setattr(saving.TorchCheckpointIO, "load_checkpoint", refused)
+    told = r"^http://host/x\.ckpt may hold pickled code, which is never run"
+    with pytest.raises(ValueError, match=told) as caught:
+        AtomicCheckpointIO().load_checkpoint("http://host/x.ckpt")
+    assert "set to" not in str(caught.value)
+
+
+def _without_looking(self, path, map_location=None, weights_only=None):
+    from lightning.fabric.utilities.cloud_io import _load
+
+    return _load(path, map_location, weights_only)
+
+
+def test_split_tensors_are_written_whole_and_read_without_any_rank(split, tmp_path):
+    write_checkpoint(checkpoint_of(split), tmp_path / "x.ckpt")
+    found = torch.load(tmp_path / "x.ckpt", weights_only=True)
+    assert_same_bits(found, checkpoint_of(tiny()))
+    assert all(type(value) is torch.Tensor for value in found["state_dict"].values())
+
+
+def test_the_plugin_refuses_split_tensors_which_one_rank_alone_cannot_gather(split, tmp_path):
+    state = {"state_dict": {}, "callbacks": {"Other": {"momenta": [next(split.parameters())]}}}
+    for path in (tmp_path / "x.ckpt", f"file://{tmp_path}/y.ckpt"):
+        with pytest.raises(TypeError, match=r"'callbacks\.Other\.momenta\.0'.*all ranks"):
+            AtomicCheckpointIO().save_checkpoint(state, path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_has_checksums_whatever_torch_is_told_elsewhere(tmp_path):
+    content = {"state_dict": {"a": torch.ones(2)}}
+    try:
+        torch.serialization.set_crc32_options(False)
+        write_checkpoint(content, tmp_path / "ours.ckpt")
+        assert not torch.serialization.get_crc32_options()
+        torch.save(content, tmp_path / "theirs.ckpt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert_same_bits(read_checkpoint(tmp_path / "ours.ckpt"), content)
+    with pytest.raises(ValueError, match=r"set_crc32_options\(False\)"):
+        read_checkpoint(tmp_path / "theirs.ckpt")

@@ -1,0 +1,191 @@
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lit_diffusion.runs.folder import (
+    latest_config,
+    next_config,
+    occupied,
+    read_command_line,
+    refuse_mixing,
+)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(path: str, content: str = "") -> Path:
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(content)
+    return Path(path)
+
+
+def request(command: str):
+    return read_command_line(command.split())
+
+
+LAST = "runs/other/checkpoints/last.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("command", "root"),
+    [
+        ("fit --config configs/digits.yaml", "runs/digits"),
+        ("fit --config=configs/digits.yaml --config callbacks/clts.yaml", "runs/digits"),
+        ("fit -c digits.yaml --trainer.default_root_dir elsewhere", "elsewhere"),
+        ("fit --trainer.default_root_dir=here/x", "here/x"),
+        ("fit --config rooted.yaml", "from/config"),
+        ("fit --config rooted.yaml --trainer.default_root_dir=cli", "cli"),
+        ("fit --config digits.yaml --config rooted.yaml", "from/config"),
+        (f"test --ckpt_path {LAST}", "runs/other"),
+        (f"test --config digits.yaml --ckpt_path={LAST}", "runs/other"),
+        (f"fit --config rooted.yaml --ckpt_path={LAST}", "from/config"),
+        ("fit --config digits.yaml --ckpt_path=loose.ckpt", "runs/digits"),
+        ("fit --config digits.yaml --ckpt_path=last", "runs/digits"),
+        ("fit", "runs/unnamed"),
+    ],
+)
+def test_the_run_folder_is_the_one_stated_else_the_checkpoints_else_named_after_the_config(
+    command, root
+):
+    write("rooted.yaml", yaml.safe_dump({"trainer": {"default_root_dir": "from/config"}}))
+    write(LAST), write("loose.ckpt")
+    assert request(command).root == Path(root)
+
+
+def test_last_is_the_last_checkpoint_of_the_run_folder():
+    asked = request("fit --config digits.yaml --ckpt_path=last")
+    assert asked.checkpoint == Path("runs/digits/checkpoints/last.ckpt")
+    assert asked.holds_checkpoint
+
+
+def test_the_checkpoint_may_be_named_in_a_config():
+    write("resuming.yaml", "ckpt_path: last")
+    assert request("fit --config resuming.yaml").checkpoint == Path(
+        "runs/resuming/checkpoints/last.ckpt"
+    )
+    assert request("fit --config resuming.yaml --ckpt_path=null").checkpoint is None
+
+
+def test_a_checkpoint_that_is_not_there_is_named():
+    with pytest.raises(FileNotFoundError, match=r"--ckpt_path: there is no file x/no\.ckpt"):
+        request("fit --config digits.yaml --ckpt_path x/no.ckpt")
+
+
+def test_trust_is_taken_out_of_the_options_and_all_else_stays_in_order():
+    asked = request("fit --trust a --config x.yaml --model.lr=1 --trust=b --config y.yaml")
+    assert asked.trust == ("a", "b")
+    assert asked.options == ("--config", "x.yaml", "--model.lr=1", "--config", "y.yaml")
+
+
+def test_a_config_that_is_not_yaml_is_named():
+    write("broken.yaml", "a: [")
+    with pytest.raises(ValueError, match=r"broken\.yaml is not YAML: .* line 1"):
+        request("fit --config broken.yaml")
+
+
+def test_a_missing_config_is_left_to_the_real_parser_to_report():
+    assert request("fit --config nowhere.yaml").root == Path("runs/nowhere")
+
+
+@pytest.mark.parametrize("trace", ["metrics.csv", "evaluations.jsonl", "checkpoints/best-fid.ckpt"])
+def test_a_fresh_fit_into_the_folder_of_a_run_is_refused_with_both_ways_out(trace):
+    write(f"runs/digits/{trace}")
+    with pytest.raises(ValueError, match="runs/digits already holds a run") as error:
+        refuse_mixing(request("fit --config digits.yaml"))
+    assert trace in str(error.value)
+    assert "--ckpt_path=last" in str(error.value)
+    assert "--trainer.default_root_dir=runs/digits-2" in str(error.value)
+
+
+def test_a_checkpoint_from_elsewhere_does_not_open_the_folder_of_a_run():
+    write("runs/digits/metrics.csv"), write("loose.ckpt")
+    with pytest.raises(ValueError, match="already holds a run"):
+        refuse_mixing(request("fit --config digits.yaml --ckpt_path loose.ckpt"))
+
+
+@pytest.mark.parametrize("path", ["last", "runs/digits/checkpoints/last.ckpt"])
+def test_a_resume_in_its_own_folder_is_let_through(path):
+    write("runs/digits/metrics.csv"), write("runs/digits/checkpoints/last.ckpt")
+    refuse_mixing(request(f"fit --config digits.yaml --ckpt_path={path}"))
+
+
+def test_a_folder_with_nothing_but_a_config_holds_no_run():
+    write("runs/digits/config.yaml")
+    refuse_mixing(request("fit --config digits.yaml"))
+    assert next_config(Path("runs/digits")) == Path("runs/digits/config.yaml")
+
+
+def test_every_resume_gets_a_config_of_its_own_and_the_latest_is_found():
+    root = Path("runs/digits")
+    assert latest_config(root) is None
+    assert next_config(root) == root / "config.yaml"
+    write("runs/digits/config.yaml"), write("runs/digits/metrics.csv")
+    for n in range(1, 12):
+        assert next_config(root) == root / f"config.resume-{n}.yaml"
+        write(f"runs/digits/config.resume-{n}.yaml")
+        assert latest_config(root) == root / f"config.resume-{n}.yaml"
+
+
+def test_a_folder_is_for_one_process_at_a_time_and_free_again_after_any_end():
+    Path("run").mkdir()
+    with occupied(Path("run")):
+        with pytest.raises(ValueError, match=r"run is in use.*default_root_dir=run-2"):
+            occupied(Path("run")).__enter__()
+        with occupied(Path(".")):
+            pass
+    with pytest.raises(KeyError), occupied(Path("run")):
+        raise KeyError
+    with occupied(Path("run")):
+        assert [file.name for file in Path("run").iterdir()] == [".lock"]
+
+
+@pytest.fixture
+def requeued(monkeypatch):
+    """This process is the second start of SLURM job 7, which trained into runs/digits."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
+    write("runs/digits/metrics.csv", "step\n")
+    write("runs/digits/checkpoints/slurm-job", "- 7 0\n")
+    write("configs/digits.yaml", "trainer: {}")
+
+
+@pytest.mark.usefixtures("requeued")
+@pytest.mark.parametrize("option", ["", " --ckpt_path=last", " --ckpt_path=pretrained.ckpt"])
+def test_a_requeued_job_goes_on_from_where_it_was(option):
+    """The command is that of its first start, which may have named what to begin with."""
+    write("pretrained.ckpt")
+    last = write("runs/digits/checkpoints/last.ckpt")
+    found = request(f"fit --config configs/digits.yaml{option}")
+    assert (found.checkpoint, found.requeued) == (last, True)
+    refuse_mixing(found)
+
+
+@pytest.mark.usefixtures("requeued")
+def test_a_requeued_job_that_had_saved_nothing_begins_anew():
+    found = request("fit --config configs/digits.yaml")
+    assert (found.checkpoint, found.requeued) == (None, True)
+    refuse_mixing(found)
+
+
+@pytest.mark.usefixtures("requeued")
+@pytest.mark.parametrize("changed", [{"SLURM_JOB_ID": "8"}, {"SLURM_RESTART_COUNT": ""}])
+def test_another_job_in_its_folder_is_refused(monkeypatch, changed):
+    write("runs/digits/checkpoints/last.ckpt")
+    for name, value in changed.items():
+        monkeypatch.setenv(name, value)
+    found = request("fit --config configs/digits.yaml")
+    assert (found.checkpoint, found.requeued) == (None, False)
+    with pytest.raises(ValueError, match="already holds a run"):
+        refuse_mixing(found)
+
+
+@pytest.mark.usefixtures("requeued")
+def test_other_commands_of_a_requeued_job_read_what_they_are_told_to():
+    write("runs/digits/checkpoints/last.ckpt")
+    best = write("runs/digits/checkpoints/best-fid.ckpt")
+    assert request(f"validate --ckpt_path {best}").checkpoint == best

@@ -1,0 +1,138 @@
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.commands import call
+from support.small_digits import write_small_digits
+
+from lit_diffusion.checkpoints.loading import Loaded
+from lit_diffusion.guidance import ClassifierFree
+from lit_diffusion.runs import sampling
+from lit_diffusion.runs.sampling import load_generator
+
+LAST = "run/checkpoints/last.ckpt"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def averaged(folder):
+    return write_small_digits(Path(LAST))
+
+
+def pngs(out: str = "out") -> torch.Tensor:
+    """The numbered images, uint8 (N, 1, H, W)."""
+    paths = sorted(Path(out).glob("0*.png"))
+    return torch.stack([torch.from_numpy(np.array(Image.open(p))) for p in paths])[:, None]
+
+
+def record(out: str = "out") -> dict:
+    return json.loads(Path(out, "samples.json").read_text())
+
+
+def test_the_files_are_the_images_that_the_averaged_module_generates(averaged):
+    assert call(f"sample --checkpoint {LAST} --num 5 --out out --batch-size 2 --seed 7") == 0
+    assert sorted(p.name for p in Path("out").iterdir()) == [
+        *(f"00000{i}.png" for i in range(5)),
+        "grid.png",
+        "samples.json",
+    ]
+    assert torch.equal(pngs(), averaged.generate(range(7, 12)))
+
+
+def test_labels_are_cycled_over_the_samples(averaged):
+    call("sample --checkpoint run --num 5 --out out --labels 3,1")
+    expected = averaged.generate(range(5), torch.tensor([3, 1, 3, 1, 3]))
+    assert torch.equal(pngs(), expected)
+
+
+def test_label_minus_one_is_no_class(averaged):
+    assert call("sample --checkpoint run --num 2 --out out --labels -1,2") == 0
+    assert torch.equal(pngs(), averaged.generate(range(2), torch.tensor([-1, 2])))
+
+
+def test_the_record_says_how_the_images_were_made(averaged):
+    call("sample --checkpoint run --num 3 --out out --labels 3 --steps 2 --guidance 2")
+    kept = record()
+    assert kept["checkpoint"] == LAST
+    assert (kept["step"], kept["weights"], kept["seeds"]) == (9, "ema_0.9", [0, 3])
+    assert kept["labels"] == [3]
+    assert kept["sampling"]["steps"] == 2
+    assert "ClassifierFree(scale=2.0)" in kept["sampling"]["guidance"]
+
+
+def test_raw_weights_give_other_images(averaged):
+    call("sample --checkpoint run --num 2 --out a --weights raw")
+    call("sample --checkpoint run --num 2 --out b --weights ema_0.9")
+    assert not torch.equal(pngs("a"), pngs("b"))
+    assert (record("a")["weights"], record("b")["weights"]) == ("raw", "ema_0.9")
+
+
+@pytest.mark.parametrize(
+    ("options", "solver"),
+    [
+        ("", "DDIM(steps=4, eta=0.0, times=None, clip=True)"),
+        ("--steps 3", "DDIM(steps=3, eta=0.0, times=None, clip=True)"),
+        ("--solver ddpm", "DDPM(variance=FixedSmall(), steps=4, times=None, clip=True)"),
+        (
+            "--solver '{class_path: DDPM}'",
+            "DDPM(variance=FixedSmall(), steps=4, times=None, clip=True)",
+        ),
+        ("--solver dpmpp --steps 2", "DPMSolverPP(steps=2, times=None, clip=True)"),
+        ("--solver ddim --steps 2", "DDIM(steps=2, eta=0.0, times=None, clip=True)"),
+        ("--solver DDIM --solver.eta 0.5", "DDIM(steps=4, eta=0.5, times=None, clip=True)"),
+        (
+            "--solver '{class_path: lit_diffusion.solvers.DDIM, init_args: {steps: 2, eta: 1}}'",
+            "DDIM(steps=2, eta=1.0, times=None, clip=True)",
+        ),
+        (
+            "--solver DPMSolverPP --solver.times=lit_diffusion.timesteps.LogSNR",
+            "DPMSolverPP(steps=4, times=LogSNR(noisiest=-inf), clip=True)",
+        ),
+        (
+            "--solver DDPM --solver.variance lit_diffusion.gaussian.FixedLarge --solver.clip=false",
+            "DDPM(variance=FixedLarge(), steps=4, times=None, clip=False)",
+        ),
+    ],
+)
+def test_another_solver_keeps_steps_and_clipping(averaged, options, solver):
+    assert call(f"sample --checkpoint run --num 1 --out out {options}") == 0
+    assert record()["sampling"]["solver"] == solver
+
+
+def test_the_grid_shows_the_images_enlarged_in_rows(averaged):
+    call("sample --checkpoint run --num 5 --out out")
+    grid = np.array(Image.open("out/grid.png"))
+    scale = 512 // (2 * 8)
+    assert grid.shape == (3 * (8 * scale + 1) - 1, 2 * (8 * scale + 1) - 1)
+    second = grid[: 8 * scale : scale, 8 * scale + 1 :: scale]
+    assert (second == pngs()[1, 0].numpy()).all()
+
+
+class Captioned(torch.nn.Module):
+    """Conditioned on something that is no class."""
+
+    conditioning, num_classes, label_dropout, guidance = "captions", None, 0.1, None
+    generate = None
+
+
+def test_any_conditioning_can_be_guided(monkeypatch):
+    loaded = Loaded(Captioned(), Path("a.ckpt"), 1, "raw", {"hyper_parameters": {"solver": {}}})
+    monkeypatch.setattr(sampling, "load_with_record", lambda *args, **options: loaded)
+    args = {"checkpoint": "a.ckpt", "weights": "raw", "trust": (), "device": "cpu", "guidance": 2.0}
+    args |= {"labels": None, "solver_options": [], "solver": None, "steps": None}
+    assert load_generator(Namespace(**args)).module.guidance == ClassifierFree(2.0)
+
+
+def test_a_model_without_classes_takes_neither_labels_nor_guidance(capsys):
+    write_small_digits(Path(LAST), classes=False)
+    for option in ("--labels 1", "--guidance 2"):
+        assert call(f"sample --checkpoint run --out out {option}") == 2
+        assert f"{option.split()[0]} needs a model with classes" in capsys.readouterr().err

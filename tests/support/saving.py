@@ -1,0 +1,41 @@
+"""Fits of a tiny module that save."""
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import torch
+
+from lit_diffusion.runs.last_checkpoint import LastCheckpoint
+from support.tiny_run import TinyData, TinyModule, TinyNet
+
+
+class Saves(LastCheckpoint):
+    """Remembers the steps at which it saved."""
+
+    def _save(self, trainer):
+        super()._save(trainer)
+        self.steps = [*getattr(self, "steps", []), trainer.global_step]
+
+
+def fit(
+    callback: pl.Callback, tmp_path: Path, ckpt_path=None, callbacks=(), module=None, **options
+):
+    torch.manual_seed(0)
+    module = module or TinyModule(TinyNet(3), torch.optim.Adam)
+    options = {"max_steps": 12} | options
+    trainer = pl.Trainer(
+        callbacks=[*callbacks, callback],
+        accelerator="cpu",
+        logger=False,
+        default_root_dir=tmp_path,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **options,
+    )
+    trainer.fit(module, TinyData(), ckpt_path=ckpt_path)  # 4 batches an epoch
+    return trainer
+
+
+def saved(tmp_path: Path) -> dict:
+    return torch.load(tmp_path / "last.ckpt", weights_only=True)

@@ -1,0 +1,130 @@
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from lit_diffusion.system.signals import SAVED, SignalNotes, heed, noting
+
+
+def lives(process):
+    process.join(0.5)
+    return process.exitcode is None
+
+
+def child():
+    """A process that waits, and tells when it began to."""
+    ready = multiprocessing.get_context("fork").Event()
+
+    def wait():
+        ready.set()
+        time.sleep(60)
+
+    process = multiprocessing.get_context("fork").Process(target=wait, daemon=True)
+    process.start()
+    assert ready.wait(10)
+    return process
+
+
+def signal_from_elsewhere(process, number):
+    """As a batch system does: not the parent."""
+    assert os.system(f"kill -{int(number)} {process.pid}") == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signals_are_noted_and_nothing_else_happens(number):
+    notes = SignalNotes([signal.SIGTERM, signal.SIGUSR1])
+    before = signal.getsignal(number)
+    notes.start()
+    try:
+        assert notes.received is None
+        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    finally:
+        notes.stop()
+    assert notes.received == number
+    assert signal.getsignal(number) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_processes_forked_meanwhile_are_ended_by_their_parent_alone(number):
+    notes = SignalNotes([signal.SIGTERM, signal.SIGUSR1])
+    notes.start()
+    process = child()
+    notes.stop()
+    signal_from_elsewhere(process, number)
+    assert lives(process)
+    process.terminate()
+    assert not lives(process)
+
+
+def test_processes_forked_at_other_times_are_ended_by_signals():
+    process = child()
+    signal_from_elsewhere(process, signal.SIGTERM)
+    assert not lives(process)
+
+
+def test_what_was_noted_before_a_fit_is_taken_over_by_it():
+    before = signal.getsignal(signal.SIGTERM)
+    with noting():
+        os.kill(os.getpid(), signal.SIGTERM)
+        notes = SignalNotes([signal.SIGTERM])
+        notes.start()
+        assert notes.received == signal.SIGTERM
+        notes.stop()
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_what_was_noted_comes_again_where_nothing_will_be_saved():
+    came = []
+    before = signal.signal(signal.SIGTERM, lambda *args: came.append(args))
+    try:
+        with noting():
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert came == []
+            heed()
+            assert len(came) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_after_a_save_another_signal_does_not_change_the_exit_code():
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    try:
+        with pytest.raises(SystemExit), noting():
+            raise SystemExit(SAVED)
+        os.kill(os.getpid(), signal.SIGTERM)
+        later = SignalNotes([signal.SIGTERM])
+        later.start()
+        assert later.received is None
+        later.stop()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_a_second_start_keeps_the_way_back():
+    before = signal.getsignal(signal.SIGTERM)
+    notes = SignalNotes([signal.SIGTERM])
+    notes.start()
+    notes.start()
+    notes.stop()
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_thread_is_refused():
+    caught = []
+
+    def start():
+        try:
+            SignalNotes([signal.SIGTERM]).start()
+        except ValueError as error:
+            caught.append(str(error))
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join()
+    assert "main thread" in caught[0]

@@ -1,0 +1,118 @@
+"""The tables of docs/results/*.md come from the CSV files there, by the commands on the pages.
+
+A figure of a page is a number with what belongs to it: 1.42x [1.32, 1.53], 0.238 +- 0.023, 1,365.
+"""
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.experiments import fids, write_arm, write_run
+
+from lit_diffusion.commands.compare import parser
+from lit_diffusion.experiments.comparison import compare
+from lit_diffusion.experiments.curve_tables import read_arms
+from lit_diffusion.experiments.findings import arms_of
+from lit_diffusion.experiments.found_runs import find_runs
+from lit_diffusion.experiments.report.report import Report, markdown
+from lit_diffusion.experiments.selection import select
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "docs/results"
+WORDS = ("what it is", "what differs", "what was tried")  # heads of columns without results
+FIGURE = re.compile(r"[\d.,]+x? \[[^]]+\]|[\d.]+ \+- [\d.]+|\d+(?:[.,]\d+)*")
+
+ALIKE = {"digits-ablation": 57, "digits-advice": 26, "fast": 0}  # rows that stand as printed
+
+
+def commands(page: str) -> list[list[str]]:
+    """Words of the lines that read a CSV file, in order."""
+    text = re.sub(r" \\\n +", " ", page)
+    lines = re.findall(
+        r"^    ((?:grep|lit-diffusion compare|python).*\.csv.*)$", text, re.MULTILINE
+    )
+    shell = "".join(f"printf '%s\\t' {line.replace('>', '')}; echo; " for line in lines)
+    told = subprocess.run(["bash", "-c", shell], text=True, capture_output=True, check=True)
+    found = [line.split("\t")[:-1] for line in told.stdout.splitlines()]
+    return [words for words in found if "keep_runs" not in words[1]]
+
+
+def compared(words: list[str]) -> str:
+    """What `lit-diffusion compare` reports."""
+    args = parser().parse_args(words)
+    arms = [arm for arm in read_arms(args.runs) if arm.name in (args.arms or [arm.name])]
+    return markdown(Report(compare(arms, args.baseline or "baseline", args.target)))
+
+
+@pytest.fixture
+def printed(monkeypatch, capsys, tmp_path):
+    """What the commands of a page print."""
+
+    def run(page: str) -> str:
+        found = []
+        for program, *words in commands(page.replace("/tmp/", f"{tmp_path}/")):
+            if program == "grep":
+                *grep, target = words
+                Path(target).write_text(
+                    subprocess.run(["grep", *grep], text=True, capture_output=True).stdout
+                )
+            elif program == "lit-diffusion":
+                found.append(compared(words[1:]))
+            else:
+                monkeypatch.setattr(sys, "argv", words)
+                runpy.run_path(words[0], run_name="__main__")
+                found.append(capsys.readouterr().out)
+        return "\n".join(found)
+
+    monkeypatch.chdir(ROOT)
+    return run
+
+
+def tables(page: str) -> list[list[list[str]]]:
+    """Cells of each table, its head first."""
+    found = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
+    return [[line.strip("| ").split(" | ") for line in table.splitlines()] for table in found]
+
+
+def figures(text: str) -> set[str]:
+    return set(FIGURE.findall(re.sub(r"\*|[\d.e-]+:", "", text)))
+
+
+def by_arm(output: str) -> dict[str, str]:
+    """The rows of each arm."""
+    found: dict[str, str] = {}
+    for line in output.splitlines():
+        arm = line.split(" | ")[0].strip("| ")
+        found[arm] = f"{found.get(arm, '')}{line}\n"
+    return found
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_the_tables_of_a_page_come_from_its_csv_files(name, printed):
+    page = (RESULTS / f"{name}.md").read_text()
+    output = printed(page)
+    rows_of, alike = by_arm(output), 0
+    for head, _, *rows in tables(page):
+        columns = [name for name in head[1:] if not name.startswith(WORDS)]
+        for row in rows if columns else ():
+            expected = rows_of.get(row[0].strip("*"), output)
+            told = {name: cell for name, cell in zip(head, row, strict=False) if name in columns}
+            verdict = [cell.split(" ")[0] for name, cell in told.items() if "verdict" in name]
+            assert figures(" | ".join(told.values())) <= figures(expected), row
+            assert all(word in expected for word in verdict), row
+            alike += f"| {' | '.join(row)} |" in output
+    assert alike == ALIKE[name]
+
+
+def test_what_is_kept_of_a_sweep_is_what_is_read_of_its_folders(tmp_path, monkeypatch):
+    for arm, speed in {"baseline": 1.0, "fast": 2.0}.items():
+        write_arm(tmp_path / "sweep" / arm, speed, seeds=range(2))
+    write_run(tmp_path / "sweep/fast/seed-7", fids(2.0, 7)[:8], 7)
+    table = tmp_path / "sweep.csv"
+    monkeypatch.setattr(sys, "argv", ["keep_runs.py", str(tmp_path / "sweep"), str(table)])
+    runpy.run_path(str(ROOT / "tests/benchmarks/keep_runs.py"), run_name="__main__")
+    runs = [run for run in find_runs([str(tmp_path / "sweep")]) if run.seed != "7"]
+    assert read_arms([str(table)]) == arms_of(select(runs))
