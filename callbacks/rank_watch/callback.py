@@ -48,6 +48,7 @@ class RankWatch(Callback):
         if trainer.world_size > 1 and dist.is_available() and dist.is_initialized():
             try:
                 self._watch = RunWatch(trainer, self.timeout)
+                self._watch.meet()
             except Exception as error:  # no reason to end a run, or to hide what ended it
                 print(f"this rank is not watched: {error!r}.", file=sys.stderr)
 

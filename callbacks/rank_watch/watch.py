@@ -49,7 +49,12 @@ class RunWatch(threading.Thread):
         self._now, self._moved, self._end = 0.0, 0.0, ("", "", 0.0)
         self._found: RankVerdict | None = None
         self._has_left, self._is_closing = threading.Event(), threading.Event()
+        self._has_met = threading.Event()
         self.start()
+
+    def meet(self) -> None:
+        """Wait for the first word of the others: who dies before it can't be told from one late."""
+        self._has_met.wait(GRACE)
 
     def leave(self, ended: str, said: str = "") -> RankVerdict | None:
         """End the watch with the word on how the main thread ended; the verdict, if any."""
@@ -81,10 +86,12 @@ class RunWatch(threading.Thread):
         except Exception as error:
             print(f"rank {self._rank} is watched no more: {error!r}.", file=sys.stderr)
             self._exchange(RankWord(beat=-1, ended="done"))
+        finally:
+            self._has_met.set()
 
     def _watch(self) -> None:
         exchange, last = threading.Thread(), time.monotonic()
-        while not self._is_closing.wait(BEAT):
+        while not self._is_closing.wait(BEAT if self._has_met.is_set() else BEAT / 10):
             dead = [rank for rank, seen in self._seen.items() if has_died(seen.word.process)]
             if begins := not exchange.is_alive():
                 exchange = threading.Thread(target=self._exchange, args=[self._word()], daemon=True)
@@ -118,6 +125,8 @@ class RunWatch(threading.Thread):
                 if heard.beat != self._seen[rank].word.beat:
                     self._seen[rank] = SeenRank(self._now, heard)
             self._is_broken = False
+            if all(seen.word.beat for seen in self._seen.values()):
+                self._has_met.set()
         except Exception:  # the host of the store is gone, or the way to it
             self._store, self._is_broken = None, True
 

@@ -147,7 +147,7 @@ def _is_record(record: Any) -> bool:
 def _whole_lines(path: str | Path) -> str:
     """Text of a file but a half-written last line; none without a file."""
     path = Path(path)
-    if not path.exists():
+    if not os.path.lexists(path):
         return ""
     if not path.is_file():
         raise ValueError(f"{path} is no regular file.")
