@@ -17,8 +17,8 @@ from lit_diffusion.gaussian import expand_as
 from lit_diffusion.protocols import Condition, Denoise, Denoised, DenoiseFor, Process, by_part
 
 LogProbGradient = Callable[[Tensor, Tensor, Any], Tensor]
-"""(x_t, t, labels) -> gradient of log p(labels | x_t) by x_t, scaled as wanted; all of the
-batch."""
+"""(x_t, noise label as networks get it, labels) -> gradient of log p(labels | x_t) by x_t, scaled
+as wanted; all of the batch."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ class ClassifierShift:
         denoise = denoise_for(labels)
 
         def guided(x_t: Tensor, t: Tensor) -> Denoised:
-            return denoise(x_t, t)._replace(shift=self.gradient(x_t, t, labels))
+            told = process.noise_label(t).float()
+            return denoise(x_t, t)._replace(shift=self.gradient(x_t, told, labels))
 
         return guided
 
@@ -139,7 +140,8 @@ class ClassifierScore:
             seen = denoise(x_t, t)
             alpha, sigma = (expand_as(v, x_t) for v in process.alpha_sigma(t))
             x0 = seen.x0.clamp(-1, 1) if self.clip else seen.x0
-            noise = (x_t - alpha * x0) / sigma - sigma * self.gradient(x_t, t, labels)
+            gradient = self.gradient(x_t, process.noise_label(t).float(), labels)
+            noise = (x_t - alpha * x0) / sigma - sigma * gradient
             return seen._replace(x0=(x_t - sigma * noise) / alpha, noise=noise)
 
         return guided

@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lit_diffusion.gaussian import posterior
+from lit_diffusion.gaussian import FixedSmall, posterior
 from lit_diffusion.protocols import Denoise, Denoised, Process, RandnLike, TimeGrid, Variance, Watch
 from lit_diffusion.timesteps import Karras, LogSNR, Sections
 
@@ -63,7 +63,8 @@ class DDPM:
                 watch(i, t, x, x0)
             x = step.x0_coef * x0 + step.xt_coef * x
             if seen.shift is not None:
-                x = x + log_variance.exp() * seen.shift
+                unclipped = isinstance(self.variance, FixedSmall)  # 0 in the last step
+                x = x + (step.variance if unclipped else log_variance.exp()) * seen.shift
             if not step.last:
                 x = x + (0.5 * log_variance).exp() * randn_like(x)
         return x

@@ -1,11 +1,12 @@
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
 from support.golden import Z, close, tensor
 from support.toy import CountedNoise, toy_denoiser
 
-from lit_diffusion.gaussian import FixedLarge, LearnedRange, posterior
+from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange, posterior
 from lit_diffusion.guidance import ClassifierFree, ClassifierScore, ClassifierShift
 from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearBetas
 from lit_diffusion.protocols import Denoised
@@ -73,7 +74,7 @@ def gradient(x, t, labels):
     by_sample = (-1, 1, 1, 1)
     return 2 * (
         0.5 * torch.cos(3 * x)
-        + 0.0002 * t.reshape(by_sample)
+        + 0.0002 * t.double().reshape(by_sample)
         - 0.1 * labels.double().reshape(by_sample)
     )
 
@@ -136,3 +137,45 @@ def test_classifier_guided_samples_equal_guided_diffusion(tag, clip):
         denoise = guidance.guide(denoise_for, LABELS, process, None)
         end = solver.sample(denoise, process, Z(SHAPE, 100), CountedNoise(200))
         close(end, tensor("case06_guidance", f"{tag}/clip{int(clip)}/{name}_f64"))
+
+
+@pytest.mark.parametrize("steps", [1, 20, 50])
+def test_small_variance_guided_by_a_classifier_equals_algorithm_1(steps):
+    process = DiscreteVP(LinearBetas(50), rescale_labels=True)
+    denoise_for = lambda labels: toy_denoiser(process)  # noqa: E731
+    denoise = ClassifierShift(gradient).guide(denoise_for, LABELS, process, None)
+    end = DDPM(FixedSmall(), steps, clip=False).sample(
+        denoise, process, Z(SHAPE, 100), CountedNoise(200)
+    )
+    x, noise, model = Z(SHAPE, 100), CountedNoise(200), toy_denoiser(process)
+    grid = Sections().grid(process, steps)
+    abar = torch.cat([torch.ones(1), 1 - torch.linspace(0.002, 0.4, 50, dtype=torch.float64)])
+    abar = abar.cumprod(0)  # from t = -1, the clean image
+    for t, s in pairwise(grid.int().tolist()):
+        a, before = abar[t + 1], abar[s + 1]
+        beta = 1 - a / before
+        variance = (1 - before) / (1 - a) * beta
+        eps = model(x, torch.full((2,), t)).noise
+        mean = (x - beta / (1 - a).sqrt() * eps) / (1 - beta).sqrt()
+        told = torch.full((2,), t * 1000 / 50)  # as guided-diffusion's rescale_timesteps
+        x = mean + variance * gradient(x, told, LABELS)
+        if s >= 0:
+            x = x + variance.sqrt() * noise(x)
+    close(end, x)
+
+
+@pytest.mark.parametrize("guidance", [ClassifierShift, ClassifierScore])
+def test_a_classifier_is_told_what_the_network_is_told(guidance):
+    process, told = DiscreteVP(CosineBetas(4000), rescale_labels=True), []
+
+    def seen(x, t, labels):
+        told.append(t)
+        return torch.zeros_like(x)
+
+    denoise_for = lambda labels: toy_denoiser(process)  # noqa: E731
+    denoise = guidance(seen).guide(denoise_for, LABELS, process, None)
+    DDPM(FixedSmall(), 5).sample(denoise, process, Z(SHAPE, 1), CountedNoise(2))
+    steps = [t[0].item() for t in told]
+    assert steps == [999.75, 749.75, 500.0, 250.0, 0.0], steps
+    assert {t.dtype for t in told} == {torch.float32}
+    assert {t.shape for t in told} == {(2,)}
