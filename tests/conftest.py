@@ -1,8 +1,10 @@
 """Before torch is imported, and for the processes that tests start."""
 
 import os
+import random
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,30 @@ import pytest
 # Some virtual machines advertise AMX without granting it; oneDNN's bf16 matrix product then dies of
 # an illegal instruction. The limit is one step below.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--shuffle", metavar="SEED", help="run the tests in a random order")
+
+
+def pytest_collection_modifyitems(config, items):
+    if (seed := config.getoption("--shuffle")) is not None:
+        random.Random(seed).shuffle(items)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_that_handles_signals():
+    """What one test leaves decides how a later one ends, and which that is depends on the order."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    yield
+    left = [number for number in before if signal.getsignal(number) != before[number]]
+    for number in left:  # so that this test fails alone
+        signal.signal(number, before[number])
+    module = sys.modules.get("lit_diffusion.system.signals")
+    noting = module and module._active
+    if noting:
+        module._active = None
+    assert (left, noting) == ([], None)
 
 
 @pytest.fixture

@@ -60,6 +60,16 @@ def test_processes_forked_meanwhile_are_ended_by_their_parent_alone(number):
     assert not lives(process)
 
 
+def test_processes_forked_meanwhile_end_when_they_are_done():
+    notes = SignalNotes([signal.SIGTERM])
+    notes.start()
+    process = multiprocessing.get_context("fork").Process(target=os.getpid)
+    process.start()
+    notes.stop()
+    process.join(10)
+    assert process.exitcode == 0
+
+
 def test_processes_forked_at_other_times_are_ended_by_signals():
     process = child()
     signal_from_elsewhere(process, signal.SIGTERM)
@@ -106,6 +116,22 @@ def test_after_a_save_another_signal_does_not_change_the_exit_code():
             signal.signal(number, handler)
 
 
+@pytest.mark.parametrize("error", [SystemExit(1), SystemExit("75"), ValueError("75")], ids=repr)
+def test_after_another_end_signals_are_handled_as_before(error):
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(type(error)), noting():
+        raise error
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_where_nothing_was_noted_nothing_comes():
+    heed()
+    before = signal.getsignal(signal.SIGTERM)
+    with noting():
+        heed()
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_a_second_start_keeps_the_way_back():
     before = signal.getsignal(signal.SIGTERM)
     notes = SignalNotes([signal.SIGTERM])
@@ -127,4 +153,4 @@ def test_a_thread_is_refused():
     thread = threading.Thread(target=start)
     thread.start()
     thread.join()
-    assert "main thread" in caught[0]
+    assert "leave SaveOnSignal out" in caught[0]

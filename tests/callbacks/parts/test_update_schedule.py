@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 import warnings
 from functools import partial
 
@@ -287,6 +288,19 @@ def test_counts_that_a_checkpoint_lacks_are_missed(tmp_path):
     fit(tmp_path, TwoRecorded(), max_epochs=3).save_checkpoint(tmp_path / "c.ckpt")
     with pytest.raises(ValueError, match=r"each of 2 optimizers .* has only their sum \(5\)"):
         fit(tmp_path, TwoRecorded(), MomentumDecay(total_steps=8), ckpt_path=tmp_path / "c.ckpt")
+
+
+@pytest.mark.parametrize("steps", [[5], [3, 2, 0], [3, 3], [2, 2]])
+def test_counts_that_are_not_those_of_the_run_are_refused(tmp_path, steps):
+    decay = MomentumDecay(total_steps=8)
+    fit(tmp_path, TwoRecorded(), decay, max_epochs=3).save_checkpoint(tmp_path / "c.ckpt")
+    state = torch.load(tmp_path / "c.ckpt", weights_only=True)
+    assert state["callbacks"][decay.state_key]["steps"] == [3, 2]
+    state["callbacks"][decay.state_key]["steps"] = steps
+    torch.save(state, tmp_path / "c.ckpt")
+    message = rf"each of 2 optimizers .* has {re.escape(str(steps))} \(5\)"
+    with pytest.raises(ValueError, match=message):
+        fit(tmp_path, TwoRecorded(), MomentumDecay(8), ckpt_path=tmp_path / "c.ckpt")
 
 
 @pytest.mark.parametrize("optimizers", [[], [-1], [0, 0]])
