@@ -47,6 +47,11 @@ def test_the_numbers_of_a_seed_are_these():
     later.draw((2, 2))
     close(later.draw((1,)), torch.tensor([[0.4929494857788086]]))
     assert fold("step", 0, 1) == 7531875650895689201
+    close(
+        index_uniforms(torch.tensor([0, 1])),
+        torch.tensor([0.5, 0.1180339887498949], dtype=torch.float64),
+    )
+    assert classes_of(range(9, 14), 4) == [1, 2, 3, 0, 1]
 
 
 def test_no_two_of_a_million_seeds_share_a_generator():
