@@ -64,6 +64,15 @@ def read_checkpoint(path: PathLike, *, mmap: bool = False) -> Checkpoint:
     return dict(checkpoint)
 
 
+def saved_step(path: PathLike) -> int:
+    """Optimizer steps behind a checkpoint, its tensors left unread; -1 where it tells none."""
+    try:
+        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"]
+    except Exception:  # what torch says of a broken file is of many types
+        return -1
+    return found if isinstance(found, int) else -1
+
+
 def holds_parts(folder: Path) -> bool:
     """Whether a folder is a checkpoint of `torch.distributed.checkpoint`."""
     return (folder / ".metadata").is_file()

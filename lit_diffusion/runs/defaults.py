@@ -17,6 +17,7 @@ from lit_diffusion.runs.changed_settings import Changes, PreferConfig
 from lit_diffusion.runs.exact_resume import ExactResume
 from lit_diffusion.runs.keeping import CurvesInStep, ImagesSeen
 from lit_diffusion.runs.last_checkpoint import LastCheckpoint
+from lit_diffusion.runs.model_checkpoints import ModelCheckpoints
 
 
 def with_defaults(given: Any, *, fits: bool, shows_progress: bool) -> list[Callback]:
@@ -46,11 +47,12 @@ class EndPredictions(Callback):
 
 def run_callbacks(root: Path, changed: Changes) -> list[Callback]:
     """What has a run folder and a resume agree, where settings differ from the checkpoint's."""
-    return [CurvesInStep(root), ImagesSeen(), PreferConfig(changed), ExactResume()]
+    exact = [ModelCheckpoints(), ExactResume()]
+    return [CurvesInStep(root), ImagesSeen(), PreferConfig(changed), *exact]
 
 
-def checkpoint_callbacks(given: Sequence[Callback], folder: Path) -> list[Callback]:
-    """What keeps last.ckpt, as far as the config has not its own.
+def with_last_checkpoint(given: Sequence[Callback], folder: Path) -> list[Callback]:
+    """The callbacks, and what keeps last.ckpt: at the end, so that it has what others do before.
 
     Raises:
         ValueError: for what would keep another, from which a run does not go on by itself.
@@ -58,7 +60,8 @@ def checkpoint_callbacks(given: Sequence[Callback], folder: Path) -> list[Callba
     for callback in given:
         _refuse_other_last(callback, folder)
     savers = (LastCheckpoint, SaveOnSignal)
-    return [saver(folder) for saver in savers if not contains(given, saver)]
+    missing = [saver(folder) for saver in savers if not contains(given, saver)]
+    return sorted([*given, *missing], key=lambda callback: isinstance(callback, savers))
 
 
 def _refuse_other_last(callback: Callback, folder: Path) -> None:

@@ -25,7 +25,8 @@ class ExactResume(Callback):
 
     Lightning calls no `on_train_epoch_start` within an epoch, where GradientAccumulationScheduler
     sets its factor. It updates ReduceLROnPlateau after the hooks that save, by metrics that it does
-    not save, and not at all at the end of an epoch that was interrupted.
+    not save, and not at all at the end of an epoch that was interrupted. ModelCheckpoint and
+    EarlyStopping go by the last of such metrics too.
 
     Checkpoints that others save elsewhere than `LastCheckpoint` are marked. Between accumulated
     batches gradients would be lost, so the step would be made of the others alone: refused. Before
@@ -36,7 +37,7 @@ class ExactResume(Callback):
     """
 
     _MARK = "resumes_inexactly"
-    _METRICS = "metrics_of_schedules"
+    _METRICS = "callback_metrics"
 
     def __init__(self) -> None:
         self._steps = WholeSteps()
@@ -51,14 +52,13 @@ class ExactResume(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Mark the file, and keep the metrics by which schedules are yet to be updated."""
+        """Mark the file, and keep the metrics that schedules and callbacks go by."""
         if why := _inexact(trainer, self._steps.accumulates(trainer)):
             checkpoint[self._MARK] = why
         # Elsewhere, as after an error, metrics may not be computed on all ranks.
         if batch_is_ending(trainer) or trainer.validating:
-            names = {config.monitor for config in trainer.lr_scheduler_configs}
-            known = trainer.callback_metrics if names - {None} else {}
-            checkpoint[self._METRICS] = {k: v.cpu() for k, v in known.items() if k in names}
+            known = trainer.callback_metrics
+            checkpoint[self._METRICS] = {k: v.cpu() for k, v in known.items()}
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

@@ -51,6 +51,7 @@ class LastCheckpoint(Checkpoint):
         self.path = Path(folder) / "last.ckpt"
         self.first = first
         self.every_n_seconds = every_n_seconds
+        self._end = self.path.with_name(".last.ckpt.end")
         self._before = CheckpointBefore(self.path)
         self._is_proven = False
         self._due = 0
@@ -59,6 +60,7 @@ class LastCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
+        self._drop_end(trainer)
         self._saved = (time.monotonic(), trainer.global_step)
         self._due = trainer.global_step + self.first
 
@@ -85,22 +87,30 @@ class LastCheckpoint(Checkpoint):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save where the run ended in a way that could not be foreseen."""
+        """Put the last save in place, made now where the end could not be foreseen."""
         if trainer.global_step > self._saved[1]:
             self._save(trainer)
         if trainer.is_global_zero:
             self._before.let_go()
+            if self._end.exists():
+                os.replace(self._end, self.path)
+                sync_folder(self.path.parent)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Bring back the checkpoint before, where that may be the last good one."""
+        self._drop_end(trainer)
         diverged = isinstance(exception, FloatingPointError) and trainer.is_global_zero
         if diverged and self._before.bring_back():
             rank_zero_warn(
                 f"{self.path} is again that of the save before, as no loss has been finite since "
                 "the last save."
             )
+
+    def _drop_end(self, trainer: Trainer) -> None:
+        if trainer.is_global_zero and self._end.is_file():
+            self._end.unlink()
 
     def _is_wanted(self, trainer: Trainer) -> bool:
         due = trainer.global_step >= self._due and not ends_epoch(trainer)
@@ -109,10 +119,11 @@ class LastCheckpoint(Checkpoint):
     def _save(self, trainer: Trainer) -> None:
         began = time.monotonic()
         seconds, steps = began - self._saved[0], trainer.global_step - self._saved[1]
-        if trainer.is_global_zero:
+        ends = is_ending(trainer) and not self.path.is_dir()  # as sharded strategies save
+        if trainer.is_global_zero and not ends:
             self._before.keep()
         try:
-            trainer.save_checkpoint(self.path, weights_only=False)
+            trainer.save_checkpoint(self._end if ends else self.path, weights_only=False)
         except OSError:  # a full disk: the one before is still the last
             if trainer.is_global_zero:
                 self._before.let_go()

@@ -69,7 +69,8 @@ class AppendingCSVLogger(Logger):
         if row in self._doubtful:
             self._doubtful.remove(row)
             return
-        new = [name for name in row if name not in self._columns]
+        # Lightning has them in the order in which a process first logged them.
+        new = sorted(row.keys() - self._columns)
         double = [old for old in self._doubtful if _is_same(old, row)]
         if new or double:
             rows = [old for old in read_rows(self.path) if old not in double]

@@ -31,10 +31,10 @@ from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
 from lit_diffusion.protocols import WeightsProvider
 from lit_diffusion.runs.changed_settings import differences
 from lit_diffusion.runs.defaults import (
-    checkpoint_callbacks,
     contains,
     run_callbacks,
     with_defaults,
+    with_last_checkpoint,
 )
 from lit_diffusion.runs.explained import explain, name_builder
 from lit_diffusion.runs.folder import (
@@ -198,6 +198,8 @@ class RunCLI(SubcommandCLI):
                 "Use the config that it was trained with."
             )
         self._weights = {}  # keeps the file open
+        if self.trainer.precision == "64-true":
+            self.model.double()  # Lightning does so after it has restored, which rounds to float32
         dumped = self.dumped()
         for key, built in (("model", self.model), ("data", self.datamodule)):
             if built is not None:
@@ -241,7 +243,7 @@ class RunCLI(SubcommandCLI):
         if fits and not self.is_trial:
             callbacks += run_callbacks(root, self.changed)
             if config.enable_checkpointing is not False:
-                return [*callbacks, *checkpoint_callbacks(callbacks, root / "checkpoints")]
+                return with_last_checkpoint(callbacks, root / "checkpoints")
         heed()
         return callbacks
 

@@ -15,6 +15,14 @@ from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batch
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 
+_UNSAVED = (
+    "_last_global_step_saved",
+    "_last_checkpoint_saved",
+    "_defer_save_until_validation",
+    "current_score",
+)
+"""Of a ModelCheckpoint."""
+
 
 class WholeSteps:
     """Tells batches whose gradients wait for the next, which are in no checkpoint, from others.
@@ -156,6 +164,22 @@ def intervals_of(callback: ModelCheckpoint) -> tuple[int, int, bool]:
     """(every n steps, every n epochs, whether by time) of a callback that saves; 0 is never."""
     by_time = callback._train_time_interval is not None
     return callback._every_n_train_steps, callback._every_n_epochs, by_time
+
+
+def unsaved_state(callback: ModelCheckpoint) -> dict[str, Any]:
+    """What its `state_dict` leaves out, or its `load_state_dict`."""
+    return {name: getattr(callback, name) for name in _UNSAVED}
+
+
+def put_unsaved_state(callback: ModelCheckpoint, state: dict[str, Any]) -> None:
+    """Go on from an `unsaved_state`."""
+    vars(callback).update({name: state[name] for name in _UNSAVED if name in state})
+
+
+def files_of(callback: ModelCheckpoint) -> set[str]:
+    """Checkpoints that it has saved and knows of."""
+    latest = {callback.best_model_path, callback.last_model_path, callback._last_checkpoint_saved}
+    return {str(file) for file in {*latest, *callback.best_k_models} if file}
 
 
 def is_built_from_config() -> bool:

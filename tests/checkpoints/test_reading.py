@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.plain_module import assert_same_bits
 
-from lit_diffusion.checkpoints.reading import read_checkpoint
+from lit_diffusion.checkpoints.reading import read_checkpoint, saved_step
 
 
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.9, 0.99, 0.999])
@@ -83,3 +83,11 @@ def test_a_file_with_one_ranks_parts_is_refused_on_reading(split, tmp_path):
     torch.save({"state_dict": split.state_dict()}, tmp_path / "x.ckpt")
     with pytest.raises(ValueError, match=r"x\.ckpt holds one rank's part of a tensor \(state_dict"):
         read_checkpoint(tmp_path / "x.ckpt")
+
+
+def test_the_step_of_a_file_is_read_without_the_file(tmp_path):
+    for content, expected in (({"global_step": 7}, 7), ({"global_step": "7"}, -1), ([], -1)):
+        torch.save(content, tmp_path / "x.ckpt")
+        assert saved_step(tmp_path / "x.ckpt") == expected
+    (tmp_path / "x.ckpt").write_text("no checkpoint")
+    assert saved_step(tmp_path / "x.ckpt") == -1

@@ -5,7 +5,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
 
 from lit_diffusion.callbacks import EMA, FiniteUpdates, RankWatch, SaveOnSignal
 from lit_diffusion.callbacks.progress import PlainProgress
-from lit_diffusion.runs.defaults import EndPredictions, checkpoint_callbacks, with_defaults
+from lit_diffusion.runs.defaults import EndPredictions, with_defaults, with_last_checkpoint
 from lit_diffusion.runs.last_checkpoint import LastCheckpoint
 
 FOLDER = Path("runs/tiny/checkpoints")
@@ -33,23 +33,31 @@ def test_what_a_config_names_is_not_added():
 
 
 def test_a_fit_keeps_its_last_checkpoint_also_on_a_signal():
-    found = checkpoint_callbacks([], FOLDER)
+    found = with_last_checkpoint([], FOLDER)
     assert kinds(found) == [LastCheckpoint, SaveOnSignal]
     assert {saver.path for saver in found} == {FOLDER / "last.ckpt"}
-    assert checkpoint_callbacks(found, FOLDER) == []
+    assert with_last_checkpoint(found, FOLDER) == found
+
+
+def test_last_ckpt_is_saved_after_all_that_other_callbacks_do_at_a_step():
+    """Their state would be that of the save before, and what they did would not be done again."""
+    given = [SaveOnSignal(FOLDER), LastCheckpoint(FOLDER), ModelCheckpoint("kept"), EMA()]
+    expected = [ModelCheckpoint, EMA, SaveOnSignal, LastCheckpoint]
+    assert kinds(with_last_checkpoint(given, FOLDER)) == expected
 
 
 @pytest.mark.parametrize("dirpath", [None, FOLDER])
 def test_two_that_write_last_ckpt_are_refused(dirpath):
     """Lightning's takes the file of the other for a stranger's, and writes last-v1.ckpt."""
     with pytest.raises(ValueError, match="leave save_last out"):
-        checkpoint_callbacks([ModelCheckpoint(dirpath, save_last=True)], FOLDER)
+        with_last_checkpoint([ModelCheckpoint(dirpath, save_last=True)], FOLDER)
     elsewhere = ModelCheckpoint("kept", save_last=True)
-    assert kinds(checkpoint_callbacks([elsewhere], FOLDER)) == [LastCheckpoint, SaveOnSignal]
+    assert kinds(with_last_checkpoint([elsewhere], FOLDER))[1:] == [LastCheckpoint, SaveOnSignal]
 
 
 def test_saves_on_signals_go_where_a_resume_looks():
     with pytest.raises(ValueError, match="has the folder saved; leave that out"):
-        checkpoint_callbacks([SaveOnSignal("saved")], FOLDER)
+        with_last_checkpoint([SaveOnSignal("saved")], FOLDER)
     for folder in (None, FOLDER):
-        assert kinds(checkpoint_callbacks([SaveOnSignal(folder)], FOLDER)) == [LastCheckpoint]
+        found = with_last_checkpoint([SaveOnSignal(folder)], FOLDER)
+        assert kinds(found) == [SaveOnSignal, LastCheckpoint]

@@ -13,6 +13,47 @@ from lit_diffusion.runs.last_checkpoint import CheckpointBefore, LastCheckpoint
 from lit_diffusion.system.files import replace_text
 
 
+class Death(Exception):
+    """What a run dies of."""
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end"])
+def test_what_a_run_that_died_at_its_end_had_yet_to_do_is_done_at_the_resume(tmp_path, hook):
+    """From the checkpoint of the last step nothing would be: the run would pass for complete."""
+    calls = []
+
+    class Dies(pl.Callback):
+        def end(self, trainer, *args):
+            calls.append(trainer.global_step)
+            if len(calls) == 1:
+                raise Death
+
+    dies = Dies()
+    setattr(dies, hook, dies.end)
+    options = {"callbacks": [dies], "max_epochs": 1, "max_steps": -1}
+    with pytest.raises(Death):
+        fit(Saves(tmp_path, first=2, every_n_seconds=1000.0), tmp_path, **options)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert saved(tmp_path)["global_step"] == 2
+    fit(Saves(tmp_path), tmp_path, tmp_path / "last.ckpt", **options)
+    assert calls == [4, 4]
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert saved(tmp_path)["global_step"] == 4
+
+
+def test_what_a_kill_at_the_end_has_left_never_takes_the_place_of_a_later_checkpoint(tmp_path):
+    (tmp_path / ".last.ckpt.end").write_text("old")
+    with pytest.raises(Death):
+        fit(Saves(tmp_path, first=1), tmp_path, callbacks=[DiesAtTheSecond()])
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+class DiesAtTheSecond(pl.Callback):
+    def on_train_batch_end(self, trainer, *args):
+        if trainer.global_step == 2:
+            raise Death
+
+
 class SlowBatches(pl.Callback):
     def on_train_batch_start(self, *args):
         time.sleep(0.02)

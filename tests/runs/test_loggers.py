@@ -97,6 +97,14 @@ def test_new_metrics_become_columns_and_old_rows_stay_readable(tmp_path):
     ]
 
 
+def test_columns_do_not_depend_on_the_order_in_which_a_process_first_logged_them(tmp_path):
+    """Lightning's rows have that order, and a resumed run may begin with another metric."""
+    logger = AppendingCSVLogger(tmp_path)
+    logger.log_metrics({"b": 1.0, "a": 2.0}, step=0)
+    logger.log_metrics({"d": 1.0, "c": 2.0}, step=1)
+    assert logger.path.read_text().splitlines()[0] == "step,a,b,c,d"
+
+
 def test_a_row_cut_off_by_a_crash_is_dropped_and_no_other(tmp_path):
     log_steps(AppendingCSVLogger(tmp_path), range(3))
     with (tmp_path / "metrics.csv").open("a") as file:

@@ -210,6 +210,16 @@ def test_a_resumed_run_ends_as_an_undisturbed_one(whole, died_at):
     assert [c["epoch"] for c in (whole, resumed)] == [2, 2]
 
 
+def test_weights_in_double_precision_are_restored_to_the_last_bit():
+    """Lightning restores them before it has cast the module, which rounds them to float32."""
+    write_config(tiny_config(precision="64-true"))
+    assert call(f"{FIT} --trainer.default_root_dir=whole") == 0
+    assert call(f"{FIT} --trainer.max_steps=3") == 0
+    assert call(f"{FIT} --ckpt_path=last") == 0
+    assert equal(weights("whole"), weights("runs/tiny"))
+    assert {value.dtype for value in weights("whole").values()} == {torch.float64}
+
+
 def test_a_resume_keeps_the_first_config_and_writes_its_own():
     call(f"{FIT} --trainer.max_steps=3")
     first = Path("runs/tiny/config.yaml").read_text()

@@ -91,3 +91,15 @@ def test_the_private_state_of_lightning_is_of_the_kind_that_is_read():
     assert trainer._accelerator_connector.cluster_environment is not None
     assert _given_hyperparameters.get() is None
     assert trainer_state.intervals_of(ModelCheckpoint(every_n_train_steps=7)) == (7, 0, False)
+
+
+def test_what_lightning_does_not_restore_of_a_model_checkpoint_is_told_and_taken_up(tmp_path):
+    keeper = ModelCheckpoint(tmp_path, monitor="val_loss")
+    make_trainer(tmp_path, keeper, enable_checkpointing=True).fit(PlainModule(), loader(), loader())
+    state = trainer_state.unsaved_state(keeper)
+    assert state["_last_global_step_saved"] == 4
+    again = ModelCheckpoint(tmp_path, monitor="val_loss")
+    trainer_state.put_unsaved_state(again, state)
+    assert trainer_state.unsaved_state(again) == state
+    [file] = trainer_state.files_of(keeper)
+    assert file == keeper.best_model_path

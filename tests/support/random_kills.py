@@ -1,0 +1,152 @@
+"""A fit drawn from a seed that is killed and resumed, beside the same fit undisturbed."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from lit_diffusion.cli import main as command_line
+from lit_diffusion.commands import fit  # noqa: F401  imported before the forks
+from lit_diffusion.runs import trainer_cli  # noqa: F401
+from support.deaths import Places
+from support.random_fits import random_config
+from support.tiny_run import write_config
+
+PLACES = (
+    *("batch", "optimizer step", "validation", "sampling", "save", "saved"),
+    *("replacement", "row", "hook"),
+)
+SIGNALS = ("SIGKILL", "SIGTERM", "SIGINT")
+ROOT = "run"
+LAST = Path(ROOT, "checkpoints", "last.ckpt")
+LIVES = 8
+
+
+def main(folder, seed):
+    """Write how the files differ of the fit of this seed, to rank0.json in `folder`."""
+    os.chdir(folder)
+    rng = random.Random(int(seed))
+    config = write_config(random_config(rng, ROOT), Path("fit.yaml"))
+    code, counts = live(config, Places())
+    report = {"seed": seed, "lives": [code], "deaths": [], "differences": ["undisturbed, it fails"]}
+    if code == 0:
+        Path(ROOT).rename("whole")
+        deaths = [drawn_death(rng, counts) for _ in range(rng.randint(1, 3))]
+        report["deaths"] = [f"{name} at {place} {n}" for place, n, name in deaths]
+        report["lives"] += disturbed(config, deaths)
+        report["differences"] = differences(Path("whole"), Path(ROOT))
+    Path("rank0.json").write_text(json.dumps(report))
+
+
+def drawn_death(rng, counts):
+    place = rng.choice([place for place in PLACES if counts.get(place)])
+    return place, rng.randint(1, counts[place]), rng.choice(SIGNALS)
+
+
+def disturbed(config, deaths):
+    """Exit codes of the lives of a fit that dies so, until it is complete."""
+    codes = []
+    while len(codes) < LIVES:
+        places = Places()
+        if deaths:
+            place, count, name = deaths.pop(0)
+            places = Places(place, count, signal.Signals[name])
+        codes.append(live(config, places)[0])
+        if codes[-1] in (0, 1, 2):
+            break
+    return codes
+
+
+def live(config, places):
+    """(exit code, how often it came to each place) of a process that fits as far as it comes."""
+    again = ["--ckpt_path=last"]
+    if not LAST.exists():
+        again = []
+        shutil.rmtree(ROOT, ignore_errors=True)  # died before the first save: there is no way on
+    if (pid := os.fork()) == 0:
+        _become_life(["fit", "--config", str(config), "--trust=support", *again], places)
+    _, status = os.waitpid(pid, 0)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # loading processes
+    counts = Path("counts.json")
+    found = json.loads(counts.read_text()) if counts.exists() else {}
+    return os.waitstatus_to_exitcode(status), found
+
+
+def _become_life(arguments, places):
+    code = 99
+    try:
+        os.setsid()
+        log = os.open("life.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+        for number in (1, 2):
+            os.dup2(log, number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        os.environ.pop("LOCAL_RANK", None)
+        torch.set_num_threads(1)
+        places.watch()
+        print("\n$", *arguments, places.death, places.number.name, flush=True)
+        code = command_line(arguments)
+        Path("counts.json").write_text(json.dumps(places.counts))
+        print("exit code", code, flush=True)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def differences(whole, run):
+    """What two run folders differ in, a line each."""
+    names = {folder: set(files_of(folder)) for folder in (whole, run)}
+    found = [f"lacks {name}" for name in sorted(names[whole] - names[run])]
+    found += [f"has {name} too" for name in sorted(names[run] - names[whole])]
+    for name in sorted(names[whole] & names[run]):
+        contents = [content(folder / name) for folder in (whole, run)]
+        found += [f"{name}: {line}" for line in unequal(*contents, "")]
+    return found
+
+
+def files_of(folder):
+    """Names of files that are no record of when it was started."""
+    for file in folder.rglob("*"):
+        name = str(file.relative_to(folder))
+        if file.is_file() and not name.startswith(("config.", ".config.", ".lock", "tensorboard")):
+            yield name
+
+
+def content(file):
+    if file.suffix == ".ckpt":
+        return torch.load(file, weights_only=True)
+    if file.suffix == ".jsonl":
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        return [{k: v for k, v in line.items() if k != "seconds"} for line in lines]
+    return file.read_text().splitlines() if file.suffix == ".csv" else file.read_bytes()
+
+
+def unequal(a, b, where):
+    """Where two nested structures differ."""
+    if type(a) is not type(b):
+        yield f"{where} {type(a).__name__} is {type(b).__name__}"
+    elif isinstance(a, dict) and list(a) == list(b):
+        for key in a:
+            yield from unequal(a[key], b[key], f"{where}/{key}")
+    elif isinstance(a, list | tuple) and len(a) == len(b):
+        for i, pair in enumerate(zip(a, b, strict=True)):
+            yield from unequal(*pair, f"{where}/{i}")
+    elif not is_same(a, b):
+        yield f"{where}: {str(a)[:300]} is {str(b)[:300]}"
+
+
+def is_same(a, b):
+    if isinstance(a, torch.Tensor):
+        same = a.dtype == b.dtype and a.shape == b.shape
+        return same and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    return not isinstance(a, dict) and a == b  # equal dicts may have another order
