@@ -17,10 +17,7 @@ AT_ONCE = 2
 
 @pytest.mark.slow
 @pytest.mark.system
-def test_fits_that_are_killed_anywhere_end_with_the_files_of_undisturbed_ones(
-    tmp_path, monkeypatch
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_fits_that_are_killed_anywhere_end_with_the_files_of_undisturbed_ones(tmp_path):
     function, given = "support.random_kills:main", (str(FIRST), str(COUNT))
     with Forker() as forker:
         found = forker.results(function, tmp_path, AT_ONCE, *given, limit=100 + 100 * COUNT)
