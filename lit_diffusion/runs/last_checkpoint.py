@@ -124,10 +124,14 @@ class LastCheckpoint(Checkpoint):
             self._before.keep()
         try:
             trainer.save_checkpoint(self._end if ends else self.path, weights_only=False)
-        except OSError:  # a full disk: the one before is still the last
+        except OSError as error:  # a full disk: the one before is still the last
             if trainer.is_global_zero:
                 self._before.let_go()
-            raise
+            if not ends:
+                raise
+            text = str(error).replace(str(self._end), str(self.path)).rstrip(".")
+            kept = "; the checkpoint saved there before is intact" if self.path.exists() else ""
+            raise OSError(f"{text}{kept}.") from error
         self._is_proven = False
         pause = max(self.every_n_seconds, 50 * (time.monotonic() - began))
         wait = max(math.ceil(pause * steps / max(seconds, 1e-9)), 1)

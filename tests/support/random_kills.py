@@ -16,6 +16,7 @@ from lit_diffusion.cli import main as command_line
 from lit_diffusion.commands import fit  # noqa: F401  imported before the forks
 from lit_diffusion.runs import trainer_cli  # noqa: F401
 from support.deaths import Places
+from support.forked_ranks import SIZE, place
 from support.random_fits import random_config
 from support.tiny_run import write_config
 
@@ -29,25 +30,44 @@ LAST = Path(ROOT, "checkpoints", "last.ckpt")
 LIVES = 8
 
 
-def main(folder, seed):
-    """Write how the files differ of the fit of this seed, to rank0.json in `folder`."""
-    os.chdir(folder)
-    rng = random.Random(int(seed))
+def main(folder, first, count):
+    """Write how fits end of every n-th of `count` seeds from `first` on, on the r-th of n ranks.
+
+    The folder of a fit that ends otherwise than undisturbed stays: fit.yaml, the undisturbed run
+    `whole`, the other one `run`, and what both said, in life.log.
+    """
+    rank, ranks = place()
+    reports = []
+    for seed in range(int(first) + rank, int(first) + int(count), ranks):
+        own = folder / str(seed)
+        own.mkdir()
+        os.chdir(own)
+        reports.append(report_on(seed))
+        print(reports[-1], flush=True)
+        if not reports[-1]["differences"]:
+            shutil.rmtree(own)
+    (folder / f"rank{rank}.json").write_text(json.dumps(reports))
+
+
+def report_on(seed):
+    """How the fit of this seed ends, in this folder, with deaths and without."""
+    rng = random.Random(seed)
     config = write_config(random_config(rng, ROOT), Path("fit.yaml"))
     code, counts = live(config, Places())
     report = {"seed": seed, "lives": [code], "deaths": [], "differences": ["undisturbed, it fails"]}
     if code == 0:
         Path(ROOT).rename("whole")
+        shutil.rmtree("cache", ignore_errors=True)  # what was measured of the data, to do again
         deaths = [drawn_death(rng, counts) for _ in range(rng.randint(1, 3))]
-        report["deaths"] = [f"{name} at {place} {n}" for place, n, name in deaths]
+        report["deaths"] = [f"{name} at {where} {n}" for where, n, name in deaths]
         report["lives"] += disturbed(config, deaths)
         report["differences"] = differences(Path("whole"), Path(ROOT))
-    Path("rank0.json").write_text(json.dumps(report))
+    return report
 
 
 def drawn_death(rng, counts):
-    place = rng.choice([place for place in PLACES if counts.get(place)])
-    return place, rng.randint(1, counts[place]), rng.choice(SIGNALS)
+    where = rng.choice([where for where in PLACES if counts.get(where)])
+    return where, rng.randint(1, counts[where]), rng.choice(SIGNALS)
 
 
 def disturbed(config, deaths):
@@ -56,8 +76,8 @@ def disturbed(config, deaths):
     while len(codes) < LIVES:
         places = Places()
         if deaths:
-            place, count, name = deaths.pop(0)
-            places = Places(place, count, signal.Signals[name])
+            where, count, name = deaths.pop(0)
+            places = Places(where, count, signal.Signals[name])
         codes.append(live(config, places)[0])
         if codes[-1] in (0, 1, 2):
             break
@@ -89,7 +109,9 @@ def _become_life(arguments, places):
             os.dup2(log, number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        os.environ.pop("LOCAL_RANK", None)
+        for name in ("LOCAL_RANK", SIZE):
+            os.environ.pop(name)  # a fit is one process
+        os.environ["XDG_CACHE_HOME"] = str(Path("cache").absolute())
         torch.set_num_threads(1)
         places.watch()
         print("\n$", *arguments, places.death, places.number.name, flush=True)
