@@ -36,7 +36,9 @@ def test_a_sample_depends_on_its_seed_and_not_on_its_batch():
     alone = PerSampleNoise([3])
     for _ in range(3):
         like = torch.empty(3, 2, 5, 5)
-        assert torch.equal(together.randn_like(like)[1], alone.randn_like(like[:1])[0])
+        drawn = together.randn_like(like)
+        assert drawn.shape == like.shape
+        assert torch.equal(drawn[1], alone.randn_like(like[:1])[0])
 
 
 def test_the_numbers_of_a_seed_are_these():

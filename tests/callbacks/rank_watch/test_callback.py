@@ -10,6 +10,7 @@ from support.plain_module import PlainModule, loader, make_trainer
 
 from lit_diffusion.callbacks import RankWatch
 from lit_diffusion.callbacks.rank_watch.callback import how_it_ended, in_a_line
+from lit_diffusion.callbacks.rank_watch.verdict import RankVerdict
 from lit_diffusion.system.signals import SavedOnSignal
 
 
@@ -71,6 +72,56 @@ def test_a_watch_that_cannot_begin_ends_no_run_and_hides_no_error(monkeypatch, c
     watch.on_exception(trainer, None, ValueError("bad"))
     watch.teardown(trainer, None, "fit")
     assert "this rank is not watched: " in capsys.readouterr().err
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """What the watches of one of two ranks are told, in order; the verdict of each is FOUND."""
+    told = []
+
+    class Told:
+        def __init__(self, trainer, timeout):
+            told.append(timeout)
+
+        def meet(self):
+            told.append("meet")
+
+        def leave(self, *end):
+            told.append(end)
+            return RankVerdict(1, FOUND)
+
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr("lit_diffusion.callbacks.rank_watch.callback.RunWatch", Told)
+    return told
+
+
+FOUND, TWO = "rank 1 failed at step 3", SimpleNamespace(world_size=2)
+
+
+def test_a_rank_meets_the_others_and_leaves_once_for_each_run(watched):
+    watch = RankWatch(3.0)
+    for _ in range(2):
+        watch.setup(TWO, None, "fit")
+        watch.teardown(TWO, None, "fit")
+        watch.teardown(TWO, None, "fit")
+    assert watched == [3.0, "meet", ("done",)] * 2
+    watch.setup(SimpleNamespace(world_size=1), None, "fit")
+    assert len(watched) == 6
+
+
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "end"), [(RuntimeError, "lost"), (ValueError, "failed"), (SystemExit, "left")]
+)
+def test_an_end_is_told_and_gets_the_verdict_where_the_others_were_lost(watched, kind, end, begun):
+    watch, error = RankWatch(), kind("NCCL is gone")
+    if begun:
+        watch.setup(TWO, None, "fit")
+    watch.on_exception(TWO, None, error)
+    watch.teardown(TWO, None, "fit")
+    assert watched == [None, "meet", (end, f"{kind.__name__}: NCCL is gone")]
+    assert watch.verdict == (FOUND if end == "lost" else None)
+    assert getattr(error, "__notes__", []) == [FOUND] * (end == "lost")
 
 
 def test_it_can_be_sent_to_processes_that_are_spawned():

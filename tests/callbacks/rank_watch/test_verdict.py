@@ -41,6 +41,18 @@ def test_the_rank_that_failed_first_is_named():
     )
 
 
+@pytest.mark.parametrize("how", ["failed", "gone", "left", "lost"])
+def test_of_several_that_ended_alike_the_first_is_named(how):
+    assert found(rank(), ended(how, 61.0), ended(how, 99.0)).rank == 2
+    assert found(ended(how, 99.0), ended(how, 61.0), rank()).rank == 0
+
+
+def test_of_several_that_are_silent_the_longest_is_named():
+    silent = [rank(heard=NOW - seconds) for seconds in (61, 99)]
+    assert found(rank(), *silent).rank == 2
+    assert found(ended("gone"), *silent).rank == 0
+
+
 def test_a_failure_outweighs_what_it_did_to_the_others():
     assert found(ended("lost", 9.0), ended("gone", 9.0), ended("failed")).rank == 2
     assert found(ended("lost", 9.0), ended("gone")).rank == 1
