@@ -177,6 +177,11 @@ class EMA(Callback):
                 optimizer.register_step_pre_hook(partial(self._before_step, group)),
                 optimizer.register_step_post_hook(partial(self._after_step, group)),
             ]
+        if not any(group.params for group in self._groups):
+            rank_zero_warn(
+                f"No optimizer holds a trainable parameter under EMA(prefix={self.prefix!r}) yet: "
+                "there is nothing to average until one does."
+            )
 
     def _unfollow(self) -> None:
         for hook in self._step_hooks:

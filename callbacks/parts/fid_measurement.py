@@ -137,12 +137,12 @@ class FIDMeasurement:
         self, trainer: Trainer, module: LightningModule, stage: str
     ) -> tuple[Scorer, Reference]:
         """The extractor and the statistics of the real images, made when first needed."""
-        if self._scorer is None or self._scorer.device != module.device:
-            extractor = self.protocol.build().to(module.device)
-            self._scorer = Scorer(self.protocol, extractor, module.device, self.batch_size)
         name = "test" if stage == "test" and self.reference in SPLITS else self.reference
-        if name not in self._references:
-            with isolate_rng():  # a DataLoader draws a seed
+        with isolate_rng():  # networks draw their first weights, a DataLoader a seed
+            if self._scorer is None or self._scorer.device != module.device:
+                extractor = self.protocol.build().to(module.device)
+                self._scorer = Scorer(self.protocol, extractor, module.device, self.batch_size)
+            if name not in self._references:
                 self._references[name] = self._measure_real(trainer, module, self._scorer, name)
         return self._scorer, self._references[name]
 
