@@ -28,7 +28,7 @@ from lit_diffusion.checkpoints.averages import (
     unpack,
 )
 from lit_diffusion.system.sharding import gathered, is_made_up, reshard
-from lit_diffusion.system.trainer_state import logs_are_due
+from lit_diffusion.system.trainer_state import is_a, logs_are_due
 
 RAW = "raw"
 
@@ -294,7 +294,7 @@ class EMA(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the shadows on the module's device, or take those of the checkpoint."""
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.save_weights_only:
+            if is_a(callback, ModelCheckpoint) and callback.save_weights_only:
                 rank_zero_warn(
                     "ModelCheckpoint(save_weights_only=True) writes the raw weights only; the "
                     "averages of EMA will not be in its files."

@@ -18,6 +18,7 @@ from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, read, spre
 from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
+from lit_diffusion.system.trainer_state import is_a
 
 GRID_PIXELS = 512
 BANK_BYTES = 2**28
@@ -126,7 +127,7 @@ class SampleGrid(RunsEveryNSteps):
         folder.mkdir(parents=True, exist_ok=True)
         to_pil_image(grid).save(folder / f"{kind}-{trainer.global_step:08d}-{weights}.png")
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
+            if is_a(logger, TensorBoardLogger):
                 logger.experiment.add_image(f"samples/{kind}-{weights}", grid, trainer.global_step)
 
 

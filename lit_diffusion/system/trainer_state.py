@@ -5,7 +5,7 @@ below the next minor version.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -14,6 +14,20 @@ from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
+
+T = TypeVar("T")
+
+
+def is_a(value: object, kind: type[T]) -> TypeGuard[T]:
+    """`isinstance` for a class of Lightning's: `pytorch_lightning` has each of them a second time.
+
+    Example:
+        >>> is_a(Trainer(accelerator="cpu", logger=False), Trainer)
+        True
+    """
+    same = {f"{kind.__module__}.{kind.__qualname__}"}
+    same |= {name.replace("lightning.pytorch", "pytorch_lightning", 1) for name in same}
+    return any(f"{c.__module__}.{c.__qualname__}" in same for c in type(value).__mro__)
 
 
 class WholeSteps:
