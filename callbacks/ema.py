@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lit_diffusion.callbacks.parts.averages import Group, overwrite_, span_decay
 from lit_diffusion.callbacks.parts.raw_weights import RawWeights
 from lit_diffusion.callbacks.parts.strategies import refuse_split_weights, refuse_strategy
+from lit_diffusion.callbacks.parts.update_options import refuse_unhooked
 from lit_diffusion.checkpoints.averages import (
     Averaged,
     changed_decays,
@@ -165,6 +166,7 @@ class EMA(Callback):
         self._groups = [Group(self.decays) for _ in trainer.optimizers]
         self._seen = {}
         for optimizer, group in zip(trainer.optimizers, self._groups, strict=True):
+            refuse_unhooked(optimizer)
             self._adopt(optimizer, group)
             missing = [name for name in group.names if name not in known]
             if from_checkpoint and missing:
@@ -269,12 +271,15 @@ class EMA(Callback):
         return pack(averages, self.decays)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the averages for the run that starts."""
+        """Keep the averages for the run that starts; in one that runs, go back to them."""
         try:
             check_averages(state_dict)
         except ValueError as error:
             raise ValueError(f"The checkpoint's state of EMA is damaged: {error}.") from None
         self._loaded = state_dict
+        if self._step_hooks:  # restored in mid-fit, as a search for an lr does when it is done
+            assert self._module is not None
+            self._follow(self._module.trainer, self._module)
 
     # Lightning hooks
 

@@ -111,6 +111,7 @@ class FIDEvaluation(RunsEveryNSteps):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise now rather than at step 10,000."""
+        super().setup(trainer, pl_module, stage)
         self._measurement.forget_references()
         self._evaluated_step, self._unsaved = None, False
         if stage == "fit":  # what a checkpoint has is loaded after this

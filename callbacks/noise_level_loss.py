@@ -57,6 +57,7 @@ class NoiseLevelLoss(RunsEveryNSteps):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse modules that can't be asked."""
+        super().setup(trainer, pl_module, stage)
         self._fixed = None  # a data set may have changed between runs
         needed = ("per_sample_loss", "process", "codec", "num_classes")
         lacking = [name for name in needed if not hasattr(pl_module, name)]

@@ -88,6 +88,8 @@ class UpdateSchedule(Callback, ABC):
                 f"1 or more, and is {length!r:.50}; steps a list of counts, and is {steps!r:.50}."
             )
         self._loaded = state_dict
+        if self._followed:  # restored in mid-fit, as a search for an lr does when it is done
+            self._counts = list(steps)
 
     # Lightning hooks
 

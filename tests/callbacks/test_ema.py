@@ -27,7 +27,7 @@ from support.plain_module import (
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from lit_diffusion.callbacks import EMA, StepSeed
+from lit_diffusion.callbacks import EMA, MomentumDecay, StepSeed
 from lit_diffusion.protocols import WeightsProvider
 
 DECAY = 0.9
@@ -661,6 +661,26 @@ def test_a_search_before_training_leaves_no_trace_in_the_average(tmp_path, tuner
     ema, watch = EMA((DECAY,)), AfterSearch()
     make_trainer(tmp_path, ema, tuner, watch).fit(Tuned())
     assert set(ema.state_dict()["steps"].values()) == {len(watch.history) - 1}
+    assert_close(shadows(ema), watch.average(DECAY))
+
+
+class SearchesInMidFit(LearningRateFinder):
+    """As Lightning's documentation does it to find another lr at later epochs."""
+
+    def on_fit_start(self, *args):
+        pass
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch in (1, 2):
+            self.lr_find(trainer, pl_module)
+
+
+def test_a_search_in_mid_fit_leaves_no_trace_in_the_average(tmp_path):
+    """It restores a checkpoint in the end, averages included."""
+    ema, watch = EMA((DECAY,)), Watch()
+    search = SearchesInMidFit(num_training_steps=3)
+    trainer = fit(tmp_path, PlainModule(), search, ema, MomentumDecay(), watch, max_epochs=3)
+    assert set(ema.state_dict()["steps"].values()) == {trainer.global_step} == {12}
     assert_close(shadows(ema), watch.average(DECAY))
 
 
