@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lit_diffusion.callbacks.parts.fid_inputs import generated, picked, shares, split_images
 from lit_diffusion.callbacks.parts.inference import inference, providers, weights_in_place
+from lit_diffusion.metrics.batches import Where
 from lit_diffusion.metrics.clock import EvaluationClock
 from lit_diffusion.metrics.extractors import FIDProtocol
 from lit_diffusion.metrics.frechet import FrechetDistance
@@ -35,6 +36,7 @@ class FIDMeasurement:
     weights: str
     batch_size: int
     cache: Path
+    images: Where = None
     _scorer: Scorer | None = None
     _references: dict[str, Reference] = field(default_factory=dict)
 
@@ -151,8 +153,8 @@ class FIDMeasurement:
     ) -> Reference:
         others = None
         if name in SPLITS:
-            real = split_images(trainer, name)
-            others = split_images(trainer, "val" if name == "train" else "train")
+            real = split_images(trainer, name, self.images)
+            others = split_images(trainer, "val" if name == "train" else "train", self.images)
         else:
             real = RealImages(name, open_images(name))
         if real is None:
