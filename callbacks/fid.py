@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lit_diffusion.callbacks.parts.fid_inputs import refuse_unable
 from lit_diffusion.callbacks.parts.fid_measurement import SPLITS, FIDMeasurement
 from lit_diffusion.callbacks.parts.inference import providers, weights_in_place
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps
@@ -17,7 +18,7 @@ from lit_diffusion.metrics.extractors import FIDProtocol, protocol_by_name
 from lit_diffusion.metrics.image_count import ImageCount, counted, read_count
 from lit_diffusion.metrics.record import FIDRecord, short_count, write_evaluation
 from lit_diffusion.metrics.reference import Reference
-from lit_diffusion.protocols import CanGenerate, WeightsProvider
+from lit_diffusion.protocols import WeightsProvider
 from lit_diffusion.system.counts import is_count
 from lit_diffusion.system.files import user_cache
 
@@ -124,11 +125,7 @@ class FIDEvaluation(RunsEveryNSteps):
             self.best_score = self.best_step = self.image_count = None
         if stage == "predict":
             return
-        if not isinstance(pl_module, CanGenerate):
-            raise TypeError(
-                f"FIDEvaluation needs a module with generate(seeds, labels), which "
-                f"{type(pl_module).__name__} has not: see lit_diffusion.protocols.CanGenerate."
-            )
+        refuse_unable(pl_module, "FIDEvaluation")
         self._refuse_unknown_weights(trainer)
         self.protocol.check()
         for other in trainer.callbacks:  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
 
-from lit_diffusion.callbacks.parts.fid_inputs import refuse_odd_images
+from lit_diffusion.callbacks.parts.fid_inputs import refuse_odd_images, refuse_unable
 from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, read, spread
 from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps
@@ -79,11 +79,7 @@ class SampleGrid(RunsEveryNSteps):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find conflicts before the first step."""
-        if not isinstance(pl_module, CanGenerate):
-            raise TypeError(
-                f"SampleGrid needs a module with generate(seeds, labels=None) -> uint8 images "
-                f"(protocols.CanGenerate); {type(pl_module).__name__} has none."
-            )
+        refuse_unable(pl_module, "SampleGrid")
         super().on_fit_start(trainer, pl_module)
         self._bank, self._bank_was_read = None, False
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -43,6 +44,17 @@ def generated(module: LightningModule, seeds: Sequence[int]) -> tuple[Tensor | N
         return None, picked(seeds, ~images.isfinite().flatten(1).all(1))
     refuse_odd_images(images, len(seeds))
     return images, []
+
+
+def refuse_unable(module: LightningModule, name: str) -> None:
+    """Raise TypeError for a module that callback `name` can't ask for samples."""
+    try:
+        signature(getattr(module, "generate", None)).bind([0], None)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise TypeError(
+            f"{name} needs a module with generate(seeds, labels=None) -> uint8 images (protocols."
+            f"CanGenerate), and {type(module).__name__} has none such: {error}."
+        ) from error
 
 
 def refuse_odd_images(images: Tensor, num: int) -> None:
