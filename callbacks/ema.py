@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lit_diffusion.callbacks.parts.averages import Group, overwrite_, span_decay
 from lit_diffusion.callbacks.parts.raw_weights import RawWeights
 from lit_diffusion.callbacks.parts.strategies import refuse_split_weights, refuse_strategy
+from lit_diffusion.callbacks.parts.update_options import refuse_unhooked
 from lit_diffusion.checkpoints.averages import (
     Averaged,
     changed_decays,
@@ -28,7 +29,7 @@ from lit_diffusion.checkpoints.averages import (
     unpack,
 )
 from lit_diffusion.system.sharding import gathered, is_made_up, reshard
-from lit_diffusion.system.trainer_state import logs_are_due
+from lit_diffusion.system.trainer_state import is_a, logs_are_due
 
 RAW = "raw"
 
@@ -165,6 +166,7 @@ class EMA(Callback):
         self._groups = [Group(self.decays) for _ in trainer.optimizers]
         self._seen = {}
         for optimizer, group in zip(trainer.optimizers, self._groups, strict=True):
+            refuse_unhooked(optimizer)
             self._adopt(optimizer, group)
             missing = [name for name in group.names if name not in known]
             if from_checkpoint and missing:
@@ -177,6 +179,11 @@ class EMA(Callback):
                 optimizer.register_step_pre_hook(partial(self._before_step, group)),
                 optimizer.register_step_post_hook(partial(self._after_step, group)),
             ]
+        if not any(group.params for group in self._groups):
+            rank_zero_warn(
+                f"No optimizer holds a trainable parameter under EMA(prefix={self.prefix!r}) yet: "
+                "there is nothing to average until one does."
+            )
 
     def _unfollow(self) -> None:
         for hook in self._step_hooks:
@@ -264,12 +271,15 @@ class EMA(Callback):
         return pack(averages, self.decays)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the averages for the run that starts."""
+        """Keep the averages for the run that starts; in one that runs, go back to them."""
         try:
             check_averages(state_dict)
         except ValueError as error:
             raise ValueError(f"The checkpoint's state of EMA is damaged: {error}.") from None
         self._loaded = state_dict
+        if self._step_hooks:  # restored in mid-fit, as a search for an lr does when it is done
+            assert self._module is not None
+            self._follow(self._module.trainer, self._module)
 
     # Lightning hooks
 
@@ -289,7 +299,7 @@ class EMA(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the shadows on the module's device, or take those of the checkpoint."""
         for callback in trainer.checkpoint_callbacks:
-            if isinstance(callback, ModelCheckpoint) and callback.save_weights_only:
+            if is_a(callback, ModelCheckpoint) and callback.save_weights_only:
                 rank_zero_warn(
                     "ModelCheckpoint(save_weights_only=True) writes the raw weights only; the "
                     "averages of EMA will not be in its files."

@@ -9,14 +9,16 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lit_diffusion.callbacks.parts.fid_inputs import refuse_unable
 from lit_diffusion.callbacks.parts.fid_measurement import SPLITS, FIDMeasurement
 from lit_diffusion.callbacks.parts.inference import providers, weights_in_place
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps
+from lit_diffusion.metrics.batches import Where
 from lit_diffusion.metrics.extractors import FIDProtocol, protocol_by_name
 from lit_diffusion.metrics.image_count import ImageCount, counted, read_count
 from lit_diffusion.metrics.record import FIDRecord, short_count, write_evaluation
 from lit_diffusion.metrics.reference import Reference
-from lit_diffusion.protocols import CanGenerate, WeightsProvider
+from lit_diffusion.protocols import WeightsProvider
 from lit_diffusion.system.counts import is_count
 from lit_diffusion.system.files import user_cache
 
@@ -42,8 +44,8 @@ class FIDEvaluation(RunsEveryNSteps):
         extractor: an FID protocol, or the name of one: "inception-v3-compat", "digits-cnn",
             "patches-cnn".
         reference: real images to compare with: a split of the data ("train", "val", "test"), a
-            folder of images, or an .npz of them. Splits of foreign data must be uint8, and are used
-            as they come, augmented if they are.
+            folder of images, or an .npz of them. Splits of foreign data are used as they come,
+            augmented if they are.
         every_n_steps: optimizer steps between evaluations; None evaluates after every validation.
         weights: name of the weights to use, as a `WeightsProvider` among the callbacks has it;
             "raw" are the weights being trained.
@@ -52,6 +54,10 @@ class FIDEvaluation(RunsEveryNSteps):
         cache_dir: folder for statistics of the real images; None is ~/.cache/lit-diffusion.
         repeats_at_end: further evaluations of the last step of a fit, with the next seeds, for
             `evaluations.jsonl` only: how much FIDs differ by their samples alone.
+        images: where the images of a foreign batch are: an index, a key, or a function of the
+            batch that gives them, (N, C, H, W). None takes the batch itself, its first part, or the
+            one image tensor of a dictionary. Floats are taken if they are 256 levels over [0, 1] or
+            over [-1, 1].
 
     Raises:
         ValueError: a number out of its range; at the start of a run, missing weights or data.
@@ -76,6 +82,7 @@ class FIDEvaluation(RunsEveryNSteps):
         save_best: bool = True,
         cache_dir: str | None = None,
         repeats_at_end: int = 0,
+        images: Where = None,
     ) -> None:
         super().__init__(every_n_steps)
         _require(num_samples >= 2, "num_samples", ">= 2", num_samples)
@@ -92,7 +99,7 @@ class FIDEvaluation(RunsEveryNSteps):
         self.repeats_at_end = repeats_at_end
         cache = user_cache() if cache_dir is None else Path(cache_dir)
         self._measurement = FIDMeasurement(
-            num_samples, self.protocol, reference, weights, batch_size, cache
+            num_samples, self.protocol, reference, weights, batch_size, cache, images
         )
         self._evaluated_step: int | None = None
         self.best_score: float | None = None
@@ -111,17 +118,14 @@ class FIDEvaluation(RunsEveryNSteps):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise now rather than at step 10,000."""
+        super().setup(trainer, pl_module, stage)
         self._measurement.forget_references()
         self._evaluated_step, self._unsaved = None, False
         if stage == "fit":  # what a checkpoint has is loaded after this
             self.best_score = self.best_step = self.image_count = None
         if stage == "predict":
             return
-        if not isinstance(pl_module, CanGenerate):
-            raise TypeError(
-                f"FIDEvaluation needs a module with generate(seeds, labels), which "
-                f"{type(pl_module).__name__} has not: see lit_diffusion.protocols.CanGenerate."
-            )
+        refuse_unable(pl_module, "FIDEvaluation")
         self._refuse_unknown_weights(trainer)
         self.protocol.check()
         for other in trainer.callbacks:  # type: ignore[attr-defined]

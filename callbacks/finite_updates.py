@@ -34,7 +34,8 @@ class FiniteUpdates(Callback):
       itself is not finite, or the scale is down to 1 and can't be the reason.
     - A module's training_step may return `u` (B,) in [0, 1], `t` (B,) and `per_sample_loss` (B,)
       beside the loss, which names samples and noise levels; any other module has its steps named.
-    - A GPU is waited for once an update. Buffers are copied before each batch.
+    - A GPU is waited for once an update. Before each batch the buffers are copied of those
+      submodules, such as BatchNorm, of which an earlier batch has changed one.
     - Optimizers stepped past Lightning (`use_pl_optimizer=False`) are not seen.
     - List it after callbacks that seed or draw random numbers, such as StepSeed.
 
@@ -69,6 +70,7 @@ class FiniteUpdates(Callback):
         self._window: list[MicroBatch] = []  # accumulated for the update to come
         self._judged = False  # whether an update was made, or left out, in this batch
         self._failed: list[MicroBatch] = []  # behind an update that was left out
+        self._changing: set[str] | None = None  # submodules of which batches change buffers
 
     # Following a step
 
@@ -96,7 +98,7 @@ class FiniteUpdates(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Note what the step starts from."""
-        self._now = MicroBatch.begin(trainer, pl_module, batch, batch_idx)
+        self._now = MicroBatch.begin(trainer, pl_module, batch, batch_idx, self._changing)
 
     def on_before_backward(
         self, trainer: Trainer, pl_module: LightningModule, loss: Tensor
@@ -137,6 +139,9 @@ class FiniteUpdates(Callback):
         if now is None:
             return
         now.see_outputs(outputs)
+        if not self._failed:
+            changed = now.changed(pl_module, by_value=self._changing is None)
+            self._changing = changed | (self._changing or set())
         if self._judged:
             self._window, self._judged = [], False
         elif pl_module.automatic_optimization:
@@ -224,4 +229,6 @@ def _described_and_kept(batch: MicroBatch, trainer: Trainer, module: LightningMo
         trainer.strategy.checkpoint_io.save_checkpoint(content, path)
     except (OSError, TypeError) as error:  # which must not hide what it is about
         return f"{text} The batch could not be kept for a replay: {str(error).rstrip('.')}."
+    if "_class_path" not in module.hparams:  # made in Python, which no command can do again
+        return f'{text} {path} holds the batch and the state of the generators ("replay").'
     return f"{text} `lit-diffusion replay {path}` computes it again."

@@ -87,8 +87,9 @@ class MomentumDecay(_MDLRC):
     Args:
         total_steps: optimizer steps until beta1 would be 0; None takes the Trainer's.
         min_beta1: floor of beta1, in [0, beta0].
-        compensate_lr: False is Demon: the lr stays as it is. SGD and RMSprop need it, whose
-            momentum has no factor 1 - momentum, so that their steps shrink by themselves.
+        compensate_lr: False is Demon: the lr stays as it is. SGD, RMSprop and Muon need it: the
+            steps of the first two shrink by themselves, as their momentum has no factor 1 -
+            momentum, and those of Muon have one length whatever it is.
         optimizers: positions in `trainer.optimizers` of those that are changed; None for all.
 
     Raises:
@@ -141,6 +142,11 @@ class MomentumDecay(_MDLRC):
                 )
 
     def _refuse_momentum(self, name: str, group: ParamGroup) -> None:
+        if "ScheduleFree" in name:
+            raise ValueError(
+                f"The beta1 of {name} is no momentum: it says between which averages gradients "
+                "are taken. Leave MomentumDecay out, or use Adam or AdamW."
+            )
         beta0 = _beta1_of(group)
         if beta0 is None:
             raise ValueError(
@@ -149,8 +155,8 @@ class MomentumDecay(_MDLRC):
             )
         if self.compensate_lr and "betas" not in group:
             raise ValueError(
-                f"The momentum of {name} has no factor 1 - momentum, so its steps shrink by "
-                "themselves and the compensation would shrink them again; pass "
+                "The compensation keeps lr * (1 - beta1), with which the newest gradient enters an "
+                f"update of Adam's; the momentum of {name} enters its updates in another way: pass "
                 "compensate_lr=False or use Adam."
             )
         if not self.min_beta1 <= beta0:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, read, spread
 from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps
+from lit_diffusion.metrics.batches import Where, images_in
 from lit_diffusion.protocols import Condition, HasNoiseLevels, by_part
 from lit_diffusion.seeding import PerSampleNoise
 
@@ -33,6 +34,8 @@ class NoiseLevelLoss(RunsEveryNSteps):
         every_n_steps: None takes held-out images, at the end of every validation, with the weights
             that are validated; a number takes training images, with averaged weights where a
             callback provides them, and goes to the loggers alone.
+        images: where the images of a batch are, as of `FIDEvaluation`; they go to the module's
+            codec as they are. Labels are the second part of a batch that is a tuple.
 
     Raises:
         ValueError: bad numbers, no validation, or data that can't be read at an index.
@@ -44,7 +47,11 @@ class NoiseLevelLoss(RunsEveryNSteps):
     """
 
     def __init__(
-        self, num_levels: int = 10, num_images: int = 64, every_n_steps: int | None = None
+        self,
+        num_levels: int = 10,
+        num_images: int = 64,
+        every_n_steps: int | None = None,
+        images: Where = None,
     ) -> None:
         super().__init__(every_n_steps)
         if min(num_levels, num_images) < 1:
@@ -53,10 +60,12 @@ class NoiseLevelLoss(RunsEveryNSteps):
             )
         self.levels = [(i + 0.5) / num_levels for i in range(num_levels)]
         self.num_images = num_images
+        self.images = images
         self._fixed: tuple[Tensor, Condition, list[int]] | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse modules that can't be asked."""
+        super().setup(trainer, pl_module, stage)
         self._fixed = None  # a data set may have changed between runs
         needed = ("per_sample_loss", "process", "codec", "num_classes")
         lacking = [name for name in needed if not hasattr(pl_module, name)]
@@ -87,7 +96,7 @@ class NoiseLevelLoss(RunsEveryNSteps):
         module = cast(HasNoiseLevels, pl_module)
         if self._fixed is None:
             with isolate_rng():
-                self._fixed = read_fixed(loaders, self.num_images)
+                self._fixed = read_fixed(loaders, self.num_images, self.images)
         images, labels, indices = self._fixed
         x0 = module.codec.encode(images.to(pl_module.device))
         noise = PerSampleNoise(indices, stream="noise level").randn_like(x0)
@@ -100,7 +109,7 @@ class NoiseLevelLoss(RunsEveryNSteps):
         return dict(zip(names, losses, strict=True))
 
 
-def read_fixed(loaders: Any, num: int) -> tuple[Tensor, Condition, list[int]]:
+def read_fixed(loaders: Any, num: int, where: Where = None) -> tuple[Tensor, Condition, list[int]]:
     """At most `num` images, evenly over the first data set, their labels if any, and indices."""
     loader = indexed_loader(loaders)
     if loader is None:
@@ -109,10 +118,10 @@ def read_fixed(loaders: Any, num: int) -> tuple[Tensor, Condition, list[int]]:
             "images every time; remove it for streamed data."
         )
     indices = spread(len(loader.dataset), num)  # type: ignore[arg-type]
-    batches = [b if isinstance(b, list | tuple) else (b,) for b in read(loader, indices)]
-    images = torch.cat([batch[0] for batch in batches])
+    batches = list(read(loader, indices))
+    images = torch.cat([images_in(batch, where) for batch in batches])
     labels = None
-    if len(batches[0]) > 1:
+    if isinstance(batches[0], list | tuple) and len(batches[0]) > 1:
         labels = by_part(lambda *rows: torch.cat(rows), *(batch[1] for batch in batches))
     return images, labels, indices
 

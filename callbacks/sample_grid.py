@@ -13,11 +13,13 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
 
-from lit_diffusion.callbacks.parts.fid_inputs import refuse_odd_images
+from lit_diffusion.callbacks.parts.fid_inputs import refuse_odd_images, refuse_unable
 from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, read, spread
 from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps
+from lit_diffusion.metrics.batches import Where, uint8_images
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
+from lit_diffusion.system.trainer_state import is_a
 
 GRID_PIXELS = 512
 BANK_BYTES = 2**28
@@ -31,8 +33,8 @@ class SampleGrid(RunsEveryNSteps):
 
     - `step-00001000-ema.png`: the samples, in rows; small images are enlarged pixel by pixel.
     - `nearest-00001000-ema.png`: each sample with, on its right, the training image that is nearest
-      in pixel space, of at most 256 MB of them, evenly over the data set. Needs training batches
-      that begin with uint8 images of the samples' shape; where they don't, that is said once.
+      in pixel space, of at most 256 MB of them, evenly over the data set. Needs training images
+      of the samples' shape; where there are none, that is said once.
 
     Every rank generates all the samples. Random numbers of training are as without this callback.
 
@@ -42,6 +44,7 @@ class SampleGrid(RunsEveryNSteps):
         every_n_steps: optimizer steps from one grid to the next; None draws at the end of every
             validation within fit.
         batch_size: samples generated at a time.
+        images: where the images of a training batch are, as of `FIDEvaluation`.
 
     Raises:
         ValueError: bad numbers; at fit start, where None would never trigger.
@@ -58,6 +61,7 @@ class SampleGrid(RunsEveryNSteps):
         labels: Sequence[int] | None = None,
         every_n_steps: int | None = None,
         batch_size: int = 64,
+        images: Where = None,
     ) -> None:
         super().__init__(every_n_steps)
         if min(num, batch_size) < 1:
@@ -69,16 +73,13 @@ class SampleGrid(RunsEveryNSteps):
         self.num = num
         self.labels = None if labels is None else list(labels)
         self.batch_size = batch_size
+        self.images = images
         self._bank: Tensor | None = None
         self._bank_was_read = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find conflicts before the first step."""
-        if not isinstance(pl_module, CanGenerate):
-            raise TypeError(
-                f"SampleGrid needs a module with generate(seeds, labels=None) -> uint8 images "
-                f"(protocols.CanGenerate); {type(pl_module).__name__} has none."
-            )
+        refuse_unable(pl_module, "SampleGrid")
         super().on_fit_start(trainer, pl_module)
         self._bank, self._bank_was_read = None, False
 
@@ -102,10 +103,30 @@ class SampleGrid(RunsEveryNSteps):
 
     def _publish_nearest(self, trainer: Trainer, weights: str, samples: Tensor) -> None:
         if not self._bank_was_read:
-            self._bank, self._bank_was_read = _training_images(trainer, samples), True
+            self._bank, self._bank_was_read = self._training_images(trainer, samples), True
         if self._bank is not None:
             pairs = torch.cat([samples, self._bank[nearest(samples, self._bank)]], dim=-1)
             self._publish(trainer, "nearest", weights, image_grid(pairs))
+
+    def _training_images(self, trainer: Trainer, samples: Tensor) -> Tensor | None:
+        shows_none = "SampleGrid shows no nearest training images:"
+        loader = indexed_loader(trainer.train_dataloader)
+        if loader is None:
+            rank_zero_info(f"{shows_none} their loader has no indices.")
+            return None
+        size, shape = len(loader.dataset), tuple(samples.shape[1:])  # type: ignore[arg-type]
+        indices = spread(size, max(1, BANK_BYTES // samples[0].numel()))
+        try:
+            bank = torch.cat([uint8_images(b, self.images) for b in read(loader, indices)])
+        except TypeError as error:
+            rank_zero_info(f"{shows_none} {error}")
+            return None
+        if bank.shape[1:] != shape:
+            rank_zero_info(f"{shows_none} they are {tuple(bank.shape[1:])}, and samples {shape}.")
+            return None
+        if len(indices) < size:
+            rank_zero_info(f"SampleGrid compares with {len(indices)} of {size} training images.")
+        return bank
 
     def _generate(self, module: LightningModule) -> Tensor:
         assert isinstance(module, CanGenerate)
@@ -126,7 +147,7 @@ class SampleGrid(RunsEveryNSteps):
         folder.mkdir(parents=True, exist_ok=True)
         to_pil_image(grid).save(folder / f"{kind}-{trainer.global_step:08d}-{weights}.png")
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
+            if is_a(logger, TensorBoardLogger):
                 logger.experiment.add_image(f"samples/{kind}-{weights}", grid, trainer.global_step)
 
 
@@ -156,26 +177,3 @@ def nearest(images: Tensor, bank: Tensor, chunk: int = 4096) -> Tensor:
     queries = images.flatten(1).float()
     distances = [torch.cdist(queries, part.flatten(1).float()) for part in torch.split(bank, chunk)]
     return torch.cat(distances, dim=1).argmin(dim=1)
-
-
-def _training_images(trainer: Trainer, samples: Tensor) -> Tensor | None:
-    loader = indexed_loader(trainer.train_dataloader)
-    if loader is None:
-        rank_zero_info("SampleGrid shows no nearest training images: their loader has no indices.")
-        return None
-    size = len(loader.dataset)  # type: ignore[arg-type]
-    indices = spread(size, max(1, BANK_BYTES // samples[0].numel()))
-    bank = []
-    for batch in read(loader, indices):
-        images = batch[0] if isinstance(batch, list | tuple) else batch
-        if images.dtype != torch.uint8 or images.shape[1:] != samples.shape[1:]:
-            rank_zero_info(
-                "SampleGrid shows no nearest training images: it compares with uint8 images of "
-                f"{tuple(samples.shape[1:])}, and training batches begin with {images.dtype} of "
-                f"{tuple(images.shape[1:])}."
-            )
-            return None
-        bank.append(images)
-    if len(indices) < size:
-        rank_zero_info(f"SampleGrid compares with {len(indices)} of {size} training images.")
-    return torch.cat(bank)

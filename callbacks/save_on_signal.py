@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_diffusion.system.signals import SavedOnSignal, SignalNotes
@@ -24,7 +23,7 @@ from lit_diffusion.system.trainer_state import (
 )
 
 
-class SaveOnSignal(Checkpoint):
+class SaveOnSignal(Callback):
     """Saves `folder`/last.ckpt at the next safe point after a signal, and ends with exit code 75.
 
     Safe points are the ends of training batches that stepped the optimizer, and of the validation
@@ -77,8 +76,13 @@ class SaveOnSignal(Checkpoint):
         return self.path if requeued else None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Note signals from here on."""
+        """Note signals from here on, and save after all that others do at the end of a batch."""
         if stage == "fit":
+            # Another list, as Lightning goes through this one. No `Checkpoint`, which Lightning has
+            # last by itself: beside one it would leave out the ModelCheckpoint that it adds.
+            callbacks = trainer.callbacks  # type: ignore[attr-defined]
+            others = [callback for callback in callbacks if callback is not self]
+            trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
             self.folder = self.folder or Path(trainer.default_root_dir) / "checkpoints"
             self._due, self._saved = 0, None
             self._steps = WholeSteps()

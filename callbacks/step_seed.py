@@ -1,14 +1,18 @@
 """Random numbers of training as a function of (seed, rank, step, batch), for any module."""
 
+import random
 from typing import Any
 
+import numpy as np
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_diffusion.seeding import run_seed, seed_step
 
 
 class StepSeed(Callback):
-    """Seeds torch before every training batch with (seed, rank, optimizer step, batch index).
+    """Seeds random numbers before every training batch with (seed, rank, step, batch index).
+
+    Those of torch, numpy and `random`; the step counts optimizer steps.
 
     Lightning gives all ranks the same seed, so noise and noise levels drawn in `training_step`
     would be alike on all of them; and a resumed run would draw the numbers of the first epoch
@@ -43,4 +47,6 @@ class StepSeed(Callback):
         """Seed this batch."""
         seed = run_seed() if self.seed is None else self.seed
         assert seed is not None
-        seed_step(seed, trainer.global_rank, trainer.global_step, batch_idx)
+        key = seed_step(seed, trainer.global_rank, trainer.global_step, batch_idx)
+        random.seed(key)
+        np.random.seed(key >> 31)  # noqa: NPY002 - of the low bits it would draw what torch does

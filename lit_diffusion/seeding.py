@@ -43,12 +43,16 @@ def run_seed() -> int | None:
     return None if seed is None else int(seed)
 
 
-def seed_step(seed: int, rank: int, step: int, micro_batch: int) -> None:
-    """Seed torch's global generators (CPU and GPUs) for a batch, after `step` optimizer steps."""
+def seed_step(seed: int, rank: int, step: int, micro_batch: int) -> int:
+    """Seed torch's global generators (CPU and GPUs) for a batch, after `step` optimizer steps.
+
+    Returns the key, for other generators.
+    """
     key = fold("step", seed, rank, step, micro_batch)
     torch.default_generator.manual_seed(key)
     if _has_accelerator():  # alone, torch.manual_seed costs a CPU run 0.2 ms
         torch.manual_seed(key)
+    return key
 
 
 @cache

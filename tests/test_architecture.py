@@ -139,6 +139,20 @@ def test_private_names_of_others_are_used_in_their_file_alone():
     assert found == []
 
 
+def test_callbacks_ask_for_classes_of_lightnings_by_is_a():
+    """`isinstance` would miss those of pytorch_lightning."""
+    for file in (ROOT / "callbacks").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        imports = [n for n in nodes if isinstance(n, ast.ImportFrom)]
+        lightnings = {a.name for n in imports if n.module.startswith("lightning") for a in n.names}
+        calls = [n for n in nodes if isinstance(n, ast.Call) and len(n.args) == 2]
+        asked = [
+            n.args[1] for n in calls if getattr(n.func, "id", "") in ("isinstance", "issubclass")
+        ]
+        names = {n.id for kinds in asked for n in ast.walk(kinds) if isinstance(n, ast.Name)}
+        assert names & lightnings == set(), file
+
+
 def foreign_private(file: Path) -> list[str]:
     """Lines with a private attribute that the file does not define, or a private import."""
     nodes = list(ast.walk(ast.parse(file.read_text())))

@@ -4,11 +4,14 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch import LightningModule, Trainer
 
+from lit_diffusion.callbacks.parts.inference import averaged_weights
 from lit_diffusion.cli import COMMANDS
 
 ROOT = Path(__file__).parent.parent
@@ -38,6 +41,25 @@ def run(code: str, monkeypatch, folder: Path) -> dict:
     return names
 
 
+def weights_by_name(callback) -> list[str]:
+    """What happens to a module with averages of its own when a callback asks for "ema"."""
+    happened = []
+
+    class Module(LightningModule):
+        @contextmanager
+        def ema_scope(self):
+            happened.append("in")
+            yield
+            happened.append("out")
+
+    trainer = Trainer(callbacks=[callback], accelerator="cpu", logger=False)
+    callback.setup(trainer, Module(), "fit")
+    with averaged_weights(trainer) as name:
+        assert name == "ema"
+        happened.append("measured")
+    return happened
+
+
 def test_every_fenced_block_is_one_that_is_run():
     languages = {found for text in PAGES.values() for found in re.findall(r"```(\w+)\n", text)}
     assert languages == {"bash", "python"}
@@ -65,6 +87,9 @@ def test_python_runs_as_shown(key, monkeypatch, tmp_path):
         assert names["images"].shape == (64, 1, 8, 8)
     if "averaged" in names:
         assert not torch.equal(names["averaged"], names["module"].network.weight)
+        assert torch.equal(names["averaged"], names["loaded"].network.weight)
+    if "LitEmaWeights" in names:
+        assert weights_by_name(names["LitEmaWeights"]()) == ["in", "measured", "out"]
     if "density" in names:
         assert names["density"].sum() == pytest.approx(1)
 

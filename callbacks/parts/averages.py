@@ -78,13 +78,13 @@ class Group:
 
     def restart(self) -> None:
         """Set every average to the weights as they are."""
-        for column in self.shadows:
+        for column in self.shadows if self.params else ():
             overwrite_(column, self.params)
 
     def advance(self, every_n_steps: int, warmup: bool) -> None:
-        """Count a step of the optimizer, and update where one is due."""
-        self.steps += 1
-        if self.steps % every_n_steps:
+        """Count a step of the optimizer, and update where one is due; of none while it is empty."""
+        self.steps += bool(self.params)
+        if not self.params or self.steps % every_n_steps:
             return
         for decay, column in zip(self.decays, self.shadows, strict=True):
             span = span_decay(decay, self.steps - every_n_steps, self.steps, warmup)

@@ -1,7 +1,9 @@
 """What FIDEvaluation compares: samples of a module, and real images of a Trainer's data."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lit_diffusion.metrics.batches import Where
 from lit_diffusion.metrics.reference import HasSplits, RealImages
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
 from lit_diffusion.seeding import classes_of
@@ -43,6 +46,17 @@ def generated(module: LightningModule, seeds: Sequence[int]) -> tuple[Tensor | N
     return images, []
 
 
+def refuse_unable(module: LightningModule, name: str) -> None:
+    """Raise TypeError for a module that callback `name` can't ask for samples."""
+    try:
+        signature(getattr(module, "generate", None)).bind([0], None)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise TypeError(
+            f"{name} needs a module with generate(seeds, labels=None) -> uint8 images (protocols."
+            f"CanGenerate), and {type(module).__name__} has none such: {error}."
+        ) from error
+
+
 def refuse_odd_images(images: Tensor, num: int) -> None:
     """Raise TypeError for what `protocols.CanGenerate` does not allow."""
     if images.dtype != torch.uint8 or images.ndim != 4 or len(images) != num:
@@ -57,8 +71,11 @@ def picked(seeds: Sequence[int], mask: Tensor) -> list[int]:
     return [seed for seed, chosen in zip(seeds, mask.tolist(), strict=True) if chosen]
 
 
-def split_images(trainer: Trainer, name: str) -> RealImages | None:
-    """Images of "train", "val" or "test", from the data module or a loader; None without either."""
+def split_images(trainer: Trainer, name: str, where: Where = None) -> RealImages | None:
+    """Images of "train", "val" or "test", from the data module or a loader; None without either.
+
+    `where` says where the images of a foreign loader's batches are.
+    """
     data = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(data, HasSplits):
         split = "val" if name == "test" else name  # on which a data module tests
@@ -71,7 +88,8 @@ def split_images(trainer: Trainer, name: str) -> RealImages | None:
         "test": trainer.test_dataloaders,
     }[name]
     flat = [] if loaders is None else CombinedLoader(loaders).flattened
-    return images_of(flat[0], name) if flat and isinstance(flat[0], DataLoader) else None
+    found = images_of(flat[0], name) if flat and isinstance(flat[0], DataLoader) else None
+    return found and replace(found, where=where)
 
 
 def _make_validation_loaders(trainer: Trainer) -> None:

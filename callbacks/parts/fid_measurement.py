@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lit_diffusion.callbacks.parts.fid_inputs import generated, picked, shares, split_images
 from lit_diffusion.callbacks.parts.inference import inference, providers, weights_in_place
+from lit_diffusion.metrics.batches import Where
 from lit_diffusion.metrics.clock import EvaluationClock
 from lit_diffusion.metrics.extractors import FIDProtocol
 from lit_diffusion.metrics.frechet import FrechetDistance
@@ -35,6 +36,7 @@ class FIDMeasurement:
     weights: str
     batch_size: int
     cache: Path
+    images: Where = None
     _scorer: Scorer | None = None
     _references: dict[str, Reference] = field(default_factory=dict)
 
@@ -137,12 +139,12 @@ class FIDMeasurement:
         self, trainer: Trainer, module: LightningModule, stage: str
     ) -> tuple[Scorer, Reference]:
         """The extractor and the statistics of the real images, made when first needed."""
-        if self._scorer is None or self._scorer.device != module.device:
-            extractor = self.protocol.build().to(module.device)
-            self._scorer = Scorer(self.protocol, extractor, module.device, self.batch_size)
         name = "test" if stage == "test" and self.reference in SPLITS else self.reference
-        if name not in self._references:
-            with isolate_rng():  # a DataLoader draws a seed
+        with isolate_rng():  # networks draw their first weights, a DataLoader a seed
+            if self._scorer is None or self._scorer.device != module.device:
+                extractor = self.protocol.build().to(module.device)
+                self._scorer = Scorer(self.protocol, extractor, module.device, self.batch_size)
+            if name not in self._references:
                 self._references[name] = self._measure_real(trainer, module, self._scorer, name)
         return self._scorer, self._references[name]
 
@@ -151,8 +153,8 @@ class FIDMeasurement:
     ) -> Reference:
         others = None
         if name in SPLITS:
-            real = split_images(trainer, name)
-            others = split_images(trainer, "val" if name == "train" else "train")
+            real = split_images(trainer, name, self.images)
+            others = split_images(trainer, "val" if name == "train" else "train", self.images)
         else:
             real = RealImages(name, open_images(name))
         if real is None:

@@ -29,7 +29,8 @@ class MicroBatch:
     rank: int
     batch: Any
     rng: dict[str, Tensor]  # states of the generators of the CPU and of the device, before it
-    buffers: dict[str, Tensor]  # before it
+    buffers: dict[str, Tensor]  # before it, those that batches change
+    others: dict[str, tuple[Tensor, int]] = field(default_factory=dict)  # and writes into each
     timesteps: dict[str, Tensor | None] = field(default_factory=dict)  # of a `HasTimesteps`
     outputs: dict[str, Tensor] = field(default_factory=dict)  # of `training_step`, by name
     loss_is_bad: Tensor = field(default_factory=lambda: torch.tensor(False))
@@ -38,15 +39,23 @@ class MicroBatch:
 
     @classmethod
     def begin(
-        cls, trainer: Trainer, module: LightningModule, batch: Any, batch_idx: int
+        cls,
+        trainer: Trainer,
+        module: LightningModule,
+        batch: Any,
+        batch_idx: int,
+        changing: set[str] | None = None,
     ) -> "MicroBatch":
-        """What there is before the step."""
+        """What there is before the step; `changing` as `changed` tells, None where not known."""
         rng = {"cpu": torch.get_rng_state()}
         if module.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(module.device)
-        buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
+        named = dict(module.named_buffers())
+        copied = [name for name in named if changing is None or _owner(name) in changing]
+        buffers = {name: named.pop(name).detach().clone() for name in copied}
+        others = {name: (buffer, _writes(buffer)) for name, buffer in named.items()}
         where = trainer.global_step, trainer.current_epoch, batch_idx, trainer.global_rank
-        begun = cls(*where, batch, rng, buffers)
+        begun = cls(*where, batch, rng, buffers, others)
         begun.loss_is_bad = torch.zeros((), dtype=torch.bool, device=module.device)
         return begun
 
@@ -71,6 +80,22 @@ class MicroBatch:
         for name, buffer in module.named_buffers():
             if name in self.buffers:
                 buffer.copy_(self.buffers[name])
+
+    def changed(self, module: LightningModule, by_value: bool) -> set[str]:
+        """Submodules of which a buffer is no longer what it was before the step.
+
+        `by_value` compares with the copies, and waits for the device: torch does not count the
+        writes of BatchNorm into its averages, nor those into `buffer.data`.
+        """
+        known = self.buffers if by_value else self.others
+        named = module.named_buffers() if known else ()
+        return {_owner(name) for name, b in named if name in known and self._differs(name, b)}
+
+    def _differs(self, name: str, buffer: Tensor) -> bool:
+        if name in self.buffers:
+            return not torch.equal(buffer, self.buffers[name])
+        before, writes = self.others[name]
+        return buffer is not before or _writes(buffer) != writes
 
     def see_outputs(self, outputs: Any) -> None:
         """Note what `training_step` returned, as callbacks get it."""
@@ -101,6 +126,10 @@ class MicroBatch:
     def describe(self, module: LightningModule) -> str:
         """What is not finite, and where: step, noise level, sample, parameters."""
         where = f"at optimizer step {self.step} (batch {self.batch_idx}, rank {self.rank})"
+        params = dict(module.named_parameters())
+        broken = [n for n, bad in zip(params, nonfinite([*params.values()]), strict=True) if bad]
+        if broken:  # loaded so, or left so by something that steps past this callback
+            return f"the weights were not finite before the update {where}: {_first(broken)}"
         if self.loss_is_bad:
             samples = self._samples()
             return f"the loss is not finite {where}" + (f": {samples}" if samples else "")
@@ -127,10 +156,11 @@ class MicroBatch:
 
     def content(self, trainer: Trainer, module: LightningModule) -> dict[str, Any]:
         """A checkpoint with the weights as they are, and under "replay" what the step needs."""
-        own = ("step", "epoch", "batch_idx", "rank", "updates", "batch", "rng", "buffers")
+        own = ("step", "epoch", "batch_idx", "rank", "updates", "batch", "rng")
         replay = {
             "what": self.describe(module),
             **{name: getattr(self, name) for name in (*own, "timesteps", "outputs")},
+            "buffers": dict(module.named_buffers()) | self.buffers,
             "parameters": self.bad_parameters(module),
             "seed": run_seed(),
             "precision": trainer.precision,
@@ -148,6 +178,14 @@ class MicroBatch:
             "hyper_parameters": _storable_items(module.hparams),
             "replay": storable(replay),
         }
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _writes(buffer: Tensor) -> int:
+    return 0 if buffer.is_inference() else buffer._version
 
 
 def index_of(batch: Any, size: int) -> Tensor | None:

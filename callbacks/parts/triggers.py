@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lit_diffusion.callbacks.parts.inference import refuse_unnamed_averages
 from lit_diffusion.callbacks.parts.strategies import refuse_split_sampling
 
 
@@ -40,6 +41,10 @@ class RunsEveryNSteps(Callback, ABC):
     @abstractmethod
     def at_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What takes time."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse callbacks beside which the weights would be in doubt."""
+        refuse_unnamed_averages(trainer, type(self).__name__)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a Trainer under which it would never run, and weights that are split."""

@@ -96,12 +96,8 @@ class UpdateOptions:
 def refuse_unhookable(optimizer: object) -> None:
     """Raise ValueError where hooks on `step()` would not run, or where updates would not follow."""
     name = type(optimizer).__name__
-    if not isinstance(optimizer, Optimizer):
-        raise ValueError(
-            "Options that change with each update need a torch.optim.Optimizer whose step() runs "
-            f"hooks; {name} is something else, or hides one inside. Return torch's own optimizer, "
-            "and use a strategy such as 'ddp' that leaves it as it is."
-        )
+    refuse_unhooked(optimizer)
+    assert isinstance(optimizer, Optimizer)
     if inside := _hidden(optimizer):
         raise ValueError(
             f"{name} holds another optimizer, {type(inside[0]).__name__}, with param groups of its "
@@ -112,6 +108,19 @@ def refuse_unhookable(optimizer: object) -> None:
         raise ValueError(
             "A captured graph repeats the options that it was captured with, so they can't change "
             f"with each update; {name} has capturable=True, pass capturable=False."
+        )
+
+
+def refuse_unhooked(optimizer: object) -> None:
+    """Raise ValueError where hooks on `step()` would not run."""
+    # What torch marks in Optimizer.__init__, which some that hold another optimizer do not call.
+    hooked = getattr(getattr(type(optimizer), "step", None), "hooked", False)
+    if not (hooked and isinstance(optimizer, Optimizer)):
+        raise ValueError(
+            "To follow updates needs a torch.optim.Optimizer whose step() runs hooks; "
+            f"{type(optimizer).__name__} is something else, or has not called "
+            "Optimizer.__init__. Return torch's own optimizer, or the one inside, and use a "
+            "strategy such as 'ddp' that leaves it as it is."
         )
 
 

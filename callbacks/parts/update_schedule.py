@@ -18,7 +18,7 @@ from lit_diffusion.callbacks.parts.update_options import (
     refuse_unhookable,
 )
 from lit_diffusion.system.counts import is_count
-from lit_diffusion.system.trainer_state import logs_are_due
+from lit_diffusion.system.trainer_state import is_a, logs_are_due
 
 
 class UpdateSchedule(Callback, ABC):
@@ -88,6 +88,8 @@ class UpdateSchedule(Callback, ABC):
                 f"1 or more, and is {length!r:.50}; steps a list of counts, and is {steps!r:.50}."
             )
         self._loaded = state_dict
+        if self._followed:  # restored in mid-fit, as a search for an lr does when it is done
+            self._counts = list(steps)
 
     # Lightning hooks
 
@@ -260,7 +262,7 @@ def _estimate(trainer: Trainer, pl_module: LightningModule) -> int | None:
         return None
     steps = trainer.estimated_stepping_batches
     callbacks, epochs = trainer.callbacks, trainer.max_epochs  # type: ignore[attr-defined]
-    scheduling = [c for c in callbacks if isinstance(c, GradientAccumulationScheduler)]
+    scheduling = [c for c in callbacks if is_a(c, GradientAccumulationScheduler)]
     batches = trainer.num_training_batches
     if scheduling and epochs not in (None, -1) and batches < math.inf:  # which it ignores
         assert epochs is not None

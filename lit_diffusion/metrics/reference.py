@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from lit_diffusion.metrics.batches import Where, uint8_images
 from lit_diffusion.metrics.extractors import FIDProtocol, match_channels
 from lit_diffusion.metrics.floor import DRAWS, POOL, draw, in_words, shuffled
 from lit_diffusion.metrics.frechet import REAL_SUMS, FrechetDistance
@@ -36,8 +37,8 @@ class HasSplits(Protocol):
 class RealImages:
     """A set of real images, called by its split or path; `collate` is as in `DataLoader`.
 
-    A sample of the map-style `dataset` is an image uint8 (C, H, W) or a tuple that begins with one.
-    `known_fingerprint` gives the fingerprint faster than by reading all images.
+    `dataset` is map-style; `where` says where the images of its batches are, as `uint8_images`
+    takes it. `known_fingerprint` gives the fingerprint faster than by reading all images.
     """
 
     name: str
@@ -45,6 +46,7 @@ class RealImages:
     collate: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
     known_fingerprint: Callable[[], str] | None = None
+    where: Where = None
 
     def __len__(self) -> int:
         if not hasattr(self.dataset, "__len__"):
@@ -66,13 +68,13 @@ class RealImages:
         chosen = Subset(self.dataset, range(len(self)) if index is None else index)
         options: dict[str, Any] = {"num_workers": self.num_workers, "collate_fn": self.collate}
         for batch in DataLoader(chosen, batch_size, **options):
-            images = batch[0] if isinstance(batch, (tuple, list)) else batch
-            if not isinstance(images, Tensor) or images.dtype != torch.uint8 or images.ndim != 4:
+            try:
+                images = uint8_images(batch, self.where)
+            except TypeError as error:
                 raise TypeError(
-                    f"{self.name}: real images must be uint8 (C, H, W), as they are before any "
-                    f"transform, got {getattr(images, 'dtype', type(images))}; name a folder or an "
-                    ".npz file of them as the reference instead."
-                )
+                    f"{self.name}: {error} Or name a folder or an .npz file of images as the "
+                    "reference."
+                ) from error
             yield images, _labels(batch, len(images))
 
     def image(self, index: int) -> Tensor:

@@ -5,7 +5,7 @@ below the next minor version.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -22,6 +22,20 @@ _UNSAVED = (
     "current_score",
 )
 """Of a ModelCheckpoint."""
+
+T = TypeVar("T")
+
+
+def is_a(value: object, kind: type[T]) -> TypeGuard[T]:
+    """`isinstance` for a class of Lightning's: `pytorch_lightning` has each of them a second time.
+
+    Example:
+        >>> is_a(Trainer(accelerator="cpu", logger=False), Trainer)
+        True
+    """
+    same = {f"{kind.__module__}.{kind.__qualname__}"}
+    same |= {name.replace("lightning.pytorch", "pytorch_lightning", 1) for name in same}
+    return any(f"{c.__module__}.{c.__qualname__}" in same for c in type(value).__mro__)
 
 
 class WholeSteps:

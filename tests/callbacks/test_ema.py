@@ -27,7 +27,7 @@ from support.plain_module import (
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-from lit_diffusion.callbacks import EMA, StepSeed
+from lit_diffusion.callbacks import EMA, MomentumDecay, StepSeed
 from lit_diffusion.protocols import WeightsProvider
 
 DECAY = 0.9
@@ -144,40 +144,56 @@ def test_a_step_that_the_grad_scaler_skips_does_not_move_the_average(tmp_path, f
     assert_same_bits(averages[2], averages[1])
 
 
-def test_with_two_optimizers_each_network_is_averaged_when_its_own_optimizer_steps(tmp_path):
-    class Two(PlainModule):
-        def __init__(self):
-            super().__init__()
-            self.automatic_optimization = False
-            self.critic = nn.Linear(4, 1)
-            self.steps = {"inner": [], "critic": []}
+class Two(PlainModule):
+    """Trains as a GAN does, the critic twice as often; remembers what its steps gave."""
 
-        def training_step(self, batch, batch_idx):
-            fast, slow = self.optimizers()
-            for name, optimizer, every in (("critic", fast, 1), ("inner", slow, 2)):
-                if batch_idx % every == 0:
-                    optimizer.zero_grad()
-                    out = self.critic(self.inner(batch[0])).mean()
-                    self.manual_backward(out if name == "inner" else -out + out.pow(2))
-                    optimizer.step()
-                    self.steps[name].append(trainable(self))
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.critic = nn.Linear(4, 1)
+        self.steps = {"inner": [], "critic": []}
 
-        def configure_optimizers(self):
-            return (
-                torch.optim.SGD(self.critic.parameters(), 0.1),
-                torch.optim.SGD(self.inner.parameters(), 0.1),
-            )
+    def training_step(self, batch, batch_idx):
+        fast, slow = self.optimizers()
+        for name, optimizer, every in (("critic", fast, 1), ("inner", slow, 2)):
+            if batch_idx % every == 0:
+                optimizer.zero_grad()
+                out = self.critic(self.inner(batch[0])).mean()
+                self.manual_backward(out if name == "inner" else -out + out.pow(2))
+                optimizer.step()
+                self.steps[name].append(trainable(self))
 
-    module, ema = Two(), EMA((DECAY,))
+    def configure_optimizers(self):
+        return (
+            torch.optim.SGD(self.critic.parameters(), 0.1),
+            torch.optim.SGD(self.inner.parameters(), 0.1),
+        )
+
+
+@pytest.mark.parametrize("prefix", ["", "inner", "critic"])
+def test_with_two_optimizers_each_network_is_averaged_when_its_own_optimizer_steps(
+    tmp_path, prefix
+):
+    """Also where one of them holds nothing that is averaged."""
+    module, ema = Two(), EMA((DECAY,), prefix=prefix)
     start = trainable(module)
     fit(tmp_path, module, ema)
     assert (len(module.steps["critic"]), len(module.steps["inner"])) == (4, 2)
     watch = Watch()
+    assert {name.split(".")[0] for name in shadows(ema)} == (
+        {prefix} if prefix else {*module.steps}
+    )
     for name, history in module.steps.items():
         watch.history = [start, *history]
         mine = {k: v for k, v in shadows(ema).items() if k.startswith(name)}
-        assert mine
         assert_close(mine, {k: v for k, v in watch.average(DECAY).items() if k in mine})
+
+
+def test_a_prefix_of_which_nothing_is_trained_is_said_at_the_start(tmp_path):
+    ema, module = EMA(prefix="frozen"), PlainModule()
+    with pytest.warns(UserWarning, match=r"No optimizer holds .*prefix='frozen'"):
+        fit(tmp_path, module, ema)
+    assert ema.state_dict()["steps"] == {}
 
 
 def test_parameters_unfrozen_or_added_later_are_averaged_from_then_on(tmp_path):
@@ -645,6 +661,26 @@ def test_a_search_before_training_leaves_no_trace_in_the_average(tmp_path, tuner
     ema, watch = EMA((DECAY,)), AfterSearch()
     make_trainer(tmp_path, ema, tuner, watch).fit(Tuned())
     assert set(ema.state_dict()["steps"].values()) == {len(watch.history) - 1}
+    assert_close(shadows(ema), watch.average(DECAY))
+
+
+class SearchesInMidFit(LearningRateFinder):
+    """As Lightning's documentation does it to find another lr at later epochs."""
+
+    def on_fit_start(self, *args):
+        pass
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch in (1, 2):
+            self.lr_find(trainer, pl_module)
+
+
+def test_a_search_in_mid_fit_leaves_no_trace_in_the_average(tmp_path):
+    """It restores a checkpoint in the end, averages included."""
+    ema, watch = EMA((DECAY,)), Watch()
+    search = SearchesInMidFit(num_training_steps=3)
+    trainer = fit(tmp_path, PlainModule(), search, ema, MomentumDecay(), watch, max_epochs=3)
+    assert set(ema.state_dict()["steps"].values()) == {trainer.global_step} == {12}
     assert_close(shadows(ema), watch.average(DECAY))
 
 

@@ -87,14 +87,14 @@ def test_an_update_that_is_not_finite_is_left_out_whole(tmp_path, where, optimiz
     [
         (
             Spoilt(losses=(2,)),
-            r"^the loss is not finite at optimizer step 2 \(batch 2, rank 0\)\. `lit-diffusion "
-            r"replay (.*non-finite-rank0.ckpt)` computes it again. Its update was left out \(1 of "
-            r"at most 0: max_nonfinite_steps\); lower the lr",
+            r"^the loss is not finite at optimizer step 2 \(batch 2, rank 0\)\. "
+            r"(.*non-finite-rank0.ckpt) holds the batch .* Its update was left out "
+            r"\(1 of at most 0: max_nonfinite_steps\); lower the lr",
         ),
         (
             Spoilt(gradients=(2,)),
             r"^the gradient is not finite at optimizer step 2 \(batch 2, rank 0\): of "
-            r"inner.0.weight\. `lit",
+            r"inner.0.weight\. /",
         ),
     ],
 )
@@ -244,7 +244,7 @@ def test_in_manual_optimization_the_optimizers_own_gradients_are_named(tmp_path)
                 self.manual_backward(PlainModule.training_step(self, batch, batch_idx) + spoilt)
                 optimizer.step()
 
-    with pytest.raises(FloatingPointError, match=r"step 0 .*: of inner.0.bias\. `lit"):
+    with pytest.raises(FloatingPointError, match=r"step 0 .*: of inner.0.bias\. /"):
         fit(tmp_path, First(), FiniteUpdates())
 
 
@@ -329,6 +329,44 @@ def test_running_averages_of_a_bad_batch_are_left_out_too(tmp_path):
     buffers = dict(module.named_buffers())
     assert buffers
     assert all(value.isfinite().all() for value in buffers.values())
+
+
+class Codes(PlainModule):
+    """Of its buffers one is a constant, others change in ways that torch counts and does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("constant", torch.ones(3))
+        self.table, self.late = nn.Module(), nn.Module()
+        self.table.register_buffer("codes", torch.zeros(2))
+        self.late.register_buffer("codes", torch.zeros(2))
+        self.late.register_buffer("means", torch.zeros(2))
+        self.started = []
+
+    def training_step(self, batch, batch_idx):
+        self.started.append({name: buffer.clone() for name, buffer in self.named_buffers()})
+        self.table.codes.data += 1
+        if batch_idx:
+            self.late.codes = self.late.codes + 1
+            self.late.means.data += 1
+        loss = super().training_step(batch, batch_idx)
+        return loss * math.nan if batch_idx in (2, 4) else loss
+
+
+def test_all_buffers_that_batches_change_are_put_back_and_no_others_copied(tmp_path):
+    copied = []
+
+    class Look(Callback):
+        def on_before_backward(self, *args):
+            copied.append({*guard._now.buffers})
+
+    module, guard = Codes(), FiniteUpdates(2)
+    make_trainer(tmp_path, guard, Look()).fit(module, loader(48))
+    for bad in (2, 4):
+        assert_same_bits(module.started[bad + 1], module.started[bad])
+    changing = {"table.codes", "late.codes", "late.means"}
+    assert {*module.started[0]} - copied[2] == {"constant"}
+    assert changing <= copied[2] == copied[5]
 
 
 def test_a_checkpoint_amid_a_batch_whose_update_was_left_out_has_the_weights_before(tmp_path):

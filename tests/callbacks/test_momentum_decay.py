@@ -230,8 +230,12 @@ def test_several_groups_decay_from_their_own_beta1_and_lr(tmp_path, compensate_l
     }
 
 
-@pytest.mark.parametrize("optimizer", [SGD, torch.optim.RMSprop])
-def test_demon_decays_the_momentum_of_sgd_and_rmsprop_and_leaves_the_lr(tmp_path, optimizer):
+def muon(params, lr, momentum):
+    return torch.optim.Muon([p for p in params if p.ndim == 2], lr=lr, momentum=momentum)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, torch.optim.RMSprop, muon])
+def test_demon_decays_the_momentum_of_others_than_adam_and_leaves_the_lr(tmp_path, optimizer):
     module = Recorded(partial(optimizer, momentum=0.9))
     fit(tmp_path, module, MomentumDecay(min_beta1=0.2, compensate_lr=False))
     for step, ((lr, momentum),) in module.used:
@@ -491,6 +495,12 @@ def test_a_control_for_momentum_below_its_floor_is_refused():
         (SGD, {"compensate_lr": False}, r"0\.4 and 0 \(SGD\)"),
         (partial(SGD, momentum=0.9), {}, "momentum of SGD .* compensate_lr=False or use Adam"),
         (partial(torch.optim.RMSprop, momentum=0.9), {}, "RMSprop .* compensate_lr=False"),
+        (
+            partial(muon, momentum=0.9),
+            {},
+            "momentum of Muon enters .* in another way: pass compensate_lr",
+        ),
+        (type("AdamWScheduleFree", (Adam,), {}), {}, "AdamWScheduleFree is no momentum"),
         (torch.optim.Adagrad, {}, "Adagrad has neither; use Adam"),
         (partial(torch.optim.LBFGS), {"compensate_lr": False}, "LBFGS has neither"),
         (partial(Adam, capturable=True), {}, "pass capturable=False"),

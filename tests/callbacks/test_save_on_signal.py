@@ -8,6 +8,7 @@ from copy import deepcopy
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from support.on_ranks import run_on_ranks
 from support.plain_module import PlainModule, loader, make_trainer
 from support.resuming import CALLBACKS, Death, Recipe, assert_goes_on
@@ -285,6 +286,18 @@ def test_without_a_folder_it_saves_below_that_of_the_run(tmp_path):
         trainer.fit(PlainModule(), loader(40))
     assert ended.value.path == tmp_path / "checkpoints" / "last.ckpt"
     assert ended.value.path.is_file()
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_lightning_keeps_the_checkpoint_callback_that_it_has_without_it(tmp_path, checkpointing):
+    saver, other = SaveOnSignal(tmp_path), Callback()
+    trainer = make_trainer(tmp_path, saver, other, enable_checkpointing=checkpointing)
+    trainer.fit(PlainModule(), loader(8))
+    assert [type(saved) for saved in trainer.checkpoint_callbacks] == [ModelCheckpoint][
+        :checkpointing
+    ]
+    assert len(list(tmp_path.rglob("*.ckpt"))) == checkpointing
+    assert trainer.callbacks[-1] is saver  # what others do in a batch is in what it saves
 
 
 def test_only_a_requeue_of_the_very_job_goes_on_by_itself(tmp_path, monkeypatch):

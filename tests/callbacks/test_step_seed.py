@@ -1,3 +1,6 @@
+import random
+
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
@@ -34,6 +37,22 @@ def test_epochs_and_accumulated_batches_draw_different_numbers(tmp_path):
     trainer = make_trainer(tmp_path, StepSeed(0), max_epochs=3, accumulate_grad_batches=2)
     trainer.fit(Draws(), loader())
     assert len(set(drawn)) == len(drawn) == 12
+
+
+def test_numbers_of_every_library_are_those_of_the_step_and_of_no_other_library(tmp_path):
+    drawn = []
+
+    class Draws(PlainModule):
+        def training_step(self, batch, batch_idx):
+            numpys = np.random.rand()  # noqa: NPY002
+            drawn.append((torch.rand((), dtype=torch.float64).item(), numpys, random.random()))
+            return super().training_step(batch, batch_idx)
+
+    for before in (0, 1):
+        random.seed(before), np.random.seed(before)  # noqa: NPY002
+        make_trainer(tmp_path, StepSeed(0)).fit(Draws(), loader())
+    assert drawn[:4] == drawn[4:]
+    assert len({round(number, 4) for numbers in drawn for number in numbers}) == 12
 
 
 def test_the_seed_of_seed_everything_is_taken_or_missed_at_fit_start(tmp_path, monkeypatch):

@@ -12,11 +12,12 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.memory_logger import MemoryLogger
-from support.pictures_module import PicturesModule, pictures
+from support.pictures_module import PicturesModule, Stripes, pictures
 from support.pixels import PixelProtocol
 from support.plain_module import assert_close, assert_same_bits, make_trainer, trainable
 from support.tiny_diffusion import images, tiny_diffusion
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lit_diffusion.callbacks import (
     EMA,
@@ -58,6 +59,45 @@ class BusyPictures(PicturesModule):
 
     def per_sample_loss(self, x0, labels, t, noise, step=None):
         return (self.net(self.again(self.frozen(x0 + noise))) - x0).pow(2).mean((1, 2, 3))
+
+
+class DictPictures(BusyPictures):
+    """Reads batches as Stability's and CompVis' loaders give them."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step([255 * (batch["jpg"] + 1) / 2], batch_idx)
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+class AsDicts(Stripes):
+    def __getitem__(self, index):
+        image, label = super().__getitem__(index)
+        return {"cls": label, "jpg": image / 127.5 - 1}
+
+
+class FloatCodec(PixelCodec):
+    def encode(self, images):
+        return images
+
+
+@pytest.mark.parametrize("images", [None, "jpg", lambda batch: batch["jpg"]])
+def test_callbacks_find_the_images_of_batches_that_are_dictionaries(tmp_path, caplog, images):
+    caplog.set_level("INFO")
+    module, memory = DictPictures(), MemoryLogger()
+    module.codec = FloatCodec()
+    callbacks = [
+        SampleGrid(3, images=images),
+        NoiseLevelLoss(2, images=images),
+        FIDEvaluation(6, PixelProtocol([]), cache_dir=tmp_path, weights="raw", images=images),
+    ]
+    trainer = make_trainer(tmp_path, *callbacks, logger=memory)
+    trainer.fit(module, *(DataLoader(AsDicts(num), batch_size=5) for num in (20, 8)))
+    assert len(list((tmp_path / "samples").glob("nearest-*.png"))) == 1
+    assert math.isfinite(memory.of("val/fid_6_raw")[0][1])
+    assert len(memory.of("val/loss_u0.75")) == 1
+    assert len({path.name for path in tmp_path.glob("*.npz")}) == 1
 
 
 class TwoOptimizers(BusyPictures):

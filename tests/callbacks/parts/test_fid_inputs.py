@@ -3,7 +3,12 @@ import torch
 from support.pixels import random_images
 from support.rising import Rising, loader, trainer
 
-from lit_diffusion.callbacks.parts.fid_inputs import generated, shares, split_images
+from lit_diffusion.callbacks.parts.fid_inputs import (
+    generated,
+    refuse_unable,
+    shares,
+    split_images,
+)
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.protocols import NonFiniteSamples
 
@@ -56,6 +61,23 @@ def test_float_images_that_are_not_finite_are_named_by_seed(value):
 def test_anything_else_is_refused_with_what_it_is(outcome):
     with pytest.raises(TypeError, match=r"must return 3 images, uint8 \(N, C, H, W\)"):
         generated(Fixed(outcome), range(3))
+
+
+@pytest.mark.parametrize(
+    ("generate", "reason"),
+    [
+        (lambda num: None, "too many positional arguments"),
+        (lambda seeds, labels, steps: None, "missing a required argument: 'steps'"),
+        (None, "None is not a callable"),
+    ],
+)
+def test_a_module_that_cannot_be_asked_is_refused_before_it_is(generate, reason):
+    module = Rising()
+    module.generate = generate
+    with pytest.raises(TypeError, match=f"Grid needs .*Rising has none such: {reason}"):
+        refuse_unable(module, "Grid")
+    module.generate = lambda seeds, labels=None: None
+    refuse_unable(module, "Grid")
 
 
 def test_labels_are_the_seeds_modulo_the_classes():

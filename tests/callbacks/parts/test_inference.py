@@ -1,10 +1,13 @@
 import random
 
+import lightning.pytorch
 import numpy as np
+import pytest
+import pytorch_lightning
 import torch
 from support.plain_module import PlainModule, make_trainer
 
-from lit_diffusion.callbacks import EMA
+from lit_diffusion.callbacks import EMA, FIDEvaluation, NoiseLevelLoss, SampleGrid
 from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
 
 
@@ -40,6 +43,16 @@ def test_the_precision_of_the_trainer_is_used(tmp_path):
 def test_weights_are_raw_where_no_callback_has_others(tmp_path):
     with averaged_weights(make_trainer(tmp_path)) as name:
         assert name == "raw"
+
+
+@pytest.mark.parametrize("kind", [lightning.pytorch, pytorch_lightning])
+@pytest.mark.parametrize("ours", [SampleGrid(2), FIDEvaluation(2, "digits-cnn"), NoiseLevelLoss()])
+def test_averages_that_lightning_puts_in_place_by_itself_are_refused_by_name(ours, kind):
+    theirs = kind.callbacks.EMAWeightAveraging()
+    trainer = kind.Trainer(callbacks=[ours, theirs], accelerator="cpu", logger=False)
+    message = rf"{type(ours).__name__} cannot know .* beside EMAWeightAveraging.*callbacks.EMA"
+    with pytest.raises(ValueError, match=message):
+        ours.setup(trainer, PlainModule(), "fit")
 
 
 def test_all_providers_put_their_averages_in_place(tmp_path):

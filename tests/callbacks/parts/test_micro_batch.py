@@ -56,6 +56,14 @@ def test_of_many_parameters_the_first_are_named_in_the_modules_order():
     assert batch.flags().tolist() == [0.0, 1.0]
 
 
+def test_weights_that_were_broken_before_are_told_apart_from_what_a_step_does():
+    batch, module = seen([torch.nan]), PlainModule()
+    torch.nn.init.constant_(module.inner[0].bias, torch.nan)
+    text = batch.describe(module)
+    assert text.startswith("the weights were not finite before the update at optimizer step")
+    assert text.endswith("inner.0.bias")
+
+
 def test_losses_of_a_batch_add_up():
     batch, module = seen(), PlainModule()
     batch.loss_is_bad = torch.tensor(False)

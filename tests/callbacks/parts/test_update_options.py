@@ -7,7 +7,11 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
-from lit_diffusion.callbacks.parts.update_options import UpdateOptions
+from lit_diffusion.callbacks.parts.update_options import (
+    UpdateOptions,
+    refuse_unhookable,
+    refuse_unhooked,
+)
 
 
 def half(group):
@@ -171,6 +175,23 @@ class Wrapper:
 def test_optimizers_whose_steps_run_no_hooks_are_refused():
     with pytest.raises(ValueError, match=r"step.. runs hooks; Wrapper.*'ddp'"):
         UpdateOptions(Wrapper([nn.Parameter(torch.ones(2))]), half)
+
+
+class Uninitialised(torch.optim.Optimizer):
+    """As published Lookaheads are: an Optimizer in name."""
+
+    def __init__(self, parameters):
+        self.inside = torch.optim.SGD(parameters, lr=0.5)
+        self.param_groups = self.inside.param_groups
+
+    def step(self, closure=None):
+        return self.inside.step(closure)
+
+
+@pytest.mark.parametrize("refuse", [refuse_unhooked, refuse_unhookable])
+def test_an_optimizer_that_torch_does_not_know_of_is_refused(refuse):
+    with pytest.raises(ValueError, match=r"Uninitialised .*has not called Optimizer.__init__"):
+        refuse(Uninitialised([nn.Parameter(torch.ones(2))]))
 
 
 class Lookahead(torch.optim.Optimizer):
