@@ -113,7 +113,7 @@ class LastCheckpoint(Checkpoint):
             self._before.keep()
         try:
             trainer.save_checkpoint(self.path, weights_only=False)
-        except OSError:  # a full disk: the one before is still the last
+        except (OSError, FloatingPointError):  # not saved: the one before is still the last
             if trainer.is_global_zero:
                 self._before.let_go()
             raise

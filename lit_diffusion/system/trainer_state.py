@@ -4,7 +4,7 @@ A test asserts that each of them is there with the signature used, and setup.cfg
 below the next minor version.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -123,6 +123,14 @@ def batch_progress_to_restore(trainer: Trainer) -> dict[str, Any]:
     loaded: Any = trainer._checkpoint_connector._loaded_checkpoint
     progress: dict[str, Any] = loaded["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     return progress
+
+
+def epochs_in(checkpoint: Mapping[str, Any]) -> int:
+    """Epochs of which a checkpoint has all batches."""
+    loop: Any = checkpoint.get("loops", {}).get("fit_loop", {})
+    epochs = loop.get("epoch_progress", {}).get("current", {"processed": 0, "ready": 0})
+    ended = loop.get("epoch_loop.batch_progress", {}).get("is_last_batch", False)
+    return int(epochs["ready"] if ended else epochs["processed"])
 
 
 def limited_batches(trainer: Trainer, length: int) -> int:

@@ -6,7 +6,14 @@ import time
 
 import pytest
 
-from lit_diffusion.system.signals import SAVED, SignalNotes, heed, noting
+from lit_diffusion.system.signals import (
+    SAVED,
+    SignalNotes,
+    heed,
+    noting,
+    stoppable,
+    uninterrupted,
+)
 
 
 def lives(process):
@@ -104,6 +111,51 @@ def test_after_a_save_another_signal_does_not_change_the_exit_code():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("terminal_signals")
+def test_a_second_ctrl_c_ends_what_waits_and_the_first_is_answered(capfd):
+    notes = SignalNotes([signal.SIGINT, signal.SIGTERM])
+    notes.answer = "it waits"
+    notes.start()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert capfd.readouterr().err == "it waits"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        notes.stop()
+    assert notes.received == signal.SIGTERM
+
+
+@pytest.mark.usefixtures("terminal_signals")
+def test_what_is_ignored_stays_so_unless_it_was_silenced_after_a_save():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    notes, received = SignalNotes([signal.SIGHUP, signal.SIGUSR1]), []
+    before = signal.getsignal(signal.SIGUSR1)
+    for _ in range(2):
+        notes.start()
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        received.append(notes.received)
+        notes.ignore()
+    signal.signal(signal.SIGUSR1, before)
+    assert received == [signal.SIGUSR1] * 2
+
+
+@pytest.mark.usefixtures("terminal_signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_waits_for_what_must_not_be_interrupted(number):
+    reached = []
+    with pytest.raises(KeyboardInterrupt) as ended, stoppable():  # noqa: PT012
+        with uninterrupted():
+            os.kill(os.getpid(), number)
+            reached.append("end")
+        reached.append("behind")
+    assert reached == ["end"]
+    assert getattr(ended.value, "signal", signal.SIGINT) == number
 
 
 def test_a_second_start_keeps_the_way_back():
