@@ -183,13 +183,12 @@ class FiniteUpdates(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Look at the weights: those of the last update have no loss that would tell."""
-        names, weights = zip(*pl_module.named_parameters(), strict=True)
-        if (bad := first_nonfinite(weights)) is not None:
-            step = trainer.global_step
+        named = dict(pl_module.named_parameters())
+        if (bad := first_nonfinite([*named.values()])) is not None:
             _log(trainer, {"train/loss": math.nan})
             raise FloatingPointError(
-                f"The update of step {step} left weights that are not finite, {names[bad]} first; "
-                "they are not saved. Lower the lr, clip gradients (trainer.gradient_clip_val=1), "
+                f"The weights of step {trainer.global_step} are not finite, {[*named][bad]} first, "
+                "and are not saved. Lower the lr, clip gradients (trainer.gradient_clip_val=1), "
                 "or resume from an earlier checkpoint."
             )
 

@@ -4,10 +4,12 @@ A batch system signals all processes of a job. A handler that saved would do so 
 update, or of a collective that other ranks are not in; so it only makes a note.
 """
 
+import math
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +18,9 @@ from typing import Any
 
 SAVED = 75
 """Exit code of a process that saved and is to be started again: EX_TEMPFAIL of sysexits.h."""
+
+ECHO = 0.3
+"""Seconds in which a second Ctrl-C is the first, which launchers such as torchrun pass on."""
 
 BY_HAND = (signal.SIGINT, signal.SIGHUP)
 """Signals of a terminal: what ends of them is not to be started again by a loop of the shell."""
@@ -41,7 +46,7 @@ class SignalNotes:
         self.answer = ""  # printed at the first Ctrl-C
         self._before: dict[signal.Signals, Any] = {}
         self._outer: SignalNotes | None = None
-        self._interrupted = False
+        self._interrupted = math.inf  # when it was
 
     def start(self) -> None:
         """Begin; in the main thread only, as Python handles no signals in others."""
@@ -54,7 +59,7 @@ class SignalNotes:
         if self._before:
             self.stop()
         self.received = _active.received if _active is not None else None
-        self._interrupted = False
+        self._interrupted = math.inf
         self._outer, _active = _active, self
         for number in self.signals:
             if signal.getsignal(number) != signal.SIG_IGN or number in _silenced:
@@ -78,10 +83,11 @@ class SignalNotes:
         _silenced.update(self._before)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self._interrupted:
+        now = time.monotonic()
+        if number == signal.SIGINT and now - self._interrupted > ECHO:
             raise KeyboardInterrupt
-        if number == signal.SIGINT:
-            self._interrupted = True
+        if number == signal.SIGINT and self._interrupted > now:
+            self._interrupted = now
             with suppress(OSError):
                 os.write(2, self.answer.encode())  # print may be what was interrupted
         if self.received is None:

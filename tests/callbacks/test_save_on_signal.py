@@ -14,6 +14,7 @@ from support.resuming import CALLBACKS, Death, Recipe, assert_goes_on
 
 from lit_diffusion.callbacks import EMA, SampleGrid, SaveOnSignal, save_on_signal
 from lit_diffusion.runs.last_checkpoint import LastCheckpoint
+from lit_diffusion.system import signals
 from lit_diffusion.system.signals import SAVED, SavedOnSignal
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
@@ -219,7 +220,8 @@ def test_signals_of_a_terminal_save_and_ask_for_no_other_start(tmp_path, monkeyp
 
 
 @pytest.mark.usefixtures("terminal_signals")
-def test_a_second_ctrl_c_before_the_save_ends_at_once(tmp_path):
+def test_a_second_ctrl_c_before_the_save_ends_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(signals, "ECHO", 0.0)
     sends = (Sends("on_train_batch_start", 3, signal.SIGINT) for _ in range(2))
     trainer = make_trainer(
         tmp_path, *sends, SaveOnSignal(tmp_path), max_epochs=3, enable_checkpointing=True
