@@ -178,8 +178,9 @@ def write_samples(loaded: Loaded, args: Namespace, num: int, out: Path) -> dict[
                 to_pil_image(image).save(out / f"{i:06d}.png")
             record = _record(loaded, args, first + len(images), num)
             replace_text(out / RECORD, json.dumps(record, indent=1) + "\n")
-    shown = [Image.open(out / f"{i:06d}.png") for i in range(min(num, _GRID_IMAGES))]
-    to_pil_image(_grid(torch.stack([*map(pil_to_tensor, shown)]))).save(out / "grid.png")
+    files = (out / f"{i:06d}.png" for i in range(min(num, _GRID_IMAGES)))
+    shown = torch.stack([pil_to_tensor(Image.open(file)) for file in files])
+    to_pil_image(_grid(shown)).save(out / "grid.png")
     return record
 
 
@@ -207,12 +208,12 @@ def _generate(module: Any, args: Namespace, there: int, num: int) -> Iterator[tu
         yield first, module.generate([args.seed + i for i in numbers], labels).cpu()
         if time.monotonic() - last_sign > 10 and numbers.stop < num:
             last_sign = time.monotonic()
-            done, left = numbers.stop - there, num - numbers.stop
-            told = [
-                f"{numbers.stop} of {num} images",
-                *pace("image", done, left, last_sign - began),
-            ]
-            tell("  ".join(told))
+            end, seconds = numbers.stop, last_sign - began
+            tell(
+                "  ".join(
+                    [f"{end} of {num} images", *pace("image", end - there, num - end, seconds)]
+                )
+            )
 
 
 def _grid(images: Tensor) -> Tensor:

@@ -183,13 +183,12 @@ class RunCLI(SubcommandCLI):
             self._refuse_finished(trainer.max_steps, trainer.max_epochs)
 
     def _refuse_finished(self, max_steps: int, max_epochs: int | None) -> None:
-        """Nothing is left to be done for who asks for more, nor for who asks for the end."""
-        done = {"steps": (self._restored_step, max_steps)}
-        done["epochs"] = (self._restored_epochs, -1 if max_epochs is None else max_epochs)
-        for what, (number, most) in done.items():
-            if number and 0 <= most <= number:
+        """Say so where a checkpoint has all that is asked for: a mistake, unless it is repeated."""
+        steps, epochs = (self._restored_step, max_steps), (self._restored_epochs, max_epochs)
+        for what, (done, most) in {"steps": steps, "epochs": epochs}.items():
+            if done and most is not None and 0 <= most <= done:
                 file, setting = self.request.checkpoint, f"trainer.max_{what}"
-                said = f"{file} has {number} {what}, and {setting} is {most}"
+                said = f"{file} has {done} {what}, and {setting} is {most}"
                 if self.request.requeued or self.request.repeated:
                     tell(f"{said}: the run is finished.")
                     raise SystemExit(0)

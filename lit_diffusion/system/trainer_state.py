@@ -126,11 +126,13 @@ def batch_progress_to_restore(trainer: Trainer) -> dict[str, Any]:
 
 
 def epochs_in(checkpoint: Mapping[str, Any]) -> int:
-    """Epochs of which a checkpoint has all batches."""
-    loop: Any = checkpoint.get("loops", {}).get("fit_loop", {})
-    epochs = loop.get("epoch_progress", {}).get("current", {"processed": 0, "ready": 0})
-    ended = loop.get("epoch_loop.batch_progress", {}).get("is_last_batch", False)
-    return int(epochs["ready"] if ended else epochs["processed"])
+    """Epochs of which a checkpoint has all batches; 0 where it does not tell."""
+    try:
+        loop = checkpoint["loops"]["fit_loop"]
+        ended = loop["epoch_loop.batch_progress"]["is_last_batch"]
+        return int(loop["epoch_progress"]["current"]["ready" if ended else "processed"])
+    except (KeyError, TypeError, ValueError):
+        return 0
 
 
 def limited_batches(trainer: Trainer, length: int) -> int:
