@@ -142,7 +142,7 @@ def test_a_run_whose_last_update_ruins_the_weights_does_not_end_well(tmp_path, f
     with pytest.raises(FloatingPointError, match=r"weights of step 3 are not finite, .*not saved"):
         fit(saver, tmp_path, callbacks=[FiniteUpdates(), ruin], **options)
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"] * (first == 1)
-    assert first == 100 or saved(tmp_path)["global_step"] == 2
+    assert first == 100 or saved(tmp_path)["global_step"] in (1, 2)
 
 
 def test_a_save_that_the_next_loss_has_proven_stays_where_a_later_one_stops_the_run(tmp_path):
