@@ -4,6 +4,7 @@ A batch system signals all processes of a job. A handler that saved would do so 
 update, or of a collective that other ranks are not in; so it only makes a note.
 """
 
+import atexit
 import math
 import os
 import signal
@@ -26,7 +27,6 @@ BY_HAND = (signal.SIGINT, signal.SIGHUP)
 """Signals of a terminal: what ends of them is not to be started again by a loop of the shell."""
 
 _active: "SignalNotes | None" = None
-_silenced: set[signal.Signals] = set()
 
 
 class SignalNotes:
@@ -62,7 +62,7 @@ class SignalNotes:
         self._interrupted = math.inf
         self._outer, _active = _active, self
         for number in self.signals:
-            if signal.getsignal(number) != signal.SIG_IGN or number in _silenced:
+            if signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._note)
 
     def stop(self) -> None:
@@ -79,8 +79,8 @@ class SignalNotes:
         global _active
         _active = None
         for number in self._before:
-            signal.signal(number, signal.SIG_IGN)
-        _silenced.update(self._before)
+            signal.signal(number, _nothing)  # unlike SIG_IGN, a later fit takes it over
+            atexit.register(signal.signal, number, signal.SIG_IGN)  # Python gives handlers back
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -92,6 +92,10 @@ class SignalNotes:
                 os.write(2, self.answer.encode())  # print may be what was interrupted
         if self.received is None:
             self.received = signal.Signals(number)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Handle a signal that comes after a save."""
 
 
 class Stopped(KeyboardInterrupt):

@@ -134,8 +134,7 @@ def test_a_second_ctrl_c_ends_what_waits_and_the_first_is_answered(capfd, monkey
 
 
 @pytest.mark.usefixtures("terminal_signals")
-def test_what_is_ignored_stays_so_unless_it_was_silenced_after_a_save(monkeypatch):
-    monkeypatch.setattr(signals, "_silenced", set())  # by saves before, in this process
+def test_what_is_ignored_stays_so_unless_it_was_silenced_after_a_save():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
     notes, received = SignalNotes([signal.SIGHUP, signal.SIGUSR1]), []
     before = signal.getsignal(signal.SIGUSR1)
