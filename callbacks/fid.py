@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_diffusion.callbacks.parts.fid_inputs import refuse_unable
+from lit_diffusion.callbacks.parts.fid_inputs import refuse_unable, tested_split
 from lit_diffusion.callbacks.parts.fid_measurement import SPLITS, FIDMeasurement
 from lit_diffusion.callbacks.parts.inference import providers, weights_in_place
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps
@@ -32,9 +32,9 @@ class FIDEvaluation(RunsEveryNSteps):
     extractor works in float32. Weights, modes and random state of training are as before.
 
     Logs `val/fid_<num_samples>` and beside it the floor, the FID of as many real images with the
-    same labels; `trainer.test` logs `test/fid_...` against the test split. Other weights than "ema"
-    are part of the name. One line with the whole protocol goes to `evaluations.jsonl` in the
-    Trainer's `default_root_dir`, and the best step so far is saved there as
+    same labels; `trainer.test` logs `test/fid_...` where the data have a test split. Other weights
+    than "ema" are part of the name. One line with the whole protocol goes to `evaluations.jsonl` in
+    the Trainer's `default_root_dir`, and the best step so far is saved there as
     `checkpoints/best-fid.ckpt`. (With `every_n_steps` the FID goes to the loggers alone:
     `ModelCheckpoint(monitor=...)` would rank later weights under an older FID.) Samples that are
     not finite make the FID NaN and are named; training goes on. `fast_dev_run` checks the set-up.
@@ -171,8 +171,9 @@ class FIDEvaluation(RunsEveryNSteps):
         self._save_best(trainer)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate against the test split."""
-        pl_module.log_dict(self._evaluate(trainer, pl_module, "test"), sync_dist=True)
+        """Evaluate against the test split, or what the data have in its place."""
+        numbers = self._evaluate(trainer, pl_module, tested_split(trainer))
+        pl_module.log_dict(numbers, sync_dist=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate the last step again with other samples, for evaluations.jsonl alone."""

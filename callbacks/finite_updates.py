@@ -1,4 +1,4 @@
-"""No update from a loss or a gradient that is not finite."""
+"""No update from a loss or a gradient that is not finite, and no checkpoint of such weights."""
 
 import math
 import os
@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lit_diffusion.callbacks.parts.finite import first_nonfinite
 from lit_diffusion.callbacks.parts.micro_batch import MicroBatch
 from lit_diffusion.system.ranks import from_all, largest
 from lit_diffusion.system.trainer_state import logged_step
@@ -34,6 +35,7 @@ class FiniteUpdates(Callback):
       itself is not finite, or the scale is down to 1 and can't be the reason.
     - A module's training_step may return `u` (B,) in [0, 1], `t` (B,) and `per_sample_loss` (B,)
       beside the loss, which names samples and noise levels; any other module has its steps named.
+    - Checkpoints of weights that are not finite are refused, also the one that ends a run.
     - A GPU is waited for once an update. Before each batch the buffers are copied of those
       submodules, such as BatchNorm, of which an earlier batch has changed one.
     - Optimizers stepped past Lightning (`use_pl_optimizer=False`) are not seen.
@@ -51,7 +53,7 @@ class FiniteUpdates(Callback):
     Raises:
         ValueError: a negative number; at the start of a fit, a strategy that shards weights or
             updates them itself where updates may be left out.
-        FloatingPointError: at one update too many.
+        FloatingPointError: at one update too many, and at a save of weights that are not finite.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -172,8 +174,7 @@ class FiniteUpdates(Callback):
         stops = self.skipped_updates > self.max_nonfinite_steps
         numbers = {"train/nonfinite_steps": float(self.skipped_updates)}
         numbers |= {"train/loss": math.nan} if stops else {}
-        for logger in trainer.loggers:
-            logger.log_metrics(numbers, logged_step(trainer))
+        _log(trainer, numbers)
         allowed = f"{self.skipped_updates} of at most {self.max_nonfinite_steps}"
         if not stops:
             rank_zero_info(f"Left out an update ({allowed}): {text}")
@@ -182,6 +183,19 @@ class FiniteUpdates(Callback):
             f"{text} Its update was left out ({allowed}: max_nonfinite_steps); lower the lr, clip "
             "gradients (trainer.gradient_clip_val=1), or resume from an earlier checkpoint."
         )
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Look at the weights: those of the last update have no loss that would tell."""
+        named = dict(pl_module.named_parameters())
+        if (bad := first_nonfinite([*named.values()])) is not None:
+            _log(trainer, {"train/loss": math.nan})
+            raise FloatingPointError(
+                f"The weights of step {trainer.global_step} are not finite, {[*named][bad]} first, "
+                "and are not saved. Lower the lr, clip gradients (trainer.gradient_clip_val=1), "
+                "or resume from an earlier checkpoint."
+            )
 
     # State
 
@@ -192,6 +206,11 @@ class FiniteUpdates(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on counting."""
         self.skipped_updates = int(state_dict["skipped_updates"])
+
+
+def _log(trainer: Trainer, numbers: dict[str, float]) -> None:
+    for logger in trainer.loggers:
+        logger.log_metrics(numbers, logged_step(trainer))
 
 
 def _scaler(trainer: Trainer) -> Any:

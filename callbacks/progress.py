@@ -21,13 +21,23 @@ def progress_line(
         >>> progress_line(20, 100, 1, {"train/loss": 0.123456}, seconds=10.0, done=20)
         'step 20/100  epoch 1  train/loss 0.1235  2.0 steps/s  0:00:40 left'
     """
-    rate = done / max(seconds, 1e-9)
     parts = [f"step {step}" + (f"/{total:.0f}" if total < float("inf") else ""), f"epoch {epoch}"]
     parts += [f"{name} {value:.4g}" for name, value in metrics.items()]
-    parts.append(f"{rate:.1f} steps/s" if rate >= 1 else f"{1 / max(rate, 1e-9):.1f} s/step")
-    if total < float("inf") and rate > 0:
-        parts.append(f"{timedelta(seconds=round((total - step) / rate))} left")
-    return "  ".join(parts)
+    return "  ".join([*parts, *pace("step", done, total - step, seconds)])
+
+
+def pace(unit: str, done: int, left: float, seconds: float) -> list[str]:
+    """How fast that is, and how long the rest will take.
+
+    Example:
+        >>> pace("image", 20, 80, seconds=40.0)
+        ['2.0 s/image', '0:02:40 left']
+    """
+    rate = done / max(seconds, 1e-9)
+    parts = [f"{rate:.1f} {unit}s/s" if rate >= 1 else f"{1 / max(rate, 1e-9):.1f} s/{unit}"]
+    if left < float("inf") and rate > 0:
+        parts.append(f"{timedelta(seconds=round(left / rate))} left")
+    return parts
 
 
 class PlainProgress(ProgressBar):

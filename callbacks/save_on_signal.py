@@ -1,7 +1,6 @@
 """A checkpoint at the next safe point after a signal, the same on all ranks."""
 
 import signal
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_diffusion.system.signals import SavedOnSignal, SignalNotes
+from lit_diffusion.system.signals import BY_HAND, SavedOnSignal, SignalNotes, tell
 from lit_diffusion.system.slurm import is_requeue_of, job_id, leave_note, requeue_job
 from lit_diffusion.system.trainer_state import (
     WholeSteps,
@@ -24,11 +23,15 @@ from lit_diffusion.system.trainer_state import (
 
 
 class SaveOnSignal(Callback):
-    """Saves `folder`/last.ckpt at the next safe point after a signal, and ends with exit code 75.
+    """Saves `folder`/last.ckpt at the next safe point after a signal, and ends.
+
+    With exit code 75 after a signal of a batch system, 130 after Ctrl-C, and 129 after SIGHUP, by
+    which a terminal says that it is gone; nohup's ignoring that one is respected.
 
     Safe points are the ends of training batches that stepped the optimizer, and of the validation
     that belongs to one; not the last of an epoch, as what callbacks do then is not done again. All
-    ranks save after the same step, whichever get the signal. A second signal changes nothing.
+    ranks save after the same step, whichever get the signal. Another changes nothing, but for a
+    second Ctrl-C before the save, which ends at once.
 
     In a SLURM job that is preempted, or signalled by `sbatch --signal=SIGUSR1`, the first rank asks
     for a requeue. Lightning's own handlers, which save inside of the handler, are not set.
@@ -52,7 +55,7 @@ class SaveOnSignal(Callback):
     def __init__(
         self,
         folder: str | Path | None = None,
-        signals: Sequence[str] = ("SIGTERM", "SIGUSR1"),
+        signals: Sequence[str] = ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP"),
         requeue: bool = True,
     ) -> None:
         self.folder = None if folder is None else Path(folder)
@@ -94,6 +97,7 @@ class SaveOnSignal(Callback):
         leave_signals(trainer)
         self._agreed = _Agreement(trainer)
         if trainer.is_global_zero:
+            self._notes.answer = "\nSaves after this step; Ctrl-C again ends without.\n"
             leave_note(self.path.parent)
 
     def on_train_batch_start(
@@ -135,9 +139,7 @@ class SaveOnSignal(Callback):
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
         """Likewise; after a save further signals must not change how the process ends."""
-        if isinstance(exception, SavedOnSignal):
-            self._notes.ignore()
-        else:
+        if not isinstance(exception, SavedOnSignal):
             self.teardown(trainer, pl_module, "fit")
 
     def _save(self, trainer: Trainer) -> None:
@@ -145,13 +147,15 @@ class SaveOnSignal(Callback):
         if self._saved is not None or waits or is_ending(trainer):
             return  # gradients are not saved, and a complete run ends as usual
         saved = SavedOnSignal(self._due, trainer.global_step, self.path)
+        self._notes.ignore()
         trainer.save_checkpoint(self.path, weights_only=False)
         self._saved = saved
         if trainer.is_global_zero:
             said = f"Saved {saved.path} at step {saved.step}, on {saved.signal.name}."
-            if self.requeue and (job := job_id()) is not None:
+            job = job_id() if self.requeue and saved.signal not in BY_HAND else None
+            if job is not None:
                 said += f" {requeue_job(job, saved.signal)}."
-            print(said, file=sys.stderr, flush=True)
+            tell(said)
         self._agreed.end()  # a rank that ended would have srun end the others before the requeue
 
     def _end(self) -> None:

@@ -1,6 +1,7 @@
 """The command `lit-diffusion`: a table of names, each imported when it is called."""
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Returns:
         0 done, 1 failed, 2 a mistake in what was asked, 75 saved on a signal and to be started
-        again, 130 interrupted, 143 terminated.
+        again, 130 interrupted, 143 terminated, 129 by a terminal that is gone.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args or os.environ.get(DEBUG, "") not in ("", "0")
@@ -61,8 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _call(args)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except KeyboardInterrupt:
-        return 130
+    except KeyboardInterrupt as end:
+        return 128 + getattr(end, "signal", signal.SIGINT)
     except Exception as error:
         return _report(args[0], error, debug)
 

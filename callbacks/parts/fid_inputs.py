@@ -78,8 +78,8 @@ def split_images(trainer: Trainer, name: str, where: Where = None) -> RealImages
     """
     data = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(data, HasSplits):
-        split = "val" if name == "test" else name  # on which a data module tests
-        return images_of(data.in_order(split), name, partial(data.fingerprint, split))
+        split = tested_split(trainer) if name == "test" else name
+        return images_of(data.in_order(split), split, partial(data.fingerprint, split))
     if name == "val" and trainer.state.fn == TrainerFn.FITTING:
         _make_validation_loaders(trainer)
     loaders = {
@@ -90,6 +90,12 @@ def split_images(trainer: Trainer, name: str, where: Where = None) -> RealImages
     flat = [] if loaders is None else CombinedLoader(loaders).flattened
     found = images_of(flat[0], name) if flat and isinstance(flat[0], DataLoader) else None
     return found and replace(found, where=where)
+
+
+def tested_split(trainer: Trainer) -> str:
+    """Split of the images of a test; that of a data module with splits is "val" unless it tells."""
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    return str(getattr(data, "tests_on", "val" if isinstance(data, HasSplits) else "test"))
 
 
 def _make_validation_loaders(trainer: Trainer) -> None:

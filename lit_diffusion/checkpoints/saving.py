@@ -21,6 +21,7 @@ from lit_diffusion.checkpoints.reading import (
 )
 from lit_diffusion.system.files import whole_file
 from lit_diffusion.system.sharding import first_split, gathered
+from lit_diffusion.system.signals import uninterrupted
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -96,7 +97,11 @@ def _write(checkpoint: Checkpoint, path: PathLike) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         # Without checksums, which a setting of torch leaves out, no damage to the file is told.
-        with whole_file(path) as file, config.patch("save.compute_crc32", True):  # type: ignore[attr-defined]
+        with (
+            uninterrupted(),
+            whole_file(path) as file,
+            config.patch("save.compute_crc32", True),  # type: ignore[attr-defined]
+        ):
             torch.save(checkpoint, file)
             _check_plain(file)
     except (OSError, RuntimeError) as error:

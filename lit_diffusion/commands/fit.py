@@ -18,14 +18,15 @@ class paths name another package.""",
     lit-diffusion validate --ckpt_path runs/digits/checkpoints/last.ckpt
 
 The config is that of the checkpoint's run folder, unless --config gives another.""",
-    "test": """Loss and callbacks' metrics of a checkpoint on the test split.
+    "test": """Loss and callbacks' metrics of a checkpoint on the test split, if the data have one.
 
     lit-diffusion test --ckpt_path runs/digits/checkpoints/last.ckpt
 
 The config is that of the checkpoint's run folder, unless --config gives another.""",
     "predict": """Run a checkpoint on the prediction split of its data.
 
-    lit-diffusion predict --ckpt_path runs/digits/checkpoints/last.ckpt
+    lit-diffusion predict --ckpt_path runs/digits/checkpoints/last.ckpt \\
+        --trainer.callbacks+=PACKAGE.A_BASE_PREDICTION_WRITER --trust PACKAGE
 
 To write images, use `lit-diffusion sample`.""",
 }

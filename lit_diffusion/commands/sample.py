@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from lit_diffusion.commands.options import add_checkpoint, add_sampling, parse_sampling
 from lit_diffusion.settings.parser import Parser
+from lit_diffusion.system.signals import stoppable, tell
 
 
 def parser() -> Parser:
@@ -19,7 +20,7 @@ def parser() -> Parser:
 
 Image i has the seed SEED + i and is the same in any batch and on any device. OUT gets 000000.png,
 000001.png, ... at their own size, grid.png with the first of them, and samples.json, which says how
-they were made.""",
+they were made. A call that is stopped keeps what it has made; the same command goes on.""",
     )
     add_checkpoint(made, required=True)
     made.add_argument("--num", type=int, default=64, help="number of images (default 64)")
@@ -31,9 +32,15 @@ they were made.""",
 def run(argv: Sequence[str]) -> None:
     """Run the command: "sample", then options."""
     args = parse_sampling(parser(), argv[1:])
-    from lit_diffusion.runs.sampling import fresh_folder, load_generator, write_samples
+    from lit_diffusion.runs.sampling import load_generator, own_folder, unfinished, write_samples
 
-    out = fresh_folder(args.out)
-    loaded = load_generator(args)
-    record = write_samples(loaded, args, args.num, out)
+    out = own_folder(args.out)
+    try:
+        with stoppable():
+            loaded = load_generator(args)
+            record = write_samples(loaded, args, args.num, out)
+    except KeyboardInterrupt:
+        made = unfinished(out).get("num", 0)
+        tell(f"Stopped with {made} of {args.num} images in {out}; the same command goes on.")
+        raise
     print(f"{args.num} images in {out}, from {record['weights']} weights of {loaded.path}.")

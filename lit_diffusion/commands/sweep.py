@@ -8,11 +8,10 @@ from pathlib import Path
 from lit_diffusion.commands.compare import run as compare
 from lit_diffusion.commands.options import integers
 from lit_diffusion.experiments.arms import arm_files
-from lit_diffusion.experiments.jobs import Stopped
 from lit_diffusion.experiments.sweep_plan import Planned, plan
 from lit_diffusion.experiments.sweeping import RESUME, Sweep, say
 from lit_diffusion.settings.parser import Parser
-from lit_diffusion.system.signals import SAVED, heed
+from lit_diffusion.system.signals import SAVED, Stopped, heed
 
 
 def parser() -> Parser:
@@ -73,8 +72,8 @@ def run(argv: Sequence[str]) -> None:
         sweep.run()
     except KeyboardInterrupt as end:
         say(f"stopped with {sweep.tally()}. {stopped}")
-        if isinstance(end, Stopped):
-            raise SystemExit(SAVED if sweep.saved else 128 + end.signal) from end
+        if sweep.saved and isinstance(end, Stopped):
+            raise SystemExit(SAVED) from end
         raise
     if sweep.saved:
         say(f"stopped with {sweep.tally()}. {stopped}")

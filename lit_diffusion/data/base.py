@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -17,7 +18,7 @@ from lit_diffusion.data.loaders import ResumableLoader, batches_of_epoch, recoun
 from lit_diffusion.data.samplers import ShuffledSampler, UnrepeatedSampler, even_batch_size
 from lit_diffusion.seeding import classes_of, run_seed
 
-Split: TypeAlias = Literal["train", "val"]
+Split: TypeAlias = Literal["train", "val", "test"]
 T = TypeVar("T")
 
 
@@ -34,7 +35,7 @@ class ImageDataModule(LightningDataModule):
     Training batches come in an order that is a function of (seed, epoch), without the ragged last
     batch: the images left over are others in the next epoch. A run that resumes in the middle of an
     epoch goes on there, also with another batch size or number of processes. Validation sees every
-    image once on any number of processes. The test split is the validation split. Prediction yields
+    image once on any number of processes, and so does testing: see `tests_on`. Prediction yields
     (seeds (B,), labels (B,)), both int64, of images to generate.
 
     Args:
@@ -50,6 +51,10 @@ class ImageDataModule(LightningDataModule):
     Raises:
         ValueError: If a number is out of its range.
     """
+
+    tests_on: Literal["val", "test"] = "val"
+    """Split that `test_dataloader` is of, by which its metrics are named; "test" where there is a
+    test split, which `load` then opens."""
 
     def __init__(
         self,
@@ -109,7 +114,7 @@ class ImageDataModule(LightningDataModule):
 
     def dataset(self, split: Split) -> ImageDataset:
         """A split without augmentation, opened once."""
-        if split not in ("train", "val"):
+        if split not in ("train", "val", self.tests_on):
             raise ValueError(f"split must be 'train' or 'val' (also for testing), got {split!r}.")
         if split not in self._opened:
             self._opened[split] = self.load(split)
@@ -167,8 +172,10 @@ class ImageDataModule(LightningDataModule):
         return self.in_order("val", *self._place())
 
     def test_dataloader(self) -> "DataLoader[Batch]":
-        """The validation split."""
-        return self.val_dataloader()
+        """Every image of the split `tests_on` once, over all processes."""
+        if self.tests_on == "val":
+            rank_zero_info("The data have no test split: this is the validation split.")
+        return self.in_order(self.tests_on, *self._place())
 
     def predict_dataloader(self) -> DataLoader[Any]:
         """(seeds, labels) of the images to generate; Lightning shares them out without repeats."""

@@ -120,8 +120,6 @@ def look_at_checkpoint(cli: Rehearsal, request: Request) -> tuple[int, list[Find
     file = request.checkpoint
     if file is None:
         return 0, []
-    if not file.is_file():
-        return 0, [note("resume", f"there is no {file} yet: the run starts anew.")]
     checkpoint = read_checkpoint(file, mmap=True)
     step = int(checkpoint.get("global_step", 0))
     differences = misfits(cli.model, uncompiled(checkpoint["state_dict"]))

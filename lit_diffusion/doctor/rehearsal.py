@@ -75,8 +75,7 @@ def started(cli: Rehearsal) -> Iterator[None]:
         trainer.fit_loop.max_epochs = -1 if ends else 1000
     trainer.strategy.connect(module)
     attach_data(trainer, module, data)
-    checkpoint = cli.request.checkpoint
-    if checkpoint is not None and checkpoint.is_file():
+    if (checkpoint := cli.request.checkpoint) is not None:
         trainer.ckpt_path = str(checkpoint)
     try:
         yield

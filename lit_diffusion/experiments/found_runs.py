@@ -200,7 +200,7 @@ def find_runs(given: Sequence[str]) -> list[Run]:
         path = Path(name)
         if not path.is_dir():
             raise FileNotFoundError(f"there is no run folder {name}.")
-        runs = list(_runs_in(path))
+        runs = list(_runs_in(path, set()))
         if not runs:
             raise ValueError(
                 f"{name} holds no run: no folder in it has an evaluations.jsonl, metrics.csv or "
@@ -210,11 +210,15 @@ def find_runs(given: Sequence[str]) -> list[Run]:
     return list(found.values())
 
 
-def _runs_in(folder: Path) -> Iterator[Path]:
+def _runs_in(folder: Path, seen: set[Path]) -> Iterator[Path]:
+    if (real := folder.resolve()) in seen:  # by a link, which may be to a folder around it
+        return
+    seen.add(real)
     if (folder / "evaluations.jsonl").exists() or (folder / "metrics.csv").exists():
         yield folder
         return
-    below = [run for part in sorted(folder.iterdir()) if part.is_dir() for run in _runs_in(part)]
+    parts = [part for part in sorted(folder.iterdir()) if part.is_dir()]
+    below = [run for part in parts for run in _runs_in(part, seen)]
     yield from below
     if not below and (folder / "config.yaml").exists():
         yield folder

@@ -12,20 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from lit_diffusion.system.signals import SignalNotes
+from lit_diffusion.system.signals import SignalNotes, Stopped
 
 PATIENCE = 30.0
 """Seconds that a process may take to stop when asked, before it is killed."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-class Stopped(KeyboardInterrupt):
-    """A `signal` other than that of Ctrl-C ended the jobs."""
-
-    def __init__(self, number: signal.Signals) -> None:
-        super().__init__()
-        self.signal = number
 
 
 @dataclass(frozen=True)
@@ -86,7 +78,7 @@ def run_jobs(
         KeyboardInterrupt: where this process was interrupted; `Stopped` where it was signalled.
     """
     waiting, running = iter(jobs), list[_Running]()
-    notes = SignalNotes(n for n in _SIGNALS if signal.getsignal(n) != signal.SIG_IGN)
+    notes = SignalNotes(_SIGNALS)
     notes.start()
     try:
         while notes.received is None and _fill(running, waiting, at_once, environment):

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from lit_diffusion.experiments.jobs import Ended, Job, claim, run_jobs, threads_each
 from lit_diffusion.experiments.sweep_plan import Planned
-from lit_diffusion.runs.folder import CLAIM, InUse, latest_config, occupied
-from lit_diffusion.system.signals import SAVED
+from lit_diffusion.runs.folder import CLAIM, OR_NONE, InUse, latest_config, occupied
+from lit_diffusion.system.signals import SAVED, tell
 
 LOG = "fit.log"
-RESUME = "--ckpt_path=last"
+RESUME = f"--ckpt_path={OR_NONE}"
 _TAIL = 15
 
 
@@ -150,4 +150,4 @@ def _tail(log: Path) -> str:
 
 def say(text: str) -> None:
     """Print to a person, with the time."""
-    print(f"{time.strftime('%H:%M:%S')}  {text}", file=sys.stderr, flush=True)
+    tell(f"{time.strftime('%H:%M:%S')}  {text}")

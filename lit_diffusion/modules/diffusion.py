@@ -130,7 +130,6 @@ class DiffusionModule(LightningModule):
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
         self._val_loss = MeanMetric(nan_strategy="disable")
-        self._test_loss = MeanMetric(nan_strategy="disable")
         checks.check_conditioning(network, conditioning, num_classes, label_dropout, guidance)
         checks.check_objective(process, parameterization, loss, solver, guidance)
         checks.check_clipping(self.codec, solver, guidance)
@@ -201,8 +200,9 @@ class DiffusionModule(LightningModule):
         self.log("val/loss", self._add(self._val_loss, batch), prog_bar=True)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """As validation, on the test split."""
-        self.log("test/loss", self._add(self._test_loss, batch))
+        """As validation, on the test split; named after what the data have in its place."""
+        split = getattr(self.trainer.datamodule, "tests_on", "test")  # type: ignore[attr-defined]
+        self.log(f"{split}/loss", self._add(self._val_loss, batch))
 
     # Sampling
 

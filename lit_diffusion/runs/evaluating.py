@@ -19,8 +19,8 @@ from lit_diffusion.metrics.score import score
 from lit_diffusion.runs.loggers import read_evaluations
 from lit_diffusion.runs.sampling import (
     RECORD,
-    fresh_folder,
     load_generator,
+    own_folder,
     usable_device,
     write_samples,
 )
@@ -73,10 +73,10 @@ def _reference(args: Namespace, loaded: Loaded | None) -> tuple[RealImages, Real
 
 
 def _split(data: Any, name: str) -> RealImages:
-    split = "val" if name == "test" else name
+    split = getattr(data, "tests_on", "val") if name == "test" else name
     loader = data.in_order(split)
     known = partial(data.fingerprint, split)
-    return RealImages(name, loader.dataset, loader.collate_fn, loader.num_workers, known)
+    return RealImages(split, loader.dataset, loader.collate_fn, loader.num_workers, known)
 
 
 def _data(args: Namespace, loaded: Loaded | None) -> Any:
@@ -97,7 +97,7 @@ def _data(args: Namespace, loaded: Loaded | None) -> Any:
 def _samples(args: Namespace, loaded: Loaded | None, folder: Any, num: int) -> dict[str, Any]:
     """What is known of the images that are scored, which are made first if need be."""
     if loaded is not None:
-        return write_samples(loaded, args, args.num or num, fresh_folder(folder))
+        return write_samples(loaded, args, args.num or num, own_folder(folder))
     path = Path(args.images) / RECORD
     if not path.is_file():
         return {"images": args.images}

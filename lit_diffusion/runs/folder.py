@@ -8,13 +8,17 @@ runs/digits/config.yaml, config.resume-1.yaml, ...   the config of the run and o
 
 import fcntl
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from lit_diffusion.settings.parser import Parser
 from lit_diffusion.settings.yaml_file import read_yaml
@@ -22,6 +26,9 @@ from lit_diffusion.system.slurm import is_requeue_of
 
 CLAIM = ".lock"
 """File in a run folder on which the process that trains into it has a lock."""
+
+OR_NONE = "last-or-none"
+"""--ckpt_path of a command that is repeated until a run is finished, as `sweep --print` has it."""
 
 
 class InUse(ValueError):
@@ -38,9 +45,10 @@ class Request:
         configs: the values of --config.
         trust: the values of --trust.
         root: the run folder.
-        checkpoint: file that --ckpt_path means, whether or not it is there; None without.
+        checkpoint: file that --ckpt_path means; None without.
         requeued: whether this is a later start of the SLURM job that trains in the run folder. It
             goes on from its last checkpoint, whatever the command line names.
+        repeated: whether the command is repeated until the run is finished.
     """
 
     command: str
@@ -50,6 +58,7 @@ class Request:
     root: Path
     checkpoint: Path | None
     requeued: bool = False
+    repeated: bool = False
 
     @property
     def holds_checkpoint(self) -> bool:
@@ -61,8 +70,9 @@ class Request:
 def read_command_line(argv: Sequence[str]) -> Request:
     """Find run folder and checkpoint of a command line.
 
-    The run folder is what --trainer.default_root_dir says on the command line or in a config; else
-    that of the checkpoint; else runs/<name of the first config>.
+    The run folder is what --trainer.default_root_dir says on the command line or in a config, where
+    one that a run wrote stands for the folder that it is in; else that of the checkpoint; else
+    runs/<name of the first config>.
 
     Raises:
         FileNotFoundError: where --ckpt_path names a file that is not there.
@@ -81,18 +91,26 @@ def read_command_line(argv: Sequence[str]) -> Request:
     wanted = seen.ckpt_path or _last(settings, "ckpt_path")
     wanted = None if wanted in (None, "null", "None") else str(wanted).removeprefix("file://")
     root = _root(stated, wanted, seen.config)
-    requeued = argv[0] == "fit" and is_requeue_of(root / "checkpoints")
-    if requeued and (root / "checkpoints" / "last.ckpt").is_file():
-        wanted = "last"
+    fits = argv[0] == "fit"
+    requeued, repeated = fits and is_requeue_of(root / "checkpoints"), fits and wanted == OR_NONE
+    if requeued or repeated:
+        is_there = (root / "checkpoints" / "last.ckpt").is_file()
+        wanted = "last" if is_there else None if wanted in (OR_NONE, "last") else wanted
+        options.append(f"--ckpt_path={wanted or 'null'}")
     checkpoint = _checkpoint(wanted, root)
-    if wanted and checkpoint and wanted != "last" and not checkpoint.is_file():
-        raise FileNotFoundError(f"--ckpt_path: there is no file {checkpoint}.")
+    if checkpoint and not checkpoint.is_file():
+        start = f", or {OR_NONE} to start where there is none" if wanted == "last" else ""
+        raise FileNotFoundError(f"--ckpt_path: there is no file {checkpoint}; name another{start}.")
     configs, trust = tuple(seen.config), tuple(found.trust)
-    return Request(argv[0], tuple(options), configs, trust, root, checkpoint, requeued)
+    options = [_at_home(option, seen.config) for option in options]
+    return Request(argv[0], tuple(options), configs, trust, root, checkpoint, requeued, repeated)
 
 
 def read_config(config: str | Path) -> Any:
-    """Content of a config; {} for one that is not there, which the real parser will report."""
+    """Content of a config; {} for one that is not there, which the real parser will report.
+
+    What names the folder that a run was trained in names the one that its config is in now.
+    """
     try:
         settings = read_yaml(config)
     except OSError:
@@ -100,7 +118,31 @@ def read_config(config: str | Path) -> Any:
     if not isinstance(settings, dict):
         raise ValueError(f"{config} must hold settings such as 'model: ...', got {settings!r:.50}.")
     _refuse_files(settings, Path(config))
-    return settings
+    old = _last([settings], "trainer", "default_root_dir")
+    return _moved(settings, str(old), str(Path(config).parent)) if _is_of_run(config) else settings
+
+
+def _is_of_run(config: str | Path) -> bool:
+    """Whether a run wrote a config, which is still in its folder."""
+    path = Path(config)
+    return bool(re.fullmatch(r"config(\.resume-\d+)?\.yaml", path.name) and traces(path.parent))
+
+
+def _moved(value: Any, old: str, new: str) -> Any:
+    """Settings with what is in one folder in another."""
+    if isinstance(value, str) and (value == old or value.startswith(f"{old}/")):
+        return new + value[len(old) :]
+    if isinstance(value, dict):
+        return {name: _moved(item, old, new) for name, item in value.items()}
+    return [_moved(item, old, new) for item in value] if isinstance(value, list) else value
+
+
+def _at_home(option: str, configs: Sequence[str]) -> str:
+    """An option, or its value, with a config that a run wrote in place of that file's name."""
+    name, value = option.split("=", 1) if option.startswith("--config=") else ("", option)
+    if value not in configs or not _is_of_run(value):
+        return option
+    return f"{name}{'=' * bool(name)}{yaml.safe_dump(read_config(value))}"
 
 
 def _refuse_files(settings: dict[str, Any], config: Path) -> None:
@@ -168,20 +210,28 @@ def next_config(root: Path) -> Path:
 
 def traces(root: Path) -> list[Path]:
     """What shows that a folder holds a run: curves, scores and checkpoints."""
-    files = [root / "metrics.csv", root / "evaluations.jsonl"]
-    return [file for file in files if file.exists()] + sorted(root.glob("checkpoints/*.ckpt"))
+    rows = {root / "metrics.csv": 1, root / "evaluations.jsonl": 0}  # beside the header
+    files = [file for file, header in rows.items() if _has_lines(file, header + 1)]
+    return files + sorted(root.glob("checkpoints/*.ckpt"))
+
+
+def _has_lines(file: Path, num: int) -> bool:
+    if not file.is_file():
+        return file.exists()  # and is no run's, which will be said
+    with file.open("rb") as lines:
+        return len(list(islice(lines, num))) == num
 
 
 def refuse_mixing(request: Request) -> None:
     """Refuse a fresh start, or one from a checkpoint elsewhere, in a folder that holds a run."""
     found = traces(request.root)
-    is_there = request.checkpoint is not None and request.checkpoint.is_file()
-    if not found or request.requeued or (is_there and request.holds_checkpoint):
+    if not found or request.requeued or request.holds_checkpoint:
         return
     what = ", ".join(str(file.relative_to(request.root)) for file in found[:3])
+    last = request.root / "checkpoints" / "last.ckpt"
     way = "Continue it with --ckpt_path=last"
-    if request.holds_checkpoint:
-        way = f"There is no {request.checkpoint}: continue it with --ckpt_path and another file"
+    if not last.is_file():
+        way = f"There is no {last}: continue it with --ckpt_path and another file, delete it"
     raise ValueError(
         f"{request.root} already holds a run ({what}). {way}, or start another with "
         f"--trainer.default_root_dir={request.root}-2."

@@ -6,6 +6,7 @@ from typing import Any
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.utilities import rank_zero_info
 
 from lit_diffusion.metrics.image_count import ImageCount, counted, read_count
 from lit_diffusion.runs.folder import next_config
@@ -70,9 +71,13 @@ class CurvesInStep(Callback):
         """Rewind to the step that was restored."""
         if not trainer.is_global_zero:
             return
-        rewind_evaluations(self._root / "evaluations.jsonl", trainer.global_step)
+        evaluations, step = self._root / "evaluations.jsonl", trainer.global_step
+        dropped = {evaluations: rewind_evaluations(evaluations, step)}
         for logger in _csv_loggers(trainer):
-            logger.rewind(logged_step(trainer))
+            dropped[logger.path] = logger.rewind(logged_step(trainer))
+        for file, count in dropped.items():
+            if count:
+                rank_zero_info(f"Took {count} rows of steps after {step} out of {file}.")
 
 
 class ImagesSeen(Callback):

@@ -87,12 +87,14 @@ class AppendingCSVLogger(Logger):
         with self.path.open("a") as file:
             os.fsync(file.fileno())
 
-    def rewind(self, step: int) -> None:
-        """Drop the rows of steps after `step`, from which a run goes on."""
-        rows = [row for row in read_rows(self.path) if _step(row) <= step]
+    def rewind(self, step: int) -> int:
+        """Drop the rows of steps after `step`, from which a run goes on; how many there were."""
+        found = read_rows(self.path)
+        rows = [row for row in found if _step(row) <= step]
         self._doubtful = [row for row in rows if _step(row) == step]
         names = ["step", *(name for row in rows for name in row)]
         self._rewrite(list(dict.fromkeys(names)), rows)
+        return len(found) - len(rows)
 
     def _rewrite(self, columns: list[str], rows: Iterable[Row]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,12 +161,13 @@ def _whole_lines(path: str | Path) -> str:
     return text[: text.rfind("\n") + 1]
 
 
-def rewind_evaluations(path: str | Path, step: int) -> None:
-    """Drop the records of steps after `step`: a run goes on from there."""
+def rewind_evaluations(path: str | Path, step: int) -> int:
+    """Drop the records of steps after `step`, from which a run goes on; how many there were."""
     records = read_evaluations(path)
     kept = [record for record in records if (record.get("step") or 0) <= step]
     if len(kept) < len(records):
         replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+    return len(records) - len(kept)
 
 
 def _row(metrics: Mapping[str, float], step: int | None) -> Row:

@@ -1,7 +1,6 @@
 """Images of a checkpoint: the module with what options change, and the PNG files."""
 
 import json
-import sys
 import time
 from argparse import ArgumentError, Namespace
 from collections.abc import Iterator
@@ -12,11 +11,13 @@ from typing import Any
 import torch
 import yaml
 from jsonargparse import ArgumentParser
+from PIL import Image
 from torch import Tensor
-from torchvision.transforms.functional import to_pil_image
+from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
 
 from lit_diffusion import solvers
+from lit_diffusion.callbacks.progress import pace
 from lit_diffusion.checkpoints.loading import Loaded, load_with_record
 from lit_diffusion.gaussian import FixedSmall, LearnedRange
 from lit_diffusion.guidance import ClassifierFree
@@ -24,21 +25,34 @@ from lit_diffusion.protocols import Solver
 from lit_diffusion.settings.messages import innermost
 from lit_diffusion.settings.trust import trusting
 from lit_diffusion.solvers import DDPM, DPMSolverPP
+from lit_diffusion.system.counts import is_count
+from lit_diffusion.system.files import replace_text
+from lit_diffusion.system.signals import tell, uninterrupted
 
 RECORD = "samples.json"
 _GRID_IMAGES = 256
 _GRID_PIXELS = 512
 
 
-def fresh_folder(path: str) -> Path:
-    """A folder without images, made if need be, so that those of two calls are never mixed."""
+def own_folder(path: str) -> Path:
+    """A folder without images but a stopped call's, made if need be: those of two never mix."""
     out = Path(path)
     if out.is_file():
         raise ValueError(f"--out {out} is a file; name a folder.")
-    if any(out.glob("*.png")):
+    if any(out.glob("*.png")) and not unfinished(out):
         raise ValueError(f"--out {out} already holds images; choose another folder or empty it.")
     out.mkdir(parents=True, exist_ok=True)
     return out
+
+
+def unfinished(out: Path) -> dict[str, Any]:
+    """samples.json of a call that was stopped; {} where none was."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found = json.loads((out / RECORD).read_text())
+        left = found["of"] - found["num"] or not (out / "grid.png").exists()
+        if is_count(found["num"]) and is_count(found["of"]) and left:
+            return dict(found)
+    return {}
 
 
 def load_generator(args: Namespace) -> Loaded:
@@ -144,40 +158,62 @@ def _check_labels(labels: list[int], num_classes: int | None) -> None:
 
 
 def write_samples(loaded: Loaded, args: Namespace, num: int, out: Path) -> dict[str, Any]:
-    """Generate `num` images into a folder; what samples.json holds."""
+    """Generate `num` images into a folder, or those that are left; what samples.json holds.
+
+    It counts the images after each batch, so that a call that is stopped can be repeated.
+    """
     if num < 1:
         raise ValueError(f"--num must be at least 1, got {num}.")
-    module: Any = loaded.module
-    shown: list[Tensor] = []
-    for first, images in _generate(module, args, num):
-        for i, image in enumerate(images, first):
-            to_pil_image(image).save(out / f"{i:06d}.png")
-        shown += images[: max(_GRID_IMAGES - first, 0)]
-    to_pil_image(_grid(torch.stack(shown))).save(out / "grid.png")
-    record = {
-        "checkpoint": str(loaded.path),
-        "step": loaded.step,
-        "weights": loaded.weights,
-        "num": num,
-        "seeds": [args.seed, args.seed + num],
-        "labels": args.labels,
-        "sampling": dict(module.sampling_record()) if hasattr(module, "sampling_record") else {},
-    }
-    (out / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+    before = unfinished(out)
+    there = before.get("num", 0)
+    record = _record(loaded, args, there, num)
+    if before and before != json.loads(json.dumps(record)):
+        raise ValueError(
+            f"--out {out} holds {there} of {before['of']} images of another call, which was "
+            f"stopped: see {RECORD}. Repeat that call, choose another folder or empty it."
+        )
+    for first, images in _generate(loaded.module, args, there, num):
+        with uninterrupted():
+            for i, image in enumerate(images, first):
+                to_pil_image(image).save(out / f"{i:06d}.png")
+            record = _record(loaded, args, first + len(images), num)
+            replace_text(out / RECORD, json.dumps(record, indent=1) + "\n")
+    files = (out / f"{i:06d}.png" for i in range(min(num, _GRID_IMAGES)))
+    shown = torch.stack([pil_to_tensor(Image.open(file)) for file in files])
+    to_pil_image(_grid(shown)).save(out / "grid.png")
     return record
 
 
-def _generate(module: Any, args: Namespace, num: int) -> Iterator[tuple[int, Tensor]]:
+def _record(loaded: Loaded, args: Namespace, made: int, num: int) -> dict[str, Any]:
+    module: Any = loaded.module
+    return {
+        "checkpoint": str(loaded.path),
+        "step": loaded.step,
+        "weights": loaded.weights,
+        "num": made,
+        "of": num,
+        "seeds": [args.seed, args.seed + made],
+        "labels": args.labels,
+        "sampling": dict(module.sampling_record()) if hasattr(module, "sampling_record") else {},
+    }
+
+
+def _generate(module: Any, args: Namespace, there: int, num: int) -> Iterator[tuple[int, Tensor]]:
     """(number of the first, images uint8 (B, C, H, W) on the CPU), with a sign of life."""
-    last_sign = time.monotonic()
-    for first in range(0, num, args.batch_size):
+    began = last_sign = time.monotonic()
+    for first in range(there, num, args.batch_size):
         numbers = range(first, min(first + args.batch_size, num))
         given = args.labels and [args.labels[i % len(args.labels)] for i in numbers]
         labels = torch.tensor(given) if given else None
         yield first, module.generate([args.seed + i for i in numbers], labels).cpu()
         if time.monotonic() - last_sign > 10 and numbers.stop < num:
             last_sign = time.monotonic()
-            print(f"{numbers.stop} of {num} images", file=sys.stderr, flush=True)
+            end, seconds = numbers.stop, last_sign - began
+            tell(
+                "  ".join(
+                    [f"{end} of {num} images", *pace("image", end - there, num - end, seconds)]
+                )
+            )
 
 
 def _grid(images: Tensor) -> Tensor:

@@ -51,12 +51,14 @@ def requeue_line(request: Request) -> str:
     return f"SLURM job {job_id()} was requeued, and {found}."
 
 
-def resume_line(request: Request, step: int, number: signal.Signals) -> str:
-    """A line on a fit that a signal stopped after so many optimizer steps."""
+def resume_line(request: Request, step: int, number: signal.Signals, saved: bool) -> str:
+    """A line on a fit that a signal stopped after so many optimizer steps, `saved` or not."""
     last = checkpoint_file(request.root)
     text = f"Stopped by {number.name} at step {step}. "
     if not last.is_file():
-        return f"{text}There is no {last} to go on from."
+        return f"{text}There is no {last} to go on from: {step} steps are lost."
+    kept = step if saved else int(read_checkpoint(last, mmap=True)["global_step"])
+    text += f"The {step - kept} steps since step {kept} are lost. " if kept < step else ""
     # The folder of a checkpoint that the command names is not where it would look for `last`.
     again = shlex.quote(str(last)) if request.holds_checkpoint else "last"
     return f"{text}The same command with --ckpt_path={again} goes on from {last}."

@@ -16,6 +16,7 @@ import yaml
 from jsonargparse import DefaultHelpFormatter
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -52,9 +53,9 @@ from lit_diffusion.runs.summary import requeue_line, resume_line, summary
 from lit_diffusion.runs.trainer_settings import wrong_settings
 from lit_diffusion.settings.messages import innermost
 from lit_diffusion.settings.trust import trusting, within
-from lit_diffusion.system.signals import SAVED, SavedOnSignal, heed
+from lit_diffusion.system.signals import BY_HAND, SavedOnSignal, heed, tell
 from lit_diffusion.system.slurm import job_id
-from lit_diffusion.system.trainer_state import SubcommandCLI, cluster_environment
+from lit_diffusion.system.trainer_state import SubcommandCLI, cluster_environment, epochs_in
 
 _STRICT = {"exit_on_error": False, "allow_abbrev": False}
 """For the parsers of all commands and of each. The run folder is found by whole names alone."""
@@ -101,6 +102,7 @@ class RunCLI(SubcommandCLI):
         self._averaged = bool(averages_in(saved, request.checkpoint or ""))
         self._weights = saved.get("state_dict", {})
         self._restored_step = saved.get("global_step")
+        self._restored_epochs = epochs_in(saved)
         self.changed: dict[str, tuple[Any, Any]] = {}
         self._started = time.monotonic()
         super().__init__(
@@ -124,9 +126,9 @@ class RunCLI(SubcommandCLI):
         )
 
     def _read_checkpoint(self) -> Checkpoint:
-        """The checkpoint that is asked for; {} without, or for a fit that has none yet."""
+        """The checkpoint that is asked for; {} without."""
         file = self.request.checkpoint
-        if file is None or (self.request.command == "fit" and not file.is_file()):
+        if file is None:
             return {}
         saved = read_checkpoint(file, mmap=True)
         if self.request.command == "fit":
@@ -143,12 +145,11 @@ class RunCLI(SubcommandCLI):
             configs += ["--config", yaml.safe_dump({"model": self._spec})]  # JSON has no inf
         found = latest_config(request.root) if request.holds_checkpoint else None
         if found and not request.configs:
-            read_config(found)  # the real parser does not name what it cannot read
-            configs += ["--config", str(found)]
+            configs += ["--config", yaml.safe_dump(read_config(found))]
         if any(_CLASS_HELP.match(option) for option in request.options):
             return [request.command, *configs, *request.options]  # nothing may follow it
         own = ["--trainer.default_root_dir", str(request.root)]
-        if request.checkpoint is not None and request.checkpoint.is_file():
+        if request.checkpoint is not None:
             own += ["--ckpt_path", str(request.checkpoint)]
         return [request.command, *configs, *request.options, *own]
 
@@ -179,6 +180,19 @@ class RunCLI(SubcommandCLI):
             raise ValueError(wrong)
         if self.request.command == "fit" and not self.is_trial:
             rank_zero_only(refuse_mixing)(self.request)
+            self._refuse_finished(trainer.max_steps, trainer.max_epochs)
+
+    def _refuse_finished(self, max_steps: int, max_epochs: int | None) -> None:
+        """Say so where a checkpoint has all that is asked for: a mistake, unless it is repeated."""
+        steps, epochs = (self._restored_step, max_steps), (self._restored_epochs, max_epochs)
+        for what, (done, most) in {"steps": steps, "epochs": epochs}.items():
+            if done and most is not None and 0 <= most <= done:
+                file, setting = self.request.checkpoint, f"trainer.max_{what}"
+                said = f"{file} has {done} {what}, and {setting} is {most}"
+                if self.request.requeued or self.request.repeated:
+                    tell(f"{said}: the run is finished.")
+                    raise SystemExit(0)
+                raise ValueError(f"{said}; raise that to train on.")
 
     @property
     def is_trial(self) -> bool:
@@ -240,6 +254,11 @@ class RunCLI(SubcommandCLI):
                 f"{self.request.checkpoint} holds averaged weights, but no EMA callback is "
                 "configured to use them: pass the run's config, or add EMA to trainer.callbacks."
             )
+        if self.request.command == "predict" and not contains(callbacks, BasePredictionWriter):
+            raise ValueError(
+                "predict would keep nothing: write images with `lit-diffusion sample`, or add a "
+                "lightning.pytorch.callbacks.BasePredictionWriter to trainer.callbacks."
+            )
         if fits and not self.is_trial:
             callbacks += run_callbacks(root, self.changed)
             if config.enable_checkpointing is not False:
@@ -253,9 +272,9 @@ class RunCLI(SubcommandCLI):
             run()
         except (SystemExit, Exception) as error:
             if number := self._signal_behind(error):
-                self._print_how_to_resume(error, number)
-                saved = isinstance(error, SavedOnSignal)
-                raise SystemExit(SAVED if saved else 128 + number) from error
+                self._tell_how_to_resume(error, number)
+                code = error.code if isinstance(error, SavedOnSignal) else 128 + number
+                raise SystemExit(code) from error
             for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, RankWatch) and callback.verdict:
                     raise RuntimeError(callback.verdict) from error
@@ -275,12 +294,13 @@ class RunCLI(SubcommandCLI):
         worker = terminated and str(error).startswith("DataLoader worker")
         return signal.SIGTERM if worker or isinstance(error, SIGTERMException) else None
 
-    def _print_how_to_resume(self, error: BaseException, number: signal.Signals) -> None:
+    def _tell_how_to_resume(self, error: BaseException, number: signal.Signals) -> None:
         """Say how a fit goes on that a signal stopped; one that SLURM requeues does by itself."""
         fits = self.request.command == "fit" and not self.is_trial
-        requeued = isinstance(error, SavedOnSignal) and job_id()
+        saved, step = isinstance(error, SavedOnSignal), self.trainer.global_step
+        requeued = saved and number not in BY_HAND and job_id()
         if fits and not requeued and self.trainer.is_global_zero:
-            print(resume_line(self.request, self.trainer.global_step, number), file=sys.stderr)
+            tell(resume_line(self.request, step, number, saved))
 
     def before_fit(self) -> None:
         """Find out before anything is trained whether it can be kept, and by nobody else."""

@@ -4,11 +4,15 @@ A batch system signals all processes of a job. A handler that saved would do so 
 update, or of a collective that other ranks are not in; so it only makes a note.
 """
 
+import atexit
+import math
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -16,13 +20,20 @@ from typing import Any
 SAVED = 75
 """Exit code of a process that saved and is to be started again: EX_TEMPFAIL of sysexits.h."""
 
+ECHO = 0.3
+"""Seconds in which a second Ctrl-C is the first, which launchers such as torchrun pass on."""
+
+BY_HAND = (signal.SIGINT, signal.SIGHUP)
+"""Signals of a terminal: what ends of them is not to be started again by a loop of the shell."""
+
 _active: "SignalNotes | None" = None
 
 
 class SignalNotes:
     """Notes signals in place of being ended by them, from `start` to `stop`.
 
-    Those that others have noted before are taken over.
+    Those that others have noted before are taken over; what is ignored before (nohup) stays so. A
+    second Ctrl-C is a KeyboardInterrupt, as ever.
 
     Processes that are forked meanwhile, such as those that load data, are ended by their parent
     alone; they would die of signals to a whole job, and the run with them. So do processes that are
@@ -32,8 +43,10 @@ class SignalNotes:
     def __init__(self, signals: Iterable[signal.Signals]) -> None:
         self.received: signal.Signals | None = None
         self.signals = frozenset(signals)
+        self.answer = ""  # printed at the first Ctrl-C
         self._before: dict[signal.Signals, Any] = {}
         self._outer: SignalNotes | None = None
+        self._interrupted = math.inf  # when it was
 
     def start(self) -> None:
         """Begin; in the main thread only, as Python handles no signals in others."""
@@ -46,9 +59,11 @@ class SignalNotes:
         if self._before:
             self.stop()
         self.received = _active.received if _active is not None else None
+        self._interrupted = math.inf
         self._outer, _active = _active, self
         for number in self.signals:
-            self._before[number] = signal.signal(number, self._note)
+            if signal.getsignal(number) != signal.SIG_IGN:
+                self._before[number] = signal.signal(number, self._note)
 
     def stop(self) -> None:
         """Handle the signals as before."""
@@ -63,27 +78,92 @@ class SignalNotes:
         """Have further signals do nothing, in a process that is about to end."""
         global _active
         _active = None
-        for number in self.signals:
-            signal.signal(number, signal.SIG_IGN)
+        for number in self._before:
+            signal.signal(number, _nothing)  # unlike SIG_IGN, a later fit takes it over
+            atexit.register(signal.signal, number, signal.SIG_IGN)  # Python gives handlers back
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if number == signal.SIGINT and now - self._interrupted > ECHO:
+            raise KeyboardInterrupt
+        if number == signal.SIGINT and self._interrupted > now:
+            self._interrupted = now
+            with suppress(OSError):
+                os.write(2, self.answer.encode())  # print may be what was interrupted
         if self.received is None:
             self.received = signal.Signals(number)
 
 
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Handle a signal that comes after a save."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A `signal` other than that of Ctrl-C ended what was done."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.signal = signal.Signals(number)
+
+
 class SavedOnSignal(SystemExit):
-    """Ends a process that saved a checkpoint after so many steps because of a signal: exit 75."""
+    """Ends a process that saved a checkpoint after so many steps because of a signal.
+
+    With exit code 75; after a signal of the terminal with 128 and its number.
+    """
 
     def __init__(self, number: int, step: int, path: Path) -> None:
-        super().__init__(SAVED)
+        super().__init__(128 + number if number in BY_HAND else SAVED)
         self.signal, self.step, self.path = signal.Signals(number), step, path
+
+
+def tell(text: str) -> None:
+    """Print to stderr, unless that is a terminal that is gone."""
+    with suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Context in which SIGTERM and SIGHUP raise `Stopped`, as Ctrl-C raises KeyboardInterrupt."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise Stopped(number)
+
+    with _handled((signal.SIGTERM, signal.SIGHUP), stop):
+        yield
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Context whose end Ctrl-C, SIGTERM and SIGHUP wait for."""
+    came: list[int] = []
+    try:
+        with _handled((signal.SIGTERM, *BY_HAND), lambda number, frame: came.append(number)):
+            yield
+    finally:
+        for number in came:
+            os.kill(os.getpid(), number)
+
+
+@contextmanager
+def _handled(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
+    """Context with a handler of signals that are not ignored, in the main thread."""
+    main = threading.current_thread() is threading.main_thread()
+    minded = [n for n in numbers if main and signal.getsignal(n) not in (None, signal.SIG_IGN)]
+    before = {number: signal.signal(number, handler) for number in minded}
+    try:
+        yield
+    finally:
+        for number in before:
+            signal.signal(number, before[number])
 
 
 @contextmanager
 def noting() -> Iterator[None]:
     """Context in which SIGTERM and SIGUSR1 are noted for the fits that are about to be set up.
 
-    Where it ends with exit code 75, they stay without effect: another must not change the code.
+    Where it ends with the code of a signal, they stay without effect: another must not change it.
     """
     global _active
     notes = SignalNotes([signal.SIGTERM, signal.SIGUSR1])
@@ -92,7 +172,7 @@ def noting() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if isinstance(error, SystemExit) and error.code == SAVED:
+        if isinstance(error, SystemExit) and error.code in (SAVED, *(128 + n for n in BY_HAND)):
             _active = None  # what comes from now on is of no later fit in this process
         else:
             notes.stop()

@@ -4,7 +4,7 @@ A test asserts that each of them is there with the signature used, and setup.cfg
 below the next minor version.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard, TypeVar
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -145,6 +145,16 @@ def batch_progress_to_restore(trainer: Trainer) -> dict[str, Any]:
     loaded: Any = trainer._checkpoint_connector._loaded_checkpoint
     progress: dict[str, Any] = loaded["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     return progress
+
+
+def epochs_in(checkpoint: Mapping[str, Any]) -> int:
+    """Epochs of which a checkpoint has all batches; 0 where it does not tell."""
+    try:
+        loop = checkpoint["loops"]["fit_loop"]
+        ended = loop["epoch_loop.batch_progress"]["is_last_batch"]
+        return int(loop["epoch_progress"]["current"]["ready" if ended else "processed"])
+    except (KeyError, TypeError, ValueError):
+        return 0
 
 
 def limited_batches(trainer: Trainer, length: int) -> int:

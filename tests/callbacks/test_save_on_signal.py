@@ -13,11 +13,12 @@ from support.on_ranks import run_on_ranks
 from support.plain_module import PlainModule, loader, make_trainer
 from support.resuming import CALLBACKS, Death, Recipe, assert_goes_on
 
-from lit_diffusion.callbacks import EMA, SampleGrid, SaveOnSignal
+from lit_diffusion.callbacks import EMA, SampleGrid, SaveOnSignal, save_on_signal
 from lit_diffusion.runs.last_checkpoint import LastCheckpoint
+from lit_diffusion.system import signals
 from lit_diffusion.system.signals import SAVED, SavedOnSignal
 
-HANDLED = (signal.SIGTERM, signal.SIGUSR1)
+HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class Sends(Callback):
@@ -57,7 +58,7 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("number", HANDLED)
+@pytest.mark.parametrize("number", HANDLED[:2])
 @pytest.mark.parametrize("hook", PLACES)
 def test_a_run_saves_after_the_step_in_which_the_signal_comes(tmp_path, hook, number):
     """In batch 4, which validation follows."""
@@ -205,8 +206,37 @@ def test_gradients_of_accumulated_batches_are_not_lost(tmp_path, recipe):
     assert_goes_on(tmp_path, recipe, *dying, error=SavedOnSignal)
 
 
-def test_a_second_signal_changes_nothing(tmp_path):
-    sends = Sends("on_train_batch_start", 3), Sends("on_save_checkpoint", 3, signal.SIGUSR1)
+@pytest.mark.usefixtures("terminal_signals")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGHUP, 129)])
+def test_signals_of_a_terminal_save_and_ask_for_no_other_start(tmp_path, monkeypatch, number, code):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(save_on_signal, "requeue_job", None)
+    sends = Sends("on_train_batch_start", 3, number)
+    trainer = make_trainer(
+        tmp_path, sends, SaveOnSignal(tmp_path), max_epochs=3, enable_checkpointing=True
+    )
+    with pytest.raises(SavedOnSignal) as ended:
+        trainer.fit(PlainModule(), loader(40))
+    assert (ended.value.code, ended.value.step, saved_at(tmp_path)) == (code, 3, 3)
+
+
+@pytest.mark.usefixtures("terminal_signals")
+def test_a_second_ctrl_c_before_the_save_ends_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(signals, "ECHO", 0.0)
+    sends = (Sends("on_train_batch_start", 3, signal.SIGINT) for _ in range(2))
+    trainer = make_trainer(
+        tmp_path, *sends, SaveOnSignal(tmp_path), max_epochs=3, enable_checkpointing=True
+    )
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(PlainModule(), loader(40))
+    assert isinstance(ended.value.__context__, KeyboardInterrupt)
+    assert not (tmp_path / "last.ckpt").exists()
+
+
+@pytest.mark.usefixtures("terminal_signals")
+@pytest.mark.parametrize("second", [signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
+def test_a_second_signal_changes_nothing(tmp_path, second):
+    sends = Sends("on_train_batch_start", 3), Sends("on_save_checkpoint", 3, second)
     trainer = make_trainer(
         tmp_path, *sends, SaveOnSignal(tmp_path), max_epochs=3, enable_checkpointing=True
     )

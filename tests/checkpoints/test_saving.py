@@ -2,6 +2,7 @@ import errno
 import os
 import pathlib
 import pickle
+import signal
 import subprocess
 import sys
 
@@ -36,6 +37,20 @@ def test_what_could_not_be_read_back_is_refused_when_it_is_written(file):
     with pytest.raises(TypeError, match="tensors and plain builtins, got pathlib"):
         write_checkpoint({"state_dict": {}, "callbacks": {"A": pathlib.Path("x")}}, file)
     assert file.read_bytes() == before
+    assert os.listdir(file.parent) == [file.name]
+
+
+@pytest.mark.usefixtures("terminal_signals")
+def test_ctrl_c_waits_for_the_file_and_is_no_full_disk(file, monkeypatch):
+    def interrupted(content, opened):
+        os.kill(os.getpid(), signal.SIGINT)
+        save(content, opened)
+
+    save, content = torch.save, {"state_dict": {"w": torch.ones(9)}}
+    monkeypatch.setattr(torch, "save", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_checkpoint(content, file)
+    assert_same_bits(read_checkpoint(file)["state_dict"], content["state_dict"])
     assert os.listdir(file.parent) == [file.name]
 
 

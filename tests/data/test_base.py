@@ -75,11 +75,27 @@ def test_fit_shuffles_anew_every_epoch_and_validates_each_image_once():
     assert places(module.seen["val"]) == 2 * list(range(360))
 
 
-def test_the_test_split_is_the_validation_split():
+def test_without_a_test_split_the_validation_split_is_tested_under_its_own_name(caplog):
     module = Recorder()
     trainer().test(module, Digits(), verbose=False)
     trainer().validate(module, Digits(), verbose=False)
     assert places(module.seen["test"]) == places(module.seen["val"]) == list(range(360))
+    assert "The data have no test split: this is the validation split." in caplog.messages
+    with pytest.raises(ValueError, match="also for testing"):
+        Digits().dataset("test")
+
+
+def test_a_data_module_with_a_test_split_says_so(caplog):
+    class Held(Digits):
+        tests_on = "test"
+
+        def load(self, split):
+            return super().load("train" if split == "test" else split)
+
+    module = Recorder()
+    trainer().test(module, Held(), verbose=False)
+    assert places(module.seen["test"]) == list(range(1437))
+    assert not any("no test split" in message for message in caplog.messages)
 
 
 @pytest.mark.parametrize(("data", "label"), [(Digits, lambda s: s % 10), (Pictures, lambda s: -1)])

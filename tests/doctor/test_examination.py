@@ -161,9 +161,9 @@ def test_a_checkpoint_of_another_architecture_is_a_problem():
     assert "of another architecture" in found["resume"].text
 
 
-def test_a_resume_without_a_checkpoint_starts_anew():
-    found = look_at(small_digits(200), "--ckpt_path=last")
-    assert found["resume"].level is Level.NOTE
+def test_a_resume_without_a_checkpoint_is_a_problem_unless_it_may_start():
+    assert "there is no file runs" in str(look_at(small_digits(200), "--ckpt_path=last"))
+    assert not has_problem(look_at(small_digits(200), "--ckpt_path=last-or-none").values())
 
 
 def test_a_folder_in_use_is_a_problem():

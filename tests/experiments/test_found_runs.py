@@ -82,6 +82,14 @@ def test_a_run_that_wrote_its_config_only_is_found():
     assert [str(run.path) for run in find_runs(["a"])] == ["a"]
 
 
+def test_links_to_folders_around_them_end_nowhere(folder):
+    """Each of twelve leads to all: without a look at where they lead, there is no end of paths."""
+    write_run(folder / "sweep" / "a" / "seed-0", [3.0], 0, steps=(100,))
+    for n in range(12):
+        (folder / "sweep" / f"link-{n}").symlink_to(folder / "sweep")
+    assert [str(run.path) for run in find_runs(["sweep"])] == ["sweep/a/seed-0"]
+
+
 def test_what_is_not_there_or_holds_no_run_is_told():
     with pytest.raises(FileNotFoundError, match="no run folder nowhere"):
         find_runs(["nowhere"])

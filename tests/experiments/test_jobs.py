@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from lit_diffusion.experiments import jobs
-from lit_diffusion.experiments.jobs import Job, Stopped, claim, run_jobs, threads_each
+from lit_diffusion.experiments.jobs import Job, claim, run_jobs, threads_each
+from lit_diffusion.system.signals import Stopped
 
 pytestmark = pytest.mark.usefixtures("terminal_signals")
 

@@ -101,7 +101,7 @@ def test_a_printed_command_resumes_when_it_is_run_again(capsys):
         ("--trainer.max_steps=-1", "arm baseline: runs are finished after trainer.max_steps"),
         ("--trainer.enable_checkpointing=false", "runs are resumed from checkpoints"),
         ("--trainer.fast_dev_run=true", "runs are resumed from checkpoints"),
-        ("--ckpt_path=last", "runs start from scratch; leave out ckpt_path=last."),
+        ("--ckpt_path=last", "there is no file runs/tiny/checkpoints/last.ckpt"),
         ("--trainer.max_stops=4", "max_stops"),
     ],
 )

@@ -163,7 +163,7 @@ def test_torchrun_on_two_nodes_of_which_one_is_told_to_stop(undisturbed):
     step = end("stopped")["global_step"]
     assert f"Saved stopped/checkpoints/last.ckpt at step {step}, on SIGTERM." in output()
     assert "exitcode  : 75" in output()
-    assert [node.wait(300) for node in torchrun("stopped", "--ckpt_path=last")] == [0, 0]
+    assert [node.wait(300) for node in torchrun("stopped", "--ckpt_path=last-or-none")] == [0, 0]
     assert_same_end("stopped", undisturbed)
 
 

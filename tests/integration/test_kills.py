@@ -57,7 +57,7 @@ def start(name):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with Path(f"{name}.log").open("ab") as log:
         return subprocess.Popen(
-            [*command, "--ckpt_path=last"], stdout=log, stderr=log, env=environment
+            [*command, "--ckpt_path=last-or-none"], stdout=log, stderr=log, env=environment
         )
 
 

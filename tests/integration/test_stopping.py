@@ -1,6 +1,8 @@
 """Commands that are stopped by a signal: exit code, what is told, and what is left behind."""
 
 import os
+import pty
+import select
 import shlex
 import signal
 import subprocess
@@ -12,6 +14,8 @@ import pytest
 from support.commands import SCRIPT, call, checkpoint
 from support.small_digits import small_digits
 from support.tiny_run import HERE, tiny_config, write_config
+
+from lit_diffusion.runs.loggers import read_rows
 
 LAST = Path("runs/digits/checkpoints/last.ckpt")
 
@@ -38,18 +42,37 @@ def stopped(number: signal.Signals, sign: Path, *options: str) -> tuple[int, str
 @pytest.mark.usefixtures("terminal_signals")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)]
+    ("number", "code"),
+    [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
 )
 def test_a_fit_that_a_signal_stops_ends_with_its_code_and_says_how_to_go_on(number, code, workers):
     ended, said = stopped(number, LAST, f"--data.num_workers={workers}")
     assert ended == code, said
     assert "Traceback" not in said
-    assert f"Stopped by {number.name} at step " in said
+    step = checkpoint("runs/digits")["global_step"]
+    assert f"Saved {LAST} at step {step}, on {number.name}." in said
+    assert f"Stopped by {number.name} at step {step}. The same" in said
     told = f"The same command with --ckpt_path=last goes on from {LAST}."
     assert told in said.strip().split("\n")[-1]
-    step = checkpoint("runs/digits")["global_step"] + 1
+    step += 1
     assert call(f"fit --config digits.yaml --ckpt_path=last --trainer.max_steps={step}") == 0
     assert checkpoint("runs/digits")["global_step"] == step
+
+
+@pytest.mark.system
+@pytest.mark.usefixtures("terminal_signals")
+def test_a_terminal_that_is_closed_costs_nothing():
+    """Its bar and its messages have nowhere to go then."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(SCRIPT, [SCRIPT, "fit", "--config=digits.yaml"])
+    while not LAST.exists():
+        if select.select([terminal], [], [], 0.1)[0]:
+            os.read(terminal, 4096)
+    reached = int(read_rows("runs/digits/metrics.csv")[-1]["step"])
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 129
+    assert checkpoint("runs/digits")["global_step"] > reached
 
 
 @pytest.mark.system
@@ -58,7 +81,8 @@ def test_a_fit_that_is_stopped_without_a_checkpoint_says_so():
     options = "--trainer.enable_checkpointing=false"
     ended, said = stopped(signal.SIGTERM, Path("runs/digits/metrics.csv"), options)
     assert ended == 143, said
-    assert said.strip().endswith(f"There is no {LAST} to go on from.")
+    assert f"There is no {LAST} to go on from: " in said
+    assert said.strip().endswith(" steps are lost.")
 
 
 KEEPS_NOTHING = [

@@ -52,18 +52,26 @@ def test_the_run_folder_is_the_one_stated_else_the_checkpoints_else_named_after_
     command, root
 ):
     write("rooted.yaml", yaml.safe_dump({"trainer": {"default_root_dir": "from/config"}}))
-    write(LAST), write("loose.ckpt")
+    write(LAST), write("loose.ckpt"), write("runs/digits/checkpoints/last.ckpt")
     assert request(command).root == Path(root)
 
 
 def test_last_is_the_last_checkpoint_of_the_run_folder():
-    asked = request("fit --config digits.yaml --ckpt_path=last")
-    assert asked.checkpoint == Path("runs/digits/checkpoints/last.ckpt")
-    assert asked.holds_checkpoint
+    last = Path("runs/digits/checkpoints/last.ckpt")
+    with pytest.raises(FileNotFoundError, match=f"there is no file {last}; name another, or last-"):
+        request("fit --config digits.yaml --ckpt_path=last")
+    started = request("fit --config digits.yaml --ckpt_path=last-or-none")
+    assert (started.checkpoint, started.options[-1]) == (None, "--ckpt_path=null")
+    write(str(last))
+    for name in ("last", "last-or-none"):
+        asked = request(f"fit --config digits.yaml --ckpt_path={name}")
+        assert asked.checkpoint == last
+        assert asked.holds_checkpoint
 
 
 def test_the_checkpoint_may_be_named_in_a_config():
     write("resuming.yaml", "ckpt_path: last")
+    write("runs/resuming/checkpoints/last.ckpt")
     assert request("fit --config resuming.yaml").checkpoint == Path(
         "runs/resuming/checkpoints/last.ckpt"
     )
@@ -93,16 +101,18 @@ def test_a_missing_config_is_left_to_the_real_parser_to_report():
 
 @pytest.mark.parametrize("trace", ["metrics.csv", "evaluations.jsonl", "checkpoints/best-fid.ckpt"])
 def test_a_fresh_fit_into_the_folder_of_a_run_is_refused_with_both_ways_out(trace):
-    write(f"runs/digits/{trace}")
-    with pytest.raises(ValueError, match="runs/digits already holds a run") as error:
+    write(f"runs/digits/{trace}", "step\n0\n")
+    with pytest.raises(ValueError, match=r"runs/digits already holds a run.*delete it") as error:
         refuse_mixing(request("fit --config digits.yaml"))
     assert trace in str(error.value)
-    assert "--ckpt_path=last" in str(error.value)
     assert "--trainer.default_root_dir=runs/digits-2" in str(error.value)
+    write("runs/digits/checkpoints/last.ckpt")
+    with pytest.raises(ValueError, match="Continue it with --ckpt_path=last"):
+        refuse_mixing(request("fit --config digits.yaml"))
 
 
 def test_a_checkpoint_from_elsewhere_does_not_open_the_folder_of_a_run():
-    write("runs/digits/metrics.csv"), write("loose.ckpt")
+    write("runs/digits/metrics.csv", "step\n0\n"), write("loose.ckpt")
     with pytest.raises(ValueError, match="already holds a run"):
         refuse_mixing(request("fit --config digits.yaml --ckpt_path loose.ckpt"))
 
@@ -113,8 +123,9 @@ def test_a_resume_in_its_own_folder_is_let_through(path):
     refuse_mixing(request(f"fit --config digits.yaml --ckpt_path={path}"))
 
 
-def test_a_folder_with_nothing_but_a_config_holds_no_run():
-    write("runs/digits/config.yaml")
+def test_a_folder_without_a_row_or_a_checkpoint_holds_no_run():
+    write("runs/digits/config.yaml"), write("runs/digits/metrics.csv", "step\n")
+    write("runs/digits/evaluations.jsonl"), write("runs/digits/tensorboard/events.1")
     refuse_mixing(request("fit --config digits.yaml"))
     assert next_config(Path("runs/digits")) == Path("runs/digits/config.yaml")
 
@@ -123,11 +134,26 @@ def test_every_resume_gets_a_config_of_its_own_and_the_latest_is_found():
     root = Path("runs/digits")
     assert latest_config(root) is None
     assert next_config(root) == root / "config.yaml"
-    write("runs/digits/config.yaml"), write("runs/digits/metrics.csv")
+    write("runs/digits/config.yaml"), write("runs/digits/metrics.csv", "step\n0\n")
     for n in range(1, 12):
         assert next_config(root) == root / f"config.resume-{n}.yaml"
         write(f"runs/digits/config.resume-{n}.yaml")
         assert latest_config(root) == root / f"config.resume-{n}.yaml"
+
+
+def test_a_config_that_a_run_wrote_stands_for_the_folder_that_it_is_in():
+    """Whatever that was called when it was written, and whoever looks from wherever."""
+    saver = {"class_path": "Saver", "init_args": {"dirpath": "runs/old/best"}}
+    trainer = {"default_root_dir": "runs/old", "callbacks": [saver]}
+    write("new/config.resume-1.yaml", yaml.safe_dump({"trainer": trainer}))
+    assert request("fit --config new/config.resume-1.yaml").root == Path("runs/old")
+    write("new/checkpoints/last.ckpt")
+    for form in ("--config new/config.resume-1.yaml", "--config=new/config.resume-1.yaml"):
+        asked = request(f"fit {form} --ckpt_path=last")
+        assert (asked.root, asked.checkpoint) == (Path("new"), Path("new/checkpoints/last.ckpt"))
+        (given,) = [option for option in asked.options if "trainer" in option]
+        assert "dirpath: new/best" in given
+        assert "old" not in given
 
 
 def test_a_folder_is_for_one_process_at_a_time_and_free_again_after_any_end():
@@ -149,7 +175,7 @@ def requeued(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
-    write("runs/digits/metrics.csv", "step\n")
+    write("runs/digits/metrics.csv", "step\n0\n")
     write("runs/digits/checkpoints/slurm-job", "- 7 0\n")
     write("configs/digits.yaml", "trainer: {}")
 

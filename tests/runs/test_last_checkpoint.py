@@ -1,3 +1,4 @@
+import math
 import os
 import time
 from pathlib import Path
@@ -151,11 +152,11 @@ def test_no_save_is_made_between_the_last_batch_of_an_epoch_and_its_end(tmp_path
 class Ruin(pl.Callback):
     """Makes the weights useless in one update, of which loss and gradients are finite."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, lr: float = 1e30) -> None:
+        self.step, self.lr = step, lr
 
     def on_train_batch_start(self, trainer, *args):
-        lr = 1e30 if trainer.global_step + 1 == self.step else 1e-3
+        lr = self.lr if trainer.global_step + 1 == self.step else 1e-3
         for group in trainer.optimizers[0].param_groups:
             group["lr"] = lr
 
@@ -171,6 +172,18 @@ def test_a_run_that_stops_for_a_loss_keeps_the_checkpoint_from_before_the_weight
     assert saver.steps == [3]
     assert (tmp_path / "last.ckpt").read_bytes() == good
     assert not (tmp_path / "before-last.ckpt").exists()
+
+
+@pytest.mark.parametrize("first", [1, 100])
+@pytest.mark.parametrize("validates", [0, 1.0])
+def test_a_run_whose_last_update_ruins_the_weights_does_not_end_well(tmp_path, first, validates):
+    """No loss comes after it that would tell."""
+    saver, ruin = Saves(tmp_path, first=first, every_n_seconds=0.0), Ruin(3, lr=math.nan)
+    options = {"limit_val_batches": validates, "max_steps": 3}
+    with pytest.raises(FloatingPointError, match=r"weights of step 3 are not finite, .*not saved"):
+        fit(saver, tmp_path, callbacks=[FiniteUpdates(), ruin], **options)
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"] * (first == 1)
+    assert first == 100 or saved(tmp_path)["global_step"] in (1, 2)
 
 
 def test_a_save_that_the_next_loss_has_proven_stays_where_a_later_one_stops_the_run(tmp_path):

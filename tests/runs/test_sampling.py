@@ -1,5 +1,8 @@
 import json
+import os
+import signal
 from argparse import Namespace
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +14,7 @@ from support.small_digits import write_small_digits
 
 from lit_diffusion.checkpoints.loading import Loaded
 from lit_diffusion.guidance import ClassifierFree
+from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.runs import sampling
 from lit_diffusion.runs.sampling import load_generator
 
@@ -66,6 +70,47 @@ def test_the_record_says_how_the_images_were_made(averaged):
     assert kept["labels"] == [3]
     assert kept["sampling"]["steps"] == 2
     assert "ClassifierFree(scale=2.0)" in kept["sampling"]["guidance"]
+
+
+@pytest.mark.usefixtures("terminal_signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_call_that_is_stopped_keeps_what_it_has_and_goes_on(
+    averaged, monkeypatch, number, capsys
+):
+    command = "sample --checkpoint run --num 9 --batch-size 2 --labels 3,1,4"
+    assert call(f"{command} --out whole") == 0
+    generate, calls = DiffusionModule.generate, []
+
+    def stopped(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            os.kill(os.getpid(), number)
+        return generate(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiffusionModule, "generate", stopped)
+        assert call(f"{command} --out out") == 128 + number
+    assert "Stopped with 4 of 9 images in out; the same command goes on." in capsys.readouterr().err
+    assert torch.equal(pngs("out"), pngs("whole")[:4])
+    kept = record("out")
+    assert (kept["num"], kept["of"], kept["seeds"]) == (4, 9, [0, 4])
+
+    for other in ("--seed 1", "--num 8", "--steps 2", "--labels 3", "--weights raw"):
+        assert call(f"{command} --out out {other}") == 2
+        assert "holds 4 of 9 images of another call" in capsys.readouterr().err
+    assert record("out") == kept
+    assert call(f"{command} --out out") == 0
+    for file in Path("whole").iterdir():
+        assert (Path("out") / file.name).read_bytes() == file.read_bytes()
+    assert call(f"{command} --out out") == 2
+
+
+def test_progress_has_a_rate_and_an_end(averaged, monkeypatch, capsys):
+    clock = count(step=20)
+    monkeypatch.setattr(sampling.time, "monotonic", lambda: next(clock))
+    assert call("sample --checkpoint run --num 6 --batch-size 2 --out out") == 0
+    told = capsys.readouterr().err.strip().split("\n")[-2:]
+    assert told[0] == "2 of 6 images  20.0 s/image  0:01:20 left"
 
 
 def test_raw_weights_give_other_images(averaged):

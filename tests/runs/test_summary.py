@@ -2,6 +2,7 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from lit_diffusion.runs.folder import read_command_line
 from lit_diffusion.runs.summary import fid_rows, resume_line
@@ -52,13 +53,17 @@ def test_a_fit_that_was_stopped_goes_on_as_it_says(options, tmp_path, monkeypatc
         for name in ("last", "best"):
             file = Path(root, "checkpoints", f"{name}.ckpt")
             file.parent.mkdir(parents=True, exist_ok=True)
-            file.touch()
+            torch.save({"state_dict": {}, "global_step": 1}, file)
     Path("best.ckpt").touch()
     request = read_command_line(["fit", *options.split()])
-    told = resume_line(request, 3, signal.SIGTERM)
+    told = resume_line(request, 3, signal.SIGTERM, True)
     assert told.startswith("Stopped by SIGTERM at step 3. The same command with --ckpt_path=")
     again = next(word for word in told.split() if word.startswith("--ckpt_path"))
     going_on = read_command_line(["fit", *options.split(), again])
     assert going_on.root == request.root
     assert going_on.checkpoint == request.root / "checkpoints" / "last.ckpt"
     assert told.endswith(f" goes on from {going_on.checkpoint}.")
+    lost = resume_line(request, 3, signal.SIGINT, False)
+    assert lost.startswith(
+        "Stopped by SIGINT at step 3. The 2 steps since step 1 are lost. The same"
+    )

@@ -238,9 +238,76 @@ def test_a_run_is_resumed_from_its_checkpoint_alone():
     assert [row["step"] for row in read_rows("runs/tiny/metrics.csv")] == list("012334")
 
 
-def test_last_without_a_checkpoint_starts_from_scratch():
-    assert call(f"{FIT} --ckpt_path=last") == 0
+def test_last_without_a_checkpoint_is_a_mistake_unless_the_run_may_start(capsys):
+    assert call(f"{FIT} --ckpt_path=last") == 2
+    assert "no file runs/tiny/checkpoints/last.ckpt" in capsys.readouterr().err
+    assert not Path("runs").exists()
+    assert call(f"{FIT} --ckpt_path=last-or-none") == 0
     assert checkpoint("runs/tiny")["global_step"] == 8
+
+
+def test_a_run_that_is_moved_goes_on_in_its_new_place_from_anywhere(whole, monkeypatch, capsys):
+    """To the last bit, by its checkpoint alone, and by the config that it wrote."""
+    given = {"dirpath": "runs/tiny/kept", "every_n_train_steps": 1}
+    keeper = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": given}
+    write_config(tiny_config(callbacks=[EMA, keeper], max_steps=10))
+    assert call(f"{FIT} --trainer.max_steps=3") == 0
+    moved = Path("elsewhere/renamed").absolute()
+    moved.parent.mkdir()
+    Path("runs/tiny").rename(moved)
+    Path("far/away").mkdir(parents=True)
+    monkeypatch.chdir("far/away")
+    last = f"--ckpt_path={moved}/checkpoints/last.ckpt"
+    assert call(f"fit {last} --trainer.max_steps=5 {TRUST}") == 0
+    config = f"--config {moved}/config.yaml --ckpt_path=last --trainer.max_steps=10"
+    assert call(f"fit {config} {TRUST}") == 0
+    assert list(Path().iterdir()) == []
+    assert (moved / "kept" / "epoch=2-step=10.ckpt").is_file()
+    assert equal(weights(whole), weights(moved))
+    assert (whole / "metrics.csv").read_text() == (moved / "metrics.csv").read_text()
+
+
+def test_after_a_mistake_at_the_first_step_the_corrected_command_starts():
+    wrong = "--trainer.callbacks+=support.tiny_run.Fails"
+    assert call(f"{FIT} {wrong}") == 1
+    assert Path("runs/tiny/metrics.csv").exists()
+    assert call(FIT) == 0
+
+
+@pytest.mark.parametrize(
+    ("limit", "more"),
+    [
+        ("max_steps=3", "max_steps=4"),
+        ("max_steps=4", "max_steps=5"),
+        ("max_epochs=2", "max_epochs=3"),
+        ("max_epochs=2 --trainer.val_check_interval=2", "max_epochs=3"),
+    ],
+)
+def test_a_checkpoint_that_has_all_that_is_asked_for_is_not_trained_again(limit, more, capsys):
+    base = f"{FIT} --trainer.max_steps=-1 --trainer"
+    assert call(f"{base}.{limit}") == 0
+    before = {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()}
+    capsys.readouterr()
+    assert call(f"{base}.{limit} --ckpt_path=last") == 2
+    name, _, value = limit.split()[0].partition("=")
+    unit = name.removeprefix("max_")
+    told = f"last.ckpt has {value} {unit}, and trainer.{name} is {value}; raise that to train on"
+    assert told in capsys.readouterr().err
+    assert call(f"{base}.{limit} --ckpt_path=last-or-none") == 0
+    assert "the run is finished" in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()} == before
+    assert call(f"{base}.{more} --ckpt_path=last") == 0
+
+
+def test_a_resume_tells_the_rows_that_it_takes_out(caplog):
+    assert call(f"{FIT} --trainer.max_steps=3") == 0
+    early = Path("runs/tiny/checkpoints/last.ckpt").read_bytes()
+    assert call(f"{FIT} --trainer.max_steps=7 --ckpt_path=last") == 0
+    assert not any("rows of steps" in message for message in caplog.messages)
+    Path("runs/tiny/checkpoints/last.ckpt").write_bytes(early)  # died before the next save
+    assert call(f"{FIT} --trainer.max_steps=7 --ckpt_path=last") == 0
+    rows = "Took 5 rows of steps after 3 out of runs/tiny/metrics.csv."
+    assert rows in caplog.messages
 
 
 def test_last_where_a_run_lost_its_last_checkpoint_touches_nothing(capsys):
@@ -250,6 +317,8 @@ def test_last_where_a_run_lost_its_last_checkpoint_touches_nothing(capsys):
     before = {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()}
     capsys.readouterr()
     assert call(f"{FIT} --ckpt_path=last") == 2
+    assert "there is no file runs/tiny/checkpoints/last.ckpt" in capsys.readouterr().err
+    assert call(f"{FIT} --ckpt_path=last-or-none") == 2
     assert "checkpoints/best-fid.ckpt" in capsys.readouterr().err
     assert {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()} == before
 
@@ -431,6 +500,14 @@ def test_validation_writes_nothing_into_the_run_folder():
     before = {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()}
     assert call(f"validate --ckpt_path=runs/tiny/checkpoints/last.ckpt {TRUST}") == 0
     assert {p: p.read_bytes() for p in Path("runs").rglob("*") if p.is_file()} == before
+
+
+def test_predicting_without_a_way_to_keep_it_is_refused(capsys):
+    call(FIT)
+    predict = f"predict --ckpt_path=runs/tiny/checkpoints/last.ckpt {TRUST}"
+    assert call(predict) == 2
+    assert "write images with `lit-diffusion sample`, or add a" in capsys.readouterr().err
+    assert call(f"{predict} --trainer.callbacks+={HERE}.Writes") == 0
 
 
 # Mistakes

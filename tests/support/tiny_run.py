@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import yaml
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -161,10 +162,20 @@ def write_config(config: dict[str, Any], path: Path = Path("tiny.yaml")) -> Path
     return path
 
 
-class SignalsItself(pl.Callback):
+class Writes(BasePredictionWriter):
+    """Without which there is no predicting."""
+
+    def __init__(self) -> None:
+        super().__init__("epoch")
+
+    def write_on_epoch_end(self, *args: Any) -> None: ...
+
+
+class SignalsItself(Writes):
     """Sends this process a signal in the second batch, whatever it is that runs."""
 
     def __init__(self, name: str) -> None:
+        super().__init__()
         self.number = signal.Signals[name]
 
     def on_train_batch_start(
@@ -179,3 +190,10 @@ class SignalsItself(pl.Callback):
 
 class Nothing(pl.Callback):
     """A callback of the user's own."""
+
+
+class Fails(pl.Callback):
+    """Raises in the first step."""
+
+    def on_before_backward(self, *args: Any) -> None:
+        raise RuntimeError("a mistake")

@@ -6,7 +6,15 @@ import time
 
 import pytest
 
-from lit_diffusion.system.signals import SAVED, SignalNotes, heed, noting
+from lit_diffusion.system import signals
+from lit_diffusion.system.signals import (
+    SAVED,
+    SignalNotes,
+    heed,
+    noting,
+    stoppable,
+    uninterrupted,
+)
 
 
 def lives(process):
@@ -130,6 +138,53 @@ def test_where_nothing_was_noted_nothing_comes():
     with noting():
         heed()
         assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.usefixtures("terminal_signals")
+def test_a_second_ctrl_c_ends_what_waits_and_the_first_is_answered(capfd, monkeypatch):
+    notes = SignalNotes([signal.SIGINT, signal.SIGTERM])
+    notes.answer = "it waits"
+    notes.start()
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(2):  # as terminal and torchrun do at one Ctrl-C
+            os.kill(os.getpid(), signal.SIGINT)
+        assert capfd.readouterr().err == "it waits"
+        monkeypatch.setattr(signals, "ECHO", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    finally:
+        notes.stop()
+    assert notes.received == signal.SIGTERM
+
+
+@pytest.mark.usefixtures("terminal_signals")
+def test_what_is_ignored_stays_so_unless_it_was_silenced_after_a_save():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    notes, received = SignalNotes([signal.SIGHUP, signal.SIGUSR1]), []
+    before = signal.getsignal(signal.SIGUSR1)
+    for _ in range(2):
+        notes.start()
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        received.append(notes.received)
+        notes.ignore()
+    signal.signal(signal.SIGUSR1, before)
+    assert received == [signal.SIGUSR1] * 2
+
+
+@pytest.mark.usefixtures("terminal_signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_waits_for_what_must_not_be_interrupted(number):
+    reached = []
+    with pytest.raises(KeyboardInterrupt) as ended, stoppable():  # noqa: PT012
+        with uninterrupted():
+            os.kill(os.getpid(), number)
+            reached.append("end")
+        reached.append("behind")
+    assert reached == ["end"]
+    assert getattr(ended.value, "signal", signal.SIGINT) == number
 
 
 def test_a_second_start_keeps_the_way_back():
