@@ -59,6 +59,7 @@ SAVE_EACH_STEP = (
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default:.* is again that of the save before")
 def test_a_run_that_diverges_is_stopped_kept_and_replayed(here, capsys):
     assert call("fit --config small.yaml") == 0
     last = Path("runs/small/checkpoints/last.ckpt")
