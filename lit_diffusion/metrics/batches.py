@@ -17,8 +17,8 @@ RANGES = ((255.0, 0.0), (127.5, 127.5))
 """Factor and offset that make levels of [0, 1] and of [-1, 1]."""
 
 
-def images_in(batch: Any, where: Where = None) -> Tensor:
-    """Images of any type (N, C, H, W); those that have their channels last are turned.
+def images_in(batch: Any, where: Where = None, ndim: int | None = None) -> Tensor:
+    """Images of any type, with `ndim` dimensions if given; those with channels last are turned.
 
     Raises:
         TypeError: where there are none, with what to write.
@@ -33,13 +33,14 @@ def images_in(batch: Any, where: Where = None) -> Tensor:
         images = where(batch) if callable(where) else batch if where is None else batch[where]
     except (KeyError, IndexError) as error:
         raise TypeError(f"images={where!r} finds nothing in a batch {_kind(batch)}.") from error
-    if not isinstance(images, Tensor) or images.ndim != 4:
+    if not isinstance(images, Tensor) or ndim not in (None, images.ndim):
         raise TypeError(
             f"images must be (N, C, H, W), got {_kind(images)} of a batch {_kind(batch)}; say "
             'where they are, as images=0, images="image" or images=lambda batch: ....'
         )
-    channels_last = images.shape[1] not in (1, 3, 4) and images.shape[3] in (1, 3, 4)
-    return images.permute(0, 3, 1, 2) if channels_last else images
+    colours = (1, 3, 4)
+    turned = images.ndim == 4 and images.shape[1] not in colours and images.shape[3] in colours
+    return images.permute(0, 3, 1, 2) if turned else images
 
 
 def uint8_images(batch: Any, where: Where = None) -> Tensor:
@@ -54,7 +55,7 @@ def uint8_images(batch: Any, where: Where = None) -> Tensor:
         >>> uint8_images([torch.tensor([-1.0, 0.6, 1.0]).view(1, 1, 1, 3)]).flatten().tolist()
         [0, 204, 255]
     """
-    images = images_in(batch, where)
+    images = images_in(batch, where, ndim=4)
     if images.dtype == torch.uint8:
         return images
     fits = _levels(images) if images.is_floating_point() else []

@@ -77,4 +77,4 @@ def test_channels_that_are_last_are_put_first(shape, expected):
 )
 def test_a_batch_without_images_is_refused_with_what_it_has(batch, where, message):
     with pytest.raises(TypeError, match=message):
-        images_in(batch, where)
+        images_in(batch, where, ndim=4)
