@@ -124,10 +124,10 @@ class LastCheckpoint(Checkpoint):
             self._before.keep()
         try:
             trainer.save_checkpoint(self._end if ends else self.path, weights_only=False)
-        except OSError as error:  # a full disk: the one before is still the last
+        except (OSError, FloatingPointError) as error:  # not saved: the one before is the last
             if trainer.is_global_zero:
                 self._before.let_go()
-            if not ends:
+            if not ends or isinstance(error, FloatingPointError):
                 raise
             text = str(error).replace(str(self._end), str(self.path)).rstrip(".")
             kept = "; the checkpoint saved there before is intact" if self.path.exists() else ""
