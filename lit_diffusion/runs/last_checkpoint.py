@@ -124,7 +124,7 @@ class LastCheckpoint(Checkpoint):
             self._before.keep()
         try:
             trainer.save_checkpoint(self._end if ends else self.path, weights_only=False)
-        except (OSError, FloatingPointError) as error:  # the one before is still the last
+        except (OSError, FloatingPointError) as error:  # not saved: the one before is the last
             if trainer.is_global_zero:
                 self._before.let_go()
             if not ends or isinstance(error, FloatingPointError):
