@@ -109,8 +109,9 @@ class LastCheckpoint(Checkpoint):
             )
 
     def _drop_end(self, trainer: Trainer) -> None:
-        if trainer.is_global_zero and self._end.is_file():
-            self._end.unlink()
+        for left in self.path.parent.glob(".*last.ckpt.*") if trainer.is_global_zero else ():
+            if left.is_file():
+                left.unlink()
 
     def _is_wanted(self, trainer: Trainer) -> bool:
         due = trainer.global_step >= self._due and not ends_epoch(trainer)

@@ -50,7 +50,8 @@ def test_what_a_kill_at_the_end_has_left_is_gone_before_the_first_batch(tmp_path
         def on_train_batch_start(self, *args):
             found.extend(os.listdir(tmp_path))
 
-    (tmp_path / ".last.ckpt.end").write_text("old")
+    for name in (".last.ckpt.end", "..last.ckpt.end.part", ".last.ckpt.part"):
+        (tmp_path / name).write_text("old")
     fit(Saves(tmp_path), tmp_path, callbacks=[Looks()], max_steps=1)
     assert found == []
 
