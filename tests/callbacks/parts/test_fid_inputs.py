@@ -94,7 +94,7 @@ def test_splits_of_a_data_module_come_unaugmented_in_order_and_with_its_fingerpr
 
     for name, split in (("train", "train"), ("val", "val"), ("test", "val")):
         images = split_images(Owner, name)
-        assert images.name == name
+        assert images.name == split
         assert torch.equal(torch.cat(list(images.batches(100))), Digits().images(split))
         assert images.fingerprint() == Digits().fingerprint(split)
 
