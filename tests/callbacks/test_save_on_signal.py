@@ -274,6 +274,7 @@ def test_a_run_that_is_complete_ends_as_usual(tmp_path):
     assert trainer.global_step == 5
 
 
+@pytest.mark.usefixtures("terminal_signals")
 def test_lightning_sets_no_handler_that_saves_inside_of_it(tmp_path, monkeypatch):
     """Its handlers would broadcast, which deadlocks where ranks are in other places."""
     found = []
