@@ -103,6 +103,7 @@ def add_what_commands_read(rng):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_the_healthy_run_passes_every_command(arena, tmp_path):
     """Else the refusals would show nothing."""
     for i, command in enumerate(
@@ -185,6 +186,7 @@ def reads_without_code(path: Path) -> bool:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
 def test_every_file_that_a_run_leaves_is_read_without_running_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

@@ -225,7 +225,7 @@ def no_files() -> Iterator[Case]:
     for label, make in makers.items():
 
         def planted(rng: random.Random, make: Any = make) -> None:
-            make(LAST.with_name(".last.ckpt.part"))
+            make(LAST.with_name("..last.ckpt.end.part"))  # of the last save
 
         wrote = ("config.resume-1.yaml", "metrics.csv", "before-last.ckpt", "evaluations.jsonl")
         yield Case(
