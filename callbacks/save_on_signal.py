@@ -10,7 +10,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_diffusion.system.signals import BY_HAND, SavedOnSignal, SignalNotes, tell
+from lit_diffusion.system.signals import BY_HAND, SavedOnSignal, SignalNotes, print_error
 from lit_diffusion.system.slurm import is_requeue_of, job_id, leave_note, requeue_job
 from lit_diffusion.system.trainer_state import (
     WholeSteps,
@@ -155,7 +155,7 @@ class SaveOnSignal(Callback):
             job = job_id() if self.requeue and saved.signal not in BY_HAND else None
             if job is not None:
                 said += f" {requeue_job(job, saved.signal)}."
-            tell(said)
+            print_error(said)
         self._agreed.end()  # a rank that ended would have srun end the others before the requeue
 
     def _end(self) -> None:

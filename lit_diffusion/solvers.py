@@ -63,7 +63,8 @@ class DDPM:
                 watch(i, t, x, x0)
             x = step.x0_coef * x0 + step.xt_coef * x
             if seen.shift is not None:
-                unclipped = isinstance(self.variance, FixedSmall)  # 0 in the last step
+                # guided-diffusion's posterior variance is not clipped here: 0 in the last step
+                unclipped = isinstance(self.variance, FixedSmall)
                 x = x + (step.variance if unclipped else log_variance.exp()) * seen.shift
             if not step.last:
                 x = x + (0.5 * log_variance).exp() * randn_like(x)

@@ -40,6 +40,23 @@ def _nothing_is_left_that_handles_signals():
 
 
 @pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """The current folder, empty."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def one_rank():
+    """A process group of this process alone."""
+    from torch import distributed
+
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.fixture
 def terminal_signals():
     """Ctrl-C and hang-ups arrive: shells start background jobs, and nohup all, without them."""
     usual = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}

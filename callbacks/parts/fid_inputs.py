@@ -1,10 +1,7 @@
 """What FIDEvaluation compares: samples of a module, and real images of a Trainer's data."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from inspect import signature
-from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -14,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_diffusion.metrics.batches import Where
-from lit_diffusion.metrics.reference import HasSplits, RealImages
+from lit_diffusion.metrics.reference import HasSplits, RealImages, images_of_split
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
 from lit_diffusion.seeding import classes_of
 
@@ -78,8 +75,7 @@ def split_images(trainer: Trainer, name: str, where: Where = None) -> RealImages
     """
     data = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(data, HasSplits):
-        split = tested_split(trainer) if name == "test" else name
-        return images_of(data.in_order(split), split, partial(data.fingerprint, split))
+        return images_of_split(data, name)
     if name == "val" and trainer.state.fn == TrainerFn.FITTING:
         _make_validation_loaders(trainer)
     loaders = {
@@ -88,8 +84,9 @@ def split_images(trainer: Trainer, name: str, where: Where = None) -> RealImages
         "test": trainer.test_dataloaders,
     }[name]
     flat = [] if loaders is None else CombinedLoader(loaders).flattened
-    found = images_of(flat[0], name) if flat and isinstance(flat[0], DataLoader) else None
-    return found and replace(found, where=where)
+    if not (flat and isinstance(flat[0], DataLoader)):
+        return None
+    return RealImages(name, flat[0].dataset, flat[0].collate_fn, flat[0].num_workers, where=where)
 
 
 def tested_split(trainer: Trainer) -> str:
@@ -104,12 +101,3 @@ def _make_validation_loaders(trainer: Trainer) -> None:
         trainer.validating = True
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
         trainer.training = True
-
-
-def images_of(
-    loader: DataLoader[Any], name: str, known_fingerprint: Callable[[], str] | None = None
-) -> RealImages:
-    """The images that a loader loads, whatever its order and batches."""
-    return RealImages(
-        name, loader.dataset, loader.collate_fn, loader.num_workers, known_fingerprint
-    )

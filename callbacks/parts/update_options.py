@@ -117,7 +117,7 @@ def refuse_unhooked(optimizer: object) -> None:
     hooked = getattr(getattr(type(optimizer), "step", None), "hooked", False)
     if not (hooked and isinstance(optimizer, Optimizer)):
         raise ValueError(
-            "To follow updates needs a torch.optim.Optimizer whose step() runs hooks; "
+            "Only a torch.optim.Optimizer whose step() runs hooks can be followed; "
             f"{type(optimizer).__name__} is something else, or has not called "
             "Optimizer.__init__. Return torch's own optimizer, or the one inside, and use a "
             "strategy such as 'ddp' that leaves it as it is."

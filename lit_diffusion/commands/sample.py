@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from lit_diffusion.commands.options import add_checkpoint, add_sampling, parse_sampling
 from lit_diffusion.settings.parser import Parser
-from lit_diffusion.system.signals import stoppable, tell
+from lit_diffusion.system.signals import print_error, stoppable
 
 
 def parser() -> Parser:
@@ -32,15 +32,20 @@ they were made. A call that is stopped keeps what it has made; the same command 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "sample", then options."""
     args = parse_sampling(parser(), argv[1:])
-    from lit_diffusion.runs.sampling import load_generator, own_folder, unfinished, write_samples
+    from lit_diffusion.runs.sampling import (
+        folder_of_images,
+        load_generator,
+        unfinished,
+        write_samples,
+    )
 
-    out = own_folder(args.out)
+    out = folder_of_images(args.out)
     try:
         with stoppable():
             loaded = load_generator(args)
             record = write_samples(loaded, args, args.num, out)
     except KeyboardInterrupt:
         made = unfinished(out).get("num", 0)
-        tell(f"Stopped with {made} of {args.num} images in {out}; the same command goes on.")
+        print_error(f"Stopped with {made} of {args.num} images in {out}; the same command goes on.")
         raise
     print(f"{args.num} images in {out}, from {record['weights']} weights of {loaded.path}.")

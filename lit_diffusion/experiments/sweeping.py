@@ -14,7 +14,7 @@ from pathlib import Path
 from lit_diffusion.experiments.jobs import Ended, Job, claim, run_jobs, threads_each
 from lit_diffusion.experiments.sweep_plan import Planned
 from lit_diffusion.runs.folder import CLAIM, OR_NONE, InUse, latest_config, occupied
-from lit_diffusion.system.signals import SAVED, tell
+from lit_diffusion.system.signals import SAVED, print_error
 
 LOG = "fit.log"
 RESUME = f"--ckpt_path={OR_NONE}"
@@ -150,4 +150,4 @@ def _tail(log: Path) -> str:
 
 def say(text: str) -> None:
     """Print to a person, with the time."""
-    tell(f"{time.strftime('%H:%M:%S')}  {text}")
+    print_error(f"{time.strftime('%H:%M:%S')}  {text}")

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Protocol, runtime_checkable
@@ -92,6 +93,13 @@ class RealImages:
             digest.update(images.contiguous().numpy().tobytes())
         digest.update(repr(tuple(images.shape[1:])).encode())
         return digest.hexdigest()[:16]
+
+
+def images_of_split(data: HasSplits, name: str) -> RealImages:
+    """Images of "train", "val" or "test"; the last is the split that the data module `tests_on`."""
+    split = getattr(data, "tests_on", "val") if name == "test" else name
+    loader, known = data.in_order(split), partial(data.fingerprint, split)
+    return RealImages(split, loader.dataset, loader.collate_fn, loader.num_workers, known)
 
 
 def _labels(batch: Any, count: int) -> list[int]:

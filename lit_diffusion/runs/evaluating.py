@@ -4,7 +4,6 @@ import json
 import tempfile
 from argparse import Namespace
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,13 @@ from lit_diffusion.checkpoints.loading import Loaded, checkpoint_file, instantia
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.images import open_images
-from lit_diffusion.metrics.reference import RealImages, Scorer, measure
+from lit_diffusion.metrics.reference import RealImages, Scorer, images_of_split, measure
 from lit_diffusion.metrics.score import score
 from lit_diffusion.runs.loggers import read_evaluations
 from lit_diffusion.runs.sampling import (
     RECORD,
+    folder_of_images,
     load_generator,
-    own_folder,
     usable_device,
     write_samples,
 )
@@ -69,14 +68,7 @@ def _reference(args: Namespace, loaded: Loaded | None) -> tuple[RealImages, Real
         return RealImages(name, open_images(name)), None
     data = _data(args, loaded)
     other = "val" if name == "train" else "train"
-    return _split(data, name), _split(data, other)
-
-
-def _split(data: Any, name: str) -> RealImages:
-    split = getattr(data, "tests_on", "val") if name == "test" else name
-    loader = data.in_order(split)
-    known = partial(data.fingerprint, split)
-    return RealImages(split, loader.dataset, loader.collate_fn, loader.num_workers, known)
+    return images_of_split(data, name), images_of_split(data, other)
 
 
 def _data(args: Namespace, loaded: Loaded | None) -> Any:
@@ -97,7 +89,7 @@ def _data(args: Namespace, loaded: Loaded | None) -> Any:
 def _samples(args: Namespace, loaded: Loaded | None, folder: Any, num: int) -> dict[str, Any]:
     """What is known of the images that are scored, which are made first if need be."""
     if loaded is not None:
-        return write_samples(loaded, args, args.num or num, own_folder(folder))
+        return write_samples(loaded, args, args.num or num, folder_of_images(folder))
     path = Path(args.images) / RECORD
     if not path.is_file():
         return {"images": args.images}

@@ -102,7 +102,7 @@ def read_command_line(argv: Sequence[str]) -> Request:
         start = f", or {OR_NONE} to start where there is none" if wanted == "last" else ""
         raise FileNotFoundError(f"--ckpt_path: there is no file {checkpoint}; name another{start}.")
     configs, trust = tuple(seen.config), tuple(found.trust)
-    options = [_at_home(option, seen.config) for option in options]
+    options = [_inlined(option, seen.config) for option in options]
     return Request(argv[0], tuple(options), configs, trust, root, checkpoint, requeued, repeated)
 
 
@@ -137,7 +137,7 @@ def _moved(value: Any, old: str, new: str) -> Any:
     return [_moved(item, old, new) for item in value] if isinstance(value, list) else value
 
 
-def _at_home(option: str, configs: Sequence[str]) -> str:
+def _inlined(option: str, configs: Sequence[str]) -> str:
     """An option, or its value, with a config that a run wrote in place of that file's name."""
     name, value = option.split("=", 1) if option.startswith("--config=") else ("", option)
     if value not in configs or not _is_of_run(value):

@@ -27,14 +27,14 @@ from lit_diffusion.settings.trust import trusting
 from lit_diffusion.solvers import DDPM, DPMSolverPP
 from lit_diffusion.system.counts import is_count
 from lit_diffusion.system.files import replace_text
-from lit_diffusion.system.signals import tell, uninterrupted
+from lit_diffusion.system.signals import print_error, uninterrupted
 
 RECORD = "samples.json"
 _GRID_IMAGES = 256
 _GRID_PIXELS = 512
 
 
-def own_folder(path: str) -> Path:
+def folder_of_images(path: str) -> Path:
     """A folder without images but a stopped call's, made if need be: those of two never mix."""
     out = Path(path)
     if out.is_file():
@@ -209,11 +209,8 @@ def _generate(module: Any, args: Namespace, there: int, num: int) -> Iterator[tu
         if time.monotonic() - last_sign > 10 and numbers.stop < num:
             last_sign = time.monotonic()
             end, seconds = numbers.stop, last_sign - began
-            tell(
-                "  ".join(
-                    [f"{end} of {num} images", *pace("image", end - there, num - end, seconds)]
-                )
-            )
+            parts = [f"{end} of {num} images", *pace("image", end - there, num - end, seconds)]
+            print_error("  ".join(parts))
 
 
 def _grid(images: Tensor) -> Tensor:

@@ -53,7 +53,7 @@ from lit_diffusion.runs.summary import requeue_line, resume_line, summary
 from lit_diffusion.runs.trainer_settings import wrong_settings
 from lit_diffusion.settings.messages import innermost
 from lit_diffusion.settings.trust import trusting, within
-from lit_diffusion.system.signals import BY_HAND, SavedOnSignal, heed, tell
+from lit_diffusion.system.signals import BY_HAND, SavedOnSignal, heed, print_error
 from lit_diffusion.system.slurm import job_id
 from lit_diffusion.system.trainer_state import SubcommandCLI, cluster_environment, epochs_in
 
@@ -190,7 +190,7 @@ class RunCLI(SubcommandCLI):
                 file, setting = self.request.checkpoint, f"trainer.max_{what}"
                 said = f"{file} has {done} {what}, and {setting} is {most}"
                 if self.request.requeued or self.request.repeated:
-                    tell(f"{said}: the run is finished.")
+                    print_error(f"{said}: the run is finished.")
                     raise SystemExit(0)
                 raise ValueError(f"{said}; raise that to train on.")
 
@@ -272,7 +272,7 @@ class RunCLI(SubcommandCLI):
             run()
         except (SystemExit, Exception) as error:
             if number := self._signal_behind(error):
-                self._tell_how_to_resume(error, number)
+                self._print_how_to_resume(error, number)
                 code = error.code if isinstance(error, SavedOnSignal) else 128 + number
                 raise SystemExit(code) from error
             for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
@@ -294,13 +294,13 @@ class RunCLI(SubcommandCLI):
         worker = terminated and str(error).startswith("DataLoader worker")
         return signal.SIGTERM if worker or isinstance(error, SIGTERMException) else None
 
-    def _tell_how_to_resume(self, error: BaseException, number: signal.Signals) -> None:
+    def _print_how_to_resume(self, error: BaseException, number: signal.Signals) -> None:
         """Say how a fit goes on that a signal stopped; one that SLURM requeues does by itself."""
         fits = self.request.command == "fit" and not self.is_trial
         saved, step = isinstance(error, SavedOnSignal), self.trainer.global_step
         requeued = saved and number not in BY_HAND and job_id()
         if fits and not requeued and self.trainer.is_global_zero:
-            tell(resume_line(self.request, step, number, saved))
+            print_error(resume_line(self.request, step, number, saved))
 
     def before_fit(self) -> None:
         """Find out before anything is trained whether it can be kept, and by nobody else."""

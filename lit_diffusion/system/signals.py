@@ -117,7 +117,7 @@ class SavedOnSignal(SystemExit):
         self.signal, self.step, self.path = signal.Signals(number), step, path
 
 
-def tell(text: str) -> None:
+def print_error(text: str) -> None:
     """Print to stderr, unless that is a terminal that is gone."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)

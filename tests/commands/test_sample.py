@@ -7,9 +7,7 @@ from support.small_digits import write_small_digits
 LAST = "run/checkpoints/last.ckpt"
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 @pytest.fixture

@@ -112,7 +112,9 @@ def test_predict_needs_no_data(tmp_path):
     absent = ImageFolder(
         str(class_folders(tmp_path, each=1)), val=str(tmp_path / "no"), image_size=8
     )
-    trainer().predict(Recorder(), absent, return_predictions=False)
+    module = Recorder()
+    trainer().predict(module, absent, return_predictions=False)
+    assert module.seen["predict"]
 
 
 def test_overfit_batches_repeats_the_same_pixels():

@@ -6,10 +6,7 @@ from support.small_digits import small_digits
 
 from lit_diffusion.doctor.rehearsal import started
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def test_a_rehearsal_writes_nothing():

@@ -20,9 +20,7 @@ def told(*settings):
     return list(overrides(files))
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def test_two_arms_of_one_name_are_refused():

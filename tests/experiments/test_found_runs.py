@@ -15,11 +15,7 @@ from lit_diffusion.experiments.found_runs import (
 )
 from lit_diffusion.metrics.record import FIDRecord
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def write_records(path, *records):

@@ -5,10 +5,7 @@ from support.experiments import fids, write_arm, write_run
 
 from lit_diffusion.experiments.reporting import report_on_runs, report_on_tables
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def test_run_folders_become_a_report_with_tables_notes_and_pictures():

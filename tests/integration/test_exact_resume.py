@@ -12,9 +12,7 @@ def quickly(cases, *quick):
     return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 @pytest.mark.parametrize("step", quickly(range(1, STEPS - 2), 3, 5))

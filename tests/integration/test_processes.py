@@ -17,15 +17,10 @@ from support.tiny_run import write_config
 
 from lit_diffusion.runs.loggers import read_rows
 
-pytestmark = pytest.mark.system
+pytestmark = [pytest.mark.system, pytest.mark.usefixtures("folder")]
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 def start(*argv: str, program: str = SCRIPT) -> subprocess.Popen:

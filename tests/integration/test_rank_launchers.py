@@ -14,7 +14,7 @@ from support.commands import SCRIPT
 from support.small_digits import small_digits
 from support.tiny_run import write_config
 
-pytestmark = [pytest.mark.system, pytest.mark.slow]
+pytestmark = [pytest.mark.system, pytest.mark.slow, pytest.mark.usefixtures("folder")]
 
 TESTS = Path(__file__).parents[1]
 LIMIT = 120
@@ -70,11 +70,6 @@ def _processes():
     table = subprocess.run(["ps", "-eo", "pid=,args="], capture_output=True, text=True, check=True)
     rows = [row.split(None, 1) for row in table.stdout.splitlines()]
     return {int(pid): command for pid, command in rows if str(Path.cwd()) in command}
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(("launcher", "rank"), [("lightning", 0), ("torchrun", 1)])

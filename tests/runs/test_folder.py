@@ -11,10 +11,7 @@ from lit_diffusion.runs.folder import (
     refuse_mixing,
 )
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def write(path: str, content: str = "") -> Path:
@@ -118,7 +115,7 @@ def test_a_checkpoint_from_elsewhere_does_not_open_the_folder_of_a_run():
 
 
 @pytest.mark.parametrize("path", ["last", "runs/digits/checkpoints/last.ckpt"])
-def test_a_resume_in_its_own_folder_is_let_through(path):
+def test_a_resume_in_its_folder_of_images_is_let_through(path):
     write("runs/digits/metrics.csv"), write("runs/digits/checkpoints/last.ckpt")
     refuse_mixing(request(f"fit --config digits.yaml --ckpt_path={path}"))
 

@@ -21,9 +21,7 @@ from lit_diffusion.runs.sampling import load_generator
 LAST = "run/checkpoints/last.ckpt"
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 @pytest.fixture

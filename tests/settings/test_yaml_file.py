@@ -4,10 +4,7 @@ import pytest
 
 from lit_diffusion.settings.yaml_file import read_yaml
 
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("folder")
 
 
 def write(text):

@@ -4,14 +4,6 @@ import torch
 from lit_diffusion.system.ranks import from_all, from_first, largest, place
 
 
-@pytest.fixture
-def one_rank():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 def check_alone():
     assert place() == (0, 1)
     assert from_all("mine") == ["mine"]

@@ -34,14 +34,6 @@ class ATrainer:
         self.strategy = kind.__new__(kind)
 
 
-@pytest.fixture
-def process_group():
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     "kind", [FSDPStrategy, DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy]
 )
@@ -71,9 +63,7 @@ class SplitByHand(PlainModule):
 
 
 @pytest.mark.parametrize("callback", FOLLOWERS)
-def test_weights_that_are_split_behind_the_strategys_back_are_refused(
-    tmp_path, process_group, callback
-):
+def test_weights_that_are_split_behind_the_strategys_back_are_refused(tmp_path, one_rank, callback):
     trainer = make_trainer(tmp_path, callback())
     expected = rf"{callback.__name__}.*SingleDeviceStrategy would save one rank's part of 'inner.0"
     with pytest.raises(ValueError, match=expected):
@@ -84,7 +74,7 @@ def test_weights_that_are_split_behind_the_strategys_back_are_refused(
     "callback",
     [SampleGrid(4), FIDEvaluation(64, "digits-cnn", weights="raw"), NoiseLevelLoss(2, 4)],
 )
-def test_samples_are_not_computed_with_split_weights(tmp_path, process_group, callback):
+def test_samples_are_not_computed_with_split_weights(tmp_path, one_rank, callback):
     """Ranks with unequal numbers of them would wait for each other without end."""
 
     class Split(type(tiny_diffusion())):
