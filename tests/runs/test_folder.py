@@ -115,7 +115,7 @@ def test_a_checkpoint_from_elsewhere_does_not_open_the_folder_of_a_run():
 
 
 @pytest.mark.parametrize("path", ["last", "runs/digits/checkpoints/last.ckpt"])
-def test_a_resume_in_its_folder_of_images_is_let_through(path):
+def test_a_resume_in_its_own_folder_is_let_through(path):
     write("runs/digits/metrics.csv"), write("runs/digits/checkpoints/last.ckpt")
     refuse_mixing(request(f"fit --config digits.yaml --ckpt_path={path}"))
 
@@ -167,7 +167,7 @@ def test_a_folder_is_for_one_process_at_a_time_and_free_again_after_any_end():
 
 
 @pytest.fixture
-def requeued(monkeypatch):
+def requeued(folder, monkeypatch):
     """This process is the second start of SLURM job 7, which trained into runs/digits."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")

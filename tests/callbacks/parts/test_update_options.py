@@ -173,7 +173,7 @@ class Wrapper:
 
 
 def test_optimizers_whose_steps_run_no_hooks_are_refused():
-    with pytest.raises(ValueError, match=r"step.. runs hooks; Wrapper.*'ddp'"):
+    with pytest.raises(ValueError, match=r"can be followed; Wrapper.*'ddp'"):
         UpdateOptions(Wrapper([nn.Parameter(torch.ones(2))]), half)
 
 

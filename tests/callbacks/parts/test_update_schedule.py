@@ -358,7 +358,7 @@ class Wrapped:
 @pytest.mark.parametrize("callback", [MomentumDecay, LRCompensation])
 def test_a_wrapped_optimizer_is_refused_before_the_first_step(tmp_path, callback):
     module = PlainModule(optimizer=Wrapped)
-    with pytest.raises(ValueError, match="hooks; Wrapped is something else, or has not"):
+    with pytest.raises(ValueError, match="followed; Wrapped is something else, or has not"):
         fit(tmp_path, module, callback())
     assert module.losses == []
 
