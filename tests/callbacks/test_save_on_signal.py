@@ -346,7 +346,8 @@ def test_only_a_requeue_of_the_very_job_goes_on_by_itself(tmp_path, monkeypatch)
     assert saver.checkpoint_of_requeue() is None
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_save_after_the_same_step_whichever_gets_the_signal(tmp_path, ranks):
     """One rank is slow, so that the others wait for it in a collective when the signal comes."""
     found = run_on_ranks("signal_on_ranks.py", tmp_path, ranks=ranks)

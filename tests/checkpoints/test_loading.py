@@ -173,6 +173,12 @@ def test_a_folder_of_parts_is_refused_with_the_command_that_makes_a_file_of_it(s
             load(path)
     with pytest.raises(ValueError, match="is a folder; name the checkpoint file in it"):
         read_checkpoint(tmp_path)
+
+
+@pytest.mark.slow
+def test_that_command_makes_a_file_of_a_folder_of_parts(split, tmp_path):
+    folder = tmp_path / "last.ckpt"
+    distributed_checkpoint.save({"state_dict": split.state_dict()}, checkpoint_id=folder)
     torch.save({}, folder / "meta.pt")  # as Lightning adds it
     program = [sys.executable, "-m", "lightning.fabric.utilities.consolidate_checkpoint"]
     subprocess.run([*program, folder, "--output_file", tmp_path / "x.ckpt"], check=True)

@@ -166,7 +166,7 @@ def test_a_baseline_that_was_lost_stands_beside_the_headline(of_tables, capsys):
 
 
 def test_a_long_note_is_printed_in_short(capsys):
-    for k in range(60):
+    for k in range(20):
         write_run(Path(f"sweep/arm-number-{k}/seed-0"), fids(1.0, k))
     assert call("compare sweep") == 0
     told = capsys.readouterr().out.splitlines()
