@@ -14,8 +14,6 @@ from torch import Tensor
 
 from lit_diffusion.gaussian import expand_as
 
-MAX_BETA = 0.999
-
 
 def _check_steps(num_steps: int) -> None:
     if num_steps < 2:
@@ -97,7 +95,7 @@ class SigmoidBetas:
 
 def _betas_of(alpha_bar: Tensor) -> Tensor:
     """(T + 1,) alpha-bar, up to a factor, at u = 0, 1/T, ..., 1 -> (T,) betas, clipped."""
-    return (1 - alpha_bar[1:] / alpha_bar[:-1]).clamp(max=MAX_BETA)
+    return (1 - alpha_bar[1:] / alpha_bar[:-1]).clamp(max=0.999)
 
 
 class DiscreteVP:

@@ -13,9 +13,6 @@ from PIL import Image
 
 from lit_diffusion.data.datasets import choose
 
-LEAST_FRACTION = 0.8
-"""Of the shorter side, what a random crop shows at least."""
-
 
 def resize_shorter_side(image: Image.Image, side: int) -> Image.Image:
     """The picture with its shorter side `side` pixels long, and its proportions."""
@@ -49,7 +46,7 @@ def random_crop(image: Image.Image, size: int, *key: int | str) -> Image.Image:
         >>> random_crop(Image.new("L", (640, 427)), 64, "crop", 0).size
         (64, 64)
     """
-    (larger,) = choose([math.ceil(size / LEAST_FRACTION) - size + 1], "scale", *key)
+    (larger,) = choose([math.ceil(size / 0.8) - size + 1], "scale", *key)
     image = resize_shorter_side(image, size + larger)
     width, height = image.size
     left, upper = choose([width - size + 1, height - size + 1], "place", *key)
