@@ -7,7 +7,6 @@ import io
 import json
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -170,7 +169,7 @@ class EmbeddedCNN:
         return {"feature_extractor": self.name}
 
     def _path(self) -> Path:
-        return Path(str(resources.files("lit_diffusion.metrics"))) / f"{self.name}.safetensors"
+        return Path(__file__).with_name(f"{self.name}.safetensors")
 
 
 class _EmbeddedForFidelity(FeatureExtractorBase):  # type: ignore[misc]
@@ -194,10 +193,6 @@ class _EmbeddedForFidelity(FeatureExtractorBase):  # type: ignore[misc]
     @staticmethod
     def get_default_feature_layer_for_metric(metric: str) -> str:
         return "logits" if metric == "isc" else "pooled"
-
-    @staticmethod
-    def can_be_compiled() -> bool:
-        return False
 
 
 def protocol_by_name(name: str) -> FIDProtocol:
@@ -239,5 +234,4 @@ def match_channels(images: Tensor, channels: int) -> Tensor:
 @cache
 def _shipped() -> dict[str, dict[str, Any]]:
     """What is known of the classifiers in this package, by name."""
-    record = resources.files("lit_diffusion.metrics") / "classifiers.json"
-    return dict(json.loads(record.read_text()))
+    return dict(json.loads(Path(__file__).with_name("classifiers.json").read_text()))
