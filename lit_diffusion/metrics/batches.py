@@ -19,10 +19,6 @@ def images_in(batch: Any, where: Where = None, ndim: int | None = None) -> Tenso
 
     Raises:
         TypeError: where there are none, with what to write.
-
-    Example:
-        >>> images_in({"jpg": torch.zeros(2, 3, 8, 8), "cls": torch.zeros(2)}).shape
-        torch.Size([2, 3, 8, 8])
     """
     if where is None:
         where = _guessed(batch)

@@ -196,12 +196,7 @@ class _EmbeddedForFidelity(FeatureExtractorBase):  # type: ignore[misc]
 
 
 def protocol_by_name(name: str) -> FIDProtocol:
-    """The protocol called `name`, with the weights that it is known for.
-
-    Example:
-        >>> protocol_by_name("digits-cnn")
-        EmbeddedCNN(name='digits-cnn')
-    """
+    """The protocol called `name`, with the weights that it is known for."""
     if name == InceptionV3Compat.name:
         return InceptionV3Compat()
     if name in _shipped():
@@ -215,10 +210,6 @@ def match_channels(images: Tensor, channels: int) -> Tensor:
 
     Grey becomes colour by repetition; colour becomes grey only where it is grey already, as a grey
     PNG read as RGB is. Images are uint8 (..., C, H, W).
-
-    Example:
-        >>> match_channels(torch.zeros(5, 1, 8, 8), 3).shape
-        torch.Size([5, 3, 8, 8])
     """
     found = images.shape[-3]
     if found == channels:
