@@ -36,8 +36,6 @@ DEBUG = "LIT_DIFFUSION_DEBUG"
 _LONGEST, _TAIL = 3500, 500
 """Characters of a message that is longer, at its beginning and end."""
 
-_MISTAKES = (ValueError, TypeError, OSError)
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
@@ -106,8 +104,6 @@ def _report(command: str, error: Exception, debug: bool) -> int:
     if is_out_of_memory(error):
         message = f"there is not enough memory for what is asked; ask for less ({message})."
     print(f"lit-diffusion {command}: {message}", file=sys.stderr)
-    return 2 if meant and _is_mistake(error) else 1
-
-
-def _is_mistake(error: Exception) -> bool:
-    return isinstance(error, _MISTAKES) or type(error).__name__ == "MisconfigurationException"
+    mistake = isinstance(error, ValueError | TypeError | OSError)
+    mistake = mistake or type(error).__name__ == "MisconfigurationException"
+    return 2 if meant and mistake else 1

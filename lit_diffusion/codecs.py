@@ -1,4 +1,4 @@
-"""Between images and what is diffused. The only place that knows 127.5."""
+"""Between images and what is diffused."""
 
 from dataclasses import dataclass
 from typing import ClassVar

@@ -1,13 +1,12 @@
 """How many bits per dimension a model needs: the variational bound, term by term."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lit_diffusion.gaussian import NATS_TO_BITS, expand_as, normal_kl, posterior, variational_term
-from lit_diffusion.protocols import Denoise, Process, TimeGrid, Variance
+from lit_diffusion.protocols import Denoise, Process, RandnLike, TimeGrid, Variance
 
 
 class BitsPerDim(NamedTuple):
@@ -36,7 +35,7 @@ def bits_per_dim(
     variance: Variance,
     times: TimeGrid,
     steps: int,
-    randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
+    randn_like: RandnLike = torch.randn_like,
     clip: bool = True,
 ) -> BitsPerDim:
     """Variational bound on -log2 p(x0) per dimension, with one draw of noise per term.

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from lit_diffusion.gaussian import expand_as
 
-MAX_BETA = 0.999
-
 
 def _check_steps(num_steps: int) -> None:
     if num_steps < 2:
@@ -97,9 +95,10 @@ class SigmoidBetas:
 
 def _betas_of(alpha_bar: Tensor) -> Tensor:
     """(T + 1,) alpha-bar, up to a factor, at u = 0, 1/T, ..., 1 -> (T,) betas, clipped."""
-    return (1 - alpha_bar[1:] / alpha_bar[:-1]).clamp(max=MAX_BETA)
+    return (1 - alpha_bar[1:] / alpha_bar[:-1]).clamp(max=0.999)
 
 
+@dataclass(eq=False)
 class DiscreteVP:
     """Variance-preserving process in T steps: alpha^2 = alpha-bar, sigma^2 = 1 - alpha-bar.
 
@@ -122,25 +121,21 @@ class DiscreteVP:
         True
     """
 
+    betas: BetaSchedule
+    rescale_labels: bool = False
     t_min: ClassVar[float] = 0.0
     t_clean: ClassVar[float] = -1.0
 
-    def __init__(self, betas: BetaSchedule, rescale_labels: bool = False) -> None:
-        self.betas = betas
-        self.rescale_labels = rescale_labels
-        table = betas.betas()
+    def __post_init__(self) -> None:
+        table = self.betas.betas()
         if not ((table > 0) & (table < 1)).all():
             raise ValueError(
                 f"betas must lie in (0, 1), got {table.min():.4g} to {table.max():.4g} from "
-                f"{betas}; use more steps."
+                f"{self.betas}; use more steps."
             )
         # Entry i belongs to t = i - 1, so that the clean image is entry 0.
         self._alpha_bar = torch.cat([torch.ones(1, dtype=torch.float64), (1 - table).cumprod(0)])
         self._on_device: dict[torch.device, Tensor] = {}
-
-    def __repr__(self) -> str:
-        """The arguments."""
-        return f"DiscreteVP(betas={self.betas}, rescale_labels={self.rescale_labels})"
 
     @property
     def t_max(self) -> float:

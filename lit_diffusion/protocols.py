@@ -315,17 +315,7 @@ class DescribesSampling(Protocol):
         """Solver, steps, guidance, ... as plain builtins."""
 
 
-@runtime_checkable
-class HasSampleLoss(Protocol):
-    """A module with a pure per-sample loss."""
-
-    def per_sample_loss(
-        self, x0: Tensor, labels: Condition, t: Tensor, noise: Tensor, step: int | None = None
-    ) -> Tensor:
-        """(B,) losses, a function of the arguments and the weights alone."""
-
-
-class HasNoiseLevels(HasSampleLoss, Protocol):
+class HasNoiseLevels(Protocol):
     """A module whose loss can be asked at a given noise level of given images.
 
     Not runtime-checkable: from Python 3.12, isinstance does not see a codec that is an nn.Module.
@@ -342,6 +332,11 @@ class HasNoiseLevels(HasSampleLoss, Protocol):
     @property
     def num_classes(self) -> int | None:
         """Number of labels; None where the loss takes no labels."""
+
+    def per_sample_loss(
+        self, x0: Tensor, labels: Condition, t: Tensor, noise: Tensor, step: int | None = None
+    ) -> Tensor:
+        """(B,) losses, a function of the arguments and the weights alone."""
 
 
 @runtime_checkable

@@ -95,11 +95,7 @@ def changed_decays(state: Mapping[str, Any], wanted: Sequence[float]) -> list[st
 
 
 def check_averages(state: Any) -> None:
-    """Refuse what no EMA callback saves: says what is wrong, without the file's name.
-
-    Example:
-        >>> check_averages({"decays": [0.9], "steps": {"w": 1}, "shadows": [{"w": Tensor([0.0])}]})
-    """
+    """Refuse what no EMA callback saves: says what is wrong, without the file's name."""
     if isinstance(state, dict) and not state:
         return
     if not (isinstance(state, dict) and {"decays", "steps", "shadows"} <= state.keys()):

@@ -13,13 +13,7 @@ from torch import Tensor
 
 from lit_diffusion.checkpoints.averages import chosen_weights
 from lit_diffusion.checkpoints.content import kind_of, no_larger_than, uncompiled
-from lit_diffusion.checkpoints.reading import (
-    Checkpoint,
-    PathLike,
-    first_line,
-    holds_parts,
-    read_checkpoint,
-)
+from lit_diffusion.checkpoints.reading import Checkpoint, first_line, holds_parts, read_checkpoint
 from lit_diffusion.settings.messages import innermost
 from lit_diffusion.settings.trust import trusting
 
@@ -38,7 +32,7 @@ class Loaded(NamedTuple):
 
 
 def load(
-    path: PathLike,
+    path: str | Path,
     weights: str = "ema",
     *,
     module: LightningModule | None = None,
@@ -66,7 +60,7 @@ def load(
 
 
 def load_with_record(
-    path: PathLike,
+    path: str | Path,
     weights: str = "ema",
     *,
     module: LightningModule | None = None,
@@ -85,14 +79,14 @@ def load_with_record(
     return Loaded(module.eval(), path, step, name, checkpoint)
 
 
-def checkpoint_file(path: PathLike) -> Path:
+def checkpoint_file(path: str | Path) -> Path:
     """`path` itself, or checkpoints/last.ckpt of a run folder."""
     path = Path(path)
     run_folder = path.is_dir() and not holds_parts(path)
     return path / "checkpoints" / "last.ckpt" if run_folder else path
 
 
-def build(checkpoint: Checkpoint, path: PathLike, trust: Iterable[str] = ()) -> LightningModule:
+def build(checkpoint: Checkpoint, path: str | Path, trust: Iterable[str] = ()) -> LightningModule:
     """The module that a checkpoint's class paths describe, freshly initialised."""
     spec = model_spec(checkpoint)
     if spec is None:
@@ -104,7 +98,7 @@ def build(checkpoint: Checkpoint, path: PathLike, trust: Iterable[str] = ()) -> 
     return built
 
 
-def instantiate(spec: dict[str, Any], base: type, trust: Iterable[str], path: PathLike) -> Any:
+def instantiate(spec: dict[str, Any], base: type, trust: Iterable[str], path: str | Path) -> Any:
     """The object of type `base` that the class path and arguments in the file `path` describe."""
     register_unresolvable_import_paths(torch)
     parser = ArgumentParser(exit_on_error=False)
@@ -127,7 +121,7 @@ def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[st
     return None if class_path is None else {"class_path": class_path, "init_args": saved}
 
 
-def load_state(module: LightningModule, state: Mapping[str, Tensor], path: PathLike) -> None:
+def load_state(module: LightningModule, state: Mapping[str, Tensor], path: str | Path) -> None:
     """Copy the weights `state` of the file `path` into `module`, or name the first that differ."""
     if differences := misfits(module, state):
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""

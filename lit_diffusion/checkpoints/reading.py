@@ -16,11 +16,10 @@ import torch
 from lit_diffusion.checkpoints.content import check_archive, check_content
 from lit_diffusion.system.sharding import first_split
 
-PathLike = str | Path
 Checkpoint = dict[str, Any]
 
 
-def read_checkpoint(path: PathLike, *, mmap: bool = False) -> Checkpoint:
+def read_checkpoint(path: str | Path, *, mmap: bool = False) -> Checkpoint:
     """A local checkpoint file, on the CPU and without running any code in it.
 
     With `mmap` tensors stay on the disk until they are used, where the format allows it.
@@ -64,7 +63,7 @@ def read_checkpoint(path: PathLike, *, mmap: bool = False) -> Checkpoint:
     return dict(checkpoint)
 
 
-def saved_step(path: PathLike) -> int:
+def saved_step(path: str | Path) -> int:
     """Optimizer steps behind a checkpoint, its tensors left unread; -1 where it tells none."""
     try:
         found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"]

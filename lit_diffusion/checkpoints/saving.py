@@ -12,13 +12,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from torch.utils.serialization import config
 
 from lit_diffusion.checkpoints.content import is_plain
-from lit_diffusion.checkpoints.reading import (
-    Checkpoint,
-    PathLike,
-    first_line,
-    read_checkpoint,
-    why_unreadable,
-)
+from lit_diffusion.checkpoints.reading import first_line, read_checkpoint, why_unreadable
 from lit_diffusion.system.files import whole_file
 from lit_diffusion.system.sharding import first_split, gathered
 from lit_diffusion.system.signals import uninterrupted
@@ -37,7 +31,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(
-        self, checkpoint: Checkpoint, path: PathLike, storage_options: Any | None = None
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
         """Write `checkpoint`, or leave what was at `path`.
 
@@ -53,8 +47,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             _write(kept, path)
 
     def load_checkpoint(
-        self, path: PathLike, map_location: Any = None, weights_only: bool | None = None
-    ) -> Checkpoint:
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """The checkpoint at `path`, read with `weights_only=True` whatever is asked."""
         if "://" not in str(path):
             return read_checkpoint(path)
@@ -64,7 +58,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise ValueError(f"{path} {why_unreadable(error)}") from None
 
 
-def write_checkpoint(checkpoint: Mapping[str, Any], path: PathLike) -> None:
+def write_checkpoint(checkpoint: Mapping[str, Any], path: str | Path) -> None:
     """Write a checkpoint to a local path, atomically: see `AtomicCheckpointIO`.
 
     One with tensors that `fully_shard` has split is written by all ranks together: each calls this,
@@ -77,7 +71,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: PathLike) -> None:
         _write(plain(whole), path)
 
 
-def plain(checkpoint: Mapping[str, Any]) -> Checkpoint:
+def plain(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """`checkpoint` without hyper-parameters that are objects, which would be pickled by class."""
     if split := first_split(checkpoint):
         raise TypeError(
@@ -92,7 +86,7 @@ def plain(checkpoint: Mapping[str, Any]) -> Checkpoint:
     return kept
 
 
-def _write(checkpoint: Checkpoint, path: PathLike) -> None:
+def _write(checkpoint: dict[str, Any], path: str | Path) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

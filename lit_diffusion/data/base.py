@@ -4,10 +4,11 @@ import hashlib
 import sys
 from abc import abstractmethod
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
@@ -15,11 +16,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lit_diffusion.data.datasets import Batch, ImageDataset
 from lit_diffusion.data.loaders import ResumableLoader, batches_of_epoch, recount
-from lit_diffusion.data.samplers import ShuffledSampler, UnrepeatedSampler, even_batch_size
+from lit_diffusion.data.samplers import ShuffledSampler, even_batch_size
 from lit_diffusion.seeding import classes_of, run_seed
 
 Split: TypeAlias = Literal["train", "val", "test"]
-T = TypeVar("T")
 
 
 class Awaited(NamedTuple):
@@ -127,7 +127,7 @@ class ImageDataModule(LightningDataModule):
         """
         dataset = self.dataset(split)
         batch_size = even_batch_size(len(dataset), num_replicas, self.batch_size)
-        sampler = UnrepeatedSampler(dataset, num_replicas, rank)
+        sampler = UnrepeatedDistributedSampler(dataset, num_replicas, rank, shuffle=False)
         return DataLoader(dataset, sampler=sampler, **self._options(batch_size))
 
     def images(self, split: Split) -> Tensor:
@@ -221,7 +221,7 @@ class ImageDataModule(LightningDataModule):
         }
 
 
-def as_it_is(batch: T) -> T:
+def as_it_is(batch: Any) -> Any:
     """Collation of a data set that fetches whole batches."""
     return batch
 

@@ -8,8 +8,6 @@ from lit_diffusion.data.base import ImageDataModule, Split
 from lit_diffusion.data.datasets import TensorImages
 from lit_diffusion.seeding import fold
 
-HELD_OUT_PER_CLASS = 36
-
 
 class Digits(ImageDataModule):
     """1,797 handwritten digits of 8x8 pixels: 1,437 to train on, 360 held out, 36 of each class.
@@ -47,5 +45,5 @@ def is_held_out(labels: Tensor) -> Tensor:
     for label in range(10):
         places = (labels == label).nonzero().flatten().tolist()
         places.sort(key=lambda place: fold("digits held out", place))
-        held_out[places[:HELD_OUT_PER_CLASS]] = True
+        held_out[places[:36]] = True
     return held_out

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from PIL import Image, ImageOps
-from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
 from lit_diffusion.data import folder_scan
@@ -195,7 +194,14 @@ class ImageFolder(PictureFiles):
         listing = super().select(split)
         if isinstance(self.val, Path):
             return listing
-        held_out = _is_held_out(listing, self.val)
+        count = len(listing.names)
+        if self.val >= count:
+            raise ValueError(
+                f"val={self.val} images cannot be held out of the {count} in {listing.root}."
+            )
+        rank = [fold("held out", os.fsdecode(name)) for name in listing.names]
+        held_out = torch.zeros(count, dtype=torch.bool)
+        held_out[np.argsort(rank)[: self.val]] = True
         return listing.part(held_out if split == "val" else ~held_out)
 
 
@@ -237,18 +243,6 @@ class ImageNet(PictureFiles):
                 f" {wrong[0] if wrong else 'none'}. For other names, use ImageFolder."
             )
         return names
-
-
-def _is_held_out(listing: Listing, count: int) -> Tensor:
-    """(N,) bool: the `count` files whose names have the least fold."""
-    if count >= len(listing.names):
-        raise ValueError(
-            f"val={count} images cannot be held out of the {len(listing.names)} in {listing.root}."
-        )
-    held_out = torch.zeros(len(listing.names), dtype=torch.bool)
-    rank = [fold("held out", os.fsdecode(name)) for name in listing.names]
-    held_out[np.argsort(rank)[:count]] = True
-    return held_out
 
 
 def _read(path: Path, mode: str) -> Image.Image:

@@ -1,7 +1,7 @@
 """Which images each process sees, in which order.
 
-Both are DistributedSamplers and know their rank, so the Trainer leaves them alone: any other
-sampler it would pad with repeated images or, if that already shards, shard a second time.
+A DistributedSampler knows its rank, so the Trainer leaves it alone: any other sampler it would pad
+with repeated images or, if that already shards, shard a second time.
 """
 
 from collections.abc import Iterator
@@ -36,23 +36,6 @@ class ShuffledSampler(DistributedSampler[Any]):
         order = torch.randperm(size, generator=generator)
         mine = order[self.rank : self.total_size : self.num_replicas]
         return iter((self.epoch * size + mine[self.start :]).tolist())
-
-
-class UnrepeatedSampler(DistributedSampler[Any]):
-    """Every image once, in order, shared out among the processes without padding.
-
-    Process `rank` of R gets images rank, rank + R, ...
-    """
-
-    def __init__(self, dataset: Dataset[Any], num_replicas: int = 1, rank: int = 0) -> None:
-        super().__init__(dataset, num_replicas, rank, shuffle=False)
-        self._mine = range(rank, len(dataset), num_replicas)  # type: ignore[arg-type]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._mine)
-
-    def __len__(self) -> int:
-        return len(self._mine)
 
 
 def even_batch_size(num_images: int, num_replicas: int, batch_size: int) -> int:

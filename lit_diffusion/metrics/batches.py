@@ -13,19 +13,12 @@ Where: TypeAlias = int | str | Callable[..., Any] | None
 """An index or key into a batch, or a function of it, that gives its images (N, C, H, W); None for
 the batch itself, its first part, or the one image tensor of a dictionary."""
 
-RANGES = ((255.0, 0.0), (127.5, 127.5))
-"""Factor and offset that make levels of [0, 1] and of [-1, 1]."""
-
 
 def images_in(batch: Any, where: Where = None, ndim: int | None = None) -> Tensor:
     """Images of any type, with `ndim` dimensions if given; those with channels last are turned.
 
     Raises:
         TypeError: where there are none, with what to write.
-
-    Example:
-        >>> images_in({"jpg": torch.zeros(2, 3, 8, 8), "cls": torch.zeros(2)}).shape
-        torch.Size([2, 3, 8, 8])
     """
     if where is None:
         where = _guessed(batch)
@@ -74,7 +67,7 @@ def uint8_images(batch: Any, where: Where = None) -> Tensor:
 
 def _levels(images: Tensor) -> list[Tensor]:
     found = []
-    for factor, offset in RANGES:
+    for factor, offset in ((255.0, 0.0), (127.5, 127.5)):  # of [0, 1] and of [-1, 1]
         levels = images.float() * factor + offset
         whole = levels.round().clamp(0, 255)
         if (levels - whole).abs().max() < 0.01:

@@ -7,7 +7,6 @@ import io
 import json
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -170,7 +169,7 @@ class EmbeddedCNN:
         return {"feature_extractor": self.name}
 
     def _path(self) -> Path:
-        return Path(str(resources.files("lit_diffusion.metrics"))) / f"{self.name}.safetensors"
+        return Path(__file__).with_name(f"{self.name}.safetensors")
 
 
 class _EmbeddedForFidelity(FeatureExtractorBase):  # type: ignore[misc]
@@ -195,18 +194,9 @@ class _EmbeddedForFidelity(FeatureExtractorBase):  # type: ignore[misc]
     def get_default_feature_layer_for_metric(metric: str) -> str:
         return "logits" if metric == "isc" else "pooled"
 
-    @staticmethod
-    def can_be_compiled() -> bool:
-        return False
-
 
 def protocol_by_name(name: str) -> FIDProtocol:
-    """The protocol called `name`, with the weights that it is known for.
-
-    Example:
-        >>> protocol_by_name("digits-cnn")
-        EmbeddedCNN(name='digits-cnn')
-    """
+    """The protocol called `name`, with the weights that it is known for."""
     if name == InceptionV3Compat.name:
         return InceptionV3Compat()
     if name in _shipped():
@@ -220,10 +210,6 @@ def match_channels(images: Tensor, channels: int) -> Tensor:
 
     Grey becomes colour by repetition; colour becomes grey only where it is grey already, as a grey
     PNG read as RGB is. Images are uint8 (..., C, H, W).
-
-    Example:
-        >>> match_channels(torch.zeros(5, 1, 8, 8), 3).shape
-        torch.Size([5, 3, 8, 8])
     """
     found = images.shape[-3]
     if found == channels:
@@ -239,5 +225,4 @@ def match_channels(images: Tensor, channels: int) -> Tensor:
 @cache
 def _shipped() -> dict[str, dict[str, Any]]:
     """What is known of the classifiers in this package, by name."""
-    record = resources.files("lit_diffusion.metrics") / "classifiers.json"
-    return dict(json.loads(record.read_text()))
+    return dict(json.loads(Path(__file__).with_name("classifiers.json").read_text()))

@@ -26,10 +26,6 @@ def draw(labels: Sequence[int], wanted: Mapping[int, int], size: int, number: in
 
     So many images of each label as are `wanted`; where there are fewer, of any label for the rest.
     Another `number` is another draw.
-
-    Example:
-        >>> sorted(draw([0, 1, 1, 1, 0], {0: 2, 1: 1}, 3, number=0))[0]
-        0
     """
     left = Counter(wanted)
     chosen, others = [], []
@@ -43,14 +39,7 @@ def draw(labels: Sequence[int], wanted: Mapping[int, int], size: int, number: in
 
 
 def in_words(count: int, name: str, of_samples: int | None) -> str:
-    """What a draw is, of which `of_samples` have the labels of samples; None where these have none.
-
-    Example:
-        >>> in_words(360, "train", 350)
-        "360 train images, 350 with the samples' labels,"
-        >>> in_words(360, "train", None)
-        '360 train images'
-    """
+    """What a draw is; `of_samples` of it have the labels of samples, None where these have none."""
     if of_samples is None:
         return f"{count} {name} images"
     how = " with" if of_samples == count else f", {of_samples} with"

@@ -74,21 +74,12 @@ def is_repeat(record: Mapping[str, Any]) -> bool:
     """Whether a line of evaluations.jsonl measures a step again with other samples.
 
     Such a line tells how much the FID depends on the samples, and is no point of the curve.
-
-    Example:
-        >>> is_repeat({"seeds": [0, 360]}), is_repeat({"seeds": [360, 720]})
-        (False, True)
     """
     return "seeds" in record and record["seeds"][0] != 0
 
 
 def short_count(count: int) -> str:
-    """A number of samples as metric names have it.
-
-    Example:
-        >>> short_count(360), short_count(50_000)
-        ('360', '50k')
-    """
+    """A number of samples as metric names have it, such as 360 and 50k."""
     return f"{count // 1000}k" if count % 1000 == 0 else str(count)
 
 

@@ -57,15 +57,13 @@ class RealImages:
             )
         return len(self.dataset)
 
-    def batches(self, batch_size: int, index: Sequence[int] | None = None) -> Iterator[Tensor]:
-        """Images uint8 (N, C, H, W), in order: those of `index`, or all."""
-        for images, _ in self.labelled(batch_size, index):
-            yield images
-
-    def labelled(
+    def batches(
         self, batch_size: int, index: Sequence[int] | None = None
     ) -> Iterator[tuple[Tensor, list[int]]]:
-        """`batches` with the label of each image: what a sample has second, -1 if no integer."""
+        """Images uint8 (N, C, H, W) and their labels, in order: those of `index`, or all.
+
+        The label is what a sample has second, -1 if that is no integer.
+        """
         chosen = Subset(self.dataset, range(len(self)) if index is None else index)
         options: dict[str, Any] = {"num_workers": self.num_workers, "collate_fn": self.collate}
         for batch in DataLoader(chosen, batch_size, **options):
@@ -89,7 +87,7 @@ class RealImages:
         if self.known_fingerprint is not None:
             return self.known_fingerprint()
         digest = hashlib.sha256()
-        for images in self.batches(256):
+        for images, _ in self.batches(256):
             digest.update(images.contiguous().numpy().tobytes())
         digest.update(repr(tuple(images.shape[1:])).encode())
         return digest.hexdigest()[:16]
@@ -172,7 +170,7 @@ class Scorer:
         """Features of this process's share of these images, and the labels of all. A collective."""
         rank, world_size = place()
         features, labels = [torch.zeros(0, self.num_features, device=self.device)], []
-        for batch, known in images.labelled(self.batch_size, index[rank::world_size]):
+        for batch, known in images.batches(self.batch_size, index[rank::world_size]):
             features.append(self.features(batch))
             labels += known
         shares = from_all(labels)
@@ -254,7 +252,7 @@ def _measure_now(
 ) -> dict[str, Tensor]:
     metric = scorer.metric()
     rank, world_size = place()
-    for batch in real.batches(scorer.batch_size, range(len(real))[rank::world_size]):
+    for batch, _ in real.batches(scorer.batch_size, range(len(real))[rank::world_size]):
         metric.update(scorer.features(batch), real=True)
     sums = metric.real_sums()
     size, count = _floor_sizes(real, others, num_samples)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-def timestep_embedding(noise_label: Tensor, dim: int, max_period: float = 10_000.0) -> Tensor:
-    """Sinusoids of the noise level, [cos(f_k l), sin(f_k l)] with f_k = max_period^(-2 k / dim).
+def timestep_embedding(noise_label: Tensor, dim: int) -> Tensor:
+    """Sinusoids of the noise level, [cos(f_k l), sin(f_k l)] with f_k = 10000^(-2 k / dim).
 
     In float64, because float32 frequencies are off by more than a rounding error of the result: at
     l = 999 they move the output of a network by 4e-6.
@@ -27,7 +27,6 @@ def timestep_embedding(noise_label: Tensor, dim: int, max_period: float = 10_000
     Args:
         noise_label: (B,) l, integer or real (respaced processes have fractional steps).
         dim: number of features, even.
-        max_period: longest period of a feature, over 2 pi.
 
     Returns:
         (B, dim) float64, the cosines first.
@@ -44,7 +43,7 @@ def timestep_embedding(noise_label: Tensor, dim: int, max_period: float = 10_000
     if dim % 2:
         raise ValueError(f"timestep_embedding needs an even number of features, got dim={dim}.")
     k = torch.arange(dim // 2, dtype=torch.float64, device=noise_label.device)
-    angles = noise_label.double()[:, None] * torch.exp(-2 * math.log(max_period) / dim * k)
+    angles = noise_label.double()[:, None] * torch.exp(-2 * math.log(10_000) / dim * k)
     return torch.cat([angles.cos(), angles.sin()], dim=1)
 
 
@@ -305,11 +304,7 @@ def conv3(in_channels: int, out_channels: int) -> nn.Conv2d:
 
 @torch.no_grad()
 def zero_(module: _Module) -> _Module:
-    """Set the parameters of the last layer of a residual branch to 0, so that it starts as nothing.
-
-    Returns:
-        The module itself.
-    """
+    """Set the last layer of a residual branch to 0, so that it starts as nothing; returns it."""
     for parameter in module.parameters():
         parameter.zero_()
     return module

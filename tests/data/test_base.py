@@ -216,6 +216,19 @@ def test_in_order_shares_a_split_among_processes(rank):
     assert [images[0, 0, 0, 0].item() for images, _, _ in loader] == [rank]
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize(("data", "num_images"), [(Pictures, 10), (Digits, 360)])
+def test_processes_see_each_image_once_in_any_epoch(data, num_images, num_replicas):
+    loaders = [data(batch_size=7).in_order("val", num_replicas, r) for r in range(num_replicas)]
+    for loader in loaders:
+        loader.sampler.set_epoch(3)
+    shares = [places(loader) for loader in loaders]
+    assert [index for share in shares for index in share] == [
+        *(index for r in range(num_replicas) for index in range(r, num_images, num_replicas))
+    ]
+    assert [len(share) for share in shares] == [len(loader.sampler) for loader in loaders]
+
+
 def test_one_changed_pixel_changes_the_fingerprint():
     data, changed = Pictures(), Pictures()
     images = data.images("val").clone()

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset
 
-from lit_diffusion.data.samplers import ShuffledSampler, UnrepeatedSampler, even_batch_size
+from lit_diffusion.data.samplers import ShuffledSampler, even_batch_size
 
 
 def of(num_images):
@@ -13,20 +13,6 @@ def shuffled(num_images, num_replicas=1, rank=0, seed=0, epoch=0):
     sampler = ShuffledSampler(of(num_images), seed, num_replicas, rank)
     sampler.set_epoch(epoch)
     return list(sampler)
-
-
-@pytest.mark.parametrize("num_replicas", [1, 2, 3])
-@pytest.mark.parametrize("num_images", [10, 12, 360])
-def test_validation_sees_each_image_exactly_once(num_images, num_replicas):
-    shares = [UnrepeatedSampler(of(num_images), num_replicas, r) for r in range(num_replicas)]
-    assert sorted(key for share in shares for key in share) == list(range(num_images))
-    assert [len(list(share)) for share in shares] == [len(share) for share in shares]
-
-
-def test_validation_ignores_the_epoch():
-    sampler = UnrepeatedSampler(of(5))
-    sampler.set_epoch(3)
-    assert list(sampler) == [0, 1, 2, 3, 4]
 
 
 def test_every_process_gets_the_same_number_of_batches():
