@@ -167,7 +167,7 @@ def test_a_folder_is_for_one_process_at_a_time_and_free_again_after_any_end():
 
 
 @pytest.fixture
-def requeued(monkeypatch):
+def requeued(folder, monkeypatch):
     """This process is the second start of SLURM job 7, which trained into runs/digits."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
