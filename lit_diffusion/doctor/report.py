@@ -50,12 +50,7 @@ def report(findings: Iterable[Finding]) -> str:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """One line on all of them.
-
-    Example:
-        >>> verdict([warning("EMA", "..."), warning("lr", "...")])
-        'No problem, but 2 warnings: look at them before a long run.'
-    """
+    """One line on all of them."""
     levels = [finding.level for finding in findings]
     problems, warnings = levels.count(Level.PROBLEM), levels.count(Level.WARNING)
     told = count(warnings, "warning")

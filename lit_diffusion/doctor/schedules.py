@@ -107,12 +107,7 @@ def check_course(callback: Callback, plan: Plan) -> Iterator[Finding]:
 
 
 def half_life(decay: float) -> float:
-    """Optimizer steps in which the weight of the past halves.
-
-    Example:
-        >>> round(half_life(0.9999))
-        6931
-    """
+    """Optimizer steps in which the weight of the past halves."""
     return math.log(0.5) / math.log(decay) if decay > 0 else 0.0
 
 

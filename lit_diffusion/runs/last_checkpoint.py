@@ -37,9 +37,6 @@ class LastCheckpoint(Checkpoint):
         folder: where the file goes.
         first: optimizer steps until the first save.
         every_n_seconds: at least, between saves.
-
-    Example:
-        >>> trainer = Trainer(callbacks=[LastCheckpoint("run")], logger=False, accelerator="cpu")
     """
 
     def __init__(self, folder: str | Path, first: int = 20, every_n_seconds: float = 30.0) -> None:

@@ -50,8 +50,7 @@ class ModelCheckpoints(Callback):
         files = {str(file) for folder in folders for file in Path(folder).glob("*.ckpt")} - known
         undone = {file for file in files if saved_step(file) >= trainer.global_step}
         for each in found:
-            exists: Any = partial(_exists, undone, each.file_exists)
-            vars(each)["file_exists"] = exists
+            vars(each)["file_exists"] = partial(_exists, undone, each.file_exists)
 
 
 def _all(trainer: Trainer) -> list[ModelCheckpoint]:

@@ -5,14 +5,7 @@ from typing import Any
 
 
 def wrong_settings(trainer: Mapping[str, Any], ckpt_path: str | None = None) -> Iterator[str]:
-    """What is wrong with each.
-
-    Example:
-        >>> list(wrong_settings({"max_steps": None, "val_check_interval": 0}))
-        ... # doctest: +NORMALIZE_WHITESPACE
-        ['trainer.max_steps must be a number, -1 for no end, got null.',
-         'trainer.val_check_interval must be at least 1 where it counts batches, got 0.']
-    """
+    """What is wrong with each."""
     if trainer.get("max_steps", -1) is None:
         yield "trainer.max_steps must be a number, -1 for no end, got null."
     for name in ("accumulate_grad_batches", "check_val_every_n_epoch", "val_check_interval"):
