@@ -114,8 +114,7 @@ def share(part: float) -> str:
         >>> share(0.0312), share(0.25), share(0.0004)
         ('3.1%', '25%', '0.04%')
     """
-    percent = 100 * part
-    return f"{percent:.0f}%" if percent >= 10 else f"{percent:.2g}%"
+    return f"{_two_digits(100 * part)}%"
 
 
 def _two_digits(value: float) -> str:
