@@ -51,9 +51,11 @@ def examine_run(options: Sequence[str], seconds: float = 5.0) -> Iterator[Findin
         except Exception as error:  # constructors may say anything
             yield problem("config", str(error))
             return
-        settings = [*check_settings(cli)]
-        yield from settings
-        if has_problem(settings):
+        asked, checkpoint = cli.config_dump["trainer"], cli.config_dump["ckpt_path"]
+        wrong = [problem("trainer", text) for text in wrong_settings(asked)]
+        wrong += [problem("resume", text) for text in wrong_settings({}, checkpoint)]
+        yield from wrong
+        if wrong:
             return  # with which the Trainer counts as no fit does
         yield from check_start(cli, request)
         step, found = look_at_checkpoint(cli, request)
@@ -75,20 +77,14 @@ def examine_run(options: Sequence[str], seconds: float = 5.0) -> Iterator[Findin
         yield from examine_time(cli, plan, looks, seconds)
 
 
-def check_settings(cli: Rehearsal) -> Iterator[Finding]:
-    """What the Trainer takes, and a fit then fails on or does not follow."""
-    yield from (problem("trainer", text) for text in wrong_settings(cli.settings))
-    checkpoint = cli.config_dump["ckpt_path"]
-    yield from (problem("resume", text) for text in wrong_settings({}, checkpoint))
-
-
 def check_start(cli: Rehearsal, request: Request) -> Iterator[Finding]:
     """Whether the processes of the run come together, where they compute and write."""
     launch = check_launch(cli.ranks(), os.environ)
     yield from launch
     if cli.refusal is None:
-        device, wanted = cli.trainer.strategy.root_device.type, cli.settings["accelerator"]
-        yield check_placement(device, wanted, cli.trainer.num_devices, usable_cores())
+        trainer, wanted = cli.trainer, cli.config_dump["trainer"]["accelerator"]
+        device = trainer.strategy.root_device.type
+        yield check_placement(device, wanted, trainer.num_devices, usable_cores())
     elif not has_problem(launch):
         yield problem("trainer", f"it refuses its settings: {cli.refusal}")
     if cli.was_trial:
@@ -150,14 +146,14 @@ def _check_objects(cli: Rehearsal, looks: Looks) -> Iterator[Finding]:
 
 def _check_plan(cli: Rehearsal, plan: Plan, looks: Looks) -> Iterator[Finding]:
     """Whether all of it fits the length of the run."""
-    settings, trainer = cli.settings, cli.trainer
-    is_chosen = settings["max_epochs"] is not None or trainer.max_epochs == -1
+    trainer = cli.trainer
+    is_chosen = cli.config_dump["trainer"]["max_epochs"] is not None or trainer.max_epochs == -1
     yield check_length(plan, is_chosen)
     if not plan.steps:
         return
     yield from check_batch(plan)
-    if settings["check_val_every_n_epoch"] is None:
-        yield from check_accumulation(settings["val_check_interval"], plan.accumulate)
+    if trainer.check_val_every_n_epoch is None:
+        yield from check_accumulation(trainer.val_check_interval, plan.accumulate)
     yield from check_validation(plan)
     for evaluation, extractor in looks.evaluations.items():
         yield from check_evaluation(evaluation, extractor.num_features, plan)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from torch import nn
 
 from lit_diffusion.callbacks.fid import FIDEvaluation
-from lit_diffusion.doctor.machine import in_short
 from lit_diffusion.doctor.plan import Plan
 from lit_diffusion.doctor.report import Finding, count, note, ok, warning
 from lit_diffusion.metrics.extractors import FIDProtocol, InceptionV3Compat
@@ -30,19 +29,26 @@ def extractor_of(protocol: FIDProtocol) -> Extractor:
         return Extractor(network, int(network.num_features))  # type: ignore[arg-type]
     except (OSError, ValueError) as error:
         known = 2048 if isinstance(protocol, InceptionV3Compat) else None
-        return Extractor(None, known, in_short(error))
+        return Extractor(None, known, str(error))
 
 
 def check_evaluation(
     evaluation: FIDEvaluation, num_features: int | None, plan: Plan
 ) -> list[Finding]:
     """When a FID is measured, and whether on more images than its extractor has features."""
-    found = [*_check_occasions(evaluation, plan), *_check_images(evaluation, num_features, plan)]
+    found, samples = [*_check_occasions(evaluation, plan)], evaluation.num_samples
+    splits = {"train": plan.num_images, "val": plan.held_out}
+    fewest = min(samples, splits.get(evaluation.reference) or samples)
+    if num_features is not None and fewest <= num_features:
+        which = "num_samples" if fewest == samples else "the real images"
+        text = f"{which}, {fewest:,}, must exceed the {num_features:,} features of the extractor: "
+        text += "below, an FID is mostly bias; compare it with its floor only."
+        found.append(warning("FID", text))
     times = plan.times(evaluation.every_n_steps)
     if found or not times:
         return found
     every = f"every {plan.interval(evaluation.every_n_steps):,.0f} steps"
-    return [ok("FID", f"{count(times, 'time')}, {every}, of {evaluation.num_samples:,} samples")]
+    return [ok("FID", f"{count(times, 'time')}, {every}, of {samples:,} samples")]
 
 
 def _check_occasions(evaluation: FIDEvaluation, plan: Plan) -> Iterator[Finding]:
@@ -61,15 +67,3 @@ def _check_occasions(evaluation: FIDEvaluation, plan: Plan) -> Iterator[Finding]
     if left >= 1 and not evaluation.repeats_at_end:
         text = f"the last is of step {plan.length - left:,.0f}; the final weights, of step "
         yield note("FID", f"{text}{plan.length:,}, get none: {every:,.0f} does not divide it.")
-
-
-def _check_images(
-    evaluation: FIDEvaluation, num_features: int | None, plan: Plan
-) -> Iterator[Finding]:
-    samples = evaluation.num_samples
-    splits = {"train": plan.num_images, "val": plan.held_out}
-    fewest = min(samples, splits.get(evaluation.reference) or samples)
-    if num_features is not None and fewest <= num_features:
-        which = "num_samples" if fewest == samples else "the real images"
-        text = f"{which}, {fewest:,}, must exceed the {num_features:,} features of the extractor: "
-        yield warning("FID", f"{text}below, an FID is mostly bias; compare it with its floor only.")

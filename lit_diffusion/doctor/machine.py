@@ -11,7 +11,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from lit_diffusion.doctor.report import Finding, count, note, ok, problem, size, warning
-from lit_diffusion.metrics.weights import FETCH, INCEPTION_SHA256, cached_inception, require
+from lit_diffusion.metrics.extractors import InceptionV3Compat
 
 COMPROMISED = {"lightning": ("2.6.2", "2.6.3"), "pytorch-lightning": ("2.6.2", "2.6.3")}
 """Releases with code of somebody else."""
@@ -112,16 +112,10 @@ def usable_cores() -> int:
 def fault_of_inception() -> str | None:
     """What is wrong with the weights where `inception-v3-compat` looks; None if nothing is."""
     try:
-        require(cached_inception(), INCEPTION_SHA256, FETCH)
+        InceptionV3Compat().check()
     except (OSError, ValueError) as error:
-        return in_short(error)
+        return str(error)
     return None
-
-
-def in_short(error: Exception) -> str:
-    """What is wrong with a weight file, with a short cure."""
-    cure = "run `lit-diffusion fetch-weights` where there is a network."
-    return str(error).replace(FETCH, cure).replace(f". {cure}", f"; {cure}")
 
 
 def _installed(names: set[str]) -> dict[str, str]:
@@ -130,11 +124,8 @@ def _installed(names: set[str]) -> dict[str, str]:
 
 
 def _stated() -> dict[str, SpecifierSet]:
-    """Versions that our package asks for; none for a checkout that is not installed."""
-    try:
-        stated = map(Requirement, metadata.requires("lit-diffusion") or [])
-    except metadata.PackageNotFoundError:
-        return {}
+    """Versions that our package asks for."""
+    stated = map(Requirement, metadata.requires("lit-diffusion") or [])
     return {each.name: each.specifier for each in stated if each.marker is None}
 
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lit_diffusion.modules.diffusion import DiffusionModule
-from lit_diffusion.protocols import Denoise, Denoised, NonFiniteSamples, Process, RandnLike, Solver
+from lit_diffusion.protocols import Denoise, Denoised, NonFiniteSamples, Process, Solver
 
 
 def solver_times(solver: Solver, process: Process) -> list[float]:
@@ -25,29 +26,19 @@ def solver_times(solver: Solver, process: Process) -> list[float]:
     return asked
 
 
-class FirstCall:
-    """A solver that asks the network once, at the `time` that another begins with."""
-
-    def __init__(self, time: float) -> None:
-        self.time = time
-
-    def sample(
-        self, denoise: Denoise, process: Process, noise: Tensor, randn_like: RandnLike
-    ) -> Tensor:
-        """What the network makes of noise."""
-        t = torch.full((len(noise),), self.time, dtype=torch.float64, device=noise.device)
-        return denoise(noise, t).x0
-
-
 def sampling_seconds(module: DiffusionModule, batch_size: int, limit: float) -> tuple[float, str]:
     """Seconds of a sample, and what was measured: one call of the network of all that it takes."""
     solver, times = module.solver, solver_times(module.solver, module.process)
+
+    def first_call(denoise: Denoise, process: Process, noise: Tensor, *_: object) -> Tensor:
+        t = torch.full((len(noise),), times[0], dtype=torch.float64, device=noise.device)
+        return denoise(noise, t).x0
 
     def generate(num: int) -> None:
         with suppress(NonFiniteSamples):  # untrained weights may well give such
             module.generate(range(num))
 
-    module.solver = FirstCall(times[0])  # type: ignore[assignment]
+    module.solver = SimpleNamespace(sample=first_call)
     try:
         seconds, num = seconds_of(generate, batch_size, limit)
     finally:

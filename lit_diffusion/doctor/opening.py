@@ -10,7 +10,6 @@ from lit_diffusion import callbacks
 from lit_diffusion.callbacks.rank_watch import RankWatch
 from lit_diffusion.callbacks.save_on_signal import SaveOnSignal
 from lit_diffusion.data.base import ImageDataModule
-from lit_diffusion.doctor.machine import in_short
 from lit_diffusion.doctor.plan import num_images_in
 from lit_diffusion.doctor.rehearsal import Rehearsal
 from lit_diffusion.doctor.report import Finding, note, ok, problem, warning
@@ -71,7 +70,7 @@ def ask_callbacks(cli: Rehearsal, said: Collection[str] = ()) -> Iterator[Findin
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             refusal = _refusal(callback, cli)
-        if refusal is not None and in_short(refusal) not in said:
+        if refusal is not None and str(refusal) not in said:
             yield problem(name, str(refusal))
         yield from (warning(name, text) for text in {str(each.message) for each in warned})
 

@@ -23,12 +23,7 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
 
 
 def is_first_process(environ: Mapping[str, str]) -> bool:
-    """Whether this is the only process, or the one of several that should speak.
-
-    Example:
-        >>> is_first_process({}), is_first_process({"SLURM_PROCID": "3"})
-        (True, False)
-    """
+    """Whether this is the only process, or the one of several that should speak."""
     ranks = [_number(environ, name) for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK")]
     return all(rank in (None, 0) for rank in ranks)
 

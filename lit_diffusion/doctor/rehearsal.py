@@ -20,14 +20,10 @@ class Rehearsal(RunCLI):
 
     Where the Trainer refuses its settings, as without the GPU that they name, one of as many
     processes on the CPU stands in, so that the rest can still be looked at.
-
-    Attributes:
-        refusal: what the Trainer says against its settings; None where it takes them.
-        was_trial: whether the config asks for fast_dev_run; what is built is the run without.
     """
 
-    refusal: str | None = None
-    was_trial = False
+    refusal: str | None = None  # what the Trainer says against its settings
+    was_trial = False  # whether the config asks for fast_dev_run; what is built is the run without
 
     def before_instantiate_classes(self) -> None:
         """A folder that holds another run is a finding and no error here."""
@@ -49,19 +45,14 @@ class Rehearsal(RunCLI):
     def run_trainer(self, run: object) -> None:
         """Nothing."""
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Of the Trainer, as plain builtins."""
-        settings: dict[str, Any] = self.config_dump["trainer"]
-        return settings
-
     def ranks(self) -> Ranks:
         """Processes that the config asks for."""
         if self.refusal is None:
             return Ranks(self.trainer.num_devices, self.trainer.num_nodes)
-        devices = self.dumped()["trainer"]["devices"]
+        asked = self.dumped()["trainer"]
+        devices = asked["devices"]
         number = len(devices) if isinstance(devices, list) else str(devices)
-        return Ranks(int(number) if str(number).isdigit() else None, self.settings["num_nodes"])
+        return Ranks(int(number) if str(number).isdigit() else None, asked["num_nodes"])
 
 
 @contextmanager

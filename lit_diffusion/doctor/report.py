@@ -50,12 +50,7 @@ def report(findings: Iterable[Finding]) -> str:
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """One line on all of them.
-
-    Example:
-        >>> verdict([warning("EMA", "..."), warning("lr", "...")])
-        'No problem, but 2 warnings: look at them before a long run.'
-    """
+    """One line on all of them."""
     levels = [finding.level for finding in findings]
     problems, warnings = levels.count(Level.PROBLEM), levels.count(Level.WARNING)
     told = count(warnings, "warning")
@@ -119,8 +114,7 @@ def share(part: float) -> str:
         >>> share(0.0312), share(0.25), share(0.0004)
         ('3.1%', '25%', '0.04%')
     """
-    percent = 100 * part
-    return f"{percent:.0f}%" if percent >= 10 else f"{percent:.2g}%"
+    return f"{_two_digits(100 * part)}%"
 
 
 def _two_digits(value: float) -> str:

@@ -9,18 +9,13 @@ from lightning.pytorch import Callback
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
 from lit_diffusion.callbacks.ema import EMA
+from lit_diffusion.callbacks.parts.averages import warmup_decay
 from lit_diffusion.doctor.plan import Plan
 from lit_diffusion.doctor.report import Finding, note, ok, problem, share, warning
 from lit_diffusion.lr_schedules import WarmupConstant
 
 MOST = 1_000_000
 """Steps that a schedule is run for, at some microseconds each; longer runs are not looked at."""
-
-LONG_WARMUP = 0.2
-"""Share of the run from which a warm-up of the lr is called long."""
-
-LAGGING = 0.1
-"""Half-life of an average, as a share of the run, from which its lag is told."""
 
 
 def check_lr(scheduler: Any, plan: Plan) -> Iterator[Finding]:
@@ -49,7 +44,7 @@ def _compare(scheduler: Any, warmup: int, length: int | None, steps: int) -> Fin
     told = f"the warm-up of {name}, {warmup:,} steps, is "
     if warmup >= steps:
         return problem("lr", f"{told}all of the run of {steps:,}; make it shorter.")
-    if warmup > LONG_WARMUP * steps:
+    if warmup > 0.2 * steps:
         return warning("lr", f"{told}{part} of the run of {steps:,}; 1 to 10% is usual.")
     if length is not None and length < steps:
         after = f"train at {getattr(scheduler, 'final_factor', 0.0):g} of the lr"
@@ -112,18 +107,8 @@ def check_course(callback: Callback, plan: Plan) -> Iterator[Finding]:
 
 
 def half_life(decay: float) -> float:
-    """Optimizer steps in which the weight of the past halves.
-
-    Example:
-        >>> round(half_life(0.9999))
-        6931
-    """
+    """Optimizer steps in which the weight of the past halves."""
     return math.log(0.5) / math.log(decay) if decay > 0 else 0.0
-
-
-def half_life_at(decay: float, warmup: bool, steps: int) -> float:
-    """Half-life at the end of a run of so many steps, which EMA's warm-up limits."""
-    return half_life(min(decay, (1 + steps) / (10 + steps)) if warmup else decay)
 
 
 def check_ema(ema: EMA, plan: Plan, looks: Iterable[float | None] = ()) -> list[Finding]:
@@ -135,7 +120,7 @@ def check_ema(ema: EMA, plan: Plan, looks: Iterable[float | None] = ()) -> list[
 
 
 def _check_decay(ema: EMA, decay: float, plan: Plan, steps: int, first: float | None) -> Finding:
-    half = half_life_at(decay, ema.warmup, steps)
+    half = half_life(warmup_decay(decay, steps) if ema.warmup else decay)  # at the end of the run
     told = f"half-life of {decay:g} is {half:,.0f} steps"
     if plan.global_batch is not None:
         told += f" ({half * plan.global_batch:,.0f} images)"
@@ -146,7 +131,7 @@ def _check_decay(ema: EMA, decay: float, plan: Plan, steps: int, first: float | 
         text = f"{told}: at its end {share(start)} of the average are still the initial, random "
         advice = f"set warmup: true, or a decay of at most {_decay_for(steps)}."
         return warning("EMA", f"{text}weights; {advice}")
-    if half / steps > LAGGING:
+    if half / steps > 0.1:
         text = f"{told}: samples lag that far behind; a decay of {_decay_for(steps)} or less has 5%"
         return warning("EMA", f"{text}.")
     if first is not None and not ema.warmup and (start := decay**first) >= 0.1:

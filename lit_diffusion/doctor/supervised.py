@@ -14,12 +14,11 @@ from pathlib import Path
 
 from lit_diffusion.doctor.report import Finding, problem
 
-PATIENCE = 300.0
-"""Seconds without a finding after which the examination is given up."""
 
-
-def supervised(options: Sequence[str], patience: float = PATIENCE) -> Iterator[Finding]:
+def supervised(options: Sequence[str], patience: float = 300.0) -> Iterator[Finding]:
     """The findings of `examine` in a process of its own, and what became of that.
+
+    It is given up after `patience` seconds without a finding.
 
     Raises:
         SystemExit: where the examination ends with one, as after --print_config.
@@ -47,19 +46,17 @@ def supervised(options: Sequence[str], patience: float = PATIENCE) -> Iterator[F
                 yield problem("doctor", f"{text}driver may hang.")
                 return
             process.join(patience)
-            if process.exitcode != 0:
+            if process.exitcode:
                 yield problem("doctor", _death(process.exitcode, errors))
         finally:
             process.kill()
             process.join()
 
 
-def _death(code: int | None, errors: Path) -> str:
+def _death(code: int, errors: Path) -> str:
     text = errors.read_text(errors="replace") if errors.exists() else ""
     said = [line for line in text.splitlines() if line.strip()]
     last = f" ({said[-1].strip()[:200]})" if said else ""
-    if code is None:
-        return "the examination does not end."
     if code == -signal.SIGILL:
         text = "a measurement died of an illegal instruction, as bf16 does on some virtual "
         return f"{text}machines; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16."
@@ -80,5 +77,3 @@ def _examine_there(options: list[str], connection: Connection, errors: Path) -> 
     except SystemExit as end:
         sys.stdout.flush()
         connection.send(end.code if isinstance(end.code, int) else int(end.code is not None))
-    finally:
-        connection.close()

@@ -173,7 +173,8 @@ def _time_training(cli: Rehearsal, timing: Timing, seconds: float) -> None:
     callbacks = cli.trainer.callbacks  # type: ignore[attr-defined]
     ours = [each for each in callbacks if isinstance(each, FiniteUpdates)]
     guards = [FiniteUpdates(each.max_nonfinite_steps) for each in ours]
-    settings = {name: cli.settings[name] for name in KEPT[0 if cli.refusal is None else 2 :]}
+    asked = cli.config_dump["trainer"]
+    settings = {name: asked[name] for name in KEPT[0 if cli.refusal is None else 2 :]}
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             **settings,

@@ -17,13 +17,7 @@ Changes = Mapping[str, tuple[Any, Any]]
 
 
 def differences(saved: Any, used: Any, name: str = "model") -> dict[str, tuple[Any, Any]]:
-    """Settings whose value differs, by dotted name; a class that changed stands for its arguments.
-
-    Example:
-        >>> old = {"class_path": "A", "init_args": {"lr": 0.1, "steps": 5}}
-        >>> differences(old, {"class_path": "A", "init_args": {"lr": 0.001, "steps": 5}})
-        {'model.lr': (0.1, 0.001)}
-    """
+    """Settings whose values differ, by dotted name; a changed class stands for its arguments."""
     are_lists = isinstance(saved, list | tuple) and isinstance(used, list | tuple)
     if saved == used or (are_lists and list(saved) == list(used)):  # YAML has no tuples
         return {}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
@@ -37,9 +37,7 @@ def with_defaults(given: Any, *, fits: bool, shows_progress: bool) -> list[Callb
 class EndPredictions(Callback):
     """Ends `predict` on SIGTERM before the next batch; of Lightning's loops this one goes on."""
 
-    def on_predict_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any
-    ) -> None:
+    def on_predict_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Look whether there was one."""
         if trainer.received_sigterm:
             raise SIGTERMException

@@ -27,7 +27,6 @@ from lit_diffusion.seeding import classes_of
 from lit_diffusion.system.files import user_cache
 
 SPLITS = ("train", "val", "test")
-_INCEPTION = "inception-v3-compat"
 
 
 def evaluate(args: Namespace) -> dict[str, Any]:
@@ -58,7 +57,7 @@ def _protocol_of_run(loaded: Loaded | None) -> str:
     """The protocol that the run was scored with while it trained."""
     records = read_evaluations(loaded.path.parent.parent / "evaluations.jsonl") if loaded else []
     named = [str(record["protocol"]) for record in records if "protocol" in record]
-    return named[-1] if named else _INCEPTION
+    return named[-1] if named else "inception-v3-compat"
 
 
 def _reference(args: Namespace, loaded: Loaded | None) -> tuple[RealImages, RealImages | None]:

@@ -9,12 +9,6 @@ from lit_diffusion.runs.folder import Request
 from lit_diffusion.settings.messages import is_meant
 from lit_diffusion.settings.trust import within
 
-_RESTORING = (
-    "lightning.pytorch.trainer.connectors.checkpoint_connector",
-    changed_settings.__name__,
-)
-"""Modules in which nothing is done but to restore what a checkpoint holds."""
-
 
 def name_builder(error: BaseException) -> str:
     """Which class of ours could not be built, where an accident in its code does not tell."""
@@ -41,7 +35,9 @@ def explain(error: BaseException, request: Request, untrained: bool) -> ValueErr
         return ValueError(
             f"{request.checkpoint} is of another architecture than the config: {details}"
         )
-    restoring = (*_RESTORING, *(("torch.optim",) if untrained else ()))
+    # In these modules nothing is done but to restore what a checkpoint holds.
+    restoring = ["lightning.pytorch.trainer.connectors.checkpoint_connector"]
+    restoring += [changed_settings.__name__, *(["torch.optim"] if untrained else [])]
     if request.checkpoint is not None and any(within(name, restoring) for name in modules):
         if not is_meant(error):
             said = (

@@ -39,26 +39,18 @@ class InUse(ValueError):
 class Request:
     """What a command line asks for, as far as it must be known before the config is parsed.
 
-    Attributes:
-        command: fit, validate, test or predict.
-        options: the command line without the command and --trust.
-        configs: the values of --config.
-        trust: the values of --trust.
-        root: the run folder.
-        checkpoint: file that --ckpt_path means; None without.
-        requeued: whether this is a later start of the SLURM job that trains in the run folder. It
-            goes on from its last checkpoint, whatever the command line names.
-        repeated: whether the command is repeated until the run is finished.
+    A later start of the SLURM job that trains in the run folder is `requeued`: it goes on from its
+    last checkpoint, whatever the command line names.
     """
 
-    command: str
-    options: tuple[str, ...]
-    configs: tuple[str, ...]
-    trust: tuple[str, ...]
-    root: Path
-    checkpoint: Path | None
+    command: str  # fit, validate, test or predict
+    options: tuple[str, ...]  # the command line without the command and --trust
+    configs: tuple[str, ...]  # values of --config
+    trust: tuple[str, ...]  # values of --trust
+    root: Path  # the run folder
+    checkpoint: Path | None  # file that --ckpt_path means; None without
     requeued: bool = False
-    repeated: bool = False
+    repeated: bool = False  # the command is, until the run is finished
 
     @property
     def holds_checkpoint(self) -> bool:

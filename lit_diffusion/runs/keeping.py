@@ -35,7 +35,6 @@ class RunConfig(SaveConfigCallback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write the config."""
         if trainer.is_global_zero and not self.already_saved:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             replace_text(self._path, self.parser.dump(self.config, skip_unset=False))
         self.already_saved = True
 
@@ -47,9 +46,6 @@ class CurvesInStep(Callback):
 
     A checkpoint is written when all rows of its step are on the disk, and a resume takes out what
     was logged after it.
-
-    Args:
-        root: the run folder.
     """
 
     def __init__(self, root: Path) -> None:
@@ -81,16 +77,12 @@ class CurvesInStep(Callback):
 
 
 class ImagesSeen(Callback):
-    """Counts training images, also of a run whose resumes change the batch size.
-
-    Attributes:
-        image_count: of the fit, which `images_seen` asks for.
-    """
+    """Counts training images, also of a run whose resumes change the batch size."""
 
     _KEY = "images_seen"
 
     def __init__(self) -> None:
-        self.image_count: ImageCount | None = None
+        self.image_count: ImageCount | None = None  # of the fit, which `images_seen` asks for
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count on from what a checkpoint brought."""

@@ -14,12 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_diffusion.system.files import sync_folder
-from lit_diffusion.system.trainer_state import (
-    WholeSteps,
-    ends_epoch,
-    is_ending,
-    validation_follows,
-)
+from lit_diffusion.system.trainer_state import WholeSteps, ends_epoch, is_ending, validation_follows
 
 
 class LastCheckpoint(Checkpoint):
@@ -42,9 +37,6 @@ class LastCheckpoint(Checkpoint):
         folder: where the file goes.
         first: optimizer steps until the first save.
         every_n_seconds: at least, between saves.
-
-    Example:
-        >>> trainer = Trainer(callbacks=[LastCheckpoint("run")], logger=False, accelerator="cpu")
     """
 
     def __init__(self, folder: str | Path, first: int = 20, every_n_seconds: float = 30.0) -> None:
@@ -144,8 +136,7 @@ class LastCheckpoint(Checkpoint):
 class CheckpointBefore:
     """before-<name>, under which the old content of a file outlives the writing of a new one.
 
-    An update may ruin weights although its loss and gradients were finite. A checkpoint of such
-    weights looks like others; the next loss tells. No space is taken but that of the old file.
+    No space is taken but that of the old file.
     """
 
     def __init__(self, path: Path) -> None:

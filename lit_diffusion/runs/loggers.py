@@ -1,8 +1,6 @@
 """What a run leaves behind as text: metrics.csv and evaluations.jsonl.
 
-Both only grow. A resumed run goes on in the same files, and what its predecessor logged after the
-checkpoint that it starts from is taken out first, so that they end up as those of an undisturbed
-run.
+After a resume both end up as those of an undisturbed run.
 """
 
 import csv
@@ -10,7 +8,6 @@ import io
 import json
 import os
 import re
-from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,10 +50,7 @@ class AppendingCSVLogger(Logger):
         self._columns: list[str] | None = None
         self._doubtful: list[Row] = []
 
-    @rank_zero_only
-    def log_hyperparams(
-        self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any
-    ) -> None:
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the run folder holds config.yaml."""
 
     @rank_zero_only

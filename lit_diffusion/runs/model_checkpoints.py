@@ -1,7 +1,6 @@
 """Lightning's ModelCheckpoints in a run that goes on: their files are those of one that did not."""
 
 import os
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,7 @@ class ModelCheckpoints(Callback):
         """Put it in place, and find files to replace."""
         if trainer.ckpt_path is None:
             return
-        found = list(_all(trainer))
+        found = _all(trainer)
         for each in found:
             put_unsaved_state(each, self._loaded.get(each.state_key, {}))
         known = {os.path.abspath(file) for each in found for file in files_of(each)}
@@ -51,14 +50,11 @@ class ModelCheckpoints(Callback):
         files = {str(file) for folder in folders for file in Path(folder).glob("*.ckpt")} - known
         undone = {file for file in files if saved_step(file) >= trainer.global_step}
         for each in found:
-            exists: Any = partial(_exists, undone, each.file_exists)
-            vars(each)["file_exists"] = exists
+            vars(each)["file_exists"] = partial(_exists, undone, each.file_exists)
 
 
-def _all(trainer: Trainer) -> Iterator[ModelCheckpoint]:
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint):
-            yield callback
+def _all(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
 
 def _exists(undone: set[str], exists: Any, filepath: str, trainer: Trainer) -> bool:

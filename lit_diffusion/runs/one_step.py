@@ -22,18 +22,14 @@ class OneStep(Callback):
     Args:
         checkpoint: with "state_dict" and "replay", as `callbacks/micro_batch.py` makes it.
         path: of the file, for messages.
-
-    Attributes:
-        outputs: tensors that training_step returned, by name, on the CPU.
-        parameters: names of those whose gradients are not finite.
     """
 
     def __init__(self, checkpoint: Checkpoint, path: Path) -> None:
         self._state = checkpoint["state_dict"]
         self._kept: dict[str, Any] = checkpoint["replay"]
         self._path = path
-        self.outputs: dict[str, Tensor] = {}
-        self.parameters: list[str] = []
+        self.outputs: dict[str, Tensor] = {}  # of training_step, by name, on the CPU
+        self.parameters: list[str] = []  # names of those whose gradients are not finite
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Load the weights, when the module has its precision."""

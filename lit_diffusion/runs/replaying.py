@@ -23,23 +23,14 @@ from lit_diffusion.seeding import RUN_SEED
 
 @dataclass(frozen=True)
 class Replayed:
-    """A step, computed again.
+    """A step, computed again."""
 
-    Attributes:
-        kept: what the file says of it; kept["outputs"] are the run's.
-        device: type of the device that it was computed on.
-        outputs: what training_step returned, by name, on the CPU.
-        parameters: names of those whose gradients are not finite.
-        first_output: the first part of the module whose output was not finite, if any.
-        first_gradient: likewise for the gradient.
-    """
-
-    kept: dict[str, Any]
-    device: str
-    outputs: dict[str, Tensor]
-    parameters: list[str]
-    first_output: str | None
-    first_gradient: str | None
+    kept: dict[str, Any]  # what the file says of it; kept["outputs"] are the run's
+    device: str  # type of the device that it was computed on
+    outputs: dict[str, Tensor]  # what training_step returned, by name, on the CPU
+    parameters: list[str]  # names of those whose gradients are not finite
+    first_output: str | None  # the first part of the module whose output was not finite, if any
+    first_gradient: str | None  # likewise for the gradient
 
     @property
     def failed(self) -> bool:

@@ -19,6 +19,7 @@ from torchvision.utils import make_grid
 from lit_diffusion import solvers
 from lit_diffusion.callbacks.progress import pace
 from lit_diffusion.checkpoints.loading import Loaded, load_with_record
+from lit_diffusion.checkpoints.reading import first_line
 from lit_diffusion.gaussian import FixedSmall, LearnedRange
 from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.protocols import Solver
@@ -30,8 +31,6 @@ from lit_diffusion.system.files import replace_text
 from lit_diffusion.system.signals import print_error, uninterrupted
 
 RECORD = "samples.json"
-_GRID_IMAGES = 256
-_GRID_PIXELS = 512
 
 
 def folder_of_images(path: str) -> Path:
@@ -73,8 +72,7 @@ def usable_device(name: str | None) -> torch.device:
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
-        reason = str(error).split("\n")[0].rstrip(".")
-        raise ValueError(f"--device {name} cannot be used here: {reason}.") from error
+        raise ValueError(f"--device {name} cannot be used here: {first_line(error)}.") from error
 
 
 def _change_sampling(loaded: Loaded, args: Namespace, solver: dict[str, Any] | None) -> None:
@@ -178,7 +176,7 @@ def write_samples(loaded: Loaded, args: Namespace, num: int, out: Path) -> dict[
                 to_pil_image(image).save(out / f"{i:06d}.png")
             record = _record(loaded, args, first + len(images), num)
             replace_text(out / RECORD, json.dumps(record, indent=1) + "\n")
-    files = (out / f"{i:06d}.png" for i in range(min(num, _GRID_IMAGES)))
+    files = (out / f"{i:06d}.png" for i in range(min(num, 256)))
     shown = torch.stack([pil_to_tensor(Image.open(file)) for file in files])
     to_pil_image(_grid(shown)).save(out / "grid.png")
     return record
@@ -216,7 +214,7 @@ def _generate(module: Any, args: Namespace, there: int, num: int) -> Iterator[tu
 def _grid(images: Tensor) -> Tensor:
     """Images uint8 (N, C, H, W) in rows, with a white line between; small ones enlarged."""
     columns = max(1, round(len(images) ** 0.5))
-    scale = max(1, _GRID_PIXELS // (columns * images.shape[-1]))
+    scale = max(1, 512 // (columns * images.shape[-1]))
     images = images.repeat_interleave(scale, 2).repeat_interleave(scale, 3)
     if len(images) == 1:
         return images[0]

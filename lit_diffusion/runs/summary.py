@@ -65,13 +65,7 @@ def resume_line(request: Request, step: int, number: signal.Signals, saved: bool
 
 
 def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """One row per FID that was scored: the last, the best and the floor.
-
-    Example:
-        >>> last = {"metric": "val/fid_360", "value": 4.0, "step": 20, "floor": 2.0}
-        >>> fid_rows([last | {"value": 3.5, "step": 10}, last])
-        [('val/fid_360', '4 at step 20, best 3.5 at step 10; real images in their place: 2')]
-    """
+    """One row per FID that was scored: the last, the best and the floor."""
     rows = []
     for metric in dict.fromkeys(r["metric"] for r in records if "fid" in str(r.get("metric"))):
         scored = [r for r in records if r["metric"] == metric]

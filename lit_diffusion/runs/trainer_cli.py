@@ -31,12 +31,7 @@ from lit_diffusion.checkpoints.reading import Checkpoint, read_checkpoint
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
 from lit_diffusion.protocols import WeightsProvider
 from lit_diffusion.runs.changed_settings import differences
-from lit_diffusion.runs.defaults import (
-    contains,
-    run_callbacks,
-    with_defaults,
-    with_last_checkpoint,
-)
+from lit_diffusion.runs.defaults import contains, run_callbacks, with_defaults, with_last_checkpoint
 from lit_diffusion.runs.explained import explain, name_builder
 from lit_diffusion.runs.folder import (
     Request,
@@ -77,7 +72,9 @@ def run_command(argv: Sequence[str], descriptions: Mapping[str, str] | None = No
     request = read_command_line(argv)
     if request.requeued:
         rank_zero_only(print)(requeue_line(request), file=sys.stderr)
-    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(_no_tips)
+    logging.getLogger("lightning.pytorch.utilities.rank_zero").addFilter(
+        lambda record: "Tip: For seamless" not in record.getMessage()
+    )
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     with trusting(request.trust), ExitStack() as held:
         RunCLI(request, held, descriptions)
@@ -232,7 +229,10 @@ class RunCLI(SubcommandCLI):
             plugins=plugins,
             **kwargs,
         )
-        _keep_from_requeues(trainer, plugins)
+        environment = cluster_environment(trainer)
+        if isinstance(environment, SLURMEnvironment) and environment not in plugins:
+            # Lightning would save and requeue inside of a handler, whatever the command.
+            environment.auto_requeue = False
         return trainer
 
     def _loggers(self, given: Any) -> Any:
@@ -322,20 +322,6 @@ class RunCLI(SubcommandCLI):
 
 class _Formatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
     """jsonargparse's help, under a description with its lines as they are."""
-
-
-def _no_tips(record: logging.LogRecord) -> bool:
-    return "Tip: For seamless" not in record.getMessage()
-
-
-def _keep_from_requeues(trainer: Trainer, given: Sequence[Any]) -> None:
-    """In a SLURM job Lightning would save and requeue inside of a handler, whatever the command.
-
-    A cluster environment that the config names is as it says.
-    """
-    environment = cluster_environment(trainer)
-    if isinstance(environment, SLURMEnvironment) and environment not in given:
-        environment.auto_requeue = False
 
 
 def _with_atomic_saves(plugins: Any, trust: Sequence[str]) -> list[Any]:

@@ -3,21 +3,12 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-_COUNTS = ("accumulate_grad_batches", "check_val_every_n_epoch", "val_check_interval")
-
 
 def wrong_settings(trainer: Mapping[str, Any], ckpt_path: str | None = None) -> Iterator[str]:
-    """What is wrong with each.
-
-    Example:
-        >>> list(wrong_settings({"max_steps": None, "val_check_interval": 0}))
-        ... # doctest: +NORMALIZE_WHITESPACE
-        ['trainer.max_steps must be a number, -1 for no end, got null.',
-         'trainer.val_check_interval must be at least 1 where it counts batches, got 0.']
-    """
+    """What is wrong with each."""
     if trainer.get("max_steps", -1) is None:
         yield "trainer.max_steps must be a number, -1 for no end, got null."
-    for name in _COUNTS:
+    for name in ("accumulate_grad_batches", "check_val_every_n_epoch", "val_check_interval"):
         value = trainer.get(name)
         if isinstance(value, int) and value < 1:
             counts = " where it counts batches" if name == "val_check_interval" else ""

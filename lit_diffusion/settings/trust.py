@@ -38,16 +38,6 @@ def trusting(packages: Iterable[str] = ()) -> Iterator[None]:
     """Within this context, jsonargparse imports classes of `TRUSTED` and anything of `packages`.
 
     Those are dotted names of modules, or of packages with all below them.
-
-    Example:
-        >>> from jsonargparse import ArgumentParser
-        >>> from collections.abc import Callable
-        >>> parser = ArgumentParser(exit_on_error=False)
-        >>> _ = parser.add_argument("--call", type=Callable[[str], bytes])
-        >>> with trusting():
-        ...     parser.parse_args(["--call=mimetypes.init"])  # doctest: +IGNORE_EXCEPTION_DETAIL
-        Traceback (most recent call last):
-        ArgumentError: Importing 'mimetypes.init' is not allowed, ...
     """
     before, packages = dict(parsing_settings), tuple(packages)
     paths_of = _util.canonical_import_paths

@@ -147,6 +147,7 @@ def test_torchrun_counts_inside_of_a_job():
 
 
 def test_one_of_several_processes_speaks():
+    assert is_first_process({})
     assert is_first_process(JOB)
     assert not is_first_process({**JOB, "SLURM_PROCID": "1"})
     assert not is_first_process({"RANK": "2", "LOCAL_RANK": "0"})

@@ -12,6 +12,7 @@ from torch import optim
 from torch.optim import lr_scheduler
 
 from lit_diffusion.callbacks import EMA, MomentumDecay, TimestepCurriculum
+from lit_diffusion.callbacks.parts.averages import warmup_decay
 from lit_diffusion.doctor import schedules
 from lit_diffusion.doctor.plan import Plan
 from lit_diffusion.doctor.report import Level
@@ -21,7 +22,6 @@ from lit_diffusion.doctor.schedules import (
     check_lr,
     end_of,
     half_life,
-    half_life_at,
     lrs_of,
     warmup_of,
 )
@@ -147,9 +147,11 @@ def test_a_half_life_halves():
 
 
 def test_a_warmup_bounds_the_half_life_by_the_run():
-    assert half_life_at(0.9999, True, 1000) < 80
-    assert half_life_at(0.9999, True, 10**7) == half_life(0.9999)
-    assert half_life_at(0.9999, False, 1000) == half_life(0.9999)
+    assert half_life(warmup_decay(0.9999, 1000)) < 80
+    assert half_life(warmup_decay(0.9999, 10**7)) == half_life(0.9999)
+    for warmup, told in ((True, "half-life of 0.9999 is 77 steps"), (False, "is 6,931 steps")):
+        (finding,) = check_ema(EMA((0.9999,), warmup), replace(RUN, steps=1000), [])
+        assert told in finding.text
 
 
 @pytest.mark.parametrize(
