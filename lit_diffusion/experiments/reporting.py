@@ -72,7 +72,6 @@ def report_on_runs(
 
 
 def _wanted(found: list[T], arm_of: Callable[[T], str], only: Sequence[str] | None) -> list[T]:
-
     names = dict.fromkeys(map(arm_of, found))
     if lacking := [arm for arm in only or () if arm not in names]:
         raise ValueError(f"--arms: there is no {', '.join(lacking)}; there are {', '.join(names)}.")

@@ -139,7 +139,6 @@ def _usual(runs: Sequence[Run], difference: _Difference, metric: str) -> Run:
 
 
 def _other_protocol(run: Run, wanted: Run, metric: str) -> str | None:
-
     changed = _changes(*(protocol_of(each.points(metric)[-1]) for each in (run, wanted)))
     return changed and f"its FID is of another protocol than {wanted.path}'s: {changed}"
 

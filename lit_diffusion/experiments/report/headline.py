@@ -7,6 +7,7 @@ from lit_diffusion.experiments.comparison import (
     Comparison,
     Result,
     Verdict,
+    lead_over,
     mean_crossing,
 )
 from lit_diffusion.experiments.curves import Bound, Crossing, paired_spread, sampling_spread
@@ -177,18 +178,17 @@ def _when(crossings: Sequence[Crossing]) -> str:
 
 
 def _lead(comparison: Comparison) -> list[str]:
-    lead = comparison.lead
-    if lead is None:
+    if len(comparison.faster) < 2:
         return []
     first, second = comparison.faster[:2]
-    name, value = second.arm.name, speedup_text(lead)
+    name, lead = second.arm.name, lead_over(first, second)
     if comparison.falls_short(second) and not comparison.falls_short(first):
         gain = f"{speedup_text(second.speedup)}{to_text(second, comparison)}"
         return [f"Next is {name}, {gain}, {but_text(second, comparison)}."]
     if lead.low is None:
         return [f"Its lead over {name} cannot be told."]
     noise = "more than noise" if lead.low > 1 else "within noise"
-    return [f"Its lead over {name}, {value}, is {noise}."]
+    return [f"Its lead over {name}, {speedup_text(lead)}, is {noise}."]
 
 
 def _noise_of_fid(comparison: Comparison) -> list[str]:

@@ -204,7 +204,8 @@ def test_there_is_a_thin_line_a_seed_and_a_thick_one_for_their_geometric_mean(co
 def test_the_target_is_marked_where_each_arm_that_reaches_it_does(comparison):
     (axes,) = curves_figure(comparison).axes
     dots = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"]
-    means = [mean_crossing(comparison.crossings), *(r.steps for r in comparison.results)]
+    crossings = [comparison.crossings, *(result.crossings for result in comparison.results)]
+    means = [mean_crossing(of_arm) for of_arm in crossings]
     assert dots == pytest.approx([mean.step for mean in means if mean.bound is Bound.EXACT])
     assert len(dots) >= 2
     assert any("target: FID" in text for text in texts(axes))
