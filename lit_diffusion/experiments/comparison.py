@@ -194,9 +194,9 @@ def compare(arms: Sequence[Arm], baseline: str, target: float | None = None) -> 
     base = arms[names.index(baseline)]
     target = _target(base, target)
     others = [_result(arm, base, target) for arm in arms if arm is not base]
-    adjusted = iter(holm([r.speedup.p for r in others if r.speedup.p is not None]))
-    judged = [r if r.speedup.p is None else _judged(r, next(adjusted)) for r in others]
-    judged = [_unless_worse(r, base, target, len(others)) for r in judged]
+    adjusted = holm([result.speedup.p for result in others])
+    judged = [_judged(result, p) for result, p in zip(others, adjusted, strict=True)]
+    judged = [_unless_worse(result, base, target, len(others)) for result in judged]
     # A ratio that is an upper bound only may be anything below: it stands before no other.
     judged.sort(key=lambda r: (r.speedup.is_upper_bound, -r.speedup.ratio))
     return Comparison(base, target, tuple(judged))
@@ -272,9 +272,10 @@ def _reached(crossings: Sequence[Crossing]) -> bool:
     return any(crossing.bound is not Bound.MORE_THAN for crossing in crossings)
 
 
-def _judged(result: Result, holm_p: float) -> Result:
+def _judged(result: Result, holm_p: float | None) -> Result:
     p, level = result.speedup.p, 1 - CONFIDENCE
-    assert p is not None
+    if p is None or holm_p is None:
+        return result
     if holm_p < level and result.speedup.ratio > 1:
         verdict = Verdict.LOST if result.arm.lost else Verdict.FASTER
     elif holm_p < level:
