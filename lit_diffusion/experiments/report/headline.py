@@ -27,9 +27,6 @@ from lit_diffusion.experiments.report.wording import (
     why_unknown,
 )
 
-UNEVEN = 1.2
-"""Where the lowest FIDs of the baseline's seeds differ by a larger factor, a report says so."""
-
 
 def headline(comparison: Comparison) -> str:
     """Which arm won, and whether that is noise: the one sentence of a report."""
@@ -159,10 +156,10 @@ def _picked(comparison: Comparison) -> list[str]:
 
 
 def _uneven(comparison: Comparison) -> list[str]:
-    """Which seed of the baseline makes the target an easy one."""
+    """Which seed of the baseline makes the target an easy one, by more than 20%."""
     base = comparison.baseline
     worst, best = (choose(base.curves, key=lambda curve: curve.best) for choose in (max, min))
-    if worst.best != comparison.target or worst.best <= UNEVEN * best.best:
+    if worst.best != comparison.target or worst.best <= 1.2 * best.best:
         return []
     return [
         f"Seeds of {base.name} differ: seed {worst.seed} sets the target, the median seed reaches "
