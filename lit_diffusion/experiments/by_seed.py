@@ -75,7 +75,7 @@ def by_seed_table(comparison: Comparison) -> Table | None:
     if not any((*speeds, *lasts)):
         return None
     rows = []
-    corrected = (holm([test and test.p for test in tests]) for tests in (speeds, lasts))
+    corrected = (holm([t.p if t else None for t in tests]) for tests in (speeds, lasts))
     tests = zip(results, speeds, lasts, *corrected, strict=True)
     for result, speed, last, p_speed, p_last in tests:
         shared, to = len(_pairs(result.arm, base)), to_text(result, comparison)

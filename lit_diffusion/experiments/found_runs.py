@@ -144,7 +144,7 @@ class Run:
                 for step in due
                 if step > end
             ]
-        images = [point.get("images") for point in points]
+        images: list[Any] = [point.get("images") for point in points]
         try:
             return Curve(
                 self.seed,
