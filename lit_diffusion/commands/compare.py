@@ -3,14 +3,13 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from lit_diffusion.settings.parser import Parser
 
 if TYPE_CHECKING:
     from lit_diffusion.experiments.report.report import Report
 
-T = TypeVar("T")
 _NOTE = 190  # characters of one in the terminal; the report has it in full
 
 

@@ -11,9 +11,6 @@ from lit_diffusion.settings.yaml_file import read_yaml
 BASELINE = "baseline"
 """Name of the arm that is the experiment's config alone."""
 
-_ADDED = "+"
-"""Ends the name of a setting whose list is added to, not replaced."""
-
 
 def arm_files(config: str, texts: Sequence[str]) -> dict[str, list[str]]:
     """Name -> files of each arm, the first of which is `config`; that alone is the baseline.
@@ -55,7 +52,7 @@ def overrides(files: Sequence[str]) -> Iterator[str]:
 
 def _replaced(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for key, value in old.items():
-        name = key.removesuffix(_ADDED)
+        name = key.removesuffix("+")  # of a list that is added to, not replaced
         if name not in new or new[name] == value:
             continue
         both = isinstance(value, Mapping) and isinstance(new[name], Mapping)

@@ -1,15 +1,15 @@
 """Arms beside the baseline seed by seed: what runs of one seed have in common drops out."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from itertools import chain
 from statistics import fmean, geometric_mean, stdev
 
 from lit_diffusion.experiments.comparison import Arm, Comparison, Result
 from lit_diffusion.experiments.curves import Bound, Curve
 from lit_diffusion.experiments.report.tables import Table
 from lit_diffusion.experiments.report.wording import p_text, ratio_text, to_text
-from lit_diffusion.experiments.speedup import holm, t_test
+from lit_diffusion.experiments.speedup import TTest, holm, t_test
 
 _CAPTION = (
     "Runs of one seed share initial weights, order of data, noise and seeds of samples, unless "
@@ -21,19 +21,8 @@ _CAPTION = (
 )
 
 
-@dataclass(frozen=True)
-class Paired:
-    """A paired t test on logs: a ratio of geometric means, its 95% interval, p of a ratio of 1."""
-
-    ratio: float
-    low: float
-    high: float
-    p: float
-    pairs: int
-
-
-def paired(first: Sequence[float], second: Sequence[float]) -> Paired | None:
-    """Ratio of numbers that come in pairs, with its interval.
+def paired(pairs: Iterable[tuple[float, float]]) -> TTest | None:
+    """A paired t test on logs, so of the log of a ratio of geometric means.
 
     With d_i = log first_i - log second_i: mean(d) +- t s_d / sqrt(n), for n - 1 degrees of freedom.
 
@@ -42,33 +31,30 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Paired | None:
     Source: Student 1908, "The probable error of a mean".
 
     Example:
-        >>> found = paired([2.0, 4.2, 8.0], [1.0, 2.0, 4.1])
-        >>> round(found.ratio, 2), round(found.p, 3)
+        >>> found = paired([(2.0, 1.0), (4.2, 2.0), (8.0, 4.1)])
+        >>> round(math.exp(found.difference), 2), round(found.p, 3)
         (2.02, 0.001)
     """
-    logs = [math.log(a / b) for a, b in zip(first, second, strict=True)]
+    logs = [math.log(a / b) for a, b in pairs]
     if len(logs) < 2 or stdev(logs) < 1e-12:  # rounding alone
         return None
-    mean = fmean(logs)
-    reach, p = t_test(mean, stdev(logs) / math.sqrt(len(logs)), len(logs) - 1)
-    return Paired(math.exp(mean), math.exp(mean - reach), math.exp(mean + reach), p, len(logs))
+    return t_test(fmean(logs), stdev(logs) / math.sqrt(len(logs)), len(logs) - 1)
 
 
-def speed_by_seed(result: Result, base: Arm) -> Paired | None:
-    """Speed-up over the baseline to the FID that `result.speedup` is measured at.
+def speed_by_seed(result: Result, base: Arm) -> TTest | None:
+    """Log of the speed-up over the baseline to the FID that `result.speedup` is measured at.
 
     None without a test, or where a seed that both have did not reach that FID, or had it at its
     first evaluation.
     """
-    pairs = _pairs(result.arm, base)
-    fast, slow = ([curve.crossing(result.at) for curve in side] for side in _sides(pairs))
-    if any(crossing.bound is not Bound.EXACT for crossing in fast + slow):
+    crossings = [[c.crossing(result.at) for c in pair] for pair in _pairs(result.arm, base)]
+    if any(crossing.bound is not Bound.EXACT for pair in crossings for crossing in pair):
         return None
-    return paired([crossing.step for crossing in slow], [crossing.step for crossing in fast])
+    return paired((slow.step, fast.step) for fast, slow in crossings)
 
 
-def last_by_seed(arm: Arm, base: Arm) -> Paired | None:
-    """Last FIDs of an arm over those of the baseline.
+def last_by_seed(arm: Arm, base: Arm) -> TTest | None:
+    """Log of the last FIDs of an arm over those of the baseline.
 
     None without a test, where last steps differ by more than 1%, or where an FID is not finite.
     """
@@ -76,8 +62,8 @@ def last_by_seed(arm: Arm, base: Arm) -> Paired | None:
     if not all(math.isclose(a.steps[-1], b.steps[-1], rel_tol=0.01) for a, b in pairs):
         return None
     sets = min((len(curve.repeats) for pair in pairs for curve in pair), default=0)
-    own, other = ([_last(curve, sets) for curve in side] for side in _sides(pairs))
-    return paired(own, other) if all(map(math.isfinite, own + other)) else None
+    fids = [(_last(own, sets), _last(other, sets)) for own, other in pairs]
+    return paired(fids) if all(map(math.isfinite, chain(*fids))) else None
 
 
 def by_seed_table(comparison: Comparison) -> Table | None:
@@ -89,7 +75,8 @@ def by_seed_table(comparison: Comparison) -> Table | None:
     if not any((*speeds, *lasts)):
         return None
     rows = []
-    tests = zip(results, speeds, lasts, _corrected(speeds), _corrected(lasts), strict=True)
+    corrected = (holm([t.p if t else None for t in tests]) for tests in (speeds, lasts))
+    tests = zip(results, speeds, lasts, *corrected, strict=True)
     for result, speed, last, p_speed, p_last in tests:
         shared, to = len(_pairs(result.arm, base)), to_text(result, comparison)
         by_steps = f"{_text(speed, 'x')}{to}" if speed else "-"
@@ -101,15 +88,10 @@ def by_seed_table(comparison: Comparison) -> Table | None:
     return Table(_CAPTION, heads, tuple(rows))
 
 
-def _corrected(tests: Sequence[Paired | None]) -> list[float | None]:
-    adjusted = iter(holm([test.p for test in tests if test]))
-    return [next(adjusted) if test else None for test in tests]
-
-
-def _text(test: Paired, unit: str = "") -> str:
+def _text(test: TTest, unit: str = "") -> str:
     ratio, low, high = (
         f"{value:.2g}" if value < 0.1 else ratio_text(value)[:-1]
-        for value in (test.ratio, test.low, test.high)
+        for value in map(math.exp, (test.difference, test.low, test.high))
     )
     return f"{ratio}{unit} [{low}, {high}]"
 
@@ -119,10 +101,6 @@ def _pairs(arm: Arm, base: Arm) -> list[tuple[Curve, Curve]]:
     other = {curve.seed: curve for curve in base.curves}
     own = sorted(arm.curves, key=lambda curve: curve.seed)
     return [(curve, other[curve.seed]) for curve in own if curve.seed in other]
-
-
-def _sides(pairs: Sequence[tuple[Curve, Curve]]) -> tuple[list[Curve], list[Curve]]:
-    return [own for own, _ in pairs], [other for _, other in pairs]
 
 
 def _last(curve: Curve, sets: int) -> float:

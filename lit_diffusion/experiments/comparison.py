@@ -102,11 +102,6 @@ class Result:
         """The corrected p-value that the verdict stands on; 0 where it needs none."""
         return self.end.p if self.end else self.holm_p or 0.0
 
-    @property
-    def steps(self) -> Crossing:
-        """Geometric mean of the steps to the target over seeds, or a bound of it."""
-        return mean_crossing(self.crossings)
-
 
 @dataclass(frozen=True)
 class Comparison:
@@ -114,13 +109,11 @@ class Comparison:
 
     Attributes:
         target: FID to reach.
-        crossings: of the target, by the baseline's seeds.
         results: of the other arms, the fastest first.
     """
 
     baseline: Arm
     target: float
-    crossings: tuple[Crossing, ...]
     results: tuple[Result, ...]
 
     @property
@@ -133,10 +126,14 @@ class Comparison:
         """All of them, the baseline first."""
         return (self.baseline, *(result.arm for result in self.results))
 
+    @property
+    def crossings(self) -> tuple[Crossing, ...]:
+        """Of the target, by the baseline's seeds."""
+        return self.baseline.crossings(self.target)
+
     def crossings_by_arm(self) -> dict[str, tuple[Crossing, ...]]:
         """Of the target, the baseline's first."""
-        others = {result.arm.name: result.crossings for result in self.results}
-        return {self.baseline.name: self.crossings} | others
+        return {arm.name: arm.crossings(self.target) for arm in self.arms}
 
     @property
     def faster(self) -> list[Result]:
@@ -160,12 +157,6 @@ class Comparison:
         winners = self.winners
         order = sorted(self.results, key=lambda r: (r not in winners, r.holm_p is None))
         return tuple(result for result in self.results if result in order[:count])
-
-    @property
-    def lead(self) -> Speedup | None:
-        """Speed-up of the best arm over the next, where both are faster than the baseline."""
-        faster = self.faster[:2]
-        return lead_over(*faster) if len(faster) == 2 else None
 
     def falls_short(self, result: Result) -> bool:
         """Whether an arm that may be fast does not win.
@@ -203,12 +194,12 @@ def compare(arms: Sequence[Arm], baseline: str, target: float | None = None) -> 
     base = arms[names.index(baseline)]
     target = _target(base, target)
     others = [_result(arm, base, target) for arm in arms if arm is not base]
-    adjusted = iter(holm([r.speedup.p for r in others if r.speedup.p is not None]))
-    judged = [r if r.speedup.p is None else _judged(r, next(adjusted)) for r in others]
-    judged = [_unless_worse(r, base, target, len(others)) for r in judged]
+    adjusted = holm([result.speedup.p for result in others])
+    judged = [_judged(result, p) for result, p in zip(others, adjusted, strict=True)]
+    judged = [_unless_worse(result, base, target, len(others)) for result in judged]
     # A ratio that is an upper bound only may be anything below: it stands before no other.
     judged.sort(key=lambda r: (r.speedup.is_upper_bound, -r.speedup.ratio))
-    return Comparison(base, target, base.crossings(target), tuple(judged))
+    return Comparison(base, target, tuple(judged))
 
 
 def lead_over(first: Result, other: Result) -> Speedup:
@@ -278,13 +269,13 @@ def _result(arm: Arm, base: Arm, target: float) -> Result:
 
 
 def _reached(crossings: Sequence[Crossing]) -> bool:
-
     return any(crossing.bound is not Bound.MORE_THAN for crossing in crossings)
 
 
-def _judged(result: Result, holm_p: float) -> Result:
+def _judged(result: Result, holm_p: float | None) -> Result:
     p, level = result.speedup.p, 1 - CONFIDENCE
-    assert p is not None
+    if p is None or holm_p is None:
+        return result
     if holm_p < level and result.speedup.ratio > 1:
         verdict = Verdict.LOST if result.arm.lost else Verdict.FASTER
     elif holm_p < level:

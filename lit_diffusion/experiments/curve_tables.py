@@ -12,14 +12,12 @@ from typing import NamedTuple
 from lit_diffusion.experiments.comparison import Arm
 from lit_diffusion.experiments.curves import Curve
 
-_NEEDED = ("arm", "step", "fid")
-
 
 class _Evaluation(NamedTuple):
     step: float
     repeat: float
     fid: float
-    images: float | None
+    images: float  # nan where that is not told
 
 
 def read_arms(paths: Sequence[str]) -> list[Arm]:
@@ -50,7 +48,8 @@ def read_arms(paths: Sequence[str]) -> list[Arm]:
 def _rows(path: str) -> Iterator[tuple[str, dict[str, str]]]:
     with open(path, newline="", encoding="utf-8-sig") as file:  # spreadsheets write its mark
         reader = csv.DictReader(file, skipinitialspace=True)
-        if lacking := [name for name in _NEEDED if name not in (reader.fieldnames or ())]:
+        heads = reader.fieldnames or ()
+        if lacking := [name for name in ("arm", "step", "fid") if name not in heads]:
             raise ValueError(
                 f"{path} needs the columns arm, step and fid, and has no {', '.join(lacking)}."
             )
@@ -67,23 +66,19 @@ def _evaluation(row: Mapping[str, str], place: str) -> _Evaluation:
             numbers[name] = float(row.get(name, "") if row.get(name, "") != "" else empty)
         except (TypeError, ValueError):  # None, where a row is short
             raise ValueError(f"{place}: {name} must be a number, got {row[name]!r}.") from None
-    fid, images = numbers["fid"], numbers["images"]
-    return _Evaluation(
-        numbers["step"],
-        numbers["repeat"],
-        fid if math.isfinite(fid) else math.nan,
-        None if math.isnan(images) else images,
-    )
+    if math.isinf(numbers["fid"]):
+        numbers["fid"] = math.nan
+    return _Evaluation(**numbers)
 
 
 def _curve(arm: str, seed: str, found: list[_Evaluation]) -> Curve:
     found = sorted(found, key=lambda one: (one.step, one.repeat))
     points = [one for one in found if not one.repeat]
     steps = tuple(one.step for one in points)
-    images = tuple(one.images for one in points if one.images is not None)
+    images = tuple(one.images for one in points)
     repeats = tuple(one.fid for one in found if one.repeat and one.step in steps[-1:])
     fids = tuple(one.fid for one in points)
     try:
-        return Curve(seed, steps, fids, images if len(images) == len(points) else None, repeats)
+        return Curve(seed, steps, fids, None if any(map(math.isnan, images)) else images, repeats)
     except ValueError as error:
         raise ValueError(f"arm {arm}, {error}") from error

@@ -1,14 +1,11 @@
 """FID over training: when a run reaches a target, how much it wavers, how sure one FID is."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
 from statistics import fmean, linear_regression, stdev
-
-LATE = 2 / 3
-"""Where the last third of a run begins."""
 
 
 class Bound(Enum):
@@ -98,47 +95,27 @@ class Curve:
         return dict(zip(self.steps, self.fids, strict=True)).get(step)
 
     def crossing(self, target: float) -> Crossing:
-        """When it reached a target: see `first_crossing`."""
-        return first_crossing(self.steps, self.fids, target)
+        """When the running minimum of the FID first reaches a target > 0.
 
+        Between the evaluations k - 1 and k around the crossing, log FID is taken for linear:
+        step = s_{k-1} + (s_k - s_{k-1}) (log m_{k-1} - log target) / (log m_{k-1} - log m_k),
+        where m is the running minimum, which passes over NaN.
 
-def running_minimum(values: Iterable[float]) -> list[float]:
-    """The lowest value so far; NaN is passed over, and infinity stands before the first number.
-
-    Example:
-        >>> running_minimum([5.0, 3.0, float("nan"), 4.0, 2.0])
-        [5.0, 3.0, 3.0, 3.0, 2.0]
-    """
-    return list(accumulate(values, lambda low, new: min(low, new), initial=math.inf))[1:]
-
-
-def first_crossing(steps: Sequence[float], fids: Sequence[float], target: float) -> Crossing:
-    """When the running minimum of the FID first reaches a target.
-
-    Between the evaluations k - 1 and k around the crossing, log FID is taken for linear:
-    step = s_{k-1} + (s_k - s_{k-1}) (log m_{k-1} - log target) / (log m_{k-1} - log m_k),
-    where m is the running minimum.
-
-    Args:
-        steps: (N,) of a `Curve`.
-        fids: (N,) likewise.
-        target: > 0.
-
-    Example:
-        >>> print(first_crossing([1000, 2000, 3000], [16.0, 4.0, 3.0], target=8.0))
-        1,500
-        >>> print(first_crossing([1000, 2000, 3000], [16.0, 4.0, 3.0], target=2.0))
-        > 3,000
-    """
-    lowest = running_minimum(fids)
-    k = next((k for k, fid in enumerate(lowest) if fid <= target), None)
-    if k is None:
-        return Crossing(steps[-1], Bound.MORE_THAN)
-    if k == 0 or math.isinf(lowest[k - 1]):
-        # A network that has it untrained: no ratio can be had from 0 steps.
-        return Crossing(next(step for step in steps[k:] if step > 0), Bound.AT_MOST)
-    share = math.log(lowest[k - 1] / target) / math.log(lowest[k - 1] / lowest[k])
-    return Crossing(steps[k - 1] + share * (steps[k] - steps[k - 1]))
+        Example:
+            >>> curve = Curve("0", (1000, 2000, 3000), (16.0, 4.0, 3.0))
+            >>> print(curve.crossing(8.0), "and", curve.crossing(2.0))
+            1,500 and > 3,000
+        """
+        steps = self.steps
+        lowest = list(accumulate(self.fids, min, initial=math.inf))[1:]
+        k = next((k for k, fid in enumerate(lowest) if fid <= target), None)
+        if k is None:
+            return Crossing(steps[-1], Bound.MORE_THAN)
+        if k == 0 or math.isinf(lowest[k - 1]):
+            # A network that has it untrained: no ratio can be had from 0 steps.
+            return Crossing(next(step for step in steps[k:] if step > 0), Bound.AT_MOST)
+        share = math.log(lowest[k - 1] / target) / math.log(lowest[k - 1] / lowest[k])
+        return Crossing(steps[k - 1] + share * (steps[k] - steps[k - 1]))
 
 
 def late_oscillation(curve: Curve) -> float | None:
@@ -176,7 +153,7 @@ def late_wobble(curve: Curve) -> float | None:
 
 def _late(curve: Curve) -> tuple[list[float], list[float]]:
     found = zip(*curve.finite, strict=True)
-    late = [(s, math.log(f)) for s, f in found if s >= LATE * curve.steps[-1]]
+    late = [(s, math.log(f)) for s, f in found if s >= 2 / 3 * curve.steps[-1]]
     return [step for step, _ in late], [value for _, value in late]
 
 

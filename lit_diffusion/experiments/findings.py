@@ -54,7 +54,10 @@ def notes(selection: Selection, arms: Sequence[Arm]) -> list[str]:
         told.append(
             f"Fewer than {HEADLINE_SEEDS} seeds, the least for a headline: {', '.join(few)}."
         )
-    told += [*_unequal_lengths(arms), _images(arms), *_sampling(selection)]
+    told += [*_unequal_lengths(arms), _images(arms)]
+    for name, changed in _resampled(selection).items():
+        what = "; ".join(f"{key} {own}, not {base}" for key, (own, base) in changed.items())
+        told.append(f"{name} draws its samples in another way: {what}.")
     if sampling_spread(curve for arm in arms for curve in arm.curves) is None:
         told.append(
             "How far an FID depends on the samples is not known: no run repeats its last FID with "
@@ -117,14 +120,6 @@ def _unequal_lengths(arms: Sequence[Arm]) -> list[str]:
     if rare:
         what = f"Evaluated at other steps than {base}, {len(steps)} times"
         told.append(f"{what}: {', '.join(rare)}. The lowest of more FIDs is lower by chance.")
-    return told
-
-
-def _sampling(selection: Selection) -> list[str]:
-    told = []
-    for name, changed in _resampled(selection).items():
-        what = "; ".join(f"{key} {own}, not {base}" for key, (own, base) in changed.items())
-        told.append(f"{name} draws its samples in another way: {what}.")
     return told
 
 

@@ -28,7 +28,6 @@ PROTOCOL = (
     *("metric", "num_fake", "num_real", "data", "protocol", "extractor_sha256"),
     *("resize", "weights", "labels"),
 )
-_SCORE = {"step", "value"}
 _SEED = re.compile(r"(?:(?P<arm>.+)[-_])?seed[-_]?(?P<seed>\d+)", re.IGNORECASE)
 # Settings that seeds of one arm may differ in.
 _FREE = {
@@ -59,14 +58,14 @@ class Run:
         file = self.path / "evaluations.jsonl"
         found = read_evaluations(file)
         for line in found:
-            if not isinstance(line, dict) or ("metric" in line and not line.keys() >= _SCORE):
+            if "metric" in line and not line.keys() >= {"step", "value"}:
                 raise ValueError(f"{file} is broken: {reprlib.repr(line)} is no evaluation.")
         return found
 
     @cached_property
     def fault(self) -> str | None:
         """Why its files cannot be read; None where they can."""
-        return _error_of(lambda: (self.config, self.first_config, self.records, self.train_losses))
+        return error_of(lambda: (self.config, self.first_config, self.records, self.train_losses))
 
     @property
     def arm(self) -> str:
@@ -145,23 +144,17 @@ class Run:
                 for step in due
                 if step > end
             ]
-        images = [point.get("images") for point in points]
+        images: list[Any] = [point.get("images") for point in points]
         try:
             return Curve(
                 self.seed,
                 tuple(float(point["step"]) for point in points),
                 tuple(_fid(point) for point in points),
-                None
-                if None in images
-                else tuple(float(seen) for seen in images if seen is not None),
+                None if None in images else tuple(map(float, images)),
                 tuple(map(_fid, again)),
             )
         except (TypeError, OverflowError) as error:
             raise ValueError(f"seed {self.seed}: {error}.") from error
-
-    def impossible(self, metric: str) -> str | None:
-        """Why its numbers are none that a training gives; None where they are."""
-        return _error_of(lambda: self.curve(metric))
 
     def ignored(self, metric: str) -> int:
         """Number of evaluations of a metric that were not made as most of them were."""
@@ -224,7 +217,8 @@ def _runs_in(folder: Path, seen: set[Path]) -> Iterator[Path]:
         yield folder
 
 
-def _error_of(read: Callable[[], object]) -> str | None:
+def error_of(read: Callable[[], object]) -> str | None:
+    """Why something cannot be read or computed; None where it can."""
     try:
         read()
     except (ValueError, OSError) as error:

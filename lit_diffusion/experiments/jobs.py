@@ -17,8 +17,6 @@ from lit_diffusion.system.signals import SignalNotes, Stopped
 PATIENCE = 30.0
 """Seconds that a process may take to stop when asked, before it is killed."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
 
 @dataclass(frozen=True)
 class Job:
@@ -27,15 +25,6 @@ class Job:
     name: str
     command: Sequence[str]
     log: IO[bytes]
-
-
-@dataclass(frozen=True)
-class Ended:
-    """A process that has ended: its exit status, negative for a signal, and how long it ran."""
-
-    job: Job
-    code: int
-    seconds: float
 
 
 def claim(path: Path) -> IO[bytes] | None:
@@ -60,7 +49,7 @@ def claim(path: Path) -> IO[bytes] | None:
 def run_jobs(
     jobs: Iterable[Job | None],
     at_once: int,
-    ended: Callable[[Ended], None],
+    ended: Callable[[Job, int, float], None],
     environment: Mapping[str, str] | None = None,
 ) -> None:
     """Run all jobs, and stop those that run if this process is interrupted or signalled.
@@ -71,20 +60,21 @@ def run_jobs(
     Args:
         jobs: asked for the next one whenever there is room for it; asked again soon after a None.
         at_once: processes at a time, >= 1.
-        ended: told of each that has ended, by itself or stopped.
+        ended: told of each that has ended, by itself or stopped: its exit status, negative for a
+            signal, and how many seconds it ran.
         environment: of the processes; None is this one's.
 
     Raises:
         KeyboardInterrupt: where this process was interrupted; `Stopped` where it was signalled.
     """
     waiting, running = iter(jobs), list[_Running]()
-    notes = SignalNotes(_SIGNALS)
+    notes = SignalNotes((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))
     notes.start()
     try:
         while notes.received is None and _fill(running, waiting, at_once, environment):
             for process in [r for r in running if r.popen.poll() is not None]:
                 running.remove(process)
-                ended(process.ended())
+                process.tell(ended)
             time.sleep(0.1)
         if notes.received is not None:
             raise Stopped(notes.received)
@@ -92,7 +82,7 @@ def run_jobs(
         _stop([process.popen for process in running], notes.received)
         notes.stop()
         for process in running:
-            ended(process.ended())
+            process.tell(ended)
 
 
 def threads_each(at_once: int) -> int:
@@ -108,9 +98,9 @@ class _Running:
     popen: subprocess.Popen[bytes]
     began: float
 
-    def ended(self) -> Ended:
+    def tell(self, ended: Callable[[Job, int, float], None]) -> None:
         self.job.log.close()
-        return Ended(self.job, self.popen.returncode, time.monotonic() - self.began)
+        ended(self.job, self.popen.returncode, time.monotonic() - self.began)
 
 
 def _fill(

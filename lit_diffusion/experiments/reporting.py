@@ -4,20 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from lit_diffusion.experiments import findings
 from lit_diffusion.experiments.arms import BASELINE
 from lit_diffusion.experiments.comparison import Arm, by_images, compare
 from lit_diffusion.experiments.curve_tables import read_arms
-from lit_diffusion.experiments.findings import (
-    alerts,
-    arms_of,
-    notes,
-    notes_on_samples,
-    protocol_facts,
-    runs_table,
-    sample_pictures,
-    settings_table,
-    training_table,
-)
 from lit_diffusion.experiments.found_runs import find_runs
 from lit_diffusion.experiments.report.report import Report
 from lit_diffusion.experiments.selection import select
@@ -53,26 +43,25 @@ def report_on_runs(
     """
     runs = _wanted(find_runs(folders), lambda run: run.arm, only)
     selection = select(runs, baseline, metric)
-    arms = arms_of(selection)
+    arms = findings.arms_of(selection)
     report = _report(arms, selection.baseline, target)
-    samples = sample_pictures(selection, [arm.name for arm in report.comparison.arms])
+    samples = findings.sample_pictures(selection, [arm.name for arm in report.comparison.arms])
     return replace(
         report,
         left_out=selection.left_out,
-        alerts=[*alerts(selection), *report.alerts],
-        notes=notes(selection, arms) + notes_on_samples(selection, samples),
-        protocol=protocol_facts(selection),
+        alerts=[*findings.alerts(selection), *report.alerts],
+        notes=findings.notes(selection, arms) + findings.notes_on_samples(selection, samples),
+        protocol=findings.protocol_facts(selection),
         tables={
-            "How steady training was": training_table(run for run in runs if not run.fault),
-            "What each arm changes": settings_table(selection),
-            "Runs": runs_table(selection, arms, report.comparison.target),
+            "How steady training was": findings.training_table(r for r in runs if not r.fault),
+            "What each arm changes": findings.settings_table(selection),
+            "Runs": findings.runs_table(selection, arms, report.comparison.target),
         },
         samples=samples,
     )
 
 
 def _wanted(found: list[T], arm_of: Callable[[T], str], only: Sequence[str] | None) -> list[T]:
-
     names = dict.fromkeys(map(arm_of, found))
     if lacking := [arm for arm in only or () if arm not in names]:
         raise ValueError(f"--arms: there is no {', '.join(lacking)}; there are {', '.join(names)}.")

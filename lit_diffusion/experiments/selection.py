@@ -9,6 +9,7 @@ from lit_diffusion.experiments.arms import BASELINE
 from lit_diffusion.experiments.found_runs import (
     Record,
     Run,
+    error_of,
     protocol_of,
     sampling_of,
     settings_that_differ,
@@ -124,7 +125,7 @@ def _baseline_of(runs: Sequence[Run], wanted: str | None) -> str:
 
 def _without(run: Run, metric: str) -> str | None:
     if run.points(metric):
-        return run.impossible(metric)
+        return error_of(lambda: run.curve(metric))
     if others := _metrics(run):
         return f"it has no {metric}, but {', '.join(others)}"
     if run.diverged:
@@ -139,7 +140,6 @@ def _usual(runs: Sequence[Run], difference: _Difference, metric: str) -> Run:
 
 
 def _other_protocol(run: Run, wanted: Run, metric: str) -> str | None:
-
     changed = _changes(*(protocol_of(each.points(metric)[-1]) for each in (run, wanted)))
     return changed and f"its FID is of another protocol than {wanted.path}'s: {changed}"
 

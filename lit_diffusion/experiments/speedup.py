@@ -16,8 +16,8 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
-class Welch:
-    """Welch's t test: the mean of one sample less that of another, with its interval."""
+class TTest:
+    """A t test: a difference of means, its 95% interval, and p of a difference of 0."""
 
     difference: float
     low: float
@@ -26,7 +26,7 @@ class Welch:
     p: float
 
 
-def welch(first: Sequence[float], second: Sequence[float]) -> Welch | None:
+def welch(first: Sequence[float], second: Sequence[float]) -> TTest | None:
     """Difference of two means with its interval, for samples of unequal variance.
 
     With v_i = s_i^2 / n_i: t = (m_1 - m_2) / sqrt(v_1 + v_2), with
@@ -47,15 +47,14 @@ def welch(first: Sequence[float], second: Sequence[float]) -> Welch | None:
     if v1 + v2 == 0:
         return None
     degrees = (v1 + v2) ** 2 / (v1**2 / (len(first) - 1) + v2**2 / (len(second) - 1))
-    difference, error = fmean(first) - fmean(second), math.sqrt(v1 + v2)
-    reach, p = t_test(difference, error, degrees)
-    return Welch(difference, difference - reach, difference + reach, degrees, p)
+    return t_test(fmean(first) - fmean(second), math.sqrt(v1 + v2), degrees)
 
 
-def t_test(difference: float, error: float, degrees: float) -> tuple[float, float]:
-    """Half the width of the interval of a difference with this standard error; two-sided p."""
+def t_test(difference: float, error: float, degrees: float) -> TTest:
+    """The two-sided test of a difference with this standard error."""
     reach = float(stdtrit(degrees, (1 + CONFIDENCE) / 2)) * error
-    return reach, 2 * float(stdtr(degrees, -abs(difference) / error))
+    p = 2 * float(stdtr(degrees, -abs(difference) / error))
+    return TTest(difference, difference - reach, difference + reach, degrees, p)
 
 
 @dataclass(frozen=True)
@@ -108,19 +107,20 @@ def speedup(baseline: Sequence[Crossing], arm: Sequence[Crossing]) -> Speedup:
     return Speedup(ratio, low, high, test.p, more, less)
 
 
-def holm(ps: Sequence[float]) -> list[float]:
-    """p-values adjusted for their number, so that one in twenty families errs.
+def holm(ps: Sequence[float | None]) -> list[float | None]:
+    """p-values adjusted for their number, so that one in twenty families errs; None is no test.
 
     In rising order, p_(k) becomes max over j <= k of min((m - j + 1) p_(j), 1).
 
     Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
 
     Example:
-        >>> holm([0.03, 0.01, 0.5])
-        [0.06, 0.03, 0.5]
+        >>> holm([0.03, 0.01, None, 0.5])
+        [0.06, 0.03, None, 0.5]
     """
-    adjusted, highest = [0.0] * len(ps), 0.0
-    for done, k in enumerate(sorted(range(len(ps)), key=lambda k: ps[k])):
-        highest = max(highest, min((len(ps) - done) * ps[k], 1.0))
+    rising = sorted((p, k) for k, p in enumerate(ps) if p is not None)
+    adjusted, highest = list(ps), 0.0
+    for done, (p, k) in enumerate(rising):
+        highest = max(highest, min((len(rising) - done) * p, 1.0))
         adjusted[k] = highest
     return adjusted

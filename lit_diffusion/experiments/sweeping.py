@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from lit_diffusion.experiments.jobs import Ended, Job, claim, run_jobs, threads_each
+from lit_diffusion.experiments.jobs import Job, claim, run_jobs, threads_each
 from lit_diffusion.experiments.sweep_plan import Planned
 from lit_diffusion.runs.folder import CLAIM, OR_NONE, InUse, latest_config, occupied
 from lit_diffusion.system.signals import SAVED, print_error
@@ -103,32 +103,30 @@ class Sweep:
         say(f"{run.name} resumes at step {steps}")
         return [RESUME]
 
-    def _ended(self, ended: Ended) -> None:
-        name, code = ended.job.name, ended.code
+    def _ended(self, job: Job, code: int, seconds: float) -> None:
         self.saved |= code == SAVED
+        name, took = job.name, timedelta(seconds=round(seconds))
         run = next(run for run in self.runs if run.name == name)
-        seconds = timedelta(seconds=round(ended.seconds))
         try:
             steps = run.steps() or 0
         except ValueError as error:  # nor one that was damaged by now
-            say(f"{name} ended after {seconds} with a damaged checkpoint: {error}")
+            say(f"{name} ended after {took} with a damaged checkpoint: {error}")
             return
         if steps >= run.max_steps and code == 0:
             self._finished.add(name)
-            say(f"{name} finished in {seconds}; {self.tally()}")
-            return
-        if code == SAVED:
+            say(f"{name} finished in {took}; {self.tally()}")
+        elif code == SAVED:
             say(
-                f"{name} saved at step {steps} of {run.max_steps} on a signal, after {seconds}, to "
+                f"{name} saved at step {steps} of {run.max_steps} on a signal, after {took}, to "
                 "be started again; nothing else is started"
             )
-            return
-        how = f"FAILED with exit code {code}" if code else "STOPPED EARLY"
-        log = run.folder / LOG
-        say(
-            f"{name} {how} after {seconds}, saved at step {steps} of {run.max_steps}. "
-            f"The end of {log}:\n{_tail(log)}"
-        )
+        else:
+            how = f"FAILED with exit code {code}" if code else "STOPPED EARLY"
+            log = run.folder / LOG
+            say(
+                f"{name} {how} after {took}, saved at step {steps} of {run.max_steps}. "
+                f"The end of {log}:\n{_tail(log)}"
+            )
 
 
 def _clear(folder: Path) -> None:

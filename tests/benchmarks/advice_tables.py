@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 
-from lit_diffusion.experiments.by_seed import Paired, paired
+from lit_diffusion.experiments.by_seed import paired
 from lit_diffusion.experiments.curve_tables import read_arms
 from lit_diffusion.experiments.curves import Curve
 from lit_diffusion.experiments.report.wording import fid_text, p_text
-from lit_diffusion.experiments.speedup import Welch, holm, welch
+from lit_diffusion.experiments.speedup import TTest, holm, welch
 from lit_diffusion.experiments.stability import Stability
 
 
@@ -125,18 +125,21 @@ def unstable(runs: list[Run]) -> str:
     return f"{bad} of {len(found)}" + (f" ({diverged} diverged)" if diverged else "")
 
 
-def against(runs: list[Run], baseline: list[Run]) -> tuple[Welch | None, Paired | None]:
+def against(runs: list[Run], baseline: list[Run]) -> tuple[TTest | None, TTest | None]:
     """Last FIDs beside those of the baseline, and by seed; None where a run has none."""
     own, other = ({run.seed: run.last_fid for run in group} for group in (runs, baseline))
     if not all(map(math.isfinite, (*own.values(), *other.values()))):
         return None, None
     shared = sorted(own.keys() & other.keys())
     logs = [[math.log(fid) for fid in fids.values()] for fids in (own, other)]
-    return welch(*logs), paired([own[seed] for seed in shared], [other[seed] for seed in shared])
+    return welch(*logs), paired((own[seed], other[seed]) for seed in shared)
 
 
-def ratio(ratio: float, low: float, high: float) -> str:
-    return f"{ratio:.2f} [{low:.2f}, {high:.2f}]"
+def ratio(test: TTest | None) -> str:
+    if test is None:
+        return "-"
+    mean, low, high = map(math.exp, (test.difference, test.low, test.high))
+    return f"{mean:.2f} [{low:.2f}, {high:.2f}]"
 
 
 def row(*texts: str) -> None:
@@ -152,10 +155,8 @@ def advice_table(found: Cells) -> None:
     row(*["---"] * 6)
     for name, text in ADVICE.items():
         test, pairs = tests.get(name, (None, None))
-        logs = (test.difference, test.low, test.high) if test else ()
-        first = ratio(*map(math.exp, logs)) if test else "-"
-        by_seed = ratio(pairs.ratio, pairs.low, pairs.high) if pairs else "-"
-        row(name, text, fids(found[name, 1]), first, p_text(corrected.get(name)), by_seed)
+        p = p_text(corrected.get(name))
+        row(name, text, fids(found[name, 1]), ratio(test), p, ratio(pairs))
 
 
 def stability_table(found: Cells) -> None:

@@ -6,15 +6,16 @@ are of 95%; p-values are corrected (Holm) for the pairs, in each column by itsel
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 
-from lit_diffusion.experiments.by_seed import Paired, last_by_seed, speed_by_seed
+from lit_diffusion.experiments.by_seed import last_by_seed, speed_by_seed
 from lit_diffusion.experiments.comparison import Arm, Result, compare
 from lit_diffusion.experiments.curve_tables import read_arms
 from lit_diffusion.experiments.report.wording import fid_text, p_text, speedup_text
-from lit_diffusion.experiments.speedup import holm
+from lit_diffusion.experiments.speedup import TTest, holm
 
-Tests = tuple[Result, Paired, Paired]
+Tests = tuple[Result, TTest, TTest]
 
 
 def tests_of(arm: Arm, control: Arm) -> Tests:
@@ -25,13 +26,9 @@ def tests_of(arm: Arm, control: Arm) -> Tests:
     return result, speed, last
 
 
-def p_of(result: Result) -> float:
-    assert result.speedup.p is not None  # else tests_of had ended
-    return result.speedup.p
-
-
-def text(test: Paired, p: float, unit: str = "") -> str:
-    return f"{test.ratio:.2f}{unit} [{test.low:.2f}, {test.high:.2f}], p {p_text(p)}"
+def text(test: TTest, p: float | None, unit: str = "") -> str:
+    ratio, low, high = map(math.exp, (test.difference, test.low, test.high))
+    return f"{ratio:.2f}{unit} [{low:.2f}, {high:.2f}], p {p_text(p)}"
 
 
 def row(*cells: str) -> None:
@@ -40,7 +37,7 @@ def row(*cells: str) -> None:
 
 def table(pairs: Sequence[tuple[Arm, Arm]]) -> None:
     found = [tests_of(*pair) for pair in pairs]
-    first = holm([p_of(result) for result, _, _ in found])
+    first = holm([result.speedup.p for result, _, _ in found])
     second, third = (holm([tests[k].p for tests in found]) for k in (1, 2))
     row(
         "arm", "its control", "seeds", "speed-up", "by seed", "last FID over the control's, by seed"

@@ -9,11 +9,9 @@ from lit_diffusion.experiments.curves import (
     Bound,
     Crossing,
     Curve,
-    first_crossing,
     late_oscillation,
     late_wobble,
     paired_spread,
-    running_minimum,
     sampling_spread,
 )
 
@@ -26,6 +24,10 @@ def falling(step):
 
 
 # Crossings
+
+
+def first_crossing(steps, fids, target):
+    return Curve("0", tuple(steps), tuple(fids)).crossing(target)
 
 
 @pytest.mark.parametrize("crossing", [150.0, 1000.0, 1234.5, 1999.0, 2000.0])
@@ -87,13 +89,6 @@ def test_a_crossing_scales_with_the_unit_of_steps_and_not_with_that_of_fid(unit,
     plain = first_crossing(steps, fids, 3.0).step
     scaled = first_crossing([unit * s for s in steps], [scale * f for f in fids], scale * 3.0)
     assert scaled.step == pytest.approx(unit * plain, rel=1e-12)
-
-
-def test_the_running_minimum_never_rises_and_is_reached_by_the_curve():
-    values = [5.0, 3.0, 4.0, 3.5, 1.0]
-    lowest = running_minimum(values)
-    assert lowest == sorted(lowest, reverse=True)
-    assert set(lowest) <= set(values)
 
 
 # Late oscillation

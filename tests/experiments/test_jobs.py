@@ -23,7 +23,7 @@ def job(folder: Path, code: str, name: str = "a") -> Job:
 
 def ended(work, at_once: int = 1, **kwargs) -> list[tuple[str, int]]:
     seen = []
-    run_jobs(work, at_once, lambda end: seen.append((end.job.name, end.code)), **kwargs)
+    run_jobs(work, at_once, lambda job, code, _: seen.append((job.name, code)), **kwargs)
     return seen
 
 
@@ -97,7 +97,7 @@ def test_none_is_no_end_and_holds_up_nothing(tmp_path):
         yield None  # when nothing runs
         yield job(tmp_path, "pass", "b")
 
-    run_jobs(work(), 2, lambda end: seen.append(end.job.name))
+    run_jobs(work(), 2, lambda job, *_: seen.append(job.name))
     assert seen == ["a", "b"]
 
 
@@ -128,7 +128,7 @@ def test_a_signal_stops_the_processes_and_starts_no_other(tmp_path, number, pass
     interrupt(number, there)
     seen = []
     with pytest.raises(KeyboardInterrupt) as raised:
-        run_jobs(work, 1, lambda end: seen.append((end.job.name, end.code)))
+        run_jobs(work, 1, lambda job, code, _: seen.append((job.name, code)))
     assert seen == [("a", passed_on)]
     assert not other.exists()
     assert getattr(raised.value, "signal", signal.SIGINT) == number

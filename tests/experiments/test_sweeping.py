@@ -9,7 +9,7 @@ import pytest
 from support.sweeping import TRUST, write_configs
 
 from lit_diffusion.commands.sweep import parser, planned
-from lit_diffusion.experiments.jobs import Ended, Job
+from lit_diffusion.experiments.jobs import Job
 from lit_diffusion.experiments.sweeping import LOG, Sweep
 from lit_diffusion.runs.folder import occupied
 
@@ -32,7 +32,7 @@ def test_a_checkpoint_that_a_run_leaves_damaged_stops_no_other_run(one_run, caps
     file = Path("out/baseline/seed-0/checkpoints/last.ckpt")
     file.parent.mkdir(parents=True)
     file.write_bytes(b"PK")
-    over._ended(Ended(Job("baseline/seed-0", [], io.BytesIO()), 0, 1.0))
+    over._ended(Job("baseline/seed-0", [], io.BytesIO()), 0, 1.0)
     assert over.unfinished == ["baseline/seed-0"]
     assert "ended after 0:00:01 with a damaged checkpoint: out/baseline" in capsys.readouterr().err
 

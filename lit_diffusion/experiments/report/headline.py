@@ -7,6 +7,7 @@ from lit_diffusion.experiments.comparison import (
     Comparison,
     Result,
     Verdict,
+    lead_over,
     mean_crossing,
 )
 from lit_diffusion.experiments.curves import Bound, Crossing, paired_spread, sampling_spread
@@ -25,9 +26,6 @@ from lit_diffusion.experiments.report.wording import (
     to_text,
     why_unknown,
 )
-
-UNEVEN = 1.2
-"""Where the lowest FIDs of the baseline's seeds differ by a larger factor, a report says so."""
 
 
 def headline(comparison: Comparison) -> str:
@@ -158,10 +156,10 @@ def _picked(comparison: Comparison) -> list[str]:
 
 
 def _uneven(comparison: Comparison) -> list[str]:
-    """Which seed of the baseline makes the target an easy one."""
+    """Which seed of the baseline makes the target an easy one, by more than 20%."""
     base = comparison.baseline
     worst, best = (choose(base.curves, key=lambda curve: curve.best) for choose in (max, min))
-    if worst.best != comparison.target or worst.best <= UNEVEN * best.best:
+    if worst.best != comparison.target or worst.best <= 1.2 * best.best:
         return []
     return [
         f"Seeds of {base.name} differ: seed {worst.seed} sets the target, the median seed reaches "
@@ -177,18 +175,17 @@ def _when(crossings: Sequence[Crossing]) -> str:
 
 
 def _lead(comparison: Comparison) -> list[str]:
-    lead = comparison.lead
-    if lead is None:
+    if len(comparison.faster) < 2:
         return []
     first, second = comparison.faster[:2]
-    name, value = second.arm.name, speedup_text(lead)
+    name, lead = second.arm.name, lead_over(first, second)
     if comparison.falls_short(second) and not comparison.falls_short(first):
         gain = f"{speedup_text(second.speedup)}{to_text(second, comparison)}"
         return [f"Next is {name}, {gain}, {but_text(second, comparison)}."]
     if lead.low is None:
         return [f"Its lead over {name} cannot be told."]
     noise = "more than noise" if lead.low > 1 else "within noise"
-    return [f"Its lead over {name}, {value}, is {noise}."]
+    return [f"Its lead over {name}, {speedup_text(lead)}, is {noise}."]
 
 
 def _noise_of_fid(comparison: Comparison) -> list[str]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from io import BytesIO
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -25,11 +24,11 @@ from lit_diffusion.experiments.curves import Bound
 from lit_diffusion.experiments.report.report import SamplePicture
 from lit_diffusion.experiments.report.tables import common_steps
 from lit_diffusion.experiments.report.wording import (
-    at_text,
     fewest_seeds,
     fid_text,
     seeds_text,
     speedup_text,
+    to_text,
 )
 
 INK, FAINT, GREY = "#1d2733", "#8a94a0", "#c9ced4"
@@ -75,11 +74,14 @@ def short_name(name: str) -> str:
     return name if len(name) <= 40 else f"{name[:18]}...{name[-18:]}"
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure as PNG or SVG, as the path ends; the same bytes for the same figure."""
-    metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+def as_bytes(figure: Figure, kind: str) -> bytes:
+    """A figure as a file of kind png or svg; the same bytes for the same figure."""
+    file, metadata = BytesIO(), {"Date" if kind == "svg" else "Software": None}
     with rc_context(_STYLE):
-        figure.savefig(path, dpi=160, bbox_inches="tight", pad_inches=0.08, metadata=metadata)
+        figure.savefig(
+            file, format=kind, dpi=160, bbox_inches="tight", pad_inches=0.08, metadata=metadata
+        )
+    return file.getvalue()
 
 
 def speedup_figure(
@@ -149,8 +151,8 @@ def _label(result: Result, comparison: Comparison) -> str:
     count, remarks = fewest_seeds(result, comparison.baseline), []
     if count < HEADLINE_SEEDS:
         remarks.append(seeds_text(count))
-    if result.at != comparison.target:
-        remarks.append(f"to FID {at_text(result, comparison)}")
+    if to := to_text(result, comparison):
+        remarks.append(to.strip())
     elif result.verdict is Verdict.FASTER and comparison.falls_short(result):
         remarks.append("higher lowest FID")
     text = f"{speedup_text(result.speedup)}  {result.verdict.value}"

@@ -9,7 +9,6 @@ speedups.csv, fid.csv, ...      the numbers
 from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from matplotlib.figure import Figure
 
@@ -42,7 +41,7 @@ def write_report(report: Report, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = figures(report)
     for name, figure in drawn.items():
-        plots.save(figure, folder / f"{name}.png")
+        (folder / f"{name}.png").write_bytes(plots.as_bytes(figure, "png"))
     arms, images = report.comparison.arms, report.by_images
     numbers = {
         "speedups": tables.speedup_records(report.comparison),
@@ -60,11 +59,5 @@ def write_report(report: Report, folder: Path) -> Path:
 
 def _inline(drawn: Mapping[str, Figure]) -> dict[str, str]:
     """Figures as vector graphics inside a page, sharp at any size, by the names of their files."""
-    found = {}
-    with TemporaryDirectory() as folder:
-        for name, figure in drawn.items():
-            path = Path(folder, f"{name}.svg")
-            plots.save(figure, path)
-            data = b64encode(path.read_bytes()).decode()
-            found[f"{name}.png"] = f"data:image/svg+xml;base64,{data}"
-    return found
+    coded = {name: b64encode(plots.as_bytes(figure, "svg")) for name, figure in drawn.items()}
+    return {f"{n}.png": f"data:image/svg+xml;base64,{data.decode()}" for n, data in coded.items()}

@@ -117,9 +117,9 @@ def verdict_table(comparison: Comparison, unit: str = "steps") -> Table:
     )
 
 
-def fid_table(arms: Sequence[Arm], limit: int = 6) -> Table:
+def fid_table(arms: Sequence[Arm]) -> Table:
     """FID by arm and step, in the manner of the paper's Tables 2 and 3."""
-    steps = spread_out(common_steps(arms), limit)
+    steps = spread_out(common_steps(arms), 6)
     rows = [(arm.name, *(str(mean_fid(arm, step) or "-") for step in steps)) for arm in arms]
     heads = ("arm", *(f"{step:,.0f}" for step in steps))
     caption = "FID after so many steps: mean +- standard deviation over seeds."

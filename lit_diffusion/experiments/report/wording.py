@@ -162,14 +162,11 @@ def shorter_text(arm: Arm, base: Arm) -> str:
 
 
 def to_text(result: Result, comparison: Comparison) -> str:
-    """Where a speed-up is measured, if that is not the target."""
-    return f" to FID {at_text(result, comparison)}" if result.at != comparison.target else ""
-
-
-def at_text(result: Result, comparison: Comparison) -> str:
-    """The FID that a speed-up is measured at; beside the target where those look alike."""
+    """Where a speed-up is measured, if not at the target; beside that where those look alike."""
+    if result.at == comparison.target:
+        return ""
     at, target = apart(result.at, comparison.target)
-    return f"{at}, not {target}" if fid_text(result.at) != at else at
+    return f" to FID {at}" + f", not {target}" * (fid_text(result.at) != at)
 
 
 def apart(first: float, second: float) -> tuple[str, str]:

@@ -4,7 +4,7 @@ import re
 from support.comparisons import diverged, ends_in_nan, told
 from support.experiments import STEPS, arm
 
-from lit_diffusion.experiments.comparison import Arm, Verdict, compare
+from lit_diffusion.experiments.comparison import Arm, Verdict, compare, mean_crossing
 from lit_diffusion.experiments.curves import Curve
 from lit_diffusion.experiments.report.headline import basis, doubts, headline, winners_text
 from lit_diffusion.experiments.report.wording import (
@@ -25,7 +25,7 @@ def test_a_winner_is_named_with_its_speedup_and_that_it_is_not_noise():
     assert headline(comparison).startswith("clts wins: 2.0")
     assert headline(comparison).endswith("x as fast as baseline. That is not noise.")
     assert verdict.startswith("faster than baseline: 2.0")
-    steps = f"{comparison.results[0].steps} steps by clts."
+    steps = f"{mean_crossing(comparison.results[0].crossings)} steps by clts."
     assert f"FID {fid_text(comparison.target)} is reached after " in explanation(comparison)
     assert steps in explanation(comparison)
     assert "with its 95% interval; 5 seeds against 5." in explanation(comparison)
