@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
@@ -18,7 +17,7 @@ from lit_diffusion.callbacks.parts.update_options import (
     refuse_unhookable,
 )
 from lit_diffusion.system.counts import is_count
-from lit_diffusion.system.trainer_state import is_a, logs_are_due
+from lit_diffusion.system.trainer_state import logs_are_due, steps_of_run
 
 
 class UpdateSchedule(Callback, ABC):
@@ -193,7 +192,7 @@ class UpdateSchedule(Callback, ABC):
                     f"{name} total_steps: the checkpoint had {stored}, using {self.total_steps}."
                 )
             return self.total_steps
-        now = _estimate(trainer, pl_module)
+        now = None if _is_endless(trainer, pl_module) else steps_of_run(trainer)
         if stored is None:
             if now is None:
                 raise self._unknown_length(trainer, pl_module)
@@ -254,19 +253,3 @@ class UpdateSchedule(Callback, ABC):
 
 def _is_endless(trainer: Trainer, pl_module: LightningModule) -> bool:
     return not pl_module.automatic_optimization or trainer.max_epochs == trainer.max_steps == -1
-
-
-def _estimate(trainer: Trainer, pl_module: LightningModule) -> int | None:
-    # Not before the training starts: the Trainer begins to read the data for it.
-    if _is_endless(trainer, pl_module):
-        return None
-    steps = trainer.estimated_stepping_batches
-    callbacks, epochs = trainer.callbacks, trainer.max_epochs  # type: ignore[attr-defined]
-    scheduling = [c for c in callbacks if is_a(c, GradientAccumulationScheduler)]
-    batches = trainer.num_training_batches
-    if scheduling and epochs not in (None, -1) and batches < math.inf:  # which it ignores
-        assert epochs is not None
-        sizes = map(scheduling[-1].get_accumulate_grad_batches, range(epochs))
-        steps = sum(math.ceil(batches / size) for size in sizes)
-        steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
-    return int(steps) if 0 < steps < math.inf else None
