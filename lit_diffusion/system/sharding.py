@@ -34,8 +34,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def split_like(whole: Tensor, model: Tensor) -> Tensor:
-    """`whole`, which each rank has, split as `model` is; itself where that one is not split."""
-    if not is_split(model):
+    """`whole`, which each rank has, split as `model` is, if that one is and `whole` not yet."""
+    if is_split(whole) or not is_split(model):
         return whole
     return distribute_tensor(whole, model.device_mesh, model.placements, src_data_rank=None)
 
