@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from lit_diffusion.system.sharding import is_made_up
@@ -126,11 +125,10 @@ def refuse_unhooked(optimizer: object) -> None:
 
 def _hidden(optimizer: Optimizer) -> list[Optimizer]:
     """Optimizers inside with param groups of their own, as a Lookahead has."""
-    if torch.distributed.is_available():
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        if isinstance(optimizer, ZeroRedundancyOptimizer):  # gives its own the options in each step
-            return []
+    if isinstance(optimizer, ZeroRedundancyOptimizer):  # gives its own the options in each step
+        return []
     own = {name: value for name, value in vars(optimizer).items() if name != "state"}  # is large
     inside = [
         leaf for value in own.values() for leaf in _leaves(value) if isinstance(leaf, Optimizer)

@@ -26,7 +26,6 @@ from lit_diffusion.callbacks.rank_watch.verdict import (
 )
 
 BEAT = 0.25  # seconds between signs of life
-GRACE = 5.0  # seconds in which a main thread may end by itself once a rank has ended the run
 
 
 class RunWatch(threading.Thread):
@@ -54,7 +53,7 @@ class RunWatch(threading.Thread):
 
     def meet(self) -> None:
         """Wait for the first word of the others: who dies before it can't be told from one late."""
-        self._has_met.wait(GRACE)
+        self._has_met.wait(PATIENCE)
 
     def leave(self, ended: str, said: str = "") -> RankVerdict | None:
         """End the watch with the word on how the main thread ended; the verdict, if any."""
@@ -161,7 +160,7 @@ class RunWatch(threading.Thread):
         print(f"[rank {self._rank}] {verdict.text}\n", *stack, sep="", file=sys.stderr, flush=True)
         if blamed:
             self._let_others_know()
-        if not self._has_left.wait(0.0 if blamed else GRACE):
+        if not self._has_left.wait(0.0 if blamed else PATIENCE):
             end_process(self._trainer)
 
 
