@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from lit_diffusion.callbacks.parts.finite import nonfinite
 from lit_diffusion.seeding import run_seed
 
-_SHOWN = 3
-
 
 @dataclass
 class MicroBatch:
@@ -138,7 +136,7 @@ class MicroBatch:
         if losses is None or losses.ndim != 1:
             return ""
         bad = (~losses.isfinite()).nonzero().flatten().tolist()
-        return _first([self._sample(i, len(losses)) for i in bad[: _SHOWN + 1]], len(bad))
+        return _first([self._sample(i, len(losses)) for i in bad])
 
     def _sample(self, i: int, size: int) -> str:
         text, index = f"sample {i}", index_of(self.batch, size)
@@ -215,7 +213,6 @@ def _storable_items(items: Any) -> dict[str, Any]:
     return kept
 
 
-def _first(names: Sequence[str], total: int | None = None) -> str:
-    total = len(names) if total is None else total
-    more = f" and {total - _SHOWN} more" if total > _SHOWN else ""
-    return "; ".join(names[:_SHOWN]) + more
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return "; ".join(names[:3]) + more

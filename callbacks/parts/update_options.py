@@ -92,11 +92,10 @@ class UpdateOptions:
             packed.update(own.get(id(group), {}))
 
 
-def refuse_unhookable(optimizer: object) -> None:
+def refuse_unhookable(optimizer: Optimizer) -> None:
     """Raise ValueError where hooks on `step()` would not run, or where updates would not follow."""
     name = type(optimizer).__name__
     refuse_unhooked(optimizer)
-    assert isinstance(optimizer, Optimizer)
     if inside := _hidden(optimizer):
         raise ValueError(
             f"{name} holds another optimizer, {type(inside[0]).__name__}, with param groups of its "

@@ -136,8 +136,14 @@ class UpdateSchedule(Callback, ABC):
                     f"{type(trainer.optimizers[index]).__name__} steps, and Lightning counts no "
                     "step; step what self.optimizers() returns, not the optimizer inside it."
                 )
-        if logs_are_due(trainer):
-            pl_module.log_dict(self._numbers(len(trainer.optimizers)))
+        if not logs_are_due(trainer):
+            return
+        for index, update in self._followed.items():
+            for number, group in enumerate(update.in_force):
+                where = f"_optimizer{index}" if len(trainer.optimizers) > 1 else ""
+                where += f"_group{number}" if len(update.in_force) > 1 else ""
+                numbers = self.numbers(group).items()
+                pl_module.log_dict({name + where: value for name, value in numbers})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn where no update was changed."""
@@ -240,15 +246,6 @@ class UpdateSchedule(Callback, ABC):
     def _options_now(self, index: int, group: ParamGroup) -> dict[str, Any]:
         assert self._length is not None
         return self.options(self._completed()[index], self._length, group)
-
-    def _numbers(self, optimizers: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for index, update in self._followed.items():
-            for number, group in enumerate(update.in_force):
-                where = f"_optimizer{index}" if optimizers > 1 else ""
-                where += f"_group{number}" if len(update.in_force) > 1 else ""
-                found |= {name + where: value for name, value in self.numbers(group).items()}
-        return found
 
 
 def _is_endless(trainer: Trainer, pl_module: LightningModule) -> bool:
