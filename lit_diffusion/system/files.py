@@ -14,15 +14,7 @@ def user_cache() -> Path:
 
 
 def replace_text(path: str | Path, text: str) -> None:
-    r"""Write a file in place of the one that is there, if any; after an OSError that one is intact.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     replace_text(f"{folder}/notes.txt", "one line\n")
-        ...     print(Path(f"{folder}/notes.txt").read_text(), end="")
-        one line
-    """
+    """Write a file in place of one that is there, if any; after an OSError that one is intact."""
     with whole_file(path) as file:
         file.write(text.encode())
 

@@ -28,12 +28,7 @@ T = TypeVar("T")
 
 
 def is_a(value: object, kind: type[T]) -> TypeGuard[T]:
-    """`isinstance` for a class of Lightning's: `pytorch_lightning` has each of them a second time.
-
-    Example:
-        >>> is_a(Trainer(accelerator="cpu", logger=False), Trainer)
-        True
-    """
+    """`isinstance` for a class of Lightning's, each of which `pytorch_lightning` has once more."""
     same = {f"{kind.__module__}.{kind.__qualname__}"}
     same |= {name.replace("lightning.pytorch", "pytorch_lightning", 1) for name in same}
     return any(f"{c.__module__}.{c.__qualname__}" in same for c in type(value).__mro__)

@@ -62,7 +62,7 @@ def test_the_row_of_a_step_is_to_come_at_the_end_of_its_batch_only(tmp_path):
 @pytest.mark.parametrize(
     ("options", "total"),
     [
-        ({"max_steps": 7}, 7),
+        ({"max_steps": 7, "max_epochs": None}, 7),
         ({"max_steps": 7, "max_epochs": 1}, 5),
         ({"max_epochs": 2}, 10),
         ({"max_epochs": 2, "accumulate_grad_batches": 3}, 4),
