@@ -1,4 +1,4 @@
-"""Averages of the weights: which weights a number comes from is never in doubt."""
+"""Exponential moving averages of weights: which weights a number comes from is never in doubt."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -239,7 +239,7 @@ class EMA(Callback):
 
     def _after_step(self, group: Group, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
         # A GradScaler has fused optimizers skip a step inside, and does not call step() of others.
-        params = [param for entry in optimizer.param_groups for param in entry["params"]]
+        params = (param for entry in optimizer.param_groups for param in entry["params"])
         skipped = getattr(optimizer, "found_inf", None) or all(p.grad is None for p in params)
         if not skipped and not is_made_up(optimizer, kwargs):
             group.advance(self.every_n_steps, self.warmup)

@@ -143,7 +143,8 @@ class DiffusionModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Refuse devices and data that do not fit before the first step."""
-        checks.check_device(self.device)
+        if self.device.type == "mps":  # noise levels are float64
+            raise ValueError("MPS has no float64; use --trainer.accelerator=cpu.")
         data = getattr(self.trainer, "datamodule", None)
         checks.check_data(data, self.codec, self.image_shape, self.num_classes)
 

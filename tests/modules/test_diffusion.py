@@ -441,6 +441,13 @@ def test_schedules_end_with_a_run_whose_accumulation_changes_with_the_epochs():
     assert run.global_step == model.lr_schedulers().total_steps == 4 + 2
 
 
+def test_devices_without_float64_are_refused(monkeypatch):
+    model = module()
+    monkeypatch.setattr(DiffusionModule, "device", torch.device("mps"))
+    with pytest.raises(ValueError, match=r"accelerator=cpu"):
+        model.setup("fit")
+
+
 def test_a_schedule_without_an_end_is_refused():
     model = module(lr_scheduler=lambda optimizer: WarmupLinear(optimizer, warmup_steps=2))
     with pytest.raises(ValueError, match="pass max_steps to the Trainer"):
