@@ -1,8 +1,4 @@
-"""Exponential moving averages of the weights: which weights a number comes from is never in doubt.
-
-`state_dict` of a checkpoint holds the raw weights, always, also when it is saved in the middle of a
-validation on the averages. The averages are in the callback's own state: float32, parameters only.
-"""
+"""Exponential moving averages of weights: which weights a number comes from is never in doubt."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -128,11 +124,9 @@ class EMA(Callback):
     def _activate(self, name: str) -> None:
         if name == self._active:
             return
-        # Interrupted at any instant, `_activate(RAW)` repairs.
         if name == RAW:
             self._raw.put_back()
-            self._active = RAW
-            self._raw.forget()
+            self._active = RAW  # last: interrupted at any instant, `_activate(RAW)` repairs
         else:
             self._put_average(name)
 
@@ -244,7 +238,10 @@ class EMA(Callback):
             group.restart()  # weights may have been loaded after fit start
 
     def _after_step(self, group: Group, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
-        if not _was_skipped(optimizer) and not is_made_up(optimizer, kwargs):
+        # A GradScaler has fused optimizers skip a step inside, and does not call step() of others.
+        params = (param for entry in optimizer.param_groups for param in entry["params"])
+        skipped = getattr(optimizer, "found_inf", None) or all(p.grad is None for p in params)
+        if not skipped and not is_made_up(optimizer, kwargs):
             group.advance(self.every_n_steps, self.warmup)
 
     # State
@@ -386,10 +383,3 @@ class EMA(Callback):
 
 def _is_under(name: str, prefix: str) -> bool:
     return prefix in ("", name) or name.startswith(prefix + ".")
-
-
-def _was_skipped(optimizer: Optimizer) -> bool:
-    # A GradScaler has fused optimizers skip a step inside, and does not call step() of others.
-    if getattr(optimizer, "found_inf", None):
-        return True
-    return all(p.grad is None for group in optimizer.param_groups for p in group["params"])

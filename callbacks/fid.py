@@ -119,7 +119,7 @@ class FIDEvaluation(RunsEveryNSteps):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise now rather than at step 10,000."""
         super().setup(trainer, pl_module, stage)
-        self._measurement.forget_references()
+        self._measurement.references.clear()  # the data may be others than in the last run
         self._evaluated_step, self._unsaved = None, False
         if stage == "fit":  # what a checkpoint has is loaded after this
             self.best_score = self.best_step = self.image_count = None
@@ -204,8 +204,10 @@ class FIDEvaluation(RunsEveryNSteps):
         self._write(trainer, record)
         if trainer.state.fn == TrainerFn.FITTING:
             self._evaluated_step = record.step
-            if self.save_best:
-                self._note_best(record)
+            best = math.inf if self.best_score is None else self.best_score
+            if self.save_best and record.value is not None and record.value < best:
+                self.best_score, self.best_step = record.value, record.step
+                self._unsaved = True
         value = math.nan if record.value is None else record.value
         return {record.metric: value, f"{record.metric}_floor": record.floor}
 
@@ -234,12 +236,6 @@ class FIDEvaluation(RunsEveryNSteps):
             )
         if trainer.is_global_zero:
             write_evaluation(Path(trainer.default_root_dir) / "evaluations.jsonl", record)
-
-    def _note_best(self, record: FIDRecord) -> None:
-        best = math.inf if self.best_score is None else self.best_score
-        if record.value is not None and record.value < best:
-            self.best_score, self.best_step = record.value, record.step
-            self._unsaved = True
 
     def _save_best(self, trainer: Trainer) -> None:
         if not self._unsaved:

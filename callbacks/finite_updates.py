@@ -56,7 +56,6 @@ class FiniteUpdates(Callback):
         FloatingPointError: at one update too many, and at a save of weights that are not finite.
 
     Example:
-        >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[FiniteUpdates()], accelerator="cpu", logger=False)
     """
 

@@ -99,7 +99,6 @@ class MomentumDecay(_MDLRC):
     Source: as of `momentum_decay`.
 
     Example:
-        >>> from lightning.pytorch import Trainer
         >>> mdlrc = MomentumDecay()  # with Adam(..., betas=(0.8, 0.999)): beta1 from 0.8 to 0.4
         >>> trainer = Trainer(max_steps=500, callbacks=[mdlrc], accelerator="cpu", logger=False)
     """
@@ -178,7 +177,6 @@ class LRCompensation(_MDLRC):
         beta0, min_beta1: of the run that this one is compared with.
 
     Example:
-        >>> from lightning.pytorch import Trainer
         >>> control = LRCompensation(beta0=0.8)  # with Adam(..., betas=(0.9, 0.999)), say
         >>> trainer = Trainer(max_steps=500, callbacks=[control], accelerator="cpu", logger=False)
     """

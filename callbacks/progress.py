@@ -11,6 +11,8 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lit_diffusion.system.trainer_state import steps_of_run
+
 
 def progress_line(
     step: int, total: float, epoch: int, metrics: Mapping[str, float], seconds: float, done: int
@@ -59,6 +61,7 @@ class PlainProgress(ProgressBar):
         self.every_n_seconds = every_n_seconds
         self._enabled = True
         self._start = (0.0, 0)
+        self._total = math.inf
         self._last_line = 0.0
 
     def disable(self) -> None:
@@ -78,6 +81,7 @@ class PlainProgress(ProgressBar):
         """Start the clock."""
         super().on_train_start(trainer, pl_module)
         self._start = (time.monotonic(), trainer.global_step)
+        self._total = steps_of_run(trainer) or math.inf
         self._last_line = float("-inf")
 
     def on_train_batch_end(
@@ -85,7 +89,7 @@ class PlainProgress(ProgressBar):
     ) -> None:
         """Print where a line is due."""
         due = time.monotonic() - self._last_line >= self.every_n_seconds
-        if due or trainer.global_step == total_steps(trainer):
+        if due or trainer.global_step == self._total:
             self._line(trainer, pl_module)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -101,15 +105,5 @@ class PlainProgress(ProgressBar):
         self._last_line = time.monotonic()
         start, first = self._start
         seconds, done = self._last_line - start, trainer.global_step - first
-        where = trainer.global_step, total_steps(trainer), trainer.current_epoch
+        where = trainer.global_step, self._total, trainer.current_epoch
         print(progress_line(*where, numbers, seconds, done), file=sys.stderr, flush=True)
-
-
-def total_steps(trainer: Trainer) -> float:
-    """Optimizer steps of the whole run; infinite where it is open."""
-    by_steps = trainer.max_steps if trainer.max_steps >= 0 else float("inf")
-    epochs, batches = trainer.max_epochs, trainer.num_training_batches
-    if epochs in (None, -1) or batches == float("inf"):
-        return by_steps
-    assert epochs is not None
-    return min(by_steps, epochs * math.ceil(batches / trainer.accumulate_grad_batches))

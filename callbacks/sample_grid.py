@@ -21,7 +21,6 @@ from lit_diffusion.metrics.batches import Where, uint8_images
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
 from lit_diffusion.system.trainer_state import is_a
 
-GRID_PIXELS = 512
 BANK_BYTES = 2**28
 
 
@@ -158,7 +157,7 @@ def image_grid(images: Tensor) -> Tensor:
     """
     square = math.ceil(math.sqrt(len(images) * images.shape[2] / images.shape[3]))
     columns = min(square, len(images))
-    scale = max(1, round(GRID_PIXELS / (columns * images.shape[3])))
+    scale = max(1, round(512 / (columns * images.shape[3])))
     large = images.repeat_interleave(scale, dim=2).repeat_interleave(scale, dim=3)
     grid: Tensor = make_grid(large, nrow=columns, pad_value=127)
     return grid

@@ -88,7 +88,6 @@ class SaveOnSignal(Callback):
             trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
             self.folder = self.folder or Path(trainer.default_root_dir) / "checkpoints"
             self._due, self._saved = 0, None
-            self._steps = WholeSteps()
             self._notes.start()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -26,7 +26,6 @@ class StepSeed(Callback):
         ValueError: at fit start, without a seed.
 
     Example:
-        >>> from lightning.pytorch import Trainer
         >>> trainer = Trainer(callbacks=[StepSeed(seed=0)], accelerator="cpu", logger=False)
     """
 

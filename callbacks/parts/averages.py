@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_diffusion.callbacks.parts.finite import first_nonfinite
 from lit_diffusion.checkpoints.averages import Averaged
-from lit_diffusion.system.sharding import is_split, local, split_like
+from lit_diffusion.system.sharding import local, split_like
 
 
 def warmup_decay(decay: float, n: int) -> float:
@@ -70,9 +70,11 @@ class Group:
 
     def add(self, name: str, param: Tensor, known: Averaged | None) -> None:
         """Average `param` from now on, starting from its known averages or else from its value."""
+        dtype = torch.promote_types(param.dtype, torch.float32)
         starts = known.shadows if known else [None for _ in self.decays]
         for column, start in zip(self.shadows, starts, strict=True):
-            column.append(_shadow(param, param if start is None else start))
+            part = param if start is None else split_like(start, param)
+            column.append(part.detach().to(param.device, dtype, copy=True))
         self.names.append(name)
         self.params.append(param)
 
@@ -107,9 +109,3 @@ class Group:
                     f"after {self.steps} optimizer steps, because the weight was not. Resume from "
                     "an earlier checkpoint with a lower learning rate or gradient clipping."
                 )
-
-
-def _shadow(param: Tensor, value: Tensor) -> Tensor:
-    dtype = torch.promote_types(param.dtype, torch.float32)
-    part = value if is_split(value) else split_like(value, param)
-    return part.detach().to(param.device, dtype, copy=True)

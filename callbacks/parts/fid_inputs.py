@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from inspect import signature
+from itertools import compress
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
@@ -38,7 +39,8 @@ def generated(module: LightningModule, seeds: Sequence[int]) -> tuple[Tensor | N
     except NonFiniteSamples as error:
         return None, error.seeds
     if images.is_floating_point() and not images.isfinite().all():
-        return None, picked(seeds, ~images.isfinite().flatten(1).all(1))
+        bad = ~images.isfinite().flatten(1).all(1)
+        return None, list(compress(seeds, bad.tolist()))
     refuse_odd_images(images, len(seeds))
     return images, []
 
@@ -61,11 +63,6 @@ def refuse_odd_images(images: Tensor, num: int) -> None:
             f"generate must return {num} images, uint8 (N, C, H, W) in [0, 255], got "
             f"{images.dtype} {tuple(images.shape)}; clamp, round and cast them."
         )
-
-
-def picked(seeds: Sequence[int], mask: Tensor) -> list[int]:
-    """Those of the seeds whose entry of `mask` (N,) is true."""
-    return [seed for seed, chosen in zip(seeds, mask.tolist(), strict=True) if chosen]
 
 
 def split_images(trainer: Trainer, name: str, where: Where = None) -> RealImages | None:

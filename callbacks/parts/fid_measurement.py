@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, field
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lit_diffusion.callbacks.parts.fid_inputs import generated, picked, shares, split_images
+from lit_diffusion.callbacks.parts.fid_inputs import generated, shares, split_images
 from lit_diffusion.callbacks.parts.inference import inference, providers, weights_in_place
 from lit_diffusion.metrics.batches import Where
 from lit_diffusion.metrics.clock import EvaluationClock
@@ -38,11 +39,7 @@ class FIDMeasurement:
     cache: Path
     images: Where = None
     _scorer: Scorer | None = None
-    _references: dict[str, Reference] = field(default_factory=dict)
-
-    def forget_references(self) -> None:
-        """The data may be others than in the last run."""
-        self._references = {}
+    references: dict[str, Reference] = field(default_factory=dict)
 
     def record(
         self,
@@ -103,7 +100,7 @@ class FIDMeasurement:
             if mine and images is not None:
                 with clock.phase("features"):
                     features = scorer.features(images)
-                    failed = picked(mine, ~features.isfinite().all(1))
+                    failed = list(compress(mine, (~features.isfinite().all(1)).tolist()))
                     distance.update(features, real=False)
             lost = [seeds.index(seed) for seed in failed if seed in mine]
             bad[torch.tensor(lost, dtype=torch.int64)] = 1
@@ -144,9 +141,9 @@ class FIDMeasurement:
             if self._scorer is None or self._scorer.device != module.device:
                 extractor = self.protocol.build().to(module.device)
                 self._scorer = Scorer(self.protocol, extractor, module.device, self.batch_size)
-            if name not in self._references:
-                self._references[name] = self._measure_real(trainer, module, self._scorer, name)
-        return self._scorer, self._references[name]
+            if name not in self.references:
+                self.references[name] = self._measure_real(trainer, module, self._scorer, name)
+        return self._scorer, self.references[name]
 
     def _measure_real(
         self, trainer: Trainer, module: LightningModule, scorer: Scorer, name: str

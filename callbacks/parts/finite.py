@@ -15,7 +15,7 @@ def nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     Empty tensors are finite; of a sharded one this process's part counts, of a sparse one its
     values.
     """
-    values = [_values(tensor) for tensor in tensors]
+    values = [t.coalesce().values() if t.is_sparse else local(t) for t in tensors]
     values = [value if value.numel() else value.new_zeros(1) for value in values]
     if all(value.device.type == "cpu" for value in values):
         # A tenth of the time; squares may overflow, so what it finds is looked at again.
@@ -36,9 +36,3 @@ def first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
 def _infinite_norms(values: Sequence[Tensor], order: float) -> Tensor:
     norms = torch._foreach_norm(list(values), order)
     return ~torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite()
-
-
-def _values(tensor: Tensor) -> Tensor:
-    if tensor.is_sparse:
-        return tensor.coalesce().values()
-    return local(tensor)

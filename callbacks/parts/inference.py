@@ -5,12 +5,10 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lit_diffusion.protocols import WeightsProvider
 from lit_diffusion.system.modes import eval_mode
-from lit_diffusion.system.trainer_state import is_a
 
 
 @contextmanager
@@ -26,16 +24,6 @@ def inference(trainer: Trainer, module: LightningModule) -> Iterator[None]:
         trainer.precision_plugin.forward_context(),
     ):
         yield
-
-
-def refuse_unnamed_averages(trainer: Trainer, name: str) -> None:
-    """Raise ValueError beside averages of Lightning's, which tell nobody when they are in place."""
-    for other in trainer.callbacks:  # type: ignore[attr-defined]
-        if is_a(other, WeightAveraging):
-            raise ValueError(
-                f"{name} cannot know which weights it would see beside {type(other).__name__}, as "
-                "that depends on the order of callbacks; use lit_diffusion.callbacks.EMA instead."
-            )
 
 
 def providers(trainer: Trainer, name: str) -> list[WeightsProvider]:

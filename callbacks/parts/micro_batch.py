@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import Any
 
 import torch
@@ -12,11 +13,6 @@ from torch.optim import Optimizer
 
 from lit_diffusion.callbacks.parts.finite import nonfinite
 from lit_diffusion.seeding import run_seed
-
-QUARTILES = 4
-"""Of noise levels, by which losses are logged as train/loss_q0, ..."""
-
-_SHOWN = 3
 
 
 @dataclass
@@ -119,15 +115,14 @@ class MicroBatch:
         if self.gradients is None:
             return []
         flags, params = self.gradients
-        pairs = zip(params, flags.tolist(), strict=True)
-        bad = {id(param) for param, is_bad in pairs if is_bad}
+        bad = set(map(id, compress(params, flags.tolist())))
         return [name for name, param in module.named_parameters() if id(param) in bad]
 
     def describe(self, module: LightningModule) -> str:
         """What is not finite, and where: step, noise level, sample, parameters."""
         where = f"at optimizer step {self.step} (batch {self.batch_idx}, rank {self.rank})"
         params = dict(module.named_parameters())
-        broken = [n for n, bad in zip(params, nonfinite([*params.values()]), strict=True) if bad]
+        broken = list(compress(params, nonfinite([*params.values()]).tolist()))
         if broken:  # loaded so, or left so by something that steps past this callback
             return f"the weights were not finite before the update {where}: {_first(broken)}"
         if self.loss_is_bad:
@@ -141,7 +136,7 @@ class MicroBatch:
         if losses is None or losses.ndim != 1:
             return ""
         bad = (~losses.isfinite()).nonzero().flatten().tolist()
-        return _first([self._sample(i, len(losses)) for i in bad[: _SHOWN + 1]], len(bad))
+        return _first([self._sample(i, len(losses)) for i in bad])
 
     def _sample(self, i: int, size: int) -> str:
         text, index = f"sample {i}", index_of(self.batch, size)
@@ -150,7 +145,7 @@ class MicroBatch:
         u, t = (self.outputs.get(name) for name in ("u", "t"))
         if u is not None and u.shape == (size,):
             level = float(u[i])
-            text += f" at u = {level:.3f} (train/loss_q{min(int(level * QUARTILES), 3)})"
+            text += f" at u = {level:.3f} (train/loss_q{min(int(level * 4), 3)})"
             text += f", t = {float(t[i]):g}" if t is not None and t.shape == (size,) else ""
         return text
 
@@ -218,7 +213,6 @@ def _storable_items(items: Any) -> dict[str, Any]:
     return kept
 
 
-def _first(names: Sequence[str], total: int | None = None) -> str:
-    total = len(names) if total is None else total
-    more = f" and {total - _SHOWN} more" if total > _SHOWN else ""
-    return "; ".join(names[:_SHOWN]) + more
+def _first(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return "; ".join(names[:3]) + more

@@ -31,30 +31,19 @@ class RawWeights:
         reshard(module)
         self._copies |= {p: p.detach().clone() for p in params}
         register: Any = module.register_state_dict_post_hook
-        self._hook = register(partial(_show, self._copies))
+        self._hook = register(partial(self._show))  # which torch puts a mark on
 
     def put_back(self) -> None:
-        """Write the copies back; after an interruption at any instant, once more."""
+        """Write the copies back and drop them; after an interruption at any instant, once more."""
         if self._copies:
             assert self._module is not None
             reshard(self._module)
             overwrite_(list(self._copies), list(self._copies.values()))
-
-    def forget(self) -> None:
-        """Drop the copies, which are in place."""
-        self._copies.clear()  # the very dictionary that the hook reads
-        self._module = None
+        self._copies.clear()
         if self._hook is not None:
             self._hook.remove()
 
-
-def _show(
-    copies: dict[Tensor, Tensor],
-    module: nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    _metadata: Any,
-) -> None:
-    for name, param in module.named_parameters(remove_duplicate=False):
-        if param in copies and prefix + name in state_dict:
-            state_dict[prefix + name] = copies[param]
+    def _show(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        for name, param in module.named_parameters(remove_duplicate=False):
+            if param in self._copies and prefix + name in state:
+                state[prefix + name] = self._copies[param]

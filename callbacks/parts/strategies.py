@@ -32,14 +32,3 @@ def refuse_split_weights(trainer: Trainer, module: LightningModule, name: str) -
             f"{name} needs ModelParallelStrategy, with fully_shard in configure_model: "
             f"{type(strategy).__name__} would save one rank's part of {split!r}."
         )
-
-
-def refuse_split_sampling(module: LightningModule, name: str) -> None:
-    """Raise ValueError where weights are split, and each rank would compute samples of its own."""
-    split = first_split(dict(module.named_parameters()))
-    if split:
-        raise ValueError(
-            f"{name} has every rank compute samples of its own, which needs whole weights, and "
-            f"{split!r} is split over ranks; leave {name} out, and look at checkpoints in another "
-            "process (`lit-diffusion sample`, `lit-diffusion evaluate`)."
-        )

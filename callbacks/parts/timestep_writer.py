@@ -59,34 +59,22 @@ class TimestepWriter(Callback, ABC):
         step = trainer.global_step
         written = self.timesteps_at(step, pl_module.device)
         for attribute in self.writes:
-            self._refuse_another_hand(pl_module, attribute)
+            found, name = getattr(pl_module, attribute), type(self).__name__
+            if found is not None and found is not getattr(self._written, attribute):
+                raise ValueError(
+                    f"{name} sets {attribute}, and something else has set it to a tensor of shape "
+                    f"{tuple(found.shape)}; leave it None, or remove {name}."
+                )
             setattr(pl_module, attribute, getattr(written, attribute))
         self._written = written
         if logs_are_due(trainer):
             pl_module.log_dict(self.numbers_at(step, pl_module.device))
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Take them off."""
-        self._take_off(pl_module)
-
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Take them off, where a batch was skipped or has failed."""
-        self._take_off(pl_module)
-
-    on_exception = on_train_end  # type: ignore[assignment]
-
-    def _take_off(self, module: LightningModule) -> None:
+        """Take them off; at the end of a run where a batch was skipped or has failed."""
         for attribute, value in self._written._asdict().items():
-            if value is not None and getattr(module, attribute) is value:
-                setattr(module, attribute, None)
+            if value is not None and getattr(pl_module, attribute) is value:
+                setattr(pl_module, attribute, None)
         self._written = Timesteps()
 
-    def _refuse_another_hand(self, module: LightningModule, attribute: str) -> None:
-        found, name = getattr(module, attribute), type(self).__name__
-        if found is not None and found is not getattr(self._written, attribute):
-            raise ValueError(
-                f"{name} sets {attribute}, and something else has set it to a tensor of shape "
-                f"{tuple(found.shape)}; leave it None, or remove {name}."
-            )
+    on_train_batch_end = on_exception = on_train_end  # type: ignore[assignment]

@@ -4,47 +4,37 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
 
-from lit_diffusion.callbacks.parts.inference import refuse_unnamed_averages
-from lit_diffusion.callbacks.parts.strategies import refuse_split_sampling
+from lit_diffusion.system.sharding import first_split
+from lit_diffusion.system.trainer_state import is_a
 
 
-class EveryNSteps:
-    """Knows the first training batch after each n-th optimizer step.
+class RunsEveryNSteps(Callback, ABC):
+    """Calls `at_step` after the batch that comes to a multiple of n optimizer steps, once for each.
 
-    A resumed run has the same ones; accumulated batches of one step have one. None has none.
+    A resumed run has the same ones. Without n, whoever inherits from it runs at validation.
     """
 
     def __init__(self, n: int | None) -> None:
         if n is not None and n < 1:
             raise ValueError(f"every_n_steps must be at least 1 or None, got {n}.")
-        self.n = n
-        self._last = 0
-
-    def start(self, step: int) -> None:
-        """Begin at `step`, of which the trigger is past."""
-        self._last = step
-
-    def due(self, step: int) -> bool:
-        """Whether a multiple of n was reached since the last call; each is told once."""
-        last, self._last = self._last, step
-        return self.n is not None and step // self.n > last // self.n
-
-
-class RunsEveryNSteps(Callback, ABC):
-    """A callback that calls `at_step` every n optimizer steps, and runs at validation without n."""
-
-    def __init__(self, n: int | None) -> None:
         self.every_n_steps = n
-        self._trigger = EveryNSteps(n)
+        self._step = 0  # of which the trigger is past
 
     @abstractmethod
     def at_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What takes time."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse callbacks beside which the weights would be in doubt."""
-        refuse_unnamed_averages(trainer, type(self).__name__)
+        """Refuse averages of Lightning's, which tell nobody when they are in place."""
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            if is_a(other, WeightAveraging):
+                raise ValueError(
+                    f"{type(self).__name__} cannot know which weights it would see beside "
+                    f"{type(other).__name__}, as that depends on the order of callbacks; use "
+                    "lit_diffusion.callbacks.EMA instead."
+                )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Refuse a Trainer under which it would never run, and weights that are split."""
@@ -54,15 +44,21 @@ class RunsEveryNSteps(Callback, ABC):
                 f"{name}(every_n_steps=None) runs at the end of validation, and this fit has no "
                 f"validation; pass every_n_steps=1000 or remove {name}."
             )
-        refuse_split_sampling(pl_module, name)
+        if split := first_split(dict(pl_module.named_parameters())):
+            raise ValueError(
+                f"{name} has every rank compute samples of its own, which needs whole weights, and "
+                f"{split!r} is split over ranks; leave {name} out, and look at checkpoints in "
+                "another process (`lit-diffusion sample`, `lit-diffusion evaluate`)."
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count from here, in a resumed run too."""
-        self._trigger.start(trainer.global_step)
+        self._step = trainer.global_step
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Run every so many steps."""
-        if self._trigger.due(trainer.global_step):
+        n, before, self._step = self.every_n_steps, self._step, trainer.global_step
+        if n is not None and self._step // n > before // n:
             self.at_step(trainer, pl_module)

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from lit_diffusion.system.sharding import is_made_up
@@ -93,11 +92,10 @@ class UpdateOptions:
             packed.update(own.get(id(group), {}))
 
 
-def refuse_unhookable(optimizer: object) -> None:
+def refuse_unhookable(optimizer: Optimizer) -> None:
     """Raise ValueError where hooks on `step()` would not run, or where updates would not follow."""
     name = type(optimizer).__name__
     refuse_unhooked(optimizer)
-    assert isinstance(optimizer, Optimizer)
     if inside := _hidden(optimizer):
         raise ValueError(
             f"{name} holds another optimizer, {type(inside[0]).__name__}, with param groups of its "
@@ -126,11 +124,10 @@ def refuse_unhooked(optimizer: object) -> None:
 
 def _hidden(optimizer: Optimizer) -> list[Optimizer]:
     """Optimizers inside with param groups of their own, as a Lookahead has."""
-    if torch.distributed.is_available():
-        from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
-        if isinstance(optimizer, ZeroRedundancyOptimizer):  # gives its own the options in each step
-            return []
+    if isinstance(optimizer, ZeroRedundancyOptimizer):  # gives its own the options in each step
+        return []
     own = {name: value for name, value in vars(optimizer).items() if name != "state"}  # is large
     inside = [
         leaf for value in own.values() for leaf in _leaves(value) if isinstance(leaf, Optimizer)

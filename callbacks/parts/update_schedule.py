@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
@@ -18,7 +17,7 @@ from lit_diffusion.callbacks.parts.update_options import (
     refuse_unhookable,
 )
 from lit_diffusion.system.counts import is_count
-from lit_diffusion.system.trainer_state import is_a, logs_are_due
+from lit_diffusion.system.trainer_state import logs_are_due, steps_of_run
 
 
 class UpdateSchedule(Callback, ABC):
@@ -137,8 +136,14 @@ class UpdateSchedule(Callback, ABC):
                     f"{type(trainer.optimizers[index]).__name__} steps, and Lightning counts no "
                     "step; step what self.optimizers() returns, not the optimizer inside it."
                 )
-        if logs_are_due(trainer):
-            pl_module.log_dict(self._numbers(len(trainer.optimizers)))
+        if not logs_are_due(trainer):
+            return
+        for index, update in self._followed.items():
+            for number, group in enumerate(update.in_force):
+                where = f"_optimizer{index}" if len(trainer.optimizers) > 1 else ""
+                where += f"_group{number}" if len(update.in_force) > 1 else ""
+                numbers = self.numbers(group).items()
+                pl_module.log_dict({name + where: value for name, value in numbers})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Warn where no update was changed."""
@@ -193,7 +198,7 @@ class UpdateSchedule(Callback, ABC):
                     f"{name} total_steps: the checkpoint had {stored}, using {self.total_steps}."
                 )
             return self.total_steps
-        now = _estimate(trainer, pl_module)
+        now = None if _is_endless(trainer, pl_module) else steps_of_run(trainer)
         if stored is None:
             if now is None:
                 raise self._unknown_length(trainer, pl_module)
@@ -242,31 +247,6 @@ class UpdateSchedule(Callback, ABC):
         assert self._length is not None
         return self.options(self._completed()[index], self._length, group)
 
-    def _numbers(self, optimizers: int) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for index, update in self._followed.items():
-            for number, group in enumerate(update.in_force):
-                where = f"_optimizer{index}" if optimizers > 1 else ""
-                where += f"_group{number}" if len(update.in_force) > 1 else ""
-                found |= {name + where: value for name, value in self.numbers(group).items()}
-        return found
-
 
 def _is_endless(trainer: Trainer, pl_module: LightningModule) -> bool:
     return not pl_module.automatic_optimization or trainer.max_epochs == trainer.max_steps == -1
-
-
-def _estimate(trainer: Trainer, pl_module: LightningModule) -> int | None:
-    # Not before the training starts: the Trainer begins to read the data for it.
-    if _is_endless(trainer, pl_module):
-        return None
-    steps = trainer.estimated_stepping_batches
-    callbacks, epochs = trainer.callbacks, trainer.max_epochs  # type: ignore[attr-defined]
-    scheduling = [c for c in callbacks if is_a(c, GradientAccumulationScheduler)]
-    batches = trainer.num_training_batches
-    if scheduling and epochs not in (None, -1) and batches < math.inf:  # which it ignores
-        assert epochs is not None
-        sizes = map(scheduling[-1].get_accumulate_grad_batches, range(epochs))
-        steps = sum(math.ceil(batches / size) for size in sizes)
-        steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
-    return int(steps) if 0 < steps < math.inf else None

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-PATIENCE = 5.0  # seconds that a rank that lost the others leaves for the cause to be heard of
+PATIENCE = 5.0  # seconds for ranks to meet, for a cause to be heard of, for a main thread to end
 
 
 class RankVerdict(NamedTuple):
@@ -35,10 +35,7 @@ class SeenRank(NamedTuple):
     word: RankWord = RankWord()
 
 
-Ranks = Mapping[int, SeenRank]
-
-
-def rank_verdict(ranks: Ranks, now: float, timeout: float) -> RankVerdict | None:
+def rank_verdict(ranks: Mapping[int, SeenRank], now: float, timeout: float) -> RankVerdict | None:
     """Who has ended the run for all; None while nobody has.
 
     A failure outweighs a death, that one a rank that is silent, that one that is waited for, and
@@ -51,7 +48,7 @@ def rank_verdict(ranks: Ranks, now: float, timeout: float) -> RankVerdict | None
 
 
 def _faults(
-    ranks: Ranks, rank: int, now: float, timeout: float, in_doubt: bool
+    ranks: Mapping[int, SeenRank], rank: int, now: float, timeout: float, in_doubt: bool
 ) -> Iterator[tuple[int, float, str]]:  # weight, place among those of this weight, text
     heard, word = ranks[rank]
     silence, waits, at = now - heard, waiting(ranks, rank, now), f"at step {word.step}"
@@ -74,7 +71,7 @@ def _faults(
         yield 3, word.collectives, f"{wait}, in {word.where or 'an unknown place'}"
 
 
-def waiting(ranks: Ranks, rank: int, now: float) -> float:
+def waiting(ranks: Mapping[int, SeenRank], rank: int, now: float) -> float:
     """Seconds for which others have been in a collective that `rank` has not come to."""
     others = [seen for seen in ranks.values() if seen.word.ended in ("", "lost")]
     heard, mine = ranks[rank]

@@ -89,12 +89,6 @@ def check_clipping(codec: Codec, *clipping: Solver | Guidance | None) -> None:
             )
 
 
-def check_device(device: torch.device) -> None:
-    """Raise ValueError for a device without float64, which noise levels are computed in."""
-    if device.type == "mps":
-        raise ValueError("MPS has no float64; use --trainer.accelerator=cpu.")
-
-
 def check_data(
     data: object, codec: Codec, image_shape: tuple[int, ...], num_classes: int | None
 ) -> None:

@@ -34,7 +34,12 @@ from lit_diffusion.protocols import (
 )
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms, run_seed, seed_step
 from lit_diffusion.system.modes import eval_mode
-from lit_diffusion.system.trainer_state import is_built_from_config, logs_are_due, steps_of_fit
+from lit_diffusion.system.trainer_state import (
+    is_built_from_config,
+    logs_are_due,
+    steps_of_fit,
+    steps_of_run,
+)
 from lit_diffusion.timesteps import bin_of, draw_uniforms
 
 Batch = tuple[Tensor, Any, Tensor]
@@ -138,7 +143,8 @@ class DiffusionModule(LightningModule):
 
     def setup(self, stage: str) -> None:
         """Refuse devices and data that do not fit before the first step."""
-        checks.check_device(self.device)
+        if self.device.type == "mps":  # noise levels are float64
+            raise ValueError("MPS has no float64; use --trainer.accelerator=cpu.")
         data = getattr(self.trainer, "datamodule", None)
         checks.check_data(data, self.codec, self.image_shape, self.num_classes)
 
@@ -187,7 +193,12 @@ class DiffusionModule(LightningModule):
             return optimizer
         scheduler = self._make_lr_scheduler(optimizer)
         if isinstance(scheduler, WarmupLinear) and scheduler.total_steps is None:
-            scheduler.set_total_steps(self._steps_of_run())
+            if (steps := steps_of_run(self.trainer)) is None:
+                raise ValueError(
+                    "the lr schedule needs the length of the run, and this Trainer has none; pass "
+                    "max_steps to the Trainer or total_steps to the schedule."
+                )
+            scheduler.set_total_steps(steps)
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
@@ -340,15 +351,6 @@ class DiffusionModule(LightningModule):
             return self.denoise_for(labels)
         null = None if self.conditioning is None else self.conditioning.null(labels)
         return self.guidance.guide(self.denoise_for, labels, self.process, null)
-
-    def _steps_of_run(self) -> int:
-        steps = self.trainer.estimated_stepping_batches
-        if steps == float("inf"):
-            raise ValueError(
-                "the lr schedule needs the length of the run, and this Trainer has none; pass "
-                "max_steps to the Trainer or total_steps to the schedule."
-            )
-        return int(steps)
 
 
 def _uncollated(labels: Any) -> Any:

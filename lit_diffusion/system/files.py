@@ -14,15 +14,7 @@ def user_cache() -> Path:
 
 
 def replace_text(path: str | Path, text: str) -> None:
-    r"""Write a file in place of the one that is there, if any; after an OSError that one is intact.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     replace_text(f"{folder}/notes.txt", "one line\n")
-        ...     print(Path(f"{folder}/notes.txt").read_text(), end="")
-        one line
-    """
+    """Write a file in place of one that is there, if any; after an OSError that one is intact."""
     with whole_file(path) as file:
         file.write(text.encode())
 
@@ -37,7 +29,8 @@ def whole_file(path: str | Path, shared: bool = False) -> Iterator[IO[bytes]]:
     path = Path(path)
     part = path.with_name(f".{path.name}.{uuid4().hex if shared else ''}part")
     try:
-        with new_file(part) as file:
+        part.unlink(missing_ok=True)  # left by a crash, or a link by somebody else
+        with part.open("x+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -46,12 +39,6 @@ def whole_file(path: str | Path, shared: bool = False) -> Iterator[IO[bytes]]:
         with suppress(OSError):  # what failed before is to be told, and not this
             part.unlink()
     sync_folder(path.parent)
-
-
-def new_file(path: Path) -> IO[bytes]:
-    """Open a file of one's own to write and read, in place of a file or link that is there."""
-    path.unlink(missing_ok=True)
-    return path.open("x+b")
 
 
 def sync_folder(folder: Path) -> None:

@@ -24,18 +24,13 @@ def is_split(value: object) -> "TypeGuard[DTensor]":
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, in the same memory; of one that is not split, the tensor.
-
-    Example:
-        >>> local(torch.ones(2))
-        tensor([1., 1.])
-    """
+    """This rank's part of a tensor, in the same memory; of one that is not split, the tensor."""
     return tensor.to_local() if is_split(tensor) else tensor
 
 
 def split_like(whole: Tensor, model: Tensor) -> Tensor:
-    """`whole`, which each rank has, split as `model` is; itself where that one is not split."""
-    if not is_split(model):
+    """`whole`, which each rank has, split as `model` is, if that one is and `whole` not yet."""
+    if is_split(whole) or not is_split(model):
         return whole
     return distribute_tensor(whole, model.device_mesh, model.placements, src_data_rank=None)
 
@@ -45,10 +40,6 @@ def gathered(state: Mapping[str, Any]) -> dict[str, Any]:
 
     Collective where tensors are split: every rank calls it with its parts of the same state. Ranks
     but the first get {} then, and hold no more than one whole tensor at a time.
-
-    Example:
-        >>> gathered({"weights": [torch.ones(2)], "step": 3})
-        {'weights': [tensor([1., 1.])], 'step': 3}
     """
     if first_split(state) is None:
         return dict(state)

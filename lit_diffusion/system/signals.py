@@ -79,7 +79,7 @@ class SignalNotes:
         global _active
         _active = None
         for number in self._before:
-            signal.signal(number, _nothing)  # unlike SIG_IGN, a later fit takes it over
+            signal.signal(number, lambda *_: None)  # unlike SIG_IGN, a later fit takes it over
             atexit.register(signal.signal, number, signal.SIG_IGN)  # Python gives handlers back
 
     def _note(self, number: int, frame: FrameType | None) -> None:
@@ -92,10 +92,6 @@ class SignalNotes:
                 os.write(2, self.answer.encode())  # print may be what was interrupted
         if self.received is None:
             self.received = signal.Signals(number)
-
-
-def _nothing(number: int, frame: FrameType | None) -> None:
-    """Handle a signal that comes after a save."""
 
 
 class Stopped(KeyboardInterrupt):

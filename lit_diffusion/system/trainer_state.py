@@ -4,11 +4,12 @@ A test asserts that each of them is there with the signature used, and setup.cfg
 below the next minor version.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard, TypeVar
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
@@ -27,12 +28,7 @@ T = TypeVar("T")
 
 
 def is_a(value: object, kind: type[T]) -> TypeGuard[T]:
-    """`isinstance` for a class of Lightning's: `pytorch_lightning` has each of them a second time.
-
-    Example:
-        >>> is_a(Trainer(accelerator="cpu", logger=False), Trainer)
-        True
-    """
+    """`isinstance` for a class of Lightning's, each of which `pytorch_lightning` has once more."""
     same = {f"{kind.__module__}.{kind.__qualname__}"}
     same |= {name.replace("lightning.pytorch", "pytorch_lightning", 1) for name in same}
     return any(f"{c.__module__}.{c.__qualname__}" in same for c in type(value).__mro__)
@@ -113,6 +109,19 @@ def steps_of_fit(module: LightningModule) -> int | None:
     trainer = module._trainer
     fitting = trainer is not None and trainer.state.fn == TrainerFn.FITTING
     return module.global_step if fitting else None
+
+
+def steps_of_run(trainer: Trainer) -> int | None:
+    """Optimizer steps of a whole fit, if it has an end; the Trainer begins to read data for it."""
+    steps, epochs = trainer.estimated_stepping_batches, trainer.max_epochs
+    callbacks, batches = trainer.callbacks, trainer.num_training_batches  # type: ignore[attr-defined]
+    scheduling = [c for c in callbacks if is_a(c, GradientAccumulationScheduler)]
+    if scheduling and epochs is not None and epochs >= 0 and batches < math.inf:
+        # The Trainer's estimate does not look that far.
+        sizes = map(scheduling[-1].get_accumulate_grad_batches, range(epochs))
+        steps = sum(math.ceil(batches / size) for size in sizes)
+        steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+    return int(steps) if 0 <= steps < math.inf else None
 
 
 def logs_are_due(trainer: Trainer) -> bool:

@@ -3,7 +3,7 @@ import pytest
 import torch
 from support.tiny_run import TinyData, TinyModule, TinyNet
 
-from lit_diffusion.callbacks.progress import PlainProgress, progress_line, total_steps
+from lit_diffusion.callbacks.progress import PlainProgress, progress_line
 
 
 def trainer_with(callback, **options):
@@ -70,21 +70,6 @@ def test_other_ranks_are_silent(capsys):
     fit(callback, max_steps=2)
     callback.print("nothing")
     assert lines(capsys) == []
-
-
-@pytest.mark.parametrize(
-    ("options", "total"),
-    [
-        ({"max_steps": 7}, 7),
-        ({"max_steps": 7, "max_epochs": 1}, 4),
-        ({"max_epochs": 2}, 8),
-        ({"max_epochs": 2, "accumulate_grad_batches": 3}, 4),
-        ({"max_epochs": 2, "limit_train_batches": 2}, 4),
-    ],
-)
-def test_the_total_is_the_number_of_steps_that_the_run_takes(options, total):
-    trainer = fit(PlainProgress(), **options)
-    assert total_steps(trainer) == trainer.global_step == total
 
 
 @pytest.mark.parametrize("seconds", [0, -1])

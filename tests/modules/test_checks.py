@@ -1,10 +1,9 @@
 import pytest
-import torch
 
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.gaussian import FixedSmall
 from lit_diffusion.guidance import ClassifierScore
-from lit_diffusion.modules.checks import check_clipping, check_data, check_device
+from lit_diffusion.modules.checks import check_clipping, check_data
 from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Heun
 
 
@@ -38,12 +37,6 @@ def test_data_of_another_shape_are_refused():
 def test_classes_without_labelled_data_are_refused():
     with pytest.raises(ValueError, match="num_classes is 10 in the module, but None in Pictures"):
         check_data(Pictures(), PixelCodec(), (3, 8, 8), 10)
-
-
-def test_devices_without_float64_are_refused():
-    check_device(torch.device("cuda"))
-    with pytest.raises(ValueError, match=r"accelerator=cpu"):
-        check_device(torch.device("mps"))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from support.on_ranks import run_on_ranks
 from support.toy import EndsInNoise
 from torch import nn
@@ -431,6 +432,20 @@ def test_schedules_count_optimizer_steps_and_take_their_length_from_the_trainer(
     trainer(max_steps=6, accumulate_grad_batches=accumulate).fit(model, loader())
     expected = [1e-3 * f for f in (0.5, 1.0, 1.0, 0.75, 0.5, 0.25)]
     assert recorder.rates == pytest.approx(expected)
+
+
+def test_schedules_end_with_a_run_whose_accumulation_changes_with_the_epochs():
+    model = module(lr_scheduler=WarmupLinear)
+    run = trainer(max_epochs=2, callbacks=[GradientAccumulationScheduler({0: 1, 1: 3})])
+    run.fit(model, loader())
+    assert run.global_step == model.lr_schedulers().total_steps == 4 + 2
+
+
+def test_devices_without_float64_are_refused(monkeypatch):
+    model = module()
+    monkeypatch.setattr(DiffusionModule, "device", torch.device("mps"))
+    with pytest.raises(ValueError, match=r"accelerator=cpu"):
+        model.setup("fit")
 
 
 def test_a_schedule_without_an_end_is_refused():

@@ -117,7 +117,7 @@ def _after_reference(fid, counting, plain):
     """Floors are FIDs too: count only the samples of the module."""
 
     def update(metric, values, real):
-        (counting if fid._measurement._references else plain)(metric, values, real)
+        (counting if fid._measurement.references else plain)(metric, values, real)
 
     return update
 

@@ -120,7 +120,6 @@ def swapped_in_and_out(one):
     assert_same_bits(whole(one.net.state_dict().values()), weights)
     computes_with(averages)
     raw.put_back()
-    raw.forget()
     computes_with(weights)
 
 

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from lit_diffusion.system.files import new_file, replace_text, whole_file
+from lit_diffusion.system.files import replace_text, whole_file
 
 
 def test_a_file_is_replaced(tmp_path):
@@ -56,8 +56,6 @@ def test_a_folder_in_its_place_is_named(tmp_path):
     (tmp_path / ".notes.txt.part").mkdir()
     with pytest.raises(OSError, match=r"\.notes\.txt\.part"):
         replace_text(tmp_path / "notes.txt", "one")
-    with pytest.raises(OSError, match=r"\.notes\.txt\.part"):
-        new_file(tmp_path / ".notes.txt.part")
 
 
 def test_two_processes_that_write_one_file_each_leave_a_whole_one(tmp_path):

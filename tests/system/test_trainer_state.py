@@ -59,6 +59,22 @@ def test_the_row_of_a_step_is_to_come_at_the_end_of_its_batch_only(tmp_path):
         assert said(tmp_path, hook, num_sanity_val_steps=0)["row_is_to_come"] == []
 
 
+@pytest.mark.parametrize(
+    ("options", "total"),
+    [
+        ({"max_steps": 7, "max_epochs": None}, 7),
+        ({"max_steps": 7, "max_epochs": 1}, 5),
+        ({"max_epochs": 2}, 10),
+        ({"max_epochs": 2, "accumulate_grad_batches": 3}, 4),
+        ({"max_epochs": 2, "limit_train_batches": 2}, 4),
+    ],
+)
+def test_the_total_is_the_number_of_steps_that_the_run_takes(tmp_path, options, total):
+    trainer = make_trainer(tmp_path, **options)
+    trainer.fit(PlainModule(), loader(40))
+    assert trainer_state.steps_of_run(trainer) == trainer.global_step == total
+
+
 def parameters(function):
     return list(inspect.signature(function).parameters)
 

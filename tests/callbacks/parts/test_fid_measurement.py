@@ -47,7 +47,7 @@ def test_extractor_and_real_images_are_read_once_until_the_data_may_be_others(tm
     made = measurement(tmp_path, built)
     _, first = made.real(run, module, "val")
     assert made.real(run, module, "val")[1] is first
-    made.forget_references()
+    made.references.clear()
     assert made.real(run, module, "val")[1] is not first
     assert len(built) == 1
 
