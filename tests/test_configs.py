@@ -147,9 +147,9 @@ def test_the_control_of_mdlrc_has_its_lr_and_the_betas_it_starts_from():
 
 @pytest.mark.parametrize("name", ["digits", "patches", "folder"])
 def test_the_decay_of_the_average_can_be_set_on_the_command_line(name, capsys):
-    """An option for callbacks is for the last of them."""
-    path = CONFIGS / f"{name}.yaml"
-    assert call(f"fit --config {path} --trainer.callbacks.decays=[0.5] --print_config") == 0
+    path, option = CONFIGS / f"{name}.yaml", "--trainer.callbacks.EMA.decays=[0.5]"
+    data = "--data.init_args.train=pictures" if name == "folder" else ""
+    assert call(f"fit --config {path} {option} {data} --print_config") == 0
     *_, last = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]
     assert last["class_path"] == "lit_diffusion.callbacks.EMA"
     assert last["init_args"]["decays"] == [0.5]

@@ -44,6 +44,7 @@ from lit_diffusion.runs.folder import (
 )
 from lit_diffusion.runs.keeping import RunConfig
 from lit_diffusion.runs.loggers import AppendingCSVLogger, read_evaluations, read_rows
+from lit_diffusion.runs.named_callbacks import Change, changed, split_off
 from lit_diffusion.runs.summary import requeue_line, resume_line, summary
 from lit_diffusion.runs.trainer_settings import wrong_settings
 from lit_diffusion.settings.messages import innermost
@@ -153,7 +154,10 @@ class RunCLI(SubcommandCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and say in a line what is wrong."""
         assert isinstance(args, list)
+        args, changes = split_off(args)
         try:
+            if changes:
+                args = self._with_changed_callbacks(parser, args, changes)
             self.config = parser.parse_args(args)
         except ArgumentError as error:
             message = innermost(error, self.options(self.request.command))
@@ -162,6 +166,14 @@ class RunCLI(SubcommandCLI):
                 message = "needs --config FILE, such as --config configs/digits.yaml."
                 message = f"{given} names no model." if given else message
             raise ValueError(message) from error
+
+    def _with_changed_callbacks(
+        self, parser: LightningArgumentParser, args: list[str], changes: Sequence[Change]
+    ) -> list[str]:
+        self.config = parser.parse_args([arg for arg in args if "--print_config" not in arg])
+        callbacks = self.dumped()["trainer"]["callbacks"] or []
+        given = callbacks if isinstance(callbacks, list) else [callbacks]
+        return [*args, f"--trainer.callbacks={yaml.safe_dump(changed(given, changes))}"]
 
     def compare_with_checkpoint(self) -> None:
         """Compare with the checkpoint, whose model was parsed first: what was given later won."""
