@@ -93,7 +93,8 @@ def test_digits_start(monkeypatch, tmp_path):
 
 def test_patches_start(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert fit("patches.yaml", NARROW, "--data.init_args.num_val=4") == 0
+    few = ["--data.init_args.num_val=4", "--trainer.callbacks.SampleGrid.num=4"]
+    assert fit("patches.yaml", NARROW, *few) == 0
 
 
 @pytest.mark.parametrize("name", ["fast", "patches-small"])

@@ -22,6 +22,7 @@ from lit_diffusion.data.crops import center_crop, random_crop
 from lit_diffusion.data.datasets import Batch, ImageDataset, mirror
 from lit_diffusion.data.folder_scan import MODES, Listing, Requirements, class_folders
 from lit_diffusion.seeding import fold
+from lit_diffusion.system.counts import usable_cores
 from lit_diffusion.system.files import user_cache
 from lit_diffusion.system.image_files import open_image
 
@@ -143,10 +144,9 @@ class PictureFiles(ImageDataModule):
 
         Slurm lets a process see its own CPUs only; elsewhere processes share those they see.
         """
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         shared = self.trainer is not None and not SLURMEnvironment.detect()
         processes = self.trainer.num_devices if self.trainer and shared else 1
-        return max(1, min(16, (cpus or 1) // processes))
+        return max(1, min(16, usable_cores() // processes))
 
     def _listing(self, folder: Path) -> Listing:
         if folder not in self._listings:

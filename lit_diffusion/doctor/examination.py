@@ -18,7 +18,7 @@ from lit_diffusion.doctor.checks import (
     check_validation,
 )
 from lit_diffusion.doctor.fid import check_evaluation, extractor_of
-from lit_diffusion.doctor.machine import check_machine, check_placement, existing, usable_cores
+from lit_diffusion.doctor.machine import check_machine, check_placement, existing
 from lit_diffusion.doctor.method import check_method
 from lit_diffusion.doctor.opening import ask_callbacks, open_data
 from lit_diffusion.doctor.plan import Plan, plan_of
@@ -32,6 +32,7 @@ from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.runs.folder import CLAIM, Request, occupied, read_command_line, refuse_mixing
 from lit_diffusion.runs.trainer_settings import wrong_settings
 from lit_diffusion.settings.trust import trusting
+from lit_diffusion.system.counts import usable_cores
 
 
 def examine(options: Sequence[str]) -> Iterator[Finding]:

@@ -1,6 +1,5 @@
 """Whether this machine can train: versions, devices, weights of FID, disk."""
 
-import os
 import shutil
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -100,13 +99,6 @@ def existing(folder: Path) -> Path:
     """The folder, or the nearest above it that is there."""
     folder = folder.absolute()
     return next(path for path in (folder, *folder.parents) if path.is_dir())
-
-
-def usable_cores() -> int:
-    """Cores that the affinity of this process allows."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def fault_of_inception() -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from lit_diffusion.system.counts import usable_cores
 from lit_diffusion.system.signals import SignalNotes, Stopped
 
 PATIENCE = 30.0
@@ -87,9 +88,7 @@ def run_jobs(
 
 def threads_each(at_once: int) -> int:
     """CPU cores of this process for each of so many, at least 1."""
-    mine = hasattr(os, "sched_getaffinity")
-    cores = len(os.sched_getaffinity(0)) if mine else os.cpu_count() or 1
-    return max(1, cores // at_once)
+    return max(1, usable_cores() // at_once)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
-"""What is a count."""
+"""What is a count, and the count of cores."""
 
+import os
 from typing import Any
 
 
@@ -11,3 +12,9 @@ def is_count(value: Any) -> bool:
         (True, False, False, False)
     """
     return type(value) is int and 0 <= value < 2**63
+
+
+def usable_cores() -> int:
+    """Cores that the affinity of this process allows."""
+    mine = hasattr(os, "sched_getaffinity")
+    return len(os.sched_getaffinity(0)) if mine else os.cpu_count() or 1
