@@ -1,17 +1,22 @@
-"""Progress as plain lines, for batch systems and pipes, where a bar would be thousands of lines."""
+"""Progress by optimizer steps: a bar on a terminal; plain lines for batch systems and pipes."""
 
+import logging
 import math
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from datetime import timedelta
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lit_diffusion.system.trainer_state import steps_of_run
+
+_LOGGER = logging.getLogger("lightning.pytorch")
 
 
 def progress_line(
@@ -107,3 +112,54 @@ class PlainProgress(ProgressBar):
         seconds, done = self._last_line - start, trainer.global_step - first
         where = trainer.global_step, self._total, trainer.current_epoch
         print(progress_line(*where, numbers, seconds, done), file=sys.stderr, flush=True)
+
+
+class StepBar(TQDMProgressBar):
+    """The Trainer's bar, by the optimizer steps of the whole run, not by the batches of an epoch.
+
+    Its rate and the time that is left include validations. What is logged meanwhile goes above it.
+
+    Example:
+        >>> trainer = Trainer(callbacks=[StepBar()], logger=False, accelerator="cpu")
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._redirected = ExitStack()
+
+    def on_train_start(self, trainer: Trainer, *args: Any) -> None:
+        """Begin where the run does."""
+        super().on_train_start(trainer, *args)
+        bar = self.train_progress_bar
+        bar.total, bar.unit = steps_of_run(trainer), "step"
+        bar.n = bar.initial = bar.last_print_n = trainer.global_step
+        printing = [
+            logger for logger in (_LOGGER, logging.root) if self.is_enabled and _prints(logger)
+        ]
+        self._redirected.enter_context(logging_redirect_tqdm(printing))
+
+    def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:
+        """Name the epoch."""
+        self.train_progress_bar.set_description(f"epoch {trainer.current_epoch}", refresh=False)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Move, and show metrics where the bar is drawn."""
+        bar = self.train_progress_bar
+        if bar.update(trainer.global_step - bar.n):
+            bar.set_postfix(self.get_metrics(trainer, pl_module))
+
+    def on_train_end(self, *args: Any) -> None:
+        """Close the bar."""
+        super().on_train_end(*args)
+        self._redirected.close()
+
+    def on_exception(self, *args: Any) -> None:
+        """Let the log go its usual way."""
+        self._redirected.close()
+
+
+def _prints(logger: logging.Logger) -> bool:
+    console = (sys.stdout, sys.stderr)
+    return any(getattr(handler, "stream", None) in console for handler in logger.handlers)

@@ -49,7 +49,7 @@ MAY_IMPORT = {
     "analysis": ({"analysis", "protocols"}, set()),
     "callbacks": (
         {"callbacks", "checkpoints.averages", "metrics", "protocols", "seeding", "system"},
-        FRAMEWORK,
+        FRAMEWORK | {"tqdm"},
     ),
     "runs": (BELOW_RUNS | {"runs"}, FRAMEWORK | ANY),
     "experiments": (BELOW_RUNS | {"runs", "experiments"}, FRAMEWORK | ANY | {"markdown_it"}),

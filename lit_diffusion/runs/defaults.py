@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import ModelCheckpoint, ProgressBar
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_diffusion.callbacks.finite_updates import FiniteUpdates
-from lit_diffusion.callbacks.progress import PlainProgress
+from lit_diffusion.callbacks.progress import PlainProgress, StepBar
 from lit_diffusion.callbacks.rank_watch import RankWatch
 from lit_diffusion.callbacks.save_on_signal import SaveOnSignal
 from lit_diffusion.runs.changed_settings import Changes, PreferConfig
@@ -26,7 +26,7 @@ def with_defaults(given: Any, *, fits: bool, shows_progress: bool) -> list[Callb
     if not contains(callbacks, RankWatch):
         callbacks.insert(0, RankWatch())
     if shows_progress and not contains(callbacks, ProgressBar):
-        callbacks.append(TQDMProgressBar() if sys.stderr.isatty() else PlainProgress())
+        callbacks.append(StepBar() if sys.stdout.isatty() else PlainProgress())
     if fits and not contains(callbacks, FiniteUpdates):
         callbacks.append(FiniteUpdates())
     if not fits:

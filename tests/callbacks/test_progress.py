@@ -1,9 +1,11 @@
+import logging
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from support.tiny_run import TinyData, TinyModule, TinyNet
 
-from lit_diffusion.callbacks.progress import PlainProgress, progress_line
+from lit_diffusion.callbacks.progress import PlainProgress, StepBar, progress_line
 
 
 def trainer_with(callback, **options):
@@ -76,3 +78,47 @@ def test_other_ranks_are_silent(capsys):
 def test_a_time_that_is_not_positive_is_refused(seconds):
     with pytest.raises(ValueError, match="every_n_seconds must be > 0"):
         PlainProgress(every_n_seconds=seconds)
+
+
+def test_a_bar_counts_the_steps_of_the_run(capsys):
+    fit(StepBar(), max_steps=10)
+    drawn = capsys.readouterr().out
+    assert "10/10" in drawn
+    assert "4/4" not in drawn.replace("4/4 [", "")  # of the epoch's batches; validations have 4
+    assert "step/s" in drawn
+    assert "epoch 2" in drawn
+
+
+def test_a_bar_goes_on_where_the_run_does(capsys, tmp_path):
+    fit(StepBar(), max_steps=6).save_checkpoint(tmp_path / "last.ckpt")
+    capsys.readouterr()
+    bar = StepBar()
+    trainer = trainer_with(bar, max_steps=10)
+    trainer.fit(
+        TinyModule(TinyNet(3), torch.optim.Adam), TinyData(), ckpt_path=tmp_path / "last.ckpt"
+    )
+    assert bar.train_progress_bar.initial == 6
+    assert "10/10" in capsys.readouterr().out
+
+
+class Failing(pl.Callback):
+    def __init__(self, during):
+        self.during = during
+
+    def on_train_batch_end(self, *args):
+        self.during()
+        raise RuntimeError("failed")
+
+
+def test_the_log_goes_above_the_bar_while_there_is_one(capsys):
+    logger, console, seen = logging.getLogger("lightning.pytorch"), logging.StreamHandler(), []
+    logger.addHandler(console)
+    try:
+        trainer = trainer_with(StepBar(), max_steps=3)
+        trainer.callbacks.append(Failing(lambda: seen.append(console in logger.handlers)))
+        with pytest.raises(RuntimeError, match="failed"):
+            trainer.fit(TinyModule(TinyNet(3), torch.optim.Adam), TinyData())
+        assert seen == [False]
+        assert console in logger.handlers
+    finally:
+        logger.removeHandler(console)
