@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -16,10 +15,10 @@ from torchvision.utils import make_grid
 from lit_diffusion.callbacks.parts.fid_inputs import refuse_odd_images, refuse_unable
 from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, read, spread
 from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
+from lit_diffusion.callbacks.parts.pictures import log_picture
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps
 from lit_diffusion.metrics.batches import Where, uint8_images
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
-from lit_diffusion.system.trainer_state import is_a
 
 BANK_BYTES = 2**28
 
@@ -28,7 +27,8 @@ class SampleGrid(RunsEveryNSteps):
     """Writes the samples of seeds 0, ..., num - 1 as PNG, so that one sees the same ones improve.
 
     Files go to `<trainer.default_root_dir>/samples/`, with the weights they were made with (ema
-    where a callback provides such weights, else raw) in their names, and to a TensorBoard logger:
+    where a callback provides such weights, else raw) in their names, and to loggers (TensorBoard,
+    W&B, MLflow, Comet):
 
     - `step-00001000-ema.png`: the samples, in rows; small images are enlarged pixel by pixel.
     - `nearest-00001000-ema.png`: each sample with, on its right, the training image that is nearest
@@ -144,10 +144,9 @@ class SampleGrid(RunsEveryNSteps):
     def _publish(self, trainer: Trainer, kind: str, weights: str, grid: Tensor) -> None:
         folder = Path(trainer.default_root_dir) / "samples"
         folder.mkdir(parents=True, exist_ok=True)
-        to_pil_image(grid).save(folder / f"{kind}-{trainer.global_step:08d}-{weights}.png")
-        for logger in trainer.loggers:
-            if is_a(logger, TensorBoardLogger):
-                logger.experiment.add_image(f"samples/{kind}-{weights}", grid, trainer.global_step)
+        picture, step = to_pil_image(grid), trainer.global_step
+        picture.save(folder / f"{kind}-{step:08d}-{weights}.png")
+        log_picture(trainer.loggers, f"samples/{kind}-{weights}", picture, step)
 
 
 def image_grid(images: Tensor) -> Tensor:

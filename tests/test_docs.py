@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -109,11 +110,14 @@ set -ex
 """
 """Before the commands of a page: the same ones, in few steps."""
 
+WANDB = find_spec("wandb") is not None
+
 ELSEWHERE = {
     "README.md-0": "fit is run again below, and CI runs the command itself",
     "README.md-1": "by CI",
     "cluster.md-0": "by tests/integration/test_cluster.py, under a real SLURM",
     "cluster.md-1": "likewise, on two nodes",
+    "loggers.md-0": "by CI, with the extra named loggers",
     "methods.md-1": "sbatch; test_sweep.py runs the lines that --print gives",
 }
 
@@ -124,7 +128,16 @@ def test_what_is_run_elsewhere_is_there():
 
 @pytest.mark.system
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["README.md", "runs.md", "methods.md", "evaluation.md"])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        "runs.md",
+        "methods.md",
+        "evaluation.md",
+        pytest.param("loggers.md", marks=pytest.mark.skipif(not WANDB, reason="needs wandb")),
+    ],
+)
 def test_commands_run_as_shown(page, monkeypatch, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     shown = [c for k, c in blocks("bash", {page: PAGES[page]}).items() if k not in ELSEWHERE]

@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import STEP_OUTPUT, OptimizerLRScheduler
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 
 from lit_diffusion.codecs import PixelCodec
@@ -34,6 +35,7 @@ from lit_diffusion.protocols import (
 )
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms, run_seed, seed_step
 from lit_diffusion.system.modes import eval_mode
+from lit_diffusion.system.sharding import total_norm
 from lit_diffusion.system.trainer_state import (
     is_built_from_config,
     logs_are_due,
@@ -167,6 +169,12 @@ class DiffusionModule(LightningModule):
         loss = (losses * self._weight_at(u)).mean()
         self._log_training(loss, losses.detach(), u, batch_idx)
         return {"loss": loss, "u": u, "t": t, "per_sample_loss": losses.detach()}
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        """Log the lr and, before it is clipped, the norm of the gradient of all parameters."""
+        if logs_are_due(self.trainer):
+            norm = total_norm([p.grad for p in self.parameters() if p.grad is not None])
+            self.log_dict({"train/lr": optimizer.param_groups[0]["lr"], "train/grad_norm": norm})
 
     def per_sample_loss(
         self, x0: Tensor, labels: Condition, t: Tensor, noise: Tensor, step: int | None = None

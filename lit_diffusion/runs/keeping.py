@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import yaml
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
@@ -33,9 +34,12 @@ class RunConfig(SaveConfigCallback):
             self._path = next_config(Path(trainer.default_root_dir))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the config."""
+        """Write the config, and give it to the loggers."""
         if trainer.is_global_zero and not self.already_saved:
-            replace_text(self._path, self.parser.dump(self.config, skip_unset=False))
+            text = self.parser.dump(self.config, skip_unset=False)
+            replace_text(self._path, text)
+            for logger in trainer.loggers:
+                logger.log_hyperparams(yaml.safe_load(text))
         self.already_saved = True
 
     on_sanity_check_start = on_train_start

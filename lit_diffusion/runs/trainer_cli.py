@@ -248,13 +248,14 @@ class RunCLI(SubcommandCLI):
         return trainer
 
     def _loggers(self, given: Any) -> Any:
-        if given is not None and given is not True:
+        """A fit keeps metrics.csv beside the loggers given, or TensorBoard; others have no own."""
+        root, fits = self.request.root, self.request.command == "fit"
+        if given is None or given is True:
+            given = fits and TensorBoardLogger(root, name="", version="", sub_dir="tensorboard")
+        loggers = given if isinstance(given, list) else [given]
+        if not fits or not given or contains(loggers, AppendingCSVLogger):
             return given
-        if self.request.command != "fit":
-            return False
-        root = self.request.root
-        curves = TensorBoardLogger(root, name="", version="", sub_dir="tensorboard")
-        return [AppendingCSVLogger(root), curves]
+        return [AppendingCSVLogger(root), *loggers]
 
     def _callbacks(self, config: Any) -> list[Callback]:
         fits, root = self.request.command == "fit", self.request.root

@@ -61,6 +61,19 @@ def _gathered(value: Any, keep: bool) -> Any:
     return value
 
 
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """L2 norm of all entries of all tensors, (), in float32 or wider; collective if any is split.
+
+    Example:
+        >>> total_norm([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])])
+        tensor(5.)
+    """
+    wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
+    parts = [torch.linalg.vector_norm(t, dtype=d) for t, d in zip(tensors, wide, strict=True)]
+    norms = [norm.full_tensor() if is_split(norm) else norm for norm in parts]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+
 def first_split(state: Mapping[str, Any]) -> str | None:
     """Where a nested state holds a split tensor, its keys joined by dots; None where nowhere."""
     return next(_splits(state, ""), None)
