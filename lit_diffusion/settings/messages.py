@@ -71,10 +71,16 @@ def _cause(chain: list[BaseException], owner: str, options: list[str]) -> str:
         return _unknown(m[1], options, "there is no setting")
     if m := re.match(r"unrecognized arguments: (.*)", text):
         name = m[1].split("=")[0].split()[0].lstrip("-")
+        if name.endswith((".yaml", ".yml")):
+            return f"{name} stands alone; write --config {name}."
         return _unknown(name, options, "there is no option")
     if m := re.match(r"the following arguments are required: (.*)", text):
         whose = f" by {owner}" if owner else ""
         return f"{m[1]} must be given{', needed' + whose if whose else ''}."
+    if m := re.match(r"Expected a dot import path string: (\w+)", text):
+        from lit_diffusion.settings.short_names import short_names
+
+        return _unknown(m[1], list(short_names()), "there is no class")
     if m := re.match(r"Importing '([^']+)' is not allowed", text):
         return _distrusted(m[1])
     if choices := _CHOICES.findall(str(chain[0])):

@@ -14,6 +14,8 @@ from typing import Any
 from jsonargparse import _util, set_parsing_settings
 from jsonargparse._common import ImportDenied, parsing_settings
 
+from lit_diffusion.settings.short_names import knowing_short_names
+
 TRUSTED = (
     "lit_diffusion",
     "torch.nn",
@@ -50,7 +52,8 @@ def trusting(packages: Iterable[str] = ()) -> Iterator[None]:
         # jsonargparse documents no way to take classes alone. This is what it asks, of each object
         # that a value names, for paths that must be allowed; setup.cfg caps its version.
         _util.canonical_import_paths = _classes_only(paths_of, packages)  # type: ignore[assignment]
-        yield
+        with knowing_short_names():
+            yield
     finally:
         _util.canonical_import_paths = paths_of
         parsing_settings.clear()
