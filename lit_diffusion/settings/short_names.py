@@ -1,14 +1,9 @@
 """Our classes by their names alone, as configs may have them: EMA, UNet, Velocity."""
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-from jsonargparse import _typehints
 
 _ROOMS = ("", ".networks", ".modules", ".data", ".callbacks")
 
@@ -31,20 +26,3 @@ def short_names() -> dict[str, str]:
             for name in re.findall(r"^class ([A-Z]\w+)", file.read_text(), re.MULTILINE):
                 found[name] = f"lit_diffusion{room}{module}.{name}"
     return found
-
-
-@contextmanager
-def knowing_short_names() -> Iterator[None]:
-    """Within this context, jsonargparse takes names of `short_names` that it does not know."""
-    resolve = _typehints.resolve_class_path_by_name
-
-    def resolve_ours(cls: Any, name: str) -> str:
-        path = resolve(cls, name)
-        return short_names().get(path, path)
-
-    # jsonargparse documents no way to name classes that do not inherit from a setting's type.
-    _typehints.resolve_class_path_by_name = resolve_ours
-    try:
-        yield
-    finally:
-        _typehints.resolve_class_path_by_name = resolve

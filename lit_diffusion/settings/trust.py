@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from jsonargparse import _util, set_parsing_settings
+from jsonargparse import _typehints, _util, set_parsing_settings
 from jsonargparse._common import ImportDenied, parsing_settings
 
-from lit_diffusion.settings.short_names import knowing_short_names
+from lit_diffusion.settings.short_names import short_names
 
 TRUSTED = (
     "lit_diffusion",
@@ -42,7 +42,7 @@ def trusting(packages: Iterable[str] = ()) -> Iterator[None]:
     Those are dotted names of modules, or of packages with all below them.
     """
     before, packages = dict(parsing_settings), tuple(packages)
-    paths_of = _util.canonical_import_paths
+    paths_of, resolve = _util.canonical_import_paths, _typehints.resolve_class_path_by_name
     try:
         set_parsing_settings(
             import_path_denylist=["*"],
@@ -52,10 +52,12 @@ def trusting(packages: Iterable[str] = ()) -> Iterator[None]:
         # jsonargparse documents no way to take classes alone. This is what it asks, of each object
         # that a value names, for paths that must be allowed; setup.cfg caps its version.
         _util.canonical_import_paths = _classes_only(paths_of, packages)  # type: ignore[assignment]
-        with knowing_short_names():
-            yield
+        # Nor one to name classes alone that do not inherit from the type of a setting.
+        _typehints.resolve_class_path_by_name = _or_ours(resolve)
+        yield
     finally:
         _util.canonical_import_paths = paths_of
+        _typehints.resolve_class_path_by_name = resolve
         parsing_settings.clear()
         parsing_settings.update(before)
 
@@ -68,6 +70,16 @@ def within(path: str, packages: Iterable[str]) -> bool:
         (True, False)
     """
     return any(f"{path}.".startswith(f"{package}.") for package in packages)
+
+
+def _or_ours(resolve: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
+    """`resolve`, and what it leaves as it is by `short_names`."""
+
+    def path(cls: Any, name: str) -> str:
+        found = resolve(cls, name)
+        return short_names().get(found, found)
+
+    return path
 
 
 def _classes_only(

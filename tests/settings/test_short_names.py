@@ -7,7 +7,8 @@ import yaml
 from jsonargparse import _typehints
 from support.commands import call
 
-from lit_diffusion.settings.short_names import knowing_short_names, short_names
+from lit_diffusion.settings.short_names import short_names
+from lit_diffusion.settings.trust import trusting
 
 DIGITS = Path(__file__).parents[2] / "configs" / "digits.yaml"
 
@@ -55,6 +56,6 @@ def test_mistakes_are_told(capsys, options, told):
 def test_what_is_replaced_in_jsonargparse_is_there_and_is_put_back():
     before = _typehints.resolve_class_path_by_name
     assert list(inspect.signature(before).parameters) == ["cls", "name"]
-    with knowing_short_names():
+    with trusting():
         assert _typehints.resolve_class_path_by_name is not before
     assert _typehints.resolve_class_path_by_name is before
