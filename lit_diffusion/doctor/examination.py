@@ -28,6 +28,7 @@ from lit_diffusion.doctor.report import Finding, Level, has_problem, note, ok, p
 from lit_diffusion.doctor.schedules import check_course, check_ema, check_lr
 from lit_diffusion.doctor.storage import check_storage, storage_of
 from lit_diffusion.doctor.timing import Looks, examine_time
+from lit_diffusion.modules.checks import unused_classes
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.runs.folder import CLAIM, Request, occupied, read_command_line, refuse_mixing
 from lit_diffusion.runs.trainer_settings import wrong_settings
@@ -138,6 +139,8 @@ def _check_objects(cli: Rehearsal, looks: Looks) -> Iterator[Finding]:
     if cli.trainer.train_dataloader is None and cli.trainer.max_epochs != -1:
         yield note("callbacks", "not asked: without its data, the length of the run is not known.")
         return
+    if getattr(cli.model, "conditioning", ...) is None and (said := unused_classes(cli.datamodule)):
+        yield note("classes", said)
     try:
         cli.trainer.strategy.setup_optimizers(cli.trainer)
     except Exception as error:  # constructors may say anything

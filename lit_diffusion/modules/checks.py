@@ -112,3 +112,15 @@ def check_data(
                 f"{name} is {ours} in the module, but {theirs} in {type(data).__name__}; change "
                 "one of them."
             )
+
+
+def unused_classes(data: object) -> str | None:
+    """What is said where a model takes no condition, and its data have classes; None without."""
+    names = tuple(map(str, getattr(data, "class_names", ())))
+    if not names:
+        return None
+    some = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+    return (
+        f"The data have {len(names)} classes ({some}), of which this model is not told; "
+        f"num_classes={len(names)}, in the module and in its network, would use them."
+    )

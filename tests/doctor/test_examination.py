@@ -35,6 +35,14 @@ def test_digits_are_sound():
     assert not Path("runs").exists()
 
 
+def test_classes_that_the_model_is_not_told_are_noted():
+    untold = ["num_classes=null", "network.init_args.num_classes=null", "label_dropout=0"]
+    options = [f"--model.init_args.{option}" for option in untold]
+    found = look("--config", str(CONFIGS / "digits.yaml"), *options)
+    assert found["classes"].text.startswith("The data have 10 classes (0, 1, 2, 3, 4, ...), of wh")
+    assert "classes" not in look("--config", str(CONFIGS / "digits.yaml"))
+
+
 def test_patches_are_sound():
     found = look("--config", str(CONFIGS / "patches.yaml"), NARROW)
     assert topics(found, Level.PROBLEM) == set()

@@ -3,7 +3,7 @@ import pytest
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.gaussian import FixedSmall
 from lit_diffusion.guidance import ClassifierScore
-from lit_diffusion.modules.checks import check_clipping, check_data
+from lit_diffusion.modules.checks import check_clipping, check_data, unused_classes
 from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Heun
 
 
@@ -47,3 +47,15 @@ def test_clamping_what_has_no_bounds_is_refused(clipping):
     check_clipping(Halving(), type(clipping)(**{**vars(clipping), "clip": False}), None)
     with pytest.raises(ValueError, match=r"clamps x0 .* that of Halving goes beyond; use clip=F"):
         check_clipping(Halving(), None, clipping)
+
+
+class Pets:
+    class_names = ("cats", "dogs")
+
+
+def test_classes_that_a_model_is_not_told_are_said():
+    said = unused_classes(Pets())
+    assert said.startswith("The data have 2 classes (cats, dogs), of which this model is not told;")
+    assert "num_classes=2, in the module and in its network" in said
+    assert unused_classes(Pictures()) is None
+    assert unused_classes(None) is None
