@@ -64,7 +64,7 @@ def test_mlflow(monkeypatch):
 
 @needs("comet_ml")
 def test_comet():
-    """Not by the command line: what CometLogger(online=False) makes keeps nothing. CI has no comet."""
+    """What CometLogger(online=False) itself makes keeps nothing. CI has no comet_ml."""
     logger = CometLogger(online=False)
     import comet_ml
 

@@ -3,7 +3,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from support.on_ranks import run_on_ranks
 from support.toy import EndsInNoise
@@ -377,6 +377,27 @@ def test_loggers_get_the_loss_of_each_quartile_of_noise_levels(tmp_path):
         for i in range(4):
             chosen = out["per_sample_loss"][bin_of(out["u"], 4) == i]
             assert float(row[f"train/loss_q{i}"]) == pytest.approx(chosen.mean().item(), rel=1e-5)
+
+
+class Norms(Callback):
+    def __init__(self):
+        self.seen, self.rates = [], []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        gradients = [p.grad.flatten() for p in pl_module.parameters()]
+        self.seen.append(torch.cat(gradients).double().norm().item())
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+def test_loggers_get_the_lr_and_the_norm_of_the_gradient_before_it_is_clipped(tmp_path):
+    logger, norms = AppendingCSVLogger(tmp_path), Norms()
+    model = module(lr_scheduler=lambda optimizer: WarmupLinear(optimizer, 2))
+    options = {"logger": logger, "log_every_n_steps": 2, "gradient_clip_val": 1e-3}
+    trainer(max_steps=4, callbacks=[norms], **options).fit(model, loader(12))
+    rows = read_rows(logger.path)
+    assert [float(row["train/grad_norm"]) for row in rows] == pytest.approx(norms.seen[1::2])
+    assert [float(row["train/lr"]) for row in rows] == pytest.approx(norms.rates[1::2])
+    assert min(norms.seen) > 1e-3
 
 
 def test_a_step_draws_the_same_noise_whatever_came_before(monkeypatch):

@@ -148,6 +148,13 @@ def test_what_the_user_configures_takes_the_place_of_the_defaults():
     assert Path("kept/last.ckpt").exists()
     assert Path("l").exists()
     assert Path("runs/tiny/checkpoints/last.ckpt").exists()  # from which it would go on
+    assert not Path("runs/tiny/tensorboard").exists()
+    assert read_rows("runs/tiny/metrics.csv")  # which a resume and compare want
+
+
+@pytest.mark.parametrize("given", ["false", "[]"])
+def test_no_logger_is_no_logger(given):
+    assert call(f"{FIT} --trainer.logger={given}") == 0
     assert not Path("runs/tiny/metrics.csv").exists()
 
 
