@@ -18,6 +18,7 @@ from lit_diffusion.data.datasets import Batch, ImageDataset
 from lit_diffusion.data.loaders import ResumableLoader, batches_of_epoch, recount
 from lit_diffusion.data.samplers import ShuffledSampler, even_batch_size
 from lit_diffusion.seeding import classes_of, run_seed
+from lit_diffusion.system.counts import usable_cores
 
 Split: TypeAlias = Literal["train", "val", "test"]
 
@@ -66,6 +67,11 @@ class ImageDataModule(LightningDataModule):
         super().__init__()
         require_at_least(1, batch_size=batch_size, num_predict=num_predict)
         require_at_least(0, num_workers=num_workers or 0)
+        if (num_workers or 0) > 16 * usable_cores():
+            raise ValueError(
+                f"num_workers must be at most 16 for each of the {usable_cores()} cores here, got "
+                f"{num_workers}."
+            )
         self.save_hyperparameters(logger=False)
         self.batch_size = batch_size
         self.num_workers = num_workers

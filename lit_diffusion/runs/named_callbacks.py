@@ -31,14 +31,19 @@ def split_off(options: Iterable[str]) -> tuple[list[str], list[Change]]:
         >>> split_off(["--data=Digits", "--trainer.callbacks.EMA.decays=[0.9]"])[1]
         [Change(name='EMA', argument='decays', value='[0.9]')]
     """
-    others, changes, coming = [], [], iter(options)
+    others, changes, coming, added = [], [], iter(options), ""
     for option in coming:
+        if option.startswith("--trainer.callbacks+="):
+            added = option.rpartition("=")[2].rpartition(".")[2]
         if match := _NAMED.fullmatch(option):
             name, argument, value = match.groups()
             value = next(coming, "--") if value is None else value
             if value.startswith("--"):
                 raise ValueError(f"{option} needs a value: {option}=VALUE.")
-            changes.append(Change(name, argument, value))
+            if name == added and argument:  # of the last one yet, which may need it to be parsed
+                others.append(f"--trainer.callbacks.{argument}={value}")
+            else:
+                changes.append(Change(name, argument, value))
         else:
             others.append(option)
     return others, changes

@@ -27,6 +27,8 @@ def summary(request: Request, trainer: Trainer, seconds: float) -> str:
         done += f", {images:,} images seen"
     duration = timedelta(seconds=round(seconds))
     rows = [("run folder", str(root)), ("trained", f"{done}, in {duration}")]
+    reasons = (getattr(c, "stopping_reason_message", None) for c in trainer.callbacks)  # type: ignore[attr-defined]
+    rows += [("stopped", reason) for reason in reasons if reason]
     records = read_evaluations(root / "evaluations.jsonl")
     rows += fid_rows([record for record in records if not is_repeat(record)])
     if checkpoint_file(root).is_file():

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from jsonargparse import DefaultHelpFormatter
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser
@@ -97,6 +98,7 @@ class RunCLI(SubcommandCLI):
         self._held = held
         saved = self._read_checkpoint()
         self._spec = model_spec(saved)
+        self._data_spec = model_spec(saved, "datamodule_hyper_parameters")
         self._averaged = bool(averages_in(saved, request.checkpoint or ""))
         self._weights = saved.get("state_dict", {})
         self._restored_step = saved.get("global_step")
@@ -177,10 +179,14 @@ class RunCLI(SubcommandCLI):
 
     def compare_with_checkpoint(self) -> None:
         """Compare with the checkpoint, whose model was parsed first: what was given later won."""
-        if self._spec is not None:
-            self.changed = differences(self._spec, self.dumped()["model"])
-            for name, (old, new) in self.changed.items():
-                rank_zero_info(f"The checkpoint had {name} {old}, using {new}.")
+        if self._spec is None:
+            return
+        used = self.dumped()
+        self.changed = told = differences(self._spec, used["model"])
+        if self._data_spec is not None and self.request.command == "fit":
+            told = told | differences(self._data_spec, used["data"], "data")
+        for name, (old, new) in told.items():
+            rank_zero_info(f"The checkpoint had {name} {old}, using {new}.")
 
     def before_instantiate_classes(self) -> None:
         """Find out before anything is built whether this run may write where it would."""
@@ -235,12 +241,14 @@ class RunCLI(SubcommandCLI):
         """The Trainer, with what a run needs and the config does not name."""
         config = self.value_of(self.config_init, "trainer")
         plugins = _with_atomic_saves(config.plugins, self.request.trust)
-        trainer = super().instantiate_trainer(
-            logger=self._loggers(config.logger),
-            callbacks=self._callbacks(config),
-            plugins=plugins,
-            **kwargs,
-        )
+        kwargs |= {"logger": self._loggers(config.logger), "callbacks": self._callbacks(config)}
+        try:
+            trainer = super().instantiate_trainer(plugins=plugins, **kwargs)
+        except MisconfigurationException as error:
+            if re.search("No supported gpu backend|accelerator is not available", str(error)):
+                asked = f"trainer.accelerator={config.accelerator}"
+                raise ValueError(f"{asked}: there is none here; auto takes what is.") from None
+            raise
         environment = cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment not in plugins:
             # Lightning would save and requeue inside of a handler, whatever the command.

@@ -59,7 +59,8 @@ def _chain(error: BaseException) -> list[BaseException]:
     chain, seen = [], error
     while seen is not None:
         chain.append(seen)
-        seen = seen.__cause__ or seen.__context__  # type: ignore[assignment]
+        before = None if seen.__suppress_context__ else seen.__context__
+        seen = seen.__cause__ or before  # type: ignore[assignment]
     return chain
 
 
@@ -84,7 +85,10 @@ def _cause(chain: list[BaseException], owner: str, options: list[str]) -> str:
     if m := re.match(r"Importing '([^']+)' is not allowed", text):
         return _distrusted(m[1])
     if choices := _CHOICES.findall(str(chain[0])):
-        text = re.sub(r"typing\.Literal\[[^]]*\]", f"one of {', '.join(choices)}", text)
+        listed = f"one of {', '.join(dict.fromkeys(choices))}"
+        text = re.sub(r"typing\.Literal\[[^]]*\]", listed, text)
+        if listed not in text:
+            text = re.sub(r"^(Expected a <class '\w+'>)", rf"\1 or {listed}", text)
     return _readable(text)
 
 

@@ -53,7 +53,7 @@ def trusting(packages: Iterable[str] = ()) -> Iterator[None]:
         # that a value names, for paths that must be allowed; setup.cfg caps its version.
         _util.canonical_import_paths = _classes_only(paths_of, packages)  # type: ignore[assignment]
         # Nor one to name classes alone that do not inherit from the type of a setting.
-        _typehints.resolve_class_path_by_name = _or_ours(resolve)
+        _typehints.resolve_class_path_by_name = _or_ours(resolve)  # type: ignore[assignment]
         yield
     finally:
         _util.canonical_import_paths = paths_of

@@ -243,6 +243,7 @@ def test_one_changed_pixel_changes_the_fingerprint():
     [
         ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
         ({"num_workers": -1}, "num_workers must be >= 0, got -1"),
+        ({"num_workers": 10**6}, "num_workers must be at most 16 for each of the"),
         ({"num_predict": 0}, "num_predict must be >= 1, got 0"),
     ],
 )

@@ -36,9 +36,10 @@ def test_digits_are_sound():
 
 
 def test_classes_that_the_model_is_not_told_are_noted():
-    untold = ["num_classes=null", "network.init_args.num_classes=null", "label_dropout=0"]
-    options = [f"--model.init_args.{option}" for option in untold]
-    found = look("--config", str(CONFIGS / "digits.yaml"), *options)
+    network = {"init_args": {"num_classes": None}}
+    untold = {"num_classes": None, "label_dropout": 0, "network": network}
+    Path("untold.yaml").write_text(yaml.safe_dump({"model": {"init_args": untold}}))
+    found = look("--config", str(CONFIGS / "digits.yaml"), "--config", "untold.yaml")
     assert found["classes"].text.startswith("The data have 10 classes (0, 1, 2, 3, 4, ...), of wh")
     assert "classes" not in look("--config", str(CONFIGS / "digits.yaml"))
 

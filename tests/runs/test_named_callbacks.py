@@ -90,3 +90,10 @@ def test_callbacks_are_set_dropped_and_added_in_one_command(capsys):
 def test_a_wrong_argument_is_told_as_any_other(capsys):
     assert call(f"fit --config {DIGITS} --trainer.callbacks.EMA.decay=0.5") == 2
     assert "EMA has no argument 'decay'. Did you mean 'decays'?" in capsys.readouterr().err
+
+
+def test_one_that_is_added_is_set_at_once_as_it_may_need_it(capsys):
+    added = "--trainer.callbacks+=EarlyStopping --trainer.callbacks.EarlyStopping.monitor=val/loss"
+    assert call(f"fit --config {DIGITS} {added} --print_config") == 0
+    *_, last = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]
+    assert last["init_args"]["monitor"] == "val/loss"

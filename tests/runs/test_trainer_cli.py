@@ -359,6 +359,21 @@ def test_lr_and_betas_of_the_command_line_are_those_inside_the_first_step(monkey
     )
 
 
+def test_changed_data_are_told(caplog):
+    call(f"{FIT} --trainer.max_steps=4")
+    assert call(f"{FIT} --ckpt_path=last --data.init_args.batch_size=8") == 0
+    assert "The checkpoint had data.batch_size 4, using 8." in caplog.messages
+
+
+def test_why_a_run_stopped_early_is_told(capsys):
+    added = "--trainer.callbacks+=EarlyStopping --trainer.callbacks.EarlyStopping.monitor=val/loss"
+    options = "--trainer.callbacks.EarlyStopping.min_delta=1e9 --trainer.callbacks.patience=1"
+    config = tiny_config(check_val_every_n_epoch=1, max_steps=80)
+    write_config(config)
+    assert call(f"{FIT} {added} {options}") == 0
+    assert "stopped     Monitored metric val/loss did not improve" in capsys.readouterr().err
+
+
 def test_the_decay_of_the_command_line_is_the_one_inside_the_first_step(caplog):
     write_config(tiny_config(callbacks=[EMA | {"init_args": {"decays": [0.5], "warmup": False}}]))
     call(f"{FIT} --trainer.max_steps=3")
@@ -533,6 +548,12 @@ def test_predicting_without_a_way_to_keep_it_is_refused(capsys):
         ("--model.init_args.network=stranger.Net", "add --trust stranger."),
         ("--trainer.callbacks+=stranger.Callback", "add --trust stranger."),
         ("--trainer.precision=8", "trainer.precision: Expected one of 64, 32, 16,"),
+        ("--trainer.precision=bf17", "Expected an int or one of 'transformer-engine',"),
+        pytest.param(
+            "--trainer.accelerator=cuda",
+            "trainer.accelerator=cuda: there is none here; auto takes what is.",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has one"),
+        ),
         ("--trainer.accelerator=abacus", "invalid accelerator name"),
         ("--config nowhere.yaml", "nowhere.yaml"),
         ("--config broken.yaml", "broken.yaml"),
