@@ -12,12 +12,13 @@ from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
 
-from lit_diffusion.callbacks.parts.fid_inputs import refuse_odd_images, refuse_unable
+from lit_diffusion.callbacks.parts.fid_inputs import refuse_odd_images, refuse_unable, split_images
 from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, read, spread
 from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
 from lit_diffusion.callbacks.parts.pictures import log_picture
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps
 from lit_diffusion.metrics.batches import Where, uint8_images
+from lit_diffusion.metrics.reference import RealImages
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
 
 BANK_BYTES = 2**28
@@ -34,6 +35,10 @@ class SampleGrid(RunsEveryNSteps):
     - `nearest-00001000-ema.png`: each sample with, on its right, the training image that is nearest
       in pixel space, of at most 256 MB of them, evenly over the data set. Needs training images
       of the samples' shape; where there are none, that is said once.
+
+    Beside the latter `val/memorized` is logged: the share of the samples that are nearer to a
+    training image than the median of as many held-out images is. New images give about 0.5, and
+    copies 1.
 
     Every rank generates all the samples. Random numbers of training are as without this callback.
 
@@ -74,6 +79,7 @@ class SampleGrid(RunsEveryNSteps):
         self.batch_size = batch_size
         self.images = images
         self._bank: Tensor | None = None
+        self._usual: Tensor | None = None  # median distance of held-out images to those of the bank
         self._bank_was_read = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -96,16 +102,39 @@ class SampleGrid(RunsEveryNSteps):
             except NonFiniteSamples as error:  # on every rank alike; training can go on
                 rank_zero_warn(f"SampleGrid draws nothing at step {trainer.global_step}: {error}")
                 return
+            if not self._bank_was_read:
+                held_out = split_images(trainer, "val", self.images)  # which takes every rank
+                if trainer.is_global_zero:
+                    self._bank = self._training_images(trainer, samples)
+                    self._usual = self._usual_distance(held_out)
+                self._bank_was_read = True
             if trainer.is_global_zero:
                 self._publish(trainer, "step", weights, image_grid(samples))
-                self._publish_nearest(trainer, weights, samples)
+                self._publish_nearest(trainer, pl_module, weights, samples)
 
-    def _publish_nearest(self, trainer: Trainer, weights: str, samples: Tensor) -> None:
-        if not self._bank_was_read:
-            self._bank, self._bank_was_read = self._training_images(trainer, samples), True
-        if self._bank is not None:
-            pairs = torch.cat([samples, self._bank[nearest(samples, self._bank)]], dim=-1)
-            self._publish(trainer, "nearest", weights, image_grid(pairs))
+    def _publish_nearest(
+        self, trainer: Trainer, module: LightningModule, weights: str, samples: Tensor
+    ) -> None:
+        if self._bank is None:
+            return
+        distances, index = nearest(samples, self._bank)
+        pairs = torch.cat([samples, self._bank[index]], dim=-1)
+        self._publish(trainer, "nearest", weights, image_grid(pairs))
+        if self._usual is not None:
+            share = (distances < self._usual).double().mean()
+            module.log("val/memorized", share, rank_zero_only=True)
+
+    def _usual_distance(self, held_out: RealImages | None) -> Tensor | None:
+        if self._bank is None or held_out is None:
+            return None
+        try:
+            batches = held_out.batches(self.batch_size, spread(len(held_out), self.num))
+            images = torch.cat([images for images, _ in batches])
+        except (TypeError, ValueError) as error:
+            rank_zero_info(f"SampleGrid logs no val/memorized: {error}")
+            return None
+        same = images.shape[1:] == self._bank.shape[1:]
+        return nearest(images, self._bank)[0].median() if same else None
 
     def _training_images(self, trainer: Trainer, samples: Tensor) -> Tensor | None:
         shows_none = "SampleGrid shows no nearest training images:"
@@ -162,16 +191,17 @@ def image_grid(images: Tensor) -> Tensor:
     return grid
 
 
-def nearest(images: Tensor, bank: Tensor, chunk: int = 4096) -> Tensor:
-    """Index of the image of `bank` that is nearest to each of `images` in L2 over pixels.
+def nearest(images: Tensor, bank: Tensor, chunk: int = 4096) -> tuple[Tensor, Tensor]:
+    """Distance and index of the image of `bank` that is nearest to each of `images`, in L2.
 
     Both are (., C, H, W) uint8; the bank is compared in chunks.
 
     Example:
         >>> bank = torch.arange(0, 250, 50, dtype=torch.uint8).view(5, 1, 1, 1)
         >>> nearest(torch.tensor([[[[60]]], [[[190]]]], dtype=torch.uint8), bank)
-        tensor([1, 4])
+        (tensor([10., 10.]), tensor([1, 4]))
     """
     queries = images.flatten(1).float()
     distances = [torch.cdist(queries, part.flatten(1).float()) for part in torch.split(bank, chunk)]
-    return torch.cat(distances, dim=1).argmin(dim=1)
+    found = torch.cat(distances, dim=1).min(dim=1)
+    return found.values, found.indices

@@ -8,7 +8,7 @@ from PIL import Image
 from support.pictures_module import PicturesModule, Stripes, pictures
 from support.plain_module import PlainModule, loader, make_trainer
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lit_diffusion.callbacks import EMA, SampleGrid, sample_grid
 from lit_diffusion.callbacks.sample_grid import image_grid, nearest
@@ -116,7 +116,30 @@ def test_nearest_equals_brute_force_in_any_chunks():
     )
     distance = (images[:, None].double() - bank[None].double()).flatten(2).norm(dim=-1)
     for chunk in (7, 300, 4096):
-        assert torch.equal(nearest(images, bank, chunk), distance.argmin(1))
+        found, index = nearest(images, bank, chunk)
+        assert torch.equal(index, distance.argmin(1))
+        torch.testing.assert_close(found.double(), distance.min(1).values)
+
+
+def noise(num, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (num, 1, 6, 4), generator=generator).to(torch.uint8)
+
+
+@pytest.mark.parametrize(("seed", "least", "most"), [(0, 1.0, 1.0), (7, 0.35, 0.65)])
+@pytest.mark.parametrize("every_n_steps", [None, 2])
+def test_copies_are_told_from_new_images_by_a_number(tmp_path, seed, least, most, every_n_steps):
+    """Trained on those of seed 0; those of another seed are as new as the held-out ones."""
+
+    class Other(PicturesModule):
+        def generate(self, seeds, labels=None):
+            return noise(200, seed)[list(seeds)]
+
+    grid = SampleGrid(200, every_n_steps=every_n_steps)
+    trainer = make_trainer(tmp_path, grid, max_epochs=1)
+    data = [DataLoader(TensorDataset(noise(200, s)), batch_size=50) for s in (0, 3)]
+    trainer.fit(Other(), *data)
+    assert least <= trainer.callback_metrics["val/memorized"] <= most
 
 
 def test_of_a_large_data_set_an_even_part_is_compared_with_and_that_is_said(
