@@ -139,3 +139,40 @@ def test_what_keeps_nothing_dies_of_sigusr1_in_a_slurm_job_that_it_does_not_requ
 
 
 MAIN = "import sys; from lit_diffusion.cli import main; sys.exit(main())"
+
+
+SLOW = """
+import time
+from pathlib import Path
+from support.tiny_run import TinyModule
+
+
+class Slow(TinyModule):
+    def training_step(self, batch, batch_idx):
+        if self.global_step == 25:
+            Path("asleep").touch()
+            time.sleep(120)
+        return super().training_step(batch, batch_idx)
+"""
+
+
+@pytest.mark.system
+@pytest.mark.usefixtures("terminal_signals")
+def test_a_second_ctrl_c_ends_a_slow_step_at_once_and_says_what_is_lost():
+    Path("slow.py").write_text(SLOW)
+    config = tiny_config(max_steps=100)
+    config["model"]["class_path"] = "slow.Slow"
+    write_config(config, Path("slow.yaml"))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([".", *sys.path])}
+    command = [SCRIPT, "fit", "--config=slow.yaml", "--trust=slow", "--trust=support"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    while not Path("asleep").exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    time.sleep(3)
+    assert process.poll() is None  # it waits for the step
+    process.send_signal(signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, said
+    assert "Stopped by SIGINT at step 25. The 4 steps since step 21 are lost. The same" in said

@@ -10,6 +10,7 @@ from support.toy import EndsInNoise
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lit_diffusion.callbacks import FIDEvaluation
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.gaussian import FixedSmall, LearnedRange
 from lit_diffusion.guidance import ClassifierFree, ClassifierScore, ClassifierShift
@@ -599,3 +600,20 @@ def test_images_of_another_shape_are_refused():
 def test_a_network_with_the_wrong_number_of_outputs_is_refused():
     with pytest.raises(ValueError, match=r"HybridLoss needs a network output of .* out_channels"):
         trainer(max_steps=1).fit(module(loss=HybridLoss(Simple())), loader())
+
+
+class WithTest(Digits):
+    tests_on = "test"
+
+    def load(self, split):
+        return super().load("val" if split == "test" else split)
+
+
+@pytest.mark.parametrize(("data", "split"), [(Digits, "val"), (WithTest, "test")])
+def test_what_is_tested_on_is_in_the_names_of_the_metrics(tmp_path, data, split):
+    fid = FIDEvaluation(80, extractor="digits-cnn", batch_size=80, weights="raw")
+    run = trainer(callbacks=[fid], default_root_dir=tmp_path, limit_test_batches=1)
+    network = UNet(1, 1, model_channels=8, num_res_blocks=1, num_heads=1, norm_groups=4)
+    model = module(network, num_classes=None, label_dropout=0)
+    (found,) = run.test(model, data(batch_size=6), verbose=False)
+    assert found.keys() == {f"{split}/loss", f"{split}/fid_80_raw", f"{split}/fid_80_raw_floor"}
