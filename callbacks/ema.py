@@ -55,6 +55,8 @@ class EMA(Callback):
         every_n_steps: optimizer steps from one update to the next, which has their decays' product.
         prefix: submodule that is averaged, such as "network"; "" for all. Two EMA callbacks need
             prefixes of which neither contains the other.
+        start: optimizer steps in which the averages are still the weights; `warmup` counts from
+            there.
 
     Raises:
         ValueError: bad arguments; at the start of a run, a prefix without parameters, overlapping
@@ -73,11 +75,13 @@ class EMA(Callback):
         warmup: bool = True,
         every_n_steps: int = 1,
         prefix: str = "",
+        start: int = 0,
     ) -> None:
         self.decays = tuple(decays)
         self.warmup = warmup
         self.every_n_steps = every_n_steps
         self.prefix = prefix.rstrip(".")
+        self.start = start
         self._names = [RAW, "ema", *(f"ema_{decay:g}" for decay in self.decays)]
         if not self.decays or not all(0 <= decay < 1 for decay in self.decays):
             raise ValueError(f"decays must be one or more numbers in [0, 1), got {self.decays}.")
@@ -85,6 +89,8 @@ class EMA(Callback):
             raise ValueError(f"decays must differ in their first 6 digits, got {self.decays}.")
         if self.every_n_steps < 1:
             raise ValueError(f"every_n_steps must be at least 1, got {self.every_n_steps}.")
+        if self.start < 0:
+            raise ValueError(f"start must be at least 0, got {self.start}.")
         self._module: LightningModule | None = None
         self._groups: list[Group] = []
         self._loaded: dict[str, Any] = {}  # read from a checkpoint, not yet taken up
@@ -242,7 +248,7 @@ class EMA(Callback):
         params = (param for entry in optimizer.param_groups for param in entry["params"])
         skipped = getattr(optimizer, "found_inf", None) or all(p.grad is None for p in params)
         if not skipped and not is_made_up(optimizer, kwargs):
-            group.advance(self.every_n_steps, self.warmup)
+            group.advance(self.every_n_steps, self.warmup, self.start)
 
     # State
 
@@ -322,7 +328,9 @@ class EMA(Callback):
             for group in self._groups:
                 group.refuse_nonfinite()
             name = f"ema/decay_{self.prefix}" if self.prefix else "ema/decay"
-            pl_module.log(name, span_decay(self.decays[0], steps - 1, steps, self.warmup))
+            n = steps - self.start
+            decay = span_decay(self.decays[0], n - 1, n, self.warmup) if n > 0 else 0.0
+            pl_module.log(name, decay)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say so where no step was seen."""

@@ -83,13 +83,17 @@ class Group:
         for column in self.shadows if self.params else ():
             overwrite_(column, self.params)
 
-    def advance(self, every_n_steps: int, warmup: bool) -> None:
+    def advance(self, every_n_steps: int, warmup: bool, start: int = 0) -> None:
         """Count a step of the optimizer, and update where one is due; of none while it is empty."""
         self.steps += bool(self.params)
         if not self.params or self.steps % every_n_steps:
             return
+        last = self.steps - start
+        if last <= 0:
+            self.restart()
+            return
         for decay, column in zip(self.decays, self.shadows, strict=True):
-            span = span_decay(decay, self.steps - every_n_steps, self.steps, warmup)
+            span = span_decay(decay, max(last - every_n_steps, 0), last, warmup)
             ema_update_(column, self.params, span)
 
     def averages(self) -> dict[str, Averaged]:

@@ -179,6 +179,7 @@ class RunCLI(SubcommandCLI):
 
     def compare_with_checkpoint(self) -> None:
         """Compare with the checkpoint, whose model was parsed first: what was given later won."""
+        _hand_down_classes(self.value_of(self.config, "model"))
         if self._spec is None:
             return
         used = self.dumped()
@@ -339,6 +340,14 @@ class RunCLI(SubcommandCLI):
         if self.trainer.is_global_zero and not self.is_trial:
             seconds = time.monotonic() - self._started
             print(summary(self.request, self.trainer, seconds), file=sys.stderr)
+
+
+def _hand_down_classes(model: Any) -> None:
+    """Tell a network, where nothing is said of it, the `num_classes` of its module."""
+    arguments = getattr(model, "init_args", None) or {}
+    network = getattr(arguments.get("network"), "init_args", None) or {}
+    if "num_classes" in network and network["num_classes"] is None:
+        network["num_classes"] = arguments.get("num_classes")
 
 
 class _Formatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):

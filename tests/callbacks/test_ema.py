@@ -268,6 +268,33 @@ def test_every_k_steps_the_decays_of_k_steps_act_at_once(tmp_path):
     assert_close(shadows(ema), average)
 
 
+@pytest.mark.parametrize(("start", "every_n_steps"), [(3, 1), (3, 3), (8, 1), (20, 1)])
+def test_until_the_start_the_averages_are_the_weights(tmp_path, start, every_n_steps):
+    ema, watch = EMA((DECAY,), every_n_steps=every_n_steps, start=start), Watch()
+    fit(tmp_path, PlainModule(), ema, watch, max_epochs=2)  # 8 steps
+    seen = watch.history[: 1 + 8 - 8 % every_n_steps]
+    watch.history = seen[start:] or seen[-1:]
+    if every_n_steps == 1:
+        assert_close(shadows(ema), watch.average(DECAY))
+    else:  # once, by the decays of its three steps
+        d = 0.1 * (2 / 11) * (3 / 12)
+        first, last = watch.history[0], watch.history[3]
+        assert_close(shadows(ema), {k: d * first[k] + (1 - d) * v for k, v in last.items()})
+
+
+def test_a_resume_before_the_start_goes_on_to_it(tmp_path):
+    def run(folder, max_steps, ckpt_path=None):
+        ema = EMA((DECAY,), start=6)
+        options = {"ckpt_path": ckpt_path, "max_epochs": -1, "max_steps": max_steps}
+        return ema, fit(folder, PlainModule(), StepSeed(0), ema, **options)
+
+    whole, _ = run(tmp_path, 8)
+    _, first = run(tmp_path, 4)  # a whole epoch
+    first.save_checkpoint(tmp_path / "c.ckpt")
+    resumed, _ = run(tmp_path, 8, tmp_path / "c.ckpt")
+    assert_same_bits(dict(shadows(resumed)), dict(shadows(whole)))
+
+
 def test_prefix_names_a_whole_submodule(tmp_path):
     ema = EMA(prefix="inner.0.")
     fit(tmp_path, PlainModule(), ema)
@@ -884,6 +911,7 @@ def test_a_trainer_that_never_logs_trains_and_logs_no_decay(tmp_path):
         {"decays": (-0.1,)},
         {"decays": (0.9, 0.9)},
         {"every_n_steps": 0},
+        {"start": -1},
     ],
 )
 def test_bad_arguments_are_refused(arguments):

@@ -45,3 +45,11 @@ def test_the_start_of_a_fit_ends_without_a_trace():
         assert cli.model.trainer is cli.trainer
     assert cli.model._trainer is None
     assert cli.datamodule.trainer is None
+
+
+def test_a_network_of_which_nothing_is_said_has_the_classes_of_its_module():
+    config = small_digits(8)
+    del config["model"]["init_args"]["network"]["init_args"]["num_classes"]
+    cli = rehearse(config)
+    assert cli.model.network.num_classes == cli.model.num_classes == 10
+    assert cli.model.hparams["network"]["init_args"]["num_classes"] == 10
