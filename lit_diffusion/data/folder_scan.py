@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -99,9 +100,11 @@ def class_folders(root: Path) -> tuple[str, ...]:
 def list_images(root: Path, classes: Sequence[str]) -> Listing:
     """All images below a folder: in folders of the training classes, in `root` itself without any.
 
+    Files that are no images by their names are left out, and that is said.
+
     Raises:
-        ValueError: If a file is no image by its name, or in no class folder where there are
-            classes, or if a folder is empty or not of these classes. The message names it.
+        ValueError: If an image is in no class folder where there are classes, or if a folder is
+            empty or not of these classes. The message names them.
     """
     found = class_folders(root)
     if unknown := sorted(set(found) - set(classes)):
@@ -109,16 +112,17 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
             f"{root / unknown[0]} is not among the {len(classes)} class folders of the training"
             " images: remove it, or add it there."
         )
-    files = list(_walk(root))
+    everything = list(_walk(root))
+    files = [file for file in everything if file.lower().endswith(EXTENSIONS)]
+    known = ", ".join(EXTENSIONS)
+    if others := sorted(set(everything) - set(files)):
+        rank_zero_info(f"Left out, as no images by their names ({known}): {_some(others)}.")
     names = [file[len(os.path.join(root, "")) :] for file in files]
     tops = [name.split(os.sep)[0] for name in names]
-    known = ", ".join(EXTENSIONS)
     label_of = {name: label for label, name in enumerate(classes)}
-    for file, top in zip(files, tops, strict=True):
-        if not file.lower().endswith(EXTENSIONS):
-            raise ValueError(f"{file} is no image by its name ({known}): remove it.")
-        if classes and top not in label_of:
-            raise ValueError(f"{file} is in no class folder: move it into one.")
+    stray = [file for file, top in zip(files, tops, strict=True) if top not in label_of]
+    if classes and stray:
+        raise ValueError(f"In no class folder: {_some(stray)}. Move such images into one.")
     empty = sorted(set(found) - set(tops)) if files else [""]
     if empty:
         raise ValueError(f"{root / empty[0]} holds no images ({known}).")
@@ -138,15 +142,19 @@ def check_images(listing: Listing, requirements: Requirements, cache: Path, thre
         return
     log.info("Checking %d image files in %s, once.", len(listing.names), listing.root)
     if faults := _faults(listing, requirements, threads):
-        more = f", and {len(faults) - NAMED} more" if len(faults) > NAMED else ""
         remedy = ", or convert and enlarge them with strict=False" if requirements.strict else ""
         raise ValueError(
             f"{len(faults)} of {len(listing.names)} files in {listing.root} cannot be used:"
-            f" {', '.join(faults[:NAMED])}{more}. Repair or remove unreadable files; choose"
+            f" {_some(faults)}. Repair or remove unreadable files; choose"
             f" channels and image_size to fit the others{remedy}."
         )
     cache.mkdir(parents=True, exist_ok=True)
     passed.write_text(f"{listing.root}: {len(listing.names)} files, {requirements}\n")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f", and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 def _faults(listing: Listing, requirements: Requirements, threads: int) -> list[str]:
@@ -161,7 +169,10 @@ def _faults(listing: Listing, requirements: Requirements, threads: int) -> list[
 
 def _walk(root: Path) -> Iterator[str]:
     for folder, subfolders, names in os.walk(root, followlinks=True):
-        subfolders[:] = sorted(name for name in subfolders if name[0] != ".")
+        here = os.path.realpath(folder)
+        inside = {name: os.path.realpath(os.path.join(folder, name)) for name in subfolders}
+        loops = {name for name, real in inside.items() if f"{here}/".startswith(f"{real}/")}
+        subfolders[:] = sorted(name for name in inside if name[0] != "." and name not in loops)
         yield from (os.path.join(folder, name) for name in sorted(names) if name[0] != ".")
 
 

@@ -175,7 +175,8 @@ class DiffusionModule(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the lr and, before it is clipped, the norm of the gradient of all parameters."""
-        if logs_are_due(self.trainer):
+        # By hand, Lightning would log the last norm again with batches that make no step.
+        if self.automatic_optimization and logs_are_due(self.trainer):
             norm = total_norm([p.grad for p in self.parameters() if p.grad is not None])
             self.log_dict({"train/lr": optimizer.param_groups[0]["lr"], "train/grad_norm": norm})
 

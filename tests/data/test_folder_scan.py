@@ -198,16 +198,30 @@ def empty(folder):
     return folder
 
 
-def test_a_file_that_is_no_image_by_its_name_is_named(root):
-    (root / "a" / "notes.txt").touch()
-    with pytest.raises(ValueError, match=r"a/notes\.txt is no image"):
+def test_files_that_are_no_images_by_their_names_are_left_out_and_named(root, caplog):
+    before = list_images(root, ("a", "b"))
+    assert "Left out" not in caplog.text
+    for name in ("a/notes.txt", "labels.csv"):
+        (root / name).touch()
+    with caplog.at_level("INFO"):
+        after = list_images(root, ("a", "b"))
+    assert f"(.jpg, .jpeg, .png, .ppm, .pgm, .bmp, .tif, .tiff, .webp): {root}/a/no" in caplog.text
+    assert f"notes.txt, {root}/labels.csv." in caplog.text
+    assert after.names.tolist() == before.names.tolist()
+    assert after.stamp == before.stamp
+
+
+def test_files_beside_class_folders_are_named_together(root):
+    save(root / "stray.png"), save(root / "other.png")
+    with pytest.raises(ValueError, match=r"In no class folder: .*other\.png, .*stray\.png\. Move"):
         list_images(root, ("a", "b"))
 
 
-def test_a_file_beside_class_folders_is_named(root):
-    save(root / "stray.png")
-    with pytest.raises(ValueError, match=r"stray\.png is in no class folder"):
-        list_images(root, ("a", "b"))
+@pytest.mark.parametrize("target", [".", ".."])
+def test_a_folder_with_a_link_to_itself_is_read_once(root, target):
+    before = list_images(root, ("a", "b"))
+    (root / "a" / "again").symlink_to(root / "a" / target, target_is_directory=True)
+    assert list_images(root, ("a", "b")).names.tolist() == before.names.tolist()
 
 
 def test_a_class_that_training_does_not_have_is_named(root):
