@@ -133,6 +133,7 @@ class StepBar(TQDMProgressBar):
         bar = self.train_progress_bar
         bar.total, bar.unit = steps_of_run(trainer), "step"
         bar.n = bar.initial = bar.last_print_n = trainer.global_step
+        self.on_train_epoch_start(trainer)  # not called in the middle of an epoch
         printing = [
             logger for logger in (_LOGGER, logging.root) if self.is_enabled and _prints(logger)
         ]

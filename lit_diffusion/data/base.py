@@ -67,11 +67,6 @@ class ImageDataModule(LightningDataModule):
         super().__init__()
         require_at_least(1, batch_size=batch_size, num_predict=num_predict)
         require_at_least(0, num_workers=num_workers or 0)
-        if (num_workers or 0) > 16 * usable_cores():
-            raise ValueError(
-                f"num_workers must be at most 16 for each of the {usable_cores()} cores here, got "
-                f"{num_workers}."
-            )
         self.save_hyperparameters(logger=False)
         self.batch_size = batch_size
         self.num_workers = num_workers
@@ -157,6 +152,11 @@ class ImageDataModule(LightningDataModule):
 
     def train_dataloader(self) -> "DataLoader[Batch]":
         """Shuffled and augmented batches, all of `batch_size`."""
+        if (self.num_workers or 0) > 16 * usable_cores():
+            raise ValueError(
+                f"num_workers must be at most 16 for each of the {usable_cores()} cores here, got "
+                f"{self.num_workers}."
+            )
         dataset = replace(self.dataset("train"), seed=self.seed)
         num_replicas, rank = self._place()
         if len(dataset) < self.batch_size * num_replicas:

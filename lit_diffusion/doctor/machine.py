@@ -116,8 +116,11 @@ def _installed(names: set[str]) -> dict[str, str]:
 
 
 def _stated() -> dict[str, SpecifierSet]:
-    """Versions that our package asks for."""
-    stated = map(Requirement, metadata.requires("lit-diffusion") or [])
+    """Versions that our package asks for; none for a checkout that is not installed."""
+    try:
+        stated = map(Requirement, metadata.requires("lit-diffusion") or [])
+    except metadata.PackageNotFoundError:
+        return {}
     return {each.name: each.specifier for each in stated if each.marker is None}
 
 

@@ -46,17 +46,19 @@ def supervised(options: Sequence[str], patience: float = 300.0) -> Iterator[Find
                 yield problem("doctor", f"{text}driver may hang.")
                 return
             process.join(patience)
-            if process.exitcode:
+            if process.exitcode != 0:
                 yield problem("doctor", _death(process.exitcode, errors))
         finally:
             process.kill()
             process.join()
 
 
-def _death(code: int, errors: Path) -> str:
+def _death(code: int | None, errors: Path) -> str:
     text = errors.read_text(errors="replace") if errors.exists() else ""
     said = [line for line in text.splitlines() if line.strip()]
     last = f" ({said[-1].strip()[:200]})" if said else ""
+    if code is None:
+        return "the examination does not end."
     if code == -signal.SIGILL:
         text = "a measurement died of an illegal instruction, as bf16 does on some virtual "
         return f"{text}machines; set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16."

@@ -298,5 +298,7 @@ def settings_that_differ(
     return {
         name: (first.get(name), second.get(name))
         for name in sorted(first.keys() | second.keys())
-        if first.get(name) != second.get(name) and name.rpartition(".")[2] not in _FREE
+        if first.get(name) != second.get(name)
+        and name.rpartition(".")[2] not in _FREE
+        and not name.startswith("trainer.logger")
     }

@@ -1,6 +1,7 @@
 """The LightningModule: network + process + parameterization + loss + solver, all injected."""
 
 from collections.abc import Sequence
+from math import nan
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ from lit_diffusion.system.sharding import total_norm
 from lit_diffusion.system.trainer_state import (
     is_built_from_config,
     logs_are_due,
+    loss_scale,
     steps_of_fit,
     steps_of_run,
 )
@@ -177,7 +179,9 @@ class DiffusionModule(LightningModule):
         """Log the lr and, before it is clipped, the norm of the gradient of all parameters."""
         # By hand, Lightning would log the last norm again with batches that make no step.
         if self.automatic_optimization and logs_are_due(self.trainer):
-            norm = total_norm([p.grad for p in self.parameters() if p.grad is not None])
+            gradients = [p.grad for p in self.parameters() if p.grad is not None]
+            # FiniteUpdates has taken those of an update that it leaves out.
+            norm = total_norm(gradients) / loss_scale(self.trainer, optimizer) if gradients else nan
             self.log_dict({"train/lr": optimizer.param_groups[0]["lr"], "train/grad_norm": norm})
 
     def per_sample_loss(

@@ -7,6 +7,7 @@ import yaml
 from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
+from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.utilities import rank_zero_info
 
 from lit_diffusion.metrics.image_count import ImageCount, counted, read_count
@@ -14,6 +15,7 @@ from lit_diffusion.runs.folder import next_config
 from lit_diffusion.runs.loggers import AppendingCSVLogger, rewind_evaluations
 from lit_diffusion.system.files import replace_text
 from lit_diffusion.system.trainer_state import (
+    is_a,
     logged_step,
     logs_are_due,
     metrics_to_log,
@@ -38,8 +40,12 @@ class RunConfig(SaveConfigCallback):
         if trainer.is_global_zero and not self.already_saved:
             text = self.parser.dump(self.config, skip_unset=False)
             replace_text(self._path, text)
+            settings = yaml.safe_load(text)
+            settings.pop("ckpt_path", None)
+            settings["trainer"].pop("logger", None)  # which may hold the key of an account
             for logger in trainer.loggers:
-                logger.log_hyperparams(yaml.safe_load(text))
+                if trainer.ckpt_path is None or not is_a(logger, MLFlowLogger):  # has them for good
+                    logger.log_hyperparams(settings)
         self.already_saved = True
 
     on_sanity_check_start = on_train_start

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from jsonargparse import get_loader
+from yaml import YAMLError
 
 _NAMED = re.compile(r"--trainer\.callbacks\.([A-Z]\w*)(?:\.([\w.]+))?(?:=(.*))?", re.DOTALL)
 
@@ -85,12 +86,18 @@ def _only(callbacks: Sequence[dict[str, Any]], change: Change) -> dict[str, Any]
 
 
 def _set(place: dict[str, Any], change: Change) -> None:
-    *path, last = [key for key in str(change.argument).split(".") if key != "init_args"]
+    *path, last = [key for key in str(change.argument).split(".") if key != "init_args"] or [""]
     for key in path:
         place = _arguments(place).setdefault(key, {})
         if not isinstance(place, dict):
             raise ValueError(f"{change}: {key} is {place!r}, which has no {last}.")
-    _arguments(place)[last] = get_loader("yaml")(change.value)
+    try:
+        value = get_loader("yaml")(change.value)
+    except YAMLError as error:
+        raise ValueError(f"{change}: the value is no YAML.") from error
+    if not last or (value is None and change.value not in ("null", "None", "~")):
+        raise ValueError(f"{change}: name an argument and its value.")
+    _arguments(place)[last] = value
 
 
 def _arguments(place: dict[str, Any]) -> dict[str, Any]:

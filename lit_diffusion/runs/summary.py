@@ -28,7 +28,7 @@ def summary(request: Request, trainer: Trainer, seconds: float) -> str:
     duration = timedelta(seconds=round(seconds))
     rows = [("run folder", str(root)), ("trained", f"{done}, in {duration}")]
     reasons = (getattr(c, "stopping_reason_message", None) for c in trainer.callbacks)  # type: ignore[attr-defined]
-    rows += [("stopped", reason) for reason in reasons if reason]
+    rows += [("stopped", reason) for reason in reasons if reason and trainer.should_stop]
     records = read_evaluations(root / "evaluations.jsonl")
     rows += fid_rows([record for record in records if not is_repeat(record)])
     if checkpoint_file(root).is_file():

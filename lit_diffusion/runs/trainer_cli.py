@@ -257,14 +257,19 @@ class RunCLI(SubcommandCLI):
         return trainer
 
     def _loggers(self, given: Any) -> Any:
-        """A fit keeps metrics.csv beside the loggers given, or TensorBoard; others have no own."""
+        """A fit keeps metrics.csv beside the loggers given, or TensorBoard; others have no own.
+
+        Those given come first: a module's `self.logger` is the first.
+        """
         root, fits = self.request.root, self.request.command == "fit"
         if given is None or given is True:
-            given = fits and TensorBoardLogger(root, name="", version="", sub_dir="tensorboard")
+            given = fits and TensorBoardLogger(
+                root, name="", version="", sub_dir="tensorboard", default_hp_metric=False
+            )
         loggers = given if isinstance(given, list) else [given]
         if not fits or not given or contains(loggers, AppendingCSVLogger):
             return given
-        return [AppendingCSVLogger(root), *loggers]
+        return [*loggers, AppendingCSVLogger(root)]
 
     def _callbacks(self, config: Any) -> list[Callback]:
         fits, root = self.request.command == "fit", self.request.root

@@ -5,7 +5,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-_ROOMS = ("", ".networks", ".modules", ".data", ".callbacks")
+_ROOMS = ("networks", "modules", "data")
 
 
 @cache
@@ -16,13 +16,18 @@ def short_names() -> dict[str, str]:
         >>> short_names()["CosineBetas"], short_names()["EMA"]
         ('lit_diffusion.processes.CosineBetas', 'lit_diffusion.callbacks.EMA')
     """
-    found = {}
-    for room in _ROOMS:
-        spec = find_spec(f"lit_diffusion{room}")
-        assert spec is not None
-        assert spec.submodule_search_locations is not None
-        for file in sorted(Path(spec.submodule_search_locations[0]).glob("*.py")):
-            module = "" if room == ".callbacks" else f".{file.stem}"
+    callbacks = _folder("lit_diffusion.callbacks") / "__init__.py"
+    names = re.findall(r'"([A-Z]\w+)"', callbacks.read_text())  # of its __all__
+    found = {name: f"lit_diffusion.callbacks.{name}" for name in names}
+    for room in ("lit_diffusion", *(f"lit_diffusion.{name}" for name in _ROOMS)):
+        for file in sorted(_folder(room).glob("*.py")):
             for name in re.findall(r"^class ([A-Z]\w+)", file.read_text(), re.MULTILINE):
-                found[name] = f"lit_diffusion{room}{module}.{name}"
+                found[name] = f"{room}.{file.stem}.{name}"
     return found
+
+
+def _folder(package: str) -> Path:
+    spec = find_spec(package)
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    return Path(spec.submodule_search_locations[0])

@@ -68,6 +68,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
         >>> total_norm([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])])
         tensor(5.)
     """
+    tensors = [t.coalesce().values() if t.is_sparse else t for t in tensors]
     wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
     parts = [torch.linalg.vector_norm(t, dtype=d) for t, d in zip(tensors, wide, strict=True)]
     norms = [norm.full_tensor() if is_split(norm) else norm for norm in parts]

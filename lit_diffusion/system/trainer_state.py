@@ -15,6 +15,7 @@ from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
+from torch.optim import Optimizer
 
 _UNSAVED = (
     "_last_global_step_saved",
@@ -122,6 +123,13 @@ def steps_of_run(trainer: Trainer) -> int | None:
         steps = sum(math.ceil(batches / size) for size in sizes)
         steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
     return int(steps) if 0 <= steps < math.inf else None
+
+
+def loss_scale(trainer: Trainer, optimizer: Optimizer) -> float:
+    """Factor on the gradients before a step: fused optimizers undo that of a GradScaler inside."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    unscales = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
+    return float(scaler.get_scale()) if unscales and scaler is not None else 1.0
 
 
 def logs_are_due(trainer: Trainer) -> bool:

@@ -219,3 +219,8 @@ def test_differences_name_settings_with_both_values():
         "model.optimizer.lr": (0.1, 0.2),
         "trainer.callbacks.EMA": (None, "EMA"),
     }
+
+
+def test_where_a_run_is_logged_makes_no_difference():
+    one, other = ({"trainer": {"logger": {"init_args": {"id": name}}}} for name in "ab")
+    assert settings_that_differ(one, other) == {}

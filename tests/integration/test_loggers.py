@@ -53,8 +53,12 @@ def test_mlflow(monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     uri = f"file:{Path('mlruns').absolute()}"
     fit(f"--trainer.logger=MLFlowLogger --trainer.logger.tracking_uri={uri}")
+    (run,) = Path("mlruns").glob("*/*/metrics")
+    again = f"--trainer.logger.run_id={run.parent.name} --ckpt_path=last"
+    options = f"--trainer.logger=MLFlowLogger --trainer.logger.tracking_uri={uri} {again}"
+    assert call(f"fit --config {DIGITS} {OPTIONS[0]} {options} --trainer.max_steps=3") == 0
     (lr,) = Path("mlruns").glob("*/*/metrics/train/lr")
-    assert len(lr.read_text().splitlines()) == 2
+    assert len(lr.read_text().splitlines()) == 3
     (betas,) = Path("mlruns").glob("*/*/params/model/init_args/process/class_path")
     assert betas.read_text() == "lit_diffusion.processes.DiscreteVP"
     pictures = list(Path("mlruns").glob("*/*/artifacts/images/*.png"))

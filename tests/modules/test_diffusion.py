@@ -5,12 +5,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins import MixedPrecision
 from support.on_ranks import run_on_ranks
 from support.toy import EndsInNoise
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lit_diffusion.callbacks import FIDEvaluation
+from lit_diffusion.callbacks import FIDEvaluation, FiniteUpdates
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.gaussian import FixedSmall, LearnedRange
 from lit_diffusion.guidance import ClassifierFree, ClassifierScore, ClassifierShift
@@ -399,6 +400,32 @@ def test_loggers_get_the_lr_and_the_norm_of_the_gradient_before_it_is_clipped(tm
     assert [float(row["train/grad_norm"]) for row in rows] == pytest.approx(norms.seen[1::2])
     assert [float(row["train/lr"]) for row in rows] == pytest.approx(norms.rates[1::2])
     assert min(norms.seen) > 1e-3
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_norm_of_the_gradient_is_without_the_scale_of_the_loss(tmp_path, fused):
+    def norms(folder, **options):
+        logger = AppendingCSVLogger(folder)
+        model = module(optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3, fused=fused))
+        trainer(max_steps=2, logger=logger, log_every_n_steps=1, **options).fit(model, loader(12))
+        return [float(row["train/grad_norm"]) for row in read_rows(logger.path)]
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaled = norms(tmp_path / "a", plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
+    assert scaled == pytest.approx(norms(tmp_path / "b"), rel=0.05)  # of float16
+
+
+def test_of_an_update_that_is_left_out_there_is_no_norm(tmp_path):
+    class Broken(DiffusionModule):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx)["loss"] * float("nan")
+
+    logger, model = AppendingCSVLogger(tmp_path), module()
+    model.__class__ = Broken
+    options = {"logger": logger, "log_every_n_steps": 1, "callbacks": [FiniteUpdates(9)]}
+    trainer(max_steps=2, default_root_dir=tmp_path, **options).fit(model, loader(12))
+    rows = [row for row in read_rows(logger.path) if "train/loss" in row]
+    assert [row["train/grad_norm"] for row in rows] == ["nan", "nan"]
 
 
 def test_a_step_draws_the_same_noise_whatever_came_before(monkeypatch):

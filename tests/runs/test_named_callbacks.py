@@ -62,6 +62,9 @@ def test_null_leaves_one_out():
         ("EMA=3", "EMA=3: =null leaves EMA out"),
         ("FIDEvaluation.extractor.a=2", "extractor is 'x', which has no a"),
         ("EMA.decays", "needs a value"),
+        ("EMA.decays=", "name an argument and its value"),
+        ("EMA.decays=[0.9", "the value is no YAML"),
+        ("EMA.init_args={decays: [0.5]}", "name an argument and its value"),
     ],
 )
 def test_mistakes_are_told(option, message):

@@ -8,7 +8,7 @@ import torch
 import yaml
 from support.commands import call, checkpoint, equal, weights
 from support.small_digits import small_digits
-from support.tiny_run import EMA, HERE, tiny_config, write_config
+from support.tiny_run import EMA, HERE, TinyModule, tiny_config, write_config
 from torch.optim import Adam
 
 from lit_diffusion.runs.folder import occupied
@@ -150,6 +150,13 @@ def test_what_the_user_configures_takes_the_place_of_the_defaults():
     assert Path("runs/tiny/checkpoints/last.ckpt").exists()  # from which it would go on
     assert not Path("runs/tiny/tensorboard").exists()
     assert read_rows("runs/tiny/metrics.csv")  # which a resume and compare want
+
+
+def test_a_logger_that_is_given_is_the_first(monkeypatch):
+    seen = []
+    monkeypatch.setattr(TinyModule, "on_train_start", lambda self: seen.append(self.logger))
+    assert call(f"{FIT} --trainer.logger=CSVLogger --trainer.logger.save_dir=l") == 0
+    assert [type(logger).__name__ for logger in seen] == ["CSVLogger"]
 
 
 @pytest.mark.parametrize("given", ["false", "[]"])

@@ -12,6 +12,7 @@ from lit_diffusion.system.sharding import (
     on_any_rank,
     reshard,
     split_like,
+    total_norm,
 )
 
 
@@ -50,6 +51,17 @@ def test_a_nested_state_is_gathered_and_the_rest_of_it_kept(split):
     assert not whole["a"][0].requires_grad
     assert whole["a"][1][1] == 3
     assert whole["b"]["c"] is state["b"]["c"]
+
+
+def test_the_norm_of_all_is_that_of_whole_split_and_sparse_tensors_in_float32(split):
+    torch.manual_seed(0)
+    half = torch.randn(5).bfloat16()
+    sparse = torch.sparse_coo_tensor([[0, 0, 2]], [3.0, 1.0, -2.0], (4,))  # 4, 0, -2, 0
+    parts = [split.weight.full_tensor(), half.float(), sparse.to_dense()]
+    expected = torch.cat([part.flatten() for part in parts]).norm()
+    found = total_norm([split.weight.detach(), half, sparse])
+    assert not is_split(found)
+    torch.testing.assert_close(found, expected.detach())
 
 
 def test_a_state_without_split_tensors_is_gathered_as_it_is():
