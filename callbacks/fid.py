@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lit_diffusion.callbacks.parts.fid_inputs import refuse_unable, tested_split
 from lit_diffusion.callbacks.parts.fid_measurement import SPLITS, FIDMeasurement
 from lit_diffusion.callbacks.parts.inference import providers, weights_in_place
-from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps
+from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
 from lit_diffusion.metrics.batches import Where
 from lit_diffusion.metrics.extractors import FIDProtocol, protocol_by_name
 from lit_diffusion.metrics.image_count import ImageCount, counted, read_count
@@ -187,9 +187,7 @@ class FIDEvaluation(RunsEveryNSteps):
 
     def at_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Evaluate, for the loggers."""
-        numbers = self._evaluate(trainer, pl_module, "val")
-        for logger in trainer.loggers:  # in the row that Lightning has of the batch before
-            logger.log_metrics(numbers, step=trainer.global_step - 1)
+        log_in_row_of_step(trainer, self._evaluate(trainer, pl_module, "val"))
         self._save_best(trainer)
 
     # What is done with one

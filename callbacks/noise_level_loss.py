@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, read, spread
 from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
-from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps
+from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
 from lit_diffusion.metrics.batches import Where, images_in
 from lit_diffusion.protocols import Condition, HasNoiseLevels, by_part
 from lit_diffusion.seeding import PerSampleNoise
@@ -79,11 +79,7 @@ class NoiseLevelLoss(RunsEveryNSteps):
         """Measure training images, for the loggers."""
         with averaged_weights(trainer):
             losses = self._measure(trainer, pl_module, trainer.train_dataloader, "train")
-        numbers = {name: loss.item() for name, loss in losses.items()}
-        # Lightning's own rows of this batch have the step before it; pl_module.log would wait for
-        # the next one of them, and lose all but the last measurement.
-        for logger in trainer.loggers:
-            logger.log_metrics(numbers, step=trainer.global_step - 1)
+        log_in_row_of_step(trainer, {name: loss.item() for name, loss in losses.items()})
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure after each validation, with the weights that it used."""

@@ -16,7 +16,7 @@ from lit_diffusion.callbacks.parts.fid_inputs import refuse_odd_images, refuse_u
 from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, read, spread
 from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
 from lit_diffusion.callbacks.parts.pictures import log_picture
-from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps
+from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
 from lit_diffusion.metrics.batches import Where, uint8_images
 from lit_diffusion.metrics.reference import RealImages
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
@@ -92,37 +92,40 @@ class SampleGrid(RunsEveryNSteps):
         """Draw after each validation."""
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         if fitting and self.every_n_steps is None:
-            self.at_step(trainer, pl_module)
+            pl_module.log_dict(self._draw(trainer, pl_module), rank_zero_only=True)
 
     def at_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw."""
+        log_in_row_of_step(trainer, self._draw(trainer, pl_module))
+
+    def _draw(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+        """Write the grids; what is to be logged, on rank 0."""
         with averaged_weights(trainer) as weights, inference(trainer, pl_module):
             try:
                 samples = self._generate(pl_module)
             except NonFiniteSamples as error:  # on every rank alike; training can go on
                 rank_zero_warn(f"SampleGrid draws nothing at step {trainer.global_step}: {error}")
-                return
+                return {}
             if not self._bank_was_read:
                 held_out = split_images(trainer, "val", self.images)  # which takes every rank
                 if trainer.is_global_zero:
                     self._bank = self._training_images(trainer, samples)
                     self._usual = self._usual_distance(held_out)
                 self._bank_was_read = True
-            if trainer.is_global_zero:
-                self._publish(trainer, "step", weights, image_grid(samples))
-                self._publish_nearest(trainer, pl_module, weights, samples)
+            if not trainer.is_global_zero:
+                return {}
+            self._publish(trainer, "step", weights, image_grid(samples))
+            return self._publish_nearest(trainer, weights, samples)
 
-    def _publish_nearest(
-        self, trainer: Trainer, module: LightningModule, weights: str, samples: Tensor
-    ) -> None:
+    def _publish_nearest(self, trainer: Trainer, weights: str, samples: Tensor) -> dict[str, float]:
         if self._bank is None:
-            return
+            return {}
         distances, index = nearest(samples, self._bank)
         pairs = torch.cat([samples, self._bank[index]], dim=-1)
         self._publish(trainer, "nearest", weights, image_grid(pairs))
-        if self._usual is not None:
-            share = (distances < self._usual).double().mean()
-            module.log("val/memorized", share, rank_zero_only=True)
+        if self._usual is None:
+            return {}
+        return {"val/memorized": (distances < self._usual).double().mean().item()}
 
     def _usual_distance(self, held_out: RealImages | None) -> Tensor | None:
         if self._bank is None or held_out is None:

@@ -62,3 +62,13 @@ class RunsEveryNSteps(Callback, ABC):
         n, before, self._step = self.every_n_steps, self._step, trainer.global_step
         if n is not None and self._step // n > before // n:
             self.at_step(trainer, pl_module)
+
+
+def log_in_row_of_step(trainer: Trainer, numbers: dict[str, float]) -> None:
+    """Log what was measured after an optimizer step in the row that Lightning has of that step.
+
+    `pl_module.log` would wait for Lightning's next row, lose all but the last measurement, repeat
+    it in the rows after it, and lose it in a run that is saved and ends before that row.
+    """
+    for logger in trainer.loggers if numbers else ():
+        logger.log_metrics(numbers, step=trainer.global_step - 1)
