@@ -18,56 +18,30 @@ _RESULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class FIDRecord:
-    """One evaluation with its whole protocol; plain builtins only.
+    """One evaluation with its whole protocol; plain builtins only."""
 
-    Attributes:
-        metric: name it was logged under, which ends in the number of samples.
-        value: the FID; None where samples were not finite.
-        step: optimizer steps completed.
-        images: training images seen by then on all processes; None where that is not known.
-        num_fake: samples generated.
-        num_real: images compared with.
-        reference: split or path of those.
-        data: fingerprint of their pixels.
-        protocol: name of the FID protocol.
-        extractor_sha256: of its weights.
-        resize: of the images before the extractor, in words.
-        weights: name of the weights that generated: ema, raw, ...
-        ema_decay: of these per optimizer step; None where they are no averages of one known decay.
-        seeds: [first, one past the last] of the samples; the first is 0 but for repeats.
-        labels: how a seed gave a label; None for unconditional sampling.
-        sampling: solver, steps, guidance, ... as the module tells them.
-        floor: FID of real images in place of samples, the mean over draws of them.
-        floor_sd: standard deviation over the draws; None where there was one draw only.
-        floor_images: which ones, and how many.
-        non_finite: number of samples that are NaN or infinite.
-        non_finite_seeds: the first of them.
-        seconds: generate, features and total of the first process, and the total `estimated` after
-            the first batch.
-    """
-
-    metric: str
-    value: float | None
-    step: int
-    images: int | None
-    num_fake: int
-    num_real: int
-    reference: str
-    data: str
-    protocol: str
-    extractor_sha256: str
-    resize: str
-    weights: str
-    ema_decay: float | None = None
-    seeds: tuple[int, int]
-    labels: str | None
-    sampling: dict[str, Any]
-    floor: float
-    floor_sd: float | None = None
-    floor_images: str
-    non_finite: int
-    non_finite_seeds: list[int]
-    seconds: dict[str, float]
+    metric: str  # name it was logged under, which ends in the number of samples
+    value: float | None  # the FID; None where samples were not finite
+    step: int  # optimizer steps completed
+    images: int | None  # training images seen by then on all processes; None if not known
+    num_fake: int  # samples generated
+    num_real: int  # images compared with
+    reference: str  # split or path of those
+    data: str  # fingerprint of their pixels
+    protocol: str  # name of the FID protocol
+    extractor_sha256: str  # of its weights
+    resize: str  # of the images before the extractor, in words
+    weights: str  # name of the weights that generated: ema, raw, ...
+    ema_decay: float | None = None  # per optimizer step; None: no averages of one known decay
+    seeds: tuple[int, int]  # first, one past the last; 0 is first but for repeats
+    labels: str | None  # how a seed gave a label; None for unconditional sampling
+    sampling: dict[str, Any]  # solver, steps, guidance, ... as the module tells them
+    floor: float  # FID of real images in place of samples, the mean over draws of them
+    floor_sd: float | None = None  # over the draws; None where there was one draw only
+    floor_images: str  # which ones, and how many
+    non_finite: int  # number of samples that are NaN or infinite
+    non_finite_seeds: list[int]  # the first of them
+    seconds: dict[str, float]  # generate, features, total, estimated; of the first process
 
 
 def is_repeat(record: Mapping[str, Any]) -> bool:
