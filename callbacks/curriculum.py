@@ -80,26 +80,6 @@ def clts_density(
     return mixed / mixed.sum()
 
 
-def shifting_gaussian(
-    step: int,
-    num_steps: int,
-    start: float = 1.0,
-    end: float = 0.0,
-    std: float = 0.25,
-    num_bins: int = 1000,
-    device: torch.device | str | None = None,
-) -> Tensor:
-    """(num_bins,) float64: a Gaussian whose mean moves evenly from `start` to `end`, and stays.
-
-    Source: section 4.2 of the paper, which tried it and dropped it; it gives no formula.
-
-    Example:
-        >>> [int(shifting_gaussian(step, 100, num_bins=8).argmax()) for step in (0, 50, 100, 150)]
-        [7, 3, 0, 0]
-    """
-    return _exponent(_shifted(step, num_steps, start, end), std, num_bins, device).softmax(0)
-
-
 def importance_weight(density: Tensor) -> Tensor:
     """The factor on the loss that undoes an unnormalised density (num_bins,): 1 / (num_bins * p).
 
@@ -131,10 +111,6 @@ def _exponent(mean: float, std: float, num_bins: int, device: torch.device | str
         )
     u = torch.arange(1, num_bins + 1, dtype=torch.float64, device=device) / num_bins
     return -((u - mean) ** 2) / (2 * std**2)
-
-
-def _shifted(step: int, num_steps: int, start: float, end: float) -> float:
-    return start + (end - start) * clts_gamma(step, num_steps)
 
 
 @dataclass(eq=False)
@@ -252,7 +228,8 @@ class ImportanceWeightedCurriculum(_Curriculum):
 class ShiftingGaussian(TimestepWriter):
     """Comparator: times from a Gaussian whose mean moves from the noisiest level to the cleanest.
 
-    Logs `shifting/mean` and `shifting/tv`. Steps are counted as by `TimestepCurriculum`.
+    It moves evenly. Logs `shifting/mean` and `shifting/tv`. Steps are counted as by
+    `TimestepCurriculum`.
 
     Args:
         num_steps: optimizer steps until the mean is at `end`, where it stays.
@@ -261,11 +238,13 @@ class ShiftingGaussian(TimestepWriter):
         std: in units of u; the paper gives none.
         num_bins: number of equal bins over [0, 1].
 
-    Source: section 4.2 of "Why diffusion models are stable and how to make them faster" (2023).
+    Source: section 4.2 of "Why diffusion models are stable and how to make them faster" (2023),
+    which tried it and dropped it, and gives no formula.
 
     Example:
-        >>> ShiftingGaussian(num_steps=1000, num_bins=8).density_at(500).argmax()
-        tensor(3)
+        >>> shifting = ShiftingGaussian(num_steps=100, num_bins=8)
+        >>> [int(shifting.density_at(step).argmax()) for step in (0, 50, 100, 150)]
+        [7, 3, 0, 0]
     """
 
     writes = ("timestep_density",)
@@ -281,10 +260,11 @@ class ShiftingGaussian(TimestepWriter):
             self.density_at(step)  # refuses bad arguments
 
     def density_at(self, step: int, device: torch.device | str | None = None) -> Tensor:
-        """`shifting_gaussian` with the arguments of this callback."""
-        return shifting_gaussian(
-            step, self.num_steps, self.start, self.end, self.std, self.num_bins, device
-        )
+        """(num_bins,) float64, with sum 1, after so many optimizer steps."""
+        return _exponent(self._mean_at(step), self.std, self.num_bins, device).softmax(0)
+
+    def _mean_at(self, step: int) -> float:
+        return self.start + (self.end - self.start) * clts_gamma(step, self.num_steps)
 
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
         """The density."""
@@ -293,6 +273,6 @@ class ShiftingGaussian(TimestepWriter):
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
         """The mean, and how far the density is from uniform."""
         return {
-            "shifting/mean": _shifted(step, self.num_steps, self.start, self.end),
+            "shifting/mean": self._mean_at(step),
             "shifting/tv": total_variation(self.density_at(step, device)),
         }

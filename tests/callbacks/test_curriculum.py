@@ -22,7 +22,6 @@ from lit_diffusion.callbacks.curriculum import (
     clts_density,
     clts_gamma,
     importance_weight,
-    shifting_gaussian,
     total_variation,
 )
 from lit_diffusion.modules import diffusion
@@ -113,20 +112,21 @@ def test_the_importance_weight_undoes_any_density():
 
 
 def test_the_shifting_gaussian_goes_from_the_noisiest_level_to_the_cleanest_and_stays():
-    modes = [shifting_gaussian(step, 100, num_bins=50).argmax().item() for step in range(151)]
+    shifting = ShiftingGaussian(100, num_bins=50)
+    modes = [shifting.density_at(step).argmax().item() for step in range(151)]
     assert modes[0] == 49
     assert modes[100:] == [0] * 51
     assert modes == sorted(modes, reverse=True)
     assert modes[50] in (24, 25)
-    first = shifting_gaussian(0, 100)
+    first = ShiftingGaussian(100).density_at(0)
     close(first.sum(), torch.tensor(1.0))
     ratio = math.exp(-((1 - 0.001) ** 2) / (2 * 0.25**2))
     assert (first[0] / first[-1]).item() == pytest.approx(ratio, rel=1e-9)
 
 
 def test_the_shifting_gaussian_can_go_the_other_way():
-    there, back = shifting_gaussian(30, 100, 1.0, 0.2), shifting_gaussian(70, 100, 0.2, 1.0)
-    close(there, back)
+    there, back = ShiftingGaussian(100, 1.0, 0.2), ShiftingGaussian(100, 0.2, 1.0)
+    close(there.density_at(30), back.density_at(70))
 
 
 # On a module
@@ -148,9 +148,10 @@ def test_the_density_is_that_of_the_optimizer_steps_completed(tmp_path, accumula
 
 def test_the_shifting_gaussian_follows_the_steps(tmp_path):
     module = ForeignTimes()
-    make_trainer(tmp_path, ShiftingGaussian(3, 0.9, 0.1, 0.2, 30)).fit(module, loader())
+    shifting = ShiftingGaussian(3, 0.9, 0.1, 0.2, 30)
+    make_trainer(tmp_path, shifting).fit(module, loader())
     for step, density, _ in module.told:
-        assert torch.equal(density, shifting_gaussian(step, 3, 0.9, 0.1, 0.2, 30))
+        assert torch.equal(density, shifting.density_at(step))
 
 
 @pytest.mark.parametrize("make", [*CURRICULA, ShiftingGaussian])
@@ -191,7 +192,8 @@ def test_gamma_and_the_distance_from_uniform_are_logged_as_often_as_lightning_lo
         assert [float(row["clts/tv"]) for row in rows] == pytest.approx(expected, rel=1e-4)
     rows = logged(ShiftingGaussian(4))
     assert [float(row["shifting/mean"]) for row in rows] == [0.75, 0.25, 0, 0]
-    distances = [total_variation(shifting_gaussian(step, 4)).item() for step in (1, 3, 5, 7)]
+    densities = [ShiftingGaussian(4).density_at(step) for step in (1, 3, 5, 7)]
+    distances = [total_variation(density).item() for density in densities]
     assert [float(row["shifting/tv"]) for row in rows] == pytest.approx(distances, rel=1e-4)
 
 
