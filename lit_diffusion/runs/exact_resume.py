@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -20,7 +20,7 @@ from lit_diffusion.system.trainer_state import (
 _BETWEEN = "between accumulated batches"
 
 
-class ExactResume(Callback):
+class ExactResume(WholeSteps):
     """Does at a resume what Lightning leaves out, and says where a run would not go on as it was.
 
     Lightning calls no `on_train_epoch_start` within an epoch, where GradientAccumulationScheduler
@@ -40,20 +40,13 @@ class ExactResume(Callback):
     _METRICS = "callback_metrics"
 
     def __init__(self) -> None:
-        self._steps = WholeSteps()
         self._metrics: dict[str, Tensor] = {}
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Note the step."""
-        self._steps.batch_starts(trainer)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Mark the file, and keep the metrics that schedules and callbacks go by."""
-        if why := _inexact(trainer, self._steps.accumulates(trainer)):
+        if why := _inexact(trainer, self.accumulates(trainer)):
             checkpoint[self._MARK] = why
         # Elsewhere, as after an error, metrics may not be computed on all ranks.
         if batch_is_ending(trainer) or trainer.validating:

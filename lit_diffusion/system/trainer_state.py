@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard, TypeVar
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
@@ -35,25 +35,24 @@ def is_a(value: object, kind: type[T]) -> TypeGuard[T]:
     return any(f"{c.__module__}.{c.__qualname__}" in same for c in type(value).__mro__)
 
 
-class WholeSteps:
+class WholeSteps(Callback):
     """Tells batches whose gradients wait for the next, which are in no checkpoint, from others.
 
     A module with manual optimization may accumulate by itself and tells nobody: there, a batch that
     made no optimizer step is taken for one that accumulates.
     """
 
-    def __init__(self) -> None:
-        self._before: int | None = None
+    _step_before: int | None = None
 
-    def batch_starts(self, trainer: Trainer) -> None:
-        """To be called in `on_train_batch_start`."""
-        self._before = trainer.global_step
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Note the step, to know whether the batch makes one."""
+        self._step_before = trainer.global_step
 
     def accumulates(self, trainer: Trainer) -> bool:
         """Whether the last batch was such a one."""
         if trainer.lightning_module.automatic_optimization:
             return accumulates(trainer)
-        return trainer.global_step == self._before
+        return trainer.global_step == self._step_before
 
 
 def accumulates(trainer: Trainer) -> bool:
