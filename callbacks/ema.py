@@ -319,9 +319,7 @@ class EMA(Callback):
 
     on_sanity_check_start = on_train_start
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Log the decay, and look at the averages, as often as Lightning logs."""
         steps = max((group.steps for group in self._groups), default=0)
         if steps and logs_are_due(trainer):
@@ -377,9 +375,7 @@ class EMA(Callback):
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
-    def on_exception(
-        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
-    ) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Put the raw weights back and let go of the optimizers."""
         self._activate(RAW)
         self._unfollow()

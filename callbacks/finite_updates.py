@@ -183,9 +183,7 @@ class FiniteUpdates(Callback):
             "gradients (trainer.gradient_clip_val=1), or resume from an earlier checkpoint."
         )
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Look at the weights: those of the last update have no loss that would tell."""
         named = dict(pl_module.named_parameters())
         if (bad := first_nonfinite([*named.values()])) is not None:

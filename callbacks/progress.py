@@ -89,9 +89,7 @@ class PlainProgress(ProgressBar):
         self._total = steps_of_run(trainer) or math.inf
         self._last_line = float("-inf")
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Print where a line is due."""
         due = time.monotonic() - self._last_line >= self.every_n_seconds
         if due or trainer.global_step == self._total:
@@ -143,9 +141,7 @@ class StepBar(TQDMProgressBar):
         """Name the epoch."""
         self.train_progress_bar.set_description(f"epoch {trainer.current_epoch}", refresh=False)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Move, and show metrics where the bar is drawn."""
         bar = self.train_progress_bar
         if bar.update(trainer.global_step - bar.n):

@@ -52,9 +52,7 @@ class TimestepWriter(Callback, ABC):
                         f"{name} and {type(other).__name__} both set {shared}; remove one of them."
                     )
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Set them, unless somebody else has."""
         step = trainer.global_step
         written = self.timesteps_at(step, pl_module.device)

@@ -55,9 +55,7 @@ class RunsEveryNSteps(Callback, ABC):
         """Count from here, in a resumed run too."""
         self._step = trainer.global_step
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Run every so many steps."""
         n, before, self._step = self.every_n_steps, self._step, trainer.global_step
         if n is not None and self._step // n > before // n:

@@ -126,9 +126,7 @@ class UpdateSchedule(Callback, ABC):
             self._completed()
             self._turn = trainer.optimizers.index(optimizer)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Log what the last update used, when Lightning logs."""
         for index, update in self._followed.items():
             if update.in_force and not self._passed(index):
