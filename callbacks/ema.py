@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lit_diffusion.callbacks.parts.averages import Group, overwrite_, span_decay
-from lit_diffusion.callbacks.parts.raw_weights import RawWeights
+from lit_diffusion.callbacks.parts.averages import Group, RawWeights, overwrite_, span_decay
 from lit_diffusion.callbacks.parts.strategies import refuse_split_weights, refuse_strategy
 from lit_diffusion.callbacks.parts.update_options import refuse_unhooked
 from lit_diffusion.checkpoints.averages import (

@@ -1,13 +1,22 @@
 """Grids of samples from fixed seeds, and the nearest training images beside them."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import (
+    CometLogger,
+    Logger,
+    MLFlowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+)
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from PIL.Image import Image
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 from torchvision.utils import make_grid
@@ -15,11 +24,11 @@ from torchvision.utils import make_grid
 from lit_diffusion.callbacks.parts.fid_inputs import refuse_odd_images, refuse_unable, split_images
 from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, read, spread
 from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
-from lit_diffusion.callbacks.parts.pictures import log_picture
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
 from lit_diffusion.metrics.batches import Where, uint8_images
 from lit_diffusion.metrics.reference import RealImages
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
+from lit_diffusion.system.trainer_state import is_a
 
 BANK_BYTES = 2**28
 
@@ -179,6 +188,19 @@ class SampleGrid(RunsEveryNSteps):
         picture, step = to_pil_image(grid), trainer.global_step
         picture.save(folder / f"{kind}-{step:08d}-{weights}.png")
         log_picture(trainer.loggers, f"samples/{kind}-{weights}", picture, step)
+
+
+def log_picture(loggers: Iterable[Logger], name: str, picture: Image, step: int) -> None:
+    """Give a picture to TensorBoard, W&B, MLflow and Comet; other loggers get none."""
+    for logger in loggers:
+        if is_a(logger, TensorBoardLogger):
+            logger.experiment.add_image(name, np.asarray(picture), step, dataformats="HWC")
+        elif is_a(logger, WandbLogger):
+            logger.log_image(name, [picture], step)
+        elif is_a(logger, MLFlowLogger):
+            logger.experiment.log_image(logger.run_id, picture, key=name, step=step)
+        elif is_a(logger, CometLogger):
+            logger.experiment.log_image(picture, name, step=step)
 
 
 def image_grid(images: Tensor) -> Tensor:

@@ -1,15 +1,18 @@
-"""How an average of weights moves, without Lightning; ema.py says when."""
+"""How an average of weights moves, and how it takes their place; ema.py says when."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from lit_diffusion.callbacks.parts.finite import first_nonfinite
 from lit_diffusion.checkpoints.averages import Averaged
-from lit_diffusion.system.sharding import local, split_like
+from lit_diffusion.system.sharding import local, reshard, split_like
 
 
 def warmup_decay(decay: float, n: int) -> float:
@@ -113,3 +116,40 @@ class Group:
                     f"after {self.steps} optimizer steps, because the weight was not. Resume from "
                     "an earlier checkpoint with a lower learning rate or gradient clipping."
                 )
+
+
+class RawWeights:
+    """Copies of parameters that are about to be overwritten, and the way back.
+
+    While anything is kept, `module.state_dict()` shows the copies: every checkpoint, full or
+    weights-only, whoever saves it, gets the raw weights.
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[Tensor, Tensor] = {}
+        self._module: nn.Module | None = None
+        self._hook: RemovableHandle | None = None
+
+    @torch.no_grad()
+    def keep(self, module: nn.Module, params: Iterable[Tensor]) -> None:
+        """Copy the parameters, in their own dtype, before they are overwritten."""
+        self._module = module
+        reshard(module)
+        self._copies |= {p: p.detach().clone() for p in params}
+        register: Any = module.register_state_dict_post_hook
+        self._hook = register(partial(self._show))  # which torch puts a mark on
+
+    def put_back(self) -> None:
+        """Write the copies back and drop them; after an interruption at any instant, once more."""
+        if self._copies:
+            assert self._module is not None
+            reshard(self._module)
+            overwrite_(list(self._copies), list(self._copies.values()))
+        self._copies.clear()
+        if self._hook is not None:
+            self._hook.remove()
+
+    def _show(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        for name, param in module.named_parameters(remove_duplicate=False):
+            if param in self._copies and prefix + name in state:
+                state[prefix + name] = self._copies[param]

@@ -3,7 +3,7 @@ import logging
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 from support.pictures_module import PicturesModule, Stripes, pictures
 from support.plain_module import PlainModule, loader, make_trainer
@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_diffusion.callbacks import EMA, SampleGrid, sample_grid
-from lit_diffusion.callbacks.sample_grid import image_grid, nearest
+from lit_diffusion.callbacks.sample_grid import image_grid, log_picture, nearest
 from lit_diffusion.protocols import NonFiniteSamples
 from lit_diffusion.runs.loggers import AppendingCSVLogger, read_rows
 
@@ -235,3 +235,13 @@ def test_odd_samples_are_refused(tmp_path, odd):
 def test_a_grid_without_end_is_refused():
     with pytest.raises(ValueError, match=r"num must be at most 10000.*got 1000000000000"):
         SampleGrid(num=10**12)
+
+
+def test_tensorboard_gets_pictures_and_loggers_without_them_get_none(tmp_path):
+    board = TensorBoardLogger(tmp_path, name="", version="")
+    picture = Image.fromarray(np.full((4, 6, 3), 200, dtype=np.uint8))
+    log_picture([CSVLogger(tmp_path / "csv"), board], "samples/step-ema", picture, step=7)
+    board.experiment.flush()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    (seen,) = events.Images("samples/step-ema")
+    assert (seen.step, seen.width, seen.height) == (7, 6, 4)

@@ -9,7 +9,7 @@ from lightning.pytorch.loggers import CometLogger
 from PIL import Image
 from support.commands import call
 
-from lit_diffusion.callbacks.parts.pictures import log_picture
+from lit_diffusion.callbacks.sample_grid import log_picture
 from lit_diffusion.runs.loggers import read_rows
 
 DIGITS = Path(__file__).parents[2] / "configs" / "digits.yaml"

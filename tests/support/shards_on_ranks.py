@@ -21,9 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 from lit_diffusion.callbacks.momentum_decay import momentum_decay
-from lit_diffusion.callbacks.parts.averages import Group, ema_update_
+from lit_diffusion.callbacks.parts.averages import Group, RawWeights, ema_update_
 from lit_diffusion.callbacks.parts.finite import first_nonfinite
-from lit_diffusion.callbacks.parts.raw_weights import RawWeights
 from lit_diffusion.callbacks.parts.update_options import UpdateOptions
 from lit_diffusion.checkpoints.averages import pack, unpack
 from lit_diffusion.checkpoints.reading import read_checkpoint
