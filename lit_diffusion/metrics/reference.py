@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,10 +17,16 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 from lit_diffusion.metrics.batches import Where, uint8_images
 from lit_diffusion.metrics.extractors import FIDProtocol, match_channels
-from lit_diffusion.metrics.floor import DRAWS, POOL, draw, in_words, shuffled
 from lit_diffusion.metrics.frechet import REAL_SUMS, FrechetDistance
+from lit_diffusion.seeding import fold
 from lit_diffusion.system.files import whole_file
 from lit_diffusion.system.ranks import from_all, from_first, place
+
+DRAWS = 10
+"""Draws of real images whose FIDs are averaged."""
+
+POOL = 4
+"""Images that are drawn from, as a multiple of those of one draw."""
 
 
 @runtime_checkable
@@ -195,8 +201,8 @@ def measure(
     are scored against others of it.
 
     An FID depends on the balance of classes, so the images are drawn with the labels of the
-    samples, as far as there are so many. The floor is the mean over `floor.DRAWS` draws from
-    `floor.POOL` times as many images, if there are so many.
+    samples, as far as there are so many. The floor is the mean over `DRAWS` draws from
+    `POOL` times as many images, if there are so many.
 
     Args:
         scorer: extracts the features.
@@ -279,6 +285,38 @@ def _floor_sizes(real: RealImages, others: RealImages | None, num_samples: int) 
         return min(num_samples, len(others)), min(POOL * num_samples, len(others))
     count = min(POOL * num_samples, len(real))
     return min(num_samples, count // 2), count
+
+
+def shuffled(count: int, number: int) -> list[int]:
+    """0 .. count - 1 in a random order that is always the same for a number."""
+    generator = torch.Generator().manual_seed(fold("floor images", number))
+    order: list[int] = torch.randperm(count, generator=generator).tolist()
+    return order
+
+
+def draw(labels: Sequence[int], wanted: Mapping[int, int], size: int, number: int) -> list[int]:
+    """Places of `size` of the images with these labels, at random but for their labels.
+
+    So many images of each label as are `wanted`; where there are fewer, of any label for the rest.
+    Another `number` is another draw.
+    """
+    left = Counter(wanted)
+    chosen, others = [], []
+    for image in shuffled(len(labels), number):
+        if left[labels[image]] > 0:
+            left[labels[image]] -= 1
+            chosen.append(image)
+        else:
+            others.append(image)
+    return chosen + others[: size - len(chosen)]
+
+
+def in_words(count: int, name: str, of_samples: int | None) -> str:
+    """What a draw is; `of_samples` of it have the labels of samples, None where these have none."""
+    if of_samples is None:
+        return f"{count} {name} images"
+    how = " with" if of_samples == count else f", {of_samples} with"
+    return f"{count} {name} images{how} the samples' labels" + "," * (of_samples < count)
 
 
 def _mine(places: Iterable[int]) -> list[int]:
