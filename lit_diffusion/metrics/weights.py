@@ -19,12 +19,6 @@ def cached_inception() -> Path:
     return Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
 
 
-def sha256(path: Path) -> str:
-    """Hash of a file, as 64 hex digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 FETCH = (
     "On a machine with a network (the login node of a cluster) run `lit-diffusion fetch-weights`, "
     f"or copy {INCEPTION_FILE} there from {URL_INCEPTION_V3}."
@@ -35,7 +29,8 @@ def require(path: Path, digest: str, cure: str) -> None:
     """Raise unless `path` holds the bytes that `digest` is the SHA-256 of, else tell the cure."""
     if not path.is_file():
         raise FileNotFoundError(f"no extractor weights at {path}. {cure}")
-    found = sha256(path)
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != digest:
         raise ValueError(
             f"{path} has SHA-256 {found}, expected {digest}: a broken download or other weights. "

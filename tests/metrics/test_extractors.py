@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from jsonargparse import ArgumentParser
-from support.inception import write_random_inception
+from support.inception import inception_of, write_random_inception
 from support.pixels import random_images
 from torchmetrics.image.fid import NoTrainInceptionV3
 
@@ -29,7 +29,7 @@ NAMES = ["inception-v3-compat", "digits-cnn", "patches-cnn"]
 def inception(tmp_path_factory):
     """inception-v3-compat with random weights."""
     path = write_random_inception(tmp_path_factory.mktemp("inception") / "random.pth")
-    return InceptionV3Compat(str(path), weights.sha256(path))
+    return inception_of(path)
 
 
 @torch.no_grad()
@@ -138,7 +138,7 @@ def test_a_pickle_that_runs_code_is_not_run_even_if_its_hash_is_expected(tmp_pat
     path = tmp_path / "evil.pth"
     torch.save({"weight": Evil()}, path)
     with pytest.raises(pickle.UnpicklingError):
-        InceptionV3Compat(str(path), weights.sha256(path)).build()
+        inception_of(path).build()
     assert not (tmp_path / "executed").exists()
 
 

@@ -1,15 +1,14 @@
 import pytest
 import torch
-from support.inception import write_random_inception
+from support.inception import inception_of, write_random_inception
 from support.pixels import random_images
 from torch_fidelity import calculate_metrics
 from torchvision.transforms.functional import to_pil_image
 
 from lit_diffusion.data.digits import Digits
-from lit_diffusion.metrics.extractors import EmbeddedCNN, InceptionV3Compat
+from lit_diffusion.metrics.extractors import EmbeddedCNN
 from lit_diffusion.metrics.frechet import FrechetDistance
 from lit_diffusion.metrics.score import score
-from lit_diffusion.metrics.weights import sha256
 
 NAMES = {
     "frechet_inception_distance": "fid",
@@ -73,7 +72,7 @@ def test_scores_of_inception_are_those_of_torch_fidelity_on_the_same_files(tmp_p
         "feature_extractor_weights_path": str(path),
     }
     expected = by_torch_fidelity(fake, real, 5, arguments)
-    found = score(fake, real, InceptionV3Compat(str(path), sha256(path)))
+    found = score(fake, real, inception_of(path))
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3)
 
 

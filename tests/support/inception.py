@@ -1,9 +1,17 @@
 """Inception weights drawn at random: the real ones cannot be had without a network."""
 
+import hashlib
 import io
 
 import torch
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
+from lit_diffusion.metrics.extractors import InceptionV3Compat
+
+
+def inception_of(path):
+    """The protocol with the weights of this file."""
+    return InceptionV3Compat(str(path), hashlib.sha256(path.read_bytes()).hexdigest())
 
 
 class _Untrained(FeatureExtractorInceptionV3):
