@@ -16,7 +16,7 @@ from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_o
 from lit_diffusion.metrics.batches import Where
 from lit_diffusion.metrics.extractors import FIDProtocol, protocol_by_name
 from lit_diffusion.metrics.image_count import ImageCount, counted, read_count
-from lit_diffusion.metrics.record import FIDRecord, short_count, write_evaluation
+from lit_diffusion.metrics.record import FIDRecord, write_evaluation
 from lit_diffusion.metrics.reference import Reference
 from lit_diffusion.protocols import WeightsProvider
 from lit_diffusion.system.counts import is_count
@@ -63,8 +63,7 @@ class FIDEvaluation(RunsEveryNSteps):
         ValueError: a number out of its range; at the start of a run, missing weights or data.
         FileNotFoundError: at the start of a run, for a missing weight file of the extractor.
 
-    Source: Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule Converge to a Local
-    Nash Equilibrium".
+    Source: as of `metrics.frechet.FrechetDistance`.
 
     Example:
         >>> FIDEvaluation(360, "digits-cnn").metric_name("val")
@@ -111,8 +110,10 @@ class FIDEvaluation(RunsEveryNSteps):
 
     def metric_name(self, stage: str) -> str:
         """Name that the FID is logged under; `stage` is "val" or "test"."""
+        thousands, rest = divmod(self.num_samples, 1000)
+        count = self.num_samples if rest else f"{thousands}k"
         weights = "" if self.weights_name == "ema" else f"_{self.weights_name}"
-        return f"{stage}/fid_{short_count(self.num_samples)}{weights}"
+        return f"{stage}/fid_{count}{weights}"
 
     # What has to be right before the first step
 

@@ -52,11 +52,6 @@ def is_repeat(record: Mapping[str, Any]) -> bool:
     return "seeds" in record and record["seeds"][0] != 0
 
 
-def short_count(count: int) -> str:
-    """A number of samples as metric names have it, such as 360 and 50k."""
-    return f"{count // 1000}k" if count % 1000 == 0 else str(count)
-
-
 def finite_or_none(value: float) -> float | None:
     """JSON has no NaN."""
     return value if math.isfinite(value) else None

@@ -6,7 +6,6 @@ from lit_diffusion.metrics.record import (
     FIDRecord,
     finite_or_none,
     is_repeat,
-    short_count,
     write_evaluation,
 )
 
@@ -124,16 +123,6 @@ def test_nan_is_null_as_json_has_none(tmp_path):
     path = tmp_path / "evaluations.jsonl"
     write_evaluation(path, record(value=finite_or_none(float("nan")), non_finite=3))
     assert lines(path)[0]["value"] is None
-
-
-def test_thousands_are_short_in_names():
-    assert [short_count(n) for n in (2, 360, 1000, 1500, 50_000)] == [
-        "2",
-        "360",
-        "1k",
-        "1500",
-        "50k",
-    ]
 
 
 def test_a_measurement_with_other_samples_is_a_repeat_and_stands_beside_the_first(tmp_path):
