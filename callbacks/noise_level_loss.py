@@ -17,8 +17,6 @@ from lit_diffusion.metrics.batches import Where, images_in
 from lit_diffusion.protocols import Condition, HasNoiseLevels, by_part
 from lit_diffusion.seeding import PerSampleNoise
 
-CHUNK = 16
-
 
 class NoiseLevelLoss(RunsEveryNSteps):
     """Logs the mean loss of fixed images with fixed noise at levels u = (i + 1/2) / num_levels.
@@ -136,7 +134,7 @@ def noise_level_losses(
         t = module.process.from_unit(torch.full((len(x0),), u, dtype=torch.float64)).to(x0.device)
         losses = [
             module.per_sample_loss(x0[i], by_part(itemgetter(i), labels), t[i], noise[i])
-            for i in torch.split(torch.arange(len(x0), device=x0.device), CHUNK)
+            for i in torch.split(torch.arange(len(x0), device=x0.device), 16)
         ]
         means.append(torch.cat(losses).double().mean())
     return torch.stack(means)

@@ -16,8 +16,6 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from lit_diffusion.system.trainer_state import steps_of_run
 
-_LOGGER = logging.getLogger("lightning.pytorch")
-
 
 def progress_line(
     step: int, total: float, epoch: int, metrics: Mapping[str, float], seconds: float, done: int
@@ -132,9 +130,8 @@ class StepBar(TQDMProgressBar):
         bar.total, bar.unit = steps_of_run(trainer), "step"
         bar.n = bar.initial = bar.last_print_n = trainer.global_step
         self.on_train_epoch_start(trainer)  # not called in the middle of an epoch
-        printing = [
-            logger for logger in (_LOGGER, logging.root) if self.is_enabled and _prints(logger)
-        ]
+        loggers = (logging.getLogger("lightning.pytorch"), logging.root)
+        printing = [logger for logger in loggers if self.is_enabled and _prints(logger)]
         self._redirected.enter_context(logging_redirect_tqdm(printing))
 
     def on_train_epoch_start(self, trainer: Trainer, *args: Any) -> None:

@@ -6,8 +6,6 @@ from typing import Any
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, IterableDataset
 
-BATCH = 256
-
 
 def indexed_loader(loaders: Any) -> "DataLoader[Any] | None":
     """The first DataLoader in what a Trainer holds whose data set can be read at an index."""
@@ -29,5 +27,5 @@ def read(loader: "DataLoader[Any]", indices: list[int]) -> Iterator[Any]:
     Iterating the loader itself would restart its persistent workers in the middle of an epoch.
     """
     return iter(
-        DataLoader(loader.dataset, batch_size=BATCH, sampler=indices, collate_fn=loader.collate_fn)
+        DataLoader(loader.dataset, batch_size=256, sampler=indices, collate_fn=loader.collate_fn)
     )
