@@ -238,8 +238,7 @@ class ShiftingGaussian(TimestepWriter):
         std: in units of u; the paper gives none.
         num_bins: number of equal bins over [0, 1].
 
-    Source: section 4.2 of "Why diffusion models are stable and how to make them faster" (2023),
-    which tried it and dropped it, and gives no formula.
+    Source: section 4.2 of the paper, which tried it and dropped it; it gives no formula.
 
     Example:
         >>> shifting = ShiftingGaussian(num_steps=100, num_bins=8)

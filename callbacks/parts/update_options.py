@@ -58,9 +58,7 @@ class UpdateOptions:
             self._own.append((group, {name: group[name] for name in others}))
             group.update(others)
 
-    def _before(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if is_made_up(optimizer, kwargs):
             return None
         self._put()  # before the closure too: some optimizers read options before they call it

@@ -167,8 +167,7 @@ class ImageFolder(PictureFiles):
         image_size: pixels on each side of a crop, >= 1.
         strict: whether pictures of another mode, or smaller than `image_size`, are refused;
             otherwise they are converted (without alpha, if `channels` has none) and enlarged.
-        **pictures: as in `PictureFiles`: channels, flip, random_crop, full_check, cache_dir,
-            batch_size, num_workers, num_predict, seed.
+        **pictures: as in `PictureFiles`, and its `loader` too.
 
     Raises:
         FileNotFoundError: If a folder does not exist.
@@ -214,8 +213,7 @@ class ImageNet(PictureFiles):
     Args:
         root: folder that holds `train` and `val`.
         image_size: pixels on each side of a crop, >= 1.
-        **pictures: as in `PictureFiles`: channels, flip, random_crop, full_check, cache_dir,
-            batch_size, num_workers, num_predict, seed.
+        **pictures: as in `PictureFiles`, and its `loader` too.
 
     Raises:
         FileNotFoundError: If `train` or `val` does not exist.

@@ -63,8 +63,7 @@ class InceptionV3Compat:
         weights_path: weight file; None is torch-fidelity's own in the cache of `torch.hub`.
         sha256: of that file.
 
-    Source: Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule Converge to a Local
-    Nash Equilibrium", section 4; network and resize of torch-fidelity.
+    Source: as of `frechet.FrechetDistance`, section 4; network and resize of torch-fidelity.
     """
 
     weights_path: str | None = None
