@@ -7,17 +7,9 @@ step from other samples. What `compare` writes as curves.csv is such a file.
 import csv
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from lit_diffusion.experiments.comparison import Arm
 from lit_diffusion.experiments.curves import Curve
-
-
-class _Evaluation(NamedTuple):
-    step: float
-    repeat: float
-    fid: float
-    images: float  # nan where that is not told
 
 
 def read_arms(paths: Sequence[str]) -> list[Arm]:
@@ -27,7 +19,7 @@ def read_arms(paths: Sequence[str]) -> list[Arm]:
         OSError: for a file that cannot be read.
         ValueError: for columns that are not there, numbers that are none, and no rows at all.
     """
-    points: dict[str, dict[str, list[_Evaluation]]] = {}
+    points: dict[str, dict[str, list[dict[str, float]]]] = {}
     for path in paths:
         try:
             for place, row in _rows(path):
@@ -57,7 +49,7 @@ def _rows(path: str) -> Iterator[tuple[str, dict[str, str]]]:
             yield f"{path}, line {reader.line_num}", row
 
 
-def _evaluation(row: Mapping[str, str], place: str) -> _Evaluation:
+def _evaluation(row: Mapping[str, str], place: str) -> dict[str, float]:
     if not row["arm"]:
         raise ValueError(f"{place}: the arm has no name.")
     numbers = {}
@@ -68,16 +60,14 @@ def _evaluation(row: Mapping[str, str], place: str) -> _Evaluation:
             raise ValueError(f"{place}: {name} must be a number, got {row[name]!r}.") from None
     if math.isinf(numbers["fid"]):
         numbers["fid"] = math.nan
-    return _Evaluation(**numbers)
+    return numbers
 
 
-def _curve(arm: str, seed: str, found: list[_Evaluation]) -> Curve:
-    found = sorted(found, key=lambda one: (one.step, one.repeat))
-    points = [one for one in found if not one.repeat]
-    steps = tuple(one.step for one in points)
-    images = tuple(one.images for one in points)
-    repeats = tuple(one.fid for one in found if one.repeat and one.step in steps[-1:])
-    fids = tuple(one.fid for one in points)
+def _curve(arm: str, seed: str, found: list[dict[str, float]]) -> Curve:
+    found = sorted(found, key=lambda one: (one["step"], one["repeat"]))
+    points = [one for one in found if not one["repeat"]]
+    steps, fids, images = (tuple(one[k] for one in points) for k in ("step", "fid", "images"))
+    repeats = tuple(one["fid"] for one in found if one["repeat"] and one["step"] in steps[-1:])
     try:
         return Curve(seed, steps, fids, None if any(map(math.isnan, images)) else images, repeats)
     except ValueError as error:

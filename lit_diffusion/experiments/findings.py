@@ -7,12 +7,7 @@ from typing import Any
 
 from lit_diffusion.experiments.comparison import HEADLINE_SEEDS, Arm, by_images, images_a_step
 from lit_diffusion.experiments.curves import Curve, sampling_spread
-from lit_diffusion.experiments.found_runs import (
-    PROTOCOL,
-    Run,
-    sampling_of,
-    settings_that_differ,
-)
+from lit_diffusion.experiments.found_runs import PROTOCOL, Run, sampling_of, settings_that_differ
 from lit_diffusion.experiments.report.report import SamplePicture
 from lit_diffusion.experiments.report.tables import Table, spread_out
 from lit_diffusion.experiments.report.wording import fid_text
@@ -187,16 +182,12 @@ def training_table(runs: Iterable[Run]) -> Table | None:
             found.setdefault(run.arm, []).append(stability(losses))
             gaps |= {min(later - step for step, later in pairwise(steps))} if steps[1:] else set()
     every = " or ".join("every step" if n == 1 else f"every {n:,}th step" for n in sorted(gaps))
-    rows = [
-        (
-            arm,
-            str(len(of_arm)),
-            str(sum(run.diverged for run in of_arm)),
-            str(sum(run.spikes > 0 and not run.diverged for run in of_arm)),
-            f"{sum(not run.stable for run in of_arm)} of {len(of_arm)}",
-        )
-        for arm, of_arm in found.items()
-    ]
+    rows = []
+    for arm, of_arm in found.items():
+        diverged = sum(run.diverged for run in of_arm)
+        spiking = sum(run.spikes > 0 and not run.diverged for run in of_arm)
+        counts = (len(of_arm), diverged, spiking)
+        rows.append((arm, *map(str, counts), f"{diverged + spiking} of {len(of_arm)}"))
     caption = (
         f"From the training loss of {every or 'one step'}, with runs that take no part above. "
         "Diverged: the loss was not finite, did not come back from a jump, or ended above where it "

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,12 +48,11 @@ def claim(path: Path) -> IO[bytes] | None:
 
 
 def run_jobs(
-    jobs: Iterable[Job | None],
-    at_once: int,
-    ended: Callable[[Job, int, float], None],
-    environment: Mapping[str, str] | None = None,
+    jobs: Iterable[Job | None], at_once: int, ended: Callable[[Job, int, float], None]
 ) -> None:
     """Run all jobs, and stop those that run if this process is interrupted or signalled.
+
+    Each gets its share of the cores as OMP_NUM_THREADS, where that is not set already.
 
     SIGUSR1, by which batch systems announce the end of a job, is passed on, and what the processes
     then do is waited for. On other signals they get a SIGTERM. Ignored ones (nohup) stay ignored.
@@ -63,7 +62,6 @@ def run_jobs(
         at_once: processes at a time, >= 1.
         ended: told of each that has ended, by itself or stopped: its exit status, negative for a
             signal, and how many seconds it ran.
-        environment: of the processes; None is this one's.
 
     Raises:
         KeyboardInterrupt: where this process was interrupted; `Stopped` where it was signalled.
@@ -72,7 +70,7 @@ def run_jobs(
     notes = SignalNotes((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))
     notes.start()
     try:
-        while notes.received is None and _fill(running, waiting, at_once, environment):
+        while notes.received is None and _fill(running, waiting, at_once):
             for process in [r for r in running if r.popen.poll() is not None]:
                 running.remove(process)
                 process.tell(ended)
@@ -86,11 +84,6 @@ def run_jobs(
             process.tell(ended)
 
 
-def threads_each(at_once: int) -> int:
-    """CPU cores of this process for each of so many, at least 1."""
-    return max(1, usable_cores() // at_once)
-
-
 @dataclass(frozen=True)
 class _Running:
     job: Job
@@ -102,13 +95,9 @@ class _Running:
         ended(self.job, self.popen.returncode, time.monotonic() - self.began)
 
 
-def _fill(
-    running: list[_Running],
-    waiting: Iterator[Job | None],
-    at_once: int,
-    environment: Mapping[str, str] | None,
-) -> bool:
+def _fill(running: list[_Running], waiting: Iterator[Job | None], at_once: int) -> bool:
     """Start processes until there are enough; whether there are any, or may be later."""
+    threads = str(max(1, usable_cores() // at_once))
     while len(running) < at_once:
         try:
             job = next(waiting)
@@ -121,7 +110,7 @@ def _fill(
             stdin=subprocess.DEVNULL,
             stdout=job.log,
             stderr=subprocess.STDOUT,
-            env=environment,
+            env={"OMP_NUM_THREADS": threads} | dict(os.environ),
             start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
         )
         running.append(_Running(job, popen, time.monotonic()))

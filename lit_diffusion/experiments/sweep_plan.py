@@ -48,11 +48,13 @@ class Planned:
         None where they tell of less than the whole run.
         """
         from lit_diffusion.checkpoints.reading import read_checkpoint
+        from lit_diffusion.runs.loggers import read_rows
 
         file = self.folder / LAST
         if file.exists():
             return int(read_checkpoint(file, mmap=True)["global_step"])
-        told = max(_evaluated(self.folder), _logged(self.folder))
+        logged = (int(row["step"]) + 1 for row in read_rows(self.folder / "metrics.csv"))
+        told = max([_evaluated(self.folder), *logged])
         return told if told >= self.max_steps else None
 
 
@@ -150,12 +152,6 @@ def _evaluated(folder: Path) -> int:
 
     records = read_evaluations(folder / "evaluations.jsonl")
     return max((record.get("step") or 0 for record in records), default=0)
-
-
-def _logged(folder: Path) -> int:
-    from lit_diffusion.runs.loggers import read_rows
-
-    return max((int(row["step"]) + 1 for row in read_rows(folder / "metrics.csv")), default=0)
 
 
 def _changes(saved: dict[str, Any], wanted: dict[str, Any]) -> list[str]:

@@ -1,6 +1,5 @@
 """A sweep: planned runs are started, resumed or left alone, some at a time, to their end."""
 
-import os
 import shutil
 import sys
 import time
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
-from lit_diffusion.experiments.jobs import Job, claim, run_jobs, threads_each
+from lit_diffusion.experiments.jobs import Job, claim, run_jobs
 from lit_diffusion.experiments.sweep_plan import Planned
 from lit_diffusion.runs.folder import CLAIM, OR_NONE, InUse, latest_config, occupied
 from lit_diffusion.system.signals import SAVED, print_error
@@ -36,8 +35,7 @@ class Sweep:
 
     def run(self) -> None:
         """Start or resume every run that is not finished, and say what becomes of it."""
-        threads = {"OMP_NUM_THREADS": str(threads_each(self.at_once))}
-        run_jobs(self._jobs(), self.at_once, self._ended, threads | dict(os.environ))
+        run_jobs(self._jobs(), self.at_once, self._ended)
 
     @property
     def unfinished(self) -> list[str]:
@@ -82,7 +80,9 @@ class Sweep:
             if options is None:
                 return None
             unless_started.pop_all()
-        return Job(run.name, [_program(), *run.command[1:], *options], log)
+        program = shutil.which("lit-diffusion", path=Path(sys.executable).parent)
+        command = [program or "lit-diffusion", *run.command[1:], *options]
+        return Job(run.name, command, log)
 
     def _prepared(self, run: Planned) -> list[str] | None:
         """Options of a start beside the run's own; None where it is not to be started."""
@@ -134,11 +134,6 @@ def _clear(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name not in (LOG, CLAIM):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-
-
-def _program() -> str:
-    beside = Path(sys.executable).with_name("lit-diffusion")
-    return str(beside) if beside.is_file() else "lit-diffusion"
 
 
 def _tail(log: Path) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lit_diffusion.experiments import jobs
-from lit_diffusion.experiments.jobs import Job, claim, run_jobs, threads_each
+from lit_diffusion.experiments.jobs import Job, claim, run_jobs
 from lit_diffusion.system.signals import Stopped
 
 pytestmark = pytest.mark.usefixtures("terminal_signals")
@@ -21,9 +21,9 @@ def job(folder: Path, code: str, name: str = "a") -> Job:
     return Job(name, [sys.executable, "-c", code], claim(folder / f"{name}.log"))
 
 
-def ended(work, at_once: int = 1, **kwargs) -> list[tuple[str, int]]:
+def ended(work, at_once: int = 1) -> list[tuple[str, int]]:
     seen = []
-    run_jobs(work, at_once, lambda job, code, _: seen.append((job.name, code)), **kwargs)
+    run_jobs(work, at_once, lambda job, code, _: seen.append((job.name, code)))
     return seen
 
 
@@ -101,10 +101,14 @@ def test_none_is_no_end_and_holds_up_nothing(tmp_path):
     assert seen == ["a", "b"]
 
 
-def test_processes_get_the_environment_asked_for(tmp_path):
+def test_cores_are_shared_out_where_threads_are_not_set(tmp_path, monkeypatch):
     code = "import os, sys; sys.exit(int(os.environ['OMP_NUM_THREADS']))"
-    environment = {**os.environ, "OMP_NUM_THREADS": "7"}
-    assert ended([job(tmp_path, code)], environment=environment) == [("a", 7)]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    given = [ended([job(tmp_path, code)], at_once=n) for n in (1, 2, 3, 8, 9)]
+    assert given == [[("a", threads)] for threads in (8, 4, 2, 1, 1)]
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert ended([job(tmp_path, code)]) == [("a", 7)]
 
 
 @pytest.mark.parametrize(
@@ -213,8 +217,3 @@ def test_the_claim_lives_as_long_as_the_process_though_its_parent_was_killed(tmp
     while claim(log) is None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def test_cores_are_shared_out(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    assert [threads_each(n) for n in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]

@@ -26,12 +26,7 @@ def escaped(text: str) -> str:
 
 
 def code(text: str) -> str:
-    """Text in the type of code, in one line.
-
-    Example:
-        >>> print(code("runs/md"), code("a`b"))
-        `runs/md` ``a`b``
-    """
+    """Text in the type of code, in one line, between more backticks than it holds."""
     runs = re.findall("`+", text)
     fence = "`" * (1 + max((len(run) for run in runs), default=0))
     room = " " * (text.startswith("`") or text.endswith("`"))

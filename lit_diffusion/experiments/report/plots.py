@@ -92,11 +92,8 @@ def speedup_figure(
     with rc_context(_STYLE):
         height = 1.15 + len(results) * (0.4 if len(results) <= FEW_ROWS else 0.27)
         figure = Figure(figsize=(9.6, height), layout="constrained")
-        axes = figure.add_subplot()
         low, high = _range(results)
-        axes.set_xscale("log")
-        axes.set_xlim(low, high)
-        axes.set_ylim(len(results) - 0.4, -0.6)
+        axes = figure.add_subplot(xscale="log", xlim=(low, high), ylim=(len(results) - 0.4, -0.6))
         axes.axvspan(1, high, color=COLORS[Verdict.FASTER], alpha=0.06, lw=0)
         axes.axvspan(low, 1, color=COLORS[Verdict.SLOWER], alpha=0.06, lw=0)
         axes.axvline(1, color=INK, lw=1.4)
@@ -105,7 +102,11 @@ def speedup_figure(
         names = [short_name(result.arm.name) for result in results]
         axes.set_yticks(range(len(results)), names, fontsize=11.5)
         axes.tick_params(axis="y", length=0)
-        _ratio_axis(axes, low, high)
+        figure.draw_without_rendering()  # names of arms decide how wide the axis is
+        room = axes.get_window_extent().width / figure.dpi / 0.45  # inches of a label and a gap
+        ticks = ratio_ticks(low, high, room)
+        axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
+        axes.xaxis.set_minor_locator(NullLocator())
         base, target = short_name(comparison.baseline.name), fid_text(comparison.target)
         axes.set_xlabel(f"speed-up: times fewer {unit} than {base} to FID {target} (log axis)")
         for x, side, verdict in ((0, "left", Verdict.SLOWER), (1, "right", Verdict.FASTER)):
@@ -157,16 +158,6 @@ def _label(result: Result, comparison: Comparison) -> str:
         remarks.append("higher lowest FID")
     text = f"{speedup_text(result.speedup)}  {result.verdict.value}"
     return text + f" ({', '.join(remarks)})" * bool(remarks)
-
-
-def _ratio_axis(axes: Axes, low: float, high: float) -> None:
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    figure.draw_without_rendering()  # names of arms decide how wide the axis is
-    room = axes.get_window_extent().width / figure.dpi / 0.45  # inches of a label and a gap
-    ticks = ratio_ticks(low, high, room)
-    axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
-    axes.xaxis.set_minor_locator(NullLocator())
 
 
 def ratio_ticks(low: float, high: float, room: float) -> list[float]:

@@ -18,12 +18,7 @@ from lit_diffusion.experiments.curves import (
     sampling_spread,
 )
 from lit_diffusion.experiments.report.markdown import escaped
-from lit_diffusion.experiments.report.wording import (
-    fid_text,
-    p_text,
-    reached_text,
-    verdict_text,
-)
+from lit_diffusion.experiments.report.wording import fid_text, p_text, reached_text, verdict_text
 
 T = TypeVar("T")
 
@@ -132,15 +127,11 @@ def steadiness_table(arms: Sequence[Arm]) -> Table:
     for arm in arms:
         sampling = sampling_spread(arm.curves)
         lasts = [math.log(c.fids[-1]) for c in arm.curves if math.isfinite(c.fids[-1])]
-        rows.append(
-            (
-                arm.name,
-                _mean_percent(late_oscillation(curve) for curve in arm.curves),
-                _mean_percent(late_wobble(curve) for curve in arm.curves),
-                _mean_percent([stdev(lasts)] if len(lasts) > 1 else []),
-                f"{100 * sampling.sd:.1f}% ({sampling.degrees} repeats)" if sampling else "-",
-            )
-        )
+        oscillation = _mean_percent(map(late_oscillation, arm.curves))
+        about_line = _mean_percent(map(late_wobble, arm.curves))
+        seeds = _mean_percent([stdev(lasts)] if len(lasts) > 1 else [])
+        sets = f"{100 * sampling.sd:.1f}% ({sampling.degrees} repeats)" if sampling else "-"
+        rows.append((arm.name, oscillation, about_line, seeds, sets))
     heads = ("late oscillation", "the same about a line", "between training seeds")
     return Table(
         "Standard deviations of log FID, as percent of the FID. Late oscillation: over the last "

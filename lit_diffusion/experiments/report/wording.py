@@ -19,12 +19,7 @@ SURE = 0.001
 
 
 def ratio_text(ratio: float) -> str:
-    """A speed-up.
-
-    Example:
-        >>> ratio_text(2.1132), ratio_text(12.345)
-        ('2.11x', '12.3x')
-    """
+    """A speed-up to three digits, such as 2.11x and 12.3x."""
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.3g}x"
 
 
@@ -62,12 +57,7 @@ def fid_text(fid: float, sd: float | None = None) -> str:
 
 
 def p_text(p: float | None) -> str:
-    """A p-value; those below a thousandth are no number worth reading.
-
-    Example:
-        >>> p_text(0.0123), p_text(1e-9), p_text(None)
-        ('0.012', '< 0.001', '-')
-    """
+    """A p-value; those below a thousandth are no number worth reading."""
     return "-" if p is None else "< 0.001" if p < SURE else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
@@ -111,12 +101,7 @@ def _fids(result: Result, comparison: Comparison) -> str:
 
 
 def reached_text(crossings: Sequence[Crossing]) -> str:
-    """How many seeds reached the target.
-
-    Example:
-        >>> reached_text([Crossing(1000), Crossing(4000, Bound.MORE_THAN)])
-        '1 of 2'
-    """
+    """How many seeds reached the target, such as 1 of 2."""
     return f"{sum(c.bound is not Bound.MORE_THAN for c in crossings)} of {len(crossings)}"
 
 

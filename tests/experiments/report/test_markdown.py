@@ -32,7 +32,13 @@ def test_names_are_text_and_numbers_stay_as_they_are(text, shown):
 
 @pytest.mark.parametrize(
     ("text", "shown"),
-    [("a|*b", "`a|*b`"), ("a`b", "``a`b``"), ("`a", "`` `a ``"), ("a\nb", "`a b`")],
+    [
+        ("runs/md", "`runs/md`"),
+        ("a|*b", "`a|*b`"),
+        ("a`b", "``a`b``"),
+        ("`a", "`` `a ``"),
+        ("a\nb", "`a b`"),
+    ],
 )
 def test_code_is_fenced_by_more_ticks_than_it_holds(text, shown):
     assert code(text) == shown

@@ -5,11 +5,13 @@ from support.comparisons import told
 from support.experiments import STEPS, arm
 
 from lit_diffusion.experiments.comparison import Arm, compare
-from lit_diffusion.experiments.curves import Curve
+from lit_diffusion.experiments.curves import Bound, Crossing, Curve
 from lit_diffusion.experiments.report.wording import (
     by_images_text,
     fid_text,
     p_text,
+    ratio_text,
+    reached_text,
     verdict_text,
 )
 
@@ -44,7 +46,17 @@ def test_by_images_the_best_arm_is_told_anew():
 
 
 @pytest.mark.parametrize(
-    ("p", "text"), [(0.5, "0.50"), (0.0312, "0.031"), (1e-7, "< 0.001"), (None, "-")]
+    ("p", "text"),
+    [(0.5, "0.50"), (0.0312, "0.031"), (0.0123, "0.012"), (1e-7, "< 0.001"), (None, "-")],
 )
 def test_p_values_have_two_digits_that_matter(p, text):
     assert p_text(p) == text
+
+
+@pytest.mark.parametrize(("ratio", "text"), [(2.1132, "2.11x"), (12.345, "12.3x")])
+def test_speedups_have_three_digits(ratio, text):
+    assert ratio_text(ratio) == text
+
+
+def test_seeds_that_reach_the_target_are_counted():
+    assert reached_text([Crossing(1000), Crossing(4000, Bound.MORE_THAN)]) == "1 of 2"
