@@ -61,26 +61,19 @@ def check_timing(plan: Plan, looks: Looks, timing: Timing) -> list[Finding]:
     told += f"{timing.step_how})"
     found = [note("time", told)]
     if validation > MUCH * total:
-        part = share(validation / total)
-        text = f"about {part} of the time goes into validation; raise val_check_interval."
-        found.append(warning("validation time", text))
-    if fids + grids:
-        found.append(_check_sampling(fids, grids, (fids + grids) / total, plan, looks, timing))
-    return found
-
-
-def _check_sampling(
-    fids: float, grids: float, part: float, plan: Plan, looks: Looks, timing: Timing
-) -> Finding:
-    rounds = sum(rounds_of(each, plan) for each in looks.evaluations)
+        text = f"about {share(validation / total)} of the time goes into validation; raise "
+        found.append(warning("validation time", f"{text}val_check_interval."))
+    if not fids + grids:
+        return found
+    part, rounds = (fids + grids) / total, sum(rounds_of(e, plan) for e in looks.evaluations)
     each = f"{duration(fids / rounds)} each" if rounds else "no time"
     without = "" if timing.feature or not rounds else "; without their features"
     told = f"about {share(part)} of the time: {count(rounds, 'FID')} of {each} and "
     told += f"{duration(grids)} for grids ({timing.image_how}{without})"
-    if part > MUCH:
-        fix = "evaluate more rarely (every_n_steps), on fewer samples, or with fewer solver steps."
-        return warning("evaluation time", f"{told}; {fix}")
-    return ok("evaluation time", told)
+    if part <= MUCH:
+        return [*found, ok("evaluation time", told)]
+    fix = "evaluate more rarely (every_n_steps), on fewer samples, or with fewer solver steps."
+    return [*found, warning("evaluation time", f"{told}; {fix}")]
 
 
 def rounds_of(evaluation: FIDEvaluation, plan: Plan) -> int:
