@@ -104,7 +104,7 @@ class SaveOnSignal(Callback):
     ) -> None:
         """End what was saved: everything of the step before is done and logged."""
         self._end()
-        self._steps.batch_starts(trainer)
+        self._steps.on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int

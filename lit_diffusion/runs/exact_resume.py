@@ -2,11 +2,12 @@
 
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_diffusion.runs import model_checkpoints
 from lit_diffusion.system.trainer_state import (
     WholeSteps,
     batch_is_ending,
@@ -20,13 +21,14 @@ from lit_diffusion.system.trainer_state import (
 _BETWEEN = "between accumulated batches"
 
 
-class ExactResume(Callback):
+class ExactResume(WholeSteps):
     """Does at a resume what Lightning leaves out, and says where a run would not go on as it was.
 
     Lightning calls no `on_train_epoch_start` within an epoch, where GradientAccumulationScheduler
     sets its factor. It updates ReduceLROnPlateau after the hooks that save, by metrics that it does
     not save, and not at all at the end of an epoch that was interrupted. ModelCheckpoint and
-    EarlyStopping go by the last of such metrics too.
+    EarlyStopping go by the last of such metrics too, and part of a ModelCheckpoint's state is in no
+    checkpoint.
 
     Checkpoints that others save elsewhere than `LastCheckpoint` are marked. Between accumulated
     batches gradients would be lost, so the step would be made of the others alone: refused. Before
@@ -38,22 +40,18 @@ class ExactResume(Callback):
 
     _MARK = "resumes_inexactly"
     _METRICS = "callback_metrics"
+    _SAVERS = "model_checkpoints"
 
     def __init__(self) -> None:
-        self._steps = WholeSteps()
         self._metrics: dict[str, Tensor] = {}
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Note the step."""
-        self._steps.batch_starts(trainer)
+        self._savers: dict[str, Any] = {}
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Mark the file, and keep the metrics that schedules and callbacks go by."""
-        if why := _inexact(trainer, self._steps.accumulates(trainer)):
+        checkpoint[self._SAVERS] = model_checkpoints.unsaved_states(trainer)
+        if why := _inexact(trainer, self.accumulates(trainer)):
             checkpoint[self._MARK] = why
         # Elsewhere, as after an error, metrics may not be computed on all ranks.
         if batch_is_ending(trainer) or trainer.validating:
@@ -77,9 +75,12 @@ class ExactResume(Callback):
                 "of an interrupted run, a run goes on as if it had not been interrupted."
             )
         self._metrics = dict(checkpoint.get(self._METRICS, {}))
+        self._savers = checkpoint.get(self._SAVERS, {})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Catch up, before the first batch."""
+        if trainer.ckpt_path is not None:
+            model_checkpoints.restore(trainer, self._savers)
         metrics, self._metrics = self._metrics, {}
         put_metrics(trainer, {k: v.to(pl_module.device) for k, v in metrics.items()})
         if trainer.fit_loop.restarted_mid_epoch:

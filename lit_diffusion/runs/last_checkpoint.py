@@ -17,7 +17,7 @@ from lit_diffusion.system.files import sync_folder
 from lit_diffusion.system.trainer_state import WholeSteps, ends_epoch, is_ending, validation_follows
 
 
-class LastCheckpoint(Checkpoint):
+class LastCheckpoint(WholeSteps, Checkpoint):
     """Keeps `folder`/last.ckpt as fresh as is cheap, and that of the last step at the end.
 
     The first save comes after `first` optimizer steps, so that a disk that cannot be written to is
@@ -48,19 +48,12 @@ class LastCheckpoint(Checkpoint):
         self._is_proven = False
         self._due = 0
         self._saved = (0.0, -1)
-        self._steps = WholeSteps()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._drop_end(trainer)
         self._saved = (time.monotonic(), trainer.global_step)
         self._due = trainer.global_step + self.first
-
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Note the step, to know whether the batch makes one."""
-        self._steps.batch_starts(trainer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -107,7 +100,7 @@ class LastCheckpoint(Checkpoint):
 
     def _is_wanted(self, trainer: Trainer) -> bool:
         due = trainer.global_step >= self._due and not ends_epoch(trainer)
-        return (due or is_ending(trainer)) and not self._steps.accumulates(trainer)
+        return (due or is_ending(trainer)) and not self.accumulates(trainer)
 
     def _save(self, trainer: Trainer) -> None:
         began = time.monotonic()

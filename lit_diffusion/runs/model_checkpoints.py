@@ -5,52 +5,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lit_diffusion.checkpoints.reading import saved_step
 from lit_diffusion.system.trainer_state import files_of, put_unsaved_state, unsaved_state
 
 
-class ModelCheckpoints(Callback):
-    """Does at a resume what Lightning leaves out for each `ModelCheckpoint`.
+def unsaved_states(trainer: Trainer) -> dict[str, dict[str, Any]]:
+    """Of each, with which step it saved last, and whether it waits for a validation to save."""
+    return {each.state_key: unsaved_state(each) for each in _all(trainer)}
 
-    Part of its state is in no checkpoint: with which step it saved last, and whether it waits for a
-    validation to save. And files that the run saved before it was interrupted, after the checkpoint
-    from which it goes on, pass for others' files there: the same step would be saved beside its
-    old file, as -v1. Here that one is replaced.
+
+def restore(trainer: Trainer, states: dict[str, dict[str, Any]]) -> None:
+    """Put `unsaved_states` in place, when Lightning has restored the rest; find files to replace.
+
+    Files that the run saved before it was interrupted, after the checkpoint from which it goes on,
+    pass for others' files there: the same step would be saved beside its old file, as -v1. Here
+    that one is replaced.
     """
-
-    _KEY = "model_checkpoints"
-
-    def __init__(self) -> None:
-        self._loaded: dict[str, Any] = {}
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Save the rest of their states."""
-        checkpoint[self._KEY] = {each.state_key: unsaved_state(each) for each in _all(trainer)}
-
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Remember the rest until Lightning has restored its part."""
-        self._loaded = checkpoint.get(self._KEY, {})
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put it in place, and find files to replace."""
-        if trainer.ckpt_path is None:
-            return
-        found = _all(trainer)
-        for each in found:
-            put_unsaved_state(each, self._loaded.get(each.state_key, {}))
-        known = {os.path.abspath(file) for each in found for file in files_of(each)}
-        folders = {os.path.abspath(each.dirpath) for each in found if each.dirpath}
-        files = {str(file) for folder in folders for file in Path(folder).glob("*.ckpt")} - known
-        undone = {file for file in files if saved_step(file) >= trainer.global_step}
-        for each in found:
-            vars(each)["file_exists"] = partial(_exists, undone, each.file_exists)
+    found = _all(trainer)
+    for each in found:
+        put_unsaved_state(each, states.get(each.state_key, {}))
+    known = {os.path.abspath(file) for each in found for file in files_of(each)}
+    folders = {os.path.abspath(each.dirpath) for each in found if each.dirpath}
+    files = {str(file) for folder in folders for file in Path(folder).glob("*.ckpt")} - known
+    undone = {file for file in files if saved_step(file) >= trainer.global_step}
+    for each in found:
+        vars(each)["file_exists"] = partial(_exists, undone, each.file_exists)
 
 
 def _all(trainer: Trainer) -> list[ModelCheckpoint]:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard, TypeVar
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
@@ -35,25 +35,26 @@ def is_a(value: object, kind: type[T]) -> TypeGuard[T]:
     return any(f"{c.__module__}.{c.__qualname__}" in same for c in type(value).__mro__)
 
 
-class WholeSteps:
+class WholeSteps(Callback):
     """Tells batches whose gradients wait for the next, which are in no checkpoint, from others.
 
     A module with manual optimization may accumulate by itself and tells nobody: there, a batch that
     made no optimizer step is taken for one that accumulates.
     """
 
-    def __init__(self) -> None:
-        self._before: int | None = None
+    _step_before: int | None = None
 
-    def batch_starts(self, trainer: Trainer) -> None:
-        """To be called in `on_train_batch_start`."""
-        self._before = trainer.global_step
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Note the step."""
+        self._step_before = trainer.global_step
 
     def accumulates(self, trainer: Trainer) -> bool:
         """Whether the last batch was such a one."""
         if trainer.lightning_module.automatic_optimization:
             return accumulates(trainer)
-        return trainer.global_step == self._before
+        return trainer.global_step == self._step_before
 
 
 def accumulates(trainer: Trainer) -> bool:
@@ -157,10 +158,15 @@ def end_epoch_as_any_other(trainer: Trainer) -> None:
     trainer.fit_loop._restarting = False
 
 
+def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """What is about to be restored in `on_fit_start`, to be changed; {} where nothing is."""
+    return trainer._checkpoint_connector._loaded_checkpoint
+
+
 def batch_progress_to_restore(trainer: Trainer) -> dict[str, Any]:
     """The counts of the epoch's batches in a checkpoint that is being restored; to be changed."""
-    loaded: Any = trainer._checkpoint_connector._loaded_checkpoint
-    progress: dict[str, Any] = loaded["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+    loops: Any = loaded_checkpoint(trainer)["loops"]
+    progress: dict[str, Any] = loops["fit_loop"]["epoch_loop.batch_progress"]
     return progress
 
 

@@ -10,7 +10,6 @@ from support.saving import fit
 
 from lit_diffusion.runs.exact_resume import ExactResume
 from lit_diffusion.runs.last_checkpoint import LastCheckpoint
-from lit_diffusion.runs.model_checkpoints import ModelCheckpoints
 
 LAST = Path("checkpoints/last.ckpt")
 
@@ -37,7 +36,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "here")
 
     def run(keeper, *others, ckpt_path=None, **options):
-        others = [*others, ModelCheckpoints(), ExactResume(), keeper()]
+        others = [*others, ExactResume(), keeper()]
         last = LastCheckpoint("checkpoints", first=3, every_n_seconds=1000.0)
         fit(last, Path(), ckpt_path, others, **options)
 
