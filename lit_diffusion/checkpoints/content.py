@@ -62,12 +62,12 @@ def check_content(checkpoint: Any) -> None:
             raise ValueError(f"its weight {name} is no dense tensor, but {_described(value)}")
 
 
-def check_resumable(checkpoint: Mapping[str, Any]) -> None:
+def check_resumable(checkpoint: Mapping[str, Any], path: Path) -> None:
     """Refuse to go on from a file that holds weights only: parts of a run would begin anew."""
     if lacking := [name for name in _RESTORED if name not in checkpoint]:
         raise ValueError(
-            f"holds no {', '.join(lacking)}, so no run can be resumed from it; resume from a "
-            "checkpoint that was saved in training, with more than the weights"
+            f"{path} holds no {', '.join(lacking)}, so no run can be resumed from it; resume from "
+            "a checkpoint that was saved in training, with more than the weights."
         )
 
 

@@ -1,9 +1,6 @@
 """The run folder: where a command reads and writes, found before anything heavy is built.
 
-runs/digits/config.yaml, config.resume-1.yaml, ...   the config of the run and of each resume
-            metrics.csv, evaluations.jsonl           curves and scores
-            checkpoints/last.ckpt, best-fid.ckpt     weights, averages and state
-            tensorboard/, samples/                   the curves and pictures again
+What is in it is listed in docs/runs.md.
 """
 
 import fcntl

@@ -132,10 +132,7 @@ class RunCLI(SubcommandCLI):
             return {}
         saved = read_checkpoint(file, mmap=True)
         if self.request.command == "fit":
-            try:
-                check_resumable(saved)
-            except ValueError as error:
-                raise ValueError(f"{file} {error}.") from None
+            check_resumable(saved, file)
         return saved
 
     def _arguments(self) -> list[str]:
