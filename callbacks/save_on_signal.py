@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_diffusion.system.signals import BY_HAND, SavedOnSignal, SignalNotes, print_error
@@ -22,7 +22,7 @@ from lit_diffusion.system.trainer_state import (
 )
 
 
-class SaveOnSignal(Callback):
+class SaveOnSignal(WholeSteps):
     """Saves `folder`/last.ckpt at the next safe point after a signal, and ends.
 
     With exit code 75 after a signal of a batch system, 130 after Ctrl-C, and 129 after SIGHUP, by
@@ -64,7 +64,6 @@ class SaveOnSignal(Callback):
         self._agreed = _Agreement()
         self._due = 0
         self._saved: SavedOnSignal | None = None
-        self._steps = WholeSteps()
 
     @property
     def path(self) -> Path:
@@ -99,16 +98,12 @@ class SaveOnSignal(Callback):
             self._notes.answer = "\nSaves after this step; Ctrl-C again ends without.\n"
             leave_note(self.path.parent)
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         """End what was saved: everything of the step before is done and logged."""
         self._end()
-        self._steps.on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        super().on_train_batch_start(trainer)
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Save if the ranks have agreed to and no validation follows."""
         self._due = self._due or self._agreed.later(self._notes.received or 0)
         if self._due and not validation_follows(trainer):
@@ -142,7 +137,7 @@ class SaveOnSignal(Callback):
             self.teardown(trainer, pl_module, "fit")
 
     def _save(self, trainer: Trainer) -> None:
-        waits = self._steps.accumulates(trainer) or ends_epoch(trainer)
+        waits = self.accumulates(trainer) or ends_epoch(trainer)
         if self._saved is not None or waits or is_ending(trainer):
             return  # gradients are not saved, and a complete run ends as usual
         saved = SavedOnSignal(self._due, trainer.global_step, self.path)

@@ -61,9 +61,7 @@ class CurvesInStep(Callback):
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, *_: Any) -> None:
         """Log the row that Lightning logs only after `on_train_batch_end`, where saves are made."""
         if not row_is_to_come(trainer) or not logs_are_due(trainer):
             return

@@ -28,7 +28,7 @@ from lit_diffusion.callbacks.rank_watch import RankWatch
 from lit_diffusion.checkpoints.averages import averages_in
 from lit_diffusion.checkpoints.content import check_resumable, no_larger_than
 from lit_diffusion.checkpoints.loading import model_spec, wrong_types
-from lit_diffusion.checkpoints.reading import Checkpoint, read_checkpoint
+from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
 from lit_diffusion.protocols import WeightsProvider
 from lit_diffusion.runs.changed_settings import differences
@@ -37,7 +37,6 @@ from lit_diffusion.runs.explained import explain, name_builder
 from lit_diffusion.runs.folder import (
     Request,
     latest_config,
-    make_writable,
     occupied,
     read_command_line,
     read_config,
@@ -96,10 +95,13 @@ class RunCLI(SubcommandCLI):
     ) -> None:
         self.request = request
         self._held = held
-        saved = self._read_checkpoint()
+        file = request.checkpoint
+        saved = {} if file is None else read_checkpoint(file, mmap=True)
+        if file is not None and request.command == "fit":
+            check_resumable(saved, file)
         self._spec = model_spec(saved)
         self._data_spec = model_spec(saved, "datamodule_hyper_parameters")
-        self._averaged = bool(averages_in(saved, request.checkpoint or ""))
+        self._averaged = bool(averages_in(saved, file or ""))
         self._weights = saved.get("state_dict", {})
         self._restored_step = saved.get("global_step")
         self._restored_epochs = epochs_in(saved)
@@ -124,16 +126,6 @@ class RunCLI(SubcommandCLI):
             },
             args=self._arguments(),
         )
-
-    def _read_checkpoint(self) -> Checkpoint:
-        """The checkpoint that is asked for; {} without."""
-        file = self.request.checkpoint
-        if file is None:
-            return {}
-        saved = read_checkpoint(file, mmap=True)
-        if self.request.command == "fit":
-            check_resumable(saved, file)
-        return saved
 
     def _arguments(self) -> list[str]:
         """The command line, after what it wins over: the checkpoint's model and run config."""
@@ -332,7 +324,6 @@ class RunCLI(SubcommandCLI):
             rank_zero_only(self._take_folder)(self.request.root)
 
     def _take_folder(self, root: Path) -> None:
-        make_writable(root)
         self._held.enter_context(occupied(root))
         read_rows(root / "metrics.csv")  # whether a resume can go on in these files
         read_evaluations(root / "evaluations.jsonl")

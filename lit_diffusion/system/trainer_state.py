@@ -44,10 +44,8 @@ class WholeSteps(Callback):
 
     _step_before: int | None = None
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Note the step."""
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        """Note the step, to know whether the batch makes one."""
         self._step_before = trainer.global_step
 
     def accumulates(self, trainer: Trainer) -> bool:
@@ -159,15 +157,8 @@ def end_epoch_as_any_other(trainer: Trainer) -> None:
 
 
 def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
-    """What is about to be restored in `on_fit_start`, to be changed; {} where nothing is."""
+    """The checkpoint that is being restored, to be changed; {} where none is."""
     return trainer._checkpoint_connector._loaded_checkpoint
-
-
-def batch_progress_to_restore(trainer: Trainer) -> dict[str, Any]:
-    """The counts of the epoch's batches in a checkpoint that is being restored; to be changed."""
-    loops: Any = loaded_checkpoint(trainer)["loops"]
-    progress: dict[str, Any] = loops["fit_loop"]["epoch_loop.batch_progress"]
-    return progress
 
 
 def epochs_in(checkpoint: Mapping[str, Any]) -> int:
