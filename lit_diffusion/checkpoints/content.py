@@ -1,8 +1,7 @@
 """What a checkpoint must be before anything in it is used.
 
 `torch.load(weights_only=True)` runs no code, but it ignores the checksums that `torch.save` wrote,
-believes any size, and takes any structure. Here a file is refused that is damaged, that is larger
-inside than outside, or that does not hold what the parts of a checkpoint are.
+believes any size, and takes any structure.
 """
 
 import zipfile

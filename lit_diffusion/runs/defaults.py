@@ -42,9 +42,9 @@ class EndPredictions(Callback):
             raise SIGTERMException
 
 
-def run_callbacks(root: Path, changed: Changes) -> list[Callback]:
+def run_callbacks(changed: Changes) -> list[Callback]:
     """What has a run folder and a resume agree, where settings differ from the checkpoint's."""
-    return [CurvesInStep(root), ImagesSeen(), PreferConfig(changed), ExactResume()]
+    return [CurvesInStep(), ImagesSeen(), PreferConfig(changed), ExactResume()]
 
 
 def with_last_checkpoint(given: Sequence[Callback], folder: Path) -> list[Callback]:

@@ -82,19 +82,13 @@ def run_command(argv: Sequence[str], descriptions: Mapping[str, str] | None = No
 
 
 class RunCLI(SubcommandCLI):
-    """LightningCLI whose runs live in a run folder and whose command line wins over checkpoints.
-
-    Args:
-        request: what the command line asks for.
-        held: contexts that the run is in until it ends.
-        descriptions: what the help of each command begins with.
-    """
+    """LightningCLI whose runs live in a run folder and whose command line wins over checkpoints."""
 
     def __init__(
         self, request: Request, held: ExitStack, descriptions: Mapping[str, str] | None = None
     ) -> None:
         self.request = request
-        self._held = held
+        self._held = held  # contexts that the run is in until it ends
         file = request.checkpoint
         saved = {} if file is None else read_checkpoint(file, mmap=True)
         if file is not None and request.command == "fit":
@@ -276,7 +270,7 @@ class RunCLI(SubcommandCLI):
                 "lightning.pytorch.callbacks.BasePredictionWriter to trainer.callbacks."
             )
         if fits and not self.is_trial:
-            callbacks += run_callbacks(root, self.changed)
+            callbacks += run_callbacks(self.changed)
             if config.enable_checkpointing is not False:
                 return with_last_checkpoint(callbacks, root / "checkpoints")
         heed()
