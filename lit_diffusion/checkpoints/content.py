@@ -1,8 +1,7 @@
 """What a checkpoint must be before anything in it is used.
 
 `torch.load(weights_only=True)` runs no code, but it ignores the checksums that `torch.save` wrote,
-believes any size, and takes any structure. Here a file is refused that is damaged, that is larger
-inside than outside, or that does not hold what the parts of a checkpoint are.
+believes any size, and takes any structure.
 """
 
 import zipfile
@@ -62,12 +61,12 @@ def check_content(checkpoint: Any) -> None:
             raise ValueError(f"its weight {name} is no dense tensor, but {_described(value)}")
 
 
-def check_resumable(checkpoint: Mapping[str, Any]) -> None:
+def check_resumable(checkpoint: Mapping[str, Any], path: Path) -> None:
     """Refuse to go on from a file that holds weights only: parts of a run would begin anew."""
     if lacking := [name for name in _RESTORED if name not in checkpoint]:
         raise ValueError(
-            f"holds no {', '.join(lacking)}, so no run can be resumed from it; resume from a "
-            "checkpoint that was saved in training, with more than the weights"
+            f"{path} holds no {', '.join(lacking)}, so no run can be resumed from it; resume from "
+            "a checkpoint that was saved in training, with more than the weights."
         )
 
 

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from lit_diffusion.data.samplers import ShuffledSampler
-from lit_diffusion.system.trainer_state import batch_progress_to_restore, limited_batches
+from lit_diffusion.system.trainer_state import limited_batches, loaded_checkpoint
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -77,7 +77,7 @@ def recount(trainer: Trainer, before: int, now: int, length: int) -> None:
         now: the same in this run.
         length: batches of an epoch in this run, before the Trainer's limit.
     """
-    progress = batch_progress_to_restore(trainer)
+    progress = loaded_checkpoint(trainer)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     done, batches = progress["current"], limited_batches(trainer, length)
     seen, unfinished = done["processed"] * before, done["processed"] - done["completed"]
     if progress["is_last_batch"]:

@@ -12,6 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from lit_diffusion.system.trainer_state import loaded_checkpoint
+
 Changes = Mapping[str, tuple[Any, Any]]
 """Dotted name of a setting -> (value in the checkpoint, value that is used)."""
 
@@ -49,17 +51,10 @@ class PreferConfig(Callback):
         self._changes = changes
         self._keys = {name.rpartition(".")[2] for name in changes}
         self._reschedule = "lr" in self._keys or any("scheduler" in name for name in changes)
-        self._checkpoint: dict[str, Any] = {}
-
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Remember what will be restored after `on_fit_start`."""
-        self._checkpoint = checkpoint
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Change the saved state while the fresh optimizers show what the config says."""
-        saved, self._checkpoint = self._checkpoint, {}
+        saved = loaded_checkpoint(trainer)
         if not saved or not self._changes:
             return
         for name, (old, new) in self._changes.items():

@@ -17,7 +17,6 @@ from lit_diffusion.runs.changed_settings import Changes, PreferConfig
 from lit_diffusion.runs.exact_resume import ExactResume
 from lit_diffusion.runs.keeping import CurvesInStep, ImagesSeen
 from lit_diffusion.runs.last_checkpoint import LastCheckpoint
-from lit_diffusion.runs.model_checkpoints import ModelCheckpoints
 
 
 def with_defaults(given: Any, *, fits: bool, shows_progress: bool) -> list[Callback]:
@@ -43,10 +42,9 @@ class EndPredictions(Callback):
             raise SIGTERMException
 
 
-def run_callbacks(root: Path, changed: Changes) -> list[Callback]:
+def run_callbacks(changed: Changes) -> list[Callback]:
     """What has a run folder and a resume agree, where settings differ from the checkpoint's."""
-    exact = [ModelCheckpoints(), ExactResume()]
-    return [CurvesInStep(root), ImagesSeen(), PreferConfig(changed), *exact]
+    return [CurvesInStep(), ImagesSeen(), PreferConfig(changed), ExactResume()]
 
 
 def with_last_checkpoint(given: Sequence[Callback], folder: Path) -> list[Callback]:

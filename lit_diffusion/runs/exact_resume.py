@@ -1,19 +1,26 @@
 """What it takes to go on from a checkpoint as if the run had not been interrupted."""
 
+import os
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_diffusion.checkpoints.reading import saved_step
 from lit_diffusion.system.trainer_state import (
     WholeSteps,
     batch_is_ending,
     end_epoch_as_any_other,
     epoch_is_ending,
+    files_of,
     is_between_epochs,
     put_metrics,
+    put_unsaved_state,
+    unsaved_state,
     validation_follows,
 )
 
@@ -26,7 +33,8 @@ class ExactResume(WholeSteps):
     Lightning calls no `on_train_epoch_start` within an epoch, where GradientAccumulationScheduler
     sets its factor. It updates ReduceLROnPlateau after the hooks that save, by metrics that it does
     not save, and not at all at the end of an epoch that was interrupted. ModelCheckpoint and
-    EarlyStopping go by the last of such metrics too.
+    EarlyStopping go by the last of such metrics too, and part of a ModelCheckpoint's state is in no
+    checkpoint.
 
     Checkpoints that others save elsewhere than `LastCheckpoint` are marked. Between accumulated
     batches gradients would be lost, so the step would be made of the others alone: refused. Before
@@ -38,14 +46,18 @@ class ExactResume(WholeSteps):
 
     _MARK = "resumes_inexactly"
     _METRICS = "callback_metrics"
+    _SAVERS = "model_checkpoints"
 
     def __init__(self) -> None:
         self._metrics: dict[str, Tensor] = {}
+        self._savers: dict[str, Any] = {}
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Mark the file, and keep the metrics that schedules and callbacks go by."""
+        savers = _model_checkpoints(trainer)
+        checkpoint[self._SAVERS] = {each.state_key: unsaved_state(each) for each in savers}
         if why := _inexact(trainer, self.accumulates(trainer)):
             checkpoint[self._MARK] = why
         # Elsewhere, as after an error, metrics may not be computed on all ranks.
@@ -70,9 +82,12 @@ class ExactResume(WholeSteps):
                 "of an interrupted run, a run goes on as if it had not been interrupted."
             )
         self._metrics = dict(checkpoint.get(self._METRICS, {}))
+        self._savers = checkpoint.get(self._SAVERS, {})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Catch up, before the first batch."""
+        if trainer.ckpt_path is not None:
+            _restore_savers(trainer, self._savers)
         metrics, self._metrics = self._metrics, {}
         put_metrics(trainer, {k: v.to(pl_module.device) for k, v in metrics.items()})
         if trainer.fit_loop.restarted_mid_epoch:
@@ -110,3 +125,33 @@ def _update_plateaus(trainer: Trainer) -> None:
         epochs.completed -= 1
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         epochs.completed += 1
+
+
+def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
+
+
+def _restore_savers(trainer: Trainer, states: dict[str, dict[str, Any]]) -> None:
+    """Put in place what each `ModelCheckpoint` saves of itself in no file, and find its old files.
+
+    Those that the run saved before it was interrupted, after the checkpoint from which it goes on,
+    pass for others' files there: the same step would be saved beside its old file, as -v1. Here
+    that one is replaced.
+    """
+    found = _model_checkpoints(trainer)
+    for each in found:
+        put_unsaved_state(each, states.get(each.state_key, {}))
+    known = {os.path.abspath(file) for each in found for file in files_of(each)}
+    folders = {os.path.abspath(each.dirpath) for each in found if each.dirpath}
+    files = {str(file) for folder in folders for file in Path(folder).glob("*.ckpt")} - known
+    undone = {file for file in files if saved_step(file) >= trainer.global_step}
+    for each in found:
+        vars(each)["file_exists"] = partial(_exists, undone, each.file_exists)
+
+
+def _exists(undone: set[str], exists: Any, filepath: str, trainer: Trainer) -> bool:
+    """`exists`, but for files that are about to be replaced."""
+    path = os.path.abspath(filepath)
+    is_undone = trainer.strategy.broadcast(path in undone)
+    undone.discard(path)
+    return bool(exists(filepath, trainer)) and not is_undone

@@ -1,15 +1,11 @@
 """The run folder: where a command reads and writes, found before anything heavy is built.
 
-runs/digits/config.yaml, config.resume-1.yaml, ...   the config of the run and of each resume
-            metrics.csv, evaluations.jsonl           curves and scores
-            checkpoints/last.ckpt, best-fid.ckpt     weights, averages and state
-            tensorboard/, samples/                   the curves and pictures again
+What is in it is listed in docs/runs.md.
 """
 
 import fcntl
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -230,30 +226,27 @@ def refuse_mixing(request: Request) -> None:
     )
 
 
-def make_writable(root: Path) -> None:
-    """Make the run folder, or say that it, or a file in it, cannot be made."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=root).close()
-    except OSError as error:
-        raise OSError(
-            f"The run folder {root} cannot be written to: {error.strerror}. "
-            "Choose another with --trainer.default_root_dir."
-        ) from error
-
-
 @contextmanager
 def occupied(root: Path) -> Iterator[None]:
-    """Context in which no other process may train into the run folder.
+    """Context in which no other process may train into the run folder, which is made if need be.
 
     The kernel holds the claim, on a file: it ends with the process, however that ends, and holds
     for other nodes where the file system has locks.
 
     Raises:
         InUse: where another process has it.
+        OSError: where it cannot be written to.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    with os.fdopen(os.open(root / CLAIM, flags, 0o666), "rb", buffering=0) as file:
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        claim = os.open(root / CLAIM, flags, 0o666)
+    except OSError as error:
+        raise OSError(
+            f"The run folder {root} cannot be written to: {error}. "
+            "Choose another with --trainer.default_root_dir."
+        ) from error
+    with os.fdopen(claim, "rb", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

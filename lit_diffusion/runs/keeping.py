@@ -58,12 +58,7 @@ class CurvesInStep(Callback):
     was logged after it.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, *_: Any) -> None:
         """Log the row that Lightning logs only after `on_train_batch_end`, where saves are made."""
         if not row_is_to_come(trainer) or not logs_are_due(trainer):
             return
@@ -77,7 +72,8 @@ class CurvesInStep(Callback):
         """Rewind to the step that was restored."""
         if not trainer.is_global_zero:
             return
-        evaluations, step = self._root / "evaluations.jsonl", trainer.global_step
+        evaluations = Path(trainer.default_root_dir) / "evaluations.jsonl"
+        step = trainer.global_step
         dropped = {evaluations: rewind_evaluations(evaluations, step)}
         for logger in _csv_loggers(trainer):
             dropped[logger.path] = logger.rewind(logged_step(trainer))

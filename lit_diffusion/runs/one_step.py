@@ -20,7 +20,7 @@ class OneStep(Callback):
     """Puts a module, and the loop, in the state of a step; makes no update.
 
     Args:
-        checkpoint: with "state_dict" and "replay", as `callbacks/micro_batch.py` makes it.
+        checkpoint: with "state_dict" and "replay", as `callbacks/parts/micro_batch.py` makes it.
         path: of the file, for messages.
     """
 
@@ -48,9 +48,7 @@ class OneStep(Callback):
         epochs.processed = epochs.completed = self._kept["epoch"]  # type: ignore[attr-defined]
         trainer.strategy.global_rank = self._kept["rank"]  # type: ignore[attr-defined]
 
-    def on_train_batch_start(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Restore what the step reads besides weights and batch."""
         evaluating = {name.replace("._orig_mod", "") for name in self._kept["evaluating"]}
         for name, part in pl_module.named_modules():

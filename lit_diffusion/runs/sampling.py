@@ -16,16 +16,14 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
 
-from lit_diffusion import solvers
 from lit_diffusion.callbacks.progress import pace
 from lit_diffusion.checkpoints.loading import Loaded, load_with_record
 from lit_diffusion.checkpoints.reading import first_line
-from lit_diffusion.gaussian import FixedSmall, LearnedRange
 from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.protocols import Solver
 from lit_diffusion.settings.messages import innermost
+from lit_diffusion.settings.short_names import short_names
 from lit_diffusion.settings.trust import trusting
-from lit_diffusion.solvers import DDPM, DPMSolverPP
 from lit_diffusion.system.counts import is_count
 from lit_diffusion.system.files import replace_text
 from lit_diffusion.system.signals import print_error, uninterrupted
@@ -109,10 +107,10 @@ def _changed_solver(
         if given["class_path"] != own["class_path"]:
             kept = own.get("init_args", {}).items()
             own = {**own, "init_args": {k: v for k, v in kept if k in ("steps", "clip")}}
-            if given["class_path"] == _path_of(DDPM):
-                variance = LearnedRange if module.loss.output_factor == 2 else FixedSmall
+            if given["class_path"] == short_names()["DDPM"]:
+                variance = "LearnedRange" if module.loss.output_factor == 2 else "FixedSmall"
                 given = {"init_args": {}, **given}
-                given["init_args"].setdefault("variance", _path_of(variance))
+                given["init_args"].setdefault("variance", variance)
         options.insert(0, f"--solver={json.dumps(given)}")
     parser = ArgumentParser(exit_on_error=False)
     with trusting(args.trust):
@@ -133,18 +131,14 @@ def _spec(given: str) -> dict[str, Any]:
         with suppress(yaml.YAMLError):
             spec = yaml.safe_load(given)
     name = str(spec.get("class_path"))
-    own = [kind for kind in vars(solvers).values() if getattr(kind, "sample", None)]
-    kinds = {kind.__name__.lower(): kind for kind in own} | {"dpmpp": DPMSolverPP}
-    if "." not in name and name.lower() not in kinds:
+    own = {k: path for k, path in short_names().items() if path == f"lit_diffusion.solvers.{k}"}
+    paths = {k.lower(): path for k, path in own.items()} | {"dpmpp": own["DPMSolverPP"]}
+    if "." not in name and name.lower() not in paths:
         raise ValueError(
-            f"--solver must be one of {', '.join(kind.__name__ for kind in own)}, or a class path "
-            f"with arguments as in YAML, got {given}."
+            f"--solver must be one of {', '.join(own)}, or a class path with arguments as in YAML, "
+            f"got {given}."
         )
-    return spec if "." in name else spec | {"class_path": _path_of(kinds[name.lower()])}
-
-
-def _path_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__name__}"
+    return spec if "." in name else spec | {"class_path": paths[name.lower()]}
 
 
 def _check_labels(labels: list[int], num_classes: int | None) -> None:

@@ -28,7 +28,7 @@ from lit_diffusion.callbacks.rank_watch import RankWatch
 from lit_diffusion.checkpoints.averages import averages_in
 from lit_diffusion.checkpoints.content import check_resumable, no_larger_than
 from lit_diffusion.checkpoints.loading import model_spec, wrong_types
-from lit_diffusion.checkpoints.reading import Checkpoint, read_checkpoint
+from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
 from lit_diffusion.protocols import WeightsProvider
 from lit_diffusion.runs.changed_settings import differences
@@ -37,7 +37,6 @@ from lit_diffusion.runs.explained import explain, name_builder
 from lit_diffusion.runs.folder import (
     Request,
     latest_config,
-    make_writable,
     occupied,
     read_command_line,
     read_config,
@@ -83,23 +82,20 @@ def run_command(argv: Sequence[str], descriptions: Mapping[str, str] | None = No
 
 
 class RunCLI(SubcommandCLI):
-    """LightningCLI whose runs live in a run folder and whose command line wins over checkpoints.
-
-    Args:
-        request: what the command line asks for.
-        held: contexts that the run is in until it ends.
-        descriptions: what the help of each command begins with.
-    """
+    """LightningCLI whose runs live in a run folder and whose command line wins over checkpoints."""
 
     def __init__(
         self, request: Request, held: ExitStack, descriptions: Mapping[str, str] | None = None
     ) -> None:
         self.request = request
-        self._held = held
-        saved = self._read_checkpoint()
+        self._held = held  # contexts that the run is in until it ends
+        file = request.checkpoint
+        saved = {} if file is None else read_checkpoint(file, mmap=True)
+        if file is not None and request.command == "fit":
+            check_resumable(saved, file)
         self._spec = model_spec(saved)
         self._data_spec = model_spec(saved, "datamodule_hyper_parameters")
-        self._averaged = bool(averages_in(saved, request.checkpoint or ""))
+        self._averaged = bool(averages_in(saved, file or ""))
         self._weights = saved.get("state_dict", {})
         self._restored_step = saved.get("global_step")
         self._restored_epochs = epochs_in(saved)
@@ -124,19 +120,6 @@ class RunCLI(SubcommandCLI):
             },
             args=self._arguments(),
         )
-
-    def _read_checkpoint(self) -> Checkpoint:
-        """The checkpoint that is asked for; {} without."""
-        file = self.request.checkpoint
-        if file is None:
-            return {}
-        saved = read_checkpoint(file, mmap=True)
-        if self.request.command == "fit":
-            try:
-                check_resumable(saved)
-            except ValueError as error:
-                raise ValueError(f"{file} {error}.") from None
-        return saved
 
     def _arguments(self) -> list[str]:
         """The command line, after what it wins over: the checkpoint's model and run config."""
@@ -287,7 +270,7 @@ class RunCLI(SubcommandCLI):
                 "lightning.pytorch.callbacks.BasePredictionWriter to trainer.callbacks."
             )
         if fits and not self.is_trial:
-            callbacks += run_callbacks(root, self.changed)
+            callbacks += run_callbacks(self.changed)
             if config.enable_checkpointing is not False:
                 return with_last_checkpoint(callbacks, root / "checkpoints")
         heed()
@@ -335,7 +318,6 @@ class RunCLI(SubcommandCLI):
             rank_zero_only(self._take_folder)(self.request.root)
 
     def _take_folder(self, root: Path) -> None:
-        make_writable(root)
         self._held.enter_context(occupied(root))
         read_rows(root / "metrics.csv")  # whether a resume can go on in these files
         read_evaluations(root / "evaluations.jsonl")

@@ -2,7 +2,7 @@
 
 import re
 from functools import cache
-from importlib.util import find_spec
+from importlib.resources import files
 from pathlib import Path
 
 _ROOMS = ("networks", "modules", "data")
@@ -16,18 +16,11 @@ def short_names() -> dict[str, str]:
         >>> short_names()["CosineBetas"], short_names()["EMA"]
         ('lit_diffusion.processes.CosineBetas', 'lit_diffusion.callbacks.EMA')
     """
-    callbacks = _folder("lit_diffusion.callbacks") / "__init__.py"
+    callbacks = files("lit_diffusion.callbacks").joinpath("__init__.py")
     names = re.findall(r'"([A-Z]\w+)"', callbacks.read_text())  # of its __all__
     found = {name: f"lit_diffusion.callbacks.{name}" for name in names}
     for room in ("lit_diffusion", *(f"lit_diffusion.{name}" for name in _ROOMS)):
-        for file in sorted(_folder(room).glob("*.py")):
+        for file in sorted(Path(str(files(room))).glob("*.py")):
             for name in re.findall(r"^class ([A-Z]\w+)", file.read_text(), re.MULTILINE):
                 found[name] = f"{room}.{file.stem}.{name}"
     return found
-
-
-def _folder(package: str) -> Path:
-    spec = find_spec(package)
-    assert spec is not None
-    assert spec.submodule_search_locations is not None
-    return Path(spec.submodule_search_locations[0])

@@ -21,19 +21,16 @@ def read_yaml(path: str | Path) -> Any:
     if path.stat().st_size > MOST_BYTES:
         raise ValueError(f"{path} has more than {MOST_BYTES:,} bytes: that is no config.")
     try:
-        return _parsed(path.read_text())
+        text = path.read_text()
+        events = yaml.parse(text, yaml.SafeLoader)
+        if sum(isinstance(event, yaml.AliasEvent) for event in events) > MOST_ALIASES:
+            raise ValueError(
+                f"a config with more than {MOST_ALIASES} aliases (*name) is not taken for it"
+            )
+        content = yaml.safe_load(text)
+        json.dumps(content, default=str, skipkeys=True)  # raises where something holds itself
+        return content
     except RecursionError:
         raise ValueError(f"{path} is not YAML: it is nested too deep.") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}.") from error
-
-
-def _parsed(text: str) -> Any:
-    events = yaml.parse(text, yaml.SafeLoader)
-    if sum(isinstance(event, yaml.AliasEvent) for event in events) > MOST_ALIASES:
-        raise ValueError(
-            f"a config with more than {MOST_ALIASES} aliases (*name) is not taken for it"
-        )
-    content = yaml.safe_load(text)
-    json.dumps(content, default=str, skipkeys=True)  # raises where something holds itself
-    return content

@@ -156,11 +156,9 @@ def end_epoch_as_any_other(trainer: Trainer) -> None:
     trainer.fit_loop._restarting = False
 
 
-def batch_progress_to_restore(trainer: Trainer) -> dict[str, Any]:
-    """The counts of the epoch's batches in a checkpoint that is being restored; to be changed."""
-    loaded: Any = trainer._checkpoint_connector._loaded_checkpoint
-    progress: dict[str, Any] = loaded["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    return progress
+def loaded_checkpoint(trainer: Trainer) -> dict[str, Any]:
+    """The checkpoint that is being restored, to be changed; {} where none is."""
+    return trainer._checkpoint_connector._loaded_checkpoint
 
 
 def epochs_in(checkpoint: Mapping[str, Any]) -> int:

@@ -150,7 +150,7 @@ class Recipe:
             folder,
             *extra,
             *((CALLBACKS | ALTERNATIVES | FOREIGN)[name]() for name in self.callbacks),
-            *run_callbacks(folder, {}),
+            *run_callbacks({}),
             logger=AppendingCSVLogger(folder),
             **{
                 "max_steps": STEPS,
