@@ -14,13 +14,19 @@ SHAPE = (4, 3, 8, 8)
 X0, NOISE = PIX(SHAPE, 1), Z(SHAPE, 2)
 
 
+# also of processes that keep no variance: EDM's, and straight lines
+LEVELS = [(1.0, 0.02), (1.0, 20.0), (0.3, 0.7)]
+
+
 def scales(t):
+    if isinstance(t, tuple):
+        return tuple(torch.tensor(value, dtype=torch.float64) for value in t)
     process = DiscreteVP(CosineBetas(1000))
     return tuple(expand_as(v, X0) for v in process.alpha_sigma(torch.tensor([float(t)])))
 
 
 @pytest.mark.parametrize("parameterization", EVERY, ids=repr)
-@pytest.mark.parametrize("t", [0, 1, 500, 998])
+@pytest.mark.parametrize("t", [0, 1, 500, 998, *LEVELS])
 def test_x0_is_recovered_from_its_own_target(parameterization, t):
     alpha, sigma = scales(t)
     x_t = alpha * X0 + sigma * NOISE
@@ -29,7 +35,7 @@ def test_x0_is_recovered_from_its_own_target(parameterization, t):
 
 
 @pytest.mark.parametrize("parameterization", EVERY, ids=repr)
-@pytest.mark.parametrize("t", [0, 300, 998])
+@pytest.mark.parametrize("t", [0, 300, 998, *LEVELS])
 def test_gain_is_the_slope_of_x0_by_the_output(parameterization, t):
     alpha, sigma = scales(t)
     output = Z(SHAPE, 3).requires_grad_()

@@ -151,6 +151,12 @@ def test_labels_are_rescaled_to_a_thousand_only_when_asked():
     assert rescaled.noise_label(t).tolist() == [0, 999.75]
 
 
+def test_labels_of_continuous_times_are_those_of_the_papers():
+    t = torch.tensor([0.25, 1.0], dtype=torch.float64)
+    close(ContinuousVP().noise_label(t), torch.tensor([249.75, 999.0]))
+    close(EDMProcess().noise_label(t), t.log() / 4)
+
+
 def test_sigmoid_betas_follow_their_formula():
     alpha, _ = DiscreteVP(SigmoidBetas(1000)).alpha_sigma(torch.tensor([249.0, 499.0]))
     sigmoid = lambda x: 1 / (1 + np.exp(x))  # noqa: E731

@@ -71,6 +71,7 @@ def test_strides_exist_for_just_the_numbers_that_the_reference_accepts():
         else:
             with pytest.raises(ValueError, match="no whole stride"):
                 Stride().grid(process, steps)
+    assert Stride().grid(DiscreteVP(CosineBetas(9)), 9).tolist() == [*range(8, -1, -1), -1]
 
 
 def test_log_snr_grid_is_even_and_ends_clean():
@@ -194,6 +195,10 @@ def test_log_normal_levels_rise_with_u_and_stay_within_the_process(process):
         assert set(t.tolist()) == set(range(50))
 
 
+def test_the_default_of_log_normal_levels_is_edms():
+    assert LogNormal() == LogNormal(mean=-1.2, std=1.2)
+
+
 def test_distributions_and_grids_without_meaning_are_refused():
     with pytest.raises(ValueError, match="std must be > 0, got 0"):
         LogNormal(std=0.0)
@@ -291,6 +296,12 @@ def test_the_largest_uniform_is_drawn_from_a_bin_with_density():
         density[num_bins // 2 :] = 0
         u = draw_uniforms(1, density, Largest())
         assert bin_of(u, num_bins).item() == num_bins // 2 - 1
+
+
+def test_the_least_uniform_is_drawn_from_a_bin_with_density(monkeypatch):
+    monkeypatch.setattr(torch, "rand", lambda n, **_: torch.zeros(n, dtype=torch.float64))
+    density = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    assert bin_of(draw_uniforms(1, density), 4).item() == 2
 
 
 def test_stratified_draws_put_one_in_each_stratum():

@@ -74,15 +74,7 @@ def parse_sampling(parser: Parser, options: Sequence[str]) -> argparse.Namespace
 
 
 def integers(text: str) -> list[int]:
-    """Comma-separated integers.
-
-    Raises:
-        argparse.ArgumentTypeError: for anything else.
-
-    Example:
-        >>> integers("0,1,2")
-        [0, 1, 2]
-    """
+    """Comma-separated integers."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:

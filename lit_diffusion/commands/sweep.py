@@ -86,11 +86,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def planned(args: argparse.Namespace, options: Sequence[str]) -> list[Planned]:
-    """All runs of a command line.
-
-    Raises:
-        ValueError: for options, arms or existing runs that do not fit.
-    """
+    """All runs of a command line; options, arms and existing runs have to fit."""
     if args.jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {args.jobs}.")
     in_range = all(0 <= seed < 2**32 for seed in args.seeds)  # as seed_everything has it

@@ -69,12 +69,7 @@ def has_problem(findings: Iterable[Finding]) -> bool:
 
 
 def count(number: int, thing: str) -> str:
-    """A number with its noun.
-
-    Example:
-        >>> count(1, "step"), count(1200, "step")
-        ('1 step', '1,200 steps')
-    """
+    """A number with its noun."""
     plural = f"{thing}es" if thing.endswith("s") else f"{thing}s"
     return f"{number:,} {thing if number == 1 else plural}"
 

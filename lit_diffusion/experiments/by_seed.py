@@ -29,11 +29,6 @@ def paired(pairs: Iterable[tuple[float, float]]) -> TTest | None:
     None where that is not defined: fewer than two pairs, or all ratios equal.
 
     Source: Student 1908, "The probable error of a mean".
-
-    Example:
-        >>> found = paired([(2.0, 1.0), (4.2, 2.0), (8.0, 4.1)])
-        >>> round(math.exp(found.difference), 2), round(found.p, 3)
-        (2.02, 0.001)
     """
     logs = [math.log(a / b) for a, b in pairs]
     if len(logs) < 2 or stdev(logs) < 1e-12:  # rounding alone

@@ -213,12 +213,7 @@ def misses(crossings: Iterable[Crossing]) -> bool:
 
 
 def mean_crossing(crossings: Sequence[Crossing]) -> Crossing:
-    """Geometric mean of steps; a bound where some are, and unknown where those disagree.
-
-    Example:
-        >>> print(mean_crossing([Crossing(1000), Crossing(4000, Bound.MORE_THAN)]))
-        > 2,000
-    """
+    """Geometric mean of steps; a bound where some are, and unknown where those disagree."""
     bounds = {crossing.bound for crossing in crossings} - {Bound.EXACT}
     if len(bounds) > 1:
         return Crossing(math.nan, Bound.UNKNOWN)

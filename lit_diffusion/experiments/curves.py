@@ -124,10 +124,6 @@ def late_oscillation(curve: Curve) -> float | None:
     None with fewer than three finite FIDs there.
 
     Source: the claim under Fig. 5 of "Why Diffusion Models are Stable and How to Make Them Faster".
-
-    Example:
-        >>> late_oscillation(Curve("0", (1, 2, 3, 4, 5, 6), (9.0, 5.0, 4.0, 3.0, 3.0, 3.0)))
-        0.0
     """
     _, logs = _late(curve)
     return stdev(logs) if len(logs) >= 3 else None
@@ -138,10 +134,6 @@ def late_wobble(curve: Curve) -> float | None:
 
     The line is that of least squares, so a curve that goes on falling evenly does not wobble:
     sqrt(sum of squared residuals / (n - 2)). None with fewer than three finite FIDs there.
-
-    Example:
-        >>> late_wobble(Curve("0", (1, 2, 3, 4, 5, 6), (9.0, 9.0, 9.0, 4.0, 2.0, 1.0)))
-        0.0
     """
     steps, logs = _late(curve)
     if len(logs) < 3:
@@ -170,10 +162,6 @@ def sampling_spread(curves: Iterable[Curve]) -> Spread | None:
 
     Variances of log FID are pooled over the runs, so what differs between runs does not count. None
     without repeats of finite FID.
-
-    Example:
-        >>> sampling_spread([Curve("0", (10,), (2.0,), repeats=(2.1, 1.9))]).degrees
-        2
     """
     squares, degrees = 0.0, 0
     for curve in curves:
@@ -191,11 +179,6 @@ def paired_spread(curves: Iterable[Curve]) -> Spread | None:
     (runs - 1) (sets - 1) degrees of freedom. Runs whose k-th sets are not the same have nothing in
     common to take off, and this is `sampling_spread`. Runs with equal numbers of repeats, all of
     them finite, are taken together; None without two such runs.
-
-    Example:
-        >>> runs = [Curve(str(fid), (10,), (fid,), repeats=(1.1 * fid,)) for fid in (2.0, 3.0)]
-        >>> round(sampling_spread(runs).sd, 3), round(paired_spread(runs).sd, 3)
-        (0.067, 0.0)
     """
     alike: dict[int, list[list[float]]] = {}
     for curve in curves:

@@ -257,11 +257,9 @@ def sampling_of(record: Record) -> Record:
 
 
 def flat(config: Any, name: str = "") -> dict[str, Any]:
-    """Settings by dotted name; an object in a list is named by its class.
+    """Settings by dotted name: `optimizer` is Adam, `optimizer.lr` is 0.1.
 
-    Example:
-        >>> flat({"optimizer": {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.1}}})
-        {'optimizer': 'Adam', 'optimizer.lr': 0.1}
+    An object in a list is named by its class.
     """
     if isinstance(config, list) and any(isinstance(item, dict) for item in config):
         config = _named(config)

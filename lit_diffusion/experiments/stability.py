@@ -32,14 +32,6 @@ def stability(losses: Sequence[float]) -> Stability:
     as there are; it is back where it is below that again. Losses of single batches scatter, and a
     factor of 2 is beyond that of a diffusion loss over 64 images; a median is not moved by the jump
     itself.
-
-    Example:
-        >>> stability([1.0] * 20 + [1.1, 5.0, 4.0, 1.0, 0.9])
-        Stability(spikes=1, diverged=False)
-        >>> stability([1.0] * 20 + [5.0, 6.0, 7.0])
-        Stability(spikes=1, diverged=True)
-        >>> stability([1.0] * 20 + [float("nan")])
-        Stability(spikes=0, diverged=True)
     """
     if not all(math.isfinite(loss) for loss in losses):
         return Stability(0, True)

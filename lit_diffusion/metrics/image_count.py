@@ -12,11 +12,6 @@ class ImageCount(NamedTuple):
 
     So many `images` were seen when `batches` of one process were done, and `each` batch since then
     has so many on all processes; None where that is not known.
-
-    Example:
-        >>> count = ImageCount(0, 0, each=64).resumed(batches=2000, each=128)
-        >>> count.at(2010)
-        129280
     """
 
     images: int | None

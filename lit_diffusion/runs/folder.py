@@ -165,7 +165,7 @@ def _last(settings: Sequence[Any], *keys: str) -> Any:
 
 def _root(stated: Any, wanted: str | None, configs: Sequence[str]) -> Path:
     if stated is not None:
-        return Path(str(stated))
+        return Path(str(stated)).expanduser()
     if wanted and (run := run_of(Path(wanted))):
         return run
     return Path("runs") / (Path(configs[0]).stem if configs else "unnamed")

@@ -14,9 +14,9 @@ from jsonargparse import ArgumentParser
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
-from torchvision.utils import make_grid
 
 from lit_diffusion.callbacks.progress import pace
+from lit_diffusion.callbacks.sample_grid import image_grid
 from lit_diffusion.checkpoints.loading import Loaded, load_with_record
 from lit_diffusion.checkpoints.reading import first_line
 from lit_diffusion.guidance import ClassifierFree
@@ -172,7 +172,7 @@ def write_samples(loaded: Loaded, args: Namespace, num: int, out: Path) -> dict[
             replace_text(out / RECORD, json.dumps(record, indent=1) + "\n")
     files = (out / f"{i:06d}.png" for i in range(min(num, 256)))
     shown = torch.stack([pil_to_tensor(Image.open(file)) for file in files])
-    to_pil_image(_grid(shown)).save(out / "grid.png")
+    to_pil_image(image_grid(shown)).save(out / "grid.png")
     return record
 
 
@@ -203,14 +203,3 @@ def _generate(module: Any, args: Namespace, there: int, num: int) -> Iterator[tu
             end, seconds = numbers.stop, last_sign - began
             parts = [f"{end} of {num} images", *pace("image", end - there, num - end, seconds)]
             print_error("  ".join(parts))
-
-
-def _grid(images: Tensor) -> Tensor:
-    """Images uint8 (N, C, H, W) in rows, with a white line between; small ones enlarged."""
-    columns = max(1, round(len(images) ** 0.5))
-    scale = max(1, 512 // (columns * images.shape[-1]))
-    images = images.repeat_interleave(scale, 2).repeat_interleave(scale, 3)
-    if len(images) == 1:
-        return images[0]
-    grid: Tensor = make_grid(images, columns, padding=1, pad_value=255)  # also around, and in RGB
-    return grid[: images.shape[1], 1:-1, 1:-1]

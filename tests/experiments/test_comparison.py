@@ -453,3 +453,9 @@ def test_a_first_look_is_at_the_winners_and_the_fastest_with_a_test():
     assert ratios == sorted(ratios, reverse=True)
     few = compare([arm("baseline", 1.0), *tested[:2], *single], "baseline")
     assert few.first() == few.results
+
+
+def test_a_mean_with_a_bound_in_it_is_one_and_bounds_that_disagree_leave_none():
+    late, early = Crossing(4000, Bound.MORE_THAN), Crossing(1000, Bound.AT_MOST)
+    assert mean_crossing([Crossing(1000), late]) == Crossing(pytest.approx(2000), Bound.MORE_THAN)
+    assert mean_crossing([early, late]).bound is Bound.UNKNOWN

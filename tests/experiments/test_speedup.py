@@ -169,3 +169,4 @@ def test_of_families_without_effect_one_in_twenty_rejects_after_holm():
 
 def test_without_tests_there_is_nothing_to_correct():
     assert holm([]) == []
+    assert holm([0.03, 0.01, None, 0.5]) == [0.06, 0.03, None, 0.5]

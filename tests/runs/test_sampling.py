@@ -153,10 +153,11 @@ def test_another_solver_keeps_steps_and_clipping(averaged, options, solver):
 def test_the_grid_shows_the_images_enlarged_in_rows(averaged):
     call("sample --checkpoint run --num 5 --out out")
     grid = np.array(Image.open("out/grid.png"))
-    scale = 512 // (2 * 8)
-    assert grid.shape == (3 * (8 * scale + 1) - 1, 2 * (8 * scale + 1) - 1)
-    second = grid[: 8 * scale : scale, 8 * scale + 1 :: scale]
-    assert (second == pngs()[1, 0].numpy()).all()
+    scale = round(512 / (3 * 8))
+    tile = 8 * scale + 2  # with a line between, and around
+    assert grid.shape == (2 * tile + 2, 3 * tile + 2, 3)
+    second = grid[2:tile:scale, tile + 2 : 2 * tile : scale]
+    assert (second == pngs()[1, 0].numpy()[..., None]).all()
 
 
 class Captioned(torch.nn.Module):
