@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lit_diffusion.system.signals import BY_HAND, SavedOnSignal, SignalNotes, print_error
@@ -22,7 +22,7 @@ from lit_diffusion.system.trainer_state import (
 )
 
 
-class SaveOnSignal(WholeSteps):
+class SaveOnSignal(WholeSteps, Callback):
     """Saves `folder`/last.ckpt at the next safe point after a signal, and ends.
 
     With exit code 75 after a signal of a batch system, 130 after Ctrl-C, and 129 after SIGHUP, by

@@ -1,6 +1,7 @@
 """`lit-diffusion sweep`: every arm of an experiment with every seed, each an ordinary fit."""
 
 import argparse
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -98,7 +99,7 @@ def planned(args: argparse.Namespace, options: Sequence[str]) -> list[Planned]:
 
 
 def _out(args: argparse.Namespace) -> Path:
-    return Path(args.out) if args.out else Path("runs") / f"{Path(args.config).stem}-sweep"
+    return Path(os.path.expanduser(args.out or f"runs/{Path(args.config).stem}-sweep"))
 
 
 def _reported(runs: Sequence[Planned], out: Path) -> bool:

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
@@ -27,7 +27,7 @@ from lit_diffusion.system.trainer_state import (
 _BETWEEN = "between accumulated batches"
 
 
-class ExactResume(WholeSteps):
+class ExactResume(WholeSteps, Callback):
     """Does at a resume what Lightning leaves out, and says where a run would not go on as it was.
 
     Lightning calls no `on_train_epoch_start` within an epoch, where GradientAccumulationScheduler

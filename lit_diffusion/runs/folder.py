@@ -6,6 +6,7 @@ What is in it is listed in docs/runs.md.
 import fcntl
 import os
 import re
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -165,7 +166,7 @@ def _last(settings: Sequence[Any], *keys: str) -> Any:
 
 def _root(stated: Any, wanted: str | None, configs: Sequence[str]) -> Path:
     if stated is not None:
-        return Path(str(stated)).expanduser()
+        return Path(os.path.expanduser(str(stated)))
     if wanted and (run := run_of(Path(wanted))):
         return run
     return Path("runs") / (Path(configs[0]).stem if configs else "unnamed")
@@ -240,13 +241,13 @@ def occupied(root: Path) -> Iterator[None]:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         root.mkdir(parents=True, exist_ok=True)
-        claim = os.open(root / CLAIM, flags, 0o666)
+        tempfile.TemporaryFile(dir=root).close()
     except OSError as error:
         raise OSError(
-            f"The run folder {root} cannot be written to: {error}. "
+            f"The run folder {root} cannot be written to: {error.strerror}. "
             "Choose another with --trainer.default_root_dir."
         ) from error
-    with os.fdopen(claim, "rb", buffering=0) as file:
+    with os.fdopen(os.open(root / CLAIM, flags, 0o666), "rb", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

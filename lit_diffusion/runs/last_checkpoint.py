@@ -32,6 +32,11 @@ class LastCheckpoint(WholeSteps, Checkpoint):
     The checkpoint before is kept as before-last.ckpt until the next batch has a finite loss. It
     takes the place of last.ckpt where the run ends because a loss or gradient is not finite: the
     update before that may have been the one that ruined the weights.
+
+    Args:
+        folder: where the file goes.
+        first: optimizer steps until the first save.
+        every_n_seconds: at least, between saves.
     """
 
     def __init__(self, folder: str | Path, first: int = 20, every_n_seconds: float = 30.0) -> None:

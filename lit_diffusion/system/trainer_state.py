@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard, TypeVar
 
-from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
@@ -35,7 +35,7 @@ def is_a(value: object, kind: type[T]) -> TypeGuard[T]:
     return any(f"{c.__module__}.{c.__qualname__}" in same for c in type(value).__mro__)
 
 
-class WholeSteps(Callback):
+class WholeSteps:
     """Tells batches whose gradients wait for the next, which are in no checkpoint, from others.
 
     A module with manual optimization may accumulate by itself and tells nobody: there, a batch that

@@ -44,10 +44,11 @@ def test_runs_that_cannot_be_compared_are_no_report_and_no_success(one_run, caps
     assert "no report: none of these runs has an FID" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arms", ["", "--arms same.yaml"])
-def test_a_baseline_alone_needs_no_comparison(one_run, capsys, arms):
+@pytest.mark.parametrize(("arms", "out"), [("", "~/out"), ("--arms same.yaml", "out")])
+def test_a_baseline_alone_needs_no_comparison(one_run, capsys, monkeypatch, arms, out):
+    monkeypatch.setenv("HOME", str(Path.cwd()))
     write_config({"trainer": {"max_steps": 8}}, Path("same.yaml"))
-    assert call(f"sweep tiny.yaml {arms} --seeds 0 --out out {TRUST}") == 0
+    assert call(f"sweep tiny.yaml {arms} --seeds 0 --out {out} {TRUST}") == 0
     assert "no report" not in capsys.readouterr().err
 
 

@@ -35,6 +35,7 @@ LAST = "runs/other/checkpoints/last.ckpt"
         ("fit -c digits.yaml --trainer.default_root_dir elsewhere", "elsewhere"),
         ("fit --trainer.default_root_dir=here/x", "here/x"),
         ("fit --trainer.default_root_dir=~/x", Path.home() / "x"),
+        ("fit --trainer.default_root_dir=~nobody-of-this-name/x", "~nobody-of-this-name/x"),
         ("fit --config rooted.yaml", "from/config"),
         ("fit --config rooted.yaml --trainer.default_root_dir=cli", "cli"),
         ("fit --config digits.yaml --config rooted.yaml", "from/config"),
