@@ -230,6 +230,7 @@ BINS = 12
 
 @pytest.fixture
 def module():
+    torch.manual_seed(1)  # of some weights the gradient is nearly the same at all levels
     return tiny_diffusion(network=TinyNetwork().eval(), label_dropout=0.0).eval()
 
 
