@@ -14,7 +14,7 @@ from lit_diffusion.callbacks.parts.fid_measurement import SPLITS, FIDMeasurement
 from lit_diffusion.callbacks.parts.inference import providers, weights_in_place
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
 from lit_diffusion.metrics.batches import Where
-from lit_diffusion.metrics.extractors import FIDProtocol, protocol_by_name
+from lit_diffusion.metrics.extractors import FIDProtocol, TrainedCNN, protocol_by_name
 from lit_diffusion.metrics.image_count import ImageCount, counted, read_count
 from lit_diffusion.metrics.record import FIDRecord, write_evaluation
 from lit_diffusion.metrics.reference import Reference
@@ -42,7 +42,8 @@ class FIDEvaluation(RunsEveryNSteps):
     Args:
         num_samples: to generate, >= 2. An FID depends on it: compare equal numbers only.
         extractor: an FID protocol, or the name of one: "inception-v3-compat", "digits-cnn",
-            "patches-cnn".
+            "patches-cnn"; or a file of `lit-diffusion train-extractor`, which is copied to the
+            Trainer's `default_root_dir`.
         reference: real images to compare with: a split of the data ("train", "val", "test"), a
             folder of images, or an .npz of them. Splits of foreign data are used as they come,
             augmented if they are.
@@ -155,6 +156,8 @@ class FIDEvaluation(RunsEveryNSteps):
         super().on_train_start(trainer, pl_module)
         self.image_count = counted(trainer, self.image_count)
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            if isinstance(self.protocol, TrainedCNN) and trainer.is_global_zero:
+                self.protocol.copy_to(Path(trainer.default_root_dir))
             _, reference = self._measurement.real(trainer, pl_module, "val")
             varying = self._measurement.varying(trainer, pl_module)
             self._forget_best_of_others(self._measured_with(reference, varying))

@@ -12,10 +12,10 @@ from lit_diffusion import __version__
 from lit_diffusion.settings.messages import is_meant, is_out_of_memory
 from lit_diffusion.system.signals import noting
 
-_FILES = dict.fromkeys(("validate", "test", "predict"), "fit") | {"fetch-weights": "fetch_weights"}
+_FILES = dict.fromkeys(("validate", "test", "predict"), "fit")
 
 COMMANDS = {
-    name: (f"lit_diffusion.commands.{_FILES.get(name, name)}:run", text)
+    name: (f"lit_diffusion.commands.{_FILES.get(name, name.replace('-', '_'))}:run", text)
     for name, text in (
         ("fit", "train a model from a config, or resume a run"),
         ("validate", "loss of a checkpoint on the validation split"),
@@ -27,6 +27,7 @@ COMMANDS = {
         ("sweep", "train every arm of an experiment with every seed, restartable; compare them"),
         ("compare", "which way to train is fastest, over seeds, and whether that is noise"),
         ("doctor", "say what would go wrong with a run, or on this machine, before it starts"),
+        ("train-extractor", "train a network for FID on images of one's own, without a download"),
         ("fetch-weights", "download the network of FID, for machines without internet access"),
     )
 }

@@ -3,6 +3,7 @@
 import json
 import tempfile
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,13 @@ from lit_diffusion.checkpoints.loading import Loaded, checkpoint_file, instantia
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.images import open_images
-from lit_diffusion.metrics.reference import RealImages, Scorer, images_of_split, measure
+from lit_diffusion.metrics.reference import (
+    HasSplits,
+    RealImages,
+    Scorer,
+    images_of_split,
+    measure,
+)
 from lit_diffusion.metrics.score import score
 from lit_diffusion.runs.loggers import read_evaluations
 from lit_diffusion.runs.sampling import (
@@ -54,10 +61,14 @@ def evaluate(args: Namespace) -> dict[str, Any]:
 
 
 def _protocol_of_run(loaded: Loaded | None) -> str:
-    """The protocol that the run was scored with while it trained."""
-    records = read_evaluations(loaded.path.parent.parent / "evaluations.jsonl") if loaded else []
+    """The protocol that the run was scored with while it trained, or its file in the run folder."""
+    root = loaded.path.parent.parent if loaded else None
+    records = read_evaluations(root / "evaluations.jsonl") if root else []
     named = [str(record["protocol"]) for record in records if "protocol" in record]
-    return named[-1] if named else "inception-v3-compat"
+    if not root or not named:
+        return "inception-v3-compat"
+    own = root / f"{named[-1]}.safetensors"
+    return str(own) if own.is_file() else named[-1]
 
 
 def _reference(args: Namespace, loaded: Loaded | None) -> tuple[RealImages, RealImages | None]:
@@ -74,13 +85,20 @@ def _data(args: Namespace, loaded: Loaded | None) -> Any:
     """The data module that --checkpoint was trained with."""
     path = checkpoint_file(args.checkpoint)
     checkpoint = read_checkpoint(path, mmap=True) if loaded is None else loaded.checkpoint
-    spec = model_spec(checkpoint, "datamodule_hyper_parameters")
-    data = None if spec is None else instantiate(spec, LightningDataModule, args.trust, path)
-    if data is None or not hasattr(data, "in_order"):
+    data = data_of(model_spec(checkpoint, "datamodule_hyper_parameters"), args.trust, path)
+    if data is None:
         raise ValueError(
             f"{path} names no data with splits to compare with; pass --reference DIR, a folder of "
             "real images."
         )
+    return data
+
+
+def data_of(spec: Any, trust: Sequence[str], path: str | Path) -> Any:
+    """The data module that the file `path` describes, ready; None where it has no splits."""
+    data = instantiate(spec, LightningDataModule, trust, path) if spec else None
+    if not isinstance(data, HasSplits):
+        return None
     data.prepare_data()
     return data
 
