@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """What `lit-diffusion --help` prints."""
-    lines = "\n".join(f"  {name:<15}{text}" for name, (_, text) in COMMANDS.items())
+    lines = "\n".join(f"  {name:<16}{text}" for name, (_, text) in COMMANDS.items())
     return f"""usage: lit-diffusion COMMAND [options]    (lit-diffusion COMMAND --help says which)
 
 Train diffusion models, score them and sample from them.

@@ -176,7 +176,7 @@ def test_a_home_folder_is_understood(root, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"channels": 2}, r"channels must be 1 \(grey\), 3 \(RGB\) or 4 \(RGBA\), got 2"),
+        ({"channels": 5}, r"channels must be 1 \(grey\), 3 \(RGB\), 2 or 4 \(with alpha\), got 5"),
         ({"image_size": 0}, "image_size must be >= 1, got 0"),
         ({"val": 0}, "val must be >= 1, got 0"),
     ],
