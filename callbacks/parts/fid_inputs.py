@@ -7,10 +7,9 @@ from itertools import compress
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader
 
+from lit_diffusion.callbacks.parts.fixed_items import indexed_loader
 from lit_diffusion.metrics.batches import Where
 from lit_diffusion.metrics.reference import HasSplits, RealImages, images_of_split
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
@@ -80,10 +79,10 @@ def split_images(trainer: Trainer, name: str, where: Where = None) -> RealImages
         "val": trainer.val_dataloaders,
         "test": trainer.test_dataloaders,
     }[name]
-    flat = [] if loaders is None else CombinedLoader(loaders).flattened
-    if not (flat and isinstance(flat[0], DataLoader)):
+    loader = indexed_loader(loaders)
+    if loader is None:
         return None
-    return RealImages(name, flat[0].dataset, flat[0].collate_fn, flat[0].num_workers, where=where)
+    return RealImages(name, loader.dataset, loader.collate_fn, loader.num_workers, where=where)
 
 
 def tested_split(trainer: Trainer) -> str:

@@ -121,6 +121,14 @@ def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[st
     return None if class_path is None else {"class_path": class_path, "init_args": saved}
 
 
+def class_names_in(checkpoint: Checkpoint) -> list[str]:
+    """Names of the labels 0, 1, ... of the data that a model was trained on; [] if not known."""
+    spec = model_spec(checkpoint, "datamodule_hyper_parameters") or {"class_path": ""}
+    state = checkpoint.get(spec["class_path"].rpartition(".")[2])
+    names = state.get("class_names") if isinstance(state, dict) else None
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
 def load_state(module: LightningModule, state: Mapping[str, Tensor], path: str | Path) -> None:
     """Copy the weights `state` of the file `path` into `module`, or name the first that differ."""
     if differences := misfits(module, state):

@@ -194,8 +194,9 @@ class ImageDataModule(LightningDataModule):
         return DataLoader(TensorDataset(seeds, labels), batch_size=self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint counts the done part of its epoch in."""
-        return {"images_of_a_batch": self._images_of_a_batch()}
+        """What a checkpoint counts the done part of its epoch in, and what its labels mean."""
+        names = list(self.class_names)
+        return {"images_of_a_batch": self._images_of_a_batch(), "class_names": names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Have the Trainer count it in batches of this run."""

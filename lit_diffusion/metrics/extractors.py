@@ -3,6 +3,7 @@
 Two FIDs compare only if they were measured under one protocol, with the same numbers of images.
 """
 
+import hashlib
 import io
 import json
 from collections.abc import Sequence
@@ -25,7 +26,6 @@ from lit_diffusion.metrics.weights import (
     INCEPTION_SHA256,
     cached_inception,
     require,
-    sha256,
 )
 from lit_diffusion.system.files import whole_file
 
@@ -223,7 +223,7 @@ class TrainedCNN(_SmallCNN):
             raise FileNotFoundError(
                 f"there is no extractor {path}; `lit-diffusion train-extractor` makes one."
             )
-        self.sha256 = sha256(self.path)
+        self.sha256 = hashlib.sha256(self.path.read_bytes()).hexdigest()
         try:
             with safe_open(self.path, "pt") as file:
                 self.record = dict(json.loads(file.metadata()["extractor"]))

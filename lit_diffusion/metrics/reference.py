@@ -29,6 +29,10 @@ POOL = 4
 """Images that are drawn from, as a multiple of those of one draw."""
 
 
+LABELS = ("label", "labels", "class", "class_label", "cls", "target", "y")
+"""What batches that are dictionaries call them."""
+
+
 @runtime_checkable
 class HasSplits(Protocol):
     """A data module that shows its splits "train" and "val" without augmentation."""
@@ -68,7 +72,7 @@ class RealImages:
     ) -> Iterator[tuple[Tensor, list[int]]]:
         """Images uint8 (N, C, H, W) and their labels, in order: those of `index`, or all.
 
-        The label is what a sample has second, -1 if that is no integer.
+        The label is what a sample has second, or under one of `LABELS`; -1 if that is no integer.
         """
         chosen = Subset(self.dataset, range(len(self)) if index is None else index)
         options: dict[str, Any] = {"num_workers": self.num_workers, "collate_fn": self.collate}
@@ -108,6 +112,8 @@ def images_of_split(data: HasSplits, name: str) -> RealImages:
 
 def _labels(batch: Any, count: int) -> list[int]:
     labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    if isinstance(batch, Mapping):
+        labels = next((batch[name] for name in LABELS if name in batch), None)
     if isinstance(labels, Tensor) and labels.shape == (count,) and not labels.is_floating_point():
         return labels.long().tolist()
     return [-1] * count

@@ -1,9 +1,10 @@
 """What a module refuses: arguments, and data, that do not go together."""
 
 import warnings
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lit_diffusion.guidance import ClassifierFree, ClassifierShift
 from lit_diffusion.protocols import (
@@ -112,6 +113,31 @@ def check_data(
                 f"{name} is {ours} in the module, but {theirs} in {type(data).__name__}; change "
                 "one of them."
             )
+
+
+def check_batch(batch: object, takes_condition: bool) -> None:
+    """Raise ValueError for other than (images, labels, index), or a condition that goes unused."""
+    if not (isinstance(batch, tuple | list) and len(batch) == 3):
+        is_whole = isinstance(batch, Mapping | Tensor)
+        parts = [batch] if is_whole or not isinstance(batch, Sequence) else batch
+        raise ValueError(
+            "batches must be (images uint8 (B, C, H, W), labels (B,) or another condition, index "
+            f"(B,) of each image in its data set), got ({', '.join(map(_kind, parts))}); write a "
+            "data set or collate_fn that gives these."
+        )
+    labels = batch[1]
+    are_labels = isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point()
+    if not takes_condition and not are_labels:
+        raise ValueError(
+            f"the batches have a condition, {_kind(labels)}, and this module takes none: pass "
+            "conditioning=..., or give labels of -1 in its place."
+        )
+
+
+def _kind(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
 
 
 def unused_classes(data: object) -> str | None:

@@ -292,11 +292,7 @@ class DiffusionModule(LightningModule):
 
     def _unpack(self, batch: Batch) -> tuple[Tensor, Condition, Tensor]:
         """x0 (B, C, H, W), condition and index of a batch."""
-        if not (isinstance(batch, tuple | list) and len(batch) == 3):
-            got = len(batch) if isinstance(batch, tuple | list) else type(batch).__name__
-            raise ValueError(
-                f"batches must be (images uint8, labels, index), got {got}; see lit_diffusion.data."
-            )
+        checks.check_batch(batch, takes_condition=self.conditioning is not None)
         images, labels, index = batch
         x0 = self.codec.encode(images)
         if x0.shape[1:] != self.image_shape:

@@ -3,6 +3,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 from support.pictures_module import PicturesModule, Stripes, pictures
@@ -108,6 +109,61 @@ def test_each_sample_stands_beside_its_nearest_training_image(tmp_path):
     memorised = torch.stack([Stripes()[2][0], Stripes()[9][0]])
     shown = pixels(tmp_path / "samples" / "nearest-00000004-raw.png")
     assert torch.equal(shown, image_grid(torch.cat([memorised, memorised], dim=-1)))
+
+
+class Flipped(LightningDataModule):
+    """Trains on mirrored images of three named classes, and shows them as they are."""
+
+    class_names = ("plain", "dotted", "striped")
+
+    def fingerprint(self, split):
+        return split
+
+    def in_order(self, split):
+        return DataLoader(Stripes(), batch_size=5)
+
+    def train_dataloader(self):
+        return DataLoader([(x.flip(-1), y) for x, y in Stripes()], batch_size=5)
+
+    def val_dataloader(self):
+        return self.in_order("val")
+
+
+class Labelled(PicturesModule):
+    num_classes = 3
+
+    def generate(self, seeds, labels=None):
+        return torch.stack([Stripes()[s][0] for s in seeds])
+
+
+def test_samples_are_compared_with_training_images_as_they_are(tmp_path):
+    grid = SampleGrid(2)
+    make_trainer(tmp_path, grid, max_epochs=1).fit(Labelled(), Flipped())
+    assert torch.equal(grid._bank, torch.stack([x for x, _ in Stripes()]))
+
+
+@pytest.mark.parametrize("labels", [None, [2, -1]])
+def test_names_of_classes_stand_below_their_samples(tmp_path, labels):
+    grid, module = SampleGrid(4, labels=labels), Labelled()
+    make_trainer(tmp_path, grid, max_epochs=1).fit(module, Flipped())
+    shown = pixels(tmp_path / "samples" / "step-00000004-raw.png")
+    names = Flipped.class_names
+    captions = [names[2], "", names[2], ""] if labels else [*names, names[0]]
+    samples = module.generate(range(4))
+    assert torch.equal(shown, image_grid(samples, captions))
+    tile = shown[:, 2:, 2:][:, : 6 * 43]
+    assert torch.equal(tile[0, ::43, : 4 * 43 : 43], samples[0, 0])
+    below = shown[0, 2 + 6 * 43 : 2 + 6 * 43 + 13]
+    assert (below > 200).any(0).sum() > 10
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_captions_stand_below_images_of_any_channels(channels):
+    images = torch.zeros(3, channels, 40, 50, dtype=torch.uint8)
+    written = image_grid(images, ["cat", "", "a name that is far too long for its image"])
+    assert len(written) == max(channels, 3) - (channels == 2)
+    plain = image_grid(images)
+    assert written.shape[1] - plain.shape[1] == 13 * ((plain.shape[1] - 2) // (40 * 5 + 2))
 
 
 def test_nearest_equals_brute_force_in_any_chunks():

@@ -12,11 +12,12 @@ from PIL import Image
 from support.commands import call
 from support.small_digits import write_small_digits
 
+from lit_diffusion.callbacks.sample_grid import image_grid
 from lit_diffusion.checkpoints.loading import Loaded
 from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.runs import sampling
-from lit_diffusion.runs.sampling import load_generator
+from lit_diffusion.runs.sampling import load_generator, read_labels
 
 LAST = "run/checkpoints/last.ckpt"
 
@@ -148,6 +149,27 @@ def test_raw_weights_give_other_images(averaged):
 def test_another_solver_keeps_steps_and_clipping(averaged, options, solver):
     assert call(f"sample --checkpoint run --num 1 --out out {options}") == 0
     assert record()["sampling"]["solver"] == solver
+
+
+def test_classes_are_named_as_the_folders_of_their_training_images_are(averaged, capsys):
+    file = torch.load(LAST, weights_only=True)
+    names = ["cat", "dog", *"cdefghij"]
+    torch.save(file | {"Digits": {"class_names": names}}, LAST)
+    assert call("sample --checkpoint run --num 3 --out out --labels dog,2,-1") == 0
+    assert (record()["labels"], record()["class_names"]) == ([1, 2, -1], names)
+    grid = torch.from_numpy(np.array(Image.open("out/grid.png"))).permute(2, 0, 1)
+    assert torch.equal(grid, image_grid(pngs(), ["dog", "c", ""]))
+    assert call("sample --checkpoint run --num 3 --out other --labels bird") == 2
+    told = "--labels must be in 0..9 or one of cat, dog, c, d, e, f, g, h, i, j or -1, got bird."
+    assert told in capsys.readouterr().err
+
+
+def test_names_that_are_other_numbers_leave_no_doubt():
+    names = ["1", "10", "2"]
+    assert read_labels("10,-1,1", 3, names) == [1, -1, 0]
+    with pytest.raises(ValueError, match="must be one of 1, 10, 2 or -1, got 0"):
+        read_labels("0", 3, names)
+    assert read_labels("2,0", 3, ["0", "1", "2"]) == [2, 0]
 
 
 def test_the_grid_shows_the_images_enlarged_in_rows(averaged):
