@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -37,7 +37,7 @@ class EMA(Callback):
     - Averaged is every parameter under `prefix` that requires a gradient and that an optimizer
       holds: shared ones once, those unfrozen or added later from then on, in float32 or wider. Each
       optimizer counts its own steps, so the networks of a GAN are averaged at their own pace.
-      Accumulated batches and steps that a GradScaler skips do not count. Buffers never average.
+      Accumulated batches and steps that a GradScaler skips do not count.
     - Weights that ModelParallelStrategy splits are averaged part by part. Saves gather the averages
       on rank 0; for this and for `weights()` all ranks are needed.
     - Validation, test and predict use the first decay, swapped in place and back; inside
@@ -56,6 +56,11 @@ class EMA(Callback):
             prefixes of which neither contains the other.
         start: optimizer steps in which the averages are still the weights; `warmup` counts from
             there.
+        buffers: whether buffers of floating point numbers under `prefix` are averaged too, such as
+            the running statistics of BatchNorm, with each step of the first optimizer that has
+            something to average.
+        on_cpu: whether averages are kept in the CPU's memory, to which weights are copied at each
+            update: slower, and no memory of the GPU.
 
     Raises:
         ValueError: bad arguments; at the start of a run, a prefix without parameters, overlapping
@@ -75,12 +80,16 @@ class EMA(Callback):
         every_n_steps: int = 1,
         prefix: str = "",
         start: int = 0,
+        buffers: bool = False,
+        on_cpu: bool = False,
     ) -> None:
         self.decays = tuple(decays)
         self.warmup = warmup
         self.every_n_steps = every_n_steps
         self.prefix = prefix.rstrip(".")
         self.start = start
+        self.buffers = buffers
+        self.on_cpu = on_cpu
         self._names = [RAW, "ema", *(f"ema_{decay:g}" for decay in self.decays)]
         if not self.decays or not all(0 <= decay < 1 for decay in self.decays):
             raise ValueError(f"decays must be one or more numbers in [0, 1), got {self.decays}.")
@@ -162,7 +171,7 @@ class EMA(Callback):
         self._waiting = self._take_up(module)
         known = set(self._waiting)
         self._unfollow()
-        self._groups = [Group(self.decays) for _ in trainer.optimizers]
+        self._groups = [Group(self.decays, on_cpu=self.on_cpu) for _ in trainer.optimizers]
         self._seen = {}
         for optimizer, group in zip(trainer.optimizers, self._groups, strict=True):
             refuse_unhooked(optimizer)
@@ -174,6 +183,8 @@ class EMA(Callback):
                     "is trained now. Resume with the module that wrote it, or freeze the parameter "
                     "until training has started."
                 )
+            if self.buffers and group.params:
+                self._adopt_buffers(group)
             self._step_hooks += [
                 optimizer.register_step_pre_hook(partial(self._before_step, group)),
                 optimizer.register_step_post_hook(partial(self._after_step, group)),
@@ -219,11 +230,28 @@ class EMA(Callback):
                     group.steps = max(group.steps, known.steps)
                 group.add(name, param, known)
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters under the prefix, by a name that torch.compile does not change."""
+    def _adopt_buffers(self, group: Group) -> None:
+        for name, buffer in self._buffers().items():
+            if id(buffer) not in self._seen:
+                self._seen[id(buffer)] = buffer
+                group.add(name, buffer, self._waiting.pop(name, None))
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Buffers to average, of those that a checkpoint holds."""
+        assert self._module is not None
+        named = {n.replace("_orig_mod.", ""): b for n, b in self._module.named_buffers()}
+        saved = {name.replace("_orig_mod.", "") for name in self._module.state_dict()}
+        return {
+            name: buffer
+            for name, buffer in named.items()
+            if name in saved and buffer.is_floating_point() and _is_under(name, self.prefix)
+        }
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """What is averaged, by a name that torch.compile does not change."""
         assert self._module is not None
         reshard(self._module)
-        named = {
+        named: dict[str, Tensor] = {
             name.replace("_orig_mod.", ""): param for name, param in self._module.named_parameters()
         }
         found = {name: param for name, param in named.items() if _is_under(name, self.prefix)}
@@ -232,7 +260,7 @@ class EMA(Callback):
             raise ValueError(
                 f"EMA(prefix={self.prefix!r}) fits no parameter; the module's are under {children}."
             )
-        return found
+        return found | (self._buffers() if self.buffers else {})
 
     def _before_step(self, group: Group, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
         if is_made_up(optimizer, kwargs):
@@ -347,7 +375,8 @@ class EMA(Callback):
         params = self._parameters()
         groups: dict[int, Group] = {}
         for name, average in known.items():
-            group = groups.setdefault(average.steps, Group(self.decays, average.steps))
+            of_steps = Group(self.decays, average.steps, on_cpu=self.on_cpu)
+            group = groups.setdefault(average.steps, of_steps)
             group.add(name, params[name], average)
         self._groups = list(groups.values())
         self._waiting = {}

@@ -122,9 +122,9 @@ class SampleGrid(RunsEveryNSteps):
                 rank_zero_warn(f"SampleGrid draws nothing at step {trainer.global_step}: {error}")
                 return {}
             if not self._bank_was_read:
-                real = [split_images(trainer, name, self.images) for name in ("train", "val")]
+                train, val = (split_images(trainer, n, self.images) for n in ("train", "val"))
                 if trainer.is_global_zero:
-                    self._read_bank(*real, tuple(samples.shape[1:]))
+                    self._read_bank(train, val, tuple(samples.shape[1:]))
                 self._bank_was_read = True
             if not trainer.is_global_zero:
                 return {}
@@ -237,7 +237,8 @@ def _written(text: str, channels: int, width: int) -> Tensor:
     """(channels, 13, width) uint8, white on black."""
     picture = Image.new(MODES[channels - 1], (width, 13), "black")
     ImageDraw.Draw(picture).text((1, 0), text, fill="white")
-    return pil_to_tensor(picture)
+    strip: Tensor = pil_to_tensor(picture)
+    return strip
 
 
 def class_captions(labels: Sequence[int], names: Sequence[str], num: int) -> list[str]:

@@ -72,7 +72,8 @@ def train_extractor(
         channels, *size = first.shape[1:]
         classes = num_classes if num_classes and num_classes > 1 else None
         network = SmallClassifier(channels, size, stage_widths(min(size)), classes or 2)
-        grey_step = 2 / max(1, len(first.unique()) - 1)  # of what the images use of [-1, 1]
+        levels = int(first.flatten().int().bincount().count_nonzero())
+        grey_step = 2 / max(1, levels - 1)  # of what the images use of [-1, 1]
         task = Task(steps, 0.2, min(max(grey_step, 4 / 128), 0.2), by_class=bool(classes))
         batches = _batches(images, steps, batch_size, generator)
         train(network.to(device), batches, task, generator, say)
@@ -154,7 +155,7 @@ def train(
             named = contrast(*views(network.features(pair)).chunk(2))
         loss = named + 0.2 * F.cross_entropy(quality(found), kind)
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
         if time.monotonic() - last_sign > 10:

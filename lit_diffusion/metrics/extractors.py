@@ -130,11 +130,11 @@ class _SmallCNN:
     """What protocols of a `SmallClassifier` have in common."""
 
     name: str
-    path: Path
-    size: int | Sequence[int]
-    """Height and width of the images in pixels; one number where they are equal."""
-
     resize = "none"
+
+    def source(self) -> tuple[Path, int | Sequence[int]]:
+        """File of the weights; height and width of the images in pixels, one number if equal."""
+        raise NotImplementedError
 
     @property
     def channels(self) -> int:
@@ -152,7 +152,8 @@ class _SmallCNN:
     def network(self) -> SmallClassifier:
         """The classifier whose features these are."""
         self.check()
-        return classifier_of(load_file(self.path), self.size)
+        path, size = self.source()
+        return classifier_of(load_file(path), size)
 
     def fidelity_arguments(self) -> dict[str, Any]:
         """Arguments that make `torch_fidelity.calculate_metrics` use this extractor."""
@@ -183,15 +184,10 @@ class EmbeddedCNN(_SmallCNN):
         if self.name not in _shipped():
             raise ValueError(f"shipped classifiers are {', '.join(_shipped())}, got {self.name!r}.")
 
-    @property
-    def path(self) -> Path:
-        """Of the weights."""
-        return Path(__file__).with_name(f"{self.name}.safetensors")
-
-    @property
-    def size(self) -> int:
-        """Height and width of the images in pixels."""
-        return int(_shipped()[self.name]["network"]["size"])
+    def source(self) -> tuple[Path, int]:
+        """File of the weights; height and width of the images in pixels."""
+        size = int(_shipped()[self.name]["network"]["size"])
+        return Path(__file__).with_name(f"{self.name}.safetensors"), size
 
     @property
     def sha256(self) -> str:
@@ -200,7 +196,7 @@ class EmbeddedCNN(_SmallCNN):
 
     def check(self) -> None:
         """Raise if the weight file is missing or another one."""
-        require(self.path, self.sha256, "Install lit-diffusion again.")
+        require(self.source()[0], self.sha256, "Install lit-diffusion again.")
 
 
 class TrainedCNN(_SmallCNN):
@@ -228,11 +224,15 @@ class TrainedCNN(_SmallCNN):
             with safe_open(self.path, "pt") as file:
                 self.record = dict(json.loads(file.metadata()["extractor"]))
             self.name = f"{self.record['name']}-{self.sha256[:8]}"
-            self.size = [int(pixels) for pixels in self.record["size"]]
+            self._size = [int(pixels) for pixels in self.record["size"]]
             self.network()
         except Exception as error:  # whatever a file may hold
             reason = f"{type(error).__name__}: {str(error)[:200]}"
             raise ValueError(f"{path} is no file of `train-extractor` ({reason}).") from error
+
+    def source(self) -> tuple[Path, Sequence[int]]:
+        """File of the weights; height and width of the images in pixels."""
+        return self.path, self._size
 
     def check(self) -> None:
         """Raise if the weight file is missing or another one than before."""

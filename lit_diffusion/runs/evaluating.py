@@ -97,10 +97,9 @@ def _data(args: Namespace, loaded: Loaded | None) -> Any:
 def data_of(spec: Any, trust: Sequence[str], path: str | Path) -> Any:
     """The data module that the file `path` describes, ready; None where it has no splits."""
     data = instantiate(spec, LightningDataModule, trust, path) if spec else None
-    if not isinstance(data, HasSplits):
-        return None
-    data.prepare_data()
-    return data
+    if data is not None:
+        data.prepare_data()
+    return data if isinstance(data, HasSplits) else None
 
 
 def _samples(args: Namespace, loaded: Loaded | None, folder: Any, num: int) -> dict[str, Any]:

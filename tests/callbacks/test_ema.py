@@ -27,6 +27,7 @@ from support.plain_module import (
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from lit_diffusion import load
 from lit_diffusion.callbacks import EMA, MomentumDecay, StepSeed
 from lit_diffusion.protocols import WeightsProvider
 
@@ -84,18 +85,88 @@ def test_frozen_parameters_and_buffers_are_not_averaged_and_shared_ones_are_aver
     assert "shared.weight" not in shadows(ema)
 
 
+# Buffers, and averages on the CPU
+
+
+class Buffers(Callback):
+    """The module's buffers after each optimizer step, and those that validations see."""
+
+    def __init__(self):
+        self.after_steps, self.seen = [], []
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        self.after_steps.append({n: b.clone() for n, b in pl_module.named_buffers()})
+
+    def on_validation_batch_start(self, trainer, pl_module, *args):
+        self.seen.append({n: b.clone() for n, b in pl_module.named_buffers()})
+
+
+RUNNING = {"inner.1.running_mean", "inner.1.running_var"}
+
+
 def test_buffers_are_the_live_ones_during_validation(tmp_path):
-    live, seen = [], []
+    buffers = Buffers()
+    fit(tmp_path, PlainModule(), EMA((DECAY,)), buffers, num_sanity_val_steps=0)
+    assert_same_bits(buffers.seen[0], buffers.after_steps[-1])
 
-    class Buffers(Callback):
-        def on_train_batch_end(self, trainer, pl_module, *args):
-            live.append([b.clone() for b in pl_module.buffers()])
 
-        def on_validation_batch_start(self, trainer, pl_module, *args):
-            seen.append([b.clone() for b in pl_module.buffers()])
+@pytest.mark.parametrize("start", [0, 3])
+def test_buffers_are_averaged_with_the_weights_where_that_is_asked(tmp_path, start):
+    ema, watch, buffers = EMA((DECAY,), buffers=True, start=start), Watch(), Buffers()
+    module = PlainModule()
+    module.register_buffer("unsaved", torch.ones(2), persistent=False)
+    fit(tmp_path, module, ema, watch, buffers, max_epochs=2, num_sanity_val_steps=0)
+    found = shadows(ema)
+    assert found.keys() == {n for n, p in module.named_parameters() if p.requires_grad} | RUNNING
+    for name in RUNNING:
+        initial = dict(PlainModule().named_buffers())
+        history = [step[name].double() for step in [initial, *buffers.after_steps]]
+        average = history[start]
+        for n, value in enumerate(history[start + 1 :]):
+            d = min(DECAY, (1 + n) / (10 + n))
+            average = d * average + (1 - d) * value
+        torch.testing.assert_close(found[name].double(), average, rtol=0, atol=1e-6)
+        assert torch.equal(buffers.seen[-1][name], found[name])
+        assert torch.equal(module.state_dict()[name], buffers.after_steps[-1][name])
+    plain, without = PlainModule(), EMA((DECAY,))
+    fit(tmp_path, plain, without, max_epochs=2, num_sanity_val_steps=0)
+    assert_same_bits(plain.state_dict(), module.state_dict())
 
-    fit(tmp_path, PlainModule(), EMA((DECAY,)), Buffers(), num_sanity_val_steps=0)
-    assert_same_bits(seen[0], live[-1])
+
+def test_averaged_buffers_go_on_at_a_resume_and_are_loaded(tmp_path):
+    whole, first, again = (EMA((DECAY,), buffers=True) for _ in range(3))
+    fit(tmp_path, PlainModule(), whole, StepSeed(1), max_epochs=2)
+    trainer = fit(tmp_path, PlainModule(), first, StepSeed(1))
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = {"ckpt_path": tmp_path / "half.ckpt", "max_epochs": 2}
+    fit(tmp_path, PlainModule(), again, StepSeed(1), **resumed)
+    assert_same_bits(again.state_dict(), whole.state_dict())
+    module = load(tmp_path / "half.ckpt", module=PlainModule())
+    for name in RUNNING:
+        assert torch.equal(module.state_dict()[name], shadows(first)[name])
+
+
+def test_buffers_begin_to_average_where_a_resume_asks_for_it(tmp_path):
+    trainer = fit(tmp_path, PlainModule(), EMA((DECAY,)), StepSeed(1))
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    ema, buffers = EMA((DECAY,), buffers=True), Buffers()
+    resumed = {"ckpt_path": tmp_path / "half.ckpt", "max_steps": 5, "max_epochs": 2}
+    fit(tmp_path, PlainModule(), ema, buffers, StepSeed(1), **resumed)
+    assert shadows(ema).keys() > RUNNING
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_averages_on_the_cpu_are_the_same(tmp_path, accelerator):
+    averages, seen = [], []
+    for on_cpu in (False, True):
+        ema, spy = EMA((DECAY,), on_cpu=on_cpu, buffers=True), Spy()
+        fit(tmp_path, PlainModule(), ema, spy, StepSeed(1), max_epochs=2, accelerator=accelerator)
+        averages.append({name: value.cpu() for name, value in shadows(ema).items()})
+        seen.append([{n: v.cpu() for n, v in weights.items()} for weights in spy.seen])
+    assert {value.device.type for value in shadows(ema).values()} == {"cpu"}
+    assert_close(*averages, atol=1e-7)
+    for weights, others in zip(*seen, strict=True):
+        assert_close(weights, others, atol=1e-7)
 
 
 def tensors_held(owner, but_not):
