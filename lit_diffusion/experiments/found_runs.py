@@ -173,7 +173,11 @@ class Run:
         return [r for r in same if (r["step"], r["metric"], _way(r)) == key]
 
     def _all(self, metric: str) -> list[Record]:
-        return [r for r in self.records if r.get("metric") == metric and not is_repeat(r)]
+        """FIDs of evaluations.jsonl, which tells how they were measured; others of metrics.csv."""
+        if "fid" in metric:
+            return [r for r in self.records if r.get("metric") == metric and not is_repeat(r)]
+        logged = [(int(r["step"]) + 1, float(r[metric])) for r in self._rows if metric in r]
+        return [{"metric": metric, "step": step, "value": value} for step, value in logged]
 
     def _usual(self, metric: str) -> list[Record]:
         found = self._all(metric)

@@ -46,10 +46,13 @@ def report_on_runs(
     arms = findings.arms_of(selection)
     report = _report(arms, selection.baseline, target)
     samples = findings.sample_pictures(selection, [arm.name for arm in report.comparison.arms])
+    is_fid = "fid" in selection.metric
+    of_objective = f"{selection.metric} says something of arms of one objective alone."
     return replace(
         report,
+        score="FID" if is_fid else selection.metric.rpartition("/")[2],
         left_out=selection.left_out,
-        alerts=[*findings.alerts(selection), *report.alerts],
+        alerts=[*[of_objective] * (not is_fid), *findings.alerts(selection), *report.alerts],
         notes=findings.notes(selection, arms) + findings.notes_on_samples(selection, samples),
         protocol=findings.protocol_facts(selection),
         tables={

@@ -130,8 +130,8 @@ def _without(run: Run, metric: str) -> str | None:
         return f"it has no {metric}, but {', '.join(others)}"
     if run.diverged:
         return "its training diverged before its first FID, which flatters its arm"
-    step = run.last_logged.get("step")
-    return "it has no FID" + (f"; metrics.csv ends at step {step}" if step else "")
+    step, what = run.last_logged.get("step"), "FID" if "fid" in metric else metric
+    return f"it has no {what}" + (f"; metrics.csv ends at step {step}" if step else "")
 
 
 def _usual(runs: Sequence[Run], difference: _Difference, metric: str) -> Run:
