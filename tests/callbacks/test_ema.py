@@ -441,7 +441,7 @@ def test_weights_gives_any_decay_nested_and_after_exceptions(tmp_path):
             raise KeyError
         assert_close(trainable(module), first, 0)
     assert_same_bits(trainable(module), raw)
-    with pytest.raises(ValueError, match="'best'"), ema.weights("best"):
+    with pytest.raises(ValueError, match="EMA knows the weights .*'best'"), ema.weights("best"):
         pass
     with pytest.raises(RuntimeError, match="no averages"), EMA().weights("ema"):
         pass
@@ -955,15 +955,16 @@ def test_nothing_is_left_on_module_and_optimizers_after_fit(tmp_path):
     assert not failing._state_dict_hooks
 
 
-def test_the_decay_in_force_is_logged(tmp_path):
-    logger = CSVLogger(tmp_path)
-    fit(tmp_path, PlainModule(), EMA((0.5,)), max_epochs=4, logger=logger, log_every_n_steps=2)
+@pytest.mark.parametrize("start", [0, 4])
+def test_the_decay_in_force_is_logged(tmp_path, start):
+    logger, ema = CSVLogger(tmp_path), EMA((0.5,), start=start)
+    fit(tmp_path, PlainModule(), ema, max_epochs=4, logger=logger, log_every_n_steps=2)
     rows = [
         line.split(",") for line in (tmp_path.glob("**/metrics.csv")).__next__().read_text().split()
     ]
     column = rows[0].index("ema/decay")
     logged = [float(row[column]) for row in rows[1:] if row[column]]
-    steps = [2, 4, 6, 8, 10, 12, 14, 16]
+    steps = [max(n - start, 0) for n in (2, 4, 6, 8, 10, 12, 14, 16)]
     assert logged == pytest.approx([min(0.5, n / (9 + n)) for n in steps])
 
 
