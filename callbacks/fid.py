@@ -116,6 +116,10 @@ class FIDEvaluation(RunsEveryNSteps):
         weights = "" if self.weights_name == "ema" else f"_{self.weights_name}"
         return f"{stage}/fid_{count}{weights}"
 
+    def metric_names(self) -> list[str]:
+        """The FID and its floor."""
+        return [self.metric_name("val"), self.metric_name("val") + "_floor"]
+
     # What has to be right before the first step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -73,19 +73,24 @@ class NoiseLevelLoss(RunsEveryNSteps):
                 f"; {type(pl_module).__name__} lacks {', '.join(lacking)}."
             )
 
+    def metric_names(self) -> list[str]:
+        """One a level, of training images where it runs every so many steps."""
+        split = "val" if self.every_n_steps is None else "train"
+        return [f"{split}/loss_u{u:.3g}" for u in self.levels]
+
     def at_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure training images, for the loggers."""
         with averaged_weights(trainer):
-            losses = self._measure(trainer, pl_module, trainer.train_dataloader, "train")
+            losses = self._measure(trainer, pl_module, trainer.train_dataloader)
         log_in_row_of_step(trainer, {name: loss.item() for name, loss in losses.items()})
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure after each validation, with the weights that it used."""
         if self.every_n_steps is None and not trainer.sanity_checking:
-            pl_module.log_dict(self._measure(trainer, pl_module, trainer.val_dataloaders, "val"))
+            pl_module.log_dict(self._measure(trainer, pl_module, trainer.val_dataloaders))
 
     def _measure(
-        self, trainer: Trainer, pl_module: LightningModule, loaders: Any, split: str
+        self, trainer: Trainer, pl_module: LightningModule, loaders: Any
     ) -> dict[str, Tensor]:
         module = cast(HasNoiseLevels, pl_module)
         if self._fixed is None:
@@ -99,8 +104,7 @@ class NoiseLevelLoss(RunsEveryNSteps):
         labels = move_data_to_device(labels, x0.device)
         with inference(trainer, pl_module):
             losses = noise_level_losses(module, x0, labels, noise, self.levels)
-        names = [f"{split}/loss_u{u:.3g}" for u in self.levels]
-        return dict(zip(names, losses, strict=True))
+        return dict(zip(self.metric_names(), losses, strict=True))
 
 
 def read_fixed(loaders: Any, num: int, where: Where = None) -> tuple[Tensor, Condition, list[int]]:

@@ -108,6 +108,10 @@ class SampleGrid(RunsEveryNSteps):
         if fitting and self.every_n_steps is None:
             pl_module.log_dict(self._draw(trainer, pl_module), rank_zero_only=True)
 
+    def metric_names(self) -> list[str]:
+        """Logged where there are held-out images."""
+        return ["val/memorized"]
+
     def at_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw."""
         log_in_row_of_step(trainer, self._draw(trainer, pl_module))
@@ -148,7 +152,7 @@ class SampleGrid(RunsEveryNSteps):
         self._publish(trainer, "nearest", weights, image_grid(pairs))
         if self._usual is None:
             return {}
-        return {"val/memorized": (distances < self._usual).double().mean().item()}
+        return {self.metric_names()[0]: (distances < self._usual).double().mean().item()}
 
     def _read_bank(
         self, train: RealImages | None, val: RealImages | None, shape: tuple[int, ...]

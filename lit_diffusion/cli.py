@@ -107,4 +107,5 @@ def _report(command: str, error: Exception, debug: bool) -> int:
     print(f"lit-diffusion {command}: {message}", file=sys.stderr)
     mistake = isinstance(error, ValueError | TypeError | OSError)
     mistake = mistake or type(error).__name__ == "MisconfigurationException"
+    mistake = mistake or message.startswith("Early stopping conditioned on metric")
     return 2 if meant and mistake else 1

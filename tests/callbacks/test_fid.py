@@ -10,6 +10,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from support.memory_logger import MemoryLogger
 from support.pixels import FEATURES, PixelProtocol, random_images
@@ -330,6 +331,18 @@ def test_an_evaluation_that_would_never_run_is_refused_before_the_first_step(tmp
     module = Rising()
     with pytest.raises(ValueError, match="pass every_n_steps"):
         trainer(tmp_path, [fid(tmp_path, reference="train")]).fit(module, loader(8))
+    assert module.losses == []
+
+
+@pytest.mark.parametrize("watcher", [EarlyStopping, ModelCheckpoint])
+def test_what_watches_the_fid_finds_it_or_is_refused_before_the_first_step(tmp_path, watcher):
+    callback, module = fid(tmp_path), Rising()
+    metric = callback.metric_name("val")
+    fit(tmp_path, [callback, watcher(monitor=metric)], module, enable_checkpointing=True)
+    assert len(module.losses) == 8
+    callback, module = fid(tmp_path, every_n_steps=4), Rising()
+    with pytest.raises(ValueError, match="every_n_steps=4.*val_check_interval"):
+        fit(tmp_path, [callback, watcher(monitor=metric)], module, enable_checkpointing=True)
     assert module.losses == []
 
 

@@ -49,3 +49,9 @@ def test_help_of_fit_begins_with_what_to_type(capsys):
     assert call("fit --help") == 0
     told = capsys.readouterr().out
     assert "lit-diffusion fit --config configs/digits.yaml --ckpt_path=last" in told[:1500]
+
+
+def test_early_stopping_on_a_metric_that_is_not_there_is_a_mistake(capsys):
+    added = "--trainer.callbacks+=EarlyStopping --trainer.callbacks.EarlyStopping.monitor=val/los"
+    assert call(f"fit --config tiny.yaml {TRUST} {added}") == 2
+    assert "`val/loss`" in capsys.readouterr().err
