@@ -63,7 +63,7 @@ class ExactResume(WholeSteps, Callback):
         # Elsewhere, as after an error, metrics may not be computed on all ranks.
         if batch_is_ending(trainer) or trainer.validating:
             known = trainer.callback_metrics
-            checkpoint[self._METRICS] = {k: v.cpu() for k, v in known.items()}
+            checkpoint[self._METRICS] = {k: known[k].cpu() for k in sorted(known)}
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
