@@ -10,6 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -145,6 +146,7 @@ class EMA(Callback):
             self._put_average(name)
 
     def _put_average(self, name: str) -> None:
+        self._renew_buffers()
         updated = [group for group in self._groups if group.steps >= self.every_n_steps]
         for group in updated:
             group.refuse_nonfinite()
@@ -176,15 +178,14 @@ class EMA(Callback):
         for optimizer, group in zip(trainer.optimizers, self._groups, strict=True):
             refuse_unhooked(optimizer)
             self._adopt(optimizer, group)
-            missing = [name for name in group.names if name not in known]
+            pairs = zip(group.names, group.params, strict=True)
+            missing = [n for n, p in pairs if n not in known and isinstance(p, Parameter)]
             if from_checkpoint and missing:
                 raise ValueError(
                     f"The checkpoint's EMA holds no average of the parameter {missing[0]!r}, which "
                     "is trained now. Resume with the module that wrote it, or freeze the parameter "
                     "until training has started."
                 )
-            if self.buffers and group.params:
-                self._adopt_buffers(group)
             self._step_hooks += [
                 optimizer.register_step_pre_hook(partial(self._before_step, group)),
                 optimizer.register_step_post_hook(partial(self._after_step, group)),
@@ -211,7 +212,12 @@ class EMA(Callback):
             return {}
         for change in changed_decays(state, self.decays):
             rank_zero_info(change)
-        return unpack(state, self.decays, params)
+        known = unpack(state, self.decays, params | self._buffers())
+        if left := known.keys() - params.keys():
+            rank_zero_info(f"EMA(buffers=False): the averages of {len(left)} buffers are dropped.")
+        if new := [n for n, p in params.items() if not isinstance(p, Parameter) and n not in known]:
+            rank_zero_info(f"EMA(buffers=True): averages of {len(new)} buffers start from these.")
+        return {name: average for name, average in known.items() if name in params}
 
     def _adopt(self, optimizer: Optimizer, group: Group) -> None:
         new = {
@@ -229,30 +235,40 @@ class EMA(Callback):
                 if known:
                     group.steps = max(group.steps, known.steps)
                 group.add(name, param, known)
-
-    def _adopt_buffers(self, group: Group) -> None:
-        for name, buffer in self._buffers().items():
-            if id(buffer) not in self._seen:
-                self._seen[id(buffer)] = buffer
+        averaged = {name for each in self._groups for name in each.names}
+        for name, buffer in self._buffers().items() if self.buffers and group.params else ():
+            if name not in averaged:
                 group.add(name, buffer, self._waiting.pop(name, None))
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Buffers to average, of those that a checkpoint holds."""
+        """Buffers to average: floating point numbers that a checkpoint holds, no masks of -inf."""
         assert self._module is not None
-        named = {n.replace("_orig_mod.", ""): b for n, b in self._module.named_buffers()}
-        saved = {name.replace("_orig_mod.", "") for name in self._module.state_dict()}
+        saved = {_plain(name) for name in self._module.state_dict()}
         return {
             name: buffer
-            for name, buffer in named.items()
-            if name in saved and buffer.is_floating_point() and _is_under(name, self.prefix)
+            for name, buffer in self._named_buffers().items()
+            if name in saved and _is_under(name, self.prefix)
+            if buffer.is_floating_point() and buffer.isfinite().all()
         }
+
+    def _named_buffers(self) -> dict[str, Tensor]:
+        assert self._module is not None
+        return {_plain(name): buffer for name, buffer in self._module.named_buffers()}
+
+    def _renew_buffers(self) -> None:
+        """Find buffers again that modules have replaced, as `.to(device)` does, by their names."""
+        if self.buffers:
+            now = self._named_buffers()
+            for group in self._groups:
+                pairs = zip(group.names, group.params, strict=True)
+                group.params = [now.get(name, param) for name, param in pairs]
 
     def _parameters(self) -> dict[str, Tensor]:
         """What is averaged, by a name that torch.compile does not change."""
         assert self._module is not None
         reshard(self._module)
         named: dict[str, Tensor] = {
-            name.replace("_orig_mod.", ""): param for name, param in self._module.named_parameters()
+            _plain(name): param for name, param in self._module.named_parameters()
         }
         found = {name: param for name, param in named.items() if _is_under(name, self.prefix)}
         if not found:
@@ -275,6 +291,7 @@ class EMA(Callback):
         params = (param for entry in optimizer.param_groups for param in entry["params"])
         skipped = getattr(optimizer, "found_inf", None) or all(p.grad is None for p in params)
         if not skipped and not is_made_up(optimizer, kwargs):
+            self._renew_buffers()
             group.advance(self.every_n_steps, self.warmup, self.start)
 
     # State
@@ -411,6 +428,11 @@ class EMA(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let go of the optimizers."""
         self._unfollow()
+
+
+def _plain(name: str) -> str:
+    """As it is without torch.compile."""
+    return name.replace("_orig_mod.", "")
 
 
 def _is_under(name: str, prefix: str) -> bool:

@@ -73,10 +73,18 @@ def load_with_record(
         with no_larger_than(checkpoint["state_dict"]):
             module = build(checkpoint, path, trust)
     name, averages = chosen_weights(checkpoint, weights, path)
+    averages = dict(averages) | _aliases(module, averages)
     load_state(module, {**uncompiled(checkpoint["state_dict"]), **averages}, path)
     step = int(checkpoint.get("global_step", 0))
     rank_zero_info(f"Loaded {name} weights of step {step} from {path}.")
     return Loaded(module.eval(), path, step, name, checkpoint)
+
+
+def _aliases(module: LightningModule, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The averages by all names of a tensor that has several; they are saved by the first."""
+    own = module.state_dict(keep_vars=True)
+    values = {id(own[name]): value for name, value in averages.items() if name in own}
+    return {name: values[id(value)] for name, value in own.items() if id(value) in values}
 
 
 def checkpoint_file(path: str | Path) -> Path:

@@ -142,8 +142,68 @@ def test_averaged_buffers_go_on_at_a_resume_and_are_loaded(tmp_path):
     fit(tmp_path, PlainModule(), again, StepSeed(1), **resumed)
     assert_same_bits(again.state_dict(), whole.state_dict())
     module = load(tmp_path / "half.ckpt", module=PlainModule())
-    for name in RUNNING:
-        assert torch.equal(module.state_dict()[name], shadows(first)[name])
+    for name, average in shadows(first).items():
+        assert torch.equal(module.state_dict()[name], average)
+    assert torch.equal(module.shared.weight, shadows(first)["inner.3.weight"])
+
+
+class Replaces(PlainModule):
+    """Has a running mean that is another tensor after each batch, and a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+
+    def training_step(self, batch, batch_idx):
+        self.mean = 0.5 * self.mean + batch[0].mean(0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_buffer_that_a_module_replaces_is_averaged_on_and_a_mask_never(tmp_path):
+    module, ema, buffers = Replaces(), EMA((DECAY,), warmup=False, buffers=True), Buffers()
+    fit(tmp_path, module, ema, buffers)
+    average = torch.zeros(4, dtype=torch.float64)
+    for step in buffers.after_steps:
+        average = DECAY * average + (1 - DECAY) * step["mean"]
+    torch.testing.assert_close(shadows(ema)["mean"].double(), average, rtol=0, atol=1e-6)
+    assert "mask" not in shadows(ema)
+    module.double()  # gives it other buffers, and the same parameters
+    with ema.weights("ema"):
+        torch.testing.assert_close(module.mean, average, rtol=0, atol=1e-6)
+    assert torch.equal(module.mean, buffers.after_steps[-1]["mean"].double())
+
+
+def test_buffers_are_averaged_from_when_a_parameter_is_trained(tmp_path):
+    class Unfreezes(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            pl_module.inner.requires_grad_(batch_idx >= 2)
+
+    class Waits(PlainModule):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + 0 * self.extra.sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module, ema = Waits(), EMA((DECAY,), prefix="inner", buffers=True)
+    module.extra = nn.Parameter(torch.zeros(1))
+    module.inner.requires_grad_(False)
+    with pytest.warns(UserWarning, match="nothing to average until one does"):
+        fit(tmp_path, module, ema, Unfreezes())
+    assert shadows(ema).keys() > RUNNING
+
+
+def test_a_resume_may_drop_the_averages_of_buffers(tmp_path, caplog):
+    trainer = fit(tmp_path, PlainModule(), EMA((DECAY,), buffers=True), StepSeed(1))
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    ema, plain = EMA((DECAY,)), EMA((DECAY,))
+    resumed = {"ckpt_path": tmp_path / "half.ckpt", "max_epochs": 2}
+    with caplog.at_level(logging.INFO):
+        fit(tmp_path, PlainModule(), ema, StepSeed(1), **resumed)
+    assert "the averages of 2 buffers are dropped" in caplog.text
+    fit(tmp_path, PlainModule(), plain, StepSeed(1), max_epochs=2)
+    assert_same_bits(shadows(ema), shadows(plain))
 
 
 def test_buffers_begin_to_average_where_a_resume_asks_for_it(tmp_path):
