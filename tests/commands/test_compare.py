@@ -159,7 +159,7 @@ def test_losses_are_compared_where_that_is_asked(capsys):
     assert call("compare losses --metric val/loss") == 0
     told = capsys.readouterr().out.splitlines()
     assert told[0].startswith("fast wins: ")
-    assert "val/loss says something of arms of one objective alone." in told
+    assert "a loss, as val/loss, compares arms of one objective" in "".join(told)
     page = Path("report/report.html").read_text()
     text = Path("report/report.md").read_text()
     assert "## loss over training" in text
@@ -167,6 +167,17 @@ def test_losses_are_compared_where_that_is_asked(capsys):
         assert "FID" not in said.replace("FIDEvaluation", "")
     fast = rows("report/speedups.csv")["fast"]
     assert float(fast["low"]) < 2 < float(fast["high"])
+
+
+def test_a_metric_that_cannot_be_compared_is_told_with_what_is_there(capsys):
+    for arm in ("baseline", "fast"):
+        path = Path("losses", arm, "seed-0")
+        path.mkdir(parents=True)
+        (path / "metrics.csv").write_text("step,val/loss\n9,0.5\n19,abc\n")
+    assert call("compare losses --metric val/los") == 2
+    assert "it has no val/los, but val/loss" in capsys.readouterr().err
+    assert call("compare losses --metric val/loss") == 2
+    assert "abc" in capsys.readouterr().err
 
 
 def test_what_a_reader_should_bear_in_mind_is_printed_and_not_on_the_page_alone(capsys):

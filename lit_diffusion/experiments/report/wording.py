@@ -30,7 +30,8 @@ def of_score(text: str, score: str) -> str:
         return text
     many = f"{score}{'es' if score.endswith('s') else 's'}"
     text = re.sub(r"\b([Aa])n FID\b", rf"\1 {score}", text)
-    return re.sub(r"\bFID\b", score, re.sub(r"\bFIDs\b", many, text))
+    text = re.sub(r"\bFIDs\b", many, text)
+    return re.sub(r"(?<![-\w])FID(?![-\w])", score, text)  # no part of an arm's name
 
 
 def ratio_text(ratio: float) -> str:
