@@ -1,7 +1,8 @@
 """Modules with the weights of a checkpoint."""
 
+import json
 from argparse import ArgumentError
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,14 +107,28 @@ def build(checkpoint: Checkpoint, path: str | Path, trust: Iterable[str] = ()) -
     return built
 
 
-def instantiate(spec: dict[str, Any], base: type, trust: Iterable[str], path: str | Path) -> Any:
-    """The object of type `base` that the class path and arguments in the file `path` describe."""
+def instantiate(
+    spec: dict[str, Any],
+    base: type,
+    trust: Iterable[str],
+    path: str | Path,
+    options: Sequence[str] = (),
+) -> Any:
+    """The object of type `base` that the class path and arguments in the file `path` describe.
+
+    `options` are arguments of a command line, as --data.init_args.NAME=VALUE, that win over these.
+    """
     register_unresolvable_import_paths(torch)
     parser = ArgumentParser(exit_on_error=False)
+    key = options[0].lstrip("-").split(".")[0] if options else "object"
     with trusting(trust):
-        parser.add_subclass_arguments(base, "object", fail_untyped=False, required=True)
+        parser.add_subclass_arguments(base, key, fail_untyped=False, required=True)
         try:
-            return parser.instantiate(parser.parse_object({"object": spec})).object
+            if options:
+                given = parser.parse_args([f"--{key}={json.dumps(spec)}", *options])
+            else:
+                given = parser.parse_object({key: spec})
+            return parser.instantiate(given)[key]
         except (ArgumentError, ValueError) as error:
             raise ValueError(f"{path}: {innermost(error)}") from error
         except Exception as error:  # what a constructor says of arguments that it cannot take

@@ -18,7 +18,8 @@ def parser() -> Parser:
         --trainer.callbacks.FIDEvaluation.extractor=flowers-cnn.safetensors
 
 It learns the classes, or without classes to tell the images apart, and how blurred and noisy they
-are. An FID by it compares with others by the same file only: keep the file.""",
+are. An FID by it compares with others by the same file only: keep the file. Options --data... are
+those of fit.""",
     )
     made.add_argument("--config", required=True, metavar="FILE", help="YAML with the data")
     made.add_argument("--out", required=True, metavar="FILE.safetensors", help="file to write")
@@ -33,7 +34,9 @@ are. An FID by it compares with others by the same file only: keep the file.""",
 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "train-extractor", then options."""
-    args = parser().parse_args(argv[1:])
+    args, others = parser().parse_known_args(argv[1:])
+    if others and not others[0].startswith("--data."):
+        parser().error(f"unrecognized arguments: {' '.join(others)}")
     from lit_diffusion.metrics.extractor_training import train_extractor
     from lit_diffusion.metrics.extractors import TrainedCNN
     from lit_diffusion.metrics.reference import images_of_split
@@ -44,7 +47,7 @@ def run(argv: Sequence[str]) -> None:
 
     config = read_yaml(args.config)
     spec = config.get("data") if isinstance(config, dict) else None
-    data = data_of(spec, args.trust, args.config)
+    data = data_of(spec, args.trust, args.config, others)
     if data is None:
         raise ValueError(f"{args.config} names no data with splits under data:, to train on.")
     train_extractor(

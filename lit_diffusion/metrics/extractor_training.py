@@ -8,6 +8,7 @@ left alone. Labels alone teach a network to overlook noise, and FID would overlo
 
 import json
 import math
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -54,7 +55,9 @@ def train_extractor(
         say: takes a line about every ten seconds.
 
     Raises:
-        ValueError: for a `path` of another ending, no steps, or fewer than two images.
+        ValueError: for a `path` of another ending or that is there already, no steps, fewer than
+            two images, or labels that are no classes.
+        OSError: where `path` cannot be written.
 
     Source: T. Chen et al. 2020, "A Simple Framework for Contrastive Learning of Visual
     Representations", equation 1, for images without classes.
@@ -65,6 +68,10 @@ def train_extractor(
             "an extractor needs a file name that ends in .safetensors, steps >= 1, batch_size >= 2 "
             f"and two images, got {path}, {steps}, {batch_size} and {len(images)}."
         )
+    if path.exists():
+        raise ValueError(f"{path} is there already, and runs may go by it; name another file.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=path.parent).close()  # rather than fail when all is trained
     with isolate_rng():
         torch.manual_seed(fold("train-extractor"))
         generator = torch.Generator().manual_seed(fold("batches of train-extractor"))
@@ -75,7 +82,7 @@ def train_extractor(
         levels = int(first.flatten().int().bincount().count_nonzero())
         grey_step = 2 / max(1, levels - 1)  # of what the images use of [-1, 1]
         task = Task(steps, 0.2, min(max(grey_step, 4 / 128), 0.2), by_class=bool(classes))
-        batches = _batches(images, steps, batch_size, generator)
+        batches = _batches(images, steps * batch_size, batch_size, classes, generator)
         train(network.to(device), batches, task, generator, say)
         record = {
             "name": path.stem,
@@ -91,10 +98,15 @@ def train_extractor(
 
 
 def _batches(
-    images: RealImages, steps: int, batch_size: int, generator: torch.Generator
+    images: RealImages, num: int, batch_size: int, classes: int | None, generator: torch.Generator
 ) -> Iterator[Batch]:
-    chosen = torch.randint(len(images), (steps * batch_size,), generator=generator).tolist()
+    chosen = torch.randint(len(images), (num,), generator=generator).tolist()
     for x, labels in images.batches(batch_size, chosen):
+        if classes and not 0 <= min(labels) <= max(labels) < classes:
+            raise ValueError(
+                f"labels of {images.name} go from {min(labels)} to {max(labels)} (-1 is none), "
+                f"and the data module says num_classes={classes}."
+            )
         yield jitter(x.float() / 127.5 - 1, generator), torch.tensor(labels)
 
 
@@ -180,7 +192,7 @@ def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
     turn, scale, *shift = (2 * torch.rand(4, len(x), generator=generator) - 1).unbind()
     angle, zoom = turn * torch.pi / 18, 1 + 0.1 * scale
     rows = [angle.cos() * zoom, -angle.sin() * zoom, shift[0] * 1.2 / x.shape[-1]]
-    rows += [angle.sin() * zoom, angle.cos() * zoom, shift[1] * 1.2 / x.shape[-1]]
+    rows += [angle.sin() * zoom, angle.cos() * zoom, shift[1] * 1.2 / x.shape[-2]]
     grid = F.affine_grid(torch.stack(rows, 1).view(-1, 2, 3), list(x.shape), align_corners=False)
     return F.grid_sample(x + 1, grid, align_corners=False) - 1  # outside the image is black, -1
 

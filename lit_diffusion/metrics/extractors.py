@@ -291,7 +291,7 @@ def match_channels(images: Tensor, channels: int) -> Tensor:
     found = images.shape[-3]
     if found == channels:
         return images
-    if found == 1:
+    if found == 1 and channels == 3:
         return images.expand(*images.shape[:-3], channels, *images.shape[-2:])
     grey = images[..., :1, :, :]
     if channels == 1 and found == 3 and bool((images == grey).all()):

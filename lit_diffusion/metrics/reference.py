@@ -88,9 +88,9 @@ class RealImages:
 
     def image(self, index: int) -> Tensor:
         """One image uint8 (C, H, W)."""
-        sample = self.dataset[index]
-        image: Tensor = sample[0] if isinstance(sample, (tuple, list)) else sample
-        return image[0] if image.ndim == 4 else image  # a data set may fetch a batch of one
+        one = Subset(self.dataset, [index])
+        loader = DataLoader(one, collate_fn=self.collate, generator=torch.Generator())
+        return uint8_images(next(iter(loader)), self.where)[0]
 
     def fingerprint(self) -> str:
         """16 hex digits that change with any pixel."""

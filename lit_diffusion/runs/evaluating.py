@@ -40,7 +40,7 @@ def evaluate(args: Namespace) -> dict[str, Any]:
     """Make images if need be, and score them: the scores, their floor, and the whole protocol."""
     device = usable_device(args.device)
     loaded = load_generator(args) if args.images is None else None
-    protocol = protocol_by_name(args.extractor or _protocol_of_run(loaded))
+    protocol = protocol_by_name(args.extractor or _protocol_of_run(args.checkpoint))
     protocol.check()
     real, others = _reference(args, loaded)
     kept = nullcontext(args.out) if args.out or args.images else tempfile.TemporaryDirectory()
@@ -60,9 +60,9 @@ def evaluate(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _protocol_of_run(loaded: Loaded | None) -> str:
+def _protocol_of_run(checkpoint: str | None) -> str:
     """The protocol that the run was scored with while it trained, or its file in the run folder."""
-    root = loaded.path.parent.parent if loaded else None
+    root = checkpoint_file(checkpoint).parent.parent if checkpoint else None
     records = read_evaluations(root / "evaluations.jsonl") if root else []
     named = [str(record["protocol"]) for record in records if "protocol" in record]
     if not root or not named:
@@ -94,9 +94,12 @@ def _data(args: Namespace, loaded: Loaded | None) -> Any:
     return data
 
 
-def data_of(spec: Any, trust: Sequence[str], path: str | Path) -> Any:
-    """The data module that the file `path` describes, ready; None where it has no splits."""
-    data = instantiate(spec, LightningDataModule, trust, path) if spec else None
+def data_of(spec: Any, trust: Sequence[str], path: str | Path, options: Sequence[str] = ()) -> Any:
+    """The data module that the file `path` describes, ready; None where it has no splits.
+
+    `options`, as --data.init_args.NAME=VALUE, win over the file.
+    """
+    data = instantiate(spec, LightningDataModule, trust, path, options) if spec else None
     if data is not None:
         data.prepare_data()
     return data if isinstance(data, HasSplits) else None

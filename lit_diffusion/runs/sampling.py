@@ -157,12 +157,13 @@ def read_labels(given: str, num_classes: int | None, names: Sequence[str]) -> li
     named = {name: label for label, name in enumerate(names[:num_classes])}
     misleads = any(name.isdecimal() and name != str(label) for name, label in named.items())
     numbered = {} if misleads else {str(label): label for label in range(num_classes)}
-    known = {"-1": -1} | numbered | named
-    if unknown := [part for part in given.split(",") if part not in known]:
+    known = numbered | named | {"-1": -1}
+    parts = [part.strip() for part in given.split(",")]
+    if unknown := [part for part in parts if part not in known]:
         told = [f"in 0..{num_classes - 1}"] * bool(numbered)
         told += [f"one of {', '.join(names[:20])}{', ...' * (len(names) > 20)}"] * bool(names)
-        raise ValueError(f"--labels must be {' or '.join([*told, '-1'])}, got {unknown[0]}.")
-    return [known[part] for part in given.split(",")]
+        raise ValueError(f"--labels must be {' or '.join([*told, '-1'])}, got {unknown[0]!r}.")
+    return [known[part] for part in parts]
 
 
 def write_samples(loaded: Loaded, args: Namespace, num: int, out: Path) -> dict[str, Any]:

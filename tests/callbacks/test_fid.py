@@ -341,7 +341,7 @@ def test_what_watches_the_fid_finds_it_or_is_refused_before_the_first_step(tmp_p
     fit(tmp_path, [callback, watcher(monitor=metric)], module, enable_checkpointing=True)
     assert len(module.losses) == 8
     callback, module = fid(tmp_path, every_n_steps=4), Rising()
-    with pytest.raises(ValueError, match="every_n_steps=4.*val_check_interval"):
+    with pytest.raises(ValueError, match=r"every_n_steps=4.*val_check_interval"):
         fit(tmp_path, [callback, watcher(monitor=metric)], module, enable_checkpointing=True)
     assert module.losses == []
 

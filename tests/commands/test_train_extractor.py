@@ -51,8 +51,9 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_run_is_scored_by_its_own_network_and_takes_it_along(capsys):
-    train = "train-extractor --config photos.yaml --out mine.safetensors --steps 3 --batch-size 8"
-    assert call(train) == 0
+    train = "train-extractor --config bare.yaml --out mine.safetensors --steps 3 --batch-size 8"
+    Path("bare.yaml").write_text(CONFIG.replace("train: photos, ", ""))
+    assert call(f"{train} --data.init_args.train=photos") == 0
     assert "holds mine-" in capsys.readouterr().err
     assert call("fit --config photos.yaml --trainer.default_root_dir=run") == 0
     record = json.loads(Path("run/evaluations.jsonl").read_text())
@@ -65,6 +66,9 @@ def test_a_run_is_scored_by_its_own_network_and_takes_it_along(capsys):
     assert call(command) == 0
     scored = json.loads(capsys.readouterr().out)
     assert (scored["protocol"], scored["extractor_sha256"]) == (name, record["extractor_sha256"])
+    assert call("sample --checkpoint moved --weights raw --num 9 --out made --device cpu") == 0
+    assert call("evaluate --checkpoint moved --images made --device cpu") == 0
+    assert json.loads(capsys.readouterr().out)["protocol"] == name
 
 
 @pytest.mark.parametrize(
@@ -74,10 +78,17 @@ def test_a_run_is_scored_by_its_own_network_and_takes_it_along(capsys):
         ("data: lit_diffusion.networks.unet.UNet", "", "UNet"),
         (CONFIG, "--steps 0", "steps >= 1"),
         (CONFIG, "--device tpu7", "tpu7"),
+        (CONFIG, "--out photos.yaml", "ends in .safetensors"),
+        (CONFIG, "--out there.safetensors", "there already"),
+        (CONFIG, "--out photos.yaml/x.safetensors", "photos.yaml"),
+        (CONFIG, "--data.init_args.trian=photos", "trian"),
+        (CONFIG, "--stpes 3", "stpes"),
+        (CONFIG.replace("train: photos, ", ""), "", "train must be given"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(capsys, config, options, told):
     Path("other.yaml").write_text(config)
+    Path("there.safetensors").touch()
     assert call(f"train-extractor --config other.yaml --out mine.safetensors {options}") == 2
     said = capsys.readouterr().err.strip().split("\n")
     assert told in said[-1]

@@ -4,12 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
+from torch.utils.data import TensorDataset
 
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.metrics.extractor_training import contrast, stage_widths, train_extractor
 from lit_diffusion.metrics.extractors import TrainedCNN, protocol_by_name
 from lit_diffusion.metrics.frechet import FrechetDistance
-from lit_diffusion.metrics.reference import images_of_split
+from lit_diffusion.metrics.reference import RealImages, images_of_split
 from lit_diffusion.metrics.score import image_set, score
 
 
@@ -118,6 +119,21 @@ def test_bad_options_are_refused(tmp_path, path, options):
     images = image_set(random(4, 1, 8, 8), "mine")
     with pytest.raises(ValueError, match="an extractor needs a file name that ends in"):
         train_extractor(images, tmp_path / path, **options)
+
+
+@pytest.mark.parametrize("label", [-1, 3])
+def test_labels_that_are_no_classes_are_told(tmp_path, label):
+    images = TensorDataset(random(4, 1, 8, 8), torch.tensor([0, 1, 2, label]))
+    with pytest.raises(ValueError, match=rf"{label}.* num_classes=3"):
+        train_extractor(RealImages("mine", images), tmp_path / "own.safetensors", 3, steps=2)
+
+
+def test_dictionaries_of_floats_train_a_network_that_scores_them(tmp_path):
+    levels = random(9, 1, 8, 8).float() / 255
+    images = RealImages("mine", [{"image": x, "label": i % 2} for i, x in enumerate(levels)])
+    train_extractor(images, tmp_path / "own.safetensors", 2, steps=2, batch_size=4)
+    found = score(images, images, TrainedCNN(tmp_path / "own.safetensors"))
+    assert abs(found["fid"]) < 1e-6
 
 
 def test_another_file_is_refused_by_name(tmp_path):

@@ -225,3 +225,5 @@ def test_colour_becomes_grey_only_if_it_is_grey():
 def test_other_numbers_of_channels_are_refused(channels):
     with pytest.raises(ValueError, match=f"got {channels}"):
         match_channels(random_images(4, 0, channels=channels), 3)
+    with pytest.raises(ValueError, match="got 1"):
+        match_channels(random_images(4, 0, channels=1), channels)

@@ -160,14 +160,14 @@ def test_classes_are_named_as_the_folders_of_their_training_images_are(averaged,
     grid = torch.from_numpy(np.array(Image.open("out/grid.png"))).permute(2, 0, 1)
     assert torch.equal(grid, image_grid(pngs(), ["dog", "c", ""]))
     assert call("sample --checkpoint run --num 3 --out other --labels bird") == 2
-    told = "--labels must be in 0..9 or one of cat, dog, c, d, e, f, g, h, i, j or -1, got bird."
+    told = "--labels must be in 0..9 or one of cat, dog, c, d, e, f, g, h, i, j or -1, got 'bird'."
     assert told in capsys.readouterr().err
 
 
 def test_names_that_are_other_numbers_leave_no_doubt():
     names = ["1", "10", "2"]
     assert read_labels("10,-1,1", 3, names) == [1, -1, 0]
-    with pytest.raises(ValueError, match="must be one of 1, 10, 2 or -1, got 0"):
+    with pytest.raises(ValueError, match="must be one of 1, 10, 2 or -1, got '0'"):
         read_labels("0", 3, names)
     assert read_labels("2,0", 3, ["0", "1", "2"]) == [2, 0]
 
