@@ -65,7 +65,8 @@ class SampleGrid(RunsEveryNSteps):
         images: where the images of a training batch are, as of `FIDEvaluation`.
 
     Raises:
-        ValueError: bad numbers; at fit start, where None would never trigger.
+        ValueError: bad numbers; at fit start, labels that are no classes of the module, and where
+            None would never trigger.
         TypeError: at fit start, for a module without `generate(seeds, labels=None)`.
 
     Example:
@@ -99,6 +100,13 @@ class SampleGrid(RunsEveryNSteps):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find conflicts before the first step."""
         refuse_unable(pl_module, "SampleGrid")
+        num_classes = getattr(pl_module, "num_classes", None)
+        if (
+            self.labels
+            and num_classes
+            and not -1 <= min(self.labels) <= max(self.labels) < num_classes
+        ):
+            raise ValueError(f"labels must be in -1..{num_classes - 1}, got {self.labels}.")
         super().on_fit_start(trainer, pl_module)
         self._bank, self._usual, self._bank_was_read = None, None, False
 
@@ -139,10 +147,10 @@ class SampleGrid(RunsEveryNSteps):
         """Labels, repeated in turn, and captions; None leaves labels to the module."""
         names = getattr(trainer.datamodule, "class_names", ())  # type: ignore[attr-defined]
         num_classes = getattr(module, "num_classes", None)
-        if not names or not num_classes:
+        if not isinstance(names, Sequence) or not names or not num_classes:
             return self.labels, None
         labels = self.labels or classes_of(range(self.num), num_classes)
-        return labels, class_captions(labels, names, self.num)
+        return labels, class_captions(labels, list(map(str, names)), self.num)
 
     def _publish_nearest(self, trainer: Trainer, weights: str, samples: Tensor) -> dict[str, float]:
         if self._bank is None:

@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -201,8 +201,12 @@ class ImageDataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Have the Trainer count it in batches of this run."""
         before, now = state_dict["images_of_a_batch"], self._images_of_a_batch()
-        trainer = self.trainer
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING and before != now:
+        trainer, names = self.trainer, list(self.class_names)
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        if (old := state_dict.get("class_names", names)) != names:
+            rank_zero_warn(f"The classes were {old}, and labels now mean {names}.")
+        if before != now:
             recount(trainer, before, now, len(self.train_dataloader()))
 
     def _images_of_a_batch(self) -> int:

@@ -125,7 +125,12 @@ def check_batch(batch: object, takes_condition: bool) -> None:
             f"(B,) of each image in its data set), got ({', '.join(map(_kind, parts))}); write a "
             "data set or collate_fn that gives these."
         )
-    labels = batch[1]
+    _, labels, index = batch
+    if not isinstance(index, Tensor) or index.ndim != 1 or index.is_floating_point():
+        raise ValueError(
+            "the third part of a batch must be the index (B,) int64 of each image in its data set, "
+            f"which seeds the noise of validation, got {_kind(index)}."
+        )
     are_labels = isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point()
     if not takes_condition and not are_labels:
         raise ValueError(
@@ -142,10 +147,10 @@ def _kind(value: object) -> str:
 
 def unused_classes(data: object) -> str | None:
     """What is said where a model takes no condition, and its data have classes; None without."""
-    names = tuple(map(str, getattr(data, "class_names", ())))
-    if not names:
+    names = getattr(data, "class_names", ())
+    if not isinstance(names, Sequence) or not names:
         return None
-    some = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+    some = ", ".join(map(str, names[:5])) + ", ..." * (len(names) > 5)
     return (
         f"The data have {len(names)} classes ({some}), of which this model is not told; "
         f"num_classes={len(names)}, in the module and in its network, would use them."

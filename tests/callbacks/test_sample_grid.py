@@ -157,6 +157,20 @@ def test_names_of_classes_stand_below_their_samples(tmp_path, labels):
     assert (below > 200).any(0).sum() > 10
 
 
+@pytest.mark.parametrize("names", [(7, 8, 9), {0: "a"}, torch.arange(3).numpy(), lambda: ["a"]])
+def test_names_of_a_foreign_data_module_may_be_anything(tmp_path, names, monkeypatch):
+    monkeypatch.setattr(Flipped, "class_names", names)
+    make_trainer(tmp_path, SampleGrid(4), max_epochs=1).fit(Labelled(), Flipped())
+    shown = pixels(tmp_path / "samples" / "step-00000004-raw.png")
+    captions = ["7", "8", "9", "7"] if isinstance(names, tuple) else None
+    assert torch.equal(shown, image_grid(Labelled().generate(range(4)), captions))
+
+
+def test_labels_that_are_no_classes_are_refused_before_the_first_step(tmp_path):
+    with pytest.raises(ValueError, match=r"labels must be in -1..2, got \[0, 3\]"):
+        make_trainer(tmp_path, SampleGrid(4, labels=[0, 3])).fit(Labelled(), Flipped())
+
+
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
 def test_captions_stand_below_images_of_any_channels(channels):
     images = torch.zeros(3, channels, 40, 50, dtype=torch.uint8)

@@ -67,6 +67,7 @@ def test_a_run_is_scored_by_its_own_network_and_takes_it_along(capsys):
     scored = json.loads(capsys.readouterr().out)
     assert (scored["protocol"], scored["extractor_sha256"]) == (name, record["extractor_sha256"])
     assert call("sample --checkpoint moved --weights raw --num 9 --out made --device cpu") == 0
+    capsys.readouterr()
     assert call("evaluate --checkpoint moved --images made --device cpu") == 0
     assert json.loads(capsys.readouterr().out)["protocol"] == name
 

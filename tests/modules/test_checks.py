@@ -79,6 +79,12 @@ def test_a_batch_of_other_parts_is_refused_by_what_it_holds(batch, told):
         check_batch(batch, takes_condition=True)
 
 
+@pytest.mark.parametrize("index", [("a.png", "b.png"), torch.zeros(2), torch.zeros(2, 1).long()])
+def test_an_index_that_is_none_is_refused(index):
+    with pytest.raises(ValueError, match=r"the third part of a batch must be the index \(B,\)"):
+        check_batch((IMAGES, INDEX, index), takes_condition=True)
+
+
 @pytest.mark.parametrize("condition", [torch.zeros(2, 8), torch.zeros(2), ("a", "b"), [INDEX]])
 def test_a_condition_that_would_go_unused_is_refused(condition):
     check_batch((IMAGES, condition, INDEX), takes_condition=True)
