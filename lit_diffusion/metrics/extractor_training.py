@@ -63,15 +63,7 @@ def train_extractor(
     Representations", equation 1, for images without classes.
     """
     path = Path(path)
-    if path.suffix != ".safetensors" or min(steps, batch_size - 1, len(images) - 1) < 1:
-        raise ValueError(
-            "an extractor needs a file name that ends in .safetensors, steps >= 1, batch_size >= 2 "
-            f"and two images, got {path}, {steps}, {batch_size} and {len(images)}."
-        )
-    if path.exists():
-        raise ValueError(f"{path} is there already, and runs may go by it; name another file.")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=path.parent).close()  # rather than fail when all is trained
+    _refuse(path, steps, batch_size, len(images))
     with isolate_rng():
         torch.manual_seed(fold("train-extractor"))
         generator = torch.Generator().manual_seed(fold("batches of train-extractor"))
@@ -95,6 +87,18 @@ def train_extractor(
     with whole_file(path) as file:
         file.write(save(network.cpu().state_dict(), {"extractor": json.dumps(record)}))
     return network
+
+
+def _refuse(path: Path, steps: int, batch_size: int, num: int) -> None:
+    if path.suffix != ".safetensors" or min(steps, batch_size - 1, num - 1) < 1:
+        raise ValueError(
+            "an extractor needs a file name that ends in .safetensors, steps >= 1, batch_size >= 2 "
+            f"and two images, got {path}, {steps}, {batch_size} and {num}."
+        )
+    if path.exists():
+        raise ValueError(f"{path} is there already, and runs may go by it; name another file.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=path.parent).close()  # rather than fail when all is trained
 
 
 def _batches(
