@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lit_diffusion.checkpoints.reading import saved_step
@@ -86,6 +87,8 @@ class ExactResume(WholeSteps, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Catch up, before the first batch."""
+        with isolate_rng():  # ModelCheckpoint asks for its size, which only validations found out
+            trainer.fit_loop.epoch_loop.val_loop.setup_data()
         if trainer.ckpt_path is not None:
             _restore_savers(trainer, self._savers)
         metrics, self._metrics = self._metrics, {}
