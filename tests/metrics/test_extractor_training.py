@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from torch.utils.data import TensorDataset
 
 from lit_diffusion.data.digits import Digits
-from lit_diffusion.metrics.extractor_training import contrast, stage_widths, train_extractor
+from lit_diffusion.metrics.extractor_training import contrast, jitter, stage_widths, train_extractor
 from lit_diffusion.metrics.extractors import TrainedCNN, protocol_by_name
 from lit_diffusion.metrics.frechet import FrechetDistance
 from lit_diffusion.metrics.reference import RealImages, images_of_split
@@ -47,8 +47,29 @@ def test_what_is_wrong_with_images_is_seen_with_classes_and_without(tmp_path, nu
     least = distance(network, seen, real)
     for name, images in wrong.items():
         assert distance(network, images.round().to(torch.uint8), real) > 2 * least, name
+    if num_classes:
+        (_, labels), *_ = images_of_split(data, "val").batches(1000)
+        named = network.head(network(real)).argmax(1)
+        assert (named == torch.tensor(labels)).double().mean() > 0.9
     assert protocol.record["told_apart"] == ("classes" if num_classes else "images")
     assert str(data.fingerprint("train")) in protocol.record["trained_on"]
+
+
+def test_jitter_turns_scales_and_shifts_as_much_as_it_says():
+    line = -torch.ones(400, 1, 33, 33)
+    line[..., 16, 4:29] = 1
+    moved = jitter(line, torch.Generator().manual_seed(0))
+    assert moved.min() == -1
+    assert moved.max() == pytest.approx(1)
+    mass = (moved[:, 0].double() + 1).clamp_min(0)
+    mass /= mass.sum((1, 2), keepdim=True)
+    place = torch.arange(33.0).double() - 16
+    x, y = (mass.sum(1) * place).sum(1), (mass.sum(2) * place).sum(1)
+    dx, dy = place - x.view(-1, 1, 1), place.view(-1, 1) - y.view(-1, 1, 1)
+    xx, yy, xy = ((mass * part).sum((1, 2)) for part in (dx * dx, dy * dy, dx * dy))
+    degrees = torch.rad2deg(torch.atan2(2 * xy, xx - yy) / 2)
+    for found, most in ((degrees, 10), (x, 0.65), (y, 0.65), (xx + yy - 52, 14)):
+        assert 0.9 * most < found.abs().max() < 1.2 * most
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
