@@ -60,7 +60,7 @@ def test_jitter_turns_scales_and_shifts_as_much_as_it_says():
     line[..., 16, 4:29] = 1
     moved = jitter(line, torch.Generator().manual_seed(0))
     assert moved.min() == -1
-    assert moved.max() == pytest.approx(1)
+    assert moved.max() == pytest.approx(1, abs=1e-3)
     mass = (moved[:, 0].double() + 1).clamp_min(0)
     mass /= mass.sum((1, 2), keepdim=True)
     place = torch.arange(33.0).double() - 16
