@@ -47,10 +47,12 @@ class EMA(Callback):
       checkpoint; read averages from parameters or submodules. Checkpoints hold them under
       `checkpoint["callbacks"][ema.state_key]` as `checkpoints.averages.pack` arranges them.
     - On resume these arguments win over the checkpoint's; a change of decays is printed.
+    - The averages go with the module object. Where its weights are replaced by hand, take another
+      EMA, or give the Trainer a `ckpt_path`.
     - An average that is not finite is refused, by name, where it would be used, saved or logged.
 
     Args:
-        decays: per optimizer step, each in [0, 1). 0.9999 halves the past in 6,931 steps.
+        decays: one or more, per optimizer step, in [0, 1). 0.9999 halves the past in 6,931 steps.
         warmup: limit the decay of step n to (1 + n) / (10 + n).
         every_n_steps: optimizer steps from one update to the next, which has their decays' product.
         prefix: submodule that is averaged, such as "network"; "" for all. Two EMA callbacks need
@@ -76,7 +78,7 @@ class EMA(Callback):
 
     def __init__(
         self,
-        decays: tuple[float, ...] = (0.9999,),
+        decays: tuple[float, ...] | float = (0.9999,),
         warmup: bool = True,
         every_n_steps: int = 1,
         prefix: str = "",
@@ -84,7 +86,7 @@ class EMA(Callback):
         buffers: bool = False,
         on_cpu: bool = False,
     ) -> None:
-        self.decays = tuple(decays)
+        self.decays = (decays,) if isinstance(decays, float) else tuple(decays)
         self.warmup = warmup
         self.every_n_steps = every_n_steps
         self.prefix = prefix.rstrip(".")
@@ -379,7 +381,8 @@ class EMA(Callback):
         if trainer.global_step and not any(group.steps for group in self._groups):
             rank_zero_warn(
                 f"EMA saw none of {trainer.global_step} optimizer steps, so there are no averages. "
-                "An optimizer that steps another one inside it hides that one's steps."
+                "An optimizer that steps another one inside it, or clears gradients as it steps, "
+                "hides its steps."
             )
 
     def _forget_if_replaced(self, trainer: Trainer) -> None:

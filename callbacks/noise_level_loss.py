@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, read, spread
+from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, items_of, read, spread
 from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
 from lit_diffusion.metrics.batches import Where, images_in
@@ -115,7 +115,7 @@ def read_fixed(loaders: Any, num: int, where: Where = None) -> tuple[Tensor, Con
             "NoiseLevelLoss needs a DataLoader over a data set with indices, to read the same "
             "images every time; remove it for streamed data."
         )
-    indices = spread(len(loader.dataset), num)  # type: ignore[arg-type]
+    indices = spread(len(items_of(loader)), num)  # type: ignore[arg-type]
     batches = list(read(loader, indices))
     images = torch.cat([images_in(batch, where) for batch in batches])
     labels = None

@@ -31,6 +31,7 @@ from lit_diffusion.metrics.images import MODES
 from lit_diffusion.metrics.reference import RealImages
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
 from lit_diffusion.seeding import classes_of
+from lit_diffusion.system.ranks import from_first
 from lit_diffusion.system.trainer_state import is_a
 
 BANK_BYTES = 2**28
@@ -114,7 +115,8 @@ class SampleGrid(RunsEveryNSteps):
         """Draw after each validation."""
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         if fitting and self.every_n_steps is None:
-            pl_module.log_dict(self._draw(trainer, pl_module), rank_zero_only=True)
+            numbers = self._draw(trainer, pl_module)
+            pl_module.log_dict(from_first(lambda: numbers), sync_dist=True)
 
     def metric_names(self) -> list[str]:
         """Logged where there are held-out images."""

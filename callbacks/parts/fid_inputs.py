@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lit_diffusion.callbacks.parts.fixed_items import indexed_loader
+from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, items_of
 from lit_diffusion.metrics.batches import Where
 from lit_diffusion.metrics.reference import HasSplits, RealImages, images_of_split
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
@@ -82,7 +82,7 @@ def split_images(trainer: Trainer, name: str, where: Where = None) -> RealImages
     loader = indexed_loader(loaders)
     if loader is None:
         return None
-    return RealImages(name, loader.dataset, loader.collate_fn, loader.num_workers, where=where)
+    return RealImages(name, items_of(loader), loader.collate_fn, loader.num_workers, where=where)
 
 
 def tested_split(trainer: Trainer) -> str:

@@ -8,10 +8,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard, TypeVar
 
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
@@ -218,6 +220,13 @@ def files_of(callback: ModelCheckpoint) -> set[str]:
     """Checkpoints that it has saved and knows of."""
     latest = {callback.best_model_path, callback.last_model_path, callback._last_checkpoint_saved}
     return {str(file) for file in {*latest, *callback.best_k_models} if file}
+
+
+def own_sampler(loader: Any) -> Any:
+    """The sampler that a loader was made with, where Lightning divides that among ranks."""
+    sampler: Any = loader.sampler
+    wrappers = (DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper)
+    return sampler.dataset._sampler if isinstance(sampler, wrappers) else sampler
 
 
 def is_built_from_config() -> bool:

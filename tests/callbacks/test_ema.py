@@ -85,6 +85,10 @@ def test_frozen_parameters_and_buffers_are_not_averaged_and_shared_ones_are_aver
     assert "shared.weight" not in shadows(ema)
 
 
+def test_one_decay_may_stand_alone():
+    assert EMA(0.99).names() == EMA((0.99,)).names() == ["raw", "ema", "ema_0.99"]
+
+
 # Buffers, and averages on the CPU
 
 

@@ -101,6 +101,30 @@ def test_a_bar_goes_on_where_the_run_does(capsys, tmp_path):
     assert "10/10" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("options", "end"), [({"max_steps": 12}, "12/12"), ({}, "24")])
+def test_steps_of_several_optimizers_are_counted_as_the_trainer_does(capsys, options, end):
+    class Two(TinyModule):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.parameters(), 0.01) for _ in range(2)]
+
+    options = {"max_epochs": 3} | options
+    for callback in (PlainProgress(every_n_seconds=1e-9), StepBar()):
+        trainer_with(callback, **options).fit(Two(TinyNet(3), torch.optim.Adam), TinyData())
+    said = capsys.readouterr()
+    *_, last = (line for line in said.err.split("\n") if line.startswith("step "))
+    assert last.startswith(f"step {end}  ")
+    assert f" {end}" in said.out.replace("|", " ")
+    assert "-1 day" not in said.err + said.out
+
+
 class Failing(pl.Callback):
     def __init__(self, during):
         self.during = during
