@@ -38,10 +38,12 @@ def pace(unit: str, done: int, left: float, seconds: float) -> list[str]:
         >>> pace("image", 20, 80, seconds=40.0)
         ['2.0 s/image', '0:02:40 left']
     """
-    rate, left = done / max(seconds, 1e-9), max(left, 0)
-    parts = [f"{rate:.1f} {unit}s/s" if rate >= 1 else f"{1 / max(rate, 1e-9):.1f} s/{unit}"]
-    if left < float("inf") and rate > 0:
-        parts.append(f"{timedelta(seconds=round(left / rate))} left")
+    if not done:
+        return []
+    rate = done / max(seconds, 1e-9)
+    parts = [f"{rate:.1f} {unit}s/s" if rate >= 1 else f"{1 / rate:.1f} s/{unit}"]
+    if left < float("inf"):
+        parts.append(f"{timedelta(seconds=round(max(left, 0) / rate))} left")
     return parts
 
 

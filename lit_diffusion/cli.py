@@ -34,6 +34,8 @@ COMMANDS = {
 """name -> ("module:function", one line of help). The function gets all arguments."""
 
 DEBUG = "LIT_DIFFUSION_DEBUG"
+_MISTAKES = ("Early stopping conditioned on metric", "EMA holds no averages")
+"""Beginnings of messages that other classes of errors have."""
 _LONGEST, _TAIL = 3500, 500
 """Characters of a message that is longer, at its beginning and end."""
 
@@ -107,5 +109,5 @@ def _report(command: str, error: Exception, debug: bool) -> int:
     print(f"lit-diffusion {command}: {message}", file=sys.stderr)
     mistake = isinstance(error, ValueError | TypeError | OSError)
     mistake = mistake or type(error).__name__ == "MisconfigurationException"
-    mistake = mistake or message.startswith("Early stopping conditioned on metric")
+    mistake = mistake or message.startswith(_MISTAKES)
     return 2 if meant and mistake else 1

@@ -26,7 +26,7 @@ from lit_diffusion.settings.messages import innermost
 from lit_diffusion.settings.short_names import short_names
 from lit_diffusion.settings.trust import trusting
 from lit_diffusion.system.counts import is_count
-from lit_diffusion.system.files import replace_text
+from lit_diffusion.system.files import replace_text, whole_file
 from lit_diffusion.system.signals import print_error, uninterrupted
 
 RECORD = "samples.json"
@@ -181,6 +181,7 @@ def write_samples(loaded: Loaded, args: Namespace, num: int, out: Path) -> dict[
             f"--out {out} holds {there} of {before['of']} images of another call, which was "
             f"stopped: see {RECORD}. Repeat that call, choose another folder or empty it."
         )
+    replace_text(out / RECORD, json.dumps(record, indent=1) + "\n")  # tells whose images come
     for first, images in _generate(loaded.module, args, there, num):
         with uninterrupted():
             for i, image in enumerate(images, first):
@@ -189,7 +190,9 @@ def write_samples(loaded: Loaded, args: Namespace, num: int, out: Path) -> dict[
             replace_text(out / RECORD, json.dumps(record, indent=1) + "\n")
     files = (out / f"{i:06d}.png" for i in range(min(num, 256)))
     shown = torch.stack([pil_to_tensor(Image.open(file)) for file in files])
-    to_pil_image(image_grid(shown, _captions(loaded, args, len(shown)))).save(out / "grid.png")
+    grid = to_pil_image(image_grid(shown, _captions(loaded, args, len(shown))))
+    with uninterrupted(), whole_file(out / "grid.png") as file:
+        grid.save(file, "PNG")
     return record
 
 

@@ -79,8 +79,8 @@ def is_ending(trainer: Trainer) -> bool:
 
 
 def ends_epoch(trainer: Trainer) -> bool:
-    """Whether work for the end of an epoch of several batches follows, and not after a resume."""
-    return trainer.is_last_batch and trainer.num_training_batches > 1
+    """Whether work for the end of an epoch of several steps follows, and not after a resume."""
+    return trainer.is_last_batch and trainer.num_training_batches > trainer.accumulate_grad_batches
 
 
 def batch_is_ending(trainer: Trainer) -> bool:
@@ -141,6 +141,16 @@ def logs_are_due(trainer: Trainer) -> bool:
 def logged_step(trainer: Trainer) -> int:
     """The step that Lightning logs by: `global_step` counts the steps of each optimizer."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def count_validated_step(trainer: Trainer) -> None:
+    """Count the step of a checkpoint that was saved at a validation, where none is due now.
+
+    Lightning counts it as it leaves that validation out, and here there is none to leave out.
+    """
+    loop, automatic = trainer.fit_loop.epoch_loop, trainer.lightning_module.automatic_optimization
+    if loop.restarted_on_last and automatic and not validation_follows(trainer):
+        loop._batches_that_stepped += loop._batches_that_stepped < trainer.global_step
 
 
 def metrics_to_log(trainer: Trainer) -> dict[str, Any]:

@@ -39,6 +39,10 @@ def test_a_slow_run_is_told_in_seconds_a_step_and_an_open_one_without_an_end():
     assert line == "step 30  epoch 0  4.0 s/step"
 
 
+def test_before_the_first_step_there_is_no_rate():
+    assert progress_line(0, 20, 0, {}, seconds=1.0, done=0) == "step 0/20  epoch 0"
+
+
 def test_the_rate_counts_only_steps_of_this_process():
     line = progress_line(1010, 1020, 0, {}, seconds=5.0, done=10)
     assert line.endswith("2.0 steps/s  0:00:05 left")

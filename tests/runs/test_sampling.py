@@ -104,6 +104,26 @@ def test_a_call_that_is_stopped_keeps_what_it_has_and_goes_on(
     assert call(f"{command} --out out") == 2
 
 
+@pytest.mark.parametrize("when", ["first batch", "grid"])
+def test_a_call_that_is_killed_while_it_writes_goes_on(averaged, monkeypatch, when):
+    command = "sample --checkpoint run --num 4 --batch-size 2 --out"
+    assert call(f"{command} whole") == 0
+    save, saved = Image.Image.save, []
+
+    def dies(image, file, *args):
+        saved.append(file)
+        if len(saved) == {"first batch": 2, "grid": 5}[when]:
+            raise MemoryError
+        save(image, file, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Image.Image, "save", dies)
+        assert call(f"{command} out") != 0
+    assert call(f"{command} out") == 0
+    for file in Path("whole").iterdir():
+        assert (Path("out") / file.name).read_bytes() == file.read_bytes()
+
+
 def test_progress_has_a_rate_and_an_end(averaged, monkeypatch, capsys):
     clock = count(step=20)
     monkeypatch.setattr(sampling.time, "monotonic", lambda: next(clock))
