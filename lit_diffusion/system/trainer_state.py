@@ -236,7 +236,8 @@ def own_sampler(loader: Any) -> Any:
     """The sampler that a loader was made with, where Lightning divides that among ranks."""
     sampler: Any = loader.sampler
     wrappers = (DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper)
-    return sampler.dataset._sampler if isinstance(sampler, wrappers) else sampler
+    divided: Any = sampler.dataset if isinstance(sampler, wrappers) else None
+    return sampler if divided is None else divided._sampler
 
 
 def is_built_from_config() -> bool:

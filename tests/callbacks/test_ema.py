@@ -489,7 +489,7 @@ def test_evaluations_use_the_average_and_leave_raw_weights_and_average_as_they_w
 
 
 def test_weights_gives_any_decay_nested_and_after_exceptions(tmp_path):
-    ema, module = EMA((DECAY, 0.5)), PlainModule()
+    ema, module = EMA((DECAY, 0.5), warmup=False), PlainModule()
     fit(tmp_path, module, ema)
     raw, first, second = trainable(module), shadows(ema, 0), shadows(ema, 1)
     assert isinstance(ema, WeightsProvider)
@@ -512,7 +512,7 @@ def test_weights_gives_any_decay_nested_and_after_exceptions(tmp_path):
 
 
 def test_a_validation_inside_weights_uses_those(tmp_path):
-    ema, module, spy = EMA((DECAY, 0.5)), PlainModule(), Spy()
+    ema, module, spy = EMA((DECAY, 0.5), warmup=False), PlainModule(), Spy()
     trainer = fit(tmp_path, module, ema, spy)
     spy.seen.clear()
     with ema.weights("ema_0.5"):
