@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_diffusion.callbacks.parts.fid_inputs import refuse_unable, tested_split
+from lit_diffusion.callbacks.parts.fid_inputs import refuse_unable, tested_split, try_one
 from lit_diffusion.callbacks.parts.fid_measurement import SPLITS, FIDMeasurement
 from lit_diffusion.callbacks.parts.inference import providers, weights_in_place
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
@@ -169,9 +169,11 @@ class FIDEvaluation(RunsEveryNSteps):
     # When
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate after a validation, but not the one that only checks that validation works."""
+        """Evaluate after a validation; where that only checks that it works, so does this."""
         by_steps = self.every_n_steps is not None and trainer.state.fn == TrainerFn.FITTING
-        if not trainer.sanity_checking and not by_steps:
+        if trainer.sanity_checking:
+            try_one(trainer, pl_module)
+        elif not by_steps:
             pl_module.log_dict(self._evaluate(trainer, pl_module, "val"), sync_dist=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -205,7 +207,7 @@ class FIDEvaluation(RunsEveryNSteps):
     ) -> dict[str, float]:
         """One evaluation, from weights to files; what is to be logged. All processes call it."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return {}
+            return try_one(trainer, pl_module)
         record = self._record(trainer, pl_module, stage)
         self._write(trainer, record)
         if trainer.state.fn == TrainerFn.FITTING:

@@ -86,8 +86,10 @@ class NoiseLevelLoss(RunsEveryNSteps):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure after each validation, with the weights that it used."""
-        if self.every_n_steps is None and not trainer.sanity_checking:
-            pl_module.log_dict(self._measure(trainer, pl_module, trainer.val_dataloaders))
+        if self.every_n_steps is None:
+            losses = self._measure(trainer, pl_module, trainer.val_dataloaders)
+            if not trainer.sanity_checking:
+                pl_module.log_dict(losses)
 
     def _measure(
         self, trainer: Trainer, pl_module: LightningModule, loaders: Any

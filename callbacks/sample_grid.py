@@ -22,7 +22,12 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
 
-from lit_diffusion.callbacks.parts.fid_inputs import refuse_odd_images, refuse_unable, split_images
+from lit_diffusion.callbacks.parts.fid_inputs import (
+    refuse_odd_images,
+    refuse_unable,
+    split_images,
+    try_one,
+)
 from lit_diffusion.callbacks.parts.fixed_items import spread
 from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
@@ -112,9 +117,10 @@ class SampleGrid(RunsEveryNSteps):
         self._bank, self._usual, self._bank_was_read = None, None, False
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw after each validation."""
-        fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        if fitting and self.every_n_steps is None:
+        """Draw after each validation; where that only checks that it works, so does this."""
+        if trainer.sanity_checking:
+            try_one(trainer, pl_module)
+        elif trainer.state.fn == TrainerFn.FITTING and self.every_n_steps is None:
             numbers = self._draw(trainer, pl_module)
             pl_module.log_dict(from_first(lambda: numbers), sync_dist=True)
 

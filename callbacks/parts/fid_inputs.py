@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
 from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, items_of
+from lit_diffusion.callbacks.parts.inference import inference
 from lit_diffusion.metrics.batches import Where
 from lit_diffusion.metrics.reference import HasSplits, RealImages, images_of_split
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
@@ -42,6 +43,13 @@ def generated(module: LightningModule, seeds: Sequence[int]) -> tuple[Tensor | N
         return None, list(compress(seeds, bad.tolist()))
     refuse_odd_images(images, len(seeds))
     return images, []
+
+
+def try_one(trainer: Trainer, module: LightningModule) -> dict[str, float]:
+    """Look at one sample before it is needed; nothing to log."""
+    with inference(trainer, module):
+        generated(module, [0])
+    return {}
 
 
 def refuse_unable(module: LightningModule, name: str) -> None:

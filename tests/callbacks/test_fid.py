@@ -437,7 +437,17 @@ def test_one_callback_serves_several_runs_with_their_own_data(tmp_path):
 
 def test_fast_dev_run_checks_and_evaluates_nothing(tmp_path):
     module, _ = fit(tmp_path, [fid(tmp_path)], fast_dev_run=True)
-    assert module.levels == []
+    assert len(module.levels) == 1
+
+    class Odd(Rising):
+        def generate(self, seeds, labels=None):
+            return super().generate(seeds, labels).float()
+
+    for options in ({"fast_dev_run": True}, {"num_sanity_val_steps": 1}):
+        module = Odd()
+        with pytest.raises(TypeError, match="generate must return 1 images, uint8"):
+            fit(tmp_path, [fid(tmp_path)], module, **options)
+        assert len(module.losses) == ("fast_dev_run" in options)
     with pytest.raises(ValueError, match="provide raw"):
         fit(tmp_path, [fid(tmp_path, weights="ema")], fast_dev_run=True)
     assert not (tmp_path / "evaluations.jsonl").exists()

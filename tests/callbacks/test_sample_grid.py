@@ -60,7 +60,8 @@ def test_the_grid_shows_the_samples_of_the_first_seeds_pixel_by_pixel(tmp_path):
     module = PicturesModule(channels=3)
     trainer = make_trainer(tmp_path, SampleGrid(3, batch_size=2))
     trainer.fit(module, pictures(channels=3), pictures(6, channels=3))
-    assert [seeds for seeds, _ in module.calls] == [[0, 1], [2]]
+    sanity = [0]
+    assert [seeds for seeds, _ in module.calls] == [sanity, [0, 1], [2]]
     shown = pixels(tmp_path / "samples" / "step-00000004-raw.png")
     module.eval()
     with torch.no_grad():
@@ -84,10 +85,10 @@ def test_the_average_is_shown_where_there_is_one_whatever_the_order(tmp_path, po
 def test_labels_are_taken_in_turn_or_left_to_the_module(tmp_path):
     module = PicturesModule()
     fit(tmp_path, module, SampleGrid(5, labels=range(2), batch_size=3))
-    assert [labels for _, labels in module.calls] == [[0, 1, 0], [1, 0]]
+    assert [labels for _, labels in module.calls[1:]] == [[0, 1, 0], [1, 0]]
     module.calls.clear()
     fit(tmp_path, module, SampleGrid(2))
-    assert [labels for _, labels in module.calls] == [None]
+    assert [labels for _, labels in module.calls[1:]] == [None]
 
 
 def test_training_is_the_same_with_and_without_grids(tmp_path):
@@ -293,13 +294,18 @@ def test_what_can_not_work_is_refused_before_training(tmp_path):
 @pytest.mark.parametrize(
     "odd", [torch.zeros(2, 1, 6, 4), torch.zeros(3, 1, 6, 4, dtype=torch.uint8)]
 )
-def test_odd_samples_are_refused(tmp_path, odd):
+@pytest.mark.parametrize("sanity", [0, 1])
+def test_odd_samples_are_refused_before_the_first_step_where_validation_is_tried(
+    tmp_path, odd, sanity
+):
     class Odd(PicturesModule):
         def generate(self, seeds, labels=None):
             return odd
 
-    with pytest.raises(TypeError, match="must return 2 images, uint8"):
-        fit(tmp_path, Odd(), SampleGrid(2))
+    module = Odd()
+    with pytest.raises(TypeError, match=f"must return {2 - sanity} images, uint8"):
+        fit(tmp_path, module, SampleGrid(2), num_sanity_val_steps=sanity)
+    assert (module.losses == []) == bool(sanity)
 
 
 def test_a_grid_without_end_is_refused():
