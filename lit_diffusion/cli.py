@@ -34,7 +34,11 @@ COMMANDS = {
 """name -> ("module:function", one line of help). The function gets all arguments."""
 
 DEBUG = "LIT_DIFFUSION_DEBUG"
-_MISTAKES = ("Early stopping conditioned on metric", "EMA holds no averages")
+_MISTAKES = (
+    "Early stopping conditioned on metric",
+    "EMA holds no averages",
+    "Found more than one stateful callback",
+)
 """Beginnings of messages that other classes of errors have."""
 _LONGEST, _TAIL = 3500, 500
 """Characters of a message that is longer, at its beginning and end."""

@@ -51,7 +51,13 @@ def test_help_of_fit_begins_with_what_to_type(capsys):
     assert "lit-diffusion fit --config configs/digits.yaml --ckpt_path=last" in told[:1500]
 
 
-def test_early_stopping_on_a_metric_that_is_not_there_is_a_mistake(capsys):
-    added = "--trainer.callbacks+=EarlyStopping --trainer.callbacks.EarlyStopping.monitor=val/los"
-    assert call(f"fit --config tiny.yaml {TRUST} {added}") == 2
-    assert "`val/loss`" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("added", "told"),
+    [
+        ("+=EarlyStopping --trainer.callbacks.monitor=val/los", "`val/loss`"),
+        ("+=EMA --trainer.callbacks+=EMA", "more than one stateful callback of type `EMA`"),
+    ],
+)
+def test_mistakes_that_lightning_tells_are_mistakes(capsys, added, told):
+    assert call(f"fit --config tiny.yaml {TRUST} --trainer.callbacks{added}") == 2
+    assert told in capsys.readouterr().err
