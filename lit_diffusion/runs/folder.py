@@ -221,7 +221,8 @@ def _has_lines(file: Path, num: int) -> bool:
 def refuse_mixing(request: Request) -> None:
     """Refuse a fresh start, or one from a checkpoint elsewhere, in a folder that holds a run."""
     found = traces(request.root)
-    if not found or request.requeued or request.repeated or request.holds_checkpoint:
+    begins = request.repeated and not any(file.suffix == ".ckpt" for file in found)
+    if not found or begins or request.requeued or request.holds_checkpoint:
         return
     what = ", ".join(str(file.relative_to(request.root)) for file in found[:3])
     last = request.root / "checkpoints" / "last.ckpt"

@@ -207,10 +207,13 @@ def test_a_requeued_job_that_had_saved_nothing_begins_anew():
 
 
 def test_a_command_that_is_repeated_begins_anew_where_nothing_was_saved():
-    write("runs/digits/metrics.csv", "step\n0\n"), write("runs/digits/checkpoints/best-fid.ckpt")
+    write("runs/digits/metrics.csv", "step\n0\n"), write("runs/digits/evaluations.jsonl", "{}\n")
     found = request("fit --config digits.yaml --ckpt_path=last-or-none")
     assert (found.checkpoint, found.repeated) == (None, True)
     refuse_mixing(found)
+    write("runs/digits/checkpoints/best-fid.ckpt")  # of a run that has lost its last
+    with pytest.raises(ValueError, match="already holds a run"):
+        refuse_mixing(found)
 
 
 @pytest.mark.usefixtures("requeued")
