@@ -9,7 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -37,7 +38,7 @@ class EMA(Callback):
     - Averaged is every parameter under `prefix` that requires a gradient and that an optimizer
       holds: shared ones once, those unfrozen or added later from then on, in float32 or wider. Each
       optimizer counts its own steps, so the networks of a GAN are averaged at their own pace.
-      Accumulated batches and steps that a GradScaler skips do not count. Buffers never average.
+      Accumulated batches and steps that a GradScaler skips do not count.
     - Weights that ModelParallelStrategy splits are averaged part by part. Saves gather the averages
       on rank 0; for this and for `weights()` all ranks are needed.
     - Validation, test and predict use the first decay, swapped in place and back; inside
@@ -46,16 +47,23 @@ class EMA(Callback):
       checkpoint; read averages from parameters or submodules. Checkpoints hold them under
       `checkpoint["callbacks"][ema.state_key]` as `checkpoints.averages.pack` arranges them.
     - On resume these arguments win over the checkpoint's; a change of decays is printed.
+    - The averages go with the module object. Where its weights are replaced by hand, take another
+      EMA, or give the Trainer a `ckpt_path`.
     - An average that is not finite is refused, by name, where it would be used, saved or logged.
 
     Args:
-        decays: per optimizer step, each in [0, 1). 0.9999 halves the past in 6,931 steps.
+        decays: one or more, per optimizer step, in [0, 1). 0.9999 halves the past in 6,931 steps.
         warmup: limit the decay of step n to (1 + n) / (10 + n).
         every_n_steps: optimizer steps from one update to the next, which has their decays' product.
         prefix: submodule that is averaged, such as "network"; "" for all. Two EMA callbacks need
             prefixes of which neither contains the other.
         start: optimizer steps in which the averages are still the weights; `warmup` counts from
             there.
+        buffers: whether buffers of floating point numbers under `prefix` are averaged too, such as
+            the running statistics of BatchNorm, with each step of the first optimizer that has
+            something to average.
+        on_cpu: whether averages are kept in the CPU's memory, to which weights are copied at each
+            update: slower, and no memory of the GPU.
 
     Raises:
         ValueError: bad arguments; at the start of a run, a prefix without parameters, overlapping
@@ -70,17 +78,21 @@ class EMA(Callback):
 
     def __init__(
         self,
-        decays: tuple[float, ...] = (0.9999,),
+        decays: tuple[float, ...] | float = (0.9999,),
         warmup: bool = True,
         every_n_steps: int = 1,
         prefix: str = "",
         start: int = 0,
+        buffers: bool = False,
+        on_cpu: bool = False,
     ) -> None:
-        self.decays = tuple(decays)
+        self.decays = (decays,) if isinstance(decays, float) else tuple(decays)
         self.warmup = warmup
         self.every_n_steps = every_n_steps
         self.prefix = prefix.rstrip(".")
         self.start = start
+        self.buffers = buffers
+        self.on_cpu = on_cpu
         self._names = [RAW, "ema", *(f"ema_{decay:g}" for decay in self.decays)]
         if not self.decays or not all(0 <= decay < 1 for decay in self.decays):
             raise ValueError(f"decays must be one or more numbers in [0, 1), got {self.decays}.")
@@ -136,6 +148,7 @@ class EMA(Callback):
             self._put_average(name)
 
     def _put_average(self, name: str) -> None:
+        self._renew_buffers()
         updated = [group for group in self._groups if group.steps >= self.every_n_steps]
         for group in updated:
             group.refuse_nonfinite()
@@ -162,12 +175,13 @@ class EMA(Callback):
         self._waiting = self._take_up(module)
         known = set(self._waiting)
         self._unfollow()
-        self._groups = [Group(self.decays) for _ in trainer.optimizers]
+        self._groups = [Group(self.decays, on_cpu=self.on_cpu) for _ in trainer.optimizers]
         self._seen = {}
         for optimizer, group in zip(trainer.optimizers, self._groups, strict=True):
             refuse_unhooked(optimizer)
             self._adopt(optimizer, group)
-            missing = [name for name in group.names if name not in known]
+            pairs = zip(group.names, group.params, strict=True)
+            missing = [n for n, p in pairs if n not in known and isinstance(p, Parameter)]
             if from_checkpoint and missing:
                 raise ValueError(
                     f"The checkpoint's EMA holds no average of the parameter {missing[0]!r}, which "
@@ -200,7 +214,12 @@ class EMA(Callback):
             return {}
         for change in changed_decays(state, self.decays):
             rank_zero_info(change)
-        return unpack(state, self.decays, params)
+        known = unpack(state, self.decays, params | self._buffers())
+        if left := known.keys() - params.keys():
+            rank_zero_info(f"EMA(buffers=False): the averages of {len(left)} buffers are dropped.")
+        if new := [n for n, p in params.items() if not isinstance(p, Parameter) and n not in known]:
+            rank_zero_info(f"EMA(buffers=True): averages of {len(new)} buffers start from these.")
+        return {name: average for name, average in known.items() if name in params}
 
     def _adopt(self, optimizer: Optimizer, group: Group) -> None:
         new = {
@@ -218,13 +237,40 @@ class EMA(Callback):
                 if known:
                     group.steps = max(group.steps, known.steps)
                 group.add(name, param, known)
+        averaged = {name for each in self._groups for name in each.names}
+        for name, buffer in self._buffers().items() if self.buffers and group.params else ():
+            if name not in averaged:
+                group.add(name, buffer, self._waiting.pop(name, None))
 
-    def _parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters under the prefix, by a name that torch.compile does not change."""
+    def _buffers(self) -> dict[str, Tensor]:
+        """Buffers to average: floating point numbers that a checkpoint holds, no masks of -inf."""
+        assert self._module is not None
+        saved = {_plain(name) for name in self._module.state_dict()}
+        return {
+            name: buffer
+            for name, buffer in self._named_buffers().items()
+            if name in saved and _is_under(name, self.prefix)
+            if buffer.is_floating_point() and buffer.isfinite().all()
+        }
+
+    def _named_buffers(self) -> dict[str, Tensor]:
+        assert self._module is not None
+        return {_plain(name): buffer for name, buffer in self._module.named_buffers()}
+
+    def _renew_buffers(self) -> None:
+        """Find buffers again that modules have replaced, as `.to(device)` does, by their names."""
+        if self.buffers:
+            now = self._named_buffers()
+            for group in self._groups:
+                pairs = zip(group.names, group.params, strict=True)
+                group.params = [now.get(name, param) for name, param in pairs]
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """What is averaged, by a name that torch.compile does not change."""
         assert self._module is not None
         reshard(self._module)
-        named = {
-            name.replace("_orig_mod.", ""): param for name, param in self._module.named_parameters()
+        named: dict[str, Tensor] = {
+            _plain(name): param for name, param in self._module.named_parameters()
         }
         found = {name: param for name, param in named.items() if _is_under(name, self.prefix)}
         if not found:
@@ -232,7 +278,7 @@ class EMA(Callback):
             raise ValueError(
                 f"EMA(prefix={self.prefix!r}) fits no parameter; the module's are under {children}."
             )
-        return found
+        return found | (self._buffers() if self.buffers else {})
 
     def _before_step(self, group: Group, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
         if is_made_up(optimizer, kwargs):
@@ -247,6 +293,7 @@ class EMA(Callback):
         params = (param for entry in optimizer.param_groups for param in entry["params"])
         skipped = getattr(optimizer, "found_inf", None) or all(p.grad is None for p in params)
         if not skipped and not is_made_up(optimizer, kwargs):
+            self._renew_buffers()
             group.advance(self.every_n_steps, self.warmup, self.start)
 
     # State
@@ -334,7 +381,8 @@ class EMA(Callback):
         if trainer.global_step and not any(group.steps for group in self._groups):
             rank_zero_warn(
                 f"EMA saw none of {trainer.global_step} optimizer steps, so there are no averages. "
-                "An optimizer that steps another one inside it hides that one's steps."
+                "An optimizer that steps another one inside it, or clears gradients as it steps, "
+                "hides its steps."
             )
 
     def _forget_if_replaced(self, trainer: Trainer) -> None:
@@ -347,7 +395,8 @@ class EMA(Callback):
         params = self._parameters()
         groups: dict[int, Group] = {}
         for name, average in known.items():
-            group = groups.setdefault(average.steps, Group(self.decays, average.steps))
+            of_steps = Group(self.decays, average.steps, on_cpu=self.on_cpu)
+            group = groups.setdefault(average.steps, of_steps)
             group.add(name, params[name], average)
         self._groups = list(groups.values())
         self._waiting = {}
@@ -382,6 +431,11 @@ class EMA(Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Let go of the optimizers."""
         self._unfollow()
+
+
+def _plain(name: str) -> str:
+    """As it is without torch.compile."""
+    return name.replace("_orig_mod.", "")
 
 
 def _is_under(name: str, prefix: str) -> bool:

@@ -9,12 +9,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
-from lit_diffusion.callbacks.parts.fid_inputs import refuse_unable, tested_split
+from lit_diffusion.callbacks.parts.fid_inputs import refuse_unable, tested_split, try_one
 from lit_diffusion.callbacks.parts.fid_measurement import SPLITS, FIDMeasurement
 from lit_diffusion.callbacks.parts.inference import providers, weights_in_place
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
 from lit_diffusion.metrics.batches import Where
-from lit_diffusion.metrics.extractors import FIDProtocol, protocol_by_name
+from lit_diffusion.metrics.extractors import FIDProtocol, TrainedCNN, protocol_by_name
 from lit_diffusion.metrics.image_count import ImageCount, counted, read_count
 from lit_diffusion.metrics.record import FIDRecord, write_evaluation
 from lit_diffusion.metrics.reference import Reference
@@ -42,7 +42,8 @@ class FIDEvaluation(RunsEveryNSteps):
     Args:
         num_samples: to generate, >= 2. An FID depends on it: compare equal numbers only.
         extractor: an FID protocol, or the name of one: "inception-v3-compat", "digits-cnn",
-            "patches-cnn".
+            "patches-cnn"; or a file of `lit-diffusion train-extractor`, which is copied to the
+            Trainer's `default_root_dir`.
         reference: real images to compare with: a split of the data ("train", "val", "test"), a
             folder of images, or an .npz of them. Splits of foreign data are used as they come,
             augmented if they are.
@@ -115,6 +116,10 @@ class FIDEvaluation(RunsEveryNSteps):
         weights = "" if self.weights_name == "ema" else f"_{self.weights_name}"
         return f"{stage}/fid_{count}{weights}"
 
+    def metric_names(self) -> list[str]:
+        """The FID and its floor."""
+        return [self.metric_name("val"), self.metric_name("val") + "_floor"]
+
     # What has to be right before the first step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -155,6 +160,8 @@ class FIDEvaluation(RunsEveryNSteps):
         super().on_train_start(trainer, pl_module)
         self.image_count = counted(trainer, self.image_count)
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            if isinstance(self.protocol, TrainedCNN) and trainer.is_global_zero:
+                self.protocol.copy_to(Path(trainer.default_root_dir))
             _, reference = self._measurement.real(trainer, pl_module, "val")
             varying = self._measurement.varying(trainer, pl_module)
             self._forget_best_of_others(self._measured_with(reference, varying))
@@ -162,9 +169,11 @@ class FIDEvaluation(RunsEveryNSteps):
     # When
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate after a validation, but not the one that only checks that validation works."""
+        """Evaluate after a validation; where that only checks that it works, so does this."""
         by_steps = self.every_n_steps is not None and trainer.state.fn == TrainerFn.FITTING
-        if not trainer.sanity_checking and not by_steps:
+        if trainer.sanity_checking:
+            try_one(trainer, pl_module)
+        elif not by_steps:
             pl_module.log_dict(self._evaluate(trainer, pl_module, "val"), sync_dist=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -198,7 +207,7 @@ class FIDEvaluation(RunsEveryNSteps):
     ) -> dict[str, float]:
         """One evaluation, from weights to files; what is to be logged. All processes call it."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return {}
+            return try_one(trainer, pl_module)
         record = self._record(trainer, pl_module, stage)
         self._write(trainer, record)
         if trainer.state.fn == TrainerFn.FITTING:

@@ -148,6 +148,7 @@ class FiniteUpdates(Callback):
         elif pl_module.automatic_optimization:
             self._window.append(now)
         if self._failed:
+            self._failed[0].put_buffers_back(pl_module)  # of what came after it, too
             self._report(trainer, pl_module)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: object) -> None:

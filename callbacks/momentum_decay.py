@@ -152,7 +152,7 @@ class MomentumDecay(_MDLRC):
                 f"MomentumDecay needs an optimizer with betas or momentum, and {name} has neither; "
                 "use Adam or AdamW."
             )
-        if self.compensate_lr and "betas" not in group:
+        if self.compensate_lr and not {"betas", "eps"} <= group.keys():  # Lion has no eps
             raise ValueError(
                 "The compensation keeps lr * (1 - beta1), with which the newest gradient enters an "
                 f"update of Adam's; the momentum of {name} enters its updates in another way: pass "

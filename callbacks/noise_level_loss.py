@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, read, spread
+from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, items_of, read, spread
 from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
 from lit_diffusion.metrics.batches import Where, images_in
@@ -73,19 +73,26 @@ class NoiseLevelLoss(RunsEveryNSteps):
                 f"; {type(pl_module).__name__} lacks {', '.join(lacking)}."
             )
 
+    def metric_names(self) -> list[str]:
+        """One a level, of training images where it runs every so many steps."""
+        split = "val" if self.every_n_steps is None else "train"
+        return [f"{split}/loss_u{u:.3g}" for u in self.levels]
+
     def at_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure training images, for the loggers."""
         with averaged_weights(trainer):
-            losses = self._measure(trainer, pl_module, trainer.train_dataloader, "train")
+            losses = self._measure(trainer, pl_module, trainer.train_dataloader)
         log_in_row_of_step(trainer, {name: loss.item() for name, loss in losses.items()})
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Measure after each validation, with the weights that it used."""
-        if self.every_n_steps is None and not trainer.sanity_checking:
-            pl_module.log_dict(self._measure(trainer, pl_module, trainer.val_dataloaders, "val"))
+        if self.every_n_steps is None:
+            losses = self._measure(trainer, pl_module, trainer.val_dataloaders)
+            if not trainer.sanity_checking:
+                pl_module.log_dict(losses)
 
     def _measure(
-        self, trainer: Trainer, pl_module: LightningModule, loaders: Any, split: str
+        self, trainer: Trainer, pl_module: LightningModule, loaders: Any
     ) -> dict[str, Tensor]:
         module = cast(HasNoiseLevels, pl_module)
         if self._fixed is None:
@@ -99,8 +106,7 @@ class NoiseLevelLoss(RunsEveryNSteps):
         labels = move_data_to_device(labels, x0.device)
         with inference(trainer, pl_module):
             losses = noise_level_losses(module, x0, labels, noise, self.levels)
-        names = [f"{split}/loss_u{u:.3g}" for u in self.levels]
-        return dict(zip(names, losses, strict=True))
+        return dict(zip(self.metric_names(), losses, strict=True))
 
 
 def read_fixed(loaders: Any, num: int, where: Where = None) -> tuple[Tensor, Condition, list[int]]:
@@ -111,7 +117,7 @@ def read_fixed(loaders: Any, num: int, where: Where = None) -> tuple[Tensor, Con
             "NoiseLevelLoss needs a DataLoader over a data set with indices, to read the same "
             "images every time; remove it for streamed data."
         )
-    indices = spread(len(loader.dataset), num)  # type: ignore[arg-type]
+    indices = spread(len(items_of(loader)), num)  # type: ignore[arg-type]
     batches = list(read(loader, indices))
     images = torch.cat([images_in(batch, where) for batch in batches])
     labels = None

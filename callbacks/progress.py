@@ -38,10 +38,12 @@ def pace(unit: str, done: int, left: float, seconds: float) -> list[str]:
         >>> pace("image", 20, 80, seconds=40.0)
         ['2.0 s/image', '0:02:40 left']
     """
+    if not done:
+        return []
     rate = done / max(seconds, 1e-9)
-    parts = [f"{rate:.1f} {unit}s/s" if rate >= 1 else f"{1 / max(rate, 1e-9):.1f} s/{unit}"]
-    if left < float("inf") and rate > 0:
-        parts.append(f"{timedelta(seconds=round(left / rate))} left")
+    parts = [f"{rate:.1f} {unit}s/s" if rate >= 1 else f"{1 / rate:.1f} s/{unit}"]
+    if left < float("inf"):
+        parts.append(f"{timedelta(seconds=round(max(left, 0) / rate))} left")
     return parts
 
 
@@ -84,7 +86,7 @@ class PlainProgress(ProgressBar):
         """Start the clock."""
         super().on_train_start(trainer, pl_module)
         self._start = (time.monotonic(), trainer.global_step)
-        self._total = steps_of_run(trainer) or math.inf
+        self._total = _total(trainer) or math.inf
         self._last_line = float("-inf")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
@@ -127,7 +129,7 @@ class StepBar(TQDMProgressBar):
         """Begin where the run does."""
         super().on_train_start(trainer, *args)
         bar = self.train_progress_bar
-        bar.total, bar.unit = steps_of_run(trainer), "step"
+        bar.total, bar.unit = _total(trainer), "step"
         bar.n = bar.initial = bar.last_print_n = trainer.global_step
         self.on_train_epoch_start(trainer)  # not called in the middle of an epoch
         loggers = (logging.getLogger("lightning.pytorch"), logging.root)
@@ -152,6 +154,13 @@ class StepBar(TQDMProgressBar):
     def on_exception(self, *args: Any) -> None:
         """Let the log go its usual way."""
         self._redirected.close()
+
+
+def _total(trainer: Trainer) -> int | None:
+    """Steps of the run, as `global_step` counts them: those of several optimizers together."""
+    if len(trainer.optimizers) > 1:
+        return trainer.max_steps if trainer.max_steps > 0 else None
+    return steps_of_run(trainer)
 
 
 def _prints(logger: logging.Logger) -> bool:

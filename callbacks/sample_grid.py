@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,18 +17,26 @@ from lightning.pytorch.loggers import (
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
-from PIL.Image import Image
+from PIL import Image, ImageDraw
 from torch import Tensor
-from torchvision.transforms.functional import to_pil_image
+from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
 
-from lit_diffusion.callbacks.parts.fid_inputs import refuse_odd_images, refuse_unable, split_images
-from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, read, spread
+from lit_diffusion.callbacks.parts.fid_inputs import (
+    refuse_odd_images,
+    refuse_unable,
+    split_images,
+    try_one,
+)
+from lit_diffusion.callbacks.parts.fixed_items import spread
 from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
-from lit_diffusion.metrics.batches import Where, uint8_images
+from lit_diffusion.metrics.batches import Where
+from lit_diffusion.metrics.images import MODES
 from lit_diffusion.metrics.reference import RealImages
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
+from lit_diffusion.seeding import classes_of
+from lit_diffusion.system.ranks import from_first
 from lit_diffusion.system.trainer_state import is_a
 
 BANK_BYTES = 2**28
@@ -40,7 +49,8 @@ class SampleGrid(RunsEveryNSteps):
     where a callback provides such weights, else raw) in their names, and to loggers (TensorBoard,
     W&B, MLflow, Comet):
 
-    - `step-00001000-ema.png`: the samples, in rows; small images are enlarged pixel by pixel.
+    - `step-00001000-ema.png`: the samples, in rows, with the names of their classes where the data
+      module has `class_names`; small images are enlarged pixel by pixel.
     - `nearest-00001000-ema.png`: each sample with, on its right, the training image that is nearest
       in pixel space, of at most 256 MB of them, evenly over the data set. Needs training images
       of the samples' shape; where there are none, that is said once.
@@ -53,14 +63,16 @@ class SampleGrid(RunsEveryNSteps):
 
     Args:
         num: of samples.
-        labels: of the samples, repeated in turn; None leaves them to the module.
+        labels: of the samples, repeated in turn; None takes seed mod `num_classes` where the data
+            name their classes, and else leaves them to the module.
         every_n_steps: optimizer steps from one grid to the next; None draws at the end of every
             validation within fit.
         batch_size: samples generated at a time.
         images: where the images of a training batch are, as of `FIDEvaluation`.
 
     Raises:
-        ValueError: bad numbers; at fit start, where None would never trigger.
+        ValueError: bad numbers; at fit start, labels that are no classes of the module, and where
+            None would never trigger.
         TypeError: at fit start, for a module without `generate(seeds, labels=None)`.
 
     Example:
@@ -94,14 +106,27 @@ class SampleGrid(RunsEveryNSteps):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find conflicts before the first step."""
         refuse_unable(pl_module, "SampleGrid")
+        num_classes = getattr(pl_module, "num_classes", None)
+        if (
+            self.labels
+            and num_classes
+            and not -1 <= min(self.labels) <= max(self.labels) < num_classes
+        ):
+            raise ValueError(f"labels must be in -1..{num_classes - 1}, got {self.labels}.")
         super().on_fit_start(trainer, pl_module)
-        self._bank, self._bank_was_read = None, False
+        self._bank, self._usual, self._bank_was_read = None, None, False
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw after each validation."""
-        fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
-        if fitting and self.every_n_steps is None:
-            pl_module.log_dict(self._draw(trainer, pl_module), rank_zero_only=True)
+        """Draw after each validation; where that only checks that it works, so does this."""
+        if trainer.sanity_checking:
+            try_one(trainer, pl_module)
+        elif trainer.state.fn == TrainerFn.FITTING and self.every_n_steps is None:
+            numbers = self._draw(trainer, pl_module)
+            pl_module.log_dict(from_first(lambda: numbers), sync_dist=True)
+
+    def metric_names(self) -> list[str]:
+        """Logged where there are held-out images."""
+        return ["val/memorized"]
 
     def at_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Draw."""
@@ -110,21 +135,30 @@ class SampleGrid(RunsEveryNSteps):
     def _draw(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Write the grids; what is to be logged, on rank 0."""
         with averaged_weights(trainer) as weights, inference(trainer, pl_module):
+            labels, captions = self._labels(trainer, pl_module)
             try:
-                samples = self._generate(pl_module)
+                samples = self._generate(pl_module, labels)
             except NonFiniteSamples as error:  # on every rank alike; training can go on
                 rank_zero_warn(f"SampleGrid draws nothing at step {trainer.global_step}: {error}")
                 return {}
             if not self._bank_was_read:
-                held_out = split_images(trainer, "val", self.images)  # which takes every rank
+                train, val = (split_images(trainer, n, self.images) for n in ("train", "val"))
                 if trainer.is_global_zero:
-                    self._bank = self._training_images(trainer, samples)
-                    self._usual = self._usual_distance(held_out)
+                    self._read_bank(train, val, tuple(samples.shape[1:]))
                 self._bank_was_read = True
             if not trainer.is_global_zero:
                 return {}
-            self._publish(trainer, "step", weights, image_grid(samples))
+            self._publish(trainer, "step", weights, image_grid(samples, captions))
             return self._publish_nearest(trainer, weights, samples)
+
+    def _labels(self, trainer: Trainer, module: LightningModule) -> tuple[Any, Any]:
+        """Labels, repeated in turn, and captions; None leaves labels to the module."""
+        names = getattr(trainer.datamodule, "class_names", ())  # type: ignore[attr-defined]
+        num_classes = getattr(module, "num_classes", None)
+        if not isinstance(names, Sequence) or not names or not num_classes:
+            return self.labels, None
+        labels = self.labels or classes_of(range(self.num), num_classes)
+        return labels, class_captions(labels, list(map(str, names)), self.num)
 
     def _publish_nearest(self, trainer: Trainer, weights: str, samples: Tensor) -> dict[str, float]:
         if self._bank is None:
@@ -134,48 +168,47 @@ class SampleGrid(RunsEveryNSteps):
         self._publish(trainer, "nearest", weights, image_grid(pairs))
         if self._usual is None:
             return {}
-        return {"val/memorized": (distances < self._usual).double().mean().item()}
+        return {self.metric_names()[0]: (distances < self._usual).double().mean().item()}
 
-    def _usual_distance(self, held_out: RealImages | None) -> Tensor | None:
-        if self._bank is None or held_out is None:
-            return None
+    def _read_bank(
+        self, train: RealImages | None, val: RealImages | None, shape: tuple[int, ...]
+    ) -> None:
+        """What samples are compared with: not augmented, where the data say how that is."""
+        most = max(1, BANK_BYTES // math.prod(shape))
+        self._bank = self._read("shows no nearest training images", train, most, shape)
+        if self._bank is None:
+            return
+        if train is not None and len(self._bank) < len(train):
+            compared = f"{len(self._bank)} of {len(train)} training images"
+            rank_zero_info(f"SampleGrid compares with {compared}.")
+        held_out = self._read("logs no val/memorized", val, self.num, shape)
+        if held_out is not None:
+            self._usual = nearest(held_out, self._bank)[0].median()
+
+    def _read(
+        self, otherwise: str, images: RealImages | None, most: int, shape: tuple[int, ...]
+    ) -> Tensor | None:
+        """At most so many images, evenly over them; None, and that is said, without such."""
         try:
-            batches = held_out.batches(self.batch_size, spread(len(held_out), self.num))
-            images = torch.cat([images for images, _ in batches])
-        except (TypeError, ValueError) as error:
-            rank_zero_info(f"SampleGrid logs no val/memorized: {error}")
+            if images is None:
+                raise TypeError("the Trainer has no loader of them with indices.")
+            chosen = spread(len(images), most)
+            found = torch.cat([each for each, _ in images.batches(256, chosen)])
+            if found.shape[1:] != shape:
+                raise TypeError(f"they are {tuple(found.shape[1:])}, and samples {shape}.")
+        except (TypeError, NotImplementedError) as error:
+            rank_zero_info(f"SampleGrid {otherwise}: {error}")
             return None
-        same = images.shape[1:] == self._bank.shape[1:]
-        return nearest(images, self._bank)[0].median() if same else None
+        return found
 
-    def _training_images(self, trainer: Trainer, samples: Tensor) -> Tensor | None:
-        shows_none = "SampleGrid shows no nearest training images:"
-        loader = indexed_loader(trainer.train_dataloader)
-        if loader is None:
-            rank_zero_info(f"{shows_none} their loader has no indices.")
-            return None
-        size, shape = len(loader.dataset), tuple(samples.shape[1:])  # type: ignore[arg-type]
-        indices = spread(size, max(1, BANK_BYTES // samples[0].numel()))
-        try:
-            bank = torch.cat([uint8_images(b, self.images) for b in read(loader, indices)])
-        except TypeError as error:
-            rank_zero_info(f"{shows_none} {error}")
-            return None
-        if bank.shape[1:] != shape:
-            rank_zero_info(f"{shows_none} they are {tuple(bank.shape[1:])}, and samples {shape}.")
-            return None
-        if len(indices) < size:
-            rank_zero_info(f"SampleGrid compares with {len(indices)} of {size} training images.")
-        return bank
-
-    def _generate(self, module: LightningModule) -> Tensor:
+    def _generate(self, module: LightningModule, given: Sequence[int] | None) -> Tensor:
         assert isinstance(module, CanGenerate)
         batches = []
         for start in range(0, self.num, self.batch_size):
             seeds = range(start, min(start + self.batch_size, self.num))
             labels = None
-            if self.labels is not None:
-                chosen = [self.labels[seed % len(self.labels)] for seed in seeds]
+            if given is not None:
+                chosen = [given[seed % len(given)] for seed in seeds]
                 labels = torch.tensor(chosen, device=module.device)
             images = module.generate(seeds, labels)
             refuse_odd_images(images, len(seeds))
@@ -190,7 +223,7 @@ class SampleGrid(RunsEveryNSteps):
         log_picture(trainer.loggers, f"samples/{kind}-{weights}", picture, step)
 
 
-def log_picture(loggers: Iterable[Logger], name: str, picture: Image, step: int) -> None:
+def log_picture(loggers: Iterable[Logger], name: str, picture: Image.Image, step: int) -> None:
     """Give a picture to TensorBoard, W&B, MLflow and Comet; other loggers get none."""
     for logger in loggers:
         if is_a(logger, TensorBoardLogger):
@@ -203,17 +236,40 @@ def log_picture(loggers: Iterable[Logger], name: str, picture: Image, step: int)
             logger.experiment.log_image(picture, name, step=step)
 
 
-def image_grid(images: Tensor) -> Tensor:
+def image_grid(images: Tensor, captions: Sequence[str] | None = None) -> Tensor:
     """Images in a near-square grid of about 512 pixels; small ones are enlarged pixel by pixel.
 
-    From (N, C, H, W) uint8, C = 1, 3 or 4, to (3 or 4, height, width) uint8.
+    From (N, C, H, W) uint8, C = 1, ..., 4, to (C, or 3 for 1, height, width) uint8. Captions, one
+    an image, stand below.
     """
     square = math.ceil(math.sqrt(len(images) * images.shape[2] / images.shape[3]))
     columns = min(square, len(images))
     scale = max(1, round(512 / (columns * images.shape[3])))
     large = images.repeat_interleave(scale, dim=2).repeat_interleave(scale, dim=3)
+    if captions is not None:
+        strips = [_written(text, *large.shape[1::2]) for text in captions]
+        large = torch.cat([large, torch.stack(strips)], dim=2)
     grid: Tensor = make_grid(large, nrow=columns, pad_value=127)
     return grid
+
+
+def _written(text: str, channels: int, width: int) -> Tensor:
+    """(channels, 13, width) uint8, white on black."""
+    picture = Image.new(MODES[channels - 1], (width, 13), "black")
+    ImageDraw.Draw(picture).text((1, 0), text, fill="white")
+    strip: Tensor = pil_to_tensor(picture)
+    return strip
+
+
+def class_captions(labels: Sequence[int], names: Sequence[str], num: int) -> list[str]:
+    """Names of the classes of `num` images, labels repeated in turn; "" for label -1.
+
+    Example:
+        >>> class_captions([1, 0, -1], ["cat", "dog"], 4)
+        ['dog', 'cat', '', 'dog']
+    """
+    known = dict(enumerate(names))
+    return [known.get(labels[i % len(labels)], "") for i in range(num)]
 
 
 def nearest(images: Tensor, bank: Tensor, chunk: int = 4096) -> tuple[Tensor, Tensor]:

@@ -12,10 +12,10 @@ from lit_diffusion import __version__
 from lit_diffusion.settings.messages import is_meant, is_out_of_memory
 from lit_diffusion.system.signals import noting
 
-_FILES = dict.fromkeys(("validate", "test", "predict"), "fit") | {"fetch-weights": "fetch_weights"}
+_FILES = dict.fromkeys(("validate", "test", "predict"), "fit")
 
 COMMANDS = {
-    name: (f"lit_diffusion.commands.{_FILES.get(name, name)}:run", text)
+    name: (f"lit_diffusion.commands.{_FILES.get(name, name.replace('-', '_'))}:run", text)
     for name, text in (
         ("fit", "train a model from a config, or resume a run"),
         ("validate", "loss of a checkpoint on the validation split"),
@@ -27,12 +27,19 @@ COMMANDS = {
         ("sweep", "train every arm of an experiment with every seed, restartable; compare them"),
         ("compare", "which way to train is fastest, over seeds, and whether that is noise"),
         ("doctor", "say what would go wrong with a run, or on this machine, before it starts"),
+        ("train-extractor", "train a network for FID on images of one's own, without a download"),
         ("fetch-weights", "download the network of FID, for machines without internet access"),
     )
 }
 """name -> ("module:function", one line of help). The function gets all arguments."""
 
 DEBUG = "LIT_DIFFUSION_DEBUG"
+_MISTAKES = (
+    "Early stopping conditioned on metric",
+    "EMA holds no averages",
+    "Found more than one stateful callback",
+)
+"""Beginnings of messages that other classes of errors have."""
 _LONGEST, _TAIL = 3500, 500
 """Characters of a message that is longer, at its beginning and end."""
 
@@ -68,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def usage() -> str:
     """What `lit-diffusion --help` prints."""
-    lines = "\n".join(f"  {name:<15}{text}" for name, (_, text) in COMMANDS.items())
+    lines = "\n".join(f"  {name:<16}{text}" for name, (_, text) in COMMANDS.items())
     return f"""usage: lit-diffusion COMMAND [options]    (lit-diffusion COMMAND --help says which)
 
 Train diffusion models, score them and sample from them.
@@ -106,4 +113,5 @@ def _report(command: str, error: Exception, debug: bool) -> int:
     print(f"lit-diffusion {command}: {message}", file=sys.stderr)
     mistake = isinstance(error, ValueError | TypeError | OSError)
     mistake = mistake or type(error).__name__ == "MisconfigurationException"
+    mistake = mistake or message.startswith(_MISTAKES)
     return 2 if meant and mistake else 1

@@ -45,9 +45,9 @@ class ClassLabels:
         """Raise ValueError where these are not `num` labels, before a GPU could die of one."""
         if not isinstance(condition, Tensor):
             raise ValueError(f"labels must be one tensor ({num},), got {type(condition).__name__}.")
-        if condition.shape != (num,) or condition.is_floating_point():
+        if condition.shape != (num,) or condition.dtype not in (torch.int64, torch.int32):
             got = f"{tuple(condition.shape)} of {condition.dtype}"
-            raise ValueError(f"labels must be one per seed, ({num},), got {got}; use int64.")
+            raise ValueError(f"labels must be one per image, ({num},), got {got}; use int64.")
         if bool(((condition < -1) | (condition >= self.num_classes)).any()):
             last = self.num_classes - 1
             known = f"0..{last} or -1" if self.num_classes else "-1, without num_classes"

@@ -29,8 +29,11 @@ def test_labels_of_the_user_win():
     [
         (torch.tensor([4, 1]), r"labels must be 0..3 or -1, got \[1, 4\]"),
         (torch.tensor([-2, 1]), r"labels must be 0..3 or -1, got \[-2, 1\]"),
-        (torch.tensor([1]), r"one per seed, \(2,\), got \(1,\) of torch.int64"),
-        (torch.tensor([1.0, 2.0]), r"one per seed, \(2,\), got \(2,\) of torch.float32; use int64"),
+        (torch.tensor([1]), r"one per image, \(2,\), got \(1,\) of torch.int64"),
+        (
+            torch.tensor([1.0, 2.0]),
+            r"one per image, \(2,\), got \(2,\) of torch.float32; use int64",
+        ),
         ((torch.ones(2, 3), torch.ones(2)), r"one tensor \(2,\), got tuple"),
     ],
 )

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ def ema_update_(shadow: Sequence[Tensor], params: Sequence[Tensor], decay: float
     """shadow = decay * shadow + (1 - decay) * params, in place.
 
     In lerp form an average that equals the weights stays exactly there; the form above drifts. Of
-    split tensors each rank updates its part; parameters of lower precision are widened first.
+    split tensors each rank updates its part; parameters come to the device and precision of their
+    averages first.
 
     Example:
         >>> shadow = [torch.zeros(2)]
@@ -48,7 +50,7 @@ def ema_update_(shadow: Sequence[Tensor], params: Sequence[Tensor], decay: float
         [tensor([0.2500, 0.2500])]
     """
     averages = [local(average) for average in shadow]
-    wide = [local(p).to(average.dtype) for average, p in zip(averages, params, strict=True)]
+    wide = [local(p).to(average) for average, p in zip(averages, params, strict=True)]
     torch._foreach_lerp_(averages, wide, 1 - decay)
 
 
@@ -60,10 +62,14 @@ def overwrite_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 @dataclass
 class Group:
-    """The averaged parameters of one optimizer: shadows[d][i] averages params[i] under decay d."""
+    """The averaged parameters of one optimizer: shadows[d][i] averages params[i] under decay d.
+
+    With `on_cpu` the averages are kept there.
+    """
 
     decays: tuple[float, ...]
     steps: int = 0
+    on_cpu: bool = False
     names: list[str] = field(default_factory=list)
     params: list[Tensor] = field(default_factory=list)
     shadows: list[list[Tensor]] = field(init=False)
@@ -77,7 +83,8 @@ class Group:
         starts = known.shadows if known else [None for _ in self.decays]
         for column, start in zip(self.shadows, starts, strict=True):
             part = param if start is None else split_like(start, param)
-            column.append(part.detach().to(param.device, dtype, copy=True))
+            device = torch.device("cpu") if self.on_cpu else param.device
+            column.append(part.detach().to(device, dtype, copy=True))
         self.names.append(name)
         self.params.append(param)
 
@@ -150,6 +157,7 @@ class RawWeights:
             self._hook.remove()
 
     def _show(self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-        for name, param in module.named_parameters(remove_duplicate=False):
+        buffers = module.named_buffers(remove_duplicate=False)
+        for name, param in chain(module.named_parameters(remove_duplicate=False), buffers):
             if param in self._copies and prefix + name in state:
                 state[prefix + name] = self._copies[param]

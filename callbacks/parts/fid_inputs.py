@@ -7,10 +7,10 @@ from itertools import compress
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
-from torch.utils.data import DataLoader
 
+from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, items_of
+from lit_diffusion.callbacks.parts.inference import inference
 from lit_diffusion.metrics.batches import Where
 from lit_diffusion.metrics.reference import HasSplits, RealImages, images_of_split
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
@@ -43,6 +43,13 @@ def generated(module: LightningModule, seeds: Sequence[int]) -> tuple[Tensor | N
         return None, list(compress(seeds, bad.tolist()))
     refuse_odd_images(images, len(seeds))
     return images, []
+
+
+def try_one(trainer: Trainer, module: LightningModule) -> dict[str, float]:
+    """Look at one sample before it is needed; nothing to log."""
+    with inference(trainer, module):
+        generated(module, [0])
+    return {}
 
 
 def refuse_unable(module: LightningModule, name: str) -> None:
@@ -80,10 +87,10 @@ def split_images(trainer: Trainer, name: str, where: Where = None) -> RealImages
         "val": trainer.val_dataloaders,
         "test": trainer.test_dataloaders,
     }[name]
-    flat = [] if loaders is None else CombinedLoader(loaders).flattened
-    if not (flat and isinstance(flat[0], DataLoader)):
+    loader = indexed_loader(loaders)
+    if loader is None:
         return None
-    return RealImages(name, flat[0].dataset, flat[0].collate_fn, flat[0].num_workers, where=where)
+    return RealImages(name, items_of(loader), loader.collate_fn, loader.num_workers, where=where)
 
 
 def tested_split(trainer: Trainer) -> str:

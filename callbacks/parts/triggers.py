@@ -26,6 +26,10 @@ class RunsEveryNSteps(Callback, ABC):
     def at_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """What takes time."""
 
+    @abstractmethod
+    def metric_names(self) -> list[str]:
+        """What it logs in a fit."""
+
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse averages of Lightning's, which tell nobody when they are in place."""
         for other in trainer.callbacks:  # type: ignore[attr-defined]
@@ -44,6 +48,13 @@ class RunsEveryNSteps(Callback, ABC):
                 f"{name}(every_n_steps=None) runs at the end of validation, and this fit has no "
                 f"validation; pass every_n_steps=1000 or remove {name}."
             )
+        for other in trainer.callbacks if self.every_n_steps else ():  # type: ignore[attr-defined]
+            if (monitor := getattr(other, "monitor", None)) in self.metric_names():
+                raise ValueError(
+                    f"{type(other).__name__}(monitor={monitor!r}) looks for it at every validation,"
+                    f" and {name}(every_n_steps={self.every_n_steps}) does not measure then; leave "
+                    f"every_n_steps out of {name} and set the Trainer's val_check_interval."
+                )
         if split := first_split(dict(pl_module.named_parameters())):
             raise ValueError(
                 f"{name} has every rank compute samples of its own, which needs whole weights, and "

@@ -17,7 +17,7 @@ from lit_diffusion.callbacks.parts.update_options import (
     refuse_unhookable,
 )
 from lit_diffusion.system.counts import is_count
-from lit_diffusion.system.trainer_state import logs_are_due, steps_of_run
+from lit_diffusion.system.trainer_state import accumulates, logs_are_due, steps_of_run
 
 
 class UpdateSchedule(Callback, ABC):
@@ -127,14 +127,14 @@ class UpdateSchedule(Callback, ABC):
             self._turn = trainer.optimizers.index(optimizer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Log what the last update used, when Lightning logs."""
+        """Log what the batch's update used, when Lightning logs."""
         for index, update in self._followed.items():
             if update.in_force and not self._passed(index):
                 raise RuntimeError(
                     f"{type(trainer.optimizers[index]).__name__} steps, and Lightning counts no "
                     "step; step what self.optimizers() returns, not the optimizer inside it."
                 )
-        if not logs_are_due(trainer):
+        if accumulates(trainer) or not logs_are_due(trainer):
             return
         for index, update in self._followed.items():
             for number, group in enumerate(update.in_force):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from lit_diffusion.checkpoints.content import is_dense, kind_of
 from lit_diffusion.system.counts import is_count
@@ -39,7 +39,7 @@ def pack(averages: Mapping[str, Averaged], decays: Sequence[float]) -> dict[str,
 
 
 def unpack(
-    state: Mapping[str, Any], decays: Sequence[float], params: Mapping[str, nn.Parameter]
+    state: Mapping[str, Any], decays: Sequence[float], params: Mapping[str, Tensor]
 ) -> dict[str, Averaged]:
     """Averages from `pack`, arranged for other decays by `match_decays`.
 

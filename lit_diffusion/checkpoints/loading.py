@@ -1,7 +1,8 @@
 """Modules with the weights of a checkpoint."""
 
+import json
 from argparse import ArgumentError
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,10 +74,18 @@ def load_with_record(
         with no_larger_than(checkpoint["state_dict"]):
             module = build(checkpoint, path, trust)
     name, averages = chosen_weights(checkpoint, weights, path)
+    averages = dict(averages) | _aliases(module, averages)
     load_state(module, {**uncompiled(checkpoint["state_dict"]), **averages}, path)
     step = int(checkpoint.get("global_step", 0))
     rank_zero_info(f"Loaded {name} weights of step {step} from {path}.")
     return Loaded(module.eval(), path, step, name, checkpoint)
+
+
+def _aliases(module: LightningModule, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The averages by all names of a tensor that has several; they are saved by the first."""
+    own = module.state_dict(keep_vars=True)
+    values = {id(own[name]): value for name, value in averages.items() if name in own}
+    return {name: values[id(value)] for name, value in own.items() if id(value) in values}
 
 
 def checkpoint_file(path: str | Path) -> Path:
@@ -98,14 +107,28 @@ def build(checkpoint: Checkpoint, path: str | Path, trust: Iterable[str] = ()) -
     return built
 
 
-def instantiate(spec: dict[str, Any], base: type, trust: Iterable[str], path: str | Path) -> Any:
-    """The object of type `base` that the class path and arguments in the file `path` describe."""
+def instantiate(
+    spec: dict[str, Any],
+    base: type,
+    trust: Iterable[str],
+    path: str | Path,
+    options: Sequence[str] = (),
+) -> Any:
+    """The object of type `base` that the class path and arguments in the file `path` describe.
+
+    `options` are arguments of a command line, as --data.init_args.NAME=VALUE, that win over these.
+    """
     register_unresolvable_import_paths(torch)
     parser = ArgumentParser(exit_on_error=False)
+    key = options[0].lstrip("-").split(".")[0] if options else "object"
     with trusting(trust):
-        parser.add_subclass_arguments(base, "object", fail_untyped=False, required=True)
+        parser.add_subclass_arguments(base, key, fail_untyped=False, required=True)
         try:
-            return parser.instantiate(parser.parse_object({"object": spec})).object
+            if options:
+                given = parser.parse_args([f"--{key}={json.dumps(spec)}", *options])
+            else:
+                given = parser.parse_object({key: spec})
+            return parser.instantiate(given)[key]
         except (ArgumentError, ValueError) as error:
             raise ValueError(f"{path}: {innermost(error)}") from error
         except Exception as error:  # what a constructor says of arguments that it cannot take
@@ -119,6 +142,14 @@ def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[st
     class_path = saved.pop("_class_path", None)
     saved.pop("_instantiator", None)
     return None if class_path is None else {"class_path": class_path, "init_args": saved}
+
+
+def class_names_in(checkpoint: Checkpoint) -> list[str]:
+    """Names of the labels 0, 1, ... of the data that a model was trained on; [] if not known."""
+    spec = model_spec(checkpoint, "datamodule_hyper_parameters") or {"class_path": ""}
+    state = checkpoint.get(spec["class_path"].rpartition(".")[2])
+    names = state.get("class_names") if isinstance(state, dict) else None
+    return [str(name) for name in names] if isinstance(names, list) else []
 
 
 def load_state(module: LightningModule, state: Mapping[str, Tensor], path: str | Path) -> None:

@@ -46,7 +46,9 @@ Open DIR/report.html; beside it are report.md, the figures as PNG and the number
         help="FID to reach (default: the lowest that every seed of the baseline reached)",
     )
     made.add_argument(
-        "--metric", metavar="NAME", help="such as val/fid_360, where the runs have several"
+        "--metric",
+        metavar="NAME",
+        help="such as val/fid_360, where the runs have several, or a loss in metrics.csv: val/loss",
     )
     return made
 
@@ -62,6 +64,7 @@ def run(argv: Sequence[str]) -> None:
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; name a folder.")
     from lit_diffusion.experiments.report.report_files import write_report
+    from lit_diffusion.experiments.report.wording import of_score
     from lit_diffusion.experiments.reporting import report_on_runs, report_on_tables
 
     if _are_tables(args.runs):
@@ -69,7 +72,7 @@ def run(argv: Sequence[str]) -> None:
     else:
         report = report_on_runs(args.runs, args.baseline, args.target, args.metric, args.arms)
     page = write_report(report, out)
-    print("\n".join(_lines(report)))
+    print(of_score("\n".join(_lines(report)), report.score))
     print(f"Report: {page}")
 
 

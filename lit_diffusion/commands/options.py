@@ -37,9 +37,9 @@ def add_sampling(parser: Parser) -> None:
     """What may differ from how the checkpoint would generate."""
     parser.add_argument(
         "--labels",
-        type=integers,
         metavar="0,1,2",
-        help="classes, repeated in turn (default: seed modulo the number of classes); -1 is none",
+        help="classes, or their names, repeated in turn (default: seed modulo the number of "
+        "classes); -1 is none",
     )
     parser.add_argument("--steps", type=int, help="of the solver (Heun: two evaluations each)")
     parser.add_argument(

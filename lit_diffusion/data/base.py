@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -194,14 +194,19 @@ class ImageDataModule(LightningDataModule):
         return DataLoader(TensorDataset(seeds, labels), batch_size=self.batch_size)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint counts the done part of its epoch in."""
-        return {"images_of_a_batch": self._images_of_a_batch()}
+        """What a checkpoint counts the done part of its epoch in, and what its labels mean."""
+        names = list(self.class_names)
+        return {"images_of_a_batch": self._images_of_a_batch(), "class_names": names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Have the Trainer count it in batches of this run."""
         before, now = state_dict["images_of_a_batch"], self._images_of_a_batch()
-        trainer = self.trainer
-        if trainer is not None and trainer.state.fn == TrainerFn.FITTING and before != now:
+        trainer, names = self.trainer, list(self.class_names)
+        if trainer is None or trainer.state.fn != TrainerFn.FITTING:
+            return
+        if (old := state_dict.get("class_names", names)) != names:
+            rank_zero_warn(f"The classes were {old}, and labels now mean {names}.")
+        if before != now:
             recount(trainer, before, now, len(self.train_dataloader()))
 
     def _images_of_a_batch(self) -> int:

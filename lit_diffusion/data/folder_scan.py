@@ -23,7 +23,7 @@ from torch import Tensor
 from lit_diffusion.system.image_files import open_image
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
-MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 """Pillow's mode for each number of channels."""
 CONVERTIBLE = {"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"}
 """Modes of 8 bits or fewer; Pillow clips deeper ones when it converts them."""

@@ -65,7 +65,7 @@ class PictureFiles(ImageDataModule):
 
     Args:
         image_size: pixels on each side of a crop, >= 1.
-        channels: 1 (grey), 3 (RGB) or 4 (RGBA).
+        channels: 1 (grey), 3 (RGB), or 2 or 4 for these with alpha.
         flip: whether half of the training images, chosen anew every epoch, are mirrored.
         random_crop: whether training crops are random, with at least 0.8 of the shorter side.
         full_check: whether the check decodes the files, which finds truncated ones, rather than
@@ -91,7 +91,9 @@ class PictureFiles(ImageDataModule):
         super().__init__(**loader)
         require_at_least(1, image_size=image_size)
         if channels not in MODES:
-            raise ValueError(f"channels must be 1 (grey), 3 (RGB) or 4 (RGBA), got {channels}.")
+            raise ValueError(
+                f"channels must be 1 (grey), 3 (RGB), 2 or 4 (with alpha), got {channels}."
+            )
         self.image_size = image_size
         self.channels = channels
         self.flip = flip

@@ -173,12 +173,21 @@ class Run:
         return [r for r in same if (r["step"], r["metric"], _way(r)) == key]
 
     def _all(self, metric: str) -> list[Record]:
-        return [r for r in self.records if r.get("metric") == metric and not is_repeat(r)]
+        """FIDs of evaluations.jsonl, which tells how they were measured; others of metrics.csv."""
+        if is_fid(metric):
+            return [r for r in self.records if r.get("metric") == metric and not is_repeat(r)]
+        logged = [(int(r["step"]) + 1, float(r[metric])) for r in self._rows if metric in r]
+        return [{"metric": metric, "step": step, "value": value} for step, value in logged]
 
     def _usual(self, metric: str) -> list[Record]:
         found = self._all(metric)
         ways = Counter(_way(record) for record in found)
         return [record for record in found if _way(record) == ways.most_common(1)[0][0]]
+
+
+def is_fid(metric: str) -> bool:
+    """Whether a metric is an FID, by its name."""
+    return "fid_" in metric.rpartition("/")[2]
 
 
 def find_runs(given: Sequence[str]) -> list[Run]:

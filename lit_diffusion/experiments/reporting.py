@@ -8,7 +8,7 @@ from lit_diffusion.experiments import findings
 from lit_diffusion.experiments.arms import BASELINE
 from lit_diffusion.experiments.comparison import Arm, by_images, compare
 from lit_diffusion.experiments.curve_tables import read_arms
-from lit_diffusion.experiments.found_runs import find_runs
+from lit_diffusion.experiments.found_runs import find_runs, is_fid
 from lit_diffusion.experiments.report.report import Report
 from lit_diffusion.experiments.selection import select
 
@@ -46,10 +46,13 @@ def report_on_runs(
     arms = findings.arms_of(selection)
     report = _report(arms, selection.baseline, target)
     samples = findings.sample_pictures(selection, [arm.name for arm in report.comparison.arms])
+    name, other = selection.metric, not is_fid(selection.metric)
+    of_objective = f"Lower is taken for better; a loss, as {name}, compares arms of one objective."
     return replace(
         report,
+        score=name.rpartition("/")[2] if other else "FID",
         left_out=selection.left_out,
-        alerts=[*findings.alerts(selection), *report.alerts],
+        alerts=[*[of_objective] * other, *findings.alerts(selection), *report.alerts],
         notes=findings.notes(selection, arms) + findings.notes_on_samples(selection, samples),
         protocol=findings.protocol_facts(selection),
         tables={

@@ -10,6 +10,7 @@ from lit_diffusion.experiments.found_runs import (
     Record,
     Run,
     error_of,
+    is_fid,
     protocol_of,
     sampling_of,
     settings_that_differ,
@@ -52,6 +53,9 @@ def select(
         raise ValueError(f"none of these runs can be read. The first: {left_out[runs[0]]}.")
     fid = metric or usual_metric(sound)
     scored = _kept(sound, left_out, lambda run: _without(run, fid))
+    if not scored:
+        why = left_out[sound[0]]
+        raise ValueError(f"none of these runs has a {fid} to compare. The first: {why}.")
     base = _baseline_of(scored, baseline)
     wanted = _usual([run for run in scored if run.arm == base], _other_protocol, fid)
     alike = _kept(scored, left_out, lambda run: _other_protocol(run, wanted, fid))
@@ -114,8 +118,6 @@ def _by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
 
 def _baseline_of(runs: Sequence[Run], wanted: str | None) -> str:
     arms = list(dict.fromkeys(run.arm for run in runs))
-    if not arms:
-        raise ValueError("none of these runs has an FID that can be compared.")
     if wanted is not None and wanted not in arms:
         raise ValueError(
             f"there is no arm {wanted!r} with an FID for --baseline; there are {arms}."
@@ -124,14 +126,17 @@ def _baseline_of(runs: Sequence[Run], wanted: str | None) -> str:
 
 
 def _without(run: Run, metric: str) -> str | None:
+    if error := error_of(lambda: run.points(metric)):
+        return error
     if run.points(metric):
         return error_of(lambda: run.curve(metric))
-    if others := _metrics(run):
+    logged = [] if is_fid(metric) else [name for name in run.last_logged if "loss" in name]
+    if others := _metrics(run) + logged:
         return f"it has no {metric}, but {', '.join(others)}"
     if run.diverged:
         return "its training diverged before its first FID, which flatters its arm"
-    step = run.last_logged.get("step")
-    return "it has no FID" + (f"; metrics.csv ends at step {step}" if step else "")
+    step, what = run.last_logged.get("step"), "FID" if is_fid(metric) else metric
+    return f"it has no {what}" + (f"; metrics.csv ends at step {step}" if step else "")
 
 
 def _usual(runs: Sequence[Run], difference: _Difference, metric: str) -> Run:

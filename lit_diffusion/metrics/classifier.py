@@ -1,6 +1,6 @@
 """The small convolutional network whose features score small images."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,7 @@ class SmallClassifier(nn.Module):
 
     Args:
         channels: of the images, >= 1.
-        size: height and width of the images in pixels.
+        size: height and width of the images in pixels; one number where they are equal.
         widths: feature maps per stage; the last is the number of features.
         num_classes: outputs of the head.
 
@@ -24,10 +24,12 @@ class SmallClassifier(nn.Module):
         (torch.Size([5, 6]), torch.Size([5, 10]))
     """
 
-    def __init__(self, channels: int, size: int, widths: Sequence[int], num_classes: int) -> None:
+    def __init__(
+        self, channels: int, size: int | Sequence[int], widths: Sequence[int], num_classes: int
+    ) -> None:
         super().__init__()
         self.channels = channels
-        self.size = size
+        self.size = (size, size) if isinstance(size, int) else tuple(size)
         self.num_features = widths[-1]
         stages: list[nn.Module] = []
         for before, after in zip([channels, *widths], widths, strict=False):
@@ -40,9 +42,9 @@ class SmallClassifier(nn.Module):
         """Images uint8 (N, C, H, W) of the size trained on -> features (N, num_features) >= 0."""
         if images.dtype != torch.uint8:
             raise TypeError(f"images must be uint8 in [0, 255], got {images.dtype}.")
-        if images.shape[1:] != (self.channels, self.size, self.size):
+        if images.shape[1:] != (self.channels, *self.size):
             raise ValueError(
-                f"this extractor scores images of {(self.channels, self.size, self.size)}, got "
+                f"this extractor scores images of {(self.channels, *self.size)}, got "
                 f"{tuple(images.shape[1:])}; choose an extractor made for them."
             )
         return self.features(images.float() / 127.5 - 1)
@@ -51,3 +53,17 @@ class SmallClassifier(nn.Module):
         """Images float (N, C, H, W) in [-1, 1] -> features (N, num_features)."""
         maps: Tensor = self.stages(x)
         return maps.mean(dim=(2, 3))
+
+
+def classifier_of(state: Mapping[str, Tensor], size: int | Sequence[int]) -> SmallClassifier:
+    """The `SmallClassifier` with these weights, in eval mode and frozen.
+
+    Raises:
+        KeyError, RuntimeError: of weights that are no SmallClassifier's.
+    """
+    convolutions = {int(name.split(".")[1]): v for name, v in state.items() if v.ndim == 4}
+    weights = [convolutions[index] for index in sorted(convolutions)]
+    num_classes = len(state["head.weight"])
+    network = SmallClassifier(weights[0].shape[1], size, [len(w) for w in weights], num_classes)
+    network.load_state_dict(state)
+    return network.eval().requires_grad_(False)

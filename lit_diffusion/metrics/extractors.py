@@ -3,22 +3,31 @@
 Two FIDs compare only if they were measured under one protocol, with the same numbers of images.
 """
 
+import hashlib
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch_fidelity.feature_extractor_base import FeatureExtractorBase
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY, register_feature_extractor
 
-from lit_diffusion.metrics.classifier import SmallClassifier
-from lit_diffusion.metrics.weights import FETCH, INCEPTION_SHA256, cached_inception, require
+from lit_diffusion.metrics.classifier import SmallClassifier, classifier_of
+from lit_diffusion.metrics.weights import (
+    FETCH,
+    INCEPTION_SHA256,
+    cached_inception,
+    require,
+)
+from lit_diffusion.system.files import whole_file
 
 
 @runtime_checkable
@@ -117,8 +126,45 @@ class _Inception(nn.Module):
         return features
 
 
+class _SmallCNN:
+    """What protocols of a `SmallClassifier` have in common."""
+
+    name: str
+    resize = "none"
+
+    def source(self) -> tuple[Path, int | Sequence[int]]:
+        """File of the weights; height and width of the images in pixels, one number if equal."""
+        raise NotImplementedError
+
+    @property
+    def channels(self) -> int:
+        """1 for grey, 3 for colour, 4 with alpha."""
+        return self.network().channels
+
+    def check(self) -> None:
+        """Raise if the weight file is missing or another one."""
+        raise NotImplementedError
+
+    def build(self) -> nn.Module:
+        """Images uint8 (N, channels, H, W) -> features (N, its num_features)."""
+        return self.network()
+
+    def network(self) -> SmallClassifier:
+        """The classifier whose features these are."""
+        self.check()
+        path, size = self.source()
+        return classifier_of(load_file(path), size)
+
+    def fidelity_arguments(self) -> dict[str, Any]:
+        """Arguments that make `torch_fidelity.calculate_metrics` use this extractor."""
+        if self.name not in FEATURE_EXTRACTORS_REGISTRY:
+            kind = type("Features", (_ForFidelity,), {"protocol": self})
+            register_feature_extractor(self.name, kind)
+        return {"feature_extractor": self.name}
+
+
 @dataclass(frozen=True)
-class EmbeddedCNN:
+class EmbeddedCNN(_SmallCNN):
     """A small classifier that ships with the package, for data on which Inception says little.
 
     `digits-cnn` takes 8x8 grey digits, `patches-cnn` 32x32 colour crops of photographs. Both have
@@ -134,16 +180,14 @@ class EmbeddedCNN:
 
     name: str
 
-    resize = "none"
-
     def __post_init__(self) -> None:
         if self.name not in _shipped():
             raise ValueError(f"shipped classifiers are {', '.join(_shipped())}, got {self.name!r}.")
 
-    @property
-    def channels(self) -> int:
-        """1 for grey, 3 for colour."""
-        return int(_shipped()[self.name]["network"]["channels"])
+    def source(self) -> tuple[Path, int]:
+        """File of the weights; height and width of the images in pixels."""
+        size = int(_shipped()[self.name]["network"]["size"])
+        return Path(__file__).with_name(f"{self.name}.safetensors"), size
 
     @property
     def sha256(self) -> str:
@@ -152,37 +196,66 @@ class EmbeddedCNN:
 
     def check(self) -> None:
         """Raise if the weight file is missing or another one."""
-        require(self._path(), self.sha256, "Install lit-diffusion again.")
-
-    def build(self) -> nn.Module:
-        """Images uint8 (N, channels, H, W) -> features (N, 64)."""
-        self.check()
-        network = SmallClassifier(**_shipped()[self.name]["network"])
-        network.load_state_dict(load_file(self._path()))
-        return network.eval().requires_grad_(False)
-
-    def fidelity_arguments(self) -> dict[str, Any]:
-        """Arguments that make `torch_fidelity.calculate_metrics` use this extractor."""
-        if self.name not in FEATURE_EXTRACTORS_REGISTRY:
-            register_feature_extractor(self.name, _EmbeddedForFidelity)
-        return {"feature_extractor": self.name}
-
-    def _path(self) -> Path:
-        return Path(__file__).with_name(f"{self.name}.safetensors")
+        require(self.source()[0], self.sha256, "Install lit-diffusion again.")
 
 
-class _EmbeddedForFidelity(FeatureExtractorBase):  # type: ignore[misc]
-    """Shows an `EmbeddedCNN` to torch-fidelity, which hands over RGB whatever the file held."""
+class TrainedCNN(_SmallCNN):
+    """A small network that `lit-diffusion train-extractor` trained on images of one's own.
+
+    Its name has the first digits of its weights' hash, so no two of them are mixed up. Such an FID
+    compares within these data, under these weights.
+
+    Args:
+        path: file that the command wrote.
+
+    Raises:
+        FileNotFoundError: If there is none.
+        ValueError: If it is another file.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        if not self.path.is_file():
+            raise FileNotFoundError(
+                f"there is no extractor {path}; `lit-diffusion train-extractor` makes one."
+            )
+        self.sha256 = hashlib.sha256(self.path.read_bytes()).hexdigest()
+        try:
+            with safe_open(self.path, "pt") as file:
+                self.record = dict(json.loads(file.metadata()["extractor"]))
+            self.name = f"{self.record['name']}-{self.sha256[:8]}"
+            self._size = [int(pixels) for pixels in self.record["size"]]
+            self.network()
+        except Exception as error:  # whatever a file may hold
+            reason = f"{type(error).__name__}: {str(error)[:200]}"
+            raise ValueError(f"{path} is no file of `train-extractor` ({reason}).") from error
+
+    def source(self) -> tuple[Path, Sequence[int]]:
+        """File of the weights; height and width of the images in pixels."""
+        return self.path, self._size
+
+    def check(self) -> None:
+        """Raise if the weight file is missing or another one than before."""
+        require(self.path, self.sha256, "Train the extractor again.")
+
+    def copy_to(self, folder: Path) -> None:
+        """Put the file into a run folder, under the protocol's name."""
+        with whole_file(folder / f"{self.name}.safetensors") as file:
+            file.write(self.path.read_bytes())
+
+
+class _ForFidelity(FeatureExtractorBase):  # type: ignore[misc]
+    """Shows a protocol to torch-fidelity, which reads grey files as RGB."""
+
+    protocol: _SmallCNN
 
     def __init__(self, name: str, features_list: list[str], **kwargs: Any) -> None:
         super().__init__(name, features_list)
-        protocol = EmbeddedCNN(name)
-        self.channels = protocol.channels
-        self.network = protocol.build()
+        self.network = self.protocol.network()
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        features = self.network(match_channels(images, self.channels))
-        named = {"pooled": features, "logits": self.network.head(features)}  # type: ignore[operator]
+        features = self.network(match_channels(images, self.network.channels))
+        named = {"pooled": features, "logits": self.network.head(features)}
         return tuple(named[key] for key in self.features_list)
 
     @staticmethod
@@ -195,13 +268,18 @@ class _EmbeddedForFidelity(FeatureExtractorBase):  # type: ignore[misc]
 
 
 def protocol_by_name(name: str) -> FIDProtocol:
-    """The protocol called `name`, with the weights that it is known for."""
+    """The protocol called `name`, with the weights that it is known for, or that of a file."""
     if name == InceptionV3Compat.name:
         return InceptionV3Compat()
     if name in _shipped():
         return EmbeddedCNN(name)
+    if name.endswith(".safetensors"):
+        return TrainedCNN(name)
     known = ", ".join([InceptionV3Compat.name, *_shipped()])
-    raise ValueError(f"there is no FID protocol {name!r}; choose from {known}.")
+    raise ValueError(
+        f"there is no FID protocol {name!r}; choose from {known}, or name a file that "
+        "`lit-diffusion train-extractor` made of your images."
+    )
 
 
 def match_channels(images: Tensor, channels: int) -> Tensor:
@@ -213,7 +291,7 @@ def match_channels(images: Tensor, channels: int) -> Tensor:
     found = images.shape[-3]
     if found == channels:
         return images
-    if found == 1:
+    if found == 1 and channels == 3:
         return images.expand(*images.shape[:-3], channels, *images.shape[-2:])
     grey = images[..., :1, :, :]
     if channels == 1 and found == 3 and bool((images == grey).all()):

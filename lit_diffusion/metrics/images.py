@@ -12,12 +12,13 @@ from torchvision.transforms.functional import pil_to_tensor
 from lit_diffusion.system.image_files import open_image
 
 ENDINGS = (".png", ".jpg", ".jpeg")
+MODES = ("L", "LA", "RGB", "RGBA")
 
 
 class FolderImages(Dataset[Tensor]):
     """The PNG and JPEG files of a folder and of those below it, in order of their paths.
 
-    Each is uint8 (C, H, W), C = 1 for grey and 3 for colour; all must have the shape of the first.
+    Each is uint8 (C, H, W), C = 1 for grey, 3 for colour, 2 and 4 with alpha, all of one shape.
     Files named grid.png are left out: `lit-diffusion sample` puts such an overview beside samples.
 
     Raises:
@@ -45,17 +46,19 @@ class FolderImages(Dataset[Tensor]):
 
 
 def read_image(path: Path) -> Tensor:
-    """A grey or RGB file as uint8 (C, H, W)."""
+    """A grey or RGB file, with alpha or without, as uint8 (C, H, W)."""
     if not path.is_file():
         raise ValueError(f"{path} is no regular file.")
     try:
         with open_image(path) as image:
             mode = image.mode
-            pixels: Tensor | None = pil_to_tensor(image) if mode in ("L", "RGB") else None
+            pixels: Tensor | None = pil_to_tensor(image) if mode in MODES else None
     except Exception as error:  # Pillow's decoders raise anything on broken data
         raise ValueError(f"{path} is not a readable image: {error}") from error
     if pixels is None:
-        raise ValueError(f"{path} has mode {mode}; images must be grey (L) or RGB: convert it.")
+        raise ValueError(
+            f"{path} has mode {mode}; images must be of mode L, LA, RGB or RGBA: convert it."
+        )
     return pixels
 
 

@@ -29,6 +29,10 @@ POOL = 4
 """Images that are drawn from, as a multiple of those of one draw."""
 
 
+LABELS = ("label", "labels", "class", "class_label", "cls", "target", "y")
+"""What batches that are dictionaries call them."""
+
+
 @runtime_checkable
 class HasSplits(Protocol):
     """A data module that shows its splits "train" and "val" without augmentation."""
@@ -68,7 +72,7 @@ class RealImages:
     ) -> Iterator[tuple[Tensor, list[int]]]:
         """Images uint8 (N, C, H, W) and their labels, in order: those of `index`, or all.
 
-        The label is what a sample has second, -1 if that is no integer.
+        The label is what a sample has second, or under one of `LABELS`; -1 if that is no integer.
         """
         chosen = Subset(self.dataset, range(len(self)) if index is None else index)
         options: dict[str, Any] = {"num_workers": self.num_workers, "collate_fn": self.collate}
@@ -84,9 +88,9 @@ class RealImages:
 
     def image(self, index: int) -> Tensor:
         """One image uint8 (C, H, W)."""
-        sample = self.dataset[index]
-        image: Tensor = sample[0] if isinstance(sample, (tuple, list)) else sample
-        return image[0] if image.ndim == 4 else image  # a data set may fetch a batch of one
+        one = Subset(self.dataset, [index])
+        loader = DataLoader(one, collate_fn=self.collate, generator=torch.Generator())
+        return uint8_images(next(iter(loader)), self.where)[0]
 
     def fingerprint(self) -> str:
         """16 hex digits that change with any pixel."""
@@ -108,6 +112,8 @@ def images_of_split(data: HasSplits, name: str) -> RealImages:
 
 def _labels(batch: Any, count: int) -> list[int]:
     labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+    if isinstance(batch, Mapping):
+        labels = next((batch[name] for name in LABELS if name in batch), None)
     if isinstance(labels, Tensor) and labels.shape == (count,) and not labels.is_floating_point():
         return labels.long().tolist()
     return [-1] * count

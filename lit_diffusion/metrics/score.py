@@ -69,8 +69,8 @@ def score(
         "rng_seed": 2020,  # of torch-fidelity's subsets and splits
     }
     found = calculate_metrics(
-        input1=_Colour(fake, protocol.channels),
-        input2=_Colour(real, protocol.channels),
+        input1=_Matched(fake, protocol.channels),
+        input2=_Matched(real, protocol.channels),
         **_ALL,
         batch_size=batch_size,
         cuda=torch.device(device).type == "cuda",
@@ -98,11 +98,8 @@ def image_set(source: RealImages | Tensor | str | Path, name: str) -> RealImages
     return RealImages(str(source), open_images(source))
 
 
-class _Colour(Dataset[Tensor]):
-    """One image uint8 (3, H, W) at a time, which is all that torch-fidelity takes.
-
-    Checked against the extractor's own number of channels, where repeating would hide a mistake.
-    """
+class _Matched(Dataset[Tensor]):
+    """One image uint8 (C, H, W) at a time, of the extractor's own number of channels."""
 
     def __init__(self, images: RealImages, channels: int) -> None:
         self._images = images
@@ -112,5 +109,4 @@ class _Colour(Dataset[Tensor]):
         return len(self._images)
 
     def __getitem__(self, index: int) -> Tensor:
-        image = match_channels(self._images.image(index), self._channels)
-        return match_channels(image, 3)
+        return match_channels(self._images.image(index), self._channels)

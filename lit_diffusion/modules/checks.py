@@ -1,9 +1,10 @@
 """What a module refuses: arguments, and data, that do not go together."""
 
 import warnings
+from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lit_diffusion.guidance import ClassifierFree, ClassifierShift
 from lit_diffusion.protocols import (
@@ -114,12 +115,42 @@ def check_data(
             )
 
 
+def check_batch(batch: object, takes_condition: bool) -> None:
+    """Raise ValueError for other than (images, labels, index), or a condition that goes unused."""
+    if not (isinstance(batch, tuple | list) and len(batch) == 3):
+        is_whole = isinstance(batch, Mapping | Tensor)
+        parts = [batch] if is_whole or not isinstance(batch, Sequence) else batch
+        raise ValueError(
+            "batches must be (images uint8 (B, C, H, W), labels (B,) or another condition, index "
+            f"(B,) of each image in its data set), got ({', '.join(map(_kind, parts))}); write a "
+            "data set or collate_fn that gives these."
+        )
+    _, labels, index = batch
+    if not isinstance(index, Tensor) or index.ndim != 1 or index.is_floating_point():
+        raise ValueError(
+            "the third part of a batch must be the index (B,) int64 of each image in its data set, "
+            f"which seeds the noise of validation, got {_kind(index)}."
+        )
+    are_labels = isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point()
+    if not takes_condition and not are_labels:
+        raise ValueError(
+            f"the batches have a condition, {_kind(labels)}, and this module takes none: pass "
+            "conditioning=..., or give labels of -1 in its place."
+        )
+
+
+def _kind(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+
+
 def unused_classes(data: object) -> str | None:
     """What is said where a model takes no condition, and its data have classes; None without."""
-    names = tuple(map(str, getattr(data, "class_names", ())))
-    if not names:
+    names = getattr(data, "class_names", ())
+    if not isinstance(names, Sequence) or not names:
         return None
-    some = ", ".join(names[:5]) + ", ..." * (len(names) > 5)
+    some = ", ".join(map(str, names[:5])) + ", ..." * (len(names) > 5)
     return (
         f"The data have {len(names)} classes ({some}), of which this model is not told; "
         f"num_classes={len(names)}, in the module and in its network, would use them."

@@ -129,7 +129,7 @@ class DiffusionModule(LightningModule):
         self.image_shape = tuple(image_shape)
         if conditioning is None and num_classes is not None:
             conditioning = ClassLabels(num_classes)
-        self.conditioning = conditioning
+        self.conditioning, self._has_checked = conditioning, False
         self.num_classes: int | None = getattr(conditioning, "num_classes", None)
         self.label_dropout = label_dropout
         self.draws = draws
@@ -292,11 +292,7 @@ class DiffusionModule(LightningModule):
 
     def _unpack(self, batch: Batch) -> tuple[Tensor, Condition, Tensor]:
         """x0 (B, C, H, W), condition and index of a batch."""
-        if not (isinstance(batch, tuple | list) and len(batch) == 3):
-            got = len(batch) if isinstance(batch, tuple | list) else type(batch).__name__
-            raise ValueError(
-                f"batches must be (images uint8, labels, index), got {got}; see lit_diffusion.data."
-            )
+        checks.check_batch(batch, takes_condition=self.conditioning is not None)
         images, labels, index = batch
         x0 = self.codec.encode(images)
         if x0.shape[1:] != self.image_shape:
@@ -304,7 +300,13 @@ class DiffusionModule(LightningModule):
                 f"image_shape is {self.image_shape}, but the data are {tuple(x0.shape[1:])}; "
                 "change one of them."
             )
-        return x0, None if self.conditioning is None else _uncollated(labels), index
+        if self.conditioning is None:
+            return x0, None, index
+        condition = _uncollated(labels)
+        if x0.device.type == "cpu" or not self._has_checked:  # a GPU would have to be waited for
+            self.conditioning.check(condition, len(x0))
+            self._has_checked = True
+        return x0, condition, index
 
     def _dropped(self, condition: Condition, num: int) -> Condition:
         if self.conditioning is None or self.label_dropout == 0:

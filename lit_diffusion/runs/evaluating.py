@@ -3,6 +3,7 @@
 import json
 import tempfile
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,13 @@ from lit_diffusion.checkpoints.loading import Loaded, checkpoint_file, instantia
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.images import open_images
-from lit_diffusion.metrics.reference import RealImages, Scorer, images_of_split, measure
+from lit_diffusion.metrics.reference import (
+    HasSplits,
+    RealImages,
+    Scorer,
+    images_of_split,
+    measure,
+)
 from lit_diffusion.metrics.score import score
 from lit_diffusion.runs.loggers import read_evaluations
 from lit_diffusion.runs.sampling import (
@@ -33,7 +40,7 @@ def evaluate(args: Namespace) -> dict[str, Any]:
     """Make images if need be, and score them: the scores, their floor, and the whole protocol."""
     device = usable_device(args.device)
     loaded = load_generator(args) if args.images is None else None
-    protocol = protocol_by_name(args.extractor or _protocol_of_run(loaded))
+    protocol = protocol_by_name(args.extractor or _protocol_of_run(args.checkpoint))
     protocol.check()
     real, others = _reference(args, loaded)
     kept = nullcontext(args.out) if args.out or args.images else tempfile.TemporaryDirectory()
@@ -53,11 +60,15 @@ def evaluate(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _protocol_of_run(loaded: Loaded | None) -> str:
-    """The protocol that the run was scored with while it trained."""
-    records = read_evaluations(loaded.path.parent.parent / "evaluations.jsonl") if loaded else []
+def _protocol_of_run(checkpoint: str | None) -> str:
+    """The protocol that the run was scored with while it trained, or its file in the run folder."""
+    root = checkpoint_file(checkpoint).parent.parent if checkpoint else None
+    records = read_evaluations(root / "evaluations.jsonl") if root else []
     named = [str(record["protocol"]) for record in records if "protocol" in record]
-    return named[-1] if named else "inception-v3-compat"
+    if not root or not named:
+        return "inception-v3-compat"
+    own = root / f"{named[-1]}.safetensors"
+    return str(own) if own.is_file() else named[-1]
 
 
 def _reference(args: Namespace, loaded: Loaded | None) -> tuple[RealImages, RealImages | None]:
@@ -74,15 +85,24 @@ def _data(args: Namespace, loaded: Loaded | None) -> Any:
     """The data module that --checkpoint was trained with."""
     path = checkpoint_file(args.checkpoint)
     checkpoint = read_checkpoint(path, mmap=True) if loaded is None else loaded.checkpoint
-    spec = model_spec(checkpoint, "datamodule_hyper_parameters")
-    data = None if spec is None else instantiate(spec, LightningDataModule, args.trust, path)
-    if data is None or not hasattr(data, "in_order"):
+    data = data_of(model_spec(checkpoint, "datamodule_hyper_parameters"), args.trust, path)
+    if data is None:
         raise ValueError(
             f"{path} names no data with splits to compare with; pass --reference DIR, a folder of "
             "real images."
         )
-    data.prepare_data()
     return data
+
+
+def data_of(spec: Any, trust: Sequence[str], path: str | Path, options: Sequence[str] = ()) -> Any:
+    """The data module that the file `path` describes, ready; None where it has no splits.
+
+    `options`, as --data.init_args.NAME=VALUE, win over the file.
+    """
+    data = instantiate(spec, LightningDataModule, trust, path, options) if spec else None
+    if data is not None:
+        data.prepare_data()
+    return data if isinstance(data, HasSplits) else None
 
 
 def _samples(args: Namespace, loaded: Loaded | None, folder: Any, num: int) -> dict[str, Any]:

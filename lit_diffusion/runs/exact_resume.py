@@ -8,6 +8,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lit_diffusion.checkpoints.reading import saved_step
@@ -63,7 +64,7 @@ class ExactResume(WholeSteps, Callback):
         # Elsewhere, as after an error, metrics may not be computed on all ranks.
         if batch_is_ending(trainer) or trainer.validating:
             known = trainer.callback_metrics
-            checkpoint[self._METRICS] = {k: v.cpu() for k, v in known.items()}
+            checkpoint[self._METRICS] = {k: known[k].cpu() for k in sorted(known)}
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -86,6 +87,8 @@ class ExactResume(WholeSteps, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Catch up, before the first batch."""
+        with isolate_rng():  # ModelCheckpoint asks for its size, which only validations found out
+            trainer.fit_loop.epoch_loop.val_loop.setup_data()
         if trainer.ckpt_path is not None:
             _restore_savers(trainer, self._savers)
         metrics, self._metrics = self._metrics, {}

@@ -201,7 +201,14 @@ def traces(root: Path) -> list[Path]:
     """What shows that a folder holds a run: curves, scores and checkpoints."""
     rows = {root / "metrics.csv": 1, root / "evaluations.jsonl": 0}  # beside the header
     files = [file for file, header in rows.items() if _has_lines(file, header + 1)]
-    return files + sorted(root.glob("checkpoints/*.ckpt"))
+    files += sorted(root.glob("checkpoints/*.ckpt"))
+    return files if len(files) != 1 or not _is_of_a_false_start(files[0]) else []
+
+
+def _is_of_a_false_start(file: Path) -> bool:
+    """Whether a metrics.csv holds nothing but that a loss or gradient was not finite."""
+    with file.open("rb") as lines:
+        return next(lines, b"").strip() == b"step,train/loss,train/nonfinite_steps"
 
 
 def _has_lines(file: Path, num: int) -> bool:
@@ -214,7 +221,8 @@ def _has_lines(file: Path, num: int) -> bool:
 def refuse_mixing(request: Request) -> None:
     """Refuse a fresh start, or one from a checkpoint elsewhere, in a folder that holds a run."""
     found = traces(request.root)
-    if not found or request.requeued or request.holds_checkpoint:
+    begins = request.repeated and not any(file.suffix == ".ckpt" for file in found)
+    if not found or begins or request.requeued or request.holds_checkpoint:
         return
     what = ", ".join(str(file.relative_to(request.root)) for file in found[:3])
     last = request.root / "checkpoints" / "last.ckpt"

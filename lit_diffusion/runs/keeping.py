@@ -15,6 +15,7 @@ from lit_diffusion.runs.folder import next_config
 from lit_diffusion.runs.loggers import AppendingCSVLogger, rewind_evaluations
 from lit_diffusion.system.files import replace_text
 from lit_diffusion.system.trainer_state import (
+    count_validated_step,
     is_a,
     logged_step,
     logs_are_due,
@@ -70,6 +71,7 @@ class CurvesInStep(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Rewind to the step that was restored."""
+        count_validated_step(trainer)
         if not trainer.is_global_zero:
             return
         evaluations = Path(trainer.default_root_dir) / "evaluations.jsonl"

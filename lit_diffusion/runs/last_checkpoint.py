@@ -47,7 +47,7 @@ class LastCheckpoint(WholeSteps, Checkpoint):
         self._before = CheckpointBefore(self.path)
         self._is_proven = False
         self._due = 0
-        self._saved = (0.0, -1)
+        self._saved, self._validated = (0.0, -1), -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
@@ -68,11 +68,18 @@ class LastCheckpoint(WholeSteps, Checkpoint):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save where it is due."""
         in_fit = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        self._validated = trainer.global_step if in_fit else -1
         if in_fit and self._is_wanted(trainer):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Put the last save in place, made now where the end could not be foreseen."""
+        loss = trainer.callback_metrics.get("val/loss")
+        if self._validated == trainer.global_step and loss is not None and not loss.isfinite():
+            raise FloatingPointError(
+                f"val/loss is {loss:g} after the last update, of step {trainer.global_step}. Lower "
+                "the lr, or clip gradients (trainer.gradient_clip_val=1)."
+            )
         if trainer.global_step > self._saved[1]:
             self._save(trainer)
         if trainer.is_global_zero:

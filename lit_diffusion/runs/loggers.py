@@ -8,7 +8,8 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,9 @@ class AppendingCSVLogger(Logger):
 
     A row is on disk when `log_metrics` returns. New metrics become new columns at the right. A
     resumed run says by `rewind`, or else by its first row, how far its checkpoint had come: rows of
-    later steps are those of the run that died, and are dropped; rows of that very step give way to
-    those that log their metrics anew. (Lightning's CSVLogger deletes the file instead.)
+    later steps are those of the run that died, and are dropped; rows of that very step, and those
+    of `log_ahead`, give way to those that log their metrics anew. (Lightning's CSVLogger deletes
+    the file instead.)
 
     Args:
         save_dir: folder of the run; made when the first row comes.
@@ -49,6 +51,7 @@ class AppendingCSVLogger(Logger):
         self.path = Path(save_dir) / "metrics.csv"
         self._columns: list[str] | None = None
         self._doubtful: list[Row] = []
+        self._last: Row | None = None
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: the run folder holds config.yaml."""
@@ -60,16 +63,16 @@ class AppendingCSVLogger(Logger):
         if self._columns is None:
             self.rewind(_step(row))
         assert self._columns is not None
-        if row in self._doubtful:
+        if row in self._doubtful and self._last in (None, row):
             self._doubtful.remove(row)
             return
-        # Lightning has them in the order in which a process first logged them.
-        new = sorted(row.keys() - self._columns)
+        self._last = row
         double = [old for old in self._doubtful if _is_same(old, row)]
-        if new or double:
+        if double or row.keys() - self._columns:
             rows = [old for old in read_rows(self.path) if old not in double]
-            self._rewrite(self._columns + new, rows)
             self._doubtful = [old for old in self._doubtful if old not in double]
+            self._rewrite([*rows, row])
+            return
         with self.path.open("a") as file:
             file.write(_csv(self._columns, [row]))
 
@@ -86,15 +89,15 @@ class AppendingCSVLogger(Logger):
         found = read_rows(self.path)
         rows = [row for row in found if _step(row) <= step]
         self._doubtful = [row for row in rows if _step(row) == step]
-        names = ["step", *(name for row in rows for name in row)]
-        self._rewrite(list(dict.fromkeys(names)), rows)
+        self._rewrite(rows)
         return len(found) - len(rows)
 
-    def _rewrite(self, columns: list[str], rows: Iterable[Row]) -> None:
+    def _rewrite(self, rows: Sequence[Row]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._columns = columns
-        header = dict(zip(columns, columns, strict=True))
-        replace_text(self.path, _csv(columns, [header, *rows]))
+        # A row's in alphabetical order: Lightning has them in that of their first in a process.
+        self._columns = list(dict.fromkeys(["step", *chain(*map(sorted, rows))]))
+        header = dict(zip(self._columns, self._columns, strict=True))
+        replace_text(self.path, _csv(self._columns, [header, *rows]))
 
 
 def read_rows(path: str | Path) -> list[Row]:

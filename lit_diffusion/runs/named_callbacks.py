@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from typing import Any, NamedTuple
 
 from jsonargparse import get_loader
@@ -79,10 +80,12 @@ def _only(callbacks: Sequence[dict[str, Any]], change: Change) -> dict[str, Any]
         case 0:
             there = f"the config has {', '.join(names) or 'none'}"
             way = f"--trainer.callbacks+={change.name} adds one"
+            if close := get_close_matches(change.name, names, 1):
+                way = f"did you mean {close[0]}?"
         case _:
             there = f"the config has several {change.name}"
             way = "change them in a file"
-    raise ValueError(f"{change}: {there}; {way}.")
+    raise ValueError(f"{change}: {there}; {way}{'' if way.endswith('?') else '.'}")
 
 
 def _set(place: dict[str, Any], change: Change) -> None:

@@ -3,7 +3,7 @@
 import json
 import time
 from argparse import ArgumentError, Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,17 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from lit_diffusion.callbacks.progress import pace
-from lit_diffusion.callbacks.sample_grid import image_grid
-from lit_diffusion.checkpoints.loading import Loaded, load_with_record
+from lit_diffusion.callbacks.sample_grid import class_captions, image_grid
+from lit_diffusion.checkpoints.loading import Loaded, class_names_in, load_with_record
 from lit_diffusion.checkpoints.reading import first_line
 from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.protocols import Solver
+from lit_diffusion.seeding import classes_of
 from lit_diffusion.settings.messages import innermost
 from lit_diffusion.settings.short_names import short_names
 from lit_diffusion.settings.trust import trusting
 from lit_diffusion.system.counts import is_count
-from lit_diffusion.system.files import replace_text
+from lit_diffusion.system.files import replace_text, whole_file
 from lit_diffusion.system.signals import print_error, uninterrupted
 
 RECORD = "samples.json"
@@ -59,7 +60,10 @@ def load_generator(args: Namespace) -> Loaded:
     if not hasattr(loaded.module, "generate"):
         raise ValueError(f"{type(loaded.module).__name__} in {loaded.path} cannot generate images.")
     _change_sampling(loaded, args, solver)
-    _check_labels(args.labels or [], getattr(loaded.module, "num_classes", None))
+    args.class_names = class_names_in(loaded.checkpoint)
+    if args.labels is not None:
+        num_classes = getattr(loaded.module, "num_classes", None)
+        args.labels = read_labels(args.labels, num_classes, args.class_names)
     loaded.module.to(device)
     return loaded
 
@@ -141,12 +145,25 @@ def _spec(given: str) -> dict[str, Any]:
     return spec if "." in name else spec | {"class_path": paths[name.lower()]}
 
 
-def _check_labels(labels: list[int], num_classes: int | None) -> None:
-    for label in labels:
-        if num_classes is None:
-            raise ValueError("--labels needs a model with classes, and this one has none.")
-        if not -1 <= label < num_classes:
-            raise ValueError(f"--labels must be in 0..{num_classes - 1}, or -1, got {label}.")
+def read_labels(given: str, num_classes: int | None, names: Sequence[str]) -> list[int]:
+    """The labels that --labels lists, by number or name; only by name where names are numbers.
+
+    Example:
+        >>> read_labels("dog,-1,0", 2, ["cat", "dog"]), read_labels("5", 2, ["3", "5"])
+        ([1, -1, 0], [1])
+    """
+    if num_classes is None:
+        raise ValueError("--labels needs a model with classes, and this one has none.")
+    named = {name: label for label, name in enumerate(names[:num_classes])}
+    misleads = any(name.isdecimal() and name != str(label) for name, label in named.items())
+    numbered = {} if misleads else {str(label): label for label in range(num_classes)}
+    known = numbered | named | {"-1": -1}
+    parts = [part.strip() for part in given.split(",")]
+    if unknown := [part for part in parts if part not in known]:
+        told = [f"in 0..{num_classes - 1}"] * bool(numbered)
+        told += [f"one of {', '.join(names[:20])}{', ...' * (len(names) > 20)}"] * bool(names)
+        raise ValueError(f"--labels must be {' or '.join([*told, '-1'])}, got {unknown[0]!r}.")
+    return [known[part] for part in parts]
 
 
 def write_samples(loaded: Loaded, args: Namespace, num: int, out: Path) -> dict[str, Any]:
@@ -164,6 +181,7 @@ def write_samples(loaded: Loaded, args: Namespace, num: int, out: Path) -> dict[
             f"--out {out} holds {there} of {before['of']} images of another call, which was "
             f"stopped: see {RECORD}. Repeat that call, choose another folder or empty it."
         )
+    replace_text(out / RECORD, json.dumps(record, indent=1) + "\n")  # tells whose images come
     for first, images in _generate(loaded.module, args, there, num):
         with uninterrupted():
             for i, image in enumerate(images, first):
@@ -172,8 +190,18 @@ def write_samples(loaded: Loaded, args: Namespace, num: int, out: Path) -> dict[
             replace_text(out / RECORD, json.dumps(record, indent=1) + "\n")
     files = (out / f"{i:06d}.png" for i in range(min(num, 256)))
     shown = torch.stack([pil_to_tensor(Image.open(file)) for file in files])
-    to_pil_image(image_grid(shown)).save(out / "grid.png")
+    grid = to_pil_image(image_grid(shown, _captions(loaded, args, len(shown))))
+    with uninterrupted(), whole_file(out / "grid.png") as file:
+        grid.save(file, "PNG")
     return record
+
+
+def _captions(loaded: Loaded, args: Namespace, num: int) -> list[str] | None:
+    num_classes = getattr(loaded.module, "num_classes", None)
+    if not args.class_names or not num_classes:
+        return None
+    labels = args.labels or classes_of(range(args.seed, args.seed + num), num_classes)
+    return class_captions(labels, args.class_names, num)
 
 
 def _record(loaded: Loaded, args: Namespace, made: int, num: int) -> dict[str, Any]:
@@ -186,6 +214,7 @@ def _record(loaded: Loaded, args: Namespace, made: int, num: int) -> dict[str, A
         "of": num,
         "seeds": [args.seed, args.seed + made],
         "labels": args.labels,
+        "class_names": args.class_names,
         "sampling": dict(module.sampling_record()) if hasattr(module, "sampling_record") else {},
     }
 

@@ -60,7 +60,8 @@ def resume_line(request: Request, step: int, number: signal.Signals, saved: bool
     if not last.is_file():
         return f"{text}There is no {last} to go on from: {step} steps are lost."
     kept = step if saved else int(read_checkpoint(last, mmap=True)["global_step"])
-    text += f"The {step - kept} steps since step {kept} are lost. " if kept < step else ""
+    num, verb = ("step", "is") if step - kept == 1 else (f"{step - kept} steps", "are")
+    text += f"The {num} since step {kept} {verb} lost. " if kept < step else ""
     # The folder of a checkpoint that the command names is not where it would look for `last`.
     again = shlex.quote(str(last)) if request.holds_checkpoint else "last"
     return f"{text}The same command with --ckpt_path={again} goes on from {last}."

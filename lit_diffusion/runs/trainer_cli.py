@@ -139,7 +139,7 @@ class RunCLI(SubcommandCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse, and say in a line what is wrong."""
         assert isinstance(args, list)
-        args, changes = split_off(args)
+        args, changes = split_off(map(_nested_null, args))
         try:
             if changes:
                 args = self._with_changed_callbacks(parser, args, changes)
@@ -327,6 +327,13 @@ class RunCLI(SubcommandCLI):
         if self.trainer.is_global_zero and not self.is_trial:
             seconds = time.monotonic() - self._started
             print(summary(self.request, self.trainer, seconds), file=sys.stderr)
+
+
+def _nested_null(option: str) -> str:
+    """`--model.network.a=null` as jsonargparse wants it, which takes that for the text "None"."""
+    match = re.fullmatch(r"(--(?:model|data)\.[\w.]+)\.(\w+)=(?:null|~)", option)
+    place = match[1].replace(".init_args", "") if match else ""
+    return f'{place}={{"{match[2]}": null}}' if match and "." in place else option
 
 
 def _hand_down_classes(model: Any) -> None:

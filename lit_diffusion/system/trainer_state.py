@@ -8,10 +8,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeGuard, TypeVar
 
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
@@ -77,8 +79,8 @@ def is_ending(trainer: Trainer) -> bool:
 
 
 def ends_epoch(trainer: Trainer) -> bool:
-    """Whether work for the end of an epoch of several batches follows, and not after a resume."""
-    return trainer.is_last_batch and trainer.num_training_batches > 1
+    """Whether work for the end of an epoch of several steps follows, and not after a resume."""
+    return trainer.is_last_batch and trainer.num_training_batches > trainer.accumulate_grad_batches
 
 
 def batch_is_ending(trainer: Trainer) -> bool:
@@ -139,6 +141,16 @@ def logs_are_due(trainer: Trainer) -> bool:
 def logged_step(trainer: Trainer) -> int:
     """The step that Lightning logs by: `global_step` counts the steps of each optimizer."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def count_validated_step(trainer: Trainer) -> None:
+    """Count the step of a checkpoint that was saved at a validation, where none is due now.
+
+    Lightning counts it as it leaves that validation out, and here there is none to leave out.
+    """
+    loop, automatic = trainer.fit_loop.epoch_loop, trainer.lightning_module.automatic_optimization
+    if loop.restarted_on_last and automatic and not validation_follows(trainer):
+        loop._batches_that_stepped += loop._batches_that_stepped < trainer.global_step
 
 
 def metrics_to_log(trainer: Trainer) -> dict[str, Any]:
@@ -218,6 +230,14 @@ def files_of(callback: ModelCheckpoint) -> set[str]:
     """Checkpoints that it has saved and knows of."""
     latest = {callback.best_model_path, callback.last_model_path, callback._last_checkpoint_saved}
     return {str(file) for file in {*latest, *callback.best_k_models} if file}
+
+
+def own_sampler(loader: Any) -> Any:
+    """The sampler that a loader was made with, where Lightning divides that among ranks."""
+    sampler: Any = loader.sampler
+    wrappers = (DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper)
+    divided: Any = sampler.dataset if isinstance(sampler, wrappers) else None
+    return sampler if divided is None else divided._sampler
 
 
 def is_built_from_config() -> bool:

@@ -2,13 +2,9 @@
 
     python tests/benchmarks/train_classifiers.py [digits-cnn] [patches-cnn] [--out DIR]
 
-Both see the training part of the embedded data only. The features must know two things: what an
-image shows, and how clean it is. So a network learns two tasks at once: the class of the clean
-image (digits: 0..9; patches: which of the 8 x 4 fields of which photograph the crop lies in), and,
-through a second head that is not kept, whether the image was visibly blurred, made visibly noisy or
-left alone: labels alone teach a network to overlook noise, and FID would overlook it with it. What
-nobody sees it may overlook, so all images get noise of up to one grey step: the digits have 17
-levels, which fakes have no reason to hit.
+Both see the training part of the embedded data only, and learn as
+`lit_diffusion.metrics.extractor_training` says. Classes are 0..9 of the digits, and of the patches
+which of the 8 x 4 fields of which photograph the crop lies in.
 
 Deterministic on one machine and one version of torch; takes half a minute for digits, three minutes
 for patches on one core.
@@ -22,36 +18,32 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save
 from sklearn.datasets import load_sample_images
-from torch import Tensor, nn
+from torch import Tensor
 
 import lit_diffusion.metrics
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.data.photo_patches import SIZE, TRAIN_ROWS
+from lit_diffusion.metrics import extractor_training
 from lit_diffusion.metrics.classifier import SmallClassifier
+from lit_diffusion.metrics.extractor_training import Batch, Task, jitter
 from lit_diffusion.seeding import fold
 
 ROWS, COLUMNS = 4, 8
 
-Batch = tuple[Tensor, Tensor]
-"""Images (N, C, H, W) float32 in [-1, 1], classes (N,) int64."""
-
 
 @dataclass(frozen=True)
-class Task:
+class Recipe:
     """Where batches come from, and the network they train."""
 
     draw: Callable[[int, torch.Generator], Batch]
     network: dict[str, object]
-    steps: int
-    noise: float
-    dither: float
+    task: Task
     score: Callable[[SmallClassifier], dict[str, float]]
 
 
-def digits_task() -> Task:
+def digits_recipe() -> Recipe:
     data = Digits()
     images, labels = (
         torch.as_tensor(v) for v in data.dataset("train").fetch([0] * 1437, range(1437))[:2]
@@ -69,10 +61,10 @@ def digits_task() -> Task:
         }
 
     shape = {"channels": 1, "size": 8, "widths": (32, 64, 64), "num_classes": 10}
-    return Task(draw, shape, steps=1500, noise=0.4, dither=2 / 16, score=score)
+    return Recipe(draw, shape, Task(steps=1500, noise=0.4, dither=2 / 16), score)
 
 
-def patches_task() -> Task:
+def patches_recipe() -> Recipe:
     photos = torch.stack([torch.tensor(p).permute(2, 0, 1) for p in load_sample_images().images])
     photos = photos[:, :, :TRAIN_ROWS]
     windows = photos.unfold(2, SIZE, 1).unfold(3, SIZE, 1)
@@ -99,53 +91,16 @@ def patches_task() -> Task:
         "widths": (24, 48, 64, 64),
         "num_classes": 2 * ROWS * COLUMNS,
     }
-    return Task(draw, shape, steps=800, noise=0.2, dither=4 / 128, score=score)
+    return Recipe(draw, shape, Task(steps=800, noise=0.2, dither=4 / 128), score)
 
 
-def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Rotated, scaled and shifted a little: +-10 degrees, +-10 %, +-0.6 pixels."""
-    turn, scale, *shift = (2 * torch.rand(4, len(x), generator=generator) - 1).unbind()
-    angle, zoom = turn * torch.pi / 18, 1 + 0.1 * scale
-    rows = [angle.cos() * zoom, -angle.sin() * zoom, shift[0] * 1.2 / x.shape[-1]]
-    rows += [angle.sin() * zoom, angle.cos() * zoom, shift[1] * 1.2 / x.shape[-1]]
-    grid = F.affine_grid(torch.stack(rows, 1).view(-1, 2, 3), list(x.shape), align_corners=False)
-    return F.grid_sample(x + 1, grid, align_corners=False) - 1  # outside the image is black, -1
-
-
-def distort(x: Tensor, task: Task, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """A third blurred, a third noisy, of random strength; all with a little noise. And which."""
-    kind = torch.arange(len(x)) % 3
-    dither, strength = torch.rand(2, len(x), 1, 1, 1, generator=generator)
-    x = x + task.dither * dither * torch.randn(x.shape, generator=generator)
-    strength = 0.6 + 0.4 * strength
-    blurred = x.lerp(F.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False), strength)
-    noisy = x + task.noise * strength * torch.randn(x.shape, generator=generator)
-    stacked = torch.stack([x, blurred, noisy])
-    return stacked[kind, torch.arange(len(x))].clamp(-1, 1), kind
-
-
-def train(name: str, task: Task, batch: int = 128) -> SmallClassifier:
-    """AdamW with one cycle of the learning rate."""
+def train(name: str, recipe: Recipe, batch: int = 128) -> SmallClassifier:
+    """A classifier of the recipe's images."""
     torch.manual_seed(fold("train", name))
     generator = torch.Generator().manual_seed(fold("batches", name))
-    network = SmallClassifier(**task.network)
-    quality = nn.Linear(network.num_features, 3)
-    parameters = [*network.parameters(), *quality.parameters()]
-    optimizer = torch.optim.AdamW(parameters, weight_decay=0.05)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, task.steps)
-    for _ in range(task.steps):
-        clean, classes = task.draw(batch, generator)
-        x, kind = distort(clean, task, generator)
-        features = network.features(x)
-        named = F.cross_entropy(
-            network.head(features[kind == 0]), classes[kind == 0], label_smoothing=0.05
-        )
-        loss = named + 0.2 * F.cross_entropy(quality(features), kind)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-    return network.eval()
+    network = SmallClassifier(**recipe.network)
+    batches = (recipe.draw(batch, generator) for _ in range(recipe.task.steps))
+    return extractor_training.train(network, batches, recipe.task, generator)
 
 
 @torch.no_grad()
@@ -153,34 +108,34 @@ def accuracy(network: SmallClassifier, images: Tensor, labels: Tensor) -> float:
     return (network.head(network(images)).argmax(1) == labels).double().mean().item()
 
 
-def write(name: str, network: SmallClassifier, task: Task, folder: Path) -> dict[str, object]:
+def write(name: str, network: SmallClassifier, recipe: Recipe, folder: Path) -> dict[str, object]:
     """The weights, and what is said about them beside."""
     path = folder / f"{name}.safetensors"
     path.write_bytes(save(network.state_dict()))
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    scores = {key: round(value, 4) for key, value in task.score(network).items()}
+    scores = {key: round(value, 4) for key, value in recipe.score(network).items()}
     return {
         "sha256": digest,
-        "network": task.network,
+        "network": recipe.network,
         "trained_with_torch": torch.__version__.split("+")[0],
     } | scores
 
 
 def main() -> None:
-    tasks = {"digits-cnn": digits_task, "patches-cnn": patches_task}
+    recipes = {"digits-cnn": digits_recipe, "patches-cnn": patches_recipe}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", help=f"which of {', '.join(tasks)}; all by default")
+    parser.add_argument("names", nargs="*", help=f"which of {', '.join(recipes)}; all by default")
     parser.add_argument("--out", type=Path, default=Path(lit_diffusion.metrics.__path__[0]))
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # sums in another order are other sums
     torch.use_deterministic_algorithms(True)
     record = arguments.out / "classifiers.json"
     known = json.loads(record.read_text()) if record.exists() else {}
-    for name in arguments.names or tasks:
-        task = tasks[name]()
-        known[name] = write(name, train(name, task), task, arguments.out)
+    for name in arguments.names or recipes:
+        recipe = recipes[name]()
+        known[name] = write(name, train(name, recipe), recipe, arguments.out)
         print(name, json.dumps(known[name]), flush=True)
     record.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
 

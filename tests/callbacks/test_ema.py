@@ -27,6 +27,7 @@ from support.plain_module import (
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+from lit_diffusion import load
 from lit_diffusion.callbacks import EMA, MomentumDecay, StepSeed
 from lit_diffusion.protocols import WeightsProvider
 
@@ -84,18 +85,152 @@ def test_frozen_parameters_and_buffers_are_not_averaged_and_shared_ones_are_aver
     assert "shared.weight" not in shadows(ema)
 
 
+def test_one_decay_may_stand_alone():
+    assert EMA(0.99).names() == EMA((0.99,)).names() == ["raw", "ema", "ema_0.99"]
+
+
+# Buffers, and averages on the CPU
+
+
+class Buffers(Callback):
+    """The module's buffers after each optimizer step, and those that validations see."""
+
+    def __init__(self):
+        self.after_steps, self.seen = [], []
+
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        self.after_steps.append({n: b.clone() for n, b in pl_module.named_buffers()})
+
+    def on_validation_batch_start(self, trainer, pl_module, *args):
+        self.seen.append({n: b.clone() for n, b in pl_module.named_buffers()})
+
+
+RUNNING = {"inner.1.running_mean", "inner.1.running_var"}
+
+
 def test_buffers_are_the_live_ones_during_validation(tmp_path):
-    live, seen = [], []
+    buffers = Buffers()
+    fit(tmp_path, PlainModule(), EMA((DECAY,)), buffers, num_sanity_val_steps=0)
+    assert_same_bits(buffers.seen[0], buffers.after_steps[-1])
 
-    class Buffers(Callback):
-        def on_train_batch_end(self, trainer, pl_module, *args):
-            live.append([b.clone() for b in pl_module.buffers()])
 
-        def on_validation_batch_start(self, trainer, pl_module, *args):
-            seen.append([b.clone() for b in pl_module.buffers()])
+@pytest.mark.parametrize("start", [0, 3])
+def test_buffers_are_averaged_with_the_weights_where_that_is_asked(tmp_path, start):
+    ema, watch, buffers = EMA((DECAY,), buffers=True, start=start), Watch(), Buffers()
+    module = PlainModule()
+    module.register_buffer("unsaved", torch.ones(2), persistent=False)
+    fit(tmp_path, module, ema, watch, buffers, max_epochs=2, num_sanity_val_steps=0)
+    found = shadows(ema)
+    assert found.keys() == {n for n, p in module.named_parameters() if p.requires_grad} | RUNNING
+    for name in RUNNING:
+        initial = dict(PlainModule().named_buffers())
+        history = [step[name].double() for step in [initial, *buffers.after_steps]]
+        average = history[start]
+        for n, value in enumerate(history[start + 1 :]):
+            d = min(DECAY, (1 + n) / (10 + n))
+            average = d * average + (1 - d) * value
+        torch.testing.assert_close(found[name].double(), average, rtol=0, atol=1e-6)
+        assert torch.equal(buffers.seen[-1][name], found[name])
+        assert torch.equal(module.state_dict()[name], buffers.after_steps[-1][name])
+    plain, without = PlainModule(), EMA((DECAY,))
+    fit(tmp_path, plain, without, max_epochs=2, num_sanity_val_steps=0)
+    assert_same_bits(plain.state_dict(), module.state_dict())
 
-    fit(tmp_path, PlainModule(), EMA((DECAY,)), Buffers(), num_sanity_val_steps=0)
-    assert_same_bits(seen[0], live[-1])
+
+def test_averaged_buffers_go_on_at_a_resume_and_are_loaded(tmp_path):
+    whole, first, again = (EMA((DECAY,), buffers=True) for _ in range(3))
+    fit(tmp_path, PlainModule(), whole, StepSeed(1), max_epochs=2)
+    trainer = fit(tmp_path, PlainModule(), first, StepSeed(1))
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    resumed = {"ckpt_path": tmp_path / "half.ckpt", "max_epochs": 2}
+    fit(tmp_path, PlainModule(), again, StepSeed(1), **resumed)
+    assert_same_bits(again.state_dict(), whole.state_dict())
+    module = load(tmp_path / "half.ckpt", module=PlainModule())
+    for name, average in shadows(first).items():
+        assert torch.equal(module.state_dict()[name], average)
+    assert torch.equal(module.shared.weight, shadows(first)["inner.3.weight"])
+
+
+class Replaces(PlainModule):
+    """Has a running mean that is another tensor after each batch, and a mask."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
+
+    def training_step(self, batch, batch_idx):
+        self.mean = 0.5 * self.mean + batch[0].mean(0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_buffer_that_a_module_replaces_is_averaged_on_and_a_mask_never(tmp_path):
+    module, ema, buffers = Replaces(), EMA((DECAY,), warmup=False, buffers=True), Buffers()
+    fit(tmp_path, module, ema, buffers)
+    average = torch.zeros(4, dtype=torch.float64)
+    for step in buffers.after_steps:
+        average = DECAY * average + (1 - DECAY) * step["mean"]
+    torch.testing.assert_close(shadows(ema)["mean"].double(), average, rtol=0, atol=1e-6)
+    assert "mask" not in shadows(ema)
+    module.double()  # gives it other buffers, and the same parameters
+    with ema.weights("ema"):
+        torch.testing.assert_close(module.mean, average, rtol=0, atol=1e-6)
+    assert torch.equal(module.mean, buffers.after_steps[-1]["mean"].double())
+
+
+def test_buffers_are_averaged_from_when_a_parameter_is_trained(tmp_path):
+    class Unfreezes(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            pl_module.inner.requires_grad_(batch_idx >= 2)
+
+    class Waits(PlainModule):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + 0 * self.extra.sum()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module, ema = Waits(), EMA((DECAY,), prefix="inner", buffers=True)
+    module.extra = nn.Parameter(torch.zeros(1))
+    module.inner.requires_grad_(False)
+    with pytest.warns(UserWarning, match="nothing to average until one does"):
+        fit(tmp_path, module, ema, Unfreezes())
+    assert shadows(ema).keys() > RUNNING
+
+
+def test_a_resume_may_drop_the_averages_of_buffers(tmp_path, caplog):
+    trainer = fit(tmp_path, PlainModule(), EMA((DECAY,), buffers=True), StepSeed(1))
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    ema, plain = EMA((DECAY,)), EMA((DECAY,))
+    resumed = {"ckpt_path": tmp_path / "half.ckpt", "max_epochs": 2}
+    with caplog.at_level(logging.INFO):
+        fit(tmp_path, PlainModule(), ema, StepSeed(1), **resumed)
+    assert "the averages of 2 buffers are dropped" in caplog.text
+    fit(tmp_path, PlainModule(), plain, StepSeed(1), max_epochs=2)
+    assert_same_bits(shadows(ema), shadows(plain))
+
+
+def test_buffers_begin_to_average_where_a_resume_asks_for_it(tmp_path):
+    trainer = fit(tmp_path, PlainModule(), EMA((DECAY,)), StepSeed(1))
+    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    ema, buffers = EMA((DECAY,), buffers=True), Buffers()
+    resumed = {"ckpt_path": tmp_path / "half.ckpt", "max_steps": 5, "max_epochs": 2}
+    fit(tmp_path, PlainModule(), ema, buffers, StepSeed(1), **resumed)
+    assert shadows(ema).keys() > RUNNING
+
+
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_averages_on_the_cpu_are_the_same(tmp_path, accelerator):
+    averages, seen = [], []
+    for on_cpu in (False, True):
+        ema, spy = EMA((DECAY,), on_cpu=on_cpu, buffers=True), Spy()
+        fit(tmp_path, PlainModule(), ema, spy, StepSeed(1), max_epochs=2, accelerator=accelerator)
+        averages.append({name: value.cpu() for name, value in shadows(ema).items()})
+        seen.append([{n: v.cpu() for n, v in weights.items()} for weights in spy.seen])
+    assert {value.device.type for value in shadows(ema).values()} == {"cpu"}
+    assert_close(*averages, atol=1e-7)
+    for weights, others in zip(*seen, strict=True):
+        assert_close(weights, others, atol=1e-7)
 
 
 def tensors_held(owner, but_not):
@@ -354,7 +489,7 @@ def test_evaluations_use_the_average_and_leave_raw_weights_and_average_as_they_w
 
 
 def test_weights_gives_any_decay_nested_and_after_exceptions(tmp_path):
-    ema, module = EMA((DECAY, 0.5)), PlainModule()
+    ema, module = EMA((DECAY, 0.5), warmup=False), PlainModule()
     fit(tmp_path, module, ema)
     raw, first, second = trainable(module), shadows(ema, 0), shadows(ema, 1)
     assert isinstance(ema, WeightsProvider)
@@ -370,14 +505,14 @@ def test_weights_gives_any_decay_nested_and_after_exceptions(tmp_path):
             raise KeyError
         assert_close(trainable(module), first, 0)
     assert_same_bits(trainable(module), raw)
-    with pytest.raises(ValueError, match="'best'"), ema.weights("best"):
+    with pytest.raises(ValueError, match=r"EMA knows the weights .*'best'"), ema.weights("best"):
         pass
     with pytest.raises(RuntimeError, match="no averages"), EMA().weights("ema"):
         pass
 
 
 def test_a_validation_inside_weights_uses_those(tmp_path):
-    ema, module, spy = EMA((DECAY, 0.5)), PlainModule(), Spy()
+    ema, module, spy = EMA((DECAY, 0.5), warmup=False), PlainModule(), Spy()
     trainer = fit(tmp_path, module, ema, spy)
     spy.seen.clear()
     with ema.weights("ema_0.5"):
@@ -884,15 +1019,16 @@ def test_nothing_is_left_on_module_and_optimizers_after_fit(tmp_path):
     assert not failing._state_dict_hooks
 
 
-def test_the_decay_in_force_is_logged(tmp_path):
-    logger = CSVLogger(tmp_path)
-    fit(tmp_path, PlainModule(), EMA((0.5,)), max_epochs=4, logger=logger, log_every_n_steps=2)
+@pytest.mark.parametrize("start", [0, 4])
+def test_the_decay_in_force_is_logged(tmp_path, start):
+    logger, ema = CSVLogger(tmp_path), EMA((0.5,), start=start)
+    fit(tmp_path, PlainModule(), ema, max_epochs=4, logger=logger, log_every_n_steps=2)
     rows = [
         line.split(",") for line in (tmp_path.glob("**/metrics.csv")).__next__().read_text().split()
     ]
     column = rows[0].index("ema/decay")
     logged = [float(row[column]) for row in rows[1:] if row[column]]
-    steps = [2, 4, 6, 8, 10, 12, 14, 16]
+    steps = [max(n - start, 0) for n in (2, 4, 6, 8, 10, 12, 14, 16)]
     assert logged == pytest.approx([min(0.5, n / (9 + n)) for n in steps])
 
 

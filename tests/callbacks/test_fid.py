@@ -10,6 +10,7 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from support.memory_logger import MemoryLogger
 from support.pixels import FEATURES, PixelProtocol, random_images
@@ -333,6 +334,18 @@ def test_an_evaluation_that_would_never_run_is_refused_before_the_first_step(tmp
     assert module.losses == []
 
 
+@pytest.mark.parametrize("watcher", [EarlyStopping, ModelCheckpoint])
+def test_what_watches_the_fid_finds_it_or_is_refused_before_the_first_step(tmp_path, watcher):
+    callback, module = fid(tmp_path), Rising()
+    metric = callback.metric_name("val")
+    fit(tmp_path, [callback, watcher(monitor=metric)], module, enable_checkpointing=True)
+    assert len(module.losses) == 8
+    callback, module = fid(tmp_path, every_n_steps=4), Rising()
+    with pytest.raises(ValueError, match=r"every_n_steps=4.*val_check_interval"):
+        fit(tmp_path, [callback, watcher(monitor=metric)], module, enable_checkpointing=True)
+    assert module.losses == []
+
+
 def test_steps_are_those_of_the_optimizer_however_many_batches_make_one(tmp_path):
     callback = fid(tmp_path, every_n_steps=2)
     fit(tmp_path, [callback], accumulate_grad_batches=2, max_epochs=2)
@@ -424,7 +437,17 @@ def test_one_callback_serves_several_runs_with_their_own_data(tmp_path):
 
 def test_fast_dev_run_checks_and_evaluates_nothing(tmp_path):
     module, _ = fit(tmp_path, [fid(tmp_path)], fast_dev_run=True)
-    assert module.levels == []
+    assert len(module.levels) == 1
+
+    class Odd(Rising):
+        def generate(self, seeds, labels=None):
+            return super().generate(seeds, labels).float()
+
+    for options in ({"fast_dev_run": True}, {"num_sanity_val_steps": 1}):
+        module = Odd()
+        with pytest.raises(TypeError, match="generate must return 1 images, uint8"):
+            fit(tmp_path, [fid(tmp_path)], module, **options)
+        assert len(module.losses) == ("fast_dev_run" in options)
     with pytest.raises(ValueError, match="provide raw"):
         fit(tmp_path, [fid(tmp_path, weights="ema")], fast_dev_run=True)
     assert not (tmp_path / "evaluations.jsonl").exists()

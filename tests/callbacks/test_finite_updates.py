@@ -331,6 +331,23 @@ def test_running_averages_of_a_bad_batch_are_left_out_too(tmp_path):
     assert all(value.isfinite().all() for value in buffers.values())
 
 
+def test_what_a_later_part_of_a_bad_batch_does_to_buffers_is_put_back_too(tmp_path):
+    class Manual(PlainModule):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            bad = [batch[0] * math.nan] if batch_idx == 2 else batch
+            for _ in range(2):  # as the networks of a GAN, which see the same images
+                self.optimizers().zero_grad()
+                self.manual_backward(self.loss(bad))
+                self.optimizers().step()
+
+    module, guard = Manual(), FiniteUpdates(1)
+    fit(tmp_path, module, guard)
+    assert guard.skipped_updates == 1
+    assert all(value.isfinite().all() for value in module.state_dict().values())
+
+
 class Codes(PlainModule):
     """Of its buffers one is a constant, others change in ways that torch counts and does not."""
 

@@ -234,6 +234,13 @@ def muon(params, lr, momentum):
     return torch.optim.Muon([p for p in params if p.ndim == 2], lr=lr, momentum=momentum)
 
 
+class Lion(torch.optim.Optimizer):
+    """Steps by a sign, so beta1 is no part of their length."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+
 @pytest.mark.parametrize("optimizer", [SGD, torch.optim.RMSprop, muon])
 def test_demon_decays_the_momentum_of_others_than_adam_and_leaves_the_lr(tmp_path, optimizer):
     module = Recorded(partial(optimizer, momentum=0.9))
@@ -500,6 +507,7 @@ def test_a_control_for_momentum_below_its_floor_is_refused():
             {},
             "momentum of Muon enters .* in another way: pass compensate_lr",
         ),
+        (Lion, {}, "momentum of Lion enters .* in another way: pass compensate_lr"),
         (type("AdamWScheduleFree", (Adam,), {}), {}, "AdamWScheduleFree is no momentum"),
         (torch.optim.Adagrad, {}, "Adagrad has neither; use Adam"),
         (partial(torch.optim.LBFGS), {"compensate_lr": False}, "LBFGS has neither"),

@@ -39,6 +39,10 @@ def test_a_slow_run_is_told_in_seconds_a_step_and_an_open_one_without_an_end():
     assert line == "step 30  epoch 0  4.0 s/step"
 
 
+def test_before_the_first_step_there_is_no_rate():
+    assert progress_line(0, 20, 0, {}, seconds=1.0, done=0) == "step 0/20  epoch 0"
+
+
 def test_the_rate_counts_only_steps_of_this_process():
     line = progress_line(1010, 1020, 0, {}, seconds=5.0, done=10)
     assert line.endswith("2.0 steps/s  0:00:05 left")
@@ -99,6 +103,30 @@ def test_a_bar_goes_on_where_the_run_does(capsys, tmp_path):
     )
     assert bar.train_progress_bar.initial == 6
     assert "10/10" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("options", "end"), [({"max_steps": 12}, "12/12"), ({}, "24")])
+def test_steps_of_several_optimizers_are_counted_as_the_trainer_does(capsys, options, end):
+    class Two(TinyModule):
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+                optimizer.step()
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD(self.parameters(), 0.01) for _ in range(2)]
+
+    options = {"max_epochs": 3} | options
+    for callback in (PlainProgress(every_n_seconds=1e-9), StepBar()):
+        trainer_with(callback, **options).fit(Two(TinyNet(3), torch.optim.Adam), TinyData())
+    said = capsys.readouterr()
+    *_, last = (line for line in said.err.split("\n") if line.startswith("step "))
+    assert last.startswith(f"step {end}  ")
+    assert f" {end}" in said.out.replace("|", " ")
+    assert "-1 day" not in said.err + said.out
 
 
 class Failing(pl.Callback):

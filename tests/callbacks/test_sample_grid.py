@@ -3,6 +3,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningDataModule
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from PIL import Image
 from support.pictures_module import PicturesModule, Stripes, pictures
@@ -59,7 +60,8 @@ def test_the_grid_shows_the_samples_of_the_first_seeds_pixel_by_pixel(tmp_path):
     module = PicturesModule(channels=3)
     trainer = make_trainer(tmp_path, SampleGrid(3, batch_size=2))
     trainer.fit(module, pictures(channels=3), pictures(6, channels=3))
-    assert [seeds for seeds, _ in module.calls] == [[0, 1], [2]]
+    sanity = [0]
+    assert [seeds for seeds, _ in module.calls] == [sanity, [0, 1], [2]]
     shown = pixels(tmp_path / "samples" / "step-00000004-raw.png")
     module.eval()
     with torch.no_grad():
@@ -83,10 +85,10 @@ def test_the_average_is_shown_where_there_is_one_whatever_the_order(tmp_path, po
 def test_labels_are_taken_in_turn_or_left_to_the_module(tmp_path):
     module = PicturesModule()
     fit(tmp_path, module, SampleGrid(5, labels=range(2), batch_size=3))
-    assert [labels for _, labels in module.calls] == [[0, 1, 0], [1, 0]]
+    assert [labels for _, labels in module.calls[1:]] == [[0, 1, 0], [1, 0]]
     module.calls.clear()
     fit(tmp_path, module, SampleGrid(2))
-    assert [labels for _, labels in module.calls] == [None]
+    assert [labels for _, labels in module.calls[1:]] == [None]
 
 
 def test_training_is_the_same_with_and_without_grids(tmp_path):
@@ -108,6 +110,75 @@ def test_each_sample_stands_beside_its_nearest_training_image(tmp_path):
     memorised = torch.stack([Stripes()[2][0], Stripes()[9][0]])
     shown = pixels(tmp_path / "samples" / "nearest-00000004-raw.png")
     assert torch.equal(shown, image_grid(torch.cat([memorised, memorised], dim=-1)))
+
+
+class Flipped(LightningDataModule):
+    """Trains on mirrored images of three named classes, and shows them as they are."""
+
+    class_names = ("plain", "dotted", "striped")
+
+    def fingerprint(self, split):
+        return split
+
+    def in_order(self, split):
+        return DataLoader(Stripes(), batch_size=5)
+
+    def train_dataloader(self):
+        return DataLoader([(x.flip(-1), y) for x, y in Stripes()], batch_size=5)
+
+    def val_dataloader(self):
+        return self.in_order("val")
+
+
+class Labelled(PicturesModule):
+    num_classes = 3
+
+    def generate(self, seeds, labels=None):
+        return torch.stack([Stripes()[s][0] for s in seeds])
+
+
+def test_samples_are_compared_with_training_images_as_they_are(tmp_path):
+    grid = SampleGrid(2)
+    make_trainer(tmp_path, grid, max_epochs=1).fit(Labelled(), Flipped())
+    assert torch.equal(grid._bank, torch.stack([x for x, _ in Stripes()]))
+
+
+@pytest.mark.parametrize("labels", [None, [2, -1]])
+def test_names_of_classes_stand_below_their_samples(tmp_path, labels):
+    grid, module = SampleGrid(4, labels=labels), Labelled()
+    make_trainer(tmp_path, grid, max_epochs=1).fit(module, Flipped())
+    shown = pixels(tmp_path / "samples" / "step-00000004-raw.png")
+    names = Flipped.class_names
+    captions = [names[2], "", names[2], ""] if labels else [*names, names[0]]
+    samples = module.generate(range(4))
+    assert torch.equal(shown, image_grid(samples, captions))
+    tile = shown[:, 2:, 2:][:, : 6 * 43]
+    assert torch.equal(tile[0, ::43, : 4 * 43 : 43], samples[0, 0])
+    below = shown[0, 2 + 6 * 43 : 2 + 6 * 43 + 13]
+    assert (below > 200).any(0).sum() > 10
+
+
+@pytest.mark.parametrize("names", [(7, 8, 9), {0: "a"}, torch.arange(3).numpy(), lambda: ["a"]])
+def test_names_of_a_foreign_data_module_may_be_anything(tmp_path, names, monkeypatch):
+    monkeypatch.setattr(Flipped, "class_names", names)
+    make_trainer(tmp_path, SampleGrid(4), max_epochs=1).fit(Labelled(), Flipped())
+    shown = pixels(tmp_path / "samples" / "step-00000004-raw.png")
+    captions = ["7", "8", "9", "7"] if isinstance(names, tuple) else None
+    assert torch.equal(shown, image_grid(Labelled().generate(range(4)), captions))
+
+
+def test_labels_that_are_no_classes_are_refused_before_the_first_step(tmp_path):
+    with pytest.raises(ValueError, match=r"labels must be in -1..2, got \[0, 3\]"):
+        make_trainer(tmp_path, SampleGrid(4, labels=[0, 3])).fit(Labelled(), Flipped())
+
+
+@pytest.mark.parametrize("channels", [1, 2, 3, 4])
+def test_captions_stand_below_images_of_any_channels(channels):
+    images = torch.zeros(3, channels, 40, 50, dtype=torch.uint8)
+    written = image_grid(images, ["cat", "", "a name that is far too long for its image"])
+    assert len(written) == max(channels, 3) - (channels == 2)
+    plain = image_grid(images)
+    assert written.shape[1] - plain.shape[1] == 13 * ((plain.shape[1] - 2) // (40 * 5 + 2))
 
 
 def test_nearest_equals_brute_force_in_any_chunks():
@@ -223,13 +294,18 @@ def test_what_can_not_work_is_refused_before_training(tmp_path):
 @pytest.mark.parametrize(
     "odd", [torch.zeros(2, 1, 6, 4), torch.zeros(3, 1, 6, 4, dtype=torch.uint8)]
 )
-def test_odd_samples_are_refused(tmp_path, odd):
+@pytest.mark.parametrize("sanity", [0, 1])
+def test_odd_samples_are_refused_before_the_first_step_where_validation_is_tried(
+    tmp_path, odd, sanity
+):
     class Odd(PicturesModule):
         def generate(self, seeds, labels=None):
             return odd
 
-    with pytest.raises(TypeError, match="must return 2 images, uint8"):
-        fit(tmp_path, Odd(), SampleGrid(2))
+    module = Odd()
+    with pytest.raises(TypeError, match=f"must return {2 - sanity} images, uint8"):
+        fit(tmp_path, module, SampleGrid(2), num_sanity_val_steps=sanity)
+    assert (module.losses == []) == bool(sanity)
 
 
 def test_a_grid_without_end_is_refused():

@@ -82,6 +82,7 @@ def test_two_ranks_draw_different_numbers_and_runs_repeat(tmp_path):
 def test_two_ranks_share_averages_and_losses_and_one_writes_the_grid(tmp_path):
     zero, one = run_on_two_ranks(folder := tmp_path / "1")
     assert zero["average"] == one["average"]
+    assert zero["memorized"] == one["memorized"]  # which any rank's ModelCheckpoint may monitor
     files = sorted(path.name for path in (folder / "samples").iterdir())
     assert files == ["nearest-00000004-ema.png", "step-00000004-ema.png"]
     alone = make_trainer(tmp_path, EMA((0.9,)), NoiseLevelLoss(num_levels=3, num_images=10))

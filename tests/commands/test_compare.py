@@ -1,6 +1,7 @@
 import csv
 import io
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,8 +12,10 @@ import pytest
 from PIL import Image
 from support.browser import CHROMIUM, look, screenshot
 from support.commands import call
-from support.experiments import fids, write_arm, write_run
+from support.experiments import STEPS, fids, write_arm, write_run
 from support.golden import FOLDER
+
+from lit_diffusion.runs.loggers import AppendingCSVLogger
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +143,41 @@ def test_arms_of_another_batch_size_are_compared_by_images_too(capsys):
     assert "in place of steps, of large: slower" in capsys.readouterr().out
     ratio = float(rows("report/speedups.csv")["large"]["speedup"])
     assert float(rows("report/speedups-images.csv")["large"]["speedup"]) == pytest.approx(ratio / 2)
+
+
+def test_losses_are_compared_where_that_is_asked(capsys):
+    for arm, speed in (("baseline", 1.0), ("fast", 2.0)):
+        for seed in range(5):
+            folder = write_run(Path("losses", arm, f"seed-{seed}"), [1.0] * len(STEPS), seed)
+            (folder / "evaluations.jsonl").unlink()
+            (folder / "metrics.csv").unlink()
+            logger = AppendingCSVLogger(folder)
+            for step, loss in zip(STEPS, fids(speed, f"{arm}{seed}"), strict=True):
+                logger.log_metrics({"val/loss": loss}, step=step - 1)
+    assert call("compare losses") == 2
+    assert "none of these runs has an FID" in capsys.readouterr().err
+    assert call("compare losses --metric val/loss") == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("fast wins: ")
+    assert "a loss, as val/loss, compares arms of one objective" in "".join(told)
+    page = Path("report/report.html").read_text()
+    text = Path("report/report.md").read_text()
+    assert "## loss over training" in text
+    for said in ("\n".join(told), text, re.sub(r"data:image[^\"]*", "", page)):
+        assert "FID" not in said.replace("FIDEvaluation", "")
+    fast = rows("report/speedups.csv")["fast"]
+    assert float(fast["low"]) < 2 < float(fast["high"])
+
+
+def test_a_metric_that_cannot_be_compared_is_told_with_what_is_there(capsys):
+    for arm in ("baseline", "fast"):
+        path = Path("losses", arm, "seed-0")
+        path.mkdir(parents=True)
+        (path / "metrics.csv").write_text("step,val/loss\n9,0.5\n19,abc\n")
+    assert call("compare losses --metric val/los") == 2
+    assert "it has no val/los, but val/loss" in capsys.readouterr().err
+    assert call("compare losses --metric val/loss") == 2
+    assert "abc" in capsys.readouterr().err
 
 
 def test_what_a_reader_should_bear_in_mind_is_printed_and_not_on_the_page_alone(capsys):

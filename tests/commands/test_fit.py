@@ -49,3 +49,15 @@ def test_help_of_fit_begins_with_what_to_type(capsys):
     assert call("fit --help") == 0
     told = capsys.readouterr().out
     assert "lit-diffusion fit --config configs/digits.yaml --ckpt_path=last" in told[:1500]
+
+
+@pytest.mark.parametrize(
+    ("added", "told"),
+    [
+        ("+=EarlyStopping --trainer.callbacks.monitor=val/los", "`val/loss`"),
+        ("+=EMA --trainer.callbacks+=EMA", "more than one stateful callback of type `EMA`"),
+    ],
+)
+def test_mistakes_that_lightning_tells_are_mistakes(capsys, added, told):
+    assert call(f"fit --config tiny.yaml {TRUST} --trainer.callbacks{added}") == 2
+    assert told in capsys.readouterr().err

@@ -18,8 +18,8 @@ def averaged(folder):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ("--labels 3,x", "--labels: must be integers such as 0,1,2, got '3,x'"),
-        ("--labels 3,10", "--labels must be in 0..9, or -1, got 10."),
+        ("--labels 3,x", "--labels must be in 0..9 or -1, got 'x'."),
+        ("--labels 3,10", "--labels must be in 0..9 or -1, got '10'."),
         ("--num 0", "--num must be at least 1, got 0."),
         ("--batch-size 0", "--batch-size must be at least 1, got 0."),
         ("--steps 0", "steps must be at least 1, got 0."),

@@ -1,11 +1,13 @@
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image
 from support.pictures import class_folders, picture, save, truncate
 
@@ -176,7 +178,7 @@ def test_a_home_folder_is_understood(root, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"channels": 2}, r"channels must be 1 \(grey\), 3 \(RGB\) or 4 \(RGBA\), got 2"),
+        ({"channels": 5}, r"channels must be 1 \(grey\), 3 \(RGB\), 2 or 4 \(with alpha\), got 5"),
         ({"image_size": 0}, "image_size must be >= 1, got 0"),
         ({"val": 0}, "val must be >= 1, got 0"),
     ],
@@ -243,3 +245,16 @@ def test_imagenet_is_restored_from_its_hyperparameters(imagenet):
         True,
         3,
     )
+
+
+def test_other_classes_at_a_resume_are_told(root, val):
+    data = folder(root, val, batch_size=2)
+    state = data.state_dict()
+    data.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    data.trainer.state.fn = TrainerFn.FITTING
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data.load_state_dict(state)
+    told = r"classes were \['x'\], and labels now mean"
+    with pytest.warns(UserWarning, match=told):
+        data.load_state_dict(state | {"class_names": ["x"]})

@@ -149,7 +149,7 @@ def test_a_pickle_that_runs_code_is_not_run_even_if_its_hash_is_expected(tmp_pat
 def test_a_shipped_classifier_is_the_file_that_was_recorded_small_and_narrow(name):
     protocol = EmbeddedCNN(name)
     protocol.check()
-    content = protocol._path().read_bytes()
+    content = protocol.source()[0].read_bytes()
     assert hashlib.sha256(content).hexdigest() == protocol.sha256
     assert len(content) < 400_000
     assert protocol.build().num_features <= 64
@@ -225,3 +225,5 @@ def test_colour_becomes_grey_only_if_it_is_grey():
 def test_other_numbers_of_channels_are_refused(channels):
     with pytest.raises(ValueError, match=f"got {channels}"):
         match_channels(random_images(4, 0, channels=channels), 3)
+    with pytest.raises(ValueError, match="got 1"):
+        match_channels(random_images(4, 0, channels=1), channels)

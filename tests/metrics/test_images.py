@@ -44,8 +44,8 @@ def test_the_file_that_is_unreadable_is_named(tmp_path):
 
 def test_the_file_of_another_mode_is_named(tmp_path):
     write(tmp_path, random_images(3, 0, size=7))
-    to_pil_image(random_images(1, 1, channels=4, size=7)[0]).save(tmp_path / "0002.png")
-    with pytest.raises(ValueError, match=r"0002\.png has mode RGBA"):
+    to_pil_image(random_images(1, 1, size=7)[0]).convert("1").save(tmp_path / "0002.png")
+    with pytest.raises(ValueError, match=r"0002\.png has mode 1; images must be of mode L, LA"):
         list(open_images(tmp_path))
 
 

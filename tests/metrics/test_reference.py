@@ -252,3 +252,13 @@ def test_what_was_drawn_is_told_in_words():
     assert in_words(20, "train", 20) == "20 train images with the samples' labels"
     assert in_words(20, "train", 0) == "20 train images, 0 with the samples' labels,"
     assert in_words(20, "train", None) == "20 train images"
+
+
+@pytest.mark.parametrize("name", ["label", "labels", "cls"])
+def test_labels_are_found_in_dictionaries(name):
+    samples = [{"image": x, name: k % 3, "index": k} for k, x in enumerate(random_images(6, 0))]
+    (_, labels), *_ = RealImages("train", samples).batches(6)
+    assert labels == [0, 1, 2, 0, 1, 2]
+    nameless = [{"image": sample["image"], "index": sample["index"]} for sample in samples]
+    (_, labels), *_ = RealImages("train", nameless).batches(6)
+    assert labels == [-1] * 6

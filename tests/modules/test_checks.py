@@ -1,9 +1,10 @@
 import pytest
+import torch
 
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.gaussian import FixedSmall
 from lit_diffusion.guidance import ClassifierScore
-from lit_diffusion.modules.checks import check_clipping, check_data, unused_classes
+from lit_diffusion.modules.checks import check_batch, check_clipping, check_data, unused_classes
 from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Heun
 
 
@@ -59,3 +60,34 @@ def test_classes_that_a_model_is_not_told_are_said():
     assert "num_classes=2, in the module and in its network" in said
     assert unused_classes(Pictures()) is None
     assert unused_classes(None) is None
+
+
+IMAGES, INDEX = torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.arange(2)
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        ((IMAGES, INDEX), r"\(uint8 \(2, 1, 4, 4\), int64 \(2,\)\)"),
+        (IMAGES, r"\(uint8 \(2, 1, 4, 4\)\)"),
+        ({"image": IMAGES}, r"\(dict\)"),
+        (None, r"\(NoneType\)"),
+    ],
+)
+def test_a_batch_of_other_parts_is_refused_by_what_it_holds(batch, told):
+    with pytest.raises(ValueError, match=rf"index \(B,\) of each .* got {told}; write"):
+        check_batch(batch, takes_condition=True)
+
+
+@pytest.mark.parametrize("index", [("a.png", "b.png"), torch.zeros(2), torch.zeros(2, 1).long()])
+def test_an_index_that_is_none_is_refused(index):
+    with pytest.raises(ValueError, match=r"the third part of a batch must be the index \(B,\)"):
+        check_batch((IMAGES, INDEX, index), takes_condition=True)
+
+
+@pytest.mark.parametrize("condition", [torch.zeros(2, 8), torch.zeros(2), ("a", "b"), [INDEX]])
+def test_a_condition_that_would_go_unused_is_refused(condition):
+    check_batch((IMAGES, condition, INDEX), takes_condition=True)
+    with pytest.raises(ValueError, match="this module takes none: pass conditioning="):
+        check_batch((IMAGES, condition, INDEX), takes_condition=False)
+    check_batch((IMAGES, INDEX.int(), INDEX), takes_condition=False)

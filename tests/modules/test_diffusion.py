@@ -158,7 +158,7 @@ def test_samples_that_are_not_finite_are_named_and_never_images(solver, value):
     [
         ([], None, "at least one seed"),
         ([1, 2], [4, 1], r"labels must be 0..3 or -1, got \[1, 4\]"),
-        ([1, 2, 3], [1], r"labels must be one per seed, \(3,\), got \(1,\)"),
+        ([1, 2, 3], [1], r"labels must be one per image, \(3,\), got \(1,\)"),
     ],
 )
 def test_labels_that_do_not_fit_are_refused(seeds, labels, message):
@@ -585,7 +585,7 @@ def test_arguments_that_do_not_go_together_are_refused(changes, message):
 def test_batches_of_another_kind_are_refused():
     images, labels, _ = data().tensors
     pairs = DataLoader(TensorDataset(images, labels), 6)
-    with pytest.raises(ValueError, match=r"must be \(images uint8, labels, index\), got 2"):
+    with pytest.raises(ValueError, match=r"got \(uint8 \(6, 1, 8, 8\), int64 \(6,\)\)"):
         trainer(max_steps=1).fit(module(), pairs)
 
 
@@ -644,3 +644,23 @@ def test_what_is_tested_on_is_in_the_names_of_the_metrics(tmp_path, data, split)
     model = module(network, num_classes=None, label_dropout=0)
     (found,) = run.test(model, data(batch_size=6), verbose=False)
     assert found.keys() == {f"{split}/loss", f"{split}/fid_80_raw", f"{split}/fid_80_raw_floor"}
+
+
+@pytest.mark.parametrize(
+    ("labels", "told"),
+    [
+        (torch.tensor([0, 1, 2, 4]), r"labels must be 0..3 or -1, got \[0, 1, 2, 4\]"),
+        (torch.tensor([0, 1, 2, -2]), r"labels must be 0..3 or -1, got \[-2, 0, 1, 2\]"),
+        (torch.zeros(4), r"got \(4,\) of torch.float32; use int64"),
+        (torch.zeros(4).byte(), r"got \(4,\) of torch.uint8; use int64"),
+        (torch.eye(4).long(), r"got \(4, 4\) of torch.int64"),
+    ],
+)
+def test_labels_that_are_no_classes_are_refused(tmp_path, labels, told):
+    images = torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
+    batches = DataLoader(TensorDataset(images, labels, torch.arange(4)), batch_size=4)
+    options = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    trainer = Trainer(max_steps=1, accelerator="cpu", default_root_dir=tmp_path, **options)
+    with pytest.raises(ValueError, match=told):
+        trainer.fit(module(), batches)
+    assert trainer.global_step == 0

@@ -202,6 +202,7 @@ def run(tmp_path, monkeypatch):
         {"every_n_train_steps": 1, "save_top_k": -1},
         {"every_n_train_steps": 1, "save_top_k": -1, "filename": "kept"},
         {"every_n_train_steps": 2},
+        {"monitor": "train/loss", "every_n_train_steps": 2, "save_top_k": -1},
         {"monitor": "train/loss", "every_n_train_steps": 1, "save_top_k": 2, "filename": "best"},
         {"monitor": "val/loss", "every_n_train_steps": 1, "save_top_k": 2},
         {"monitor": "val/loss", "save_top_k": 3},
@@ -209,7 +210,15 @@ def run(tmp_path, monkeypatch):
     ],
     ids=lambda keeper: "+".join(keeper),
 )
-@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"val_check_interval": 3}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"val_check_interval": 3},
+        {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 1},  # which a resume leaves out
+    ],
+)
 @pytest.mark.parametrize("batch", [7, 9])
 def test_a_run_that_died_ends_with_the_files_and_states_of_one_that_did_not(
     run, keeper, options, batch

@@ -129,6 +129,15 @@ def test_a_folder_without_a_row_or_a_checkpoint_holds_no_run():
     assert next_config(Path("runs/digits")) == Path("runs/digits/config.yaml")
 
 
+def test_a_first_step_that_was_not_finite_is_no_run():
+    row = "step,train/loss,train/nonfinite_steps\n0,nan,1.0\n"
+    write("runs/digits/metrics.csv", row)
+    refuse_mixing(request("fit --config digits.yaml"))
+    write("runs/digits/checkpoints/best-fid.ckpt")
+    with pytest.raises(ValueError, match="already holds a run"):
+        refuse_mixing(request("fit --config digits.yaml"))
+
+
 def test_every_resume_gets_a_config_of_its_own_and_the_latest_is_found():
     root = Path("runs/digits")
     assert latest_config(root) is None
@@ -195,6 +204,16 @@ def test_a_requeued_job_that_had_saved_nothing_begins_anew():
     found = request("fit --config configs/digits.yaml")
     assert (found.checkpoint, found.requeued) == (None, True)
     refuse_mixing(found)
+
+
+def test_a_command_that_is_repeated_begins_anew_where_nothing_was_saved():
+    write("runs/digits/metrics.csv", "step\n0\n"), write("runs/digits/evaluations.jsonl", "{}\n")
+    found = request("fit --config digits.yaml --ckpt_path=last-or-none")
+    assert (found.checkpoint, found.repeated) == (None, True)
+    refuse_mixing(found)
+    write("runs/digits/checkpoints/best-fid.ckpt")  # of a run that has lost its last
+    with pytest.raises(ValueError, match="already holds a run"):
+        refuse_mixing(found)
 
 
 @pytest.mark.usefixtures("requeued")

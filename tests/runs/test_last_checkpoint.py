@@ -150,6 +150,26 @@ def test_no_save_is_made_between_the_last_batch_of_an_epoch_and_its_end(tmp_path
     assert callback.steps == [5, 7]
 
 
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_epochs_of_one_step_are_saved_within(tmp_path, limit):
+    """There is no other place, and a run that died would have nothing."""
+    options = {"limit_train_batches": limit, "accumulate_grad_batches": 3, "max_steps": 7}
+    callback, whole = Saves(tmp_path, first=2), Saves(tmp_path / "whole")
+    fit(callback, tmp_path, **options)
+    assert callback.steps == [2, 7]
+    keeps = Saves(tmp_path / "cut", first=2)
+    with pytest.raises(ZeroDivisionError):
+        fit(keeps, tmp_path, callbacks=[Dies()], **options)
+    assert keeps.steps == [2]
+    resumed = fit(whole, tmp_path, tmp_path / "cut" / "last.ckpt", **options)
+    assert equal(saved(tmp_path)["state_dict"], resumed.model.state_dict())
+
+
+class Dies(pl.Callback):
+    def on_train_batch_start(self, trainer, *args):
+        1 / (4 - trainer.global_step)
+
+
 class Ruin(pl.Callback):
     """Makes the weights useless in one update, of which loss and gradients are finite."""
 
@@ -185,6 +205,17 @@ def test_a_run_whose_last_update_ruins_the_weights_does_not_end_well(tmp_path, f
         fit(saver, tmp_path, callbacks=[FiniteUpdates(), ruin], **options)
     assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"] * (first == 1)
     assert first == 100 or saved(tmp_path)["global_step"] in (1, 2)
+
+
+def test_a_last_update_after_which_the_validation_is_not_finite_does_not_end_well(tmp_path):
+    """Its weights are finite."""
+    fit(Saves(tmp_path), tmp_path, max_steps=2)
+    good = (tmp_path / "last.ckpt").read_bytes()
+    callbacks, again = [FiniteUpdates(), Ruin(4)], tmp_path / "last.ckpt"
+    with pytest.raises(FloatingPointError, match=r"val/loss is (inf|nan) after the last update"):
+        fit(Saves(tmp_path), tmp_path, again, callbacks, max_steps=4)
+    assert (tmp_path / "last.ckpt").read_bytes() == good
+    assert [path.name for path in tmp_path.glob(".*ckpt*")] == []
 
 
 def test_a_save_that_the_next_loss_has_proven_stays_where_a_later_one_stops_the_run(tmp_path):

@@ -52,6 +52,20 @@ def test_a_resume_leaves_the_file_of_an_undisturbed_run(tmp_path, died_at, every
     assert again.read_text() == whole.read_text()
 
 
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_row_logged_ahead_stands_where_it_is_logged(tmp_path, is_right):
+    """Whether it was right ahead or not: a resumed process may know less of it, or more."""
+    for name in ("whole", "ahead"):
+        logger, row = AppendingCSVLogger(tmp_path / name), {"loss": 0.5, "decay": 0.9}
+        logger.log_metrics({"fid": 3.0}, step=1)
+        if name == "ahead":
+            logger.log_ahead(row if is_right else {"loss": 0.5}, step=1)
+        logger.log_metrics({"levels": 0.25}, step=1)
+        logger.log_metrics(row, step=1)
+    whole, ahead = (tmp_path / name / "metrics.csv" for name in ("whole", "ahead"))
+    assert ahead.read_text() == whole.read_text()
+
+
 def test_a_validation_logged_after_the_resume_keeps_the_training_row_of_its_step(tmp_path):
     AppendingCSVLogger(tmp_path).log_metrics({"train/loss": 1.0, "epoch": 0}, step=3)
     AppendingCSVLogger(tmp_path).log_metrics({"val/loss": 2.0, "epoch": 0}, step=3)

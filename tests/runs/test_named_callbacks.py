@@ -56,9 +56,10 @@ def test_null_leaves_one_out():
     ("option", "message"),
     [
         (
-            "Emma.decays=[0.5]",
-            "has EMA, FIDEvaluation, LearningRateMonitor; .*callbacks.=Emma adds",
+            "Timer.duration=3",
+            "has EMA, FIDEvaluation, LearningRateMonitor; .*callbacks.=Timer adds one[.]",
         ),
+        ("EAM.decays=[0.5]", "LearningRateMonitor; did you mean EMA[?]$"),
         ("EMA=3", "EMA=3: =null leaves EMA out"),
         ("FIDEvaluation.extractor.a=2", "extractor is 'x', which has no a"),
         ("EMA.decays", "needs a value"),

@@ -12,11 +12,12 @@ from PIL import Image
 from support.commands import call
 from support.small_digits import write_small_digits
 
+from lit_diffusion.callbacks.sample_grid import image_grid
 from lit_diffusion.checkpoints.loading import Loaded
 from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.runs import sampling
-from lit_diffusion.runs.sampling import load_generator
+from lit_diffusion.runs.sampling import load_generator, read_labels
 
 LAST = "run/checkpoints/last.ckpt"
 
@@ -103,6 +104,26 @@ def test_a_call_that_is_stopped_keeps_what_it_has_and_goes_on(
     assert call(f"{command} --out out") == 2
 
 
+@pytest.mark.parametrize("when", ["first batch", "grid"])
+def test_a_call_that_is_killed_while_it_writes_goes_on(averaged, monkeypatch, when):
+    command = "sample --checkpoint run --num 4 --batch-size 2 --out"
+    assert call(f"{command} whole") == 0
+    save, saved = Image.Image.save, []
+
+    def dies(image, file, *args):
+        saved.append(file)
+        if len(saved) == {"first batch": 2, "grid": 5}[when]:
+            raise MemoryError
+        save(image, file, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Image.Image, "save", dies)
+        assert call(f"{command} out") != 0
+    assert call(f"{command} out") == 0
+    for file in Path("whole").iterdir():
+        assert (Path("out") / file.name).read_bytes() == file.read_bytes()
+
+
 def test_progress_has_a_rate_and_an_end(averaged, monkeypatch, capsys):
     clock = count(step=20)
     monkeypatch.setattr(sampling.time, "monotonic", lambda: next(clock))
@@ -148,6 +169,27 @@ def test_raw_weights_give_other_images(averaged):
 def test_another_solver_keeps_steps_and_clipping(averaged, options, solver):
     assert call(f"sample --checkpoint run --num 1 --out out {options}") == 0
     assert record()["sampling"]["solver"] == solver
+
+
+def test_classes_are_named_as_the_folders_of_their_training_images_are(averaged, capsys):
+    file = torch.load(LAST, weights_only=True)
+    names = ["cat", "dog", *"cdefghij"]
+    torch.save(file | {"Digits": {"class_names": names}}, LAST)
+    assert call("sample --checkpoint run --num 3 --out out --labels dog,2,-1") == 0
+    assert (record()["labels"], record()["class_names"]) == ([1, 2, -1], names)
+    grid = torch.from_numpy(np.array(Image.open("out/grid.png"))).permute(2, 0, 1)
+    assert torch.equal(grid, image_grid(pngs(), ["dog", "c", ""]))
+    assert call("sample --checkpoint run --num 3 --out other --labels bird") == 2
+    told = "--labels must be in 0..9 or one of cat, dog, c, d, e, f, g, h, i, j or -1, got 'bird'."
+    assert told in capsys.readouterr().err
+
+
+def test_names_that_are_other_numbers_leave_no_doubt():
+    names = ["1", "10", "2"]
+    assert read_labels("10,-1,1", 3, names) == [1, -1, 0]
+    with pytest.raises(ValueError, match="must be one of 1, 10, 2 or -1, got '0'"):
+        read_labels("0", 3, names)
+    assert read_labels("2,0", 3, ["0", "1", "2"]) == [2, 0]
 
 
 def test_the_grid_shows_the_images_enlarged_in_rows(averaged):

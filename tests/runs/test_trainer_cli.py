@@ -634,6 +634,17 @@ def test_arguments_that_do_not_go_together_are_told_by_those_who_know(capsys):
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize("init_args", ["", "init_args."])
+def test_null_can_be_given_to_parts_of_parts(capsys, init_args):
+    write_config(small_digits(1))
+    network = f"--model.{init_args}network.{init_args}num_classes=null"
+    options = f"--model.{init_args}num_classes=null --model.{init_args}label_dropout=0"
+    assert call(f"{FIT} {network} {options} --print_config") == 0
+    model = yaml.safe_load(capsys.readouterr().out)["model"]["init_args"]
+    told = model["network"]["init_args"]
+    assert (model["num_classes"], told["num_classes"], told["model_channels"]) == (None, None, 8)
+
+
 def test_a_checkpoint_of_another_architecture_is_told_by_name(capsys):
     call(f"{FIT} --trainer.max_steps=3")
     wider = "--model.init_args.network.init_args.width=9"

@@ -47,10 +47,10 @@ def loader(num=32, batch_size=8):
 
 def make_trainer(folder, *callbacks, **options):
     options = {"max_epochs": 1, "logger": False, "enable_checkpointing": False, **options}
+    options = {"accelerator": "cpu", **options}
     return Trainer(
         default_root_dir=folder,
         callbacks=list(callbacks),
-        accelerator="cpu",
         enable_progress_bar=False,
         enable_model_summary=False,
         **options,

@@ -22,7 +22,7 @@ def fit(
 ):
     torch.manual_seed(0)
     module = module or TinyModule(TinyNet(3), torch.optim.Adam)
-    options = {"max_steps": 12} | options
+    options = {"max_steps": 12, "num_sanity_val_steps": 0} | options
     trainer = pl.Trainer(
         callbacks=[*callbacks, callback],
         accelerator="cpu",
@@ -30,7 +30,6 @@ def fit(
         default_root_dir=tmp_path,
         enable_progress_bar=False,
         enable_model_summary=False,
-        num_sanity_val_steps=0,
         **options,
     )
     trainer.fit(module, TinyData(), ckpt_path=ckpt_path)  # 4 batches an epoch

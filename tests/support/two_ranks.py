@@ -33,6 +33,7 @@ def main(folder: Path) -> None:
         "drawn": drawn,
         "average": [v.tolist() for v in ema.state_dict()["shadows"][0].values()],
         "levels": {k: v.item() for k, v in trainer.callback_metrics.items() if "loss_u" in k},
+        "memorized": trainer.callback_metrics["val/memorized"].item(),
     }
     trainer.save_checkpoint(folder / "end.ckpt")
     (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(found))

@@ -13,7 +13,7 @@ from lit_diffusion.experiments.report.tables import (
     steadiness_table,
     verdict_table,
 )
-from lit_diffusion.experiments.report.wording import by_images_text
+from lit_diffusion.experiments.report.wording import by_images_text, of_score
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Report:
         left_out: run and reason, of runs that take no part.
         protocol: how the FIDs were measured, by name.
         tables: further ones, by title; None where there is nothing to show.
+        score: what is compared, in a word, which stands wherever a text of ours says FID.
     """
 
     comparison: Comparison
@@ -47,6 +48,7 @@ class Report:
     protocol: Mapping[str, str] = field(default_factory=dict)
     tables: Mapping[str, Table | None] = field(default_factory=dict)
     samples: Sequence[SamplePicture] = ()
+    score: str = "FID"
 
     @property
     def warnings(self) -> list[str]:
@@ -93,7 +95,8 @@ def markdown(report: Report) -> str:
     """The report for a repository; its figures are PNG files beside it."""
     parts = [*_first(report), *_caveats(report), *_details(report), "## How this was computed"]
     facts = _listed(escaped(f"{name}: {value}") for name, value in report.protocol.items())
-    return "\n\n".join(part for part in [*parts, METHOD, facts] if part) + "\n"
+    text = "\n\n".join(part for part in [*parts, METHOD, facts] if part) + "\n"
+    return of_score(text, report.score)
 
 
 def _first(report: Report) -> list[str]:

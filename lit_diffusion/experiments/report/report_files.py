@@ -11,10 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from lit_diffusion.experiments.report import plots, tables
 from lit_diffusion.experiments.report.page import html
 from lit_diffusion.experiments.report.report import Report, markdown
+from lit_diffusion.experiments.report.wording import of_score
 
 
 def figures(report: Report) -> dict[str, Figure]:
@@ -29,6 +31,8 @@ def figures(report: Report) -> dict[str, Figure]:
         drawn["speedups-images"] = plots.speedup_figure(report.by_images, "images")
     if report.samples:
         drawn["samples"] = plots.samples_figure(report.samples)
+    for text in (text for figure in drawn.values() for text in figure.findobj(Text)):
+        text.set_text(of_score(text.get_text(), report.score))
     return drawn
 
 

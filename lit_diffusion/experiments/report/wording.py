@@ -1,6 +1,7 @@
 """Numbers and verdicts of a comparison, in words that a person reads once."""
 
 import math
+import re
 from collections.abc import Sequence
 
 from lit_diffusion.experiments.comparison import (
@@ -16,6 +17,21 @@ from lit_diffusion.experiments.speedup import Speedup
 
 SURE = 0.001
 """A p-value below which a report speaks without reserve."""
+
+
+def of_score(text: str, score: str) -> str:
+    """A text on FIDs as one on another score.
+
+    Example:
+        >>> of_score("An FID of 2; FIDs", "loss")
+        'A loss of 2; losses'
+    """
+    if score == "FID":
+        return text
+    many = f"{score}{'es' if score.endswith('s') else 's'}"
+    text = re.sub(r"\b([Aa])n FID\b", rf"\1 {score}", text)
+    text = re.sub(r"\bFIDs\b", many, text)
+    return re.sub(r"(?<![-\w])FID(?![-\w])", score, text)  # no part of an arm's name
 
 
 def ratio_text(ratio: float) -> str:

@@ -1,9 +1,14 @@
+import pytest
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
 from support.pictures_module import Stripes, pictures
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
 
-from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, read, spread
+from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, items_of, read, spread
 from lit_diffusion.data.digits import Digits
+
+WRAPPERS = (DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper)
 
 
 def test_spread_covers_the_whole_range_without_repeats():
@@ -36,6 +41,21 @@ def test_a_running_epoch_of_the_loader_goes_on_undisturbed():
     next(read(loader, [0]))
     rest = list(epoch)
     assert torch.equal(torch.cat([b[0] for b in [first, *rest]]), torch.cat([b[0] for b in loader]))
+
+
+@pytest.mark.parametrize("wrapper", [None, *WRAPPERS])
+def test_a_sampler_of_a_subset_makes_the_items_a_subset(wrapper):
+    sampler = SubsetRandomSampler([11, 3, 7])
+    if wrapper:  # as Lightning's, on two ranks
+        sampler = wrapper(sampler, num_replicas=2, rank=1)
+    loader = DataLoader(Stripes(), 2, sampler=sampler)
+    assert len(items_of(loader)) == 3
+    images, _ = next(read(loader, [0, 2]))
+    assert torch.equal(images, torch.stack([Stripes()[11][0], Stripes()[7][0]]))
+
+
+def test_ready_made_batches_have_no_items():
+    assert indexed_loader(DataLoader(Stripes(), batch_size=None)) is None
 
 
 def test_streams_have_no_indices():

@@ -15,6 +15,9 @@ class Tells(RunsEveryNSteps):
     def at_step(self, trainer, pl_module):
         self.told.append(trainer.global_step)
 
+    def metric_names(self):
+        return ["val/told"]
+
     def see(self, steps):
         for step in steps:
             self.on_train_batch_end(SimpleNamespace(global_step=step), None, None, None, 0)
