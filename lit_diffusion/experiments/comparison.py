@@ -221,6 +221,18 @@ def mean_crossing(crossings: Sequence[Crossing]) -> Crossing:
     return Crossing(mean, *bounds)
 
 
+def by_measure(arms: Sequence[Arm], name: str) -> list[Arm] | None:
+    """The arms with another distance in the place of FID; None where an evaluation lacks it."""
+    curves = [curve for arm in arms for curve in arm.curves]
+    if not all(curve.looks and all(name in look for look in curve.looks) for curve in curves):
+        return None
+    return [Arm(arm.name, tuple(_with(curve, name) for curve in arm.curves)) for arm in arms]
+
+
+def _with(curve: Curve, name: str) -> Curve:
+    return replace(curve, fids=tuple(look[name] for look in curve.looks), repeats=(), looks=())
+
+
 def by_images(arms: Sequence[Arm]) -> list[Arm] | None:
     """The arms with images in the place of steps; None where unknown, or as many a step in all."""
     rates = [rate for arm in arms if (rate := images_a_step(arm)) is not None]

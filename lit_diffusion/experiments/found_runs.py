@@ -145,6 +145,7 @@ class Run:
                 if step > end
             ]
         images: list[Any] = [point.get("images") for point in points]
+        looks = [point.get("second_look") or {} for point in points]
         try:
             return Curve(
                 self.seed,
@@ -152,6 +153,7 @@ class Run:
                 tuple(_fid(point) for point in points),
                 None if None in images else tuple(map(float, images)),
                 tuple(map(_fid, again)),
+                tuple(map(_numbers, looks)) if any(looks) else (),
             )
         except (TypeError, OverflowError) as error:
             raise ValueError(f"seed {self.seed}: {error}.") from error
@@ -237,6 +239,10 @@ def error_of(read: Callable[[], object]) -> str | None:
 
 def _fid(record: Record) -> float:
     return math.nan if record["value"] is None else float(record["value"])
+
+
+def _numbers(look: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in look.items() if value is not None}
 
 
 def _read(file: Path | None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import zip_longest
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, TypeVar
 
@@ -210,7 +211,8 @@ def _curve_rows(arm: str, curve: Curve) -> list[dict[str, Any]]:
     found = [(*point, 0) for point in zip(curve.steps, images, curve.fids, strict=True)]
     found += [(curve.steps[-1], images[-1], fid, k) for k, fid in enumerate(curve.repeats, start=1)]
     names = ("step", "images", "fid", "repeat")
-    return [{"arm": arm, "seed": curve.seed, **dict(zip(names, row, strict=True))} for row in found]
+    rows = [{"arm": arm, "seed": curve.seed, **dict(zip(names, row, strict=True))} for row in found]
+    return [row | look for row, look in zip_longest(rows, curve.looks, fillvalue={})]
 
 
 def to_csv(records: Iterable[Mapping[str, Any]]) -> str:
