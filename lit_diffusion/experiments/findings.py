@@ -66,15 +66,24 @@ def notes(selection: Selection, arms: Sequence[Arm]) -> list[str]:
 
 def alerts(selection: Selection) -> list[str]:
     """What a reader should know together with the headline."""
+    on = {name: runs[0].config.get("tuned_on") for name, runs in selection.arms.items()}
+    tuned = [f"{name} on {what}" for name, what in on.items() if what]
+    told = [f"Tuned: {'; '.join(tuned)}. FID here is by {_extractor(selection)}."] if tuned else []
     resampled = _resampled(selection)
     others = [name for name, changed in resampled.items() if changed.keys() - {*_OF_TRAINING}]
     if not others:
-        return []
+        return told
     who = others[0] if len(others) == 1 else f"{len(others)} arms"
     return [
+        *told,
         f"Other samplers than {selection.baseline}'s in {who}: a gain may be the sampler's, not "
-        "the training's."
+        "the training's.",
     ]
+
+
+def _extractor(selection: Selection) -> str:
+    point = selection.arms[selection.baseline][0].points(selection.metric)[-1]
+    return f"{point.get('protocol')}, {point.get('reference')}"
 
 
 def _pairs(selection: Selection, arm: Arm) -> Iterable[tuple[Run, Curve]]:

@@ -1,0 +1,64 @@
+import struct
+
+import pytest
+import torch
+from torchvision.datasets import MNIST as Source
+
+from lit_diffusion.data.mnist import MNIST
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch):
+    monkeypatch.setattr(Source, "mirrors", ["http://127.0.0.1:9/"])  # nobody listens there
+
+
+def digits(count, seed):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (count, 1, 28, 28), generator=generator).to(torch.uint8)
+    return images, torch.arange(count) % 10
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Files in MNIST's format, with 50 and 20 random pictures."""
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    for name, count in {"train": 50, "t10k": 20}.items():
+        images, labels = digits(count, seed=count)
+        head = struct.pack(">IIII", 0x803, count, 28, 28)
+        (folder / f"{name}-images-idx3-ubyte").write_bytes(head + images.numpy().tobytes())
+        head = struct.pack(">II", 0x801, count)
+        tail = labels.to(torch.uint8).numpy().tobytes()
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(head + tail)
+    return tmp_path
+
+
+def test_pixels_and_labels_are_those_of_the_files(root):
+    data = MNIST(str(root), batch_size=7)
+    assert data.awaited() is None
+    data.prepare_data()
+    for split, count in {"train": 50, "val": 20}.items():
+        images, labels = digits(count, seed=count)
+        assert torch.equal(data.images(split), images)
+        assert torch.equal(data.dataset(split).labels, labels)
+    assert data.num_classes == 10
+
+
+def test_without_files_and_network_the_message_says_what_to_put_where(tmp_path):
+    data = MNIST(str(tmp_path / "empty"))
+    assert data.awaited().needs_network
+    assert not (tmp_path / "empty").exists()
+    with pytest.raises(FileNotFoundError) as caught:
+        data.prepare_data()
+    for part in ("t10k-labels-idx1-ubyte", str(tmp_path / "empty" / "MNIST" / "raw")):
+        assert part in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "train-labels-idx1-ubyte"])
+@pytest.mark.parametrize("content", [b"", b"no digits at all", None])
+def test_a_damaged_file_ends_with_a_message(root, name, content):
+    path = root / "MNIST" / "raw" / name
+    path.write_bytes(path.read_bytes()[:-28] if content is None else content)
+    with pytest.raises(ValueError, match="The train files of MNIST in"):
+        MNIST(str(root)).images("train")
+    assert len(MNIST(str(root)).images("val")) == 20
