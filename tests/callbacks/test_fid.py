@@ -919,6 +919,8 @@ def test_one_two_and_three_processes_make_the_same_evaluations(tmp_path):
         for record, reference in zip(found, expected, strict=True):
             assert record["value"] == pytest.approx(reference["value"], rel=1e-12)
             assert record["floor"] == pytest.approx(reference["floor"], rel=1e-12)
+            look = pytest.approx(reference["second_look"], rel=1e-6)
+            assert record["second_look"] == look
             assert (record["num_real"], record["data"]) == (31, reference["data"])
             assert record["images"] == processes * record["step"]
 
