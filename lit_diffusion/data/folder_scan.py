@@ -93,7 +93,7 @@ class Requirements:
 def class_folders(root: Path) -> tuple[str, ...]:
     """Names of the folders in `root`, sorted, without hidden ones."""
     if not root.is_dir():
-        raise FileNotFoundError(f"A folder of images is needed, {root} is not one.")
+        raise FileNotFoundError(f"A folder of images is needed, {root.absolute()} is not one.")
     return tuple(sorted(e.name for e in os.scandir(root) if e.is_dir() and e.name[0] != "."))
 
 
