@@ -66,9 +66,7 @@ def notes(selection: Selection, arms: Sequence[Arm]) -> list[str]:
 
 def alerts(selection: Selection) -> list[str]:
     """What a reader should know together with the headline."""
-    on = {name: runs[0].config.get("tuned_on") for name, runs in selection.arms.items()}
-    tuned = [f"{name} on {what}" for name, what in on.items() if what]
-    told = [f"Tuned: {'; '.join(tuned)}. FID here is by {_extractor(selection)}."] if tuned else []
+    told = _tuned(selection)
     resampled = _resampled(selection)
     others = [name for name, changed in resampled.items() if changed.keys() - {*_OF_TRAINING}]
     if not others:
@@ -81,9 +79,15 @@ def alerts(selection: Selection) -> list[str]:
     ]
 
 
-def _extractor(selection: Selection) -> str:
+def _tuned(selection: Selection) -> list[str]:
+    """What the numbers of arms were tuned on, beside what FID is by here."""
+    arms = dict[str, list[str]]()
+    for name, runs in selection.arms.items():
+        arms.setdefault(str(runs[0].config.get("tuned_on") or ""), []).append(name)
+    told = "; ".join(f"{', '.join(names)} on {what}" for what, names in arms.items() if what)
     point = selection.arms[selection.baseline][0].points(selection.metric)[-1]
-    return f"{point.get('protocol')}, {point.get('reference')}"
+    by = f"{point.get('protocol')}, {point.get('reference')}"
+    return [f"Tuned: {told}. FID here is by {by}."] if told else []
 
 
 def _pairs(selection: Selection, arm: Arm) -> Iterable[tuple[Run, Curve]]:

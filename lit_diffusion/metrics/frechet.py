@@ -50,7 +50,8 @@ class FrechetDistance(FrechetInceptionDistance):
         # S_1 S_2 has the eigenvalues of S_1^(1/2) S_2 S_1^(1/2), which is symmetric.
         shared = torch.linalg.eigvalsh(root @ cov_2 @ root).clamp(min=0).sqrt().sum()
         apart = (mean_1 - mean_2).square().sum()
-        return (apart + cov_1.trace() + cov_2.trace() - 2 * shared).clamp(min=0)
+        distance: Tensor = apart + cov_1.trace() + cov_2.trace() - 2 * shared
+        return distance.clamp(min=0)
 
     def _moments(self, kind: str) -> tuple[Tensor, Tensor]:
         """Mean and covariance of the fake or of the real features."""

@@ -92,5 +92,6 @@ class _Untrained(nn.Module):
         self.eval().requires_grad_(False)
 
     def forward(self, images: Tensor) -> Tensor:
-        size = [min(max(side, _SMALLEST), _LARGEST) for side in images.shape[2:]]
-        return self.network.features(F.adaptive_avg_pool2d(images.float() / 127.5 - 1, size))
+        height, width = (min(max(side, _SMALLEST), _LARGEST) for side in images.shape[2:])
+        small = F.adaptive_avg_pool2d(images.float() / 127.5 - 1, (height, width))
+        return self.network.features(small)

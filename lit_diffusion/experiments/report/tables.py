@@ -5,7 +5,6 @@ import io
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, TypeVar
 
@@ -212,7 +211,8 @@ def _curve_rows(arm: str, curve: Curve) -> list[dict[str, Any]]:
     found += [(curve.steps[-1], images[-1], fid, k) for k, fid in enumerate(curve.repeats, start=1)]
     names = ("step", "images", "fid", "repeat")
     rows = [{"arm": arm, "seed": curve.seed, **dict(zip(names, row, strict=True))} for row in found]
-    return [row | look for row, look in zip_longest(rows, curve.looks, fillvalue={})]
+    looks: list[Mapping[str, float]] = [*curve.looks, *({} for _ in rows[len(curve.looks) :])]
+    return [{**row, **look} for row, look in zip(rows, looks, strict=True)]
 
 
 def to_csv(records: Iterable[Mapping[str, Any]]) -> str:
