@@ -1,7 +1,6 @@
-import struct
-
 import pytest
 import torch
+from support.mnist_files import digits, write
 from torchvision.datasets import MNIST as Source
 
 from lit_diffusion.data.mnist import MNIST
@@ -12,24 +11,9 @@ def offline(monkeypatch):
     monkeypatch.setattr(Source, "mirrors", ["http://127.0.0.1:9/"])  # nobody listens there
 
 
-def digits(count, seed):
-    generator = torch.Generator().manual_seed(seed)
-    images = torch.randint(0, 256, (count, 1, 28, 28), generator=generator).to(torch.uint8)
-    return images, torch.arange(count) % 10
-
-
 @pytest.fixture
 def root(tmp_path):
-    """Files in MNIST's format, with 50 and 20 random pictures."""
-    folder = tmp_path / "MNIST" / "raw"
-    folder.mkdir(parents=True)
-    for name, count in {"train": 50, "t10k": 20}.items():
-        images, labels = digits(count, seed=count)
-        head = struct.pack(">IIII", 0x803, count, 28, 28)
-        (folder / f"{name}-images-idx3-ubyte").write_bytes(head + images.numpy().tobytes())
-        head = struct.pack(">II", 0x801, count)
-        tail = labels.to(torch.uint8).numpy().tobytes()
-        (folder / f"{name}-labels-idx1-ubyte").write_bytes(head + tail)
+    write(tmp_path, train=50, val=20)
     return tmp_path
 
 
