@@ -132,14 +132,11 @@ def test_changed_images_of_the_same_split_are_looked_at_anew(tmp_path):
 
 
 def test_floors_are_of_images_with_the_labels_of_the_samples(tmp_path):
-    floors = {
-        name: {
-            view.name: view.reference.floor
-            for view in look(tmp_path, number=60, labels=labels).views
-        }
-        for name, labels in {"all": [0, 1, 2] * 20, "one": [1] * 60}.items()
-    }
-    assert all(floors["all"][name] != floors["one"][name] for name in DISTANCES)
+    mixed, same = (
+        {view.name: view.reference.floor for view in look(tmp_path, number=60, labels=labels).views}
+        for labels in ([0, 1, 2] * 20, [1] * 60)
+    )
+    assert all(mixed[name] != same[name] for name in DISTANCES)
 
 
 def test_too_few_held_out_images_have_no_distance(tmp_path, monkeypatch):
