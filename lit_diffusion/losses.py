@@ -76,6 +76,69 @@ class P2:
 
 
 @dataclass(frozen=True)
+class SoftMinSNR:
+    """W = SNR gamma / (SNR + gamma): Min-SNR without the corner.
+
+    Args:
+        gamma: where the weight of clean images stops growing; 1 / sigma_data^2 makes it even for
+            `EDMPreconditioning` up to c_out^2.
+
+    Source: Crowson et al. 2024 (HDiT, arXiv 2401.11605), section 4.4.
+    """
+
+    gamma: float = 4.0
+
+    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
+        """SNR gamma / (SNR + gamma) gain^2."""
+        snr = (alpha / sigma) ** 2
+        return snr * self.gamma / (snr + self.gamma) * gain**2
+
+
+@dataclass(frozen=True)
+class TruncSNR:
+    """W = max(SNR, 1): that of the noise, but pure noise counts too.
+
+    Source: Salimans & Ho 2022 (progressive distillation), section 4, "truncated SNR".
+    """
+
+    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
+        """max(SNR, 1) gain^2."""
+        return ((alpha / sigma) ** 2).clamp(min=1) * gain**2
+
+
+@dataclass(frozen=True)
+class InvSNR:
+    """W = 1 / SNR: noisy images count most; for processes whose noisiest time has signal left.
+
+    Source: Hang et al. 2023 (Min-SNR, arXiv 2303.09556), the authors' `inv_snr`.
+    """
+
+    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
+        """(sigma gain / alpha)^2."""
+        return (sigma / alpha * gain) ** 2
+
+
+@dataclass(frozen=True)
+class AsFlow:
+    """W = ((alpha + sigma) / sigma)^2: the error of `FlowVelocity`, whatever the network outputs.
+
+    With `Sample` on `LinearFlow`: networks that output the image and are trained by its velocity,
+    (x_t - x0) / t.
+
+    Args:
+        floor: least sigma / (alpha + sigma) to divide by, as (t of LinearFlow).
+
+    Source: Li & He 2025 (JiT, arXiv 2511.13720), table 1 and section 4, with t clipped at 0.05.
+    """
+
+    floor: float = 0.05
+
+    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
+        """(gain (alpha + sigma) / sigma)^2."""
+        return (gain / (sigma / (alpha + sigma)).clamp(min=self.floor)) ** 2
+
+
+@dataclass(frozen=True)
 class FDMWarmup:
     """Another weighting, held down at the start of training: W <= C(k) by optimizer step k.
 
