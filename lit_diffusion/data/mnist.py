@@ -1,12 +1,18 @@
 """MNIST, whole in memory."""
 
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torchvision.datasets import MNIST as Source
+from torchvision.datasets.mnist import read_image_file, read_label_file
 
 from lit_diffusion.data.base import Awaited, ImageDataModule, Split
 from lit_diffusion.data.datasets import TensorImages
+
+_PREFIX = {"train": "train", "val": "t10k"}
 
 
 class MNIST(ImageDataModule):
@@ -35,14 +41,19 @@ class MNIST(ImageDataModule):
 
     def check(self) -> None:
         """Download what is missing."""
-        if self._missing():
+        if not self._missing():
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._folder) as own:  # others may download too
             try:
-                Source(self.root, download=True)
-            except (OSError, RuntimeError) as error:
+                Source(own, download=True)
+            except (OSError, RuntimeError, ValueError) as error:
                 raise FileNotFoundError(
                     f"The files of MNIST could not be downloaded ({error}). In {self._folder}: "
                     f"{', '.join(self._missing())} missing. Put these there, unpacked."
                 ) from error
+            for name in self._missing():
+                shutil.move(Path(own, "MNIST", "raw", name), self._folder / name)
 
     def awaited(self) -> Awaited | None:
         """Whether files have yet to be downloaded."""
@@ -52,14 +63,26 @@ class MNIST(ImageDataModule):
 
     def load(self, split: Split) -> TensorImages:
         """Open a split."""
+        images = self._read(f"{_PREFIX[split]}-images-idx3-ubyte")
+        labels = self._read(f"{_PREFIX[split]}-labels-idx1-ubyte")
+        if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1] or labels.max() > 9:
+            raise ValueError(
+                f"The {split} files of MNIST in {self._folder} hold images {tuple(images.shape)} "
+                f"and labels {tuple(labels.shape)} up to {labels.max()}; delete them."
+            )
+        return TensorImages(images.view(-1, *self.image_shape), labels.long())
+
+    def _read(self, name: str) -> Tensor:
+        path = self._folder / name
+        read = read_image_file if "images" in name else read_label_file
         try:
-            files = Source(self.root, train=split == "train")
-            images = files.data.view(-1, *self.image_shape)
-            if len(images) != len(files.targets):
-                raise ValueError(f"{len(images)} images and {len(files.targets)} labels")
-        except (OSError, RuntimeError, ValueError, AssertionError, KeyError) as error:
-            raise ValueError(f"The {split} files of MNIST in {self._folder}: {error}.") from error
-        return TensorImages(images, files.targets.long())
+            found = read(str(path))
+            if found.numel() == 0 or found.min() < 0:
+                raise ValueError("no such numbers")
+        except Exception as error:  # torchvision asserts, indexes and views as it reads
+            reason = str(error) or type(error).__name__
+            raise ValueError(f"{path} is no file of MNIST ({reason}); delete it.") from error
+        return found
 
     @property
     def _folder(self) -> Path:

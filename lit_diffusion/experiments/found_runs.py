@@ -32,7 +32,7 @@ _SEED = re.compile(r"(?:(?P<arm>.+)[-_])?seed[-_]?(?P<seed>\d+)", re.IGNORECASE)
 # Settings that seeds of one arm may differ in.
 _FREE = {
     *("seed_everything", "ckpt_path", "default_root_dir", "cache_dir", "save_dir", "num_workers"),
-    *("accelerator", "enable_progress_bar", "enable_model_summary"),
+    *("accelerator", "enable_progress_bar", "enable_model_summary", "tuned_on"),
 }
 
 

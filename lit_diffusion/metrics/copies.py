@@ -22,7 +22,7 @@ class Copies:
         return cls(bank, nearest(held_out, bank)[0].median())
 
     def share(self, samples: Tensor) -> float:
-        """Share of samples nearer to a training image than the median held-out image is.
+        """Share of samples no farther from a training image than the median held-out image is.
 
         New images give about 0.5, copies 1.
         """
@@ -30,8 +30,8 @@ class Copies:
 
 
 def share_below(distances: Tensor, usual: Tensor) -> float:
-    """Share of distances that are less than usual."""
-    return (distances < usual).double().mean().item()
+    """Share of distances that are at most usual."""
+    return (distances <= usual).double().mean().item()
 
 
 def nearest(images: Tensor, bank: Tensor, chunk: int = 4096) -> tuple[Tensor, Tensor]:
@@ -45,6 +45,10 @@ def nearest(images: Tensor, bank: Tensor, chunk: int = 4096) -> tuple[Tensor, Te
         (tensor([10., 10.]), tensor([1, 4]))
     """
     queries = images.flatten(1).float()
-    distances = [torch.cdist(queries, part.flatten(1).float()) for part in torch.split(bank, chunk)]
-    found = torch.cat(distances, dim=1).min(dim=1)
-    return found.values, found.indices
+    best = queries.new_full((len(queries),), torch.inf)
+    index = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
+    for start, part in zip(range(0, len(bank), chunk), torch.split(bank, chunk), strict=True):
+        found = torch.cdist(queries, part.flatten(1).float()).min(dim=1)
+        index = torch.where(found.values < best, start + found.indices, index)
+        best = best.minimum(found.values)
+    return best, index

@@ -22,6 +22,9 @@ from lit_diffusion.seeding import fold
 from lit_diffusion.system.files import whole_file
 from lit_diffusion.system.ranks import from_all, from_first, place
 
+FEWEST = 4
+"""Images of a reference, at least."""
+
 DRAWS = 10
 """Draws of real images whose FIDs are averaged."""
 
@@ -225,7 +228,7 @@ def measure(
     Raises:
         ValueError: If there are fewer than 4 real images, or fewer than 2 others.
     """
-    if len(real) < 4 or (others is not None and len(others) < 2):
+    if len(real) < FEWEST or (others is not None and len(others) < 2):
         raise ValueError(
             f"an FID needs at least 4 real images and 2 others for its floor, got {len(real)} of "
             f"{real.name}" + (f" and {len(others)} of {others.name}." if others else ".")

@@ -18,7 +18,7 @@ from torch_fidelity.metric_prc import prc_features_to_metric
 from lit_diffusion.metrics.copies import Copies
 from lit_diffusion.metrics.extractors import Features
 from lit_diffusion.metrics.plain_extractors import Pixels, RandomCNN
-from lit_diffusion.metrics.reference import RealImages, Reference, Scorer, measure
+from lit_diffusion.metrics.reference import FEWEST, RealImages, Reference, Scorer, measure
 from lit_diffusion.system.files import whole_file
 from lit_diffusion.system.ranks import from_all, from_first, place
 
@@ -50,10 +50,14 @@ class View:
 
 @dataclass(frozen=True)
 class SecondLook:
-    """What samples are looked at with; `copies` is on the first process alone."""
+    """What samples are looked at with; `copies` is on the first process alone.
+
+    Of `num_samples`, neighbours and copies are looked for evenly.
+    """
 
     views: tuple[View, ...]
     copies: Copies | None = None
+    num_samples: int = 0
 
     def begin(self) -> "LookedAt":
         """Where the samples of an evaluation are added."""
@@ -61,13 +65,17 @@ class SecondLook:
 
 
 class LookedAt:
-    """The samples of one evaluation; of this process, until `compute`."""
+    """The samples of one evaluation; of this process, until `compute`.
+
+    Process r of n adds samples r, r + n, ..., in order.
+    """
 
     def __init__(self, look: SecondLook) -> None:
         self._look = look
+        self._chosen = frozenset(_evenly(look.num_samples, NEIGHBOURS))
+        self._next, self._stride = place()
         self._distances = [view.scorer.metric() for view in look.views]
         self._kept = [[torch.zeros(0, view.scorer.num_features)] for view in look.views]
-        self._left = -(-NEIGHBOURS // place()[1])
         for view, distance in zip(look.views, self._distances, strict=True):
             if place()[0] == 0:
                 distance.add_real_sums(view.reference.sums)
@@ -75,13 +83,15 @@ class LookedAt:
     def add(self, images: Tensor) -> Tensor:
         """Add images uint8 (N, C, H, W); which of them have finite features in the FID's view."""
         features: dict[int, Tensor] = {}
+        places = range(self._next, self._next + len(images) * self._stride, self._stride)
+        chosen = torch.tensor([i in self._chosen for i in places], dtype=torch.bool)
         for view, distance, kept in zip(self._look.views, self._distances, self._kept, strict=True):
             if id(view.scorer) not in features:
                 features[id(view.scorer)] = view.scorer.features(images)
             found = features[id(view.scorer)]
             distance.update(found, real=False)
-            kept.append(found[: self._left].cpu())
-        self._left = max(0, self._left - len(images))
+            kept.append(found.cpu()[chosen])
+        self._next = places.stop
         return features[id(self._look.views[0].scorer)].isfinite().all(1)
 
     def compute(self) -> tuple[float, dict[str, float]]:
@@ -119,10 +129,10 @@ def look_closely(
     Held-out images get an FID of their own where the reference is the training images.
     """
     few, few_others = _at_most(real), None if others is None else _at_most(others)
-    channels, about = len(real.image(0)), (num_samples, cache, labels)
+    channels, about = first.scorer.protocol.channels, (num_samples, cache, labels)
     pixels, untrained = (_with(first.scorer, kind(channels)) for kind in (Pixels, RandomCNN))
     views = [replace(first, neighbours=_features(first.scorer, few, NEIGHBOURS, cache))]
-    if real.name == "train" and others is not None:
+    if real.name == "train" and others is not None and len(others) >= FEWEST:
         held_out = measure(first.scorer, others, real, *about)
         views.append(View("held-out", first.scorer, held_out))
     neighbours = _features(pixels, few, NEIGHBOURS, cache)
@@ -130,7 +140,7 @@ def look_closely(
     views.append(View(Pixels.name, pixels, reference, neighbours))
     views.append(View(RandomCNN.name, untrained, measure(untrained, few, few_others, *about)))
     splits = {images.name: images for images in (few, few_others) if images is not None}
-    return SecondLook(tuple(views), _copies(pixels, splits, cache))
+    return SecondLook(tuple(views), _copies(pixels, splits, cache), num_samples)
 
 
 def _copies(pixels: Scorer, splits: dict[str, RealImages], cache: Path) -> Copies | None:
@@ -163,7 +173,7 @@ def _features(scorer: Scorer, real: RealImages, most: int, cache: Path) -> Tenso
     """Features of at most so many real images, on the first process; from the cache if known."""
     protocol, about = scorer.protocol, f"{from_first(real.fingerprint)}-{most}"
     path = cache / f"{protocol.name}-{protocol.sha256[:8]}-features-{about}.npy"
-    if not from_first(path.is_file):
+    if not from_first(lambda: _is_known(path)):
         own, _ = scorer.pool(real, _evenly(len(real), most))
         found = torch.cat(from_all(own.cpu()))
         if place()[0] == 0:
@@ -173,13 +183,20 @@ def _features(scorer: Scorer, real: RealImages, most: int, cache: Path) -> Tenso
     return torch.from_numpy(np.load(path)) if place()[0] == 0 else None
 
 
+def _is_known(path: Path) -> bool:
+    try:
+        return path.is_file() and len(np.load(path, mmap_mode="r")) > 0
+    except ValueError as error:
+        raise ValueError(f"{path} is not a file of features ({error}); delete it.") from error
+
+
 def _precision_and_recall(samples: Tensor, real: Tensor, kind: str) -> dict[str, float]:
     """Share of samples among the real images, and of real images among the samples.
 
     Source: Kynkaanniemi et al. 2019, "Improved Precision and Recall Metric for Assessing Generative
     Models", k = 3, by torch-fidelity.
     """
-    if min(len(samples), len(real)) < 4 or not bool(samples.isfinite().all()):
+    if min(len(samples), len(real)) < FEWEST or not bool(samples.isfinite().all()):
         return {}
     found: dict[str, Any] = prc_features_to_metric(
         samples, real, prc_neighborhood=3, prc_batch_size=1000, save_cpu_ram=True, verbose=False

@@ -1,3 +1,6 @@
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 from support.mnist_files import digits, write
@@ -43,6 +46,35 @@ def test_without_files_and_network_the_message_says_what_to_put_where(tmp_path):
 def test_a_damaged_file_ends_with_a_message(root, name, content):
     path = root / "MNIST" / "raw" / name
     path.write_bytes(path.read_bytes()[:-28] if content is None else content)
-    with pytest.raises(ValueError, match="The train files of MNIST in"):
+    with pytest.raises(ValueError, match=rf"{name} is no file of MNIST \(.+\); delete it"):
         MNIST(str(root)).images("train")
     assert len(MNIST(str(root)).images("val")) == 20
+
+
+def test_files_that_do_not_go_together_are_refused(root):
+    raw = root / "MNIST" / "raw"
+    (raw / "train-labels-idx1-ubyte").write_bytes((raw / "t10k-labels-idx1-ubyte").read_bytes())
+    with pytest.raises(ValueError, match=r"hold images \(50, 28, 28\) and labels \(20,\)"):
+        MNIST(str(root)).images("train")
+
+
+def test_one_missing_file_is_awaited(root):
+    (root / "MNIST" / "raw" / "t10k-labels-idx1-ubyte").unlink()
+    assert MNIST(str(root)).awaited().needs_network
+    with pytest.raises(FileNotFoundError, match=r"raw: t10k-labels-idx1-ubyte missing"):
+        MNIST(str(root)).prepare_data()
+
+
+def test_a_download_puts_whole_files_in_their_place(root, tmp_path_factory, monkeypatch):
+    """Into a folder of its own first: another process may download at the same time."""
+    place = tmp_path_factory.mktemp("place")
+
+    def download(self, root, download):
+        assert Path(root).is_relative_to(place)
+        shutil.copytree(source / "MNIST", Path(root) / "MNIST")
+
+    source = root
+    monkeypatch.setattr(Source, "__init__", download)
+    MNIST(str(place)).prepare_data()
+    assert torch.equal(MNIST(str(place)).images("val"), MNIST(str(root)).images("val"))
+    assert len(list((place / "MNIST" / "raw").iterdir())) == 4

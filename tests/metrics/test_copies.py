@@ -25,3 +25,11 @@ def test_nearest_equals_brute_force_in_any_chunks():
         found, index = nearest(images, bank, chunk)
         assert torch.equal(index, distance.argmin(1))
         torch.testing.assert_close(found.double(), distance.min(1).values)
+
+
+def test_usual_is_the_median_distance_and_as_near_counts():
+    held_out = torch.tensor([1.0, 2.0, 3.0, 4.0, 10.0]).view(5, 1)
+    copies = Copies.beside(bank=torch.zeros(1, 1), held_out=held_out)
+    assert copies.share(torch.tensor([[2.9], [3.0], [3.1], [9.0]])) == 0.5
+    exact = Copies.beside(bank=held_out, held_out=held_out)
+    assert exact.share(held_out) == 1

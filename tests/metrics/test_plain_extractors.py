@@ -46,3 +46,12 @@ def test_an_untrained_network_sees_more_than_the_mean_of_an_image():
     build = RandomCNN(1).build()
     own, same, other = (build(each).mean(0) for each in (images, shuffled, smooth))
     assert (own - other).norm() > 3 * (own - same).norm()
+
+
+def test_an_untrained_network_sees_what_the_means_of_areas_hide():
+    stripes = torch.zeros(1, 1, 32, 32, dtype=torch.uint8)
+    stripes[..., ::2] = 200
+    flat = torch.full_like(stripes, 100)
+    torch.testing.assert_close(*(Pixels(1).build()(each) for each in (stripes, flat)))
+    own, other = (RandomCNN(1).build()(each) for each in (stripes, flat))
+    assert (own - other).norm() > 0.1 * own.norm()

@@ -14,15 +14,17 @@ from lit_diffusion.metrics.second_look import DISTANCES, SHARES, View, look_clos
 TRAIN, VAL = random_images(300, 0, size=8), random_images(200, 1, size=8)
 
 
-def look(folder, reference="train", others=True, number=100):
+def look(folder, reference="train", others=True, number=300, train=TRAIN, labels=None):
     protocol = PixelProtocol([])
     scorer = Scorer(protocol, protocol.build(), torch.device("cpu"), batch_size=64)
-    images = {"train": TRAIN, "val": VAL, "elsewhere": TRAIN}[reference]
-    real = RealImages(reference, TensorDataset(images))
-    other = ("val", VAL) if reference == "train" else ("train", TRAIN)
-    beside = RealImages(other[0], TensorDataset(other[1])) if others else None
-    known = measure(scorer, real, beside, number, folder, None)
-    return look_closely(View("", scorer, known), real, beside, number, folder, None)
+    images = {"train": train, "val": VAL, "elsewhere": train}[reference]
+    classes = torch.arange(len(images)) % 3
+    real = RealImages(reference, TensorDataset(images, classes))
+    other = ("val", VAL) if reference == "train" else ("train", train)
+    other_classes = torch.arange(len(other[1])) % 3
+    beside = RealImages(other[0], TensorDataset(other[1], other_classes)) if others else None
+    known = measure(scorer, real, beside, number, folder, labels)
+    return look_closely(View("", scorer, known), real, beside, number, folder, labels)
 
 
 def seen(look, images, batch=64):
@@ -109,14 +111,53 @@ def test_of_a_large_set_so_many_are_looked_at_evenly(tmp_path, monkeypatch):
     pixels = {view.name: view for view in found.views}["pixels"]
     assert pixels.reference.num_images == 60
     assert torch.equal(pixels.neighbours, Pixels(1).build()(TRAIN[::10]))
-    _, first = seen(found, TRAIN[:30])
-    _, more = seen(found, torch.cat([TRAIN[:30], 255 - TRAIN[30:90]]))
-    assert more["pixels"] != first["pixels"]
-    assert [more[name] for name in SHARES] == [first[name] for name in SHARES]
+    assert len(found.copies.bank) == 60
+    samples = torch.cat([TRAIN[::10], 255 - TRAIN])[torch.randperm(330)][:300]
+    others = samples.clone()
+    others[torch.arange(300) % 10 > 0] = 0
+    _, first = seen(found, samples)
+    _, changed = seen(found, others, batch=7)
+    assert changed["pixels"] != first["pixels"]
+    assert [changed[name] for name in SHARES] == [first[name] for name in SHARES]
+    others[::10] = 0
+    assert seen(found, others)[1]["pixel recall"] != first["pixel recall"]
+
+
+def test_changed_images_of_the_same_split_are_looked_at_anew(tmp_path):
+    look(tmp_path)
+    other = random_images(300, 5, size=8)
+    _, found = seen(look(tmp_path, train=other), other)
+    assert found["pixels"] < 1e-6
+    assert [found[name] for name in SHARES] == [1.0] * 5
+
+
+def test_floors_are_of_images_with_the_labels_of_the_samples(tmp_path):
+    mixed, same = (
+        {view.name: view.reference.floor for view in look(tmp_path, number=60, labels=labels).views}
+        for labels in ([0, 1, 2] * 20, [1] * 60)
+    )
+    assert all(mixed[name] != same[name] for name in DISTANCES)
+
+
+def test_too_few_held_out_images_have_no_distance(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "VAL", VAL[:3])
+    assert "held-out" not in seen(look(tmp_path), TRAIN)[1]
+
+
+def test_a_broken_file_of_features_is_named(tmp_path):
+    look(tmp_path)
+    path = next(tmp_path.glob("pixels-*-features-*.npy"))
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(ValueError, match=rf"{path.name} is not a file of features .*delete it"):
+        look(tmp_path)
 
 
 def test_samples_that_are_not_finite_leave_out_what_needs_all(tmp_path):
-    samples = look(tmp_path).begin()
-    scorer = samples._look.views[0].scorer
-    scorer.extractor.forward = lambda images: torch.full((len(images), 4), torch.nan)
+    found = look(tmp_path)
+    samples, extractor = found.begin(), found.views[0].scorer.extractor
+    extractor.forward = lambda images: torch.full((len(images), 4), torch.nan)
     assert not samples.add(TRAIN).any()
+    fid, others = samples.compute()
+    assert fid != fid
+    assert not {"precision", "recall"} & others.keys()
+    assert others["pixel recall"] == 1
