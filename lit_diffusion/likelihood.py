@@ -7,7 +7,6 @@ bound on the bits of the 8-bit image.
 
 from collections.abc import Callable
 from itertools import pairwise
-
 from typing import NamedTuple
 
 import torch
