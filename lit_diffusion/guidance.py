@@ -7,7 +7,7 @@ One convention: output = unconditional + scale (conditional - unconditional), so
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ class Autoguidance:
     2406.02507), Eq. 4.
     """
 
-    weaker: DenoiseFor
+    weaker: DenoiseFor = field(repr=False)
     scale: float = 2.0
     interval: tuple[float, float] = (0.0, math.inf)
 
@@ -184,7 +184,7 @@ class ClassifierShift:
     Source: Dhariwal & Nichol 2021 (guided-diffusion), algorithm 1.
     """
 
-    gradient: LogProbGradient
+    gradient: LogProbGradient = field(repr=False)
 
     def guide(
         self, denoise_for: DenoiseFor, labels: Condition, process: Process, null: Condition, /
@@ -211,7 +211,7 @@ class ClassifierScore:
     Source: Dhariwal & Nichol 2021 (guided-diffusion), algorithm 2.
     """
 
-    gradient: LogProbGradient
+    gradient: LogProbGradient = field(repr=False)
     clip: bool = True
 
     def guide(

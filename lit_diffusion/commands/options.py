@@ -45,11 +45,32 @@ def add_sampling(parser: Parser) -> None:
     parser.add_argument(
         "--solver",
         metavar="S",
-        help="another solver: DDIM, DDPM, DPMSolverPP, Heun, or a class path, with arguments as in "
-        "YAML or by --solver.NAME=VALUE",
+        help="another solver: DDIM, DDPM, DPMSolverPP, Euler, Heun, UniPC, ..., or a class path, "
+        "with arguments as in YAML or by --solver.NAME=VALUE",
     )
     parser.add_argument(
         "--guidance", type=float, metavar="S", help="scale of classifier-free guidance; 1 is none"
+    )
+    parser.add_argument(
+        "--guidance_interval",
+        type=_two_levels,
+        metavar="LOW,HIGH",
+        help="noise levels sigma / alpha that are guided (default all)",
+    )
+    parser.add_argument(
+        "--guidance_rescale",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="0 to 1: how far guided images get the contrast of others (default 0; 0.7 is usual)",
+    )
+    parser.add_argument(
+        "--weaker", metavar="C", help="checkpoint to guide away from, by --guidance S (default 2)"
+    )
+    parser.add_argument(
+        "--classifier",
+        metavar="C",
+        help="checkpoint of a NoisyClassifier to guide by, with --guidance S (default 1)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first image (default 0)")
     parser.add_argument(
@@ -79,3 +100,11 @@ def integers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be integers such as 0,1,2, got {text!r}") from None
+
+
+def _two_levels(text: str) -> tuple[float, float]:
+    try:
+        low, high = (float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be two numbers, LOW,HIGH, got {text!r}") from None
+    return low, high

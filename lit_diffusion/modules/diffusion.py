@@ -17,8 +17,8 @@ from torchmetrics import MeanMetric
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.conditioning import ClassLabels, condition_for
 from lit_diffusion.gaussian import expand_as
-from lit_diffusion.lr_schedules import WarmupLinear
 from lit_diffusion.modules import checks
+from lit_diffusion.modules.optimizers import optimizer_and_schedule
 from lit_diffusion.modules.watches import SampleWatch
 from lit_diffusion.protocols import (
     Codec,
@@ -43,7 +43,6 @@ from lit_diffusion.system.trainer_state import (
     logs_are_due,
     loss_scale,
     steps_of_fit,
-    steps_of_run,
 )
 from lit_diffusion.timesteps import bin_of, draw_uniforms
 
@@ -204,21 +203,9 @@ class DiffusionModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer, and the schedule stepped with it."""
-        optimizer = self._make_optimizer([p for p in self.parameters() if p.requires_grad])
-        if self._make_lr_scheduler is None:
-            return optimizer
-        scheduler = self._make_lr_scheduler(optimizer)
-        if isinstance(scheduler, WarmupLinear) and scheduler.total_steps is None:
-            if (steps := steps_of_run(self.trainer)) is None:
-                raise ValueError(
-                    "the lr schedule needs the length of the run, and this Trainer has none; pass "
-                    "max_steps to the Trainer or total_steps to the schedule."
-                )
-            scheduler.set_total_steps(steps)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        return optimizer_and_schedule(
+            self.parameters(), self._make_optimizer, self._make_lr_scheduler, self.trainer
+        )
 
     # Validation
 

@@ -19,8 +19,8 @@ from lit_diffusion.callbacks.progress import pace
 from lit_diffusion.callbacks.sample_grid import class_captions, image_grid
 from lit_diffusion.checkpoints.loading import Loaded, class_names_in, load_with_record
 from lit_diffusion.checkpoints.reading import first_line
-from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.protocols import Solver
+from lit_diffusion.runs.guiding import change_guidance, guidance_options
 from lit_diffusion.seeding import classes_of
 from lit_diffusion.settings.messages import innermost
 from lit_diffusion.settings.short_names import short_names
@@ -59,12 +59,12 @@ def load_generator(args: Namespace) -> Loaded:
     loaded = load_with_record(args.checkpoint, args.weights, trust=args.trust)
     if not hasattr(loaded.module, "generate"):
         raise ValueError(f"{type(loaded.module).__name__} in {loaded.path} cannot generate images.")
+    loaded.module.to(device)
     _change_sampling(loaded, args, solver)
     args.class_names = class_names_in(loaded.checkpoint)
     if args.labels is not None:
         num_classes = getattr(loaded.module, "num_classes", None)
         args.labels = read_labels(args.labels, num_classes, args.class_names)
-    loaded.module.to(device)
     return loaded
 
 
@@ -80,21 +80,14 @@ def usable_device(name: str | None) -> torch.device:
 def _change_sampling(loaded: Loaded, args: Namespace, solver: dict[str, Any] | None) -> None:
     module: Any = loaded.module
     changes_solver = args.solver_options or (args.solver, args.steps) != (None, None)
-    if not changes_solver and args.guidance is None:
+    if not changes_solver and not guidance_options(args):
         return
     own = loaded.checkpoint["hyper_parameters"].get("solver")
     if own is None:
         raise ValueError(f"{type(module).__name__} takes no --steps, --solver or --guidance.")
     if changes_solver:
         module.solver = _changed_solver(module, own, solver, args)
-    if args.guidance is not None:
-        conditioning = getattr(module, "conditioning", getattr(module, "num_classes", None))
-        if conditioning is None or module.label_dropout == 0:
-            raise ValueError(
-                "--guidance needs a model with classes, or another conditioning, that was trained "
-                f"with label_dropout, got {conditioning} and label_dropout={module.label_dropout}."
-            )
-        module.guidance = None if args.guidance == 1 else ClassifierFree(args.guidance)
+    change_guidance(module, args)
 
 
 def _changed_solver(
@@ -216,6 +209,7 @@ def _record(loaded: Loaded, args: Namespace, made: int, num: int) -> dict[str, A
         "labels": args.labels,
         "class_names": args.class_names,
         "sampling": dict(module.sampling_record()) if hasattr(module, "sampling_record") else {},
+        **({"guided_by": args.guided_by} if getattr(args, "guided_by", None) else {}),
     }
 
 
