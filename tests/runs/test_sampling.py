@@ -149,7 +149,10 @@ def test_raw_weights_give_other_images(averaged):
             "--solver '{class_path: DDPM}'",
             "DDPM(variance=FixedSmall(), steps=4, times=None, clip=True)",
         ),
-        ("--solver dpmpp --steps 2", "DPMSolverPP(steps=2, times=None, clip=True, order=2, eta=0.0)"),
+        (
+            "--solver dpmpp --steps 2",
+            "DPMSolverPP(steps=2, times=None, clip=True, order=2, eta=0.0)",
+        ),
         ("--solver ddim --steps 2", "DDIM(steps=2, eta=0.0, times=None, clip=True)"),
         ("--solver DDIM --solver.eta 0.5", "DDIM(steps=4, eta=0.5, times=None, clip=True)"),
         (
