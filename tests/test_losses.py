@@ -21,6 +21,7 @@ from lit_diffusion.losses import (
     Simple,
     SoftMinSNR,
     TruncSNR,
+    UncertaintyLoss,
 )
 from lit_diffusion.parameterizations import (
     FDM,
@@ -337,3 +338,38 @@ def test_warm_up_equals_fdm_by_its_count_of_calls(kind, warmup_steps):
 def test_a_warm_up_without_steps_is_refused():
     with pytest.raises(ValueError, match="warmup_steps must be at least 1, got 0"):
         FDMWarmup(Simple(), 0)
+
+
+def two_levels(n, generator):
+    """A network whose errors have a variance of 4 at one level of noise, of 0.01 at the other."""
+    t = torch.tensor([100.0, 900.0]).double().repeat(n)
+    scale = torch.tensor([2.0, 0.1]).double().repeat(n).reshape(-1, 1, 1, 1)
+    noise = torch.randn(2 * n, 1, 4, 4, generator=generator, dtype=torch.float64)
+    x0 = torch.zeros_like(noise)
+    output = noise + scale * torch.randn(noise.shape, generator=generator, dtype=torch.float64)
+    return Prediction(output, x0, noise, noise, t, None)
+
+
+def test_learned_uncertainty_begins_as_the_plain_loss_and_ends_at_the_log_of_the_error():
+    process, generator = DiscreteVP(CosineBetas(1000)), torch.Generator().manual_seed(0)
+    loss = UncertaintyLoss(Simple())
+    seen = two_levels(64, generator)
+    first = loss.per_sample(seen, process, Epsilon())
+    plain = DenoisingLoss(Simple()).per_sample(seen, process, Epsilon())
+    close(first["loss"], plain["loss"])
+    optimizer = torch.optim.Adam(loss.parameters(), lr=0.05)
+    for _ in range(300):
+        optimizer.zero_grad()
+        loss.per_sample(two_levels(64, generator), process, Epsilon())["loss"].mean().backward()
+        optimizer.step()
+    u = loss.uncertainty(torch.tensor([100.0, 900.0]), process)
+    close(u, torch.tensor([4.0, 0.01]).log(), rtol=0, atol=0.1)
+
+
+def test_uncertainty_is_finite_in_pure_noise_and_its_features_are_those_of_every_run():
+    first, second = UncertaintyLoss(Simple()), UncertaintyLoss(Simple())
+    assert torch.equal(first.frequencies, second.frequencies)
+    torch.nn.init.ones_(first.log_variance)
+    assert first.uncertainty(torch.tensor([0.5, 1.0]), LinearFlow()).isfinite().all()
+    with pytest.raises(ValueError, match="finite at every noise level"):
+        UncertaintyLoss(MinSNR()).check(EndsInPureNoise(), Epsilon())
