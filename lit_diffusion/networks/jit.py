@@ -65,11 +65,17 @@ def rotary_angles(side: int, size: int, extra: int, device: torch.device | None 
     return F.pad(torch.cat(angles, dim=1), (0, 0, 0, extra))
 
 
-def rotated(x: Tensor, angles: Tensor) -> Tensor:
-    """Each pair of features (k, k + size / 2) of x (..., N, size) turned by angle (N, size / 2)."""
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-    a, b = x.to(dtype).chunk(2, dim=-1)
+def rotated(x: Tensor, turns: Tensor) -> Tensor:
+    """Each pair of features (k, k + size / 2) of x turned, in the dtype of the turns.
+
+    Args:
+        x: (..., N, size).
+        turns: (2, N, size / 2) cosine and sine of each angle.
+
+    Returns:
+        (..., N, size) in the dtype of x.
+    """
+    (cos, sin), (a, b) = turns, x.to(turns.dtype).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
 
@@ -83,9 +89,9 @@ class _Attention(nn.Module):
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.q_norm, self.k_norm = RMSNorm32(size, eps=1e-6), RMSNorm32(size, eps=1e-6)
 
-    def forward(self, x: Tensor, angles: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, turns: Tensor, mask: Tensor | None) -> Tensor:
         qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        q, k = rotated(self.q_norm(qkv[0]), angles), rotated(self.k_norm(qkv[1]), angles)
+        q, k = rotated(self.q_norm(qkv[0]), turns), rotated(self.k_norm(qkv[1]), turns)
         keys = None if mask is None else mask[:, None, None]
         heads = F.scaled_dot_product_attention(q, k, qkv[2], keys)
         out: Tensor = self.proj(heads.transpose(1, 2).flatten(2))
@@ -228,17 +234,21 @@ class JiT(nn.Module):
             c = c + known.vector
         patches = self.patch_embed(patchify(x, self.patch_size)) + self.pos_embed
         h, mask = joined(patches, known)
-        angles = self._angles(h)
+        turns = self._turns(h)
         for i, block in enumerate(self.blocks):
             if self.in_context is not None and i == self.in_context_start:
                 h = torch.cat([h, self.in_context + cast(Tensor, known.vector)[:, None]], dim=1)
-                angles = self._angles(h)
-            h = run(block, h, c, angles, mask, checkpointed=self.gradient_checkpointing)
+                turns = self._turns(h)
+            h = run(block, h, c, turns, mask, checkpointed=self.gradient_checkpointing)
         patches = self.final_layer(h[:, : self.side**2], c)
         return unpatchify(patches, self.side, self.patch_size)
 
-    def _angles(self, h: Tensor) -> Tensor:
-        return rotary_angles(self.side, self.head_size, h.shape[1] - self.side**2, h.device)
+    def _turns(self, h: Tensor) -> Tensor:
+        """Computed anew, since a buffer would be cast with the weights."""
+        extra = h.shape[1] - self.side**2
+        angles = rotary_angles(self.side, self.head_size, extra, h.device)
+        dtype = torch.promote_types(h.dtype, torch.float32)
+        return torch.stack([angles.cos(), angles.sin()]).to(dtype)
 
     def _check_in_context(self, tokens: int, depth: int) -> None:
         if self.condition is None or isinstance(self.condition, TokenEmbedding):

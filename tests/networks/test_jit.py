@@ -24,12 +24,16 @@ def test_sizes_have_the_number_of_parameters_of_the_paper(size, millions):
     assert round(sum(p.numel() for p in network.parameters()) / 1e6) == millions
 
 
+def turns(angles):
+    return torch.stack([angles.cos(), angles.sin()])
+
+
 def test_a_turn_keeps_lengths_and_is_a_product_of_complex_numbers():
     x, angles = Z((2, 5, 8), 1), Z((5, 4), 2)
     a, b = x.chunk(2, dim=-1)
     turned = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
-    assert_close(rotated(x, angles), torch.cat([turned.real, turned.imag], dim=-1))
-    assert rotated(x.bfloat16(), angles).dtype == torch.bfloat16
+    assert_close(rotated(x, turns(angles)), torch.cat([turned.real, turned.imag], dim=-1))
+    assert rotated(x.bfloat16(), turns(angles)).dtype == torch.bfloat16
 
 
 def test_angles_are_rows_and_columns_times_geometric_frequencies():
@@ -46,7 +50,7 @@ def test_attention_depends_on_how_far_apart_patches_are_alone():
     angles = rotary_angles(4, 16, extra=0).reshape(4, 4, 8)
 
     def score(a, b):
-        return (rotated(q, angles[a]) * rotated(k, angles[b])).sum()
+        return (rotated(q, turns(angles[a])) * rotated(k, turns(angles[b]))).sum()
 
     assert_close(score((0, 1), (2, 2)), score((1, 2), (3, 3)))
     assert (score((0, 1), (2, 2)) - score((0, 1), (2, 3))).abs() > 1e-3
@@ -71,10 +75,11 @@ def test_attention_is_that_of_its_formula():
     attention = small("jit").blocks[0].attn.double()
     x, angles = Z((2, 16, 32), 1), rotary_angles(4, 16, extra=0)
     q, k, v = (part.reshape(2, 16, 2, 16).transpose(1, 2) for part in attention.qkv(x).chunk(3, 2))
-    q, k = rotated(attention.q_norm(q), angles), rotated(attention.k_norm(k), angles)
+    turned = turns(angles)
+    q, k = rotated(attention.q_norm(q), turned), rotated(attention.k_norm(k), turned)
     heads = (q @ k.transpose(2, 3) / 4).softmax(-1) @ v
     expected = attention.proj(heads.transpose(1, 2).reshape(2, 16, 32))
-    assert_close(attention(x, angles, None), expected, rtol=1e-10, atol=1e-10)
+    assert_close(attention(x, turned, None), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_the_mlp_is_gated_and_has_the_parameters_of_one_that_is_not():
@@ -99,11 +104,13 @@ def test_images_pass_a_bottleneck():
 
 
 def test_the_class_is_tokens_from_a_block_on():
-    network, lengths = small("jit", in_context_start=2), []
+    network, seen = small("jit", in_context_start=2), []
     for block in network.blocks:
-        block.register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
+        block.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     network(*batch(), condition("labels"))
-    assert lengths == [16, 16, 19, 19]
+    assert [tokens.shape[1] for tokens in seen] == [16, 16, 19, 19]
+    rows = network.condition(condition("labels"))
+    assert torch.equal(seen[2][:, 16:], rows[:, None] + network.in_context)
 
 
 @pytest.mark.parametrize(
