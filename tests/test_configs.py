@@ -18,7 +18,10 @@ from lit_diffusion.cli import main
 from lit_diffusion.commands.sweep import parser, planned
 from lit_diffusion.data.cifar10 import CIFAR10
 from lit_diffusion.metrics.extractors import InceptionV3Compat
+from lit_diffusion.networks.dit import DiT
+from lit_diffusion.networks.jit import JiT
 from lit_diffusion.networks.unet import UNet
+from lit_diffusion.networks.uvit import UViT
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FOLDERS = {
@@ -148,6 +151,17 @@ def test_networks_have_the_number_of_parameters_that_is_stated(name):
     count = sum(parameter.numel() for parameter in network.parameters())
     assert count == PARAMETERS[name]
     assert f"{count:,} parameters" in (CONFIGS / f"{name}.yaml").read_text()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("uvit", UViT), ("dit", DiT), ("jit", JiT)])
+def test_transformers_of_the_digits_have_the_number_of_parameters_that_is_stated(name, kind):
+    arm = settings(f"arms/digits/{name}.yaml")["model"]["init_args"]["network"]
+    assert arm["class_path"] == f"{kind.__module__}.{kind.__name__}"
+    base = settings("digits-ablation.yaml")["model"]["init_args"]["network"]["init_args"]
+    networks = kind(**arm["init_args"]), UNet(**base)
+    ours, unets = (sum(p.numel() for p in network.parameters()) for network in networks)
+    stated = f"{ours:,} parameters for {unets:,}."
+    assert stated in (CONFIGS / f"arms/digits/{name}.yaml").read_text()
 
 
 def test_the_control_of_mdlrc_has_its_lr_and_the_betas_it_starts_from():

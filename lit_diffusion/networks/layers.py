@@ -54,15 +54,16 @@ class TimestepMLP(nn.Sequential):
 
     Args:
         dim: number of sinusoids, even.
-        width: of the hidden layer and of the result.
+        width: of the hidden layer.
+        out_width: of the result; None for `width`.
     """
 
-    def __init__(self, dim: int, width: int) -> None:
-        super().__init__(nn.Linear(dim, width), nn.SiLU(), nn.Linear(width, width))
+    def __init__(self, dim: int, width: int, out_width: int | None = None) -> None:
+        super().__init__(nn.Linear(dim, width), nn.SiLU(), nn.Linear(width, out_width or width))
         self.dim = dim
 
     def forward(self, noise_label: Tensor) -> Tensor:
-        """(B,) -> (B, width)."""
+        """(B,) -> (B, out_width)."""
         h = timestep_embedding(noise_label, self.dim).to(next(self.parameters()).dtype)
         with no_autocast(h):
             for layer in self:
@@ -110,7 +111,9 @@ class Pointwise(nn.Conv1d):
         return F.linear(input, self.weight.squeeze(-1), self.bias)
 
 
-def self_attention(qkv: Tensor, num_heads: int, *, split_heads_first: bool) -> Tensor:
+def self_attention(
+    qkv: Tensor, num_heads: int, *, split_heads_first: bool, mask: Tensor | None = None
+) -> Tensor:
     """softmax(q k^T / sqrt(C / num_heads)) v in every head, by `scaled_dot_product_attention`.
 
     Args:
@@ -119,6 +122,7 @@ def self_attention(qkv: Tensor, num_heads: int, *, split_heads_first: bool) -> T
         split_heads_first: order of the 3 C features. True for [head][q, k, v], which is that of
             improved-diffusion and guided-diffusion; False for [q, k, v][head], which is that of
             vision transformers and of guided-diffusion's "new attention order".
+        mask: (B, N) bool, False for tokens that none attends to; None for none such.
 
     Returns:
         (B, N, C), head by head.
@@ -135,7 +139,8 @@ def self_attention(qkv: Tensor, num_heads: int, *, split_heads_first: bool) -> T
         q, k, v = qkv.reshape(batch, tokens, num_heads, 3, size).permute(3, 0, 2, 1, 4)
     else:
         q, k, v = qkv.reshape(batch, tokens, 3, num_heads, size).permute(2, 0, 3, 1, 4)
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    keys = None if mask is None else mask[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, keys).transpose(1, 2).flatten(2)
 
 
 class ResBlock(nn.Module):
