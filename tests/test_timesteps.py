@@ -16,7 +16,7 @@ from lit_diffusion.processes import (
     LinearFlow,
     SigmoidBetas,
 )
-from lit_diffusion.solvers import DDIM
+from lit_diffusion.solvers import DDIM, DPMSolverPP
 from lit_diffusion.timesteps import (
     Antithetic,
     Even,
@@ -374,3 +374,9 @@ def test_a_shift_that_is_none_is_refused():
     for make in (Shifted, ShiftedGrid):
         with pytest.raises(ValueError, match="shift must be > 0, got 0"):
             make(Uniform(), 0.0)
+
+
+def test_a_shift_that_leaves_the_process_is_refused_by_the_solver():
+    grid = ShiftedGrid(LogSNR(), shift=4.0)
+    with pytest.raises(ValueError, match=r"times that do not fall on EDMProcess.*80\.0, 80\.0"):
+        DPMSolverPP(20, grid).check(EDMProcess())

@@ -9,13 +9,18 @@ def finite_grid(grid: TimeGrid, process: Process, steps: int) -> Tensor:
     """(steps + 1,) times of the grid.
 
     Raises:
-        ValueError: where one is not finite.
+        ValueError: where one is not finite, or is no less noisy than the one before.
     """
     times = grid.grid(process, steps)
     if not times.isfinite().all():
         raise ValueError(
             f"{grid} has times that are not finite on {process}, whose noisiest has no signal (SNR "
             "= 0); use Even or Sections, or LogSNR(noisiest=-10)."
+        )
+    if not (times.diff() < 0).all():
+        raise ValueError(
+            f"{grid} has times that do not fall on {process}, {times[:3].tolist()}, ...; fewer "
+            "steps may, or a grid that stays within the process."
         )
     return times
 

@@ -66,7 +66,6 @@ from lit_diffusion.timesteps import (
     LogNormal,
     LogSNR,
     Shifted,
-    ShiftedGrid,
     Uniform,
 )
 
@@ -116,13 +115,13 @@ PARTS = {
         DDIM(400, eta=0.5, times=START, clip=False),
         Euler(400, times=START, clip=False),
         EulerAncestral(400, times=START, clip=False),
-        DPMSolverPP(60, START, clip=False),
-        DPMSolverPP(60, ShiftedGrid(START, 1.2), clip=False, order=3),
+        DPMSolverPP(100, START, clip=False),
+        DPMSolverPP(100, START, clip=False, order=3),
         DPMSolverPP(120, START, clip=False, eta=1.0),
-        DPMSolverPP2S(60, START, clip=False),
-        UniPC(40, START, clip=False),
-        UniPC(40, START, clip=False, order=3),
-        Heun(80, START, clip=False),
+        DPMSolverPP2S(100, START, clip=False),
+        UniPC(100, START, clip=False),
+        UniPC(100, START, clip=False, order=3),
+        Heun(140, START, clip=False),
         Heun(80, Karras(), clip=False, churn=10.0, churn_max=20.0),
     ],
     "guidance": ["none", "free", "unconditional", "interval", "auto", "score", "shift"],
@@ -246,24 +245,32 @@ def pairs(case):
     return set(itertools.combinations(sorted(case.items()), 2))
 
 
-def covering(seed=0, tries=40):
-    """Combinations that hold every pair of parts once at least, found greedily."""
+def refusal(case):
+    """What is said of a combination that is refused."""
+    try:
+        built(named(case))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def covering(seed=0, tries=60):
+    """Accepted combinations with every pair of parts that goes together, and refusals of others."""
     rng = random.Random(seed)
     sizes = {name: range(len(options)) for name, options in PARTS.items()}
-    every = [
-        {(a, i), (b, j)}
-        for a, b in itertools.combinations(sorted(sizes), 2)
-        for i in sizes[a]
-        for j in sizes[b]
-    ]
-    left, cases = {tuple(sorted(pair)) for pair in every}, []
+    names = itertools.combinations(sorted(sizes), 2)
+    left = [((a, i), (b, j)) for a, b in names for i in sizes[a] for j in sizes[b]]
+    left, accepted, refused = set(left), [], []
     while left:
-        forced = dict(rng.choice(sorted(left)))
-        drawn = [{name: rng.choice(sizes[name]) for name in sizes} | forced for _ in range(tries)]
-        best = max(drawn, key=lambda case: len(pairs(case) & left))
-        left -= pairs(best)
-        cases.append(best)
-    return cases
+        pair = rng.choice(sorted(left))
+        drawn = [
+            {name: rng.choice(sizes[name]) for name in sizes} | dict(pair) for _ in range(tries)
+        ]
+        drawn.sort(key=lambda case: -len(pairs(case) & left))
+        found = next((case for case in drawn if refusal(case) is None), None)
+        (refused if found is None else accepted).append(found or drawn[0])
+        left -= {pair} if found is None else pairs(found)
+    return accepted, refused
 
 
 def named(case):
@@ -316,23 +323,35 @@ REFUSED = (
 )
 
 
-@pytest.mark.parametrize("case", covering(), ids=lambda case: "-".join(map(str, case.values())))
-def test_every_pair_generates_the_right_distribution_or_is_refused(case):
-    parts = named(case)
-    try:
-        module = built(parts)
-    except ValueError as error:
-        said = str(error)
-    else:
-        assert largest_z(sampled(module, 0), parts["guidance"]) < 5
-        return
-    assert any(told in said for told in REFUSED), said
+@pytest.mark.slow
+def test_every_pair_generates_the_right_distribution_or_is_refused():
+    accepted, refused = covering()
+    said = {case_text(case): refusal(case) for case in refused}
+    assert {case: told for case, told in said.items() if not is_known(told)} == {}
+    assert len(refused) < 60
+    wrong = {}
+    for case in accepted:
+        parts = named(case)
+        z = largest_z(sampled(built(parts), 0), parts["guidance"])
+        if not z < 5:
+            wrong[case_text(case)] = z
+    assert wrong == {}
+    assert len(accepted) >= len(PARTS["solver"]) * len(PARTS["loss"])
 
 
+def case_text(case):
+    return " | ".join(map(str, named(case).values()))
+
+
+def is_known(told):
+    return told is not None and any(each in told for each in REFUSED)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("process", [PARTS["process"][i] for i in (1, 5, 6, 8)], ids=repr)
 @pytest.mark.parametrize("solver", [s for s in PARTS["solver"] if not is_random(s)], ids=repr)
 def test_half_as_many_steps_move_no_moment_by_its_error(process, solver):
-    parts = {**named(covering()[0]), "guidance": "none", "loss": DenoisingLoss(Simple())}
+    parts = {**named(dict.fromkeys(PARTS, 0)), "guidance": "none", "loss": DenoisingLoss(Simple())}
     parts |= {"process": process, "parameterization": Velocity()}
     whole, half = (
         moments(sampled(built(parts, replace(solver, steps=solver.steps // k)), 0)) for k in (1, 2)
@@ -349,7 +368,7 @@ def test_a_standard_deviation_in_the_place_of_a_variance_is_found(monkeypatch):
         return steps._replace(variance=std, log_variance=steps.log_variance / 2)
 
     monkeypatch.setattr(ancestral, "posterior", wrong)
-    parts = {**named(covering()[0]), "guidance": "none", "loss": DenoisingLoss(Simple())}
+    parts = {**named(dict.fromkeys(PARTS, 0)), "guidance": "none", "loss": DenoisingLoss(Simple())}
     for solver in (
         DDPM(FixedSmall(), 400, START, clip=False),
         EulerAncestral(400, times=START, clip=False),
