@@ -236,6 +236,37 @@ class AttentionBlock(nn.Module):
         return out
 
 
+class CrossAttentionBlock(nn.Module):
+    """x + attention of all pixels of norm(x) to tokens of a condition.
+
+    Args:
+        channels: of x.
+        num_heads: divides `channels`.
+        width: of the tokens.
+        norm_groups: divides `channels`.
+
+    Source: Rombach et al. 2022 (latent diffusion), section 3.3.
+    """
+
+    def __init__(self, channels: int, num_heads: int, width: int, norm_groups: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm = GroupNorm32(channels, norm_groups)
+        self.q = Pointwise(channels, channels)
+        self.kv = nn.Linear(width, 2 * channels)
+        self.proj_out = zero_(Pointwise(channels, channels))
+
+    def forward(self, x: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+        """(B, C, H, W), (B, L, width), (B, L) bool -> (B, C, H, W)."""
+        q = self.q(self.norm(x).flatten(2).transpose(1, 2))
+        k, v = self.kv(tokens).to(q.dtype).chunk(2, dim=2)
+        q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in (q, k, v))
+        h = F.scaled_dot_product_attention(q, k, v, mask[:, None, None])
+        h = self.proj_out(h.transpose(1, 2).flatten(2))
+        out: Tensor = x + h.transpose(1, 2).reshape(x.shape)
+        return out
+
+
 class AttentionPool(nn.Module):
     """One vector per image: what its mean pixel attends to.
 
