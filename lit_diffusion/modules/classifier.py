@@ -97,9 +97,7 @@ class NoisyClassifier(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer, and the schedule stepped with it."""
-        return optimizer_and_schedule(
-            self.parameters(), self._make_optimizer, self._make_lr_scheduler, self.trainer
-        )
+        return optimizer_and_schedule(self, self._make_optimizer, self._make_lr_scheduler)
 
     def logits(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
         """(B, num_classes) of x0 (B, C, H, W) with this noise at times (B,)."""

@@ -203,9 +203,7 @@ class DiffusionModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer, and the schedule stepped with it."""
-        return optimizer_and_schedule(
-            self.parameters(), self._make_optimizer, self._make_lr_scheduler, self.trainer
-        )
+        return optimizer_and_schedule(self, self._make_optimizer, self._make_lr_scheduler)
 
     # Validation
 

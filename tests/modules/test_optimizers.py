@@ -1,10 +1,16 @@
 import pytest
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import nn
 
 from lit_diffusion.lr_schedules import WarmupLinear
 from lit_diffusion.modules.optimizers import optimizer_and_schedule
+
+
+class Module(LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
 
 
 def sgd(parameters):
@@ -16,13 +22,14 @@ def warmup(optimizer):
 
 
 def test_frozen_parameters_are_left_out_and_no_schedule_is_none():
-    layer = nn.Linear(2, 2)
-    layer.bias.requires_grad_(False)
-    found = optimizer_and_schedule(layer.parameters(), sgd, None, Trainer(max_steps=3))
-    assert [p is layer.weight for p in found.param_groups[0]["params"]] == [True]
+    module = Module()
+    module.layer.bias.requires_grad_(False)
+    found = optimizer_and_schedule(module, sgd, None)
+    assert [p is module.layer.weight for p in found.param_groups[0]["params"]] == [True]
 
 
 def test_a_schedule_without_a_length_in_a_run_without_end_is_refused():
-    trainer = Trainer(max_steps=-1, max_epochs=-1, accelerator="cpu", logger=False)
+    module = Module()
+    module.trainer = Trainer(max_steps=-1, max_epochs=-1, accelerator="cpu", logger=False)
     with pytest.raises(ValueError, match="needs the length of the run, and this Trainer has none"):
-        optimizer_and_schedule(nn.Linear(2, 2).parameters(), sgd, warmup, trainer)
+        optimizer_and_schedule(module, sgd, warmup)
