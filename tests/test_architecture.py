@@ -16,6 +16,7 @@ OURS = "lit_diffusion"
 MATHS = {
     "codecs",
     "conditioning",
+    "ema_profiles",
     "gaussian",
     "guidance",
     "likelihood",
@@ -37,7 +38,10 @@ BELOW_RUNS = MATHS | GROUND | {"networks", "data", "metrics", "modules", "analys
 # room or file, the most particular first -> (of ours it may import, third parties besides torch)
 MAY_IMPORT = {
     "cli": ({"commands", "settings", "system"}, set()),
-    "checkpoints": ({"checkpoints", "settings", "system"}, LIGHTNING | {"yaml", "jsonargparse"}),
+    "checkpoints": (
+        {"checkpoints", "ema_profiles", "settings", "system"},
+        LIGHTNING | {"yaml", "jsonargparse", "safetensors"},
+    ),
     "settings": ({"settings", "system"}, {"yaml", "jsonargparse"}),
     "system.trainer_state": ({"system"}, LIGHTNING),
     "system.image_files": (set(), {"PIL"}),
@@ -48,7 +52,8 @@ MAY_IMPORT = {
     "modules": (MATHS | {"modules", "system"}, {"lightning", "torchmetrics"}),
     "analysis": ({"analysis", "protocols"}, set()),
     "callbacks": (
-        {"callbacks", "checkpoints.averages", "metrics", "protocols", "seeding", "system"},
+        {"callbacks", "checkpoints.averages", "checkpoints.snapshots", "ema_profiles"}
+        | {"metrics", "protocols", "seeding", "system"},
         FRAMEWORK | {"tqdm"},
     ),
     "runs": (BELOW_RUNS | {"runs"}, FRAMEWORK | ANY),

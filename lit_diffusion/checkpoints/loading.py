@@ -12,9 +12,10 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lit_diffusion.checkpoints.averages import chosen_weights
+from lit_diffusion.checkpoints.averages import chosen_weights, known_weights
 from lit_diffusion.checkpoints.content import kind_of, no_larger_than, uncompiled
 from lit_diffusion.checkpoints.reading import Checkpoint, first_line, holds_parts, read_checkpoint
+from lit_diffusion.checkpoints.snapshots import FOLDER, reconstructed
 from lit_diffusion.settings.messages import innermost
 from lit_diffusion.settings.trust import trusting
 
@@ -73,12 +74,30 @@ def load_with_record(
     if module is None:
         with no_larger_than(checkpoint["state_dict"]):
             module = build(checkpoint, path, trust)
-    name, averages = chosen_weights(checkpoint, weights, path)
+    step = int(checkpoint.get("global_step", 0))
+    name, averages = _weights(checkpoint, weights, path, step)
     averages = dict(averages) | _aliases(module, averages)
     load_state(module, {**uncompiled(checkpoint["state_dict"]), **averages}, path)
-    step = int(checkpoint.get("global_step", 0))
     rank_zero_info(f"Loaded {name} weights of step {step} from {path}.")
     return Loaded(module.eval(), path, step, name, checkpoint)
+
+
+def _weights(
+    checkpoint: Checkpoint, weights: str, path: Path, step: int
+) -> tuple[str, dict[str, Tensor]]:
+    """The averages of this name in the checkpoint, or those that its run's snapshots make."""
+    kind, _, number = weights.partition("_")
+    if kind == "power" and weights not in known_weights(checkpoint, path):
+        folder = path.parent.parent / FOLDER
+        return weights, reconstructed(folder, _width(weights, number), step)
+    return chosen_weights(checkpoint, weights, path)
+
+
+def _width(weights: str, number: str) -> float:
+    try:
+        return float(number)
+    except ValueError:
+        raise ValueError(f"weights must be power_<width>, got {weights!r}.") from None
 
 
 def _aliases(module: LightningModule, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
