@@ -48,12 +48,11 @@ def test_the_averages_are_those_by_hand_under_their_names(tmp_path):
 
 def test_a_resumed_run_ends_with_the_same_averages_and_snapshots(tmp_path):
     whole, first, second = (PowerEMA(snapshot_every_n_steps=4) for _ in range(3))
-    seeded = {"max_steps": 12, "max_epochs": -1}
-    fit(tmp_path / "whole", PlainModule(), whole, StepSeed(0), **seeded)
-    eight = fit(tmp_path / "parts", PlainModule(), first, StepSeed(0), **seeded | {"max_steps": 8})
+    fit(tmp_path / "whole", PlainModule(), whole, StepSeed(1), max_epochs=3)
+    eight = fit(tmp_path / "parts", PlainModule(), first, StepSeed(1), max_epochs=2)
     eight.save_checkpoint(tmp_path / "eight.ckpt")
-    rest = seeded | {"ckpt_path": tmp_path / "eight.ckpt"}
-    fit(tmp_path / "parts", PlainModule(), second, StepSeed(0), **rest)
+    rest = {"max_epochs": 3, "ckpt_path": tmp_path / "eight.ckpt"}
+    fit(tmp_path / "parts", PlainModule(), second, StepSeed(1), **rest)
     for a, b in zip(*(e.state_dict()["shadows"] for e in (whole, second)), strict=True):
         assert_same_bits(a, b)
     folders = [tmp_path / name / "ema-snapshots" for name in ("whole", "parts")]
