@@ -102,9 +102,17 @@ def integers(text: str) -> list[int]:
         raise argparse.ArgumentTypeError(f"must be integers such as 0,1,2, got {text!r}") from None
 
 
-def _two_levels(text: str) -> tuple[float, float]:
+def numbers(text: str) -> list[float]:
+    """Comma-separated numbers."""
     try:
-        low, high = (float(part) for part in text.split(","))
+        return [float(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be two numbers, LOW,HIGH, got {text!r}") from None
-    return low, high
+        told = f"must be numbers such as 0.05,0.1, got {text!r}"
+        raise argparse.ArgumentTypeError(told) from None
+
+
+def _two_levels(text: str) -> tuple[float, float]:
+    found = numbers(text)
+    if len(found) != 2:
+        raise argparse.ArgumentTypeError(f"must be two numbers, LOW,HIGH, got {text!r}")
+    return found[0], found[1]
