@@ -28,7 +28,12 @@ MAKING = {
     "--steps": 2,
     "--solver": "ddim",
     "--guidance": 1,
+    "--guidance_interval": "0.1,2",
+    "--guidance_rescale": 0.7,
+    "--weaker": "run",
+    "--classifier": "run",
     "--seed": 0,
+    "--ema": 0.05,
 }
 
 
