@@ -11,9 +11,9 @@ def digits(count, seed):
     return images, torch.arange(count) % 10
 
 
-def write(folder, train, val):
+def write(folder, train, val, name="MNIST"):
     """So many pictures of a split: `digits(count, seed=count)`."""
-    raw = folder / "MNIST" / "raw"
+    raw = folder / name / "raw"
     raw.mkdir(parents=True)
     for name, count in {"train": train, "t10k": val}.items():
         images, labels = digits(count, seed=count)
