@@ -51,7 +51,8 @@ class MNIST(ImageDataModule):
             except (OSError, RuntimeError, ValueError) as error:
                 raise FileNotFoundError(
                     f"The files of {self._name} could not be downloaded ({error}). In "
-                    f"{self._folder}: {', '.join(self._missing())} missing. Put these there, unpacked."
+                    f"{self._folder}: {', '.join(self._missing())} missing. Put these there, "
+                    "unpacked."
                 ) from error
             for name in self._missing():
                 shutil.move(Path(own, self._name, "raw", name), self._folder / name)
@@ -69,7 +70,8 @@ class MNIST(ImageDataModule):
         if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1] or labels.max() > 9:
             raise ValueError(
                 f"The {split} files of {self._name} in {self._folder} hold images "
-                f"{tuple(images.shape)} and labels {tuple(labels.shape)} up to {labels.max()}; delete them."
+                f"{tuple(images.shape)} and labels {tuple(labels.shape)} up to {labels.max()}; "
+                "delete them."
             )
         return TensorImages(images.view(-1, *self.image_shape), labels.long())
 
