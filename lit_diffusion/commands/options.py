@@ -72,6 +72,19 @@ def add_sampling(parser: Parser) -> None:
         metavar="C",
         help="checkpoint of a NoisyClassifier to guide by, with --guidance S (default 1)",
     )
+    parser.add_argument(
+        "--init",
+        metavar="P",
+        help="picture, or folder of PNG files, to begin at or to keep parts of",
+    )
+    parser.add_argument(
+        "--strength",
+        type=float,
+        help="share of the solver's steps that are taken from there (default 0.6)",
+    )
+    parser.add_argument(
+        "--mask", metavar="PNG", help="white where --init is kept; the rest is made to fit"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the first image (default 0)")
     parser.add_argument(
         "--batch-size", type=int, default=64, metavar="B", help="images at a time (default 64)"

@@ -1,6 +1,7 @@
 """The LightningModule: network + process + parameterization + loss + solver, all injected."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import nan
 from typing import Any
 
@@ -36,6 +37,7 @@ from lit_diffusion.protocols import (
     Solver,
 )
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms, run_seed, seed_step
+from lit_diffusion.solvers.editing import Begun, RePaint, Tail
 from lit_diffusion.system.modes import eval_mode
 from lit_diffusion.system.sharding import total_norm
 from lit_diffusion.system.trainer_state import (
@@ -44,7 +46,7 @@ from lit_diffusion.system.trainer_state import (
     loss_scale,
     steps_of_fit,
 )
-from lit_diffusion.timesteps import bin_of, draw_uniforms
+from lit_diffusion.timesteps import LogSNR, bin_of, draw_uniforms
 
 Batch = tuple[Tensor, Any, Tensor]
 """images uint8 (B, C, H, W); their condition, labels int64 (B,) for example; index int64 (B,)."""
@@ -236,12 +238,68 @@ class DiffusionModule(LightningModule):
             ValueError: for labels that do not fit.
             NonFiniteSamples: where an image is NaN or infinite, if only on the way.
         """
+        return self._generated(self.solver, self.process, seeds, labels)
+
+    @torch.no_grad()
+    def edit(
+        self, images: Tensor, seeds: Sequence[int], labels: Condition = None, strength: float = 0.6
+    ) -> Tensor:
+        """As `generate`, from images uint8 (N, C, H, W) with noise on them instead of pure noise.
+
+        Args:
+            images: where each sample begins.
+            seeds: as of `generate`.
+            labels: as of `generate`.
+            strength: share of the solver's steps that are taken; little keeps most of the image.
+
+        Raises:
+            ValueError: as `generate`, and for a strength that is not in (0, 1].
+
+        Source: Meng et al. 2022 (SDEdit).
+        """
+        solver: Any = self.solver
+        times = Tail(solver.times or LogSNR(noisiest=-10.0), strength)
+        solver = replace(solver, times=times, steps=max(1, round(strength * solver.steps)))
+        solver.check(self.process)
+        begun = Begun(self.process, self.codec.encode(images.to(self.device)))
+        return self._generated(solver, begun, seeds, labels)
+
+    @torch.no_grad()
+    def inpaint(
+        self,
+        images: Tensor,
+        mask: Tensor,
+        seeds: Sequence[int],
+        labels: Condition = None,
+        resamples: int = 10,
+    ) -> Tensor:
+        """As `generate`, but that the masked part of images uint8 (N, C, H, W) is kept.
+
+        Args:
+            images: of which a part is kept.
+            mask: (N, 1, H, W) or broadcastable, in the size of x0; 1 where they are kept.
+            seeds: as of `generate`.
+            labels: as of `generate`.
+            resamples: how often each step is taken; more make both parts agree better.
+
+        Source: Lugmayr et al. 2022 (RePaint).
+        """
+        usual: Any = self.solver
+        known, mask = self.codec.encode(images.to(self.device)), mask.to(self.device)
+        times, clip = usual.times or LogSNR(noisiest=-10.0), usual.clip
+        solver = RePaint(known, mask, usual.steps, resamples, times, clip)
+        solver.check(self.process)
+        return self._generated(solver, self.process, seeds, labels)
+
+    def _generated(
+        self, solver: Solver, process: Process, seeds: Sequence[int], labels: Condition
+    ) -> Tensor:
         labels = condition_for(seeds, labels, self.conditioning)
         noise = PerSampleNoise(seeds)
         start = noise.draw(self.image_shape).to(self.device)
         with eval_mode(self.network):
             watch = SampleWatch(self._guided(move_data_to_device(labels, self.device)))
-            x0 = self.solver.sample(watch, self.process, start, noise.randn_like)
+            x0 = solver.sample(watch, process, start, noise.randn_like)
         watch.refuse_non_finite(x0, seeds, steps_of_fit(self))
         return self.codec.decode(x0)
 

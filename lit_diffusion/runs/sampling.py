@@ -20,6 +20,7 @@ from lit_diffusion.callbacks.sample_grid import class_captions, image_grid
 from lit_diffusion.checkpoints.loading import Loaded, class_names_in, load_with_record
 from lit_diffusion.checkpoints.reading import first_line
 from lit_diffusion.protocols import Solver
+from lit_diffusion.runs.editing import generator
 from lit_diffusion.runs.guiding import change_guidance, guidance_options
 from lit_diffusion.seeding import classes_of
 from lit_diffusion.settings.messages import innermost
@@ -209,6 +210,7 @@ def _record(loaded: Loaded, args: Namespace, made: int, num: int) -> dict[str, A
         "labels": args.labels,
         "class_names": args.class_names,
         "sampling": dict(module.sampling_record()) if hasattr(module, "sampling_record") else {},
+        **{name: value for name in ("init", "strength", "mask") if (value := getattr(args, name))},
         **({"guided_by": args.guided_by} if getattr(args, "guided_by", None) else {}),
     }
 
@@ -216,11 +218,12 @@ def _record(loaded: Loaded, args: Namespace, made: int, num: int) -> dict[str, A
 def _generate(module: Any, args: Namespace, there: int, num: int) -> Iterator[tuple[int, Tensor]]:
     """(number of the first, images uint8 (B, C, H, W) on the CPU), with a sign of life."""
     began = last_sign = time.monotonic()
+    make = generator(module, args)
     for first in range(there, num, args.batch_size):
         numbers = range(first, min(first + args.batch_size, num))
         given = args.labels and [args.labels[i % len(args.labels)] for i in numbers]
         labels = torch.tensor(given) if given else None
-        yield first, module.generate([args.seed + i for i in numbers], labels).cpu()
+        yield first, make(numbers, [args.seed + i for i in numbers], labels).cpu()
         if time.monotonic() - last_sign > 10 and numbers.stop < num:
             last_sign = time.monotonic()
             end, seconds = numbers.stop, last_sign - began

@@ -32,6 +32,9 @@ MAKING = {
     "--guidance_rescale": 0.7,
     "--weaker": "run",
     "--classifier": "run",
+    "--init": "full",
+    "--strength": 0.5,
+    "--mask": "mask.png",
     "--seed": 0,
     "--ema": 0.05,
 }
