@@ -213,7 +213,7 @@ class ShiftedGrid:
 
     Example:
         >>> from lit_diffusion.processes import LinearFlow
-        >>> ShiftedGrid(Even(), shift=3.0).grid(LinearFlow(), 4).tolist()
+        >>> [round(t, 3) for t in ShiftedGrid(Even(), shift=3.0).grid(LinearFlow(), 4).tolist()]
         [1.0, 0.9, 0.75, 0.5, 0.0]
     """
 
