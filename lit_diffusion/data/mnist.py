@@ -79,7 +79,7 @@ class MNIST(ImageDataModule):
         path = self._folder / name
         read = read_image_file if "images" in name else read_label_file
         try:
-            found = read(str(path))
+            found: Tensor = read(str(path))
             if found.numel() == 0 or found.min() < 0:
                 raise ValueError("no such numbers")
         except Exception as error:  # torchvision asserts, indexes and views as it reads
