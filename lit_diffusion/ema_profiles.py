@@ -83,11 +83,13 @@ def coefficients(
     wanted = _inner(t, g, torch.tensor(step).double(), torch.tensor(gamma).double())
     # Neighbouring snapshots are nearly the same, and their matrix nearly singular.
     found = torch.linalg.lstsq(gram, wanted[:, None], rcond=1e-15, driver="gelsd").solution[:, 0]
-    return found / found.sum()
+    weights: Tensor = found / found.sum()
+    return weights
 
 
 def _inner(t_a: Tensor, gamma_a: Tensor, t_b: Tensor, gamma_b: Tensor) -> Tensor:
     """Integral of the product of two profiles, over the time that both have."""
     ratio = (t_a / t_b) ** torch.where(t_a < t_b, gamma_b, -gamma_a)
     scale = (gamma_a + gamma_b + 1) * torch.maximum(t_a, t_b)
-    return (gamma_a + 1) * (gamma_b + 1) * ratio / scale
+    found: Tensor = (gamma_a + 1) * (gamma_b + 1) * ratio / scale
+    return found

@@ -228,6 +228,8 @@ class UncertaintyLoss(nn.Module):
     def __init__(self, weighting: Weighting, num_features: int = 128) -> None:
         super().__init__()
         self.weighting = weighting
+        self.frequencies: Tensor
+        self.phases: Tensor
         generator = torch.Generator().manual_seed(0)  # the same in every run
         self.register_buffer("frequencies", torch.randn(num_features, generator=generator))
         self.register_buffer("phases", torch.rand(num_features, generator=generator))

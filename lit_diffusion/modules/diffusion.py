@@ -261,7 +261,7 @@ class DiffusionModule(LightningModule):
         times = Tail(solver.times or LogSNR(noisiest=-10.0), strength)
         solver = replace(solver, times=times, steps=max(1, round(strength * solver.steps)))
         solver.check(self.process)
-        begun = Begun(self.process, self.codec.encode(images.to(self.device)))
+        begun: Any = Begun(self.process, self.codec.encode(images.to(self.device)))
         return self._generated(solver, begun, seeds, labels)
 
     @torch.no_grad()

@@ -27,7 +27,10 @@ def generator(module: Any, args: Namespace) -> Generate:
     if args.mask and args.strength is not None:
         raise ValueError("give --strength, or --mask, not both.")
     pictures = _pictures(Path(args.init), tuple(module.image_shape))
-    begin = lambda numbers: pictures[torch.tensor([i % len(pictures) for i in numbers])]  # noqa: E731
+
+    def begin(numbers: Sequence[int]) -> Tensor:
+        return pictures[torch.tensor([i % len(pictures) for i in numbers])]
+
     if args.mask:
         _, height, width = module.image_shape
         mask = (_pictures(Path(args.mask), (1, height, width))[:1] > 127).float()

@@ -17,7 +17,7 @@ def short_names() -> dict[str, str]:
         >>> short_names()["CosineBetas"], short_names()["EMA"]
         ('lit_diffusion.processes.CosineBetas', 'lit_diffusion.callbacks.EMA')
     """
-    found = {}
+    found = dict[str, str]()
     for room in _SHOWN:
         text = files(f"lit_diffusion.{room}").joinpath("__init__.py").read_text()
         names = re.findall(r'"([A-Z]\w+)"', text)  # of its __all__

@@ -261,7 +261,8 @@ def _unified_weights(places: list[Tensor], h: Tensor) -> Tensor:
         part = part / -h - 1 / math.factorial(n)
         moments.append(part * math.factorial(n) / torch.expm1(-h))
     powers = torch.stack(places) ** torch.arange(len(places), dtype=torch.float64)[:, None]
-    return torch.linalg.solve(powers, torch.stack(moments))
+    found: Tensor = torch.linalg.solve(powers, torch.stack(moments))
+    return found
 
 
 def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
