@@ -47,7 +47,7 @@ def test_output_is_that_of_diffusers_after_the_lines_that_are_printed(sizes):
             return ours(x, t, labels), other(x, t, labels.where(labels >= 0, 10)).sample
 
     output, before = outputs()
-    assert 1e-3 < (output - before).abs().max() < 1  # why they are printed
+    assert (output - before).abs().max() > 1e-3  # why they are printed
     pipeline = Pipeline()
     pipeline.transformer = other
     exec(SAME, {"pipeline": pipeline})

@@ -105,7 +105,7 @@ def test_weights_of_another_export_are_refused(tmp_path):
         ({"num_res_blocks": 2}, "the file lacks input_blocks"),
         ({"num_classes": None}, "the network lacks label_emb.weight"),
         ({"model_channels": 99968}, "model_channels"),  # many times the memory there is
-        ({"wings": 2}, "UNet cannot be built: .*'wings'"),
+        ({"wings": 2}, r"UNet cannot be built: .*'wings'"),
     ],
 )
 def test_a_record_that_does_not_fit_its_weights_is_refused(changes, told, tmp_path):
