@@ -128,7 +128,8 @@ def from_config(config: Mapping[str, Any]) -> Json:
 
 def to_diffusers(state: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Our weights by their names."""
-    a, found = _complete(arguments), {}
+    a = _complete(arguments)
+    found: dict[str, Tensor] = {}
     for ours, theirs in _renamed(a):
         if f"{ours}.weight" in state:  # no skip_connection between equal widths
             found |= {f"{theirs}.{kind}": state[f"{ours}.{kind}"] for kind in ("weight", "bias")}
@@ -137,7 +138,8 @@ def to_diffusers(state: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> d
             qkv, out = (state[f"{ours}.{part}.{kind}"] for part in ("qkv", "proj_out"))
             qkv = qkv.flatten(1) if kind == "weight" else qkv
             if a["split_heads_first"]:
-                qkv = qkv.unflatten(0, (-1, 3, _head_size(a))).transpose(0, 1).flatten(0, 2)
+                split = qkv.reshape(-1, 3, _head_size(a), *qkv.shape[1:])
+                qkv = split.transpose(0, 1).flatten(0, 2)
             for name, part in zip("qkv", qkv.chunk(3), strict=True):
                 found[f"{theirs}.to_{name}.{kind}"] = part
             found[f"{theirs}.to_out.0.{kind}"] = out.flatten(1) if kind == "weight" else out
@@ -154,7 +156,8 @@ def from_diffusers(
 
     A last row of labels that is 0 is taken for none.
     """
-    arguments, found = from_config(config), {}
+    arguments = from_config(config)
+    found: dict[str, Tensor] = {}
     for ours, theirs in _renamed(arguments):
         if f"{theirs}.weight" in state:
             found |= {f"{ours}.{kind}": state[f"{theirs}.{kind}"] for kind in ("weight", "bias")}

@@ -74,7 +74,7 @@ def infer(
     try:
         made, candidates = KINDS[kind](state, given)
         _require(made, kind, state, given)
-        fitting, why = _fitting(made, [c | given for c in candidates], state, source)
+        fitting, why = _fitting(made, [c | dict(given) for c in candidates], state, source)
     except KeyError as error:
         raise ValueError(f"{source} is not of --kind {kind}: it lacks {error.args[0]}.") from None
     if not fitting:
@@ -106,7 +106,7 @@ def _fitting(
 
 def _require(made: Kind, kind: str, state: State, given: Mapping[str, Any]) -> None:
     """Refuse to guess what no shape tells."""
-    wanted = [("num_heads",)]
+    wanted: list[tuple[str, ...]] = [("num_heads",)]
     if made is UViT and "label_emb.weight" in state:
         wanted.append(("null_class",))
     if kind == "guided-diffusion":
