@@ -63,7 +63,7 @@ def to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def to_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our weights by their names: each of their blocks has an embedding of its own."""
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
-    found = {}
+    found: dict[str, Tensor] = {}
     for kind in ("weight", "bias"):
         found |= {f"{theirs}.{kind}": state[f"{ours}.{kind}"] for ours, theirs in _OUTSIDE.items()}
         for i in range(depth):
