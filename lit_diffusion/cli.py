@@ -26,6 +26,7 @@ COMMANDS = {
         ("replay", "compute a training step again whose loss or gradient was not finite"),
         ("sweep", "train every arm of an experiment with every seed, restartable; compare them"),
         ("compare", "which way to train is fastest, over seeds, and whether that is noise"),
+        ("convert", "take weights to other programs, or bring published ones in"),
         ("doctor", "say what would go wrong with a run, or on this machine, before it starts"),
         ("train-extractor", "train a network for FID on images of one's own, without a download"),
         ("fetch-weights", "download the network of FID, for machines without internet access"),

@@ -34,6 +34,7 @@ FRAMEWORK = LIGHTNING | {"torchvision", "torchmetrics", "torch_fidelity", "PIL",
 ANY = {"packaging", "yaml", "jsonargparse", "matplotlib", "scipy", "pytorch_lightning"}
 GROUND = {"system", "settings", "checkpoints"}
 BELOW_RUNS = MATHS | GROUND | {"networks", "data", "metrics", "modules", "analysis", "callbacks"}
+BELOW_RUNS |= {"interchange"}
 
 # room or file, the most particular first -> (of ours it may import, third parties besides torch)
 MAY_IMPORT = {
@@ -47,6 +48,9 @@ MAY_IMPORT = {
     "system.image_files": (set(), {"PIL"}),
     "system": ({"system"}, set()),
     "networks": ({"networks"}, set()),
+    # reads what it wrote without Lightning: a test runs it so
+    "interchange.exported": ({"networks", "system"}, {"safetensors"}),
+    "interchange": ({"interchange", "networks", "system"} | MATHS, {"safetensors"}),
     "data": ({"data", "seeding", "system"}, FRAMEWORK | {"sklearn"}),
     "metrics": ({"metrics", "seeding", "system"}, FRAMEWORK | {"safetensors"}),
     "modules": (MATHS | {"modules", "system"}, {"lightning", "torchmetrics"}),
