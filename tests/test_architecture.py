@@ -43,8 +43,10 @@ MAY_IMPORT = {
     "system.image_files": (set(), {"PIL"}),
     "system": ({"system"}, set()),
     "networks": ({"networks"}, set()),
+    "data.latents": ({"data", "seeding", "system"}, FRAMEWORK | {"safetensors"}),
     "data": ({"data", "seeding", "system"}, FRAMEWORK | {"sklearn"}),
     "metrics": ({"metrics", "seeding", "system"}, FRAMEWORK | {"safetensors"}),
+    "modules.vae": (set(), {"diffusers"}),
     "modules": (MATHS | {"modules", "system"}, {"lightning", "torchmetrics"}),
     "analysis": ({"analysis", "protocols"}, set()),
     "callbacks": (

@@ -73,6 +73,7 @@ def load_with_record(
     if module is None:
         with no_larger_than(checkpoint["state_dict"]):
             module = build(checkpoint, path, trust)
+    module.on_load_checkpoint(checkpoint)  # as Lightning does; may refuse it
     name, averages = chosen_weights(checkpoint, weights, path)
     averages = dict(averages) | _aliases(module, averages)
     load_state(module, {**uncompiled(checkpoint["state_dict"]), **averages}, path)
