@@ -80,7 +80,7 @@ class LatentIndex:
         """Name of each file, its images, and whether they are mirrored."""
         return [
             (f"{kind}-{number:05d}.safetensors", range(self.num)[start:][: self.shard_size], flip)
-            for flip, kind in enumerate(["latents", "flipped"][: 1 + self.flips])
+            for kind, flip in [("latents", False), ("flipped", True)][: 1 + self.flips]
             for number, start in enumerate(self.starts)
         ]
 
@@ -103,7 +103,8 @@ def is_shard(path: Path, num: int) -> bool:
 @cache
 def _mapped(path: str) -> Any:
     """The moments of a shard, of which a row is read when it is asked for."""
-    return safe_open(path, "pt").__enter__().get_slice("moments")
+    shard: Any = safe_open(path, "pt")
+    return shard.get_slice("moments")
 
 
 @dataclass(frozen=True, eq=False)

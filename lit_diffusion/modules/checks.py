@@ -103,10 +103,10 @@ def check_data(
         image_shape: the module's (C, H, W).
         num_classes: the module's; None fits all, as labels are not used then.
     """
-    if (theirs := getattr(data, "vae_sha256", None)) not in (None, ours := _sha256(codec)):
+    if (encoder := getattr(data, "vae_sha256", None)) not in (None, _sha256(codec)):
         raise ValueError(
-            f"the latents of {type(data).__name__} are by a VAE with SHA-256 {theirs}, the codec "
-            f"is {codec!r} with {ours}; give the module the VAECodec that encoded them."
+            f"the latents of {type(data).__name__} are by a VAE with SHA-256 {encoder}, the codec "
+            f"is {codec!r} with {_sha256(codec)}; give the module the VAECodec that encoded them."
         )
     shape = getattr(data, "image_shape", None)
     encoded = image_shape if shape is None else codec.encoded_shape(shape)

@@ -128,7 +128,7 @@ class VAECodec:
     def _in_batches(self, function: Any, whole: Tensor) -> Tensor:
         """In float32, whatever the Trainer's precision."""
         with torch.autocast(whole.device.type, enabled=False):
-            return torch.cat([function(part) for part in whole.split(self.batch_size)])
+            return torch.cat([function(part) for part in torch.split(whole, self.batch_size)])
 
     def _vae_on(self, device: torch.device) -> Any:
         return self._vae.to(device)
@@ -138,7 +138,8 @@ class VAECodec:
         from diffusers import AutoencoderKL
 
         with torch.random.fork_rng(devices=[]):  # a network begins with random weights
-            vae, found = AutoencoderKL.from_pretrained(
+            read: Any = AutoencoderKL.from_pretrained
+            vae, found = read(
                 self.folder,
                 torch_dtype=torch.float32,
                 local_files_only=True,

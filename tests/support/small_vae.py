@@ -1,7 +1,11 @@
 """A small AutoencoderKL, and folders of images and of the latents that it gives."""
 
+import hashlib
+
 import torch
 from torch.nn import functional as F
+
+from lit_diffusion.data.latents import LatentIndex, write_shard
 
 SCALE = 0.5
 
@@ -49,3 +53,15 @@ def trained(folder, data, steps):
         schedule.step()
     vae.save_pretrained(folder)
     return folder
+
+
+def write_latents(folder, vae, side, num=4, factor=8):
+    """Random moments of so many images, two a shard, as if that VAE had encoded them."""
+    folder.mkdir(parents=True)
+    digest = hashlib.sha256((vae / "diffusion_pytorch_model.safetensors").read_bytes()).hexdigest()
+    shape, classes = (3, side, side), ("cat", "dog")
+    index = LatentIndex(num, shape, classes, 2, vae.name, digest, "f" * 16, flips=True)
+    index.write(folder)
+    for name, part, _ in index.shards():
+        moments = torch.randn(len(part), 8, side // factor, side // factor)
+        write_shard(folder / name, moments, torch.tensor(part) % 2)
