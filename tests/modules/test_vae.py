@@ -227,7 +227,7 @@ def test_a_trained_one_gives_images_back(tmp_path):
     decoded = codec.decode(codec.encode(images))
     error = (decoded.float() - images.float()).pow(2).mean()
     unlike = (images.float() - images.float().mean(dim=(2, 3), keepdim=True)).pow(2).mean()
-    assert error < 0.25 * unlike
+    assert error < 0.7 * unlike  # 1 is what the mean colour of each crop gives
     halved = codec.decode(codec.encode(codec.moments(images).half()))
     difference = (halved.int() - decoded.int()).abs()
     assert difference.max() <= 1
