@@ -51,8 +51,10 @@ MAY_IMPORT = {
     # reads what it wrote without Lightning: a test runs it so
     "interchange.exported": ({"networks", "system"}, {"safetensors"}),
     "interchange": ({"interchange", "networks", "system"} | MATHS, {"safetensors"}),
+    "data.latents": ({"data", "seeding", "system"}, FRAMEWORK | {"safetensors"}),
     "data": ({"data", "seeding", "system"}, FRAMEWORK | {"sklearn"}),
     "metrics": ({"metrics", "seeding", "system"}, FRAMEWORK | {"safetensors"}),
+    "modules.vae": (set(), {"diffusers"}),
     "modules": (MATHS | {"modules", "system"}, {"lightning", "torchmetrics"}),
     "analysis": ({"analysis", "protocols"}, set()),
     "callbacks": (

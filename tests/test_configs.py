@@ -4,9 +4,11 @@ import re
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from support import small_vae
 from support.cifar10_files import published_as, write
 from support.commands import call
 from support.forked_ranks import Forker
@@ -55,6 +57,8 @@ PARAMETERS = {
     "imagenet128-guided": 421_529_606,
     "imagenet128-guided-small": 95_513_222,
 }
+LATENTS = {"imagenet256-latents": (DiT, 256), "imagenet512-latents": (UViT, 512)}
+"""Config -> its network, and the side of its images."""
 SMALL = [
     "--trainer.fast_dev_run=2",
     "--trainer.accelerator=cpu",
@@ -86,14 +90,16 @@ def test_every_config_is_started_by_a_test():
         "folder",
         "fast",
         "mnist",
+        *LATENTS,
         *chain(*FOLDERS.values()),
     }
     assert {f.name for f in CONFIGS.glob("arms/*") if f.is_dir()} == FOLDERS.keys()
 
 
-def test_digits_start(monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["digits", "digits-classifier"])
+def test_digits_start(monkeypatch, tmp_path, name):
     monkeypatch.chdir(tmp_path)
-    assert fit("digits.yaml") == 0
+    assert fit(f"{name}.yaml") == 0
 
 
 def test_patches_start(monkeypatch, tmp_path):
@@ -124,6 +130,33 @@ def test_mnist_starts_as_its_comments_say(monkeypatch, tmp_path, arm):
     assert call(f"train-extractor {out}") == 0
     options = [f"--config={CONFIGS}/arms/digits/{arm}.yaml"] if arm else []
     assert fit("mnist.yaml", *options) == 0
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_latents_start(offline, tmp_path, name):
+    """A narrow network on latents of four images, with a VAE of their shape."""
+    pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    side, data = LATENTS[name][1], tmp_path / "data"
+    small_vae.save(data / "sd-vae", channels=(8, 8, 8, 8))
+    for split in ("train", "val"):
+        small_vae.write_latents(data / f"{name}" / split, data / "sd-vae", side)
+    np.savez(data / f"{name.removesuffix('-latents')}.npz", arr_0=np.zeros((4, 8, 8, 3), np.uint8))
+    narrow = {"width": 32, "depth": 2, "num_heads": 2, "num_classes": 2}
+    options = [f"--model.init_args.network.init_args.{k}={v}" for k, v in narrow.items()]
+    options += ["--model.init_args.num_classes=2", "--model.init_args.solver.init_args.steps=2"]
+    options += ["--trainer.devices=1", "--trainer.strategy=auto", "--data.init_args.num_workers=0"]
+    options += ["--trainer.callbacks.SampleGrid=null"]
+    assert fit(f"{name}.yaml", *options) == 0
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_networks_of_latents_have_the_number_of_parameters_that_is_stated(name):
+    arguments = settings(f"{name}.yaml")["model"]["init_args"]["network"]["init_args"]
+    with torch.device("meta"):
+        network = LATENTS[name][0](**arguments)
+    count = sum(parameter.numel() for parameter in network.parameters())
+    fixed = 0 if "pos_embed" in dict(network.named_parameters()) else network.pos_embed.numel()
+    assert f"{count + fixed:,} parameters" in (CONFIGS / f"{name}.yaml").read_text()
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)

@@ -140,6 +140,7 @@ ELSEWHERE = {
     "README.md-1": "by CI",
     "cluster.md-0": "by tests/integration/test_cluster.py, under a real SLURM",
     "cluster.md-1": "likewise, on two nodes",
+    "latents.md-0": "by tests/commands/test_encode.py and test_configs.py, with small VAEs",
     "loggers.md-0": "by CI, with the extra named loggers",
     "methods.md-1": "sbatch; test_sweep.py runs the lines that --print gives",
 }

@@ -74,6 +74,7 @@ def load_with_record(
     if module is None:
         with no_larger_than(checkpoint["state_dict"]):
             module = build(checkpoint, path, trust)
+    module.on_load_checkpoint(checkpoint)  # as Lightning does; may refuse it
     step = int(checkpoint.get("global_step", 0))
     name, averages = _weights(checkpoint, weights, path, step)
     averages = dict(averages) | _aliases(module, averages)

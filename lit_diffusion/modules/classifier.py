@@ -1,5 +1,7 @@
 """The LightningModule that learns to classify noisy images, for classifier guidance."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
@@ -7,7 +9,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
-from lit_diffusion.codecs import PixelCodec
+from lit_diffusion.codecs import PixelCodec, drawn
 from lit_diffusion.gaussian import expand_as
 from lit_diffusion.guidance import LogProbGradient
 from lit_diffusion.modules import checks
@@ -77,7 +79,7 @@ class NoisyClassifier(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """-E[log p(label | x_t)] over images, times and noise."""
         images, labels, _ = batch
-        x0 = self.codec.encode(images)
+        x0 = drawn(self.codec, images)
         t = self.times.quantile(draw_uniforms(len(x0), device=self.device), self.process)
         loss = F.cross_entropy(self.logits(x0, t, torch.randn_like(x0)), labels)
         self.log("train/loss", loss.detach(), prog_bar=True)
@@ -94,6 +96,14 @@ class NoisyClassifier(LightningModule):
         self.log("val/accuracy", accuracy, prog_bar=True, sync_dist=True, batch_size=len(x0))
         loss = F.cross_entropy(logits, labels)
         self.log("val/loss", loss, sync_dist=True, batch_size=len(x0))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """As of DiffusionModule."""
+        checkpoint.update(checks.codec_record(self.codec))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """As of DiffusionModule."""
+        checks.check_codec(self.codec, checkpoint)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer, and the schedule stepped with it."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 
-from lit_diffusion.codecs import PixelCodec
+from lit_diffusion.codecs import PixelCodec, drawn
 from lit_diffusion.conditioning import ClassLabels, condition_for
 from lit_diffusion.gaussian import expand_as
 from lit_diffusion.modules import checks
@@ -167,7 +167,7 @@ class DiffusionModule(LightningModule):
         and t its quantile; the target is the parameterization's, W the loss's weighting, and w(u)
         is `timestep_weight`. Returned with what callbacks may want to know.
         """
-        x0, labels, _ = self._unpack(batch)
+        x0, labels, _ = self._unpack(batch, draws=True)
         u = draw_uniforms(len(x0), self.timestep_density, self.draws, device=self.device)
         t, noise = self.times.quantile(u, self.process), torch.randn_like(x0)
         labels = self._dropped(labels, len(x0))
@@ -206,6 +206,14 @@ class DiffusionModule(LightningModule):
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer, and the schedule stepped with it."""
         return optimizer_and_schedule(self, self._make_optimizer, self._make_lr_scheduler)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Say which codec it is for, where that was trained: it is not in the file."""
+        checkpoint.update(checks.codec_record(self.codec))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the weights of a run with another codec."""
+        checks.check_codec(self.codec, checkpoint)
 
     # Validation
 
@@ -333,11 +341,11 @@ class DiffusionModule(LightningModule):
 
     # The rest: what the methods above are made of
 
-    def _unpack(self, batch: Batch) -> tuple[Tensor, Condition, Tensor]:
+    def _unpack(self, batch: Batch, draws: bool = False) -> tuple[Tensor, Condition, Tensor]:
         """x0 (B, C, H, W), condition and index of a batch."""
         checks.check_batch(batch, takes_condition=self.conditioning is not None)
         images, labels, index = batch
-        x0 = self.codec.encode(images)
+        x0 = drawn(self.codec, images) if draws else self.codec.encode(images)
         if x0.shape[1:] != self.image_shape:
             raise ValueError(
                 f"image_shape is {self.image_shape}, but the data are {tuple(x0.shape[1:])}; "
