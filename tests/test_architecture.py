@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "system.image_files": (set(), {"PIL"}),
     "system": ({"system"}, set()),
     "networks": ({"networks"}, set()),
-    "data": ({"data", "seeding", "system"}, FRAMEWORK | {"sklearn"}),
+    "data": ({"conditioning", "data", "seeding", "system"}, FRAMEWORK | {"sklearn"}),
     "metrics": ({"metrics", "seeding", "system"}, FRAMEWORK | {"safetensors"}),
     "modules": (MATHS | {"modules", "system"}, {"lightning", "torchmetrics"}),
     "analysis": ({"analysis", "protocols"}, set()),
