@@ -86,6 +86,7 @@ def callback(path):
 def test_every_config_is_started_by_a_test():
     assert {f.stem for f in CONFIGS.glob("*.yaml")} == {
         "digits",
+        "digits-described",
         "patches",
         "folder",
         "fast",
@@ -100,6 +101,16 @@ def test_every_config_is_started_by_a_test():
 def test_digits_start(monkeypatch, tmp_path, name):
     monkeypatch.chdir(tmp_path)
     assert fit(f"{name}.yaml") == 0
+
+
+def test_described_digits_start_and_are_the_digits_in_all_else(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert fit("digits-described.yaml") == 0
+    plain, described = (dict(flat(settings(f"digits{end}.yaml"))) for end in ("", "-described"))
+    changed = {name for name in plain | described if plain.get(name) != described.get(name)}
+    ours = {"data", "model.conditioning", "model.num_classes"}
+    ours |= {f"model.network.num_{what}" for what in ("classes", "words")}
+    assert {name for name in changed if not name.startswith("trainer.callbacks")} == ours
 
 
 def test_patches_start(monkeypatch, tmp_path):

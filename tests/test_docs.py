@@ -101,8 +101,9 @@ def test_the_foreign_project_shown_is_the_one_that_is_tested():
 
 @pytest.mark.parametrize("key", sorted(PYTHON.keys() - TRAINED))
 def test_python_runs_as_shown(key, monkeypatch, tmp_path):
-    if "from diffusers" in PYTHON[key]:
-        pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    for library in ("diffusers", "transformers"):
+        if f"from {library}" in PYTHON[key]:
+            pytest.importorskip(library, reason="pip install lit-diffusion[diffusers]")
     code = PYTHON[key].replace("max_steps=2000", "max_steps=2").replace("500_000", "5")
     names = run(code, monkeypatch, tmp_path)
     if "images" in names:

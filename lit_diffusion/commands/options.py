@@ -41,6 +41,13 @@ def add_sampling(parser: Parser) -> None:
         help="classes, or their names, repeated in turn (default: seed modulo the number of "
         "classes); -1 is none",
     )
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="what the images show, of a model of texts; may be repeated, for texts in turn, and "
+        "'' is none",
+    )
     parser.add_argument("--steps", type=int, help="of the solver (Heun: two evaluations each)")
     parser.add_argument(
         "--solver",

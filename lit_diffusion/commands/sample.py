@@ -16,6 +16,8 @@ def parser() -> Parser:
     lit-diffusion sample --checkpoint runs/digits --num 64 --out samples
     lit-diffusion sample --checkpoint runs/digits/checkpoints/best-fid.ckpt --out sevens \\
         --labels 7 --guidance 2
+    lit-diffusion sample --checkpoint runs/digits-described --out sevens \\
+        --prompt "thick seven leaning right" --prompt "thin seven upright"
     lit-diffusion sample --checkpoint runs/digits --out heun --solver Heun --solver.steps 18
 
 Image i has the seed SEED + i and is the same in any batch and on any device. OUT gets 000000.png,

@@ -188,10 +188,15 @@ class ImageDataModule(LightningDataModule):
         num_replicas, _ = self._place()
         require_at_least(num_replicas, num_predict=self.num_predict)  # each process needs one
         seeds = torch.arange(self.num_predict)
-        labels = torch.full_like(seeds, -1)
-        if self.num_classes:
-            labels = torch.tensor(classes_of(range(self.num_predict), self.num_classes))
-        return DataLoader(TensorDataset(seeds, labels), batch_size=self.batch_size)
+        return DataLoader(
+            TensorDataset(seeds, self.condition_of(seeds)), batch_size=self.batch_size
+        )
+
+    def condition_of(self, seeds: Tensor) -> Tensor:
+        """Labels (B,) int64 that prediction generates from seeds (B,)."""
+        if not self.num_classes:
+            return torch.full_like(seeds, -1)
+        return torch.tensor(classes_of(seeds.tolist(), self.num_classes))
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint counts the done part of its epoch in, and what its labels mean."""

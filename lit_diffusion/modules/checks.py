@@ -46,12 +46,14 @@ def check_conditioning(
     ours = getattr(conditioning, "num_classes", None)
     if num_classes not in (None, ours):
         raise ValueError(f"num_classes is {num_classes} beside {conditioning}; leave one out.")
-    known = getattr(network, "num_classes", None)
-    if known is not None and known != ours:
-        raise ValueError(
-            f"num_classes is {ours} in the module, but {known} in {type(network).__name__}; change "
-            "one of them."
-        )
+    for name in ("num_classes", "num_words"):
+        known = getattr(network, name, None)
+        ours = getattr(conditioning, name, known if name == "num_words" else None)  # may not tell
+        if known is not None and known != ours:
+            raise ValueError(
+                f"{name} is {ours} in the module, but {known} in {type(network).__name__}; change "
+                "one of them."
+            )
 
 
 def check_objective(

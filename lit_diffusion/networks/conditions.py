@@ -1,8 +1,9 @@
-"""How networks read conditions: labels, vectors or tokens, each with a learned "none".
+"""How networks read conditions: labels, vectors, tokens or words, each with a learned "none".
 
     labels   (B,) int64, -1 for none                                  -> a vector an image
     vectors  (vectors (B, D), present (B,) bool)                      -> a vector an image
     tokens   (tokens (B, L, D), mask (B, L) bool), all False for none -> 1 + L tokens an image
+    words    (B, L) int64, -1 where there is no word                  -> 1 + L tokens an image
 
 What a row holds where it is none, or its mask is False, changes nothing, not even if it is NaN.
 Masks are True for what is there. No value is read back from the device.
@@ -13,6 +14,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lit_diffusion.networks.layers import timestep_embedding
+
 Condition: TypeAlias = Tensor | tuple[Tensor, ...] | None
 """As in `protocols.Condition`."""
 
@@ -22,7 +25,7 @@ class Told(NamedTuple):
 
     Attributes:
         vector: (B, width) of labels and vectors.
-        tokens: (B, 1 + L, width) of tokens, after one that stands for none.
+        tokens: (B, 1 + L, width) of tokens and words, after one that stands for none.
         mask: (B, 1 + L) bool, the tokens that are there.
     """
 
@@ -128,12 +131,51 @@ class TokenEmbedding(nn.Module):
         """((B, L, dim), (B, L)) -> (B, 1 + L, width), (B, 1 + L)."""
         tokens, mask = condition
         tokens = self.proj(_kept(tokens, mask[..., None], self.proj.weight.dtype))
-        null = self.null.to(tokens.dtype).expand(len(tokens), 1, -1)
-        none = ~mask.any(dim=1, keepdim=True)
-        return torch.cat([null, tokens], 1), torch.cat([none, mask], 1)
+        return _after_null(self.null, tokens, mask)
 
 
-Embedding: TypeAlias = LabelEmbedding | VectorEmbedding | TokenEmbedding
+class WordEmbedding(nn.Module):
+    """A row per word plus sinusoids of its place, and a learned token as of `TokenEmbedding`.
+
+    Places are told because "dark on bright" is not "bright on dark"; by sinusoids, since these need
+    no longest text and nothing to learn. As labels, words beyond the vocabulary fail inside.
+
+    Args:
+        num_words: of the vocabulary.
+        width: of the result, even.
+    """
+
+    takes = "words (B, L) int64"
+
+    def __init__(self, num_words: int, width: int) -> None:
+        super().__init__()
+        self.words = nn.Embedding(num_words, width)
+        self.null = nn.Parameter(0.02 * torch.randn(width))
+
+    def fits(self, condition: Condition, batch: int) -> bool:
+        """Whether these are words of so many images."""
+        return isinstance(condition, Tensor) and (
+            condition.ndim == 2
+            and len(condition) == batch
+            and condition.dtype in (torch.int64, torch.int32)
+        )
+
+    def none(self, x: Tensor) -> Tensor:
+        """None for each image of x, in no words."""
+        return torch.full((len(x), 0), -1, device=x.device)
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        """(B, L) -> (B, 1 + L, width), (B, 1 + L)."""
+        mask, rows = input >= 0, self.words(input.clamp(min=0))
+        places = timestep_embedding(
+            torch.arange(input.shape[1], device=input.device), len(self.null)
+        )
+        tokens = _kept(rows + places.to(rows.dtype), mask[..., None], rows.dtype)
+        return _after_null(self.null, tokens, mask)
+
+
+GivesTokens: TypeAlias = TokenEmbedding | WordEmbedding
+Embedding: TypeAlias = LabelEmbedding | VectorEmbedding | GivesTokens
 
 
 def condition_embedding(
@@ -141,6 +183,7 @@ def condition_embedding(
     num_classes: int | None = None,
     context_dim: int | None = None,
     vector_dim: int | None = None,
+    num_words: int | None = None,
     *,
     null_class: bool = True,
 ) -> Embedding | None:
@@ -151,6 +194,7 @@ def condition_embedding(
         num_classes: number of labels.
         context_dim: of tokens.
         vector_dim: of vectors.
+        num_words: of the vocabulary of words.
         null_class: whether labels may be none.
 
     Raises:
@@ -160,7 +204,8 @@ def condition_embedding(
         >>> condition_embedding(8, num_classes=10)
         LabelEmbedding(11, 8)
     """
-    sizes = {"num_classes": num_classes, "context_dim": context_dim, "vector_dim": vector_dim}
+    sizes = {"num_classes": num_classes, "context_dim": context_dim}
+    sizes |= {"vector_dim": vector_dim, "num_words": num_words}
     given = [f"{name}={size}" for name, size in sizes.items() if size is not None]
     if len(given) > 1:
         raise ValueError(
@@ -171,6 +216,8 @@ def condition_embedding(
         return TokenEmbedding(context_dim, width)
     if vector_dim is not None:
         return VectorEmbedding(vector_dim, width)
+    if num_words is not None:
+        return WordEmbedding(num_words, width)
     return None if num_classes is None else LabelEmbedding(num_classes, width, null_class)
 
 
@@ -183,7 +230,7 @@ def told(embedding: Embedding | None, condition: Condition, x: Tensor, network: 
     if embedding is None:
         if condition is not None:
             raise ValueError(
-                f"{network} without num_classes, context_dim and vector_dim got "
+                f"{network} without num_classes, context_dim, vector_dim and num_words got "
                 f"{_said(condition)}: give the network its one, or no condition."
             )
         return Told()
@@ -192,9 +239,9 @@ def told(embedding: Embedding | None, condition: Condition, x: Tensor, network: 
     if not embedding.fits(condition, len(x)):
         raise ValueError(
             f"{network} takes {embedding.takes} with B={len(x)}, got {_said(condition)}: change "
-            "the condition, or the network's num_classes, context_dim or vector_dim."
+            "the condition, or the network's num_classes, context_dim, vector_dim or num_words."
         )
-    if isinstance(embedding, TokenEmbedding):
+    if isinstance(embedding, GivesTokens):
         tokens, mask = embedding(condition)
         return Told(tokens=tokens, mask=mask)
     return Told(embedding(condition))
@@ -206,6 +253,13 @@ def joined(tokens: Tensor, told: Told) -> tuple[Tensor, Tensor | None]:
         return tokens, None
     there = told.mask.new_ones(tokens.shape[:2])
     return torch.cat([tokens, told.tokens], 1), torch.cat([there, told.mask], 1)
+
+
+def _after_null(null: Tensor, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The learned token before the others, there where none of them is."""
+    null = null.to(tokens.dtype).expand(len(tokens), 1, -1)
+    none = ~mask.any(dim=1, keepdim=True)
+    return torch.cat([null, tokens], 1), torch.cat([none, mask], 1)
 
 
 def _kept(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:

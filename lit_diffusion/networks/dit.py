@@ -53,9 +53,9 @@ class DiT(nn.Module):
     Published are XL/2 (patch_size=2) on latents 4x32x32 and 4x64x64, with num_classes=1000 and a
     learned variance (out_channels=8).
 
-    At most one of `num_classes`, `context_dim` and `vector_dim` is given; see `conditions` for what
-    each takes. Labels and vectors are added to the embedding of the noise level, tokens are joined
-    to those of the patches.
+    At most one of `num_classes`, `context_dim`, `vector_dim` and `num_words` is given; see
+    `conditions` for what each takes. Labels and vectors are added to the embedding of the noise
+    level, tokens and words are joined to the tokens of the patches.
 
     Under autocast the embedding of the noise level and the final layer stay in the dtype of their
     weights.
@@ -72,6 +72,7 @@ class DiT(nn.Module):
         num_classes: number of classes; there is a row more, for none.
         context_dim: width of a condition's tokens.
         vector_dim: width of a condition's vector.
+        num_words: of a condition's vocabulary.
         gradient_checkpointing: store only what enters a block and compute its inside again in the
             backward pass: less memory, about a third more time, the same gradients.
 
@@ -100,18 +101,19 @@ class DiT(nn.Module):
         num_classes: int | None = None,
         context_dim: int | None = None,
         vector_dim: int | None = None,
+        num_words: int | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         check_sizes(image_size, patch_size, width, depth, num_heads)
         self.image_size, self.patch_size = image_size, patch_size
         self.side = image_size // patch_size
-        self.num_classes = num_classes
+        self.num_classes, self.num_words = num_classes, num_words
         self.gradient_checkpointing = gradient_checkpointing
 
         self.x_embedder = PatchEmbed(in_channels, width, patch_size)
         self.t_embedder = nn.ModuleDict({"mlp": TimestepMLP(FREQUENCIES, width)})
-        embedding = condition_embedding(width, num_classes, context_dim, vector_dim)
+        embedding = condition_embedding(width, num_classes, context_dim, vector_dim, num_words)
         self.y_embedder = nn.ModuleDict({"embedding_table": embedding} if embedding else {})
         self.register_buffer("pos_embed", sincos_2d(self.side, width))
 
@@ -130,7 +132,7 @@ class DiT(nn.Module):
         Args:
             x: (B, in_channels, image_size, image_size).
             noise_label: (B,) noise levels, of 0 to 999 in published models, float32 or float64.
-            condition: labels, vectors or tokens as in `conditions`; None for none anywhere.
+            condition: labels, vectors, tokens or words as in `conditions`; None for none anywhere.
 
         Returns:
             (B, out_channels, image_size, image_size) in the dtype of the weights.

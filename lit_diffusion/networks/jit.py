@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from lit_diffusion.networks.conditions import (
     Condition,
-    TokenEmbedding,
+    GivesTokens,
     condition_embedding,
     joined,
     told,
@@ -124,9 +124,9 @@ class JiT(nn.Module):
 
     Published are patch_size=16 at 256 pixels and 32 at 512, with in_context_tokens=32.
 
-    At most one of `num_classes`, `context_dim` and `vector_dim` is given; see `conditions` for what
-    each takes. Labels and vectors are added to the embedding of the noise level and are tokens from
-    a block on, tokens are joined to those of the patches.
+    At most one of `num_classes`, `context_dim`, `vector_dim` and `num_words` is given; see
+    `conditions` for what each takes. Labels and vectors are added to the embedding of the noise
+    level and are tokens from a block on, tokens and words are joined to the tokens of the patches.
 
     Under autocast the embedding of the noise level and the final layer stay in the dtype of their
     weights.
@@ -147,6 +147,7 @@ class JiT(nn.Module):
         num_classes: number of classes; there is a row more, for none.
         context_dim: width of a condition's tokens.
         vector_dim: width of a condition's vector.
+        num_words: of a condition's vocabulary.
         gradient_checkpointing: store only what enters a block and compute its inside again in the
             backward pass: less memory, about a third more time, the same gradients.
 
@@ -177,6 +178,7 @@ class JiT(nn.Module):
         num_classes: int | None = None,
         context_dim: int | None = None,
         vector_dim: int | None = None,
+        num_words: int | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
@@ -188,7 +190,7 @@ class JiT(nn.Module):
             )
         self.image_size, self.patch_size = image_size, patch_size
         self.side, self.head_size = image_size // patch_size, width // num_heads
-        self.num_classes = num_classes
+        self.num_classes, self.num_words = num_classes, num_words
         self.gradient_checkpointing = gradient_checkpointing
         self.in_context_start = in_context_start
 
@@ -198,7 +200,7 @@ class JiT(nn.Module):
         )
         self.register_buffer("pos_embed", sincos_2d(self.side, width))
         self.time_embed = TimestepMLP(256, width)
-        self.condition = condition_embedding(width, num_classes, context_dim, vector_dim)
+        self.condition = condition_embedding(width, num_classes, context_dim, vector_dim, num_words)
         self.in_context = None
         if in_context_tokens:
             self._check_in_context(in_context_tokens, depth)
@@ -219,7 +221,7 @@ class JiT(nn.Module):
         Args:
             x: (B, in_channels, image_size, image_size).
             noise_label: (B,) noise levels, float32 or float64.
-            condition: labels, vectors or tokens as in `conditions`; None for none anywhere.
+            condition: labels, vectors, tokens or words as in `conditions`; None for none anywhere.
 
         Returns:
             (B, out_channels, image_size, image_size) in the dtype of the weights.
@@ -251,7 +253,7 @@ class JiT(nn.Module):
         return torch.stack([angles.cos(), angles.sin()]).to(dtype)
 
     def _check_in_context(self, tokens: int, depth: int) -> None:
-        if self.condition is None or isinstance(self.condition, TokenEmbedding):
+        if self.condition is None or isinstance(self.condition, GivesTokens):
             raise ValueError(
                 f"in_context_tokens={tokens} repeat a label or vector, which the network is not "
                 "given: pass num_classes or vector_dim, or in_context_tokens=0."

@@ -199,6 +199,7 @@ class UNet(_Trunk):
         context_dim: of the tokens of a condition, which every level with attention attends to; None
             for no tokens.
         vector_dim: of the vector of a condition, which is added to the embedding; None for none.
+        num_words: of the vocabulary of a condition of words, which are attended to as tokens are.
 
     Raises:
         ValueError: for numbers that do not fit together.
@@ -230,6 +231,7 @@ class UNet(_Trunk):
         gradient_checkpointing: bool = False,
         context_dim: int | None = None,
         vector_dim: int | None = None,
+        num_words: int | None = None,
     ) -> None:
         _refuse_endless(model_channels, num_res_blocks, len(channel_mult))
         blocks = _Blocks(
@@ -241,18 +243,18 @@ class UNet(_Trunk):
             head_channels=head_channels,
             split_heads_first=split_heads_first,
             norm_groups=norm_groups,
-            has_context=context_dim is not None,
+            has_context=(context_dim, num_words) != (None, None),
         )
         super().__init__(
             blocks, in_channels, model_channels, channel_mult, num_res_blocks, attention_downsample
         )
         self.gradient_checkpointing = gradient_checkpointing
-        self.num_classes = num_classes
+        self.num_classes, self.num_words = num_classes, num_words
         if num_classes is not None:
             self.label_emb = nn.Embedding(num_classes, blocks.emb_channels)
-        if num_classes is None or (context_dim, vector_dim) != (None, None):
-            sizes = (num_classes, context_dim, vector_dim)
-            self.condition_emb = condition_embedding(blocks.emb_channels, *sizes)
+        others = (context_dim, vector_dim, num_words)
+        if num_classes is None or others != (None, None, None):
+            self.condition_emb = condition_embedding(blocks.emb_channels, num_classes, *others)
 
         blocks = replace(blocks, num_heads=num_heads_upsample or num_heads)
         self.output_blocks = nn.ModuleList()
@@ -278,7 +280,8 @@ class UNet(_Trunk):
                 in float32 or float64 whatever the dtype of x, for bfloat16 has no 999.
             condition: labels (B,) int64, -1 for no class; with context_dim tokens (B, L,
                 context_dim) and their mask (B, L), with vector_dim vectors (B, vector_dim) and
-                which of them are there (B,), see `conditions`; None for none anywhere.
+                which of them are there (B,), with num_words words (B, L) int64, see `conditions`;
+                None for none anywhere.
 
         Returns:
             (B, out_channels, H, W) in the dtype of the weights.

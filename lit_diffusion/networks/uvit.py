@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lit_diffusion.networks.conditions import (
     Condition,
-    TokenEmbedding,
+    GivesTokens,
     condition_embedding,
     joined,
     told,
@@ -68,7 +68,8 @@ class UViT(nn.Module):
     4x64x64, H/2 on latents 4x32x32; those of size H with final_conv=False.
 
     It wants continuous noise levels of 0 to 999, as the processes give them. At most one of
-    `num_classes`, `context_dim` and `vector_dim` is given; see `conditions` for what each takes.
+    `num_classes`, `context_dim`, `vector_dim` and `num_words` is given; see `conditions` for what
+    each takes.
 
     Under autocast the output layers and norms stay in the dtype of their weights.
 
@@ -88,6 +89,7 @@ class UViT(nn.Module):
         null_class: whether labels have a row for none; without one, labels must be given.
         context_dim: width of a condition's tokens, which are joined to the sequence.
         vector_dim: width of a condition's vector, a token of the sequence.
+        num_words: of a condition's vocabulary; words are joined to the sequence.
         gradient_checkpointing: store only what enters a block and compute its inside again in the
             backward pass: less memory, about a third more time, the same gradients.
 
@@ -118,6 +120,7 @@ class UViT(nn.Module):
         null_class: bool = True,
         context_dim: int | None = None,
         vector_dim: int | None = None,
+        num_words: int | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
@@ -125,14 +128,14 @@ class UViT(nn.Module):
         if depth % 2:
             raise ValueError(f"depth must be even, for each block a skip, got {depth}.")
         self.image_size, self.patch_size, self.width = image_size, patch_size, width
-        self.num_classes = num_classes
+        self.num_classes, self.num_words = num_classes, num_words
         self.gradient_checkpointing = gradient_checkpointing
 
         self.time_embed = TimestepMLP(width, 4 * width, width) if mlp_time_embed else None
         self.label_emb = condition_embedding(  # of any condition, under the name that labels have
-            width, num_classes, context_dim, vector_dim, null_class=null_class
+            width, num_classes, context_dim, vector_dim, num_words, null_class=null_class
         )
-        has_vector = self.label_emb is not None and not isinstance(self.label_emb, TokenEmbedding)
+        has_vector = self.label_emb is not None and not isinstance(self.label_emb, GivesTokens)
         self.extras = 1 + has_vector
         self.side = image_size // patch_size
         self.patch_embed = PatchEmbed(in_channels, width, patch_size)
@@ -155,7 +158,7 @@ class UViT(nn.Module):
         Args:
             x: (B, in_channels, image_size, image_size).
             noise_label: (B,) noise levels, float32 or float64.
-            condition: labels, vectors or tokens as in `conditions`; None for none anywhere.
+            condition: labels, vectors, tokens or words as in `conditions`; None for none anywhere.
 
         Returns:
             (B, out_channels, image_size, image_size) in the dtype of the weights.

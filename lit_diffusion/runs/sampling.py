@@ -5,6 +5,7 @@ import time
 from argparse import ArgumentError, Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lit_diffusion.callbacks.progress import pace
 from lit_diffusion.callbacks.sample_grid import class_captions, image_grid
 from lit_diffusion.checkpoints.loading import Loaded, class_names_in, load_with_record
 from lit_diffusion.checkpoints.reading import first_line
-from lit_diffusion.protocols import Solver
+from lit_diffusion.protocols import Condition, Solver, by_part
 from lit_diffusion.runs.editing import generator
 from lit_diffusion.runs.guiding import change_guidance, guidance_options
 from lit_diffusion.seeding import classes_of
@@ -66,7 +67,23 @@ def load_generator(args: Namespace) -> Loaded:
     if args.labels is not None:
         num_classes = getattr(loaded.module, "num_classes", None)
         args.labels = read_labels(args.labels, num_classes, args.class_names)
+    args.rows = _rows(loaded.module, args)
     return loaded
+
+
+def _rows(module: Any, args: Namespace) -> Condition:
+    """The condition that the images take the rows of in turn; None leaves it to the seeds."""
+    if not args.prompt:
+        return torch.tensor(args.labels) if args.labels else None
+    if args.labels is not None:
+        raise ValueError("give --labels or --prompt, not both.")
+    encode = getattr(getattr(module, "conditioning", None), "encode", None)
+    if encode is None:
+        raise ValueError(
+            f"--prompt needs a model of texts, whose conditioning has `encode`, and that of "
+            f"{type(module).__name__} has none; --labels names classes."
+        )
+    return by_part(lambda *rows: torch.stack(rows), *map(encode, args.prompt))
 
 
 def usable_device(name: str | None) -> torch.device:
@@ -208,6 +225,7 @@ def _record(loaded: Loaded, args: Namespace, made: int, num: int) -> dict[str, A
         "of": num,
         "seeds": [args.seed, args.seed + made],
         "labels": args.labels,
+        **({"prompts": args.prompt} if args.prompt else {}),
         "class_names": args.class_names,
         "sampling": dict(module.sampling_record()) if hasattr(module, "sampling_record") else {},
         **{name: value for name in ("init", "strength", "mask") if (value := getattr(args, name))},
@@ -221,8 +239,8 @@ def _generate(module: Any, args: Namespace, there: int, num: int) -> Iterator[tu
     make = generator(module, args)
     for first in range(there, num, args.batch_size):
         numbers = range(first, min(first + args.batch_size, num))
-        given = args.labels and [args.labels[i % len(args.labels)] for i in numbers]
-        labels = torch.tensor(given) if given else None
+        chosen = [i % len(args.prompt or args.labels or "-") for i in numbers]
+        labels = by_part(itemgetter(chosen), args.rows)
         yield first, make(numbers, [args.seed + i for i in numbers], labels).cpu()
         if time.monotonic() - last_sign > 10 and numbers.stop < num:
             last_sign = time.monotonic()

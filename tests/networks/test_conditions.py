@@ -7,10 +7,12 @@ from lit_diffusion.networks.conditions import (
     LabelEmbedding,
     TokenEmbedding,
     VectorEmbedding,
+    WordEmbedding,
     condition_embedding,
     joined,
     told,
 )
+from lit_diffusion.networks.layers import timestep_embedding
 
 X = torch.zeros(3, 1, 8, 8)
 TOKENS = Z((3, 4, 5), 1).float()
@@ -60,6 +62,25 @@ def test_a_token_in_front_is_there_where_no_other_is():
     assert_close(tokens[:, 1:][MASK], embedding.proj(TOKENS[MASK]))
 
 
+def test_a_word_is_its_row_and_its_place():
+    embedding = WordEmbedding(5, 6)
+    tokens, mask = embedding(torch.tensor([[3, 0, 3], [-1, -1, -1], [-9, 4, -1]]))
+    places = timestep_embedding(torch.arange(3), 6).float()
+    assert_close(tokens[0, 1:], embedding.words.weight[[3, 0, 3]] + places)
+    assert_close(tokens[2, 2], embedding.words.weight[4] + places[1])
+    assert torch.equal(tokens[:, 0], embedding.null.expand(3, 6))
+    there = [[False, True, True, True], [True, False, False, False], [False, False, True, False]]
+    assert mask.tolist() == there
+
+
+def test_a_word_that_is_not_there_is_no_word_to_the_gradient_and_one_beyond_the_last_fails():
+    embedding = WordEmbedding(5, 6)
+    embedding(torch.tensor([[2, -1], [-1, -1]]))[0].sum().backward()
+    assert embedding.words.weight.grad.any(dim=1).nonzero().flatten().tolist() == [2]
+    with pytest.raises(IndexError):
+        embedding(torch.tensor([[5]]))
+
+
 @pytest.mark.parametrize("kind", [VectorEmbedding, TokenEmbedding])
 def test_what_is_not_there_is_not_read_not_even_by_the_gradient(kind):
     embedding = kind(5, 6)
@@ -77,7 +98,8 @@ def test_what_is_not_there_is_not_read_not_even_by_the_gradient(kind):
 
 
 @pytest.mark.parametrize(
-    "embedding", [LabelEmbedding(10, 6), VectorEmbedding(5, 6), TokenEmbedding(5, 6)]
+    "embedding",
+    [LabelEmbedding(10, 6), VectorEmbedding(5, 6), TokenEmbedding(5, 6), WordEmbedding(5, 6)],
 )
 def test_no_condition_is_the_learned_one_for_every_image(embedding):
     known = told(embedding, None, X, "Net")
@@ -115,10 +137,12 @@ def test_a_network_takes_one_kind_of_condition():
     assert isinstance(condition_embedding(6, num_classes=3), LabelEmbedding)
     assert isinstance(condition_embedding(6, context_dim=3), TokenEmbedding)
     assert isinstance(condition_embedding(6, vector_dim=3), VectorEmbedding)
+    assert isinstance(condition_embedding(6, num_words=3), WordEmbedding)
     with pytest.raises(ValueError, match="got num_classes=3 and context_dim=0: leave all but one"):
         condition_embedding(6, num_classes=3, context_dim=0)
 
 
+WORDS = WordEmbedding(5, 6)
 LABELS, VECTORS, THREE = LabelEmbedding(10, 6), VectorEmbedding(5, 6), torch.ones(3).bool()
 
 
@@ -139,6 +163,18 @@ LABELS, VECTORS, THREE = LabelEmbedding(10, 6), VectorEmbedding(5, 6), torch.one
         (TokenEmbedding(4, 6), (TOKENS, MASK), r"takes \(tokens \(B, L, 4\)"),
         (TokenEmbedding(5, 6), (TOKENS[:, 0], MASK[:, 0]), r"takes \(tokens \(B, L, 5\)"),
         (TokenEmbedding(5, 6), TOKENS, r"takes \(tokens \(B, L, 5\)"),
+        (
+            WORDS,
+            torch.zeros(3).long(),
+            r"takes words \(B, L\) int64 with B=3, got torch.int64 \(3,",
+        ),
+        (WORDS, torch.zeros(2, 4).long(), r"words \(B, L\) int64 with B=3, got torch.int64 \(2, 4"),
+        (
+            WORDS,
+            torch.zeros(3, 4),
+            r"got torch.float32 \(3, 4\): change the condition, or .*num_wo",
+        ),
+        (WORDS, (TOKENS, MASK), r"words \(B, L\) int64 with B=3, got \(torch.float32"),
     ],
 )
 def test_a_condition_of_another_kind_or_size_is_refused(embedding, condition, message):

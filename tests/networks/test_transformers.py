@@ -143,8 +143,9 @@ def test_no_condition_is_none_in_every_row_whatever_the_row_holds(name, kind):
     network = small(name, kind).double()
     inputs = batch(torch.float64)
     output = network(*inputs)
-    if kind == "labels":
-        assert torch.equal(network(*inputs, no_condition(kind)), output)
+    if kind in ("labels", "words"):
+        none = network(*inputs, no_condition(kind))
+        assert_close(none, output, rtol=1e-12, atol=1e-12)
     else:
         rows, there = no_condition(kind)
         assert_close(network(*inputs, (rows, there)), output, rtol=1e-12, atol=1e-12)
@@ -171,6 +172,17 @@ def test_tokens_are_a_set(name):
     tokens, mask = condition("tokens")
     turned = network(*inputs, (tokens.flip(1), mask.flip(1)))
     assert_close(turned, network(*inputs, (tokens, mask)), rtol=1e-10, atol=1e-10)
+
+
+@each_network
+def test_words_are_in_an_order_and_those_that_are_not_there_change_nothing(name):
+    network, inputs = small(name, "words").double(), batch(torch.float64)
+    words = condition("words")
+    output = network(*inputs, words)
+    turned = network(*inputs, words.flip(1))
+    assert ((turned - output)[2:].flatten(1).abs().amax(1) > 1e-4).all()
+    longer = network(*inputs, F.pad(words, (0, 3), value=-7))
+    assert_close(longer, output, rtol=1e-10, atol=1e-10)
 
 
 @each_network
@@ -254,7 +266,7 @@ def test_a_bfloat16_network_is_close(name, kind):
 
 
 @each_network
-@pytest.mark.parametrize("kind", ["labels", "tokens"])
+@pytest.mark.parametrize("kind", ["labels", "tokens", "words"])
 def test_torch_compile_captures_the_whole_network_in_one_graph(name, kind):
     network, inputs = small(name, kind), (*batch(), condition(kind))
     expected = network(*inputs)
@@ -292,6 +304,7 @@ def test_images_of_another_size_are_refused(name):
         ({"width": 10**9}, "width and image_size must be at most 100000"),
         ({"depth": 10**9}, "depth 1000, got 32, 8 and 1000000000"),
         ({"vector_dim": 3}, "one kind of condition, got num_classes=10 and vector_dim=3"),
+        ({"num_words": 3}, "one kind of condition, got num_classes=10 and num_words=3"),
     ],
 )
 def test_numbers_that_do_not_fit_together_are_refused(name, sizes, message):

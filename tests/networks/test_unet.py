@@ -427,10 +427,12 @@ def conditioned(kind, **changes):
 
 
 def in_double(condition):
+    if isinstance(condition, torch.Tensor):
+        return condition
     return tuple(part.double() if part.is_floating_point() else part for part in condition)
 
 
-@pytest.mark.parametrize("kind", ["tokens", "vectors"])
+@pytest.mark.parametrize("kind", ["tokens", "vectors", "words"])
 def test_each_image_is_told_its_own_condition_and_none_where_there_is_none(kind):
     network, (x, noise_label) = conditioned(kind), batch(torch.float64)
     told, none = in_double(condition(kind)), in_double(no_condition(kind))
@@ -455,7 +457,7 @@ def test_what_is_masked_changes_nothing_even_if_it_is_no_number(kind):
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("kind", ["tokens", "vectors"])
+@pytest.mark.parametrize("kind", ["tokens", "vectors", "words"])
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_every_parameter_that_reads_a_condition_gets_a_gradient(kind, checkpointed):
     network = conditioned(kind, gradient_checkpointing=checkpointed)
@@ -464,8 +466,9 @@ def test_every_parameter_that_reads_a_condition_gets_a_gradient(kind, checkpoint
     assert [name for name, p in network.named_parameters() if not p.grad.abs().max() > 0] == []
 
 
-def test_tokens_are_attended_to_on_the_levels_that_have_attention():
-    parameters = dict(conditioned("tokens", attention_downsample=(1,)).named_parameters())
+@pytest.mark.parametrize("kind", ["tokens", "words"])
+def test_tokens_are_attended_to_on_the_levels_that_have_attention(kind):
+    parameters = dict(conditioned(kind, attention_downsample=(1,)).named_parameters())
     reading = {name.rpartition(".kv.")[0] for name in parameters if ".kv." in name}
     assert reading == {
         *("input_blocks.1.2", "middle_block.2"),
@@ -476,6 +479,8 @@ def test_tokens_are_attended_to_on_the_levels_that_have_attention():
 def test_a_network_takes_one_kind_of_condition():
     with pytest.raises(ValueError, match="one kind of condition, got num_classes=3 and"):
         UNet(1, 1, model_channels=32, num_classes=3, context_dim=4)
+    with pytest.raises(ValueError, match="got num_classes=3 and num_words=4: leave all but one"):
+        UNet(1, 1, model_channels=32, num_classes=3, num_words=4)
     network, (x, noise_label) = conditioned("tokens"), batch(torch.float64)
     with pytest.raises(ValueError, match=r"UNet takes \(tokens \(B, L, 6\), mask \(B, L\) bool\)"):
         network(x, noise_label, torch.tensor([0, 1, 2, 3]))

@@ -83,7 +83,9 @@ def test_published_networks_have_the_published_number_of_parameters(name):
     assert count == load("param_counts")[name]
 
 
-@pytest.mark.parametrize(("kind", "extras"), [("none", 1), ("vectors", 2), ("tokens", 1)])
+@pytest.mark.parametrize(
+    ("kind", "extras"), [("none", 1), ("vectors", 2), ("tokens", 1), ("words", 1)]
+)
 def test_the_sequence_has_a_position_for_noise_level_and_vector_but_not_for_tokens(kind, extras):
     network = small("uvit", kind)
     assert network.pos_embed.shape == (1, extras + 16, 32)
@@ -91,6 +93,8 @@ def test_the_sequence_has_a_position_for_noise_level_and_vector_but_not_for_toke
     if kind == "tokens":
         assert tokens.shape[1] == extras + 16 + 1 + 5
         assert mask.sum(1).tolist() == [17 + 1, 17 + 1, 17 + 3, 17 + 5]
+    elif kind == "words":
+        assert mask.sum(1).tolist() == [17 + 1, 17 + 1, 17 + 3, 17 + 3]
     else:
         assert tokens.shape[1] == extras + 16
         assert mask is None

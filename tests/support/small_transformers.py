@@ -9,12 +9,13 @@ from support.golden import Z
 from support.golden_weights import fill_
 
 NETWORKS = {"uvit": UViT, "dit": DiT, "jit": JiT}
-KINDS = ["none", "labels", "vectors", "tokens"]
+KINDS = ["none", "labels", "vectors", "tokens", "words"]
 TAKES = {
     "none": {},
     "labels": {"num_classes": 10},
     "vectors": {"vector_dim": 6},
     "tokens": {"context_dim": 6},
+    "words": {"num_words": 7},
 }
 
 
@@ -33,13 +34,14 @@ def condition(kind):
         "labels": torch.tensor([-1, 3, 0, 9]),
         "vectors": (Z((4, 6), 5).float(), torch.tensor([False, True, True, True])),
         "tokens": (Z((4, 5, 6), 5).float(), torch.arange(5) < torch.tensor([[0], [1], [3], [5]])),
+        "words": torch.tensor([[-1, -1, -1], [4, -1, -1], [0, 5, 6], [1, 2, 3]]),
     }[kind]
 
 
 def no_condition(kind):
     """None for each of four images, in rows that hold something."""
-    if kind == "labels":
-        return torch.full((4,), -1)
+    if kind in ("labels", "words"):
+        return torch.full_like(condition(kind), -1)
     rows, there = condition(kind)
     return rows, torch.zeros_like(there)
 
