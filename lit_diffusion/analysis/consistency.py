@@ -29,8 +29,9 @@ class Consistency(Saved):
         all_pairs: mean over all pairs of models, in dB.
         pairs: (M, M) mean PSNR of each pair.
         shuffled: as all_pairs, of each image beside the others' images of other seeds.
-        nearest: as all_pairs, of the training image nearest to each image in its place; None
-            without training images.
+        nearest: mean PSNR of the images beside the training images nearest to them: models that
+            agree no better may only agree on these. None without training images.
+        same_nearest: share of pairs whose nearest training image is the same.
         features: 1 - distance of features over that of shuffled pairs: 1 for the same, 0 for
             chance; None without an extractor.
         per_seed: (N,) mean over pairs.
@@ -42,6 +43,7 @@ class Consistency(Saved):
     pairs: Floats
     shuffled: float
     nearest: float | None
+    same_nearest: float | None
     features: float | None
     per_seed: Floats
 
@@ -79,9 +81,11 @@ def consistency(
     pairs = np.full((len(images), len(images)), CAP)
     for (i, j), found in by_pair.items():
         pairs[i, j] = pairs[j, i] = found.mean().item()
-    nearest = None
+    nearest = same_nearest = None
     if nearest_of is not None:
-        nearest = _mean_of_pairs(torch.stack([nearest_of(each) for each in images]), psnr)
+        found = torch.stack([nearest_of(each) for each in images])
+        nearest = psnr(images.flatten(0, 1), found.flatten(0, 1)).mean().item()
+        same_nearest = _mean_of_pairs(found, _same)
     return Consistency(
         names=names,
         paper=float(pairs[0, 1:].mean()),
@@ -89,6 +93,7 @@ def consistency(
         pairs=pairs,
         shuffled=_mean_of_pairs(images, _shuffled),
         nearest=nearest,
+        same_nearest=same_nearest,
         features=None if features_of is None else _by_features(images, features_of),
         per_seed=torch.stack(list(by_pair.values())).mean(0).numpy(),
     )
@@ -102,6 +107,10 @@ def _mean_of_pairs(images: Tensor, compare: Callable[[Tensor, Tensor], Tensor]) 
 def _shuffled(a: Tensor, b: Tensor) -> Tensor:
     """PSNR of each image of a beside those of b by other seeds, up to eight of them."""
     return torch.stack([psnr(a, b.roll(k, 0)) for k in range(1, min(len(a), 9))])
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    return (a == b).flatten(1).all(1).double()
 
 
 def _by_features(images: Tensor, features_of: Callable[[Tensor], Tensor]) -> float:

@@ -131,7 +131,6 @@ def spectrum(
     like: Tensor,
     steps: int = 80,
     seeds: Sequence[int] = range(4),
-    say: Callable[[int], None] = lambda done: None,
 ) -> Spectrum:
     """Stochastic Lanczos quadrature: a run of Lanczos from a random vector for each seed.
 
@@ -140,7 +139,6 @@ def spectrum(
         like: (P,) whose dtype and device the vectors have.
         steps: of each run: products, and Ritz values.
         seeds: of the random vectors.
-        say: told how many runs are done.
     """
     nodes, weights = (np.full((len(seeds), steps), np.nan) for _ in range(2))
     for row, seed in enumerate(seeds):
@@ -149,5 +147,4 @@ def spectrum(
         values, shares = lanczos(product, start, steps)
         nodes[row, : len(values)] = values.flip(0).cpu().numpy()
         weights[row, : len(values)] = shares.flip(0).cpu().numpy()
-        say(row + 1)
     return Spectrum(len(like), nodes, weights)

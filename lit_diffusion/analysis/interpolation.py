@@ -4,7 +4,7 @@ Source: "Why diffusion models are stable and how to make them faster" (2023), Eq
 al. 2015, "Qualitatively characterizing neural network optimization problems".
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ class Interpolation(Saved):
     Attributes:
         names: of the losses.
         alphas: (K,), 1 at a.
-        values: (len(names), K); nan where an interrupted call had not come to.
+        values: (len(names), K).
     """
 
     names: list[str]
@@ -35,10 +35,11 @@ class Interpolation(Saved):
 
     @property
     def barriers(self) -> dict[str, float]:
-        """By how much each loss rises above the straight line between its ends, at most."""
-        line = self.alphas * self.values[:, :1] + (1 - self.alphas) * self.values[:, -1:]
-        if self.alphas[0] < self.alphas[-1]:
-            line = self.alphas * self.values[:, -1:] + (1 - self.alphas) * self.values[:, :1]
+        """By how much each loss rises above the straight line between its ends, at most.
+
+        Needs alphas that rise from 0 to 1.
+        """
+        line = self.alphas * self.values[:, -1:] + (1 - self.alphas) * self.values[:, :1]
         return dict(zip(self.names, (self.values - line).max(axis=1).tolist(), strict=True))
 
 
@@ -48,29 +49,23 @@ def interpolate(
     a: State,
     b: State,
     losses: Losses,
-    num: int = 51,
-    say: Callable[[int], None] = lambda done: None,
+    alphas: Sequence[float],
 ) -> Interpolation:
-    """Losses of a module at `num` even points from b to a; its weights are put back.
+    """Losses of a module at alpha a + (1 - alpha) b; its weights are put back.
 
     Args:
         module: that the losses are of.
         a: weights, as `weights.state_of` gives them.
         b: others of the same architecture.
         losses: what to compute at each point.
-        num: of points, >= 2.
-        say: told how many points are done.
+        alphas: points on the line, 1 at a.
 
     Raises:
-        ValueError: for weights of different architectures, or fewer points.
+        ValueError: for weights of different architectures.
     """
-    if num < 2:
-        raise ValueError(f"num must be at least 2, got {num}.")
-    alphas = np.linspace(0, 1, num)
-    values = np.full((len(losses), num), np.nan)
+    values = np.full((len(losses), len(alphas)), np.nan)
     with restored(module):
         for k, alpha in enumerate(alphas):
-            put_(module, between(a, b, float(alpha)))
+            put_(module, between(a, b, alpha))
             values[:, k] = [loss().item() for loss in losses.values()]
-            say(k + 1)
-    return Interpolation(list(losses), alphas, values)
+    return Interpolation(list(losses), np.array(alphas), values)

@@ -3,7 +3,7 @@
 Source: Li et al. 2018, "Visualizing the Loss Landscape of Neural Nets", sections 4 and 7.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ class Landscape(Saved):
         names: of the losses.
         x: (K,) coordinates along the first direction.
         y: (L,) along the second.
-        values: (len(names), L, K); nan where the surface is not computed yet.
+        values: (len(names), L, K).
     """
 
     names: list[str]
@@ -75,43 +75,23 @@ def landscape(
     losses: Losses,
     x: Sequence[float],
     y: Sequence[float],
-    known: Landscape | None = None,
-    keep: Callable[[Landscape], None] = lambda so_far: None,
 ) -> Landscape:
     """Losses of a module on a plane through its weights, which are put back.
 
     Args:
         module: at the center.
-        plane: two directions by name, as of `filter_normalised` or between checkpoints.
+        plane: two directions by name, as of `filter_normalised` or `principal_plane`.
         losses: what to compute at each point.
         x: coordinates along the first.
         y: coordinates along the second.
-        known: a part of the same surface, which is not computed again.
-        keep: called after each row with what there is.
-
-    Raises:
-        ValueError: where `known` is of another surface.
     """
-    made = known or Landscape(
-        list(losses), np.array(x), np.array(y), np.full((len(losses), len(y), len(x)), np.nan)
-    )
-    if made.names != list(losses) or made.values.shape[1:] != (len(y), len(x)):
-        raise ValueError(f"the surface to go on with is of {made.names} on another grid.")
+    values = np.full((len(losses), len(y), len(x)), np.nan)
     with restored(module) as center:
         for row, v in enumerate(y):
             for column, u in enumerate(x):
-                if np.isnan(made.values[:, row, column]).all():
-                    steps = ((u, plane[0]), (v, plane[1]))
-                    put_(
-                        module,
-                        {
-                            n: c + sum(s * d[n] for s, d in steps if n in d)
-                            for n, c in center.items()
-                        },
-                    )
-                    made.values[:, row, column] = [loss().item() for loss in losses.values()]
-            keep(made)
-    return made
+                put_(module, {n: center[n] + u * d + v * plane[1][n] for n, d in plane[0].items()})
+                values[:, row, column] = [loss().item() for loss in losses.values()]
+    return Landscape(list(losses), np.array(x), np.array(y), values)
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ def evaluate(args: Namespace) -> dict[str, Any]:
     """Make images if need be, and score them: the scores, their floor, and the whole protocol."""
     device = usable_device(args.device)
     loaded = load_generator(args) if args.images is None else None
-    protocol = protocol_by_name(args.extractor or _protocol_of_run(args.checkpoint))
+    protocol = protocol_by_name(args.extractor or protocol_of_run(args.checkpoint))
     protocol.check()
     real, others = _reference(args, loaded)
     kept = nullcontext(args.out) if args.out or args.images else tempfile.TemporaryDirectory()
@@ -66,7 +66,7 @@ def evaluate(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _protocol_of_run(checkpoint: str | None) -> str:
+def protocol_of_run(checkpoint: str | None) -> str:
     """The protocol that the run was scored with while it trained, or its file in the run folder."""
     root = checkpoint_file(checkpoint).parent.parent if checkpoint else None
     records = read_evaluations(root / "evaluations.jsonl") if root else []

@@ -51,8 +51,11 @@ def test_models_that_only_recall_are_told_by_what_they_recall():
     def nearest(images):
         return bank[torch.cdist(images.flatten(1).float(), bank.flatten(1).float()).argmin(1)]
 
-    near = torch.stack([bank, (bank.int() + 2).clamp(max=255).to(torch.uint8)])
-    assert consistency(near, ["a", "b"], nearest).nearest == CAP
+    near = torch.stack([bank, (bank.int() ^ 2).to(torch.uint8)])
+    found = consistency(near, ["a", "b"], nearest)
+    assert found.same_nearest == 1
+    assert found.nearest == pytest.approx((CAP + by_hand(bank, near[1])) / 2)
+    assert consistency(near.flip(1)[:, :6], ["a", "b"], lambda x: x).same_nearest == 0
     assert consistency(IMAGES[:2], ["a", "b"]).nearest is None
 
 

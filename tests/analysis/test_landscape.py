@@ -34,10 +34,10 @@ def test_directions_are_a_function_of_the_seed_and_shared_by_networks_of_one_sha
     assert not torch.equal(first[0]["0.weight"], first[1]["0.weight"])
 
 
-def surface(net, **options):
+def surface(net):
     plane = [filter_normalised(d, net) for d in directions(net, seed=1)]
     loss = {"norm": lambda: sum(p.double().square().sum() for p in net.parameters())}
-    return plane, landscape(net, plane, loss, [-1.0, 0.0, 2.0], [-0.5, 0.5], **options)
+    return plane, landscape(net, plane, loss, [-1.0, 0.0, 2.0], [-0.5, 0.5])
 
 
 def test_a_quadratic_is_what_it_is_on_the_plane_and_the_weights_are_put_back():
@@ -52,27 +52,6 @@ def test_a_quadratic_is_what_it_is_on_the_plane_and_the_weights_are_put_back():
             expected = sum(p.double().square().sum().item() for p in moved)
             assert found.values[0, i, j] == pytest.approx(expected, rel=1e-5)
     assert all(torch.equal(value, before[name]) for name, value in state_of(net).items())
-
-
-def test_a_surface_that_was_interrupted_goes_on():
-    net = network()
-    whole = surface(net)[1]
-    rows = []
-
-    def stop(so_far):
-        rows.append(so_far)
-        if len(rows) == 1:
-            kept.append(so_far)
-            raise KeyboardInterrupt
-
-    kept = []
-    with pytest.raises(KeyboardInterrupt):
-        surface(net, keep=stop)
-    assert np.isnan(kept[0].values).sum() == 3
-    again = surface(net, known=kept[0])[1]
-    np.testing.assert_array_equal(again.values, whole.values)
-    with pytest.raises(ValueError, match="on another grid"):
-        landscape(net, directions(net, 1), {"norm": lambda: 0}, [0.0], [0.0], known=again)
 
 
 def test_a_path_in_a_plane_is_found_with_its_share():
