@@ -22,7 +22,7 @@ class Classifier(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(SHAPE[1:].numel(), 4)
+        self.linear = nn.Linear(3 * 8 * 8, 4)
 
     def forward(self, x: Tensor, told: Tensor) -> Tensor:
         return self.linear(torch.tanh(x + told.double()[:, None, None, None] / 1000).flatten(1))

@@ -250,6 +250,8 @@ def unet(lib: Library, draw: Random, upsampler: bool = False) -> float:
     """improved-diffusion's; with `upsampler` its SuperResModel."""
     heads = draw.choice([1, 2, 4])
     options = sizes(draw) | {"num_heads": heads, "num_heads_upsample": draw.choice([-1, 2])}
+    if options["channel_mult"][0] != 1:  # its first convolution and its last are 1 wide
+        options["channel_mult"] = (1, 2)
     theirs = fill_((lib.unet.SuperResModel if upsampler else lib.unet.UNetModel)(**options))
     up = options["num_heads_upsample"]
     given = {"num_heads": heads, "num_heads_upsample": None if up < 0 else up}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lit_diffusion.losses import DenoisingLoss, HybridLoss, Simple
 from lit_diffusion.modules.diffusion import DiffusionModule
+from lit_diffusion.solvers import Euler
 
 Comparison = Callable[[Random], float]
 """Draws a configuration and gives the worst deviation of ours from theirs."""
@@ -94,7 +95,13 @@ class Net(nn.Module):
 def module(net: nn.Module, process: Any, parameterization: Any, **changes: Any) -> DiffusionModule:
     """Ours around a network, with a learned variance where it has the channels."""
     loss = HybridLoss(Simple()) if net(*two(net)).shape[1] > 3 else DenoisingLoss(Simple())
-    plain = {"loss": loss, "num_classes": None, "label_dropout": 0.0, "image_shape": (3, 8, 8)}
+    plain = {
+        "solver": Euler(),
+        "loss": loss,
+        "num_classes": None,
+        "label_dropout": 0.0,
+        "image_shape": (3, 8, 8),
+    }
     changes = {"process": process, "parameterization": parameterization} | plain | changes
     return tiny_diffusion(network=net, **changes).eval()
 
@@ -115,7 +122,7 @@ def noise(draw: Random) -> Tensor:
     return Z(SHAPE, draw.randrange(1000, 2000))
 
 
-def outputs(ours: nn.Module, theirs: nn.Module, *inputs: Tensor, **labels: Any) -> float:
+def outputs(ours: nn.Module, theirs: nn.Module, /, *inputs: Tensor, **labels: Any) -> float:
     """Of two networks; labels, where they are not the same, by the names ours and theirs."""
     with torch.no_grad():
         mine = ours(*inputs, *labels.get("ours", ()))
