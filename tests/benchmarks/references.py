@@ -58,13 +58,12 @@ def rows(
 ) -> Iterator[tuple[str, str, int, float]]:
     """Reference, what is compared, in how many configurations, the worst deviation."""
     found = [(name, what, run) for name in names for what, run in load(folder, name).items()]
-    draws = {name: Random(f"{seed} {name}") for name in names}
     for i, (name, what, run) in enumerate(found):
         count, start = num // len(found) + (i < num % len(found)), time.perf_counter()
-        offs = []
+        draw, offs = Random(f"{seed} {name} {what}"), []
         for _ in range(count):
-            torch.manual_seed(draws[name].randrange(2**31))
-            offs.append(run(draws[name]))
+            torch.manual_seed(draw.randrange(2**31))
+            offs.append(run(draw))
         took = time.perf_counter() - start
         print(f"{name}: {what}: {count}, {max(offs, default=0):.1e}, {took:.0f} s", file=sys.stderr)
         yield name, what, count, max(offs, default=0.0)

@@ -65,7 +65,7 @@ class Case:
 
     def __init__(self, lib: Library, draw: Random, whole: bool = False, loss: str = "MSE") -> None:
         gd = lib.gaussian_diffusion
-        num, kind = draw.randint(24, 200), draw.choice(["linear", "cosine"])
+        num, kind = draw.randint(24, 100), draw.choice(["linear", "cosine"])
         rescaled = draw.random() < 0.5 and lib.rescales
         betas = {"linear": LinearBetas, "cosine": CosineBetas}[kind](num)
         self.process = DiscreteVP(betas, rescale_labels=rescaled)
