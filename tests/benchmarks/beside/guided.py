@@ -46,12 +46,12 @@ def guidance(draw: Random, implicit: bool = False) -> float:
     loop = case.theirs.ddim_sample_loop if implicit else case.theirs.p_sample_loop
     told = {"cond_fn": cond_fn, "model_kwargs": {"y": labels}} | case.loop
     with counted_noise(first):
-        theirs = loop(lambda x, t, y: case.net(x, t), SHAPE, start, **told)
+        theirs = loop(case.net, SHAPE, start, **told)
     guide = ClassifierScore(ours, case.clip) if implicit else ClassifierShift(ours)
     denoise = guide.guide(case.ours.denoise_for, labels, case.process, None)
     solver = DDPM(case.variance, case.steps, case.times, case.clip)
     solver = DDIM(case.steps, 0.0, case.times, clip=False) if implicit else solver
-    return worst((sampled(case, solver, start, first, lambda x, t: denoise(x, t)), theirs))
+    return worst((sampled(case, solver, start, first, denoise), theirs))
 
 
 COMPARISONS = openai.of_diffusion(LIBRARY) | {
