@@ -10,6 +10,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
+from lit_diffusion.metrics.images import OVERVIEWS
+
 Generate = Callable[[Sequence[int], Sequence[int], Any], Tensor]
 """(numbers of samples, their seeds, labels) -> images uint8 (N, C, H, W)."""
 
@@ -40,14 +42,15 @@ def generator(module: Any, args: Namespace) -> Generate:
 
 
 def _pictures(path: Path, shape: tuple[int, ...]) -> Tensor:
-    files = sorted(set(path.glob("*.png")) - {path / "grid.png"}) if path.is_dir() else [path]
+    found = (file for file in path.glob("*.png") if file.name not in OVERVIEWS)
+    files = sorted(found) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise ValueError(f"{path} is no picture, and no folder of PNG files.")
     mode = "L" if shape[0] == 1 else "RGB"
-    found = [pil_to_tensor(Image.open(file).convert(mode)) for file in files]
-    for file, picture in zip(files, found, strict=True):
+    pictures = [pil_to_tensor(Image.open(file).convert(mode)) for file in files]
+    for file, picture in zip(files, pictures, strict=True):
         if picture.shape != shape:
             raise ValueError(
                 f"{file} is {tuple(picture.shape)}, but the model's images are {shape}; resize it."
             )
-    return torch.stack(found)
+    return torch.stack(pictures)
