@@ -28,8 +28,8 @@ from lit_diffusion.runs.sampling import (
     first_images,
     folder_of_images,
     own_solver,
-    own_solvers,
     record_of,
+    shipped_solvers,
     solver_spec,
     write_samples,
 )
@@ -82,6 +82,7 @@ def compare_solvers(loaded: Loaded, args: Namespace, out: Path) -> str:
     check_steps(steps[0])
     cells = [Cell(name, number) for name in _solvers(args.compare) for number in steps]
     fid, scored = _scoring(loaded, args)
+    print_error(scored["told"])
     for number, cell in enumerate(cells, 1):
         _draw(loaded, args, cell, out / cell.name)
         if fid and not cell.left_out:
@@ -92,12 +93,12 @@ def compare_solvers(loaded: Loaded, args: Namespace, out: Path) -> str:
         raise ValueError(f"no solver can run. {_left_out(cells)[0]}")
     _write(loaded, args, cells, scored, out)
     told = f"{args.num} images a solver and number of steps, and comparison.png, in {out}."
-    return "\n".join([told, scored["told"], *_left_out(cells)])
+    return "\n".join([told, *_left_out(cells)])
 
 
 def _solvers(given: str) -> list[str]:
-    known = list(own_solvers())
-    names = known if given == "solvers" else given.split(",")
+    known = list(shipped_solvers())
+    names = known if given == "solvers" else list(dict.fromkeys(given.split(",")))
     if unknown := [name for name in names if name not in known]:
         raise ValueError(
             f"--compare must be solvers, or some of {','.join(known)}, got {unknown[0]!r}."
@@ -177,7 +178,7 @@ def _scoring(
         metric.add_real_sums(real.sums)
         for images, _ in image_set(folder, "").batches(args.batch_size):
             metric.update(scorer.features(images), real=False)
-        return metric.compute().item()
+        return float(metric.compute())
 
     told = f"FID of {args.num} images by {protocol.name} against {real.name}"
     told += f", floor {real.floor:.4g}."

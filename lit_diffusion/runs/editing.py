@@ -42,15 +42,15 @@ def generator(module: Any, args: Namespace) -> Generate:
 
 
 def _pictures(path: Path, shape: tuple[int, ...]) -> Tensor:
-    found = (file for file in path.glob("*.png") if file.name not in OVERVIEWS)
-    files = sorted(found) if path.is_dir() else [path]
+    numbered = set(path.glob("*.png")) - {path / name for name in OVERVIEWS}
+    files = sorted(numbered) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise ValueError(f"{path} is no picture, and no folder of PNG files.")
     mode = "L" if shape[0] == 1 else "RGB"
-    pictures = [pil_to_tensor(Image.open(file).convert(mode)) for file in files]
-    for file, picture in zip(files, pictures, strict=True):
+    found = [pil_to_tensor(Image.open(file).convert(mode)) for file in files]
+    for file, picture in zip(files, found, strict=True):
         if picture.shape != shape:
             raise ValueError(
                 f"{file} is {tuple(picture.shape)}, but the model's images are {shape}; resize it."
             )
-    return torch.stack(pictures)
+    return torch.stack(found)

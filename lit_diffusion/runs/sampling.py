@@ -111,9 +111,7 @@ def own_solver(loaded: Loaded) -> dict[str, Any]:
     """Class path and arguments of the solver that the module was built with."""
     own: dict[str, Any] | None = loaded.checkpoint["hyper_parameters"].get("solver")
     if own is None:
-        raise ValueError(
-            f"{type(loaded.module).__name__} takes no other solver, steps or guidance."
-        )
+        raise ValueError(f"{type(loaded.module).__name__} takes no other solver or guidance.")
     return own
 
 
@@ -148,10 +146,9 @@ def changed_solver(
     return changed
 
 
-def own_solvers() -> dict[str, str]:
+def shipped_solvers() -> dict[str, str]:
     """Class path by name, of our solvers."""
-    names = short_names().items()
-    return {name: path for name, path in names if path == f"lit_diffusion.solvers.{name}"}
+    return {k: path for k, path in short_names().items() if path == f"lit_diffusion.solvers.{k}"}
 
 
 def solver_spec(given: str) -> dict[str, Any]:
@@ -161,7 +158,7 @@ def solver_spec(given: str) -> dict[str, Any]:
         with suppress(yaml.YAMLError):
             spec = yaml.safe_load(given)
     name = str(spec.get("class_path"))
-    own = own_solvers()
+    own = shipped_solvers()
     paths = {k.lower(): path for k, path in own.items()} | {"dpmpp": own["DPMSolverPP"]}
     if "." not in name and name.lower() not in paths:
         raise ValueError(
