@@ -125,25 +125,41 @@ def changed_solver(
     options = list(args.solver_options)
     if args.steps is not None:
         options.append(f"--solver.steps={args.steps}")
-    if given is not None:
-        if given["class_path"] != own["class_path"]:
-            kept = own.get("init_args", {}).items()
-            own = {**own, "init_args": {k: v for k, v in kept if k in ("steps", "clip")}}
-            if given["class_path"] == short_names()["DDPM"]:
-                variance = "LearnedRange" if module.loss.output_factor == 2 else "FixedSmall"
-                given = {"init_args": {}, **given}
-                given["init_args"].setdefault("variance", variance)
-        options.insert(0, f"--solver={json.dumps(given)}")
+    other = given is not None and given["class_path"] != own["class_path"]
     parser = ArgumentParser(exit_on_error=False)
     with trusting(args.trust):
-        parser.add_argument("--solver", type=Solver, default=own)
+        # with `own` as the default, another class would get the defaults of its arguments too
+        parser.add_argument("--solver", type=Solver, default=None if other else own)
         try:
+            if given is not None:
+                if other:
+                    given = _taking_over(parser, module, own, given, options)
+                options.insert(0, f"--solver={json.dumps(given)}")
             changed: Solver = parser.instantiate(parser.parse_args(options)).solver
         except (ArgumentError, ValueError) as error:
             message = innermost(error)
             dashes = "--" if message.startswith("solver") else ""
             raise ValueError(dashes + message) from error
     return changed
+
+
+def _taking_over(
+    parser: ArgumentParser,
+    module: Any,
+    own: dict[str, Any],
+    given: dict[str, Any],
+    options: Sequence[str],
+) -> dict[str, Any]:
+    """A solver of another class, with what it takes over unless that is given."""
+    said = given.get("init_args", {})
+    if given["class_path"] == short_names()["DDPM"]:
+        variance = "LearnedRange" if module.loss.output_factor == 2 else "FixedSmall"
+        said = {"variance": variance, **said}
+    spec = json.dumps(given | {"init_args": said})
+    takes = parser.parse_args([f"--solver={spec}", *options]).solver
+    known = own.get("init_args", {}).items()
+    kept = {k: v for k, v in known if k in ("steps", "clip") and k in takes.get("init_args", {})}
+    return given | {"init_args": kept | said}
 
 
 def shipped_solvers() -> dict[str, str]:
