@@ -140,7 +140,7 @@ def test_a_run_that_died_ends_as_one_that_did_not(tmp_path, batch, workers):
 @pytest.mark.slow
 def test_a_run_that_died_on_two_ranks_ends_as_one_that_did_not(tmp_path):
     digits(tmp_path / "set")
-    given = "8", "2", str(tmp_path / "set")
+    given = "8", "1", str(tmp_path / "set")
     assert run_on_ranks("resuming_on_ranks.py", tmp_path, *given) == ["undisturbed"] * 2
 
 
