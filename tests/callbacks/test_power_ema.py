@@ -1,10 +1,16 @@
 import pytest
 import torch
-from support.plain_module import PlainModule, assert_close, assert_same_bits, loader, make_trainer
+from support.plain_module import (
+    PlainModule,
+    assert_close,
+    assert_same_bits,
+    by_profile,
+    loader,
+    make_trainer,
+)
 
 from lit_diffusion import load
 from lit_diffusion.callbacks import EMA, PowerEMA, StepSeed
-from lit_diffusion.ema_profiles import exponent
 
 
 class Recorded(PlainModule):
@@ -25,18 +31,6 @@ def fit(folder, module, *callbacks, ckpt_path=None, **options):
     return trainer
 
 
-def by_hand(path, width):
-    """Each weight by the integral of the profile over its step."""
-    edges = torch.arange(len(path) + 1, dtype=torch.float64) / len(path)
-    shares = (edges ** (exponent(width) + 1)).diff()
-    return {
-        name: sum(
-            share * weights[name].double() for share, weights in zip(shares, path, strict=True)
-        )
-        for name in path[0]
-    }
-
-
 def now(module):
     return {name: p.detach().double().clone() for name, p in module.named_parameters()}
 
@@ -47,7 +41,7 @@ def test_the_averages_are_those_by_hand_under_their_names(tmp_path):
     assert ema.names() == ["raw", "ema", "power_0.05", "power_0.2"]
     for name, width in {"ema": 0.05, "power_0.05": 0.05, "power_0.2": 0.2}.items():
         with ema.weights(name):
-            assert_close(now(module), by_hand(module.path, width))
+            assert_close(now(module), by_profile(module.path, width))
     assert ema.state_key == "PowerEMA{'prefix': ''}"
 
 
@@ -80,7 +74,7 @@ def assert_widths(file, path, widths=(0.07, 0.15)):
     """Loaded from the file and its snapshots, they are nearly the direct averages."""
     for width in widths:
         found = now(load(file, f"power_{width}", module=PlainModule()))
-        expected, nearest = by_hand(path, width), by_hand(path, 0.1)
+        expected, nearest = by_profile(path, width), by_profile(path, 0.1)
         for name, value in expected.items():
             error = (found[name] - value).abs().max()
             assert error < 0.2 * (nearest[name] - value).abs().max() + 1e-6
@@ -90,7 +84,7 @@ def test_any_width_is_loaded_from_a_run_and_its_snapshots(tmp_path):
     module, ema = Recorded(), PowerEMA(snapshot_every_n_steps=8)
     file = saved(fit(tmp_path, module, ema, max_steps=64, max_epochs=-1), tmp_path)
     for name in ("power_0.1", "power_0.10"):
-        assert_close(now(load(file, name, module=PlainModule())), by_hand(module.path, 0.1))
+        assert_close(now(load(file, name, module=PlainModule())), by_profile(module.path, 0.1))
     assert_widths(file, module.path)
     with pytest.raises(ValueError, match=r"above 0 and below 0\.289, got 0\.5"):
         load(file, "power_0.5", module=PlainModule())
@@ -104,7 +98,7 @@ def test_accumulated_batches_are_one_step(tmp_path):
     file = saved(fit(tmp_path, module, ema, **options), tmp_path)
     assert snapshots(tmp_path) == list(range(2, 17, 2))
     assert len(module.path) == 16
-    assert_close(now(load(file, module=PlainModule())), by_hand(module.path, 0.05))
+    assert_close(now(load(file, module=PlainModule())), by_profile(module.path, 0.05))
     assert_widths(file, module.path)
 
 
@@ -115,7 +109,7 @@ def test_averages_that_begin_in_the_middle_count_from_there(tmp_path):
     options = {"max_steps": 52, "max_epochs": -1, "ckpt_path": tmp_path / "before.ckpt"}
     file = saved(fit(tmp_path, module, ema, **options), tmp_path)
     assert snapshots(tmp_path) == list(range(4, 33, 4))
-    assert_close(now(load(file, module=PlainModule())), by_hand(module.path, 0.05))
+    assert_close(now(load(file, module=PlainModule())), by_profile(module.path, 0.05))
     assert_widths(file, module.path)
 
 
