@@ -71,8 +71,9 @@ def reconstructed(folder: Path, width: float, step: int, last: Averages) -> dict
         read = last[known] if taken_at == step else _read(files[taken_at], known)
         if _shapes(read) != _shapes(total):
             raise ValueError(
-                f"{files[taken_at]} holds averages of other weights than the checkpoint of step "
-                f"{step}; delete the snapshots of before the change."
+                f"{files.get(taken_at, 'the checkpoint')} holds averages of width {known:g} of "
+                f"other weights than the checkpoint of width {next(iter(last)):g}; delete the "
+                "snapshots of before the change."
             )
         for name, value in read.items():
             total[name] += factor * value.to(total[name])

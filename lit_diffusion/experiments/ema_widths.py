@@ -1,7 +1,6 @@
 """Arms judged by their last FIDs, each at its own best width of averaging (`evaluate --ema`)."""
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
@@ -76,13 +75,15 @@ def _table(arms: Mapping[str, Sequence[ByWidth]], base: str) -> Table:
 
 def fids_by_width(run: Run) -> tuple[Record, ByWidth]:
     """How the widths of a run's last scored step were measured, as most were, and their FIDs."""
-    records = [r for r in run.width_records if (r.get("value") or 0) > 0]
-    last = max((record["step"] for record in records), default=0)
-    records = [record for record in records if record["step"] == last]
-    ways = Counter(repr((_how(record), record.get("sampling"))) for record in records)
-    usual = [r for r in records if repr((_how(r), r.get("sampling"))) == ways.most_common(1)[0][0]]
-    fids = {float(r["weights"].removeprefix("power_")): r["value"] for r in usual}
-    return _how(usual[0]) if usual else {}, fids
+    records = [record for record in run.width_records if (record["value"] or 0) > 0]
+    last = [r for r in records if r["step"] == max(record["step"] for record in records)]
+    if not last:
+        return {}, {}
+    ways = [(_how(record), record.get("sampling")) for record in last]
+    usual = max(ways, key=ways.count)
+    pairs = zip(last, ways, strict=True)
+    fids = {float(r["weights"].removeprefix("power_")): r["value"] for r, w in pairs if w == usual}
+    return usual[0], fids
 
 
 def _how(record: Record) -> Record:

@@ -34,7 +34,8 @@ def score_widths(args: Namespace, widths: Sequence[float]) -> dict[str, Any]:
     checkpoint = read_checkpoint(file)
     for name in names.values():
         named_weights(checkpoint, name, file)
-    run, records = run_of(file) or file.parent, {}
+    run = run_of(file) or file.parent
+    records: dict[float, dict[str, Any]] = {}
     for width, name in names.items():
         records[width] = evaluate(Namespace(**{**vars(args), "weights": name}))
         write_evaluation(run / EMA_CURVE, as_evaluation(records[width]))
@@ -70,21 +71,18 @@ def as_evaluation(found: Mapping[str, Any]) -> FIDRecord:
 
 
 def draw(fids: Mapping[float, float], floor: float, path: Path) -> None:
-    """A curve of FID over width, on logarithmic axes, and the FID of real images."""
+    """A curve of FID over width, which is on a logarithmic axis; its title has that of real images.
+
+    On one axis with the curve, `floor` would make it flat.
+    """
     from matplotlib.figure import Figure
-    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     figure = Figure(figsize=(5, 3.5), layout="constrained")
-    axes = figure.add_subplot(xscale="log", yscale="log")
+    axes = figure.add_subplot(xscale="log", title=f"real images: FID {floor:.3g}")
     axes.plot(list(fids), list(fids.values()), marker="o")
-    axes.axhline(floor, color="gray", linestyle="--", label=f"real images, {floor:.3g}")
     axes.set(xlabel="relative width of the average", ylabel="FID")
     axes.set_xticks(list(fids), [f"{width:g}" for width in fids])
-    axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter(ScalarFormatter())
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    axes.legend()
     with whole_file(path) as file:
         figure.savefig(file, format="png", dpi=120)

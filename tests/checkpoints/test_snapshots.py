@@ -63,9 +63,12 @@ def test_what_the_snapshots_cannot_tell_is_refused(tmp_path):
 def test_snapshots_of_other_weights_are_not_mixed(tmp_path):
     write_snapshot(tmp_path, 10, {0.05: {"a": torch.ones(2)}})
     for last in ({"a": torch.ones(2), "b": torch.ones(2)}, {"a": torch.ones(3)}):
-        with pytest.raises(ValueError, match=r"10\.safetensors holds averages of other weights"):
+        with pytest.raises(ValueError, match=r"10\.safetensors holds averages of width 0\.05 of o"):
             reconstructed(tmp_path, 0.05, 20, {0.05: last})
         drop_after(tmp_path, 10)
+    unlike = {0.05: {"a": torch.ones(2)}, 0.1: {"b": torch.ones(2)}}  # by two callbacks
+    with pytest.raises(ValueError, match=r"the checkpoint holds averages of width 0\.1 of other w"):
+        reconstructed(tmp_path / "none", 0.05, 20, unlike)
     found = reconstructed(tmp_path / "none", 0.05, 20, {0.05: {"a": torch.ones(2)}})
     assert found["a"].tolist() == [1, 1]
 
