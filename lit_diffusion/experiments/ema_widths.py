@@ -75,7 +75,7 @@ def _table(arms: Mapping[str, Sequence[ByWidth]], base: str) -> Table:
 
 def fids_by_width(run: Run) -> tuple[Record, ByWidth]:
     """How the widths of a run's last scored step were measured, as most were, and their FIDs."""
-    records = [record for record in run.width_records if (record["value"] or 0) > 0]
+    records = [record for record in run.width_records if (record.get("value") or 0) > 0]
     last = [r for r in records if r["step"] == max(record["step"] for record in records)]
     if not last:
         return {}, {}
@@ -119,5 +119,9 @@ def _chosen(judged: Sequence[tuple[float, float]], fids: Sequence[ByWidth]) -> s
 
 def _sentence(table: Table, base: str) -> str:
     ends = [f"{row[0]} FID {row[4]} at {row[1]}" for row in table.rows]
-    tests = [f"{row[0]} {row[5]} of {base}'s (p = {row[6]})" for row in table.rows[1:]]
+    tests = [f"{row[0]} {row[5]} of {base}'s ({_p(row[6])})" for row in table.rows[1:]]
     return f"{TITLE}: {'; '.join(ends)}. {'; '.join(tests)}."
+
+
+def _p(text: str) -> str:
+    return "not tested" if text == "-" else f"p {text}" if text[0] == "<" else f"p = {text}"

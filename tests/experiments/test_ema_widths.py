@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,20 @@ def test_arms_are_compared_at_their_own_widths_in_table_and_alert():
     assert told.endswith("fast 0.52 of baseline's (p = 0.002).")
     report = report_on_runs(["sweep"], None, None, None)
     assert (report.tables[TITLE], told in report.warnings) == (table, True)
+
+
+def test_how_sure_it_is_is_said():
+    write_sweep(
+        {
+            arm: [{w: f * 1.001**k for w, f in found[0].items()} for k in range(3)]
+            for arm, found in FIDS.items()
+        }
+    )
+    assert judged()[1][0].endswith("fast 0.50 of baseline's (p < 0.001).")
+    for arm in FIDS:
+        for seed in (1, 2):
+            shutil.rmtree(f"sweep/{arm}/seed-{seed}")
+    assert judged()[1][0].endswith("fast 0.50 of baseline's (not tested).")
 
 
 def test_a_width_within_those_scored_is_no_end():

@@ -26,19 +26,19 @@ class Recorded(Split):
         self.path.append(trained(self.trainer))
 
 
-def fit(folder, steps, ckpt_path=None, **options):
-    """The trainer after a fit of so many steps in all."""
+def fit(folder, epochs, ckpt_path=None, **options):
+    """The trainer after a fit of so many epochs in all, of 4 steps each."""
     ema = PowerEMA(snapshot_every_n_steps=4, prefix="net")
     plugins = [AtomicCheckpointIO()]
-    options |= {"max_steps": steps, "max_epochs": -1, "use_distributed_sampler": False}
+    options |= {"max_epochs": epochs, "use_distributed_sampler": False}
     trainer = make_trainer(folder, ema, plugins=plugins, **options)
     trainer.fit(Recorded(), loader(), ckpt_path=ckpt_path)
     trainer.save_checkpoint(folder / "checkpoints" / "last.ckpt", weights_only=False)
     return trainer
 
 
-def main(folder: Path, steps: str, ckpt_path: str | None = None) -> None:
-    trainer = fit(folder, int(steps), ckpt_path, **strategy(int(os.environ["WORLD_SIZE"])))
+def main(folder: Path, epochs: str, ckpt_path: str | None = None) -> None:
+    trainer = fit(folder, int(epochs), ckpt_path, **strategy(int(os.environ["WORLD_SIZE"])))
     shadows = [shadow for ema in trainer.callbacks[:1] for g in ema._groups for shadow in g.shadows]
     assert all(is_split(tensor) for column in shadows for tensor in column)
     (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(trainer.global_step))
