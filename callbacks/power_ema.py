@@ -91,21 +91,17 @@ class PowerEMA(EMA):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """As EMA; drop the snapshots of steps that are to come."""
         super().on_train_start(trainer, pl_module)
-        self._kept = self._steps
+        self._kept = self.steps
         tries = trainer.fast_dev_run  # type: ignore[attr-defined]
         if self.snapshot_every_n_steps and trainer.is_global_zero and not tries:
             folder = Path(trainer.default_root_dir) / FOLDER
             if count := drop_after(folder, self._kept):
                 rank_zero_info(f"Took {count} snapshots after step {self._kept} out of {folder}.")
 
-    @property
-    def _steps(self) -> int:
-        return max((each.steps for each in [*self._groups, *self._waiting.values()]), default=0)
-
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
         """As EMA; and keep a snapshot where one is due."""
         super().on_train_batch_end(trainer, pl_module, *rest)
-        step, every = self._steps, self.snapshot_every_n_steps
+        step, every = self.steps, self.snapshot_every_n_steps
         if every is None or step % every or step == self._kept:
             return
         self._kept = step
