@@ -113,6 +113,12 @@ class EMA(Callback):
         self._active = self._outside = RAW  # weights in place: now, outside of the evaluation
         self._raw = RawWeights()
 
+    @property
+    def steps(self) -> int:
+        """Optimizer steps since the averages began; of several optimizers, the most."""
+        steps = [group.steps for group in self._groups]
+        return max([*steps, *(average.steps for average in self._waiting.values())], default=0)
+
     # Weights by name
 
     def names(self) -> list[str]:
@@ -375,12 +381,11 @@ class EMA(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Log the decay, and look at the averages, as often as Lightning logs."""
-        steps = max((group.steps for group in self._groups), default=0)
-        if steps and logs_are_due(trainer):
+        if self.steps and logs_are_due(trainer):
             for group in self._groups:
                 group.refuse_nonfinite()
             name = f"ema/decay_{self.prefix}" if self.prefix else "ema/decay"
-            n = steps - self.start
+            n = self.steps - self.start
             decay = self._span(self.decays[0], n - 1, n) if n > 0 else 0.0
             pl_module.log(name, decay)
 

@@ -53,6 +53,7 @@ MAY_IMPORT = {
     "interchange.exported": ({"networks", "system"}, {"safetensors"}),
     "interchange": ({"interchange", "networks", "system"} | MATHS, {"safetensors"}),
     "data.latents": ({"data", "seeding", "system"}, FRAMEWORK | {"safetensors"}),
+    "data.streaming": ({"data", "system"}, FRAMEWORK | {"litdata"}),
     "data": ({"conditioning", "data", "seeding", "system"}, FRAMEWORK | {"sklearn"}),
     "metrics": ({"metrics", "seeding", "system"}, FRAMEWORK | {"safetensors"}),
     "modules.vae": (set(), {"diffusers"}),

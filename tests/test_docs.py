@@ -143,6 +143,8 @@ ELSEWHERE = {
     "cluster.md-1": "likewise, on two nodes",
     "latents.md-0": "by tests/commands/test_encode.py and test_configs.py, with small VAEs",
     "loggers.md-0": "by CI, with the extra named loggers",
+    "streaming.md-0": "by tests/data/test_streaming.py, with digits",
+    "streaming.md-1": "likewise",
     "methods.md-1": "sbatch; test_sweep.py runs the lines that --print gives",
 }
 

@@ -56,24 +56,63 @@ def path(steps):
 @pytest.mark.parametrize("end", [4000, 3300])
 def test_any_width_at_any_step_is_made_of_two_tracked_ones(width, end):
     values, every = path(4000), 125
-    tracked = {exponent(w): averages(values, exponent(w)) for w in (0.05, 0.10)}
+    tracked = {exponent(w): averages(values.tolist(), exponent(w)) for w in (0.05, 0.10)}
     steps = list(range(every, 4001, every)) * 2
     gammas = [gamma for gamma in tracked for _ in range(4000 // every)]
-    factors = coefficients(steps, gammas, end, exponent(width))
+    factors, distance = coefficients(steps, gammas, end, exponent(width))
     snapshots = torch.tensor(
-        [tracked[gamma][step - 1] for step, gamma in zip(steps, gammas, strict=True)]
+        [tracked[gamma][step - 1] for step, gamma in zip(steps, gammas, strict=True)],
+        dtype=torch.float64,
     )
-    expected = averages(values, exponent(width))[end - 1]
+    expected = averages(values.tolist(), exponent(width))[end - 1]
     error = abs((factors * snapshots).sum().item() - expected)
     plain = abs(tracked[exponent(0.10)][end - 1] - expected)
     assert error < (2e-3 if width >= 0.05 else 5e-3)  # narrower than any that was tracked
     assert error < plain or width == 0.1
+    # Cauchy and Schwarz: an average is the integral of its profile times the weights.
+    size = math.sqrt((exponent(width) + 1) ** 2 / (2 * exponent(width) + 1) / end)
+    assert error <= distance * size * (values - values.mean()).norm() + 1e-6
     assert factors.sum() == pytest.approx(1)
+
+
+def profile(tau, step, gamma):
+    return torch.where(tau < step, (gamma + 1) * (tau / step) ** gamma / step, 0)
+
+
+@pytest.mark.parametrize("step", [130, 160])
+@pytest.mark.parametrize("gamma", [3.0, 12.0, 30.0])
+def test_factors_and_distance_are_those_of_least_squares_on_a_grid(step, gamma):
+    steps, gammas = [40, 100, 100, 160], [7.0, 7.0, 17.0, 17.0]
+    tau = (torch.arange(160_000).double() + 0.5) / 1000
+    profiles = [profile(tau, t, g) for t, g in zip(steps, gammas, strict=True)]
+    *first, last = profiles
+    wanted = profile(tau, step, gamma)
+    others = torch.stack([one - last for one in first], 1)  # the last factor is 1 less these
+    found = torch.linalg.lstsq(others, (wanted - last)[:, None]).solution[:, 0]
+    left = (others @ found + last - wanted).norm() / wanted.norm()
+    factors, distance = coefficients(steps, gammas, step, gamma)
+    close(factors, torch.cat([found, 1 - found.sum(0, keepdim=True)]), atol=1e-3)
+    assert distance == pytest.approx(left.item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("width", [0.02, 0.05, 0.1])
+def test_a_width_an_eighth_off_is_a_tenth_away(width):
+    _, distance = coefficients([100], [exponent(width)], 100, exponent(1.125 * width))
+    assert distance == pytest.approx(0.1, abs=0.015)
 
 
 def test_a_tracked_average_is_itself():
     steps, gammas = [100, 200, 300, 300], [7.0, 7.0, 7.0, 17.0]
-    close(coefficients(steps, gammas, 300, 17.0), torch.tensor([0, 0, 0, 1.0]), atol=1e-6)
+    factors, distance = coefficients(steps, gammas, 300, 17.0)
+    close(factors, torch.tensor([0, 0, 0, 1.0]), atol=1e-6)
+    assert distance < 1e-6
+
+
+def test_factors_do_not_depend_on_the_unit_of_time():
+    steps, gammas = list(range(1, 41)) * 2, [7.0] * 40 + [17.0] * 40
+    few, _ = coefficients(steps, gammas, 40, 10.0)
+    many, _ = coefficients([25_000 * step for step in steps], gammas, 1_000_000, 10.0)
+    close(few, many, atol=1e-9)
 
 
 def test_an_average_later_than_all_snapshots_is_refused():

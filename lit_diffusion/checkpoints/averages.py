@@ -143,6 +143,18 @@ def known_weights(checkpoint: Mapping[str, Any], path: str | Path) -> list[str]:
     return [f"{kind}_{decay:g}" for kind, state in found for decay in state["decays"]]
 
 
+def power_averages(
+    checkpoint: Mapping[str, Any], path: str | Path
+) -> tuple[int, dict[float, dict[str, Tensor]]]:
+    """How often the averages of PowerEMA were updated, and these by width; 0 and {} without."""
+    states = [state for kind, state in _averages_in(checkpoint, path) if kind == "power"]
+    averages: dict[float, dict[str, Tensor]] = {}
+    for state in states:
+        for width, shadow in zip(state["decays"], state["shadows"], strict=True):
+            averages.setdefault(width, {}).update(shadow)
+    return max((n for state in states for n in state["steps"].values()), default=0), averages
+
+
 def chosen_weights(
     checkpoint: Mapping[str, Any], weights: str, path: str | Path
 ) -> tuple[str, dict[str, Tensor]]:

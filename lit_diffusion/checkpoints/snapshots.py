@@ -11,14 +11,20 @@ from torch import Tensor
 from lit_diffusion.ema_profiles import coefficients, exponent
 from lit_diffusion.system.files import whole_file
 
+Averages = Mapping[float, Mapping[str, Tensor]]
+"""By width and name."""
+
 FOLDER = "ema-snapshots"
 
+FARTHEST = 0.1
+"""Of a wanted profile, relatively, that snapshots still give: as far as a width an eighth off."""
 
-def write_snapshot(folder: Path, step: int, averages: Mapping[float, Mapping[str, Tensor]]) -> None:
-    """Averages {width: {name: tensor}} after so many optimizer steps, as float32, whole or not."""
+
+def write_snapshot(folder: Path, step: int, averages: Averages) -> None:
+    """Averages after so many of their updates, whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        f"{width:g}/{name}": value.detach().cpu().float().contiguous()
+        f"{width:g}/{name}": value.detach().cpu().contiguous()
         for width, named in averages.items()
         for name, value in named.items()
     }
@@ -26,30 +32,63 @@ def write_snapshot(folder: Path, step: int, averages: Mapping[float, Mapping[str
         file.write(save(tensors))
 
 
-def reconstructed(folder: Path, width: float, step: int) -> dict[str, Tensor]:
-    """The average of a relative width after so many steps, by name, from the snapshots up to then.
+def snapshots_in(folder: Path) -> dict[int, Path]:
+    """Files by the number of updates, the first first."""
+    return {int(f.stem[5:]): f for f in sorted(folder.glob("step-" + 9 * "[0-9]" + ".safetensors"))}
+
+
+def drop_after(folder: Path, step: int) -> int:
+    """Remove snapshots of more updates; how many there were."""
+    later = [file for taken, file in snapshots_in(folder).items() if taken > step]
+    for file in later:
+        file.unlink()
+    return len(later)
+
+
+def reconstructed(folder: Path, width: float, step: int, last: Averages) -> dict[str, Tensor]:
+    """The average of a relative width after so many updates, by name.
+
+    It is made of those of other widths that were `last`, at that step, and of earlier snapshots.
 
     Raises:
-        FileNotFoundError: where there are no snapshots up to then, or none from then on.
-        ValueError: for a width that no profile has, or a damaged file.
+        ValueError: for a width that no profile has or that these cannot tell, a damaged file, or
+            snapshots of different weights.
     """
-    gamma = exponent(width)
-    files = {int(f.stem.partition("-")[2]): f for f in folder.glob("step-*.safetensors")}
-    if not files or max(files) < step:
-        raise FileNotFoundError(
-            f"{folder} holds no snapshot from step {step} on, which an average of width {width:g} "
-            "needs; train with PowerEMA(snapshot_every_n_steps=...)."
+    files = {taken: file for taken, file in snapshots_in(folder).items() if taken < step}
+    parts = [(taken, known) for taken, file in files.items() for known in _widths(file)]
+    parts += [(step, known) for known in last]
+    taken, widths = zip(*parts, strict=True)
+    factors, distance = coefficients(taken, list(map(exponent, widths)), step, exponent(width))
+    if distance > FARTHEST:
+        raise ValueError(
+            f"the width {width:g} at step {step} cannot be told from {len(files)} snapshots in "
+            f"{folder}: the nearest profile is {distance:.0%} off, above {FARTHEST:.0%}. Take one "
+            f"nearer to those tracked ({', '.join(f'{known:g}' for known in last)}), or train with "
+            "PowerEMA(snapshot_every_n_steps=...) of more snapshots."
         )
-    last = min(s for s in files if s >= step)
-    parts = [(s, w) for s in sorted(files) if s <= last for w in _widths(files[s])]
-    factors = coefficients(
-        [s for s, _ in parts], [exponent(w) for _, w in parts], step, gamma
-    ).tolist()
-    total: dict[str, Tensor] = {}
-    for (s, w), factor in zip(parts, factors, strict=True):
-        for name, value in _read(files[s], w).items():
-            total[name] = total.get(name, torch.zeros_like(value)) + factor * value
-    return {name: value.float() for name, value in total.items()}
+    total = _nothing(last)
+    for (taken_at, known), factor in zip(parts, factors.tolist(), strict=True):
+        read = last[known] if taken_at == step else _read(files[taken_at], known)
+        if _shapes(read) != _shapes(total):
+            raise ValueError(
+                f"{files.get(taken_at, 'the checkpoint')} holds averages of width {known:g} of "
+                f"other weights than the checkpoint of width {next(iter(last)):g}; delete the "
+                "snapshots of before the change."
+            )
+        for name, value in read.items():
+            total[name] += factor * value.to(total[name])
+    return {name: value.to(next(iter(last.values()))[name].dtype) for name, value in total.items()}
+
+
+def _nothing(averages: Averages) -> dict[str, Tensor]:
+    """In float64: factors may be large, and of both signs."""
+    first = next(iter(averages.values()))
+    wide = {name: torch.promote_types(value.dtype, torch.float64) for name, value in first.items()}
+    return {name: torch.zeros(value.shape, dtype=wide[name]) for name, value in first.items()}
+
+
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in tensors.items()}
 
 
 def _widths(path: Path) -> list[float]:
@@ -61,7 +100,6 @@ def _widths(path: Path) -> list[float]:
 
 
 def _read(path: Path, width: float) -> dict[str, Tensor]:
-    """In float64: factors are large and of both signs."""
     with safe_open(path, "pt") as file:
         keys = [key for key in file.keys() if float(key.partition("/")[0]) == width]  # noqa: SIM118
-        return {key.partition("/")[2]: file.get_tensor(key).double() for key in keys}
+        return {key.partition("/")[2]: file.get_tensor(key) for key in keys}

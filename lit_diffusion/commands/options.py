@@ -17,7 +17,7 @@ def add_checkpoint(parser: Parser, required: bool) -> None:
     parser.add_argument(
         "--weights",
         default="ema",
-        help="ema (default), ema_<decay> where there are several, or raw: as trained",
+        help="ema (default), ema_<decay> or power_<width> for a certain one, or raw: as trained",
     )
     add_trust(parser, "the checkpoint")
 

@@ -18,9 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from lit_diffusion.data.base import ImageDataModule, Split, require_at_least
+from lit_diffusion.data.base import ImageDataModule, Split, require_at_least, rows_of
 from lit_diffusion.data.datasets import Batch, ImageDataset, mirror
-from lit_diffusion.seeding import fold
 from lit_diffusion.system.files import whole_file
 
 INDEX = "index.json"
@@ -227,8 +226,4 @@ class Latents(ImageDataModule):
     def _rows(self, split: Split, num: int) -> Tensor:
         if isinstance(self.val, Path):
             return torch.arange(num)
-        if self.val >= num:
-            raise ValueError(f"val={self.val} cannot be held out of the {num} in {self.train}.")
-        order = torch.tensor([fold("held out", n) for n in range(num)]).argsort()
-        chosen = order[: self.val] if split == "val" else order[self.val :]
-        return chosen.sort().values
+        return rows_of(split, num, self.val, self.train)

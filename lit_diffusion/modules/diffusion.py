@@ -35,6 +35,7 @@ from lit_diffusion.protocols import (
     Process,
     Quantile,
     Solver,
+    Watch,
 )
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms, run_seed, seed_step
 from lit_diffusion.solvers.editing import Begun, RePaint, Tail
@@ -90,6 +91,7 @@ class DiffusionModule(LightningModule):
         timestep_density: (num_bins,) unnormalised density over u in [0, 1] that training times are
             drawn from; None is uniform.
         timestep_weight: (num_bins,) factor on the loss per bin of u; None is 1.
+        watch: told of every step by which samples are generated; None is nobody.
 
     Source: Ho et al. 2020 (DDPM), algorithm 1, with every choice an argument.
     """
@@ -138,6 +140,7 @@ class DiffusionModule(LightningModule):
         self.network.to(memory_format=self.memory_format)
         self.timestep_density: Tensor | None = None
         self.timestep_weight: Tensor | None = None
+        self.watch: Watch | None = None
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
         self._val_loss = MeanMetric(nan_strategy="disable")
@@ -306,9 +309,9 @@ class DiffusionModule(LightningModule):
         noise = PerSampleNoise(seeds)
         start = noise.draw(self.image_shape).to(self.device)
         with eval_mode(self.network):
-            watch = SampleWatch(self._guided(move_data_to_device(labels, self.device)))
-            x0 = solver.sample(watch, process, start, noise.randn_like)
-        watch.refuse_non_finite(x0, seeds, steps_of_fit(self))
+            denoise = SampleWatch(self._guided(move_data_to_device(labels, self.device)))
+            x0 = solver.sample(denoise, process, start, noise.randn_like, self.watch)
+        denoise.refuse_non_finite(x0, seeds, steps_of_fit(self))
         return self.codec.decode(x0)
 
     def denoise_for(self, labels: Condition) -> Denoise:

@@ -10,6 +10,8 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
+from lit_diffusion.metrics.images import OVERVIEWS
+
 Generate = Callable[[Sequence[int], Sequence[int], Any], Tensor]
 """(numbers of samples, their seeds, labels) -> images uint8 (N, C, H, W)."""
 
@@ -40,7 +42,8 @@ def generator(module: Any, args: Namespace) -> Generate:
 
 
 def _pictures(path: Path, shape: tuple[int, ...]) -> Tensor:
-    files = sorted(set(path.glob("*.png")) - {path / "grid.png"}) if path.is_dir() else [path]
+    numbered = set(path.glob("*.png")) - {path / name for name in OVERVIEWS}
+    files = sorted(numbered) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise ValueError(f"{path} is no picture, and no folder of PNG files.")
     mode = "L" if shape[0] == 1 else "RGB"

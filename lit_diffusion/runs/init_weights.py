@@ -8,9 +8,9 @@ from pathlib import Path
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lit_diffusion.checkpoints.averages import averages_in, chosen_weights
+from lit_diffusion.checkpoints.averages import averages_in
 from lit_diffusion.checkpoints.content import kind_of, uncompiled
-from lit_diffusion.checkpoints.loading import checkpoint_file
+from lit_diffusion.checkpoints.loading import checkpoint_file, named_weights
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.interchange.exported import is_exported, read_exported
 
@@ -54,10 +54,11 @@ def read_init(source: str) -> tuple[str, dict[str, Tensor]]:
     """What --init_weights names, in words, and its weights by the names that a module has.
 
     Args:
-        source: checkpoint, run folder or exported network; with ":raw", ":ema" or ":ema_<decay>" a
-            choice of a checkpoint's weights, whose default is the average if there is one.
+        source: checkpoint, run folder or exported network; with ":raw", ":ema", ":ema_<decay>" or
+            ":power_<width>" a choice of a checkpoint's weights, whose default is the average if
+            there is one.
     """
-    match = re.fullmatch(r"(.+):(raw|ema(?:_[\w.+-]+)?)", source)
+    match = re.fullmatch(r"(.+):(raw|(?:ema|power)(?:_[\w.+-]+)?)", source)
     path, weights = Path(match[1] if match else source), match[2] if match else None
     if is_exported(path):
         record, state = read_exported(path)
@@ -68,7 +69,7 @@ def read_init(source: str) -> tuple[str, dict[str, Tensor]]:
     path = checkpoint_file(path)
     checkpoint = read_checkpoint(path)
     weights = weights or ("ema" if averages_in(checkpoint, path) else "raw")
-    name, averages = chosen_weights(checkpoint, weights, path)
+    name, averages = named_weights(checkpoint, weights, path)
     return f"{name} weights of {path}", {**uncompiled(checkpoint["state_dict"]), **averages}
 
 

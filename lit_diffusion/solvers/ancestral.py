@@ -1,6 +1,7 @@
 """DDPM and DDIM: steps along q(x_s | x_t, x0), with as much new noise as wanted."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -91,6 +92,7 @@ class DDIM:
     eta: float = 0.0
     times: TimeGrid | None = None
     clip: bool = True
+    usual: ClassVar[TimeGrid] = Sections()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -143,7 +145,7 @@ class DDIM:
 
     def _grid(self, process: Process) -> tuple[Tensor, Tensor]:
         """(steps + 1,) times, and the (steps,) standard deviations of new noise."""
-        times = finite_grid(self.times or Sections(), process, self.steps)
+        times = finite_grid(self.times or self.usual, process, self.steps)
         std = self.eta * posterior(process, times).variance.sqrt()
         if (std > process.alpha_sigma(times)[1][1:]).any():
             raise ValueError(f"eta = {self.eta} is more noise than {process} has; use at most 1.")
@@ -160,14 +162,14 @@ class Euler(DDIM):
     Args:
         steps: evaluations of the network.
         eta: as DDIM's.
-        times: grid; None is `Sections()`.
+        times: grid; None is `Even()`.
         clip: whether x0 is clamped to [-1, 1].
 
     Source: Lipman et al. 2023 (Flow Matching), section 6; Karras et al. 2022 (EDM), algorithm 1
     without its second evaluation.
     """
 
-    times: TimeGrid | None = field(default_factory=Even)
+    usual: ClassVar[TimeGrid] = Even()
 
 
 @dataclass(frozen=True)
@@ -177,11 +179,11 @@ class EulerAncestral(DDIM):
     Args:
         steps: evaluations of the network.
         eta: share of the posterior's standard deviation that is drawn anew.
-        times: grid; None is `Sections()`.
+        times: grid; None is `Karras()`.
         clip: whether x0 is clamped to [-1, 1].
 
     Source: Song et al. 2021 (DDIM), Eq. 16; k-diffusion's `sample_euler_ancestral`, which it is.
     """
 
     eta: float = 1.0
-    times: TimeGrid | None = field(default_factory=Karras)
+    usual: ClassVar[TimeGrid] = Karras()

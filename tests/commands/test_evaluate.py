@@ -25,6 +25,7 @@ MAKING = {
     "--out": "other",
     "--weights": "ema",
     "--labels": 1,
+    "--prompt": "seven",
     "--steps": 2,
     "--solver": "ddim",
     "--guidance": 1,

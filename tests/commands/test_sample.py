@@ -40,6 +40,13 @@ def averaged(folder):
         ("--classifier run --guidance_interval 1,2", "goes with --guidance or --weaker."),
         ("--classifier run", "--classifier run is a DiffusionModule."),
         ("--out run/checkpoints/last.ckpt", "--out run/checkpoints/last.ckpt is a file"),
+        ("--compare nonsense", "--compare must be solvers, or some of DDIM,DDPM,"),
+        ("--compare DDIM,", "got ''."),
+        ("--compare DDIM --compare_steps 0,2", "steps must be at least 1, got 0."),
+        ("--compare DDIM --compare_steps x", "must be integers such as 0,1,2, got 'x'"),
+        ("--compare_steps 2", "--compare_steps needs --compare."),
+        ("--compare solvers --trajectory --steps 0", "leave out --steps, --trajectory."),
+        ("--compare solvers --solver.eta 1 --mask m.png", "leave out --mask, --solver.eta."),
         (
             "--solver heunn",
             "--solver must be one of DDIM, DDPM, DPMSolverPP, DPMSolverPP2S, Euler, "

@@ -689,3 +689,13 @@ def test_an_inpainted_image_keeps_what_is_masked_to_the_last_bit():
     assert torch.equal(made[..., :3], images[..., :3])
     assert (made[..., 3:] != images[..., 3:]).float().mean() > 0.5
     assert torch.equal(made[1:2], trained.inpaint(images[1:2], mask, [1], resamples=2))
+
+
+def test_whoever_watches_is_told_of_every_step_however_samples_are_made():
+    trained, images = module(solver=DDIM(4)), data(2).tensors[0]
+    alone, told = trained.generate(range(2)), []
+    trained.watch = lambda step, t, x_t, x0: told.append(step)
+    assert torch.equal(trained.generate(range(2)), alone)
+    trained.edit(images, range(2), strength=0.5)
+    trained.inpaint(images, torch.zeros(1, 1, 8, 8), range(2), resamples=2)
+    assert told == [0, 1, 2, 3, 0, 1, 0, 1, 2, 3]

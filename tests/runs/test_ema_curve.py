@@ -9,6 +9,9 @@ from support.small_digits import write_digits, write_small_digits
 
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.checkpoints.snapshots import write_snapshot
+from lit_diffusion.experiments.ema_widths import fids_by_width
+from lit_diffusion.experiments.found_runs import Run
+from lit_diffusion.runs.loggers import read_evaluations
 
 RUN = "evaluate --checkpoint run --extractor digits-cnn --reference real --num 24 --steps 2"
 
@@ -37,17 +40,31 @@ def scored(options, capsys):
     return json.loads(capsys.readouterr().out)
 
 
-def test_each_width_is_scored_as_if_alone_and_the_best_is_named(capsys):
-    found = scored("--ema 0.1,0.05,0.07", capsys)
+def test_each_width_is_scored_as_if_alone_and_kept_for_compare(capsys):
+    found = scored("--ema 0.1,0.05,0.07 --labels 3,1", capsys)
     assert list(found["widths"]) == ["0.05", "0.07", "0.1"]
     fids = {width: record["fid"] for width, record in found["widths"].items()}
     assert len(set(fids.values())) == 3
     assert str(found["best"]) == min(fids, key=lambda width: fids[width])
-    for width in ("0.05", "0.07"):
-        alone = scored(f"--weights power_{width}", capsys)
-        assert alone["fid"] == fids[width]
-        assert found["widths"][width]["samples"]["weights"] == f"power_{width}"
+    alone = scored("--weights power_0.07 --labels 3,1", capsys)
+    assert alone["fid"] == fids["0.07"]
+    assert found["widths"]["0.07"] == alone
     assert Image.open(found["figure"]).size[0] > 400
+    kept = read_evaluations("run/ema-curve.jsonl")
+    assert {str(float(r["weights"][6:])): r["value"] for r in kept} == fids
+    for known in kept:
+        assert (known["step"], known["seeds"], known["labels"]) == (9, [0, 24], "3,1")
+        assert (known["num_fake"], known["num_real"], known["data"]) == (24, 40, alone["data"])
+        assert known["sampling"] == alone["samples"]["sampling"]
+        assert known["floor"] == alone["fid_floor"]
+    how, measured = fids_by_width(Run(Path("run")))
+    assert (how["step"], {str(width): fid for width, fid in measured.items()}) == (9, fids)
+
+
+def test_a_width_that_the_run_cannot_give_is_refused_before_any_is_scored(capsys):
+    assert call(f"{RUN} --ema 0.05,0.27") == 2
+    assert "the width 0.27 at step 9 cannot be told from 2 snapshots" in capsys.readouterr().err
+    assert not Path("run/ema-curve.jsonl").exists()
 
 
 def test_what_goes_with_one_average_alone_is_refused(capsys):

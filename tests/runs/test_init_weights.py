@@ -87,6 +87,7 @@ def test_a_resume_goes_on_and_does_not_begin_again(caplog):
     [
         ("nowhere", "There is no checkpoint at nowhere"),
         ("old:ema_0.5", "has no weights 'ema_0.5'; it has raw, ema_0.9"),
+        ("old:power_0.1", "has no weights 'power_0.1'; it has raw, ema_0.9"),
         ("foreign.ckpt", "none of its weights (wings.weight, ...) fits the model"),
     ],
 )

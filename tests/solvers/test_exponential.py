@@ -4,12 +4,10 @@ from support.golden import Z
 from support.solving import (
     COSINE,
     SHAPE,
-    k_diffusion_data,
     no_noise,
 )
-from support.toy import EndsInNoise, gaussian_denoiser, gaussian_flow
+from support.toy import EndsInNoise, gaussian_denoiser, gaussian_flow, mixture_denoiser
 
-from lit_diffusion.gaussian import expand_as
 from lit_diffusion.processes import EDMProcess, LinearFlow
 from lit_diffusion.solvers import (
     DPMSolverPP,
@@ -32,16 +30,6 @@ def test_steps_before_a_log_snr_of_minus_10_are_wasted():
     assert error(LogSNR(noisiest=-10.0)) < 0.7 * error(LogSNR())
 
 
-def data(process):
-    """Half the data N(-0.5, 0.2^2), half N(0.5, 0.2^2)."""
-
-    def denoise(x, t):
-        alpha, sigma = (expand_as(v, x) for v in process.alpha_sigma(t))
-        return k_diffusion_data("mix")(x / alpha, (sigma / alpha).flatten())
-
-    return denoise
-
-
 @pytest.mark.parametrize("process", [COSINE, EDMProcess(), LinearFlow(1e-3)], ids=repr)
 @pytest.mark.parametrize(
     "solver",
@@ -62,7 +50,7 @@ def test_two_modes_are_reproduced(solver, process):
         return torch.randn(x.shape, generator=generator, dtype=x.dtype)
 
     start = randn_like(torch.empty(20_000, 1, 1, 1, dtype=torch.float64))
-    end = solver.sample(data(process), process, start, randn_like).flatten()
+    end = solver.sample(mixture_denoiser(process), process, start, randn_like).flatten()
     n, m, v = len(end), 0.5, 0.2**2
     for power, (expected, spread) in {
         1: (0.0, m**2 + v),

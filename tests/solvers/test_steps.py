@@ -1,16 +1,25 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from support.golden import Z, close, load, tensor
+from support.schedulers import both
 from support.solving import (
     COSINE,
+    LINEAR,
     SHAPE,
     Recorder,
     k_diffusion_data,
     no_noise,
 )
-from support.toy import CountedNoise, EndsInNoise, gaussian_denoiser, gaussian_flow
+from support.toy import (
+    CountedNoise,
+    EndsInNoise,
+    gaussian_denoiser,
+    gaussian_flow,
+    mixture_denoiser,
+)
 
 from lit_diffusion.gaussian import FixedSmall
 from lit_diffusion.processes import (
@@ -29,7 +38,7 @@ from lit_diffusion.solvers import (
     Heun,
     UniPC,
 )
-from lit_diffusion.timesteps import Even, Karras, LogSNR
+from lit_diffusion.timesteps import Even, Karras, LogSNR, ShiftedGrid
 
 EVERY = [COSINE, ContinuousVP(), EDMProcess(), VE(0.002), LinearFlow()]
 
@@ -85,6 +94,77 @@ def test_solvers_equal_k_diffusion_in_its_own_process(kind, tag, solver):
     close(solver.sample(denoise, EDMProcess(), Z(expected.shape, 950), noise), expected)
     assert len(denoise.times) == load("case11_kdiffusion")[f"{kind}/{tag}/model_calls"]
     assert noise.calls == load("case11_kdiffusion")[f"{kind}/{tag}/noise_calls"]
+
+
+DPM, EDM_DPM = "DPMSolverMultistepScheduler", "EDMDPMSolverMultistepScheduler"
+WHOLE = {"lower_order_final": False}
+SDE, KARRAS = {"algorithm_type": "sde-dpmsolver++"}, {"use_karras_sigmas": True}
+SHIFTED = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 3.0}
+EDM, FLOW = EDMProcess(), LinearFlow()
+SCHEDULERS = [
+    (DPM, WHOLE | {"solver_order": 1}, DPMSolverPP(order=1), LINEAR),
+    (DPM, WHOLE | {"prediction_type": "v_prediction"}, DPMSolverPP(), LINEAR),
+    (DPM, WHOLE | KARRAS | {"solver_order": 3}, DPMSolverPP(order=3), LINEAR),
+    (DPM, WHOLE | SHIFTED, DPMSolverPP(), FLOW),
+    (DPM, WHOLE | SDE | {"solver_order": 1}, DPMSolverPP(order=1, eta=1.0), LINEAR),
+    (DPM, WHOLE | SDE, DPMSolverPP(eta=1.0), LINEAR),
+    ("DPMSolverSinglestepScheduler", {"use_exponential_sigmas": True}, DPMSolverPP2S(), LINEAR),
+    ("UniPCMultistepScheduler", {"solver_order": 1}, UniPC(order=1), LINEAR),
+    ("UniPCMultistepScheduler", KARRAS, UniPC(), LINEAR),
+    ("UniPCMultistepScheduler", SHIFTED | {"solver_order": 3}, UniPC(order=3), FLOW),
+    ("EulerDiscreteScheduler", KARRAS, Euler(), LINEAR),
+    ("EulerAncestralDiscreteScheduler", {}, EulerAncestral(), LINEAR),
+    ("HeunDiscreteScheduler", {"prediction_type": "sample"}, Heun(), LINEAR),
+    ("DDIMScheduler", {"clip_sample": False}, DDIM(), LINEAR),
+    ("DDIMScheduler", {"clip_sample": False}, DDIM(eta=1.0), LINEAR),
+    ("DDPMScheduler", {"clip_sample": False}, DDPM(FixedSmall()), LINEAR),
+    ("FlowMatchEulerDiscreteScheduler", {"shift": 3.0}, Euler(), FLOW),
+    ("EDMEulerScheduler", {}, Euler(), EDM),
+    (EDM_DPM, WHOLE, DPMSolverPP(), EDM),
+    (EDM_DPM, WHOLE | SDE, DPMSolverPP(eta=1.0), EDM),
+    (EDM_DPM, WHOLE | {"solver_order": 3}, DPMSolverPP(order=3), EDM),
+]
+
+
+def scheduler_of(name, options, process, steps=9):
+    diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    betas = {"trained_betas": process.betas.betas().tolist()} if process is LINEAR else {}
+    made = getattr(diffusers, name)(**options, **betas)
+    made.set_timesteps(steps)
+    return made
+
+
+@pytest.mark.parametrize(("name", "options", "solver", "process"), SCHEDULERS)
+def test_solvers_equal_diffusers_schedulers_to_their_float32(name, options, solver, process):
+    scheduler, solver = scheduler_of(name, options, process), replace(solver, clip=False)
+    called = {"eta": solver.eta} if name == "DDIMScheduler" else {}
+    theirs, ours = both(
+        scheduler, solver, process, mixture_denoiser(process), Z(SHAPE, 1).float(), **called
+    )
+    assert ours.std() > 0.2
+    close(theirs, ours, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "grid", "process"),
+    [
+        (DPM, KARRAS, Karras(), LINEAR),
+        (DPM, {"use_exponential_sigmas": True}, LogSNR(), LINEAR),
+        (DPM, {"use_lu_lambdas": True}, LogSNR(), LINEAR),
+        ("EDMEulerScheduler", {}, Karras(), EDM),
+        (EDM_DPM, {"sigma_schedule": "exponential"}, LogSNR(), EDM),
+    ],
+)
+def test_grids_equal_diffusers(name, options, grid, process):
+    alpha, sigma = process.alpha_sigma(grid.grid(process, 9))
+    close(scheduler_of(name, options, process).sigmas, sigma / alpha, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_shifted_times_equal_diffusers(shift):
+    scheduler = scheduler_of("FlowMatchEulerDiscreteScheduler", {"shift": shift}, FLOW)
+    scheduler.set_timesteps(sigmas=Even().grid(FLOW, 9)[:-1].tolist())
+    close(scheduler.sigmas, ShiftedGrid(Even(), shift).grid(FLOW, 9), rtol=1e-6)
 
 
 @pytest.mark.parametrize("process", [EndsInNoise(), LinearFlow()], ids=repr)

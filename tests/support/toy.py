@@ -49,6 +49,19 @@ def gaussian_denoiser(process: Process, mean: float = 0.3, std: float = 0.5):
     return denoise
 
 
+def mixture_denoiser(process: Process, mean: float = 0.5, std: float = 0.2):
+    """The exact E[x0 | x_t] for data half N(-mean, std^2), half N(mean, std^2)."""
+
+    def denoise(x: Tensor, t: Tensor) -> Denoised:
+        alpha, sigma = (expand_as(v, x) for v in process.alpha_sigma(t))
+        variance = alpha**2 * std**2 + sigma**2
+        side = mean * torch.tanh(mean * alpha * x / variance)
+        x0 = (alpha * std**2 * x + sigma**2 * side) / variance
+        return Denoised(x0, (x - alpha * x0) / sigma)
+
+    return denoise
+
+
 def gaussian_flow(process: Process, x: Tensor, t: float, mean: float = 0.3, std: float = 0.5):
     """Where the probability-flow ODE takes x_t of those data at t = 0: a straight rescaling about
     the mean."""
