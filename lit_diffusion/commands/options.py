@@ -55,6 +55,28 @@ def add_sampling(parser: Parser) -> None:
         help="another solver: DDIM, DDPM, DPMSolverPP, Euler, Heun, UniPC, ..., or a class path, "
         "with arguments as in YAML or by --solver.NAME=VALUE",
     )
+    _add_guidance(parser)
+    parser.add_argument(
+        "--init",
+        metavar="P",
+        help="picture, or folder of PNG files, to begin at or to keep parts of",
+    )
+    parser.add_argument(
+        "--strength",
+        type=float,
+        help="share of the solver's steps that are taken from there (default 0.6)",
+    )
+    parser.add_argument(
+        "--mask", metavar="PNG", help="white where --init is kept; the rest is made to fit"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the first image (default 0)")
+    parser.add_argument(
+        "--batch-size", type=int, default=64, metavar="B", help="images at a time (default 64)"
+    )
+    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+
+
+def _add_guidance(parser: Parser) -> None:
     parser.add_argument(
         "--guidance", type=float, metavar="S", help="scale of classifier-free guidance; 1 is none"
     )
@@ -79,24 +101,6 @@ def add_sampling(parser: Parser) -> None:
         metavar="C",
         help="checkpoint of a NoisyClassifier to guide by, with --guidance S (default 1)",
     )
-    parser.add_argument(
-        "--init",
-        metavar="P",
-        help="picture, or folder of PNG files, to begin at or to keep parts of",
-    )
-    parser.add_argument(
-        "--strength",
-        type=float,
-        help="share of the solver's steps that are taken from there (default 0.6)",
-    )
-    parser.add_argument(
-        "--mask", metavar="PNG", help="white where --init is kept; the rest is made to fit"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the first image (default 0)")
-    parser.add_argument(
-        "--batch-size", type=int, default=64, metavar="B", help="images at a time (default 64)"
-    )
-    parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
 
 
 def parse_sampling(parser: Parser, options: Sequence[str]) -> argparse.Namespace:
