@@ -1,4 +1,4 @@
-"""How much samples still change from one evaluation to the next: convergence without real images."""
+"""How much samples still change from one evaluation to the next: needs no real images."""
 
 from typing import Any, cast
 

@@ -25,7 +25,7 @@ def signal_and_noise(first: Tensor, second: Tensor, batch_size: int) -> tuple[fl
     G is the mean gradient of a sample, Sigma the covariance; tr(Sigma) / |G|^2 is the simple noise
     scale, the batch size at which noise is as large as signal.
 
-    Source: McCandlish et al. 2018 (arXiv 1812.06162), section 2.2 and appendix A.1, from two halves.
+    Source: McCandlish et al. 2018 (arXiv 1812.06162), section 2.2 and appendix A.1; by halves.
 
     Example:
         >>> signal_and_noise(torch.tensor([3.0, 1.0]), torch.tensor([3.0, -1.0]), batch_size=8)
