@@ -8,6 +8,7 @@ from support.tiny_diffusion import images
 from torch import nn
 
 from lit_diffusion.callbacks import EMA
+from lit_diffusion.data.digits import Digits
 from lit_diffusion.modules.gan import GANModule, Hinge, NonSaturating
 from lit_diffusion.networks.biggan import BigGANDiscriminator, BigGANGenerator
 from lit_diffusion.networks.dcgan import DCGANDiscriminator, DCGANGenerator
@@ -33,14 +34,16 @@ def dcgan(**changes):
     return GANModule(**{**arguments, **changes})
 
 
-def biggan(**changes):
+def biggan(num_classes=3, **changes):
     torch.manual_seed(0)
     sizes = {"width": 8, "attention_at": 4}
     return dcgan(
-        generator=BigGANGenerator(3, 1, (2, 2, 2), latent_dim=6, label_dim=5, smallest=2, **sizes),
-        discriminator=BigGANDiscriminator(3, 1, (2, 2, 2), image_size=8, **sizes),
+        generator=BigGANGenerator(
+            num_classes, 1, (2, 2, 2), latent_dim=6, label_dim=5, smallest=2, **sizes
+        ),
+        discriminator=BigGANDiscriminator(num_classes, 1, (2, 2, 2), image_size=8, **sizes),
         loss=Hinge(),
-        num_classes=3,
+        num_classes=num_classes,
         **changes,
     )
 
@@ -125,7 +128,8 @@ def fit(folder, *extra, **options):
         max_epochs=-1,
         enable_checkpointing=bool(extra),
     )
-    trainer.fit(biggan(), images(16, 4), images(8, 4), **options)
+    module = biggan(num_classes=10)
+    trainer.fit(module, Digits(batch_size=128, num_workers=0, seed=0), **options)
     trainer.save_checkpoint(folder / "end.ckpt")
     return torch.load(folder / "end.ckpt", weights_only=True)
 
