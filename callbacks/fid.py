@@ -59,6 +59,11 @@ class FIDEvaluation(RunsEveryNSteps):
             batch that gives them, (N, C, H, W). None takes the batch itself, its first part, or the
             one image tensor of a dictionary. Floats are taken if they are 256 levels over [0, 1] or
             over [-1, 1].
+        second_look: whether `evaluations.jsonl` also tells what the same samples score by other
+            measures: the FID beside held-out images, if `reference` is "train"; Frechet distances
+            of pixels and of an untrained network's features; each with its floor; precision and
+            recall, by the extractor and in pixels; and the share of samples that are nearer to a
+            training image than the median held-out image is (0.5 is usual, copies give 1).
 
     Raises:
         ValueError: a number out of its range; at the start of a run, missing weights or data.
@@ -83,6 +88,7 @@ class FIDEvaluation(RunsEveryNSteps):
         cache_dir: str | None = None,
         repeats_at_end: int = 0,
         images: Where = None,
+        second_look: bool = True,
     ) -> None:
         super().__init__(every_n_steps)
         _require(num_samples >= 2, "num_samples", ">= 2", num_samples)
@@ -99,7 +105,7 @@ class FIDEvaluation(RunsEveryNSteps):
         self.repeats_at_end = repeats_at_end
         cache = user_cache() if cache_dir is None else Path(cache_dir)
         self._measurement = FIDMeasurement(
-            num_samples, self.protocol, reference, weights, batch_size, cache, images
+            num_samples, self.protocol, reference, weights, batch_size, cache, images, second_look
         )
         self._evaluated_step: int | None = None
         self.best_score: float | None = None
@@ -125,7 +131,7 @@ class FIDEvaluation(RunsEveryNSteps):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Raise now rather than at step 10,000."""
         super().setup(trainer, pl_module, stage)
-        self._measurement.references.clear()  # the data may be others than in the last run
+        self._measurement.looks.clear()  # the data may be others than in the last run
         self._evaluated_step, self._unsaved = None, False
         if stage == "fit":  # what a checkpoint has is loaded after this
             self.best_score = self.best_step = self.image_count = None
@@ -162,7 +168,7 @@ class FIDEvaluation(RunsEveryNSteps):
         if not trainer.fast_dev_run:  # type: ignore[attr-defined]
             if isinstance(self.protocol, TrainedCNN) and trainer.is_global_zero:
                 self.protocol.copy_to(Path(trainer.default_root_dir))
-            _, reference = self._measurement.real(trainer, pl_module, "val")
+            reference = self._measurement.real(trainer, pl_module, "val").views[0].reference
             varying = self._measurement.varying(trainer, pl_module)
             self._forget_best_of_others(self._measured_with(reference, varying))
 

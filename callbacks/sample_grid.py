@@ -32,6 +32,7 @@ from lit_diffusion.callbacks.parts.fixed_items import spread
 from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
 from lit_diffusion.metrics.batches import Where
+from lit_diffusion.metrics.copies import nearest, share_below
 from lit_diffusion.metrics.images import MODES
 from lit_diffusion.metrics.reference import RealImages
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
@@ -168,7 +169,7 @@ class SampleGrid(RunsEveryNSteps):
         self._publish(trainer, "nearest", weights, image_grid(pairs))
         if self._usual is None:
             return {}
-        return {self.metric_names()[0]: (distances < self._usual).double().mean().item()}
+        return {self.metric_names()[0]: share_below(distances, self._usual)}
 
     def _read_bank(
         self, train: RealImages | None, val: RealImages | None, shape: tuple[int, ...]
@@ -270,19 +271,3 @@ def class_captions(labels: Sequence[int], names: Sequence[str], num: int) -> lis
     """
     known = dict(enumerate(names))
     return [known.get(labels[i % len(labels)], "") for i in range(num)]
-
-
-def nearest(images: Tensor, bank: Tensor, chunk: int = 4096) -> tuple[Tensor, Tensor]:
-    """Distance and index of the image of `bank` that is nearest to each of `images`, in L2.
-
-    Both are (., C, H, W) uint8; the bank is compared in chunks.
-
-    Example:
-        >>> bank = torch.arange(0, 250, 50, dtype=torch.uint8).view(5, 1, 1, 1)
-        >>> nearest(torch.tensor([[[[60]]], [[[190]]]], dtype=torch.uint8), bank)
-        (tensor([10., 10.]), tensor([1, 4]))
-    """
-    queries = images.flatten(1).float()
-    distances = [torch.cdist(queries, part.flatten(1).float()) for part in torch.split(bank, chunk)]
-    found = torch.cat(distances, dim=1).min(dim=1)
-    return found.values, found.indices

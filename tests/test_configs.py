@@ -10,6 +10,7 @@ import yaml
 from support.cifar10_files import published_as, write
 from support.commands import call
 from support.forked_ranks import Forker
+from support.mnist_files import write as write_mnist
 from support.pictures import class_folders, save
 from support.stated_settings import ARMS, EXPERIMENTS, flat
 
@@ -81,6 +82,7 @@ def test_every_config_is_started_by_a_test():
         "patches",
         "folder",
         "fast",
+        "mnist",
         *chain(*FOLDERS.values()),
     }
     assert {f.name for f in CONFIGS.glob("arms/*") if f.is_dir()} == FOLDERS.keys()
@@ -109,6 +111,16 @@ def test_a_folder_of_pictures_starts(monkeypatch, tmp_path):
         save(tmp_path / "pictures" / f"{i}.jpg", seed=i, size=(80, 70))
     options = [EMPTY, NARROW, "--data.init_args.train=pictures", "--data.init_args.val=3"]
     assert fit("folder.yaml", *options) == 0
+
+
+@pytest.mark.parametrize("arm", ["", "decayed", "textbook", "fast"])
+def test_mnist_starts_as_its_comments_say(monkeypatch, tmp_path, arm):
+    monkeypatch.chdir(tmp_path)
+    write_mnist(tmp_path / "data", train=40, val=20)
+    out = f"--config {CONFIGS / 'mnist.yaml'} --out mnist-cnn.safetensors --steps 1"
+    assert call(f"train-extractor {out}") == 0
+    options = [f"--config={CONFIGS}/arms/digits/{arm}.yaml"] if arm else []
+    assert fit("mnist.yaml", *options) == 0
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)

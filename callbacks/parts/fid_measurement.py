@@ -17,10 +17,10 @@ from lit_diffusion.callbacks.parts.inference import inference, providers, weight
 from lit_diffusion.metrics.batches import Where
 from lit_diffusion.metrics.clock import EvaluationClock
 from lit_diffusion.metrics.extractors import FIDProtocol
-from lit_diffusion.metrics.frechet import FrechetDistance
 from lit_diffusion.metrics.images import open_images
 from lit_diffusion.metrics.record import FIDRecord, finite_or_none
 from lit_diffusion.metrics.reference import RealImages, Reference, Scorer, measure
+from lit_diffusion.metrics.second_look import LookedAt, SecondLook, View, look_closely
 from lit_diffusion.protocols import DescribesSampling
 from lit_diffusion.seeding import classes_of
 
@@ -38,8 +38,9 @@ class FIDMeasurement:
     batch_size: int
     cache: Path
     images: Where = None
+    second_look: bool = True
     _scorer: Scorer | None = None
-    references: dict[str, Reference] = field(default_factory=dict)
+    looks: dict[str, SecondLook] = field(default_factory=dict)
 
     def record(
         self,
@@ -56,15 +57,14 @@ class FIDMeasurement:
         behind the weights.
         """
         clock = EvaluationClock(metric, self.num_samples)
-        scorer, reference = self.real(trainer, module, metric.split("/")[0])
-        distance = scorer.metric()
-        if trainer.is_global_zero:
-            distance.add_real_sums(reference.sums)
+        look = self.real(trainer, module, metric.split("/")[0])
+        samples = look.begin()
         seeds = range(first_seed, first_seed + self.num_samples)
         with weights_in_place(trainer, self.weights), inference(trainer, module):
-            bad = self._add_samples(trainer, module, scorer, distance, clock, seeds)
+            bad = self._add_samples(trainer, module, samples, clock, seeds)
         lost = trainer.strategy.reduce(bad, reduce_op="sum").nonzero().flatten().tolist()
-        value = float("nan") if lost else distance.compute().item()
+        with clock.phase("second look"):
+            value, more = (float("nan"), {}) if lost else samples.compute()
         record = FIDRecord(
             metric=metric,
             value=finite_or_none(value),
@@ -72,8 +72,9 @@ class FIDMeasurement:
             images=images,
             non_finite=len(lost),
             non_finite_seeds=[seeds[i] for i in lost[:8]],
+            second_look={name: finite_or_none(number) for name, number in more.items()},
             seconds=clock.seconds(),
-            **self._how(module, reference, seeds),
+            **self._how(module, look.views[0].reference, seeds),
             **self.varying(trainer, module),
         )
         # One number for all: what follows has collectives, and rounding may differ between devices.
@@ -83,8 +84,7 @@ class FIDMeasurement:
         self,
         trainer: Trainer,
         module: LightningModule,
-        scorer: Scorer,
-        distance: FrechetDistance,
+        samples: LookedAt,
         clock: EvaluationClock,
         seeds: range,
     ) -> Tensor:
@@ -99,9 +99,7 @@ class FIDMeasurement:
                 images, failed = generated(module, mine or seeds[:1])
             if mine and images is not None:
                 with clock.phase("features"):
-                    features = scorer.features(images)
-                    failed = list(compress(mine, (~features.isfinite().all(1)).tolist()))
-                    distance.update(features, real=False)
+                    failed = list(compress(mine, (~samples.add(images)).tolist()))
             lost = [seeds.index(seed) for seed in failed if seed in mine]
             bad[torch.tensor(lost, dtype=torch.int64)] = 1
             clock.tick(len(mine) * trainer.world_size)
@@ -132,22 +130,21 @@ class FIDMeasurement:
             "sampling": module.sampling_record() if isinstance(module, DescribesSampling) else {},
         }
 
-    def real(
-        self, trainer: Trainer, module: LightningModule, stage: str
-    ) -> tuple[Scorer, Reference]:
-        """The extractor and the statistics of the real images, made when first needed."""
+    def real(self, trainer: Trainer, module: LightningModule, stage: str) -> SecondLook:
+        """The extractors and the statistics of the real images, made when first needed."""
         name = "test" if stage == "test" and self.reference in SPLITS else self.reference
         with isolate_rng():  # networks draw their first weights, a DataLoader a seed
             if self._scorer is None or self._scorer.device != module.device:
                 extractor = self.protocol.build().to(module.device)
                 self._scorer = Scorer(self.protocol, extractor, module.device, self.batch_size)
-            if name not in self.references:
-                self.references[name] = self._measure_real(trainer, module, self._scorer, name)
-        return self._scorer, self.references[name]
+                self.looks.clear()
+            if name not in self.looks:
+                self.looks[name] = self._look(trainer, module, self._scorer, name)
+        return self.looks[name]
 
-    def _measure_real(
+    def _look(
         self, trainer: Trainer, module: LightningModule, scorer: Scorer, name: str
-    ) -> Reference:
+    ) -> SecondLook:
         others = None
         if name in SPLITS:
             real = split_images(trainer, name, self.images)
@@ -161,7 +158,8 @@ class FIDMeasurement:
             )
         num_classes = getattr(module, "num_classes", None)
         labels = classes_of(range(self.num_samples), num_classes) if num_classes else None
-        reference = measure(scorer, real, others, self.num_samples, self.cache, labels)
+        about = (self.num_samples, self.cache, labels)
+        reference = measure(scorer, real, others, *about)
         sd, draws = reference.floor_sd, len(reference.floors)
         spread = "" if sd is None else f" +- {sd:.2g} over {draws} draws"
         rank_zero_info(
@@ -174,7 +172,10 @@ class FIDMeasurement:
                 f"{fewest} images cannot fill a covariance of {scorer.num_features} features: the "
                 "FID will be far above that of more samples; compare it with its floor only."
             )
-        return reference
+        first = View("", scorer, reference)
+        return (
+            look_closely(first, real, others, *about) if self.second_look else SecondLook((first,))
+        )
 
 
 def averaging_decay(trainer: Trainer, name: str) -> float | None:

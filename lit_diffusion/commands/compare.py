@@ -86,11 +86,11 @@ def _are_tables(names: Sequence[str]) -> bool:
 
 
 def _lines(report: "Report") -> Iterator[str]:
-    from lit_diffusion.experiments.report.headline import basis, doubts, headline
+    from lit_diffusion.experiments.report.headline import basis, doubts
     from lit_diffusion.experiments.report.wording import verdict_text
 
     comparison = report.comparison
-    yield headline(comparison)
+    yield report.headline
     yield f"{basis(comparison)} {doubts(comparison)}".rstrip()
     for result in comparison.results:
         yield f"  {result.arm.name}: {verdict_text(result, comparison)}"

@@ -221,6 +221,23 @@ def mean_crossing(crossings: Sequence[Crossing]) -> Crossing:
     return Crossing(mean, *bounds)
 
 
+def by_measure(arms: Sequence[Arm], name: str) -> list[Arm]:
+    """The arms that know another distance, which has the place of FID; lost where a seed lacks it.
+
+    An arm knows it where each of its seeds tells it once.
+    """
+    knowing = [
+        arm for arm in arms if all(any(name in look for look in c.looks) for c in arm.curves)
+    ]
+    return [Arm(arm.name, tuple(_with(curve, name) for curve in arm.curves)) for arm in knowing]
+
+
+def _with(curve: Curve, name: str) -> Curve:
+    values = (look.get(name, math.nan) for look in curve.looks)
+    fids = tuple(value if value > 0 else math.nan for value in values)
+    return replace(curve, fids=fids, repeats=(), looks=())
+
+
 def by_images(arms: Sequence[Arm]) -> list[Arm] | None:
     """The arms with images in the place of steps; None where unknown, or as many a step in all."""
     rates = [rate for arm in arms if (rate := images_a_step(arm)) is not None]

@@ -1,7 +1,8 @@
 """FIDs as CSV: a row an evaluation, with the columns arm, step and fid.
 
-There may be columns seed, images and repeat. Rows with a repeat of 1, 2, ... hold FIDs of the last
-step from other samples. What `compare` writes as curves.csv is such a file.
+There may be columns seed, images and repeat, and what a second look found, such as pixels. Rows
+with a repeat of 1, 2, ... hold FIDs of the last step from other samples. What `compare` writes as
+curves.csv is such a file.
 """
 
 import csv
@@ -10,6 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lit_diffusion.experiments.comparison import Arm
 from lit_diffusion.experiments.curves import Curve
+from lit_diffusion.metrics.second_look import DISTANCES, SHARES
+
+LOOKED_AT = (*DISTANCES, *(f"{name} floor" for name in DISTANCES), *SHARES)
 
 
 def read_arms(paths: Sequence[str]) -> list[Arm]:
@@ -53,7 +57,8 @@ def _evaluation(row: Mapping[str, str], place: str) -> dict[str, float]:
     if not row["arm"]:
         raise ValueError(f"{place}: the arm has no name.")
     numbers = {}
-    for name, empty in (("step", ""), ("repeat", "0"), ("fid", "nan"), ("images", "nan")):
+    told = (("step", ""), ("repeat", "0"), ("fid", "nan"), ("images", "nan"))
+    for name, empty in (*told, *((name, "nan") for name in LOOKED_AT if row.get(name))):
         try:
             numbers[name] = float(row.get(name, "") if row.get(name, "") != "" else empty)
         except (TypeError, ValueError):  # None, where a row is short
@@ -68,7 +73,9 @@ def _curve(arm: str, seed: str, found: list[dict[str, float]]) -> Curve:
     points = [one for one in found if not one["repeat"]]
     steps, fids, images = (tuple(one[k] for one in points) for k in ("step", "fid", "images"))
     repeats = tuple(one["fid"] for one in found if one["repeat"] and one["step"] in steps[-1:])
+    looks = tuple({k: v for k, v in one.items() if k in LOOKED_AT} for one in points)
+    seen = None if any(map(math.isnan, images)) else images
     try:
-        return Curve(seed, steps, fids, None if any(map(math.isnan, images)) else images, repeats)
+        return Curve(seed, steps, fids, seen, repeats, looks if any(looks) else ())
     except ValueError as error:
         raise ValueError(f"arm {arm}, {error}") from error

@@ -1,7 +1,7 @@
 """FID over training: when a run reaches a target, how much it wavers, how sure one FID is."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
@@ -47,6 +47,8 @@ class Curve:
         fids: (N,) > 0; NaN where the samples were not finite.
         images: (N,) images seen by then, increasing; None where that is not known.
         repeats: FIDs of the last weights from other samples, beside `fids[-1]`.
+        looks: (N,) what the samples of each FID score by other measures, by their names
+            (`metrics.second_look`); () where no evaluation tells.
 
     Raises:
         ValueError: If lengths differ, steps are not as above, or an FID is not positive.
@@ -57,6 +59,7 @@ class Curve:
     fids: tuple[float, ...]
     images: tuple[float, ...] | None = None
     repeats: tuple[float, ...] = ()
+    looks: tuple[Mapping[str, float], ...] = ()
 
     def __post_init__(self) -> None:
         steps, told = self.steps, f"seed {self.seed}:"

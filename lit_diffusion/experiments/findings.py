@@ -66,15 +66,28 @@ def notes(selection: Selection, arms: Sequence[Arm]) -> list[str]:
 
 def alerts(selection: Selection) -> list[str]:
     """What a reader should know together with the headline."""
+    told = _tuned(selection)
     resampled = _resampled(selection)
     others = [name for name, changed in resampled.items() if changed.keys() - {*_OF_TRAINING}]
     if not others:
-        return []
+        return told
     who = others[0] if len(others) == 1 else f"{len(others)} arms"
     return [
+        *told,
         f"Other samplers than {selection.baseline}'s in {who}: a gain may be the sampler's, not "
-        "the training's."
+        "the training's.",
     ]
+
+
+def _tuned(selection: Selection) -> list[str]:
+    """What the numbers of arms were tuned on, beside what FID is by here."""
+    arms = dict[str, list[str]]()
+    for name, runs in selection.arms.items():
+        arms.setdefault(str(runs[0].config.get("tuned_on") or ""), []).append(name)
+    told = "; ".join(f"{', '.join(names)} on {what}" for what, names in arms.items() if what)
+    point = selection.arms[selection.baseline][0].points(selection.metric)[-1]
+    by = f"{point.get('protocol')}, {point.get('reference')}"
+    return [f"Tuned: {told}. FID here is by {by}."] if told else []
 
 
 def _pairs(selection: Selection, arm: Arm) -> Iterable[tuple[Run, Curve]]:

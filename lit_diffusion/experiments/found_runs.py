@@ -32,7 +32,7 @@ _SEED = re.compile(r"(?:(?P<arm>.+)[-_])?seed[-_]?(?P<seed>\d+)", re.IGNORECASE)
 # Settings that seeds of one arm may differ in.
 _FREE = {
     *("seed_everything", "ckpt_path", "default_root_dir", "cache_dir", "save_dir", "num_workers"),
-    *("accelerator", "enable_progress_bar", "enable_model_summary"),
+    *("accelerator", "enable_progress_bar", "enable_model_summary", "tuned_on"),
 }
 
 
@@ -145,6 +145,7 @@ class Run:
                 if step > end
             ]
         images: list[Any] = [point.get("images") for point in points]
+        looks = [point.get("second_look") or {} for point in points]
         try:
             return Curve(
                 self.seed,
@@ -152,6 +153,7 @@ class Run:
                 tuple(_fid(point) for point in points),
                 None if None in images else tuple(map(float, images)),
                 tuple(map(_fid, again)),
+                tuple(map(_numbers, looks)) if any(looks) else (),
             )
         except (TypeError, OverflowError) as error:
             raise ValueError(f"seed {self.seed}: {error}.") from error
@@ -237,6 +239,10 @@ def error_of(read: Callable[[], object]) -> str | None:
 
 def _fid(record: Record) -> float:
     return math.nan if record["value"] is None else float(record["value"])
+
+
+def _numbers(look: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(value) for name, value in look.items() if value is not None}
 
 
 def _read(file: Path | None) -> dict[str, Any]:

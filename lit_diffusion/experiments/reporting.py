@@ -10,6 +10,7 @@ from lit_diffusion.experiments.comparison import Arm, by_images, compare
 from lit_diffusion.experiments.curve_tables import read_arms
 from lit_diffusion.experiments.found_runs import find_runs, is_fid
 from lit_diffusion.experiments.report.report import Report
+from lit_diffusion.experiments.report.second_look import look_again
 from lit_diffusion.experiments.selection import select
 
 T = TypeVar("T")
@@ -78,4 +79,5 @@ def _report(arms: Sequence[Arm], baseline: str, target: float | None) -> Report:
     base = comparison.baseline
     of = f"{base.lost} of {len(base.curves)} seeds"
     lost = [f"The last FID of the baseline, {base.name}, is not finite in {of}."]
-    return Report(comparison, again, alerts=lost if base.lost else [])
+    others = look_again(comparison)
+    return Report(comparison, again, alerts=lost if base.lost else [], others=others)

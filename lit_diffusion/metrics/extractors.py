@@ -30,8 +30,7 @@ from lit_diffusion.metrics.weights import (
 from lit_diffusion.system.files import whole_file
 
 
-@runtime_checkable
-class FIDProtocol(Protocol):
+class Features(Protocol):
     """A feature extractor under a name."""
 
     @property
@@ -55,6 +54,11 @@ class FIDProtocol(Protocol):
 
     def build(self) -> nn.Module:
         """A module in eval mode: uint8 (N, channels, H, W) -> features (N, its num_features)."""
+
+
+@runtime_checkable
+class FIDProtocol(Features, Protocol):
+    """An extractor that an FID goes by, and torch-fidelity's other scores."""
 
     def fidelity_arguments(self) -> dict[str, Any]:
         """Arguments that make `torch_fidelity.calculate_metrics` use this extractor."""

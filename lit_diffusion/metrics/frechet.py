@@ -11,9 +11,10 @@ class FrechetDistance(FrechetInceptionDistance):
     """FID of features that come in batches; float64 sums, reduced over processes.
 
     |mu_1 - mu_2|^2 + tr(S_1 + S_2 - 2 (S_1 S_2)^(1/2)) for the means mu and covariances S of the
-    fake and of the real features. torchmetrics does the computing; it crashes the process on a NaN,
-    so this looks first. `compute()` is float64, not below 0 (rounding gives -1e-13 for equal sets),
-    and NaN if any feature was not finite. Every process must call it.
+    fake and of the real features. torchmetrics adds the features up; its roots of S_1 S_2, which is
+    not symmetric, do not converge for some covariances that lack rank, so this has its own.
+    `compute()` is float64, not below 0 (rounding gives -1e-13 for equal sets), and NaN if any
+    feature was not finite. Every process must call it.
 
     Source: Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule Converge to a Local
     Nash Equilibrium", Eq. 6.
@@ -42,7 +43,25 @@ class FrechetDistance(FrechetInceptionDistance):
         sums = (self.fake_features_cov_sum, self.real_features_cov_sum)
         if not all(bool(total.isfinite().all()) for total in sums):
             return torch.full((), torch.nan, dtype=torch.float64, device=self.device)
-        return super().compute().clamp(min=0)
+        mean_1, cov_1 = self._moments("fake")
+        mean_2, cov_2 = self._moments("real")
+        values, vectors = torch.linalg.eigh(cov_1)
+        root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+        # S_1 S_2 has the eigenvalues of S_1^(1/2) S_2 S_1^(1/2), which is symmetric.
+        shared = torch.linalg.eigvalsh(root @ cov_2 @ root).clamp(min=0).sqrt().sum()
+        apart = (mean_1 - mean_2).square().sum()
+        distance: Tensor = apart + cov_1.trace() + cov_2.trace() - 2 * shared
+        return distance.clamp(min=0)
+
+    def _moments(self, kind: str) -> tuple[Tensor, Tensor]:
+        """Mean and covariance of the fake or of the real features."""
+        count, total, outer = (
+            getattr(self, f"{kind}_features_{what}") for what in ("num_samples", "sum", "cov_sum")
+        )
+        if count < 2:
+            raise RuntimeError(f"a covariance needs two {kind} images or more, got {count}.")
+        mean = total / count
+        return mean, (outer - count * mean.outer(mean)) / (count - 1)
 
     def real_sums(self) -> dict[str, Tensor]:
         """What is known of the real images, summed over processes: a collective."""

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from lit_diffusion.system.files import replace_text
 # What an evaluation finds out; all else in its record is how it measured.
 _RESULTS = {
     *("images", "value", "floor", "floor_sd", "floor_images"),
-    *("non_finite", "non_finite_seeds", "seconds"),
+    *("non_finite", "non_finite_seeds", "seconds", "second_look"),
 }
 
 
@@ -41,6 +41,7 @@ class FIDRecord:
     floor_images: str  # which ones, and how many
     non_finite: int  # number of samples that are NaN or infinite
     non_finite_seeds: list[int]  # the first of them
+    second_look: dict[str, float | None] = field(default_factory=dict)  # metrics/second_look.py
     seconds: dict[str, float]  # generate, features, total, estimated; of the first process
 
 

@@ -5,7 +5,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Protocol, runtime_checkable
@@ -16,11 +16,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from lit_diffusion.metrics.batches import Where, uint8_images
-from lit_diffusion.metrics.extractors import FIDProtocol, match_channels
+from lit_diffusion.metrics.extractors import Features, match_channels
 from lit_diffusion.metrics.frechet import REAL_SUMS, FrechetDistance
 from lit_diffusion.seeding import fold
 from lit_diffusion.system.files import whole_file
 from lit_diffusion.system.ranks import from_all, from_first, place
+
+FEWEST = 4
+"""Images of a reference, at least."""
 
 DRAWS = 10
 """Draws of real images whose FIDs are averaged."""
@@ -94,6 +97,10 @@ class RealImages:
 
     def fingerprint(self) -> str:
         """16 hex digits that change with any pixel."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         if self.known_fingerprint is not None:
             return self.known_fingerprint()
         digest = hashlib.sha256()
@@ -155,7 +162,7 @@ class Scorer:
     Sums are kept on that device, on the CPU if it has no float64.
     """
 
-    protocol: FIDProtocol
+    protocol: Features
     extractor: nn.Module
     device: torch.device
     batch_size: int
@@ -221,7 +228,7 @@ def measure(
     Raises:
         ValueError: If there are fewer than 4 real images, or fewer than 2 others.
     """
-    if len(real) < 4 or (others is not None and len(others) < 2):
+    if len(real) < FEWEST or (others is not None and len(others) < 2):
         raise ValueError(
             f"an FID needs at least 4 real images and 2 others for its floor, got {len(real)} of "
             f"{real.name}" + (f" and {len(others)} of {others.name}." if others else ".")
@@ -247,7 +254,7 @@ def measure(
 
 
 def _cache_name(
-    protocol: FIDProtocol, prints: list[str], num_samples: int, labels: Sequence[int] | None
+    protocol: Features, prints: list[str], num_samples: int, labels: Sequence[int] | None
 ) -> str:
     """Of a file of statistics: whatever they depend on. "draws" is how the floor is measured."""
     counts = repr(sorted(Counter(labels).items())) if labels else ""

@@ -21,7 +21,8 @@ from lit_diffusion.metrics.reference import (
     images_of_split,
     measure,
 )
-from lit_diffusion.metrics.score import score
+from lit_diffusion.metrics.score import image_set, score
+from lit_diffusion.metrics.second_look import DISTANCES, View, look_closely
 from lit_diffusion.runs.loggers import read_evaluations
 from lit_diffusion.runs.sampling import (
     RECORD,
@@ -44,18 +45,23 @@ def evaluate(args: Namespace) -> dict[str, Any]:
     protocol.check()
     real, others = _reference(args, loaded)
     kept = nullcontext(args.out) if args.out or args.images else tempfile.TemporaryDirectory()
+    scorer = Scorer(protocol, protocol.build().to(device), device, args.batch_size)
     with kept as folder:
         made = _samples(args, loaded, folder, len(real))
-        fake = args.images or folder
+        fake = image_set(args.images or folder, "fake")
         found = score(fake, real, protocol, batch_size=args.batch_size, device=str(device))
-    scorer = Scorer(protocol, protocol.build().to(device), device, args.batch_size)
-    floor = measure(scorer, real, others, found["num_fake"], user_cache(), _labels(loaded, made))
+        about = (real, others, len(fake), user_cache(), _labels(loaded, made))
+        floor = measure(scorer, *about)
+        samples = look_closely(View("", scorer, floor), *about).begin()
+        for images, _ in fake.batches(args.batch_size):
+            samples.add(images)
     return found | {
         "fid_floor": floor.floor,
         "floor_sd": floor.floor_sd,
         "floor_images": floor.floor_images,
         "reference": real.name,
         "data": floor.fingerprint,
+        "second_look": samples.compute()[1],
         "samples": made,
     }
 
@@ -133,11 +139,15 @@ def _labels(loaded: Loaded | None, made: dict[str, Any]) -> list[int] | None:
 def table(record: dict[str, Any]) -> str:
     """The scores of a record, for people."""
     floor = f"{record['fid_floor']:.4g}: {record['floor_images']}"
+    look = record["second_look"]
+    others = [name for name in DISTANCES if name in look]
     rows = [
         (f"FID {record['num_fake']}", f"{record['fid']:.4g}   (floor {floor})"),
+        *((name, f"{look[name]:.4g}   (floor {look[f'{name} floor']:.4g})") for name in others),
         ("KID", f"{record['kid']:.4g} +- {record['kid_std']:.2g}"),
-        ("precision", f"{record['precision']:.3f}"),
-        ("recall", f"{record['recall']:.3f}"),
+        ("precision", f"{record['precision']:.3f}, in pixels {look['pixel precision']:.3f}"),
+        ("recall", f"{record['recall']:.3f}, in pixels {look['pixel recall']:.3f}"),
+        *(("memorized", f"{share:.3f}") for share in [look.get("memorized")] if share is not None),
         ("IS", f"{record['inception_score']:.4g} +- {record['inception_score_std']:.2g}"),
         ("protocol", f"{record['protocol']}, {record['num_real']} real ({record['reference']})"),
     ]

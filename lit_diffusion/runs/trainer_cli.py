@@ -121,6 +121,11 @@ class RunCLI(SubcommandCLI):
             args=self._arguments(),
         )
 
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Beside the model's, the data's and the Trainer's."""
+        told = "what numbers of this config were tuned on, in words; `compare` says it"
+        parser.add_argument("--tuned_on", type=str | None, help=told)
+
     def _arguments(self) -> list[str]:
         """The command line, after what it wins over: the checkpoint's model and run config."""
         request, configs = self.request, []

@@ -67,12 +67,18 @@ def test_every_evaluation_is_written_with_its_protocol(tmp_path):
     first, second = records(tmp_path)
     assert (first["step"], second["step"]) == (8, 16)
     seconds = first.pop("seconds")
-    assert set(seconds) == {"generate", "features", "total", "estimated"}
+    assert set(seconds) == {"generate", "features", "second look", "total", "estimated"}
     value, data = first.pop("value"), first.pop("data")
     assert value > 0
     assert len(data) == 16
     assert first.pop("floor") > 0
     assert first.pop("floor_sd") is None  # 8 images of 8
+    look = first.pop("second_look")
+    assert look["pixels"] > 0
+    assert set(look) == {
+        *("pixels", "pixels floor", "random-cnn", "random-cnn floor"),
+        *("precision", "recall", "pixel precision", "pixel recall", "memorized"),
+    }
     assert first == {
         "metric": f"val/fid_{NUM}_raw",
         "step": 8,
@@ -92,6 +98,11 @@ def test_every_evaluation_is_written_with_its_protocol(tmp_path):
         "non_finite": 0,
         "non_finite_seeds": [],
     }
+
+
+def test_a_second_look_can_be_left_out(tmp_path):
+    fit(tmp_path, [fid(tmp_path, second_look=False)])
+    assert records(tmp_path)[0]["second_look"] == {}
 
 
 def test_sampling_and_labels_are_recorded_as_the_module_tells_them(tmp_path):
@@ -509,7 +520,7 @@ def test_a_cached_second_run_puts_no_real_image_through_the_extractor(tmp_path):
     for number in range(2):
         fit(tmp_path / str(number), [fid(tmp_path, built=built)])
     first, second = built
-    assert first.seen == 30 + 8 + NUM  # reference, floor, samples
+    assert first.seen == 30 + 8 + 30 + NUM  # reference, floor, neighbours, samples
     assert second.seen == NUM
     assert records(tmp_path / "0")[0]["value"] == records(tmp_path / "1")[0]["value"]
 
@@ -908,6 +919,8 @@ def test_one_two_and_three_processes_make_the_same_evaluations(tmp_path):
         for record, reference in zip(found, expected, strict=True):
             assert record["value"] == pytest.approx(reference["value"], rel=1e-12)
             assert record["floor"] == pytest.approx(reference["floor"], rel=1e-12)
+            look = pytest.approx(reference["second_look"], rel=1e-6)
+            assert record["second_look"] == look
             assert (record["num_real"], record["data"]) == (31, reference["data"])
             assert record["images"] == processes * record["step"]
 

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_diffusion.callbacks import EMA, SampleGrid, sample_grid
-from lit_diffusion.callbacks.sample_grid import image_grid, log_picture, nearest
+from lit_diffusion.callbacks.sample_grid import image_grid, log_picture
 from lit_diffusion.protocols import NonFiniteSamples
 from lit_diffusion.runs.loggers import AppendingCSVLogger, read_rows
 
@@ -179,18 +179,6 @@ def test_captions_stand_below_images_of_any_channels(channels):
     assert len(written) == max(channels, 3) - (channels == 2)
     plain = image_grid(images)
     assert written.shape[1] - plain.shape[1] == 13 * ((plain.shape[1] - 2) // (40 * 5 + 2))
-
-
-def test_nearest_equals_brute_force_in_any_chunks():
-    generator = torch.Generator().manual_seed(0)
-    images, bank = (
-        torch.randint(0, 256, (n, 3, 5, 4), generator=generator).to(torch.uint8) for n in (40, 300)
-    )
-    distance = (images[:, None].double() - bank[None].double()).flatten(2).norm(dim=-1)
-    for chunk in (7, 300, 4096):
-        found, index = nearest(images, bank, chunk)
-        assert torch.equal(index, distance.argmin(1))
-        torch.testing.assert_close(found.double(), distance.min(1).values)
 
 
 def noise(num, seed):

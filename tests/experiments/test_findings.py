@@ -114,6 +114,14 @@ def test_a_gain_that_may_be_the_samplers_is_alerted(way):
     ]
 
 
+def test_what_an_arm_was_tuned_on_is_said_beside_what_its_fid_is_by():
+    write_arm(Path("sweep/md"), 1.1)
+    for run in [*Path("sweep/clts").iterdir(), *Path("sweep/md").iterdir()]:
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        (run / "config.yaml").write_text(yaml.safe_dump(config | {"tuned_on": "digits-cnn"}))
+    assert alerts() == ["Tuned: clts, md on digits-cnn. FID here is by digits-cnn, val."]
+
+
 @pytest.mark.parametrize("way", [SAMPLING | {"process": "EDMProcess()"}, {}, None])
 def test_another_process_or_none_that_is_known_is_no_alert(way):
     for run in Path("sweep/clts").iterdir():

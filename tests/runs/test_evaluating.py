@@ -125,3 +125,13 @@ def test_real_images_score_better_than_noise(capsys):
         call(f"evaluate --images {images} --reference real --extractor digits-cnn")
         fids.append(json.loads(capsys.readouterr().out)["fid"])
     assert fids[0] < fids[1] / 4
+
+
+def test_a_second_look_is_printed_and_recorded(run, capsys):
+    assert call(f"{RUN} --num 20 --steps 2") == 0
+    told = capsys.readouterr()
+    look = json.loads(told.out)["second_look"]
+    for name in ("pixels", "random-cnn"):
+        assert f"{name:<11}{look[name]:.4g}   (floor {look[f'{name} floor']:.4g})" in told.err
+    assert f"memorized  {look['memorized']:.3f}" in told.err
+    assert f"in pixels {look['pixel recall']:.3f}" in told.err

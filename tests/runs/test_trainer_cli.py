@@ -195,6 +195,11 @@ def test_the_saved_config_gives_the_same_run_again():
     assert equal(weights("runs/tiny"), weights("runs/again"))
 
 
+def test_what_the_numbers_were_tuned_on_stays_with_the_run():
+    call(f"{FIT} --tuned_on=digits-cnn")
+    assert yaml.safe_load(Path("runs/tiny/config.yaml").read_text())["tuned_on"] == "digits-cnn"
+
+
 # Resuming
 
 

@@ -7,6 +7,7 @@ from lit_diffusion.experiments.by_seed import by_seed_table
 from lit_diffusion.experiments.comparison import FIRST_ROWS, HEADLINE_SEEDS, Comparison
 from lit_diffusion.experiments.report.headline import basis, doubts, headline, winners_text
 from lit_diffusion.experiments.report.markdown import code, escaped
+from lit_diffusion.experiments.report.second_look import caveat, last_table, speed_table
 from lit_diffusion.experiments.report.tables import (
     Table,
     fid_table,
@@ -37,6 +38,7 @@ class Report:
         left_out: run and reason, of runs that take no part.
         protocol: how the FIDs were measured, by name.
         tables: further ones, by title; None where there is nothing to show.
+        others: the comparison by other measures of the same samples, by their names.
         score: what is compared, in a word, which stands wherever a text of ours says FID.
     """
 
@@ -48,7 +50,13 @@ class Report:
     protocol: Mapping[str, str] = field(default_factory=dict)
     tables: Mapping[str, Table | None] = field(default_factory=dict)
     samples: Sequence[SamplePicture] = ()
+    others: Mapping[str, Comparison] = field(default_factory=dict)
     score: str = "FID"
+
+    @property
+    def headline(self) -> str:
+        """Which arm won, whether that is noise, and by which measures it does not lead."""
+        return f"{headline(self.comparison)} {caveat(self.comparison, self.others)}".rstrip()
 
     @property
     def warnings(self) -> list[str]:
@@ -108,7 +116,7 @@ def _first(report: Report) -> list[str]:
     if report.left_out:
         warnings.append(f"Runs that take no part: {len(report.left_out)}; see To bear in mind.")
     return [
-        _title(comparison),
+        _title(report),
         escaped(basis(comparison)),
         *(f"> {escaped(warning)}" for warning in warnings),
         "![Speed-ups; the table below has the numbers](speedups.png)",
@@ -118,8 +126,8 @@ def _first(report: Report) -> list[str]:
     ]
 
 
-def _title(comparison: Comparison) -> str:
-    who, sentence = winners_text(comparison), headline(comparison)
+def _title(report: Report) -> str:
+    who, sentence = winners_text(report.comparison), report.headline
     bold = f"**{escaped(who)}** " if who else ""
     return f"# {bold}{escaped(sentence.removeprefix(who))}"
 
@@ -145,6 +153,8 @@ def _details(report: Report) -> list[str]:
         found.append(_SAMPLES.format(escaped(report.samples[0].weights)))
     tables = {
         "Seed by seed": by_seed_table(report.comparison),
+        "By other measures": speed_table(report.others),
+        "What the last samples are like": last_table(arms) if report.others else None,
         "How steady the FIDs are": steadiness_table(arms),
         **report.tables,
     }

@@ -210,7 +210,9 @@ def _curve_rows(arm: str, curve: Curve) -> list[dict[str, Any]]:
     found = [(*point, 0) for point in zip(curve.steps, images, curve.fids, strict=True)]
     found += [(curve.steps[-1], images[-1], fid, k) for k, fid in enumerate(curve.repeats, start=1)]
     names = ("step", "images", "fid", "repeat")
-    return [{"arm": arm, "seed": curve.seed, **dict(zip(names, row, strict=True))} for row in found]
+    rows = [{"arm": arm, "seed": curve.seed, **dict(zip(names, row, strict=True))} for row in found]
+    looks: list[Mapping[str, float]] = [*curve.looks, *({} for _ in rows[len(curve.looks) :])]
+    return [{**row, **look} for row, look in zip(rows, looks, strict=True)]
 
 
 def to_csv(records: Iterable[Mapping[str, Any]]) -> str:

@@ -45,10 +45,10 @@ def test_extractor_and_real_images_are_read_once_until_the_data_may_be_others(tm
     module, run = fitted
     built = []
     made = measurement(tmp_path, built)
-    _, first = made.real(run, module, "val")
-    assert made.real(run, module, "val")[1] is first
-    made.references.clear()
-    assert made.real(run, module, "val")[1] is not first
+    first = made.real(run, module, "val")
+    assert made.real(run, module, "val") is first
+    made.looks.clear()
+    assert made.real(run, module, "val") is not first
     assert len(built) == 1
 
 

@@ -1,0 +1,93 @@
+"""MNIST, whole in memory."""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torchvision.datasets import MNIST as Source
+from torchvision.datasets.mnist import read_image_file, read_label_file
+
+from lit_diffusion.data.base import Awaited, ImageDataModule, Split
+from lit_diffusion.data.datasets import TensorImages
+
+_PREFIX = {"train": "train", "val": "t10k"}
+
+
+class MNIST(ImageDataModule):
+    """60,000 training and 10,000 held-out grey digits of 28x28 pixels.
+
+    Downloaded once where there is a network, otherwise expected in `root`.
+
+    Args:
+        root: folder that holds, or will hold, `MNIST/raw/train-images-idx3-ubyte` and so on.
+        **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
+
+    Raises:
+        FileNotFoundError: If files are missing and cannot be downloaded; says which, and where to
+            put them.
+        ValueError: If a file is cut or holds something else.
+
+    Source: Y. LeCun, C. Cortes and C. Burges, "The MNIST database of handwritten digits", 1998.
+    """
+
+    image_shape = (1, 28, 28)
+    class_names = tuple("0123456789")
+
+    def __init__(self, root: str = "data", **loader: Any) -> None:
+        super().__init__(**loader)
+        self.root = Path(root).expanduser()
+
+    def check(self) -> None:
+        """Download what is missing."""
+        if not self._missing():
+            return
+        self._folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._folder) as own:  # others may download too
+            try:
+                Source(own, download=True)
+            except (OSError, RuntimeError, ValueError) as error:
+                raise FileNotFoundError(
+                    f"The files of MNIST could not be downloaded ({error}). In {self._folder}: "
+                    f"{', '.join(self._missing())} missing. Put these there, unpacked."
+                ) from error
+            for name in self._missing():
+                shutil.move(Path(own, "MNIST", "raw", name), self._folder / name)
+
+    def awaited(self) -> Awaited | None:
+        """Whether files have yet to be downloaded."""
+        if not self._missing():
+            return None
+        return Awaited(f"MNIST will be downloaded into {self.root}", needs_network=True)
+
+    def load(self, split: Split) -> TensorImages:
+        """Open a split."""
+        images = self._read(f"{_PREFIX[split]}-images-idx3-ubyte")
+        labels = self._read(f"{_PREFIX[split]}-labels-idx1-ubyte")
+        if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1] or labels.max() > 9:
+            raise ValueError(
+                f"The {split} files of MNIST in {self._folder} hold images {tuple(images.shape)} "
+                f"and labels {tuple(labels.shape)} up to {labels.max()}; delete them."
+            )
+        return TensorImages(images.view(-1, *self.image_shape), labels.long())
+
+    def _read(self, name: str) -> Tensor:
+        path = self._folder / name
+        read = read_image_file if "images" in name else read_label_file
+        try:
+            found: Tensor = read(str(path))
+            if found.numel() == 0 or found.min() < 0:
+                raise ValueError("no such numbers")
+        except Exception as error:  # torchvision asserts, indexes and views as it reads
+            reason = str(error) or type(error).__name__
+            raise ValueError(f"{path} is no file of MNIST ({reason}); delete it.") from error
+        return found
+
+    @property
+    def _folder(self) -> Path:
+        return self.root / "MNIST" / "raw"
+
+    def _missing(self) -> list[str]:
+        names = [Path(name).stem for name, _ in Source.resources]
+        return [name for name in names if not (self._folder / name).is_file()]
