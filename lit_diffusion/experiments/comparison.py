@@ -226,7 +226,8 @@ def by_measure(arms: Sequence[Arm], name: str) -> list[Arm]:
 
     An arm knows it where each of its seeds tells it once.
     """
-    found = [Arm(arm.name, tuple(_with(curve, name) for curve in arm.curves)) for arm in arms]
+    looked = [arm for arm in arms if all(curve.looks for curve in arm.curves)]
+    found = [Arm(arm.name, tuple(_with(curve, name) for curve in arm.curves)) for arm in looked]
     return [arm for arm in found if math.isfinite(arm.reached)]
 
 

@@ -43,7 +43,7 @@ def test_without_files_and_network_the_message_says_what_to_put_where(tmp_path):
 
 def test_a_root_that_cannot_be_a_folder_ends_with_the_same_message(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(FileNotFoundError, match="train-images-idx3-ubyte, .* missing"):
+    with pytest.raises(FileNotFoundError, match=r"train-images-idx3-ubyte, .* missing"):
         MNIST(str(tmp_path / "file")).prepare_data()
 
 
