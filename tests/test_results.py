@@ -25,7 +25,7 @@ RESULTS = ROOT / "docs/results"
 WORDS = ("what it is", "what differs", "what was tried")  # heads of columns without results
 FIGURE = re.compile(r"[\d.,]+x? \[[^]]+\]|[\d.]+ \+- [\d.]+|\d+(?:[.,]\d+)*")
 
-ALIKE = {"digits-ablation": 57, "digits-advice": 26, "fast": 7}  # rows that stand as printed
+ALIKE = {"digits-ablation": 57, "digits-advice": 26, "fast": 12}  # rows that stand as printed
 
 
 def commands(page: str) -> list[list[str]]:
