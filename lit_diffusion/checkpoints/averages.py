@@ -14,6 +14,9 @@ from torch import Tensor
 from lit_diffusion.checkpoints.content import is_dense, kind_of
 from lit_diffusion.system.counts import is_count
 
+_KINDS = {"EMA": "ema", "PowerEMA": "power"}
+"""Callback -> what the names of its averages begin with."""
+
 
 @dataclass
 class Averaged:
@@ -113,17 +116,43 @@ def check_averages(state: Any) -> None:
 
 def averages_in(checkpoint: Mapping[str, Any], path: str | Path) -> list[dict[str, Any]]:
     """The states of EMA callbacks that hold averages in the checkpoint of the file `path`."""
+    return [state for _, state in _averages_in(checkpoint, path)]
+
+
+def _averages_in(
+    checkpoint: Mapping[str, Any], path: str | Path
+) -> list[tuple[str, dict[str, Any]]]:
+    """What the names of averages begin with, and the averages."""
     found = []
     for key, state in checkpoint.get("callbacks", {}).items():
-        if key.startswith("EMA{"):
+        kind = _KINDS.get(key.partition("{")[0])
+        if kind is not None:
             try:
                 check_averages(state)
             except ValueError as error:
                 raise ValueError(
                     f"{path} is damaged: the state of {key} in it holds no averages, as {error}."
                 ) from None
-            found.append(state)
-    return [state for state in found if state]
+            found.append((kind, state))
+    return [(kind, state) for kind, state in found if state]
+
+
+def known_weights(checkpoint: Mapping[str, Any], path: str | Path) -> list[str]:
+    """Names of the averages in a checkpoint."""
+    found = _averages_in(checkpoint, path)
+    return [f"{kind}_{decay:g}" for kind, state in found for decay in state["decays"]]
+
+
+def power_averages(
+    checkpoint: Mapping[str, Any], path: str | Path
+) -> tuple[int, dict[float, dict[str, Tensor]]]:
+    """How often the averages of PowerEMA were updated, and these by width; 0 and {} without."""
+    states = [state for kind, state in _averages_in(checkpoint, path) if kind == "power"]
+    averages: dict[float, dict[str, Tensor]] = {}
+    for state in states:
+        for width, shadow in zip(state["decays"], state["shadows"], strict=True):
+            averages.setdefault(width, {}).update(shadow)
+    return max((n for state in states for n in state["steps"].values()), default=0), averages
 
 
 def chosen_weights(
@@ -136,8 +165,8 @@ def chosen_weights(
     if weights == "raw":
         return "raw", {}
     averages, chosen, known = {}, [], ["raw"]
-    for state in averages_in(checkpoint, path):
-        names = [f"ema_{decay:g}" for decay in state["decays"]]
+    for kind, state in _averages_in(checkpoint, path):
+        names = [f"{kind}_{decay:g}" for decay in state["decays"]]
         known += names
         name = names[0] if weights == "ema" else weights
         if name in names:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lit_diffusion.data.datasets import Batch, ImageDataset
 from lit_diffusion.data.loaders import ResumableLoader, batches_of_epoch, recount
 from lit_diffusion.data.samplers import ShuffledSampler, even_batch_size
-from lit_diffusion.seeding import classes_of, run_seed
+from lit_diffusion.seeding import classes_of, fold, run_seed
 from lit_diffusion.system.counts import usable_cores
 
 Split: TypeAlias = Literal["train", "val", "test"]
@@ -188,10 +188,15 @@ class ImageDataModule(LightningDataModule):
         num_replicas, _ = self._place()
         require_at_least(num_replicas, num_predict=self.num_predict)  # each process needs one
         seeds = torch.arange(self.num_predict)
-        labels = torch.full_like(seeds, -1)
-        if self.num_classes:
-            labels = torch.tensor(classes_of(range(self.num_predict), self.num_classes))
-        return DataLoader(TensorDataset(seeds, labels), batch_size=self.batch_size)
+        return DataLoader(
+            TensorDataset(seeds, self.condition_of(seeds)), batch_size=self.batch_size
+        )
+
+    def condition_of(self, seeds: Tensor) -> Tensor:
+        """Labels (B,) int64 that prediction generates from seeds (B,)."""
+        if not self.num_classes:
+            return torch.full_like(seeds, -1)
+        return torch.tensor(classes_of(seeds.tolist(), self.num_classes))
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint counts the done part of its epoch in, and what its labels mean."""
@@ -235,6 +240,17 @@ class ImageDataModule(LightningDataModule):
 def as_it_is(batch: Any) -> Any:
     """Collation of a data set that fetches whole batches."""
     return batch
+
+
+def rows_of(split: Split, num: int, val: int, where: object) -> Tensor:
+    """Places (n,) int64, rising, of a split of the `num` images in `where` that holds out `val`.
+
+    Held out are those whose places n have the least `fold("held out", n)`.
+    """
+    if val >= num:
+        raise ValueError(f"val={val} cannot be held out of the {num} in {where}.")
+    order = torch.tensor([fold("held out", n) for n in range(num)]).argsort()
+    return (order[:val] if split == "val" else order[val:]).sort().values
 
 
 def require_at_least(least: int, **values: int) -> None:

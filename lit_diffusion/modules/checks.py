@@ -2,6 +2,8 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,12 +46,14 @@ def check_conditioning(
     ours = getattr(conditioning, "num_classes", None)
     if num_classes not in (None, ours):
         raise ValueError(f"num_classes is {num_classes} beside {conditioning}; leave one out.")
-    known = getattr(network, "num_classes", None)
-    if known is not None and known != ours:
-        raise ValueError(
-            f"num_classes is {ours} in the module, but {known} in {type(network).__name__}; change "
-            "one of them."
-        )
+    for name in ("num_classes", "num_words"):
+        known = getattr(network, name, None)
+        ours = getattr(conditioning, name, known if name == "num_words" else None)  # may not tell
+        if known is not None and known != ours:
+            raise ValueError(
+                f"{name} is {ours} in the module, but {known} in {type(network).__name__}; change "
+                "one of them."
+            )
 
 
 def check_objective(
@@ -101,6 +105,11 @@ def check_data(
         image_shape: the module's (C, H, W).
         num_classes: the module's; None fits all, as labels are not used then.
     """
+    if (encoder := getattr(data, "vae_sha256", None)) not in (None, _sha256(codec)):
+        raise ValueError(
+            f"the latents of {type(data).__name__} are by a VAE with SHA-256 {encoder}, the codec "
+            f"is {codec!r} with {_sha256(codec)}; give the module the VAECodec that encoded them."
+        )
     shape = getattr(data, "image_shape", None)
     encoded = image_shape if shape is None else codec.encoded_shape(shape)
     classes = num_classes and getattr(data, "num_classes", num_classes)
@@ -113,6 +122,26 @@ def check_data(
                 f"{name} is {ours} in the module, but {theirs} in {type(data).__name__}; change "
                 "one of them."
             )
+
+
+def codec_record(codec: Codec) -> dict[str, Any]:
+    """What a checkpoint holds of a codec; nothing of one without weights."""
+    sha256, folder = _sha256(codec), getattr(codec, "folder", None)
+    return {} if sha256 is None else {"codec": {"name": Path(folder or "").name, "sha256": sha256}}
+
+
+def check_codec(codec: Codec, checkpoint: Mapping[str, Any]) -> None:
+    """Raise ValueError where the checkpoint of a run has another than `codec`."""
+    saved = checkpoint.get("codec")
+    if isinstance(saved, Mapping) and (theirs := saved.get("sha256")) != _sha256(codec):
+        raise ValueError(
+            f"the checkpoint is of latents of the VAE {saved.get('name')} with SHA-256 {theirs}, "
+            f"and the codec is {codec!r} with {_sha256(codec)}; put the former in its folder."
+        )
+
+
+def _sha256(codec: Codec) -> str | None:
+    return getattr(codec, "sha256", None)
 
 
 def check_batch(batch: object, takes_condition: bool) -> None:

@@ -664,3 +664,38 @@ def test_labels_that_are_no_classes_are_refused(tmp_path, labels, told):
     with pytest.raises(ValueError, match=told):
         trainer.fit(module(), batches)
     assert trainer.global_step == 0
+
+
+# Editing
+
+
+def test_an_edited_image_depends_on_its_own_seed_and_image_alone_and_on_little_strength_little():
+    trained, images = module(solver=DPMSolverPP(10)), data(4).tensors[0]
+    edited = trained.edit(images, range(4), strength=0.5)
+    assert torch.equal(edited[2:3], trained.edit(images[2:3], [2], strength=0.5))
+    assert not torch.equal(edited[2:3], trained.edit(images[1:2], [2], strength=0.5))
+    # a step from where there is hardly any noise
+    little = trained.edit(images, range(4), strength=0.1).float() - images
+    assert little.abs().mean() < 0.3 * (edited.float() - images).abs().mean()
+    with pytest.raises(ValueError, match="strength must be above 0 and at most 1, got 2"):
+        trained.edit(images, range(4), strength=2.0)
+
+
+def test_an_inpainted_image_keeps_what_is_masked_to_the_last_bit():
+    trained, images = module(solver=DDIM(4)), data(4).tensors[0]
+    mask = torch.zeros(1, 1, 8, 8)
+    mask[..., :3] = 1
+    made = trained.inpaint(images, mask, range(4), resamples=2)
+    assert torch.equal(made[..., :3], images[..., :3])
+    assert (made[..., 3:] != images[..., 3:]).float().mean() > 0.5
+    assert torch.equal(made[1:2], trained.inpaint(images[1:2], mask, [1], resamples=2))
+
+
+def test_whoever_watches_is_told_of_every_step_however_samples_are_made():
+    trained, images = module(solver=DDIM(4)), data(2).tensors[0]
+    alone, told = trained.generate(range(2)), []
+    trained.watch = lambda step, t, x_t, x0: told.append(step)
+    assert torch.equal(trained.generate(range(2)), alone)
+    trained.edit(images, range(2), strength=0.5)
+    trained.inpaint(images, torch.zeros(1, 1, 8, 8), range(2), resamples=2)
+    assert told == [0, 1, 2, 3, 0, 1, 0, 1, 2, 3]

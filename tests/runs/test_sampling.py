@@ -68,7 +68,7 @@ def test_the_record_says_how_the_images_were_made(averaged):
     assert (kept["step"], kept["weights"], kept["seeds"]) == (9, "ema_0.9", [0, 3])
     assert kept["labels"] == [3]
     assert kept["sampling"]["steps"] == 2
-    assert "ClassifierFree(scale=2.0)" in kept["sampling"]["guidance"]
+    assert "ClassifierFree(scale=2.0," in kept["sampling"]["guidance"]
 
 
 @pytest.mark.usefixtures("terminal_signals")
@@ -149,7 +149,12 @@ def test_raw_weights_give_other_images(averaged):
             "--solver '{class_path: DDPM}'",
             "DDPM(variance=FixedSmall(), steps=4, times=None, clip=True)",
         ),
-        ("--solver dpmpp --steps 2", "DPMSolverPP(steps=2, times=None, clip=True)"),
+        (
+            "--solver dpmpp --steps 2",
+            "DPMSolverPP(steps=2, times=None, clip=True, order=2, eta=0.0)",
+        ),
+        ("--solver Euler", "Euler(steps=4, eta=0.0, times=None, clip=True)"),
+        ("--solver EulerAncestral", "EulerAncestral(steps=4, eta=1.0, times=None, clip=True)"),
         ("--solver ddim --steps 2", "DDIM(steps=2, eta=0.0, times=None, clip=True)"),
         ("--solver DDIM --solver.eta 0.5", "DDIM(steps=4, eta=0.5, times=None, clip=True)"),
         (
@@ -158,7 +163,7 @@ def test_raw_weights_give_other_images(averaged):
         ),
         (
             "--solver DPMSolverPP --solver.times=lit_diffusion.timesteps.LogSNR",
-            "DPMSolverPP(steps=4, times=LogSNR(noisiest=-inf), clip=True)",
+            "DPMSolverPP(steps=4, times=LogSNR(noisiest=-inf), clip=True, order=2, eta=0.0)",
         ),
         (
             "--solver DDPM --solver.variance lit_diffusion.gaussian.FixedLarge --solver.clip=false",
@@ -213,7 +218,8 @@ def test_any_conditioning_can_be_guided(monkeypatch):
     loaded = Loaded(Captioned(), Path("a.ckpt"), 1, "raw", {"hyper_parameters": {"solver": {}}})
     monkeypatch.setattr(sampling, "load_with_record", lambda *args, **options: loaded)
     args = {"checkpoint": "a.ckpt", "weights": "raw", "trust": (), "device": "cpu", "guidance": 2.0}
-    args |= {"labels": None, "solver_options": [], "solver": None, "steps": None}
+    args |= {"labels": None, "prompt": None, "solver_options": [], "solver": None, "steps": None}
+    args |= {"guidance_interval": None, "guidance_rescale": 0.0, "weaker": None, "classifier": None}
     assert load_generator(Namespace(**args)).module.guidance == ClassifierFree(2.0)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -26,6 +27,7 @@ from lit_diffusion.callbacks import (
     StepSeed,
     TimestepCurriculum,
 )
+from lit_diffusion.data.base import ImageDataModule
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.lr_schedules import WarmupCosine
 from lit_diffusion.networks.unet import UNet
@@ -132,6 +134,7 @@ class Recipe:
     batch_size: int = 280
     schedule: str | None = None
     accumulates_itself: bool = False
+    data: Callable[..., ImageDataModule] = Digits
 
     def fit(self, folder, *extra, ckpt_path=None, resumed=False):
         seed_everything(3)
@@ -161,7 +164,7 @@ class Recipe:
                 **dict(self.trainer),
             },
         )
-        data = Digits(batch_size=self.batch_size, num_workers=self.workers[resumed], seed=1)
+        data = self.data(batch_size=self.batch_size, num_workers=self.workers[resumed], seed=1)
         trainer.fit(module, data, ckpt_path=ckpt_path)
         trainer.save_checkpoint(folder / "end.ckpt")
         return torch.load(folder / "end.ckpt", weights_only=True)

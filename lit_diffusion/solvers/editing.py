@@ -1,0 +1,136 @@
+"""Samples that begin at an image, or keep a part of one."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from lit_diffusion.gaussian import FixedSmall, posterior
+from lit_diffusion.protocols import Denoise, Process, RandnLike, TimeGrid, Variance, Watch
+from lit_diffusion.solvers.steps import batch_of, check_steps, clipped, finite_grid
+from lit_diffusion.timesteps import Sections
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The last part of another grid: from `strength` of its steps before the end.
+
+    Args:
+        base: the whole grid.
+        strength: share of the steps that are taken, above 0 and at most 1.
+
+    Raises:
+        ValueError: for a strength that is not.
+
+    Source: Meng et al. 2022 (SDEdit), section 3.
+    """
+
+    base: TimeGrid
+    strength: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.strength <= 1:
+            raise ValueError(f"strength must be above 0 and at most 1, got {self.strength}.")
+
+    def grid(self, process: Process, steps: int, /) -> Tensor:
+        """(steps + 1,) float64, falling to the clean time."""
+        whole = self.base.grid(process, math.ceil(steps / self.strength))
+        return whole[-steps - 1 :]
+
+
+class Begun:
+    """A process whose prior is an image with noise on it, for solvers that begin at one.
+
+    Args:
+        process: of all else.
+        x0: (B, C, H, W) images.
+    """
+
+    def __init__(self, process: Process, x0: Tensor) -> None:
+        self._process, self._x0 = process, x0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._process, name)
+
+    def __repr__(self) -> str:
+        return repr(self._process)
+
+    def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
+        """alpha x0 + sigma noise."""
+        alpha, sigma = self._process.alpha_sigma(t)
+        return alpha.to(noise) * self._x0 + sigma.to(noise) * noise
+
+
+@dataclass(frozen=True)
+class RePaint:
+    """Ancestral sampling of a part of an image, around what is known of it.
+
+    Before each step the known part is put in place, with as much noise as belongs there. A step is
+    taken `resamples` times, with noise put back in between, so that the parts come to agree.
+
+    Args:
+        known: (B, C, H, W) x0, of which the masked part is kept.
+        mask: (B, 1, H, W) or broadcastable; 1 where `known` is kept, 0 where it is made.
+        steps: of the grid.
+        resamples: how often each step is taken; 1 is plain replacement.
+        times: grid; None is `Sections()`.
+        clip: whether x0 is clamped to [-1, 1].
+        variance: of each step.
+
+    Raises:
+        ValueError: for less than one step or resample.
+
+    Source: Lugmayr et al. 2022 (RePaint, arXiv 2201.09865), algorithm 1, with jumps of one step.
+    """
+
+    known: Tensor = field(repr=False)
+    mask: Tensor = field(repr=False)
+    steps: int = 100
+    resamples: int = 10
+    times: TimeGrid | None = None
+    clip: bool = True
+    variance: Variance = field(default_factory=FixedSmall)
+
+    def __post_init__(self) -> None:
+        check_steps(self.steps)
+        if self.resamples < 1:
+            raise ValueError(f"resamples must be at least 1, got {self.resamples}.")
+
+    def sample(
+        self,
+        denoise: Denoise,
+        process: Process,
+        noise: Tensor,
+        randn_like: RandnLike,
+        watch: Watch | None = None,
+        /,
+    ) -> Tensor:
+        """Standard normal noise (B, C, H, W) -> x0, equal to `known` where `mask` is 1."""
+        times = finite_grid(self.times or Sections(), process, self.steps)
+        alpha, sigma = (v.to(noise) for v in process.alpha_sigma(times))
+        steps, x = posterior(process, times), process.prior(noise, times[0])
+        for i, t in enumerate(times[:-1]):
+            step = steps.at(i)
+            rounds = 1 if step.last else self.resamples
+            for again in range(rounds):
+                seen = denoise(x, batch_of(t, x))
+                x0 = clipped(seen.x0, self.clip)
+                if watch is not None and again == 0:
+                    watch(i, t, x, x0)
+                below = step.x0_coef * x0 + step.xt_coef * x
+                if not step.last:
+                    bounds = step.log_beta, step.log_variance, step.last
+                    log_variance = self.variance.log_variance(*bounds, seen.logvar_frac)
+                    below = below + (0.5 * log_variance).exp() * randn_like(x)
+                noised = alpha[i + 1] * self.known + sigma[i + 1] * randn_like(x)
+                below = torch.where(self.mask > 0.5, noised, below)
+                if again + 1 < rounds:
+                    kept = alpha[i] / alpha[i + 1]
+                    x = kept * below + (0.5 * step.log_beta).exp() * randn_like(x)
+            x = below
+        return x
+
+    def check(self, process: Process, /) -> None:
+        """Raise ValueError where the grid does not fit the process."""
+        finite_grid(self.times or Sections(), process, self.steps)
