@@ -31,6 +31,7 @@ FOLDERS = {
     "cifar10": ["cifar10-improved"],
     "imagenet128": ["imagenet128-guided", "imagenet128-guided-small"],
     "patches-small": ["patches-small"],
+    "mnist": ["mnist"],
 }
 """Folder of arms -> experiments that they are for; arms outside of folders are for all."""
 METHODS = ["digits", "cifar10", "imagenet128"]
@@ -40,11 +41,14 @@ NAMED = [CONFIGS / "arms" / f"{arm}.yaml" for arm in ("md", "mdlrc", "lr-decay",
 PAIRS = [
     (experiments[0], arm)
     for folder, experiments in FOLDERS.items()
+    if folder != "mnist"  # which has a test of its own
     for arm in [
         *(ANY if folder in ("digits", "cifar10") else NAMED),  # others take long, or add nothing
         *sorted(CONFIGS.glob(f"arms/{folder}/*.yaml")),
     ]
 ]
+RECIPES = ("decayed", "textbook", "fast")
+MNIST = sorted(f"mnist/{path.stem}" for path in CONFIGS.glob("arms/mnist/*.yaml"))
 NUMBERED = [
     (str(path.relative_to(CONFIGS)), found[1], float(found[2]) * (1000 if found[3] else 1))
     for path in sorted(CONFIGS.rglob("arms/**/*.yaml"))
@@ -86,11 +90,11 @@ def callback(path):
 def test_every_config_is_started_by_a_test():
     assert {f.stem for f in CONFIGS.glob("*.yaml")} == {
         "digits",
+        "digits-classifier",
         "digits-described",
         "patches",
         "folder",
         "fast",
-        "mnist",
         *LATENTS,
         *chain(*FOLDERS.values()),
     }
@@ -133,13 +137,13 @@ def test_a_folder_of_pictures_starts(monkeypatch, tmp_path):
     assert fit("folder.yaml", *options) == 0
 
 
-@pytest.mark.parametrize("arm", ["", "decayed", "textbook", "fast"])
+@pytest.mark.parametrize("arm", ["", *(f"digits/{arm}" for arm in RECIPES), *MNIST])
 def test_mnist_starts_as_its_comments_say(monkeypatch, tmp_path, arm):
     monkeypatch.chdir(tmp_path)
     write_mnist(tmp_path / "data", train=40, val=20)
     out = f"--config {CONFIGS / 'mnist.yaml'} --out mnist-cnn.safetensors --steps 1"
     assert call(f"train-extractor {out}") == 0
-    options = [f"--config={CONFIGS}/arms/digits/{arm}.yaml"] if arm else []
+    options = [f"--config={CONFIGS}/arms/{arm}.yaml"] if arm else []
     assert fit("mnist.yaml", *options) == 0
 
 
