@@ -138,7 +138,8 @@ class ImageDataModule(LightningDataModule):
 
     def fingerprint(self, split: Split) -> str:
         """16 hex digits that change when an image or label does: a key for caches of statistics."""
-        pixels, told = hashlib.sha256(repr(self.image_shape).encode()), defaultdict(hashlib.sha256)
+        pixels = hashlib.sha256(repr(self.image_shape).encode())
+        told: defaultdict[int, Any] = defaultdict(hashlib.sha256)
         for images, labels, _ in self.in_order(split):
             pixels.update(images.numpy().tobytes())
             for i, part in enumerate((labels,) if isinstance(labels, Tensor) else labels):
@@ -193,7 +194,8 @@ class ImageDataModule(LightningDataModule):
         seeds = torch.arange(self.num_predict)
         condition = self.condition_of(seeds)
         rows = condition if isinstance(condition, Tensor) else TensorDataset(*condition)
-        return DataLoader(StackDataset(seeds, rows), batch_size=self.batch_size)
+        parts: list[Any] = [seeds, rows]  # a tensor is a data set, which its type does not say
+        return DataLoader(StackDataset(*parts), batch_size=self.batch_size)
 
     def condition_of(self, seeds: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Labels (B,) int64, or another condition, that prediction generates from seeds (B,)."""
