@@ -95,6 +95,7 @@ def test_every_config_is_started_by_a_test():
         "patches",
         "folder",
         "fast",
+        "cifar10-uvit",
         *LATENTS,
         *chain(*FOLDERS.values()),
     }
@@ -164,11 +165,14 @@ def test_latents_start(offline, tmp_path, name):
     assert fit(f"{name}.yaml", *options) == 0
 
 
-@pytest.mark.parametrize("name", LATENTS)
-def test_networks_of_latents_have_the_number_of_parameters_that_is_stated(name):
+NETWORKS = {"cifar10-uvit": UViT} | {name: kind for name, (kind, _) in LATENTS.items()}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_transformers_have_the_number_of_parameters_that_is_stated(name):
     arguments = settings(f"{name}.yaml")["model"]["init_args"]["network"]["init_args"]
     with torch.device("meta"):
-        network = LATENTS[name][0](**arguments)
+        network = NETWORKS[name](**arguments)
     count = sum(parameter.numel() for parameter in network.parameters())
     fixed = 0 if "pos_embed" in dict(network.named_parameters()) else network.pos_embed.numel()
     assert f"{count + fixed:,} parameters" in (CONFIGS / f"{name}.yaml").read_text()
@@ -285,7 +289,7 @@ def test_the_controls_of_clts_have_its_density(folder):
     assert controls == [curriculum, curriculum]
 
 
-@pytest.mark.parametrize("name", REPRODUCTIONS)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_reproductions_have_the_numbers_of_what_they_reproduce(name):
     found = dict(flat(settings(f"{name}.yaml")))
     assert {key: found.get(key) for key in EXPERIMENTS[name]} == EXPERIMENTS[name]
@@ -394,6 +398,13 @@ def test_experiments_start_with_the_methods_of_the_paper(offline, experiment):
     folder = next(folder for folder, experiments in FOLDERS.items() if experiment in experiments)
     both = (CONFIGS / "arms" / "mdlrc.yaml", CONFIGS / "arms" / folder / "clts.yaml")
     assert start(experiment, *both, width=quarter(experiment)) == 0
+
+
+def test_the_uvit_of_cifar10_starts_narrow(offline):
+    narrow = {"width": 32, "depth": 2, "num_heads": 2}
+    options = [f"--model.init_args.network.init_args.{k}={v}" for k, v in narrow.items()]
+    options += ["--model.init_args.solver.init_args.steps=2"]
+    assert fit("cifar10-uvit.yaml", *options, "--trainer.fast_dev_run=1") == 0
 
 
 def test_arms_can_be_swept(monkeypatch, tmp_path):
