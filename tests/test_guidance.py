@@ -220,6 +220,13 @@ def test_rescaled_guidance_has_the_contrast_of_the_conditional_image(rescale):
     close(alpha * found.x0 + sigma * found.noise, X)
 
 
+def test_rescaling_reaches_a_scale_of_zero():
+    found = ClassifierFree(0.0, rescale=1.0).guide(labelled, LABELS, PROCESS, NONE)(X, T)
+    std = lambda x: x.flatten(1).std(1)  # noqa: E731
+    close(std(found.x0), std(labelled(LABELS)(X, T).x0))
+    assert not torch.allclose(found.x0, labelled(LABELS)(X, T).x0)
+
+
 def test_autoguidance_extrapolates_from_the_weaker_model():
     weaker = lambda labels: labelled(labels + 1)  # noqa: E731
     found = Autoguidance(weaker, 2.5).guide(labelled, LABELS, PROCESS, None)(X, T)
@@ -234,6 +241,7 @@ def test_guidance_without_meaning_is_refused():
     for make, told in [
         (lambda: ClassifierFree(math.inf), "scale must be finite"),
         (lambda: ClassifierFree(2.0, (1.0, 0.5)), "interval must be two levels"),
+        (lambda: ClassifierFree(2.0, (1.0, 2.0, 3.0)), "interval must be two levels"),
         (lambda: ClassifierFree(2.0, rescale=1.5), r"rescale must be in \[0, 1\], got 1.5"),
         (lambda: Autoguidance(labelled, math.nan), "scale must be finite"),
     ]:
