@@ -193,6 +193,7 @@ def test_weighted_losses_equal_min_snr_training(kind, parameterization, betas):
         MinSNR(1.0),
         SoftMinSNR(),
         TruncSNR(),
+        InvSNR(),
         AsFlow(),
         P2(),
         P2(0.5),
