@@ -133,13 +133,23 @@ def flow_bits_per_dim(
     Returns:
         (B,) bits per dimension.
 
+    Raises:
+        ValueError: for a grid with pure noise or of one time, or less than one probe.
+
     Source: Song et al. 2021 (score SDEs), section 4.3 and appendix D.2; Hutchinson's estimator.
     """
     grid = times.grid(process, steps)[:-1].flip(0)
     alpha, sigma = process.alpha_sigma(grid)
+    if steps < 2 or not (alpha > 0).all():
+        raise ValueError(
+            f"the flow needs two times or more, and a signal at each, got {steps} of {times} on "
+            f"{process}; use LogSNR(noisiest=-12)."
+        )
+    if probes is not None and probes < 1:
+        raise ValueError(f"probes must be at least 1, or None for the whole trace, got {probes}.")
     s = (sigma / alpha).log()
     y, log_det = x0 / alpha[0], x0.new_zeros(len(x0))
-    signs = [randn_like(x0).sign() for _ in range(probes or 0)] if probes else None
+    signs = None if probes is None else [randn_like(x0).sign() for _ in range(probes)]
 
     def slope(at: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         t = process.at_log_snr(-2 * at)

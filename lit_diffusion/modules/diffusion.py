@@ -299,6 +299,7 @@ class DiffusionModule(LightningModule):
         known, mask = self.codec.encode(images.to(self.device)), mask.to(self.device)
         times, clip = usual.times or LogSNR(noisiest=-10.0), usual.clip
         solver = RePaint(known, mask, usual.steps, resamples, times, clip)
+        checks.check_shift(solver, self.guidance)
         solver.check(self.process)
         return self._generated(solver, self.process, seeds, labels)
 

@@ -20,6 +20,7 @@ from lit_diffusion.callbacks.progress import pace
 from lit_diffusion.callbacks.sample_grid import class_captions, image_grid
 from lit_diffusion.checkpoints.loading import Loaded, class_names_in, load_with_record
 from lit_diffusion.checkpoints.reading import first_line
+from lit_diffusion.modules.checks import check_clipping, check_sampling
 from lit_diffusion.protocols import Condition, Solver, by_part
 from lit_diffusion.runs.editing import generator
 from lit_diffusion.runs.guiding import change_guidance, guidance_options
@@ -105,6 +106,8 @@ def _change_sampling(loaded: Loaded, args: Namespace, solver: dict[str, Any] | N
     if changes_solver:
         module.solver = changed_solver(module, own, solver, args)
     change_guidance(module, args)
+    check_sampling(module.process, module.loss, module.solver, module.guidance)
+    check_clipping(module.codec, module.solver, module.guidance)
 
 
 def own_solver(loaded: Loaded) -> dict[str, Any]:

@@ -96,7 +96,7 @@ class DDIM:
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
-        if self.eta < 0:
+        if not self.eta >= 0:
             raise ValueError(f"eta must be >= 0, got {self.eta}; 0 is deterministic.")
 
     def sample(
