@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from lit_diffusion.checkpoints.averages import known_weights, power_averages
 from lit_diffusion.checkpoints.loading import checkpoint_file, named_weights
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.metrics.record import EMA_CURVE, FIDRecord, finite_or_none, write_evaluation
@@ -24,14 +25,21 @@ def score_widths(args: Namespace, widths: Sequence[float]) -> dict[str, Any]:
     Each record is also kept in the run folder, for `compare`, as soon as it is there.
 
     Raises:
-        ValueError: with --images or --out, which hold the samples of one average; and before the
-            first is scored, for a width that the run cannot give.
+        ValueError: with --images or --out, which hold the samples of one average, or --weights;
+            and before the first is scored, for a width that the run cannot give.
     """
     if args.images or args.out:
         raise ValueError("--ema makes samples for each width; leave out --images and --out.")
+    if args.weights != "ema":
+        raise ValueError(f"--ema names the averages; leave out --weights {args.weights}.")
     file = checkpoint_file(args.checkpoint)
     names = {width: f"power_{width:g}" for width in sorted(set(widths))}
     checkpoint = read_checkpoint(file)
+    if not power_averages(checkpoint, file)[1]:
+        raise ValueError(
+            f"--ema needs averages by PowerEMA, of which {file} has none; train with PowerEMA, or "
+            f"score --weights {' or '.join(['raw', *known_weights(checkpoint, file)])}."
+        )
     for name in names.values():
         named_weights(checkpoint, name, file)
     run = run_of(file) or file.parent

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -43,6 +44,7 @@ class Heun:
     churn_min: float = 0.0
     churn_max: float = math.inf
     churn_noise: float = 1.0
+    usual: ClassVar[TimeGrid] = Karras()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -80,7 +82,7 @@ class Heun:
         self._grid(process)
 
     def _grid(self, process: Process) -> Tensor:
-        grid = self.times or Karras()
+        grid = self.times or self.usual
         times = grid.grid(process, self.steps)
         if not (process.alpha_sigma(times)[0] > 0).all():
             raise ValueError(
