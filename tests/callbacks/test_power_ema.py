@@ -151,9 +151,9 @@ def test_a_run_that_goes_on_from_before_a_snapshot_takes_it_anew(tmp_path):
 
 def test_one_callback_may_follow_two_runs(tmp_path):
     ema = PowerEMA(snapshot_every_n_steps=4)
-    for name in ("one", "two"):
-        fit(tmp_path / name, PlainModule(), ema, max_steps=4)
-        assert snapshots(tmp_path / name) == [4]
+    for name, steps in {"one": [4, 8], "two": [4]}.items():
+        fit(tmp_path / name, PlainModule(), ema, max_steps=steps[-1], max_epochs=-1)
+        assert snapshots(tmp_path / name) == list(ema.state_dict()["snapshots"]) == steps
 
 
 def test_without_snapshots_other_widths_are_refused(tmp_path):
