@@ -86,6 +86,7 @@ def callback(path):
 def test_every_config_is_started_by_a_test():
     assert {f.stem for f in CONFIGS.glob("*.yaml")} == {
         "digits",
+        "digits-classifier",
         "digits-described",
         "patches",
         "folder",
