@@ -65,8 +65,7 @@ class ImageDataset(Dataset[Batch]):
 
 @dataclass(frozen=True, eq=False)
 class TensorImages(ImageDataset):
-    """Images (N, C, H, W) uint8 held in memory, with labels (N,) int64, or another condition, a
-    tensor or a tuple of them.
+    """Images (N, C, H, W) uint8 held in memory, with labels (N,) int64 or another condition.
 
     With `flip` and a seed, half of them, chosen anew every epoch, are mirrored left to right.
     """
