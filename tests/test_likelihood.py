@@ -79,6 +79,13 @@ def test_the_flow_finds_the_density_of_a_gaussian(process, probes):
     close(bits, expected_bits(X0, 0.5), rtol=0, atol=1e-3)
 
 
+def test_the_density_is_that_of_the_least_noisy_time():
+    process = LinearFlow(0.05)
+    denoise = gaussian_denoiser(process, mean=0.0, std=0.5)
+    bits = flow_bits_per_dim(denoise, process, X0, GRID, 100, None)
+    close(bits, expected_bits(X0, ((0.95 * 0.5) ** 2 + 0.05**2) ** 0.5), rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize(("times", "steps"), [(Even(), 10), (GRID, 1)])
 def test_a_flow_from_pure_noise_or_of_no_step_is_refused(times, steps):
     process = LinearFlow()

@@ -9,6 +9,7 @@ so that all the error lies in how x0 changes within a step; solvers differ in ho
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -57,6 +58,7 @@ class DPMSolverPP:
     clip: bool = True
     order: int = 2
     eta: float = 0.0
+    usual: ClassVar[TimeGrid] = LogSNR()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -73,7 +75,7 @@ class DPMSolverPP:
         /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = finite_grid(self.times or LogSNR(), process, self.steps)
+        times = finite_grid(self.times or self.usual, process, self.steps)
         alpha, sigma = process.alpha_sigma(times)
         h = (alpha / sigma).log().diff()
         x = process.prior(noise, times[0])
@@ -96,7 +98,7 @@ class DPMSolverPP:
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError where the grid does not fit the process."""
-        finite_grid(self.times or LogSNR(), process, self.steps)
+        finite_grid(self.times or self.usual, process, self.steps)
 
     def _pull(self, known: list[Tensor], h: Tensor) -> Tensor:
         """What x0, latest first, adds over the last of the steps h."""
@@ -135,6 +137,7 @@ class DPMSolverPP2S:
     times: TimeGrid | None = None
     clip: bool = True
     eta: float = 0.0
+    usual: ClassVar[TimeGrid] = LogSNR()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -151,7 +154,7 @@ class DPMSolverPP2S:
         /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = grid_with_signal(self.times or LogSNR(), process, self.steps)
+        times = grid_with_signal(self.times or self.usual, process, self.steps)
         alpha, sigma = process.alpha_sigma(times)
         levels = sigma / alpha
         x = process.prior(noise, times[0]) / alpha[0]
@@ -175,7 +178,7 @@ class DPMSolverPP2S:
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError where the grid does not fit the process, or alpha is 0."""
-        grid_with_signal(self.times or LogSNR(), process, self.steps)
+        grid_with_signal(self.times or self.usual, process, self.steps)
 
 
 @dataclass(frozen=True)
@@ -200,6 +203,7 @@ class UniPC:
     times: TimeGrid | None = None
     clip: bool = True
     order: int = 2
+    usual: ClassVar[TimeGrid] = LogSNR()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -215,7 +219,7 @@ class UniPC:
         /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = grid_with_signal(self.times or LogSNR(), process, self.steps)
+        times = grid_with_signal(self.times or self.usual, process, self.steps)
         alpha, sigma = process.alpha_sigma(times)
         lambdas = (alpha / sigma).log()
         x = predicted = process.prior(noise, times[0])
@@ -235,7 +239,7 @@ class UniPC:
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError where the grid does not fit the process, or alpha is 0."""
-        grid_with_signal(self.times or LogSNR(), process, self.steps)
+        grid_with_signal(self.times or self.usual, process, self.steps)
 
 
 def _unified_step(

@@ -3,6 +3,7 @@
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -49,6 +50,7 @@ class Heun:
     churn_min: float = 0.0
     churn_max: float = math.inf
     churn_noise: float = 1.0
+    usual: ClassVar[TimeGrid] = Karras()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -65,7 +67,7 @@ class Heun:
         /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = grid_with_signal(self.times or Karras(), process, self.steps)
+        times = grid_with_signal(self.times or self.usual, process, self.steps)
         levels = level_of(process, times)
         x = process.prior(noise, times[0]) / process.alpha_sigma(times[0])[0]
         for i, (t, t_next) in enumerate(pairwise(times)):
@@ -83,7 +85,7 @@ class Heun:
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError where the grid does not fit the process, or alpha is 0."""
-        grid_with_signal(self.times or Karras(), process, self.steps)
+        grid_with_signal(self.times or self.usual, process, self.steps)
 
     def _look(
         self, denoise: Denoise, process: Process, x: Tensor, t: Tensor

@@ -193,7 +193,7 @@ def shipped(name, factor):
     if name in ("alone", "vectors"):
         return None
     if name == "UNet":
-        return UNet(1, factor, 4, (1,), 1, num_classes=2, norm_groups=2)
+        return UNet(1, factor, 4, (1,), 1, (), num_classes=2, norm_groups=2)
     options = {"patch_size": 1, "width": 8, "depth": 2, "num_heads": 2, "num_classes": 2}
     return {"UViT": UViT, "DiT": DiT, "JiT": JiT}[name](2, 1, factor, **options)
 
