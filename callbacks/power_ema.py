@@ -23,9 +23,9 @@ class PowerEMA(EMA):
 
     All else is as of `EMA`; the weights are called "ema" (the first width) and "power_<width>".
     Steps are counted from where the averages began. A resume drops later snapshots, and cannot
-    have a new width. Averages are in float32, whose rounding grows with the steps: after 400,000
-    it is 0.3% of what sets the widths 0.05 and 0.10 apart where weights move by 10% in a run, and
-    more where they move less.
+    have a new width. A checkpoint knows its snapshots by SHA-256, and others are refused. Averages
+    are in float32, whose rounding grows with the steps: after 400,000 it is 0.3% of what sets the
+    widths 0.05 and 0.10 apart where weights move by 10% in a run, and more where they move less.
 
     Args:
         widths: one or more, above 0 and below 0.289.
@@ -63,13 +63,20 @@ class PowerEMA(EMA):
                 "keeps no snapshots."
             )
         self._kept = 0
+        self._taken: dict[int, str] = {}  # snapshots: SHA-256 by number of updates
 
     def _span(self, decay: float, first: int, last: int) -> float:
         return prod(power_decay(self._gammas[decay], n + 1) for n in range(first, last))
 
+    def state_dict(self) -> dict[str, Any]:
+        """As EMA's; with what is known of the snapshots."""
+        state = super().state_dict()
+        return state | {"snapshots": dict(self._taken)} if state and self._taken else state
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As EMA; refuse widths that would begin in the middle of the run."""
         super().load_state_dict(state_dict)
+        self._taken = dict(state_dict.get("snapshots", {}))
         known = state_dict.get("decays", self.decays)
         if new := sorted(set(self.decays) - set(known)):
             raise ValueError(
@@ -92,6 +99,7 @@ class PowerEMA(EMA):
         """As EMA; drop the snapshots of steps that are to come."""
         super().on_train_start(trainer, pl_module)
         self._kept = self.steps
+        self._taken = {step: sha for step, sha in self._taken.items() if step <= self._kept}
         tries = trainer.fast_dev_run  # type: ignore[attr-defined]
         if self.snapshot_every_n_steps and trainer.is_global_zero and not tries:
             folder = Path(trainer.default_root_dir) / FOLDER
@@ -109,4 +117,4 @@ class PowerEMA(EMA):
         if trainer.is_global_zero and state:
             shadows = zip(state["decays"], state["shadows"], strict=True)
             folder = Path(trainer.default_root_dir) / FOLDER
-            write_snapshot(folder, step, dict(shadows))
+            self._taken[step] = write_snapshot(folder, step, dict(shadows))

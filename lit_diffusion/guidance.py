@@ -67,7 +67,7 @@ class ClassifierFree:
             )
         if self.scale == 1:
             return denoise_for(labels)
-        if self.scale == 0 and self.interval == (0, math.inf):
+        if self.scale == 0 and self.interval == (0, math.inf) and not self.rescale:
             return denoise_for(null)
         guided = self._extrapolated(denoise_for, labels, null, process)
         return _within(self.interval, process, guided, denoise_for(labels))
@@ -153,7 +153,7 @@ class Autoguidance:
 def _check_scale(scale: float, interval: tuple[float, float]) -> None:
     if not math.isfinite(scale):
         raise ValueError(f"guidance scale must be finite, got {scale}.")
-    if not 0 <= interval[0] < interval[1]:
+    if not (len(interval) == 2 and 0 <= interval[0] < interval[1]):
         raise ValueError(f"interval must be two levels, 0 <= low < high, got {interval}.")
 
 
@@ -202,6 +202,8 @@ class ClassifierShift:
 @dataclass(frozen=True)
 class ClassifierScore:
     """Adds a classifier's gradient to the score, hence to the noise and x0; for any solver.
+
+    x0 moves by sigma^2 / alpha of it, so modules refuse grids that begin at pure noise.
 
     Args:
         gradient: of log p(labels | x_t).

@@ -133,13 +133,16 @@ def flow_bits_per_dim(
     Returns:
         (B,) bits per dimension.
 
+    Raises:
+        ValueError: for a grid with pure noise or of one time, or less than one probe.
+
     Source: Song et al. 2021 (score SDEs), section 4.3 and appendix D.2; Hutchinson's estimator.
     """
-    grid = times.grid(process, steps)[:-1].flip(0)
-    alpha, sigma = process.alpha_sigma(grid)
-    s = (sigma / alpha).log()
+    noisiest, alpha, s = _flow_times(process, times, steps)
     y, log_det = x0 / alpha[0], x0.new_zeros(len(x0))
-    signs = [randn_like(x0).sign() for _ in range(probes or 0)] if probes else None
+    if probes is not None and probes < 1:
+        raise ValueError(f"probes must be at least 1, or None for the whole trace, got {probes}.")
+    signs = None if probes is None else [randn_like(x0).sign() for _ in range(probes)]
 
     def slope(at: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         t = process.at_log_snr(-2 * at)
@@ -153,12 +156,24 @@ def flow_bits_per_dim(
         dy_4, div_4 = slope(b, y + h * dy_3)
         y = y + h / 6 * (dy_1 + 2 * dy_2 + 2 * dy_3 + dy_4)
         log_det = log_det + h / 6 * (div_1 + 2 * div_2 + 2 * div_3 + div_4)
-    std = process.prior(torch.ones_like(y), grid[-1]) / alpha[-1]
+    std = process.prior(torch.ones_like(y), noisiest) / alpha[-1]
     each = -0.5 * ((y / std).square() + math.log(2 * math.pi)) - std.log()
     log_prior: Tensor = each.flatten(1).sum(1)
     dims = y[0].numel()
     nats: Tensor = -(log_prior + log_det - dims * alpha[0].log())
     return nats / dims * NATS_TO_BITS
+
+
+def _flow_times(process: Process, times: TimeGrid, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The noisiest time (), and alpha and log(sigma / alpha) (steps,) from the least noisy on."""
+    grid = times.grid(process, steps)[:-1].flip(0)
+    alpha, sigma = process.alpha_sigma(grid)
+    if steps < 2 or not (alpha > 0).all():
+        raise ValueError(
+            f"the flow needs two times or more, and a signal at each, got {steps} of {times} on "
+            f"{process}; use LogSNR(noisiest=-12)."
+        )
+    return grid[-1], alpha, (sigma / alpha).log()
 
 
 def _slope_and_divergence(

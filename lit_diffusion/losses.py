@@ -219,6 +219,9 @@ class UncertaintyLoss(nn.Module):
         weighting: factor on the squared error.
         num_features: of the noise level.
 
+    Raises:
+        ValueError: for less than one feature.
+
     Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), Eq. 14 and appendix B.2; Kendall et al.
     2018, Eq. 8.
     """
@@ -227,6 +230,8 @@ class UncertaintyLoss(nn.Module):
 
     def __init__(self, weighting: Weighting, num_features: int = 128) -> None:
         super().__init__()
+        if num_features < 1:
+            raise ValueError(f"num_features must be at least 1, got {num_features}.")
         self.weighting = weighting
         self.frequencies: Tensor
         self.phases: Tensor
@@ -270,12 +275,21 @@ class HybridLoss:
         vb_weight: lambda. 0.001 is the paper's and `rescale_learned_sigmas=True` of the code;
             guided-diffusion's models used 1 / T.
 
+    Raises:
+        ValueError: unless vb_weight > 0.
+
     Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 15-16.
     """
 
     weighting: Weighting
     vb_weight: float = 0.001
     output_factor: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.vb_weight < math.inf:
+            raise ValueError(
+                f"vb_weight must be > 0, got {self.vb_weight}; DenoisingLoss is without the bound."
+            )
 
     def per_sample(
         self, prediction: Prediction, process: Process, parameterization: Parameterization, /
@@ -347,4 +361,9 @@ def _check_weighting(
         raise ValueError(
             f"the weight must be finite at every noise level, got {weight.tolist()} at the ends of "
             f"{process} from {weighting} with {parameterization}; use Velocity or Sample."
+        )
+    if not ((weight >= 0).all() and weight.any()):
+        raise ValueError(
+            f"the weight must be >= 0, and more than 0 at an end, got {weight.tolist()} at both of "
+            f"{process} from {weighting}; change its numbers."
         )

@@ -136,7 +136,7 @@ class LogNormal:
         std: of ln(sigma / alpha). EDM: 1.2; EDM2: 1.0 and 1.6.
 
     Raises:
-        ValueError: unless std > 0.
+        ValueError: unless both are finite and std > 0.
 
     Source: Karras et al. 2022 (EDM), table 1 and section 5.
     """
@@ -145,8 +145,10 @@ class LogNormal:
     std: float = 1.2
 
     def __post_init__(self) -> None:
-        if not self.std > 0:
+        if not 0 < self.std < math.inf:
             raise ValueError(f"std must be > 0, got {self.std}.")
+        if not math.isfinite(self.mean):
+            raise ValueError(f"mean must be finite, got {self.mean}.")
 
     def quantile(self, u: Tensor, process: Process, /) -> Tensor:
         """The time of level exp(mean + std z), with z the standard normal quantile of u."""
@@ -230,7 +232,7 @@ class ShiftedGrid:
 
 
 def _check_shift(shift: float) -> None:
-    if not shift > 0:
+    if not 0 < shift < math.inf:
         raise ValueError(f"shift must be > 0, got {shift}; 1 leaves the times as they are.")
 
 

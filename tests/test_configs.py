@@ -31,6 +31,7 @@ FOLDERS = {
     "cifar10": ["cifar10-improved"],
     "imagenet128": ["imagenet128-guided", "imagenet128-guided-small"],
     "patches-small": ["patches-small"],
+    "mnist": ["mnist"],
 }
 """Folder of arms -> experiments that they are for; arms outside of folders are for all."""
 METHODS = ["digits", "cifar10", "imagenet128"]
@@ -40,11 +41,14 @@ NAMED = [CONFIGS / "arms" / f"{arm}.yaml" for arm in ("md", "mdlrc", "lr-decay",
 PAIRS = [
     (experiments[0], arm)
     for folder, experiments in FOLDERS.items()
+    if folder != "mnist"  # which has a test of its own
     for arm in [
         *(ANY if folder in ("digits", "cifar10") else NAMED),  # others take long, or add nothing
         *sorted(CONFIGS.glob(f"arms/{folder}/*.yaml")),
     ]
 ]
+RECIPES = ("decayed", "textbook", "fast")
+MNIST = sorted(f"mnist/{path.stem}" for path in CONFIGS.glob("arms/mnist/*.yaml"))
 NUMBERED = [
     (str(path.relative_to(CONFIGS)), found[1], float(found[2]) * (1000 if found[3] else 1))
     for path in sorted(CONFIGS.rglob("arms/**/*.yaml"))
@@ -86,11 +90,12 @@ def callback(path):
 def test_every_config_is_started_by_a_test():
     assert {f.stem for f in CONFIGS.glob("*.yaml")} == {
         "digits",
+        "digits-classifier",
         "digits-described",
         "patches",
         "folder",
         "fast",
-        "mnist",
+        "cifar10-uvit",
         *LATENTS,
         *chain(*FOLDERS.values()),
     }
@@ -133,13 +138,13 @@ def test_a_folder_of_pictures_starts(monkeypatch, tmp_path):
     assert fit("folder.yaml", *options) == 0
 
 
-@pytest.mark.parametrize("arm", ["", "decayed", "textbook", "fast"])
+@pytest.mark.parametrize("arm", ["", *(f"digits/{arm}" for arm in RECIPES), *MNIST])
 def test_mnist_starts_as_its_comments_say(monkeypatch, tmp_path, arm):
     monkeypatch.chdir(tmp_path)
     write_mnist(tmp_path / "data", train=40, val=20)
     out = f"--config {CONFIGS / 'mnist.yaml'} --out mnist-cnn.safetensors --steps 1"
     assert call(f"train-extractor {out}") == 0
-    options = [f"--config={CONFIGS}/arms/digits/{arm}.yaml"] if arm else []
+    options = [f"--config={CONFIGS}/arms/{arm}.yaml"] if arm else []
     assert fit("mnist.yaml", *options) == 0
 
 
@@ -160,11 +165,14 @@ def test_latents_start(offline, tmp_path, name):
     assert fit(f"{name}.yaml", *options) == 0
 
 
-@pytest.mark.parametrize("name", LATENTS)
-def test_networks_of_latents_have_the_number_of_parameters_that_is_stated(name):
+NETWORKS = {"cifar10-uvit": UViT} | {name: kind for name, (kind, _) in LATENTS.items()}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_transformers_have_the_number_of_parameters_that_is_stated(name):
     arguments = settings(f"{name}.yaml")["model"]["init_args"]["network"]["init_args"]
     with torch.device("meta"):
-        network = LATENTS[name][0](**arguments)
+        network = NETWORKS[name](**arguments)
     count = sum(parameter.numel() for parameter in network.parameters())
     fixed = 0 if "pos_embed" in dict(network.named_parameters()) else network.pos_embed.numel()
     assert f"{count + fixed:,} parameters" in (CONFIGS / f"{name}.yaml").read_text()
@@ -281,7 +289,7 @@ def test_the_controls_of_clts_have_its_density(folder):
     assert controls == [curriculum, curriculum]
 
 
-@pytest.mark.parametrize("name", REPRODUCTIONS)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_reproductions_have_the_numbers_of_what_they_reproduce(name):
     found = dict(flat(settings(f"{name}.yaml")))
     assert {key: found.get(key) for key in EXPERIMENTS[name]} == EXPERIMENTS[name]
@@ -390,6 +398,13 @@ def test_experiments_start_with_the_methods_of_the_paper(offline, experiment):
     folder = next(folder for folder, experiments in FOLDERS.items() if experiment in experiments)
     both = (CONFIGS / "arms" / "mdlrc.yaml", CONFIGS / "arms" / folder / "clts.yaml")
     assert start(experiment, *both, width=quarter(experiment)) == 0
+
+
+def test_the_uvit_of_cifar10_starts_narrow(offline):
+    narrow = {"width": 32, "depth": 2, "num_heads": 2}
+    options = [f"--model.init_args.network.init_args.{k}={v}" for k, v in narrow.items()]
+    options += ["--model.init_args.solver.init_args.steps=2"]
+    assert fit("cifar10-uvit.yaml", *options, "--trainer.fast_dev_run=1") == 0
 
 
 def test_arms_can_be_swept(monkeypatch, tmp_path):

@@ -20,10 +20,11 @@ LABELS, NONE = torch.tensor([0, 3]), torch.tensor([-1, -1])
 
 
 def labelled(labels):
-    """A model whose x0 depends on the label; -1 is none."""
+    """A model whose x0, and the contrast of it, depend on the label; -1 is none."""
+    told = labels.reshape(-1, 1, 1, 1)
 
     def denoise(x, t):
-        x0 = 0.1 * x + 0.2 * labels.reshape(-1, 1, 1, 1)
+        x0 = (0.1 + 0.02 * told) * x + 0.2 * told
         alpha, sigma = (v.reshape(-1, 1, 1, 1) for v in PROCESS.alpha_sigma(t))
         return Denoised(x0, (x - alpha * x0) / sigma, logvar_frac=x0 + 1)
 
@@ -215,9 +216,17 @@ def test_rescaled_guidance_has_the_contrast_of_the_conditional_image(rescale):
     guide = ClassifierFree(4.0, rescale=rescale).guide(labelled, LABELS, PROCESS, NONE)
     found, plain, conditional = guide(X, T), guided(4.0, X, T), labelled(LABELS)(X, T)
     std = lambda x: x.flatten(1).std(1)  # noqa: E731
+    assert ((std(plain.x0) - std(conditional.x0)).abs() > 0.01).all()
     close(std(found.x0), rescale * std(conditional.x0) + (1 - rescale) * std(plain.x0))
     alpha, sigma = (v.reshape(-1, 1, 1, 1) for v in PROCESS.alpha_sigma(T))
     close(alpha * found.x0 + sigma * found.noise, X)
+
+
+def test_rescaling_reaches_a_scale_of_zero():
+    found = ClassifierFree(0.0, rescale=1.0).guide(labelled, LABELS, PROCESS, NONE)(X, T)
+    std = lambda x: x.flatten(1).std(1)  # noqa: E731
+    close(std(found.x0), std(labelled(LABELS)(X, T).x0))
+    assert not torch.allclose(found.x0, labelled(LABELS)(X, T).x0)
 
 
 def test_autoguidance_extrapolates_from_the_weaker_model():
@@ -234,6 +243,7 @@ def test_guidance_without_meaning_is_refused():
     for make, told in [
         (lambda: ClassifierFree(math.inf), "scale must be finite"),
         (lambda: ClassifierFree(2.0, (1.0, 0.5)), "interval must be two levels"),
+        (lambda: ClassifierFree(2.0, (1.0, 2.0, 3.0)), "interval must be two levels"),
         (lambda: ClassifierFree(2.0, rescale=1.5), r"rescale must be in \[0, 1\], got 1.5"),
         (lambda: Autoguidance(labelled, math.nan), "scale must be finite"),
     ]:

@@ -16,7 +16,7 @@ from lit_diffusion.processes import (
     LinearFlow,
 )
 from lit_diffusion.protocols import Denoised
-from lit_diffusion.timesteps import Karras, LogSNR, Sections
+from lit_diffusion.timesteps import Even, Karras, LogSNR, Sections
 
 VARIANCES = {
     "fixed_small": FixedSmall(),
@@ -61,6 +61,7 @@ def test_the_prior_term_measures_from_the_start_of_sampling():
 
 FLOWS = [DiscreteVP(CosineBetas(1000)), ContinuousVP(), EDMProcess(), LinearFlow()]
 GRID = LogSNR(noisiest=-12.0)
+X0 = 0.5 * Z((3, 1, 2, 2), 7)
 
 
 def expected_bits(x0, std):
@@ -73,10 +74,32 @@ def expected_bits(x0, std):
 @pytest.mark.parametrize("probes", [None, 1])
 def test_the_flow_finds_the_density_of_a_gaussian(process, probes):
     """By the whole trace, and by signs, which are exact for a diagonal Jacobian."""
-    x0 = 0.5 * Z((3, 1, 2, 2), 7)
     denoise = gaussian_denoiser(process, mean=0.0, std=0.5)
-    bits = flow_bits_per_dim(denoise, process, x0, GRID, 100, probes, CountedNoise(1))
-    close(bits, expected_bits(x0, 0.5), rtol=0, atol=1e-3)
+    bits = flow_bits_per_dim(denoise, process, X0, GRID, 100, probes, CountedNoise(1))
+    close(bits, expected_bits(X0, 0.5), rtol=0, atol=1e-3)
+
+
+def test_the_density_is_that_of_the_least_noisy_time():
+    process = LinearFlow(0.05)
+    denoise = gaussian_denoiser(process, mean=0.0, std=0.5)
+    bits = flow_bits_per_dim(denoise, process, X0, GRID, 100, None)
+    close(bits, expected_bits(X0, ((0.95 * 0.5) ** 2 + 0.05**2) ** 0.5), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("times", "steps"), [(Even(), 10), (GRID, 1)])
+def test_a_flow_from_pure_noise_or_of_no_step_is_refused(times, steps):
+    process = LinearFlow()
+    with pytest.raises(
+        ValueError, match=r"two times or more, and a signal .* LogSNR\(noisiest=-12"
+    ):
+        flow_bits_per_dim(gaussian_denoiser(process), process, X0, times, steps)
+
+
+@pytest.mark.parametrize("probes", [0, -1])
+def test_a_trace_without_probes_is_refused(probes):
+    process = LinearFlow()
+    with pytest.raises(ValueError, match=f"probes must be at least 1, or None .* got {probes}"):
+        flow_bits_per_dim(gaussian_denoiser(process), process, X0, GRID, 10, probes)
 
 
 def correlated(process):
@@ -147,5 +170,4 @@ def test_the_bound_is_at_most_a_hundredth_above_the_entropy(betas):
     bits = bits_per_dim(denoise, process, x0, LearnedRange(), Sections(), 1000, noise).total
     entropy = -share[drawn].log2().mean()  # of these draws
     error = bits.std() / 8
-    print(bits.mean(), entropy, error)
     assert entropy - 4 * error < bits.mean() < 1.01 * entropy

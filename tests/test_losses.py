@@ -193,6 +193,7 @@ def test_weighted_losses_equal_min_snr_training(kind, parameterization, betas):
         MinSNR(1.0),
         SoftMinSNR(),
         TruncSNR(),
+        InvSNR(),
         AsFlow(),
         P2(),
         P2(0.5),
@@ -267,6 +268,25 @@ def test_weights_that_are_undefined_in_pure_noise_are_refused(weighting):
     DenoisingLoss(weighting).check(EndsInPureNoise(), Velocity())
     with pytest.raises(ValueError, match="finite at every noise level"):
         DenoisingLoss(InvSNR()).check(EndsInPureNoise(), Velocity())
+
+
+@pytest.mark.parametrize(
+    "weighting",
+    [MinSNR(-5.0), MinSNR(0.0), SoftMinSNR(-4.0), SoftMinSNR(0.0), P2(1.0, k=-0.5)],
+    ids=repr,
+)
+def test_weights_that_would_train_nothing_or_the_opposite_are_refused(weighting):
+    for loss in (DenoisingLoss, UncertaintyLoss, HybridLoss):
+        with pytest.raises(ValueError, match=r"must be >= 0, and more .*; change its numbers"):
+            loss(weighting).check(DiscreteVP(CosineBetas(100)), Velocity())
+
+
+def test_losses_without_their_second_part_are_refused():
+    for vb_weight in (-1.0, 0.0, float("nan")):
+        with pytest.raises(ValueError, match=f"vb_weight must be > 0, got {vb_weight}"):
+            HybridLoss(Simple(), vb_weight)
+    with pytest.raises(ValueError, match="num_features must be at least 1, got 0"):
+        UncertaintyLoss(Simple(), 0)
 
 
 def test_min_snr_in_pure_noise_is_zero_or_what_is_asked():

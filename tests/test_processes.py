@@ -162,6 +162,8 @@ def test_labels_of_continuous_times_are_those_of_the_papers():
     t = torch.tensor([0.25, 1.0], dtype=torch.float64)
     close(ContinuousVP().noise_label(t), torch.tensor([249.75, 999.0]))
     close(EDMProcess().noise_label(t), t.log() / 4)
+    close(VE().noise_label(t), (t / 2).log())
+    close(LinearFlow().noise_label(t), 1000 * t)
 
 
 def test_sigmoid_betas_follow_their_formula():

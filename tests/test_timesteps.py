@@ -206,6 +206,10 @@ def test_the_default_of_log_normal_levels_is_edms():
 def test_distributions_and_grids_without_meaning_are_refused():
     with pytest.raises(ValueError, match="std must be > 0, got 0"):
         LogNormal(std=0.0)
+    with pytest.raises(ValueError, match="mean must be finite, got nan"):
+        LogNormal(mean=float("nan"))
+    with pytest.raises(ValueError, match="shift must be > 0, got inf"):
+        Shifted(Uniform(), float("inf"))
     with pytest.raises(ValueError, match="rho must be > 0, got -7"):
         Karras(-7.0)
 

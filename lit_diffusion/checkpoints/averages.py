@@ -1,10 +1,11 @@
 """Averages of weights as checkpoints hold them: no other file knows how.
 
 The state of an EMA callback is {} or {"decays": [float], "steps": {name: int}, "shadows": one
-{name: Tensor} for each decay}.
+{name: Tensor} for each decay}; of PowerEMA with "snapshots": {int: str} of those that were written,
+SHA-256 by number of updates.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,9 @@ def check_averages(state: Any) -> None:
         raise ValueError("it must hold averages for each decay")
     for shadow in shadows:
         _check_shadow(shadow, steps, shadows[0])
+    taken = state.get("snapshots", {})
+    if not (isinstance(taken, dict) and all(map(is_count, taken)) and _are_texts(taken.values())):
+        raise ValueError(f"its snapshots must be hashes by step, and are {taken!r:.50}")
 
 
 def averages_in(checkpoint: Mapping[str, Any], path: str | Path) -> list[dict[str, Any]]:
@@ -145,14 +149,19 @@ def known_weights(checkpoint: Mapping[str, Any], path: str | Path) -> list[str]:
 
 def power_averages(
     checkpoint: Mapping[str, Any], path: str | Path
-) -> tuple[int, dict[float, dict[str, Tensor]]]:
-    """How often the averages of PowerEMA were updated, and these by width; 0 and {} without."""
+) -> tuple[int, dict[float, dict[str, Tensor]], dict[int, str]]:
+    """How often the averages of PowerEMA were updated, these by width, and the known snapshots.
+
+    0, {} and {} without.
+    """
     states = [state for kind, state in _averages_in(checkpoint, path) if kind == "power"]
     averages: dict[float, dict[str, Tensor]] = {}
     for state in states:
         for width, shadow in zip(state["decays"], state["shadows"], strict=True):
             averages.setdefault(width, {}).update(shadow)
-    return max((n for state in states for n in state["steps"].values()), default=0), averages
+    steps = max((n for state in states for n in state["steps"].values()), default=0)
+    taken = {step: sha for state in states for step, sha in state.get("snapshots", {}).items()}
+    return steps, averages, taken
 
 
 def chosen_weights(
@@ -185,6 +194,10 @@ def _check_shadow(shadow: Any, steps: Mapping[str, int], first: Mapping[str, Ten
             raise ValueError(f"its average of {name} is not of real numbers")
         if (value.shape, value.dtype) != (first[name].shape, first[name].dtype):
             raise ValueError(f"its averages of {name} differ in shape or type")
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def _is_decay(value: Any) -> bool:

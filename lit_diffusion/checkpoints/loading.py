@@ -89,12 +89,12 @@ def named_weights(
 ) -> tuple[str, dict[str, Tensor]]:
     """The averages of this name in the checkpoint, or those that its run's snapshots make."""
     kind, _, number = weights.partition("_")
-    steps, averages = power_averages(checkpoint, path) if kind == "power" else (0, {})
+    steps, averages, taken = power_averages(checkpoint, path) if kind == "power" else (0, {}, {})
     if averages:
         weights = f"power_{_width(weights, number):g}"
         if weights not in known_weights(checkpoint, path):
             folder = path.parent.parent / FOLDER
-            return weights, reconstructed(folder, float(number), steps, averages)
+            return weights, reconstructed(folder, float(number), steps, averages, taken)
     return chosen_weights(checkpoint, weights, path)
 
 

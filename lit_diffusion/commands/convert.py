@@ -92,7 +92,10 @@ def _import(options: Sequence[str]) -> None:
         name, equals, value = other.removeprefix("--network.").partition("=")
         if not (equals and other.startswith("--network.")):
             made.error(f"unrecognized arguments: {other}")
-        arguments[name] = yaml.safe_load(value)
+        try:
+            arguments[name] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ValueError(f"{other} must be --network.NAME=VALUE in YAML; quote it.") from None
     from lit_diffusion.interchange.published import convert
 
     spec = convert(args.file, args.kind, args.out, arguments)

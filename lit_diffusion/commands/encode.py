@@ -69,4 +69,5 @@ def run(argv: Sequence[str]) -> None:
     except KeyboardInterrupt:
         print_error(f"Stopped; finished shards are in {out}, and the same command goes on.")
         raise
-    print(f"{num} shards written to {out}, which is for {len(index.shards())} in all.")
+    whole = len(index.shards())
+    print(f"{num} shards written to {out}, which has {whole - len(index.lacking(out))} of {whole}.")

@@ -67,7 +67,9 @@ def add_sampling(parser: Parser) -> None:
         help="share of the solver's steps that are taken from there (default 0.6)",
     )
     parser.add_argument(
-        "--mask", metavar="PNG", help="white where --init is kept; the rest is made to fit"
+        "--mask",
+        metavar="PNG",
+        help="grey picture, lighter than half where --init is kept; the rest is made to fit",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first image (default 0)")
     parser.add_argument(

@@ -1,8 +1,9 @@
 """Latents that `lit-diffusion encode` has written: one safetensors file a shard, and an index.
 
 A shard holds `moments` (n, 2C, h, w) float16, mean and logvar of each image's posterior as the VAE
-gives them, and `labels` (n,) int64. Float16 halves the files and moves no pixel by more than its
-rounding to 8 bits does; neither scale nor shift is applied, so both remain the codec's.
+gives them, `labels` (n,) int64, and in its header a digest of what it was made of. Float16 halves
+the files and moves no pixel by more than its rounding to 8 bits does; neither scale nor shift is
+applied, so both remain the codec's.
 """
 
 import hashlib
@@ -83,20 +84,36 @@ class LatentIndex:
             for number, start in enumerate(self.starts)
         ]
 
+    def lacking(self, folder: Path) -> list[tuple[str, range, bool]]:
+        """Those of `shards` that are not in a folder whole, or are of other images or VAEs."""
+        return [shard for shard in self.shards() if not self._holds(folder / shard[0])]
 
-def write_shard(path: Path, moments: Tensor, labels: Tensor) -> None:
-    """Write a shard whole or not at all."""
-    with whole_file(path) as file:
-        file.write(save({"moments": moments.half().contiguous(), "labels": labels}))
+    def write_shard(self, path: Path, moments: Tensor, labels: Tensor) -> None:
+        """Write a shard whole or not at all.
 
+        Raises:
+            ValueError: for moments that are not finite, as a damaged VAE gives them.
+        """
+        halved = moments.half().contiguous()
+        if not halved.isfinite().all():
+            raise ValueError(
+                f"{path.name} must hold finite numbers below 65504, and the VAE {self.vae} gives "
+                "others; name one whose weights are whole."
+            )
+        with whole_file(path) as file:
+            file.write(save({"moments": halved, "labels": labels}, {"of": self._stamp(path.name)}))
 
-def is_shard(path: Path, num: int) -> bool:
-    """Whether a whole shard of so many images is there."""
-    try:
-        with safe_open(path, "pt") as shard:
-            return bool(shard.get_slice("moments").get_shape()[0] == num)
-    except (OSError, SafetensorError):
-        return False
+    def _holds(self, path: Path) -> bool:
+        try:
+            with safe_open(path, "pt") as shard:
+                return (shard.metadata() or {}).get("of") == self._stamp(path.name)
+        except (OSError, SafetensorError):
+            return False
+
+    def _stamp(self, name: str) -> str:
+        """Of what a shard's content follows from."""
+        parts = (self.images, self.image_shape, self.vae_sha256, self.shard_size, name)
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 @cache
@@ -182,12 +199,11 @@ class Latents(ImageDataModule):
     def check(self) -> None:
         """Name the shards that are missing."""
         for folder, index in self._indices.items():
-            shards = index.shards()
-            lacking = [name for name, part, _ in shards if not is_shard(folder / name, len(part))]
-            if lacking:
+            if lacking := index.lacking(folder):
                 raise ValueError(
-                    f"{folder} lacks {len(lacking)} of {len(shards)} shards, such as {lacking[0]}: "
-                    "the same `lit-diffusion encode` again finishes it."
+                    f"{folder} lacks {len(lacking)} of {len(index.shards())} shards, such as "
+                    f"{lacking[0][0]}, or holds those of other latents: the same `lit-diffusion "
+                    "encode` again finishes it."
                 )
             ours = self._indices[self.train]
             for name in ("image_shape", "vae_sha256", "classes"):

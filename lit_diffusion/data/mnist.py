@@ -44,18 +44,17 @@ class MNIST(ImageDataModule):
         """Download what is missing."""
         if not self._missing():
             return
-        self._folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self._folder) as own:  # others may download too
-            try:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self._folder) as own:  # others may download too
                 self._source(own, download=True)
-            except (OSError, RuntimeError, ValueError) as error:
-                raise FileNotFoundError(
-                    f"The files of {self._name} could not be downloaded ({error}). In "
-                    f"{self._folder}: {', '.join(self._missing())} missing. Put these there, "
-                    "unpacked."
-                ) from error
-            for name in self._missing():
-                shutil.move(Path(own, self._name, "raw", name), self._folder / name)
+                for name in self._missing():
+                    shutil.move(Path(own, self._name, "raw", name), self._folder / name)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise FileNotFoundError(
+                f"The files of {self._name} could not be downloaded ({error}). In {self._folder}: "
+                f"{', '.join(self._missing())} missing. Put these there, unpacked."
+            ) from error
 
     def awaited(self) -> Awaited | None:
         """Whether files have yet to be downloaded."""

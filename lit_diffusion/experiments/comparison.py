@@ -226,10 +226,9 @@ def by_measure(arms: Sequence[Arm], name: str) -> list[Arm]:
 
     An arm knows it where each of its seeds tells it once.
     """
-    knowing = [
-        arm for arm in arms if all(any(name in look for look in c.looks) for c in arm.curves)
-    ]
-    return [Arm(arm.name, tuple(_with(curve, name) for curve in arm.curves)) for arm in knowing]
+    looked = [arm for arm in arms if all(curve.looks for curve in arm.curves)]
+    found = [Arm(arm.name, tuple(_with(curve, name) for curve in arm.curves)) for arm in looked]
+    return [arm for arm in found if math.isfinite(arm.reached)]
 
 
 def _with(curve: Curve, name: str) -> Curve:

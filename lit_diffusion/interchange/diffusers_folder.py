@@ -56,6 +56,8 @@ def write_diffusers(
         kind = "DDIMScheduler"
     else:
         raise ValueError(f"diffusers has no {name}: export a UNet or DiT, or --format safetensors.")
+    if vae is not None:
+        _require_vae(Path(vae), name)
     scheduler = {"_class_name": kind, **scheduler_config(module)}
     out = folder_for(folder)
     write_model(out / part, {"_class_name": made, **config}, weights)
@@ -118,13 +120,32 @@ def read_model(folder: str | Path) -> tuple[Json, dict[str, Tensor]]:
     folder = folder / "unet" if (folder / "unet").is_dir() else folder
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{folder} holds no config.json; name a folder of a UNet2DModel.")
-    config = json.loads((folder / "config.json").read_text())
+    config = _read_json(folder / "config.json")
     if config.get("_class_name", "UNet2DModel") != "UNet2DModel":
         raise ValueError(f"{folder} is of a {config['_class_name']}, and must be of a UNet2DModel.")
     safe = folder / f"{_WEIGHTS}.safetensors"
     if safe.is_file():
         return config, read_safetensors(safe)
     return config, read_tensors(folder / f"{_WEIGHTS}.bin")
+
+
+def _require_vae(folder: Path, name: str) -> None:
+    if name != "DiT":
+        raise ValueError(f"--vae {folder} is for a DiT, whose pipeline has one, and not a {name}.")
+    path = folder / "config.json"
+    if not path.is_file() or _read_json(path).get("_class_name") != "AutoencoderKL":
+        raise ValueError(
+            f"--vae {folder} must be the folder of an AutoencoderKL, as its save_pretrained "
+            "writes it."
+        )
+
+
+def _read_json(path: Path) -> Json:
+    try:
+        found: Json = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}; write or copy it again.") from None
+    return found
 
 
 def _remarks(name: str, arguments: Json, vae: str | None) -> list[str]:

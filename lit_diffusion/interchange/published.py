@@ -46,7 +46,10 @@ def convert(file: str | Path, kind: str, out: str | Path, given: Mapping[str, An
 
 def _of_folder(file: Path, kind: str, given: Mapping[str, Any]) -> tuple[Kind, Json, State]:
     config, theirs = read_model(file)
-    arguments, state = from_diffusers(theirs, config)
+    try:
+        arguments, state = from_diffusers(theirs, config)
+    except KeyError as error:
+        raise ValueError(f"{file} is not of --kind {kind}: it lacks {error.args[0]}.") from None
     arguments |= given
     check_fits(UNet, arguments, state, str(file))
     return UNet, arguments, state

@@ -35,7 +35,11 @@ class Pixels(_Plain):
 
     name = "pixels"
     resize = f"{GRID}x{GRID}, means over areas"
-    sha256 = hashlib.sha256(resize.encode()).hexdigest()  # there are no weights
+
+    @property
+    def sha256(self) -> str:
+        """Of what is done and to how many channels, as there are no weights; 64 hex digits."""
+        return hashlib.sha256(f"{self.resize}, {self.channels}".encode()).hexdigest()
 
     def build(self) -> nn.Module:
         """Images uint8 (N, channels, H, W) -> features (N, 64 channels)."""
@@ -53,7 +57,7 @@ class _Grid(nn.Module):
 
 @dataclass(frozen=True)
 class RandomCNN(_Plain):
-    """A small convolutional network as it is before any training, the same on every machine.
+    """A small convolutional network as it is before any training, the same each time.
 
     Example:
         >>> RandomCNN(channels=3).build()(torch.zeros(2, 3, 64, 64, dtype=torch.uint8)).shape
@@ -84,7 +88,7 @@ class _Untrained(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(_SEED)
+            torch.default_generator.manual_seed(_SEED)  # the GPUs' go on as they were
             self.network = SmallClassifier(channels, GRID, (24, 48, self.num_features), 2)
             for layer in self.network.stages:
                 if isinstance(layer, nn.Conv2d):

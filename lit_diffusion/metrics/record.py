@@ -46,7 +46,7 @@ class FIDRecord:
     non_finite: int  # number of samples that are NaN or infinite
     non_finite_seeds: list[int]  # the first of them
     second_look: dict[str, float | None] = field(default_factory=dict)  # metrics/second_look.py
-    seconds: dict[str, float]  # generate, features, total, estimated; of the first process
+    seconds: dict[str, float]  # by phase, total, estimated after a batch; of the first process
 
 
 def is_repeat(record: Mapping[str, Any]) -> bool:

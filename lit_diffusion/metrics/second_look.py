@@ -186,7 +186,7 @@ def _features(scorer: Scorer, real: RealImages, most: int, cache: Path) -> Tenso
 def _is_known(path: Path) -> bool:
     try:
         return path.is_file() and len(np.load(path, mmap_mode="r")) > 0
-    except ValueError as error:
+    except (ValueError, EOFError) as error:
         raise ValueError(f"{path} is not a file of features ({error}); delete it.") from error
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lit_diffusion.guidance import ClassifierFree, ClassifierShift
+from lit_diffusion.guidance import ClassifierFree, ClassifierScore, ClassifierShift
 from lit_diffusion.protocols import (
     Codec,
     Conditioning,
@@ -19,6 +19,7 @@ from lit_diffusion.protocols import (
     Solver,
 )
 from lit_diffusion.solvers import DDPM
+from lit_diffusion.solvers.steps import times_asked
 
 
 def check_conditioning(
@@ -73,15 +74,36 @@ def check_objective(
             f"{process} ends (SNR = 0); use Velocity or Sample."
         )
     loss.check(process, parameterization)
+    check_sampling(process, loss, solver, guidance)
+
+
+def check_sampling(process: Process, loss: Loss, solver: Solver, guidance: Guidance | None) -> None:
+    """Raise ValueError where samples would not be what is asked for."""
     solver.check(process)
-    if isinstance(guidance, ClassifierShift) and not isinstance(solver, DDPM):
+    check_shift(solver, guidance)
+    if isinstance(guidance, ClassifierScore) and not _keeps_signal(process, solver):
         raise ValueError(
-            f"{guidance} shifts the steps of DDPM, and {solver} has none; use ClassifierScore."
+            f"{guidance} needs signal in x_t, of which {solver} begins without any on {process} "
+            "(SNR = 0); give it the times LogSNR(noisiest=-10)."
         )
     if getattr(getattr(solver, "variance", None), "learned", False) and loss.output_factor != 2:
         raise ValueError(
             f"{solver} needs a learned variance, which {loss} does not train; use HybridLoss."
         )
+
+
+def check_shift(solver: Solver, guidance: Guidance | None) -> None:
+    """Raise ValueError where a solver would leave out what guidance adds to its steps."""
+    if isinstance(guidance, ClassifierShift) and not isinstance(solver, DDPM):
+        raise ValueError(
+            f"{guidance} shifts the steps of DDPM, and {solver} has none; use ClassifierScore."
+        )
+
+
+def _keeps_signal(process: Process, solver: Solver) -> bool:
+    if process.alpha_sigma(torch.tensor(process.t_max))[0] > 0:
+        return True
+    return bool((process.alpha_sigma(times_asked(solver, process))[0] > 0).all())
 
 
 def check_clipping(codec: Codec, *clipping: Solver | Guidance | None) -> None:

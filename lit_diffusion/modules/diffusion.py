@@ -1,7 +1,6 @@
 """The LightningModule: network + process + parameterization + loss + solver, all injected."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from math import nan
 from typing import Any
 
@@ -38,7 +37,7 @@ from lit_diffusion.protocols import (
     Watch,
 )
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms, run_seed, seed_step
-from lit_diffusion.solvers.editing import Begun, RePaint, Tail
+from lit_diffusion.solvers.editing import Begun, repainting, shortened
 from lit_diffusion.system.modes import eval_mode
 from lit_diffusion.system.sharding import total_norm
 from lit_diffusion.system.trainer_state import (
@@ -47,7 +46,7 @@ from lit_diffusion.system.trainer_state import (
     loss_scale,
     steps_of_fit,
 )
-from lit_diffusion.timesteps import LogSNR, bin_of, draw_uniforms
+from lit_diffusion.timesteps import bin_of, draw_uniforms
 
 Batch = tuple[Tensor, Any, Tensor]
 """images uint8 (B, C, H, W); their condition, labels int64 (B,) for example; index int64 (B,)."""
@@ -261,16 +260,16 @@ class DiffusionModule(LightningModule):
             images: where each sample begins.
             seeds: as of `generate`.
             labels: as of `generate`.
-            strength: share of the solver's steps that are taken; little keeps most of the image.
+            strength: share of the solver's steps that are taken, one at least; little keeps most of
+                the image.
 
         Raises:
-            ValueError: as `generate`, and for a strength that is not in (0, 1].
+            ValueError: as `generate`, for a strength that is not in (0, 1], and a solver without
+                `steps` and `times`.
 
         Source: Meng et al. 2022 (SDEdit).
         """
-        solver: Any = self.solver
-        times = Tail(solver.times or LogSNR(noisiest=-10.0), strength)
-        solver = replace(solver, times=times, steps=max(1, round(strength * solver.steps)))
+        solver = shortened(self.solver, strength)
         solver.check(self.process)
         begun: Any = Begun(self.process, self.codec.encode(images.to(self.device)))
         return self._generated(solver, begun, seeds, labels)
@@ -286,6 +285,8 @@ class DiffusionModule(LightningModule):
     ) -> Tensor:
         """As `generate`, but that the masked part of images uint8 (N, C, H, W) is kept.
 
+        By ancestral sampling, in the steps and times of the solver.
+
         Args:
             images: of which a part is kept.
             mask: (N, 1, H, W) or broadcastable, in the size of x0; 1 where they are kept.
@@ -295,10 +296,9 @@ class DiffusionModule(LightningModule):
 
         Source: Lugmayr et al. 2022 (RePaint).
         """
-        usual: Any = self.solver
         known, mask = self.codec.encode(images.to(self.device)), mask.to(self.device)
-        times, clip = usual.times or LogSNR(noisiest=-10.0), usual.clip
-        solver = RePaint(known, mask, usual.steps, resamples, times, clip)
+        solver = repainting(self.solver, known, mask, resamples)
+        checks.check_shift(solver, self.guidance)
         solver.check(self.process)
         return self._generated(solver, self.process, seeds, labels)
 

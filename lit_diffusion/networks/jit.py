@@ -8,7 +8,7 @@ patches of 16 x 16 or 32 x 32 pixels work, far wider than the network, is the ta
 near a manifold that the bottleneck can hold, noise does not. So give it
 `lit_diffusion.parameterizations.Sample`.
 
-There is no other implementation whose parameter names are kept.
+Written from the paper: parameters have not the names of the authors' code, github.com/LTH14/JiT.
 
 Source: Li & He 2025, "Back to Basics: Let Denoising Generative Models Denoise" (arXiv 2511.13720),
 section 4; Su et al. 2021 (RoPE), Eq. 34; Shazeer 2020 (SwiGLU), Eq. 6; Henry et al. 2020 (QK-norm).

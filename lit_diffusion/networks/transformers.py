@@ -208,11 +208,11 @@ def check_sizes(image_size: int, patch_size: int, width: int, depth: int, num_he
             "width and image_size must be at most 100000 and depth 1000, got "
             f"{width}, {image_size} and {depth}."
         )
-    if image_size % patch_size:
+    if patch_size < 1 or image_size % patch_size:
         raise ValueError(
             f"patch_size must divide image_size, got {patch_size} and {image_size}: change one."
         )
-    if width % num_heads or width % 4:
+    if num_heads < 1 or width % num_heads or width % 4:
         raise ValueError(
             f"width must be divisible by num_heads and by 4, got width={width} and "
             f"num_heads={num_heads}: change one."

@@ -398,7 +398,7 @@ def _heads(channels: int, num_heads: int, head_channels: int | None) -> int:
     name, divisor = "num_heads", num_heads
     if head_channels is not None:
         name, divisor = "head_channels", head_channels
-    if channels % divisor:
+    if divisor < 1 or channels % divisor:
         raise ValueError(
             f"Attention needs widths divisible by {name}, got {channels} channels and "
             f"{name}={divisor}: change {name}, channel_mult or attention_downsample."

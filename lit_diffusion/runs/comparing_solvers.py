@@ -8,16 +8,14 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-import torch
 from PIL import Image
-from torch import Tensor
 
 from lit_diffusion.checkpoints.loading import Loaded
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.reference import FEWEST, Scorer, measure
 from lit_diffusion.metrics.score import image_set
 from lit_diffusion.modules.checks import check_clipping, check_objective
-from lit_diffusion.protocols import Denoised, NonFiniteSamples, Process, Solver
+from lit_diffusion.protocols import NonFiniteSamples, Process, Solver
 from lit_diffusion.runs.evaluating import labels_of, protocol_of_run, real_images
 from lit_diffusion.runs.guiding import change_guidance
 from lit_diffusion.runs.labelled import table, tile, written
@@ -33,7 +31,7 @@ from lit_diffusion.runs.sampling import (
     solver_spec,
     write_samples,
 )
-from lit_diffusion.solvers.steps import check_steps
+from lit_diffusion.solvers.steps import check_steps, times_asked
 from lit_diffusion.system.files import replace_text, user_cache, whole_file
 from lit_diffusion.system.signals import print_error, uninterrupted
 
@@ -146,14 +144,7 @@ def evaluations(solver: Solver, process: Process) -> int:
         >>> evaluations(Heun(10), DiscreteVP(CosineBetas(100)))
         19
     """
-    asked = []
-
-    def denoise(x_t: Tensor, t: Tensor) -> Denoised:
-        asked.append(t)
-        return Denoised(x_t, x_t, x_t)
-
-    solver.sample(denoise, process, torch.zeros(1, 1, 1, 1), torch.zeros_like)
-    return len(asked)
+    return len(times_asked(solver, process))
 
 
 def _scoring(

@@ -10,13 +10,18 @@ from torch.utils.data import DataLoader, Subset
 
 from lit_diffusion.data.base import as_it_is, require_at_least
 from lit_diffusion.data.image_folder import ImageFolder
-from lit_diffusion.data.latents import INDEX, LatentIndex, is_shard, write_shard
+from lit_diffusion.data.latents import INDEX, LatentIndex
+from lit_diffusion.interchange.exported import folder_for
 from lit_diffusion.modules.vae import VAECodec
 
 
 def shared_place() -> tuple[int, int]:
-    """Rank and number of the processes of torchrun or srun, which need not talk to each other."""
-    names = [("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")]
+    """Rank and number of the processes of torchrun or srun, which need not talk to each other.
+
+    A job's script is one process, of however many tasks the job is.
+    """
+    names = [("RANK", "WORLD_SIZE")]
+    names += [("SLURM_PROCID", "SLURM_NTASKS")] * ("SLURM_STEP_ID" in os.environ)
     found = [(os.environ[r], os.environ[n]) for r, n in names if {r, n} <= os.environ.keys()]
     rank, size = found[0] if found else ("0", "1")
     return int(rank), int(size)
@@ -42,7 +47,7 @@ def planned(
         images=images.fingerprint("train"),
         flips=flips,
     )
-    out.mkdir(parents=True, exist_ok=True)
+    folder_for(out)
     if (out / INDEX).exists():
         there = LatentIndex.read(out)
         plan = replace(plan, flips=flips or there.flips, vae=there.vae)
@@ -75,9 +80,8 @@ def encode_shards(
     dataset, workers = images.load("train"), images.num_workers
     if workers is None:
         workers = max(1, images.default_workers() // size)
-    lacking = [
-        shard for shard in index.shards()[rank::size] if not is_shard(out / shard[0], len(shard[1]))
-    ]
+    absent = index.lacking(out)
+    lacking = [shard for shard in index.shards()[rank::size] if shard in absent]
     for done, (name, part, flip) in enumerate(lacking, start=1):
         loader = DataLoader(
             Subset(dataset, part), codec.batch_size, collate_fn=as_it_is, num_workers=workers
@@ -87,6 +91,6 @@ def encode_shards(
             shown = (pixels.flip(-1) if flip else pixels).to(device)
             found.append((codec.moments(shown).cpu(), labels))
         moments, all_labels = (torch.cat(each) for each in zip(*found, strict=True))
-        write_shard(out / name, moments, all_labels)
+        index.write_shard(out / name, moments, all_labels)
         say(f"{name} is written, {done} of {len(lacking)}.")
     return len(lacking)

@@ -34,6 +34,8 @@ def export(
     Raises:
         ValueError: for a checkpoint that is no network of one, or that diffusers cannot express.
     """
+    if vae is not None and form != "diffusers":
+        raise ValueError(f"--vae {vae} belongs to --format diffusers; leave it out.")
     loaded = load_with_record(checkpoint, weights, trust=trust)
     record, state = described(loaded)
     if form == "diffusers":

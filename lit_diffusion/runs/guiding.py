@@ -3,8 +3,9 @@
 from argparse import Namespace
 from typing import Any
 
-from lit_diffusion.checkpoints.loading import load_with_record
+from lit_diffusion.checkpoints.loading import Loaded, load_with_record
 from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
+from lit_diffusion.modules.checks import check_codec
 from lit_diffusion.modules.classifier import NoisyClassifier
 from lit_diffusion.protocols import Guidance
 from lit_diffusion.solvers import DDPM
@@ -59,9 +60,7 @@ def _autoguidance(module: Any, args: Namespace) -> Guidance:
     _refuse_rescale(args)
     loaded = load_with_record(args.weaker, args.weights, trust=args.trust)
     other: Any = loaded.module
-    ours, theirs = (repr(getattr(each, "process", None)) for each in (module, other))
-    if ours != theirs:
-        raise ValueError(f"--weaker {args.weaker} has {theirs}, but the model {ours}.")
+    _refuse_other("--weaker", args.weaker, module, loaded)
     args.guided_by = {"weaker": str(loaded.path), "step": loaded.step, "weights": loaded.weights}
     return Autoguidance(other.to(module.device).denoise_for, _scale(args, 2.0), **_options(args))
 
@@ -74,16 +73,22 @@ def _by_classifier(module: Any, args: Namespace) -> Guidance:
     classifier = loaded.module
     if not isinstance(classifier, NoisyClassifier):
         raise ValueError(f"--classifier {args.classifier} is a {type(classifier).__name__}.")
-    ours, theirs = ((each.process, each.num_classes) for each in (module, classifier))
-    if repr(ours) != repr(theirs):
-        raise ValueError(f"--classifier {args.classifier} knows {theirs}, but the model {ours}.")
+    _refuse_other("--classifier", args.classifier, module, loaded)
     scale, weights = _scale(args, 1.0), loaded.weights
     told = {"classifier": str(loaded.path), "step": loaded.step, "weights": weights}
     args.guided_by = told | {"scale": scale}
     gradient = classifier.to(module.device).gradient(scale)
-    if isinstance(module.solver, DDPM):
+    if isinstance(module.solver, DDPM) and not args.mask:  # which RePaint fills
         return ClassifierShift(gradient)
     return ClassifierScore(gradient, clip=module.codec.bounded)
+
+
+def _refuse_other(option: str, path: str, module: Any, loaded: Loaded) -> None:
+    for name in ("process", "image_shape", "num_classes"):
+        ours, theirs = (repr(getattr(each, name, None)) for each in (module, loaded.module))
+        if ours != theirs:
+            raise ValueError(f"{option} {path} has the {name} {theirs}, but the model {ours}.")
+    check_codec(module.codec, loaded.checkpoint)
 
 
 def _refuse_rescale(args: Namespace) -> None:

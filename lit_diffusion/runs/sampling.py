@@ -3,7 +3,7 @@
 import json
 import time
 from argparse import ArgumentError, Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
@@ -20,8 +20,9 @@ from lit_diffusion.callbacks.progress import pace
 from lit_diffusion.callbacks.sample_grid import class_captions, image_grid
 from lit_diffusion.checkpoints.loading import Loaded, class_names_in, load_with_record
 from lit_diffusion.checkpoints.reading import first_line
+from lit_diffusion.modules.checks import check_clipping, check_sampling
 from lit_diffusion.protocols import Condition, Solver, by_part
-from lit_diffusion.runs.editing import generator
+from lit_diffusion.runs.editing import check_editing, editing_record, generator
 from lit_diffusion.runs.guiding import change_guidance, guidance_options
 from lit_diffusion.runs.trajectory import SEEDS, write_trajectory
 from lit_diffusion.seeding import classes_of
@@ -58,10 +59,13 @@ def unfinished(out: Path) -> dict[str, Any]:
 
 def load_generator(args: Namespace) -> Loaded:
     """The module of --checkpoint on its device, generating as the options say."""
+    check_editing(args)
     device, solver = usable_device(args.device), solver_spec(args.solver) if args.solver else None
     loaded = load_with_record(args.checkpoint, args.weights, trust=args.trust)
     if not hasattr(loaded.module, "generate"):
         raise ValueError(f"{type(loaded.module).__name__} in {loaded.path} cannot generate images.")
+    if args.init and not hasattr(loaded.module, "edit"):
+        raise ValueError(f"{type(loaded.module).__name__} in {loaded.path} takes no --init.")
     loaded.module.to(device)
     _change_sampling(loaded, args, solver)
     args.class_names = class_names_in(loaded.checkpoint)
@@ -105,6 +109,8 @@ def _change_sampling(loaded: Loaded, args: Namespace, solver: dict[str, Any] | N
     if changes_solver:
         module.solver = changed_solver(module, own, solver, args)
     change_guidance(module, args)
+    check_sampling(module.process, module.loss, module.solver, module.guidance)
+    check_clipping(module.codec, module.solver, module.guidance)
 
 
 def own_solver(loaded: Loaded) -> dict[str, Any]:
@@ -215,13 +221,14 @@ def write_samples(loaded: Loaded, args: Namespace, num: int, out: Path) -> dict[
     before = unfinished(out)
     there = before.get("num", 0)
     record = record_of(loaded, args, there, num)
-    if before and before != json.loads(json.dumps(record)):
+    begun = there or any(out.glob("*.png"))
+    if before and begun and before != json.loads(json.dumps(record)):
         raise ValueError(
             f"--out {out} holds {there} of {before['of']} images of another call, which was "
             f"stopped: see {RECORD}. Repeat that call, choose another folder or empty it."
         )
-    replace_text(out / RECORD, as_text(record))  # tells whose images come
     make = _maker(loaded.module, args)
+    replace_text(out / RECORD, as_text(record))  # tells whose images come
     if getattr(args, "trajectory", False):
         few = range(min(num, SEEDS))
         names = [f"seed {args.seed + i}" for i in few]
@@ -271,10 +278,14 @@ def record_of(loaded: Loaded, args: Namespace, made: int, num: int) -> dict[str,
         "labels": args.labels,
         **({"prompts": args.prompt} if args.prompt else {}),
         "class_names": args.class_names,
-        "sampling": dict(module.sampling_record()) if hasattr(module, "sampling_record") else {},
+        "sampling": {**_sampling(module), **editing_record(module, args)},
         **{name: value for name in ("init", "strength", "mask") if (value := getattr(args, name))},
         **({"guided_by": args.guided_by} if getattr(args, "guided_by", None) else {}),
     }
+
+
+def _sampling(module: Any) -> Mapping[str, Any]:
+    return module.sampling_record() if hasattr(module, "sampling_record") else {}
 
 
 def _maker(module: Any, args: Namespace) -> Callable[[range], Tensor]:

@@ -107,5 +107,6 @@ def _frame(moment: Moment, names: Sequence[str]) -> Image.Image:
     rows = [[written(""), *map(written, names)]]
     for name, images in (("x_t", moment.x_t), ("x0", moment.x0)):
         rows.append([written(name), *(tile(image[None], 160) for image in images)])
-    head = f"step {moment.step}, noise {moment.noise:.3g}"
+    step = moment.step if moment.step == "end" else f"step {moment.step}"
+    head = f"{step}, noise {moment.noise:.3g}"
     return table([[written(head)], [table(rows)]])

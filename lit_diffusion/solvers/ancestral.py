@@ -36,6 +36,7 @@ class DDPM:
     steps: int = 1000
     times: TimeGrid | None = None
     clip: bool = True
+    usual: ClassVar[TimeGrid] = Sections()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -50,7 +51,7 @@ class DDPM:
         /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = finite_grid(self.times or Sections(), process, self.steps)
+        times = finite_grid(self.times or self.usual, process, self.steps)
         steps = posterior(process, times)
         x = process.prior(noise, times[0])
         for i, t in enumerate(times[:-1]):
@@ -72,7 +73,7 @@ class DDPM:
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError where the grid does not fit the process."""
-        finite_grid(self.times or Sections(), process, self.steps)
+        finite_grid(self.times or self.usual, process, self.steps)
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class DDIM:
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
-        if self.eta < 0:
+        if not self.eta >= 0:
             raise ValueError(f"eta must be >= 0, got {self.eta}; 0 is deterministic.")
 
     def sample(

@@ -1,7 +1,7 @@
 """Samples that begin at an image, or keep a part of one."""
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,29 +14,48 @@ from lit_diffusion.timesteps import Sections
 
 @dataclass(frozen=True)
 class Tail:
-    """The last part of another grid: from `strength` of its steps before the end.
+    """The last steps of another grid.
 
     Args:
         base: the whole grid.
-        strength: share of the steps that are taken, above 0 and at most 1.
-
-    Raises:
-        ValueError: for a strength that is not.
-
-    Source: Meng et al. 2022 (SDEdit), section 3.
+        whole: its number of steps, at least as many as are taken.
     """
 
     base: TimeGrid
-    strength: float
-
-    def __post_init__(self) -> None:
-        if not 0 < self.strength <= 1:
-            raise ValueError(f"strength must be above 0 and at most 1, got {self.strength}.")
+    whole: int
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
         """(steps + 1,) float64, falling to the clean time."""
-        whole = self.base.grid(process, math.ceil(steps / self.strength))
-        return whole[-steps - 1 :]
+        return self.base.grid(process, self.whole)[-steps - 1 :]
+
+
+def shortened(solver: Any, strength: float) -> Any:
+    """The solver with the last of its steps alone: a share of `strength`, and one at least.
+
+    Raises:
+        ValueError: unless 0 < strength <= 1, or for a solver without a grid.
+
+    Source: Meng et al. 2022 (SDEdit), section 3.
+
+    Example:
+        >>> from lit_diffusion.solvers import DDIM
+        >>> shortened(DDIM(steps=20), 0.3).steps
+        6
+    """
+    if not 0 < strength <= 1:
+        raise ValueError(f"strength must be above 0 and at most 1, got {strength}.")
+    times = Tail(_grid_of(solver), solver.steps)
+    return replace(solver, times=times, steps=max(1, round(strength * solver.steps)))
+
+
+def _grid_of(solver: Any) -> TimeGrid:
+    grid: TimeGrid | None = getattr(solver, "times", None) or getattr(solver, "usual", None)
+    if grid is None or not (is_dataclass(solver) and hasattr(solver, "steps")):
+        raise ValueError(
+            f"images are edited on the steps and times of the solver, and {type(solver).__name__} "
+            "is no dataclass with both; use another, such as DDIM."
+        )
+    return grid
 
 
 class Begun:
@@ -134,3 +153,13 @@ class RePaint:
     def check(self, process: Process, /) -> None:
         """Raise ValueError where the grid does not fit the process."""
         finite_grid(self.times or Sections(), process, self.steps)
+
+
+def repainting(solver: Any, known: Tensor, mask: Tensor, resamples: int = 10) -> RePaint:
+    """RePaint with the steps, times and clipping of another solver.
+
+    Raises:
+        ValueError: for a solver without a grid.
+    """
+    times, clip = _grid_of(solver), getattr(solver, "clip", False)
+    return RePaint(known, mask, solver.steps, resamples, times, clip)

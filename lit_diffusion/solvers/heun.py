@@ -3,11 +3,18 @@
 import math
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import ClassVar
 
 from torch import Tensor
 
 from lit_diffusion.protocols import Denoise, Process, RandnLike, TimeGrid, Watch
-from lit_diffusion.solvers.steps import batch_of, check_steps, level_of, x0_and_noise
+from lit_diffusion.solvers.steps import (
+    batch_of,
+    check_steps,
+    grid_with_signal,
+    level_of,
+    x0_and_noise,
+)
 from lit_diffusion.timesteps import Karras
 
 
@@ -43,10 +50,11 @@ class Heun:
     churn_min: float = 0.0
     churn_max: float = math.inf
     churn_noise: float = 1.0
+    usual: ClassVar[TimeGrid] = Karras()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
-        if self.churn < 0:
+        if not self.churn >= 0:
             raise ValueError(f"churn must be >= 0, got {self.churn}; 0 is deterministic.")
 
     def sample(
@@ -59,7 +67,7 @@ class Heun:
         /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = self._grid(process)
+        times = grid_with_signal(self.times or self.usual, process, self.steps)
         levels = level_of(process, times)
         x = process.prior(noise, times[0]) / process.alpha_sigma(times[0])[0]
         for i, (t, t_next) in enumerate(pairwise(times)):
@@ -77,17 +85,7 @@ class Heun:
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError where the grid does not fit the process, or alpha is 0."""
-        self._grid(process)
-
-    def _grid(self, process: Process) -> Tensor:
-        grid = self.times or Karras()
-        times = grid.grid(process, self.steps)
-        if not (process.alpha_sigma(times)[0] > 0).all():
-            raise ValueError(
-                f"Heun needs alpha > 0, which {process} does not keep on {grid}; use DDIM, or "
-                "LogSNR(noisiest=-10)."
-            )
-        return times
+        grid_with_signal(self.times or self.usual, process, self.steps)
 
     def _look(
         self, denoise: Denoise, process: Process, x: Tensor, t: Tensor

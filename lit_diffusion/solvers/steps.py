@@ -1,8 +1,9 @@
 """What every solver's step is made of."""
 
+import torch
 from torch import Tensor
 
-from lit_diffusion.protocols import Denoised, Process, TimeGrid
+from lit_diffusion.protocols import Denoised, Process, Solver, TimeGrid
 
 
 def finite_grid(grid: TimeGrid, process: Process, steps: int) -> Tensor:
@@ -23,6 +24,33 @@ def finite_grid(grid: TimeGrid, process: Process, steps: int) -> Tensor:
             "steps may, or a grid that stays within the process."
         )
     return times
+
+
+def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
+    """As `finite_grid`, of times where something is left of the image.
+
+    Raises:
+        ValueError: where alpha is 0.
+    """
+    times = finite_grid(grid, process, steps)
+    if not (process.alpha_sigma(times)[0] > 0).all():
+        raise ValueError(
+            f"this solver needs alpha > 0, which {process} does not keep on {grid}; use "
+            "LogSNR(noisiest=-10), or the solver DDIM or Euler."
+        )
+    return times
+
+
+def times_asked(solver: Solver, process: Process) -> Tensor:
+    """The times at which a solver asks a model, found on one pixel."""
+    asked = []
+
+    def denoise(x_t: Tensor, t: Tensor) -> Denoised:
+        asked.append(t)
+        return Denoised(x_t, x_t, x_t)
+
+    solver.sample(denoise, process, torch.zeros(1, 1, 1, 1), torch.zeros_like)
+    return torch.cat(asked)
 
 
 def level_of(process: Process, t: Tensor) -> Tensor:

@@ -19,11 +19,14 @@ from torch import Tensor
 
 from lit_diffusion.checkpoints.loading import load
 from lit_diffusion.data.digits import Digits
-from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore
+from lit_diffusion.gaussian import FixedSmall
+from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.reference import Scorer, images_of_split, measure
 from lit_diffusion.metrics.second_look import SecondLook, View, look_closely
+from lit_diffusion.solvers import DDPM
 from lit_diffusion.system.files import user_cache
+from lit_diffusion.timesteps import LogSNR
 
 COLUMNS = ("FID", "held-out", "precision", "recall", "recognised")
 MIDDLE = (0.3, 5.0)
@@ -48,8 +51,11 @@ def guidances(weaker: Any, classifier: Any) -> Iterator[tuple[str, Any]]:
         yield f"classifier-free, {scale:g}, rescale 0.7", ClassifierFree(scale, rescale=0.7)
     for scale in (1.5, 2.0, 3.0):
         yield f"autoguidance, {scale:g}", Autoguidance(weaker.denoise_for, scale)
-    for scale in (0.5, 1.0, 2.0, 4.0):
-        yield f"classifier, {scale:g}", ClassifierScore(classifier.gradient(scale))
+    for scale in (1.0, 2.0, 4.0):
+        yield f"classifier's score, {scale:g}", ClassifierScore(classifier.gradient(scale))
+    yield "none, DDPM in 50 steps", None
+    for scale in (1.0, 2.0, 4.0):
+        yield f"classifier's shift, {scale:g}, DDPM", ClassifierShift(classifier.gradient(scale))
 
 
 def scores(model: Any, labels: Tensor, seeds: range, look: SecondLook, judge: SVC) -> list[float]:
@@ -78,10 +84,12 @@ def main() -> None:
     data = Digits()
     train = data.dataset("train")
     judge = SVC(C=10).fit(pixels(train.images), train.labels)
+    usual, ancestral = model.solver, DDPM(FixedSmall(), 50, LogSNR(noisiest=-10.0))
     look, num = second_look(data, train.labels), len(train.labels)
     print(f"| guidance | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}", flush=True)
     for name, guidance in guidances(weaker, classifier):
         model.guidance = guidance
+        model.solver = ancestral if "DDPM" in name else usual
         sets = [
             scores(model, train.labels, range(k * num, (k + 1) * num), look, judge)
             for k in range(args.sets)

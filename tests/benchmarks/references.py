@@ -3,8 +3,8 @@
     python tests/benchmarks/references.py --references DIR [--only NAME ...] [--num 200] [--seed 0]
 
 DIR holds clones of the repositories below; diffusers is the installed one. What the clones import:
-pip install einops timm torchdiffeq torchsde dctorch. All of it computes in float64. Exit code 1
-where a deviation is more than rounding.
+pip install einops timm torchdiffeq torchsde && pip install --no-deps dctorch (which would bring an
+old numpy). All of it computes in float64. Exit code 1 where a deviation is more than rounding.
 """
 
 import argparse

@@ -54,6 +54,8 @@ def test_a_resumed_run_ends_with_the_same_averages_and_snapshots(tmp_path):
     fit(tmp_path / "parts", PlainModule(), second, StepSeed(1), **rest)
     for a, b in zip(*(e.state_dict()["shadows"] for e in (whole, second)), strict=True):
         assert_same_bits(a, b)
+    assert whole.state_dict()["snapshots"] == second.state_dict()["snapshots"]
+    assert list(second.state_dict()["snapshots"]) == [4, 8, 12]
     folders = [tmp_path / name / "ema-snapshots" for name in ("whole", "parts")]
     names = [sorted(f.name for f in folder.iterdir()) for folder in folders]
     assert names[0] == names[1] == [f"step-{n:09d}.safetensors" for n in (4, 8, 12)]
@@ -121,6 +123,19 @@ def test_snapshots_of_another_run_are_not_mixed_in(tmp_path):
     assert_widths(file, module.path)
 
 
+def test_snapshots_that_were_put_there_from_another_run_are_refused(tmp_path):
+    files = {}
+    for name, lr in {"one": 0.1, "two": 0.3}.items():
+        ema = PowerEMA(snapshot_every_n_steps=4)
+        trainer = fit(tmp_path / name, PlainModule(lr=lr), ema, max_steps=12, max_epochs=-1)
+        files[name] = saved(trainer, tmp_path / name)
+    load(files["one"], "power_0.07", module=PlainModule())
+    stranger = "ema-snapshots/step-000000008.safetensors"
+    (tmp_path / "one" / stranger).write_bytes((tmp_path / "two" / stranger).read_bytes())
+    with pytest.raises(ValueError, match=r"8\.safetensors is not the snapshot .* at step 8"):
+        load(files["one"], "power_0.07", module=PlainModule())
+
+
 def test_a_run_that_goes_on_from_before_a_snapshot_takes_it_anew(tmp_path):
     trainer = fit(tmp_path, PlainModule(), PowerEMA(snapshot_every_n_steps=1), max_steps=2)
     trainer.save_checkpoint(tmp_path / "two.ckpt")
@@ -136,9 +151,9 @@ def test_a_run_that_goes_on_from_before_a_snapshot_takes_it_anew(tmp_path):
 
 def test_one_callback_may_follow_two_runs(tmp_path):
     ema = PowerEMA(snapshot_every_n_steps=4)
-    for name in ("one", "two"):
-        fit(tmp_path / name, PlainModule(), ema, max_steps=4)
-        assert snapshots(tmp_path / name) == [4]
+    for name, steps in {"one": [4, 8], "two": [4]}.items():
+        fit(tmp_path / name, PlainModule(), ema, max_steps=steps[-1], max_epochs=-1)
+        assert snapshots(tmp_path / name) == list(ema.state_dict()["snapshots"]) == steps
 
 
 def test_without_snapshots_other_widths_are_refused(tmp_path):

@@ -54,14 +54,18 @@ def test_a_published_file_comes_in(dit, capsys):
         ("convert export --checkpoint x --out x --format onnx", "invalid choice: 'onnx'"),
         (IMPORT, "shapes cannot tell num_heads: give --network.num_heads=VALUE"),
         (f"{IMPORT} --network.num_heads=5", "num_heads"),
+        (f"{IMPORT} --network.num_heads=[", "--network.num_heads=[ must be --network.NAME=VALUE"),
+        (f"{IMPORT} --network.num_heads=0", "num_heads=0"),
         (f"{IMPORT} --network.num_heads", "there is no option 'network.num_heads'"),
         (f"{IMPORT} --num_heads=4", "there is no option 'num_heads'"),
         (f"{IMPORT} --network.num_heads=4 --network.wings=2", "DiT cannot be built"),
+        ("convert export --checkpoint run --out x --vae vae", "--vae vae belongs to --format diff"),
         ("convert import no.pt --kind dit --out out", "There is no file no.pt"),
         ("convert import dit.pt --kind uvit --out out", "not of --kind uvit: it lacks patch_embed"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(dit, capsys, command, told):
+    write_small_digits(Path("run/checkpoints/last.ckpt"))
     assert call(command) == 2
     said = capsys.readouterr().err.strip()
     assert told in said

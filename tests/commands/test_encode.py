@@ -61,7 +61,7 @@ ENCODE = "encode --images pictures --image-size 32 --vae vae --out latents --sha
 
 def test_a_model_is_trained_scored_and_sampled_on_what_it_writes(capsys, caplog):
     assert call(ENCODE) == 0
-    assert "8 shards written to latents, which is for 8 in all." in capsys.readouterr().out
+    assert "8 shards written to latents, which has 8 of 8." in capsys.readouterr().out
     assert call(ENCODE) == 0
     assert "0 shards written" in capsys.readouterr().out
     Path("latents.yaml").write_text(CONFIG)

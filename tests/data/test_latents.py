@@ -10,7 +10,7 @@ from support.tiny_diffusion import TinyNetwork, tiny_diffusion
 from lit_diffusion.callbacks import EMA
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.data import latents as latents_file
-from lit_diffusion.data.latents import LatentIndex, Latents, write_shard
+from lit_diffusion.data.latents import LatentIndex, Latents
 from lit_diffusion.solvers import DDIM
 
 
@@ -49,7 +49,7 @@ def write(folder, num=23, shard_size=5, flips=True, **changes):
     for name, part, flip in index.shards():
         moments = torch.randn(len(part), 8, 4, 4, generator=generator)
         moments[:, 0, 0, 0] = torch.tensor(part) * (-1 if flip else 1)
-        write_shard(folder / name, moments, torch.tensor(part) % 2)
+        index.write_shard(folder / name, moments, torch.tensor(part) % 2)
     return str(folder)
 
 

@@ -43,6 +43,12 @@ def test_without_files_and_network_the_message_says_what_to_put_where(tmp_path):
         assert part in str(caught.value)
 
 
+def test_a_root_that_cannot_be_a_folder_ends_with_the_same_message(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(FileNotFoundError, match=r"train-images-idx3-ubyte, .* missing"):
+        MNIST(str(tmp_path / "file")).prepare_data()
+
+
 @pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "train-labels-idx1-ubyte"])
 @pytest.mark.parametrize("content", [b"", b"no digits at all", None])
 def test_a_damaged_file_ends_with_a_message(root, name, content):

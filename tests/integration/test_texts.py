@@ -7,14 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import call
+from support.plain_module import assert_same_bits, make_trainer, trainable
+from support.resuming import Death, DieAfter
 from support.small_digits import hyper_parameters, small_digits
 from support.tiny_diffusion import tiny_diffusion
 from torchvision.io import ImageReadMode, read_image
 
+from lit_diffusion.callbacks import EMA
 from lit_diffusion.checkpoints.loading import build, load
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.cli import main
 from lit_diffusion.conditioning import Embeddings, Words
+from lit_diffusion.data.datasets import TensorImages
+from lit_diffusion.data.digits import Digits
 from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.networks.unet import UNet
 
@@ -53,6 +58,53 @@ def test_guidance_leaves_texts_out_and_at_scale_one_does_nothing(kind):
     assert torch.equal(guided[0.0], none)
     assert not torch.equal(plain, none)
     assert not torch.equal(guided[4.0], plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_with_its_text_is_the_same_image_in_any_batch(kind):
+    takes, conditioning = KINDS[kind]
+    module = told(takes, conditioning, guidance=ClassifierFree(2.0))
+    together = module.generate(range(5))
+    alone = torch.cat([module.generate([seed]) for seed in range(5)])
+    difference = (together.int() - alone.int()).abs()
+    assert difference.max() <= 1  # sums in another order may round to the next grey level
+    assert (difference > 0).double().mean() < 0.02
+    assert (together[0].int() - together[1].int()).abs().max() > 20
+
+
+class Told(Digits):
+    """Some digits with texts in the place of labels."""
+
+    class_names, conditioning = (), None
+
+    def load(self, split):
+        images = super().load(split).images[:64]
+        return TensorImages(images, self.conditioning.for_seeds(range(64)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_on_texts_that_is_resumed_ends_with_the_same_bits(kind, tmp_path):
+    """Weights, the learned none among them, and their average."""
+    takes, conditioning = KINDS[kind]
+
+    def run(*extra, ckpt_path=None):
+        module, ema, data = told(takes, conditioning, label_dropout=0.5), EMA((0.9,)), Told(16)
+        data.conditioning = conditioning
+        options = {"max_steps": 6, "max_epochs": -1, "enable_checkpointing": bool(extra)}
+        trainer = make_trainer(tmp_path, ema, *extra, **options)
+        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path)
+        return trainable(module), ema.state_dict()
+
+    (whole, average), death = run(), DieAfter(tmp_path, 3)
+    with pytest.raises(Death):
+        run(death)
+    again, average_again = run(ckpt_path=death.keep.path)
+    assert_same_bits(again, whole)
+    assert_same_bits(average_again, average)
+    first = trainable(told(takes, conditioning))
+    learned = {name for name in first if "condition_emb" in name}
+    still = {name for name in learned if torch.equal(first[name], again[name])}
+    assert still == ({"network.condition_emb.null"} if kind == "tokens, null given" else set())
 
 
 def test_words_beyond_those_of_the_network_are_refused():

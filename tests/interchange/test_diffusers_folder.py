@@ -12,7 +12,13 @@ from torch.testing import assert_close
 
 from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange
 from lit_diffusion.interchange.diffusers_dit import SAME
-from lit_diffusion.interchange.diffusers_folder import read_model, scheduler_config, write_diffusers
+from lit_diffusion.interchange.diffusers_folder import (
+    read_model,
+    scheduler_config,
+    write_diffusers,
+    write_model,
+)
+from lit_diffusion.interchange.published import convert
 from lit_diffusion.losses import HybridLoss, Simple
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.unet import UNet
@@ -204,8 +210,32 @@ def test_a_network_is_read_from_its_folder_or_its_pipelines(tmp_path):
     (tmp_path / "unet/config.json").write_text(json.dumps({"_class_name": "UNet1DModel"}))
     with pytest.raises(ValueError, match="is of a UNet1DModel, and must be of a UNet2DModel"):
         read_model(tmp_path)
+    (tmp_path / "unet/config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json is damaged: .*; write or copy it again"):
+        read_model(tmp_path)
     with pytest.raises(FileNotFoundError, match=r"holds no config.json"):
         read_model(tmp_path / "scheduler")
+
+
+@pytest.mark.parametrize("lacking", ["down_block_types", "mid_block.attentions.0.to_q.weight"])
+def test_what_a_folder_lacks_is_named(lacking, tmp_path):
+    write(tmp_path / "whole", module())
+    config, state = read_model(tmp_path / "whole")
+    for part in (config, state):
+        part.pop(lacking, None)
+    write_model(tmp_path / "cut", config, state)
+    with pytest.raises(ValueError, match=f"not of --kind diffusers-unet: it lacks {lacking}"):
+        convert(tmp_path / "cut", "diffusers-unet", tmp_path / "out", {})
+
+
+def test_another_folder_than_that_of_a_vae_is_refused(tmp_path):
+    (tmp_path / "vae").mkdir()
+    latents = module(dit(), image_shape=(4, 8, 8), num_classes=3)
+    with pytest.raises(ValueError, match="vae must be the folder of an AutoencoderKL"):
+        write(tmp_path / "out", latents, DIT, str(tmp_path / "vae"))
+    with pytest.raises(ValueError, match=r"vae is for a DiT, .* and not a UNet"):
+        write(tmp_path / "out", module(), vae=str(tmp_path / "vae"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_export_needs_no_diffusers():

@@ -39,6 +39,10 @@ def test_an_untrained_network_is_the_same_wherever_it_is_built():
     assert first.sha256 != hashlib.sha256().hexdigest()
 
 
+def test_pixels_of_other_channels_are_known_by_another_hash():
+    assert Pixels(1).sha256 == Pixels(1).sha256 != Pixels(3).sha256
+
+
 def test_an_untrained_network_sees_more_than_the_mean_of_an_image():
     images = random_images(64, 0, size=16)
     shuffled = images.flatten(1).gather(1, torch.rand(64, 256).argsort(1)).view_as(images)

@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 
 from lit_diffusion.metrics import second_look
 from lit_diffusion.metrics.frechet import FrechetDistance
-from lit_diffusion.metrics.plain_extractors import Pixels
+from lit_diffusion.metrics.plain_extractors import Pixels, RandomCNN
 from lit_diffusion.metrics.reference import RealImages, Scorer, measure
 from lit_diffusion.metrics.second_look import DISTANCES, SHARES, View, look_closely
 
@@ -131,6 +131,22 @@ def test_changed_images_of_the_same_split_are_looked_at_anew(tmp_path):
     assert [found[name] for name in SHARES] == [1.0] * 5
 
 
+def test_grey_images_are_looked_at_by_extractors_of_one_and_of_three_channels(tmp_path):
+    """In one cache; grey as colour has every feature of the pixels three times."""
+    real, others = (RealImages(n, TensorDataset(x)) for n, x in (("train", TRAIN), ("val", VAL)))
+    samples, pixels = random_images(100, 6, size=8), []
+    for channels in (1, 3):
+        protocol = RandomCNN(channels)
+        scorer = Scorer(protocol, protocol.build(), torch.device("cpu"), batch_size=64)
+        about = (real, others, 100, tmp_path, None)
+        found = look_closely(View("", scorer, measure(scorer, *about)), *about)
+        pixels.append(seen(found, samples)[1])
+    for name in ("pixels", "pixels floor"):
+        assert pixels[1][name] == pytest.approx(3 * pixels[0][name])
+    for name in ("pixel precision", "pixel recall", "memorized"):
+        assert pixels[1][name] == pytest.approx(pixels[0][name], abs=0.02)
+
+
 def test_floors_are_of_images_with_the_labels_of_the_samples(tmp_path):
     mixed, same = (
         {view.name: view.reference.floor for view in look(tmp_path, number=60, labels=labels).views}
@@ -147,9 +163,10 @@ def test_too_few_held_out_images_have_no_distance(tmp_path, monkeypatch):
 def test_a_broken_file_of_features_is_named(tmp_path):
     look(tmp_path)
     path = next(tmp_path.glob("pixels-*-features-*.npy"))
-    path.write_bytes(path.read_bytes()[:200])
-    with pytest.raises(ValueError, match=rf"{path.name} is not a file of features .*delete it"):
-        look(tmp_path)
+    for left in (200, 0):
+        path.write_bytes(path.read_bytes()[:left])
+        with pytest.raises(ValueError, match=rf"{path.name} is not a file of features .*delete it"):
+            look(tmp_path)
 
 
 def test_samples_that_are_not_finite_leave_out_what_needs_all(tmp_path):

@@ -24,8 +24,16 @@ from lit_diffusion.processes import CosineBetas, DiscreteVP
 from lit_diffusion.protocols import NonFiniteSamples
 from lit_diffusion.runs.loggers import AppendingCSVLogger, read_rows
 from lit_diffusion.seeding import index_uniforms
-from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP
-from lit_diffusion.timesteps import Antithetic, Independent, Sections, Stratified, Uniform, bin_of
+from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Euler
+from lit_diffusion.timesteps import (
+    Antithetic,
+    Independent,
+    LogSNR,
+    Sections,
+    Stratified,
+    Uniform,
+    bin_of,
+)
 
 
 def unet(out_channels=1, dropout=0.0):
@@ -567,6 +575,13 @@ def test_a_loss_that_is_not_finite_is_left_to_callbacks():
     assert np.isnan(losses_of(trainer(max_steps=2), model, loader())).all()
 
 
+PURE_NOISE = {"process": EndsInNoise(), "guidance": ClassifierScore(None)}
+
+
+def test_a_classifier_guides_where_the_solver_begins_with_some_signal():
+    module(**PURE_NOISE, solver=DDIM(5, times=LogSNR(noisiest=-10.0)))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -575,6 +590,8 @@ def test_a_loss_that_is_not_finite_is_left_to_callbacks():
         ({"solver": DDPM(LearnedRange(), 5)}, "needs a learned variance.*use HybridLoss"),
         ({"solver": DDPM(FixedSmall(), 200)}, "100 times can't be split into 200 steps"),
         ({"guidance": ClassifierShift(None)}, "shifts the steps of DDPM.*use ClassifierScore"),
+        (PURE_NOISE | {"solver": DDIM(5)}, "begins without any .*LogSNR.noisiest=-10"),
+        (PURE_NOISE | {"solver": Euler(5)}, "begins without any .*LogSNR.noisiest=-10"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(changes, message):
@@ -699,3 +716,11 @@ def test_whoever_watches_is_told_of_every_step_however_samples_are_made():
     trained.edit(images, range(2), strength=0.5)
     trained.inpaint(images, torch.zeros(1, 1, 8, 8), range(2), resamples=2)
     assert told == [0, 1, 2, 3, 0, 1, 0, 1, 2, 3]
+
+
+def test_inpainting_leaves_out_no_classifier():
+    """RePaint has steps of its own, to which a shift would not be added."""
+    shifted = module(solver=DDPM(FixedSmall(), 4), guidance=ClassifierShift(None))
+    images = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"shifts the steps of DDPM, and RePaint.*ClassifierScore"):
+        shifted.inpaint(images, torch.zeros(1, 1, 8, 8), [0])

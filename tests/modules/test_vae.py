@@ -18,8 +18,11 @@ from lit_diffusion.callbacks import EMA
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
 from lit_diffusion.codecs import drawn
 from lit_diffusion.data.photo_patches import PhotoPatches
+from lit_diffusion.metrics.extractors import EmbeddedCNN
+from lit_diffusion.metrics.score import score
 from lit_diffusion.modules import vae as vae_file
 from lit_diffusion.modules.vae import WEIGHTS, VAECodec
+from lit_diffusion.networks.unet import UNet
 from lit_diffusion.solvers import DDIM
 from lit_diffusion.system.modes import eval_mode
 
@@ -109,15 +112,14 @@ def test_pixels_are_drawn_as_they_are_encoded():
 
 
 def latent_module(codec, **changes):
-    return tiny_diffusion(
-        network=TinyNetwork(4),
-        image_shape=(4, 16, 16),
-        num_classes=None,
-        label_dropout=0.0,
-        codec=codec,
-        solver=DDIM(2, clip=False),
-        **changes,
-    )
+    plain = {
+        "network": TinyNetwork(4),
+        "image_shape": (4, 16, 16),
+        "num_classes": None,
+        "label_dropout": 0.0,
+        "solver": DDIM(2, clip=False),
+    }
+    return tiny_diffusion(codec=codec, **(plain | changes))
 
 
 def test_training_draws_and_validation_does_not(codec):
@@ -219,11 +221,17 @@ def test_weights_that_are_not_all_there_are_refused_and_not_made_up(tmp_path):
         VAECodec(str(tmp_path)).encode(IMAGES)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a VAE that was trained for a minute."""
+    torch.manual_seed(0)
+    data = PhotoPatches(batch_size=8, epoch_size=8 * 600)
+    return str(small_vae.trained(tmp_path_factory.mktemp("trained"), data, steps=600))
+
+
 @pytest.mark.slow
-def test_a_trained_one_gives_images_back(tmp_path):
-    data = PhotoPatches(batch_size=8, epoch_size=8 * 600, num_val=256)
-    small_vae.trained(tmp_path, data, steps=600)
-    codec, images = VAECodec(str(tmp_path), SCALE), data.images("val")
+def test_a_trained_one_gives_images_back(trained):
+    codec, images = VAECodec(trained, SCALE), PhotoPatches(num_val=256).images("val")
     decoded = codec.decode(codec.encode(images))
     error = (decoded.float() - images.float()).pow(2).mean()
     unlike = (images.float() - images.float().mean(dim=(2, 3), keepdim=True)).pow(2).mean()
@@ -232,3 +240,27 @@ def test_a_trained_one_gives_images_back(tmp_path):
     difference = (halved.int() - decoded.int()).abs()
     assert difference.max() <= 1
     assert difference.double().mean() < 0.01
+
+
+@pytest.mark.slow
+def test_decoded_samples_look_like_images(trained, tmp_path):
+    """By FID, far from what the decoder makes of the noise that they begin with."""
+    data = PhotoPatches(batch_size=16, epoch_size=16 * 400, num_val=16, num_workers=0)
+    real = PhotoPatches(epoch_size=256).images("train")
+    codec = VAECodec(trained, 1 / VAECodec(trained, 1.0).encode(real).std().item())
+    module = latent_module(
+        codec,
+        network=UNet(4, 4, 32, (1, 2), 1, attention_downsample=(), norm_groups=8),
+        solver=DDIM(20, clip=False),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=2e-3),
+    )
+    ema = EMA((0.99,))
+    make_trainer(tmp_path, ema, max_steps=400, limit_val_batches=0).fit(module, data)
+
+    def fid(images):
+        return score(images, real, EmbeddedCNN("patches-cnn"))["fid"]
+
+    with ema.weights("ema"), eval_mode(module):
+        found = fid(module.generate(range(256)))
+    torch.manual_seed(0)
+    assert found < 0.7 * fid(codec.decode(torch.randn(256, 4, 16, 16)))

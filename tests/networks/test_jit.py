@@ -57,6 +57,16 @@ def test_attention_depends_on_how_far_apart_patches_are_alone():
     assert (score((0, 1), (2, 2)) - score((0, 1), (1, 2))).abs() > 1e-3
 
 
+def test_patches_are_turned_by_their_own_places_and_the_class_is_not():
+    network, seen = small("jit", in_context_start=2), []
+    for block in network.blocks:
+        block.register_forward_pre_hook(lambda _, args: seen.append(args[2]))
+    network(*batch(), condition("labels"))
+    for where, extra in zip(seen, (0, 0, 3, 3), strict=True):
+        expected = turns(rotary_angles(4, 16, extra)).float()
+        assert_close(where, expected, rtol=0, atol=1e-6)
+
+
 def test_queries_and_keys_are_normed():
     """So their size does not matter, that of values does."""
     network, inputs = small("jit").double(), (*batch(torch.float64), condition("labels"))

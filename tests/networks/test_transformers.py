@@ -300,6 +300,8 @@ def test_images_of_another_size_are_refused(name):
     [
         ({"patch_size": 3}, "patch_size must divide image_size, got 3 and 8"),
         ({"num_heads": 5}, "divisible by num_heads and by 4, got width=32 and num_heads=5"),
+        ({"num_heads": 0}, "divisible by num_heads and by 4, got width=32 and num_heads=0"),
+        ({"patch_size": 0}, "patch_size must divide image_size, got 0 and"),
         ({"width": 30, "num_heads": 3}, "got width=30 and num_heads=3"),
         ({"width": 10**9}, "width and image_size must be at most 100000"),
         ({"depth": 10**9}, "depth 1000, got 32, 8 and 1000000000"),

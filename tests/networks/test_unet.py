@@ -374,6 +374,7 @@ def test_the_classifier_refuses_images_of_another_size():
     [
         ({"attention_downsample": (3,)}, r"attention_downsample=\(3,\) .* \[1, 2, 4, 8\]"),
         ({"num_heads": 5}, "64 channels and num_heads=5"),
+        ({"num_heads": 0}, "64 channels and num_heads=0"),
         ({"head_channels": 48}, "64 channels and head_channels=48"),
         ({"model_channels": 48}, "48 channels and 32 groups"),
     ],

@@ -29,10 +29,10 @@ def run(tmp_path, monkeypatch):
     narrow = state["shadows"][0]
     wide = {name: 0.7 * value for name, value in narrow.items()}
     widths = {"decays": [0.05, 0.1], "shadows": [narrow, wide]}
-    content["callbacks"]["PowerEMA{'prefix': ''}"] = state | widths
+    folder, averages = Path("run/ema-snapshots"), {0.05: narrow, 0.1: wide}
+    taken = {step: write_snapshot(folder, step, averages) for step in (3, 6, 9)}
+    content["callbacks"]["PowerEMA{'prefix': ''}"] = state | widths | {"snapshots": taken}
     write_checkpoint(content, file)
-    for step in (3, 6, 9):
-        write_snapshot(Path("run/ema-snapshots"), step, {0.05: narrow, 0.1: wide})
 
 
 def scored(options, capsys):
@@ -70,5 +70,14 @@ def test_a_width_that_the_run_cannot_give_is_refused_before_any_is_scored(capsys
 def test_what_goes_with_one_average_alone_is_refused(capsys):
     assert call(f"{RUN} --ema 0.05 --out made") == 2
     assert "leave out --images and --out" in capsys.readouterr().err
+    assert call(f"{RUN} --ema 0.05 --weights raw") == 2
+    assert "--ema names the averages; leave out --weights raw." in capsys.readouterr().err
     assert call(f"{RUN} --ema wide") == 2
     assert "must be numbers such as 0.05,0.1, got 'wide'" in capsys.readouterr().err
+
+
+def test_a_run_without_power_averages_is_told_what_it_has(capsys):
+    write_small_digits(Path("plain/checkpoints/last.ckpt"))
+    assert call("evaluate --checkpoint plain --extractor digits-cnn --ema 0.05") == 2
+    told = "--ema needs averages by PowerEMA, of which plain/checkpoints/last.ckpt has none; train "
+    assert told + "with PowerEMA, or score --weights raw or ema_0.9." in capsys.readouterr().err

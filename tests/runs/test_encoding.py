@@ -1,3 +1,5 @@
+import shutil
+
 import pytest
 import torch
 from support import small_vae
@@ -5,12 +7,11 @@ from support.pictures import class_folders, save
 
 pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
 
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from lit_diffusion.data.image_folder import ImageFolder
 from lit_diffusion.data.latents import LatentIndex, Latents
-from lit_diffusion.modules.vae import VAECodec
-from lit_diffusion.runs import encoding
+from lit_diffusion.modules.vae import WEIGHTS, VAECodec
 from lit_diffusion.runs.encoding import encode_shards, planned, shared_place
 
 CPU = torch.device("cpu")
@@ -71,17 +72,17 @@ def test_a_call_that_was_stopped_goes_on_and_gives_the_same_files(
 ):
     written = []
 
-    def write_shard(path, *tensors):
+    def write_shard(self, path, *tensors):
         if len(written) == 3:
             raise KeyboardInterrupt
         written.append(path.name)
-        encoding_write(path, *tensors)
+        unpatched(self, path, *tensors)
 
-    encoding_write = encoding.write_shard
-    monkeypatch.setattr(encoding, "write_shard", write_shard)
+    unpatched = LatentIndex.write_shard
+    monkeypatch.setattr(LatentIndex, "write_shard", write_shard)
     with pytest.raises(KeyboardInterrupt):
         encode(made, tmp_path / "out")
-    monkeypatch.setattr(encoding, "write_shard", encoding_write)
+    monkeypatch.setattr(LatentIndex, "write_shard", unpatched)
     (tmp_path / "out" / written[0]).write_bytes(b"cut")
     before = (tmp_path / "out" / written[1]).stat().st_mtime_ns
     assert encode(made, tmp_path / "out") == 4
@@ -115,6 +116,41 @@ def test_a_folder_of_other_latents_is_left_alone(made, whole, tmp_path):
     assert content(whole) == before
 
 
+@pytest.mark.parametrize("stranger", ["others/latents-00001", "out/latents-00000"])
+def test_a_shard_of_other_latents_or_another_place_is_written_anew(made, whole, tmp_path, stranger):
+    """As where an index is removed, and another VAE encodes into the folder."""
+    shutil.copytree(whole, tmp_path / "out")
+    small_vae.save(tmp_path / "vae", channels=(8, 32))
+    images, codec = opened(made)[0], VAECodec(str(tmp_path / "vae"))
+    index = planned(images, codec, tmp_path / "others", 3, True)
+    assert encode_shards(images, codec, tmp_path / "others", index, CPU) == 6
+    shutil.copy(tmp_path / f"{stranger}.safetensors", tmp_path / "out/latents-00001.safetensors")
+    with pytest.raises(ValueError, match=r"lacks 1 of 6 shards.* such as latents-00001"):
+        Latents(str(tmp_path / "out"), val=2).check()
+    assert encode(made, tmp_path / "out") == 1
+    assert content(tmp_path / "out") == content(whole)
+
+
+def test_moments_that_are_not_finite_are_refused(made, tmp_path):
+    """Of an encoder that has a weight that is none."""
+    small_vae.save(tmp_path / "vae")
+    state = load_file(tmp_path / "vae" / WEIGHTS)
+    state["encoder.conv_out.bias"][0] = float("nan")
+    save_file(state, tmp_path / "vae" / WEIGHTS, metadata={"format": "pt"})
+    images, codec = opened(made)[0], VAECodec(str(tmp_path / "vae"))
+    index = planned(images, codec, tmp_path / "out", 3, False)
+    with pytest.raises(ValueError, match=r"latents-00000.* finite .*the VAE vae gives others"):
+        encode_shards(images, codec, tmp_path / "out", index, CPU)
+    assert list(content(tmp_path / "out")) == ["index.json"]
+
+
+def test_a_file_in_the_place_of_the_folder_is_kept(made, tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ValueError, match="out is a file; name a folder"):
+        encode(made, tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
 def test_sizes_that_the_vae_cannot_halve_are_refused(made, tmp_path):
     with pytest.raises(ValueError, match="multiples of 2"):
         planned(*opened(made, size=15), tmp_path / "out", 3, False)
@@ -122,11 +158,13 @@ def test_sizes_that_the_vae_cannot_halve_are_refused(made, tmp_path):
 
 
 def test_launchers_say_which_share_is_ours(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
     assert shared_place() == (0, 1)
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert shared_place() == (0, 1)  # the job's script, which nobody shares shards with
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
     assert shared_place() == (1, 4)
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")

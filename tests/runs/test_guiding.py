@@ -107,5 +107,5 @@ def test_models_of_another_process_guide_nobody(strong, capsys):
     options = "--classifier classifier.ckpt --weights raw"
     assert call(f"sample --checkpoint run --num 1 --out out {options}") == 2
     told = capsys.readouterr().err
-    assert "--classifier classifier.ckpt knows" in told
+    assert "--classifier classifier.ckpt has the process" in told
     assert "CosineBetas" in told

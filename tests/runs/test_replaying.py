@@ -28,7 +28,7 @@ def scaled():
         {"accumulate_grad_batches": 3},
         scaled(),
     ],
-    ids=lambda options: str(next(iter(options.items()), "plain")),
+    ids=lambda options: next(iter(options), "plain"),
 )
 def test_a_step_is_computed_again_to_the_last_bit(tmp_path, options):
     found = replay(failed(tmp_path, **options), module=made())

@@ -124,6 +124,13 @@ def test_a_call_that_is_killed_while_it_writes_goes_on(averaged, monkeypatch, wh
         assert (Path("out") / file.name).read_bytes() == file.read_bytes()
 
 
+def test_a_call_that_made_nothing_is_in_no_ones_way(averaged, capsys):
+    sample = "sample --checkpoint run --num 2 --out out"
+    assert call(f"{sample} --solver.eta 9") == 2
+    assert "eta = 9.0 is more noise than" in capsys.readouterr().err
+    assert call(sample) == 0
+
+
 def test_progress_has_a_rate_and_an_end(averaged, monkeypatch, capsys):
     clock = count(step=20)
     monkeypatch.setattr(sampling.time, "monotonic", lambda: next(clock))
@@ -220,6 +227,7 @@ def test_any_conditioning_can_be_guided(monkeypatch):
     args = {"checkpoint": "a.ckpt", "weights": "raw", "trust": (), "device": "cpu", "guidance": 2.0}
     args |= {"labels": None, "prompt": None, "solver_options": [], "solver": None, "steps": None}
     args |= {"guidance_interval": None, "guidance_rescale": 0.0, "weaker": None, "classifier": None}
+    args |= {"init": None, "mask": None, "strength": None}
     assert load_generator(Namespace(**args)).module.guidance == ClassifierFree(2.0)
 
 

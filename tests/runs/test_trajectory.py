@@ -74,13 +74,18 @@ def test_strip_and_gif_end_in_the_images_which_are_as_without_them(module):
     last = np.array(Image.open("out/000001.png"))
     strip = np.array(Image.open("out/trajectory.png"))
     assert (strip[-68:-4:8, -68:-4:8] == last[..., None]).all()  # within a gap
+    noise = PixelCodec().decode(PerSampleNoise([8]).draw((1, 8, 8)))[0, 0].numpy().astype(int)
+    first = strip[-140:-76:8, -356:-292:8, 0]  # a row above, four columns before
+    assert np.abs(first - noise).max() <= 1
     with Image.open("out/trajectory.gif") as gif:
         assert gif.n_frames == 5
+        begin = np.array(gif.convert("L"))
         gif.seek(4)
         assert gif.info["duration"] == 1500
         frame = np.array(gif.convert("L"))
     x0 = frame[-168:-8:20, -168:-8:20]  # within two gaps
     assert np.abs(x0.astype(int) - last).max() <= 8  # of a palette
+    assert np.abs(begin[-336:-176:20, -168:-8:20] - noise).max() <= 8
 
 
 @pytest.mark.parametrize("options", ["--strength 0.5", "--mask mask.png"])

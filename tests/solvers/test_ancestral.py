@@ -130,7 +130,8 @@ def test_solvers_in_whole_steps_ask_for_another_grid_in_continuous_time(solver, 
 
 
 def test_more_noise_than_there_is_is_refused():
-    with pytest.raises(ValueError, match="eta"):
-        DDIM(eta=-1.0)
+    for eta in (-1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"eta must be >= 0, got {eta}"):
+            DDIM(eta=eta)
     with pytest.raises(ValueError, match="eta = 30"):
         DDIM(50, eta=30.0).sample(toy_denoiser(COSINE), COSINE, Z(SHAPE, 1), CountedNoise(1))

@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from support.golden import Z, close, tensor
@@ -110,8 +112,15 @@ def test_levels_are_not_raised_beyond_the_noisiest_step():
 
 def test_heun_is_refused_where_the_image_is_lost():
     process = EndsInNoise()
-    for times in (Karras(), Sections()):
-        with pytest.raises(ValueError, match=r"needs alpha > 0, which .* use DDIM"):
-            Heun(5, times).check(process)
-    with pytest.raises(ValueError, match="churn must be >= 0, got -1"):
-        Heun(churn=-1.0)
+    with pytest.raises(ValueError, match=r"needs alpha > 0, which .* use LogSNR\(noisiest=-10\)"):
+        Heun(5, Sections()).check(process)
+    with pytest.raises(ValueError, match=r"not finite on .* no signal .* use .*LogSNR\(noisiest"):
+        Heun(5, Karras()).check(process)
+    for churn in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=f"churn must be >= 0, got {churn}"):
+            Heun(churn=churn)
+
+
+def test_levels_that_do_not_fall_are_refused():
+    with pytest.raises(ValueError, match="times that do not fall"):
+        Heun(5, Karras(math.inf)).check(COSINE)

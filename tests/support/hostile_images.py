@@ -306,7 +306,7 @@ def caches() -> Iterator[Case]:
             from lit_diffusion.cli import main
 
             assert main(EVALUATE.split()) == 0
-            (path,) = Path("cache/lit-diffusion").glob("*.npz")
+            (path,) = Path("cache/lit-diffusion").glob("digits-cnn-*.npz")
             make(path)
 
         label = f"cache-{name}"

@@ -103,7 +103,8 @@ def score(folder, num, batch_size, extractor):
 
     cache = str(folder / f"cache{place()[0]}")
     protocol = PixelProtocol([]) if extractor == "pixels" else extractor
-    fid = FIDEvaluation(num, protocol, weights="raw", batch_size=4, cache_dir=cache)
+    told = {"weights": "raw", "batch_size": 4, "cache_dir": cache, "second_look": False}
+    fid = FIDEvaluation(num, protocol, **told)
     trainer = make_trainer(folder, fid, precision="64-true", **_options())
     data = FewDigits(num, batch_size)
     module._fixed_losses = counting_losses
@@ -117,7 +118,7 @@ def _after_reference(fid, counting, plain):
     """Floors are FIDs too: count only the samples of the module."""
 
     def update(metric, values, real):
-        (counting if fid._measurement.references else plain)(metric, values, real)
+        (counting if fid._measurement.looks else plain)(metric, values, real)
 
     return update
 

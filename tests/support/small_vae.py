@@ -5,7 +5,7 @@ import hashlib
 import torch
 from torch.nn import functional as F
 
-from lit_diffusion.data.latents import LatentIndex, write_shard
+from lit_diffusion.data.latents import LatentIndex
 
 SCALE = 0.5
 
@@ -64,4 +64,4 @@ def write_latents(folder, vae, side, num=4, factor=8):
     index.write(folder)
     for name, part, _ in index.shards():
         moments = torch.randn(len(part), 8, side // factor, side // factor)
-        write_shard(folder / name, moments, torch.tensor(part) % 2)
+        index.write_shard(folder / name, moments, torch.tensor(part) % 2)

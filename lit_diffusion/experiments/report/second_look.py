@@ -6,12 +6,14 @@ from statistics import fmean, stdev
 from lit_diffusion.experiments.comparison import (
     Arm,
     Comparison,
+    Result,
     Verdict,
     by_measure,
     compare,
+    misses,
 )
 from lit_diffusion.experiments.report.tables import Table
-from lit_diffusion.experiments.report.wording import fid_text, speedup_text
+from lit_diffusion.experiments.report.wording import fid_text, reached_text, speedup_text
 from lit_diffusion.experiments.speedup import CONFIDENCE, holm, welch
 from lit_diffusion.metrics.second_look import DISTANCES, SHARES
 
@@ -21,6 +23,7 @@ _FASTER = "is faster by"
 _STANDINGS = (
     "is slower by",
     "ends higher by",
+    "has seeds that fall short by",
     "is not shown to be faster by",
     "is not measured by",
 )
@@ -71,7 +74,13 @@ def _standing(name: str, other: Comparison) -> str:
         return "is slower by"
     if result not in comparison.faster:
         return "is not shown to be faster by"
-    return "ends higher by" if comparison.falls_short(result) else _FASTER
+    if _ends_higher(result, comparison):
+        return "ends higher by"
+    return "has seeds that fall short by" if comparison.falls_short(result) else _FASTER
+
+
+def _ends_higher(result: Result, comparison: Comparison) -> bool:
+    return result.arm.typical > comparison.baseline.typical
 
 
 def _worse(arm: Arm, base: Arm) -> list[str]:
@@ -126,9 +135,12 @@ def _cell(name: str, other: Comparison) -> str:
     result = next((result for result in other.results if result.arm.name == name), None)
     if result is None:
         return "-"
-    short = result in other.faster and other.falls_short(result)
     to = "" if result.at == other.target else f" to {fid_text(result.at)}"
-    but = ", but ends higher" * short
+    but = ""
+    if result in other.faster and _ends_higher(result, other):
+        but = ", but ends higher"
+    elif result in other.faster and misses(result.crossings):
+        but = f", {reached_text(result.crossings)} seeds reach {fid_text(other.target)}"
     return f"{speedup_text(result.speedup)}{to} {result.verdict.value}{but}"
 
 
@@ -148,7 +160,8 @@ def last_table(arms: Sequence[Arm]) -> Table | None:
     )
     caption = (
         "The last samples of each arm, mean +- standard deviation over seeds; arms may have been "
-        f"trained for different numbers of steps. Real images in place of samples: {floors}. "
+        "trained for different numbers of steps. Real images in place of samples, or as many as "
+        f"there are: {floors}. "
         "memorized: share of samples nearer to a training image than the median held-out image is."
     )
     return Table(caption, ("arm", "FID", *names), tuple(rows))

@@ -119,6 +119,23 @@ def test_an_arm_that_is_fast_and_then_ends_higher_does_not_lead():
     assert caveat(comparison, look_again(comparison)) == "fast ends higher by pixels."
 
 
+def test_a_seed_that_falls_short_is_not_said_to_be_an_end_that_is_higher():
+    fast = looked("fast", 2.0, pixels=2.0)
+    first, *rest = fast.curves
+    looks = tuple(look | {"pixels": max(look["pixels"], 2.4)} for look in first.looks)
+    comparison = compare(
+        [
+            looked("baseline", 1.0, pixels=1.0),
+            replace(fast, curves=(replace(first, looks=looks), *rest)),
+        ],
+        "baseline",
+    )
+    others = look_again(comparison)
+    assert caveat(comparison, others) == "fast has seeds that fall short by pixels."
+    ((_, cell),) = speed_table(others).rows
+    assert f"faster, {len(rest)} of {len(rest) + 1} seeds reach " in cell
+
+
 def lacking(made, places):
     """Without a second look at these evaluations of its first seed."""
     first, *rest = made.curves
@@ -158,6 +175,14 @@ def test_without_a_second_look_of_the_baseline_nothing_is_said():
     assert last_table([arm("baseline", 1.0)]) is None
 
 
+def test_a_baseline_without_a_finite_distance_is_not_compared_by_it():
+    base = looked("baseline", 1.0, pixels=1.0)
+    nowhere = tuple({"pixels": math.nan} for _ in STEPS)
+    curves = (replace(base.curves[0], looks=nowhere), *base.curves[1:])
+    comparison = compare([replace(base, curves=curves), looked("fast", 2.0, **BOTH)], "baseline")
+    assert look_again(comparison) == {}
+
+
 def test_without_a_winner_nothing_is_said():
     base = looked("baseline", 1.0, pixels=1.0)
     comparison = compare([base, looked("slow", 0.5, pixels=2.0)], "baseline")
@@ -173,7 +198,7 @@ def test_the_report_says_it_in_its_headline_and_has_the_tables():
         "fast is not shown to be faster by pixels and ends with worse pixel recall."
     )
     assert "## By other measures" in text
-    assert "Real images in place of samples: pixels 0.100." in text
+    assert "Real images in place of samples, or as many as there are: pixels 0.100." in text
     row = next(
         line for line in text.splitlines() if line.startswith("| fast | ") and "0.804" in line
     )
