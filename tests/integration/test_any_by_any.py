@@ -510,17 +510,24 @@ def variance_for_std_in_guidance(monkeypatch):
     monkeypatch.setitem(globals(), "log_prob_gradient", wrong)
 
 
+def halves_swapped(monkeypatch):
+    right = ClassifierFree._extrapolated
+    wrong = lambda self, of, labels, null, process: right(self, of, null, labels, process)  # noqa: E731
+    monkeypatch.setattr(ClassifierFree, "_extrapolated", wrong)
+
+
 FAULTS = [
     (std_for_variance, "solver", lambda solver: "FixedSmall" in repr(solver)),
     (variance_for_std, "parameterization", lambda each: each == Velocity()),
     (variance_for_std_in_training, "parameterization", lambda each: each == Velocity()),
     (variance_for_std_in_guidance, "guidance", lambda name: name in ("score", "shift")),
+    (halves_swapped, "guidance", lambda name: name in ("free", "rescale", "unconditional")),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("plant", "where", "has_it"), FAULTS)
-def test_sigma_for_its_square_anywhere_is_found(monkeypatch, plant, where, has_it):
+def test_a_fault_such_as_sigma_for_its_square_is_found(monkeypatch, plant, where, has_it):
     """By the same judge, among the same combinations."""
     cases = [case for case in covering()[0] if has_it(named(case)[where])][:2]
     plant(monkeypatch)
