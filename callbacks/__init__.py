@@ -12,6 +12,7 @@ from lit_diffusion.callbacks.finite_updates import FiniteUpdates
 from lit_diffusion.callbacks.loss_resampler import LossSecondMomentResampler
 from lit_diffusion.callbacks.momentum_decay import LRCompensation, MomentumDecay
 from lit_diffusion.callbacks.noise_level_loss import NoiseLevelLoss
+from lit_diffusion.callbacks.power_ema import PowerEMA
 from lit_diffusion.callbacks.rank_watch.callback import RankWatch
 from lit_diffusion.callbacks.sample_grid import SampleGrid
 from lit_diffusion.callbacks.save_on_signal import SaveOnSignal
@@ -27,6 +28,7 @@ __all__ = [
     "LossSecondMomentResampler",
     "MomentumDecay",
     "NoiseLevelLoss",
+    "PowerEMA",
     "RankWatch",
     "SampleGrid",
     "SaveOnSignal",

@@ -76,6 +76,8 @@ class EMA(Callback):
         ['raw', 'ema', 'ema_0.999', 'ema_0.9999']
     """
 
+    _kind = "ema"
+
     def __init__(
         self,
         decays: tuple[float, ...] | float = (0.9999,),
@@ -93,7 +95,7 @@ class EMA(Callback):
         self.start = start
         self.buffers = buffers
         self.on_cpu = on_cpu
-        self._names = [RAW, "ema", *(f"ema_{decay:g}" for decay in self.decays)]
+        self._names = [RAW, "ema", *(f"{self._kind}_{decay:g}" for decay in self.decays)]
         if not self.decays or not all(0 <= decay < 1 for decay in self.decays):
             raise ValueError(f"decays must be one or more numbers in [0, 1), got {self.decays}.")
         if len(set(self._names)) < len(self._names):
@@ -110,6 +112,12 @@ class EMA(Callback):
         self._step_hooks: list[RemovableHandle] = []
         self._active = self._outside = RAW  # weights in place: now, outside of the evaluation
         self._raw = RawWeights()
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps since the averages began; of several optimizers, the most."""
+        steps = [group.steps for group in self._groups]
+        return max([*steps, *(average.steps for average in self._waiting.values())], default=0)
 
     # Weights by name
 
@@ -175,7 +183,7 @@ class EMA(Callback):
         self._waiting = self._take_up(module)
         known = set(self._waiting)
         self._unfollow()
-        self._groups = [Group(self.decays, on_cpu=self.on_cpu) for _ in trainer.optimizers]
+        self._groups = [self._group() for _ in trainer.optimizers]
         self._seen = {}
         for optimizer, group in zip(trainer.optimizers, self._groups, strict=True):
             refuse_unhooked(optimizer)
@@ -197,6 +205,12 @@ class EMA(Callback):
                 f"No optimizer holds a trainable parameter under EMA(prefix={self.prefix!r}) yet: "
                 "there is nothing to average until one does."
             )
+
+    def _group(self, steps: int = 0) -> Group:
+        return Group(self.decays, steps, self.on_cpu, self._span)
+
+    def _span(self, decay: float, first: int, last: int) -> float:
+        return span_decay(decay, first, last, self.warmup)
 
     def _unfollow(self) -> None:
         for hook in self._step_hooks:
@@ -294,7 +308,7 @@ class EMA(Callback):
         skipped = getattr(optimizer, "found_inf", None) or all(p.grad is None for p in params)
         if not skipped and not is_made_up(optimizer, kwargs):
             self._renew_buffers()
-            group.advance(self.every_n_steps, self.warmup, self.start)
+            group.advance(self.every_n_steps, self.start)
 
     # State
 
@@ -367,13 +381,12 @@ class EMA(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Log the decay, and look at the averages, as often as Lightning logs."""
-        steps = max((group.steps for group in self._groups), default=0)
-        if steps and logs_are_due(trainer):
+        if self.steps and logs_are_due(trainer):
             for group in self._groups:
                 group.refuse_nonfinite()
             name = f"ema/decay_{self.prefix}" if self.prefix else "ema/decay"
-            n = steps - self.start
-            decay = span_decay(self.decays[0], n - 1, n, self.warmup) if n > 0 else 0.0
+            n = self.steps - self.start
+            decay = self._span(self.decays[0], n - 1, n) if n > 0 else 0.0
             pl_module.log(name, decay)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -395,8 +408,7 @@ class EMA(Callback):
         params = self._parameters()
         groups: dict[int, Group] = {}
         for name, average in known.items():
-            of_steps = Group(self.decays, average.steps, on_cpu=self.on_cpu)
-            group = groups.setdefault(average.steps, of_steps)
+            group = groups.setdefault(average.steps, self._group(average.steps))
             group.add(name, params[name], average)
         self._groups = list(groups.values())
         self._waiting = {}

@@ -237,15 +237,15 @@ def log_picture(loggers: Iterable[Logger], name: str, picture: Image.Image, step
             logger.experiment.log_image(picture, name, step=step)
 
 
-def image_grid(images: Tensor, captions: Sequence[str] | None = None) -> Tensor:
-    """Images in a near-square grid of about 512 pixels; small ones are enlarged pixel by pixel.
+def image_grid(images: Tensor, captions: Sequence[str] | None = None, width: int = 512) -> Tensor:
+    """Images in a near-square grid of about `width` pixels; small ones are enlarged pixel by pixel.
 
     From (N, C, H, W) uint8, C = 1, ..., 4, to (C, or 3 for 1, height, width) uint8. Captions, one
     an image, stand below.
     """
     square = math.ceil(math.sqrt(len(images) * images.shape[2] / images.shape[3]))
     columns = min(square, len(images))
-    scale = max(1, round(512 / (columns * images.shape[3])))
+    scale = max(1, round(width / (columns * images.shape[3])))
     large = images.repeat_interleave(scale, dim=2).repeat_interleave(scale, dim=3)
     if captions is not None:
         strips = [_written(text, *large.shape[1::2]) for text in captions]

@@ -23,9 +23,11 @@ COMMANDS = {
         ("predict", "run a checkpoint on the prediction split"),
         ("sample", "write images that a checkpoint generates"),
         ("evaluate", "FID, KID, precision, recall and IS of a checkpoint or a folder of images"),
+        ("encode", "write latents of a folder of images, to train on"),
         ("replay", "compute a training step again whose loss or gradient was not finite"),
         ("sweep", "train every arm of an experiment with every seed, restartable; compare them"),
         ("compare", "which way to train is fastest, over seeds, and whether that is noise"),
+        ("convert", "take weights to other programs, or bring published ones in"),
         ("doctor", "say what would go wrong with a run, or on this machine, before it starts"),
         ("train-extractor", "train a network for FID on images of one's own, without a download"),
         ("fetch-weights", "download the network of FID, for machines without internet access"),
@@ -111,7 +113,7 @@ def _report(command: str, error: Exception, debug: bool) -> int:
     if is_out_of_memory(error):
         message = f"there is not enough memory for what is asked; ask for less ({message})."
     print(f"lit-diffusion {command}: {message}", file=sys.stderr)
-    mistake = isinstance(error, ValueError | TypeError | OSError)
+    mistake = isinstance(error, ValueError | TypeError | OSError | ModuleNotFoundError)
     mistake = mistake or type(error).__name__ == "MisconfigurationException"
     mistake = mistake or message.startswith(_MISTAKES)
     return 2 if meant and mistake else 1

@@ -6,6 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lit_diffusion.protocols import Codec
+
 
 @dataclass(frozen=True)
 class PixelCodec:
@@ -34,3 +36,9 @@ class PixelCodec:
     def decode(self, x0: Tensor, /) -> Tensor:
         """x0 -> uint8 (B, C, H, W), rounded to the nearest level and clamped to [0, 255]."""
         return (x0 * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
+
+
+def drawn(codec: Codec, images: Tensor) -> Tensor:
+    """x0 for a training step: by the codec's `draw` where it has one beside `encode`."""
+    x0: Tensor = getattr(codec, "draw", codec.encode)(images)
+    return x0

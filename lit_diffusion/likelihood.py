@@ -1,5 +1,13 @@
-"""How many bits per dimension a model needs: the variational bound, term by term."""
+"""How many bits per dimension a model needs: the variational bound, and the probability flow.
 
+The bound is of 8-bit images. The flow gives a density of real numbers in [-1, 1]: with a uniform
+within its bin of 2 / 255 added to each 8-bit value, its bits and log2(255 / 2) = 6.994 are an upper
+bound on the bits of the 8-bit image.
+"""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -83,3 +91,115 @@ def _prior_bits(process: Process, x0: Tensor, t: Tensor) -> Tensor:
 
 def _mean_square(error: Tensor) -> Tensor:
     return error.square().flatten(1).mean(1)
+
+
+def score(denoise: Denoise, process: Process) -> Callable[[Tensor, Tensor], Tensor]:
+    """The gradient of log p(x_t) by x_t, as a function of x_t (B, C, H, W) and t (B,).
+
+    Source: Song et al. 2021 (score SDEs), section 3.3: -noise / sigma.
+    """
+
+    def gradient(x_t: Tensor, t: Tensor) -> Tensor:
+        return -denoise(x_t, t).noise / expand_as(process.alpha_sigma(t)[1], x_t)
+
+    return gradient
+
+
+@torch.inference_mode(mode=False)  # a Trainer validates in it
+@torch.no_grad()
+def flow_bits_per_dim(
+    denoise: Denoise,
+    process: Process,
+    x0: Tensor,
+    times: TimeGrid,
+    steps: int,
+    probes: int | None = 1,
+    randn_like: RandnLike = torch.randn_like,
+) -> Tensor:
+    """-log2 p(x0) per dimension, p being where the probability flow takes the prior.
+
+    In y = x_t / alpha and s = log(sigma / alpha) the flow is dy / ds = (sigma / alpha) noise, and
+    log p(y) changes by its divergence; both are integrated by the classical Runge-Kutta method.
+
+    Args:
+        denoise: the model; differentiable.
+        process: whose least noisy time stands for the data, and whose noisiest is the prior.
+        x0: (B, C, H, W) real numbers in [-1, 1].
+        times: grid, without times of pure noise.
+        steps: number of times in it; the model is asked 4 (steps - 1) times.
+        probes: random signs v per look, of which v^T J v estimates the divergence; None takes the
+            whole Jacobian, which costs as many backward passes as there are dimensions.
+        randn_like: source of noise, of which the signs are taken.
+
+    Returns:
+        (B,) bits per dimension.
+
+    Raises:
+        ValueError: for a grid with pure noise or of one time, or less than one probe.
+
+    Source: Song et al. 2021 (score SDEs), section 4.3 and appendix D.2; Hutchinson's estimator.
+    """
+    noisiest, alpha, s = _flow_times(process, times, steps)
+    y, log_det = x0 / alpha[0], x0.new_zeros(len(x0))
+    if probes is not None and probes < 1:
+        raise ValueError(f"probes must be at least 1, or None for the whole trace, got {probes}.")
+    signs = None if probes is None else [randn_like(x0).sign() for _ in range(probes)]
+
+    def slope(at: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        t = process.at_log_snr(-2 * at)
+        return _slope_and_divergence(denoise, process, y, t, at.exp(), signs)
+
+    for a, b in pairwise(s):
+        h = b - a
+        dy_1, div_1 = slope(a, y)
+        dy_2, div_2 = slope((a + b) / 2, y + h / 2 * dy_1)
+        dy_3, div_3 = slope((a + b) / 2, y + h / 2 * dy_2)
+        dy_4, div_4 = slope(b, y + h * dy_3)
+        y = y + h / 6 * (dy_1 + 2 * dy_2 + 2 * dy_3 + dy_4)
+        log_det = log_det + h / 6 * (div_1 + 2 * div_2 + 2 * div_3 + div_4)
+    std = process.prior(torch.ones_like(y), noisiest) / alpha[-1]
+    each = -0.5 * ((y / std).square() + math.log(2 * math.pi)) - std.log()
+    log_prior: Tensor = each.flatten(1).sum(1)
+    dims = y[0].numel()
+    nats: Tensor = -(log_prior + log_det - dims * alpha[0].log())
+    return nats / dims * NATS_TO_BITS
+
+
+def _flow_times(process: Process, times: TimeGrid, steps: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The noisiest time (), and alpha and log(sigma / alpha) (steps,) from the least noisy on."""
+    grid = times.grid(process, steps)[:-1].flip(0)
+    alpha, sigma = process.alpha_sigma(grid)
+    if steps < 2 or not (alpha > 0).all():
+        raise ValueError(
+            f"the flow needs two times or more, and a signal at each, got {steps} of {times} on "
+            f"{process}; use LogSNR(noisiest=-12)."
+        )
+    return grid[-1], alpha, (sigma / alpha).log()
+
+
+def _slope_and_divergence(
+    denoise: Denoise,
+    process: Process,
+    y: Tensor,
+    t: Tensor,
+    level: Tensor,
+    signs: list[Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """level noise, and the trace of its Jacobian by y, exact without signs."""
+    with torch.enable_grad():
+        y = y.detach().requires_grad_()
+        batch_t = t.to(y.device).expand(len(y))
+        noise = level * denoise(process.alpha_sigma(t)[0].to(y) * y, batch_t).noise
+        probes = _unit_images(y) if signs is None else signs
+        traces = [
+            (torch.autograd.grad(noise, y, probe, retain_graph=True)[0] * probe).flatten(1).sum(1)
+            for probe in probes
+        ]
+    total = torch.stack(traces).sum(0)
+    return noise.detach(), total if signs is None else total / len(signs)
+
+
+def _unit_images(like: Tensor) -> list[Tensor]:
+    """One for each dimension, the same for every row."""
+    every = torch.eye(like[0].numel(), dtype=like.dtype, device=like.device)
+    return [row.view_as(like[0]).expand_as(like) for row in every]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_diffusion.gaussian import LearnedRange, expand_as, posterior, variational_term
 from lit_diffusion.protocols import Parameterization, Prediction, Process, Weighting
@@ -73,6 +73,69 @@ class P2:
         """SNR / (k + SNR)^gamma gain^2."""
         snr = (alpha / sigma) ** 2
         return snr / (self.k + snr) ** self.gamma * gain**2
+
+
+@dataclass(frozen=True)
+class SoftMinSNR:
+    """W = SNR gamma / (SNR + gamma): Min-SNR without the corner.
+
+    Args:
+        gamma: where the weight of clean images stops growing; 1 / sigma_data^2 of
+            `EDMPreconditioning` in k-diffusion.
+
+    Source: Crowson et al. 2024 (HDiT, arXiv 2401.11605), soft-min-SNR.
+    """
+
+    gamma: float = 4.0
+
+    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
+        """SNR gamma / (SNR + gamma) gain^2."""
+        snr = (alpha / sigma) ** 2
+        return snr * self.gamma / (snr + self.gamma) * gain**2
+
+
+@dataclass(frozen=True)
+class TruncSNR:
+    """W = max(SNR, 1): that of the noise, but pure noise counts too.
+
+    Source: Salimans & Ho 2022 (progressive distillation), section 4, "truncated SNR".
+    """
+
+    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
+        """max(SNR, 1) gain^2."""
+        return ((alpha / sigma) ** 2).clamp(min=1) * gain**2
+
+
+@dataclass(frozen=True)
+class InvSNR:
+    """W = 1 / SNR: noisy images count most; for processes whose noisiest time has signal left.
+
+    Source: Hang et al. 2023 (Min-SNR, arXiv 2303.09556), the authors' `inv_snr`.
+    """
+
+    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
+        """(sigma gain / alpha)^2."""
+        return (sigma / alpha * gain) ** 2
+
+
+@dataclass(frozen=True)
+class AsFlow:
+    """W = ((alpha + sigma) / sigma)^2: the error of `FlowVelocity`, whatever the network outputs.
+
+    With `Sample` on `LinearFlow`: networks that output the image and are trained by its velocity,
+    (x_t - x0) / t.
+
+    Args:
+        floor: least sigma / (alpha + sigma) to divide by, as (t of LinearFlow).
+
+    Source: Li & He 2025 (JiT, arXiv 2511.13720), table 1 and section 4, with t clipped at 0.05.
+    """
+
+    floor: float = 0.05
+
+    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
+        """(gain (alpha + sigma) / sigma)^2."""
+        return (gain / (sigma / (alpha + sigma)).clamp(min=self.floor)) ** 2
 
 
 @dataclass(frozen=True)
@@ -145,6 +208,60 @@ class DenoisingLoss:
         _check_weighting(self.weighting, process, parameterization)
 
 
+class UncertaintyLoss(nn.Module):
+    """weight(t) mean |target - output|^2 exp(-u(t)) + u(t), with a learned u.
+
+    Where the loss is large, u grows to its logarithm, so that every noise level comes to weigh the
+    same. u is linear in Fourier features of ln(sigma / alpha) / 4 and begins at 0, as
+    `DenoisingLoss`. It is trained with the network and saved with it.
+
+    Args:
+        weighting: factor on the squared error.
+        num_features: of the noise level.
+
+    Raises:
+        ValueError: for less than one feature.
+
+    Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), Eq. 14 and appendix B.2; Kendall et al.
+    2018, Eq. 8.
+    """
+
+    output_factor: ClassVar[int] = 1
+
+    def __init__(self, weighting: Weighting, num_features: int = 128) -> None:
+        super().__init__()
+        if num_features < 1:
+            raise ValueError(f"num_features must be at least 1, got {num_features}.")
+        self.weighting = weighting
+        self.frequencies: Tensor
+        self.phases: Tensor
+        generator = torch.Generator().manual_seed(0)  # the same in every run
+        self.register_buffer("frequencies", torch.randn(num_features, generator=generator))
+        self.register_buffer("phases", torch.rand(num_features, generator=generator))
+        self.log_variance = nn.Parameter(torch.zeros(num_features))
+
+    def per_sample(
+        self, prediction: Prediction, process: Process, parameterization: Parameterization, /
+    ) -> dict[str, Tensor]:
+        """{"loss": (B,), "mse": (B,) before weighting, "uncertainty": (B,) u}."""
+        output = prediction.output
+        mse, weight = _error(self.weighting, prediction, output, process, parameterization)
+        u = self.uncertainty(prediction.t, process).to(mse.dtype)
+        return {"loss": weight * mse * (-u).exp() + u, "mse": mse, "uncertainty": u}
+
+    def uncertainty(self, t: Tensor, process: Process) -> Tensor:
+        """(B,) u at times (B,)."""
+        alpha, sigma = process.alpha_sigma(t)
+        told = (sigma / alpha).log().clamp(-20, 20)[:, None] / 4  # pure noise is infinite
+        angles = 2 * math.pi * (self.frequencies * told.to(self.frequencies.dtype) + self.phases)
+        found: Tensor = math.sqrt(2 / len(self.phases)) * angles.cos() @ self.log_variance
+        return found
+
+    def check(self, process: Process, parameterization: Parameterization, /) -> None:
+        """Raise ValueError where the weight is not finite at an end of the process."""
+        _check_weighting(self.weighting, process, parameterization)
+
+
 @dataclass(frozen=True)
 class HybridLoss:
     """L_simple + lambda L_vlb: denoising, plus a little of the bound, which trains the variance.
@@ -158,12 +275,21 @@ class HybridLoss:
         vb_weight: lambda. 0.001 is the paper's and `rescale_learned_sigmas=True` of the code;
             guided-diffusion's models used 1 / T.
 
+    Raises:
+        ValueError: unless vb_weight > 0.
+
     Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 15-16.
     """
 
     weighting: Weighting
     vb_weight: float = 0.001
     output_factor: ClassVar[int] = 2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.vb_weight < math.inf:
+            raise ValueError(
+                f"vb_weight must be > 0, got {self.vb_weight}; DenoisingLoss is without the bound."
+            )
 
     def per_sample(
         self, prediction: Prediction, process: Process, parameterization: Parameterization, /
@@ -235,4 +361,9 @@ def _check_weighting(
         raise ValueError(
             f"the weight must be finite at every noise level, got {weight.tolist()} at the ends of "
             f"{process} from {weighting} with {parameterization}; use Velocity or Sample."
+        )
+    if not ((weight >= 0).all() and weight.any()):
+        raise ValueError(
+            f"the weight must be >= 0, and more than 0 at an end, got {weight.tolist()} at both of "
+            f"{process} from {weighting}; change its numbers."
         )

@@ -90,6 +90,31 @@ class Velocity:
 
 
 @dataclass(frozen=True)
+class FlowVelocity:
+    """u = noise - x0, the velocity dx_t / dt of `LinearFlow`.
+
+    Source: Lipman et al. 2023 (Flow Matching, arXiv 2210.02747), Eq. 23, time reversed; Liu et al.
+    2023 (Rectified Flow), Eq. 1.
+    """
+
+    def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """x_t."""
+        return x_t
+
+    def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """Noise - x0."""
+        return noise - x0
+
+    def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """(x_t - sigma output) / (alpha + sigma)."""
+        return (x_t - sigma * output) / (alpha + sigma)
+
+    def gain(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+        """Sigma / (alpha + sigma)."""
+        return sigma / (alpha + sigma)
+
+
+@dataclass(frozen=True)
 class EDMPreconditioning:
     """What is left of x0 when the best linear guess from x_t is taken away, at unit variance.
 

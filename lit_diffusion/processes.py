@@ -6,6 +6,7 @@ plugin casts them, no EMA averages them and no checkpoint holds them.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -32,7 +33,7 @@ class LinearBetas:
     """beta from 1e-4 to 0.02 over 1000 steps, scaled so that other step counts end as noisy.
 
     Args:
-        num_steps: T, at least 21: below that the last beta reaches 1.
+        num_steps: T, at least 20, where the last beta is 1.
 
     Source: Ho et al. 2020 (DDPM), section 4; scaling by 1000 / T from improved-diffusion.
     """
@@ -93,6 +94,50 @@ class SigmoidBetas:
         return _betas_of((falling - falling[-1]) / (falling[0] - falling[-1]))
 
 
+@dataclass(frozen=True)
+class GivenBetas:
+    """Betas of one's own.
+
+    Args:
+        values: T of them, each in (0, 1); the last may be 1.
+
+    Example:
+        >>> DiscreteVP(GivenBetas([0.1, 0.2, 0.3])).num_steps
+        3
+    """
+
+    values: Sequence[float]
+
+    def betas(self) -> Tensor:
+        """(num_steps,) float64."""
+        _check_steps(len(self.values))
+        return torch.tensor(self.values, dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class ZeroTerminalSNR:
+    """Another schedule, bent so that its last step leaves nothing of the image.
+
+    sqrt(alpha-bar) is moved to end at 0 and scaled to begin as before. Epsilon can't be trained on
+    it: predict Velocity or Sample. Solvers in log SNR start below it, as `LogSNR(noisiest=-10)`.
+
+    Args:
+        base: the schedule to bend.
+
+    Source: Lin et al. 2023 (Common Diffusion Noise Schedules and Sample Steps are Flawed, arXiv
+    2305.08891), algorithm 1.
+    """
+
+    base: BetaSchedule
+
+    def betas(self) -> Tensor:
+        """(num_steps,) float64; the last is 1."""
+        alpha = (1 - self.base.betas()).cumprod(0).sqrt()
+        alpha = (alpha - alpha[-1]) * alpha[0] / (alpha[0] - alpha[-1])
+        alpha_bar = torch.cat([torch.ones(1, dtype=torch.float64), alpha**2])
+        return 1 - alpha_bar[1:] / alpha_bar[:-1]
+
+
 def _betas_of(alpha_bar: Tensor) -> Tensor:
     """(T + 1,) alpha-bar, up to a factor, at u = 0, 1/T, ..., 1 -> (T,) betas, clipped."""
     return (1 - alpha_bar[1:] / alpha_bar[:-1]).clamp(max=0.999)
@@ -103,7 +148,8 @@ class DiscreteVP:
     """Variance-preserving process in T steps: alpha^2 = alpha-bar, sigma^2 = 1 - alpha-bar.
 
     Times are 0 (least noisy) ... T - 1; -1 is the clean image. Between whole times log SNR is
-    interpolated linearly (alpha-bar between -1 and 0), so every solver and time grid works.
+    interpolated linearly (alpha-bar where an end is clean or without signal), so every solver and
+    time grid works.
 
     Args:
         betas: schedule of the variances.
@@ -111,7 +157,7 @@ class DiscreteVP:
             improved-diffusion does unless T is 1000.
 
     Raises:
-        ValueError: where a beta is outside (0, 1).
+        ValueError: where a beta is outside (0, 1); the last may be 1.
 
     Source: Ho et al. 2020 (DDPM), Eq. 4; Nichol & Dhariwal 2021 for `rescale_labels`.
 
@@ -128,7 +174,7 @@ class DiscreteVP:
 
     def __post_init__(self) -> None:
         table = self.betas.betas()
-        if not ((table > 0) & (table < 1)).all():
+        if not ((table > 0).all() and (table[:-1] < 1).all() and table[-1] <= 1):
             raise ValueError(
                 f"betas must lie in (0, 1), got {table.min():.4g} to {table.max():.4g} from "
                 f"{self.betas}; use more steps."
@@ -168,8 +214,11 @@ class DiscreteVP:
         upper = torch.searchsorted(-falling, -log_snr).clamp(1, self.num_steps - 1)
         left, right = falling[upper - 1], falling[upper]
         between = (upper - 1 + (left - log_snr) / (left - right)).clamp(max=self.t_max)
-        near_clean = (1 - torch.sigmoid(log_snr)) / (1 - table[1]) - 1
-        return torch.where(log_snr > falling[0], near_clean, between)
+        signal = torch.sigmoid(log_snr)
+        if table[-1] == 0:
+            near_noise = self.t_max - signal / table[-2]
+            between = torch.where(log_snr < falling[-2], near_noise, between)
+        return torch.where(log_snr > falling[0], (1 - signal) / (1 - table[1]) - 1, between)
 
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
         """Standard normal noise itself."""
@@ -183,7 +232,7 @@ class DiscreteVP:
         fraction = position - low
         by_log_snr = torch.sigmoid(torch.logit(table[low]).lerp(torch.logit(table[high]), fraction))
         linear = table[low].lerp(table[high], fraction)
-        between = torch.where(low == 0, linear, by_log_snr)
+        between = torch.where((low == 0) | (table[high] == 0), linear, by_log_snr)
         return torch.where(fraction == 0, table[low], between)
 
     def _table(self, device: torch.device) -> Tensor:
@@ -252,12 +301,65 @@ class ContinuousVP:
 
 
 @dataclass(frozen=True)
+class LinearFlow:
+    """Flow matching's straight line: alpha = 1 - t and sigma = t, for t in [0, 1].
+
+    Also called rectified flow. What its networks output is `FlowVelocity`, what they see of the
+    time is 1000 t. t = 1 is pure noise: solvers in log SNR start below it, as
+    `LogSNR(noisiest=-10)`; `Euler` starts there.
+
+    Args:
+        t_min: least noisy time that is trained on.
+
+    Raises:
+        ValueError: unless 0 < t_min < 1.
+
+    Source: Lipman et al. 2023 (Flow Matching, arXiv 2210.02747), Eq. 20-23 with sigma_min = 0 and
+    time reversed; Liu et al. 2023 (Rectified Flow, arXiv 2209.03003), Eq. 1. 1000 t as in Esser et
+    al. 2024 (SD3, arXiv 2403.03206).
+
+    Example:
+        >>> alpha, sigma = LinearFlow().alpha_sigma(torch.tensor([0.25, 1.0]))
+        >>> alpha.tolist(), sigma.tolist()
+        ([0.75, 0.0], [0.25, 1.0])
+    """
+
+    t_min: float = 1e-5
+    t_max: ClassVar[float] = 1.0
+    t_clean: ClassVar[float] = 0.0
+    num_steps: ClassVar[int | None] = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.t_min < 1:
+            raise ValueError(f"0 < t_min < 1 must hold, got {self.t_min}.")
+
+    def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
+        """1 - t and t, float64."""
+        return 1 - t.double(), t.double()
+
+    def noise_label(self, t: Tensor, /) -> Tensor:
+        """1000 t."""
+        return 1000 * t
+
+    def from_unit(self, u: Tensor, /) -> Tensor:
+        """Linear from t_min to 1."""
+        return self.t_min + (1 - self.t_min) * u.double()
+
+    def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
+        """1 / (1 + SNR^(1/2))."""
+        return torch.sigmoid(-log_snr.double() / 2)
+
+    def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
+        """Noise of standard deviation t."""
+        return noise * expand_as(t, noise)
+
+
+@dataclass(frozen=True)
 class EDMProcess:
     """Noise is added and the image stays: alpha = 1 and sigma = t.
 
-    The network is told ln(sigma) / 4, EDM's c_noise. Uniforms u are even in ln(sigma), so that
-    `Uniform` on EDMProcess(0.02, 100) draws the times of Song et al.'s variance-exploding process,
-    whose preconditioning is `Epsilon`; EDM's own times are `LogNormal`.
+    The network is told ln(sigma) / 4, EDM's c_noise. Uniforms u are even in ln(sigma); EDM's own
+    times are `LogNormal`.
 
     Args:
         sigma_min: least noise, in units of x0.
@@ -312,3 +414,25 @@ class EDMProcess:
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
         """Noise of standard deviation sigma."""
         return noise * expand_as(t, noise)
+
+
+@dataclass(frozen=True)
+class VE(EDMProcess):
+    """Variance-exploding process: noise from 0.02 to 100, uniform in ln(sigma).
+
+    The network is told ln(sigma / 2) and predicts the noise: `Epsilon` with `Uniform` times. (Song
+    et al. learn the score times sigma, which is the noise with another sign.)
+
+    Args:
+        sigma_min: least noise, in units of x0.
+        sigma_max: most noise.
+
+    Source: Song et al. 2021 (score SDEs), appendix C; Karras et al. 2022 (EDM), table 1, column VE.
+    """
+
+    sigma_min: float = 0.02
+    sigma_max: float = 100.0
+
+    def noise_label(self, t: Tensor, /) -> Tensor:
+        """ln(sigma / 2)."""
+        return (t / 2).log()

@@ -268,7 +268,11 @@ class Guidance(Protocol):
 
 
 class Codec(Protocol):
-    """Maps images to the space that is diffused, and back."""
+    """Maps images to the space that is diffused, and back.
+
+    One whose x0 of an image are many also has `draw`, as `encode`, which training steps call; and
+    one that was trained, `sha256`, which checkpoints hold, as latents of data have `vae_sha256`.
+    """
 
     @property
     def bounded(self) -> bool:

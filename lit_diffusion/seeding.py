@@ -71,6 +71,10 @@ class PerSampleNoise:
         seeds: one integer per sample.
         stream: name that keeps different uses of one seed apart.
 
+    Attributes:
+        generators: of the samples; given to a pipeline of diffusers, they make the noise that
+            `generate` has from these seeds.
+
     Example:
         >>> PerSampleNoise([3, 5]).draw((2, 2)).shape
         torch.Size([2, 2, 2])
@@ -79,14 +83,14 @@ class PerSampleNoise:
     """
 
     def __init__(self, seeds: Sequence[int], stream: str = "sample") -> None:
-        self._generators = [
+        self.generators = [
             torch.Generator().manual_seed(_scramble(int(seed), fold(stream))) for seed in seeds
         ]
 
     def draw(self, shape: Sequence[int]) -> Tensor:
         """(N, *shape) float32 on the CPU."""
-        out = torch.empty(len(self._generators), *shape, dtype=torch.float32)
-        for row, generator in zip(out, self._generators, strict=True):
+        out = torch.empty(len(self.generators), *shape, dtype=torch.float32)
+        for row, generator in zip(out, self.generators, strict=True):
             row.normal_(generator=generator)
         return out
 

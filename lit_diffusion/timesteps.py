@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lit_diffusion.protocols import Device, Draws, Process
+from lit_diffusion.protocols import Device, Draws, Process, Quantile, TimeGrid
 
 LAST_UNIFORM = 1 - 2**-53  # 1 is none
 
@@ -136,7 +136,7 @@ class LogNormal:
         std: of ln(sigma / alpha). EDM: 1.2; EDM2: 1.0 and 1.6.
 
     Raises:
-        ValueError: unless std > 0.
+        ValueError: unless both are finite and std > 0.
 
     Source: Karras et al. 2022 (EDM), table 1 and section 5.
     """
@@ -145,14 +145,102 @@ class LogNormal:
     std: float = 1.2
 
     def __post_init__(self) -> None:
-        if not self.std > 0:
+        if not 0 < self.std < math.inf:
             raise ValueError(f"std must be > 0, got {self.std}.")
+        if not math.isfinite(self.mean):
+            raise ValueError(f"mean must be finite, got {self.mean}.")
 
     def quantile(self, u: Tensor, process: Process, /) -> Tensor:
         """The time of level exp(mean + std z), with z the standard normal quantile of u."""
         t = process.at_log_snr(-2 * (self.mean + self.std * torch.special.ndtri(u.double())))
         t = t if process.num_steps is None else t.round()
         return t.clamp(process.t_min, process.t_max)
+
+
+@dataclass(frozen=True)
+class LogitNormal(LogNormal):
+    """logit(t) of `LinearFlow` is normal: that is ln(sigma / alpha), so `LogNormal` by its name.
+
+    Args:
+        mean: of logit(t); above 0 trains the noisy half more. SD3's best are 0 and 1.
+        std: of logit(t).
+
+    Source: Esser et al. 2024 (SD3, arXiv 2403.03206), Eq. 19.
+    """
+
+    mean: float = 0.0
+    std: float = 1.0
+
+
+@dataclass(frozen=True)
+class Shifted:
+    """The noise levels sigma / alpha of other times, each `shift` times as large.
+
+    On `LinearFlow` t becomes shift t / (1 + (shift - 1) t). Larger images want more noise.
+
+    Args:
+        base: the times to shift.
+        shift: above 1 is noisier. SD3's sqrt(m / n), from n to m pixels, would be 4 from 256^2 to
+            1024^2; its authors liked 3 best.
+
+    Raises:
+        ValueError: unless shift > 0.
+
+    Source: Esser et al. 2024 (SD3, arXiv 2403.03206), Eq. 23.
+    """
+
+    base: Quantile
+    shift: float = 3.0
+
+    def __post_init__(self) -> None:
+        _check_shift(self.shift)
+
+    def quantile(self, u: Tensor, process: Process, /) -> Tensor:
+        """The base's time, shifted; a whole one where time is discrete."""
+        t = _shifted(self.base.quantile(u, process), self.shift, process)
+        return t if process.num_steps is None else t.round()
+
+
+@dataclass(frozen=True)
+class ShiftedGrid:
+    """Another grid, its noise levels sigma / alpha `shift` times as large, as those of `Shifted`.
+
+    Args:
+        base: the grid to shift.
+        shift: above 1 is noisier.
+
+    Raises:
+        ValueError: unless shift > 0.
+
+    Source: Esser et al. 2024 (SD3, arXiv 2403.03206), Eq. 23.
+
+    Example:
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> [round(t, 3) for t in ShiftedGrid(Even(), shift=3.0).grid(LinearFlow(), 4).tolist()]
+        [1.0, 0.9, 0.75, 0.5, 0.0]
+    """
+
+    base: TimeGrid
+    shift: float = 3.0
+
+    def __post_init__(self) -> None:
+        _check_shift(self.shift)
+
+    def grid(self, process: Process, steps: int, /) -> Tensor:
+        """(steps + 1,) float64, falling to the clean time."""
+        times = self.base.grid(process, steps)[:-1]
+        return _to_clean(_shifted(times, self.shift, process).tolist(), process)
+
+
+def _check_shift(shift: float) -> None:
+    if not 0 < shift < math.inf:
+        raise ValueError(f"shift must be > 0, got {shift}; 1 leaves the times as they are.")
+
+
+def _shifted(t: Tensor, shift: float, process: Process) -> Tensor:
+    alpha, sigma = process.alpha_sigma(t)
+    moved = process.at_log_snr(2 * (alpha / sigma / shift).log())
+    return moved.clamp(process.t_min, process.t_max)
 
 
 @dataclass(frozen=True)
@@ -316,5 +404,5 @@ def _spread(start: int, size: int, count: int) -> list[int]:
 def _whole_steps(process: Process, grid: object) -> int:
     if process.num_steps is None:
         text = f"{grid} needs a process in discrete steps, got {process}"
-        raise ValueError(f"{text}; use LogSNR or Karras, or Even.")
+        raise ValueError(f"{text}; use Even, LogSNR or Karras.")
     return process.num_steps

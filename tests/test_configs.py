@@ -4,9 +4,11 @@ import re
 from itertools import chain
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from support import small_vae
 from support.cifar10_files import published_as, write
 from support.commands import call
 from support.forked_ranks import Forker
@@ -18,7 +20,10 @@ from lit_diffusion.cli import main
 from lit_diffusion.commands.sweep import parser, planned
 from lit_diffusion.data.cifar10 import CIFAR10
 from lit_diffusion.metrics.extractors import InceptionV3Compat
+from lit_diffusion.networks.dit import DiT
+from lit_diffusion.networks.jit import JiT
 from lit_diffusion.networks.unet import UNet
+from lit_diffusion.networks.uvit import UViT
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 FOLDERS = {
@@ -26,6 +31,7 @@ FOLDERS = {
     "cifar10": ["cifar10-improved"],
     "imagenet128": ["imagenet128-guided", "imagenet128-guided-small"],
     "patches-small": ["patches-small"],
+    "mnist": ["mnist"],
 }
 """Folder of arms -> experiments that they are for; arms outside of folders are for all."""
 METHODS = ["digits", "cifar10", "imagenet128"]
@@ -35,11 +41,14 @@ NAMED = [CONFIGS / "arms" / f"{arm}.yaml" for arm in ("md", "mdlrc", "lr-decay",
 PAIRS = [
     (experiments[0], arm)
     for folder, experiments in FOLDERS.items()
+    if folder != "mnist"  # which has a test of its own
     for arm in [
         *(ANY if folder in ("digits", "cifar10") else NAMED),  # others take long, or add nothing
         *sorted(CONFIGS.glob(f"arms/{folder}/*.yaml")),
     ]
 ]
+RECIPES = ("decayed", "textbook", "fast")
+MNIST = sorted(f"mnist/{path.stem}" for path in CONFIGS.glob("arms/mnist/*.yaml"))
 NUMBERED = [
     (str(path.relative_to(CONFIGS)), found[1], float(found[2]) * (1000 if found[3] else 1))
     for path in sorted(CONFIGS.rglob("arms/**/*.yaml"))
@@ -52,6 +61,8 @@ PARAMETERS = {
     "imagenet128-guided": 421_529_606,
     "imagenet128-guided-small": 95_513_222,
 }
+LATENTS = {"imagenet256-latents": (DiT, 256), "imagenet512-latents": (UViT, 512)}
+"""Config -> its network, and the side of its images."""
 SMALL = [
     "--trainer.fast_dev_run=2",
     "--trainer.accelerator=cpu",
@@ -79,18 +90,32 @@ def callback(path):
 def test_every_config_is_started_by_a_test():
     assert {f.stem for f in CONFIGS.glob("*.yaml")} == {
         "digits",
+        "digits-classifier",
+        "digits-described",
         "patches",
         "folder",
         "fast",
-        "mnist",
+        "cifar10-uvit",
+        *LATENTS,
         *chain(*FOLDERS.values()),
     }
     assert {f.name for f in CONFIGS.glob("arms/*") if f.is_dir()} == FOLDERS.keys()
 
 
-def test_digits_start(monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["digits", "digits-classifier"])
+def test_digits_start(monkeypatch, tmp_path, name):
     monkeypatch.chdir(tmp_path)
-    assert fit("digits.yaml") == 0
+    assert fit(f"{name}.yaml") == 0
+
+
+def test_described_digits_start_and_are_the_digits_in_all_else(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert fit("digits-described.yaml") == 0
+    plain, described = (dict(flat(settings(f"digits{end}.yaml"))) for end in ("", "-described"))
+    changed = {name for name in plain | described if plain.get(name) != described.get(name)}
+    ours = {"data", "model.conditioning", "model.num_classes"}
+    ours |= {f"model.network.num_{what}" for what in ("classes", "words")}
+    assert {name for name in changed if not name.startswith("trainer.callbacks")} == ours
 
 
 def test_patches_start(monkeypatch, tmp_path):
@@ -113,14 +138,44 @@ def test_a_folder_of_pictures_starts(monkeypatch, tmp_path):
     assert fit("folder.yaml", *options) == 0
 
 
-@pytest.mark.parametrize("arm", ["", "decayed", "textbook", "fast"])
+@pytest.mark.parametrize("arm", ["", *(f"digits/{arm}" for arm in RECIPES), *MNIST])
 def test_mnist_starts_as_its_comments_say(monkeypatch, tmp_path, arm):
     monkeypatch.chdir(tmp_path)
     write_mnist(tmp_path / "data", train=40, val=20)
     out = f"--config {CONFIGS / 'mnist.yaml'} --out mnist-cnn.safetensors --steps 1"
     assert call(f"train-extractor {out}") == 0
-    options = [f"--config={CONFIGS}/arms/digits/{arm}.yaml"] if arm else []
+    options = [f"--config={CONFIGS}/arms/{arm}.yaml"] if arm else []
     assert fit("mnist.yaml", *options) == 0
+
+
+@pytest.mark.parametrize("name", LATENTS)
+def test_latents_start(offline, tmp_path, name):
+    """A narrow network on latents of four images, with a VAE of their shape."""
+    pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    side, data = LATENTS[name][1], tmp_path / "data"
+    small_vae.save(data / "sd-vae", channels=(8, 8, 8, 8))
+    for split in ("train", "val"):
+        small_vae.write_latents(data / f"{name}" / split, data / "sd-vae", side)
+    np.savez(data / f"{name.removesuffix('-latents')}.npz", arr_0=np.zeros((4, 8, 8, 3), np.uint8))
+    narrow = {"width": 32, "depth": 2, "num_heads": 2, "num_classes": 2}
+    options = [f"--model.init_args.network.init_args.{k}={v}" for k, v in narrow.items()]
+    options += ["--model.init_args.num_classes=2", "--model.init_args.solver.init_args.steps=2"]
+    options += ["--trainer.devices=1", "--trainer.strategy=auto", "--data.init_args.num_workers=0"]
+    options += ["--trainer.callbacks.SampleGrid=null"]
+    assert fit(f"{name}.yaml", *options) == 0
+
+
+NETWORKS = {"cifar10-uvit": UViT} | {name: kind for name, (kind, _) in LATENTS.items()}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_transformers_have_the_number_of_parameters_that_is_stated(name):
+    arguments = settings(f"{name}.yaml")["model"]["init_args"]["network"]["init_args"]
+    with torch.device("meta"):
+        network = NETWORKS[name](**arguments)
+    count = sum(parameter.numel() for parameter in network.parameters())
+    fixed = 0 if "pos_embed" in dict(network.named_parameters()) else network.pos_embed.numel()
+    assert f"{count + fixed:,} parameters" in (CONFIGS / f"{name}.yaml").read_text()
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.rglob("*.yaml")), ids=lambda path: path.stem)
@@ -148,6 +203,17 @@ def test_networks_have_the_number_of_parameters_that_is_stated(name):
     count = sum(parameter.numel() for parameter in network.parameters())
     assert count == PARAMETERS[name]
     assert f"{count:,} parameters" in (CONFIGS / f"{name}.yaml").read_text()
+
+
+@pytest.mark.parametrize(("name", "kind"), [("uvit", UViT), ("dit", DiT), ("jit", JiT)])
+def test_transformers_of_the_digits_have_the_number_of_parameters_that_is_stated(name, kind):
+    arm = settings(f"arms/digits/{name}.yaml")["model"]["init_args"]["network"]
+    assert arm["class_path"] == f"{kind.__module__}.{kind.__name__}"
+    base = settings("digits-ablation.yaml")["model"]["init_args"]["network"]["init_args"]
+    networks = kind(**arm["init_args"]), UNet(**base)
+    ours, unets = (sum(p.numel() for p in network.parameters()) for network in networks)
+    stated = f"{ours:,} parameters for {unets:,}."
+    assert stated in (CONFIGS / f"arms/digits/{name}.yaml").read_text()
 
 
 def test_the_control_of_mdlrc_has_its_lr_and_the_betas_it_starts_from():
@@ -223,7 +289,7 @@ def test_the_controls_of_clts_have_its_density(folder):
     assert controls == [curriculum, curriculum]
 
 
-@pytest.mark.parametrize("name", REPRODUCTIONS)
+@pytest.mark.parametrize("name", EXPERIMENTS)
 def test_reproductions_have_the_numbers_of_what_they_reproduce(name):
     found = dict(flat(settings(f"{name}.yaml")))
     assert {key: found.get(key) for key in EXPERIMENTS[name]} == EXPERIMENTS[name]
@@ -332,6 +398,13 @@ def test_experiments_start_with_the_methods_of_the_paper(offline, experiment):
     folder = next(folder for folder, experiments in FOLDERS.items() if experiment in experiments)
     both = (CONFIGS / "arms" / "mdlrc.yaml", CONFIGS / "arms" / folder / "clts.yaml")
     assert start(experiment, *both, width=quarter(experiment)) == 0
+
+
+def test_the_uvit_of_cifar10_starts_narrow(offline):
+    narrow = {"width": 32, "depth": 2, "num_heads": 2}
+    options = [f"--model.init_args.network.init_args.{k}={v}" for k, v in narrow.items()]
+    options += ["--model.init_args.solver.init_args.steps=2"]
+    assert fit("cifar10-uvit.yaml", *options, "--trainer.fast_dev_run=1") == 0
 
 
 def test_arms_can_be_swept(monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from support.tiny_diffusion import images, tiny_diffusion
 
 from lit_diffusion.callbacks.parts.inference import averaged_weights
 from lit_diffusion.cli import COMMANDS
@@ -61,6 +62,25 @@ def weights_by_name(callback) -> list[str]:
     return happened
 
 
+def adapters_train(names) -> None:
+    """Every parameter of diffusers' networks learns in our module, and labels of none count."""
+    unet = {"block_out_channels": (8, 8), "layers_per_block": 1, "norm_num_groups": 4}
+    unet |= {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
+    dit = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 1, "patch_size": 2}
+    sizes = {"num_classes": 3, "in_channels": 1, "out_channels": 1, "sample_size": 8}
+    for name, config in (("DiffusersUNet", unet), ("DiffusersDiT", dit)):
+        torch.manual_seed(0)
+        module = tiny_diffusion(network=names[name](**sizes, **config))
+        before = {n: p.clone() for n, p in module.network.named_parameters()}
+        trainer = Trainer(max_steps=3, logger=False, accelerator="cpu", enable_checkpointing=False)
+        trainer.fit(module, images(8, 4))
+        unmoved = [n for n, p in module.network.named_parameters() if torch.equal(p, before[n])]
+        assert unmoved == []
+        zero, one, none = module.generate([5, 5, 5], torch.tensor([0, 1, -1]))
+        assert zero.shape == (1, 8, 8)
+        assert not any(torch.equal(a, b) for a, b in ((zero, one), (zero, none), (one, none)))
+
+
 def test_every_fenced_block_is_one_that_is_run():
     languages = {found for text in PAGES.values() for found in re.findall(r"```(\w+)\n", text)}
     assert languages == {"bash", "python"}
@@ -82,6 +102,9 @@ def test_the_foreign_project_shown_is_the_one_that_is_tested():
 
 @pytest.mark.parametrize("key", sorted(PYTHON.keys() - TRAINED))
 def test_python_runs_as_shown(key, monkeypatch, tmp_path):
+    for library in ("diffusers", "transformers"):
+        if f"from {library}" in PYTHON[key]:
+            pytest.importorskip(library, reason="pip install lit-diffusion[diffusers]")
     code = PYTHON[key].replace("max_steps=2000", "max_steps=2").replace("500_000", "5")
     names = run(code, monkeypatch, tmp_path)
     if "images" in names:
@@ -91,6 +114,8 @@ def test_python_runs_as_shown(key, monkeypatch, tmp_path):
         assert torch.equal(names["averaged"], names["loaded"].network.weight)
     if "LitEmaWeights" in names:
         assert weights_by_name(names["LitEmaWeights"]()) == ["in", "measured", "out"]
+    if "DiffusersUNet" in names:
+        adapters_train(names)
     if "density" in names:
         assert names["density"].sum() == pytest.approx(1)
 
@@ -117,7 +142,10 @@ ELSEWHERE = {
     "README.md-1": "by CI",
     "cluster.md-0": "by tests/integration/test_cluster.py, under a real SLURM",
     "cluster.md-1": "likewise, on two nodes",
+    "latents.md-0": "by tests/commands/test_encode.py and test_configs.py, with small VAEs",
     "loggers.md-0": "by CI, with the extra named loggers",
+    "streaming.md-0": "by tests/data/test_streaming.py, with digits",
+    "streaming.md-1": "likewise",
     "methods.md-1": "sbatch; test_sweep.py runs the lines that --print gives",
 }
 
@@ -135,6 +163,7 @@ def test_what_is_run_elsewhere_is_there():
         "runs.md",
         "methods.md",
         "evaluation.md",
+        "interchange.md",
         pytest.param("loggers.md", marks=pytest.mark.skipif(not WANDB, reason="needs wandb")),
     ],
 )

@@ -1,3 +1,4 @@
+import math
 import warnings
 from itertools import pairwise
 
@@ -7,7 +8,7 @@ from support.golden import Z, close, tensor
 from support.toy import CountedNoise, toy_denoiser
 
 from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange, posterior
-from lit_diffusion.guidance import ClassifierFree, ClassifierScore, ClassifierShift
+from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
 from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearBetas
 from lit_diffusion.protocols import Denoised
 from lit_diffusion.solvers import DDIM, DDPM
@@ -19,10 +20,11 @@ LABELS, NONE = torch.tensor([0, 3]), torch.tensor([-1, -1])
 
 
 def labelled(labels):
-    """A model whose x0 depends on the label; -1 is none."""
+    """A model whose x0, and the contrast of it, depend on the label; -1 is none."""
+    told = labels.reshape(-1, 1, 1, 1)
 
     def denoise(x, t):
-        x0 = 0.1 * x + 0.2 * labels.reshape(-1, 1, 1, 1)
+        x0 = (0.1 + 0.02 * told) * x + 0.2 * told
         alpha, sigma = (v.reshape(-1, 1, 1, 1) for v in PROCESS.alpha_sigma(t))
         return Denoised(x0, (x - alpha * x0) / sigma, logvar_frac=x0 + 1)
 
@@ -179,3 +181,71 @@ def test_a_classifier_is_told_what_the_network_is_told(guidance):
     assert steps == [999.75, 749.75, 500.0, 250.0, 0.0], steps
     assert {t.dtype for t in told} == {torch.float32}
     assert {t.shape for t in told} == {(2,)}
+
+
+def level(t):
+    alpha, sigma = PROCESS.alpha_sigma(torch.tensor(t))
+    return float(sigma / alpha)
+
+
+@pytest.mark.parametrize("scale", [0.0, 3.0])
+def test_outside_of_its_interval_guidance_is_conditional_by_one_call(scale):
+    calls = []
+
+    def counted(labels):
+        denoise = labelled(labels)
+        return lambda x, t: (calls.append(len(x)), denoise(x, t))[1]
+
+    inside, below, above = 40.0, 20.0, 60.0
+    limits = (level(30.0), level(inside))  # the upper one is inside
+    guide = ClassifierFree(scale, limits).guide(counted, LABELS, PROCESS, NONE)
+    for time, expected in [
+        (inside, ClassifierFree(scale)),
+        (below, ClassifierFree(1.0)),
+        (above, ClassifierFree(1.0)),
+        (30.0, ClassifierFree(1.0)),
+    ]:
+        t = torch.full((2,), time, dtype=torch.float64)
+        found = guide(X, t)
+        close(found.x0, expected.guide(labelled, LABELS, PROCESS, NONE)(X, t).x0)
+    assert calls == [4, 2, 2, 2]
+
+
+@pytest.mark.parametrize("rescale", [0.3, 1.0])
+def test_rescaled_guidance_has_the_contrast_of_the_conditional_image(rescale):
+    guide = ClassifierFree(4.0, rescale=rescale).guide(labelled, LABELS, PROCESS, NONE)
+    found, plain, conditional = guide(X, T), guided(4.0, X, T), labelled(LABELS)(X, T)
+    std = lambda x: x.flatten(1).std(1)  # noqa: E731
+    assert ((std(plain.x0) - std(conditional.x0)).abs() > 0.01).all()
+    close(std(found.x0), rescale * std(conditional.x0) + (1 - rescale) * std(plain.x0))
+    alpha, sigma = (v.reshape(-1, 1, 1, 1) for v in PROCESS.alpha_sigma(T))
+    close(alpha * found.x0 + sigma * found.noise, X)
+
+
+def test_rescaling_reaches_a_scale_of_zero():
+    found = ClassifierFree(0.0, rescale=1.0).guide(labelled, LABELS, PROCESS, NONE)(X, T)
+    std = lambda x: x.flatten(1).std(1)  # noqa: E731
+    close(std(found.x0), std(labelled(LABELS)(X, T).x0))
+    assert not torch.allclose(found.x0, labelled(LABELS)(X, T).x0)
+
+
+def test_autoguidance_extrapolates_from_the_weaker_model():
+    weaker = lambda labels: labelled(labels + 1)  # noqa: E731
+    found = Autoguidance(weaker, 2.5).guide(labelled, LABELS, PROCESS, None)(X, T)
+    strong, weak = labelled(LABELS)(X, T), weaker(LABELS)(X, T)
+    close(found.x0, weak.x0 + 2.5 * (strong.x0 - weak.x0))
+    close(found.noise, weak.noise + 2.5 * (strong.noise - weak.noise))
+    alone = Autoguidance(weaker, 2.5, (0.0, 0.01)).guide(labelled, LABELS, PROCESS, None)(X, T)
+    assert torch.equal(alone.x0, strong.x0)
+
+
+def test_guidance_without_meaning_is_refused():
+    for make, told in [
+        (lambda: ClassifierFree(math.inf), "scale must be finite"),
+        (lambda: ClassifierFree(2.0, (1.0, 0.5)), "interval must be two levels"),
+        (lambda: ClassifierFree(2.0, (1.0, 2.0, 3.0)), "interval must be two levels"),
+        (lambda: ClassifierFree(2.0, rescale=1.5), r"rescale must be in \[0, 1\], got 1.5"),
+        (lambda: Autoguidance(labelled, math.nan), "scale must be finite"),
+    ]:
+        with pytest.raises(ValueError, match=told):
+            make()

@@ -2,13 +2,21 @@ import math
 
 import pytest
 import torch
-from support.golden import PIX, close, tensor
+from support.golden import PIX, Z, close, tensor
 from support.toy import CountedNoise, gaussian_denoiser, toy_denoiser
 
-from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange
-from lit_diffusion.likelihood import bits_per_dim
-from lit_diffusion.processes import DiscreteVP, EDMProcess, LinearBetas
-from lit_diffusion.timesteps import Karras, Sections
+from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange, expand_as, posterior
+from lit_diffusion.likelihood import bits_per_dim, flow_bits_per_dim, score
+from lit_diffusion.processes import (
+    ContinuousVP,
+    CosineBetas,
+    DiscreteVP,
+    EDMProcess,
+    LinearBetas,
+    LinearFlow,
+)
+from lit_diffusion.protocols import Denoised
+from lit_diffusion.timesteps import Even, Karras, LogSNR, Sections
 
 VARIANCES = {
     "fixed_small": FixedSmall(),
@@ -49,3 +57,125 @@ def test_the_prior_term_measures_from_the_start_of_sampling():
     )
     close(bits.prior, x0.square().flatten(1).mean(1) / (2 * 80**2 * math.log(2)))
     assert torch.equal(bits.total, bits.terms.sum(1) + bits.prior)
+
+
+FLOWS = [DiscreteVP(CosineBetas(1000)), ContinuousVP(), EDMProcess(), LinearFlow()]
+GRID = LogSNR(noisiest=-12.0)
+X0 = 0.5 * Z((3, 1, 2, 2), 7)
+
+
+def expected_bits(x0, std):
+    """-log2 of the density N(0, std^2), per dimension."""
+    bits = -torch.distributions.Normal(0.0, std).log_prob(x0) / math.log(2)
+    return bits.flatten(1).mean(1)
+
+
+@pytest.mark.parametrize("process", FLOWS, ids=repr)
+@pytest.mark.parametrize("probes", [None, 1])
+def test_the_flow_finds_the_density_of_a_gaussian(process, probes):
+    """By the whole trace, and by signs, which are exact for a diagonal Jacobian."""
+    denoise = gaussian_denoiser(process, mean=0.0, std=0.5)
+    bits = flow_bits_per_dim(denoise, process, X0, GRID, 100, probes, CountedNoise(1))
+    close(bits, expected_bits(X0, 0.5), rtol=0, atol=1e-3)
+
+
+def test_the_density_is_the_same_where_a_trainer_validates():
+    process = LinearFlow()
+    denoise = gaussian_denoiser(process, mean=0.0, std=0.5)
+    with torch.inference_mode():
+        within = flow_bits_per_dim(denoise, process, X0.clone(), GRID, 5)
+    close(within, flow_bits_per_dim(denoise, process, X0, GRID, 5))
+
+
+def test_the_density_is_that_of_the_least_noisy_time():
+    process = LinearFlow(0.05)
+    denoise = gaussian_denoiser(process, mean=0.0, std=0.5)
+    bits = flow_bits_per_dim(denoise, process, X0, GRID, 100, None)
+    close(bits, expected_bits(X0, ((0.95 * 0.5) ** 2 + 0.05**2) ** 0.5), rtol=0, atol=1e-3)
+
+
+@pytest.mark.parametrize(("times", "steps"), [(Even(), 10), (GRID, 1)])
+def test_a_flow_from_pure_noise_or_of_no_step_is_refused(times, steps):
+    process = LinearFlow()
+    with pytest.raises(
+        ValueError, match=r"two times or more, and a signal .* LogSNR\(noisiest=-12"
+    ):
+        flow_bits_per_dim(gaussian_denoiser(process), process, X0, times, steps)
+
+
+@pytest.mark.parametrize("probes", [0, -1])
+def test_a_trace_without_probes_is_refused(probes):
+    process = LinearFlow()
+    with pytest.raises(ValueError, match=f"probes must be at least 1, or None .* got {probes}"):
+        flow_bits_per_dim(gaussian_denoiser(process), process, X0, GRID, 10, probes)
+
+
+def correlated(process):
+    """The exact denoiser of (a, a + b) with a and b normal, which mixes its two dimensions."""
+    cov = torch.tensor([[1.0, 1.0], [1.0, 2.0]], dtype=torch.float64) / 4
+
+    def denoise(x, t):
+        alpha, sigma = (v.reshape(-1, 1, 1) for v in process.alpha_sigma(t))
+        gain = alpha * cov @ torch.linalg.inv(alpha**2 * cov + sigma**2 * torch.eye(2))
+        x0 = (gain @ x.flatten(1)[:, :, None]).view_as(x)
+        return Denoised(x0, (x - expand_as(alpha, x) * x0) / expand_as(sigma, x))
+
+    return denoise, torch.distributions.MultivariateNormal(torch.zeros(2).double(), cov)
+
+
+def test_random_signs_find_the_trace_of_a_full_jacobian_on_average():
+    process = ContinuousVP()
+    denoise, data = correlated(process)
+    x0 = 0.5 * Z((1, 1, 1, 2), 4).expand(400, -1, -1, -1)
+    exact = -data.log_prob(x0[:1].flatten(1)) / 2 / math.log(2)
+    whole = flow_bits_per_dim(denoise, process, x0[:1], GRID, 40, None)
+    close(whole, exact, rtol=0, atol=1e-3)
+    generator = torch.Generator().manual_seed(0)
+    noise = lambda x: torch.randn(x.shape, generator=generator, dtype=x.dtype)  # noqa: E731
+    guessed = flow_bits_per_dim(denoise, process, x0, GRID, 40, 1, noise)
+    assert guessed.std() > 0.01
+    assert abs(guessed.mean() - exact) < 4 * guessed.std() / 20 + 1e-3
+    steadier = flow_bits_per_dim(denoise, process, x0, GRID, 40, 16, noise)
+    assert steadier.std() < 0.4 * guessed.std()
+
+
+def test_the_score_points_up_the_density():
+    process = ContinuousVP()
+    x, t = Z((4, 1, 2, 2), 1), torch.full((4,), 0.4).double()
+    alpha, sigma = process.alpha_sigma(t[0])
+    variance = (alpha * 0.5) ** 2 + sigma**2
+    close(score(gaussian_denoiser(process), process)(x, t), (alpha * 0.3 - x) / variance)
+
+
+def with_exact_variance(process, std):
+    """The exact denoiser of N(0, std^2), and p(x_s | x_t) with the variance that it really has."""
+    times = torch.arange(process.num_steps - 1, -2, -1, dtype=torch.float64)
+    steps, (alpha, sigma) = posterior(process, times), process.alpha_sigma(times[:-1])
+    spread = (std * sigma) ** 2 / ((std * alpha) ** 2 + sigma**2)  # of x0 given x_t
+    log_variance = (steps.variance + steps.x0_coef**2 * spread).log()
+    fractions = (log_variance - steps.log_variance) / (steps.log_beta - steps.log_variance)
+    denoise = gaussian_denoiser(process, mean=0.0, std=std)
+
+    def with_fraction(x, t):
+        fraction = fractions[process.num_steps - 1 - t.long()]
+        return denoise(x, t)._replace(logvar_frac=expand_as(fraction, x))
+
+    return with_fraction
+
+
+@pytest.mark.parametrize("betas", [LinearBetas, CosineBetas])
+def test_the_bound_is_at_most_a_hundredth_above_the_entropy(betas):
+    """Of 8-bit values of N(0, 0.2^2), in a thousand steps."""
+    process, normal = DiscreteVP(betas(1000)), torch.distributions.Normal(0.0, 0.2)
+    levels = torch.arange(256, dtype=torch.float64) / 127.5 - 1
+    edges = (levels[1:] + levels[:-1]) / 2
+    share = torch.cat([torch.zeros(1), normal.cdf(edges), torch.ones(1)]).diff()
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.multinomial(share, 4096, replacement=True, generator=generator)
+    x0 = levels[drawn].view(64, 1, 8, 8)
+    noise = lambda x: torch.randn(x.shape, generator=generator, dtype=x.dtype)  # noqa: E731
+    denoise = with_exact_variance(process, 0.2)
+    bits = bits_per_dim(denoise, process, x0, LearnedRange(), Sections(), 1000, noise).total
+    entropy = -share[drawn].log2().mean()  # of these draws
+    error = bits.std() / 8
+    assert entropy - 4 * error < bits.mean() < 1.01 * entropy

@@ -10,14 +10,34 @@ from lit_diffusion.gaussian import (
     posterior,
     variational_term,
 )
-from lit_diffusion.losses import P2, DenoisingLoss, FDMWarmup, HybridLoss, MinSNR, Simple
-from lit_diffusion.parameterizations import FDM, EDMPreconditioning, Epsilon, Sample, Velocity
+from lit_diffusion.losses import (
+    P2,
+    AsFlow,
+    DenoisingLoss,
+    FDMWarmup,
+    HybridLoss,
+    InvSNR,
+    MinSNR,
+    Simple,
+    SoftMinSNR,
+    TruncSNR,
+    UncertaintyLoss,
+)
+from lit_diffusion.parameterizations import (
+    FDM,
+    EDMPreconditioning,
+    Epsilon,
+    FlowVelocity,
+    Sample,
+    Velocity,
+)
 from lit_diffusion.processes import (
     ContinuousVP,
     CosineBetas,
     DiscreteVP,
     EDMProcess,
     LinearBetas,
+    LinearFlow,
 )
 from lit_diffusion.protocols import Prediction
 from lit_diffusion.timesteps import LogNormal, Uniform
@@ -135,6 +155,7 @@ def test_terms_of_the_bound_equal_the_reference(tag, case, variance, rescaled):
         ("min_snr_5_eps", MinSNR(), Epsilon()),
         ("min_snr_5_x0", MinSNR(), Sample()),
         ("vmin_snr_5_v", MinSNR(), Velocity()),
+        ("trunc_snr_x0", TruncSNR(), Sample()),
         ("p2_k1_gamma0.5_FORMULA", P2(0.5), Epsilon()),
         ("p2_k1_gamma1.0_FORMULA", P2(1.0), Epsilon()),
     ],
@@ -166,7 +187,19 @@ def test_weighted_losses_equal_min_snr_training(kind, parameterization, betas):
     "process", [DiscreteVP(CosineBetas(1000)), ContinuousVP(), EDMProcess()], ids=repr
 )
 @pytest.mark.parametrize(
-    "weighting", [MinSNR(), MinSNR(1.0), P2(), P2(0.5), FDMWarmup(MinSNR(), 10)], ids=repr
+    "weighting",
+    [
+        MinSNR(),
+        MinSNR(1.0),
+        SoftMinSNR(),
+        TruncSNR(),
+        InvSNR(),
+        AsFlow(),
+        P2(),
+        P2(0.5),
+        FDMWarmup(MinSNR(), 10),
+    ],
+    ids=repr,
 )
 def test_matched_outputs_get_the_same_loss_in_every_parameterization(weighting, process):
     """The x0 errors agree, so one x0-space weight must give one loss (PITFALLS 21)."""
@@ -186,12 +219,36 @@ def test_matched_outputs_get_the_same_loss_in_every_parameterization(weighting, 
             Epsilon(),
             Sample(),
             Velocity(),
+            FlowVelocity(),
             EDMPreconditioning(),
             FDM(Velocity(), 0.002, 80.0),
         )
     ]
     for loss in losses[1:]:
         close(loss, losses[0], rtol=1e-9)
+
+
+def test_weights_are_those_of_their_papers_in_their_own_terms():
+    sigma, one = torch.logspace(-3, 3, 50, dtype=torch.float64), torch.ones(50).double()
+    edm = EDMPreconditioning(sigma_data=0.5)
+    soft = SoftMinSNR(gamma=4.0).weight(one, sigma, edm.gain(one, sigma), None)
+    close(soft, (0.5 * sigma / (sigma**2 + 0.25)) ** 2)  # k-diffusion's
+    close(InvSNR().weight(one, sigma, one, None), sigma**2)
+    t = torch.linspace(0.05, 0.95, 50, dtype=torch.float64)
+    close(AsFlow().weight(1 - t, t, FlowVelocity().gain(1 - t, t), None), one)
+    close(AsFlow(0.05).weight(one, t / 50, one, None), (0.05 * one) ** -2)
+
+
+def test_x0_prediction_with_the_weight_of_flow_is_an_error_of_velocity():
+    """JiT's loss: |(x_t - x0) / t - (x_t - output) / t|^2."""
+    x0, noise, output = PIX((4, 1, 2, 2), 1), Z((4, 1, 2, 2), 2), Z((4, 1, 2, 2), 3)
+    t = torch.tensor([0.1, 0.3, 0.7, 1.0], dtype=torch.float64)
+    alpha, sigma = (expand_as(v, x0) for v in LinearFlow().alpha_sigma(t))
+    x_t = alpha * x0 + sigma * noise
+    seen = Prediction(output, x0, x_t, noise, t, None)
+    loss = DenoisingLoss(AsFlow()).per_sample(seen, LinearFlow(), Sample())["loss"]
+    velocity = noise - x0 - (x_t - output) / sigma
+    close(loss, velocity.square().flatten(1).mean(1))
 
 
 class EndsInPureNoise:
@@ -204,11 +261,32 @@ class EndsInPureNoise:
         return alpha, (1 - alpha**2).sqrt()
 
 
-@pytest.mark.parametrize("weighting", [MinSNR(), P2()], ids=repr)
+@pytest.mark.parametrize("weighting", [MinSNR(), P2(), TruncSNR()], ids=repr)
 def test_weights_that_are_undefined_in_pure_noise_are_refused(weighting):
     with pytest.raises(ValueError, match="finite at every noise level"):
         DenoisingLoss(weighting).check(EndsInPureNoise(), Epsilon())
     DenoisingLoss(weighting).check(EndsInPureNoise(), Velocity())
+    with pytest.raises(ValueError, match="finite at every noise level"):
+        DenoisingLoss(InvSNR()).check(EndsInPureNoise(), Velocity())
+
+
+@pytest.mark.parametrize(
+    "weighting",
+    [MinSNR(-5.0), MinSNR(0.0), SoftMinSNR(-4.0), SoftMinSNR(0.0), P2(1.0, k=-0.5)],
+    ids=repr,
+)
+def test_weights_that_would_train_nothing_or_the_opposite_are_refused(weighting):
+    for loss in (DenoisingLoss, UncertaintyLoss, HybridLoss):
+        with pytest.raises(ValueError, match=r"must be >= 0, and more .*; change its numbers"):
+            loss(weighting).check(DiscreteVP(CosineBetas(100)), Velocity())
+
+
+def test_losses_without_their_second_part_are_refused():
+    for vb_weight in (-1.0, 0.0, float("nan")):
+        with pytest.raises(ValueError, match=f"vb_weight must be > 0, got {vb_weight}"):
+            HybridLoss(Simple(), vb_weight)
+    with pytest.raises(ValueError, match="num_features must be at least 1, got 0"):
+        UncertaintyLoss(Simple(), 0)
 
 
 def test_min_snr_in_pure_noise_is_zero_or_what_is_asked():
@@ -280,3 +358,38 @@ def test_warm_up_equals_fdm_by_its_count_of_calls(kind, warmup_steps):
 def test_a_warm_up_without_steps_is_refused():
     with pytest.raises(ValueError, match="warmup_steps must be at least 1, got 0"):
         FDMWarmup(Simple(), 0)
+
+
+def two_levels(n, generator):
+    """A network whose errors have a variance of 4 at one level of noise, of 0.01 at the other."""
+    t = torch.tensor([100.0, 900.0]).double().repeat(n)
+    scale = torch.tensor([2.0, 0.1]).double().repeat(n).reshape(-1, 1, 1, 1)
+    noise = torch.randn(2 * n, 1, 4, 4, generator=generator, dtype=torch.float64)
+    x0 = torch.zeros_like(noise)
+    output = noise + scale * torch.randn(noise.shape, generator=generator, dtype=torch.float64)
+    return Prediction(output, x0, noise, noise, t, None)
+
+
+def test_learned_uncertainty_begins_as_the_plain_loss_and_ends_at_the_log_of_the_error():
+    process, generator = DiscreteVP(CosineBetas(1000)), torch.Generator().manual_seed(0)
+    loss = UncertaintyLoss(Simple())
+    seen = two_levels(64, generator)
+    first = loss.per_sample(seen, process, Epsilon())
+    plain = DenoisingLoss(Simple()).per_sample(seen, process, Epsilon())
+    close(first["loss"], plain["loss"])
+    optimizer = torch.optim.Adam(loss.parameters(), lr=0.05)
+    for _ in range(300):
+        optimizer.zero_grad()
+        loss.per_sample(two_levels(64, generator), process, Epsilon())["loss"].mean().backward()
+        optimizer.step()
+    u = loss.uncertainty(torch.tensor([100.0, 900.0]), process)
+    close(u, torch.tensor([4.0, 0.01]).log(), rtol=0, atol=0.1)
+
+
+def test_uncertainty_is_finite_in_pure_noise_and_its_features_are_those_of_every_run():
+    first, second = UncertaintyLoss(Simple()), UncertaintyLoss(Simple())
+    assert torch.equal(first.frequencies, second.frequencies)
+    torch.nn.init.ones_(first.log_variance)
+    assert first.uncertainty(torch.tensor([0.5, 1.0]), LinearFlow()).isfinite().all()
+    with pytest.raises(ValueError, match="finite at every noise level"):
+        UncertaintyLoss(MinSNR()).check(EndsInPureNoise(), Epsilon())

@@ -5,10 +5,17 @@ import torch
 from support.golden import PIX, Z, close, tensor
 
 from lit_diffusion.gaussian import expand_as
-from lit_diffusion.parameterizations import FDM, EDMPreconditioning, Epsilon, Sample, Velocity
+from lit_diffusion.parameterizations import (
+    FDM,
+    EDMPreconditioning,
+    Epsilon,
+    FlowVelocity,
+    Sample,
+    Velocity,
+)
 from lit_diffusion.processes import ContinuousVP, CosineBetas, DiscreteVP, EDMProcess
 
-PLAIN = [Epsilon(), Sample(), Velocity()]
+PLAIN = [Epsilon(), Sample(), Velocity(), FlowVelocity()]
 EVERY = [*PLAIN, EDMPreconditioning(), EDMPreconditioning(1.3), FDM(Velocity(), 0.002, 80.0)]
 SHAPE = (4, 3, 8, 8)
 X0, NOISE = PIX(SHAPE, 1), Z(SHAPE, 2)

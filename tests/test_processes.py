@@ -5,12 +5,16 @@ from support.golden import close, tensor
 
 from lit_diffusion.gaussian import posterior
 from lit_diffusion.processes import (
+    VE,
     ContinuousVP,
     CosineBetas,
     DiscreteVP,
     EDMProcess,
+    GivenBetas,
     LinearBetas,
+    LinearFlow,
     SigmoidBetas,
+    ZeroTerminalSNR,
 )
 
 PROCESSES = {
@@ -18,8 +22,9 @@ PROCESSES = {
     "cosine4000": DiscreteVP(CosineBetas(4000)),
     "linear50": DiscreteVP(LinearBetas(50)),
 }
-EVERY = [*PROCESSES.values(), DiscreteVP(SigmoidBetas(1000)), DiscreteVP(CosineBetas(100))]
-CONTINUOUS = [ContinuousVP(), EDMProcess(), EDMProcess(0.02, 100.0)]
+ZERO = DiscreteVP(ZeroTerminalSNR(LinearBetas(1000)))
+EVERY = [*PROCESSES.values(), DiscreteVP(SigmoidBetas(1000)), DiscreteVP(CosineBetas(100)), ZERO]
+CONTINUOUS = [ContinuousVP(), EDMProcess(), VE(), LinearFlow()]
 
 
 def every_time(process):
@@ -71,7 +76,8 @@ def test_time_is_recovered_from_log_snr(process):
 
 @pytest.mark.parametrize("process", CONTINUOUS, ids=repr)
 def test_continuous_time_is_recovered_from_log_snr_also_beyond_the_ends(process):
-    t = process.t_max * torch.logspace(-5, 0.3, 1234, dtype=torch.float64)
+    beyond = 0.0 if isinstance(process, LinearFlow) else 0.3  # which has nothing behind noise
+    t = process.t_max * torch.logspace(-5, beyond, 1234, dtype=torch.float64)
     alpha, sigma = process.alpha_sigma(t)
     close(process.at_log_snr(2 * (alpha / sigma).log()), t, rtol=1e-9, atol=0)
 
@@ -117,7 +123,7 @@ def test_continuous_levels_equal_fdm_and_k_diffusion():
 
 def test_uniform_ranks_are_the_times_of_the_variance_exploding_process():
     u = tensor("case07_edm", "loss/rnd_uniform")
-    close(EDMProcess(0.02, 100.0).from_unit(u), 0.02 * 5000**u)
+    close(VE().from_unit(u), 0.02 * 5000**u)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +135,7 @@ def test_uniform_ranks_are_the_times_of_the_variance_exploding_process():
         lambda: ContinuousVP(t_min=0.0),
         lambda: ContinuousVP(beta_d=0.0),
         lambda: ContinuousVP(beta_min=0.0),
+        lambda: LinearFlow(t_min=0.0),
     ],
 )
 def test_continuous_processes_without_levels_are_refused(make):
@@ -155,6 +162,8 @@ def test_labels_of_continuous_times_are_those_of_the_papers():
     t = torch.tensor([0.25, 1.0], dtype=torch.float64)
     close(ContinuousVP().noise_label(t), torch.tensor([249.75, 999.0]))
     close(EDMProcess().noise_label(t), t.log() / 4)
+    close(VE().noise_label(t), (t / 2).log())
+    close(LinearFlow().noise_label(t), 1000 * t)
 
 
 def test_sigmoid_betas_follow_their_formula():
@@ -173,4 +182,28 @@ def test_a_process_without_steps_is_refused(betas, num_steps):
 
 def test_a_schedule_that_destroys_the_image_in_one_step_is_refused():
     with pytest.raises(ValueError, match=r"betas must lie in \(0, 1\).*use more steps"):
-        DiscreteVP(LinearBetas(20))
+        DiscreteVP(LinearBetas(19))
+
+
+def test_given_betas_are_taken_as_they_are():
+    values = LinearBetas(50).betas()
+    expected, _ = DiscreteVP(LinearBetas(50)).alpha_sigma(torch.arange(50.0))
+    close(DiscreteVP(GivenBetas(values.tolist())).alpha_sigma(torch.arange(50.0))[0], expected)
+    with pytest.raises(ValueError, match=r"betas must lie in \(0, 1\), got 0.1 to 1.2"):
+        DiscreteVP(GivenBetas([0.1, 1.2]))
+
+
+def test_a_schedule_bent_to_pure_noise_begins_as_it_did_and_stays_straight_to_its_base():
+    """sqrt(alpha-bar) is an affine function of the base's: algorithm 1 of Lin et al."""
+    times = torch.arange(1000.0)
+    base, _ = DiscreteVP(LinearBetas(1000)).alpha_sigma(times)
+    bent, sigma = ZERO.alpha_sigma(times)
+    close(bent[0], base[0])
+    assert (bent[-1], sigma[-1]) == (0, 1)
+    close((bent - bent[-1]) / (bent[0] - bent[-1]), (base - base[-1]) / (base[0] - base[-1]))
+
+
+def test_between_the_last_steps_of_a_bent_schedule_the_signal_fades_evenly():
+    t = torch.tensor([998.0, 998.25, 998.5, 999.0])
+    alpha_bar = ZERO.alpha_sigma(t)[0] ** 2
+    close(alpha_bar / alpha_bar[0], torch.tensor([1.0, 0.75, 0.5, 0.0]).double())

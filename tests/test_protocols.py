@@ -13,6 +13,12 @@ from lit_diffusion.protocols import NonFiniteSamples, by_part
 
 VELOCITY = "lit_diffusion.parameterizations.Velocity"
 LEVELS = {"sigma_min": 0.002, "sigma_max": 80.0}
+UNIFORM, EVEN = "lit_diffusion.timesteps.Uniform", "lit_diffusion.timesteps.Even"
+GIVEN = {"class_path": "lit_diffusion.processes.GivenBetas", "init_args": {"values": [0.1, 0.2]}}
+BENT = {
+    "class_path": "lit_diffusion.processes.ZeroTerminalSNR",
+    "init_args": {"base": "lit_diffusion.processes.LinearBetas"},
+}
 SIMPLE = {"weighting": "lit_diffusion.losses.Simple"}
 FITTING = [
     ("Process", "processes.DiscreteVP", {"betas": "lit_diffusion.processes.CosineBetas"}),
@@ -20,7 +26,13 @@ FITTING = [
     ("Process", "processes.DiscreteVP", {"betas": "lit_diffusion.processes.SigmoidBetas"}),
     ("Process", "processes.ContinuousVP", {"t_min": 1e-3}),
     ("Process", "processes.EDMProcess", {"sigma_max": 10.0}),
+    ("Process", "processes.VE", {"sigma_max": 50.0}),
+    ("Process", "processes.LinearFlow", {"t_min": 1e-3}),
+    ("Process", "processes.DiscreteVP", {"betas": GIVEN}),
+    ("Process", "processes.DiscreteVP", {"betas": BENT}),
     ("Quantile", "timesteps.Uniform", {}),
+    ("Quantile", "timesteps.LogitNormal", {"std": 0.5}),
+    ("Quantile", "timesteps.Shifted", {"base": UNIFORM, "shift": 2.0}),
     ("Quantile", "timesteps.LogNormal", {"mean": -0.4}),
     ("Draws", "timesteps.Independent", {}),
     ("Draws", "timesteps.Stratified", {}),
@@ -28,19 +40,26 @@ FITTING = [
     ("Parameterization", "parameterizations.Epsilon", {}),
     ("Parameterization", "parameterizations.Sample", {}),
     ("Parameterization", "parameterizations.Velocity", {}),
+    ("Parameterization", "parameterizations.FlowVelocity", {}),
     ("Parameterization", "parameterizations.EDMPreconditioning", {"sigma_data": 0.7}),
     ("Parameterization", "parameterizations.FDM", {"base": VELOCITY, **LEVELS}),
     ("Weighting", "losses.Simple", {}),
     ("Weighting", "losses.FDMWarmup", {"base": "lit_diffusion.losses.Simple", "warmup_steps": 3}),
     ("Weighting", "losses.MinSNR", {"gamma": 3.0, "zero_snr_weight": 1.0}),
     ("Weighting", "losses.P2", {"gamma": 0.5}),
+    ("Weighting", "losses.SoftMinSNR", {"gamma": 2.0}),
+    ("Weighting", "losses.TruncSNR", {}),
+    ("Weighting", "losses.InvSNR", {}),
+    ("Weighting", "losses.AsFlow", {"floor": 0.1}),
     ("Loss", "losses.DenoisingLoss", SIMPLE),
     ("Loss", "losses.HybridLoss", SIMPLE),
+    ("Loss", "losses.UncertaintyLoss", SIMPLE),
     ("TimeGrid", "timesteps.Sections", {"counts": [3, 4]}),
     ("TimeGrid", "timesteps.Stride", {}),
     ("TimeGrid", "timesteps.Even", {}),
     ("TimeGrid", "timesteps.LogSNR", {"noisiest": -10.0}),
     ("TimeGrid", "timesteps.Karras", {"rho": 5}),
+    ("TimeGrid", "timesteps.ShiftedGrid", {"base": EVEN, "shift": 2.0}),
     ("Variance", "gaussian.FixedSmall", {}),
     ("Variance", "gaussian.FixedLarge", {}),
     ("Variance", "gaussian.LearnedRange", {}),
@@ -48,7 +67,12 @@ FITTING = [
     ("Solver", "solvers.DDIM", {"times": "lit_diffusion.timesteps.Stride", "eta": 1}),
     ("Solver", "solvers.DPMSolverPP", {"steps": 7}),
     ("Solver", "solvers.Heun", {"times": "lit_diffusion.timesteps.Karras", "churn": 40.0}),
-    ("Guidance", "guidance.ClassifierFree", {"scale": 2.0}),
+    ("Solver", "solvers.DPMSolverPP2S", {"eta": 1.0}),
+    ("Solver", "solvers.UniPC", {"order": 3}),
+    ("Solver", "solvers.Euler", {"times": EVEN}),
+    ("Solver", "solvers.EulerAncestral", {"eta": 0.5}),
+    ("Guidance", "guidance.ClassifierFree", {"scale": 2.0, "rescale": 0.7}),
+    ("Guidance", "guidance.ClassifierFree", {"interval": [0.3, 5.0]}),
     ("Codec", "codecs.PixelCodec", {}),
     ("Conditioning", "conditioning.ClassLabels", {"num_classes": 10}),
 ]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support.golden import close, load, tensor
-from support.toy import EndsInNoise, LinearFlow
+from support.toy import EndsInNoise
 
 from lit_diffusion.gaussian import posterior
 from lit_diffusion.processes import (
@@ -13,17 +13,21 @@ from lit_diffusion.processes import (
     DiscreteVP,
     EDMProcess,
     LinearBetas,
+    LinearFlow,
     SigmoidBetas,
 )
-from lit_diffusion.solvers import DDIM
+from lit_diffusion.solvers import DDIM, DPMSolverPP
 from lit_diffusion.timesteps import (
     Antithetic,
     Even,
     Independent,
     Karras,
+    LogitNormal,
     LogNormal,
     LogSNR,
     Sections,
+    Shifted,
+    ShiftedGrid,
     Stratified,
     Stride,
     Uniform,
@@ -171,7 +175,7 @@ def test_an_even_grid_is_even_in_time(process):
 @pytest.mark.parametrize("grid", [Sections(), Stride()], ids=repr)
 @pytest.mark.parametrize("process", [EDMProcess(), ContinuousVP()], ids=repr)
 def test_grids_of_whole_steps_name_those_that_need_none(grid, process):
-    with pytest.raises(ValueError, match=r"discrete steps, got .*; use LogSNR or Karras"):
+    with pytest.raises(ValueError, match=r"discrete steps, got .*; use Even, LogSNR or Karras"):
         grid.grid(process, 10)
 
 
@@ -202,6 +206,10 @@ def test_the_default_of_log_normal_levels_is_edms():
 def test_distributions_and_grids_without_meaning_are_refused():
     with pytest.raises(ValueError, match="std must be > 0, got 0"):
         LogNormal(std=0.0)
+    with pytest.raises(ValueError, match="mean must be finite, got nan"):
+        LogNormal(mean=float("nan"))
+    with pytest.raises(ValueError, match="shift must be > 0, got inf"):
+        Shifted(Uniform(), float("inf"))
     with pytest.raises(ValueError, match="rho must be > 0, got -7"):
         Karras(-7.0)
 
@@ -332,3 +340,47 @@ def test_uniform_times_reach_every_step_alike():
     process = DiscreteVP(LinearBetas(50))
     u = draw_uniforms(50, generator=torch.Generator().manual_seed(3))
     assert sorted(Uniform().quantile(u, process).tolist()) == list(range(50))
+
+
+def test_logit_normal_times_of_flow_have_normal_logits():
+    u = torch.linspace(0.001, 0.999, 999, dtype=torch.float64)
+    t = LogitNormal(mean=0.5, std=0.8).quantile(u, LinearFlow())
+    close((torch.logit(t) - 0.5) / 0.8, torch.special.ndtri(u))
+
+
+@pytest.mark.parametrize("shift", [0.5, 1.0, 3.0])
+def test_shifted_times_of_flow_follow_their_formula(shift):
+    u = torch.linspace(0, 1, 101, dtype=torch.float64)
+    t = LinearFlow().from_unit(u)
+    expected = shift * t / (1 + (shift - 1) * t)
+    close(Shifted(Uniform(), shift).quantile(u, LinearFlow()), expected.clamp(min=1e-5))
+    even = Even().grid(LinearFlow(), 10)
+    grid = ShiftedGrid(Even(), shift).grid(LinearFlow(), 10)
+    close(grid, shift * even / (1 + (shift - 1) * even))
+
+
+@pytest.mark.parametrize(
+    "process", [ContinuousVP(), EDMProcess(), DiscreteVP(CosineBetas(1000))], ids=repr
+)
+def test_shifted_times_have_a_multiple_of_the_noise_on_any_process(process):
+    u = torch.linspace(0.2, 0.7, 20, dtype=torch.float64)
+    levels = []
+    for times in (Uniform(), Shifted(Uniform(), 2.0)):
+        alpha, sigma = process.alpha_sigma(times.quantile(u, process))
+        levels.append(sigma / alpha)
+    close(levels[1], 2 * levels[0], rtol=1e-9 if process.num_steps is None else 0.01)
+    if process.num_steps is not None:
+        t = Shifted(Uniform(), 2.0).quantile(u, process)
+        assert torch.equal(t, t.round())
+
+
+def test_a_shift_that_is_none_is_refused():
+    for make in (Shifted, ShiftedGrid):
+        with pytest.raises(ValueError, match="shift must be > 0, got 0"):
+            make(Uniform(), 0.0)
+
+
+def test_a_shift_that_leaves_the_process_is_refused_by_the_solver():
+    grid = ShiftedGrid(LogSNR(), shift=4.0)
+    with pytest.raises(ValueError, match=r"times that do not fall on EDMProcess.*80\.0, 80\.0"):
+        DPMSolverPP(20, grid).check(EDMProcess())

@@ -1,7 +1,7 @@
 """How an average of weights moves, and how it takes their place; ema.py says when."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -35,6 +35,11 @@ def span_decay(decay: float, first: int, last: int, warmup: bool) -> float:
     return math.prod(warmup_decay(decay, n) if warmup else decay for n in range(first, last))
 
 
+def plain_decay(decay: float, first: int, last: int) -> float:
+    """Of one update for optimizer steps first, ..., last - 1, without warm-up."""
+    return span_decay(decay, first, last, warmup=False)
+
+
 @torch.no_grad()
 def ema_update_(shadow: Sequence[Tensor], params: Sequence[Tensor], decay: float) -> None:
     """shadow = decay * shadow + (1 - decay) * params, in place.
@@ -64,12 +69,14 @@ def overwrite_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 class Group:
     """The averaged parameters of one optimizer: shadows[d][i] averages params[i] under decay d.
 
-    With `on_cpu` the averages are kept there.
+    `span` gives the decay of an update for steps first, ..., last - 1, of decay d. With `on_cpu`
+    the averages are kept there.
     """
 
     decays: tuple[float, ...]
     steps: int = 0
     on_cpu: bool = False
+    span: Callable[[float, int, int], float] = plain_decay
     names: list[str] = field(default_factory=list)
     params: list[Tensor] = field(default_factory=list)
     shadows: list[list[Tensor]] = field(init=False)
@@ -93,7 +100,7 @@ class Group:
         for column in self.shadows if self.params else ():
             overwrite_(column, self.params)
 
-    def advance(self, every_n_steps: int, warmup: bool, start: int = 0) -> None:
+    def advance(self, every_n_steps: int, start: int = 0) -> None:
         """Count a step of the optimizer, and update where one is due; of none while it is empty."""
         self.steps += bool(self.params)
         if not self.params or self.steps % every_n_steps:
@@ -103,7 +110,7 @@ class Group:
             self.restart()
             return
         for decay, column in zip(self.decays, self.shadows, strict=True):
-            span = span_decay(decay, max(last - every_n_steps, 0), last, warmup)
+            span = self.span(decay, max(last - every_n_steps, 0), last)
             ema_update_(column, self.params, span)
 
     def averages(self) -> dict[str, Averaged]:

@@ -1,10 +1,11 @@
 """Averages of weights as checkpoints hold them: no other file knows how.
 
 The state of an EMA callback is {} or {"decays": [float], "steps": {name: int}, "shadows": one
-{name: Tensor} for each decay}.
+{name: Tensor} for each decay}; of PowerEMA with "snapshots": {int: str} of those that were written,
+SHA-256 by number of updates.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from lit_diffusion.checkpoints.content import is_dense, kind_of
 from lit_diffusion.system.counts import is_count
+
+_KINDS = {"EMA": "ema", "PowerEMA": "power"}
+"""Callback -> what the names of its averages begin with."""
 
 
 @dataclass
@@ -109,21 +113,55 @@ def check_averages(state: Any) -> None:
         raise ValueError("it must hold averages for each decay")
     for shadow in shadows:
         _check_shadow(shadow, steps, shadows[0])
+    taken = state.get("snapshots", {})
+    if not (isinstance(taken, dict) and all(map(is_count, taken)) and _are_texts(taken.values())):
+        raise ValueError(f"its snapshots must be hashes by step, and are {taken!r:.50}")
 
 
 def averages_in(checkpoint: Mapping[str, Any], path: str | Path) -> list[dict[str, Any]]:
     """The states of EMA callbacks that hold averages in the checkpoint of the file `path`."""
+    return [state for _, state in _averages_in(checkpoint, path)]
+
+
+def _averages_in(
+    checkpoint: Mapping[str, Any], path: str | Path
+) -> list[tuple[str, dict[str, Any]]]:
+    """What the names of averages begin with, and the averages."""
     found = []
     for key, state in checkpoint.get("callbacks", {}).items():
-        if key.startswith("EMA{"):
+        kind = _KINDS.get(key.partition("{")[0])
+        if kind is not None:
             try:
                 check_averages(state)
             except ValueError as error:
                 raise ValueError(
                     f"{path} is damaged: the state of {key} in it holds no averages, as {error}."
                 ) from None
-            found.append(state)
-    return [state for state in found if state]
+            found.append((kind, state))
+    return [(kind, state) for kind, state in found if state]
+
+
+def known_weights(checkpoint: Mapping[str, Any], path: str | Path) -> list[str]:
+    """Names of the averages in a checkpoint."""
+    found = _averages_in(checkpoint, path)
+    return [f"{kind}_{decay:g}" for kind, state in found for decay in state["decays"]]
+
+
+def power_averages(
+    checkpoint: Mapping[str, Any], path: str | Path
+) -> tuple[int, dict[float, dict[str, Tensor]], dict[int, str]]:
+    """How often the averages of PowerEMA were updated, these by width, and the known snapshots.
+
+    0, {} and {} without.
+    """
+    states = [state for kind, state in _averages_in(checkpoint, path) if kind == "power"]
+    averages: dict[float, dict[str, Tensor]] = {}
+    for state in states:
+        for width, shadow in zip(state["decays"], state["shadows"], strict=True):
+            averages.setdefault(width, {}).update(shadow)
+    steps = max((n for state in states for n in state["steps"].values()), default=0)
+    taken = {step: sha for state in states for step, sha in state.get("snapshots", {}).items()}
+    return steps, averages, taken
 
 
 def chosen_weights(
@@ -136,8 +174,8 @@ def chosen_weights(
     if weights == "raw":
         return "raw", {}
     averages, chosen, known = {}, [], ["raw"]
-    for state in averages_in(checkpoint, path):
-        names = [f"ema_{decay:g}" for decay in state["decays"]]
+    for kind, state in _averages_in(checkpoint, path):
+        names = [f"{kind}_{decay:g}" for decay in state["decays"]]
         known += names
         name = names[0] if weights == "ema" else weights
         if name in names:
@@ -156,6 +194,10 @@ def _check_shadow(shadow: Any, steps: Mapping[str, int], first: Mapping[str, Ten
             raise ValueError(f"its average of {name} is not of real numbers")
         if (value.shape, value.dtype) != (first[name].shape, first[name].dtype):
             raise ValueError(f"its averages of {name} differ in shape or type")
+
+
+def _are_texts(values: Iterable[Any]) -> bool:
+    return all(isinstance(value, str) for value in values)
 
 
 def _is_decay(value: Any) -> bool:

@@ -12,9 +12,10 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lit_diffusion.checkpoints.averages import chosen_weights
+from lit_diffusion.checkpoints.averages import chosen_weights, known_weights, power_averages
 from lit_diffusion.checkpoints.content import kind_of, no_larger_than, uncompiled
 from lit_diffusion.checkpoints.reading import Checkpoint, first_line, holds_parts, read_checkpoint
+from lit_diffusion.checkpoints.snapshots import FOLDER, reconstructed
 from lit_diffusion.settings.messages import innermost
 from lit_diffusion.settings.trust import trusting
 
@@ -22,7 +23,7 @@ from lit_diffusion.settings.trust import trusting
 class Loaded(NamedTuple):
     """A module in eval mode, and the file it is from: path, optimizer steps, weights and content.
 
-    `weights` are those that the module holds: "raw" or "ema_<decay>".
+    `weights` are those that the module holds: "raw", "ema_<decay>" or "power_<width>".
     """
 
     module: LightningModule
@@ -44,7 +45,8 @@ def load(
     Args:
         path: file, or run folder: then its checkpoints/last.ckpt.
         weights: "ema" for the average (of several, the first), "ema_<decay>" for a certain one,
-            "raw" for the weights as trained.
+            "power_<width>" for one of PowerEMA or any that its snapshots give, "raw" for the
+            weights as trained.
         module: filled in place of one built from the class paths in the file; for modules that were
             not made from YAML.
         trust: packages besides `settings.trust.TRUSTED` that those class paths may name.
@@ -73,12 +75,34 @@ def load_with_record(
     if module is None:
         with no_larger_than(checkpoint["state_dict"]):
             module = build(checkpoint, path, trust)
-    name, averages = chosen_weights(checkpoint, weights, path)
+    module.on_load_checkpoint(checkpoint)  # as Lightning does; may refuse it
+    step = int(checkpoint.get("global_step", 0))
+    name, averages = named_weights(checkpoint, weights, path)
     averages = dict(averages) | _aliases(module, averages)
     load_state(module, {**uncompiled(checkpoint["state_dict"]), **averages}, path)
-    step = int(checkpoint.get("global_step", 0))
     rank_zero_info(f"Loaded {name} weights of step {step} from {path}.")
     return Loaded(module.eval(), path, step, name, checkpoint)
+
+
+def named_weights(
+    checkpoint: Checkpoint, weights: str, path: Path
+) -> tuple[str, dict[str, Tensor]]:
+    """The averages of this name in the checkpoint, or those that its run's snapshots make."""
+    kind, _, number = weights.partition("_")
+    steps, averages, taken = power_averages(checkpoint, path) if kind == "power" else (0, {}, {})
+    if averages:
+        weights = f"power_{_width(weights, number):g}"
+        if weights not in known_weights(checkpoint, path):
+            folder = path.parent.parent / FOLDER
+            return weights, reconstructed(folder, float(number), steps, averages, taken)
+    return chosen_weights(checkpoint, weights, path)
+
+
+def _width(weights: str, number: str) -> float:
+    try:
+        return float(number)
+    except ValueError:
+        raise ValueError(f"weights must be power_<width>, got {weights!r}.") from None
 
 
 def _aliases(module: LightningModule, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -31,6 +31,9 @@ FIDs of another protocol than the baseline's, runs without FID, runs that were c
 with a broken file take no part, and the report names them. A CSV file with the columns arm, step
 and fid (and seed, images, repeat) holds numbers from elsewhere, whose protocol is not known.
 
+Where the runs have scores of `evaluate --ema`, the last FIDs are compared at each arm's own best
+width of averaging, too.
+
 Open DIR/report.html; beside it are report.md, the figures as PNG and the numbers as CSV.""",
     )
     made.add_argument("runs", nargs="+", metavar="RUN", help="run folders, or CSV files")

@@ -4,7 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from lit_diffusion.commands.options import add_checkpoint, add_sampling, parse_sampling
+from lit_diffusion.commands.options import add_checkpoint, add_sampling, numbers, parse_sampling
 from lit_diffusion.settings.parser import Parser
 
 _WITH_IMAGES = (
@@ -50,6 +50,12 @@ are torch-fidelity's on the PNG files. Compare only those of equal numbers of im
     )
     made.add_argument("--num", type=int, help="images to generate (default: as many as are real)")
     made.add_argument("--out", metavar="DIR", help="keep the generated images here")
+    made.add_argument(
+        "--ema",
+        type=numbers,
+        metavar="0.02,0.05,0.1",
+        help="score averages of these relative widths, of a run with PowerEMA, on the same seeds",
+    )
     add_sampling(made)
     return made
 
@@ -68,6 +74,11 @@ def run(argv: Sequence[str]) -> None:
             )
     elif args.checkpoint is None:
         raise ValueError("give --checkpoint C, --images DIR, or both.")
+    if args.ema:
+        from lit_diffusion.runs.ema_curve import score_widths
+
+        print(json.dumps(score_widths(args, args.ema), indent=1))
+        return
     record = evaluate(args)
     print(table(record), file=sys.stderr)
     print(json.dumps(record, indent=1))

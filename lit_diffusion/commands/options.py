@@ -17,7 +17,7 @@ def add_checkpoint(parser: Parser, required: bool) -> None:
     parser.add_argument(
         "--weights",
         default="ema",
-        help="ema (default), ema_<decay> where there are several, or raw: as trained",
+        help="ema (default), ema_<decay> or power_<width> for a certain one, or raw: as trained",
     )
     add_trust(parser, "the checkpoint")
 
@@ -41,21 +41,68 @@ def add_sampling(parser: Parser) -> None:
         help="classes, or their names, repeated in turn (default: seed modulo the number of "
         "classes); -1 is none",
     )
+    parser.add_argument(
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="what the images show, of a model of texts; may be repeated, for texts in turn, and "
+        "'' is none",
+    )
     parser.add_argument("--steps", type=int, help="of the solver (Heun: two evaluations each)")
     parser.add_argument(
         "--solver",
         metavar="S",
-        help="another solver: DDIM, DDPM, DPMSolverPP, Heun, or a class path, with arguments as in "
-        "YAML or by --solver.NAME=VALUE",
+        help="another solver: DDIM, DDPM, DPMSolverPP, Euler, Heun, UniPC, ..., or a class path, "
+        "with arguments as in YAML or by --solver.NAME=VALUE",
+    )
+    _add_guidance(parser)
+    parser.add_argument(
+        "--init",
+        metavar="P",
+        help="picture, or folder of PNG files, to begin at or to keep parts of",
     )
     parser.add_argument(
-        "--guidance", type=float, metavar="S", help="scale of classifier-free guidance; 1 is none"
+        "--strength",
+        type=float,
+        help="share of the solver's steps that are taken from there (default 0.6)",
+    )
+    parser.add_argument(
+        "--mask",
+        metavar="PNG",
+        help="grey picture, lighter than half where --init is kept; the rest is made to fit",
     )
     parser.add_argument("--seed", type=int, default=0, help="of the first image (default 0)")
     parser.add_argument(
         "--batch-size", type=int, default=64, metavar="B", help="images at a time (default 64)"
     )
     parser.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
+
+
+def _add_guidance(parser: Parser) -> None:
+    parser.add_argument(
+        "--guidance", type=float, metavar="S", help="scale of classifier-free guidance; 1 is none"
+    )
+    parser.add_argument(
+        "--guidance_interval",
+        type=_two_levels,
+        metavar="LOW,HIGH",
+        help="noise levels sigma / alpha that are guided (default all)",
+    )
+    parser.add_argument(
+        "--guidance_rescale",
+        type=float,
+        default=0.0,
+        metavar="R",
+        help="0 to 1: how far guided images get the contrast of others (default 0; 0.7 is usual)",
+    )
+    parser.add_argument(
+        "--weaker", metavar="C", help="checkpoint to guide away from, by --guidance S (default 2)"
+    )
+    parser.add_argument(
+        "--classifier",
+        metavar="C",
+        help="checkpoint of a NoisyClassifier to guide by, with --guidance S (default 1)",
+    )
 
 
 def parse_sampling(parser: Parser, options: Sequence[str]) -> argparse.Namespace:
@@ -79,3 +126,19 @@ def integers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be integers such as 0,1,2, got {text!r}") from None
+
+
+def numbers(text: str) -> list[float]:
+    """Comma-separated numbers."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        told = f"must be numbers such as 0.05,0.1, got {text!r}"
+        raise argparse.ArgumentTypeError(told) from None
+
+
+def _two_levels(text: str) -> tuple[float, float]:
+    found = numbers(text)
+    if len(found) != 2:
+        raise argparse.ArgumentTypeError(f"must be two numbers, LOW,HIGH, got {text!r}")
+    return found[0], found[1]

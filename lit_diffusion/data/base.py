@@ -3,6 +3,7 @@
 import hashlib
 import sys
 from abc import abstractmethod
+from collections import defaultdict
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -12,12 +13,12 @@ from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSampler
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, StackDataset, TensorDataset
 
 from lit_diffusion.data.datasets import Batch, ImageDataset
 from lit_diffusion.data.loaders import ResumableLoader, batches_of_epoch, recount
 from lit_diffusion.data.samplers import ShuffledSampler, even_batch_size
-from lit_diffusion.seeding import classes_of, run_seed
+from lit_diffusion.seeding import classes_of, fold, run_seed
 from lit_diffusion.system.counts import usable_cores
 
 Split: TypeAlias = Literal["train", "val", "test"]
@@ -137,11 +138,14 @@ class ImageDataModule(LightningDataModule):
 
     def fingerprint(self, split: Split) -> str:
         """16 hex digits that change when an image or label does: a key for caches of statistics."""
-        pixels, names = hashlib.sha256(repr(self.image_shape).encode()), hashlib.sha256()
+        pixels = hashlib.sha256(repr(self.image_shape).encode())
+        told: defaultdict[int, Any] = defaultdict(hashlib.sha256)
         for images, labels, _ in self.in_order(split):
             pixels.update(images.numpy().tobytes())
-            names.update(labels.numpy().tobytes())
-        return hashlib.sha256(pixels.digest() + names.digest()).hexdigest()[:16]
+            for i, part in enumerate((labels,) if isinstance(labels, Tensor) else labels):
+                told[i].update(part.numpy().tobytes())
+        digests = [found.digest() for found in (pixels, *told.values())]
+        return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
     # What the Trainer calls.
 
@@ -188,10 +192,16 @@ class ImageDataModule(LightningDataModule):
         num_replicas, _ = self._place()
         require_at_least(num_replicas, num_predict=self.num_predict)  # each process needs one
         seeds = torch.arange(self.num_predict)
-        labels = torch.full_like(seeds, -1)
-        if self.num_classes:
-            labels = torch.tensor(classes_of(range(self.num_predict), self.num_classes))
-        return DataLoader(TensorDataset(seeds, labels), batch_size=self.batch_size)
+        condition = self.condition_of(seeds)
+        rows = condition if isinstance(condition, Tensor) else TensorDataset(*condition)
+        parts: list[Any] = [seeds, rows]  # a tensor is a data set, which its type does not say
+        return DataLoader(StackDataset(*parts), batch_size=self.batch_size)
+
+    def condition_of(self, seeds: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Labels (B,) int64, or another condition, that prediction generates from seeds (B,)."""
+        if not self.num_classes:
+            return torch.full_like(seeds, -1)
+        return torch.tensor(classes_of(seeds.tolist(), self.num_classes))
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint counts the done part of its epoch in, and what its labels mean."""
@@ -235,6 +245,17 @@ class ImageDataModule(LightningDataModule):
 def as_it_is(batch: Any) -> Any:
     """Collation of a data set that fetches whole batches."""
     return batch
+
+
+def rows_of(split: Split, num: int, val: int, where: object) -> Tensor:
+    """Places (n,) int64, rising, of a split of the `num` images in `where` that holds out `val`.
+
+    Held out are those whose places n have the least `fold("held out", n)`.
+    """
+    if val >= num:
+        raise ValueError(f"val={val} cannot be held out of the {num} in {where}.")
+    order = torch.tensor([fold("held out", n) for n in range(num)]).argsort()
+    return (order[:val] if split == "val" else order[val:]).sort().values
 
 
 def require_at_least(least: int, **values: int) -> None:

@@ -8,7 +8,7 @@ indices 0, 1, ... are keys of epoch 0.
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from torch.utils.data import Dataset
 
 from lit_diffusion.seeding import fold
 
-Batch: TypeAlias = tuple[Tensor, Tensor, Tensor]
+Batch: TypeAlias = tuple[Tensor, Any, Tensor]
 """(images, labels, index): (B, C, H, W) uint8; (B,) int64 in [0, num_classes), -1 where there is
-none; (B,) int64, place of each image in its split."""
+none, or another condition, a tensor or a tuple of them; (B,) int64, place of each image in its
+split."""
 
 
 def choose(sizes: Sequence[int], *key: int | str) -> list[int]:
@@ -64,13 +65,13 @@ class ImageDataset(Dataset[Batch]):
 
 @dataclass(frozen=True, eq=False)
 class TensorImages(ImageDataset):
-    """Images (N, C, H, W) uint8 held in memory, with labels (N,) int64.
+    """Images (N, C, H, W) uint8 held in memory, with labels (N,) int64 or another condition.
 
     With `flip` and a seed, half of them, chosen anew every epoch, are mirrored left to right.
     """
 
     images: Tensor
-    labels: Tensor
+    labels: Any
     flip: bool = False
 
     def __len__(self) -> int:
@@ -85,7 +86,9 @@ class TensorImages(ImageDataset):
                 [mirror(self.seed, *key) for key in zip(epochs, index, strict=True)]
             )
             images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
-        return images, self.labels[rows], rows
+        if isinstance(self.labels, Tensor):
+            return images, self.labels[rows], rows
+        return images, tuple(part[rows] for part in self.labels), rows
 
 
 def mirror(seed: int, epoch: int, index: int) -> bool:

@@ -82,6 +82,10 @@ class Requirements:
                     image.load()
         except Exception as error:  # Pillow's decoders raise anything on broken data
             return f"cannot be read ({error})"
+        return self.misfit(mode, side)
+
+    def misfit(self, mode: str, side: int) -> str | None:
+        """Why a picture of this mode, and pixels on its shorter side, is refused, if it is."""
         wanted = MODES[self.channels]
         if mode not in ({wanted} if self.strict else CONVERTIBLE):
             return f"has mode {mode}, not {wanted}"

@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,67 +12,45 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
-from PIL import Image, ImageOps
-from torchvision.transforms.functional import pil_to_tensor
+from PIL import Image
+from torch import Tensor
 
 from lit_diffusion.data import folder_scan
-from lit_diffusion.data.base import ImageDataModule, Split, require_at_least
-from lit_diffusion.data.crops import center_crop, random_crop
-from lit_diffusion.data.datasets import Batch, ImageDataset, mirror
-from lit_diffusion.data.folder_scan import MODES, Listing, Requirements, class_folders
+from lit_diffusion.data.base import Split, require_at_least
+from lit_diffusion.data.folder_scan import Listing, Requirements, class_folders
+from lit_diffusion.data.pictures import CroppedPictures, Pictures
 from lit_diffusion.seeding import fold
-from lit_diffusion.system.counts import usable_cores
 from lit_diffusion.system.files import user_cache
 from lit_diffusion.system.image_files import open_image
 
 
 @dataclass(frozen=True, eq=False)
-class FileImages(ImageDataset):
-    """Square crops of image files, in Pillow's `mode`; without a seed, of their middle."""
+class FileImages(CroppedPictures):
+    """Those of image files."""
 
     listing: Listing
-    image_size: int
-    mode: str
-    flip: bool
-    random_crop: bool
 
     def __len__(self) -> int:
         return len(self.listing.names)
 
-    def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """Images `index` of the split as they look in `epochs`."""
-        crops = [self._crop(*key) for key in zip(epochs, index, strict=True)]
-        rows = torch.tensor(index)
-        return torch.stack([pil_to_tensor(crop) for crop in crops]), self.listing.labels[rows], rows
-
-    def _crop(self, epoch: int, index: int) -> Image.Image:
-        image = _read(self.listing.path(index), self.mode)
-        if self.seed is not None and self.random_crop:
-            image = random_crop(image, self.image_size, self.seed, epoch, index)
-        else:
-            image = center_crop(image, self.image_size)
-        mirrored = self.flip and self.seed is not None and mirror(self.seed, epoch, index)
-        return ImageOps.mirror(image) if mirrored else image
+    def read(self, index: Sequence[int]) -> tuple[Iterator[Image.Image], Tensor]:
+        """Pictures `index` of the split, and their labels."""
+        pictures = (_read(self.listing.path(each), self.mode) for each in index)
+        return pictures, self.listing.labels[torch.tensor(index)]
 
 
-class PictureFiles(ImageDataModule):
+class PictureFiles(Pictures):
     """Base of the data modules that read image files.
 
-    A picture is resized so that its shorter side fits, and cropped, as in guided-diffusion
-    (`crops`); EXIF orientation is ignored, as there. All files are checked before anything else
-    happens, and remembered when they passed.
+    All files are checked before anything else happens, and remembered when they passed.
 
     Args:
         image_size: pixels on each side of a crop, >= 1.
-        channels: 1 (grey), 3 (RGB), or 2 or 4 for these with alpha.
-        flip: whether half of the training images, chosen anew every epoch, are mirrored.
-        random_crop: whether training crops are random, with at least 0.8 of the shorter side.
         full_check: whether the check decodes the files, which finds truncated ones, rather than
             reading their headers only.
         cache_dir: folder that remembers checked folders; None takes `lit-diffusion` in
             $XDG_CACHE_HOME or ~/.cache.
-        **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
+        **pictures: as in `Pictures`: channels, flip, random_crop, and its `loader` too.
     """
 
     strict: bool = False
@@ -81,23 +59,11 @@ class PictureFiles(ImageDataModule):
     def __init__(
         self,
         image_size: int,
-        channels: int = 3,
-        flip: bool = False,
-        random_crop: bool = False,
         full_check: bool = True,
         cache_dir: str | None = None,
-        **loader: Any,
+        **pictures: Any,
     ) -> None:
-        super().__init__(**loader)
-        require_at_least(1, image_size=image_size)
-        if channels not in MODES:
-            raise ValueError(
-                f"channels must be 1 (grey), 3 (RGB), 2 or 4 (with alpha), got {channels}."
-            )
-        self.image_size = image_size
-        self.channels = channels
-        self.flip = flip
-        self.random_crop = random_crop
+        super().__init__(image_size, **pictures)
         self.full_check = full_check
         self.cache = Path(cache_dir).expanduser() if cache_dir else user_cache()
         self._listings: dict[Path, Listing] = {}
@@ -105,11 +71,6 @@ class PictureFiles(ImageDataModule):
     @abstractmethod
     def folder(self, split: Split) -> Path:
         """Where the files of a split lie."""
-
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """(C, H, W) of every image."""
-        return self.channels, self.image_size, self.image_size
 
     @cached_property
     def class_names(self) -> tuple[str, ...]:
@@ -126,9 +87,7 @@ class PictureFiles(ImageDataModule):
     def load(self, split: Split) -> FileImages:
         """Open a split, whose files are checked by now or else here."""
         self.check()
-        return FileImages(
-            self.select(split), self.image_size, MODES[self.channels], self.flip, self.random_crop
-        )
+        return FileImages(**self.view(), listing=self.select(split))
 
     def select(self, split: Split) -> Listing:
         """The files of a split."""
@@ -140,15 +99,6 @@ class PictureFiles(ImageDataModule):
         digest = hashlib.sha256(f"{listing.stamp} {self.image_shape}".encode())
         digest.update(listing.names.tobytes())
         return digest.hexdigest()[:16]
-
-    def default_workers(self) -> int:
-        """CPUs for each of this node's processes, at most 16.
-
-        Slurm lets a process see its own CPUs only; elsewhere processes share those they see.
-        """
-        shared = self.trainer is not None and not SLURMEnvironment.detect()
-        processes = self.trainer.num_devices if self.trainer and shared else 1
-        return max(1, min(16, usable_cores() // processes))
 
     def _listing(self, folder: Path) -> Listing:
         if folder not in self._listings:

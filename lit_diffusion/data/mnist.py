@@ -1,12 +1,12 @@
-"""MNIST, whole in memory."""
+"""MNIST and what is stored like it, whole in memory."""
 
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
-from torchvision.datasets import MNIST as Source
+from torchvision import datasets
 from torchvision.datasets.mnist import read_image_file, read_label_file
 
 from lit_diffusion.data.base import Awaited, ImageDataModule, Split
@@ -33,7 +33,8 @@ class MNIST(ImageDataModule):
     """
 
     image_shape = (1, 28, 28)
-    class_names = tuple("0123456789")
+    class_names: ClassVar[tuple[str, ...]] = tuple("0123456789")
+    _source: ClassVar[type[datasets.MNIST]] = datasets.MNIST
 
     def __init__(self, root: str = "data", **loader: Any) -> None:
         super().__init__(**loader)
@@ -46,12 +47,13 @@ class MNIST(ImageDataModule):
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self._folder) as own:  # others may download too
-                Source(own, download=True)
+                self._source(own, download=True)
                 for name in self._missing():
-                    shutil.move(Path(own, "MNIST", "raw", name), self._folder / name)
+                    shutil.move(Path(own, self._name, "raw", name), self._folder / name)
         except (OSError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())  # torchvision tells of each mirror in lines
             raise FileNotFoundError(
-                f"The files of MNIST could not be downloaded ({error}). In {self._folder}: "
+                f"The files of {self._name} could not be downloaded ({reason}). In {self._folder}: "
                 f"{', '.join(self._missing())} missing. Put these there, unpacked."
             ) from error
 
@@ -59,7 +61,7 @@ class MNIST(ImageDataModule):
         """Whether files have yet to be downloaded."""
         if not self._missing():
             return None
-        return Awaited(f"MNIST will be downloaded into {self.root}", needs_network=True)
+        return Awaited(f"{self._name} will be downloaded into {self.root}", needs_network=True)
 
     def load(self, split: Split) -> TensorImages:
         """Open a split."""
@@ -67,8 +69,9 @@ class MNIST(ImageDataModule):
         labels = self._read(f"{_PREFIX[split]}-labels-idx1-ubyte")
         if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1] or labels.max() > 9:
             raise ValueError(
-                f"The {split} files of MNIST in {self._folder} hold images {tuple(images.shape)} "
-                f"and labels {tuple(labels.shape)} up to {labels.max()}; delete them."
+                f"The {split} files of {self._name} in {self._folder} hold images "
+                f"{tuple(images.shape)} and labels {tuple(labels.shape)} up to {labels.max()}; "
+                "delete them."
             )
         return TensorImages(images.view(-1, *self.image_shape), labels.long())
 
@@ -81,13 +84,34 @@ class MNIST(ImageDataModule):
                 raise ValueError("no such numbers")
         except Exception as error:  # torchvision asserts, indexes and views as it reads
             reason = str(error) or type(error).__name__
-            raise ValueError(f"{path} is no file of MNIST ({reason}); delete it.") from error
+            raise ValueError(f"{path} is no file of {self._name} ({reason}); delete it.") from error
         return found
 
     @property
+    def _name(self) -> str:
+        return self._source.__name__
+
+    @property
     def _folder(self) -> Path:
-        return self.root / "MNIST" / "raw"
+        return self.root / self._name / "raw"
 
     def _missing(self) -> list[str]:
-        names = [Path(name).stem for name, _ in Source.resources]
+        names = [Path(name).stem for name, _ in self._source.resources]
         return [name for name in names if not (self._folder / name).is_file()]
+
+
+class FashionMNIST(MNIST):
+    """60,000 training and 10,000 held-out grey pictures of clothes, of 28x28 pixels.
+
+    Args:
+        root: folder that holds, or will hold, `FashionMNIST/raw/train-images-idx3-ubyte` and so on.
+        **loader: as in `ImageDataModule`.
+
+    Raises:
+        FileNotFoundError, ValueError: as `MNIST`.
+
+    Source: Xiao, Rasul & Vollgraf 2017 (arXiv 1708.07747).
+    """
+
+    class_names = tuple(datasets.FashionMNIST.classes)
+    _source = datasets.FashionMNIST

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lit_diffusion.callbacks.ema import EMA
 from lit_diffusion.callbacks.fid import FIDEvaluation
+from lit_diffusion.callbacks.power_ema import PowerEMA
 from lit_diffusion.callbacks.sample_grid import SampleGrid
 from lit_diffusion.checkpoints.content import uncompiled
 from lit_diffusion.checkpoints.loading import misfits
@@ -25,7 +26,7 @@ from lit_diffusion.doctor.plan import Plan, plan_of
 from lit_diffusion.doctor.ranks import check_launch
 from lit_diffusion.doctor.rehearsal import Rehearsal, started
 from lit_diffusion.doctor.report import Finding, Level, has_problem, note, ok, problem
-from lit_diffusion.doctor.schedules import check_course, check_ema, check_lr
+from lit_diffusion.doctor.schedules import check_course, check_ema, check_lr, check_power_ema
 from lit_diffusion.doctor.storage import check_storage, storage_of
 from lit_diffusion.doctor.timing import Looks, examine_time
 from lit_diffusion.modules.checks import unused_classes
@@ -163,7 +164,9 @@ def _check_plan(cli: Rehearsal, plan: Plan, looks: Looks) -> Iterator[Finding]:
         yield from check_evaluation(evaluation, extractor.num_features, plan)
     every = [plan.steps_between_validations, *(e.every_n_steps for e in looks.evaluations)]
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if isinstance(callback, EMA):
+        if isinstance(callback, PowerEMA):
+            yield from check_power_ema(callback, plan)
+        elif isinstance(callback, EMA):
             yield from check_ema(callback, plan, every)
         else:
             yield from check_course(callback, plan)

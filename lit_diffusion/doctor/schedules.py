@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
 from lit_diffusion.callbacks.ema import EMA
 from lit_diffusion.callbacks.parts.averages import warmup_decay
+from lit_diffusion.callbacks.power_ema import PowerEMA
 from lit_diffusion.doctor.plan import Plan
 from lit_diffusion.doctor.report import Finding, note, ok, problem, share, warning
 from lit_diffusion.lr_schedules import WarmupConstant
@@ -106,6 +107,10 @@ def check_course(callback: Callback, plan: Plan) -> Iterator[Finding]:
         yield ok(name, f"{length:,} steps, {share(part)} of the run")
 
 
+FEWEST_SNAPSHOTS = 20
+"""With which widths from 0.02 to 0.25 can be had."""
+
+
 def half_life(decay: float) -> float:
     """Optimizer steps in which the weight of the past halves."""
     return math.log(0.5) / math.log(decay) if decay > 0 else 0.0
@@ -117,6 +122,20 @@ def check_ema(ema: EMA, plan: Plan, looks: Iterable[float | None] = ()) -> list[
         return []
     first = min((step for step in looks if step), default=None)
     return [_check_decay(ema, decay, plan, plan.length, first) for decay in ema.decays]
+
+
+def check_power_ema(ema: PowerEMA, plan: Plan) -> Iterator[Finding]:
+    """Whether there will be snapshots enough to tell other widths."""
+    widths = f"widths {', '.join(f'{width:g}' for width in ema.decays)} of the run"
+    every = ema.snapshot_every_n_steps
+    if every is None:
+        text = "no snapshots: of other widths, those between alone can be had later; set "
+        yield note("PowerEMA", f"{widths}, {text}snapshot_every_n_steps.")
+    elif plan.length is not None and plan.length < FEWEST_SNAPSHOTS * every:
+        text = f"{plan.length / every:,.0f} snapshots: few other widths can be had from less than"
+        yield warning("PowerEMA", f"{widths}, {text} {FEWEST_SNAPSHOTS}; take more.")
+    elif plan.length is not None:
+        yield ok("PowerEMA", f"{widths}, {plan.length / every:,.0f} snapshots")
 
 
 def _check_decay(ema: EMA, decay: float, plan: Plan, steps: int, first: float | None) -> Finding:

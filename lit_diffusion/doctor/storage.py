@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lit_diffusion.callbacks.ema import EMA
+from lit_diffusion.callbacks.power_ema import PowerEMA
 from lit_diffusion.doctor.machine import existing
 from lit_diffusion.doctor.plan import Plan
 from lit_diffusion.doctor.report import Finding, note, ok, problem, size, warning
@@ -31,6 +32,7 @@ class Storage:
     sizes: Mapping[str, int]  # "weights", "optimizer" (missing where not known) and "EMA"
     checkpoints: float = 1  # full ones that are kept; infinite where none is ever deleted
     weight_files: float = 0  # checkpoints of the weights alone
+    snapshots: int = 0  # of averages, all of which are kept
     replaced: int = 0  # of files there already that the run's own will take the place of
 
     @property
@@ -42,7 +44,8 @@ class Storage:
     def needed(self) -> float:
         """Free bytes for the worst moment: a file is replaced only when the new one is whole."""
         kept = (self.checkpoints + 1) * self.checkpoint if self.checkpoints else 0
-        return max(kept + self.weight_files * self.sizes["weights"] - self.replaced, 0)
+        kept += self.weight_files * self.sizes["weights"] + self.snapshots
+        return max(kept - self.replaced, 0)
 
 
 def check_storage(storage: Storage) -> Finding:
@@ -68,6 +71,8 @@ def _told(storage: Storage) -> str:
     told += f"({', '.join(parts)}), {storage.checkpoints:,.0f} kept and one being written"
     if storage.weight_files:
         told += f", {storage.weight_files:,.0f} of weights alone"
+    if storage.snapshots:
+        told += f", {size(storage.snapshots)} of snapshots"
     return told + (f", {size(storage.replaced)} there already" if storage.replaced else "")
 
 
@@ -80,8 +85,14 @@ def storage_of(trainer: Trainer, root: Path, plan: Plan) -> Storage:
     with suppress(Exception):  # an optimizer that cannot step on the meta device
         sizes["optimizer"] = sum(map(optimizer_bytes, trainer.optimizers))
     sizes["EMA"] = sum(averages_bytes(module, each) for each in callbacks if isinstance(each, EMA))
+    snapshots = sum(
+        (plan.length or 0) // each.snapshot_every_n_steps * averages_bytes(module, each)
+        for each in callbacks
+        if isinstance(each, PowerEMA) and each.snapshot_every_n_steps
+    )
     replaced = replaced_bytes(root / "checkpoints", full + light, sum(sizes.values()))
-    return Storage(str(there), shutil.disk_usage(there).free, sizes, full, light, replaced)
+    free = shutil.disk_usage(there).free
+    return Storage(str(there), free, sizes, full, light, snapshots, replaced)
 
 
 def _files(callbacks: Iterable[object], plan: Plan) -> tuple[float, float]:

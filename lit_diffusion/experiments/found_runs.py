@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lit_diffusion.experiments.curves import Curve
-from lit_diffusion.metrics.record import is_repeat
+from lit_diffusion.metrics.record import EMA_CURVE, is_repeat
 from lit_diffusion.runs.folder import latest_config
 from lit_diffusion.runs.loggers import Row, read_evaluations, read_rows
 from lit_diffusion.settings.yaml_file import read_yaml
@@ -55,17 +55,22 @@ class Run:
     @cached_property
     def records(self) -> list[Record]:
         """Its evaluations, oldest first."""
-        file = self.path / "evaluations.jsonl"
-        found = read_evaluations(file)
-        for line in found:
-            if "metric" in line and not line.keys() >= {"step", "value"}:
-                raise ValueError(f"{file} is broken: {reprlib.repr(line)} is no evaluation.")
-        return found
+        return _evaluations(self.path / "evaluations.jsonl")
+
+    @cached_property
+    def width_records(self) -> list[Record]:
+        """Its FIDs by width of averaging, of `evaluate --ema`."""
+        return _evaluations(self.path / EMA_CURVE)
 
     @cached_property
     def fault(self) -> str | None:
         """Why its files cannot be read; None where they can."""
-        return error_of(lambda: (self.config, self.first_config, self.records, self.train_losses))
+        return error_of(
+            lambda: (
+                *(self.config, self.first_config, self.records, self.train_losses),
+                self.width_records,
+            )
+        )
 
     @property
     def arm(self) -> str:
@@ -239,6 +244,14 @@ def error_of(read: Callable[[], object]) -> str | None:
 
 def _fid(record: Record) -> float:
     return math.nan if record["value"] is None else float(record["value"])
+
+
+def _evaluations(file: Path) -> list[Record]:
+    found = read_evaluations(file)
+    for line in found:
+        if "metric" in line and not line.keys() >= {"step", "value"}:
+            raise ValueError(f"{file} is broken: {reprlib.repr(line)} is no evaluation.")
+    return found
 
 
 def _numbers(look: Mapping[str, Any]) -> dict[str, float]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from lit_diffusion.experiments import findings
+from lit_diffusion.experiments import ema_widths, findings
 from lit_diffusion.experiments.arms import BASELINE
 from lit_diffusion.experiments.comparison import Arm, by_images, compare
 from lit_diffusion.experiments.curve_tables import read_arms
@@ -47,16 +47,18 @@ def report_on_runs(
     arms = findings.arms_of(selection)
     report = _report(arms, selection.baseline, target)
     samples = findings.sample_pictures(selection, [arm.name for arm in report.comparison.arms])
+    widths, told = ema_widths.judge(selection)
     name, other = selection.metric, not is_fid(selection.metric)
     of_objective = f"Lower is taken for better; a loss, as {name}, compares arms of one objective."
     return replace(
         report,
         score=name.rpartition("/")[2] if other else "FID",
         left_out=selection.left_out,
-        alerts=[*[of_objective] * other, *findings.alerts(selection), *report.alerts],
+        alerts=[*[of_objective] * other, *told, *findings.alerts(selection), *report.alerts],
         notes=findings.notes(selection, arms) + findings.notes_on_samples(selection, samples),
         protocol=findings.protocol_facts(selection),
         tables={
+            ema_widths.TITLE: widths,
             "How steady training was": findings.training_table(r for r in runs if not r.fault),
             "What each arm changes": findings.settings_table(selection),
             "Runs": findings.runs_table(selection, arms, report.comparison.target),

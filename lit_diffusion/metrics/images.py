@@ -13,13 +13,15 @@ from lit_diffusion.system.image_files import open_image
 
 ENDINGS = (".png", ".jpg", ".jpeg")
 MODES = ("L", "LA", "RGB", "RGBA")
+OVERVIEWS = ("grid.png", "trajectory.png")
+"""What `lit-diffusion sample` puts beside samples."""
 
 
 class FolderImages(Dataset[Tensor]):
     """The PNG and JPEG files of a folder and of those below it, in order of their paths.
 
     Each is uint8 (C, H, W), C = 1 for grey, 3 for colour, 2 and 4 with alpha, all of one shape.
-    Files named grid.png are left out: `lit-diffusion sample` puts such an overview beside samples.
+    Files with the names of OVERVIEWS are left out.
 
     Raises:
         ValueError: If it holds no image; on reading, if a file is unreadable or another shape.
@@ -27,7 +29,7 @@ class FolderImages(Dataset[Tensor]):
 
     def __init__(self, folder: str | Path) -> None:
         files = (p for p in Path(folder).rglob("*") if p.suffix.lower() in ENDINGS)
-        self.paths = sorted(p for p in files if p.name != "grid.png")
+        self.paths = sorted(p for p in files if p.name not in OVERVIEWS)
         if not self.paths:
             raise ValueError(f"{folder} holds no {', '.join(ENDINGS)} file.")
         self.shape = read_image(self.paths[0]).shape

@@ -16,6 +16,10 @@ _RESULTS = {
 }
 
 
+EMA_CURVE = "ema-curve.jsonl"
+"""File of a run folder: a record for each width of averaging that `evaluate --ema` has scored."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class FIDRecord:
     """One evaluation with its whole protocol; plain builtins only."""

@@ -114,7 +114,12 @@ def images_of_split(data: HasSplits, name: str) -> RealImages:
     """Images of "train", "val" or "test"; the last is the split that the data module `tests_on`."""
     split = getattr(data, "tests_on", "val") if name == "test" else name
     loader, known = data.in_order(split), partial(data.fingerprint, split)
-    return RealImages(split, loader.dataset, loader.collate_fn, loader.num_workers, known)
+    where = _of_latents if hasattr(data, "vae_sha256") else None
+    return RealImages(split, loader.dataset, loader.collate_fn, loader.num_workers, known, where)
+
+
+def _of_latents(batch: object) -> Tensor:
+    raise TypeError("the data are latents, and images are compared with images.")
 
 
 def _labels(batch: Any, count: int) -> list[int]:

@@ -2,11 +2,13 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lit_diffusion.guidance import ClassifierFree, ClassifierShift
+from lit_diffusion.guidance import ClassifierFree, ClassifierScore, ClassifierShift
 from lit_diffusion.protocols import (
     Codec,
     Conditioning,
@@ -17,6 +19,7 @@ from lit_diffusion.protocols import (
     Solver,
 )
 from lit_diffusion.solvers import DDPM
+from lit_diffusion.solvers.steps import times_asked
 
 
 def check_conditioning(
@@ -44,12 +47,14 @@ def check_conditioning(
     ours = getattr(conditioning, "num_classes", None)
     if num_classes not in (None, ours):
         raise ValueError(f"num_classes is {num_classes} beside {conditioning}; leave one out.")
-    known = getattr(network, "num_classes", None)
-    if known is not None and known != ours:
-        raise ValueError(
-            f"num_classes is {ours} in the module, but {known} in {type(network).__name__}; change "
-            "one of them."
-        )
+    for name in ("num_classes", "num_words"):
+        known = getattr(network, name, None)
+        ours = getattr(conditioning, name, known if name == "num_words" else None)  # may not tell
+        if known is not None and known != ours:
+            raise ValueError(
+                f"{name} is {ours} in the module, but {known} in {type(network).__name__}; change "
+                "one of them."
+            )
 
 
 def check_objective(
@@ -69,15 +74,40 @@ def check_objective(
             f"{process} ends (SNR = 0); use Velocity or Sample."
         )
     loss.check(process, parameterization)
-    solver.check(process)
-    if isinstance(guidance, ClassifierShift) and not isinstance(solver, DDPM):
+    check_sampling(process, loss, solver, guidance)
+
+
+def check_sampling(process: Process, loss: Loss, solver: Solver, guidance: Guidance | None) -> None:
+    """Raise ValueError where samples would not be what is asked for."""
+    try:
+        solver.check(process)
+    except ValueError as error:
+        solver_name, process_name = type(solver).__name__, type(process).__name__
+        raise ValueError(f"{solver_name} does not fit {process_name}: {error}") from None
+    check_shift(solver, guidance)
+    if isinstance(guidance, ClassifierScore) and not _keeps_signal(process, solver):
         raise ValueError(
-            f"{guidance} shifts the steps of DDPM, and {solver} has none; use ClassifierScore."
+            f"{guidance} needs signal in x_t, of which {solver} begins without any on {process} "
+            "(SNR = 0); give it the times LogSNR(noisiest=-10)."
         )
     if getattr(getattr(solver, "variance", None), "learned", False) and loss.output_factor != 2:
         raise ValueError(
             f"{solver} needs a learned variance, which {loss} does not train; use HybridLoss."
         )
+
+
+def check_shift(solver: Solver, guidance: Guidance | None) -> None:
+    """Raise ValueError where a solver would leave out what guidance adds to its steps."""
+    if isinstance(guidance, ClassifierShift) and not isinstance(solver, DDPM):
+        raise ValueError(
+            f"{guidance} shifts the steps of DDPM, and {solver} has none; use ClassifierScore."
+        )
+
+
+def _keeps_signal(process: Process, solver: Solver) -> bool:
+    if process.alpha_sigma(torch.tensor(process.t_max))[0] > 0:
+        return True
+    return bool((process.alpha_sigma(times_asked(solver, process))[0] > 0).all())
 
 
 def check_clipping(codec: Codec, *clipping: Solver | Guidance | None) -> None:
@@ -101,6 +131,11 @@ def check_data(
         image_shape: the module's (C, H, W).
         num_classes: the module's; None fits all, as labels are not used then.
     """
+    if (encoder := getattr(data, "vae_sha256", None)) not in (None, _sha256(codec)):
+        raise ValueError(
+            f"the latents of {type(data).__name__} are by a VAE with SHA-256 {encoder}, the codec "
+            f"is {codec!r} with {_sha256(codec)}; give the module the VAECodec that encoded them."
+        )
     shape = getattr(data, "image_shape", None)
     encoded = image_shape if shape is None else codec.encoded_shape(shape)
     classes = num_classes and getattr(data, "num_classes", num_classes)
@@ -113,6 +148,26 @@ def check_data(
                 f"{name} is {ours} in the module, but {theirs} in {type(data).__name__}; change "
                 "one of them."
             )
+
+
+def codec_record(codec: Codec) -> dict[str, Any]:
+    """What a checkpoint holds of a codec; nothing of one without weights."""
+    sha256, folder = _sha256(codec), getattr(codec, "folder", None)
+    return {} if sha256 is None else {"codec": {"name": Path(folder or "").name, "sha256": sha256}}
+
+
+def check_codec(codec: Codec, checkpoint: Mapping[str, Any]) -> None:
+    """Raise ValueError where the checkpoint of a run has another than `codec`."""
+    saved = checkpoint.get("codec")
+    if isinstance(saved, Mapping) and (theirs := saved.get("sha256")) != _sha256(codec):
+        raise ValueError(
+            f"the checkpoint is of latents of the VAE {saved.get('name')} with SHA-256 {theirs}, "
+            f"and the codec is {codec!r} with {_sha256(codec)}; put the former in its folder."
+        )
+
+
+def _sha256(codec: Codec) -> str | None:
+    return getattr(codec, "sha256", None)
 
 
 def check_batch(batch: object, takes_condition: bool) -> None:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 
-from lit_diffusion.codecs import PixelCodec
+from lit_diffusion.codecs import PixelCodec, drawn
 from lit_diffusion.conditioning import ClassLabels, condition_for
 from lit_diffusion.gaussian import expand_as
-from lit_diffusion.lr_schedules import WarmupLinear
 from lit_diffusion.modules import checks
+from lit_diffusion.modules.optimizers import optimizer_and_schedule
 from lit_diffusion.modules.watches import SampleWatch
 from lit_diffusion.protocols import (
     Codec,
@@ -34,8 +34,10 @@ from lit_diffusion.protocols import (
     Process,
     Quantile,
     Solver,
+    Watch,
 )
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms, run_seed, seed_step
+from lit_diffusion.solvers.editing import Begun, repainting, shortened
 from lit_diffusion.system.modes import eval_mode
 from lit_diffusion.system.sharding import total_norm
 from lit_diffusion.system.trainer_state import (
@@ -43,7 +45,6 @@ from lit_diffusion.system.trainer_state import (
     logs_are_due,
     loss_scale,
     steps_of_fit,
-    steps_of_run,
 )
 from lit_diffusion.timesteps import bin_of, draw_uniforms
 
@@ -89,6 +90,7 @@ class DiffusionModule(LightningModule):
         timestep_density: (num_bins,) unnormalised density over u in [0, 1] that training times are
             drawn from; None is uniform.
         timestep_weight: (num_bins,) factor on the loss per bin of u; None is 1.
+        watch: told of every step by which samples are generated; None is nobody.
 
     Source: Ho et al. 2020 (DDPM), algorithm 1, with every choice an argument.
     """
@@ -137,6 +139,7 @@ class DiffusionModule(LightningModule):
         self.network.to(memory_format=self.memory_format)
         self.timestep_density: Tensor | None = None
         self.timestep_weight: Tensor | None = None
+        self.watch: Watch | None = None
         self._make_optimizer = optimizer
         self._make_lr_scheduler = lr_scheduler
         self._val_loss = MeanMetric(nan_strategy="disable")
@@ -166,7 +169,7 @@ class DiffusionModule(LightningModule):
         and t its quantile; the target is the parameterization's, W the loss's weighting, and w(u)
         is `timestep_weight`. Returned with what callbacks may want to know.
         """
-        x0, labels, _ = self._unpack(batch)
+        x0, labels, _ = self._unpack(batch, draws=True)
         u = draw_uniforms(len(x0), self.timestep_density, self.draws, device=self.device)
         t, noise = self.times.quantile(u, self.process), torch.randn_like(x0)
         labels = self._dropped(labels, len(x0))
@@ -204,21 +207,15 @@ class DiffusionModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer, and the schedule stepped with it."""
-        optimizer = self._make_optimizer([p for p in self.parameters() if p.requires_grad])
-        if self._make_lr_scheduler is None:
-            return optimizer
-        scheduler = self._make_lr_scheduler(optimizer)
-        if isinstance(scheduler, WarmupLinear) and scheduler.total_steps is None:
-            if (steps := steps_of_run(self.trainer)) is None:
-                raise ValueError(
-                    "the lr schedule needs the length of the run, and this Trainer has none; pass "
-                    "max_steps to the Trainer or total_steps to the schedule."
-                )
-            scheduler.set_total_steps(steps)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": "step"},
-        }
+        return optimizer_and_schedule(self, self._make_optimizer, self._make_lr_scheduler)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Say which codec it is for, where that was trained: it is not in the file."""
+        checkpoint.update(checks.codec_record(self.codec))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse the weights of a run with another codec."""
+        checks.check_codec(self.codec, checkpoint)
 
     # Validation
 
@@ -251,13 +248,70 @@ class DiffusionModule(LightningModule):
             ValueError: for labels that do not fit.
             NonFiniteSamples: where an image is NaN or infinite, if only on the way.
         """
+        return self._generated(self.solver, self.process, seeds, labels)
+
+    @torch.no_grad()
+    def edit(
+        self, images: Tensor, seeds: Sequence[int], labels: Condition = None, strength: float = 0.6
+    ) -> Tensor:
+        """As `generate`, from images uint8 (N, C, H, W) with noise on them instead of pure noise.
+
+        Args:
+            images: where each sample begins.
+            seeds: as of `generate`.
+            labels: as of `generate`.
+            strength: share of the solver's steps that are taken, one at least; little keeps most of
+                the image.
+
+        Raises:
+            ValueError: as `generate`, for a strength that is not in (0, 1], and a solver without
+                `steps` and `times`.
+
+        Source: Meng et al. 2022 (SDEdit).
+        """
+        solver = shortened(self.solver, strength)
+        solver.check(self.process)
+        begun: Any = Begun(self.process, self.codec.encode(images.to(self.device)))
+        return self._generated(solver, begun, seeds, labels)
+
+    @torch.no_grad()
+    def inpaint(
+        self,
+        images: Tensor,
+        mask: Tensor,
+        seeds: Sequence[int],
+        labels: Condition = None,
+        resamples: int = 10,
+    ) -> Tensor:
+        """As `generate`, but that the masked part of images uint8 (N, C, H, W) is kept.
+
+        By ancestral sampling, in the steps and times of the solver.
+
+        Args:
+            images: of which a part is kept.
+            mask: (N, 1, H, W) or broadcastable, in the size of x0; 1 where they are kept.
+            seeds: as of `generate`.
+            labels: as of `generate`.
+            resamples: how often each step is taken; more make both parts agree better.
+
+        Source: Lugmayr et al. 2022 (RePaint).
+        """
+        known, mask = self.codec.encode(images.to(self.device)), mask.to(self.device)
+        solver = repainting(self.solver, known, mask, resamples)
+        checks.check_shift(solver, self.guidance)
+        solver.check(self.process)
+        return self._generated(solver, self.process, seeds, labels)
+
+    def _generated(
+        self, solver: Solver, process: Process, seeds: Sequence[int], labels: Condition
+    ) -> Tensor:
         labels = condition_for(seeds, labels, self.conditioning)
         noise = PerSampleNoise(seeds)
         start = noise.draw(self.image_shape).to(self.device)
         with eval_mode(self.network):
-            watch = SampleWatch(self._guided(move_data_to_device(labels, self.device)))
-            x0 = self.solver.sample(watch, self.process, start, noise.randn_like)
-        watch.refuse_non_finite(x0, seeds, steps_of_fit(self))
+            denoise = SampleWatch(self._guided(move_data_to_device(labels, self.device)))
+            x0 = solver.sample(denoise, process, start, noise.randn_like, self.watch)
+        denoise.refuse_non_finite(x0, seeds, steps_of_fit(self))
         return self.codec.decode(x0)
 
     def denoise_for(self, labels: Condition) -> Denoise:
@@ -290,11 +344,11 @@ class DiffusionModule(LightningModule):
 
     # The rest: what the methods above are made of
 
-    def _unpack(self, batch: Batch) -> tuple[Tensor, Condition, Tensor]:
+    def _unpack(self, batch: Batch, draws: bool = False) -> tuple[Tensor, Condition, Tensor]:
         """x0 (B, C, H, W), condition and index of a batch."""
         checks.check_batch(batch, takes_condition=self.conditioning is not None)
         images, labels, index = batch
-        x0 = self.codec.encode(images)
+        x0 = drawn(self.codec, images) if draws else self.codec.encode(images)
         if x0.shape[1:] != self.image_shape:
             raise ValueError(
                 f"image_shape is {self.image_shape}, but the data are {tuple(x0.shape[1:])}; "

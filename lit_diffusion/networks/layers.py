@@ -54,15 +54,16 @@ class TimestepMLP(nn.Sequential):
 
     Args:
         dim: number of sinusoids, even.
-        width: of the hidden layer and of the result.
+        width: of the hidden layer.
+        out_width: of the result; None for `width`.
     """
 
-    def __init__(self, dim: int, width: int) -> None:
-        super().__init__(nn.Linear(dim, width), nn.SiLU(), nn.Linear(width, width))
+    def __init__(self, dim: int, width: int, out_width: int | None = None) -> None:
+        super().__init__(nn.Linear(dim, width), nn.SiLU(), nn.Linear(width, out_width or width))
         self.dim = dim
 
     def forward(self, noise_label: Tensor) -> Tensor:
-        """(B,) -> (B, width)."""
+        """(B,) -> (B, out_width)."""
         h = timestep_embedding(noise_label, self.dim).to(next(self.parameters()).dtype)
         with no_autocast(h):
             for layer in self:
@@ -110,7 +111,9 @@ class Pointwise(nn.Conv1d):
         return F.linear(input, self.weight.squeeze(-1), self.bias)
 
 
-def self_attention(qkv: Tensor, num_heads: int, *, split_heads_first: bool) -> Tensor:
+def self_attention(
+    qkv: Tensor, num_heads: int, *, split_heads_first: bool, mask: Tensor | None = None
+) -> Tensor:
     """softmax(q k^T / sqrt(C / num_heads)) v in every head, by `scaled_dot_product_attention`.
 
     Args:
@@ -119,6 +122,7 @@ def self_attention(qkv: Tensor, num_heads: int, *, split_heads_first: bool) -> T
         split_heads_first: order of the 3 C features. True for [head][q, k, v], which is that of
             improved-diffusion and guided-diffusion; False for [q, k, v][head], which is that of
             vision transformers and of guided-diffusion's "new attention order".
+        mask: (B, N) bool, False for tokens that none attends to; None for none such.
 
     Returns:
         (B, N, C), head by head.
@@ -135,7 +139,8 @@ def self_attention(qkv: Tensor, num_heads: int, *, split_heads_first: bool) -> T
         q, k, v = qkv.reshape(batch, tokens, num_heads, 3, size).permute(3, 0, 2, 1, 4)
     else:
         q, k, v = qkv.reshape(batch, tokens, 3, num_heads, size).permute(2, 0, 3, 1, 4)
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+    keys = None if mask is None else mask[:, None, None]
+    return F.scaled_dot_product_attention(q, k, v, keys).transpose(1, 2).flatten(2)
 
 
 class ResBlock(nn.Module):
@@ -228,6 +233,37 @@ class AttentionBlock(nn.Module):
         qkv = self.qkv(self.norm(x).flatten(2).transpose(1, 2))
         h = self_attention(qkv, self.num_heads, split_heads_first=self.split_heads_first)
         out: Tensor = x + self.proj_out(h).transpose(1, 2).reshape(x.shape)
+        return out
+
+
+class CrossAttentionBlock(nn.Module):
+    """x + attention of all pixels of norm(x) to tokens of a condition.
+
+    Args:
+        channels: of x.
+        num_heads: divides `channels`.
+        width: of the tokens.
+        norm_groups: divides `channels`.
+
+    Source: Rombach et al. 2022 (latent diffusion), section 3.3.
+    """
+
+    def __init__(self, channels: int, num_heads: int, width: int, norm_groups: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm = GroupNorm32(channels, norm_groups)
+        self.q = Pointwise(channels, channels)
+        self.kv = nn.Linear(width, 2 * channels)
+        self.proj_out = zero_(Pointwise(channels, channels))
+
+    def forward(self, x: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+        """(B, C, H, W), (B, L, width), (B, L) bool -> (B, C, H, W)."""
+        q = self.q(self.norm(x).flatten(2).transpose(1, 2))
+        k, v = self.kv(tokens).to(q.dtype).chunk(2, dim=2)
+        q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in (q, k, v))
+        h = F.scaled_dot_product_attention(q, k, v, mask[:, None, None])
+        h = self.proj_out(h.transpose(1, 2).flatten(2))
+        out: Tensor = x + h.transpose(1, 2).reshape(x.shape)
         return out
 
 

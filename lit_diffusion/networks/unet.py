@@ -21,9 +21,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lit_diffusion.networks.conditions import Condition, condition_embedding, told
 from lit_diffusion.networks.layers import (
     AttentionBlock,
     AttentionPool,
+    CrossAttentionBlock,
     Downsample,
     GroupNorm32,
     ResBlock,
@@ -38,11 +40,14 @@ from lit_diffusion.networks.layers import (
 
 
 class _Stage(nn.ModuleList):
-    """Layers in a row, of which ResBlocks are given the embedding."""
+    """Layers in a row: ResBlocks are given the embedding, cross-attention tokens and mask."""
 
-    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
+    def forward(self, x: Tensor, emb: Tensor, *context: Tensor) -> Tensor:
         for layer in self:
-            x = layer(x, emb) if isinstance(layer, ResBlock) else layer(x)
+            if isinstance(layer, ResBlock):
+                x = layer(x, emb)
+            else:
+                x = layer(x, *context) if isinstance(layer, CrossAttentionBlock) else layer(x)
         return x
 
 
@@ -58,6 +63,7 @@ class _Blocks:
     head_channels: int | None
     split_heads_first: bool
     norm_groups: int
+    has_context: bool = False
 
     def res(
         self, channels: int, out: int, resample: Callable[[Tensor], Tensor] | None = None
@@ -91,7 +97,13 @@ class _Blocks:
         return Upsample(channels)
 
     def stage(self, channels: int, out: int, attend: bool) -> _Stage:
-        return _Stage([self.res(channels, out), *([self.attention(out)] if attend else [])])
+        made: list[nn.Module] = [self.res(channels, out)]
+        if attend:
+            made.append(self.attention(out))
+        if attend and self.has_context:
+            heads = _heads(out, self.num_heads, self.head_channels)
+            made.append(CrossAttentionBlock(out, heads, self.emb_channels, self.norm_groups))
+        return _Stage(made)
 
 
 class _Trunk(nn.Module):
@@ -126,7 +138,7 @@ class _Trunk(nn.Module):
         self.middle_block = blocks.stage(channels, channels, attend=True)
         self.middle_block.append(blocks.res(channels, channels))
 
-    def _encode(self, x: Tensor, emb: Tensor) -> tuple[Tensor, list[Tensor]]:
+    def _encode(self, x: Tensor, *told: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The output of the middle and those of the encoder's stages."""
         if x.shape[2] % self.reduction or x.shape[3] % self.reduction:
             raise ValueError(
@@ -136,14 +148,14 @@ class _Trunk(nn.Module):
             )
         skips = []
         for stage in self.input_blocks:
-            x = self._run(stage, x, emb)
+            x = self._run(stage, x, *told)
             skips.append(x)
-        return self._run(self.middle_block, x, emb), skips
+        return self._run(self.middle_block, x, *told), skips
 
-    def _run(self, stage: nn.Module, x: Tensor, emb: Tensor) -> Tensor:
+    def _run(self, stage: nn.Module, x: Tensor, *told: Tensor) -> Tensor:
         if not self.gradient_checkpointing:
-            return cast(Tensor, stage(x, emb))
-        return cast(Tensor, checkpoint(stage, x, emb, use_reentrant=False))
+            return cast(Tensor, stage(x, *told))
+        return cast(Tensor, checkpoint(stage, x, *told, use_reentrant=False))
 
 
 class UNet(_Trunk):
@@ -184,6 +196,10 @@ class UNet(_Trunk):
             Groups of a single channel are slow on a CPU in channels_last format.
         gradient_checkpointing: store only what enters a stage and compute its inside again in the
             backward pass: less memory, about a third more time, the same gradients.
+        context_dim: of the tokens of a condition, which every level with attention attends to; None
+            for no tokens.
+        vector_dim: of the vector of a condition, which is added to the embedding; None for none.
+        num_words: of the vocabulary of a condition of words, which are attended to as tokens are.
 
     Raises:
         ValueError: for numbers that do not fit together.
@@ -213,6 +229,9 @@ class UNet(_Trunk):
         split_heads_first: bool = True,
         norm_groups: int = 32,
         gradient_checkpointing: bool = False,
+        context_dim: int | None = None,
+        vector_dim: int | None = None,
+        num_words: int | None = None,
     ) -> None:
         _refuse_endless(model_channels, num_res_blocks, len(channel_mult))
         blocks = _Blocks(
@@ -224,14 +243,18 @@ class UNet(_Trunk):
             head_channels=head_channels,
             split_heads_first=split_heads_first,
             norm_groups=norm_groups,
+            has_context=(context_dim, num_words) != (None, None),
         )
         super().__init__(
             blocks, in_channels, model_channels, channel_mult, num_res_blocks, attention_downsample
         )
         self.gradient_checkpointing = gradient_checkpointing
-        self.num_classes = num_classes
+        self.num_classes, self.num_words = num_classes, num_words
         if num_classes is not None:
             self.label_emb = nn.Embedding(num_classes, blocks.emb_channels)
+        others = (context_dim, vector_dim, num_words)
+        if num_classes is None or others != (None, None, None):
+            self.condition_emb = condition_embedding(blocks.emb_channels, num_classes, *others)
 
         blocks = replace(blocks, num_heads=num_heads_upsample or num_heads)
         self.output_blocks = nn.ModuleList()
@@ -248,38 +271,42 @@ class UNet(_Trunk):
             GroupNorm32(channels, norm_groups), nn.SiLU(), zero_(conv3(channels, out_channels))
         )
 
-    def forward(self, x: Tensor, noise_label: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, noise_label: Tensor, condition: Condition = None) -> Tensor:
         """What the network says of noisy images.
 
         Args:
             x: (B, in_channels, H, W); H and W divisible by 2^(levels - 1).
             noise_label: (B,) noise levels as the process names them, such as steps, with fractions;
                 in float32 or float64 whatever the dtype of x, for bfloat16 has no 999.
-            labels: (B,) int64, -1 for no class; None for no class anywhere.
+            condition: labels (B,) int64, -1 for no class; with context_dim tokens (B, L,
+                context_dim) and their mask (B, L), with vector_dim vectors (B, vector_dim) and
+                which of them are there (B,), with num_words words (B, L) int64, see `conditions`;
+                None for none anywhere.
 
         Returns:
             (B, out_channels, H, W) in the dtype of the weights.
 
         Raises:
-            ValueError: for labels without `num_classes`, or sizes that cannot be halved.
+            ValueError: for another condition than the network's, or sizes that cannot be halved.
         """
-        emb = self._embed(noise_label, labels)
-        h, skips = self._encode(x, emb)
+        emb: Tensor = self.time_embed(noise_label)
+        context: list[Tensor] = []
+        if self.num_classes is not None:
+            emb = self._with_class(emb, condition)
+        else:
+            seen = told(self.condition_emb, condition, x, "UNet")
+            emb = emb if seen.vector is None else emb + seen.vector
+            context = [part for part in (seen.tokens, seen.mask) if part is not None]
+        h, skips = self._encode(x, emb, *context)
         for stage in self.output_blocks:
-            h = self._run(stage, torch.cat([h, skips.pop()], dim=1), emb)
+            h = self._run(stage, torch.cat([h, skips.pop()], dim=1), emb, *context)
         return _without_autocast(self.out, h)
 
-    def _embed(self, noise_label: Tensor, labels: Tensor | None) -> Tensor:
-        emb: Tensor = self.time_embed(noise_label)
-        if self.num_classes is None:
-            if labels is not None:
-                raise ValueError(
-                    f"UNet with num_classes=None got labels of shape {tuple(labels.shape)}: "
-                    "give the network its num_classes, or no labels."
-                )
-            return emb
-        if labels is None:
-            labels = torch.full_like(noise_label, -1, dtype=torch.int64)
+    def _with_class(self, emb: Tensor, labels: Condition) -> Tensor:
+        if labels is None:  # DDP wants a gradient for every parameter
+            labels = torch.full_like(emb[:, 0], -1, dtype=torch.int64)
+        if not isinstance(labels, Tensor):
+            raise ValueError(f"UNet with num_classes={self.num_classes} takes labels (B,) int64.")
         rows = self.label_emb(labels.clamp(min=0))
         return emb + torch.where(labels[:, None] < 0, 0.0, rows)
 
@@ -371,7 +398,7 @@ def _heads(channels: int, num_heads: int, head_channels: int | None) -> int:
     name, divisor = "num_heads", num_heads
     if head_channels is not None:
         name, divisor = "head_channels", head_channels
-    if channels % divisor:
+    if divisor < 1 or channels % divisor:
         raise ValueError(
             f"Attention needs widths divisible by {name}, got {channels} channels and "
             f"{name}={divisor}: change {name}, channel_mult or attention_downsample."

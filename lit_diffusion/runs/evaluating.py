@@ -41,16 +41,16 @@ def evaluate(args: Namespace) -> dict[str, Any]:
     """Make images if need be, and score them: the scores, their floor, and the whole protocol."""
     device = usable_device(args.device)
     loaded = load_generator(args) if args.images is None else None
-    protocol = protocol_by_name(args.extractor or _protocol_of_run(args.checkpoint))
+    protocol = protocol_by_name(args.extractor or protocol_of_run(args.checkpoint))
     protocol.check()
-    real, others = _reference(args, loaded)
+    real, others = real_images(args.reference, args, loaded)
     kept = nullcontext(args.out) if args.out or args.images else tempfile.TemporaryDirectory()
     scorer = Scorer(protocol, protocol.build().to(device), device, args.batch_size)
     with kept as folder:
         made = _samples(args, loaded, folder, len(real))
         fake = image_set(args.images or folder, "fake")
         found = score(fake, real, protocol, batch_size=args.batch_size, device=str(device))
-        about = (real, others, len(fake), user_cache(), _labels(loaded, made))
+        about = (real, others, len(fake), user_cache(), labels_of(loaded, made))
         floor = measure(scorer, *about)
         samples = look_closely(View("", scorer, floor), *about).begin()
         for images, _ in fake.batches(args.batch_size):
@@ -66,7 +66,7 @@ def evaluate(args: Namespace) -> dict[str, Any]:
     }
 
 
-def _protocol_of_run(checkpoint: str | None) -> str:
+def protocol_of_run(checkpoint: str | None) -> str:
     """The protocol that the run was scored with while it trained, or its file in the run folder."""
     root = checkpoint_file(checkpoint).parent.parent if checkpoint else None
     records = read_evaluations(root / "evaluations.jsonl") if root else []
@@ -77,9 +77,11 @@ def _protocol_of_run(checkpoint: str | None) -> str:
     return str(own) if own.is_file() else named[-1]
 
 
-def _reference(args: Namespace, loaded: Loaded | None) -> tuple[RealImages, RealImages | None]:
-    """Real images, and others of the same kind for the floor."""
-    name = args.reference or "val"
+def real_images(
+    name: str | None, args: Namespace, loaded: Loaded | None
+) -> tuple[RealImages, RealImages | None]:
+    """Real images of --reference, and others of the same kind for the floor."""
+    name = name or "val"
     if name not in SPLITS:
         return RealImages(name, open_images(name)), None
     data = _data(args, loaded)
@@ -125,7 +127,7 @@ def _samples(args: Namespace, loaded: Loaded | None, folder: Any, num: int) -> d
         raise ValueError(f"{path} is no record of samples: {reason}; remove it.") from error
 
 
-def _labels(loaded: Loaded | None, made: dict[str, Any]) -> list[int] | None:
+def labels_of(loaded: Loaded | None, made: dict[str, Any]) -> list[int] | None:
     """Labels of the samples; None where they have none, or it is not known."""
     if loaded is None:
         return None

@@ -3,8 +3,9 @@
 import json
 import time
 from argparse import ArgumentError, Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from lit_diffusion.callbacks.progress import pace
 from lit_diffusion.callbacks.sample_grid import class_captions, image_grid
 from lit_diffusion.checkpoints.loading import Loaded, class_names_in, load_with_record
 from lit_diffusion.checkpoints.reading import first_line
-from lit_diffusion.guidance import ClassifierFree
-from lit_diffusion.protocols import Solver
+from lit_diffusion.modules.checks import check_clipping, check_sampling
+from lit_diffusion.protocols import Condition, Solver, by_part
+from lit_diffusion.runs.editing import check_editing, editing_record, generator
+from lit_diffusion.runs.guiding import change_guidance, guidance_options
+from lit_diffusion.runs.trajectory import SEEDS, write_trajectory
 from lit_diffusion.seeding import classes_of
 from lit_diffusion.settings.messages import innermost
 from lit_diffusion.settings.short_names import short_names
@@ -55,17 +59,36 @@ def unfinished(out: Path) -> dict[str, Any]:
 
 def load_generator(args: Namespace) -> Loaded:
     """The module of --checkpoint on its device, generating as the options say."""
-    device, solver = usable_device(args.device), _spec(args.solver) if args.solver else None
+    check_editing(args)
+    device, solver = usable_device(args.device), solver_spec(args.solver) if args.solver else None
     loaded = load_with_record(args.checkpoint, args.weights, trust=args.trust)
     if not hasattr(loaded.module, "generate"):
         raise ValueError(f"{type(loaded.module).__name__} in {loaded.path} cannot generate images.")
+    if args.init and not hasattr(loaded.module, "edit"):
+        raise ValueError(f"{type(loaded.module).__name__} in {loaded.path} takes no --init.")
+    loaded.module.to(device)
     _change_sampling(loaded, args, solver)
     args.class_names = class_names_in(loaded.checkpoint)
     if args.labels is not None:
         num_classes = getattr(loaded.module, "num_classes", None)
         args.labels = read_labels(args.labels, num_classes, args.class_names)
-    loaded.module.to(device)
+    args.rows = _rows(loaded.module, args)
     return loaded
+
+
+def _rows(module: Any, args: Namespace) -> Condition:
+    """The condition that the images take the rows of in turn; None leaves it to the seeds."""
+    if not args.prompt:
+        return torch.tensor(args.labels) if args.labels else None
+    if args.labels is not None:
+        raise ValueError("give --labels or --prompt, not both.")
+    encode = getattr(getattr(module, "conditioning", None), "encode", None)
+    if encode is None:
+        raise ValueError(
+            f"--prompt needs a model of texts, whose conditioning has `encode`, and that of "
+            f"{type(module).__name__} has none; --labels names classes."
+        )
+    return by_part(lambda *rows: torch.stack(rows), *map(encode, args.prompt))
 
 
 def usable_device(name: str | None) -> torch.device:
@@ -80,24 +103,25 @@ def usable_device(name: str | None) -> torch.device:
 def _change_sampling(loaded: Loaded, args: Namespace, solver: dict[str, Any] | None) -> None:
     module: Any = loaded.module
     changes_solver = args.solver_options or (args.solver, args.steps) != (None, None)
-    if not changes_solver and args.guidance is None:
+    if not changes_solver and not guidance_options(args):
         return
-    own = loaded.checkpoint["hyper_parameters"].get("solver")
-    if own is None:
-        raise ValueError(f"{type(module).__name__} takes no --steps, --solver or --guidance.")
+    own = own_solver(loaded)
     if changes_solver:
-        module.solver = _changed_solver(module, own, solver, args)
-    if args.guidance is not None:
-        conditioning = getattr(module, "conditioning", getattr(module, "num_classes", None))
-        if conditioning is None or module.label_dropout == 0:
-            raise ValueError(
-                "--guidance needs a model with classes, or another conditioning, that was trained "
-                f"with label_dropout, got {conditioning} and label_dropout={module.label_dropout}."
-            )
-        module.guidance = None if args.guidance == 1 else ClassifierFree(args.guidance)
+        module.solver = changed_solver(module, own, solver, args)
+    change_guidance(module, args)
+    check_sampling(module.process, module.loss, module.solver, module.guidance)
+    check_clipping(module.codec, module.solver, module.guidance)
 
 
-def _changed_solver(
+def own_solver(loaded: Loaded) -> dict[str, Any]:
+    """Class path and arguments of the solver that the module was built with."""
+    own: dict[str, Any] | None = loaded.checkpoint["hyper_parameters"].get("solver")
+    if own is None:
+        raise ValueError(f"{type(loaded.module).__name__} takes no other solver or guidance.")
+    return own
+
+
+def changed_solver(
     module: Any, own: dict[str, Any], given: dict[str, Any] | None, args: Namespace
 ) -> Solver:
     """What --solver, --solver.NAME and --steps make of the module's own solver, as for `fit`.
@@ -107,19 +131,16 @@ def _changed_solver(
     options = list(args.solver_options)
     if args.steps is not None:
         options.append(f"--solver.steps={args.steps}")
-    if given is not None:
-        if given["class_path"] != own["class_path"]:
-            kept = own.get("init_args", {}).items()
-            own = {**own, "init_args": {k: v for k, v in kept if k in ("steps", "clip")}}
-            if given["class_path"] == short_names()["DDPM"]:
-                variance = "LearnedRange" if module.loss.output_factor == 2 else "FixedSmall"
-                given = {"init_args": {}, **given}
-                given["init_args"].setdefault("variance", variance)
-        options.insert(0, f"--solver={json.dumps(given)}")
+    other = given is not None and given["class_path"] != own["class_path"]
     parser = ArgumentParser(exit_on_error=False)
     with trusting(args.trust):
-        parser.add_argument("--solver", type=Solver, default=own)
+        # with `own` as the default, another class would get the defaults of its arguments too
+        parser.add_argument("--solver", type=Solver, default=None if other else own)
         try:
+            if given is not None:
+                if other:
+                    given = _taking_over(parser, module, own, given, options)
+                options.insert(0, f"--solver={json.dumps(given)}")
             changed: Solver = parser.instantiate(parser.parse_args(options)).solver
         except (ArgumentError, ValueError) as error:
             message = innermost(error)
@@ -128,14 +149,38 @@ def _changed_solver(
     return changed
 
 
-def _spec(given: str) -> dict[str, Any]:
+def _taking_over(
+    parser: ArgumentParser,
+    module: Any,
+    own: dict[str, Any],
+    given: dict[str, Any],
+    options: Sequence[str],
+) -> dict[str, Any]:
+    """A solver of another class, with what it takes over unless that is given."""
+    said = given.get("init_args", {})
+    if given["class_path"] == short_names()["DDPM"]:
+        variance = "LearnedRange" if module.loss.output_factor == 2 else "FixedSmall"
+        said = {"variance": variance, **said}
+    spec = json.dumps(given | {"init_args": said})
+    takes = parser.parse_args([f"--solver={spec}", *options]).solver
+    known = own.get("init_args", {}).items()
+    kept = {k: v for k, v in known if k in ("steps", "clip") and k in takes.get("init_args", {})}
+    return given | {"init_args": kept | said}
+
+
+def shipped_solvers() -> dict[str, str]:
+    """Class path by name, of our solvers."""
+    return {k: path for k, path in short_names().items() if path == f"lit_diffusion.solvers.{k}"}
+
+
+def solver_spec(given: str) -> dict[str, Any]:
     """Class path and arguments, of YAML, a class path, or a name among our solvers."""
     spec = {"class_path": given}
     if given.lstrip().startswith("{"):
         with suppress(yaml.YAMLError):
             spec = yaml.safe_load(given)
     name = str(spec.get("class_path"))
-    own = {k: path for k, path in short_names().items() if path == f"lit_diffusion.solvers.{k}"}
+    own = shipped_solvers()
     paths = {k.lower(): path for k, path in own.items()} | {"dpmpp": own["DPMSolverPP"]}
     if "." not in name and name.lower() not in paths:
         raise ValueError(
@@ -175,25 +220,41 @@ def write_samples(loaded: Loaded, args: Namespace, num: int, out: Path) -> dict[
         raise ValueError(f"--num must be at least 1, got {num}.")
     before = unfinished(out)
     there = before.get("num", 0)
-    record = _record(loaded, args, there, num)
-    if before and before != json.loads(json.dumps(record)):
+    record = record_of(loaded, args, there, num)
+    begun = there or any(out.glob("*.png"))
+    if before and begun and before != json.loads(json.dumps(record)):
         raise ValueError(
             f"--out {out} holds {there} of {before['of']} images of another call, which was "
             f"stopped: see {RECORD}. Repeat that call, choose another folder or empty it."
         )
-    replace_text(out / RECORD, json.dumps(record, indent=1) + "\n")  # tells whose images come
-    for first, images in _generate(loaded.module, args, there, num):
+    make = _maker(loaded.module, args)
+    replace_text(out / RECORD, as_text(record))  # tells whose images come
+    if getattr(args, "trajectory", False):
+        few = range(min(num, SEEDS))
+        names = [f"seed {args.seed + i}" for i in few]
+        write_trajectory(loaded.module, lambda: make(few), names, out)
+    for first, images in _generate(make, args, there, num):
         with uninterrupted():
             for i, image in enumerate(images, first):
                 to_pil_image(image).save(out / f"{i:06d}.png")
-            record = _record(loaded, args, first + len(images), num)
-            replace_text(out / RECORD, json.dumps(record, indent=1) + "\n")
-    files = (out / f"{i:06d}.png" for i in range(min(num, 256)))
-    shown = torch.stack([pil_to_tensor(Image.open(file)) for file in files])
+            record = record_of(loaded, args, first + len(images), num)
+            replace_text(out / RECORD, as_text(record))
+    shown = first_images(out, min(num, 256))
     grid = to_pil_image(image_grid(shown, _captions(loaded, args, len(shown))))
     with uninterrupted(), whole_file(out / "grid.png") as file:
         grid.save(file, "PNG")
     return record
+
+
+def as_text(record: dict[str, Any]) -> str:
+    """As its file has it."""
+    return json.dumps(record, indent=1) + "\n"
+
+
+def first_images(folder: Path, num: int) -> Tensor:
+    """uint8 (num, C, H, W) of those that were written."""
+    files = (folder / f"{i:06d}.png" for i in range(num))
+    return torch.stack([pil_to_tensor(Image.open(file)) for file in files])
 
 
 def _captions(loaded: Loaded, args: Namespace, num: int) -> list[str] | None:
@@ -204,7 +265,8 @@ def _captions(loaded: Loaded, args: Namespace, num: int) -> list[str] | None:
     return class_captions(labels, args.class_names, num)
 
 
-def _record(loaded: Loaded, args: Namespace, made: int, num: int) -> dict[str, Any]:
+def record_of(loaded: Loaded, args: Namespace, made: int, num: int) -> dict[str, Any]:
+    """What samples.json holds of `num` images, of which so many are made."""
     module: Any = loaded.module
     return {
         "checkpoint": str(loaded.path),
@@ -214,19 +276,38 @@ def _record(loaded: Loaded, args: Namespace, made: int, num: int) -> dict[str, A
         "of": num,
         "seeds": [args.seed, args.seed + made],
         "labels": args.labels,
+        **({"prompts": args.prompt} if args.prompt else {}),
         "class_names": args.class_names,
-        "sampling": dict(module.sampling_record()) if hasattr(module, "sampling_record") else {},
+        "sampling": {**_sampling(module), **editing_record(module, args)},
+        **{name: value for name in ("init", "strength", "mask") if (value := getattr(args, name))},
+        **({"guided_by": args.guided_by} if getattr(args, "guided_by", None) else {}),
     }
 
 
-def _generate(module: Any, args: Namespace, there: int, num: int) -> Iterator[tuple[int, Tensor]]:
+def _sampling(module: Any) -> Mapping[str, Any]:
+    return module.sampling_record() if hasattr(module, "sampling_record") else {}
+
+
+def _maker(module: Any, args: Namespace) -> Callable[[range], Tensor]:
+    """Numbers of samples -> images uint8 (N, C, H, W) on the CPU."""
+    make = generator(module, args)
+
+    def images(numbers: range) -> Tensor:
+        chosen = [i % len(args.prompt or args.labels or "-") for i in numbers]
+        labels = by_part(itemgetter(chosen), args.rows)
+        return make(numbers, [args.seed + i for i in numbers], labels).cpu()
+
+    return images
+
+
+def _generate(
+    make: Callable[[range], Tensor], args: Namespace, there: int, num: int
+) -> Iterator[tuple[int, Tensor]]:
     """(number of the first, images uint8 (B, C, H, W) on the CPU), with a sign of life."""
     began = last_sign = time.monotonic()
     for first in range(there, num, args.batch_size):
         numbers = range(first, min(first + args.batch_size, num))
-        given = args.labels and [args.labels[i % len(args.labels)] for i in numbers]
-        labels = torch.tensor(given) if given else None
-        yield first, module.generate([args.seed + i for i in numbers], labels).cpu()
+        yield first, make(numbers)
         if time.monotonic() - last_sign > 10 and numbers.stop < num:
             last_sign = time.monotonic()
             end, seconds = numbers.stop, last_sign - began

@@ -42,6 +42,7 @@ from lit_diffusion.runs.folder import (
     read_config,
     refuse_mixing,
 )
+from lit_diffusion.runs.init_weights import start_from
 from lit_diffusion.runs.keeping import RunConfig
 from lit_diffusion.runs.loggers import AppendingCSVLogger, read_evaluations, read_rows
 from lit_diffusion.runs.named_callbacks import Change, changed, split_off
@@ -125,6 +126,8 @@ class RunCLI(SubcommandCLI):
         """Beside the model's, the data's and the Trainer's."""
         told = "what numbers of this config were tuned on, in words; `compare` says it"
         parser.add_argument("--tuned_on", type=str | None, help=told)
+        told = "start a new run from what fits of another: CKPT, CKPT:raw, CKPT:ema, or an export"
+        parser.add_argument("--init_weights", type=str | None, help=told)
 
     def _arguments(self) -> list[str]:
         """The command line, after what it wins over: the checkpoint's model and run config."""
@@ -218,7 +221,9 @@ class RunCLI(SubcommandCLI):
         self._weights = {}  # keeps the file open
         if self.trainer.precision == "64-true":
             self.model.double()  # Lightning does so after it has restored, which rounds to float32
-        dumped = self.dumped()
+        given, dumped = self.value_of(self.config, "init_weights"), self.dumped()
+        if given is not None and self.request.command == "fit" and self.request.checkpoint is None:
+            rank_zero_info(start_from(self.model, given, dumped["model"].get("init_args", {})))
         for key, built in (("model", self.model), ("data", self.datamodule)):
             if built is not None:
                 spec = dumped[key]

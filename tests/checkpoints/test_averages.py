@@ -39,6 +39,11 @@ EDITS = {
         lambda s: s["shadows"][0].update(a=torch.zeros(2).to_sparse()),
     ],
     "for each decay": [lambda s: s["shadows"].pop(), lambda s: s.update(shadows=None)],
+    "snapshots must be hashes": [
+        lambda s: s.update(snapshots={"a": "b"}),
+        lambda s: s.update(snapshots={4: 5}),
+        lambda s: s.update(snapshots=None),
+    ],
     "must hold decays, steps": [lambda s: s.pop("steps"), lambda s: s.pop("decays")],
 }
 

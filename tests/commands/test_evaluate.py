@@ -25,10 +25,19 @@ MAKING = {
     "--out": "other",
     "--weights": "ema",
     "--labels": 1,
+    "--prompt": "seven",
     "--steps": 2,
     "--solver": "ddim",
     "--guidance": 1,
+    "--guidance_interval": "0.1,2",
+    "--guidance_rescale": 0.7,
+    "--weaker": "run",
+    "--classifier": "run",
+    "--init": "full",
+    "--strength": 0.5,
+    "--mask": "mask.png",
     "--seed": 0,
+    "--ema": 0.05,
 }
 
 

@@ -108,6 +108,39 @@ def test_predict_yields_each_seed_once_with_its_label(data, label):
     assert (seeds.dtype, labels.dtype) == (torch.int64, torch.int64)
 
 
+class InParts(Pictures):
+    """Which are conditioned on a number, where they have one."""
+
+    def load(self, split):
+        images = super().load(split).images
+        return TensorImages(images, self.condition_of(torch.arange(10)))
+
+    def condition_of(self, seeds):
+        return seeds[:, None] / 10, seeds % 3 > 0
+
+
+def test_a_condition_may_have_parts():
+    module, data = Recorder(), InParts(batch_size=4, num_predict=7)
+    trainer().fit(module, data)
+    for _, condition, index in module.seen["train"] + module.seen["val"]:
+        expected = data.condition_of(index)
+        assert isinstance(condition, tuple)
+        assert all(torch.equal(*parts) for parts in zip(condition, expected, strict=True))
+    trainer().predict(module, data, return_predictions=False)
+    seeds, conditions = zip(*module.seen["predict"], strict=True)
+    assert torch.cat(seeds).tolist() == list(range(7))
+    values, there = (torch.cat(part) for part in zip(*conditions, strict=True))
+    assert values.flatten().tolist() == pytest.approx([seed / 10 for seed in range(7)])
+    assert there.tolist() == [seed % 3 > 0 for seed in range(7)]
+
+
+def test_one_changed_number_of_a_condition_changes_the_fingerprint():
+    data, other = InParts(), InParts()
+    other.condition_of = lambda seeds: (seeds[:, None] / 10, seeds % 4 > 0)
+    assert data.fingerprint("val") == InParts(batch_size=3).fingerprint("val")
+    assert data.fingerprint("val") != other.fingerprint("val")
+
+
 def test_predict_needs_no_data(tmp_path):
     absent = ImageFolder(
         str(class_folders(tmp_path, each=1)), val=str(tmp_path / "no"), image_size=8

@@ -94,31 +94,6 @@ def test_without_augmentation_training_images_are_their_centre_crops(root, val):
     assert torch.equal(images, data.images("train")[index])
 
 
-def test_flips_mirror_the_crop_in_training_only(root, val):
-    data = folder(root, val, flip=True, batch_size=6, seed=0)
-    loader, plain = data.train_dataloader(), data.images("train")
-    mirrored = []
-    for epoch in range(4):
-        loader.sampler.set_epoch(epoch)
-        images, _, index = next(iter(loader))
-        changed = (images != plain[index]).flatten(1).any(1)
-        assert torch.equal(images[changed], plain[index][changed].flip(-1))
-        mirrored.append(changed.sum().item())
-    assert 0 < sum(mirrored) < 24
-
-
-def test_random_crops_differ_from_epoch_to_epoch_and_not_from_run_to_run(root, val):
-    def epoch(number):
-        loader = folder(root, val, random_crop=True, batch_size=6, seed=0).train_dataloader()
-        loader.sampler.set_epoch(number)
-        images, _, index = next(iter(loader))
-        return images[index.argsort()]
-
-    assert torch.equal(epoch(1), epoch(1))
-    assert (epoch(1) != epoch(2)).flatten(1).any(1).all()
-    assert epoch(1).shape == (6, 3, 16, 16)
-
-
 def test_bad_files_of_either_split_are_named_before_training(root, val):
     truncate(save(val / "a" / "odd.jpg", size=(90, 90)))
     with pytest.raises(ValueError, match=r"val.*a/odd\.jpg cannot be read"):

@@ -4,14 +4,16 @@ from pathlib import Path
 import pytest
 import torch
 from support.mnist_files import digits, write
+from torchvision import datasets
 from torchvision.datasets import MNIST as Source
 
-from lit_diffusion.data.mnist import MNIST
+from lit_diffusion.data.mnist import MNIST, FashionMNIST
 
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
-    monkeypatch.setattr(Source, "mirrors", ["http://127.0.0.1:9/"])  # nobody listens there
+    for source in (Source, datasets.FashionMNIST):
+        monkeypatch.setattr(source, "mirrors", ["http://127.0.0.1:9/"])  # nobody listens there
 
 
 @pytest.fixture
@@ -39,6 +41,7 @@ def test_without_files_and_network_the_message_says_what_to_put_where(tmp_path):
         data.prepare_data()
     for part in ("t10k-labels-idx1-ubyte", str(tmp_path / "empty" / "MNIST" / "raw")):
         assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_root_that_cannot_be_a_folder_ends_with_the_same_message(tmp_path):
@@ -84,3 +87,14 @@ def test_a_download_puts_whole_files_in_their_place(root, tmp_path_factory, monk
     MNIST(str(place)).prepare_data()
     assert torch.equal(MNIST(str(place)).images("val"), MNIST(str(root)).images("val"))
     assert len(list((place / "MNIST" / "raw").iterdir())) == 4
+
+
+def test_clothes_are_read_from_a_folder_of_their_own(tmp_path):
+    write(tmp_path, train=30, val=10)
+    data = FashionMNIST(str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="FashionMNIST/raw: train-images-idx3-ubyte"):
+        data.prepare_data()
+    write(tmp_path, train=50, val=20, name="FashionMNIST")
+    data.prepare_data()
+    assert torch.equal(data.images("val"), digits(20, seed=20)[0])
+    assert (data.num_classes, data.class_names[0]) == (10, "T-shirt/top")

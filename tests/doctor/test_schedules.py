@@ -11,20 +11,24 @@ from support.tiny_run import HERE, tiny_config
 from torch import optim
 from torch.optim import lr_scheduler
 
-from lit_diffusion.callbacks import EMA, MomentumDecay, TimestepCurriculum
+from lit_diffusion.callbacks import EMA, MomentumDecay, PowerEMA, TimestepCurriculum
 from lit_diffusion.callbacks.parts.averages import warmup_decay
+from lit_diffusion.checkpoints.snapshots import FARTHEST
 from lit_diffusion.doctor import schedules
 from lit_diffusion.doctor.plan import Plan
 from lit_diffusion.doctor.report import Level
 from lit_diffusion.doctor.schedules import (
+    FEWEST_SNAPSHOTS,
     check_course,
     check_ema,
     check_lr,
+    check_power_ema,
     end_of,
     half_life,
     lrs_of,
     warmup_of,
 )
+from lit_diffusion.ema_profiles import coefficients, exponent
 from lit_diffusion.lr_schedules import WarmupConstant, WarmupCosine, WarmupLinear
 
 RUN = Plan(steps=2000, batch_size=64)
@@ -194,3 +198,28 @@ def test_a_first_look_at_random_weights_is_told():
 
 def test_an_endless_run_has_no_share():
     assert check_ema(EMA((0.9999,), warmup=False), replace(RUN, steps=inf)) == []
+
+
+@pytest.mark.parametrize(
+    ("every", "steps", "level", "told"),
+    [
+        (100, 2000, Level.OK, "widths 0.05, 0.1 of the run, 20 snapshots"),
+        (101, 2000, Level.WARNING, "20 snapshots: few other widths"),
+        (1000, 2000, Level.WARNING, "2 snapshots: few other widths can be had from less than 20"),
+        (None, 2000, Level.NOTE, "those between alone can be had later; set snapshot_every_n_step"),
+    ],
+)
+def test_other_widths_need_snapshots(every, steps, level, told):
+    ema = PowerEMA(snapshot_every_n_steps=every)
+    (finding,) = check_power_ema(ema, replace(RUN, steps=steps))
+    assert finding.level is level
+    assert told in finding.text
+    if every:
+        assert list(check_power_ema(ema, replace(RUN, steps=inf))) == []
+
+
+def test_as_many_snapshots_as_are_advised_give_the_widths():
+    steps = list(range(1, FEWEST_SNAPSHOTS + 1)) * 2
+    gammas = [exponent(width) for width in (0.05, 0.1) for _ in range(FEWEST_SNAPSHOTS)]
+    for width in (0.02, 0.25):
+        assert coefficients(steps, gammas, FEWEST_SNAPSHOTS, exponent(width))[1] < FARTHEST

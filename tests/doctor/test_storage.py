@@ -40,6 +40,8 @@ def test_a_file_more_than_are_kept_must_fit():
         ({"free": 23 * 10**6}, Level.WARNING, "more than half"),
         ({"free": 11 * 10**6}, Level.PROBLEM, "choose another disk"),
         ({"free": 11 * 10**6, "replaced": 4 * 10**6}, Level.WARNING, "4.0 MB there already"),
+        ({"snapshots": 3 * 10**6}, Level.OK, "15.0 MB needed"),
+        ({"snapshots": 3 * 10**6}, Level.OK, "3.0 MB of snapshots"),
         ({"checkpoints": math.inf}, Level.WARNING, "no checkpoint is ever deleted"),
         ({"weight_files": math.inf}, Level.WARNING, "no checkpoint is ever deleted"),
         ({"sizes": {"weights": 10**6}}, Level.NOTE, "not known"),

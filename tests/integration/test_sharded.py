@@ -3,7 +3,8 @@
 import pytest
 import torch
 from support.on_ranks import run_on_ranks
-from support.plain_module import assert_same_bits
+from support.plain_module import assert_same_bits, by_profile
+from support.power_ema_on_ranks import fit as power_fit
 from support.sharded import Split, fit
 
 from lit_diffusion.checkpoints.loading import load
@@ -78,3 +79,32 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(tmp_path):
 @pytest.mark.slow
 def test_weights_that_are_split_twice_are_averaged_saved_and_loaded_too(tmp_path):
     assert run_on_ranks("shards_on_a_grid.py", tmp_path, ranks=4) == ["done"] * 4
+
+
+def power_on_ranks(folder, epochs, *arguments):
+    folder.mkdir(exist_ok=True)
+    steps = run_on_ranks("power_ema_on_ranks.py", folder, str(epochs), *arguments)
+    assert steps == [4 * epochs] * 2
+    return folder
+
+
+@pytest.mark.slow
+def test_averages_of_any_width_are_those_of_whole_weights(tmp_path):
+    split, whole = power_on_ranks(tmp_path / "2", 8), tmp_path / "1"
+    trainer = power_fit(whole, 8)
+    power_on_ranks(tmp_path / "parts", 4)
+    parts = power_on_ranks(tmp_path / "parts", 8, tmp_path / "parts" / "checkpoints" / "last.ckpt")
+    files = sorted((whole / "ema-snapshots").iterdir())
+    assert len(files) == 8
+    for folder in (split, parts):
+        others = sorted((folder / "ema-snapshots").iterdir())
+        assert [f.name for f in files] == [f.name for f in others]
+        assert [f.read_bytes() for f in files] == [f.read_bytes() for f in others]
+        for width in (0.05, 0.07, 0.15):
+            found, expected = (
+                load(run, f"power_{width}", module=Split()).state_dict() for run in (folder, whole)
+            )
+            assert_same_bits(found, expected)
+    direct = by_profile(trainer.lightning_module.path, 0.15)
+    for name, value in direct.items():
+        torch.testing.assert_close(found[name].double(), value, rtol=0, atol=2e-3)

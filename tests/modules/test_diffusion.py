@@ -20,12 +20,20 @@ from lit_diffusion.lr_schedules import WarmupLinear
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.networks.unet import UNet
 from lit_diffusion.parameterizations import FDM, Epsilon, Velocity
-from lit_diffusion.processes import CosineBetas, DiscreteVP
+from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearFlow
 from lit_diffusion.protocols import NonFiniteSamples
 from lit_diffusion.runs.loggers import AppendingCSVLogger, read_rows
 from lit_diffusion.seeding import index_uniforms
-from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP
-from lit_diffusion.timesteps import Antithetic, Independent, Sections, Stratified, Uniform, bin_of
+from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Euler, Heun, UniPC
+from lit_diffusion.timesteps import (
+    Antithetic,
+    Independent,
+    LogSNR,
+    Sections,
+    Stratified,
+    Uniform,
+    bin_of,
+)
 
 
 def unet(out_channels=1, dropout=0.0):
@@ -567,6 +575,13 @@ def test_a_loss_that_is_not_finite_is_left_to_callbacks():
     assert np.isnan(losses_of(trainer(max_steps=2), model, loader())).all()
 
 
+PURE_NOISE = {"process": EndsInNoise(), "guidance": ClassifierScore(None)}
+
+
+def test_a_classifier_guides_where_the_solver_begins_with_some_signal():
+    module(**PURE_NOISE, solver=DDIM(5, times=LogSNR(noisiest=-10.0)))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -575,11 +590,19 @@ def test_a_loss_that_is_not_finite_is_left_to_callbacks():
         ({"solver": DDPM(LearnedRange(), 5)}, "needs a learned variance.*use HybridLoss"),
         ({"solver": DDPM(FixedSmall(), 200)}, "100 times can't be split into 200 steps"),
         ({"guidance": ClassifierShift(None)}, "shifts the steps of DDPM.*use ClassifierScore"),
+        (PURE_NOISE | {"solver": DDIM(5)}, "begins without any .*LogSNR.noisiest=-10"),
+        (PURE_NOISE | {"solver": Euler(5)}, "begins without any .*LogSNR.noisiest=-10"),
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         module(**changes)
+
+
+@pytest.mark.parametrize("solver", [Heun(), DPMSolverPP(), UniPC(), DDIM()], ids=repr)
+def test_a_solver_that_does_not_fit_the_process_is_named_with_it(solver):
+    with pytest.raises(ValueError, match=f"^{type(solver).__name__} does not fit LinearFlow: "):
+        module(process=LinearFlow(), solver=solver)
 
 
 def test_batches_of_another_kind_are_refused():
@@ -664,3 +687,46 @@ def test_labels_that_are_no_classes_are_refused(tmp_path, labels, told):
     with pytest.raises(ValueError, match=told):
         trainer.fit(module(), batches)
     assert trainer.global_step == 0
+
+
+# Editing
+
+
+def test_an_edited_image_depends_on_its_own_seed_and_image_alone_and_on_little_strength_little():
+    trained, images = module(solver=DPMSolverPP(10)), data(4).tensors[0]
+    edited = trained.edit(images, range(4), strength=0.5)
+    assert torch.equal(edited[2:3], trained.edit(images[2:3], [2], strength=0.5))
+    assert not torch.equal(edited[2:3], trained.edit(images[1:2], [2], strength=0.5))
+    # a step from where there is hardly any noise
+    little = trained.edit(images, range(4), strength=0.1).float() - images
+    assert little.abs().mean() < 0.3 * (edited.float() - images).abs().mean()
+    with pytest.raises(ValueError, match="strength must be above 0 and at most 1, got 2"):
+        trained.edit(images, range(4), strength=2.0)
+
+
+def test_an_inpainted_image_keeps_what_is_masked_to_the_last_bit():
+    trained, images = module(solver=DDIM(4)), data(4).tensors[0]
+    mask = torch.zeros(1, 1, 8, 8)
+    mask[..., :3] = 1
+    made = trained.inpaint(images, mask, range(4), resamples=2)
+    assert torch.equal(made[..., :3], images[..., :3])
+    assert (made[..., 3:] != images[..., 3:]).float().mean() > 0.5
+    assert torch.equal(made[1:2], trained.inpaint(images[1:2], mask, [1], resamples=2))
+
+
+def test_whoever_watches_is_told_of_every_step_however_samples_are_made():
+    trained, images = module(solver=DDIM(4)), data(2).tensors[0]
+    alone, told = trained.generate(range(2)), []
+    trained.watch = lambda step, t, x_t, x0: told.append(step)
+    assert torch.equal(trained.generate(range(2)), alone)
+    trained.edit(images, range(2), strength=0.5)
+    trained.inpaint(images, torch.zeros(1, 1, 8, 8), range(2), resamples=2)
+    assert told == [0, 1, 2, 3, 0, 1, 0, 1, 2, 3]
+
+
+def test_inpainting_leaves_out_no_classifier():
+    """RePaint has steps of its own, to which a shift would not be added."""
+    shifted = module(solver=DDPM(FixedSmall(), 4), guidance=ClassifierShift(None))
+    images = torch.zeros(1, 1, 8, 8, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"shifts the steps of DDPM, and RePaint.*ClassifierScore"):
+        shifted.inpaint(images, torch.zeros(1, 1, 8, 8), [0])

@@ -5,6 +5,7 @@ import torch
 from jsonargparse import ArgumentParser
 from support.golden import Z, close, load, tensor
 from support.golden_weights import fill_
+from support.small_transformers import TAKES, batch, condition, no_condition, row
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
@@ -351,7 +352,7 @@ def test_one_step_of_training_tells_classes_and_no_class_apart():
 
 
 def test_an_unconditional_network_refuses_labels():
-    with pytest.raises(ValueError, match=r"num_classes=None got labels of shape \(4,\)"):
+    with pytest.raises(ValueError, match=r"UNet without num_classes, .* got torch.int64 \(4,\)"):
         UNet(1, 1, model_channels=32)(*digits_batch())
 
 
@@ -373,6 +374,7 @@ def test_the_classifier_refuses_images_of_another_size():
     [
         ({"attention_downsample": (3,)}, r"attention_downsample=\(3,\) .* \[1, 2, 4, 8\]"),
         ({"num_heads": 5}, "64 channels and num_heads=5"),
+        ({"num_heads": 0}, "64 channels and num_heads=0"),
         ({"head_channels": 48}, "64 channels and head_channels=48"),
         ({"model_channels": 48}, "48 channels and 32 groups"),
     ],
@@ -414,3 +416,74 @@ def test_torch_compile_captures_the_whole_network_in_one_graph(gradient_checkpoi
 def test_sizes_that_would_fill_the_memory_are_refused_by_name(sizes):
     with pytest.raises(ValueError, match="|".join(sizes)):
         UNet(1, 1, **{"model_channels": 8, "norm_groups": 4} | sizes)
+
+
+# Conditions that are no classes
+
+
+def conditioned(kind, **changes):
+    """All of its parameters matter."""
+    arguments = {"model_channels": 32, "channel_mult": (1, 2), "num_res_blocks": 1}
+    return fill_(UNet(1, 2, **(arguments | TAKES[kind] | changes))).double()
+
+
+def in_double(condition):
+    if isinstance(condition, torch.Tensor):
+        return condition
+    return tuple(part.double() if part.is_floating_point() else part for part in condition)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "vectors", "words"])
+def test_each_image_is_told_its_own_condition_and_none_where_there_is_none(kind):
+    network, (x, noise_label) = conditioned(kind), batch(torch.float64)
+    told, none = in_double(condition(kind)), in_double(no_condition(kind))
+    output, without = network(x, noise_label, told), network(x, noise_label, none)
+    assert_close(network(x, noise_label, None), without, rtol=1e-12, atol=1e-12)
+    assert_close(output[0], without[0], rtol=1e-12, atol=1e-12)  # the first has none
+    assert ((output - without)[1:].flatten(1).abs().max(1).values > 1e-3).all()
+    for i in range(4):
+        alone = network(x[i : i + 1], noise_label[i : i + 1], row(told, i))
+        assert_close(alone[0], output[i], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "vectors"])
+def test_what_is_masked_changes_nothing_even_if_it_is_no_number(kind):
+    network, (x, noise_label) = conditioned(kind), batch(torch.float64)
+    values, there = in_double(condition(kind))
+    mask = there.reshape(*there.shape, 1)
+    outputs = [
+        network(x, noise_label, (values.masked_fill(~mask, other), there))
+        for other in (0.0, float("nan"))
+    ]
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("kind", ["tokens", "vectors", "words"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_every_parameter_that_reads_a_condition_gets_a_gradient(kind, checkpointed):
+    network = conditioned(kind, gradient_checkpointing=checkpointed)
+    x, noise_label = batch(torch.float64)
+    network(x, noise_label, in_double(condition(kind))).square().sum().backward()
+    assert [name for name, p in network.named_parameters() if not p.grad.abs().max() > 0] == []
+
+
+@pytest.mark.parametrize("kind", ["tokens", "words"])
+def test_tokens_are_attended_to_on_the_levels_that_have_attention(kind):
+    parameters = dict(conditioned(kind, attention_downsample=(1,)).named_parameters())
+    reading = {name.rpartition(".kv.")[0] for name in parameters if ".kv." in name}
+    assert reading == {
+        *("input_blocks.1.2", "middle_block.2"),
+        *("output_blocks.2.2", "output_blocks.3.2"),
+    }
+
+
+def test_a_network_takes_one_kind_of_condition():
+    with pytest.raises(ValueError, match="one kind of condition, got num_classes=3 and"):
+        UNet(1, 1, model_channels=32, num_classes=3, context_dim=4)
+    with pytest.raises(ValueError, match="got num_classes=3 and num_words=4: leave all but one"):
+        UNet(1, 1, model_channels=32, num_classes=3, num_words=4)
+    network, (x, noise_label) = conditioned("tokens"), batch(torch.float64)
+    with pytest.raises(ValueError, match=r"UNet takes \(tokens \(B, L, 6\), mask \(B, L\) bool\)"):
+        network(x, noise_label, torch.tensor([0, 1, 2, 3]))
+    with pytest.raises(ValueError, match=r"num_classes=10 takes labels \(B,\) int64"):
+        conditioned("labels")(x, noise_label, in_double(condition("tokens")))

@@ -14,10 +14,14 @@ from support.small_digits import write_small_digits
 
 from lit_diffusion.callbacks.sample_grid import image_grid
 from lit_diffusion.checkpoints.loading import Loaded
+from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.guidance import ClassifierFree
+from lit_diffusion.losses import DenoisingLoss, Simple
 from lit_diffusion.modules.diffusion import DiffusionModule
+from lit_diffusion.processes import EDMProcess
 from lit_diffusion.runs import sampling
 from lit_diffusion.runs.sampling import load_generator, read_labels
+from lit_diffusion.solvers import Heun
 
 LAST = "run/checkpoints/last.ckpt"
 
@@ -68,7 +72,7 @@ def test_the_record_says_how_the_images_were_made(averaged):
     assert (kept["step"], kept["weights"], kept["seeds"]) == (9, "ema_0.9", [0, 3])
     assert kept["labels"] == [3]
     assert kept["sampling"]["steps"] == 2
-    assert "ClassifierFree(scale=2.0)" in kept["sampling"]["guidance"]
+    assert "ClassifierFree(scale=2.0," in kept["sampling"]["guidance"]
 
 
 @pytest.mark.usefixtures("terminal_signals")
@@ -124,6 +128,13 @@ def test_a_call_that_is_killed_while_it_writes_goes_on(averaged, monkeypatch, wh
         assert (Path("out") / file.name).read_bytes() == file.read_bytes()
 
 
+def test_a_call_that_made_nothing_is_in_no_ones_way(averaged, capsys):
+    sample = "sample --checkpoint run --num 2 --out out"
+    assert call(f"{sample} --solver.eta 9") == 2
+    assert "eta = 9.0 is more noise than" in capsys.readouterr().err
+    assert call(sample) == 0
+
+
 def test_progress_has_a_rate_and_an_end(averaged, monkeypatch, capsys):
     clock = count(step=20)
     monkeypatch.setattr(sampling.time, "monotonic", lambda: next(clock))
@@ -149,7 +160,12 @@ def test_raw_weights_give_other_images(averaged):
             "--solver '{class_path: DDPM}'",
             "DDPM(variance=FixedSmall(), steps=4, times=None, clip=True)",
         ),
-        ("--solver dpmpp --steps 2", "DPMSolverPP(steps=2, times=None, clip=True)"),
+        (
+            "--solver dpmpp --steps 2",
+            "DPMSolverPP(steps=2, times=None, clip=True, order=2, eta=0.0)",
+        ),
+        ("--solver Euler", "Euler(steps=4, eta=0.0, times=None, clip=True)"),
+        ("--solver EulerAncestral", "EulerAncestral(steps=4, eta=1.0, times=None, clip=True)"),
         ("--solver ddim --steps 2", "DDIM(steps=2, eta=0.0, times=None, clip=True)"),
         ("--solver DDIM --solver.eta 0.5", "DDIM(steps=4, eta=0.5, times=None, clip=True)"),
         (
@@ -158,7 +174,7 @@ def test_raw_weights_give_other_images(averaged):
         ),
         (
             "--solver DPMSolverPP --solver.times=lit_diffusion.timesteps.LogSNR",
-            "DPMSolverPP(steps=4, times=LogSNR(noisiest=-inf), clip=True)",
+            "DPMSolverPP(steps=4, times=LogSNR(noisiest=-inf), clip=True, order=2, eta=0.0)",
         ),
         (
             "--solver DDPM --solver.variance lit_diffusion.gaussian.FixedLarge --solver.clip=false",
@@ -206,6 +222,7 @@ class Captioned(torch.nn.Module):
     """Conditioned on something that is no class."""
 
     conditioning, num_classes, label_dropout, guidance = "captions", None, 0.1, None
+    process, loss, solver, codec = EDMProcess(), DenoisingLoss(Simple()), Heun(), PixelCodec()
     generate = None
 
 
@@ -213,7 +230,9 @@ def test_any_conditioning_can_be_guided(monkeypatch):
     loaded = Loaded(Captioned(), Path("a.ckpt"), 1, "raw", {"hyper_parameters": {"solver": {}}})
     monkeypatch.setattr(sampling, "load_with_record", lambda *args, **options: loaded)
     args = {"checkpoint": "a.ckpt", "weights": "raw", "trust": (), "device": "cpu", "guidance": 2.0}
-    args |= {"labels": None, "solver_options": [], "solver": None, "steps": None}
+    args |= {"labels": None, "prompt": None, "solver_options": [], "solver": None, "steps": None}
+    args |= {"guidance_interval": None, "guidance_rescale": 0.0, "weaker": None, "classifier": None}
+    args |= {"init": None, "mask": None, "strength": None}
     assert load_generator(Namespace(**args)).module.guidance == ClassifierFree(2.0)
 
 

@@ -10,6 +10,7 @@ from jsonargparse import ArgumentError, ArgumentParser, _util
 from lightning.pytorch import Callback
 from torch import nn
 
+from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.settings.trust import trusting
 from lit_diffusion.solvers import DDIM
 
@@ -145,7 +146,7 @@ def test_class_paths_of_the_packages_that_we_build_on_are_imported(kind, path):
 def test_what_is_replaced_in_jsonargparse_is_there_is_asked_and_is_put_back():
     before = _util.canonical_import_paths
     assert list(inspect.signature(before).parameters) == ["obj"]
-    assert before(DDIM) == {"lit_diffusion.solvers.DDIM"}
+    assert before(PixelCodec) == {"lit_diffusion.codecs.PixelCodec"}
     assert "canonical_import_paths(obj)" in inspect.getsource(_util.import_object)
     with trusting():
         assert _util.canonical_import_paths is not before

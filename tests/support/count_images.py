@@ -1,6 +1,7 @@
 """Run under torchrun: what each process sees of a data set, in a file per rank.
 
-Arguments: output folder, number of images, validation batch size.
+Arguments: output folder, number of images, validation batch size; perhaps a set to stream, in place
+of blank images.
 """
 
 import os
@@ -13,8 +14,10 @@ from torch import nn
 
 from lit_diffusion.data.base import ImageDataModule
 from lit_diffusion.data.datasets import TensorImages
+from lit_diffusion.data.streaming import StreamedImages
 
 OUT, NUM_IMAGES, BATCH_SIZE = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+STREAMED = sys.argv[4:]
 
 
 class Numbers(ImageDataModule):
@@ -24,6 +27,12 @@ class Numbers(ImageDataModule):
     def load(self, split):
         images = torch.zeros(NUM_IMAGES, 1, 2, 2, dtype=torch.uint8)
         return TensorImages(images, torch.zeros(NUM_IMAGES, dtype=torch.int64))
+
+
+def data(**options):
+    """All images for both splits."""
+    one = {"image_size": 2, "channels": 1}
+    return StreamedImages(*STREAMED * 2, **one, **options) if STREAMED else Numbers(**options)
 
 
 class Recorder(LightningModule):
@@ -59,11 +68,11 @@ def main():
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     devices = int(os.environ["WORLD_SIZE"])
     trainer = Trainer(accelerator="cpu", devices=devices, strategy="ddp", max_epochs=2, **quiet)
-    trainer.fit(module, Numbers(batch_size=2))
+    trainer.fit(module, data(batch_size=2))
     module.seen["validate"].clear()
-    trainer.validate(module, Numbers(batch_size=BATCH_SIZE), verbose=False)
-    trainer.test(module, Numbers(batch_size=BATCH_SIZE), verbose=False)
-    trainer.predict(module, Numbers(), return_predictions=False)
+    trainer.validate(module, data(batch_size=BATCH_SIZE), verbose=False)
+    trainer.test(module, data(batch_size=BATCH_SIZE), verbose=False)
+    trainer.predict(module, data(), return_predictions=False)
     torch.save(module.seen, OUT / f"{trainer.global_rank}.pt")
 
 

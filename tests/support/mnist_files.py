@@ -11,10 +11,10 @@ def digits(count, seed):
     return images, torch.arange(count) % 10
 
 
-def write(folder, train, val):
+def write(folder, train, val, name="MNIST"):
     """So many pictures of a split: `digits(count, seed=count)`."""
-    raw = folder / "MNIST" / "raw"
-    raw.mkdir(parents=True)
+    raw = folder / name / "raw"
+    raw.mkdir(parents=True, exist_ok=True)
     for name, count in {"train": train, "t10k": val}.items():
         images, labels = digits(count, seed=count)
         head = struct.pack(">IIII", 0x803, count, 28, 28)

@@ -5,6 +5,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lit_diffusion.ema_profiles import exponent
+
 
 class PlainModule(LightningModule):
     """Denoises vectors with random noise; has BatchNorm, a shared and a frozen layer."""
@@ -84,6 +86,21 @@ class Watch(Callback):
             d = min(decay, (1 + n) / (10 + n)) if warmup else decay
             average = {name: d * average[name] + (1 - d) * w for name, w in weights.items()}
         return average
+
+
+def by_profile(path, width):
+    """The average that PowerEMA makes of the weights {name: tensor} after each step.
+
+    Each has the integral of the profile over its step.
+    """
+    edges = torch.arange(len(path) + 1, dtype=torch.float64) / len(path)
+    shares = (edges ** (exponent(width) + 1)).diff()
+    return {
+        name: sum(
+            share * weights[name].double() for share, weights in zip(shares, path, strict=True)
+        )
+        for name in path[0]
+    }
 
 
 def assert_close(actual, expected, atol=1e-6):

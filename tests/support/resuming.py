@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -20,12 +21,14 @@ from lit_diffusion.callbacks import (
     LRCompensation,
     MomentumDecay,
     NoiseLevelLoss,
+    PowerEMA,
     RankWatch,
     SampleGrid,
     ShiftingGaussian,
     StepSeed,
     TimestepCurriculum,
 )
+from lit_diffusion.data.base import ImageDataModule
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.lr_schedules import WarmupCosine
 from lit_diffusion.networks.unet import UNet
@@ -50,6 +53,7 @@ CALLBACKS = {
     ),
 }
 ALTERNATIVES = {  # each to another one above, beside which it is refused
+    "PowerEMA": lambda: PowerEMA((0.1, 0.2)),
     "LRCompensation": lambda: LRCompensation(min_beta1=0.4),
     "CurriculumWeight": lambda: CurriculumWeight(8, mean=0.3, std=0.2),
     "ImportanceWeightedCurriculum": lambda: ImportanceWeightedCurriculum(8, mean=0.3, std=0.2),
@@ -132,6 +136,7 @@ class Recipe:
     batch_size: int = 280
     schedule: str | None = None
     accumulates_itself: bool = False
+    data: Callable[..., ImageDataModule] = Digits
 
     def fit(self, folder, *extra, ckpt_path=None, resumed=False):
         seed_everything(3)
@@ -161,7 +166,7 @@ class Recipe:
                 **dict(self.trainer),
             },
         )
-        data = Digits(batch_size=self.batch_size, num_workers=self.workers[resumed], seed=1)
+        data = self.data(batch_size=self.batch_size, num_workers=self.workers[resumed], seed=1)
         trainer.fit(module, data, ckpt_path=ckpt_path)
         trainer.save_checkpoint(folder / "end.ckpt")
         return torch.load(folder / "end.ckpt", weights_only=True)

@@ -51,7 +51,7 @@ def main(folder: Path) -> None:
             before = param.full_tensor()
             param.mul_(3)  # half of it and of the weight before is twice that one, exactly
             expected[name] = 2 * before
-    group.advance(every_n_steps=1, warmup=False)
+    group.advance(every_n_steps=1)
     write_checkpoint({"state_dict": {}, **pack(group.averages(), (0.5,))}, folder / "x.ckpt")
     dist.barrier()
     saved = read_checkpoint(folder / "x.ckpt")

@@ -71,7 +71,7 @@ class Training:
         self.optimizer.zero_grad()
         self.net(batch).square().mean().backward()
         self.optimizer.step()
-        self.group.advance(every_n_steps=1, warmup=False)
+        self.group.advance(every_n_steps=1)
         for decay, average in zip(DECAYS, self.expected, strict=True):
             ema_update_(average, whole(self.params), decay)
 

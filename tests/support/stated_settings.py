@@ -1,7 +1,8 @@
 """The settings of the shipped configs as numbers of their sources, to compare the files with.
 
 Sources: appendix B of "Why diffusion models are stable and how to make them faster" (2023), and of
-what it builds on: improved-diffusion, guided-diffusion, Min-SNR, P2, FDM.
+what it builds on: improved-diffusion, guided-diffusion, Min-SNR, P2, FDM; for U-ViT of its
+repository's configurations.
 """
 
 from collections.abc import Iterator
@@ -140,7 +141,46 @@ _IMAGENET128 = {
     "model.network.channel_mult": [1, 1, 2, 3, 4],
     "model.network.num_res_blocks": 2,
 }
+_UVIT = {
+    "trainer.max_steps": 500_000,
+    "trainer.callbacks.EMA.decays": [0.9999],
+    "trainer.callbacks.FIDEvaluation.num_samples": 50_000,
+    "trainer.callbacks.FIDEvaluation.extractor": "inception-v3-compat",
+    "model.process": "lit_diffusion.processes.ContinuousVP",
+    "model.process.beta_min": None,  # 0.1 by default, and beta_d 19.9
+    "model.parameterization": "lit_diffusion.parameterizations.Epsilon",
+    "model.loss.weighting": "lit_diffusion.losses.Simple",
+    "model.times": "lit_diffusion.timesteps.Uniform",
+    "model.optimizer": "torch.optim.AdamW",
+    "model.optimizer.lr": 2e-4,
+    "model.optimizer.weight_decay": 0.03,
+    "model.lr_scheduler": "lit_diffusion.lr_schedules.WarmupConstant",
+    "trainer.gradient_clip_val": None,
+}
 EXPERIMENTS: dict[str, dict[str, Any]] = {
+    "cifar10-uvit": {
+        **_UVIT,
+        "data": "lit_diffusion.data.cifar10.CIFAR10",
+        "data.batch_size": 128,
+        "data.flip": True,
+        "model.num_classes": None,
+        "model.solver": "lit_diffusion.solvers.DDPM",
+        "model.solver.steps": 1000,
+        "model.optimizer.betas": [0.99, 0.999],
+        "model.lr_scheduler.warmup_steps": 2500,
+    },
+    "imagenet512-latents": {
+        **_UVIT,
+        "data": "lit_diffusion.data.latents.Latents",
+        "trainer.devices": 8,
+        "data.batch_size": 1024 // 8,
+        "model.num_classes": 1000,
+        "model.label_dropout": 0.15,
+        "model.guidance.scale": 1.7,
+        "model.solver.steps": 50,
+        "model.optimizer.betas": [0.99, 0.99],
+        "model.lr_scheduler.warmup_steps": 5000,
+    },
     "cifar10-improved": _BOTH | _CIFAR10,
     "imagenet128-guided": {
         **_BOTH,

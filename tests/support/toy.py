@@ -1,7 +1,5 @@
 """Small models with known answers: the golden toy network, data with an exact denoiser."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -22,29 +20,6 @@ class EndsInNoise(DiscreteVP):
     def alpha_sigma(self, t):
         alpha, sigma = super().alpha_sigma(t)
         return alpha * (t < self.t_max), sigma
-
-
-@dataclass(frozen=True)
-class LinearFlow:
-    """alpha = 1 - t, sigma = t: continuous, and pure noise at t = 1."""
-
-    t_min: float = 1e-5
-    t_max, t_clean, num_steps = 1.0, 0.0, None
-
-    def alpha_sigma(self, t):
-        return 1 - t.double(), t.double()
-
-    def noise_label(self, t):
-        return 1000 * t
-
-    def from_unit(self, u):
-        return self.t_min + (1 - self.t_min) * u.double()
-
-    def at_log_snr(self, log_snr):
-        return torch.sigmoid(-log_snr.double() / 2)
-
-    def prior(self, noise, t):
-        return noise
 
 
 def toy_denoiser(process: Process, learned_range: bool = False, label=lambda t: t):
@@ -74,11 +49,44 @@ def gaussian_denoiser(process: Process, mean: float = 0.3, std: float = 0.5):
     return denoise
 
 
+def mixture_denoiser(process: Process, mean: float = 0.5, std: float = 0.2):
+    """The exact E[x0 | x_t] for data half N(-mean, std^2), half N(mean, std^2)."""
+
+    def denoise(x: Tensor, t: Tensor) -> Denoised:
+        alpha, sigma = (expand_as(v, x) for v in process.alpha_sigma(t))
+        variance = alpha**2 * std**2 + sigma**2
+        side = mean * torch.tanh(mean * alpha * x / variance)
+        x0 = (alpha * std**2 * x + sigma**2 * side) / variance
+        return Denoised(x0, (x - alpha * x0) / sigma)
+
+    return denoise
+
+
 def gaussian_flow(process: Process, x: Tensor, t: float, mean: float = 0.3, std: float = 0.5):
     """Where the probability-flow ODE takes x_t of those data at t = 0: a straight rescaling about
     the mean."""
     alpha, sigma = process.alpha_sigma(torch.tensor([t]))
     return mean + std * (x - alpha * mean) / (alpha**2 * std**2 + sigma**2).sqrt()
+
+
+def mixture_flow(process: Process, x: Tensor, t: Tensor, mean: float = 0.5, std: float = 0.2):
+    """Where the flow takes x_t of that mixture, number by number: it keeps the share below.
+
+    From the least noisy time on it is the guess of x0, as solvers take it.
+    """
+
+    def share_below(x: Tensor, t: Tensor) -> Tensor:
+        alpha, sigma = process.alpha_sigma(t)
+        spread = ((alpha * std) ** 2 + sigma**2).sqrt()
+        return sum(torch.special.ndtr((x + m * alpha) / spread) for m in (-mean, mean)) / 2
+
+    t_min, wanted = torch.tensor(process.t_min, dtype=torch.float64), share_below(x, t)
+    low, high = torch.full_like(x, -9.0), torch.full_like(x, 9.0)
+    for _ in range(60):
+        middle = (low + high) / 2
+        is_less = share_below(middle, t_min) < wanted
+        low, high = torch.where(is_less, middle, low), torch.where(is_less, high, middle)
+    return mixture_denoiser(process, mean, std)(middle, t_min.expand(len(x))).x0
 
 
 class CountedNoise:

@@ -1,0 +1,136 @@
+"""The LightningModule that learns to classify noisy images, for classifier guidance."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.utilities.types import OptimizerLRScheduler
+from torch import Tensor, nn
+
+from lit_diffusion.codecs import PixelCodec, drawn
+from lit_diffusion.gaussian import expand_as
+from lit_diffusion.guidance import LogProbGradient
+from lit_diffusion.modules import checks
+from lit_diffusion.modules.optimizers import optimizer_and_schedule
+from lit_diffusion.protocols import Codec, Process, Quantile
+from lit_diffusion.seeding import PerSampleNoise, index_uniforms, run_seed, seed_step
+from lit_diffusion.system.trainer_state import is_built_from_config
+from lit_diffusion.timesteps import draw_uniforms
+
+Batch = tuple[Tensor, Tensor, Tensor]
+"""images uint8 (B, C, H, W); labels int64 (B,); index int64 (B,)."""
+
+
+class NoisyClassifier(LightningModule):
+    """Trains log p(label | x_t) at all noise levels, on the process and times of a diffusion model.
+
+    Randomness of a training step is a function of (seed, rank, step, micro-batch), that of a
+    validation image a function of its index.
+
+    Args:
+        network: (x_t (B, C, H, W), noise_label (B,)) -> logits (B, num_classes), as `EncoderUNet`.
+        process: the diffusion model's.
+        times: the diffusion model's.
+        optimizer: called with the parameters.
+        image_shape: (C, H, W) of x0.
+        num_classes: labels are 0, ..., num_classes - 1.
+        codec: the diffusion model's; None is PixelCodec.
+        lr_scheduler: called with the optimizer, stepped once per optimizer step; None keeps the lr
+            constant.
+
+    Source: Dhariwal & Nichol 2021 (guided-diffusion), section 4.
+    """
+
+    def __init__(
+        self,
+        network: nn.Module,
+        process: Process,
+        times: Quantile,
+        optimizer: OptimizerCallable,
+        *,
+        image_shape: tuple[int, int, int],
+        num_classes: int,
+        codec: Codec | None = None,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__()
+        if is_built_from_config():
+            self.save_hyperparameters(logger=False)
+        self.network = network
+        self.process = process
+        self.times = times
+        self.codec = PixelCodec() if codec is None else codec
+        self.image_shape = tuple(image_shape)
+        self.num_classes = num_classes
+        self._make_optimizer = optimizer
+        self._make_lr_scheduler = lr_scheduler
+
+    def setup(self, stage: str) -> None:
+        """Refuse data that do not fit before the first step."""
+        data = getattr(self.trainer, "datamodule", None)
+        checks.check_data(data, self.codec, self.image_shape, self.num_classes)
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Make the randomness of this step a function of its number."""
+        seed_step(run_seed() or 0, self.global_rank, self.global_step, batch_idx)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """-E[log p(label | x_t)] over images, times and noise."""
+        images, labels, _ = batch
+        x0 = drawn(self.codec, images)
+        t = self.times.quantile(draw_uniforms(len(x0), device=self.device), self.process)
+        loss = F.cross_entropy(self.logits(x0, t, torch.randn_like(x0)), labels)
+        self.log("train/loss", loss.detach(), prog_bar=True)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Loss and accuracy at one fixed noise level and noise per image."""
+        images, labels, index = batch
+        x0 = self.codec.encode(images)
+        t = self.times.quantile(index_uniforms(index), self.process)
+        noise = PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
+        logits = self.logits(x0, t, noise)
+        accuracy = (logits.argmax(1) == labels).double().mean()
+        self.log("val/accuracy", accuracy, prog_bar=True, sync_dist=True, batch_size=len(x0))
+        loss = F.cross_entropy(logits, labels)
+        self.log("val/loss", loss, sync_dist=True, batch_size=len(x0))
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """As of DiffusionModule."""
+        checkpoint.update(checks.codec_record(self.codec))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """As of DiffusionModule."""
+        checks.check_codec(self.codec, checkpoint)
+
+    def configure_optimizers(self) -> OptimizerLRScheduler:
+        """The optimizer, and the schedule stepped with it."""
+        return optimizer_and_schedule(self, self._make_optimizer, self._make_lr_scheduler)
+
+    def logits(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
+        """(B, num_classes) of x0 (B, C, H, W) with this noise at times (B,)."""
+        alpha, sigma = (expand_as(v, x0) for v in self.process.alpha_sigma(t))
+        return self._told(alpha * x0 + sigma * noise, self.process.noise_label(t).float())
+
+    def gradient(self, scale: float = 1.0) -> LogProbGradient:
+        """scale times the gradient of log p(label | x_t) by x_t, for `ClassifierScore`.
+
+        Labels of -1 pull nowhere.
+        """
+
+        @torch.inference_mode(mode=False)  # a Trainer validates in it
+        def gradient(x_t: Tensor, noise_label: Tensor, labels: Tensor) -> Tensor:
+            x, noise_label, labels = (part.detach().clone() for part in (x_t, noise_label, labels))
+            with torch.enable_grad():
+                log_p = self._told(x.requires_grad_(), noise_label).log_softmax(1)
+                chosen = log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+                (found,) = torch.autograd.grad(chosen[labels >= 0].sum(), x)
+            return scale * found
+
+        return gradient
+
+    def _told(self, x_t: Tensor, noise_label: Tensor) -> Tensor:
+        found: Tensor = self.network(x_t.to(self.dtype), noise_label)
+        return found.float()

@@ -1,0 +1,190 @@
+"""DDPM and DDIM: steps along q(x_s | x_t, x0), with as much new noise as wanted."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from lit_diffusion.gaussian import FixedSmall, posterior
+from lit_diffusion.protocols import Denoise, Process, RandnLike, TimeGrid, Variance, Watch
+from lit_diffusion.solvers.steps import (
+    batch_of,
+    check_steps,
+    clipped,
+    finite_grid,
+    x0_and_noise,
+)
+from lit_diffusion.timesteps import Even, Karras, Sections
+
+
+@dataclass(frozen=True)
+class DDPM:
+    """Ancestral sampling: draws from p(x_s | x_t), step by step.
+
+    Args:
+        variance: of each step: gaussian.FixedSmall, FixedLarge, or LearnedRange for networks
+            trained with HybridLoss.
+        steps: evaluations of the network.
+        times: grid; None is `Sections()`, improved-diffusion's respacing.
+        clip: whether x0 is clamped to [-1, 1].
+
+    Source: Ho et al. 2020 (DDPM), algorithm 2; Nichol & Dhariwal 2021 for respacing and learned
+    variance.
+    """
+
+    variance: Variance
+    steps: int = 1000
+    times: TimeGrid | None = None
+    clip: bool = True
+    usual: ClassVar[TimeGrid] = Sections()
+
+    def __post_init__(self) -> None:
+        check_steps(self.steps)
+
+    def sample(
+        self,
+        denoise: Denoise,
+        process: Process,
+        noise: Tensor,
+        randn_like: RandnLike,
+        watch: Watch | None = None,
+        /,
+    ) -> Tensor:
+        """Standard normal noise (B, C, H, W) -> x0."""
+        times = finite_grid(self.times or self.usual, process, self.steps)
+        steps = posterior(process, times)
+        x = process.prior(noise, times[0])
+        for i, t in enumerate(times[:-1]):
+            step, seen = steps.at(i), denoise(x, batch_of(t, x))
+            log_variance = self.variance.log_variance(
+                step.log_beta, step.log_variance, step.last, seen.logvar_frac
+            )
+            x0 = clipped(seen.x0, self.clip)
+            if watch is not None:
+                watch(i, t, x, x0)
+            x = step.x0_coef * x0 + step.xt_coef * x
+            if seen.shift is not None:
+                # guided-diffusion's posterior variance is not clipped here: 0 in the last step
+                unclipped = isinstance(self.variance, FixedSmall)
+                x = x + (step.variance if unclipped else log_variance.exp()) * seen.shift
+            if not step.last:
+                x = x + (0.5 * log_variance).exp() * randn_like(x)
+        return x
+
+    def check(self, process: Process, /) -> None:
+        """Raise ValueError where the grid does not fit the process."""
+        finite_grid(self.times or self.usual, process, self.steps)
+
+
+@dataclass(frozen=True)
+class DDIM:
+    """Deterministic for eta = 0, as random as DDPM with the small variance for eta = 1.
+
+    Args:
+        steps: evaluations of the network.
+        eta: share of the posterior's standard deviation that is drawn anew.
+        times: grid; None is `Sections()`.
+        clip: whether x0 is clamped to [-1, 1]; the noise then follows the clamped x0.
+
+    Source: Song et al. 2021 (DDIM), Eq. 12 and 16.
+    """
+
+    steps: int = 50
+    eta: float = 0.0
+    times: TimeGrid | None = None
+    clip: bool = True
+    usual: ClassVar[TimeGrid] = Sections()
+
+    def __post_init__(self) -> None:
+        check_steps(self.steps)
+        if not self.eta >= 0:
+            raise ValueError(f"eta must be >= 0, got {self.eta}; 0 is deterministic.")
+
+    def sample(
+        self,
+        denoise: Denoise,
+        process: Process,
+        noise: Tensor,
+        randn_like: RandnLike,
+        watch: Watch | None = None,
+        /,
+    ) -> Tensor:
+        """Standard normal noise (B, C, H, W) -> x0."""
+        times, std = self._grid(process)
+        alpha, sigma = process.alpha_sigma(times)
+        x = process.prior(noise, times[0])
+        for i, t in enumerate(times[:-1]):
+            x0, direction = x0_and_noise(
+                denoise(x, batch_of(t, x)), x, alpha[i], sigma[i], self.clip
+            )
+            if watch is not None:
+                watch(i, t, x, x0)
+            x = alpha[i + 1] * x0 + (sigma[i + 1] ** 2 - std[i] ** 2).sqrt() * direction
+            if std[i] > 0:
+                x = x + std[i] * randn_like(x)
+        return x
+
+    def invert(self, denoise: Denoise, process: Process, x0: Tensor, /) -> Tensor:
+        """Noise (B, C, H, W) from which `sample` with eta = 0 returns to x0, up to its error.
+
+        Source: Song et al. 2021 (DDIM), Eq. 14; the last step returns the noise itself.
+        """
+        times = self._grid(process)[0][:-1].flip(0)
+        alpha, sigma = process.alpha_sigma(times)
+        x = x0
+        for i, t in enumerate(times):
+            clean, noise = x0_and_noise(
+                denoise(x, batch_of(t, x)), x, alpha[i], sigma[i], self.clip
+            )
+            if i + 1 < len(times):
+                x = alpha[i + 1] * clean + sigma[i + 1] * noise
+        return noise
+
+    def check(self, process: Process, /) -> None:
+        """Raise ValueError where the grid or eta does not fit the process."""
+        self._grid(process)
+
+    def _grid(self, process: Process) -> tuple[Tensor, Tensor]:
+        """(steps + 1,) times, and the (steps,) standard deviations of new noise."""
+        times = finite_grid(self.times or self.usual, process, self.steps)
+        std = self.eta * posterior(process, times).variance.sqrt()
+        if (std > process.alpha_sigma(times)[1][1:]).any():
+            raise ValueError(f"eta = {self.eta} is more noise than {process} has; use at most 1.")
+        return times, std
+
+
+@dataclass(frozen=True)
+class Euler(DDIM):
+    """Euler's method, on an even grid in time: DDIM by the name that flow matching has for it.
+
+    A step holds x0 and the noise as they are. In x_t / alpha over sigma / alpha (k-diffusion), and
+    in x_t over t on `LinearFlow`, that is Euler's step along the probability flow.
+
+    Args:
+        steps: evaluations of the network.
+        eta: as DDIM's.
+        times: grid; None is `Even()`.
+        clip: whether x0 is clamped to [-1, 1].
+
+    Source: Lipman et al. 2023 (Flow Matching), section 6; Karras et al. 2022 (EDM), algorithm 1
+    without its second evaluation.
+    """
+
+    usual: ClassVar[TimeGrid] = Even()
+
+
+@dataclass(frozen=True)
+class EulerAncestral(DDIM):
+    """Euler's step to a lower level, and noise back up: DDIM with eta = 1, on Karras' grid.
+
+    Args:
+        steps: evaluations of the network.
+        eta: share of the posterior's standard deviation that is drawn anew.
+        times: grid; None is `Karras()`.
+        clip: whether x0 is clamped to [-1, 1].
+
+    Source: Song et al. 2021 (DDIM), Eq. 16; k-diffusion's `sample_euler_ancestral`, which it is.
+    """
+
+    eta: float = 1.0
+    usual: ClassVar[TimeGrid] = Karras()

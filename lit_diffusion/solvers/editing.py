@@ -1,0 +1,165 @@
+"""Samples that begin at an image, or keep a part of one."""
+
+from dataclasses import dataclass, field, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_diffusion.gaussian import FixedSmall, posterior
+from lit_diffusion.protocols import Denoise, Process, RandnLike, TimeGrid, Variance, Watch
+from lit_diffusion.solvers.steps import batch_of, check_steps, clipped, finite_grid
+from lit_diffusion.timesteps import Sections
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The last steps of another grid.
+
+    Args:
+        base: the whole grid.
+        whole: its number of steps, at least as many as are taken.
+    """
+
+    base: TimeGrid
+    whole: int
+
+    def grid(self, process: Process, steps: int, /) -> Tensor:
+        """(steps + 1,) float64, falling to the clean time."""
+        return self.base.grid(process, self.whole)[-steps - 1 :]
+
+
+def shortened(solver: Any, strength: float) -> Any:
+    """The solver with the last of its steps alone: a share of `strength`, and one at least.
+
+    Raises:
+        ValueError: unless 0 < strength <= 1, or for a solver without a grid.
+
+    Source: Meng et al. 2022 (SDEdit), section 3.
+
+    Example:
+        >>> from lit_diffusion.solvers import DDIM
+        >>> shortened(DDIM(steps=20), 0.3).steps
+        6
+    """
+    if not 0 < strength <= 1:
+        raise ValueError(f"strength must be above 0 and at most 1, got {strength}.")
+    times = Tail(_grid_of(solver), solver.steps)
+    return replace(solver, times=times, steps=max(1, round(strength * solver.steps)))
+
+
+def _grid_of(solver: Any) -> TimeGrid:
+    grid: TimeGrid | None = getattr(solver, "times", None) or getattr(solver, "usual", None)
+    if grid is None or not (is_dataclass(solver) and hasattr(solver, "steps")):
+        raise ValueError(
+            f"images are edited on the steps and times of the solver, and {type(solver).__name__} "
+            "is no dataclass with both; use another, such as DDIM."
+        )
+    return grid
+
+
+class Begun:
+    """A process whose prior is an image with noise on it, for solvers that begin at one.
+
+    Args:
+        process: of all else.
+        x0: (B, C, H, W) images.
+    """
+
+    def __init__(self, process: Process, x0: Tensor) -> None:
+        self._process, self._x0 = process, x0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._process, name)
+
+    def __repr__(self) -> str:
+        return repr(self._process)
+
+    def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
+        """alpha x0 + sigma noise."""
+        alpha, sigma = self._process.alpha_sigma(t)
+        return alpha.to(noise) * self._x0 + sigma.to(noise) * noise
+
+
+@dataclass(frozen=True)
+class RePaint:
+    """Ancestral sampling of a part of an image, around what is known of it.
+
+    Before each step the known part is put in place, with as much noise as belongs there. A step is
+    taken `resamples` times, with noise put back in between, so that the parts come to agree.
+
+    Args:
+        known: (B, C, H, W) x0, of which the masked part is kept.
+        mask: (B, 1, H, W) or broadcastable; 1 where `known` is kept, 0 where it is made.
+        steps: of the grid.
+        resamples: how often each step is taken; 1 is plain replacement.
+        times: grid; None is `Sections()`.
+        clip: whether x0 is clamped to [-1, 1].
+        variance: of each step.
+
+    Raises:
+        ValueError: for less than one step or resample.
+
+    Source: Lugmayr et al. 2022 (RePaint, arXiv 2201.09865), algorithm 1, with jumps of one step.
+    """
+
+    known: Tensor = field(repr=False)
+    mask: Tensor = field(repr=False)
+    steps: int = 100
+    resamples: int = 10
+    times: TimeGrid | None = None
+    clip: bool = True
+    variance: Variance = field(default_factory=FixedSmall)
+
+    def __post_init__(self) -> None:
+        check_steps(self.steps)
+        if self.resamples < 1:
+            raise ValueError(f"resamples must be at least 1, got {self.resamples}.")
+
+    def sample(
+        self,
+        denoise: Denoise,
+        process: Process,
+        noise: Tensor,
+        randn_like: RandnLike,
+        watch: Watch | None = None,
+        /,
+    ) -> Tensor:
+        """Standard normal noise (B, C, H, W) -> x0, equal to `known` where `mask` is 1."""
+        times = finite_grid(self.times or Sections(), process, self.steps)
+        alpha, sigma = (v.to(noise) for v in process.alpha_sigma(times))
+        steps, x = posterior(process, times), process.prior(noise, times[0])
+        for i, t in enumerate(times[:-1]):
+            step = steps.at(i)
+            rounds = 1 if step.last else self.resamples
+            for again in range(rounds):
+                seen = denoise(x, batch_of(t, x))
+                x0 = clipped(seen.x0, self.clip)
+                if watch is not None and again == 0:
+                    watch(i, t, x, x0)
+                below = step.x0_coef * x0 + step.xt_coef * x
+                if not step.last:
+                    bounds = step.log_beta, step.log_variance, step.last
+                    log_variance = self.variance.log_variance(*bounds, seen.logvar_frac)
+                    below = below + (0.5 * log_variance).exp() * randn_like(x)
+                noised = alpha[i + 1] * self.known + sigma[i + 1] * randn_like(x)
+                below = torch.where(self.mask > 0.5, noised, below)
+                if again + 1 < rounds:
+                    kept = alpha[i] / alpha[i + 1]
+                    x = kept * below + (0.5 * step.log_beta).exp() * randn_like(x)
+            x = below
+        return x
+
+    def check(self, process: Process, /) -> None:
+        """Raise ValueError where the grid does not fit the process."""
+        finite_grid(self.times or Sections(), process, self.steps)
+
+
+def repainting(solver: Any, known: Tensor, mask: Tensor, resamples: int = 10) -> RePaint:
+    """RePaint with the steps, times and clipping of another solver.
+
+    Raises:
+        ValueError: for a solver without a grid.
+    """
+    times, clip = _grid_of(solver), getattr(solver, "clip", False)
+    return RePaint(known, mask, solver.steps, resamples, times, clip)

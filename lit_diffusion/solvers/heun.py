@@ -1,0 +1,108 @@
+"""Heun's method along the probability flow, EDM's solver."""
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import ClassVar
+
+from torch import Tensor
+
+from lit_diffusion.protocols import Denoise, Process, RandnLike, TimeGrid, Watch
+from lit_diffusion.solvers.steps import (
+    batch_of,
+    check_steps,
+    grid_with_signal,
+    level_of,
+    x0_and_noise,
+)
+from lit_diffusion.timesteps import Karras
+
+
+@dataclass(frozen=True)
+class Heun:
+    """Second order with two evaluations a step, and noise added back on the way if wanted.
+
+    In level = sigma / alpha and x = x_t / alpha, the probability flow of any process is dx / dlevel
+    = noise(x_t, t). A step follows the mean of the slopes at both of its ends. The step to the
+    clean image is Euler's. `watch` sees x_t after noise was added.
+
+    Args:
+        steps: of the grid: 2 steps - 1 evaluations of the network.
+        times: grid; None is `Karras()`.
+        clip: whether x0 is clamped to [-1, 1]; the slope then follows the clamped x0.
+        churn: S_churn, how much the level is raised before each step, in all: by the factor 1 +
+            min(churn / steps, sqrt(2) - 1). 0 is deterministic.
+        churn_min: S_tmin, the lowest level that is raised.
+        churn_max: S_tmax, the highest.
+        churn_noise: S_noise, standard deviation of what is added.
+
+    Raises:
+        ValueError: for a number of steps below 1, a negative churn, and by `check` for a process
+            that ends without any signal.
+
+    Source: Karras et al. 2022 (EDM), algorithms 1 and 2.
+    """
+
+    steps: int = 18
+    times: TimeGrid | None = None
+    clip: bool = True
+    churn: float = 0.0
+    churn_min: float = 0.0
+    churn_max: float = math.inf
+    churn_noise: float = 1.0
+    usual: ClassVar[TimeGrid] = Karras()
+
+    def __post_init__(self) -> None:
+        check_steps(self.steps)
+        if not self.churn >= 0:
+            raise ValueError(f"churn must be >= 0, got {self.churn}; 0 is deterministic.")
+
+    def sample(
+        self,
+        denoise: Denoise,
+        process: Process,
+        noise: Tensor,
+        randn_like: RandnLike,
+        watch: Watch | None = None,
+        /,
+    ) -> Tensor:
+        """Standard normal noise (B, C, H, W) -> x0."""
+        times = grid_with_signal(self.times or self.usual, process, self.steps)
+        levels = level_of(process, times)
+        x = process.prior(noise, times[0]) / process.alpha_sigma(times[0])[0]
+        for i, (t, t_next) in enumerate(pairwise(times)):
+            x, t, level = self._churned(x, t, levels[i], process, randn_like)
+            x_t, x0, d_cur = self._look(denoise, process, x, t)
+            if watch is not None:
+                watch(i, t, x_t, x0)
+            h = levels[i + 1] - level
+            x_next = x + h * d_cur
+            if levels[i + 1] > 0:
+                *_, d_prime = self._look(denoise, process, x_next, t_next)
+                x_next = x + h * (d_cur + d_prime) / 2
+            x = x_next
+        return x
+
+    def check(self, process: Process, /) -> None:
+        """Raise ValueError where the grid does not fit the process, or alpha is 0."""
+        grid_with_signal(self.times or self.usual, process, self.steps)
+
+    def _look(
+        self, denoise: Denoise, process: Process, x: Tensor, t: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x_t, x0 and the slope, which is the noise."""
+        alpha, sigma = process.alpha_sigma(t)
+        x_t = alpha * x
+        return x_t, *x0_and_noise(denoise(x_t, batch_of(t, x)), x_t, alpha, sigma, self.clip)
+
+    def _churned(
+        self, x: Tensor, t: Tensor, level: Tensor, process: Process, randn_like: RandnLike
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """State, time and level after noise is added."""
+        if self.churn == 0 or not self.churn_min <= level <= self.churn_max:
+            return x, t, level
+        raised = level * (1 + min(self.churn / self.steps, math.sqrt(2) - 1))
+        t = process.at_log_snr(-2 * raised.log())
+        raised = level_of(process, t)  # no more than the process has
+        added = (raised**2 - level**2).clamp(min=0).sqrt()
+        return x + added * self.churn_noise * randn_like(x), t, raised

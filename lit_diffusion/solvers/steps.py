@@ -1,0 +1,84 @@
+"""What every solver's step is made of."""
+
+import torch
+from torch import Tensor
+
+from lit_diffusion.protocols import Denoised, Process, Solver, TimeGrid
+
+
+def finite_grid(grid: TimeGrid, process: Process, steps: int) -> Tensor:
+    """(steps + 1,) times of the grid.
+
+    Raises:
+        ValueError: where one is not finite, or is no less noisy than the one before.
+    """
+    times = grid.grid(process, steps)
+    if not times.isfinite().all():
+        raise ValueError(
+            f"{grid} has times that are not finite on {process}, whose noisiest has no signal (SNR "
+            "= 0); use Even or Sections, or LogSNR(noisiest=-10)."
+        )
+    if not (times.diff() < 0).all():
+        raise ValueError(
+            f"{grid} has times that do not fall on {process}, {times[:3].tolist()}, ...; fewer "
+            "steps may, or a grid that stays within the process."
+        )
+    return times
+
+
+def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
+    """As `finite_grid`, of times where something is left of the image.
+
+    Raises:
+        ValueError: where alpha is 0.
+    """
+    if not (process.alpha_sigma(grid.grid(process, steps))[0] > 0).all():
+        raise ValueError(
+            f"the solver needs alpha > 0, which {process} does not keep on {grid}; use "
+            "LogSNR(noisiest=-10), or the solver DDIM or Euler."
+        )
+    return finite_grid(grid, process, steps)
+
+
+def times_asked(solver: Solver, process: Process) -> Tensor:
+    """The times at which a solver asks a model, found on one pixel."""
+    asked = []
+
+    def denoise(x_t: Tensor, t: Tensor) -> Denoised:
+        asked.append(t)
+        return Denoised(x_t, x_t, x_t)
+
+    solver.sample(denoise, process, torch.zeros(1, 1, 1, 1), torch.zeros_like)
+    return torch.cat(asked)
+
+
+def level_of(process: Process, t: Tensor) -> Tensor:
+    """Noise relative to the signal, sigma / alpha."""
+    alpha, sigma = process.alpha_sigma(t)
+    return sigma / alpha
+
+
+def batch_of(t: Tensor, x: Tensor) -> Tensor:
+    """One time -> (B,) on the device of x."""
+    return t.to(x.device).expand(len(x))
+
+
+def clipped(x0: Tensor, clip: bool) -> Tensor:
+    """x0, in [-1, 1] if asked."""
+    return x0.clamp(-1, 1) if clip else x0
+
+
+def x0_and_noise(
+    seen: Denoised, x_t: Tensor, alpha: Tensor, sigma: Tensor, clip: bool
+) -> tuple[Tensor, Tensor]:
+    """Both parts of x_t; the noise agrees with the clipped x0."""
+    if not clip:
+        return seen.x0, seen.noise
+    x0 = seen.x0.clamp(-1, 1)
+    return x0, (x_t - alpha * x0) / sigma
+
+
+def check_steps(steps: int) -> None:
+    """Raise ValueError for less than one."""
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}.")

@@ -1,0 +1,169 @@
+"""Networks at equal time of training.
+
+    backbones.py steps CONFIG NAME=ARM ... [--steps 1500]    how many steps each network may take
+    backbones.py measure RUNS --judge DATA [--out FILE.csv]  what the runs RUNS/NAME/seed-N came to
+    backbones.py table FILE.csv                              as Markdown
+
+`steps` trains all networks by turns, a step each, on noise, and gives each as much time as the
+first would take for --steps. DATA is digits, where a support-vector machine recognises the labels
+of 1,000 samples, or a file of `train-extractor`, whose network does.
+"""
+
+import argparse
+import csv
+import importlib
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from digits_quality import pixels
+from safetensors.torch import load_file
+from sklearn.svm import SVC
+from torch import Tensor, nn
+
+from lit_diffusion.checkpoints.loading import load
+from lit_diffusion.data.digits import Digits
+from lit_diffusion.experiments.found_runs import find_runs
+from lit_diffusion.metrics.classifier import classifier_of
+
+COLUMNS = ("parameters", "steps", "fid", "pixels", "recognised", "images_per_second")
+HEADS = ["network", "parameters", "steps", "FID", "beside the U-Net's", "pixels", "recognised"]
+HEADS += ["images/s"]
+Judge = Callable[[Tensor], Tensor]
+BATCH, SAMPLES, TRUST = 64, 1000, ("diffusers_networks",)
+
+
+def built(spec: Any) -> Any:
+    """What class_path and init_args, or a plain value, stand for."""
+    if not isinstance(spec, dict) or "class_path" not in spec:
+        return spec
+    module, _, name = spec["class_path"].rpartition(".")
+    arguments = {key: built(value) for key, value in spec.get("init_args", {}).items()}
+    return getattr(importlib.import_module(module), name)(**arguments)
+
+
+def model_of(file: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(Path(file).read_text())["model"]["init_args"]
+    return found
+
+
+def step_of(network: nn.Module, shape: tuple[int, ...], classes: int) -> Callable[[], float]:
+    """One step of training; the seconds it takes."""
+    network = network.train().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.Adam(network.parameters())
+    x, label = torch.randn(BATCH, *shape), 1000 * torch.rand(BATCH)
+    labels = torch.randint(classes, (BATCH,))
+
+    def step() -> float:
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        (network(x, label, labels) - x).square().mean().backward()
+        optimizer.step()
+        return time.perf_counter() - start
+
+    return step
+
+
+def print_steps(config: str, arms: list[str], budget: int, rounds: int = 40) -> None:
+    usual = model_of(config)
+    networks = {"baseline": built(usual["network"])}
+    for name, file in (arm.split("=") for arm in arms):
+        networks[name] = built(model_of(file)["network"])
+    shape, classes = tuple(usual["image_shape"]), usual["num_classes"]
+    steps = {name: step_of(network, shape, classes) for name, network in networks.items()}
+    times = [{name: step() for name, step in steps.items()} for _ in range(rounds)][5:]
+    for name, network in networks.items():
+        ratio = statistics.median(each[name] / each["baseline"] for each in times)
+        size = sum(parameter.numel() for parameter in network.parameters())
+        print(f"{name} {round(budget / ratio)}  # {size:,} parameters, a step costs {ratio:.2f}")
+
+
+def judge_of(data: str) -> Judge:
+    if data == "digits":
+        train = Digits().dataset("train")
+        svm = SVC(C=10).fit(pixels(train.images), train.labels)
+        return lambda images: torch.from_numpy(svm.predict(pixels(images)))
+    network = classifier_of(load_file(data), 28)
+    return lambda images: network.head(network(images)).argmax(1)
+
+
+@torch.no_grad()
+def measured(run: Any, judge: Judge) -> dict[str, Any]:
+    module = load(run.path, trust=TRUST)
+    labels, start = torch.arange(SAMPLES) % 10, time.perf_counter()
+    parts = zip(range(0, SAMPLES, 250), labels.split(250), strict=True)
+    images = torch.cat([module.generate(range(i, i + 250), part) for i, part in parts])
+    seconds = time.perf_counter() - start
+    last = [record for record in run.records if record["step"] == run.max_steps]
+    return {
+        "arm": run.arm,
+        "seed": run.seed,
+        "steps": run.max_steps,
+        "parameters": sum(parameter.numel() for parameter in module.network.parameters()),
+        "fid": statistics.geometric_mean(record["value"] for record in last),
+        "pixels": last[0]["second_look"]["pixels"],
+        "recognised": (judge(images) == labels).double().mean().item(),
+        "images_per_second": SAMPLES / seconds,
+    }
+
+
+def cells_of(name: str, runs: list[dict[str, str]], usual: float) -> list[str]:
+    mean = {key: statistics.fmean(float(run[key]) for run in runs) for key in COLUMNS}
+    fids = [float(run["fid"]) for run in runs]
+    spread = f" +- {statistics.stdev(fids):.3g}" if len(fids) > 1 else ""
+    return [
+        name,
+        *(f"{mean[key]:,.0f}" for key in ("parameters", "steps")),
+        f"{mean['fid']:.3g}{spread}",
+        f"{mean['fid'] / usual:.2f}",
+        f"{mean['pixels']:.3g}",
+        f"{mean['recognised']:.1%}",
+        f"{mean['images_per_second']:.0f}",
+    ]
+
+
+def print_table(file: str) -> None:
+    arms: dict[str, list[dict[str, str]]] = {}
+    for row in csv.DictReader(Path(file).read_text().splitlines()):
+        arms.setdefault(row["arm"], []).append(row)
+    usual = statistics.fmean(float(run["fid"]) for run in arms["baseline"])
+    rows = [cells_of(name, runs, usual) for name, runs in arms.items()]
+    for line in (HEADS, ["---"] * len(HEADS), *rows):
+        print(f"| {' | '.join(line)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    steps = commands.add_parser("steps")
+    steps.add_argument("config")
+    steps.add_argument("arms", nargs="*")
+    steps.add_argument("--steps", type=int, default=1500)
+    measure = commands.add_parser("measure")
+    measure.add_argument("runs")
+    measure.add_argument("--judge", required=True)
+    measure.add_argument("--out", type=Path)
+    commands.add_parser("table").add_argument("file")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    if args.command == "steps":
+        print_steps(args.config, args.arms, args.steps)
+    elif args.command == "table":
+        print_table(args.file)
+    else:
+        rows = [measured(run, judge_of(args.judge)) for run in find_runs([args.runs])]
+        with args.out.open("w") if args.out else sys.stdout as file:
+            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Comparisons with one reference each: functions of a random generator, to a worst deviation."""

@@ -1,0 +1,263 @@
+"""diffusers: schedulers, networks, betas, training targets, RePaint."""
+
+from random import Random
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.schedulers.scheduling_ddim import rescale_zero_terminal_snr
+from diffusers.training_utils import EMAModel, compute_snr
+from support.schedulers import Given, both
+from support.toy import mixture_denoiser
+from torch import Tensor
+
+from beside.tools import SHAPE, fill_, images, noise, outputs, worst
+from lit_diffusion.callbacks.parts.averages import span_decay
+from lit_diffusion.gaussian import FixedLarge, FixedSmall
+from lit_diffusion.interchange import diffusers_dit, diffusers_unet
+from lit_diffusion.networks.dit import DiT
+from lit_diffusion.networks.unet import UNet
+from lit_diffusion.parameterizations import Velocity
+from lit_diffusion.processes import (
+    CosineBetas,
+    DiscreteVP,
+    EDMProcess,
+    GivenBetas,
+    LinearBetas,
+    LinearFlow,
+    ZeroTerminalSNR,
+)
+from lit_diffusion.solvers import (
+    DDIM,
+    DDPM,
+    DPMSolverPP,
+    DPMSolverPP2S,
+    Euler,
+    EulerAncestral,
+    Heun,
+    UniPC,
+)
+from lit_diffusion.solvers.editing import RePaint
+
+
+def discrete(draw: Random) -> tuple[DiscreteVP, dict[str, Any]]:
+    num = draw.randint(50, 1000)
+    betas = draw.choice([LinearBetas, CosineBetas])(num).betas()
+    options = {"trained_betas": betas.numpy(), "num_train_timesteps": num}
+    return DiscreteVP(GivenBetas(betas.tolist())), options
+
+
+def multistep(draw: Random) -> tuple[Any, ...]:
+    order, eta = draw.choice([1, 2, 3]), draw.choice([0.0, 1.0])
+    order = min(order, 2) if eta else order  # a sign is wrong in the third order of their SDE
+    made = {"solver_order": order, "lower_order_final": False}
+    made["algorithm_type"] = "sde-dpmsolver++" if eta else "dpmsolver++"
+    return "DPMSolverMultistepScheduler", made | spacing(draw), DPMSolverPP(order=order, eta=eta)
+
+
+def singlestep(draw: Random) -> tuple[Any, ...]:
+    made = {"use_exponential_sigmas": True}
+    return "DPMSolverSinglestepScheduler", made | prediction(draw), DPMSolverPP2S()
+
+
+def unipc(draw: Random) -> tuple[Any, ...]:
+    order = draw.choice([1, 2, 3])
+    made = {"solver_order": order} | spacing(draw)
+    return "UniPCMultistepScheduler", made, UniPC(order=order)
+
+
+def by_euler(draw: Random) -> tuple[Any, ...]:
+    return "EulerDiscreteScheduler", prediction(draw) | sigmas(draw), Euler()
+
+
+def by_ancestral(draw: Random) -> tuple[Any, ...]:
+    made = {"prediction_type": draw.choice(["epsilon", "v_prediction"])}
+    return "EulerAncestralDiscreteScheduler", made, EulerAncestral()
+
+
+def by_heun(draw: Random) -> tuple[Any, ...]:
+    return "HeunDiscreteScheduler", prediction(draw) | sigmas(draw), Heun()
+
+
+def by_ddpm(draw: Random) -> tuple[Any, ...]:
+    variance = draw.choice([FixedSmall(), FixedLarge()])
+    kind = {FixedSmall(): "fixed_small", FixedLarge(): "fixed_large"}[variance]
+    return "DDPMScheduler", {"variance_type": kind} | prediction(draw), DDPM(variance)
+
+
+def by_ddim(draw: Random) -> tuple[Any, ...]:
+    return "DDIMScheduler", prediction(draw), DDIM(eta=draw.choice([0.0, 1.0, draw.random()]))
+
+
+def prediction(draw: Random) -> dict[str, Any]:
+    return {"prediction_type": draw.choice(["epsilon", "sample", "v_prediction"])}
+
+
+def sigmas(draw: Random) -> dict[str, Any]:
+    return draw.choice([{}, {"use_karras_sigmas": True}, {"use_exponential_sigmas": True}])
+
+
+def spacing(draw: Random) -> dict[str, Any]:
+    flow = {"use_flow_sigmas": True, "flow_shift": draw.uniform(0.5, 5)}
+    plain = prediction(draw) | sigmas(draw)
+    return draw.choice([plain, plain, flow | {"prediction_type": "flow_prediction"}])
+
+
+DISCRETE = [multistep, singlestep, unipc, by_euler, by_ancestral, by_heun, by_ddpm, by_ddim]
+
+
+def scheduler(draw: Random) -> float:
+    name, options, solver = draw.choice(DISCRETE)(draw)
+    process, betas = discrete(draw)
+    steps, clip = draw.randint(4, 20), draw.random() < 0.5 and "DD" in name
+    if options.get("use_flow_sigmas"):
+        process, betas = LinearFlow(), {}
+    if name == "DPMSolverSinglestepScheduler":
+        steps += steps % 2 == 0
+    if "DD" in name:
+        options["clip_sample"] = clip
+    made = getattr(diffusers, name)(**betas, **options)
+    made.set_timesteps(steps)
+    called = {"eta": solver.eta} if name == "DDIMScheduler" else {}
+    called |= {"use_clipped_model_output": True} if called and clip else {}
+    solver = type(solver)(**{**vars(solver), "clip": clip})
+    return worst(
+        both(made, solver, process, mixture_denoiser(process), noise(draw), **called)[::-1]
+    )
+
+
+def flow_and_edm(draw: Random) -> float:
+    """Schedulers whose processes have no betas."""
+    steps = draw.randint(4, 20)
+    if draw.random() < 0.4:
+        process, solver = LinearFlow(), Euler(clip=False)
+        made = diffusers.FlowMatchEulerDiscreteScheduler(shift=draw.uniform(0.5, 5))
+    else:
+        low, high = draw.uniform(0.002, 0.05), draw.uniform(10, 80)
+        kind = draw.choice(["karras", "exponential"])
+        options = {"sigma_min": low, "sigma_max": high, "sigma_data": draw.uniform(0.3, 1)}
+        options |= {"sigma_schedule": kind, "rho": draw.uniform(3, 9)}
+        process, order = EDMProcess(low, high), draw.choice([0, 1, 2, 3])
+        if order == 0:
+            made, solver = diffusers.EDMEulerScheduler(**options), Euler(clip=False)
+        else:
+            eta = draw.choice([0.0, 1.0]) if order < 3 else 0.0
+            options |= {"solver_order": order, "lower_order_final": False}
+            options["algorithm_type"] = "sde-dpmsolver++" if eta else "dpmsolver++"
+            made = diffusers.EDMDPMSolverMultistepScheduler(**options)
+            solver = DPMSolverPP(order=order, eta=eta, clip=False)
+    made.set_timesteps(steps)
+    theirs, ours = both(made, solver, process, mixture_denoiser(process), noise(draw))
+    return worst((ours, theirs))
+
+
+def training(draw: Random) -> float:
+    """Noised images, velocities, SNR; betas, and those that end without signal."""
+    process, betas = discrete(draw)
+    made = diffusers.DDPMScheduler(**betas)
+    t = torch.tensor([0, draw.randrange(process.num_steps)])
+    x0, eps = images(draw), noise(draw)
+    alpha, sigma = (v[:, None, None, None] for v in process.alpha_sigma(t.double()))
+    snr = (alpha / sigma).flatten() ** 2
+    rescaled = rescale_zero_terminal_snr(process.betas.betas())
+    cosine = diffusers.DDPMScheduler(process.num_steps, beta_schedule="squaredcos_cap_v2").betas
+    return worst(
+        (alpha * x0 + sigma * eps, made.add_noise(x0, eps, t)),
+        (Velocity().target(x0, eps, alpha, sigma), made.get_velocity(x0, eps, t)),
+        (snr, compute_snr(made, t)),
+        (ZeroTerminalSNR(process.betas).betas(), rescaled),
+        (CosineBetas(process.num_steps).betas(), cosine),
+    )
+
+
+def unet(draw: Random) -> float:
+    mult = draw.choice([(1, 2), (1, 1), (1, 2, 3)])
+    arguments = {
+        "in_channels": 3,
+        "out_channels": draw.choice([3, 6]),
+        "model_channels": 32,
+        "channel_mult": mult,
+        "num_res_blocks": draw.randint(1, 2),
+        "attention_downsample": tuple(draw.sample([1, 2, 4][: len(mult)], draw.randint(0, 2))),
+        "head_channels": draw.choice([8, 16, 32]),
+        "num_classes": draw.choice([None, 5]),
+        "scale_shift_norm": draw.random() < 0.5,
+        "resblock_updown": draw.random() < 0.5,
+        "split_heads_first": draw.random() < 0.5,
+        "norm_groups": draw.choice([8, 16, 32]),
+    }
+    ours = fill_(UNet(**arguments))
+    config = diffusers_unet.to_config(arguments)
+    theirs = diffusers.UNet2DModel(sample_size=8, **config).eval()
+    theirs.load_state_dict(diffusers_unet.to_diffusers(ours.state_dict(), arguments))
+    return compared(ours, theirs, draw, arguments["num_classes"])
+
+
+def dit(draw: Random) -> float:
+    heads = draw.choice([1, 2, 4])
+    arguments = {"image_size": 8, "in_channels": 3, "out_channels": draw.choice([3, 6])}
+    arguments |= {"patch_size": draw.choice([2, 4]), "width": 32, "depth": draw.randint(1, 3)}
+    arguments |= {"num_heads": heads, "num_classes": 5}
+    ours = fill_(DiT(**arguments))
+    theirs = diffusers.DiTTransformer2DModel(**diffusers_dit.to_config(arguments)).eval()
+    theirs.load_state_dict(diffusers_dit.to_diffusers(ours.state_dict()), strict=False)
+    for block in theirs.transformer_blocks:  # as `diffusers_dit.SAME`
+        block.norm1.emb.time_proj.downscale_freq_shift = 0
+    return compared(ours, theirs, draw, 5)
+
+
+def compared(ours: Any, theirs: Any, draw: Random, num_classes: int | None) -> float:
+    call = theirs.forward
+    theirs.forward = lambda *inputs: call(*inputs).sample
+    labels = {}
+    if num_classes:
+        label = draw.randrange(num_classes)
+        labels["ours"] = (torch.tensor([label, -1]),)
+        labels["theirs"] = (torch.tensor([label, num_classes]),)
+    t = torch.tensor([0, draw.randrange(1000)])
+    return outputs(ours, theirs, torch.randn(SHAPE), t, **labels)
+
+
+def repaint(draw: Random) -> float:
+    """Without resampling, and with eta = 1, which is our posterior variance."""
+    process, betas = DiscreteVP(LinearBetas(60)), LinearBetas(60).betas().numpy()
+    made = diffusers.RePaintScheduler(60, eta=1.0, clip_sample=False, trained_betas=betas)
+    steps, known, start = draw.choice([5, 10, 20, 60]), images(draw), noise(draw)
+    made.set_timesteps(steps, jump_length=1, jump_n_sample=1)
+    mask = (torch.rand(2, 1, 8, 8) < draw.random()).double()
+    denoise, x = mixture_denoiser(process), start
+    generator = torch.Generator().manual_seed(0)
+    for t in made.timesteps:
+        seen = denoise(x, t.double().expand(2))
+        x = made.step(seen.noise, t, x, known, mask, generator).prev_sample
+    generator = torch.Generator().manual_seed(0)
+    drawn: list[Tensor] = []
+
+    def twice(x: Tensor) -> Tensor:
+        """What is made and what is known have one draw of noise there."""
+        if not drawn:
+            drawn.append(torch.randn(x.shape, generator=generator))
+            return drawn[0]
+        return drawn.pop()
+
+    solver = RePaint(known, mask, steps, 1, Given(tuple(made.timesteps.tolist())), clip=False)
+    return worst((solver.sample(denoise, process, start, twice), x))
+
+
+def warmup(draw: Random) -> float:
+    """Of EMA; their first update copies, as the decay of ours is 0.1 there."""
+    decay, steps = draw.uniform(0.5, 0.9999), range(1, 200)
+    theirs = EMAModel([torch.zeros(1)], decay=decay)
+    pairs = [(span_decay(decay, n, n + 1, True), theirs.get_decay(n + 1)) for n in steps]
+    return worst(*pairs)
+
+
+COMPARISONS = {
+    "schedulers on betas, and flow sigmas": scheduler,
+    "schedulers of flow matching and EDM": flow_and_edm,
+    "noising, velocity, SNR, betas, zero terminal SNR": training,
+    "UNet2DModel": unet,
+    "DiTTransformer2DModel": dit,
+    "RePaint without resampling": repaint,
+    "warm-up of EMA's decay": warmup,
+}

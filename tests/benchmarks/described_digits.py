@@ -1,0 +1,103 @@
+"""Whether samples show what they were asked for: described_digits.py runs/digits-described
+
+- class: a support-vector machine, trained on the 1,437 training digits, gives the sample its name.
+- ink, slant: as measured on the training digits, in the third that the words say.
+- all: the three at once.
+
+Shares by description, of N samples each, seeds 0, 1, ...; over the descriptions that training
+images have, over those that none has, and over all of them; beside these, the same samples told
+nothing (what chance gives) and the 360 held-out digits, whose ink and slant are right by definition
+(the ceiling).
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from digits_quality import pixels
+from sklearn.svm import SVC
+from torch import Tensor
+
+from lit_diffusion.checkpoints.loading import load
+from lit_diffusion.data.described import DESCRIPTIONS, DigitWords, described
+from lit_diffusion.data.digits import Digits
+from lit_diffusion.guidance import ClassifierFree
+
+PARTS = ("class", "ink", "slant", "all")
+
+
+def recognised(judge: SVC, images: Tensor, wanted: Tensor) -> Tensor:
+    """(N, 4) bool by PARTS, of images (N, 1, 8, 8) and numbers in DESCRIPTIONS (N,)."""
+    found = described(images, torch.from_numpy(judge.predict(pixels(images))))
+    parts = [found // 9 == wanted // 9, found % 9 // 3 == wanted % 9 // 3, found % 3 == wanted % 3]
+    return torch.stack([*parts, found == wanted], dim=1)
+
+
+def samples(model: torch.nn.Module, each: int, told: bool) -> tuple[Tensor, Tensor]:
+    """Images of every description `each` times, and its number; seeds 0, 1, ..."""
+    seeds, words = range(len(DESCRIPTIONS) * each), DigitWords()
+    condition = words.for_seeds(seeds)
+    condition = condition if told else words.null(condition)
+    batches = [
+        model.generate(seeds[i : i + 500], condition[i : i + 500])
+        for i in range(0, len(seeds), 500)
+    ]
+    return torch.cat(batches), torch.tensor(seeds) % len(DESCRIPTIONS)
+
+
+def measure(checkpoint: Path, weights: str, each: int, guidance: float | None) -> dict[str, object]:
+    data = Digits()
+    train, val = data.dataset("train"), data.dataset("val")
+    judge = SVC(C=10).fit(pixels(train.images), train.labels)
+    seen = described(train.images, train.labels).bincount(minlength=len(DESCRIPTIONS))
+    model = load(checkpoint, weights=weights)
+    model.guidance = None if guidance is None else ClassifierFree(guidance)
+    images, wanted = samples(model, each, told=True)
+    right = recognised(judge, images, wanted)
+    model.guidance = None
+    untold = recognised(judge, *samples(model, each, told=False))
+    held_out = recognised(judge, val.images, described(val.images, val.labels))
+    is_seen = seen[wanted] > 0
+    rows = {
+        "descriptions with training images": right[is_seen],
+        "descriptions without": right[~is_seen],
+        "all descriptions": right,
+        "the same samples told nothing": untold,
+        "held-out digits": held_out,
+    }
+    by_description = {
+        f"{text} ({seen[i]} training images)": right[wanted == i]
+        for i, text in enumerate(DESCRIPTIONS)
+    }
+    return {"each": each, "guidance": guidance, **shares(rows | by_description)}
+
+
+def shares(rows: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+    return {
+        name: dict(zip(PARTS, right.double().mean(0).tolist(), strict=True))
+        for name, right in rows.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("checkpoint", type=Path, help="checkpoint or run folder")
+    parser.add_argument("--weights", default="ema", help="ema (default) or raw")
+    parser.add_argument("--each", type=int, default=20, help="samples a description (default 20)")
+    parser.add_argument("--guidance", type=float, help="scale of classifier-free guidance")
+    parser.add_argument("--out", type=Path, help="JSON file for the shares")
+    args = parser.parse_args()
+    found = measure(args.checkpoint, args.weights, args.each, args.guidance)
+    print(f"{'':>55}" + "".join(f"{part:>8}" for part in PARTS))
+    for name, row in found.items():
+        if isinstance(row, dict):
+            print(f"{name:>55}" + "".join(f"{row[part]:>8.1%}" for part in PARTS))
+    if args.out:
+        args.out.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

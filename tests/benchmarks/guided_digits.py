@@ -1,0 +1,102 @@
+"""What guidance does to digits: guided_digits.py RUN WEAKER CLASSIFIER [--sets 3]
+
+Samples of RUN with the labels of the 1,437 training digits, under each kind of guidance: FID
+(digits-cnn) beside these and beside the held-out digits, precision and recall, and the share in
+which a support-vector machine, trained on the training digits, recognises the label. Mean over sets
+of seeds, which all rows share.
+"""
+
+import argparse
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from digits_quality import pixels
+from sklearn.svm import SVC
+from torch import Tensor
+
+from lit_diffusion.checkpoints.loading import load
+from lit_diffusion.data.digits import Digits
+from lit_diffusion.gaussian import FixedSmall
+from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
+from lit_diffusion.metrics.extractors import protocol_by_name
+from lit_diffusion.metrics.reference import Scorer, images_of_split, measure
+from lit_diffusion.metrics.second_look import SecondLook, View, look_closely
+from lit_diffusion.solvers import DDPM
+from lit_diffusion.system.files import user_cache
+from lit_diffusion.timesteps import LogSNR
+
+COLUMNS = ("FID", "held-out", "precision", "recall", "recognised")
+MIDDLE = (0.3, 5.0)
+"""Noise levels sigma / alpha between which guidance with an interval guides."""
+
+
+def second_look(data: Digits, labels: Tensor) -> SecondLook:
+    protocol = protocol_by_name("digits-cnn")
+    scorer = Scorer(protocol, protocol.build(), torch.device("cpu"), 480)
+    real, others = images_of_split(data, "train"), images_of_split(data, "val")
+    about = (len(labels), user_cache(), labels.tolist())
+    view = View("", scorer, measure(scorer, real, others, *about))
+    return look_closely(view, real, others, *about)
+
+
+def guidances(weaker: Any, classifier: Any) -> Iterator[tuple[str, Any]]:
+    yield "none", None
+    for scale in (1.5, 2.0, 3.0, 5.0):
+        yield f"classifier-free, {scale:g}", ClassifierFree(scale)
+    for scale in (2.0, 3.0, 5.0):
+        yield f"classifier-free, {scale:g}, interval", ClassifierFree(scale, interval=MIDDLE)
+        yield f"classifier-free, {scale:g}, rescale 0.7", ClassifierFree(scale, rescale=0.7)
+    for scale in (1.5, 2.0, 3.0):
+        yield f"autoguidance, {scale:g}", Autoguidance(weaker.denoise_for, scale)
+    for scale in (1.0, 2.0, 4.0):
+        yield f"classifier's score, {scale:g}", ClassifierScore(classifier.gradient(scale))
+    yield "none, DDPM in 50 steps", None
+    for scale in (1.0, 2.0, 4.0):
+        yield f"classifier's shift, {scale:g}, DDPM", ClassifierShift(classifier.gradient(scale))
+
+
+def scores(model: Any, labels: Tensor, seeds: range, look: SecondLook, judge: SVC) -> list[float]:
+    images = torch.cat(
+        [model.generate(seeds[i : i + 480], labels[i : i + 480]) for i in range(0, len(seeds), 480)]
+    )
+    samples = look.begin()
+    samples.add(images)
+    fid, found = samples.compute()
+    known = (found[name] for name in COLUMNS[1:-1])
+    return [fid, *known, judge.score(pixels(images), labels)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    for name in ("run", "weaker", "classifier"):
+        parser.add_argument(name, type=Path, help="checkpoint or run folder")
+    parser.add_argument("--weights", default="ema", help="ema (default) or raw")
+    parser.add_argument("--sets", type=int, default=3, help="sets of seeds (default 3)")
+    args = parser.parse_args()
+    model, weaker, classifier = (
+        load(path, weights=args.weights) for path in (args.run, args.weaker, args.classifier)
+    )
+    data = Digits()
+    train = data.dataset("train")
+    judge = SVC(C=10).fit(pixels(train.images), train.labels)
+    usual, ancestral = model.solver, DDPM(FixedSmall(), 50, LogSNR(noisiest=-10.0))
+    look, num = second_look(data, train.labels), len(train.labels)
+    print(f"| guidance | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}", flush=True)
+    for name, guidance in guidances(weaker, classifier):
+        model.guidance = guidance
+        model.solver = ancestral if "DDPM" in name else usual
+        sets = [
+            scores(model, train.labels, range(k * num, (k + 1) * num), look, judge)
+            for k in range(args.sets)
+        ]
+        row = [math.fsum(column) / len(sets) for column in zip(*sets, strict=True)]
+        print(f"| {name} | {' | '.join(f'{value:.3f}' for value in row)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

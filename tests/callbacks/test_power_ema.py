@@ -1,0 +1,192 @@
+import pytest
+import torch
+from support.plain_module import (
+    PlainModule,
+    assert_close,
+    assert_same_bits,
+    by_profile,
+    loader,
+    make_trainer,
+)
+
+from lit_diffusion import load
+from lit_diffusion.callbacks import EMA, PowerEMA, StepSeed
+
+
+class Recorded(PlainModule):
+    """Remembers its weights after each step of the optimizer."""
+
+    def on_train_start(self):
+        self.path, self.steps = [], self.trainer.global_step
+
+    def on_train_batch_end(self, *args):
+        if self.trainer.global_step > self.steps:
+            self.steps = self.trainer.global_step
+            self.path.append({name: p.detach().clone() for name, p in self.named_parameters()})
+
+
+def fit(folder, module, *callbacks, ckpt_path=None, **options):
+    trainer = make_trainer(folder, *callbacks, **options)
+    trainer.fit(module, loader(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def now(module):
+    return {name: p.detach().double().clone() for name, p in module.named_parameters()}
+
+
+def test_the_averages_are_those_by_hand_under_their_names(tmp_path):
+    module, ema = Recorded(), PowerEMA(widths=(0.05, 0.2))
+    fit(tmp_path, module, ema, max_steps=12, max_epochs=-1)
+    assert ema.names() == ["raw", "ema", "power_0.05", "power_0.2"]
+    for name, width in {"ema": 0.05, "power_0.05": 0.05, "power_0.2": 0.2}.items():
+        with ema.weights(name):
+            assert_close(now(module), by_profile(module.path, width))
+    assert ema.state_key == "PowerEMA{'prefix': ''}"
+
+
+def test_a_resumed_run_ends_with_the_same_averages_and_snapshots(tmp_path):
+    whole, first, second = (PowerEMA(snapshot_every_n_steps=4) for _ in range(3))
+    fit(tmp_path / "whole", PlainModule(), whole, StepSeed(1), max_epochs=3)
+    eight = fit(tmp_path / "parts", PlainModule(), first, StepSeed(1), max_epochs=2)
+    eight.save_checkpoint(tmp_path / "eight.ckpt")
+    rest = {"max_epochs": 3, "ckpt_path": tmp_path / "eight.ckpt"}
+    fit(tmp_path / "parts", PlainModule(), second, StepSeed(1), **rest)
+    for a, b in zip(*(e.state_dict()["shadows"] for e in (whole, second)), strict=True):
+        assert_same_bits(a, b)
+    assert whole.state_dict()["snapshots"] == second.state_dict()["snapshots"]
+    assert list(second.state_dict()["snapshots"]) == [4, 8, 12]
+    folders = [tmp_path / name / "ema-snapshots" for name in ("whole", "parts")]
+    names = [sorted(f.name for f in folder.iterdir()) for folder in folders]
+    assert names[0] == names[1] == [f"step-{n:09d}.safetensors" for n in (4, 8, 12)]
+    assert all((folders[0] / n).read_bytes() == (folders[1] / n).read_bytes() for n in names[0])
+
+
+def snapshots(folder):
+    return sorted(int(file.stem[5:]) for file in (folder / "ema-snapshots").glob("*"))
+
+
+def saved(trainer, folder):
+    file = folder / "checkpoints" / "last.ckpt"
+    trainer.save_checkpoint(file)
+    return file
+
+
+def assert_widths(file, path, widths=(0.07, 0.15)):
+    """Loaded from the file and its snapshots, they are nearly the direct averages."""
+    for width in widths:
+        found = now(load(file, f"power_{width}", module=PlainModule()))
+        expected, nearest = by_profile(path, width), by_profile(path, 0.1)
+        for name, value in expected.items():
+            error = (found[name] - value).abs().max()
+            assert error < 0.2 * (nearest[name] - value).abs().max() + 1e-6
+
+
+def test_any_width_is_loaded_from_a_run_and_its_snapshots(tmp_path):
+    module, ema = Recorded(), PowerEMA(snapshot_every_n_steps=8)
+    file = saved(fit(tmp_path, module, ema, max_steps=64, max_epochs=-1), tmp_path)
+    for name in ("power_0.1", "power_0.10"):
+        assert_close(now(load(file, name, module=PlainModule())), by_profile(module.path, 0.1))
+    assert_widths(file, module.path)
+    with pytest.raises(ValueError, match=r"above 0 and below 0\.289, got 0\.5"):
+        load(file, "power_0.5", module=PlainModule())
+    with pytest.raises(ValueError, match=r"must be power_<width>, got 'power_wide'"):
+        load(file, "power_wide", module=PlainModule())
+
+
+def test_accumulated_batches_are_one_step(tmp_path):
+    module, ema = Recorded(), PowerEMA(snapshot_every_n_steps=2)
+    options = {"max_steps": 16, "max_epochs": -1, "accumulate_grad_batches": 2}
+    file = saved(fit(tmp_path, module, ema, **options), tmp_path)
+    assert snapshots(tmp_path) == list(range(2, 17, 2))
+    assert len(module.path) == 16
+    assert_close(now(load(file, module=PlainModule())), by_profile(module.path, 0.05))
+    assert_widths(file, module.path)
+
+
+def test_averages_that_begin_in_the_middle_count_from_there(tmp_path):
+    before = fit(tmp_path, PlainModule(), max_steps=20, max_epochs=-1)
+    before.save_checkpoint(tmp_path / "before.ckpt")
+    module, ema = Recorded(), PowerEMA(snapshot_every_n_steps=4)
+    options = {"max_steps": 52, "max_epochs": -1, "ckpt_path": tmp_path / "before.ckpt"}
+    file = saved(fit(tmp_path, module, ema, **options), tmp_path)
+    assert snapshots(tmp_path) == list(range(4, 33, 4))
+    assert_close(now(load(file, module=PlainModule())), by_profile(module.path, 0.05))
+    assert_widths(file, module.path)
+
+
+def test_snapshots_of_another_run_are_not_mixed_in(tmp_path):
+    fit(tmp_path, PlainModule(lr=0.5), PowerEMA(snapshot_every_n_steps=3), max_steps=15)
+    module, ema = Recorded(), PowerEMA(snapshot_every_n_steps=4)
+    file = saved(fit(tmp_path, module, ema, max_steps=32, max_epochs=-1), tmp_path)
+    assert snapshots(tmp_path) == list(range(4, 33, 4))
+    assert_widths(file, module.path)
+
+
+def test_snapshots_that_were_put_there_from_another_run_are_refused(tmp_path):
+    files = {}
+    for name, lr in {"one": 0.1, "two": 0.3}.items():
+        ema = PowerEMA(snapshot_every_n_steps=4)
+        trainer = fit(tmp_path / name, PlainModule(lr=lr), ema, max_steps=12, max_epochs=-1)
+        files[name] = saved(trainer, tmp_path / name)
+    load(files["one"], "power_0.07", module=PlainModule())
+    stranger = "ema-snapshots/step-000000008.safetensors"
+    (tmp_path / "one" / stranger).write_bytes((tmp_path / "two" / stranger).read_bytes())
+    with pytest.raises(ValueError, match=r"8\.safetensors is not the snapshot .* at step 8"):
+        load(files["one"], "power_0.07", module=PlainModule())
+
+
+def test_a_run_that_goes_on_from_before_a_snapshot_takes_it_anew(tmp_path):
+    trainer = fit(tmp_path, PlainModule(), PowerEMA(snapshot_every_n_steps=1), max_steps=2)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    rest = {"max_steps": 4, "max_epochs": -1, "ckpt_path": tmp_path / "two.ckpt"}
+    fit(tmp_path, PlainModule(), PowerEMA(snapshot_every_n_steps=1), **rest)
+    assert snapshots(tmp_path) == [1, 2, 3, 4]
+    rest["max_steps"] = 3
+    fit(tmp_path, PlainModule(), PowerEMA(snapshot_every_n_steps=3), **rest)
+    assert snapshots(tmp_path) == [1, 2, 3]
+    fit(tmp_path, PlainModule(), PowerEMA(snapshot_every_n_steps=1), fast_dev_run=True)
+    assert snapshots(tmp_path) == [1, 2, 3]
+
+
+def test_one_callback_may_follow_two_runs(tmp_path):
+    ema = PowerEMA(snapshot_every_n_steps=4)
+    for name, steps in {"one": [4, 8], "two": [4]}.items():
+        fit(tmp_path / name, PlainModule(), ema, max_steps=steps[-1], max_epochs=-1)
+        assert snapshots(tmp_path / name) == list(ema.state_dict()["snapshots"]) == steps
+
+
+def test_without_snapshots_other_widths_are_refused(tmp_path):
+    file = saved(fit(tmp_path, PlainModule(), PowerEMA(), max_steps=4), tmp_path)
+    with pytest.raises(ValueError, match=r"width 0\.2 at step 4 cannot be told from 0 snapshots"):
+        load(file, "power_0.2", module=PlainModule())
+    file = saved(fit(tmp_path, PlainModule(), EMA(), max_steps=4), tmp_path)
+    with pytest.raises(ValueError, match=r"no weights 'power_0.07'; it has raw, ema_0.9999"):
+        load(file, "power_0.07", module=PlainModule())
+
+
+def test_a_width_that_would_begin_in_the_middle_is_refused(tmp_path):
+    trainer = fit(tmp_path, PlainModule(), PowerEMA(), max_steps=2)
+    trainer.save_checkpoint(tmp_path / "two.ckpt")
+    rest = {"max_steps": 4, "ckpt_path": tmp_path / "two.ckpt"}
+    with pytest.raises(ValueError, match=r"one of 0\.07 would lack the steps before; keep the"):
+        fit(tmp_path, PlainModule(), PowerEMA((0.05, 0.07)), **rest)
+    fit(tmp_path, PlainModule(), PowerEMA((0.1,)), **rest)
+
+
+def test_what_can_not_be_averaged_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"above 0 and below 0\.289, got 0\.999"):
+        PowerEMA(widths=(0.999,))
+    with pytest.raises(ValueError, match="snapshot_every_n_steps must be at least 1, got 0"):
+        PowerEMA(snapshot_every_n_steps=0)
+    with pytest.raises(ValueError, match="average the same parameters"):
+        fit(tmp_path, PlainModule(), EMA(), PowerEMA(), max_steps=1)
+    two = (PowerEMA(prefix=f"inner.{i}", snapshot_every_n_steps=1) for i in (0, 3))
+    with pytest.raises(ValueError, match="two PowerEMA would write snapshots of equal names"):
+        fit(tmp_path, PlainModule(), *two, max_steps=1)
+
+
+def test_checkpoints_hold_the_weights_that_were_trained(tmp_path):
+    module = Recorded()
+    fit(tmp_path, module, PowerEMA(), max_steps=5)
+    assert all(torch.equal(p, module.path[-1][n]) for n, p in module.named_parameters())

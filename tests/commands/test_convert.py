@@ -1,0 +1,79 @@
+from pathlib import Path
+
+import pytest
+import torch
+from support.commands import call
+from support.golden_weights import fill_
+from support.small_digits import write_small_digits
+
+from lit_diffusion.interchange import load_network
+from lit_diffusion.networks.dit import DiT
+
+pytestmark = pytest.mark.usefixtures("folder")
+
+IMPORT = "convert import dit.pt --kind dit --out out"
+
+
+@pytest.fixture
+def dit(folder):
+    network = fill_(DiT(8, 1, 2, 2, 32, 2, 4, num_classes=10)).eval()
+    torch.save(network.state_dict(), "dit.pt")
+    return network
+
+
+def test_a_run_goes_out_as_weights_and_as_a_folder_of_diffusers(folder, capsys):
+    averaged = write_small_digits(Path("run/checkpoints/last.ckpt"))
+    assert call("convert export --checkpoint run --out out") == 0
+    assert "ema_0.9 weights of run/checkpoints/last.ckpt are in out." in capsys.readouterr().out
+    x, t, labels = torch.randn(2, 1, 8, 8), torch.tensor([0.0, 700]), torch.tensor([3, -1])
+    with torch.no_grad():
+        assert torch.equal(load_network("out")(x, t, labels), averaged.network(x, t, labels))
+    assert call("convert export --checkpoint run --out pipe --format diffusers") == 0
+    assert "The network takes labels" in capsys.readouterr().out
+    assert call("convert import pipe --kind diffusers-unet --out back") == 0
+    with torch.no_grad():
+        output = load_network("back")(x, t, labels)
+        torch.testing.assert_close(output, averaged.network(x, t, labels), rtol=1e-5, atol=1e-5)
+
+
+def test_a_published_file_comes_in(dit, capsys):
+    assert call(f"{IMPORT} --network.num_heads=4") == 0
+    assert "DiT(image_size=8, in_channels=1, out_channels=2" in capsys.readouterr().out
+    x, t, labels = torch.randn(2, 1, 8, 8), torch.tensor([0.0, 700]), torch.tensor([3, -1])
+    with torch.no_grad():
+        assert torch.equal(load_network("out")(x, t, labels), dit(x, t, labels))
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        ("convert", "say export or import first, got nothing."),
+        ("convert exprot --out x", "say export or import first, got exprot --out x."),
+        ("convert export --out x", "checkpoint must be given"),
+        ("convert export --checkpoint nowhere --out x", "There is no checkpoint at nowhere"),
+        ("convert export --checkpoint x --out x --format onnx", "invalid choice: 'onnx'"),
+        (IMPORT, "shapes cannot tell num_heads: give --network.num_heads=VALUE"),
+        (f"{IMPORT} --network.num_heads=5", "num_heads"),
+        (f"{IMPORT} --network.num_heads=[", "--network.num_heads=[ must be --network.NAME=VALUE"),
+        (f"{IMPORT} --network.num_heads=0", "num_heads=0"),
+        (f"{IMPORT} --network.num_heads", "there is no option 'network.num_heads'"),
+        (f"{IMPORT} --num_heads=4", "there is no option 'num_heads'"),
+        (f"{IMPORT} --network.num_heads=4 --network.wings=2", "DiT cannot be built"),
+        ("convert export --checkpoint run --out x --vae vae", "--vae vae belongs to --format diff"),
+        ("convert import no.pt --kind dit --out out", "There is no file no.pt"),
+        ("convert import dit.pt --kind uvit --out out", "not of --kind uvit: it lacks patch_embed"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(dit, capsys, command, told):
+    write_small_digits(Path("run/checkpoints/last.ckpt"))
+    assert call(command) == 2
+    said = capsys.readouterr().err.strip()
+    assert told in said
+    assert len(said.split("\n")) == 1
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("what", ["", "export", "import"])
+def test_help_says_what_to_type(what, capsys):
+    assert call(f"convert {what} --help") == 0
+    assert f"usage: lit-diffusion convert {what}".strip() in capsys.readouterr().out

@@ -1,0 +1,278 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from PIL import Image
+from support.bucket import bucket
+from support.commands import call
+from support.on_ranks import run_on_ranks
+from support.pictures import class_folders, picture
+from support.resuming import Recipe, assert_undisturbed
+from support.small_digits import small_digits
+from support.streamed import digits, from_files, png, write
+
+from lit_diffusion.data.image_folder import ImageFolder
+from lit_diffusion.data.streaming import StreamedImages, opened
+from lit_diffusion.metrics.reference import images_of_split
+
+pytest.importorskip("litdata", reason="pip install lit-diffusion[streaming]")
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    opened.cache_clear()
+
+
+@pytest.fixture
+def root(tmp_path):
+    return class_folders(tmp_path / "pictures", each=4)
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def url(request, root, tmp_path, monkeypatch):
+    """The same pictures as a set."""
+    folder = from_files(tmp_path / "buckets" / "ours" / "set", root)
+    if request.param == "folder":
+        yield folder
+    else:
+        with bucket(tmp_path / "buckets", monkeypatch):
+            yield "s3://ours/set"
+
+
+def solid(numbers):
+    """Pictures of 2x2 pixels, all of this value."""
+    return [{"image": png(Image.new("L", (2, 2), n))} for n in numbers]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_those_of_the_files_in_a_folder(root, url, workers):
+    options = {"image_size": 16, "flip": True, "random_crop": True, "batch_size": 3, "seed": 4}
+    streamed = StreamedImages(url, url, num_classes=2, num_workers=workers, **options)
+    files = ImageFolder(str(root), str(root), num_workers=0, **options)
+    streamed.prepare_data()
+    for loaders in ("train_dataloader", "val_dataloader"):
+        ours, theirs = (getattr(data, loaders)() for data in (streamed, files))
+        for _ in range(2):  # persistent workers go on in another epoch
+            for a, b in zip(ours, theirs, strict=True):
+                assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+            if loaders == "train_dataloader":
+                ours.sampler.set_epoch(1)
+                theirs.sampler.set_epoch(1)
+    assert streamed.num_classes == 2
+    assert streamed.image_shape == files.image_shape
+
+
+def test_of_a_bucket_only_the_index_comes_to_the_disk(tmp_path, monkeypatch):
+    folder = tmp_path / "buckets" / "ours" / "set"
+    write(folder, solid(range(20)), chunk_size=10)
+    with bucket(tmp_path / "buckets", monkeypatch) as asked:
+        data = StreamedImages("s3://ours/set", 4, image_size=2, channels=1, num_workers=0)
+        assert len(data.images("train")) == 16
+    sizes = [size for path, size in asked if path.endswith(".bin")]
+    assert len(sizes) == 2 * (16 + 1)  # one more when it is opened
+    assert max(sizes) < 200 < (folder / "chunk-0-0.bin").stat().st_size
+    on_disk = {path.suffix for path in (tmp_path / "cache").rglob("*") if path.is_file()}
+    assert on_disk <= {".json", ".lock"}
+
+
+def test_pictures_may_be_files_pillow_images_or_tensors(tmp_path):
+    def image(kind, number):
+        made = picture(number, size=(16, 16))
+        pixels = torch.tensor(list(made.tobytes()), dtype=torch.uint8).view(16, 16, 3)
+        return {"file": png(made), "pillow": made, "tensor": pixels.permute(2, 0, 1)}[kind]
+
+    splits = [
+        write(tmp_path / kind, [{"image": image(kind, n)} for n in range(7)])
+        for kind in ("file", "pillow", "tensor")
+    ]
+    first, *others = [
+        StreamedImages(each, 2, image_size=16, num_workers=0).images("train") for each in splits
+    ]
+    assert len(first) == 5
+    assert all(torch.equal(first, other) for other in others)
+
+
+def test_held_out_pictures_are_no_training_pictures_and_always_the_same(tmp_path):
+    folder = write(tmp_path / "set", solid(range(12)))
+    data = StreamedImages(folder, 5, image_size=2, channels=1, num_workers=0)
+    values = {s: data.images(s)[:, 0, 0, 0].tolist() for s in ("train", "val")}
+    assert sorted(values["train"] + values["val"]) == list(range(12))
+    assert values["val"] == [0, 7, 8, 10, 11]
+    assert data.num_classes is None
+    assert data.in_order("val").dataset[0][1].tolist() == [-1]
+
+
+def test_metrics_find_pictures_and_labels_of_a_split(root, url):
+    data = StreamedImages(url, 3, image_size=16, num_classes=2, num_workers=0)
+    real = images_of_split(data, "train")
+    ((images, labels),) = real.batches(8)
+    assert torch.equal(images, data.images("train"))
+    assert len(labels) == 5
+    assert set(labels) <= {0, 1}
+    assert real.fingerprint() == data.fingerprint("train") != data.fingerprint("val")
+
+
+def test_the_fingerprint_follows_the_set_and_the_crop_but_not_its_place(root, tmp_path):
+    def fingerprint(folder, size=16):
+        return StreamedImages(str(folder), 2, size).fingerprint("train")
+
+    first = Path(from_files(tmp_path / "a", root))
+    before = fingerprint(first)
+    moved = first.rename(tmp_path / "b")
+    assert fingerprint(moved) == before
+    assert fingerprint(moved, size=8) != before
+    assert fingerprint(from_files(tmp_path / "c", root)) != before  # written at another time
+
+
+@pytest.mark.parametrize(("batch", "workers"), [(3, (0, 0)), (8, (2, 0))])
+def test_a_run_that_died_ends_as_one_that_did_not(tmp_path, batch, workers):
+    """Within its first or second epoch, of five batches."""
+    recipe = Recipe(("EMA", "NoiseLevelLoss"), workers, data=digits(tmp_path / "set"))
+    assert_undisturbed(tmp_path, recipe, batch)
+
+
+@pytest.mark.slow
+def test_a_run_that_died_on_two_ranks_ends_as_one_that_did_not(tmp_path):
+    digits(tmp_path / "set")
+    given = "8", "1", str(tmp_path / "set")
+    assert run_on_ranks("resuming_on_ranks.py", tmp_path, *given) == ["undisturbed"] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_train_on_each_picture_at_most_once_an_epoch_and_validate_each_once(tmp_path, ranks):
+    write(tmp_path / "set", solid(range(13)))
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    given = [SUPPORT / "count_images.py", tmp_path, "13", "4", tmp_path / "set"]
+    command = [sys.executable, *launch, *map(str, given)]
+    subprocess.run(command, check=True, timeout=300)
+    seen = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
+    assert sorted(place for each in seen for place in each["validate"]) == list(range(13))
+    for epoch in range(2):
+        trained = [place for each in seen for place in each["train"][epoch]]
+        assert len(set(trained)) == len(trained) == 12
+
+
+def test_what_holds_no_set_is_named(tmp_path, monkeypatch):
+    with pytest.raises(FileNotFoundError, match=r"none holds no index.json: write a set there"):
+        StreamedImages(str(tmp_path / "none"), 2, 16).prepare_data()
+    (tmp_path / "index.json").write_text(json.dumps({"chunks": []}))
+    with pytest.raises(ValueError, match="cannot be opened as a set of litdata"):
+        StreamedImages(str(tmp_path), 2, 16).prepare_data()
+    missing = pytest.raises(ValueError, match=r"s3://ours/none cannot be opened.*404")
+    with bucket(tmp_path, monkeypatch), missing:
+        StreamedImages("s3://ours/none", 2, 16).prepare_data()
+    for other in ("hf://datasets/ours", "local:/data"):
+        with pytest.raises(ValueError, match=f"in a folder or in s3:// or gs://, got {other}"):
+            StreamedImages(other, 2, 16)
+
+
+def test_without_litdata_the_message_says_how_to_install_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "litdata", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lit-diffusion\[streaming\]'"):
+        StreamedImages(str(tmp_path), 2, 16).prepare_data()
+
+
+SOLID = solid(range(9))
+
+
+@pytest.mark.parametrize(
+    ("samples", "options", "message"),
+    [
+        ([{"jpg": b"", "cls": 1}] * 9, {}, r"no 'image', but \['jpg', 'cls'\].*name their keys"),
+        (SOLID, {"num_classes": 2}, r"Sample \d of .*set has no 'label', but \['image'\]"),
+        ([1] * 9, {}, "has no 'image', but int: samples must be dictionaries"),
+        ([{**s, "label": 2} for s in SOLID], {"num_classes": 2}, r"has the label 2, .* \[0, 2\)"),
+        ([{**s, "label": "a"} for s in SOLID], {"num_classes": 2}, "has the label 'a'"),
+        (SOLID, {"image_size": 3}, "is only 2 pixels on its shorter side, less than 3"),
+        (SOLID, {"channels": 3}, "has mode L, not RGB: choose channels"),
+        (SOLID, {"val": 9}, "val=9 cannot be held out of the 9"),
+        ([{"image": {1, 2}}] * 9, {}, "holds pickled samples"),
+        ([{"image": b"no picture"}] * 9, {}, r"Sample \d of .*set cannot be read \(cannot"),
+    ],
+)
+def test_sets_that_do_not_fit_are_named_before_training(tmp_path, samples, options, message):
+    folder = write(tmp_path / "set", samples)
+    options = {"val": 2, "image_size": 2, "channels": 1} | options
+    with pytest.raises((ValueError, OSError), match=message):
+        StreamedImages(folder, **options).prepare_data()
+
+
+def test_pictures_that_do_not_fit_are_converted_only_on_demand(tmp_path):
+    folder = write(tmp_path / "set", SOLID)
+    data = StreamedImages(folder, 2, image_size=3, strict=False, num_workers=0)
+    assert data.images("train").shape == (7, 3, 3, 3)
+
+
+def test_code_in_a_pickled_set_is_not_run(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return Path.touch, (tmp_path / "sprung",)
+
+    folder = write(tmp_path / "set", [{"image": Trap()}] * 3)
+    with pytest.raises(ValueError, match="reading these runs code of whoever wrote them"):
+        StreamedImages(folder, 1, 2).prepare_data()
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_missing_and_cut_chunks_are_named(tmp_path):
+    folder = Path(write(tmp_path / "set", SOLID, chunk_size=3))
+    (folder / "chunk-0-1.bin").unlink()
+    last = folder / "chunk-0-2.bin"
+    last.write_bytes(last.read_bytes()[:-1])
+    with pytest.raises(FileNotFoundError, match=r"lacks 2 of 3 chunks.* such as chunk-0-1.bin"):
+        StreamedImages(str(folder), 2, 2, channels=1).prepare_data()
+
+
+def test_fewer_pictures_than_a_batch_are_refused(tmp_path):
+    data = StreamedImages(write(tmp_path / "set", SOLID), 2, 2, channels=1, batch_size=8)
+    with pytest.raises(ValueError, match=r"batch_size 8 on 1 process.* more than the 7 training"):
+        data.train_dataloader()
+
+
+PAGE = (Path(__file__).parents[2] / "docs" / "streaming.md").read_text()
+
+
+def shown(name):
+    """A file that the page writes."""
+    return PAGE.split(f"cat > {name} <<'END'\n")[1].split("END\n")[0]
+
+
+def test_the_settings_shown_train(folder, capfd):
+    """The ten lines of the page beside another module, and a mistake in them."""
+    settings = yaml.safe_load(shown("faces.yaml"))
+    given = settings["data"]["init_args"]
+    digits(folder / "set")
+    given |= {"train": "set", "val": "set", "image_size": 8, "num_classes": 10, "num_workers": 1}
+    given |= {"channels": 1, "batch_size": 64}
+    (folder / "small.yaml").write_text(json.dumps(small_digits(2, limit_val_batches=1)))
+    (folder / "faces.yaml").write_text(json.dumps(settings))
+    command = "fit --config small.yaml --config faces.yaml"
+    assert call(f"{command} --data.init_args.train=none") == 2
+    assert "none holds no index.json" in capfd.readouterr().err
+    assert call(command) == 0
+
+
+@pytest.mark.slow
+def test_the_script_shown_writes_a_set_of_a_folder(folder):
+    class_folders(folder / "faces", each=3)
+    (folder / "chunks.py").write_text(shown("chunks.py"))
+    subprocess.run([sys.executable, "chunks.py"], check=True, timeout=300)
+    files = ImageFolder("faces", "faces", 16, num_workers=0)
+    data = StreamedImages("chunks", "chunks", 16, num_classes=2, num_workers=0)
+    data.prepare_data()
+
+    def pairs(data):
+        return [
+            (label, image.tolist())
+            for images, labels, _ in data.in_order("val")
+            for image, label in zip(images, labels.tolist(), strict=True)
+        ]
+
+    assert sorted(pairs(data)) == sorted(pairs(files))

@@ -1,0 +1,70 @@
+import pytest
+import torch
+from support.golden import Z
+from support.golden_weights import fill_
+from torch.testing import assert_close
+
+from lit_diffusion.interchange.diffusers_dit import SAME, to_config, to_diffusers
+from lit_diffusion.networks.dit import DiT
+
+SIZES = [
+    {"patch_size": 2, "width": 48, "depth": 3, "num_heads": 4, "out_channels": 6},
+    {"patch_size": 4, "width": 32, "depth": 2, "num_heads": 2, "out_channels": 3},
+]
+BASE = {"image_size": 8, "in_channels": 3, "num_classes": 10}
+
+
+def filled(arguments):
+    """Weights that all matter, and the table of positions as it is, which is not trained."""
+    network = DiT(**arguments)
+    positions = network.pos_embed.clone()
+    fill_(network).pos_embed.copy_(positions)
+    return network.eval()
+
+
+class Pipeline:
+    """As far as `SAME` needs one."""
+
+
+def theirs(network, arguments):
+    diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    other = diffusers.DiTTransformer2DModel(**to_config(arguments))
+    missing, foreign = other.load_state_dict(to_diffusers(network.state_dict()), strict=False)
+    assert (set(missing) <= {"pos_embed.pos_embed"}, foreign) == (True, [])
+    return other.eval()
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_output_is_that_of_diffusers_after_the_lines_that_are_printed(sizes):
+    arguments = BASE | sizes
+    ours = filled(arguments)
+    other = theirs(ours, arguments)
+    labels = torch.tensor([0, 9, -1])
+    x, t = Z((3, 3, 8, 8), 1).float(), torch.tensor([0, 123, 999])
+
+    def outputs():
+        with torch.no_grad():
+            return ours(x, t, labels), other(x, t, labels.where(labels >= 0, 10)).sample
+
+    output, before = outputs()
+    assert (output - before).abs().max() > 1e-3  # why they are printed
+    pipeline = Pipeline()
+    pipeline.transformer = other
+    exec(SAME, {"pipeline": pipeline})
+    output, expected = outputs()
+    assert expected.std() > 0.05
+    assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"num_classes": None}, "num_classes=None: .* labels, and nothing else"),
+        ({"context_dim": 6}, "context_dim=6"),
+        ({"vector_dim": 6}, "vector_dim=6"),
+        ({"mlp_ratio": 2}, "mlp_ratio=2: .* has 4"),
+    ],
+)
+def test_what_diffusers_cannot_express_is_refused_by_name(changes, told):
+    with pytest.raises(ValueError, match=told):
+        to_config(BASE | SIZES[0] | changes)

@@ -1,0 +1,246 @@
+"""Pipelines of diffusers, loaded from our folders, make our images."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.golden_weights import fill_
+from support.tiny_diffusion import tiny_diffusion
+from torch.testing import assert_close
+
+from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange
+from lit_diffusion.interchange.diffusers_dit import SAME
+from lit_diffusion.interchange.diffusers_folder import (
+    read_model,
+    scheduler_config,
+    write_diffusers,
+    write_model,
+)
+from lit_diffusion.interchange.published import convert
+from lit_diffusion.losses import HybridLoss, Simple
+from lit_diffusion.networks.dit import DiT
+from lit_diffusion.networks.unet import UNet
+from lit_diffusion.parameterizations import EDMPreconditioning, Epsilon, Sample, Velocity
+from lit_diffusion.processes import ContinuousVP, CosineBetas, DiscreteVP, LinearBetas
+from lit_diffusion.seeding import PerSampleNoise
+from lit_diffusion.solvers import DDIM, DDPM
+from lit_diffusion.timesteps import Stride
+
+SEEDS = [3, 5]
+ARGUMENTS = {"in_channels": 1, "out_channels": 1, "model_channels": 16, "norm_groups": 4}
+ARGUMENTS |= {"channel_mult": [1, 2], "num_res_blocks": 1, "num_heads": 2}
+DIT = {"image_size": 8, "in_channels": 4, "out_channels": 4, "patch_size": 2, "width": 32}
+DIT |= {"depth": 2, "num_heads": 2, "num_classes": 3}
+
+
+def unet(**changes):
+    """Whose output follows its input gently: a hundred steps amplify no rounding."""
+    network = fill_(UNet(**(ARGUMENTS | changes)))
+    with torch.no_grad():
+        network.out[2].weight.mul_(0.3)
+    return network
+
+
+def module(network=None, **changes):
+    plain = {"num_classes": None, "label_dropout": 0.0}
+    network = unet() if network is None else network
+    return tiny_diffusion(network=network, **(plain | changes)).eval()
+
+
+def dit():
+    """With its table of positions as it is, which is not trained."""
+    network = DiT(**DIT)
+    positions = network.pos_embed.clone()
+    fill_(network).pos_embed.copy_(positions)
+    return network
+
+
+def write(folder, module, arguments=ARGUMENTS, vae=None):
+    kind = type(module.network)
+    record = {
+        "network": {"class_path": f"{kind.__module__}.{kind.__name__}", "init_args": arguments},
+        "image_shape": list(module.image_shape),
+    }
+    return write_diffusers(folder, module, record, module.network.state_dict(), vae)
+
+
+def pipeline_of(folder, kind="DDPMPipeline"):
+    diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    made = getattr(diffusers, kind).from_pretrained(folder)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def our_images(module):
+    """In [0, 1], as diffusers has them, before they are rounded."""
+    noise = PerSampleNoise(SEEDS)
+    with torch.no_grad():
+        start = noise.draw(module.image_shape)
+        denoise = module.denoise_for(None)
+        x0 = module.solver.sample(denoise, module.process, start, noise.randn_like)
+    return (x0 / 2 + 0.5).clamp(0, 1)
+
+
+def close(images, expected):
+    assert expected.std() > 0.05
+    assert ((expected > 0) & (expected < 1)).float().mean() > 0.2  # not all of it clamped
+    assert_close(images, expected.float(), rtol=0, atol=1e-5)
+
+
+def assert_images_are(ours, pipeline, steps):
+    generators = PerSampleNoise(SEEDS).generators
+    close(pipeline(2, generators, steps, output_type="pt").images, our_images(ours))
+
+
+@pytest.mark.parametrize("betas", [LinearBetas(100), CosineBetas(100)])
+@pytest.mark.parametrize("parameterization", [Epsilon(), Sample(), Velocity()])
+def test_ddpm_pipeline_makes_our_image_of_a_seed(betas, parameterization, tmp_path):
+    ours = module(
+        process=DiscreteVP(betas),
+        parameterization=parameterization,
+        solver=DDPM(FixedSmall(), steps=100),
+    )
+    assert write(tmp_path, ours) == []
+    assert_images_are(ours, pipeline_of(tmp_path), 100)
+
+
+@pytest.mark.parametrize("variance", [FixedSmall(), FixedLarge(), LearnedRange()])
+def test_with_fewer_steps_and_any_variance_too(variance, tmp_path):
+    changes, arguments = {}, ARGUMENTS
+    if variance.learned:
+        arguments = ARGUMENTS | {"out_channels": 2}
+        changes = {"loss": HybridLoss(Simple()), "network": unet(out_channels=2)}
+    ours = module(solver=DDPM(variance, steps=7), parameterization=Epsilon(), **changes)
+    write(tmp_path, ours, arguments)
+    assert_images_are(ours, pipeline_of(tmp_path), 7)
+
+
+@pytest.mark.parametrize(
+    "solver", [DDIM(100), DDIM(10, times=Stride()), DDIM(10, times=Stride(), clip=False)]
+)
+def test_ddim_pipeline_makes_our_image_of_a_seed(solver, tmp_path):
+    ours = module(solver=solver)
+    write(tmp_path, ours)
+    made = pipeline_of(tmp_path, "DDIMPipeline")
+    images = made(
+        2,
+        PerSampleNoise(SEEDS).generators,
+        num_inference_steps=solver.steps,
+        use_clipped_model_output=True,
+        output_type="pt",
+    ).images
+    close(images, our_images(ours))
+
+
+def test_dit_pipeline_makes_our_latents_of_a_seed(tmp_path):
+    diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKL(3, 3, block_out_channels=(8,), norm_num_groups=4)
+    vae.save_pretrained(tmp_path / "vae")
+    ours = module(
+        dit(),
+        image_shape=(4, 8, 8),
+        num_classes=3,
+        solver=DDIM(10, times=Stride(), clip=False),
+    )
+    (said,) = write(tmp_path / "out", ours, DIT, str(tmp_path / "vae"))
+    assert SAME in said
+    made = pipeline_of(tmp_path / "out", "DiTPipeline")
+    exec(SAME, {"pipeline": made})
+    generators = PerSampleNoise(SEEDS).generators
+    images = made([2, 0], 1.0, generators, 10, output_type="pt").images
+    noise = PerSampleNoise(SEEDS)
+    with torch.no_grad():
+        denoise = ours.denoise_for(torch.tensor([2, 0]))
+        start = noise.draw(ours.image_shape)
+        latents = ours.solver.sample(denoise, ours.process, start, noise.randn_like)
+        expected = vae.decode(latents.float() / vae.config.scaling_factor).sample
+    close(images, (expected / 2 + 0.5).clamp(0, 1))
+
+
+def test_what_there_is_to_say_is_said(tmp_path):
+    labelled = ARGUMENTS | {"num_classes": 3}
+    (said,) = write(tmp_path, module(fill_(UNet(**labelled)), num_classes=3), labelled)
+    assert "takes labels" in said
+    latents = {"image_shape": (4, 8, 8), "num_classes": 3}
+    said = write(tmp_path / "dit", module(dit(), **latents), DIT)
+    assert "AutoencoderKL" in said[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"process": ContinuousVP(), "solver": DDIM(3, times=None)}, "has betas, and ContinuousVP"),
+        (
+            {"process": DiscreteVP(CosineBetas(100), rescale_labels=True)},
+            "rescale_labels=True with 100",
+        ),
+        ({"parameterization": EDMPreconditioning()}, "knows Epsilon, Sample, Velocity"),
+    ],
+)
+def test_what_schedulers_cannot_express_is_refused_by_name(changes, told, tmp_path):
+    ours = module()
+    for name, value in changes.items():
+        setattr(ours, name, value)
+    with pytest.raises(ValueError, match=told):
+        write(tmp_path / "out", ours)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_network_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="diffusers has no TinyNetwork: export a UNet or DiT"):
+        write(tmp_path, tiny_diffusion())
+
+
+def test_rescaled_labels_of_1000_steps_are_whole():
+    ours = module()
+    ours.process = DiscreteVP(CosineBetas(1000), rescale_labels=True)
+    assert scheduler_config(ours)["num_train_timesteps"] == 1000
+
+
+def test_a_network_is_read_from_its_folder_or_its_pipelines(tmp_path):
+    write(tmp_path, module())
+    config, state = read_model(tmp_path)
+    assert read_model(tmp_path / "unet")[0] == config
+    (tmp_path / "unet/diffusion_pytorch_model.safetensors").unlink()
+    torch.save(state, tmp_path / "unet/diffusion_pytorch_model.bin")
+    assert read_model(tmp_path)[1].keys() == state.keys()
+    (tmp_path / "unet/config.json").write_text(json.dumps({"_class_name": "UNet1DModel"}))
+    with pytest.raises(ValueError, match="is of a UNet1DModel, and must be of a UNet2DModel"):
+        read_model(tmp_path)
+    (tmp_path / "unet/config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json is damaged: .*; write or copy it again"):
+        read_model(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"holds no config.json"):
+        read_model(tmp_path / "scheduler")
+
+
+@pytest.mark.parametrize("lacking", ["down_block_types", "mid_block.attentions.0.to_q.weight"])
+def test_what_a_folder_lacks_is_named(lacking, tmp_path):
+    write(tmp_path / "whole", module())
+    config, state = read_model(tmp_path / "whole")
+    for part in (config, state):
+        part.pop(lacking, None)
+    write_model(tmp_path / "cut", config, state)
+    with pytest.raises(ValueError, match=f"not of --kind diffusers-unet: it lacks {lacking}"):
+        convert(tmp_path / "cut", "diffusers-unet", tmp_path / "out", {})
+
+
+def test_another_folder_than_that_of_a_vae_is_refused(tmp_path):
+    (tmp_path / "vae").mkdir()
+    latents = module(dit(), image_shape=(4, 8, 8), num_classes=3)
+    with pytest.raises(ValueError, match="vae must be the folder of an AutoencoderKL"):
+        write(tmp_path / "out", latents, DIT, str(tmp_path / "vae"))
+    with pytest.raises(ValueError, match=r"vae is for a DiT, .* and not a UNet"):
+        write(tmp_path / "out", module(), vae=str(tmp_path / "vae"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_needs_no_diffusers():
+    code = (
+        "import sys, lit_diffusion.interchange.diffusers_folder; print('diffusers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,138 @@
+"""Our U-Net against diffusers' own, which is the referee."""
+
+import pytest
+import torch
+from support.golden import Z
+from support.golden_weights import fill_
+from torch.testing import assert_close
+
+from lit_diffusion.interchange.diffusers_unet import (
+    FIXED,
+    from_config,
+    from_diffusers,
+    to_config,
+    to_diffusers,
+)
+from lit_diffusion.networks.unet import UNet
+
+BASE = {"in_channels": 3, "out_channels": 3, "model_channels": 32, "norm_groups": 8}
+BASE |= {"channel_mult": [1, 2], "num_res_blocks": 1}
+UNETS = {
+    "one width attends": BASE | {"num_heads": 4},
+    "heads of one size": BASE
+    | {"channel_mult": [1, 1.5, 2], "num_res_blocks": 2, "attention_downsample": [1, 4]}
+    | {"head_channels": 16, "scale_shift_norm": False, "norm_groups": 16},
+    "residual resampling": BASE
+    | {"resblock_updown": True, "attention_downsample": [1], "head_channels": 8},
+    "resampling without attention": BASE
+    | {"resblock_updown": True, "attention_downsample": [], "split_heads_first": False},
+    "labels, learned variance": BASE | {"num_classes": 5, "out_channels": 6},
+    "a single level": BASE | {"channel_mult": [1], "attention_downsample": [1]},
+}
+
+
+def of(name):
+    return fill_(UNet(**UNETS[name])).eval()
+
+
+def theirs(network, arguments):
+    diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    other = diffusers.UNet2DModel(sample_size=8, **to_config(arguments))
+    other.load_state_dict(to_diffusers(network.state_dict(), arguments))
+    return other.eval()
+
+
+def inputs(arguments):
+    labels = torch.tensor([0, 4, -1]) if "num_classes" in arguments else None
+    return Z((3, 3, 8, 8), 1).float(), torch.tensor([0, 123, 999]), labels
+
+
+@pytest.mark.parametrize("name", UNETS)
+def test_output_is_that_of_diffusers(name):
+    ours = of(name)
+    x, t, labels = inputs(UNETS[name])
+    given = () if labels is None else (labels.where(labels >= 0, 5),)
+    with torch.no_grad():
+        expected = theirs(ours, UNETS[name])(x, t, *given).sample
+        output = ours(x, t, labels)
+    assert expected.std() > 0.05
+    assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", UNETS)
+def test_a_network_of_diffusers_comes_in(name):
+    diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    torch.manual_seed(0)
+    config = to_config(UNETS[name]) | {"num_class_embeds": UNETS[name].get("num_classes")}
+    other = fill_(diffusers.UNet2DModel(sample_size=8, **config)).eval()
+    arguments, state = from_diffusers(other.state_dict(), dict(other.config))
+    network = UNet(**arguments).eval()
+    network.load_state_dict(state)
+    x, t, labels = inputs(UNETS[name])
+    labels = None if labels is None else labels.abs()
+    with torch.no_grad():
+        expected = other(x, t, *(() if labels is None else (labels,))).sample
+        output = network(x, t, labels)
+    assert expected.std() > 0.05
+    assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", UNETS)
+def test_there_and_back_is_the_same_network(name):
+    ours = of(name)
+    there = to_diffusers(ours.state_dict(), UNETS[name])
+    arguments, back = from_diffusers(there, to_config(UNETS[name]))
+    network = UNet(**arguments).eval()
+    network.load_state_dict(back)
+    assert arguments["num_classes"] == UNETS[name].get("num_classes")
+    x, t, labels = inputs(UNETS[name])
+    with torch.no_grad():
+        assert_close(network(x, t, labels), ours(x, t, labels), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"attention_downsample": [1]}, "num_heads=4: .* heads of one size, as head_channels"),
+        ({"num_heads_upsample": 2}, "num_heads_upsample=2: .* one number of heads"),
+        ({"channel_mult": [0.5, 1]}, r"channel_mult=\[0.5, 1\]: .* begins with 1"),
+        ({"context_dim": 6}, "context_dim=6: .* labels or no condition"),
+        ({"vector_dim": 6}, "vector_dim=6: .* labels or no condition"),
+    ],
+)
+def test_what_diffusers_cannot_express_is_refused_by_name(changes, told):
+    with pytest.raises(ValueError, match=told):
+        to_config(BASE | changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("freq_shift", 1),
+        ("flip_sin_to_cos", False),
+        ("norm_eps", 1e-6),
+        ("time_embedding_type", "fourier"),
+        ("mid_block_type", None),
+        ("upsample_type", "resnet"),
+        ("attn_norm_num_groups", 4),
+        ("up_block_types", ["UpBlock2D", "AttnUpBlock2D"]),
+        ("down_block_types", ["DownBlock2D", "SkipDownBlock2D"]),
+    ],
+)
+def test_what_our_unet_cannot_express_is_refused_by_name(name, value):
+    with pytest.raises(ValueError, match=f"{name}="):
+        from_config(to_config(UNETS["one width attends"]) | {name: value})
+
+
+def test_norm_of_the_middle_attention_left_out_is_refused():
+    config = to_config(UNETS["one width attends"]) | {"attn_norm_num_groups": None}
+    with pytest.raises(ValueError, match="attn_norm_num_groups=None"):
+        from_config(config)
+    config |= {"resnet_time_scale_shift": "default"}
+    assert not from_config(config)["scale_shift_norm"]
+
+
+def test_fixed_arguments_are_those_of_diffusers():
+    diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    config = dict(diffusers.UNet2DModel(block_out_channels=(32,) * 4).config)
+    assert {name: config[name] for name in FIXED} == FIXED

@@ -1,0 +1,167 @@
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.golden_weights import fill_
+from support.small_transformers import batch, condition, small
+
+from lit_diffusion.interchange import load_network
+from lit_diffusion.interchange.exported import RECORD, WEIGHTS, read_tensors, write_network
+from lit_diffusion.networks.unet import EncoderUNet, UNet
+
+UNET = {"in_channels": 1, "out_channels": 2, "model_channels": 32, "channel_mult": [1, 2]}
+UNET |= {"num_res_blocks": 1, "num_classes": 10, "norm_groups": 8}
+SIZES = {"patch_size": 2, "width": 32, "depth": 4, "num_heads": 2, "num_classes": 10}
+SIZES |= {"image_size": 8, "in_channels": 1, "out_channels": 2}
+CLASSIFIER = {"image_size": 8, "in_channels": 1, "out_channels": 10, "model_channels": 32}
+CLASSIFIER |= {"channel_mult": [1, 2], "num_res_blocks": 1, "attention_downsample": [2]}
+CLASSIFIER |= {"head_channels": 32}
+NETWORKS = {
+    "unet.UNet": (lambda: fill_(UNet(**UNET)), UNET),
+    "unet.EncoderUNet": (lambda: fill_(EncoderUNet(**CLASSIFIER)), CLASSIFIER),
+    "uvit.UViT": (lambda: small("uvit"), SIZES),
+    "dit.DiT": (lambda: small("dit"), SIZES),
+    "jit.JiT": (
+        lambda: small("jit"),
+        SIZES | {"bottleneck": 8, "in_context_start": 2, "in_context_tokens": 3},
+    ),
+}
+
+
+def write(folder, name="unet.UNet", **changes):
+    make, arguments = NETWORKS[name]
+    network = make().eval()
+    spec = {"class_path": f"lit_diffusion.networks.{name}", "init_args": arguments | changes}
+    write_network(folder, network.state_dict(), {"network": spec, "step": 3})
+    return network
+
+
+def inputs(name):
+    labels = () if name == "unet.EncoderUNet" else (condition("labels"),)
+    return *batch(), *labels
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_comes_back_to_the_last_bit(name, tmp_path):
+    network, loaded = write(tmp_path, name), load_network(write_again(tmp_path, name))
+    assert not loaded.training
+    assert torch.equal(loaded(*inputs(name)), network(*inputs(name)))
+
+
+def write_again(folder, name):
+    """An export takes the place of the one that is there."""
+    write(folder, name)
+    assert {path.name for path in folder.iterdir()} == {RECORD, WEIGHTS}
+    return folder
+
+
+WITHOUT_LIGHTNING = """
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"lightning", "pytorch_lightning", "torchmetrics", "jsonargparse"}:
+            raise ImportError(name)
+
+sys.meta_path.insert(0, Refuse())
+try:
+    import lightning
+except ImportError:
+    pass
+else:
+    raise AssertionError("lightning can be imported")
+import torch
+from lit_diffusion.interchange import load_network
+x, t, labels = torch.load(sys.argv[2], weights_only=True)
+torch.save(load_network(sys.argv[1])(x, t, labels).detach(), sys.argv[2])
+"""
+
+
+def test_it_is_read_where_lightning_cannot_be_imported(tmp_path):
+    network = write(tmp_path / "exported")
+    torch.save(inputs("unet.UNet"), tmp_path / "x.pt")
+    code = [sys.executable, "-c", WITHOUT_LIGHTNING, tmp_path / "exported", tmp_path / "x.pt"]
+    done = subprocess.run(code, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    output = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert torch.equal(output, network(*inputs("unet.UNet")))
+
+
+def test_weights_of_another_export_are_refused(tmp_path):
+    write(tmp_path)
+    state = load_file(tmp_path / WEIGHTS)
+    save_file({name: value + 1 for name, value in state.items()}, tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match=r"has SHA-256 .* export again"):
+        load_network(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"channel_mult": [1, 3]}, r"label_emb|input_blocks.3.0.in_layers.2.weight is \(64, 32"),
+        ({"num_res_blocks": 2}, "the file lacks input_blocks"),
+        ({"num_classes": None}, "the network lacks label_emb.weight"),
+        ({"model_channels": 99968}, "model_channels"),  # many times the memory there is
+        ({"wings": 2}, r"UNet cannot be built: .*'wings'"),
+    ],
+)
+def test_a_record_that_does_not_fit_its_weights_is_refused(changes, told, tmp_path):
+    write(tmp_path, **changes)
+    with pytest.raises(ValueError, match=told):
+        load_network(tmp_path)
+
+
+def test_nothing_is_imported_that_a_record_names(tmp_path):
+    write(tmp_path)
+    record = json.loads((tmp_path / RECORD).read_text())
+    record["network"]["class_path"] = "this.prints"
+    (tmp_path / RECORD).write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"of class this.prints, and load_network builds"):
+        load_network(tmp_path)
+
+
+def test_a_folder_without_an_export_is_said_to_be_one(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"holds no network.json; write it with"):
+        load_network(tmp_path)
+    (tmp_path / RECORD).write_text("{")
+    with pytest.raises(ValueError, match=r"network.json is damaged"):
+        load_network(tmp_path)
+
+
+def test_a_file_in_the_place_of_the_folder_is_kept(tmp_path):
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match="is a file; name a folder"):
+        write(tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_of_several_sets_of_weights_in_a_file_the_averages_are_read(tmp_path):
+    sets = {"model": {"module.a": torch.zeros(1)}, "ema": {"module.a": torch.ones(1).half()}}
+    torch.save(sets, tmp_path / "x.pt")
+    read = read_tensors(tmp_path / "x.pt")
+    assert list(read) == ["a"]
+    assert read["a"].dtype == torch.float32
+    assert read["a"] == 1
+
+
+class Code:
+    """What a pickle would run."""
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(Code(), "holds pickled code, which is never run"), ([1], "holds no state_dict")],
+)
+def test_only_tensors_are_read(content, told, tmp_path):
+    torch.save({"opt": content} if isinstance(content, Code) else content, tmp_path / "x.pt")
+    with pytest.raises(ValueError, match=told):
+        read_tensors(tmp_path / "x.pt")
+
+
+def test_a_damaged_file_is_said_to_be_one(tmp_path):
+    (tmp_path / "x.pt").write_bytes(b"PK" + bytes(40))
+    with pytest.raises(ValueError, match="is damaged or of no such format"):
+        read_tensors(tmp_path / "x.pt")

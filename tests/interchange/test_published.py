@@ -1,0 +1,159 @@
+"""Files in the published layout, made of the names, shapes and outputs that references gave."""
+
+import pytest
+import torch
+from support.golden import Z, load, tensor
+from support.golden_weights import golden_weight
+from torch.testing import assert_close
+
+from lit_diffusion.interchange import load_network
+from lit_diffusion.interchange.published import convert, infer
+from lit_diffusion.networks.dit import DiT
+from lit_diffusion.networks.unet import EncoderUNet, UNet
+
+OLD, NEW = {"split_heads_first": True}, {"split_heads_first": False}
+GIVEN = {
+    "gd_A": OLD | {"num_heads": 4},
+    "gd_A_neworder": NEW | {"num_heads": 4},
+    "gd_B": NEW | {"head_channels": 32},
+    "gd_C": OLD | {"head_channels": 16},
+    "gd_classifier": OLD | {"head_channels": 32},
+    "id_A": {"num_heads": 4},
+    "id_B": {"num_heads": 2, "num_heads_upsample": 4},
+    "uvit_uncond": {"num_heads": 4},
+    "uvit_cond": {"num_heads": 2, "null_class": False},
+    "uvit_cond_mlptime": {"num_heads": 3, "null_class": True},
+}
+KINDS = {"gd": "guided-diffusion", "id": "improved-diffusion", "uvit": "uvit"}
+
+
+def case(tag):
+    return "case09_uvit" if tag.startswith("uvit") else "case06_unet"
+
+
+def published(tag):
+    """A state_dict as the reference has it."""
+    names, shapes = (load(case(tag))[f"{tag}/{what}"] for what in ("names", "shapes"))
+    sizes = {str(n): tuple(int(k) for k in s if k) for n, s in zip(names, shapes, strict=True)}
+    return {n: golden_weight(n, sizes[n], k).float() for k, n in enumerate(sorted(sizes))}
+
+
+def recorded_input(tag, network):
+    arrays = load(case(tag))
+    uvit = tag.startswith("uvit")
+    side, channels = (network.image_size, network.patch_embed.proj.in_channels) if uvit else (16, 3)
+    x = Z((2, channels, side, side), 700 if uvit else 600).float()
+    labels = [tensor(case(tag), f"{tag}/y")] if f"{tag}/y" in arrays else []
+    return x, tensor(case(tag), f"{tag}/timesteps"), *labels
+
+
+@pytest.mark.parametrize("tag", GIVEN)
+def test_an_imported_network_says_what_its_reference_said(tag, tmp_path):
+    torch.save(published(tag), tmp_path / "published.pt")
+    kind = KINDS[tag.split("_")[0]]
+    convert(tmp_path / "published.pt", kind, tmp_path / "out", GIVEN[tag])
+    network = load_network(tmp_path / "out")
+    with torch.no_grad():
+        output = network(*recorded_input(tag, network))
+    expected = tensor(case(tag), f"{tag}/out_f32")
+    assert expected.std() > 0.05
+    assert_close(output, expected, rtol=1e-5, atol=2e-5)
+
+
+def meta(make):
+    with torch.device("meta"):
+        return make().state_dict()
+
+
+SIXTY_FOUR = {"head_channels": 64}
+ATTENDING = {"attention_downsample": [4, 8, 16]}
+PUBLISHED = {
+    "id cifar10": (UNet, {"num_res_blocks": 3, "attention_downsample": [2, 4]}),
+    "id lsun": (
+        UNet,
+        {"channel_mult": [1, 1, 2, 2, 4, 4], "attention_downsample": [16]}
+        | {"num_heads": 1, "scale_shift_norm": False},
+    ),
+    "gd imagenet64": (
+        UNet,
+        {"model_channels": 192, "channel_mult": [1, 2, 3, 4], "num_res_blocks": 3}
+        | {"attention_downsample": [2, 4, 8], "num_classes": 1000, "resblock_updown": True}
+        | SIXTY_FOUR
+        | NEW,
+    ),
+    "gd imagenet512": (
+        UNet,
+        {"model_channels": 256, "channel_mult": [0.5, 1, 1, 2, 2, 4, 4], "num_classes": 1000}
+        | {"attention_downsample": [16, 32, 64], "resblock_updown": True, "in_channels": 6}
+        | SIXTY_FOUR
+        | OLD,
+    ),
+    "gd classifier128": (
+        EncoderUNet,
+        {"image_size": 128, "out_channels": 1000, "channel_mult": [1, 1, 2, 3, 4]}
+        | ATTENDING
+        | SIXTY_FOUR
+        | OLD,
+    ),
+    "gd classifier64": (
+        EncoderUNet,
+        {"image_size": 64, "out_channels": 1000, "num_res_blocks": 4} | SIXTY_FOUR | OLD,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_the_arguments_of_published_networks_are_found(name):
+    made, arguments = PUBLISHED[name]
+    arguments = {"in_channels": 3, "out_channels": 6, "num_heads": 4} | arguments
+    if made is EncoderUNet:
+        arguments.pop("num_heads")
+    asked = ("num_heads", "head_channels", "split_heads_first")
+    given = {name: arguments[name] for name in asked if name in arguments}
+    found, inferred = infer(meta(lambda: made(**arguments)), KINDS[name.split()[0]], given)
+    assert found is made
+    assert {name: inferred[name] for name in arguments} == arguments
+
+
+def test_the_arguments_of_a_dit_are_found():
+    state = meta(lambda: DiT(32, 4, 8, 2, 1152, 28, 16, num_classes=1000))
+    made, arguments = infer(state, "dit", {"num_heads": 16})
+    sizes = {"image_size": 32, "in_channels": 4, "out_channels": 8, "patch_size": 2, "width": 1152}
+    more = {"mlp_ratio": 4, "depth": 28, "num_classes": 1000, "num_heads": 16}
+    assert (made, arguments) == (DiT, sizes | more)
+
+
+@pytest.mark.parametrize(
+    ("tag", "kind", "lacking", "told"),
+    [
+        ("id_A", "id", "num_heads", "shapes cannot tell num_heads: give --network.num_heads=VALUE"),
+        ("gd_B", "gd", "head_channels", "num_heads=VALUE or --network.head_channels=VALUE"),
+        ("gd_A", "gd", "split_heads_first", "use_new_attention_order"),
+        ("gd_classifier", "gd", "head_channels", "A classifier has 64"),
+        ("uvit_cond", "uvit", "null_class", "the last row is for none"),
+        ("uvit_uncond", "gd", "num_heads", "is not of --kind guided-diffusion: it lacks input"),
+        ("gd_A", "uvit", "num_heads", "is not of --kind uvit: it lacks patch_embed"),
+    ],
+)
+def test_what_shapes_cannot_tell_is_asked_for(tag, kind, lacking, told):
+    given = {name: value for name, value in GIVEN[tag].items() if name != lacking}
+    with pytest.raises(ValueError, match=told):
+        infer(published(tag), KINDS[kind], given)
+
+
+def test_weights_that_the_architecture_has_not_are_named():
+    with pytest.raises(ValueError, match=r"is no UNet of .*the network lacks wings.weight"):
+        infer(published("id_A") | {"wings.weight": torch.ones(1)}, KINDS["id"], GIVEN["id_A"])
+    with pytest.raises(ValueError, match=r"UNet cannot be built: .*'wings'"):
+        infer(published("id_A"), KINDS["id"], GIVEN["id_A"] | {"wings": 2})
+
+
+def test_where_shapes_fit_two_depths_it_is_asked_which():
+    """A classifier of one width, whose attention is in the middle alone."""
+    sizes = {"image_size": 16, "in_channels": 3, "out_channels": 7, "model_channels": 64}
+    sizes |= {"channel_mult": (1, 1, 1, 1), "attention_downsample": (), "num_res_blocks": 2}
+    state = meta(lambda: EncoderUNet(**sizes))
+    with pytest.raises(ValueError, match=r"num_res_blocks of .*2.*; say which"):
+        infer(state, KINDS["gd"], GIVEN["gd_classifier"])
+    given = GIVEN["gd_classifier"] | {"num_res_blocks": 2}
+    assert infer(state, KINDS["gd"], given)[1]["channel_mult"] == [1, 1, 1, 1]

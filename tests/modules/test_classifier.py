@@ -1,0 +1,111 @@
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from support.golden import Z, close
+from torch import nn
+
+from lit_diffusion.data.digits import Digits
+from lit_diffusion.guidance import ClassifierScore
+from lit_diffusion.modules.classifier import NoisyClassifier
+from lit_diffusion.networks.unet import EncoderUNet
+from lit_diffusion.processes import CosineBetas, DiscreteVP
+from lit_diffusion.protocols import Denoised
+from lit_diffusion.timesteps import Uniform
+
+PROCESS = DiscreteVP(CosineBetas(100))
+
+
+class TwoModes(nn.Module):
+    """log p(label | x_t) for one pixel, data of -1 (label 0) and 1 (label 1), both N(., 0.3^2)."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = nn.Parameter(torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x, noise_label):
+        alpha, sigma = PROCESS.alpha_sigma(noise_label)
+        variance = (0.3 * alpha) ** 2 + sigma**2
+        x = x.flatten(1)[:, 0]
+        return torch.stack([-((x - m * alpha) ** 2) / (2 * variance) for m in (-1, 1)], dim=1)
+
+
+def module(network, shape=(1, 1, 1), classes=2):
+    def optimizer(parameters):
+        return torch.optim.Adam(parameters, lr=3e-3)
+
+    return NoisyClassifier(
+        network, PROCESS, Uniform(), optimizer, image_shape=shape, num_classes=classes
+    )
+
+
+def either(x, t):
+    """The exact denoiser of both modes together."""
+    alpha, sigma = (v.reshape(-1, 1, 1, 1) for v in PROCESS.alpha_sigma(t))
+    variance = (0.3 * alpha) ** 2 + sigma**2
+    share = torch.sigmoid(2 * x * alpha / variance)
+    x0 = sum(
+        p * (m + 0.09 * alpha / variance * (x - m * alpha))
+        for p, m in ((share, 1), (1 - share, -1))
+    )
+    return Denoised(x0, (x - alpha * x0) / sigma)
+
+
+def test_the_gradient_turns_the_score_of_all_into_that_of_a_class():
+    """By Bayes' rule exactly: the denoiser of one mode follows."""
+    classifier = module(TwoModes()).double()
+    x, t = Z((6, 1, 1, 1), 1), torch.full((6,), 40.0, dtype=torch.float64)
+    labels = torch.tensor([0, 1] * 3)
+    guidance = ClassifierScore(classifier.gradient(), clip=False)
+    # the network is told float32 levels, so its gradient is that of a slightly other time
+    found = guidance.guide(lambda labels: either, labels, PROCESS, None)(x, t)
+    alpha, sigma = (v.reshape(-1, 1, 1, 1) for v in PROCESS.alpha_sigma(t))
+    mean = 2.0 * labels.reshape(-1, 1, 1, 1) - 1
+    expected = mean + 0.09 * alpha / ((0.3 * alpha) ** 2 + sigma**2) * (x - mean * alpha)
+    close(found.x0, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_gradient_scales_pulls_nowhere_without_a_label_and_leaves_no_trace():
+    classifier = module(TwoModes()).double()
+    x, level = Z((2, 1, 1, 1), 1), torch.tensor([30.0, 30.0])
+    one = classifier.gradient()(x, level, torch.tensor([1, -1]))
+    with torch.no_grad():
+        three = classifier.gradient(3.0)(x, level, torch.tensor([1, -1]))
+    close(three, 3 * one)
+    assert one[0] != 0
+    assert one[1] == 0
+    assert classifier.network.unused.grad is None
+    assert not x.requires_grad
+
+
+def test_the_gradient_is_the_same_where_a_trainer_validates():
+    network = EncoderUNet(8, 1, 10, 32, (1, 2), 1, (2,), head_channels=32)
+    gradient = module(network, (1, 8, 8), 10).gradient()
+    inputs = Z((2, 1, 8, 8), 1).float(), torch.tensor([3.0, 90.0]), torch.tensor([1, 7])
+    with torch.inference_mode():
+        within = gradient(*(part.clone() for part in inputs))
+    assert within.any()
+    assert torch.equal(within, gradient(*inputs))
+
+
+def test_digits_are_recognised_through_noise_and_every_fit_is_the_same(tmp_path):
+    ends = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        network = EncoderUNet(
+            8, 1, 10, 32, (1, 2), num_res_blocks=1, attention_downsample=(), head_channels=32
+        )
+        classifier = module(network, (1, 8, 8), 10)
+        trainer = Trainer(
+            max_steps=60, accelerator="cpu", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, default_root_dir=tmp_path,
+        )  # fmt: skip
+        trainer.fit(classifier, Digits(batch_size=64))
+        ends.append(trainer.callback_metrics["val/accuracy"].item())
+    assert ends[0] == ends[1] > 0.3
+
+
+def test_data_of_another_shape_are_refused(tmp_path):
+    classifier = module(TwoModes())
+    trainer = Trainer(max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False)
+    with pytest.raises(ValueError, match=r"image_shape is \(1, 1, 1\) in the module"):
+        trainer.fit(classifier, Digits(batch_size=64))

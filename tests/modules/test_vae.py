@@ -1,0 +1,280 @@
+import copy
+import json
+
+import pytest
+import torch
+from support import small_vae
+from support.commands import call
+from support.plain_module import make_trainer
+from support.small_vae import SCALE
+from support.tiny_diffusion import TinyNetwork, tiny_diffusion
+
+pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+
+from safetensors.torch import load_file, save_file
+
+from lit_diffusion import load
+from lit_diffusion.callbacks import EMA
+from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
+from lit_diffusion.codecs import drawn
+from lit_diffusion.data.photo_patches import PhotoPatches
+from lit_diffusion.metrics.extractors import EmbeddedCNN
+from lit_diffusion.metrics.score import score
+from lit_diffusion.modules import vae as vae_file
+from lit_diffusion.modules.vae import WEIGHTS, VAECodec
+from lit_diffusion.networks.unet import UNet
+from lit_diffusion.solvers import DDIM
+from lit_diffusion.system.modes import eval_mode
+
+IMAGES = torch.randint(
+    0, 256, (5, 3, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return str(small_vae.save(tmp_path_factory.mktemp("vae") / "small"))
+
+
+@pytest.fixture
+def codec(folder):
+    return VAECodec(folder, SCALE, shift=0.25, batch_size=2)
+
+
+def other(folder, to):
+    """The same VAE, of which one number differs, under the same name."""
+    small_vae.save(to / "small")
+    state = load_file(to / "small" / WEIGHTS)
+    state["decoder.conv_out.bias"] += 1
+    save_file(state, to / "small" / WEIGHTS, metadata={"format": "pt"})
+    return str(to / "small")
+
+
+def diffusers_own(folder):
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL.from_pretrained(folder).eval()
+
+
+@torch.no_grad()
+def test_the_round_trip_is_that_of_diffusers(codec, folder):
+    own = diffusers_own(folder)
+    posterior = own.encode(IMAGES / 127.5 - 1).latent_dist
+    x0 = codec.encode(IMAGES)
+    torch.testing.assert_close(x0, (posterior.mean - 0.25) * SCALE)
+    pixels = (own.decode(posterior.mean).sample / 2 + 0.5).clamp(0, 1) * 255
+    assert (codec.decode(x0).float() - pixels).abs().max() <= 0.51
+    torch.manual_seed(3)
+    draw = posterior.mean + posterior.std * torch.randn(posterior.mean.shape)
+    torch.manual_seed(3)
+    torch.testing.assert_close(codec.draw(IMAGES), (draw - 0.25) * SCALE)
+
+
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [({"scaling_factor": 1.5305, "shift_factor": 0.0609}, (1.5305, 0.0609)), ({}, (0.18215, 0.0))],
+)
+def test_scale_and_shift_are_those_of_the_folder_unless_given(tmp_path, kept, expected):
+    made = small_vae.save(tmp_path / "vae") / "config.json"
+    config = {k: v for k, v in json.loads(made.read_text()).items() if "factor" not in k}
+    made.write_text(json.dumps(config | kept))
+    codec = VAECodec(str(made.parent))
+    assert (codec.scale, codec.shift) == expected
+    given = VAECodec(str(made.parent), 0.5, shift=0.0)
+    assert (given.scale, given.shift) == (0.5, 0.0)
+
+
+def test_shapes_are_those_of_what_is_encoded(codec):
+    assert codec.encoded_shape((3, 16, 16)) == tuple(codec.encode(IMAGES).shape[1:]) == (4, 8, 8)
+    with pytest.raises(ValueError, match="multiples of 2"):
+        codec.encoded_shape((3, 15, 16))
+    with pytest.raises(ValueError, match="of 3 channels"):
+        codec.encoded_shape((1, 16, 16))
+
+
+def test_moments_stand_for_their_images(codec):
+    moments = codec.moments(IMAGES)
+    assert torch.equal(codec.encode(moments), codec.encode(IMAGES))
+    torch.manual_seed(1)
+    first = codec.draw(moments)
+    torch.manual_seed(1)
+    assert torch.equal(codec.draw(IMAGES), first)
+    assert not torch.equal(first, codec.encode(moments))
+    for wrong in (moments[:, :4], IMAGES.long()):
+        with pytest.raises(TypeError, match="moments of 8 channels"):
+            codec.encode(wrong)
+
+
+def test_the_first_draw_is_as_the_second_though_weights_are_loaded_between(codec):
+    torch.manual_seed(1)
+    first = codec.draw(IMAGES)
+    torch.manual_seed(1)
+    assert torch.equal(codec.draw(IMAGES), first)
+
+
+def test_it_is_in_float32_under_autocast(codec):
+    plain = codec.encode(IMAGES)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(codec.encode(IMAGES), plain)
+        under = codec.decode(plain)
+    assert torch.equal(under, codec.decode(plain))
+
+
+def test_pixels_are_drawn_as_they_are_encoded():
+    codec = tiny_diffusion().codec
+    assert torch.equal(drawn(codec, IMAGES), codec.encode(IMAGES))
+
+
+def latent_module(codec, **changes):
+    plain = {
+        "network": TinyNetwork(4),
+        "image_shape": (4, 16, 16),
+        "num_classes": None,
+        "label_dropout": 0.0,
+        "solver": DDIM(2, clip=False),
+    }
+    return tiny_diffusion(codec=codec, **(plain | changes))
+
+
+def test_training_draws_and_validation_does_not(codec):
+    module = latent_module(codec)
+    batch = (IMAGES.repeat(1, 1, 2, 2), torch.full((5,), -1), torch.arange(5))
+    encoded = codec.encode(batch[0])
+    assert torch.equal(module._unpack(batch)[0], encoded)
+    assert not torch.equal(module._unpack(batch, draws=True)[0], encoded)
+    with eval_mode(module), torch.no_grad():
+        losses = [module._fixed_losses(batch) for _ in range(2)]
+    assert torch.equal(*losses)
+
+
+def fitted(codec, folder, **options):
+    ema = EMA((0.9,))
+    trainer = make_trainer(
+        folder,
+        ema,
+        max_steps=2,
+        limit_val_batches=1,
+        plugins=[AtomicCheckpointIO()],
+        **options,
+    )
+    module = latent_module(codec)
+    trainer.fit(module, PhotoPatches(batch_size=4, epoch_size=8, num_val=4))
+    trainer.save_checkpoint(folder / "run.ckpt")
+    return module, ema
+
+
+def test_its_weights_are_nowhere_but_in_its_folder(codec, tmp_path):
+    module, ema = fitted(codec, tmp_path)
+    before = copy.deepcopy(codec._vae.state_dict())
+    assert len(module.generate([0, 1])) == 2
+    network = {f"network.{name}" for name in module.network.state_dict()}
+    assert {name for name, _ in module.named_parameters()} == network
+    assert module.state_dict().keys() == network
+    assert ema.state_dict()["shadows"][0].keys() <= network
+    checkpoint = torch.load(tmp_path / "run.ckpt", weights_only=True)
+    assert checkpoint["state_dict"].keys() == network
+    assert checkpoint["codec"] == {"name": "small", "sha256": codec.sha256}
+    numbers = sum(value.numel() for value in before.values())
+    assert (tmp_path / "run.ckpt").stat().st_size < 4 * numbers
+    assert not any(parameter.requires_grad for parameter in codec._vae.parameters())
+    assert not codec._vae.training
+
+
+def test_another_vae_of_the_same_name_is_refused(codec, folder, tmp_path):
+    fitted(codec, tmp_path)
+    wrong = VAECodec(other(folder, tmp_path), SCALE)
+    assert wrong.sha256 != codec.sha256
+    told = rf"VAE small with SHA-256 {codec.sha256}.*with {wrong.sha256}"
+    with pytest.raises(ValueError, match=told):
+        load(tmp_path / "run.ckpt", module=latent_module(wrong))
+    with pytest.raises(ValueError, match=told):
+        make_trainer(tmp_path, max_steps=3).fit(
+            latent_module(wrong),
+            PhotoPatches(batch_size=4, epoch_size=8, num_val=4),
+            ckpt_path=tmp_path / "run.ckpt",
+        )
+    moved = latent_module(VAECodec(folder, SCALE))
+    load(tmp_path / "run.ckpt", module=moved)
+
+
+def test_what_is_missing_is_named(folder, tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match=rf"empty holds no config.json and no {WEIGHTS}"):
+        VAECodec(str(tmp_path / "empty"))
+    for arguments in ({"scale": 0.0}, {"batch_size": 0}):
+        with pytest.raises(ValueError, match="scale > 0 and batch_size >= 1"):
+            VAECodec(folder, **arguments)
+    monkeypatch.setattr(vae_file, "find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lit-diffusion\[diffusers\]'"):
+        VAECodec(folder)
+
+
+def test_the_command_line_tells_what_is_missing(folder, tmp_path, monkeypatch, capsys):
+    command = f"encode --images {tmp_path} --image-size 8 --out {tmp_path}/out --vae"
+    assert call(f"{command} {tmp_path}") == 2
+    assert "holds no config.json" in capsys.readouterr().err
+    monkeypatch.setattr(vae_file, "find_spec", lambda name: None)
+    assert call(f"{command} {folder}") == 2
+    assert "pip install" in capsys.readouterr().err
+
+
+def test_a_folder_of_something_else_is_refused(folder, tmp_path):
+    small_vae.save(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"_class_name": "VQModel"}))
+    with pytest.raises(ValueError, match="holds VQModel, and an AutoencoderKL is needed"):
+        VAECodec(str(tmp_path))
+
+
+def test_weights_that_are_not_all_there_are_refused_and_not_made_up(tmp_path):
+    small_vae.save(tmp_path)
+    state = load_file(tmp_path / WEIGHTS)
+    del state["decoder.conv_out.bias"]
+    save_file(state, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"decoder.conv_out.bias and 0 more are missing"):
+        VAECodec(str(tmp_path)).encode(IMAGES)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with a VAE that was trained for a minute."""
+    torch.manual_seed(0)
+    data = PhotoPatches(batch_size=8, epoch_size=8 * 600)
+    return str(small_vae.trained(tmp_path_factory.mktemp("trained"), data, steps=600))
+
+
+@pytest.mark.slow
+def test_a_trained_one_gives_images_back(trained):
+    codec, images = VAECodec(trained, SCALE), PhotoPatches(num_val=256).images("val")
+    decoded = codec.decode(codec.encode(images))
+    error = (decoded.float() - images.float()).pow(2).mean()
+    unlike = (images.float() - images.float().mean(dim=(2, 3), keepdim=True)).pow(2).mean()
+    assert error < 0.7 * unlike  # 1 is what the mean colour of each crop gives
+    halved = codec.decode(codec.encode(codec.moments(images).half()))
+    difference = (halved.int() - decoded.int()).abs()
+    assert difference.max() <= 1
+    assert difference.double().mean() < 0.01
+
+
+@pytest.mark.slow
+def test_decoded_samples_look_like_images(trained, tmp_path):
+    """By FID, far from what the decoder makes of the noise that they begin with."""
+    data = PhotoPatches(batch_size=16, epoch_size=16 * 400, num_val=16, num_workers=0)
+    real = PhotoPatches(epoch_size=256).images("train")
+    codec = VAECodec(trained, 1 / VAECodec(trained, 1.0).encode(real).std().item())
+    module = latent_module(
+        codec,
+        network=UNet(4, 4, 32, (1, 2), 1, attention_downsample=(), norm_groups=8),
+        solver=DDIM(20, clip=False),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=2e-3),
+    )
+    ema = EMA((0.99,))
+    make_trainer(tmp_path, ema, max_steps=400, limit_val_batches=0).fit(module, data)
+
+    def fid(images):
+        return score(images, real, EmbeddedCNN("patches-cnn"))["fid"]
+
+    with ema.weights("ema"), eval_mode(module):
+        found = fid(module.generate(range(256)))
+    torch.manual_seed(0)
+    assert found < 0.7 * fid(codec.decode(torch.randn(256, 4, 16, 16)))

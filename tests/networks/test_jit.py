@@ -1,0 +1,140 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from support.golden import Z
+from support.small_transformers import batch, condition, small
+from torch.testing import assert_close
+
+from lit_diffusion.networks.jit import JiT, rotary_angles, rotated
+
+SIZES = {
+    "B": {"width": 768, "depth": 12, "num_heads": 12, "bottleneck": 128, "in_context_start": 4},
+    "L": {"width": 1024, "depth": 24, "num_heads": 16, "bottleneck": 128, "in_context_start": 8},
+    "H": {"width": 1280, "depth": 32, "num_heads": 16, "bottleneck": 256, "in_context_start": 10},
+    "G": {"width": 1664, "depth": 40, "num_heads": 16, "bottleneck": 256, "in_context_start": 10},
+}
+
+
+@pytest.mark.parametrize(
+    ("size", "millions"), [("B", 131), ("L", 459), ("H", 953), ("G", 2007)], ids=str
+)
+def test_sizes_have_the_number_of_parameters_of_the_paper(size, millions):
+    with torch.device("meta"):
+        network = JiT(256, 3, 3, 16, **SIZES[size], in_context_tokens=32, num_classes=1000)
+    assert round(sum(p.numel() for p in network.parameters()) / 1e6) == millions
+
+
+def turns(angles):
+    return torch.stack([angles.cos(), angles.sin()])
+
+
+def test_a_turn_keeps_lengths_and_is_a_product_of_complex_numbers():
+    x, angles = Z((2, 5, 8), 1), Z((5, 4), 2)
+    a, b = x.chunk(2, dim=-1)
+    turned = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
+    assert_close(rotated(x, turns(angles)), torch.cat([turned.real, turned.imag], dim=-1))
+    assert rotated(x.bfloat16(), turns(angles)).dtype == torch.bfloat16
+
+
+def test_angles_are_rows_and_columns_times_geometric_frequencies():
+    angles = rotary_angles(3, 8, extra=2)
+    assert angles.shape == (11, 4)
+    row, column = 2, 1
+    expected = torch.tensor([row, row / 100, column, column / 100], dtype=torch.float64)
+    assert_close(angles[3 * row + column], expected)
+    assert not angles[9:].any()
+
+
+def test_attention_depends_on_how_far_apart_patches_are_alone():
+    q, k = Z((1, 16), 1), Z((1, 16), 2)
+    angles = rotary_angles(4, 16, extra=0).reshape(4, 4, 8)
+
+    def score(a, b):
+        return (rotated(q, turns(angles[a])) * rotated(k, turns(angles[b]))).sum()
+
+    assert_close(score((0, 1), (2, 2)), score((1, 2), (3, 3)))
+    assert (score((0, 1), (2, 2)) - score((0, 1), (2, 3))).abs() > 1e-3
+    assert (score((0, 1), (2, 2)) - score((0, 1), (1, 2))).abs() > 1e-3
+
+
+def test_patches_are_turned_by_their_own_places_and_the_class_is_not():
+    network, seen = small("jit", in_context_start=2), []
+    for block in network.blocks:
+        block.register_forward_pre_hook(lambda _, args: seen.append(args[2]))
+    network(*batch(), condition("labels"))
+    for where, extra in zip(seen, (0, 0, 3, 3), strict=True):
+        expected = turns(rotary_angles(4, 16, extra)).float()
+        assert_close(where, expected, rtol=0, atol=1e-6)
+
+
+def test_queries_and_keys_are_normed():
+    """So their size does not matter, that of values does."""
+    network, inputs = small("jit").double(), (*batch(torch.float64), condition("labels"))
+    output = network(*inputs)
+    with torch.no_grad():
+        for block in network.blocks:
+            block.attn.qkv.weight[:64] *= 100
+            block.attn.qkv.bias[:64] *= 100
+    assert_close(network(*inputs), output, rtol=1e-4, atol=1e-4)
+    with torch.no_grad():
+        network.blocks[0].attn.qkv.weight[64:] *= 2
+    assert (network(*inputs) - output).abs().max() > 1e-2
+
+
+def test_attention_is_that_of_its_formula():
+    attention = small("jit").blocks[0].attn.double()
+    x, angles = Z((2, 16, 32), 1), rotary_angles(4, 16, extra=0)
+    q, k, v = (part.reshape(2, 16, 2, 16).transpose(1, 2) for part in attention.qkv(x).chunk(3, 2))
+    turned = turns(angles)
+    q, k = rotated(attention.q_norm(q), turned), rotated(attention.k_norm(k), turned)
+    heads = (q @ k.transpose(2, 3) / 4).softmax(-1) @ v
+    expected = attention.proj(heads.transpose(1, 2).reshape(2, 16, 32))
+    assert_close(attention(x, turned, None), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_the_mlp_is_gated_and_has_the_parameters_of_one_that_is_not():
+    mlp, x = small("jit", width=96, mlp_ratio=4.0).blocks[0].mlp, Z((2, 96), 1).float()
+    gate, value = (x @ mlp.gate_value.weight.T + mlp.gate_value.bias).chunk(2, dim=1)
+    assert_close(mlp(x), mlp.proj(F.silu(gate) * value))
+    assert sum(p.numel() for p in mlp.parameters() if p.ndim == 2) == 8 * 96**2
+
+
+def test_images_pass_a_bottleneck():
+    """Patches that differ by what it does not let through are one to the network."""
+    network = small("jit", patch_size=4).double()
+    reduce, _ = network.patch_embed
+    assert (reduce.weight.shape, reduce.bias) == ((8, 16), None)
+    _, _, directions = torch.linalg.svd(reduce.weight)
+    hidden = directions[-1].reshape(4, 4).repeat(2, 2)
+    (x, noise_label), labels = batch(torch.float64), condition("labels")
+    output = network(x, noise_label, labels)
+    assert_close(network(x + 5 * hidden, noise_label, labels), output, rtol=1e-9, atol=1e-9)
+    seen = directions[0].reshape(4, 4).repeat(2, 2)
+    assert (network(x + 5 * seen, noise_label, labels) - output).abs().max() > 0.1
+
+
+def test_the_class_is_tokens_from_a_block_on():
+    network, seen = small("jit", in_context_start=2), []
+    for block in network.blocks:
+        block.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    network(*batch(), condition("labels"))
+    assert [tokens.shape[1] for tokens in seen] == [16, 16, 19, 19]
+    rows = network.condition(condition("labels"))
+    assert torch.equal(seen[2][:, 16:], rows[:, None] + network.in_context)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"in_context_tokens": 2}, "in_context_tokens=2 repeat a label or vector, which the"),
+        ({"in_context_tokens": 2, "context_dim": 3}, "in_context_tokens=2 repeat a label"),
+        (
+            {"in_context_tokens": 2, "num_classes": 3, "in_context_start": 12},
+            "in_context_start must name a block, 0 to 11, got 12",
+        ),
+        ({"width": 12, "num_heads": 2}, "in fours, got width / num_heads = 12 / 2"),
+    ],
+)
+def test_numbers_that_do_not_fit_together_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        JiT(16, 1, 1, **arguments)

@@ -1,0 +1,137 @@
+import csv
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from support.commands import call
+from support.small_digits import write_small_digits
+
+from lit_diffusion.modules.diffusion import DiffusionModule
+
+LAST = "run/checkpoints/last.ckpt"
+
+
+def compare(options, out="out"):
+    return call(f"sample --checkpoint run --num 12 --out {out} --compare {options}")
+
+
+@pytest.fixture(autouse=True)
+def run(folder, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    write_small_digits(Path(LAST))
+    Path("run/evaluations.jsonl").write_text('{"protocol": "digits-cnn", "step": 3}\n')
+
+
+def changed(**content):
+    """The checkpoint, with other content; None leaves it out."""
+    found = torch.load(LAST, weights_only=True)
+    for key, values in content.items():
+        found[key] = values and found[key] | values
+    torch.save({key: value for key, value in found.items() if value is not None}, LAST)
+
+
+def cells(out="out"):
+    return json.loads(Path(out, "comparison.json").read_text())["cells"]
+
+
+def same_images(a, b):
+    names = sorted(file.name for file in Path(a).glob("*.png"))
+    assert names == sorted(file.name for file in Path(b).glob("*.png"))
+    return all(Path(a, name).read_bytes() == Path(b, name).read_bytes() for name in names)
+
+
+def test_each_cell_has_the_images_of_sample_and_the_fid_of_evaluate(capsys):
+    how = "--labels 3,1 --guidance 2 --seed 5 --weights raw"
+    assert compare(f"DDIM,Heun,DDIM --compare_steps 4,2,4 {how}") == 0
+    assert "FID of 12 images by digits-cnn against val, floor " in capsys.readouterr().err
+    found = [(cell["solver"], cell["steps"], cell["evaluations"]) for cell in cells()]
+    assert found == [("DDIM", 2, 2), ("DDIM", 4, 4), ("Heun", 2, 3), ("Heun", 4, 7)]
+    one = f"--checkpoint run {how} --num 12 --solver Heun --steps 4"
+    assert call(f"sample {one} --out heun") == 0
+    assert same_images("heun", "out/Heun-4")
+    capsys.readouterr()
+    assert call(f"evaluate {one}") == 0
+    scored = json.loads(capsys.readouterr().out)
+    kept = json.loads(Path("out/comparison.json").read_text())
+    assert kept["cells"][-1]["fid"] == pytest.approx(scored["fid"], rel=1e-3)
+    assert kept["scored"]["floor"] == pytest.approx(scored["fid_floor"], rel=1e-6)
+    assert kept["cells"][-1]["sampling"] == scored["samples"]["sampling"]
+    with Path("out/comparison.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["fid"]) for row in rows] == [cell["fid"] for cell in kept["cells"]]
+
+
+def test_solvers_that_the_process_refuses_are_named_with_the_reason(capsys):
+    hyper = torch.load(LAST, weights_only=True)["hyper_parameters"]
+    betas = {"class_path": "lit_diffusion.processes.ZeroTerminalSNR"}
+    betas["init_args"] = {"base": {"class_path": "lit_diffusion.processes.LinearBetas"}}
+    process = {**hyper["process"], "init_args": {"betas": betas}}
+    changed(hyper_parameters={"process": process})
+    assert compare("DDIM,Heun --compare_steps 2,3") == 0
+    told = capsys.readouterr().out
+    assert "Left out: Heun in 2, 3 steps: Heun does not fit DiscreteVP: the solver needs" in told
+    assert [bool(cell["left_out"]) for cell in cells()] == [False, False, True, True]
+    height = Image.open("out/comparison.png").height
+    assert compare("DDIM --compare_steps 2,3", "one") == 0
+    assert height == Image.open("one/comparison.png").height  # no row without images
+    assert compare("Heun --compare_steps 2,3", "none") == 2
+    assert "no solver can run. Left out: Heun in 2, 3 steps" in capsys.readouterr().err
+
+
+def test_all_solvers_are_tried_and_all_run_on_a_usual_process():
+    assert compare("solvers --compare_steps 2") == 0
+    assert {cell["solver"] for cell in cells()} >= {"DDIM", "DDPM", "Euler", "Heun", "UniPC"}
+    assert all(cell["fid"] > 0 and not cell["left_out"] for cell in cells())
+
+
+@pytest.mark.usefixtures("terminal_signals")
+def test_a_call_that_is_stopped_goes_on_with_what_is_left(monkeypatch, capsys):
+    command = "DDIM,Euler --compare_steps 2,3 --batch-size 8"
+    assert compare(command, "whole") == 0
+    generate, calls = DiffusionModule.generate, []
+
+    def stopped(*args):
+        calls.append(args)
+        if len(calls) == 4:  # the second batch of the second cell
+            os.kill(os.getpid(), signal.SIGINT)
+        return generate(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiffusionModule, "generate", stopped)
+        assert compare(command) == 130
+        assert "Stopped; the same command goes on." in capsys.readouterr().err
+        assert compare(f"{command} --seed 1") == 2
+        assert "--out out/DDIM-2 already holds images" in capsys.readouterr().err
+        calls[:] = [None] * 4
+        assert compare(command) == 0
+    assert len(calls) - 4 == 5  # batches
+    assert [cell["fid"] for cell in cells()] == [cell["fid"] for cell in cells("whole")]
+    for name in ("comparison.png", "comparison.csv", "DDIM-3/000011.png"):
+        assert Path("out", name).read_bytes() == Path("whole", name).read_bytes()
+    assert compare(command) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "without", "told"),
+    [
+        ("--num 1", {}, "No FID: it needs 4 images or more, got --num 1."),
+        ("", {"datamodule_hyper_parameters": None}, "names no data with splits to compare with"),
+    ],
+)
+def test_where_there_can_be_no_fid_the_reason_is_told(capsys, options, without, told):
+    changed(**without)
+    assert compare(f"DDIM --compare_steps 2 {options}") == 0
+    assert told in capsys.readouterr().err
+    assert [cell["fid"] for cell in cells()] == [None]
+    assert Path("out/comparison.png").is_file()
+
+
+def test_images_that_are_not_finite_are_left_out(capsys):
+    state = torch.load(LAST, weights_only=True)["state_dict"]
+    changed(state_dict={name: value * torch.nan for name, value in state.items()})
+    assert compare("DDIM --compare_steps 2 --weights raw") == 2
+    assert "Left out: DDIM in 2 steps: 12 samples are not finite" in capsys.readouterr().err

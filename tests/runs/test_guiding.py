@@ -1,0 +1,111 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.commands import call
+from support.small_digits import hyper_parameters, small_digits, write_small_digits
+
+from lit_diffusion.checkpoints.loading import build, load
+from lit_diffusion.checkpoints.saving import write_checkpoint
+from lit_diffusion.gaussian import FixedSmall
+from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
+from lit_diffusion.solvers import DDPM
+
+LAST = "run/checkpoints/last.ckpt"
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+@pytest.fixture
+def strong(folder):
+    write_small_digits(Path(LAST))
+    return load(LAST)
+
+
+@pytest.fixture
+def weak(strong):
+    """The same module with other weights, as "weak.ckpt"."""
+    content = torch.load(LAST, weights_only=True)
+    shadows = content["callbacks"]["EMA{'prefix': ''}"]["shadows"]
+    content["callbacks"]["EMA{'prefix': ''}"]["shadows"] = [
+        {name: 0.9 * value for name, value in shadow.items()} for shadow in shadows
+    ]
+    write_checkpoint(content, "weak.ckpt")
+    return load("weak.ckpt")
+
+
+def classifier(betas="LinearBetas"):
+    """An untrained one, as "classifier.ckpt"."""
+    model = small_digits(1)["model"]["init_args"]
+    process = {"betas": {"class_path": f"lit_diffusion.processes.{betas}"}}
+    arguments = {
+        "network": {
+            "class_path": "lit_diffusion.networks.unet.EncoderUNet",
+            "init_args": {
+                **{"image_size": 8, "in_channels": 1, "out_channels": 10, "model_channels": 32},
+                **{"channel_mult": [1], "num_res_blocks": 1, "attention_downsample": []},
+                "head_channels": 32,
+            },
+        },
+        **{name: model[name] for name in ("times", "optimizer", "image_shape", "num_classes")},
+        "process": {"class_path": "lit_diffusion.processes.DiscreteVP", "init_args": process},
+    }
+    path = "lit_diffusion.modules.classifier.NoisyClassifier"
+    hyper = hyper_parameters({"model": {"class_path": path, "init_args": arguments}}, "model")
+    torch.manual_seed(1)
+    module = build({"hyper_parameters": hyper}, "this")
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    content = {"state_dict": module.state_dict(), "global_step": 5, "hyper_parameters": hyper}
+    write_checkpoint(content, "classifier.ckpt")
+    return module.eval()
+
+
+def sampled(options):
+    assert call(f"sample --checkpoint run --num 3 --out out {options}") == 0
+    files = sorted(Path("out").glob("0*.png"))
+    images = torch.stack([torch.from_numpy(np.array(Image.open(file))) for file in files])
+    return images[:, None], json.loads(Path("out/samples.json").read_text())
+
+
+def test_the_options_of_classifier_free_guidance_are_taken(strong):
+    images, record = sampled("--guidance 3 --guidance_interval 0.2,5 --guidance_rescale 0.7")
+    strong.guidance = ClassifierFree(3.0, (0.2, 5.0), 0.7)
+    assert torch.equal(images, strong.generate(range(3)))
+    assert record["sampling"]["guidance"] == repr(strong.guidance)
+    assert "guided_by" not in record
+
+
+def test_a_weaker_model_is_named_with_its_step_and_weights(strong, weak):
+    images, record = sampled("--weaker weak.ckpt --guidance 1.5")
+    strong.guidance = Autoguidance(weak.denoise_for, 1.5)
+    assert torch.equal(images, strong.generate(range(3)))
+    assert not torch.equal(images, weak.generate(range(3)))
+    assert record["guided_by"] == {"weaker": "weak.ckpt", "step": 9, "weights": "ema_0.9"}
+    assert record["sampling"]["guidance"] == "Autoguidance(scale=1.5, interval=(0.0, inf))"
+
+
+@pytest.mark.parametrize("solver", ["DDIM", "DDPM"])
+def test_a_classifier_moves_means_of_ddpm_and_scores_of_others(strong, solver):
+    gradient = classifier().gradient(2.0)
+    options = f"--classifier classifier.ckpt --guidance 2 --weights raw --solver {solver}"
+    images, record = sampled(options)
+    module = load(LAST, "raw")
+    if solver == "DDPM":
+        module.solver, module.guidance = DDPM(FixedSmall(), 4), ClassifierShift(gradient)
+    else:
+        module.guidance = ClassifierScore(gradient)
+    assert torch.equal(images, module.generate(range(3)))
+    assert record["guided_by"]["classifier"] == "classifier.ckpt"
+    assert record["guided_by"]["scale"] == 2.0
+
+
+def test_models_of_another_process_guide_nobody(strong, capsys):
+    classifier("CosineBetas")
+    options = "--classifier classifier.ckpt --weights raw"
+    assert call(f"sample --checkpoint run --num 1 --out out {options}") == 2
+    told = capsys.readouterr().err
+    assert "--classifier classifier.ckpt has the process" in told
+    assert "CosineBetas" in told

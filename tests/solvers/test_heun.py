@@ -1,0 +1,125 @@
+import math
+
+import pytest
+import torch
+from support.golden import Z, close, tensor
+from support.solving import (
+    COSINE,
+    SHAPE,
+    NoiseOfStep,
+    Recorder,
+    k_diffusion_data,
+)
+from support.toy import CountedNoise, EndsInNoise, gaussian_denoiser
+
+from lit_diffusion.gaussian import expand_as
+from lit_diffusion.processes import (
+    ContinuousVP,
+    EDMProcess,
+)
+from lit_diffusion.protocols import Denoised
+from lit_diffusion.solvers import (
+    Heun,
+)
+from lit_diffusion.timesteps import Karras, LogSNR, Sections
+
+
+@pytest.mark.parametrize("kind", ["gauss", "mix"])
+def test_churned_heun_equals_k_diffusion(kind):
+    solver = Heun(10, clip=False, churn=5.0, churn_min=0.05, churn_max=50.0, churn_noise=1.003)
+    denoise = Recorder(k_diffusion_data(kind))
+    expected = tensor("case11_kdiffusion", f"{kind}/heun_churn/final")
+    start, noise = Z(expected.shape, 950), NoiseOfStep(960, denoise)
+    close(solver.sample(denoise, EDMProcess(), start, noise), expected)
+
+
+@pytest.mark.parametrize(
+    ("tag", "solver", "process"),
+    [
+        ("heun18", Heun(clip=False), EDMProcess()),
+        ("heun5", Heun(5, Karras(5.0), clip=False), EDMProcess(0.02, 10.0)),
+        ("heun18_churn", Heun(18, None, False, 40.0, 0.05, 50.0, 1.003), EDMProcess()),
+        ("heun18_churnmax", Heun(clip=False, churn=80.0, churn_noise=1.007), EDMProcess()),
+    ],
+)
+def test_heun_equals_edm(tag, solver, process):
+    def model(x, t):
+        sigma = expand_as(t, x)
+        x0 = x / (1 + sigma**2) + 0.1 * torch.sin(sigma)
+        return Denoised(x0, (x - x0) / sigma)
+
+    denoise = Recorder(model)
+    end = solver.sample(denoise, process, Z(SHAPE, 840), NoiseOfStep(850, denoise))
+    close(torch.tensor(denoise.times), tensor("case07_edm", f"{tag}/net_sigma"))
+    close(torch.stack(denoise.states[::2]), tensor("case07_edm", f"{tag}/x_hat"))
+    close(end, tensor("case07_edm", f"{tag}/final"))
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [Heun(12, LogSNR(), clip=False), Heun(12, LogSNR(), clip=False, churn=3.0, churn_max=10.0)],
+    ids=["heun", "churned"],
+)
+def test_heun_takes_the_same_way_through_any_process_of_the_same_levels(solver):
+    """x_t / alpha obeys one equation, whatever alpha is; the clean image is alike in both."""
+    vp = ContinuousVP(t_min=1e-3)
+    alpha, sigma = vp.alpha_sigma(torch.tensor([vp.t_min, vp.t_max], dtype=torch.float64))
+    edm = EDMProcess(*(sigma / alpha).tolist())
+    denoise = k_diffusion_data("mix")
+
+    def scaled(x, t):
+        alpha, sigma = vp.alpha_sigma(t)
+        return denoise(x / expand_as(alpha, x), sigma / alpha)
+
+    start = Z(SHAPE, 1)
+    ends = [
+        solver.sample(denoise, edm, start / sigma[1], CountedNoise(2)),
+        solver.sample(scaled, vp, start, CountedNoise(2)),
+    ]
+    close(ends[0], ends[1])
+
+
+def test_a_churned_solver_reproduces_the_data_distribution():
+    process = EDMProcess(0.002, 20.0)
+    generator = torch.Generator().manual_seed(0)
+
+    def randn_like(x):
+        return torch.randn(x.shape, generator=generator, dtype=x.dtype)
+
+    start = randn_like(torch.empty(20000, 1, 1, 1, dtype=torch.float64))
+    end = Heun(40, clip=False, churn=10.0).sample(
+        gaussian_denoiser(process), process, start, randn_like
+    )
+    assert end.mean().item() == pytest.approx(0.3, abs=4 * 0.5 / 20000**0.5)
+    assert end.std().item() == pytest.approx(0.5, rel=0.02)
+
+
+@pytest.mark.parametrize("process", [COSINE, EDMProcess()], ids=repr)
+def test_a_clipped_solver_ends_within_the_range_of_pixels(process):
+    denoise = gaussian_denoiser(process, mean=0.9)
+    for churn in (0.0, 10.0):
+        solver = Heun(10, churn=churn)
+        end = solver.sample(denoise, process, Z(SHAPE, 1), CountedNoise(1))
+        assert end.abs().max() <= 1 + 1e-9
+        assert end.max() > 0.99
+
+
+def test_levels_are_not_raised_beyond_the_noisiest_step():
+    denoise = Recorder(gaussian_denoiser(COSINE))
+    Heun(10, churn=10.0, clip=False).sample(denoise, COSINE, Z(SHAPE, 1), CountedNoise(1))
+    assert max(denoise.times) == COSINE.t_max
+
+
+def test_heun_is_refused_where_the_image_is_lost():
+    process = EndsInNoise()
+    for times in (Sections(), Karras()):
+        with pytest.raises(ValueError, match=r"needs alpha > 0, which .* use LogSNR\(noisiest=-10"):
+            Heun(5, times).check(process)
+    for churn in (-1.0, math.nan):
+        with pytest.raises(ValueError, match=f"churn must be >= 0, got {churn}"):
+            Heun(churn=churn)
+
+
+def test_levels_that_do_not_fall_are_refused():
+    with pytest.raises(ValueError, match="times that do not fall"):
+        Heun(5, Karras(math.inf)).check(COSINE)

@@ -1,0 +1,239 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from support.golden import Z, close, load, tensor
+from support.schedulers import both
+from support.solving import (
+    COSINE,
+    LINEAR,
+    SHAPE,
+    Recorder,
+    k_diffusion_data,
+    no_noise,
+)
+from support.toy import (
+    CountedNoise,
+    EndsInNoise,
+    gaussian_denoiser,
+    mixture_denoiser,
+    mixture_flow,
+)
+
+from lit_diffusion.gaussian import FixedSmall
+from lit_diffusion.processes import (
+    VE,
+    ContinuousVP,
+    EDMProcess,
+    LinearFlow,
+)
+from lit_diffusion.solvers import (
+    DDIM,
+    DDPM,
+    DPMSolverPP,
+    DPMSolverPP2S,
+    Euler,
+    EulerAncestral,
+    Heun,
+    UniPC,
+)
+from lit_diffusion.timesteps import Even, Karras, LogSNR, ShiftedGrid
+
+EVERY = [COSINE, ContinuousVP(), EDMProcess(), VE(0.002), LinearFlow()]
+
+
+def error(solver, process, steps, **options):
+    """Beside the exact end of the flow for data of two modes."""
+    grid = LogSNR(noisiest=-9.0)
+    noisiest, start = grid.grid(process, 2)[0], Z(SHAPE, 950)
+    exact = mixture_flow(process, process.prior(start, noisiest), noisiest)
+    solver = solver(steps, times=grid, clip=False, **options)
+    end = solver.sample(mixture_denoiser(process), process, start, no_noise)
+    return (end - exact).abs().max().item()
+
+
+@pytest.mark.parametrize("process", EVERY, ids=repr)
+@pytest.mark.parametrize(
+    ("solver", "options", "order"),
+    [
+        (DDIM, {}, 1),
+        (Euler, {}, 1),
+        (DPMSolverPP, {"order": 1}, 1),
+        (DPMSolverPP, {}, 2),
+        (DPMSolverPP, {"order": 3}, 2),
+        (DPMSolverPP2S, {}, 2),
+        (Heun, {}, 2),
+        (UniPC, {"order": 1}, 2),
+        (UniPC, {}, 3),
+    ],
+)
+def test_error_falls_with_the_order_of_the_solver(solver, options, order, process):
+    """Halving the step divides it by 2^order; UniPC's corrector is of one order more than it."""
+    coarse, fine = (error(solver, process, steps, **options) for steps in (160, 320))
+    assert abs(math.log2(coarse / fine) - order) < 0.3
+
+
+@pytest.mark.parametrize("process", EVERY, ids=repr)
+def test_a_third_order_leaves_less_error_than_a_second(process):
+    """Though it falls no faster: the authors' second difference counts half."""
+    second, third = (error(DPMSolverPP, process, 160, order=order) for order in (2, 3))
+    assert third < 0.3 * second
+
+
+@pytest.mark.parametrize("kind", ["gauss", "mix"])
+@pytest.mark.parametrize(
+    ("tag", "solver"),
+    [
+        ("dpmpp_2m", DPMSolverPP(10, Karras(), clip=False)),
+        ("dpmpp_2m_n20", DPMSolverPP(20, Karras(), clip=False)),
+        ("dpmpp_2m_sde", DPMSolverPP(10, Karras(), clip=False, eta=1.0)),
+        ("dpmpp_2m_sde_eta0", DPMSolverPP(10, Karras(), clip=False)),
+        ("dpmpp_2s_ancestral", DPMSolverPP2S(10, Karras(), clip=False, eta=1.0)),
+        ("euler", Euler(10, times=Karras(), clip=False)),
+        ("euler_ancestral", EulerAncestral(10, clip=False)),
+        ("euler_ancestral", DDPM(FixedSmall(), 10, Karras(), clip=False)),
+        ("heun", Heun(10, clip=False)),
+        ("heun_n20", Heun(20, clip=False)),
+    ],
+    ids=str,
+)
+def test_solvers_equal_k_diffusion_in_its_own_process(kind, tag, solver):
+    expected = tensor("case11_kdiffusion", f"{kind}/{tag}/final")
+    denoise, noise = Recorder(k_diffusion_data(kind)), CountedNoise(960)
+    close(solver.sample(denoise, EDMProcess(), Z(expected.shape, 950), noise), expected)
+    assert len(denoise.times) == load("case11_kdiffusion")[f"{kind}/{tag}/model_calls"]
+    assert noise.calls == load("case11_kdiffusion")[f"{kind}/{tag}/noise_calls"]
+
+
+DPM, EDM_DPM = "DPMSolverMultistepScheduler", "EDMDPMSolverMultistepScheduler"
+WHOLE = {"lower_order_final": False}
+SDE, KARRAS = {"algorithm_type": "sde-dpmsolver++"}, {"use_karras_sigmas": True}
+SHIFTED = {"use_flow_sigmas": True, "prediction_type": "flow_prediction", "flow_shift": 3.0}
+EDM, FLOW = EDMProcess(), LinearFlow()
+SCHEDULERS = [
+    (DPM, WHOLE | {"solver_order": 1}, DPMSolverPP(order=1), LINEAR),
+    (DPM, WHOLE | {"prediction_type": "v_prediction"}, DPMSolverPP(), LINEAR),
+    (DPM, WHOLE | KARRAS | {"solver_order": 3}, DPMSolverPP(order=3), LINEAR),
+    (DPM, WHOLE | SHIFTED, DPMSolverPP(), FLOW),
+    (DPM, WHOLE | SDE | {"solver_order": 1}, DPMSolverPP(order=1, eta=1.0), LINEAR),
+    (DPM, WHOLE | SDE, DPMSolverPP(eta=1.0), LINEAR),
+    ("DPMSolverSinglestepScheduler", {"use_exponential_sigmas": True}, DPMSolverPP2S(), LINEAR),
+    ("UniPCMultistepScheduler", {"solver_order": 1}, UniPC(order=1), LINEAR),
+    ("UniPCMultistepScheduler", KARRAS, UniPC(), LINEAR),
+    ("UniPCMultistepScheduler", SHIFTED | {"solver_order": 3}, UniPC(order=3), FLOW),
+    ("EulerDiscreteScheduler", KARRAS, Euler(), LINEAR),
+    ("EulerAncestralDiscreteScheduler", {}, EulerAncestral(), LINEAR),
+    ("HeunDiscreteScheduler", {"prediction_type": "sample"}, Heun(), LINEAR),
+    ("DDIMScheduler", {"clip_sample": False}, DDIM(), LINEAR),
+    ("DDIMScheduler", {"clip_sample": False}, DDIM(eta=1.0), LINEAR),
+    ("DDPMScheduler", {"clip_sample": False}, DDPM(FixedSmall()), LINEAR),
+    ("FlowMatchEulerDiscreteScheduler", {"shift": 3.0}, Euler(), FLOW),
+    ("EDMEulerScheduler", {}, Euler(), EDM),
+    (EDM_DPM, WHOLE, DPMSolverPP(), EDM),
+    (EDM_DPM, WHOLE | SDE, DPMSolverPP(eta=1.0), EDM),
+    (EDM_DPM, WHOLE | {"solver_order": 3}, DPMSolverPP(order=3), EDM),
+]
+
+
+def scheduler_of(name, options, process, steps=9):
+    diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    betas = {"trained_betas": process.betas.betas().tolist()} if process is LINEAR else {}
+    made = getattr(diffusers, name)(**options, **betas)
+    made.set_timesteps(steps)
+    return made
+
+
+@pytest.mark.parametrize(("name", "options", "solver", "process"), SCHEDULERS)
+def test_solvers_equal_diffusers_schedulers_to_their_float32(name, options, solver, process):
+    scheduler, solver = scheduler_of(name, options, process), replace(solver, clip=False)
+    called = {"eta": solver.eta} if name == "DDIMScheduler" else {}
+    theirs, ours = both(
+        scheduler, solver, process, mixture_denoiser(process), Z(SHAPE, 1).float(), **called
+    )
+    assert ours.std() > 0.2
+    close(theirs, ours, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "grid", "process"),
+    [
+        (DPM, KARRAS, Karras(), LINEAR),
+        (DPM, {"use_exponential_sigmas": True}, LogSNR(), LINEAR),
+        (DPM, {"use_lu_lambdas": True}, LogSNR(), LINEAR),
+        ("EDMEulerScheduler", {}, Karras(), EDM),
+        (EDM_DPM, {"sigma_schedule": "exponential"}, LogSNR(), EDM),
+    ],
+)
+def test_grids_equal_diffusers(name, options, grid, process):
+    alpha, sigma = process.alpha_sigma(grid.grid(process, 9))
+    close(scheduler_of(name, options, process).sigmas, sigma / alpha, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_shifted_times_equal_diffusers(shift):
+    scheduler = scheduler_of("FlowMatchEulerDiscreteScheduler", {"shift": shift}, FLOW)
+    scheduler.set_timesteps(sigmas=Even().grid(FLOW, 9)[:-1].tolist())
+    close(scheduler.sigmas, ShiftedGrid(Even(), shift).grid(FLOW, 9), rtol=1e-6)
+
+
+@pytest.mark.parametrize("process", [EndsInNoise(), LinearFlow()], ids=repr)
+@pytest.mark.parametrize(
+    "solver",
+    [
+        DDPM(FixedSmall(), 9, LogSNR()),
+        DDIM(9, times=Karras()),
+        DPMSolverPP(9),
+        DPMSolverPP(9, eta=1.0, order=3),
+    ],
+    ids=repr,
+)
+def test_a_grid_that_is_not_finite_is_refused_and_another_leads_to_the_image(solver, process):
+    with pytest.raises(ValueError, match=r"not finite on .* no signal .* use Even or Sections"):
+        solver.check(process)
+    for times in (Even(), LogSNR(noisiest=-10.0)):
+        mended = type(solver)(**{**vars(solver), "times": times, "clip": False})
+        mended.check(process)
+        end = mended.sample(gaussian_denoiser(process), process, Z(SHAPE, 1), CountedNoise(1))
+        assert (end.mean() - 0.3).abs() < 0.5
+        assert end.isfinite().all()
+
+
+@pytest.mark.parametrize("process", [COSINE, EDMProcess()], ids=repr)
+@pytest.mark.parametrize(
+    "solver",
+    [
+        DDPM(FixedSmall(), 7, LogSNR()),
+        DDIM(7, eta=0.5, times=LogSNR()),
+        DPMSolverPP(7),
+        DPMSolverPP(7, order=3, eta=0.5),
+        DPMSolverPP2S(7),
+        DPMSolverPP2S(7, eta=1.0),
+        EulerAncestral(7),
+        UniPC(7),
+        Heun(7),
+        Heun(7, churn=4.0, churn_max=9.0),
+    ],
+    ids=repr,
+)
+def test_a_watch_sees_every_step_in_order_and_changes_nothing(solver, process):
+    def sampled(*watch):
+        denoise = gaussian_denoiser(process)
+        return solver.sample(denoise, process, Z(SHAPE, 1), CountedNoise(1), *watch)
+
+    seen = []
+    assert torch.equal(sampled(lambda *step: seen.append(step)), sampled())
+    steps, times, states, images = zip(*seen, strict=True)
+    assert steps == tuple(range(7))
+    t = torch.stack([*times, torch.tensor(process.t_clean)])
+    assert (t.diff() < 0).all()
+    close(t[0], torch.tensor(process.t_max), rtol=1e-14)
+    close(states[0], process.prior(Z(SHAPE, 1), t[0]), rtol=1e-14)
+    assert all(x_t.shape == x0.shape == SHAPE for x_t, x0 in zip(states, images, strict=True))
+    assert torch.stack(images).abs().max() <= 1  # as clipped
+
+
+@pytest.mark.parametrize("solver", [DDIM, Euler, DPMSolverPP, DPMSolverPP2S, UniPC, Heun])
+def test_a_solver_without_steps_is_refused(solver):
+    with pytest.raises(ValueError, match="steps must be at least 1, got 0"):
+        solver(steps=0)
