@@ -400,12 +400,17 @@ REFUSED = (
 
 
 @pytest.mark.slow
-def test_every_pair_generates_the_right_distribution_or_is_refused():
+@pytest.mark.parametrize("quarter", range(4))
+def test_every_pair_generates_the_right_distribution(quarter):
+    assert wrong_among(covering()[0][quarter::4]) == {}
+
+
+@pytest.mark.slow
+def test_pairs_that_do_not_go_together_are_refused_for_known_reasons():
     accepted, refused = covering()
     said = {case_text(case): refusal(case) for case in refused}
     assert {case: told for case, told in said.items() if not is_known(told)} == {}
     assert len(refused) < 70
-    assert wrong_among(accepted) == {}
     assert len(accepted) >= len(PARTS["solver"]) * len(PARTS["loss"])
 
 
