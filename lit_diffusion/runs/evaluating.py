@@ -77,14 +77,25 @@ def protocol_of_run(checkpoint: str | None) -> str:
     return str(own) if own.is_file() else named[-1]
 
 
+def _reference_of_run(checkpoint: str) -> str:
+    """What a run on latents was scored against while it trained."""
+    records = read_evaluations(checkpoint_file(checkpoint).parent.parent / "evaluations.jsonl")
+    if not records:
+        raise ValueError(
+            f"{checkpoint} was trained on latents; pass --reference DIR, a folder of real images."
+        )
+    return str(records[-1]["reference"])
+
+
 def real_images(
     name: str | None, args: Namespace, loaded: Loaded | None
 ) -> tuple[RealImages, RealImages | None]:
     """Real images of --reference, and others of the same kind for the floor."""
-    name = name or "val"
+    data = _data(args, loaded) if name in (None, *SPLITS) else None
+    if name is None:
+        name = _reference_of_run(args.checkpoint) if hasattr(data, "vae_sha256") else "val"
     if name not in SPLITS:
         return RealImages(name, open_images(name)), None
-    data = _data(args, loaded)
     other = "val" if name == "train" else "train"
     return images_of_split(data, name), images_of_split(data, other)
 

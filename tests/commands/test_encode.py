@@ -82,6 +82,16 @@ def test_a_model_is_trained_scored_and_sampled_on_what_it_writes(capsys, caplog)
     assert call("sample --checkpoint run --num 2 --out samples") == 0
     samples = json.loads(Path("samples/samples.json").read_text())
     assert samples["num"] == 2
+    assert call("evaluate --checkpoint run --num 4 --extractor patches-cnn") == 0  # beside crops
+    compare = (
+        "sample --checkpoint run --num 4 --compare DPMSolverPP --compare_steps 2 --out compared"
+    )
+    assert call(f"{compare} --reference crops") == 0
+    assert '"reference": "crops"' in Path("compared/comparison.json").read_text()
+    Path("run/evaluations.jsonl").unlink()
+    capsys.readouterr()
+    assert call("evaluate --checkpoint run --num 4 --extractor patches-cnn") == 2
+    assert "run was trained on latents; pass --reference DIR, a folder" in capsys.readouterr().err
     weights = Path("vae/diffusion_pytorch_model.safetensors")
     state = bytearray(weights.read_bytes())
     state[-1] ^= 1
