@@ -91,11 +91,12 @@ def real_images(
     name: str | None, args: Namespace, loaded: Loaded | None
 ) -> tuple[RealImages, RealImages | None]:
     """Real images of --reference, and others of the same kind for the floor."""
-    data = _data(args, loaded) if name in (None, *SPLITS) else None
-    if name is None:
-        name = _reference_of_run(args.checkpoint) if hasattr(data, "vae_sha256") else "val"
-    if name not in SPLITS:
+    if name is not None and name not in SPLITS:
         return RealImages(name, open_images(name)), None
+    data = _data(args, loaded)
+    if name is None and hasattr(data, "vae_sha256"):
+        return real_images(_reference_of_run(args.checkpoint), args, loaded)
+    name = name or "val"
     other = "val" if name == "train" else "train"
     return images_of_split(data, name), images_of_split(data, other)
 
