@@ -105,6 +105,7 @@ def score(denoise: Denoise, process: Process) -> Callable[[Tensor, Tensor], Tens
     return gradient
 
 
+@torch.inference_mode(mode=False)  # a Trainer validates in it
 @torch.no_grad()
 def flow_bits_per_dim(
     denoise: Denoise,

@@ -80,10 +80,10 @@ class SoftMinSNR:
     """W = SNR gamma / (SNR + gamma): Min-SNR without the corner.
 
     Args:
-        gamma: where the weight of clean images stops growing; 1 / sigma_data^2 makes it even for
-            `EDMPreconditioning` up to c_out^2.
+        gamma: where the weight of clean images stops growing; 1 / sigma_data^2 of
+            `EDMPreconditioning` in k-diffusion.
 
-    Source: Crowson et al. 2024 (HDiT, arXiv 2401.11605), section 4.4.
+    Source: Crowson et al. 2024 (HDiT, arXiv 2401.11605), soft-min-SNR.
     """
 
     gamma: float = 4.0

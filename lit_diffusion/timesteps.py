@@ -180,7 +180,8 @@ class Shifted:
 
     Args:
         base: the times to shift.
-        shift: above 1 is noisier. SD3: sqrt(m / n) = 3 from n = 256^2 to m = 1024^2 pixels.
+        shift: above 1 is noisier. SD3's sqrt(m / n), from n to m pixels, would be 4 from 256^2 to
+            1024^2; its authors liked 3 best.
 
     Raises:
         ValueError: unless shift > 0.
@@ -403,5 +404,5 @@ def _spread(start: int, size: int, count: int) -> list[int]:
 def _whole_steps(process: Process, grid: object) -> int:
     if process.num_steps is None:
         text = f"{grid} needs a process in discrete steps, got {process}"
-        raise ValueError(f"{text}; use LogSNR or Karras, or Even.")
+        raise ValueError(f"{text}; use Even, LogSNR or Karras.")
     return process.num_steps

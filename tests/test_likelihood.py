@@ -79,6 +79,14 @@ def test_the_flow_finds_the_density_of_a_gaussian(process, probes):
     close(bits, expected_bits(X0, 0.5), rtol=0, atol=1e-3)
 
 
+def test_the_density_is_the_same_where_a_trainer_validates():
+    process = LinearFlow()
+    denoise = gaussian_denoiser(process, mean=0.0, std=0.5)
+    with torch.inference_mode():
+        within = flow_bits_per_dim(denoise, process, X0.clone(), GRID, 5)
+    close(within, flow_bits_per_dim(denoise, process, X0, GRID, 5))
+
+
 def test_the_density_is_that_of_the_least_noisy_time():
     process = LinearFlow(0.05)
     denoise = gaussian_denoiser(process, mean=0.0, std=0.5)

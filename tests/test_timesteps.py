@@ -175,7 +175,7 @@ def test_an_even_grid_is_even_in_time(process):
 @pytest.mark.parametrize("grid", [Sections(), Stride()], ids=repr)
 @pytest.mark.parametrize("process", [EDMProcess(), ContinuousVP()], ids=repr)
 def test_grids_of_whole_steps_name_those_that_need_none(grid, process):
-    with pytest.raises(ValueError, match=r"discrete steps, got .*; use LogSNR or Karras"):
+    with pytest.raises(ValueError, match=r"discrete steps, got .*; use Even, LogSNR or Karras"):
         grid.grid(process, 10)
 
 

@@ -51,8 +51,9 @@ class MNIST(ImageDataModule):
                 for name in self._missing():
                     shutil.move(Path(own, self._name, "raw", name), self._folder / name)
         except (OSError, RuntimeError, ValueError) as error:
+            reason = " ".join(str(error).split())  # torchvision tells of each mirror in lines
             raise FileNotFoundError(
-                f"The files of {self._name} could not be downloaded ({error}). In {self._folder}: "
+                f"The files of {self._name} could not be downloaded ({reason}). In {self._folder}: "
                 f"{', '.join(self._missing())} missing. Put these there, unpacked."
             ) from error
 

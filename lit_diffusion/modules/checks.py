@@ -79,7 +79,11 @@ def check_objective(
 
 def check_sampling(process: Process, loss: Loss, solver: Solver, guidance: Guidance | None) -> None:
     """Raise ValueError where samples would not be what is asked for."""
-    solver.check(process)
+    try:
+        solver.check(process)
+    except ValueError as error:
+        solver_name, process_name = type(solver).__name__, type(process).__name__
+        raise ValueError(f"{solver_name} does not fit {process_name}: {error}") from None
     check_shift(solver, guidance)
     if isinstance(guidance, ClassifierScore) and not _keeps_signal(process, solver):
         raise ValueError(

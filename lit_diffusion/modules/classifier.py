@@ -120,10 +120,11 @@ class NoisyClassifier(LightningModule):
         Labels of -1 pull nowhere.
         """
 
+        @torch.inference_mode(mode=False)  # a Trainer validates in it
         def gradient(x_t: Tensor, noise_label: Tensor, labels: Tensor) -> Tensor:
+            x, noise_label, labels = (part.detach().clone() for part in (x_t, noise_label, labels))
             with torch.enable_grad():
-                x = x_t.detach().requires_grad_()
-                log_p = self._told(x, noise_label).log_softmax(1)
+                log_p = self._told(x.requires_grad_(), noise_label).log_softmax(1)
                 chosen = log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
                 (found,) = torch.autograd.grad(chosen[labels >= 0].sum(), x)
             return scale * found

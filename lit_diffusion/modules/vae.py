@@ -26,8 +26,9 @@ class VAECodec:
 
     Args:
         folder: with config.json and diffusion_pytorch_model.safetensors.
-        scale: that makes the variance of x0 about 1; 0.18215 is that of Stable Diffusion's.
-        shift: what is taken off z.
+        scale: that makes the variance of x0 about 1; None is `scaling_factor` of config.json, which
+            is 0.18215 where it has none, as Stable Diffusion's.
+        shift: what is taken off z; None is `shift_factor` of config.json, or 0.
         batch_size: images at a time, >= 1.
 
     Raises:
@@ -41,14 +42,13 @@ class VAECodec:
     bounded: ClassVar[bool] = False
 
     def __init__(
-        self, folder: str, scale: float = 0.18215, shift: float = 0.0, batch_size: int = 16
+        self,
+        folder: str,
+        scale: float | None = None,
+        shift: float | None = None,
+        batch_size: int = 16,
     ) -> None:
-        if not (scale > 0 and batch_size >= 1):
-            raise ValueError(
-                f"scale > 0 and batch_size >= 1 must hold, got {scale} and {batch_size}."
-            )
-        self.folder = Path(folder).expanduser()
-        self.scale, self.shift, self.batch_size = scale, shift, batch_size
+        self.folder, self.batch_size = Path(folder).expanduser(), batch_size
         lacking = [n for n in ("config.json", WEIGHTS) if not (self.folder / n).is_file()]
         if lacking:
             raise FileNotFoundError(
@@ -63,6 +63,12 @@ class VAECodec:
         if config.get("_class_name") != "AutoencoderKL":
             raise ValueError(
                 f"{self.folder} holds {config.get('_class_name')}, and an AutoencoderKL is needed."
+            )
+        self.scale: float = config.get("scaling_factor", 0.18215) if scale is None else scale
+        self.shift: float = (config.get("shift_factor") or 0.0) if shift is None else shift
+        if not (self.scale > 0 and batch_size >= 1):
+            raise ValueError(
+                f"scale > 0 and batch_size >= 1 must hold, got {self.scale} and {batch_size}."
             )
         self.image_channels: int = config["in_channels"]
         self._channels: int = config["latent_channels"]

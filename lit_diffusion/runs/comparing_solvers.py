@@ -174,8 +174,8 @@ def _scoring(
     told = f"FID of {args.num} images by {protocol.name} against {real.name}"
     told += f", floor {real.floor:.4g}."
     about = {"protocol": protocol.name, "extractor_sha256": protocol.sha256, "told": told}
-    about |= {"reference": real.name, "floor": real.floor, "floor_images": real.floor_images}
-    return fid, about
+    floor = {"floor": real.floor, "floor_images": real.floor_images}
+    return fid, about | {"reference": real.name} | floor
 
 
 def _write(

@@ -1,20 +1,25 @@
 """`fit --init_weights`: a training that begins with the weights of another."""
 
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lit_diffusion.checkpoints.averages import averages_in
 from lit_diffusion.checkpoints.content import kind_of, uncompiled
-from lit_diffusion.checkpoints.loading import checkpoint_file, named_weights
+from lit_diffusion.checkpoints.loading import checkpoint_file, model_spec, named_weights
 from lit_diffusion.checkpoints.reading import read_checkpoint
-from lit_diffusion.interchange.exported import is_exported, read_exported
+from lit_diffusion.interchange.exported import KNOWN, is_exported, read_exported
+from lit_diffusion.runs.changed_settings import differences
 
 _NAMES = 5  # of weights that are said, of each sort
+_MEANING = ("network", "process", "parameterization")
+"""Settings that say what weights of the same names and shapes mean, as `split_heads_first` does."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +55,8 @@ class Outcome:
         )
 
 
-def read_init(source: str) -> tuple[str, dict[str, Tensor]]:
-    """What --init_weights names, in words, and its weights by the names that a module has.
+def read_init(source: str) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
+    """What --init_weights names, in words; its weights by a module's names; and its settings.
 
     Args:
         source: checkpoint, run folder or exported network; with ":raw", ":ema", ":ema_<decay>" or
@@ -65,22 +70,29 @@ def read_init(source: str) -> tuple[str, dict[str, Tensor]]:
         named = record.get("weights", "raw")
         if weights not in (None, named, named.split("_")[0]):
             raise ValueError(f"--init_weights {source}: {path} holds {named} weights alone.")
-        return f"{named} weights of {path}", {f"network.{n}": v for n, v in state.items()}
+        return f"{named} weights of {path}", {f"network.{n}": v for n, v in state.items()}, record
     path = checkpoint_file(path)
     checkpoint = read_checkpoint(path)
     weights = weights or ("ema" if averages_in(checkpoint, path) else "raw")
     name, averages = named_weights(checkpoint, weights, path)
-    return f"{name} weights of {path}", {**uncompiled(checkpoint["state_dict"]), **averages}
+    settings = (model_spec(checkpoint) or {"init_args": {}})["init_args"]
+    weights_of = {**uncompiled(checkpoint["state_dict"]), **averages}
+    return f"{name} weights of {path}", weights_of, settings
 
 
-def start_from(module: LightningModule, source: str) -> str:
+def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) -> str:
     """Copy what fits of --init_weights into a module; what became of it, in a line.
+
+    Args:
+        module: begins with the weights.
+        source: as of `read_init`.
+        used: arguments of the module, as a config has them.
 
     Raises:
         FileNotFoundError: where there is nothing of that name.
         ValueError: where nothing of it fits.
     """
-    said, state = read_init(source)
+    said, state, settings = read_init(source)
     outcome, fitting = match_weights(module.state_dict(), state)
     if not fitting:
         theirs, ours = (", ".join(list(names)[:3]) for names in (state, module.state_dict()))
@@ -89,7 +101,21 @@ def start_from(module: LightningModule, source: str) -> str:
             f"are {ours}, ...; name a file of this architecture."
         )
     module.load_state_dict(fitting, strict=False)
-    return f"Starting from the {said}: {outcome}."
+    changed = differences(_meaning(settings), _meaning(used))
+    others = [f"{name} {old} for {new}" for name, (old, new) in changed.items()]
+    told = f" They were trained with other settings{_listed(others)}." if others else ""
+    return f"Starting from the {said}: {outcome}.{told}"
+
+
+def _meaning(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What weights were made for, with the defaults of a network that `convert import` found."""
+    found = {name: settings[name] for name in _MEANING if name in settings}
+    kind = KNOWN.get(str((found.get("network") or {}).get("class_path")))
+    if kind is not None:
+        defaults = {p.name: p.default for p in inspect.signature(kind).parameters.values()}
+        given = found["network"].get("init_args", {})
+        found["network"] = found["network"] | {"init_args": defaults | given}
+    return found
 
 
 def match_weights(

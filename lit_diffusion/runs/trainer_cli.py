@@ -221,10 +221,9 @@ class RunCLI(SubcommandCLI):
         self._weights = {}  # keeps the file open
         if self.trainer.precision == "64-true":
             self.model.double()  # Lightning does so after it has restored, which rounds to float32
-        given = self.value_of(self.config, "init_weights")
+        given, dumped = self.value_of(self.config, "init_weights"), self.dumped()
         if given is not None and self.request.command == "fit" and self.request.checkpoint is None:
-            rank_zero_info(start_from(self.model, given))
-        dumped = self.dumped()
+            rank_zero_info(start_from(self.model, given, dumped["model"].get("init_args", {})))
         for key, built in (("model", self.model), ("data", self.datamodule)):
             if built is not None:
                 spec = dumped[key]

@@ -32,13 +32,12 @@ def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
     Raises:
         ValueError: where alpha is 0.
     """
-    times = finite_grid(grid, process, steps)
-    if not (process.alpha_sigma(times)[0] > 0).all():
+    if not (process.alpha_sigma(grid.grid(process, steps))[0] > 0).all():
         raise ValueError(
-            f"this solver needs alpha > 0, which {process} does not keep on {grid}; use "
+            f"the solver needs alpha > 0, which {process} does not keep on {grid}; use "
             "LogSNR(noisiest=-10), or the solver DDIM or Euler."
         )
-    return times
+    return finite_grid(grid, process, steps)
 
 
 def times_asked(solver: Solver, process: Process) -> Tensor:

@@ -59,6 +59,7 @@ def folder(tmp_path, monkeypatch):
 ENCODE = "encode --images pictures --image-size 32 --vae vae --out latents --shard-size 5 --flips"
 
 
+@pytest.mark.filterwarnings("ignore:.*cannot fill a covariance")
 def test_a_model_is_trained_scored_and_sampled_on_what_it_writes(capsys, caplog):
     assert call(ENCODE) == 0
     assert "8 shards written to latents, which has 8 of 8." in capsys.readouterr().out

@@ -41,6 +41,7 @@ def test_without_files_and_network_the_message_says_what_to_put_where(tmp_path):
         data.prepare_data()
     for part in ("t10k-labels-idx1-ubyte", str(tmp_path / "empty" / "MNIST" / "raw")):
         assert part in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_root_that_cannot_be_a_folder_ends_with_the_same_message(tmp_path):

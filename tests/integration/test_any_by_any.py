@@ -69,7 +69,6 @@ from lit_diffusion.solvers import (
 )
 from lit_diffusion.timesteps import (
     Even,
-    Karras,
     LogitNormal,
     LogNormal,
     LogSNR,
@@ -131,9 +130,9 @@ PARTS = {
         UniPC(100, START, clip=False),
         UniPC(100, START, clip=False, order=3),
         Heun(140, START, clip=False),
-        Heun(80, Karras(), clip=False, churn=10.0, churn_max=20.0),
+        Heun(80, START, clip=False, churn=10.0, churn_max=20.0),
     ],
-    "guidance": ["none", "free", "unconditional", "interval", "auto", "score", "shift"],
+    "guidance": ["none", "free", "unconditional", "interval", "rescale", "auto", "score", "shift"],
     "network": ["alone", "vectors", "UNet", "UViT", "DiT", "JiT"],
 }
 
@@ -248,15 +247,19 @@ def log_prob_gradient(process):
     return gradient
 
 
-def guidance_of(name, process):
-    """All lead to the mode of the label, but for "unconditional"."""
-    weaker = lambda labels: lambda x, t: None  # noqa: E731
+def guidance_of(name, process, itself):
+    """All lead to the mode of the label, but for "unconditional".
+
+    A scale of nearly 1 asks for both halves, as a scale of 1 does not; and a model that is its own
+    weaker one leads where it would.
+    """
     return {
         "none": None,
-        "free": ClassifierFree(1.0),
-        "unconditional": ClassifierFree(0.0),
+        "free": ClassifierFree(1 + 1e-9),
+        "unconditional": ClassifierFree(1e-9),
         "interval": ClassifierFree(3.0, interval=(1e5, 1e6)),  # beyond all levels
-        "auto": Autoguidance(weaker, 3.0, interval=(1e5, 1e6)),
+        "rescale": ClassifierFree(1 + 1e-9, rescale=0.7),
+        "auto": Autoguidance(itself, 3.0),
         "score": ClassifierScore(log_prob_gradient(process), clip=False),
         "shift": ClassifierShift(log_prob_gradient(process)),
     }[name]
@@ -271,7 +274,12 @@ def built(parts, solver=None):
     knows_labels = parts["guidance"] not in ("score", "shift")
     factor, beside = parts["loss"].output_factor, parts["network"]
     network = Exact(process, parameterization, factor, knows_labels, beside)
-    return DiffusionModule(
+    module = None
+
+    def itself(condition):
+        return module.denoise_for(condition)
+
+    module = DiffusionModule(
         network,
         process,
         parameterization,
@@ -283,8 +291,9 @@ def built(parts, solver=None):
         codec=Identity(),
         conditioning=Embeddings((1,)) if beside == "vectors" else ClassLabels(2),
         label_dropout=0.1,
-        guidance=guidance_of(parts["guidance"], process),
+        guidance=guidance_of(parts["guidance"], process, itself),
     ).double()
+    return module
 
 
 def pairs(case):
@@ -391,12 +400,17 @@ REFUSED = (
 
 
 @pytest.mark.slow
-def test_every_pair_generates_the_right_distribution_or_is_refused():
+@pytest.mark.parametrize("quarter", range(4))
+def test_every_pair_generates_the_right_distribution(quarter):
+    assert wrong_among(covering()[0][quarter::4]) == {}
+
+
+@pytest.mark.slow
+def test_pairs_that_do_not_go_together_are_refused_for_known_reasons():
     accepted, refused = covering()
     said = {case_text(case): refusal(case) for case in refused}
     assert {case: told for case, told in said.items() if not is_known(told)} == {}
     assert len(refused) < 70
-    assert wrong_among(accepted) == {}
     assert len(accepted) >= len(PARTS["solver"]) * len(PARTS["loss"])
 
 
@@ -447,11 +461,11 @@ def test_half_as_many_steps_move_no_moment_by_its_error(process, solver):
         assert moved < values.std() / N**0.5, name
 
 
-@pytest.mark.parametrize("guidance", ["none", "free", "unconditional", "auto"])
+@pytest.mark.parametrize("guidance", ["none", "free", "unconditional", "rescale", "auto"])
 @pytest.mark.parametrize(
     "solver",
     [
-        DDPM(FixedSmall(), 400, Even(), clip=False),
+        DDPM(FixedSmall(), 1000, Even(), clip=False),  # its variance is off by one step's
         DDIM(400, times=Even(), clip=False),
         Euler(400, clip=False),
         DPMSolverPP(400, Even(), clip=False),
@@ -500,17 +514,24 @@ def variance_for_std_in_guidance(monkeypatch):
     monkeypatch.setitem(globals(), "log_prob_gradient", wrong)
 
 
+def halves_swapped(monkeypatch):
+    right = ClassifierFree._extrapolated
+    wrong = lambda self, of, labels, null, process: right(self, of, null, labels, process)  # noqa: E731
+    monkeypatch.setattr(ClassifierFree, "_extrapolated", wrong)
+
+
 FAULTS = [
     (std_for_variance, "solver", lambda solver: "FixedSmall" in repr(solver)),
     (variance_for_std, "parameterization", lambda each: each == Velocity()),
     (variance_for_std_in_training, "parameterization", lambda each: each == Velocity()),
     (variance_for_std_in_guidance, "guidance", lambda name: name in ("score", "shift")),
+    (halves_swapped, "guidance", lambda name: name in ("free", "rescale", "unconditional")),
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("plant", "where", "has_it"), FAULTS)
-def test_sigma_for_its_square_anywhere_is_found(monkeypatch, plant, where, has_it):
+def test_a_fault_such_as_sigma_for_its_square_is_found(monkeypatch, plant, where, has_it):
     """By the same judge, among the same combinations."""
     cases = [case for case in covering()[0] if has_it(named(case)[where])][:2]
     plant(monkeypatch)

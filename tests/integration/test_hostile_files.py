@@ -176,6 +176,8 @@ def reads_without_code(path: Path) -> bool:
     elif path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as arrays:
             assert all(arrays[name].dtype != object for name in arrays)
+    elif path.suffix == ".npy":
+        assert np.load(path, allow_pickle=False).dtype != object
     elif path.suffix == ".png":
         return path.read_bytes().startswith(b"\x89PNG")
     elif path.name.startswith("events.out.tfevents"):
@@ -196,5 +198,6 @@ def test_every_file_that_a_run_leaves_is_read_without_running_code(tmp_path, mon
         assert reads_without_code(path), path
     kinds = Counter(path.suffix for path in files)
     assert kinds[".ckpt"] >= 4, kinds
-    assert {".png", ".npz", ".csv", ".jsonl", ".yaml", ".json", ".log", ".html"} <= kinds.keys()
+    written = ".png .npz .npy .csv .jsonl .yaml .json .log .html"
+    assert {*written.split()} <= kinds.keys()
     assert (tmp_path / RUN / "checkpoints/best-fid.ckpt").is_file()

@@ -30,6 +30,7 @@ class DrawingProtocol(PixelProtocol):
 
 QUIET = {  # each with arguments under which it changes nothing of training
     "EMA": {},
+    "PowerEMA": {},
     "RankWatch": {},
     "SaveOnSignal": {},
     "FiniteUpdates": {},

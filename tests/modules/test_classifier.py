@@ -77,6 +77,16 @@ def test_the_gradient_scales_pulls_nowhere_without_a_label_and_leaves_no_trace()
     assert not x.requires_grad
 
 
+def test_the_gradient_is_the_same_where_a_trainer_validates():
+    network = EncoderUNet(8, 1, 10, 32, (1, 2), 1, (2,), head_channels=32)
+    gradient = module(network, (1, 8, 8), 10).gradient()
+    inputs = Z((2, 1, 8, 8), 1).float(), torch.tensor([3.0, 90.0]), torch.tensor([1, 7])
+    with torch.inference_mode():
+        within = gradient(*(part.clone() for part in inputs))
+    assert within.any()
+    assert torch.equal(within, gradient(*inputs))
+
+
 def test_digits_are_recognised_through_noise_and_every_fit_is_the_same(tmp_path):
     ends = []
     for _ in range(2):

@@ -20,11 +20,11 @@ from lit_diffusion.lr_schedules import WarmupLinear
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.networks.unet import UNet
 from lit_diffusion.parameterizations import FDM, Epsilon, Velocity
-from lit_diffusion.processes import CosineBetas, DiscreteVP
+from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearFlow
 from lit_diffusion.protocols import NonFiniteSamples
 from lit_diffusion.runs.loggers import AppendingCSVLogger, read_rows
 from lit_diffusion.seeding import index_uniforms
-from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Euler
+from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Euler, Heun, UniPC
 from lit_diffusion.timesteps import (
     Antithetic,
     Independent,
@@ -597,6 +597,12 @@ def test_a_classifier_guides_where_the_solver_begins_with_some_signal():
 def test_arguments_that_do_not_go_together_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         module(**changes)
+
+
+@pytest.mark.parametrize("solver", [Heun(), DPMSolverPP(), UniPC(), DDIM()], ids=repr)
+def test_a_solver_that_does_not_fit_the_process_is_named_with_it(solver):
+    with pytest.raises(ValueError, match=f"^{type(solver).__name__} does not fit LinearFlow: "):
+        module(process=LinearFlow(), solver=solver)
 
 
 def test_batches_of_another_kind_are_refused():

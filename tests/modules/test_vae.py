@@ -70,6 +70,20 @@ def test_the_round_trip_is_that_of_diffusers(codec, folder):
     torch.testing.assert_close(codec.draw(IMAGES), (draw - 0.25) * SCALE)
 
 
+@pytest.mark.parametrize(
+    ("kept", "expected"),
+    [({"scaling_factor": 1.5305, "shift_factor": 0.0609}, (1.5305, 0.0609)), ({}, (0.18215, 0.0))],
+)
+def test_scale_and_shift_are_those_of_the_folder_unless_given(tmp_path, kept, expected):
+    made = small_vae.save(tmp_path / "vae") / "config.json"
+    config = {k: v for k, v in json.loads(made.read_text()).items() if "factor" not in k}
+    made.write_text(json.dumps(config | kept))
+    codec = VAECodec(str(made.parent))
+    assert (codec.scale, codec.shift) == expected
+    given = VAECodec(str(made.parent), 0.5, shift=0.0)
+    assert (given.scale, given.shift) == (0.5, 0.0)
+
+
 def test_shapes_are_those_of_what_is_encoded(codec):
     assert codec.encoded_shape((3, 16, 16)) == tuple(codec.encode(IMAGES).shape[1:]) == (4, 8, 8)
     with pytest.raises(ValueError, match="multiples of 2"):

@@ -282,6 +282,7 @@ def test_the_gradient_is_captured_as_well(name, kind, gradient_checkpointing):
     network = small(name, kind, gradient_checkpointing=gradient_checkpointing).double()
     inputs = (*batch(torch.float64), condition(kind))
     expected, names = gradients(network, *inputs), list(network.state_dict())
+    torch.compiler.reset()  # of other tests' graphs, which count against a limit
     network.compile(fullgraph=True, backend="aot_eager")
     for parameter, gradient in gradients(network, *inputs).items():
         assert_close(gradient, expected[parameter], rtol=1e-8, atol=1e-8)

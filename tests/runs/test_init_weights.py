@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,22 @@ def test_what_does_not_fit_is_told_and_left(caplog):
     assert torch.equal(new["network.time_embed.0.weight"], old["network.time_embed.0.weight"])
 
 
+@pytest.mark.parametrize("source", ["old", "exported"])
+def test_settings_under_which_the_same_weights_mean_something_else_are_told(source, caplog):
+    """All shapes fit, and the heads of attention would be read in another order.
+
+    What lacks in a file is the default, as in those of an import.
+    """
+    export("old", "exported")
+    record = json.loads(Path("exported/network.json").read_text())
+    assert "split_heads_first" not in record["network"]["init_args"]
+    config(lr=0.0, split_heads_first=False)
+    assert fit(f"--init_weights {source}") == 0
+    (said,) = [message for message in caplog.messages if message.startswith("Starting from")]
+    told = "They were trained with other settings (model.network.split_heads_first True for False)."
+    assert said.endswith(f": 129 kept. {told}")
+
+
 def test_a_resume_goes_on_and_does_not_begin_again(caplog):
     config()
     assert fit("--init_weights old") == 0
@@ -101,7 +118,7 @@ def test_a_mistake_is_told_before_anything_is_trained(source, told, capsys):
 def test_raw_weights_are_taken_where_there_are_no_averages():
     content = torch.load("old/checkpoints/last.ckpt", weights_only=True)
     torch.save(content | {"callbacks": {}}, "raw.ckpt")
-    said, state = read_init("raw.ckpt")
+    said, state, _ = read_init("raw.ckpt")
     assert said == "raw weights of raw.ckpt"
     assert same(state, content["state_dict"])
 

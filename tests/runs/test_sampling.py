@@ -14,10 +14,14 @@ from support.small_digits import write_small_digits
 
 from lit_diffusion.callbacks.sample_grid import image_grid
 from lit_diffusion.checkpoints.loading import Loaded
+from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.guidance import ClassifierFree
+from lit_diffusion.losses import DenoisingLoss, Simple
 from lit_diffusion.modules.diffusion import DiffusionModule
+from lit_diffusion.processes import EDMProcess
 from lit_diffusion.runs import sampling
 from lit_diffusion.runs.sampling import load_generator, read_labels
+from lit_diffusion.solvers import Heun
 
 LAST = "run/checkpoints/last.ckpt"
 
@@ -218,6 +222,7 @@ class Captioned(torch.nn.Module):
     """Conditioned on something that is no class."""
 
     conditioning, num_classes, label_dropout, guidance = "captions", None, 0.1, None
+    process, loss, solver, codec = EDMProcess(), DenoisingLoss(Simple()), Heun(), PixelCodec()
     generate = None
 
 

@@ -124,7 +124,7 @@ def test_inversion_leads_back_to_the_image():
 @pytest.mark.parametrize("process", [EDMProcess(), ContinuousVP()], ids=repr)
 @pytest.mark.parametrize("solver", [DDIM(), DDPM(FixedSmall())], ids=repr)
 def test_solvers_in_whole_steps_ask_for_another_grid_in_continuous_time(solver, process):
-    with pytest.raises(ValueError, match=r"discrete steps.*use LogSNR or Karras"):
+    with pytest.raises(ValueError, match=r"discrete steps.*use Even, LogSNR or Karras"):
         solver.check(process)
     type(solver)(**{**vars(solver), "times": LogSNR()}).check(process)
 

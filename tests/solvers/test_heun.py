@@ -112,10 +112,9 @@ def test_levels_are_not_raised_beyond_the_noisiest_step():
 
 def test_heun_is_refused_where_the_image_is_lost():
     process = EndsInNoise()
-    with pytest.raises(ValueError, match=r"needs alpha > 0, which .* use LogSNR\(noisiest=-10\)"):
-        Heun(5, Sections()).check(process)
-    with pytest.raises(ValueError, match=r"not finite on .* no signal .* use .*LogSNR\(noisiest"):
-        Heun(5, Karras()).check(process)
+    for times in (Sections(), Karras()):
+        with pytest.raises(ValueError, match=r"needs alpha > 0, which .* use LogSNR\(noisiest=-10"):
+            Heun(5, times).check(process)
     for churn in (-1.0, math.nan):
         with pytest.raises(ValueError, match=f"churn must be >= 0, got {churn}"):
             Heun(churn=churn)

@@ -21,6 +21,7 @@ from lit_diffusion.callbacks import (
     LRCompensation,
     MomentumDecay,
     NoiseLevelLoss,
+    PowerEMA,
     RankWatch,
     SampleGrid,
     ShiftingGaussian,
@@ -52,6 +53,7 @@ CALLBACKS = {
     ),
 }
 ALTERNATIVES = {  # each to another one above, beside which it is refused
+    "PowerEMA": lambda: PowerEMA((0.1, 0.2)),
     "LRCompensation": lambda: LRCompensation(min_beta1=0.4),
     "CurriculumWeight": lambda: CurriculumWeight(8, mean=0.3, std=0.2),
     "ImportanceWeightedCurriculum": lambda: ImportanceWeightedCurriculum(8, mean=0.3, std=0.2),
