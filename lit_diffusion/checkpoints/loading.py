@@ -1,6 +1,7 @@
 """Modules with the weights of a checkpoint."""
 
 import json
+import re
 from argparse import ArgumentError
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -82,6 +83,17 @@ def load_with_record(
     load_state(module, {**uncompiled(checkpoint["state_dict"]), **averages}, path)
     rank_zero_info(f"Loaded {name} weights of step {step} from {path}.")
     return Loaded(module.eval(), path, step, name, checkpoint)
+
+
+def path_and_weights(source: str) -> tuple[str, str | None]:
+    """What "CKPT:ema_0.99", ":ema", ":raw" or ":power_0.05" names; weights None of "CKPT" alone.
+
+    Example:
+        >>> path_and_weights("runs/digits:ema_0.99"), path_and_weights("runs/digits")
+        (('runs/digits', 'ema_0.99'), ('runs/digits', None))
+    """
+    match = re.fullmatch(r"(.+):(raw|(?:ema|power)(?:_[\w.+-]+)?)", source)
+    return (match[1], match[2]) if match else (source, None)
 
 
 def named_weights(

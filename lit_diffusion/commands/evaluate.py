@@ -41,7 +41,8 @@ are torch-fidelity's on the PNG files. Compare only those of equal numbers of im
     made.add_argument(
         "--reference",
         metavar="R",
-        help="train, val (default) or test split of the checkpoint's data, or a folder or .npz",
+        help="train, val (default) or test split of the checkpoint's data, or a folder or .npz; of "
+        "latents what the run was scored against",
     )
     made.add_argument(
         "--extractor",

@@ -96,11 +96,13 @@ def _add_guidance(parser: Parser) -> None:
         help="0 to 1: how far guided images get the contrast of others (default 0; 0.7 is usual)",
     )
     parser.add_argument(
-        "--weaker", metavar="C", help="checkpoint to guide away from, by --guidance S (default 2)"
+        "--weaker",
+        metavar="C[:W]",
+        help="checkpoint to guide away from, by --guidance S (default 2); W as for --weights",
     )
     parser.add_argument(
         "--classifier",
-        metavar="C",
+        metavar="C[:W]",
         help="checkpoint of a NoisyClassifier to guide by, with --guidance S (default 1)",
     )
 

@@ -48,6 +48,11 @@ folder each, beside comparison.png, .csv and .json: the first twelve of all, wit
         metavar="5,10,20,50",
         help="numbers of steps of --compare (default 5,10,20,50)",
     )
+    made.add_argument(
+        "--reference",
+        metavar="DATA",
+        help="real images for the FIDs of --compare, as of `evaluate`",
+    )
     add_sampling(made)
     return made
 
@@ -57,8 +62,8 @@ def run(argv: Sequence[str]) -> None:
     args = parse_sampling(parser(), argv[1:])
     if args.compare is not None:
         _refuse_beside_compare(args)
-    elif args.compare_steps:
-        raise ValueError("--compare_steps needs --compare.")
+    elif args.compare_steps or args.reference:
+        raise ValueError("--compare_steps and --reference need --compare.")
     from lit_diffusion.runs.comparing_solvers import compare_solvers
     from lit_diffusion.runs.sampling import (
         folder_of_images,

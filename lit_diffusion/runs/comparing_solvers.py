@@ -159,7 +159,7 @@ def _scoring(
         device = loaded.module.device
         scorer = Scorer(protocol, protocol.build().to(device), device, args.batch_size)
         labels = labels_of(loaded, record_of(loaded, args, args.num, args.num))
-        sets = real_images(None, args, loaded)
+        sets = real_images(args.reference, args, loaded)
         real = measure(scorer, *sets, args.num, user_cache(), labels)
     except (ValueError, TypeError, OSError) as error:
         return None, {"told": f"No FID: {error}"}

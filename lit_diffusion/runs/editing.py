@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import max_pool2d
 
 from lit_diffusion.metrics.images import OVERVIEWS, read_image
 from lit_diffusion.solvers.editing import repainting, shortened
@@ -56,7 +57,7 @@ def generator(module: Any, args: Namespace) -> Generate:
     """
     if args.init is None:
         return lambda numbers, seeds, labels: module.generate(seeds, labels)
-    pictures = _pictures(Path(args.init), tuple(module.image_shape))
+    pictures = _pictures(Path(args.init), lambda shape: _fitting(module, shape))
 
     def begin(numbers: Sequence[int]) -> Tensor:
         return pictures[torch.tensor([i % len(pictures) for i in numbers])]
@@ -64,21 +65,40 @@ def generator(module: Any, args: Namespace) -> Generate:
     if args.mask:
         if Path(args.mask).is_dir():
             raise ValueError(f"--mask {args.mask} is a folder; name one picture, for all images.")
-        mask = (_pictures(Path(args.mask), (1, *module.image_shape[1:])) > 127).float()
+        mask = _kept(_pictures(Path(args.mask), lambda _: (1, *pictures.shape[2:])), module)
         return lambda numbers, seeds, labels: module.inpaint(begin(numbers), mask, seeds, labels)
     return lambda numbers, seeds, labels: module.edit(begin(numbers), seeds, labels, args.strength)
 
 
-def _pictures(path: Path, shape: tuple[int, ...]) -> Tensor:
+def _fitting(module: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """What a picture of this shape would have to be for the module; in pixels, also of latents."""
+    channels, height, width = module.image_shape
+    factor = shape[1] // module.codec.encoded_shape(shape)[1]
+    channels = getattr(module.codec, "image_channels", channels)
+    return channels, factor * height, factor * width
+
+
+def _kept(mask: Tensor, module: Any) -> Tensor:
+    """1 where x0 is kept: where all pixels of it are white."""
+    black = (mask <= 127).float()
+    return 1 - max_pool2d(black, mask.shape[-1] // module.image_shape[-1])
+
+
+def _pictures(path: Path, fitting: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Tensor:
     numbered = set(path.glob("*.png")) - {path / name for name in OVERVIEWS}
     files = sorted(numbered) if path.is_dir() else [path]
     if not files or not files[0].is_file():
         raise ValueError(f"{path} is no picture, and no folder of PNG files.")
     found = [read_image(file) for file in files]
     for file, picture in zip(files, found, strict=True):
-        if picture.shape != shape:
+        shape = tuple(picture.shape)
+        try:
+            wanted = fitting(shape)
+        except ValueError as error:  # of the codec, which does not know the file
+            raise ValueError(f"{file}: {error}") from error
+        if shape != wanted:
             raise ValueError(
-                f"{file} is {tuple(picture.shape)}, and must be {shape}, as the model's images are "
+                f"{file} is {shape}, and must be {wanted}, as the model's images are "
                 "(channels, height, width; a mask has one channel): resize or convert it."
             )
     return torch.stack(found)

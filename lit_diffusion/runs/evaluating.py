@@ -77,14 +77,26 @@ def protocol_of_run(checkpoint: str | None) -> str:
     return str(own) if own.is_file() else named[-1]
 
 
+def _reference_of_run(checkpoint: str) -> str:
+    """What a run on latents was scored against while it trained."""
+    records = read_evaluations(checkpoint_file(checkpoint).parent.parent / "evaluations.jsonl")
+    if not records:
+        raise ValueError(
+            f"{checkpoint} was trained on latents; pass --reference DIR, a folder of real images."
+        )
+    return str(records[-1]["reference"])
+
+
 def real_images(
     name: str | None, args: Namespace, loaded: Loaded | None
 ) -> tuple[RealImages, RealImages | None]:
     """Real images of --reference, and others of the same kind for the floor."""
-    name = name or "val"
-    if name not in SPLITS:
+    if name is not None and name not in SPLITS:
         return RealImages(name, open_images(name)), None
     data = _data(args, loaded)
+    if name is None and hasattr(data, "vae_sha256"):
+        return real_images(_reference_of_run(args.checkpoint), args, loaded)
+    name = name or "val"
     other = "val" if name == "train" else "train"
     return images_of_split(data, name), images_of_split(data, other)
 

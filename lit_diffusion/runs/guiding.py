@@ -3,7 +3,7 @@
 from argparse import Namespace
 from typing import Any
 
-from lit_diffusion.checkpoints.loading import Loaded, load_with_record
+from lit_diffusion.checkpoints.loading import Loaded, load_with_record, path_and_weights
 from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
 from lit_diffusion.modules.checks import check_codec
 from lit_diffusion.modules.classifier import NoisyClassifier
@@ -58,7 +58,7 @@ def _classifier_free(module: Any, args: Namespace) -> Guidance | None:
 
 def _autoguidance(module: Any, args: Namespace) -> Guidance:
     _refuse_rescale(args)
-    loaded = load_with_record(args.weaker, args.weights, trust=args.trust)
+    loaded = _loaded(args.weaker, args)
     other: Any = loaded.module
     _refuse_other("--weaker", args.weaker, module, loaded)
     args.guided_by = {"weaker": str(loaded.path), "step": loaded.step, "weights": loaded.weights}
@@ -69,7 +69,7 @@ def _by_classifier(module: Any, args: Namespace) -> Guidance:
     _refuse_rescale(args)
     if args.guidance_interval:
         raise ValueError("--guidance_interval goes with --guidance or --weaker.")
-    loaded = load_with_record(args.classifier, args.weights, trust=args.trust)
+    loaded = _loaded(args.classifier, args)
     classifier = loaded.module
     if not isinstance(classifier, NoisyClassifier):
         raise ValueError(f"--classifier {args.classifier} is a {type(classifier).__name__}.")
@@ -81,6 +81,11 @@ def _by_classifier(module: Any, args: Namespace) -> Guidance:
     if isinstance(module.solver, DDPM) and not args.mask:  # which RePaint fills
         return ClassifierShift(gradient)
     return ClassifierScore(gradient, clip=module.codec.bounded)
+
+
+def _loaded(source: str, args: Namespace) -> Loaded:
+    path, weights = path_and_weights(source)
+    return load_with_record(path, weights or args.weights, trust=args.trust)
 
 
 def _refuse_other(option: str, path: str, module: Any, loaded: Loaded) -> None:

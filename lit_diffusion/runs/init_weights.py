@@ -1,7 +1,6 @@
 """`fit --init_weights`: a training that begins with the weights of another."""
 
 import inspect
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,12 @@ from torch import Tensor
 
 from lit_diffusion.checkpoints.averages import averages_in
 from lit_diffusion.checkpoints.content import kind_of, uncompiled
-from lit_diffusion.checkpoints.loading import checkpoint_file, model_spec, named_weights
+from lit_diffusion.checkpoints.loading import (
+    checkpoint_file,
+    model_spec,
+    named_weights,
+    path_and_weights,
+)
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.interchange.exported import KNOWN, is_exported, read_exported
 from lit_diffusion.runs.changed_settings import differences
@@ -63,8 +67,8 @@ def read_init(source: str) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
             ":power_<width>" a choice of a checkpoint's weights, whose default is the average if
             there is one.
     """
-    match = re.fullmatch(r"(.+):(raw|(?:ema|power)(?:_[\w.+-]+)?)", source)
-    path, weights = Path(match[1] if match else source), match[2] if match else None
+    named_path, weights = path_and_weights(source)
+    path = Path(named_path)
     if is_exported(path):
         record, state = read_exported(path)
         named = record.get("weights", "raw")

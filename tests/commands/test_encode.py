@@ -4,10 +4,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 from support import small_vae
 from support.commands import SCRIPT, call, checkpoint
 from support.pictures import class_folders
+
+from lit_diffusion import load
+from lit_diffusion.metrics.images import read_image
 
 pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
 
@@ -76,6 +82,16 @@ def test_a_model_is_trained_scored_and_sampled_on_what_it_writes(capsys, caplog)
     assert call("sample --checkpoint run --num 2 --out samples") == 0
     samples = json.loads(Path("samples/samples.json").read_text())
     assert samples["num"] == 2
+    assert call("evaluate --checkpoint run --num 4 --extractor patches-cnn") == 0  # beside crops
+    compare = (
+        "sample --checkpoint run --num 4 --compare DPMSolverPP --compare_steps 2 --out compared"
+    )
+    assert call(f"{compare} --reference crops") == 0
+    assert '"reference": "crops"' in Path("compared/comparison.json").read_text()
+    Path("run/evaluations.jsonl").unlink()
+    capsys.readouterr()
+    assert call("evaluate --checkpoint run --num 4 --extractor patches-cnn") == 2
+    assert "run was trained on latents; pass --reference DIR, a folder" in capsys.readouterr().err
     weights = Path("vae/diffusion_pytorch_model.safetensors")
     state = bytearray(weights.read_bytes())
     state[-1] ^= 1
@@ -113,3 +129,42 @@ def test_a_picture_that_cannot_be_read_is_named(capsys):
     Path("pictures/a/3.png").write_bytes(b"no picture")
     assert call(ENCODE) == 2
     assert "3.png" in capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot fill a covariance")
+def test_latents_are_made_of_pictures_and_a_mask_in_pixels(capsys):
+    assert call(ENCODE) == 0
+    Path("latents.yaml").write_text(CONFIG)
+    assert call("fit --config latents.yaml") == 0
+    mask = np.zeros((32, 32), dtype=np.uint8)
+    mask[:, 15:] = 255  # of the latent of pixels 14 and 15 one pixel is not kept
+    Image.fromarray(mask).save("mask.png")
+    module, keep = load("run"), torch.zeros(1, 1, 16, 16)
+    keep[..., 8:] = 1
+    begin = read_image(Path("crops/a/0.png")).expand(2, -1, -1, -1)
+    sample = "sample --checkpoint run --num 2 --init crops/a/0.png"
+    for out, option, expected in (
+        ("half", "--strength 0.5", module.edit(begin, range(2), strength=0.5)),
+        ("kept", "--mask mask.png", module.inpaint(begin, keep, range(2))),
+    ):
+        assert call(f"{sample} {option} --out {out}") == 0
+        files = sorted(Path(out).glob("[0-9]*.png"))
+        made = torch.stack([read_image(file) for file in files])
+        assert (made.int() - expected.int()).abs().max() <= 1  # of sums in another order
+
+
+@pytest.mark.filterwarnings("ignore:.*cannot fill a covariance")
+@pytest.mark.parametrize(
+    ("init", "told"),
+    [
+        ("pictures/a/0.png", "0.png is (3, 32, 40), and must be (3, 32, 32)"),
+        ("grey.png", "grey.png: VAECodec('vae', scale=0.5, shift=0.0) takes images of 3 channels"),
+    ],
+)
+def test_a_picture_that_latents_cannot_begin_at_is_named_in_pixels(capsys, init, told):
+    assert call(ENCODE) == 0
+    Path("latents.yaml").write_text(CONFIG)
+    assert call("fit --config latents.yaml") == 0
+    Image.new("L", (32, 32)).save("grey.png")
+    assert call(f"sample --checkpoint run --num 1 --out out --init {init}") == 2
+    assert told in capsys.readouterr().err

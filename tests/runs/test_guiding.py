@@ -87,6 +87,20 @@ def test_a_weaker_model_is_named_with_its_step_and_weights(strong, weak):
     assert record["sampling"]["guidance"] == "Autoguidance(scale=1.5, interval=(0.0, inf))"
 
 
+def test_a_weaker_model_may_have_other_weights_than_the_model(strong, weak):
+    images, record = sampled("--weaker weak.ckpt:raw --guidance 1.5")
+    strong.guidance = Autoguidance(load("weak.ckpt", "raw").denoise_for, 1.5)
+    assert torch.equal(images, strong.generate(range(3)))
+    assert record["guided_by"] == {"weaker": "weak.ckpt", "step": 9, "weights": "raw"}
+
+
+def test_a_classifier_may_have_other_weights_than_the_model(strong):
+    strong.guidance = ClassifierScore(classifier().gradient(2.0))
+    images, record = sampled("--classifier classifier.ckpt:raw --guidance 2 --solver DDIM")
+    assert torch.equal(images, strong.generate(range(3)))
+    assert record["guided_by"]["weights"] == "raw"
+
+
 @pytest.mark.parametrize("solver", ["DDIM", "DDPM"])
 def test_a_classifier_moves_means_of_ddpm_and_scores_of_others(strong, solver):
     gradient = classifier().gradient(2.0)

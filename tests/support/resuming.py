@@ -117,7 +117,7 @@ class DieAfter(Checkpoint):
 
     def _try(self, hook, trainer, *arguments):
         batches = trainer.fit_loop.total_batch_idx + 1
-        if batches < self.batch or self.keep.path.exists():
+        if batches < self.batch or self.saved < math.inf:  # which all ranks know alike
             return
         hook(trainer, *arguments)
         if self.keep.path.exists():
