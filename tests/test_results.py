@@ -25,7 +25,8 @@ RESULTS = ROOT / "docs/results"
 WORDS = ("what it is", "what differs", "what was tried")  # heads of columns without results
 FIGURE = re.compile(r"[\d.,]+x? \[[^]]+\]|[\d.]+ \+- [\d.]+|\d+(?:[.,]\d+)*")
 
-ALIKE = {"digits-ablation": 57, "digits-advice": 26, "fast": 12}  # rows that stand as printed
+ALIKE = {"backbones": 5, "digits-ablation": 57, "digits-advice": 26, "fast": 12}
+"""Rows that stand as printed."""
 
 
 def commands(page: str) -> list[list[str]]:
@@ -67,6 +68,7 @@ def printed(monkeypatch, capsys, tmp_path):
         return "\n".join(found)
 
     monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend("tests/benchmarks")  # as of a script
     return run
 
 
