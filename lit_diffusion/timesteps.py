@@ -343,15 +343,8 @@ class LogSNR:
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
         """(steps + 1,) float64, falling to the clean time."""
-        ends = torch.tensor([process.t_max, process.t_min], dtype=torch.float64)
-        alpha, sigma = process.alpha_sigma(ends)
-        noisiest, cleanest = (2 * (alpha / sigma).log()).tolist()
-        if not self.noisiest < cleanest:
-            raise ValueError(
-                f"noisiest must be below {cleanest:.2f}, the highest log SNR of {process}, got "
-                f"{self.noisiest}; -10 is usual."
-            )
-        between = torch.linspace(max(noisiest, self.noisiest), cleanest, steps, dtype=torch.float64)
+        noisiest, cleanest = _log_snr_ends(process, self.noisiest).tolist()
+        between = torch.linspace(noisiest, cleanest, steps, dtype=torch.float64)
         return _to_clean(process.at_log_snr(between).tolist(), process)
 
 
@@ -361,9 +354,10 @@ class Karras:
 
     Args:
         rho: 1 is even in the noise level, large is even in its logarithm.
+        noisiest: log SNR at which the grid starts, where the process ends with less.
 
     Raises:
-        ValueError: unless rho > 0.
+        ValueError: unless rho > 0, and by `grid`, where the process never has so much signal.
 
     Source: Karras et al. 2022 (EDM), Eq. 5.
 
@@ -374,6 +368,7 @@ class Karras:
     """
 
     rho: float = 7.0
+    noisiest: float = -math.inf
 
     def __post_init__(self) -> None:
         if not self.rho > 0:
@@ -381,11 +376,24 @@ class Karras:
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
         """(steps + 1,) float64, falling to the clean time."""
-        ends = torch.tensor([process.t_max, process.t_min], dtype=torch.float64)
-        alpha, sigma = process.alpha_sigma(ends)
-        noisiest, cleanest = ((sigma / alpha) ** (1 / self.rho)).tolist()
+        ends = _log_snr_ends(process, self.noisiest)
+        noisiest, cleanest = (ends / (-2 * self.rho)).exp().tolist()
         levels = torch.linspace(noisiest, cleanest, steps, dtype=torch.float64) ** self.rho
         return _to_clean(process.at_log_snr(-2 * levels.log()).tolist(), process)
+
+
+def _log_snr_ends(process: Process, noisiest: float) -> Tensor:
+    """(2,) float64 log SNR, of the noisiest time, or `noisiest` if higher, and of the least noisy."""
+    ends = torch.tensor([process.t_max, process.t_min], dtype=torch.float64)
+    alpha, sigma = process.alpha_sigma(ends)
+    found = 2 * (alpha / sigma).log()
+    if not noisiest < found[1]:
+        raise ValueError(
+            f"noisiest must be below {found[1]:.2f}, the highest log SNR of {process}, got "
+            f"{noisiest}; -10 is usual."
+        )
+    found[0] = max(float(found[0]), noisiest)
+    return found
 
 
 def _to_clean(times: Sequence[float], process: Process) -> Tensor:

@@ -3,7 +3,7 @@
 import csv
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,14 @@ from lit_diffusion.runs.sampling import (
     solver_spec,
     write_samples,
 )
-from lit_diffusion.solvers.steps import check_steps, times_asked
+from lit_diffusion.solvers.steps import check_steps, grid_of, times_asked
 from lit_diffusion.system.files import replace_text, user_cache, whole_file
 from lit_diffusion.system.signals import print_error, uninterrupted
+from lit_diffusion.timesteps import LogSNR
 
 STEPS = (5, 10, 20, 50)
 SHOWN = 12
-COLUMNS = ("solver", "steps", "evaluations", "fid", "left_out")
+COLUMNS = ("solver", "steps", "grid", "evaluations", "fid", "left_out")
 
 
 @dataclass
@@ -49,6 +50,7 @@ class Cell:
 
     solver: str
     steps: int
+    grid: str | None = None
     evaluations: int | None = None
     fid: float | None = None
     left_out: str | None = None
@@ -130,9 +132,29 @@ def _put(loaded: Loaded, args: Namespace, cell: Cell) -> None:
     module.solver = changed_solver(module, own_solver(loaded), solver_spec(cell.solver), args)
     if args.classifier:  # guides DDPM in another way
         change_guidance(module, args)
+    module.solver = on_a_grid_that_fits(module.solver, module.process)
+    cell.grid = str(grid_of(module.solver))
     parts = module.process, module.parameterization, module.loss
     check_objective(*parts, module.solver, module.guidance)
     check_clipping(module.codec, module.solver, module.guidance)
+
+
+def on_a_grid_that_fits(solver: Any, process: Process) -> Any:
+    """The solver, on `LogSNR(noisiest=-10)` where it names no grid and its usual one is refused.
+
+    Example:
+        >>> from lit_diffusion.processes import EDMProcess
+        >>> from lit_diffusion.solvers import DDIM, Heun
+        >>> on_a_grid_that_fits(Heun(), EDMProcess()).times
+        >>> on_a_grid_that_fits(DDIM(), EDMProcess()).times
+        LogSNR(noisiest=-10.0)
+    """
+    if solver.times is None:
+        try:
+            solver.check(process)
+        except ValueError:
+            return replace(solver, times=LogSNR(noisiest=-10.0))
+    return solver
 
 
 def evaluations(solver: Solver, process: Process) -> int:

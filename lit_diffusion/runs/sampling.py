@@ -126,7 +126,8 @@ def changed_solver(
 ) -> Solver:
     """What --solver, --solver.NAME and --steps make of the module's own solver, as for `fit`.
 
-    Another class takes over steps and clip alone; DDPM gets the variance that the loss trains.
+    Another class takes over steps, clip, and a grid if one is named, and no more; DDPM gets the
+    variance that the loss trains.
     """
     options = list(args.solver_options)
     if args.steps is not None:
@@ -163,8 +164,8 @@ def _taking_over(
         said = {"variance": variance, **said}
     spec = json.dumps(given | {"init_args": said})
     takes = parser.parse_args([f"--solver={spec}", *options]).solver
-    known = own.get("init_args", {}).items()
-    kept = {k: v for k, v in known if k in ("steps", "clip") and k in takes.get("init_args", {})}
+    known, taken = own.get("init_args", {}), takes.get("init_args", {})
+    kept = {k: known[k] for k in ("steps", "times", "clip") if k in known and k in taken}
     return given | {"init_args": kept | said}
 
 

@@ -180,11 +180,11 @@ class EulerAncestral(DDIM):
     Args:
         steps: evaluations of the network.
         eta: share of the posterior's standard deviation that is drawn anew.
-        times: grid; None is `Karras()`.
+        times: grid; None is `Karras(noisiest=-10)`.
         clip: whether x0 is clamped to [-1, 1].
 
     Source: Song et al. 2021 (DDIM), Eq. 16; k-diffusion's `sample_euler_ancestral`, which it is.
     """
 
     eta: float = 1.0
-    usual: ClassVar[TimeGrid] = Karras()
+    usual: ClassVar[TimeGrid] = Karras(noisiest=-10.0)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lit_diffusion.gaussian import FixedSmall, posterior
 from lit_diffusion.protocols import Denoise, Process, RandnLike, TimeGrid, Variance, Watch
-from lit_diffusion.solvers.steps import batch_of, check_steps, clipped, finite_grid
+from lit_diffusion.solvers.steps import batch_of, check_steps, clipped, finite_grid, grid_of
 from lit_diffusion.timesteps import Sections
 
 
@@ -44,12 +44,12 @@ def shortened(solver: Any, strength: float) -> Any:
     """
     if not 0 < strength <= 1:
         raise ValueError(f"strength must be above 0 and at most 1, got {strength}.")
-    times = Tail(_grid_of(solver), solver.steps)
+    times = Tail(_editable_grid(solver), solver.steps)
     return replace(solver, times=times, steps=max(1, round(strength * solver.steps)))
 
 
-def _grid_of(solver: Any) -> TimeGrid:
-    grid: TimeGrid | None = getattr(solver, "times", None) or getattr(solver, "usual", None)
+def _editable_grid(solver: Any) -> TimeGrid:
+    grid = grid_of(solver)
     if grid is None or not (is_dataclass(solver) and hasattr(solver, "steps")):
         raise ValueError(
             f"images are edited on the steps and times of the solver, and {type(solver).__name__} "
@@ -161,5 +161,5 @@ def repainting(solver: Any, known: Tensor, mask: Tensor, resamples: int = 10) ->
     Raises:
         ValueError: for a solver without a grid.
     """
-    times, clip = _grid_of(solver), getattr(solver, "clip", False)
+    times, clip = _editable_grid(solver), getattr(solver, "clip", False)
     return RePaint(known, mask, solver.steps, resamples, times, clip)

@@ -28,7 +28,7 @@ class Heun:
 
     Args:
         steps: of the grid: 2 steps - 1 evaluations of the network.
-        times: grid; None is `Karras()`.
+        times: grid; None is `Karras(noisiest=-10)`.
         clip: whether x0 is clamped to [-1, 1]; the slope then follows the clamped x0.
         churn: S_churn, how much the level is raised before each step, in all: by the factor 1 +
             min(churn / steps, sqrt(2) - 1). 0 is deterministic.
@@ -50,7 +50,7 @@ class Heun:
     churn_min: float = 0.0
     churn_max: float = math.inf
     churn_noise: float = 1.0
-    usual: ClassVar[TimeGrid] = Karras()
+    usual: ClassVar[TimeGrid] = Karras(noisiest=-10.0)
 
     def __post_init__(self) -> None:
         check_steps(self.steps)

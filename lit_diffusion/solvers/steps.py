@@ -1,5 +1,7 @@
 """What every solver's step is made of."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -38,6 +40,12 @@ def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
             "LogSNR(noisiest=-10), or the solver DDIM or Euler."
         )
     return finite_grid(grid, process, steps)
+
+
+def grid_of(solver: Any) -> TimeGrid | None:
+    """The grid that a solver names, or the usual one of its class; None where it has neither."""
+    found: TimeGrid | None = getattr(solver, "times", None) or getattr(solver, "usual", None)
+    return found
 
 
 def times_asked(solver: Solver, process: Process) -> Tensor:

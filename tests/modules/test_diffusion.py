@@ -27,6 +27,7 @@ from lit_diffusion.seeding import index_uniforms
 from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Euler, Heun, UniPC
 from lit_diffusion.timesteps import (
     Antithetic,
+    Even,
     Independent,
     LogSNR,
     Sections,
@@ -599,7 +600,11 @@ def test_arguments_that_do_not_go_together_are_refused(changes, message):
         module(**changes)
 
 
-@pytest.mark.parametrize("solver", [Heun(), DPMSolverPP(), UniPC(), DDIM()], ids=repr)
+@pytest.mark.parametrize(
+    "solver",
+    [Heun(times=Even()), DPMSolverPP(times=LogSNR()), UniPC(times=Even()), DDIM()],
+    ids=repr,
+)
 def test_a_solver_that_does_not_fit_the_process_is_named_with_it(solver):
     with pytest.raises(ValueError, match=f"^{type(solver).__name__} does not fit LinearFlow: "):
         module(process=LinearFlow(), solver=solver)

@@ -70,7 +70,9 @@ def test_solvers_that_the_process_refuses_are_named_with_the_reason(capsys):
     betas = {"class_path": "lit_diffusion.processes.ZeroTerminalSNR"}
     betas["init_args"] = {"base": {"class_path": "lit_diffusion.processes.LinearBetas"}}
     process = {**hyper["process"], "init_args": {"betas": betas}}
-    changed(hyper_parameters={"process": process})
+    even = {"class_path": "lit_diffusion.timesteps.Even"}
+    solver = {"class_path": "lit_diffusion.solvers.DDIM", "init_args": {"times": even}}
+    changed(hyper_parameters={"process": process, "solver": solver})
     assert compare("DDIM,Heun --compare_steps 2,3") == 0
     told = capsys.readouterr().out
     assert "Left out: Heun in 2, 3 steps: Heun does not fit DiscreteVP: the solver needs" in told
@@ -82,10 +84,38 @@ def test_solvers_that_the_process_refuses_are_named_with_the_reason(capsys):
     assert "no solver can run. Left out: Heun in 2, 3 steps" in capsys.readouterr().err
 
 
-def test_all_solvers_are_tried_and_all_run_on_a_usual_process():
+def test_all_solvers_take_the_grid_that_the_run_names():
+    times = {"class_path": "lit_diffusion.timesteps.LogSNR", "init_args": {"noisiest": -4.0}}
+    solver = {"class_path": "lit_diffusion.solvers.DDIM", "init_args": {"times": times}}
+    changed(hyper_parameters={"solver": solver})
     assert compare("solvers --compare_steps 2") == 0
     assert {cell["solver"] for cell in cells()} >= {"DDIM", "DDPM", "Euler", "Heun", "UniPC"}
     assert all(cell["fid"] > 0 and not cell["left_out"] for cell in cells())
+    assert {cell["grid"] for cell in cells()} == {"LogSNR(noisiest=-4.0)"}
+
+
+@pytest.mark.parametrize(
+    ("process", "solver"),
+    [("LinearFlow", "Euler"), ("ContinuousVP", "DDIM"), ("EDMProcess", "Heun")],
+)
+def test_no_solver_is_left_out_on_continuous_processes(process, solver):
+    fit = {"class_path": f"lit_diffusion.solvers.{solver}", "init_args": {"steps": 2}}
+    if solver == "DDIM":
+        fit["init_args"]["times"] = {"class_path": "lit_diffusion.timesteps.Even"}
+    hyper = {"process": {"class_path": f"lit_diffusion.processes.{process}"}, "solver": fit}
+    changed(hyper_parameters=hyper)
+    assert compare("solvers --compare_steps 3") == 0
+    by_name = {cell["solver"]: cell for cell in cells()}
+    assert not any(cell["left_out"] for cell in by_name.values())
+    grids = {name: cell["grid"] for name, cell in by_name.items()}
+    if solver == "DDIM":
+        assert set(grids.values()) == {"Even()"}
+        return
+    assert grids["Heun"] == "Karras(rho=7.0, noisiest=-10.0)"
+    assert grids["DDIM"] == grids["DDPM"] == grids["UniPC"] == "LogSNR(noisiest=-10.0)"
+    named = "--solver DDIM --steps 3 --solver.times LogSNR --solver.times.noisiest -10"
+    assert call(f"sample --checkpoint run --num 12 --out ddim {named}") == 0
+    assert same_images("ddim", "out/DDIM-3")
 
 
 @pytest.mark.usefixtures("terminal_signals")

@@ -106,7 +106,7 @@ def test_a_clipped_solver_ends_within_the_range_of_pixels(process):
 
 def test_levels_are_not_raised_beyond_the_noisiest_step():
     denoise = Recorder(gaussian_denoiser(COSINE))
-    Heun(10, churn=10.0, clip=False).sample(denoise, COSINE, Z(SHAPE, 1), CountedNoise(1))
+    Heun(10, Karras(), clip=False, churn=10.0).sample(denoise, COSINE, Z(SHAPE, 1), CountedNoise(1))
     assert max(denoise.times) == COSINE.t_max
 
 
