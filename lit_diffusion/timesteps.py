@@ -383,7 +383,7 @@ class Karras:
 
 
 def _log_snr_ends(process: Process, noisiest: float) -> Tensor:
-    """(2,) float64 log SNR, of the noisiest time, or `noisiest` if higher, and of the least noisy."""
+    """(2,) float64 log SNR: of the noisiest time, or `noisiest` if higher; of the least noisy."""
     ends = torch.tensor([process.t_max, process.t_min], dtype=torch.float64)
     alpha, sigma = process.alpha_sigma(ends)
     found = 2 * (alpha / sigma).log()

@@ -239,8 +239,16 @@ def test_a_watch_sees_every_step_in_order_and_changes_nothing(solver, process):
 )
 @pytest.mark.parametrize(
     "solver",
-    [DDIM(), DDPM(FixedSmall(), 50), Euler(50), EulerAncestral(), Heun(), DPMSolverPP()]
-    + [DPMSolverPP2S(), UniPC()],
+    [
+        DDIM(),
+        DDPM(FixedSmall(), 50),
+        Euler(50),
+        EulerAncestral(),
+        Heun(),
+        DPMSolverPP(),
+        DPMSolverPP2S(),
+        UniPC(),
+    ],
     ids=lambda solver: type(solver).__name__,
 )
 def test_the_usual_steps_and_grid_come_near_the_data(solver, process):
