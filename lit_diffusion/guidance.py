@@ -17,8 +17,8 @@ from lit_diffusion.gaussian import expand_as
 from lit_diffusion.protocols import Condition, Denoise, Denoised, DenoiseFor, Process, by_part
 
 LogProbGradient = Callable[[Tensor, Tensor, Any], Tensor]
-"""(x_t, noise label as networks get it, labels) -> gradient of log p(labels | x_t) by x_t, scaled
-as wanted; all of the batch."""
+"""(x_t, t (B,) float64, labels) -> gradient of log p(labels | x_t) by x_t, scaled as wanted; all of
+the batch."""
 
 
 @dataclass(frozen=True)
@@ -193,8 +193,7 @@ class ClassifierShift:
         denoise = denoise_for(labels)
 
         def guided(x_t: Tensor, t: Tensor) -> Denoised:
-            told = process.noise_label(t).float()
-            return denoise(x_t, t)._replace(shift=self.gradient(x_t, told, labels))
+            return denoise(x_t, t)._replace(shift=self.gradient(x_t, t, labels))
 
         return guided
 
@@ -226,8 +225,7 @@ class ClassifierScore:
             seen = denoise(x_t, t)
             alpha, sigma = (expand_as(v, x_t) for v in process.alpha_sigma(t))
             x0 = seen.x0.clamp(-1, 1) if self.clip else seen.x0
-            gradient = self.gradient(x_t, process.noise_label(t).float(), labels)
-            noise = (x_t - alpha * x0) / sigma - sigma * gradient
+            noise = (x_t - alpha * x0) / sigma - sigma * self.gradient(x_t, t, labels)
             return seen._replace(x0=(x_t - sigma * noise) / alpha, noise=noise)
 
         return guided

@@ -145,7 +145,11 @@ def test_classifier_guided_samples_equal_guided_diffusion(tag, clip):
 def test_small_variance_guided_by_a_classifier_equals_algorithm_1(steps):
     process = DiscreteVP(LinearBetas(50), rescale_labels=True)
     denoise_for = lambda labels: toy_denoiser(process)  # noqa: E731
-    denoise = ClassifierShift(gradient).guide(denoise_for, LABELS, process, None)
+
+    def told(x, t, labels):
+        return gradient(x, process.noise_label(t), labels)
+
+    denoise = ClassifierShift(told).guide(denoise_for, LABELS, process, None)
     end = DDPM(FixedSmall(), steps, clip=False).sample(
         denoise, process, Z(SHAPE, 100), CountedNoise(200)
     )
@@ -159,15 +163,15 @@ def test_small_variance_guided_by_a_classifier_equals_algorithm_1(steps):
         variance = (1 - before) / (1 - a) * beta
         eps = model(x, torch.full((2,), t)).noise
         mean = (x - beta / (1 - a).sqrt() * eps) / (1 - beta).sqrt()
-        told = torch.full((2,), t * 1000 / 50)  # as guided-diffusion's rescale_timesteps
-        x = mean + variance * gradient(x, told, LABELS)
+        label = torch.full((2,), t * 1000 / 50)  # as guided-diffusion's rescale_timesteps
+        x = mean + variance * gradient(x, label, LABELS)
         if s >= 0:
             x = x + variance.sqrt() * noise(x)
     close(end, x)
 
 
 @pytest.mark.parametrize("guidance", [ClassifierShift, ClassifierScore])
-def test_a_classifier_is_told_what_the_network_is_told(guidance):
+def test_a_gradient_is_told_the_times_of_the_steps(guidance):
     process, told = DiscreteVP(CosineBetas(4000), rescale_labels=True), []
 
     def seen(x, t, labels):
@@ -178,8 +182,8 @@ def test_a_classifier_is_told_what_the_network_is_told(guidance):
     denoise = guidance(seen).guide(denoise_for, LABELS, process, None)
     DDPM(FixedSmall(), 5).sample(denoise, process, Z(SHAPE, 1), CountedNoise(2))
     steps = [t[0].item() for t in told]
-    assert steps == [999.75, 749.75, 500.0, 250.0, 0.0], steps
-    assert {t.dtype for t in told} == {torch.float32}
+    assert steps == [3999, 2999, 2000, 1000, 0], steps
+    assert {t.dtype for t in told} == {torch.float64}
     assert {t.shape for t in told} == {(2,)}
 
 

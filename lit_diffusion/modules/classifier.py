@@ -26,11 +26,15 @@ Batch = tuple[Tensor, Tensor, Tensor]
 class NoisyClassifier(LightningModule):
     """Trains log p(label | x_t) at all noise levels, on the process and times of a diffusion model.
 
+    The network sees x_t / sqrt(alpha^2 + sigma^2), of about unit variance on every process; where
+    alpha^2 + sigma^2 = 1 that is x_t.
+
     Randomness of a training step is a function of (seed, rank, step, micro-batch), that of a
     validation image a function of its index.
 
     Args:
-        network: (x_t (B, C, H, W), noise_label (B,)) -> logits (B, num_classes), as `EncoderUNet`.
+        network: (scaled x_t (B, C, H, W), noise_label (B,)) -> logits (B, num_classes), as
+            `EncoderUNet`.
         process: the diffusion model's.
         times: the diffusion model's.
         optimizer: called with the parameters.
@@ -112,7 +116,7 @@ class NoisyClassifier(LightningModule):
     def logits(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
         """(B, num_classes) of x0 (B, C, H, W) with this noise at times (B,)."""
         alpha, sigma = (expand_as(v, x0) for v in self.process.alpha_sigma(t))
-        return self._told(alpha * x0 + sigma * noise, self.process.noise_label(t).float())
+        return self._logits_of(alpha * x0 + sigma * noise, t)
 
     def gradient(self, scale: float = 1.0) -> LogProbGradient:
         """scale times the gradient of log p(label | x_t) by x_t, for `ClassifierScore`.
@@ -121,16 +125,18 @@ class NoisyClassifier(LightningModule):
         """
 
         @torch.inference_mode(mode=False)  # a Trainer validates in it
-        def gradient(x_t: Tensor, noise_label: Tensor, labels: Tensor) -> Tensor:
-            x, noise_label, labels = (part.detach().clone() for part in (x_t, noise_label, labels))
+        def gradient(x_t: Tensor, t: Tensor, labels: Tensor) -> Tensor:
+            x, t, labels = (part.detach().clone() for part in (x_t, t, labels))
             with torch.enable_grad():
-                log_p = self._told(x.requires_grad_(), noise_label).log_softmax(1)
+                log_p = self._logits_of(x.requires_grad_(), t).log_softmax(1)
                 chosen = log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
                 (found,) = torch.autograd.grad(chosen[labels >= 0].sum(), x)
             return scale * found
 
         return gradient
 
-    def _told(self, x_t: Tensor, noise_label: Tensor) -> Tensor:
-        found: Tensor = self.network(x_t.to(self.dtype), noise_label)
-        return found.float()
+    def _logits_of(self, x_t: Tensor, t: Tensor) -> Tensor:
+        scale = expand_as(torch.hypot(*self.process.alpha_sigma(t)), x_t)
+        noise_label = self.process.noise_label(t).float()
+        logits: Tensor = self.network((x_t / scale).to(self.dtype), noise_label)
+        return logits.float()

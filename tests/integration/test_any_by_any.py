@@ -237,8 +237,7 @@ class Exact(nn.Module):
 def log_prob_gradient(process):
     """Of the labels of those data; exact, by the score of a mode less that of both."""
 
-    def gradient(x_t, noise_label, labels):
-        t = time_of(process, noise_label)
+    def gradient(x_t, t, labels):
         alpha, sigma = (expand_as(v, x_t) for v in process.alpha_sigma(t))
         labels = labels_of(labels)
         both = expectation(x_t, alpha, sigma, torch.full_like(labels, -1))
@@ -505,9 +504,9 @@ def variance_for_std_in_guidance(monkeypatch):
     gradient = log_prob_gradient
 
     def wrong(process):
-        def scaled(x_t, noise_label, labels):
-            sigma = process.alpha_sigma(time_of(process, noise_label))[1]
-            return gradient(process)(x_t, noise_label, labels) * expand_as(sigma, x_t)
+        def scaled(x_t, t, labels):
+            sigma = process.alpha_sigma(t)[1]
+            return gradient(process)(x_t, t, labels) * expand_as(sigma, x_t)
 
         return scaled
 

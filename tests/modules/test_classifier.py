@@ -1,3 +1,5 @@
+import math
+
 import pytest
 import torch
 from lightning.pytorch import Trainer
@@ -8,7 +10,14 @@ from lit_diffusion.data.digits import Digits
 from lit_diffusion.guidance import ClassifierScore
 from lit_diffusion.modules.classifier import NoisyClassifier
 from lit_diffusion.networks.unet import EncoderUNet
-from lit_diffusion.processes import CosineBetas, DiscreteVP
+from lit_diffusion.processes import (
+    VE,
+    ContinuousVP,
+    CosineBetas,
+    DiscreteVP,
+    EDMProcess,
+    LinearFlow,
+)
 from lit_diffusion.protocols import Denoised
 from lit_diffusion.timesteps import Uniform
 
@@ -29,12 +38,20 @@ class TwoModes(nn.Module):
         return torch.stack([-((x - m * alpha) ** 2) / (2 * variance) for m in (-1, 1)], dim=1)
 
 
-def module(network, shape=(1, 1, 1), classes=2):
+class Told(nn.Module):
+    """Keeps what it is told; its logits are of the first pixel."""
+
+    def forward(self, x, noise_label):
+        self.x, self.noise_label = x, noise_label
+        return x.flatten(1)[:, :2]
+
+
+def module(network, shape=(1, 1, 1), classes=2, process=PROCESS):
     def optimizer(parameters):
         return torch.optim.Adam(parameters, lr=3e-3)
 
     return NoisyClassifier(
-        network, PROCESS, Uniform(), optimizer, image_shape=shape, num_classes=classes
+        network, process, Uniform(), optimizer, image_shape=shape, num_classes=classes
     )
 
 
@@ -75,6 +92,30 @@ def test_the_gradient_scales_pulls_nowhere_without_a_label_and_leaves_no_trace()
     assert one[1] == 0
     assert classifier.network.unused.grad is None
     assert not x.requires_grad
+
+
+@pytest.mark.parametrize(
+    "process", [PROCESS, ContinuousVP(), EDMProcess(), VE(0.01), LinearFlow()], ids=repr
+)
+def test_the_network_sees_inputs_of_unit_variance_on_every_process(process):
+    network = Told()
+    classifier = module(network, (1, 8, 8), process=process)
+    x0, noise = Z((2, 1, 8, 8), 1).float(), Z((2, 1, 8, 8), 2).float()
+    for u in (0.0, 0.5, 1.0):
+        t = process.from_unit(torch.tensor([u, u], dtype=torch.float64))
+        logits = classifier.logits(x0, t, noise)
+        alpha, sigma = (float(v[0]) for v in process.alpha_sigma(t))
+        x_t = alpha * x0 + sigma * noise
+        close(network.x, (x_t / math.hypot(alpha, sigma)).double(), rtol=1e-5, atol=1e-6)
+        assert process not in (PROCESS, ContinuousVP()) or torch.equal(network.x, x_t)
+        assert 0.7 < network.x.std() < 1.3
+        close(network.noise_label.double(), process.noise_label(t), rtol=1e-6)
+        found = classifier.gradient()(x_t, t, torch.tensor([0, 1]))
+        leaf = x_t.clone().requires_grad_()
+        told = (leaf / math.hypot(alpha, sigma)).flatten(1)[:, :2].log_softmax(1)
+        (told[0, 0] + told[1, 1]).backward()
+        close(found, leaf.grad, rtol=1e-4, atol=1e-9)
+    assert logits.shape == (2, 2)
 
 
 def test_the_gradient_is_the_same_where_a_trainer_validates():
