@@ -74,6 +74,9 @@ def test_ddim_inversion_equals_improved_diffusion(tag, process, clip):
         strict=True,
     ):
         close(states[step], expected)
+    assert denoise.times == load("case03_sampling")[f"{key}/t_seen"].tolist()
+    first = denoise.first.x0.clamp(-1, 1) if clip else denoise.first.x0
+    close(first, tensor("case03_sampling", f"{key}/clip{int(clip)}/pred_xstart0_f64"))
 
 
 def test_networks_are_told_rescaled_times_when_asked():

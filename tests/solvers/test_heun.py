@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from support.golden import Z, close, tensor
+from support.golden import Z, close, load, tensor
 from support.solving import (
     COSINE,
     SHAPE,
@@ -31,6 +31,7 @@ def test_churned_heun_equals_k_diffusion(kind):
     expected = tensor("case11_kdiffusion", f"{kind}/heun_churn/final")
     start, noise = Z(expected.shape, 950), NoiseOfStep(960, denoise)
     close(solver.sample(denoise, EDMProcess(), start, noise), expected)
+    assert len(denoise.times) == load("case11_kdiffusion")[f"{kind}/heun_churn/model_calls"]
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from itertools import count
 
 import pytest
 import torch
@@ -75,6 +76,43 @@ def test_error_falls_with_the_order_of_the_solver(solver, options, order, proces
     assert abs(math.log2(coarse / fine) - order) < 0.3
 
 
+def variance_of_samples(solver, process):
+    """For data N(0, 0.5^2), exactly: each draw of noise has a row of the batch to itself."""
+    start, draws = torch.zeros(2 * solver.steps + 2, 1, 1, 1, dtype=torch.float64), count(1)
+    start[0] = 1
+
+    def alone(x):
+        return torch.zeros_like(x).index_fill_(0, torch.tensor(next(draws)), 1)
+
+    end = solver.sample(gaussian_denoiser(process, 0.0), process, start, alone)
+    return end.square().sum().item()
+
+
+@pytest.mark.parametrize("process", EVERY[1:], ids=repr)
+@pytest.mark.parametrize(
+    ("solver", "order"),
+    [
+        (DDPM(FixedSmall()), 1),
+        (EulerAncestral(), 1),
+        (DDIM(eta=0.5), 1),
+        (DPMSolverPP(order=1, eta=1.0), 1),
+        (DPMSolverPP(eta=1.0), 2),
+        (DPMSolverPP(order=3, eta=1.0), 2),
+        (DPMSolverPP2S(eta=1.0), 2),
+        (Heun(churn=10.0), 2),
+    ],
+    ids=str,
+)
+def test_the_error_of_random_solvers_falls_with_their_weak_order(solver, order, process):
+    """Of the variance; halving the step divides it by 2^order."""
+    options = {"times": LogSNR(noisiest=-9.0), "clip": False}
+    coarse, fine = (
+        abs(variance_of_samples(replace(solver, steps=steps, **options), process) - 0.25)
+        for steps in (160, 320)
+    )
+    assert abs(math.log2(coarse / fine) - order) < 0.15
+
+
 @pytest.mark.parametrize("process", EVERY, ids=repr)
 def test_a_third_order_leaves_less_error_than_a_second(process):
     """Though it falls no faster: the authors' second difference counts half."""
@@ -91,6 +129,7 @@ def test_a_third_order_leaves_less_error_than_a_second(process):
         ("dpmpp_2m_sde", DPMSolverPP(10, Karras(), clip=False, eta=1.0)),
         ("dpmpp_2m_sde_eta0", DPMSolverPP(10, Karras(), clip=False)),
         ("dpmpp_2s_ancestral", DPMSolverPP2S(10, Karras(), clip=False, eta=1.0)),
+        ("dpmpp_2s_ancestral_eta0", DPMSolverPP2S(10, Karras(), clip=False)),
         ("euler", Euler(10, times=Karras(), clip=False)),
         ("euler_ancestral", EulerAncestral(10, clip=False)),
         ("euler_ancestral", DDPM(FixedSmall(), 10, Karras(), clip=False)),
@@ -102,9 +141,13 @@ def test_a_third_order_leaves_less_error_than_a_second(process):
 def test_solvers_equal_k_diffusion_in_its_own_process(kind, tag, solver):
     expected = tensor("case11_kdiffusion", f"{kind}/{tag}/final")
     denoise, noise = Recorder(k_diffusion_data(kind)), CountedNoise(960)
-    close(solver.sample(denoise, EDMProcess(), Z(expected.shape, 950), noise), expected)
+    seen = []
+    watch = lambda i, t, x, x0: seen.append(x)  # noqa: E731
+    close(solver.sample(denoise, EDMProcess(), Z(expected.shape, 950), noise, watch), expected)
+    close(torch.stack(seen), tensor("case11_kdiffusion", f"{kind}/{tag}/x_steps"))
     assert len(denoise.times) == load("case11_kdiffusion")[f"{kind}/{tag}/model_calls"]
-    assert noise.calls == load("case11_kdiffusion")[f"{kind}/{tag}/noise_calls"]
+    if tag != "dpmpp_2s_ancestral_eta0":  # which draws, and multiplies by 0
+        assert noise.calls == load("case11_kdiffusion")[f"{kind}/{tag}/noise_calls"]
 
 
 DPM, EDM_DPM = "DPMSolverMultistepScheduler", "EDMDPMSolverMultistepScheduler"
