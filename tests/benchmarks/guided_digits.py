@@ -1,13 +1,17 @@
-"""What guidance does to digits: guided_digits.py RUN WEAKER CLASSIFIER [--sets 3]
+"""What guidance does to digits.
+
+    guided_digits.py measure RUN WEAKER CLASSIFIER --out FILE.csv [--sets 3]
+    guided_digits.py table FILE.csv    as Markdown, mean and spread of the sets
 
 Samples of RUN with the labels of the 1,437 training digits, under each kind of guidance: FID
 (digits-cnn) beside these and beside the held-out digits, precision and recall, and the share in
-which a support-vector machine, trained on the training digits, recognises the label. Mean over sets
-of seeds, which all rows share.
+which a support-vector machine, trained on the training digits, recognises the label. All kinds
+share the seeds of a set.
 """
 
 import argparse
-import math
+import csv
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,15 +73,8 @@ def scores(model: Any, labels: Tensor, seeds: range, look: SecondLook, judge: SV
     return [fid, *known, judge.score(pixels(images), labels)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    for name in ("run", "weaker", "classifier"):
-        parser.add_argument(name, type=Path, help="checkpoint or run folder")
-    parser.add_argument("--weights", default="ema", help="ema (default) or raw")
-    parser.add_argument("--sets", type=int, default=3, help="sets of seeds (default 3)")
-    args = parser.parse_args()
+def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """A row a kind of guidance and set."""
     model, weaker, classifier = (
         load(path, weights=args.weights) for path in (args.run, args.weaker, args.classifier)
     )
@@ -86,16 +83,50 @@ def main() -> None:
     judge = SVC(C=10).fit(pixels(train.images), train.labels)
     usual, ancestral = model.solver, DDPM(FixedSmall(), 50, LogSNR(noisiest=-10.0))
     look, num = second_look(data, train.labels), len(train.labels)
-    print(f"| guidance | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}", flush=True)
     for name, guidance in guidances(weaker, classifier):
         model.guidance = guidance
         model.solver = ancestral if "DDPM" in name else usual
-        sets = [
-            scores(model, train.labels, range(k * num, (k + 1) * num), look, judge)
-            for k in range(args.sets)
-        ]
-        row = [math.fsum(column) / len(sets) for column in zip(*sets, strict=True)]
-        print(f"| {name} | {' | '.join(f'{value:.3f}' for value in row)} |", flush=True)
+        for k in range(args.sets):
+            seeds = range(k * num, (k + 1) * num)
+            found = scores(model, train.labels, seeds, look, judge)
+            yield {"guidance": name, "set": k, **dict(zip(COLUMNS, found, strict=True))}
+
+
+def print_table(file: Path) -> None:
+    kinds: dict[str, list[dict[str, str]]] = {}
+    for row in csv.DictReader(file.read_text().splitlines()):
+        kinds.setdefault(row["guidance"], []).append(row)
+    print(f"| guidance | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
+    for name, sets in kinds.items():
+        columns = {key: [float(each[key]) for each in sets] for key in COLUMNS}
+        cells = [f"{statistics.fmean(values):.3f}" for values in columns.values()]
+        if len(sets) > 1:
+            cells[0] += f" +- {statistics.stdev(columns['FID']):.3f}"
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    measure = commands.add_parser("measure")
+    for name in ("run", "weaker", "classifier"):
+        measure.add_argument(name, type=Path, help="checkpoint or run folder")
+    measure.add_argument("--out", type=Path, required=True)
+    measure.add_argument("--weights", default="ema", help="ema (default) or raw")
+    measure.add_argument("--sets", type=int, default=3, help="sets of seeds (default 3)")
+    commands.add_parser("table").add_argument("file", type=Path)
+    args = parser.parse_args()
+    if args.command == "table":
+        print_table(args.file)
+        return
+    with args.out.open("w") as file:
+        writer = csv.DictWriter(file, ("guidance", "set", *COLUMNS), lineterminator="\n")
+        writer.writeheader()
+        for row in measured(args):
+            writer.writerow(row)
+            file.flush()
 
 
 if __name__ == "__main__":

@@ -249,7 +249,7 @@ def test_a_trained_one_gives_images_back(trained):
     decoded = codec.decode(codec.encode(images))
     error = (decoded.float() - images.float()).pow(2).mean()
     unlike = (images.float() - images.float().mean(dim=(2, 3), keepdim=True)).pow(2).mean()
-    assert error < 0.7 * unlike  # 1 is what the mean colour of each crop gives
+    assert error < 0.65 * unlike  # 1 is what the mean colour of each crop gives
     halved = codec.decode(codec.encode(codec.moments(images).half()))
     difference = (halved.int() - decoded.int()).abs()
     assert difference.max() <= 1
@@ -277,4 +277,4 @@ def test_decoded_samples_look_like_images(trained, tmp_path):
     with ema.weights("ema"), eval_mode(module):
         found = fid(module.generate(range(256)))
     torch.manual_seed(0)
-    assert found < 0.7 * fid(codec.decode(torch.randn(256, 4, 16, 16)))
+    assert found < 0.6 * fid(codec.decode(torch.randn(256, 4, 16, 16)))
