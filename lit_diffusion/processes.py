@@ -363,7 +363,7 @@ class EDMProcess:
 
     Args:
         sigma_min: least noise, in units of x0.
-        sigma_max: most noise.
+        sigma_max: most noise. `Heun` begins at 148 at most, unless it is given `Karras()`.
 
     Raises:
         ValueError: unless 0 < sigma_min < sigma_max.

@@ -91,7 +91,7 @@ def run(argv: Sequence[str]) -> None:
 def _refuse_beside_compare(args: Namespace) -> None:
     names = ("solver", "steps", "trajectory", "init", "strength", "mask")
     given = [f"--{name}" for name in names if str(getattr(args, name)) not in ("None", "False")]
-    given += [option for option in args.solver_options if option.startswith("--")]
+    given += [option for option in args.solver_options if option.startswith("--solver.steps")]
     if given:
         raise ValueError(
             f"--compare goes through solvers and steps, from noise; leave out {', '.join(given)}."

@@ -14,7 +14,7 @@ from lit_diffusion.checkpoints.loading import Loaded
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.reference import FEWEST, Scorer, measure
 from lit_diffusion.metrics.score import image_set
-from lit_diffusion.modules.checks import check_clipping, check_objective
+from lit_diffusion.modules.checks import check_clipping, check_objective, check_sampling
 from lit_diffusion.protocols import NonFiniteSamples, Process, Solver
 from lit_diffusion.runs.evaluating import labels_of, protocol_of_run, real_images
 from lit_diffusion.runs.guiding import change_guidance
@@ -98,12 +98,13 @@ def compare_solvers(loaded: Loaded, args: Namespace, out: Path) -> str:
 
 def _solvers(given: str) -> list[str]:
     known = list(shipped_solvers())
-    names = known if given == "solvers" else list(dict.fromkeys(given.split(",")))
-    if unknown := [name for name in names if name not in known]:
+    by_any_case = {name.lower(): name for name in known}
+    asked = known if given == "solvers" else given.split(",")
+    if unknown := [name for name in asked if name.lower() not in by_any_case]:
         raise ValueError(
             f"--compare must be solvers, or some of {','.join(known)}, got {unknown[0]!r}."
         )
-    return names
+    return list(dict.fromkeys(by_any_case[name.lower()] for name in asked))
 
 
 def _draw(loaded: Loaded, args: Namespace, cell: Cell, folder: Path) -> None:
@@ -132,26 +133,30 @@ def _put(loaded: Loaded, args: Namespace, cell: Cell) -> None:
     module.solver = changed_solver(module, own_solver(loaded), solver_spec(cell.solver), args)
     if args.classifier:  # guides DDPM in another way
         change_guidance(module, args)
-    module.solver = on_a_grid_that_fits(module.solver, module.process)
+
+    def check(solver: Solver) -> None:
+        check_sampling(module.process, module.loss, solver, module.guidance)
+
+    module.solver = on_a_grid_that_fits(module.solver, check)
     cell.grid = str(grid_of(module.solver))
     parts = module.process, module.parameterization, module.loss
     check_objective(*parts, module.solver, module.guidance)
     check_clipping(module.codec, module.solver, module.guidance)
 
 
-def on_a_grid_that_fits(solver: Any, process: Process) -> Any:
-    """The solver, on `LogSNR(noisiest=-10)` where it names no grid and its usual one is refused.
+def on_a_grid_that_fits(solver: Any, check: Callable[[Any], None]) -> Any:
+    """The solver, on `LogSNR(noisiest=-10)` where it names no grid and `check` refuses its usual.
 
     Example:
         >>> from lit_diffusion.processes import EDMProcess
         >>> from lit_diffusion.solvers import DDIM, Heun
-        >>> on_a_grid_that_fits(Heun(), EDMProcess()).times
-        >>> on_a_grid_that_fits(DDIM(), EDMProcess()).times
+        >>> on_a_grid_that_fits(Heun(), lambda solver: solver.check(EDMProcess())).times
+        >>> on_a_grid_that_fits(DDIM(), lambda solver: solver.check(EDMProcess())).times
         LogSNR(noisiest=-10.0)
     """
     if solver.times is None:
         try:
-            solver.check(process)
+            check(solver)
         except ValueError:
             return replace(solver, times=LogSNR(noisiest=-10.0))
     return solver
@@ -205,7 +210,8 @@ def _write(
 ) -> None:
     record = record_of(loaded, args, args.num, args.num)
     del record["sampling"]  # is each cell's own
-    record |= {"scored": scored, "cells": [asdict(cell) for cell in cells]}
+    record |= {"solver_options": args.solver_options, "scored": scored}
+    record["cells"] = [asdict(cell) for cell in cells]
     replace_text(out / "comparison.json", as_text(record))
     text = StringIO()
     writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")

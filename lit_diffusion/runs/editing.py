@@ -37,15 +37,20 @@ def check_editing(args: Namespace) -> None:
         args.strength = STRENGTH
 
 
+def editing_solver(module: Any, args: Namespace) -> Any:
+    """What makes the images: the module's solver, the end of it, or RePaint in its place."""
+    if args.init is None:
+        return module.solver
+    if args.mask:
+        return repainting(module.solver, torch.empty(0), torch.empty(0))
+    return shortened(module.solver, args.strength)
+
+
 def editing_record(module: Any, args: Namespace) -> dict[str, Any]:
     """What differs in `sampling_record` for images that begin at others or keep parts."""
     if args.init is None:
         return {}
-    nothing = torch.empty(0)
-    if args.mask:
-        solver: Any = repainting(module.solver, nothing, nothing)
-    else:
-        solver = shortened(module.solver, args.strength)
+    solver = editing_solver(module, args)
     return {"solver": repr(solver), "steps": solver.steps}
 
 

@@ -1,5 +1,6 @@
 """What --guidance and its companions make of a module's guidance."""
 
+import math
 from argparse import Namespace
 from typing import Any
 
@@ -37,7 +38,10 @@ def guidance_options(args: Namespace) -> bool:
 
 
 def _scale(args: Namespace, default: float) -> float:
-    return default if args.guidance is None else float(args.guidance)
+    scale = default if args.guidance is None else float(args.guidance)
+    if not math.isfinite(scale):
+        raise ValueError(f"--guidance must be finite, got {scale}.")
+    return scale
 
 
 def _options(args: Namespace) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from lit_diffusion.checkpoints.loading import Loaded, class_names_in, load_with_
 from lit_diffusion.checkpoints.reading import first_line
 from lit_diffusion.modules.checks import check_clipping, check_sampling
 from lit_diffusion.protocols import Condition, Solver, by_part
-from lit_diffusion.runs.editing import check_editing, editing_record, generator
+from lit_diffusion.runs.editing import check_editing, editing_record, editing_solver, generator
 from lit_diffusion.runs.guiding import change_guidance, guidance_options
 from lit_diffusion.runs.trajectory import SEEDS, write_trajectory
 from lit_diffusion.seeding import classes_of
@@ -102,14 +102,18 @@ def usable_device(name: str | None) -> torch.device:
 
 def _change_sampling(loaded: Loaded, args: Namespace, solver: dict[str, Any] | None) -> None:
     module: Any = loaded.module
-    changes_solver = args.solver_options or (args.solver, args.steps) != (None, None)
+    compares = getattr(args, "compare", None)  # which changes and checks solvers of its own
+    changes = args.solver_options or (args.solver, args.steps) != (None, None)
+    changes_solver = changes and not compares
     if not changes_solver and not guidance_options(args):
         return
     own = own_solver(loaded)
     if changes_solver:
         module.solver = changed_solver(module, own, solver, args)
     change_guidance(module, args)
-    check_sampling(module.process, module.loss, module.solver, module.guidance)
+    if compares:
+        return
+    check_sampling(module.process, module.loss, editing_solver(module, args), module.guidance)
     check_clipping(module.codec, module.solver, module.guidance)
 
 

@@ -41,7 +41,7 @@ class DPMSolverPP:
 
     Args:
         steps: evaluations of the network.
-        times: grid; None is `LogSNR(noisiest=-10)`.
+        times: grid; None is `LogSNR()`.
         clip: whether x0 is clamped to [-1, 1].
         order: 1, 2 or 3.
         eta: 0 is deterministic, 1 the reverse SDE (2M SDE).
@@ -58,7 +58,7 @@ class DPMSolverPP:
     clip: bool = True
     order: int = 2
     eta: float = 0.0
-    usual: ClassVar[TimeGrid] = LogSNR(noisiest=-10.0)
+    usual: ClassVar[TimeGrid] = LogSNR()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -122,7 +122,7 @@ class DPMSolverPP2S:
 
     Args:
         steps: of the grid: 2 steps - 1 evaluations of the network.
-        times: grid; None is `LogSNR(noisiest=-10)`.
+        times: grid; None is `LogSNR()`.
         clip: whether x0 is clamped to [-1, 1].
         eta: share of the posterior's standard deviation that is drawn anew, for which the step goes
             further down. 0 is deterministic; 1 is k-diffusion's `dpmpp_2s_ancestral`.
@@ -137,7 +137,7 @@ class DPMSolverPP2S:
     times: TimeGrid | None = None
     clip: bool = True
     eta: float = 0.0
-    usual: ClassVar[TimeGrid] = LogSNR(noisiest=-10.0)
+    usual: ClassVar[TimeGrid] = LogSNR()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -189,7 +189,7 @@ class UniPC:
 
     Args:
         steps: evaluations of the network.
-        times: grid; None is `LogSNR(noisiest=-10)`.
+        times: grid; None is `LogSNR()`.
         clip: whether x0 is clamped to [-1, 1].
         order: of the predictor; the corrector adds one.
 
@@ -203,7 +203,7 @@ class UniPC:
     times: TimeGrid | None = None
     clip: bool = True
     order: int = 2
-    usual: ClassVar[TimeGrid] = LogSNR(noisiest=-10.0)
+    usual: ClassVar[TimeGrid] = LogSNR()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)

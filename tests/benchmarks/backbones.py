@@ -26,14 +26,14 @@ from safetensors.torch import load_file
 from sklearn.svm import SVC
 from torch import Tensor, nn
 
-from lit_diffusion.checkpoints.loading import load
+from lit_diffusion.checkpoints.loading import load_with_record
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.experiments.found_runs import find_runs
 from lit_diffusion.metrics.classifier import classifier_of
 
 COLUMNS = ("parameters", "steps", "fid", "pixels", "recognised", "images_per_second")
-HEADS = ["network", "parameters", "steps", "FID", "beside the U-Net's", "pixels", "recognised"]
-HEADS += ["images/s"]
+HEADS = ["network", "predicts", "lr", "parameters", "steps", "FID", "beside the U-Net's", "pixels"]
+HEADS += ["recognised", "images/s"]
 Judge = Callable[[Tensor], Tensor]
 BATCH, SAMPLES, TRUST = 64, 1000, ("diffusers_networks",)
 
@@ -94,7 +94,8 @@ def judge_of(data: str) -> Judge:
 
 @torch.no_grad()
 def measured(run: Any, judge: Judge) -> dict[str, Any]:
-    module = load(run.path, trust=TRUST)
+    loaded = load_with_record(run.path, trust=TRUST)
+    module, known = loaded.module, loaded.checkpoint["hyper_parameters"]
     labels, start = torch.arange(SAMPLES) % 10, time.perf_counter()
     parts = zip(range(0, SAMPLES, 250), labels.split(250), strict=True)
     images = torch.cat([module.generate(range(i, i + 250), part) for i, part in parts])
@@ -103,6 +104,8 @@ def measured(run: Any, judge: Judge) -> dict[str, Any]:
     return {
         "arm": run.arm,
         "seed": run.seed,
+        "predicts": type(module.parameterization).__name__,
+        "lr": known["optimizer"]["init_args"]["lr"],
         "steps": run.max_steps,
         "parameters": sum(parameter.numel() for parameter in module.network.parameters()),
         "fid": statistics.geometric_mean(record["value"] for record in last),
@@ -118,6 +121,7 @@ def cells_of(name: str, runs: list[dict[str, str]], usual: float) -> list[str]:
     spread = f" +- {statistics.stdev(fids):.3g}" if len(fids) > 1 else ""
     return [
         name,
+        *(runs[0][key] for key in ("predicts", "lr")),
         *(f"{mean[key]:,.0f}" for key in ("parameters", "steps")),
         f"{mean['fid']:.3g}{spread}",
         f"{mean['fid'] / usual:.2f}",

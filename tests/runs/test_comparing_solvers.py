@@ -1,5 +1,6 @@
 import csv
 import json
+import math
 import os
 import signal
 from pathlib import Path
@@ -112,10 +113,25 @@ def test_no_solver_is_left_out_on_continuous_processes(process, solver):
         assert set(grids.values()) == {"Even()"}
         return
     assert grids["Heun"] == "Karras(rho=7.0, noisiest=-10.0)"
-    assert grids["DDIM"] == grids["DDPM"] == grids["UniPC"] == "LogSNR(noisiest=-10.0)"
+    assert grids["DDIM"] == grids["DDPM"] == "LogSNR(noisiest=-10.0)"
+    noisiest = -10.0 if process == "LinearFlow" else -math.inf
+    assert grids["DPMSolverPP"] == grids["UniPC"] == f"LogSNR(noisiest={noisiest})"
     named = "--solver DDIM --steps 3 --solver.times LogSNR --solver.times.noisiest -10"
     assert call(f"sample --checkpoint run --num 12 --out ddim {named}") == 0
     assert same_images("ddim", "out/DDIM-3")
+
+
+def test_arguments_of_solvers_can_be_given_and_names_in_any_case():
+    assert compare("dpmsolverpp,Heun --compare_steps 4 --solver.order 3 --solver.eta 1") == 0
+    found = cells()
+    assert "order=3, eta=1.0" in found[0]["sampling"]["solver"]
+    assert "Heun has no argument 'order'" in found[1]["left_out"]
+    options = json.loads(Path("out/comparison.json").read_text())["solver_options"]
+    assert options == ["--solver.order", "3", "--solver.eta", "1"]
+    one = "--solver DPMSolverPP --steps 4 --solver.order 3 --solver.eta 1"
+    assert call(f"sample --checkpoint run --num 12 --out one {one}") == 0
+    assert same_images("one", "out/DPMSolverPP-4")
+    assert compare("DDIM --compare_steps 4 --solver.steps 3", "other") == 2
 
 
 @pytest.mark.usefixtures("terminal_signals")

@@ -36,10 +36,11 @@ def weak(strong):
     return load("weak.ckpt")
 
 
-def classifier(betas="LinearBetas"):
+def classifier(betas="LinearBetas", process=None):
     """An untrained one, as "classifier.ckpt"."""
     model = small_digits(1)["model"]["init_args"]
-    process = {"betas": {"class_path": f"lit_diffusion.processes.{betas}"}}
+    betas = {"betas": {"class_path": f"lit_diffusion.processes.{betas}"}}
+    discrete = {"class_path": "lit_diffusion.processes.DiscreteVP", "init_args": betas}
     arguments = {
         "network": {
             "class_path": "lit_diffusion.networks.unet.EncoderUNet",
@@ -50,7 +51,7 @@ def classifier(betas="LinearBetas"):
             },
         },
         **{name: model[name] for name in ("times", "optimizer", "image_shape", "num_classes")},
-        "process": {"class_path": "lit_diffusion.processes.DiscreteVP", "init_args": process},
+        "process": process or discrete,
     }
     path = "lit_diffusion.modules.classifier.NoisyClassifier"
     hyper = hyper_parameters({"model": {"class_path": path, "init_args": arguments}}, "model")
@@ -123,3 +124,40 @@ def test_models_of_another_process_guide_nobody(strong, capsys):
     told = capsys.readouterr().err
     assert "--classifier classifier.ckpt has the process" in told
     assert "CosineBetas" in told
+
+
+@pytest.fixture
+def flow(strong):
+    """A model whose images begin without any signal, and a classifier of its process."""
+    flow = {"class_path": "lit_diffusion.processes.LinearFlow"}
+    content = torch.load(LAST, weights_only=True)
+    solver = {"class_path": "lit_diffusion.solvers.Euler", "init_args": {"steps": 4}}
+    content["hyper_parameters"] |= {"process": flow, "solver": solver}
+    torch.save(content, LAST)
+    classifier(process=flow)
+
+
+def test_a_classifier_guides_every_solver_that_is_compared(flow, capsys):
+    options = "--classifier classifier.ckpt --weights raw --compare solvers --compare_steps 3"
+    assert call(f"sample --checkpoint run --num 4 --out out {options}") == 0
+    cells = json.loads(Path("out/comparison.json").read_text())["cells"]
+    assert not any(cell["left_out"] for cell in cells)
+    assert {cell["grid"] for cell in cells if cell["solver"] in ("DDIM", "Euler")} == {
+        "LogSNR(noisiest=-10.0)"
+    }
+
+
+def test_a_classifier_guides_what_begins_at_an_image_where_noise_would_have_no_signal(flow, capsys):
+    options = "--classifier classifier.ckpt --weights raw"
+    assert call(f"sample --checkpoint run --num 1 --out out {options}") == 2
+    assert "needs signal in x_t" in capsys.readouterr().err
+    Image.new("L", (8, 8)).save("black.png")
+    begun = f"{options} --init black.png --strength 0.5"
+    assert call(f"sample --checkpoint run --num 1 --out begun {begun}") == 0
+
+
+def test_a_scale_that_is_not_finite_is_refused(strong, capsys):
+    classifier()
+    options = "--classifier classifier.ckpt --guidance nan --weights raw"
+    assert call(f"sample --checkpoint run --num 1 --out out {options}") == 2
+    assert "--guidance must be finite, got nan" in capsys.readouterr().err

@@ -40,6 +40,7 @@ from lit_diffusion.solvers import (
     Heun,
     UniPC,
 )
+from lit_diffusion.solvers.steps import times_asked
 from lit_diffusion.timesteps import Even, Karras, LogSNR, ShiftedGrid
 
 EVERY = [COSINE, ContinuousVP(), EDMProcess(), VE(0.002), LinearFlow()]
@@ -277,6 +278,16 @@ def test_a_watch_sees_every_step_in_order_and_changes_nothing(solver, process):
     assert torch.stack(images).abs().max() <= 1  # as clipped
 
 
+def test_karras_grids_begin_at_a_log_snr_of_minus_10_and_others_where_the_process_does():
+    for solver in (Heun(), EulerAncestral()):
+        alpha, sigma = COSINE.alpha_sigma(times_asked(solver, COSINE)[0])
+        assert 2 * (alpha / sigma).log().item() == pytest.approx(-10)
+        # unless the process has more signal
+        close(times_asked(solver, EDM)[0], torch.tensor(80.0), rtol=1e-12)
+    for solver in (DDIM(), DPMSolverPP(), DPMSolverPP2S(), UniPC(), Euler()):
+        close(times_asked(solver, COSINE)[0], torch.tensor(COSINE.t_max), rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     "process", [COSINE, LINEAR, ContinuousVP(), EDM, FLOW, EndsInNoise()], ids=repr
 )
@@ -296,7 +307,8 @@ def test_a_watch_sees_every_step_in_order_and_changes_nothing(solver, process):
 )
 def test_the_usual_steps_and_grid_come_near_the_data(solver, process):
     """Within 0.1 of a mean of 0.3 and a standard deviation of 0.5, on every process."""
-    solver = on_a_grid_that_fits(replace(solver, clip=False), process)
+    solver = replace(solver, clip=False)
+    solver = on_a_grid_that_fits(solver, lambda solver: solver.check(process))
     start, noise = Z((20_000, 1, 1, 1), 1), CountedNoise(1)
     end = solver.sample(gaussian_denoiser(process), process, start, noise)
     is_worse = isinstance(solver, Euler) and process == EDM  # Even in levels up to 80

@@ -74,6 +74,8 @@ def played(
         options["generator"] = torch.Generator().manual_seed(0)
     x = process.prior(start, times[0])
     x = x / process.alpha_sigma(times[0])[0].to(x) if scaled else x
+    if hasattr(scheduler, "set_begin_index"):  # steps of few times may have one label
+        scheduler.set_begin_index(0)
     for t, label in zip(times, scheduler.timesteps, strict=True):
         alpha, sigma = (v.to(x) for v in process.alpha_sigma(t))
         if hasattr(scheduler, "is_scale_input_called"):
