@@ -11,6 +11,7 @@ from lit_diffusion.callbacks.ema import EMA
 from lit_diffusion.callbacks.fid import FIDEvaluation
 from lit_diffusion.callbacks.finite_updates import FiniteUpdates
 from lit_diffusion.callbacks.gradient_diagnostics import GradientDiagnostics
+from lit_diffusion.callbacks.information import InformationDensity
 from lit_diffusion.callbacks.loss_resampler import LossSecondMomentResampler
 from lit_diffusion.callbacks.momentum_decay import LRCompensation, MomentumDecay
 from lit_diffusion.callbacks.noise_level_loss import NoiseLevelLoss
@@ -28,6 +29,7 @@ __all__ = [
     "FiniteUpdates",
     "GradientDiagnostics",
     "ImportanceWeightedCurriculum",
+    "InformationDensity",
     "LRCompensation",
     "LossSecondMomentResampler",
     "MomentumDecay",

@@ -31,7 +31,7 @@ MATHS = {
 }
 LIGHTNING = {"lightning"}
 FRAMEWORK = LIGHTNING | {"torchvision", "torchmetrics", "torch_fidelity", "PIL", "numpy"}
-ANALYSIS = {"numpy", "scipy", "torchmetrics"}
+ANALYSIS = {"numpy", "scipy", "torchmetrics", "matplotlib"}
 ANY = {"packaging", "yaml", "jsonargparse", "matplotlib", "scipy", "pytorch_lightning"}
 GROUND = {"system", "settings", "checkpoints"}
 BELOW_RUNS = MATHS | GROUND | {"networks", "data", "metrics", "modules", "analysis", "callbacks"}
@@ -61,7 +61,7 @@ MAY_IMPORT = {
     "analysis": ({"analysis", "networks", "protocols", "system.files"}, ANALYSIS),
     "callbacks": (
         {"callbacks", "checkpoints.averages", "checkpoints.snapshots", "ema_profiles"}
-        | {"metrics", "protocols", "seeding", "system"},
+        | {"losses", "metrics", "protocols", "seeding", "system"},
         FRAMEWORK | {"tqdm"},
     ),
     "runs": (BELOW_RUNS | {"runs"}, FRAMEWORK | ANY),
