@@ -1,8 +1,8 @@
 """Networks at equal time of training.
 
     backbones.py steps CONFIG NAME=ARM ... [--steps 1500]    how many steps each network may take
-    backbones.py measure RUNS --judge DATA [--out FILE.csv]  what the runs RUNS/NAME/seed-N came to
-    backbones.py table FILE.csv                              as Markdown
+    backbones.py measure RUNS ... --judge DATA [--out FILE.csv]    of the runs RUNS/NAME/seed-N
+    backbones.py table FILE.csv    as Markdown, each beside the U-Net that predicts the same
 
 `steps` trains all networks by turns, a step each, on noise, and gives each as much time as the
 first would take for --steps. DATA is digits, where a support-vector machine recognises the labels
@@ -132,11 +132,11 @@ def cells_of(name: str, runs: list[dict[str, str]], usual: float) -> list[str]:
 
 
 def print_table(file: str) -> None:
-    arms: dict[str, list[dict[str, str]]] = {}
+    kinds: dict[tuple[str, str], list[dict[str, str]]] = {}
     for row in csv.DictReader(Path(file).read_text().splitlines()):
-        arms.setdefault(row["arm"], []).append(row)
-    usual = statistics.fmean(float(run["fid"]) for run in arms["baseline"])
-    rows = [cells_of(name, runs, usual) for name, runs in arms.items()]
+        kinds.setdefault((row["predicts"], row["arm"]), []).append(row)
+    fids = {kind: statistics.fmean(float(run["fid"]) for run in kinds[kind]) for kind in kinds}
+    rows = [cells_of(arm, kinds[told, arm], fids[told, "baseline"]) for told, arm in kinds]
     for line in (HEADS, ["---"] * len(HEADS), *rows):
         print(f"| {' | '.join(line)} |")
 
@@ -151,7 +151,7 @@ def main() -> None:
     steps.add_argument("arms", nargs="*")
     steps.add_argument("--steps", type=int, default=1500)
     measure = commands.add_parser("measure")
-    measure.add_argument("runs")
+    measure.add_argument("runs", nargs="+")
     measure.add_argument("--judge", required=True)
     measure.add_argument("--out", type=Path)
     commands.add_parser("table").add_argument("file")
@@ -162,7 +162,7 @@ def main() -> None:
     elif args.command == "table":
         print_table(args.file)
     else:
-        rows = [measured(run, judge_of(args.judge)) for run in find_runs([args.runs])]
+        rows = [measured(run, judge_of(args.judge)) for run in find_runs(args.runs)]
         with args.out.open("w") if args.out else sys.stdout as file:
             writer = csv.DictWriter(file, rows[0], lineterminator="\n")
             writer.writeheader()
