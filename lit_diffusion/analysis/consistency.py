@@ -29,6 +29,8 @@ class Consistency(Saved):
         all_pairs: mean over all pairs of models, in dB.
         pairs: (M, M) mean PSNR of each pair.
         shuffled: as all_pairs, of each image beside the others' images of other seeds.
+        same_class: as shuffled, of other seeds of the same class, which images share however they
+            were made; None without classes, or where none has two seeds.
         nearest: mean PSNR of the images beside the training images nearest to them: models that
             agree no better may only agree on these. None without training images.
         same_nearest: share of pairs whose nearest training image is the same.
@@ -42,6 +44,7 @@ class Consistency(Saved):
     all_pairs: float
     pairs: Floats
     shuffled: float
+    same_class: float | None
     nearest: float | None
     same_nearest: float | None
     features: float | None
@@ -61,6 +64,7 @@ def consistency(
     names: list[str],
     nearest_of: Callable[[Tensor], Tensor] | None = None,
     features_of: Callable[[Tensor], Tensor] | None = None,
+    labels: Tensor | None = None,
 ) -> Consistency:
     """Compare the images of models, seed by seed.
 
@@ -69,6 +73,7 @@ def consistency(
         names: of the models.
         nearest_of: uint8 (N, C, H, W) -> the training images nearest to these.
         features_of: uint8 (N, C, H, W) -> (N, F).
+        labels: (N,) of the seeds.
 
     Raises:
         ValueError: for fewer models or seeds.
@@ -92,6 +97,7 @@ def consistency(
         all_pairs=torch.stack(list(by_pair.values())).mean().item(),
         pairs=pairs,
         shuffled=_mean_of_pairs(images, _shuffled),
+        same_class=None if labels is None else _in_class(images, labels),
         nearest=nearest,
         same_nearest=same_nearest,
         features=None if features_of is None else _by_features(images, features_of),
@@ -107,6 +113,19 @@ def _mean_of_pairs(images: Tensor, compare: Callable[[Tensor, Tensor], Tensor]) 
 def _shuffled(a: Tensor, b: Tensor) -> Tensor:
     """PSNR of each image of a beside those of b by other seeds, up to eight of them."""
     return torch.stack([psnr(a, b.roll(k, 0)) for k in range(1, min(len(a), 9))])
+
+
+def _in_class(images: Tensor, labels: Tensor) -> float | None:
+    found = []
+    for k in range(1, len(labels)):
+        alike = labels == labels.roll(k)
+        found += [
+            psnr(images[i][alike], images[j].roll(k, 0)[alike])
+            for i in range(len(images))
+            for j in range(i)
+            if alike.any()
+        ]
+    return torch.cat(found).mean().item() if found else None
 
 
 def _same(a: Tensor, b: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from lit_diffusion.metrics.reference import Scorer
 from lit_diffusion.runs.evaluating import data_of, protocol_of_run
 from lit_diffusion.runs.pieces import Arrays, pieces, planned
 from lit_diffusion.runs.sampling import usable_device
-from lit_diffusion.seeding import PerSampleNoise, index_uniforms
+from lit_diffusion.seeding import PerSampleNoise, classes_of, index_uniforms
 from lit_diffusion.system.signals import print_error
 
 # What all of them begin with
@@ -165,10 +165,20 @@ def compare_images(args: Namespace) -> str:
         _short(args.checkpoints),
         lambda each: bank[nearest(each, bank)[1]],
         lambda each: scorer.features(each).cpu(),
+        _classes(loaded, range(args.seed, args.seed + args.num)),
     )
     found.save(out / "consistency")
     draw_consistency(found, images, out / "consistency.png")
     return _told_consistency(found, protocol.name)
+
+
+def _classes(loaded: Sequence[Loaded], seeds: range) -> Tensor | None:
+    """(N,) labels of seeds; None where a model has no classes, or other ones."""
+    known = {getattr(each.module, "num_classes", None) for each in loaded}
+    (num_classes, *others) = known
+    if others or num_classes is None:
+        return None
+    return torch.tensor(classes_of(seeds, num_classes))
 
 
 def _sizes(module: Any) -> tuple[int, ...]:
@@ -190,7 +200,8 @@ def _told_consistency(found: Consistency, protocol: str) -> str:
     lines = [
         f"consistency (Eq. 1)    {found.paper:.2f} dB",
         f"over all pairs         {found.all_pairs:.2f} dB",
-        f"chance: other seeds    {found.shuffled:.2f} dB",
+        f"chance: other seeds    {found.shuffled:.2f} dB"
+        + (f"; of the same class {found.same_class:.2f} dB" if found.same_class else ""),
         f"to nearest training image {found.nearest:.2f} dB; the same one {found.same_nearest:.0%}",
         f"in features            {found.features:.2f} of the way from chance to the same "
         f"({protocol})",

@@ -72,3 +72,17 @@ def test_it_saves_and_reads(tmp_path):
     assert again.names == ["a", "b", "c"]
     assert again.paper == found.paper
     np.testing.assert_array_equal(again.pairs, found.pairs)
+
+
+def test_images_of_one_class_are_compared_with_each_other_alone():
+    labels = torch.arange(12) % 5
+    found = consistency(IMAGES[:2], ["a", "b"], labels=labels)
+    by_class = [
+        by_hand(IMAGES[1, i], IMAGES[0, j])
+        for i in range(12)
+        for j in range(12)
+        if i != j and labels[i] == labels[j]
+    ]
+    assert found.same_class == pytest.approx(np.mean(by_class), rel=1e-6)
+    assert consistency(IMAGES[:2], ["a", "b"], labels=torch.arange(12)).same_class is None
+    assert consistency(IMAGES[:2], ["a", "b"]).same_class is None
