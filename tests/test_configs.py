@@ -61,7 +61,8 @@ PARAMETERS = {
     "imagenet128-guided": 421_529_606,
     "imagenet128-guided-small": 95_513_222,
 }
-GANS = ["digits-dcgan", "digits-biggan", "cifar10-dcgan", "cifar10-biggan"]
+GANS = ["digits-dcgan", "digits-biggan", "mnist-dcgan", "mnist-biggan"]
+GANS += ["cifar10-dcgan", "cifar10-biggan"]
 GANS += ["imagenet128-dcgan", "imagenet128-biggan"]
 LATENTS = {"imagenet256-latents": (DiT, 256), "imagenet512-latents": (UViT, 512)}
 """Config -> its network, and the side of its images."""
@@ -108,6 +109,9 @@ def test_every_config_is_started_by_a_test():
 @pytest.mark.parametrize("name", GANS)
 def test_gans_start(offline, name):
     options = [] if "digits" in name else ["--trainer.devices=1", "--trainer.strategy=auto"]
+    if "mnist" in name:
+        write_mnist(Path("data"), train=64, val=32)
+        options += [EMPTY, "--data.init_args.num_workers=0"]
     if "imagenet" in name:
         options += ["--data.init_args.cache_dir=cache", "--data.init_args.num_workers=0"]
     if name == "cifar10-biggan":
