@@ -1,5 +1,6 @@
 """Callbacks for any LightningModule: averages of the weights, samples, scores, seeds, schedules."""
 
+from lit_diffusion.callbacks.consistency_probe import ConsistencyProbe
 from lit_diffusion.callbacks.curriculum import (
     CurriculumWeight,
     ImportanceWeightedCurriculum,
@@ -9,6 +10,8 @@ from lit_diffusion.callbacks.curriculum import (
 from lit_diffusion.callbacks.ema import EMA
 from lit_diffusion.callbacks.fid import FIDEvaluation
 from lit_diffusion.callbacks.finite_updates import FiniteUpdates
+from lit_diffusion.callbacks.gradient_diagnostics import GradientDiagnostics
+from lit_diffusion.callbacks.information import InformationDensity
 from lit_diffusion.callbacks.loss_resampler import LossSecondMomentResampler
 from lit_diffusion.callbacks.momentum_decay import LRCompensation, MomentumDecay
 from lit_diffusion.callbacks.noise_level_loss import NoiseLevelLoss
@@ -20,10 +23,13 @@ from lit_diffusion.callbacks.step_seed import StepSeed
 
 __all__ = [
     "EMA",
+    "ConsistencyProbe",
     "CurriculumWeight",
     "FIDEvaluation",
     "FiniteUpdates",
+    "GradientDiagnostics",
     "ImportanceWeightedCurriculum",
+    "InformationDensity",
     "LRCompensation",
     "LossSecondMomentResampler",
     "MomentumDecay",

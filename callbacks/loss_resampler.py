@@ -1,5 +1,6 @@
 """Noise levels drawn by how large their losses have been, with unbiased gradients."""
 
+from abc import abstractmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -75,12 +76,8 @@ def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> 
     return torch.where(full, mixed, torch.ones_like(mixed))
 
 
-class LossSecondMomentResampler(TimestepWriter):
-    """Draws noise levels by the root mean square of their last losses, and undoes it with weights.
-
-    Gradients stay unbiased. Until each bin has had `history` losses, times are uniform: 4,000 bins
-    take about 100,000 samples. Logs `resampler/full`, the share of bins that have them, and
-    `resampler/tv`, the distance from uniform.
+class DensityOfLosses(TimestepWriter):
+    """Base of callbacks whose density of noise levels follows from the losses that these had.
 
     The module's training_step returns `u` (B,) in [0, 1] and `per_sample_loss` (B,), without
     `timestep_weight`, beside the loss; u of a discrete t = 0 .. T - 1 is t / T. Losses of all ranks
@@ -97,18 +94,13 @@ class LossSecondMomentResampler(TimestepWriter):
         ValueError: bad arguments; at fit start, a module that is not `protocols.HasTimesteps`, or
             a checkpoint of other numbers; at the first batch, attributes that something else sets,
             or a training_step that does not return what is needed.
-
-    Source: Nichol & Dhariwal 2021 (improved-diffusion), section 3.3.
-
-    Example:
-        >>> resampler = LossSecondMomentResampler(num_bins=4000)
-        >>> {name: tuple(value.shape) for name, value in resampler.state_dict().items()}
-        {'losses': (4000, 10), 'seen': (4000,)}
     """
 
-    writes = ("timestep_density", "timestep_weight")
+    logged: str
+    """Of `<logged>/full`, the share of bins that have their history, and `<logged>/tv`, the
+    distance from uniform."""
 
-    def __init__(self, num_bins: int, history: int = 10, uniform_prob: float = 0.001) -> None:
+    def __init__(self, num_bins: int, history: int, uniform_prob: float) -> None:
         if min(num_bins, history) < 1:
             raise ValueError(
                 f"num_bins and history must be at least 1, got {num_bins} and {history}."
@@ -126,17 +118,22 @@ class LossSecondMomentResampler(TimestepWriter):
         self._checked = False  # what the module returns, in this fit
         self._module: LightningModule | None = None
 
+    @abstractmethod
+    def density(self, history: LossHistory) -> Tensor:
+        """(num_bins,) float64 probabilities; ones until every bin has a full history."""
+
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
-        """The density of the losses so far, and the weight that undoes it."""
+        """The density of the losses so far, and the weight that undoes it where one is written."""
         self._state = self._state.to(device)
-        density = second_moment_density(self._state, self.uniform_prob)
-        return Timesteps(density, importance_weight(density))
+        density = self.density(self._state)
+        undone = "timestep_weight" in self.writes
+        return Timesteps(density, importance_weight(density) if undone else None)
 
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
         """How many bins are full, and how far the density is from uniform."""
-        density = second_moment_density(self._state, self.uniform_prob)
         full = (self._state.seen >= self.history).double().mean()
-        return {"resampler/full": full, "resampler/tv": total_variation(density)}
+        tv = total_variation(self.density(self._state))
+        return {f"{self.logged}/full": full, f"{self.logged}/tv": tv}
 
     def state_dict(self) -> dict[str, Any]:
         """`LossHistory` as tensors on the CPU."""
@@ -144,12 +141,12 @@ class LossSecondMomentResampler(TimestepWriter):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take up the history of the checkpoint."""
-        found = LossHistory(**state_dict)
+        found, name = LossHistory(**state_dict), type(self).__name__
         if found.losses.shape != self._state.losses.shape:
             raise ValueError(
                 "the checkpoint's history is of {} bins with {} losses each, and this is "
-                "LossSecondMomentResampler(num_bins={}, history={}); use its numbers.".format(
-                    *found.losses.shape, self.num_bins, self.history
+                "{}(num_bins={}, history={}); use its numbers.".format(
+                    *found.losses.shape, name, self.num_bins, self.history
                 )
             )
         self._state, self._loaded = found, True
@@ -172,7 +169,7 @@ class LossSecondMomentResampler(TimestepWriter):
         """Remember the losses of all ranks."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if not self._checked:
-            _refuse_unfit(outputs, pl_module)
+            _refuse_unfit(outputs, pl_module, type(self).__name__)
             self._checked = True
         found = torch.stack([outputs["u"].double(), outputs["per_sample_loss"].double()]).detach()
         if trainer.world_size > 1:
@@ -183,13 +180,44 @@ class LossSecondMomentResampler(TimestepWriter):
         self._state = update_history(self._state, bins, found[1])
 
 
-def _refuse_unfit(outputs: Any, module: LightningModule) -> None:
+class LossSecondMomentResampler(DensityOfLosses):
+    """Draws noise levels by the root mean square of their last losses, and undoes it with weights.
+
+    Gradients stay unbiased. Until each bin has had `history` losses, times are uniform: 4,000 bins
+    take about 100,000 samples. Logs `resampler/full` and `resampler/tv`. What it needs of a module
+    and raises is as of `DensityOfLosses`.
+
+    Args:
+        num_bins: as of `DensityOfLosses`.
+        history: as of `DensityOfLosses`.
+        uniform_prob: as of `DensityOfLosses`.
+
+    Source: Nichol & Dhariwal 2021 (improved-diffusion), section 3.3.
+
+    Example:
+        >>> resampler = LossSecondMomentResampler(num_bins=4000)
+        >>> {name: tuple(value.shape) for name, value in resampler.state_dict().items()}
+        {'losses': (4000, 10), 'seen': (4000,)}
+    """
+
+    writes = ("timestep_density", "timestep_weight")
+    logged = "resampler"
+
+    def __init__(self, num_bins: int, history: int = 10, uniform_prob: float = 0.001) -> None:
+        super().__init__(num_bins, history, uniform_prob)
+
+    def density(self, history: LossHistory) -> Tensor:
+        """`second_moment_density`."""
+        return second_moment_density(history, self.uniform_prob)
+
+
+def _refuse_unfit(outputs: Any, module: LightningModule, name: str) -> None:
     given = outputs if isinstance(outputs, dict) else {}
-    shapes = {name: tuple(v.shape) for name, v in given.items() if isinstance(v, Tensor)}
+    shapes = {key: tuple(v.shape) for key, v in given.items() if isinstance(v, Tensor)}
     shape = shapes.get("u", ())
     if len(shape) != 1 or shapes.get("per_sample_loss") != shape:
         raise ValueError(
-            "LossSecondMomentResampler needs a training_step that returns {'loss': ..., 'u': (B,), "
+            f"{name} needs a training_step that returns {{'loss': ..., 'u': (B,), "
             f"'per_sample_loss': (B,)}}, and that of {type(module).__name__} returned tensors of "
             f"shape {shapes}; add them."
         )

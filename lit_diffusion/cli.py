@@ -23,6 +23,7 @@ COMMANDS = {
         ("predict", "run a checkpoint on the prediction split"),
         ("sample", "write images that a checkpoint generates"),
         ("evaluate", "FID, KID, precision, recall and IS of a checkpoint or a folder of images"),
+        ("analyze", "consistency, loss landscape, interpolation and Hessian of checkpoints"),
         ("encode", "write latents of a folder of images, to train on"),
         ("replay", "compute a training step again whose loss or gradient was not finite"),
         ("sweep", "train every arm of an experiment with every seed, restartable; compare them"),

@@ -31,6 +31,7 @@ MATHS = {
 }
 LIGHTNING = {"lightning"}
 FRAMEWORK = LIGHTNING | {"torchvision", "torchmetrics", "torch_fidelity", "PIL", "numpy"}
+ANALYSIS = {"numpy", "scipy", "torchmetrics", "matplotlib"}
 ANY = {"packaging", "yaml", "jsonargparse", "matplotlib", "scipy", "pytorch_lightning"}
 GROUND = {"system", "settings", "checkpoints"}
 BELOW_RUNS = MATHS | GROUND | {"networks", "data", "metrics", "modules", "analysis", "callbacks"}
@@ -57,10 +58,10 @@ MAY_IMPORT = {
     "metrics": ({"metrics", "seeding", "system"}, FRAMEWORK | {"safetensors"}),
     "modules.vae": (set(), {"diffusers"}),
     "modules": (MATHS | {"modules", "system"}, {"lightning", "torchmetrics"}),
-    "analysis": ({"analysis", "protocols"}, set()),
+    "analysis": ({"analysis", "networks", "protocols", "system.files"}, ANALYSIS),
     "callbacks": (
         {"callbacks", "checkpoints.averages", "checkpoints.snapshots", "ema_profiles"}
-        | {"metrics", "protocols", "seeding", "system"},
+        | {"losses", "metrics", "protocols", "seeding", "system"},
         FRAMEWORK | {"tqdm"},
     ),
     "runs": (BELOW_RUNS | {"runs"}, FRAMEWORK | ANY),

@@ -61,6 +61,9 @@ PARAMETERS = {
     "imagenet128-guided": 421_529_606,
     "imagenet128-guided-small": 95_513_222,
 }
+GANS = ["digits-dcgan", "digits-biggan", "mnist-dcgan", "mnist-biggan"]
+GANS += ["cifar10-dcgan", "cifar10-biggan"]
+GANS += ["imagenet128-dcgan", "imagenet128-biggan"]
 LATENTS = {"imagenet256-latents": (DiT, 256), "imagenet512-latents": (UViT, 512)}
 """Config -> its network, and the side of its images."""
 SMALL = [
@@ -96,10 +99,29 @@ def test_every_config_is_started_by_a_test():
         "folder",
         "fast",
         "cifar10-uvit",
+        *GANS,
         *LATENTS,
         *chain(*FOLDERS.values()),
     }
     assert {f.name for f in CONFIGS.glob("arms/*") if f.is_dir()} == FOLDERS.keys()
+
+
+@pytest.mark.parametrize("name", GANS)
+def test_gans_start(offline, name):
+    options = [] if "digits" in name else ["--trainer.devices=1", "--trainer.strategy=auto"]
+    if "mnist" in name:
+        write_mnist(Path("data"), train=64, val=32)
+        options += [EMPTY, "--data.init_args.num_workers=0"]
+    if "imagenet" in name:
+        options += ["--data.init_args.cache_dir=cache", "--data.init_args.num_workers=0"]
+    if name == "cifar10-biggan":
+        options += ["--model.init_args.discriminator_steps=1"]  # so that the generator has a step
+    if name == "imagenet128-biggan":
+        options += ["--model.init_args.num_classes=2"]
+        for network in ("generator", "discriminator"):
+            inside = f"--model.init_args.{network}.init_args"
+            options += [f"{inside}.num_classes=2", f"{inside}.width=8"]
+    assert fit(f"{name}.yaml", *options) == 0
 
 
 @pytest.mark.parametrize("name", ["digits", "digits-classifier"])

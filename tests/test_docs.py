@@ -164,6 +164,7 @@ def test_what_is_run_elsewhere_is_there():
         "methods.md",
         "evaluation.md",
         "interchange.md",
+        "analysis.md",
         pytest.param("loggers.md", marks=pytest.mark.skipif(not WANDB, reason="needs wandb")),
     ],
 )

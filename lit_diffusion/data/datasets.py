@@ -91,6 +91,25 @@ class TensorImages(ImageDataset):
         return images, tuple(part[rows] for part in self.labels), rows
 
 
+def part_of(data: TensorImages, part: tuple[int, int]) -> TensorImages:
+    """Every n-th image from the k-th on, for part = (k, n): parts of one n have none in common.
+
+    Raises:
+        ValueError: unless 0 <= k < n.
+
+    Example:
+        >>> data = TensorImages(torch.arange(5), torch.arange(5))
+        >>> part_of(data, (0, 2)).images.tolist(), part_of(data, (1, 2)).images.tolist()
+        ([0, 2, 4], [1, 3])
+    """
+    first, step = part
+    if not 0 <= first < step:
+        raise ValueError(f"part must be (k, n) with 0 <= k < n, got {tuple(part)}.")
+    if step == 1:
+        return data
+    return TensorImages(data.images[first::step], data.labels[first::step])
+
+
 def mirror(seed: int, epoch: int, index: int) -> bool:
     """Whether image `index` is mirrored in `epoch`."""
     return choose([2], "mirror", seed, epoch, index) == [1]

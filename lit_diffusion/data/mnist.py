@@ -10,7 +10,7 @@ from torchvision import datasets
 from torchvision.datasets.mnist import read_image_file, read_label_file
 
 from lit_diffusion.data.base import Awaited, ImageDataModule, Split
-from lit_diffusion.data.datasets import TensorImages
+from lit_diffusion.data.datasets import TensorImages, part_of
 
 _PREFIX = {"train": "train", "val": "t10k"}
 
@@ -22,12 +22,13 @@ class MNIST(ImageDataModule):
 
     Args:
         root: folder that holds, or will hold, `MNIST/raw/train-images-idx3-ubyte` and so on.
+        part: (k, n) trains on every n-th training image from the k-th on.
         **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
         FileNotFoundError: If files are missing and cannot be downloaded; says which, and where to
             put them.
-        ValueError: If a file is cut or holds something else.
+        ValueError: If a file is cut or holds something else, or unless 0 <= k < n.
 
     Source: Y. LeCun, C. Cortes and C. Burges, "The MNIST database of handwritten digits", 1998.
     """
@@ -36,8 +37,9 @@ class MNIST(ImageDataModule):
     class_names: ClassVar[tuple[str, ...]] = tuple("0123456789")
     _source: ClassVar[type[datasets.MNIST]] = datasets.MNIST
 
-    def __init__(self, root: str = "data", **loader: Any) -> None:
+    def __init__(self, root: str = "data", part: tuple[int, int] = (0, 1), **loader: Any) -> None:
         super().__init__(**loader)
+        self.part = part
         self.root = Path(root).expanduser()
 
     def check(self) -> None:
@@ -73,7 +75,8 @@ class MNIST(ImageDataModule):
                 f"{tuple(images.shape)} and labels {tuple(labels.shape)} up to {labels.max()}; "
                 "delete them."
             )
-        return TensorImages(images.view(-1, *self.image_shape), labels.long())
+        found = TensorImages(images.view(-1, *self.image_shape), labels.long())
+        return found if split == "val" else part_of(found, self.part)
 
     def _read(self, name: str) -> Tensor:
         path = self._folder / name
@@ -105,7 +108,7 @@ class FashionMNIST(MNIST):
 
     Args:
         root: folder that holds, or will hold, `FashionMNIST/raw/train-images-idx3-ubyte` and so on.
-        **loader: as in `ImageDataModule`.
+        part, **loader: as of `MNIST`.
 
     Raises:
         FileNotFoundError, ValueError: as `MNIST`.

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from sklearn.datasets import load_digits
 
@@ -46,3 +47,17 @@ def test_the_description_is_there_before_any_data_is_read():
     data = Digits()
     assert (data.image_shape, data.num_classes) == ((1, 8, 8), 10)
     assert data.class_names[7] == "7"
+
+
+def test_two_halves_have_no_training_digit_in_common_and_the_same_held_out():
+    whole, halves = Digits(), [Digits(part=(k, 2)) for k in (0, 1)]
+    assert sum(len(half.dataset("train")) for half in halves) == 1437
+    both = torch.cat([half.images("train").flatten(1) for half in halves])
+    assert torch.equal(unordered(both), unordered(whole.images("train").flatten(1)))
+    train, labels = whole.dataset("train"), halves[1].dataset("train").labels
+    assert torch.equal(halves[1].images("train"), train.images[1::2])
+    assert torch.equal(labels, train.labels[1::2])
+    assert all(torch.equal(half.images("val"), whole.images("val")) for half in halves)
+    for part in ((2, 2), (-1, 2), (0, 0)):
+        with pytest.raises(ValueError, match="0 <= k < n, got"):
+            Digits(part=part).images("train")

@@ -98,3 +98,10 @@ def test_clothes_are_read_from_a_folder_of_their_own(tmp_path):
     data.prepare_data()
     assert torch.equal(data.images("val"), digits(20, seed=20)[0])
     assert (data.num_classes, data.class_names[0]) == (10, "T-shirt/top")
+
+
+def test_a_part_of_the_training_images_can_be_taken(tmp_path):
+    write(tmp_path, train=50, val=20)
+    whole, half = MNIST(str(tmp_path)), MNIST(str(tmp_path), part=(1, 2))
+    assert torch.equal(half.images("train"), whole.images("train")[1::2])
+    assert torch.equal(half.images("val"), whole.images("val"))

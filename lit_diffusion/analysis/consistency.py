@@ -1,0 +1,144 @@
+"""Whether models make the same image of the same noise, and what chance would give.
+
+Source: "Why diffusion models are stable and how to make them faster" (2023), section 3.1.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchmetrics.functional.image import peak_signal_noise_ratio
+
+from lit_diffusion.analysis.saved import Saved
+
+CAP = 100.0
+"""dB of images that are the same, whose PSNR is infinite."""
+
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+
+
+@dataclass(frozen=True)
+class Consistency(Saved):
+    """What images (M, N, C, H, W) of M models by N seeds have in common.
+
+    Attributes:
+        names: of the models.
+        paper: Eq. 1, in dB: the first model beside each of the others.
+        all_pairs: mean over all pairs of models, in dB.
+        pairs: (M, M) mean PSNR of each pair.
+        shuffled: as all_pairs, of each image beside the others' images of other seeds.
+        same_class: as shuffled, of other seeds of the same class, which images share however they
+            were made; None without classes, or where none has two seeds.
+        nearest: mean PSNR of the images beside the training images nearest to them: models that
+            agree no better may only agree on these. None without training images.
+        same_nearest: share of pairs whose nearest training image is the same.
+        features: 1 - distance of features over that of shuffled pairs: 1 for the same, 0 for
+            chance; None without an extractor.
+        per_seed: (N,) mean over pairs.
+    """
+
+    names: list[str]
+    paper: float
+    all_pairs: float
+    pairs: Floats
+    shuffled: float
+    same_class: float | None
+    nearest: float | None
+    same_nearest: float | None
+    features: float | None
+    per_seed: Floats
+
+
+def psnr(a: Tensor, b: Tensor) -> Tensor:
+    """(N,) PSNR in dB, image by image, of uint8 (N, C, H, W) with a range of 255; at most `CAP`."""
+    dims = tuple(range(1, a.ndim))
+    pair = a.double(), b.double()
+    found = peak_signal_noise_ratio(*pair, data_range=255.0, reduction="none", dim=dims)
+    return found.nan_to_num(posinf=CAP).clamp(max=CAP)
+
+
+def consistency(
+    images: Tensor,
+    names: list[str],
+    nearest_of: Callable[[Tensor], Tensor] | None = None,
+    features_of: Callable[[Tensor], Tensor] | None = None,
+    labels: Tensor | None = None,
+) -> Consistency:
+    """Compare the images of models, seed by seed.
+
+    Args:
+        images: uint8 (M, N, C, H, W) of M >= 2 models by the same N >= 2 seeds.
+        names: of the models.
+        nearest_of: uint8 (N, C, H, W) -> the training images nearest to these.
+        features_of: uint8 (N, C, H, W) -> (N, F).
+        labels: (N,) of the seeds.
+
+    Raises:
+        ValueError: for fewer models or seeds.
+    """
+    if len(images) < 2 or images.shape[1] < 2:
+        raise ValueError(
+            f"two models and two seeds are the least, got {len(images)} and {images.shape[1]}."
+        )
+    by_pair = {(i, j): psnr(images[i], images[j]) for i in range(len(images)) for j in range(i)}
+    pairs = np.full((len(images), len(images)), CAP)
+    for (i, j), found in by_pair.items():
+        pairs[i, j] = pairs[j, i] = found.mean().item()
+    nearest = same_nearest = None
+    if nearest_of is not None:
+        found = torch.stack([nearest_of(each) for each in images])
+        nearest = psnr(images.flatten(0, 1), found.flatten(0, 1)).mean().item()
+        same_nearest = _mean_of_pairs(found, _same)
+    return Consistency(
+        names=names,
+        paper=float(pairs[0, 1:].mean()),
+        all_pairs=torch.stack(list(by_pair.values())).mean().item(),
+        pairs=pairs,
+        shuffled=_mean_of_pairs(images, _shuffled),
+        same_class=None if labels is None else _in_class(images, labels),
+        nearest=nearest,
+        same_nearest=same_nearest,
+        features=None if features_of is None else _by_features(images, features_of),
+        per_seed=torch.stack(list(by_pair.values())).mean(0).numpy(),
+    )
+
+
+def _mean_of_pairs(images: Tensor, compare: Callable[[Tensor, Tensor], Tensor]) -> float:
+    pairs = [compare(images[i], images[j]).mean() for i in range(len(images)) for j in range(i)]
+    return torch.stack(pairs).mean().item()
+
+
+def _shuffled(a: Tensor, b: Tensor) -> Tensor:
+    """PSNR of each image of a beside those of b by other seeds, up to eight of them."""
+    return torch.stack([psnr(a, b.roll(k, 0)) for k in range(1, min(len(a), 9))])
+
+
+def _in_class(images: Tensor, labels: Tensor) -> float | None:
+    found = []
+    for k in range(1, len(labels)):
+        alike = labels == labels.roll(k)
+        found += [
+            psnr(images[i][alike], images[j].roll(k, 0)[alike])
+            for i in range(len(images))
+            for j in range(i)
+            if alike.any()
+        ]
+    return torch.cat(found).mean().item() if found else None
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    return (a == b).flatten(1).all(1).double()
+
+
+def _by_features(images: Tensor, features_of: Callable[[Tensor], Tensor]) -> float:
+    found = torch.stack([features_of(each).double() for each in images])
+
+    def distance(a: Tensor, b: Tensor) -> Tensor:
+        return (a - b).norm(dim=1)
+
+    def of_others(a: Tensor, b: Tensor) -> Tensor:
+        return torch.stack([distance(a, b.roll(k, 0)) for k in range(1, min(len(a), 9))])
+
+    return 1 - _mean_of_pairs(found, distance) / _mean_of_pairs(found, of_others)

@@ -1,0 +1,92 @@
+"""Pictures of what the analyses found."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from lit_diffusion.analysis.consistency import Consistency, Floats
+from lit_diffusion.analysis.hessian import Spectrum
+from lit_diffusion.analysis.interpolation import Interpolation
+from lit_diffusion.analysis.landscape import Landscape
+from lit_diffusion.system.files import whole_file
+
+
+def draw_consistency(found: Consistency, images: Tensor, path: Path, seeds: int = 12) -> None:
+    """The first seeds side by side: a row a model, a column a seed."""
+    rows, columns = len(images), min(seeds, images.shape[1])
+    figure = Figure(figsize=(0.75 * columns + 2, 0.8 * rows + 0.6), layout="constrained")
+    figure.suptitle(
+        f"{found.all_pairs:.1f} dB; shuffled seeds {found.shuffled:.1f} dB", fontsize="medium"
+    )
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for row, (name, of_model) in enumerate(zip(found.names, images, strict=True)):
+        for column in range(columns):
+            _show(axes[row, column], of_model[column])
+        side = "" if row == 0 else f"\n{found.pairs[0, row]:.1f} dB"
+        label = f"{name[-28:]}{side}"
+        axes[row, 0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize="small")
+    _write(figure, path)
+
+
+def _show(axes: Any, image: Tensor) -> None:
+    pixels = image.movedim(0, -1).squeeze(-1).numpy()
+    axes.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+    axes.set(xticks=[], yticks=[])
+
+
+def draw_interpolation(found: Mapping[str, Interpolation], path: Path) -> None:
+    """A panel a loss, a line for each of `found`."""
+    names = next(iter(found.values())).names
+    figure = Figure(figsize=(3.2 * len(names), 3), layout="constrained")
+    panels = figure.subplots(1, len(names), squeeze=False)[0]
+    for i, (axes, name) in enumerate(zip(panels, names, strict=True)):
+        for kind, each in found.items():
+            axes.plot(each.alphas, each.values[i], label=kind)
+        axes.set(title=name, xlabel="alpha (0: second, 1: first)", yscale="log")
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("loss")
+    if len(found) > 1:
+        panels[0].legend(fontsize="small")
+    _write(figure, path)
+
+
+def draw_landscape(found: Landscape, path: Path, run: Floats | None = None) -> None:
+    """Contours of each loss, with a run's way through them, above its surface."""
+    count = len(found.names)
+    figure = Figure(figsize=(3.4 * count, 6.4), layout="constrained")
+    for i, name in enumerate(found.names):
+        values = np.log10(np.maximum(found.values[i], 1e-12))
+        flat = figure.add_subplot(2, count, i + 1)
+        lines = flat.contourf(found.x, found.y, values, levels=24)
+        figure.colorbar(lines, ax=flat, label="log10 loss" if i + 1 == count else None)
+        if run is not None:
+            flat.plot(*run.T, "w.-", linewidth=1)
+        flat.set(title=name, aspect="equal")
+        solid: Any = figure.add_subplot(2, count, count + i + 1, projection="3d")
+        solid.plot_surface(*np.meshgrid(found.x, found.y), values, cmap="viridis")
+    _write(figure, path)
+
+
+def draw_spectra(found: Mapping[str, Spectrum], path: Path) -> None:
+    """The density of eigenvalues of each loss, on a logarithmic axis."""
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.add_subplot(yscale="log")
+    low = min(np.nanmin(each.nodes) for each in found.values())
+    high = max(np.nanmax(each.nodes) for each in found.values())
+    width = (high - low) / 100
+    at = np.linspace(low - 4 * width, high + 4 * width, 1000)
+    for name, each in found.items():
+        axes.plot(at, each.density(at, width), label=f"{name}: largest {each.top[0]:.3g}")
+    axes.set(xlabel="eigenvalue", ylabel="density", ylim=(1e-8, None))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    _write(figure, path)
+
+
+def _write(figure: Figure, path: Path) -> None:
+    with whole_file(path) as file:
+        figure.savefig(file, format="png", dpi=120)

@@ -1,0 +1,150 @@
+"""The spectrum of a loss's Hessian by products with vectors, never the matrix itself.
+
+Source: Ghorbani et al. 2019, "An Investigation into Neural Net Optimization via Hessian Eigenvalue
+Density", section 2 (stochastic Lanczos quadrature); Golub & Welsch 1969 for the quadrature.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lit_diffusion.analysis.consistency import Floats
+from lit_diffusion.analysis.saved import Saved
+
+Product = Callable[[Tensor], Tensor]
+"""(P,) -> (P,): a symmetric matrix times a vector."""
+
+
+@dataclass(frozen=True)
+class Spectrum(Saved):
+    """What Lanczos runs from random vectors tell of a symmetric matrix of P rows.
+
+    Attributes:
+        num_parameters: P.
+        nodes: (V, m) Ritz values of V random vectors, falling.
+        weights: (V, m) of the quadrature; each row sums to 1. nan beyond where a run ended early.
+    """
+
+    num_parameters: int
+    nodes: Floats
+    weights: Floats
+
+    @property
+    def top(self) -> Floats:
+        """Largest eigenvalues as each run has them, mean over runs; the first are converged."""
+        found: Floats = np.nanmean(self.nodes[:, ~np.isnan(self.nodes).all(axis=0)], axis=0)
+        return found
+
+    @property
+    def trace(self) -> float:
+        """P times the mean eigenvalue."""
+        return self.num_parameters * self.mean
+
+    @property
+    def mean(self) -> float:
+        """Mean eigenvalue, by quadrature."""
+        return float(np.nansum(self.nodes * self.weights, axis=1).mean())
+
+    @property
+    def variance(self) -> float:
+        """Variance of the eigenvalues, by quadrature."""
+        second = np.nansum(self.nodes**2 * self.weights, axis=1).mean()
+        return float(second - self.mean**2)
+
+    @property
+    def ritz_variance(self) -> float:
+        """Variance of the Ritz values, all alike: what the paper's figure seems to be.
+
+        It says more of Lanczos, which finds extreme eigenvalues first, than of the matrix.
+        """
+        return float(np.nanvar(self.nodes))
+
+    def density(self, at: Floats, width: float) -> Floats:
+        """Spectral density at values (K,), smoothed by a Gaussian of this width."""
+        z = (at[:, None, None] - self.nodes) / width
+        bumps = np.exp(-0.5 * z**2) / (width * np.sqrt(2 * np.pi))
+        found: Floats = np.nansum(bumps * self.weights, axis=2).mean(axis=1)
+        return found
+
+
+def hessian_product(
+    loss: Callable[[], Tensor], parameters: Iterable[Tensor]
+) -> tuple[Product, Tensor]:
+    """The Hessian of a loss at the weights in place, and its gradient (P,).
+
+    The graph of the gradient is kept: memory of about three passes.
+
+    Args:
+        loss: scalar, a function of the weights alone: fixed batch, times and noise.
+        parameters: that it is differentiated by.
+
+    Raises:
+        RuntimeError: where a part of the network has no second derivative.
+    """
+    chosen = [p for p in parameters if p.requires_grad]
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
+        first = torch.autograd.grad(loss(), chosen, create_graph=True, materialize_grads=True)
+        flat = torch.cat([g.flatten() for g in first])
+
+    def product(vector: Tensor) -> Tensor:
+        found = torch.autograd.grad(
+            flat, chosen, vector.to(flat), retain_graph=True, materialize_grads=True
+        )
+        return torch.cat([g.flatten() for g in found])
+
+    return product, flat.detach()
+
+
+def lanczos(product: Product, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Ritz values (m,), rising, and weights (m,) of the quadrature that starts at a vector (P,).
+
+    In float64, each vector orthogonalised twice against all before; m is at most `steps`, less
+    where the vectors reach no farther.
+    """
+    basis = [start.double() / start.double().norm()]
+    diagonal: list[Tensor] = []
+    beside: list[Tensor] = []
+    for _ in range(min(steps, len(start))):
+        w = product(basis[-1].to(start.dtype)).double()
+        diagonal.append(basis[-1] @ w)
+        whole = torch.stack(basis)
+        for _ in range(2):
+            w = w - whole.T @ (whole @ w)
+        beside.append(w.norm())
+        if beside[-1] < 1e-10 * torch.stack(diagonal).abs().max():
+            break
+        basis.append(w / beside[-1])
+    matrix = torch.diag(torch.stack(diagonal))
+    if len(diagonal) > 1:
+        off = torch.diag(torch.stack(beside[: len(diagonal) - 1]), 1)
+        matrix = matrix + off + off.T
+    values, vectors = torch.linalg.eigh(matrix)
+    return values, vectors[0].square()
+
+
+def spectrum(
+    product: Product,
+    like: Tensor,
+    steps: int = 80,
+    seeds: Sequence[int] = range(4),
+) -> Spectrum:
+    """Stochastic Lanczos quadrature: a run of Lanczos from a random vector for each seed.
+
+    Args:
+        product: the matrix.
+        like: (P,) whose dtype and device the vectors have.
+        steps: of each run: products, and Ritz values.
+        seeds: of the random vectors.
+    """
+    nodes, weights = (np.full((len(seeds), steps), np.nan) for _ in range(2))
+    for row, seed in enumerate(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        start = torch.randn(len(like), generator=generator, dtype=torch.float64).to(like)
+        values, shares = lanczos(product, start, steps)
+        nodes[row, : len(values)] = values.flip(0).cpu().numpy()
+        weights[row, : len(values)] = shares.flip(0).cpu().numpy()
+    return Spectrum(len(like), nodes, weights)

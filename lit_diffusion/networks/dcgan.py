@@ -1,0 +1,130 @@
+"""DCGAN: the generator and the discriminator of convolutions alone.
+
+    z -- deconvolution to smallest x smallest -- doubled until image_size -- tanh
+    image -- halved until smallest x smallest -- one convolution to a logit
+
+Parameter names are our own.
+
+Source: Radford et al. 2016 (DCGAN, arXiv 1511.06434), section 3; widths and initialisation as in
+its example among those of PyTorch.
+"""
+
+import torch
+from torch import Tensor, nn
+
+
+def halvings(image_size: int, smallest: int) -> int:
+    """How often `image_size` is halved to come to `smallest`.
+
+    Raises:
+        ValueError: where that is no whole number from 1 on.
+
+    Example:
+        >>> halvings(64, 4), halvings(28, 7)
+        (4, 2)
+    """
+    count = (image_size // smallest).bit_length() - 1 if smallest > 0 else 0
+    if count < 1 or smallest << count != image_size:
+        raise ValueError(
+            f"image_size must be smallest times 2, 4, 8, ..., got image_size={image_size} and "
+            f"smallest={smallest}."
+        )
+    return count
+
+
+class DCGANGenerator(nn.Module):
+    """Images from latents.
+
+    Args:
+        image_size: side of the square images, `smallest` times a power of 2.
+        out_channels: of the images.
+        latent_dim: of z.
+        width: channels before the last layer; twice as many in each layer before.
+        smallest: side of the first feature map.
+
+    Raises:
+        ValueError: for sizes that do not fit.
+
+    Example:
+        >>> DCGANGenerator(32, 3)(torch.randn(2, 100)).shape
+        torch.Size([2, 3, 32, 32])
+    """
+
+    def __init__(
+        self,
+        image_size: int,
+        out_channels: int,
+        latent_dim: int = 100,
+        width: int = 64,
+        smallest: int = 4,
+    ) -> None:
+        super().__init__()
+        self.latent_dim = latent_dim
+        last = halvings(image_size, smallest) - 1
+        wide = width << last
+        layers: list[nn.Module] = [
+            nn.ConvTranspose2d(latent_dim, wide, smallest, bias=False),
+            nn.BatchNorm2d(wide),
+            nn.ReLU(),
+        ]
+        for i in reversed(range(last)):
+            up = nn.ConvTranspose2d(width << i + 1, width << i, 4, 2, 1, bias=False)
+            layers += [up, nn.BatchNorm2d(width << i), nn.ReLU()]
+        layers += [nn.ConvTranspose2d(width, out_channels, 4, 2, 1, bias=False), nn.Tanh()]
+        self.layers = nn.Sequential(*layers)
+        init_dcgan_(self)
+
+    def forward(self, z: Tensor, labels: Tensor | None = None) -> Tensor:
+        """(B, latent_dim) standard normal -> (B, out_channels, image_size, image_size) in [-1, 1].
+
+        There are no classes: labels are ignored.
+        """
+        out: Tensor = self.layers(z[:, :, None, None])
+        return out
+
+
+class DCGANDiscriminator(nn.Module):
+    """How real images look.
+
+    Args:
+        image_size: side of the square images, `smallest` times a power of 2.
+        in_channels: of the images.
+        width: channels after the first layer; twice as many after each layer.
+        smallest: side of the last feature map.
+
+    Raises:
+        ValueError: for sizes that do not fit.
+
+    Example:
+        >>> DCGANDiscriminator(32, 3)(torch.randn(2, 3, 32, 32)).shape
+        torch.Size([2])
+    """
+
+    def __init__(
+        self, image_size: int, in_channels: int, width: int = 64, smallest: int = 4
+    ) -> None:
+        super().__init__()
+        last = halvings(image_size, smallest) - 1
+        layers: list[nn.Module] = [nn.Conv2d(in_channels, width, 4, 2, 1, bias=False)]
+        layers.append(nn.LeakyReLU(0.2))
+        for i in range(last):
+            down = nn.Conv2d(width << i, width << i + 1, 4, 2, 1, bias=False)
+            layers += [down, nn.BatchNorm2d(width << i + 1), nn.LeakyReLU(0.2)]
+        layers.append(nn.Conv2d(width << last, 1, smallest, bias=False))
+        self.layers = nn.Sequential(*layers)
+        init_dcgan_(self)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """(B, C, H, W) in [-1, 1] -> (B,) logits, above 0 for real; labels are ignored."""
+        out: Tensor = self.layers(x)
+        return out.flatten()
+
+
+@torch.no_grad()
+def init_dcgan_(network: nn.Module) -> None:
+    """Weights N(0, 0.02^2), gains of norms N(1, 0.02^2)."""
+    for module in network.modules():
+        if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
+            nn.init.normal_(module.weight, std=0.02)
+        elif isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.weight, 1.0, 0.02)

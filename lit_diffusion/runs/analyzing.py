@@ -1,0 +1,345 @@
+"""What `lit-diffusion analyze` does: checkpoints are loaded, a batch is fixed, results are kept."""
+
+import os
+import time
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lit_diffusion.analysis.alignment import aligned, hidden_units
+from lit_diffusion.analysis.consistency import Consistency, consistency
+from lit_diffusion.analysis.figures import (
+    draw_consistency,
+    draw_interpolation,
+    draw_landscape,
+    draw_spectra,
+)
+from lit_diffusion.analysis.hessian import Spectrum, hessian_product, spectrum
+from lit_diffusion.analysis.interpolation import Interpolation, Losses, interpolate
+from lit_diffusion.analysis.landscape import (
+    Direction,
+    Landscape,
+    directions,
+    filter_normalised,
+    landscape,
+    principal_plane,
+    projected,
+)
+from lit_diffusion.analysis.weights import State, between, state_of
+from lit_diffusion.checkpoints.loading import Loaded, load_with_record, model_spec
+from lit_diffusion.metrics.copies import nearest
+from lit_diffusion.metrics.extractors import protocol_by_name
+from lit_diffusion.metrics.reference import Scorer
+from lit_diffusion.runs.evaluating import data_of, protocol_of_run
+from lit_diffusion.runs.pieces import Arrays, pieces, planned
+from lit_diffusion.runs.sampling import usable_device
+from lit_diffusion.seeding import PerSampleNoise, classes_of, index_uniforms
+from lit_diffusion.system.signals import print_error
+
+# What all of them begin with
+
+
+def opened(path: str, args: Namespace) -> Loaded:
+    """The module of a checkpoint, on its device."""
+    loaded = load_with_record(path, args.weights, trust=args.trust)
+    loaded.module.to(usable_device(args.device))
+    return loaded
+
+
+def data_for(loaded: Loaded, args: Namespace) -> Any:
+    """The data that a checkpoint was trained with.
+
+    Raises:
+        ValueError: where the file names none.
+    """
+    spec = model_spec(loaded.checkpoint, "datamodule_hyper_parameters")
+    data = data_of(spec, args.trust, loaded.path)
+    if data is None:
+        raise ValueError(f"{loaded.path} names no data with splits to take images from.")
+    return data
+
+
+def fixed_losses(module: Any, data: Any, args: Namespace) -> Losses:
+    """Losses of the weights in place on training images, with noise by their place in the set.
+
+    Of a diffusion model one for each of --levels, uniforms of which 1 is the noisiest, and one over
+    all levels. Of a GAN that of each network.
+
+    Raises:
+        ValueError: for a module that has neither, or more images than there are.
+    """
+    dataset = data.dataset("train")
+    if not 2 <= args.images <= len(dataset):
+        raise ValueError(f"--images must be 2 to {len(dataset)}, got {args.images}.")
+    chosen = [i * len(dataset) // args.images for i in range(args.images)]
+    images, labels, index = dataset.fetch([0] * len(chosen), chosen)
+    images, labels = images.to(module.device), _on(labels, module)
+    if hasattr(module, "generator_losses"):
+        z = module.latents(index.tolist(), "validation").to(module.device)
+        x0 = module.codec.encode(images)
+        told = labels if module.num_classes else None
+        return {
+            "discriminator": lambda: module.discriminator_losses(x0, told, z).mean(),
+            "generator": lambda: module.generator_losses(told, z).mean(),
+        }
+    if not hasattr(module, "per_sample_loss"):
+        raise ValueError(f"{type(module).__name__} has no per_sample_loss to look at.")
+    x0 = module.codec.encode(images)
+    condition = labels if getattr(module, "conditioning", None) is not None else None
+    noise = PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
+
+    def at(u: Tensor) -> Callable[[], Tensor]:
+        t = module.process.from_unit(u.to(x0.device))
+        return lambda: module.per_sample_loss(x0, condition, t, noise).mean()
+
+    levels = {f"u = {u:g}": at(torch.full((len(x0),), u).double()) for u in args.levels}
+    return {**levels, "all": at(index_uniforms(index))}
+
+
+def _on(labels: Any, module: Any) -> Any:
+    if isinstance(labels, tuple | list):
+        return tuple(part.to(module.device) for part in labels)
+    return labels.to(module.device)
+
+
+def _said_cost(losses: Losses, passes: int) -> None:
+    """Say what so many evaluations of all losses will cost, by the time that one takes."""
+    began = time.monotonic()
+    with torch.no_grad():
+        for loss in losses.values():
+            loss()
+    seconds = (time.monotonic() - began) * passes
+    print_error(f"{passes} times {len(losses)} losses: about {seconds / 60:.1f} minutes.")
+
+
+def _plan(kind: str, args: Namespace, *loaded: Loaded) -> dict[str, Any]:
+    options = {k: v for k, v in vars(args).items() if k not in ("out", "device", "trust", "run")}
+    of = [f"{each.path} at step {each.step}, {each.weights}" for each in loaded]
+    return {"analysis": kind, "of": of, **options}
+
+
+def _awaited(out: Path) -> str:
+    return f"Other processes are at work for {out}; the same command, after them, ends it."
+
+
+# Consistency
+
+
+def compare_images(args: Namespace) -> str:
+    """Images of the same seeds by all checkpoints, compared; what to print."""
+    loaded = [opened(path, args) for path in args.checkpoints]
+    if len(loaded) < 2:
+        raise ValueError(f"give two checkpoints or more, got {len(loaded)}.")
+    shapes = {str(each.path): _sizes(each.module) for each in loaded}
+    if len(set(shapes.values())) > 1:
+        told = "; ".join(f"{path} makes {shape}" for path, shape in shapes.items())
+        raise ValueError(f"all models must make images of one shape: {told}.")
+    out = Path(args.out)
+    planned(out, _plan("consistency", args, *loaded))
+
+    def make(number: str) -> Arrays:
+        module: Any = loaded[int(number)].module
+        seeds = range(args.seed, args.seed + args.num)
+        parts = [
+            module.generate(seeds[i : i + args.batch_size]).cpu()
+            for i in range(0, args.num, args.batch_size)
+        ]
+        return {"images": torch.cat(parts).numpy()}
+
+    made = pieces(out, [str(i) for i in range(len(loaded))], make, "model")
+    if made is None:
+        return _awaited(out)
+    images = torch.stack([torch.from_numpy(each["images"]) for each in made])
+    bank = data_for(loaded[0], args).images("train")
+    protocol = protocol_by_name(args.extractor or protocol_of_run(args.checkpoints[0]))
+    protocol.check()
+    device = usable_device(args.device)
+    scorer = Scorer(protocol, protocol.build().to(device), device, args.batch_size)
+    found = consistency(
+        images,
+        _short(args.checkpoints),
+        lambda each: bank[nearest(each, bank)[1]],
+        lambda each: scorer.features(each).cpu(),
+        _classes(loaded, range(args.seed, args.seed + args.num)),
+    )
+    found.save(out / "consistency")
+    draw_consistency(found, images, out / "consistency.png")
+    return _told_consistency(found, protocol.name)
+
+
+def _classes(loaded: Sequence[Loaded], seeds: range) -> Tensor | None:
+    """(N,) labels of seeds; None where a model has no classes, or other ones."""
+    known = {getattr(each.module, "num_classes", None) for each in loaded}
+    (num_classes, *others) = known
+    if others or num_classes is None:
+        return None
+    return torch.tensor(classes_of(seeds, num_classes))
+
+
+def _sizes(module: Any) -> tuple[int, ...]:
+    """(C, H, W) of the images."""
+    if not hasattr(module, "generate"):
+        raise ValueError(f"{type(module).__name__} cannot generate images.")
+    return tuple(module.generate([0]).shape[1:])
+
+
+def _short(paths: Sequence[str]) -> list[str]:
+    """Paths without the folders that all have in common."""
+    whole = [Path(path).absolute() for path in paths]
+    common = os.path.commonpath(whole)
+    found = [os.path.relpath(path, common) for path in whole]
+    return list(paths) if "." in found else found
+
+
+def _told_consistency(found: Consistency, protocol: str) -> str:
+    lines = [
+        f"consistency (Eq. 1)    {found.paper:.2f} dB",
+        f"over all pairs         {found.all_pairs:.2f} dB",
+        f"chance: other seeds    {found.shuffled:.2f} dB"
+        + (f"; of the same class {found.same_class:.2f} dB" if found.same_class else ""),
+        f"to nearest training image {found.nearest:.2f} dB; the same one {found.same_nearest:.0%}",
+        f"in features            {found.features:.2f} of the way from chance to the same "
+        f"({protocol})",
+    ]
+    return "\n".join(lines)
+
+
+# Interpolation
+
+
+def interpolate_weights(args: Namespace) -> str:
+    """Losses on the line between two checkpoints; what to print."""
+    first, second = (opened(path, args) for path in (args.first, args.second))
+    a, b = state_of(first.module), state_of(second.module)
+    between(a, b, 0.5)  # refuses other architectures before any work
+    ends = {"as they are": b}
+    if args.align:
+        units = hidden_units(first.module)
+        if not units:
+            raise ValueError("--align knows no hidden features of this network; leave it out.")
+        ends["aligned"] = aligned(b, a, units)
+    losses = fixed_losses(first.module, data_for(first, args), args)
+    out = Path(args.out)
+    planned(out, _plan("interpolation", args, first, second))
+    alphas = np.linspace(0, 1, args.points)
+    _said_cost(losses, len(alphas) * len(ends))
+
+    def make(kind: str) -> Arrays:
+        return {"values": interpolate(first.module, a, ends[kind], losses, alphas).values}
+
+    made = pieces(out, list(ends), make, "line")
+    if made is None:
+        return _awaited(out)
+    found = {
+        kind: Interpolation(list(losses), alphas, each["values"])
+        for kind, each in zip(ends, made, strict=True)
+    }
+    for kind, each in found.items():
+        each.save(out / f"interpolation{'-aligned' * (kind == 'aligned')}")
+    draw_interpolation(found, out / "interpolation.png")
+    return "\n".join(
+        f"{name}, {kind}: {each.values[i, 0]:.4g} ... {each.values[i].max():.4g} ... "
+        f"{each.values[i, -1]:.4g}; barrier {each.barriers[name]:.4g}"
+        for i, name in enumerate(losses)
+        for kind, each in found.items()
+    )
+
+
+# Landscape
+
+
+def survey(args: Namespace) -> str:
+    """Losses on a plane through a checkpoint; what to print."""
+    loaded = opened(args.checkpoint, args)
+    losses = fixed_losses(loaded.module, data_for(loaded, args), args)
+    plane, path, share = _plane(loaded, args)
+    out = Path(args.out)
+    planned(out, _plan("landscape", args, loaded))
+    if args.span <= 0 or args.points < 2:
+        raise ValueError(f"--span > 0 and --points >= 2, got {args.span} and {args.points}.")
+    reach = args.span if path is None else 1.2 * float(np.abs(path).max())
+    axis = np.linspace(-reach, reach, args.points)
+    _said_cost(losses, args.points**2)
+
+    def make(row: str) -> Arrays:
+        return {"values": landscape(loaded.module, plane, losses, axis, [axis[int(row)]]).values}
+
+    made = pieces(out, [str(i) for i in range(len(axis))], make, "row")
+    if made is None:
+        return _awaited(out)
+    values = np.concatenate([each["values"] for each in made], axis=1)
+    found = Landscape(list(losses), axis, axis, values)
+    found.save(out / "landscape")
+    draw_landscape(found, out / "landscape.png", path)
+    told = [
+        f"{name}: {values[i].min():.4g} to {values[i].max():.4g}" for i, name in enumerate(losses)
+    ]
+    if share is not None:
+        told.append(f"The plane holds {share:.1%} of the run's squared distance from its end.")
+    return "\n".join(told)
+
+
+def _plane(
+    loaded: Loaded, args: Namespace
+) -> tuple[list[Direction], np.ndarray[Any, Any] | None, float | None]:
+    """Two directions, a run's way in them, and how much of it they hold."""
+    if not args.path:
+        drawn = directions(loaded.module, args.seed)
+        return [filter_normalised(each, loaded.module) for each in drawn], None, None
+    center = state_of(loaded.module)
+    states: list[State] = [state_of(opened(path, args).module) for path in args.path]
+    for state in states:
+        between(state, center, 0.5)
+    names = [name for name, p in loaded.module.named_parameters() if p.requires_grad]
+    plane, share = principal_plane(states, center, names)
+    return plane, projected(states, center, plane), share
+
+
+# Hessian
+
+
+def spectra(args: Namespace) -> str:
+    """Spectra of the Hessian of each loss; what to print."""
+    loaded = opened(args.checkpoint, args)
+    losses = fixed_losses(loaded.module, data_for(loaded, args), args)
+    out = Path(args.out)
+    planned(out, _plan("hessian", args, loaded))
+    parameters = list(loaded.module.parameters())
+
+    def make(piece: str) -> Arrays:
+        name, seed = list(losses)[int(piece.split("-")[0])], int(piece.split("-")[1])
+        product, like = hessian_product(losses[name], _of(name, loaded.module, parameters))
+        found = spectrum(product, like, args.steps, [seed])
+        return {"nodes": found.nodes, "weights": found.weights, "num": np.array(len(like))}
+
+    names = [f"{i}-{seed}" for i in range(len(losses)) for seed in range(args.vectors)]
+    made = pieces(out, names, make, "vector")
+    if made is None:
+        return _awaited(out)
+    found: dict[str, Spectrum] = {}
+    for i, name in enumerate(losses):
+        own: Sequence[Arrays] = made[i * args.vectors : (i + 1) * args.vectors]
+        nodes, weights = (np.concatenate([each[k] for each in own]) for k in ("nodes", "weights"))
+        found[name] = Spectrum(int(own[0]["num"]), nodes, weights)
+        found[name].save(out / f"hessian-{i}")
+    draw_spectra(found, out / "hessian.png")
+    return "\n".join(_told_spectrum(name, each) for name, each in found.items())
+
+
+def _of(name: str, module: Any, parameters: list[Tensor]) -> list[Tensor]:
+    """The parameters that a loss is minimised by."""
+    network = getattr(module, name, None)
+    return list(network.parameters()) if isinstance(network, torch.nn.Module) else parameters
+
+
+def _told_spectrum(name: str, found: Spectrum) -> str:
+    top = ", ".join(f"{value:.4g}" for value in found.top[:5])
+    return (
+        f"{name}: largest {top}; smallest {np.nanmin(found.nodes):.4g}; trace {found.trace:.4g}; "
+        f"variance {found.variance:.4g} by quadrature, {found.ritz_variance:.4g} of Ritz values"
+    )

@@ -1,0 +1,184 @@
+"""The study of docs/results/stability.md: what trains, what is compared, and its tables.
+
+    stability.py train OUT --data digits|mnist [--jobs 2] [--only NAME ...]
+    stability.py analyse OUT --data digits|mnist [--only NAME ...]
+    stability.py table OUT                             as Markdown and consistency.csv
+
+All can be stopped, and go on with the same command. For MNIST, OUT's folder holds
+mnist-cnn.safetensors of `lit-diffusion train-extractor`, and data/MNIST/raw the files.
+"""
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+NETWORK = "--model.init_args.network.init_args"
+LR = "--model.init_args.optimizer.init_args.lr"
+STEPS = {"digits": 1000, "mnist": 1500}
+CLEAN = [f"--config={ROOT}/configs/arms/x0.yaml"]
+BY_SNR = [f"--config={ROOT}/configs/arms/x0-snr.yaml"]
+
+
+def arm(name: str) -> list[str]:
+    return [f"--config={ROOT}/configs/arms/{name}.yaml"]
+
+
+def sizes(data: str, **changes: object) -> list[str]:
+    """Of the U-Net, which MNIST has inside of `Patched`."""
+    inside = NETWORK if data == "digits" else f"{NETWORK}.network.init_args"
+    return [f"{inside}.{key}={json.dumps(value)}" for key, value in changes.items()]
+
+
+def kinds(data: str) -> dict[str, list[str]]:
+    """Options by kind of model; each is trained from seeds 0, 1 and 2."""
+    wide = 32 if data == "digits" else 24
+    return {
+        "unet": [],
+        "narrow": sizes(data, model_channels=wide // 2),
+        "wide": sizes(data, model_channels=wide * 3 // 2),
+        "shallow": sizes(data, channel_mult=[1], attention_downsample=[1]),
+        "deep": sizes(data, num_res_blocks=2),
+        "uvit": [*arm(f"{data}/uvit"), f"{LR}=4e-3"],
+        "dit": [*arm(f"{data}/dit"), f"{LR}=4e-3"],
+        "linear": arm("digits/linear"),
+        "edm": arm("digits/edm"),
+        "flow": arm("digits/flow"),
+        "x0": CLEAN,
+        "x0-snr": BY_SNR,
+        "half-0": ["--data.init_args.part=[0,2]"],
+        "half-1": ["--data.init_args.part=[1,2]"],
+        "dcgan": [],
+        "biggan": [],
+    }
+
+
+GROUPS = {
+    "other seeds": ["unet/0", "unet/1", "unet/2"],
+    "other widths": ["unet/0", "narrow/1", "wide/2"],
+    "other depths": ["unet/0", "shallow/1", "deep/2"],
+    "U-ViT, other seeds": ["uvit/0", "uvit/1", "uvit/2"],
+    "DiT, other seeds": ["dit/0", "dit/1", "dit/2"],
+    "U-Net, U-ViT, DiT": ["unet/0", "uvit/1", "dit/2"],
+    "cosine and linear betas": ["unet/0", "linear/1", "linear/2"],
+    "EDM, other seeds": ["edm/0", "edm/1", "edm/2"],
+    "VP and EDM": ["unet/0", "edm/1", "edm/2"],
+    "flow matching, other seeds": ["flow/0", "flow/1", "flow/2"],
+    "VP and flow matching": ["unet/0", "flow/1", "flow/2"],
+    "x0, unweighted, other seeds": ["x0/0", "x0/1", "x0/2"],
+    "x0, weights of noise, other seeds": ["x0-snr/0", "x0-snr/1", "x0-snr/2"],
+    "noise and x0": ["unet/0", "x0/1", "x0-snr/2"],
+    "one half, other seeds": ["half-0/0", "half-0/1", "half-0/2"],
+    "one half and the other": ["half-0/0", "half-1/1", "half-1/2"],
+    "DCGAN, other seeds": ["dcgan/0", "dcgan/1", "dcgan/2"],
+    "BigGAN, other seeds": ["biggan/0", "biggan/1", "biggan/2"],
+}
+"""What is compared: the first with the others, and all pairs."""
+
+
+def lit_diffusion(log: Path, *words: str) -> bool:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [str(Path(sys.executable).parent / "lit-diffusion"), *words]
+    one = os.environ | {"OMP_NUM_THREADS": "1"}
+    with log.open("w") as file:
+        ended = subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, env=one)
+    if ended.returncode:
+        print(f"{' '.join(words)}\n  failed: see {log}", file=sys.stderr)
+    return ended.returncode == 0
+
+
+def train(out: Path, data: str, kind: str, seed: int, options: list[str]) -> None:
+    """One model, unless it is there; one that was stopped goes on."""
+    folder = out / kind / str(seed)
+    if (folder / "done").exists():
+        return
+    is_gan = kind in ("dcgan", "biggan")
+    config = f"{data}-{kind}" if is_gan else {"digits": "digits-ablation"}.get(data, data)
+    told = [f"--config={ROOT}/configs/{config}.yaml"]
+    if not is_gan:
+        # the lr falls to zero: what is compared has come to rest
+        schedule = "lit_diffusion.lr_schedules.WarmupLinear"
+        told += [f"--model.init_args.lr_scheduler={schedule}"]
+        told += ["--model.init_args.lr_scheduler.init_args.warmup_steps=50"]
+        told += [
+            f"--trainer.max_steps={STEPS[data]}",
+            "--model.init_args.optimizer.init_args.lr=2e-3",
+        ]
+        told += [f"--trainer.val_check_interval={STEPS[data] // 5}"]
+    if data == "mnist":
+        told += ["--data.init_args.root=data", "--data.init_args.num_workers=0"]
+    told += [*options, f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}"]
+    last = folder / "checkpoints/last.ckpt"
+    resumed = [f"--ckpt_path={last}"] if last.is_file() else []
+    if lit_diffusion(out / f"{kind}-{seed}.log", "fit", *told, *resumed):
+        (folder / "done").touch()
+        print(f"trained {kind} from seed {seed}", flush=True)
+
+
+def train_all(out: Path, data: str, jobs: int, only: list[str]) -> None:
+    chosen = {k: v for k, v in kinds(data).items() if not only or k in only}
+    with ThreadPoolExecutor(jobs) as pool:
+        for seed in range(3):
+            for kind, options in chosen.items():
+                pool.submit(train, out, data, kind, seed, options)
+
+
+def analyse(out: Path, only: list[str]) -> None:
+    """Consistency of each group whose models are there."""
+    for name, models in GROUPS.items():
+        folders = [out / model for model in models]
+        slug = name.replace(", ", "-").replace(" ", "-")
+        if (only and name not in only) or not all((each / "done").exists() for each in folders):
+            continue
+        target = out / "consistency" / slug
+        if not (target / "consistency.png").exists():
+            words = ["consistency", *map(str, folders), "--num", "100", "--out", str(target)]
+            lit_diffusion(out / f"consistency-{slug}.log", "analyze", *words)
+
+
+COLUMNS = ("paper", "all_pairs", "shuffled", "same_class", "nearest", "same_nearest", "features")
+
+
+def table(out: Path) -> None:
+    rows = []
+    for name in GROUPS:
+        slug = name.replace(", ", "-").replace(" ", "-")
+        file = out / "consistency" / slug / "consistency.json"
+        if file.is_file():
+            found = json.loads(file.read_text())
+            rows.append({"group": name} | {key: found[key] for key in COLUMNS})
+    with (out / "consistency.csv").open("w") as file:
+        writer = csv.DictWriter(file, ("group", *COLUMNS), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    print(f"| group | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
+    for row in rows:
+        cells = ["" if row[key] is None else f"{row[key]:.3g}" for key in COLUMNS]
+        print(f"| {row['group']} | {' | '.join(cells)} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=("train", "analyse", "table"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--data", choices=STEPS, default="digits")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--only", nargs="+", default=[])
+    args = parser.parse_args()
+    if args.what == "train":
+        train_all(args.out, args.data, args.jobs, args.only)
+    elif args.what == "analyse":
+        analyse(args.out, args.only)
+    else:
+        table(args.out)
+
+
+if __name__ == "__main__":
+    main()

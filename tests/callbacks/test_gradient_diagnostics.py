@@ -1,0 +1,75 @@
+import math
+
+import pytest
+import torch
+from support.memory_logger import MemoryLogger
+from support.plain_module import PlainModule, assert_same_bits, make_trainer
+from support.tiny_diffusion import images, tiny_diffusion
+
+from lit_diffusion.callbacks import GradientDiagnostics
+from lit_diffusion.callbacks.gradient_diagnostics import signal_and_noise
+
+
+def test_signal_and_noise_are_unbiased():
+    torch.manual_seed(0)
+    mean, sd, size = torch.tensor([0.3, -0.1, 0.2]).double(), 0.5, 8
+    draws = mean + sd / math.sqrt(size) * torch.randn(20_000, 2, 3).double()
+    found = torch.tensor([signal_and_noise(a, b, size) for a, b in draws])
+    expected = torch.tensor([mean.square().sum().item(), 3 * sd**2])
+    error = found.std(0) / math.sqrt(len(found))
+    assert ((found.mean(0) - expected).abs() < 4 * error).all()
+
+
+def fitted(folder, *callbacks, module=None):
+    memory = MemoryLogger()
+    trainer = make_trainer(folder, *callbacks, max_epochs=2, logger=memory)
+    module = module or tiny_diffusion()
+    trainer.fit(module, images(16, 4))
+    return module, memory
+
+
+def test_what_is_logged_is_what_autograd_gives_at_each_level(tmp_path):
+    callback = GradientDiagnostics(every_n_steps=8, num_levels=2, num_images=8)
+    module, memory = fitted(tmp_path, callback)
+    step, found = memory.rows_with("grad/update_ratio")[-1]
+    assert step == 7
+    assert set(found) == set(callback.metric_names())
+    halves = {u: callback._gradients(module.eval(), u) for u in (0.25, 0.75)}
+    means = {u: (a + b) / 2 for u, (a, b) in halves.items()}
+    for u, (a, b) in halves.items():
+        assert found[f"grad/norm_u{u}"] == pytest.approx(means[u].norm().item(), rel=1e-5)
+        signal, noise = signal_and_noise(a, b, 4)
+        expected = noise / signal if signal > 0 else math.inf
+        assert found[f"grad/noise_scale_u{u}"] == pytest.approx(expected, rel=1e-3)
+    cosine = torch.cosine_similarity(means[0.25], means[0.75], dim=0).item()
+    assert found["grad/cosine_u0.25_u0.75"] == pytest.approx(cosine, abs=1e-5)
+
+
+def test_a_step_of_known_length_has_that_ratio(tmp_path):
+    def sgd(parameters):
+        return torch.optim.SGD(parameters, lr=0.0)
+
+    callback = GradientDiagnostics(every_n_steps=4, num_levels=1)
+    _, memory = fitted(tmp_path, callback, module=tiny_diffusion(optimizer=sgd))
+    assert [row["grad/update_ratio"] for _, row in memory.rows_with("grad/update_ratio")] == [0, 0]
+    module = tiny_diffusion(optimizer=lambda p: torch.optim.SGD(p, lr=1e-6, weight_decay=1e3))
+    with torch.no_grad():
+        for p in module.parameters():
+            p.mul_(1e4)  # decay outweighs any gradient
+    _, memory = fitted(tmp_path, GradientDiagnostics(8, num_levels=1), module=module)
+    ratio = memory.rows_with("grad/update_ratio")[-1][1]["grad/update_ratio"]
+    assert ratio == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_training_is_as_without_it(tmp_path):
+    plain, _ = fitted(tmp_path)
+    watched, _ = fitted(tmp_path, GradientDiagnostics(every_n_steps=1))
+    assert_same_bits(watched.state_dict(), plain.state_dict())
+
+
+def test_bad_numbers_and_modules_are_refused(tmp_path):
+    for options in ({"num_levels": 0}, {"num_images": 7}, {"num_images": 0}):
+        with pytest.raises(ValueError, match="num_images even"):
+            GradientDiagnostics(**options)
+    with pytest.raises(TypeError, match="lacks per_sample_loss and process"):
+        make_trainer(tmp_path, GradientDiagnostics()).fit(PlainModule(), images(16, 4))
