@@ -1,6 +1,6 @@
 """Exponential moving averages of weights: which weights a number comes from is never in doubt."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -61,7 +61,7 @@ class EMA(Callback):
             there.
         buffers: whether buffers of floating point numbers under `prefix` are averaged too, such as
             the running statistics of BatchNorm, with each step of the first optimizer that has
-            something to average.
+            something to average. The vectors of spectral norm stay those of the weights.
         on_cpu: whether averages are kept in the CPU's memory, to which weights are copied at each
             update: slower, and no memory of the GPU.
 
@@ -257,7 +257,10 @@ class EMA(Callback):
                 group.add(name, buffer, self._waiting.pop(name, None))
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Buffers to average: floating point numbers that a checkpoint holds, no masks of -inf."""
+        """Buffers to average: floating point numbers that a checkpoint holds, no masks of -inf.
+
+        The singular vectors of spectral norm are not averaged: sums of unit vectors are shorter.
+        """
         assert self._module is not None
         saved = {_plain(name) for name in self._module.state_dict()}
         return {
@@ -265,6 +268,7 @@ class EMA(Callback):
             for name, buffer in self._named_buffers().items()
             if name in saved and _is_under(name, self.prefix)
             if buffer.is_floating_point() and buffer.isfinite().all()
+            if not _is_singular_vector(name, saved)
         }
 
     def _named_buffers(self) -> dict[str, Tensor]:
@@ -452,3 +456,10 @@ def _plain(name: str) -> str:
 
 def _is_under(name: str, prefix: str) -> bool:
     return prefix in ("", name) or name.startswith(prefix + ".")
+
+
+def _is_singular_vector(name: str, saved: Collection[str]) -> bool:
+    """Whether a buffer is of torch's spectral norm, as a parametrization or as a hook."""
+    if name[-2:] not in ("_u", "_v"):
+        return False
+    return ".parametrizations." in f".{name}" or f"{name[:-2]}_orig" in saved

@@ -88,5 +88,5 @@ def draw_spectra(found: Mapping[str, Spectrum], path: Path) -> None:
 
 
 def _write(figure: Figure, path: Path) -> None:
-    with whole_file(path) as file:
+    with whole_file(path, shared=True) as file:
         figure.savefig(file, format="png", dpi=120)

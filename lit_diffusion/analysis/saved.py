@@ -16,13 +16,13 @@ class Saved:
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
     def save(self, path: str | Path) -> None:
-        """Write `path`.npz and `path`.json."""
+        """Write `path`.npz and `path`.json; other processes may write the same meanwhile."""
         known = {field.name: getattr(self, field.name) for field in fields(self)}
         arrays = {k: v for k, v in known.items() if isinstance(v, np.ndarray)}
         told = {k: v for k, v in known.items() if k not in arrays}
-        with whole_file(Path(f"{path}.npz")) as file:
+        with whole_file(Path(f"{path}.npz"), shared=True) as file:
             np.savez_compressed(file, **arrays)
-        replace_text(Path(f"{path}.json"), json.dumps(told, indent=1) + "\n")
+        replace_text(Path(f"{path}.json"), json.dumps(told, indent=1) + "\n", shared=True)
 
     @classmethod
     def read(cls, path: str | Path) -> Self:

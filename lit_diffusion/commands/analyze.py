@@ -104,6 +104,9 @@ def hessian_parser() -> Parser:
     made.add_argument("checkpoint", metavar="C", help="whose weights are in place")
     made.add_argument("--steps", type=int, default=80, help="of Lanczos (default 80)")
     made.add_argument("--vectors", type=int, default=4, help="random starts (default 4)")
+    made.add_argument(
+        "--kinks", action="store_true", help="go on where gradients jump, as with ReLU"
+    )
     return made
 
 

@@ -1,6 +1,8 @@
 """What `lit-diffusion analyze` does: checkpoints are loaded, a batch is fixed, results are kept."""
 
+import math
 import os
+import re
 import time
 from argparse import Namespace
 from collections.abc import Callable, Sequence
@@ -19,7 +21,7 @@ from lit_diffusion.analysis.figures import (
     draw_landscape,
     draw_spectra,
 )
-from lit_diffusion.analysis.hessian import Spectrum, hessian_product, spectrum
+from lit_diffusion.analysis.hessian import Spectrum, difference_error, hessian_product, spectrum
 from lit_diffusion.analysis.interpolation import Interpolation, Losses, interpolate
 from lit_diffusion.analysis.landscape import (
     Direction,
@@ -108,13 +110,21 @@ def _on(labels: Any, module: Any) -> Any:
 
 
 def _said_cost(losses: Losses, passes: int) -> None:
-    """Say what so many evaluations of all losses will cost, by the time that one takes."""
+    """Say what so many evaluations of all losses will cost, by the time that one takes.
+
+    Raises:
+        ValueError: where a loss is not finite at the weights in place.
+    """
     began = time.monotonic()
     with torch.no_grad():
-        for loss in losses.values():
-            loss()
-    seconds = (time.monotonic() - began) * passes
-    print_error(f"{passes} times {len(losses)} losses: about {seconds / 60:.1f} minutes.")
+        found = {name: loss().item() for name, loss in losses.items()}
+    _say_minutes(f"{passes} times {len(losses)} losses", (time.monotonic() - began) * passes)
+    if bad := [f"{value} of {name}" for name, value in found.items() if not math.isfinite(value)]:
+        raise ValueError(f"losses must be finite where the analysis begins, got {', '.join(bad)}.")
+
+
+def _say_minutes(what: str, seconds: float) -> None:
+    print_error(f"{what}: about {seconds / 60:.1f} minutes by one process.")
 
 
 def _plan(kind: str, args: Namespace, *loaded: Loaded) -> dict[str, Any]:
@@ -135,10 +145,10 @@ def compare_images(args: Namespace) -> str:
     loaded = [opened(path, args) for path in args.checkpoints]
     if len(loaded) < 2:
         raise ValueError(f"give two checkpoints or more, got {len(loaded)}.")
-    shapes = {str(each.path): _sizes(each.module) for each in loaded}
-    if len(set(shapes.values())) > 1:
-        told = "; ".join(f"{path} makes {shape}" for path, shape in shapes.items())
-        raise ValueError(f"all models must make images of one shape: {told}.")
+    began = time.monotonic()
+    _refuse_unlike(loaded)
+    made_of = f"{args.num} images of each of {len(loaded)} models"
+    _say_minutes(made_of, (time.monotonic() - began) * args.num)
     out = Path(args.out)
     planned(out, _plan("consistency", args, *loaded))
 
@@ -181,11 +191,19 @@ def _classes(loaded: Sequence[Loaded], seeds: range) -> Tensor | None:
     return torch.tensor(classes_of(seeds, num_classes))
 
 
-def _sizes(module: Any) -> tuple[int, ...]:
-    """(C, H, W) of the images."""
-    if not hasattr(module, "generate"):
-        raise ValueError(f"{type(module).__name__} cannot generate images.")
-    return tuple(module.generate([0]).shape[1:])
+def _refuse_unlike(loaded: Sequence[Loaded]) -> None:
+    """Raise ValueError where images are of other shapes or classes."""
+    made: dict[str, tuple[str, Any]] = {}
+    for path, module in ((str(each.path), each.module) for each in loaded):
+        if not hasattr(module, "generate"):
+            raise ValueError(f"{path}: {type(module).__name__} cannot generate images.")
+        num_classes = getattr(module, "num_classes", None)
+        shape = "x".join(map(str, module.generate([0]).shape[1:]))  # type: ignore[operator]
+        made[path] = shape, num_classes
+    shapes, classes = (set(each) for each in zip(*made.values(), strict=True))
+    if len(shapes) > 1 or len(classes - {None}) > 1:
+        told = "; ".join(f"{path} {shape}, {known}" for path, (shape, known) in made.items())
+        raise ValueError(f"all models must make images of one shape and number of classes: {told}.")
 
 
 def _short(paths: Sequence[str]) -> list[str]:
@@ -224,10 +242,9 @@ def interpolate_weights(args: Namespace) -> str:
             raise ValueError("--align knows no hidden features of this network; leave it out.")
         ends["aligned"] = aligned(b, a, units)
     losses = fixed_losses(first.module, data_for(first, args), args)
-    out = Path(args.out)
-    planned(out, _plan("interpolation", args, first, second))
-    alphas = np.linspace(0, 1, args.points)
+    out, alphas = Path(args.out), np.linspace(0, 1, args.points)
     _said_cost(losses, len(alphas) * len(ends))
+    planned(out, _plan("interpolation", args, first, second))
 
     def make(kind: str) -> Arrays:
         return {"values": interpolate(first.module, a, ends[kind], losses, alphas).values}
@@ -258,13 +275,12 @@ def survey(args: Namespace) -> str:
     loaded = opened(args.checkpoint, args)
     losses = fixed_losses(loaded.module, data_for(loaded, args), args)
     plane, path, share = _plane(loaded, args)
-    out = Path(args.out)
-    planned(out, _plan("landscape", args, loaded))
     if args.span <= 0 or args.points < 2:
         raise ValueError(f"--span > 0 and --points >= 2, got {args.span} and {args.points}.")
     reach = args.span if path is None else 1.2 * float(np.abs(path).max())
-    axis = np.linspace(-reach, reach, args.points)
+    out, axis = Path(args.out), np.linspace(-reach, reach, args.points)
     _said_cost(losses, args.points**2)
+    planned(out, _plan("landscape", args, loaded))
 
     def make(row: str) -> Arrays:
         return {"values": landscape(loaded.module, plane, losses, axis, [axis[int(row)]]).values}
@@ -307,9 +323,10 @@ def spectra(args: Namespace) -> str:
     """Spectra of the Hessian of each loss; what to print."""
     loaded = opened(args.checkpoint, args)
     losses = fixed_losses(loaded.module, data_for(loaded, args), args)
-    out = Path(args.out)
+    out, parameters = Path(args.out), list(loaded.module.parameters())
+    _refuse_jumps(losses, loaded.module, parameters, args.kinks)
+    _said_cost_of_products(losses, parameters, args.steps * args.vectors)
     planned(out, _plan("hessian", args, loaded))
-    parameters = list(loaded.module.parameters())
 
     def make(piece: str) -> Arrays:
         name, seed = list(losses)[int(piece.split("-")[0])], int(piece.split("-")[1])
@@ -329,6 +346,36 @@ def spectra(args: Namespace) -> str:
         found[name].save(out / f"hessian-{i}")
     draw_spectra(found, out / "hessian.png")
     return "\n".join(_told_spectrum(name, each) for name, each in found.items())
+
+
+def _said_cost_of_products(losses: Losses, parameters: list[Tensor], count: int) -> None:
+    """Say what so many products with each Hessian will cost, by the time that one takes."""
+    began = time.monotonic()
+    for loss in losses.values():
+        product, like = hessian_product(loss, parameters)
+        product(torch.ones_like(like))
+    seconds = (time.monotonic() - began) * count
+    _say_minutes(f"{count} products with the Hessians of {len(losses)} losses", seconds)
+
+
+def _refuse_jumps(losses: Losses, module: Any, parameters: list[Tensor], allowed: bool) -> None:
+    """Raise ValueError where autograd's Hessian is not what gradients change by."""
+    rule = (
+        "a part of the network has no second derivative, such as a fused attention, or gradients "
+        "jump, as with ReLU. Take plain operations; or --kinks to have the Hessian without jumps"
+    )
+    for name, loss in losses.items():
+        try:
+            error = difference_error(loss, _of(name, module, parameters))
+        except RuntimeError as failure:
+            if not re.search("derivative|differentiate", str(failure)):
+                raise
+            raise ValueError(f"{rule}: {failure}") from failure
+        if error > 0.1 or math.isnan(error):
+            told = f"the Hessian of {name} is {error:.0%} off the difference of gradients"
+            if not allowed or math.isnan(error):
+                raise ValueError(f"{told}: {rule}.")
+            print_error(f"{told}, as gradients jump.")
 
 
 def _of(name: str, module: Any, parameters: list[Tensor]) -> list[Tensor]:

@@ -23,6 +23,8 @@ def planned(folder: Path, plan: Mapping[str, Any]) -> None:
         ValueError: where it holds something else; says of what.
     """
     path = folder / "plan.json"
+    # looked at before the plan, which another process may write meanwhile, hidden until it is whole
+    holds_something = folder.is_file() or (folder.is_dir() and any(folder.glob("[!.]*")))
     text = json.dumps(plan, indent=1, default=str) + "\n"
     if path.is_file():
         there, now = json.loads(path.read_text()), json.loads(text)
@@ -33,10 +35,10 @@ def planned(folder: Path, plan: Mapping[str, Any]) -> None:
                     f"call's is {now[name]}; choose another folder."
                 )
         return
-    if (folder.is_dir() and any(folder.iterdir())) or folder.is_file():
+    if holds_something:
         raise ValueError(f"--out {folder} holds something else; choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    replace_text(path, text)
+    replace_text(path, text, shared=True)
 
 
 def pieces(
@@ -60,7 +62,7 @@ def pieces(
     try:
         for done, name in enumerate(mine, start=1):
             found = make(name)
-            with whole_file(files[name]) as file:
+            with whole_file(files[name], shared=True) as file:
                 np.savez_compressed(file, **dict(found))
             if done == 1 < len(mine) or time.monotonic() - last > 10:
                 last = time.monotonic()

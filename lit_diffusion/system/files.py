@@ -13,9 +13,12 @@ def user_cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lit-diffusion"
 
 
-def replace_text(path: str | Path, text: str) -> None:
-    """Write a file in place of one that is there, if any; after an OSError that one is intact."""
-    with whole_file(path) as file:
+def replace_text(path: str | Path, text: str, shared: bool = False) -> None:
+    """Write a file in place of one that is there, if any; after an OSError that one is intact.
+
+    `shared` as of `whole_file`.
+    """
+    with whole_file(path, shared) as file:
         file.write(text.encode())
 
 

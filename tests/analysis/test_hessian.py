@@ -3,7 +3,7 @@ import pytest
 import torch
 from torch import nn
 
-from lit_diffusion.analysis.hessian import hessian_product, lanczos, spectrum
+from lit_diffusion.analysis.hessian import difference_error, hessian_product, lanczos, spectrum
 
 
 def matrix(values, seed=0):
@@ -114,3 +114,33 @@ def test_it_saves_and_reads(tmp_path):
     again = type(found).read(tmp_path / "spectrum")
     np.testing.assert_array_equal(again.nodes, found.nodes)
     assert again.num_parameters == 50
+
+
+class Cut(torch.autograd.Function):
+    """x^3 whose derivative is computed where autograd does not see it, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * 3 * x.detach() ** 2
+
+
+def test_a_derivative_that_autograd_loses_shows_beside_differences():
+    w = torch.linspace(-1, 2, 7, dtype=torch.float64, requires_grad=True)
+    before = w.detach().clone()
+    assert difference_error(lambda: (w**3).sum(), [w]) < 1e-6
+    assert difference_error(lambda: Cut.apply(w).square().sum(), [w]) > 0.1
+    assert torch.equal(w, before)
+
+
+def test_kinks_show_beside_differences():
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(9, 500), torch.nn.ReLU(), torch.nn.Linear(500, 1))
+    x = torch.randn(400, 9)
+    jumps = difference_error(lambda: network(x).abs().mean(), network.parameters(), share=0.01)
+    assert jumps > 0.1

@@ -110,6 +110,11 @@ def train(out: Path, data: str, kind: str, seed: int, options: list[str]) -> Non
             "--model.init_args.optimizer.init_args.lr=2e-3",
         ]
         told += [f"--trainer.val_check_interval={STEPS[data] // 5}"]
+    if kind in ("unet", "dcgan", "biggan"):
+        told += ["--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint"]
+        told += [f"--trainer.callbacks.dirpath={folder}/steps"]
+        told += ["--trainer.callbacks.filename={step:05d}", "--trainer.callbacks.save_top_k=-1"]
+        told += [f"--trainer.callbacks.every_n_train_steps={500 if is_gan else 25}"]
     if data == "mnist":
         told += ["--data.init_args.root=data", "--data.init_args.num_workers=0"]
     told += [*options, f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}"]

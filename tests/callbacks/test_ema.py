@@ -178,6 +178,23 @@ def test_a_buffer_that_a_module_replaces_is_averaged_on_and_a_mask_never(tmp_pat
     assert torch.equal(module.mean, buffers.after_steps[-1]["mean"].double())
 
 
+def test_the_vectors_of_spectral_norm_stay_those_of_the_weights(tmp_path):
+    """Averaged, they are shorter than 1, and the norm that divides the weight is too small."""
+    module = PlainModule()
+    nn.utils.parametrizations.spectral_norm(module.inner[0])
+    nn.utils.spectral_norm(module.inner[3])
+    ema = EMA((DECAY,), buffers=True)
+    fit(tmp_path, module, ema, Buffers(), max_epochs=2)
+    assert shadows(ema).keys() > RUNNING
+    assert not any(name.endswith(("_u", "_v")) for name in shadows(ema))
+    module.eval()
+    with ema.weights("ema"):
+        for layer in (module.inner[0], module.inner[3]):
+            layer(torch.zeros(1, layer.in_features))  # which computes the weight of the hook
+            largest = torch.linalg.matrix_norm(layer.weight, 2)
+            assert largest.item() == pytest.approx(1, abs=0.1)
+
+
 def test_buffers_are_averaged_from_when_a_parameter_is_trained(tmp_path):
     class Unfreezes(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):

@@ -1,10 +1,14 @@
 import json
+import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.commands import call
+from support.commands import SCRIPT, call
 from support.small_digits import write_small_digits
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -12,6 +16,7 @@ from lit_diffusion.analysis.consistency import psnr
 from lit_diffusion.analysis.weights import between, put_, state_of
 from lit_diffusion.checkpoints.loading import load
 from lit_diffusion.data.digits import Digits
+from lit_diffusion.networks.unet import UNet
 from lit_diffusion.seeding import PerSampleNoise
 
 A, B = "a/checkpoints/last.ckpt", "b/checkpoints/last.ckpt"
@@ -140,3 +145,113 @@ def test_models_that_make_other_images_are_told_apart(capsys):
     torch.save(content, B)
     assert analyze("consistency a b") == 2
     assert "all models must make images of one shape" in capsys.readouterr().err
+
+
+def test_other_numbers_of_classes_are_told_apart(capsys):
+    content = torch.load(B, weights_only=True)
+    content["hyper_parameters"]["num_classes"] = 5
+    content["hyper_parameters"]["network"]["init_args"]["num_classes"] = 5
+    for weights in (content["state_dict"], content["callbacks"]["EMA{'prefix': ''}"]["shadows"][0]):
+        for name in [name for name in weights if "label_emb" in name]:
+            weights[name] = weights[name][:5]
+    torch.save(content, B)
+    assert analyze("consistency a b") == 2
+    told = capsys.readouterr().err
+    assert "of one shape and number of classes" in told
+    assert "1x8x8, 5" in told
+
+
+TOLD_OF_NAN = {
+    "hessian a": "the Hessian of u = 0.1 is nan% off",
+    "landscape a": "losses must be finite",
+    "interpolate a b": "losses must be finite",
+}
+
+
+def test_weights_whose_loss_is_not_finite_are_told_before_work_starts(capsys):
+    content = torch.load(A, weights_only=True)
+    next(iter(content["state_dict"].values())).fill_(float("nan"))
+    torch.save(content, A)
+    for command, told in TOLD_OF_NAN.items():
+        assert analyze(f"{command} --images 4", out=command[0]) == 2
+        assert told in capsys.readouterr().err
+
+
+def test_a_network_without_second_derivatives_is_told(capsys, monkeypatch):
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, gradient):
+            return gradient.clone()
+
+    forward = UNet.forward
+    monkeypatch.setattr(UNet, "forward", lambda *args: Once.apply(forward(*args)))
+    assert analyze("hessian a --images 4") == 2
+    assert "off the difference of gradients" in capsys.readouterr().err
+
+
+GAN_TELLS = {
+    "interpolate gan gan --points 3": "generator, as they are",
+    "landscape gan --points 3": "discriminator: ",
+    "hessian gan --steps 5 --vectors 1 --kinks": "generator: largest",
+}
+
+
+@pytest.fixture
+def gan(folder):
+    """The digits' DCGAN after two steps, as `fit` writes it."""
+    config = Path(__file__).parents[2] / "configs/digits-dcgan.yaml"
+    said = "--trainer.max_steps=2 --trainer.callbacks=null --trainer.default_root_dir=gan"
+    assert call(f"fit --config {config} {said}") == 0
+
+
+@pytest.mark.usefixtures("gan")
+def test_gans_are_analysed_by_both_of_their_losses(capsys):
+    assert analyze("hessian gan --images 8") == 2
+    assert "gradients jump, as with ReLU" in capsys.readouterr().err
+    for number, (command, tells) in enumerate(GAN_TELLS.items()):
+        assert analyze(f"{command} --images 8", out=f"out-{number}") == 0
+        assert tells in capsys.readouterr().out
+    assert analyze("consistency gan a --num 4 --weights raw --extractor digits-cnn") == 0
+    assert kept("consistency")["same_class"] is None  # a DCGAN has no classes
+
+
+LONG = ("analyze", "landscape", "a", "--images=256", "--points=61", "--out=out")
+
+
+@pytest.mark.system
+def test_processes_of_torchrun_make_one_result():
+    command = ["analyze", "hessian", "a", "--images=8", "--steps=5", "--vectors=3"]
+    launch = [f"{Path(SCRIPT).parent}/torchrun", "--standalone", "--nproc-per-node=2"]
+    one = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*launch, SCRIPT, *command, "--out=two"], env=one, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "largest" in ended.stdout
+    assert call(" ".join([*command, "--out=one"])) == 0
+    for file in sorted(Path("one").glob("hessian-*.npz")):
+        with np.load(file) as first, np.load(Path("two", file.name)) as second:
+            np.testing.assert_allclose(first["nodes"], second["nodes"], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.system
+@pytest.mark.usefixtures("terminal_signals")
+def test_a_survey_that_is_stopped_keeps_its_rows_and_goes_on():
+    process = subprocess.Popen(
+        [SCRIPT, *LONG], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not list(Path("out/pieces").glob("*.npz")):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    there = len(list(Path("out/pieces").glob("*.npz")))
+    assert f"Stopped with {there} of 61 rows in out; the same command goes on." in said
+    assert not Path("out/landscape.npz").exists()

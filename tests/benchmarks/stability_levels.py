@@ -1,0 +1,248 @@
+"""What noise levels have to do with training, for docs/results/stability.md.
+
+    stability_levels.py levels OUT        of the checkpoints that `stability.py train` left in OUT
+    stability_levels.py early OUT         of the recipes of docs/results/recipes.csv, trained here
+    stability_levels.py rank OUT          whether early measures tell which recipe was fast
+
+`levels` writes levels.csv: the loss and the distance |eps - x_t| / |x_t| by noise level and step,
+and decided.csv: how alike two ways from one x_t end. `early` writes early.csv, a row for a recipe
+and seed. All can be stopped, and go on with the same command.
+"""
+
+import argparse
+import csv
+import json
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from scipy.stats import spearmanr
+from stability import ROOT, lit_diffusion
+from torch import Tensor
+
+from lit_diffusion.analysis.consistency import psnr
+from lit_diffusion.analysis.hessian import hessian_product, spectrum
+from lit_diffusion.callbacks.gradient_diagnostics import signal_and_noise
+from lit_diffusion.checkpoints.loading import Loaded, load_with_record
+from lit_diffusion.experiments.comparison import compare
+from lit_diffusion.experiments.curve_tables import read_arms
+from lit_diffusion.gaussian import FixedSmall
+from lit_diffusion.runs.analyzing import data_for, fixed_losses
+from lit_diffusion.seeding import PerSampleNoise
+from lit_diffusion.solvers import DDPM
+from lit_diffusion.solvers.editing import Begun, shortened
+from lit_diffusion.timesteps import Even
+
+LEVELS = [(i + 0.5) / 10 for i in range(10)]
+SEEDS = range(3)
+ARMS = ("decayed", "textbook", "edm-tuned", "static", "fast", "balanced")
+EARLY, LATER = 100, 200
+"""Steps at which recipes are measured, and with which their samples are compared."""
+
+Row = dict[str, Any]
+
+
+def write(path: Path, rows: Iterable[Row]) -> None:
+    rows = list(rows)
+    with path.open("w") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def options(images: int, levels: list[float]) -> Namespace:
+    return Namespace(images=images, levels=levels, trust=[])
+
+
+def fixed(loaded: Loaded, num: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Encoded training images, their labels, and noise by their place in the set."""
+    dataset = data_for(loaded, options(num, [])).dataset("train")
+    chosen = [i * len(dataset) // num for i in range(num)]
+    images, labels, index = dataset.fetch([0] * num, chosen)
+    module: Any = loaded.module
+    x0 = module.codec.encode(images)
+    return x0, labels, PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
+
+
+# By step of training
+
+
+@torch.no_grad()
+def by_level(loaded: Loaded, num: int = 512) -> Iterator[Row]:
+    """Loss, and the distance of the predicted noise from x_t, which "the identity" has at 0."""
+    module: Any = loaded.module
+    losses = fixed_losses(module, data_for(loaded, options(num, LEVELS)), options(num, LEVELS))
+    x0, labels, noise = fixed(loaded, num)
+    denoise = module.denoise_for(labels)
+    for u in LEVELS:
+        t = module.process.from_unit(torch.full((num,), u).double())
+        alpha, sigma = (v.view(-1, 1, 1, 1).to(x0) for v in module.process.alpha_sigma(t))
+        x_t = alpha * x0 + sigma * noise
+        lengths = x_t.flatten(1).norm(dim=1)
+        apart = [
+            ((each - x_t).flatten(1).norm(dim=1) / lengths).mean().item()
+            for each in (denoise(x_t, t).noise, noise)
+        ]
+        yield {
+            "step": loaded.step,
+            "u": u,
+            "loss": losses[f"u = {u:g}"]().item(),
+            "from_x_t": apart[0],
+            "noise_from_x_t": apart[1],
+        }
+
+
+def levels(out: Path) -> None:
+    rows: list[Row] = []
+    for seed in SEEDS:
+        for path in sorted((out / f"unet/{seed}/steps").glob("*.ckpt")):
+            loaded = load_with_record(path, "raw")
+            rows += [{"seed": seed, **row} for row in by_level(loaded)]
+        print(f"looked at unet/{seed}", flush=True)
+    write(out / "levels.csv", rows)
+    write(out / "decided.csv", (row for seed in SEEDS for row in decided(out / f"unet/{seed}")))
+
+
+# What x_t decides
+
+
+@torch.no_grad()
+def decided(run: Path, num: int = 200, steps: int = 100) -> Iterator[Row]:
+    """How alike two samples are that leave one x_t by ancestral steps of other noise."""
+    loaded = load_with_record(run, "ema")
+    module: Any = loaded.module
+    x0, labels, noise = fixed(loaded, num)
+    denoise = module.denoise_for(labels)
+    whole = DDPM(FixedSmall(), steps, times=Even())
+
+    def ended(u: float, seed: int) -> Tensor:
+        drawn = PerSampleNoise([seed * num + i for i in range(num)])
+        way = shortened(whole, u), Begun(module.process, x0)
+        solver, begun = way
+        found = solver.sample(denoise, begun, noise, drawn.randn_like)
+        return module.codec.decode(found)
+
+    for u in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
+        first, second = ended(u, 1), ended(u, 2)
+        others = psnr(first, second.roll(10, 0)).mean().item()
+        yield {
+            "run": str(run.relative_to(run.parents[1])),
+            "u": u,
+            "psnr": psnr(first, second).mean().item(),
+            "psnr_of_others": others,
+            "psnr_to_image": psnr(first, module.codec.decode(x0)).mean().item(),
+        }
+
+
+# Recipes
+
+
+def train(out: Path, arm: str, seed: int, steps: int) -> None:
+    """The first steps of a recipe, whose lr falls as in the whole of it."""
+    folder = out / "early" / arm / str(seed)
+    if (folder / "done").exists():
+        return
+    own = [] if arm == "baseline" else [f"--config={ROOT}/configs/arms/digits/{arm}.yaml"]
+    schedule = [] if arm == "baseline" else [f"--model.lr_scheduler.init_args.total_steps={steps}"]
+    keeps = ["--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint"]
+    keeps += [f"--trainer.callbacks.dirpath={folder}/steps", "--trainer.callbacks.save_top_k=-1"]
+    keeps += ["--trainer.callbacks.filename={step:05d}"]
+    keeps += [f"--trainer.callbacks.every_n_train_steps={EARLY}"]
+    words = [f"--config={ROOT}/configs/digits-ablation.yaml", *own, *schedule, *keeps]
+    words += [f"--trainer.max_steps={LATER}", f"--trainer.val_check_interval={EARLY}"]
+    words += [f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}"]
+    if lit_diffusion(out / "early" / f"{arm}-{seed}.log", "fit", *words):
+        (folder / "done").touch()
+        print(f"trained {arm} from seed {seed}", flush=True)
+
+
+def gradient_noise(module: Any, x0: Tensor, labels: Tensor, noise: Tensor, u: float) -> float:
+    """tr(Sigma) / |G|^2 of the loss at a level, by two halves of the images."""
+    t = module.process.from_unit(torch.full((len(x0),), u).double())
+    halves = []
+    for i in torch.arange(len(x0)).chunk(2):
+        loss = module.per_sample_loss(x0[i], labels[i], t[i], noise[i]).mean()
+        found = torch.autograd.grad(loss, list(module.parameters()), materialize_grads=True)
+        halves.append(torch.cat([g.flatten() for g in found]))
+    signal, spread = signal_and_noise(halves[0], halves[1], len(x0) // 2)
+    return spread / signal if signal > 0 else float("inf")
+
+
+def measured(folder: Path) -> Row:
+    """Of a recipe after `EARLY` steps: what might tell how fast it is."""
+    first, later = (
+        load_with_record(folder / f"steps/step={step:05d}.ckpt", "ema") for step in (EARLY, LATER)
+    )
+    images = [each.module.generate(range(100)) for each in (first, later)]  # type: ignore[operator]
+    scores = {row["step"]: row["value"] for row in evaluations(folder) if not row.get("repeat")}
+    row: Row = {"fid": scores[EARLY], "self_consistency": psnr(*images).mean().item()}
+    raw = load_with_record(folder / f"steps/step={EARLY:05d}.ckpt", "raw")
+    module: Any = raw.module
+    chosen = [0.1, 0.5, 0.9]
+    of = options(256, chosen)
+    for name, loss in fixed_losses(module, data_for(raw, of), of).items():
+        product, like = hessian_product(loss, list(module.parameters()))
+        found = spectrum(product, like, steps=20, seeds=[0])
+        short = name.replace("u = ", "u")
+        row |= {f"top_{short}": float(found.top[0]), f"trace_{short}": found.trace}
+    x0, labels, noise = fixed(raw, 1024)
+    row |= {f"noise_scale_u{u:g}": gradient_noise(module, x0, labels, noise, u) for u in chosen}
+    return row
+
+
+def evaluations(folder: Path) -> list[Row]:
+    return [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
+
+
+def early(out: Path, jobs: int) -> None:
+    arms = {arm.name: arm for arm in read_arms([str(ROOT / "docs/results/recipes.csv")])}
+    with ThreadPoolExecutor(jobs) as pool:
+        for seed in SEEDS:
+            for arm in ("baseline", *ARMS):
+                steps = int(max(arms[arm].curves[0].steps))
+                pool.submit(train, out, arm, seed, steps)
+    rows: list[Row] = []
+    for arm in ("baseline", *ARMS):
+        folders = {seed: out / "early" / arm / str(seed) for seed in SEEDS}
+        rows += [{"arm": arm, "seed": i, **measured(each)} for i, each in folders.items()]
+        print(f"measured {arm}", flush=True)
+    write(out / "early.csv", rows)
+
+
+def rank(out: Path) -> None:
+    """Spearman's correlation of each measure, mean over seeds, with how fast the recipe was."""
+    found = compare(read_arms([str(ROOT / "docs/results/recipes.csv")]), "baseline")
+    speed = {each.arm.name: each.speedup.ratio for each in found.results} | {"baseline": 1.0}
+    with (out / "early.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    names = [name for name in rows[0] if name not in ("arm", "seed")]
+    print("| measure after 100 steps | rho | p |\n|---|---:|---:|")
+    for name in names:
+        by_arm = {arm: mean(float(row[name]) for row in rows if row["arm"] == arm) for arm in speed}
+        rho, p = spearmanr([by_arm[arm] for arm in speed], list(speed.values()))
+        print(f"| {name} | {rho:.2f} | {p:.2f} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=("levels", "early", "rank"))
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--jobs", type=int, default=2)
+    args = parser.parse_args()
+    does: dict[str, Callable[[], None]] = {
+        "levels": partial(levels, args.out),
+        "early": partial(early, args.out, args.jobs),
+        "rank": partial(rank, args.out),
+    }
+    does[args.what]()
+
+
+if __name__ == "__main__":
+    main()
