@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lit_diffusion.analysis.consistency import Floats
 from lit_diffusion.analysis.interpolation import Losses
 from lit_diffusion.analysis.saved import Saved
-from lit_diffusion.analysis.weights import State, put_, restored
+from lit_diffusion.analysis.weights import State, move_, restored
 
 Direction = dict[str, Tensor]
 
@@ -89,7 +89,7 @@ def landscape(
     with restored(module) as center:
         for row, v in enumerate(y):
             for column, u in enumerate(x):
-                put_(module, {n: center[n] + u * d + v * plane[1][n] for n, d in plane[0].items()})
+                move_(module, {n: center[n] + u * d + v * plane[1][n] for n, d in plane[0].items()})
                 values[:, row, column] = [loss().item() for loss in losses.values()]
     return Landscape(list(losses), np.array(x), np.array(y), values)
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 State = dict[str, Tensor]
 """Floating-point parameters and buffers of a module, by name."""
@@ -25,6 +26,26 @@ def put_(module: nn.Module, state: Mapping[str, Tensor]) -> None:
     own = module.state_dict()
     for name, value in state.items():
         own[name].copy_(value)
+
+
+@torch.no_grad()
+def move_(module: nn.Module, state: Mapping[str, Tensor], iterations: int = 50) -> None:
+    """`put_`, and the vectors of spectral norm are found for the weights that are there now.
+
+    Args:
+        module: whose weights move.
+        state: where to.
+        iterations: of the power method.
+    """
+    put_(module, state)
+    for part in module.modules():
+        if isinstance(part, ParametrizationList):
+            for each in part:
+                if {"_u", "_v"} <= dict(each.named_buffers()).keys():
+                    each.train()
+                    for _ in range(iterations):
+                        each(part.original)
+                    each.eval()
 
 
 @contextmanager

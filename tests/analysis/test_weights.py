@@ -1,8 +1,9 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
-from lit_diffusion.analysis.weights import between, put_, restored, state_of
+from lit_diffusion.analysis.weights import between, move_, put_, restored, state_of
 
 
 def network(width=3):
@@ -47,3 +48,18 @@ def test_weights_are_put_back_also_where_something_fails():
 def test_other_architectures_are_refused_with_a_name():
     with pytest.raises(ValueError, match=r"one architecture.*differ in 0.bias and 5 more"):
         between(state_of(network(3)), state_of(network(4)), 0.5)
+
+
+def test_spectral_norm_divides_by_the_norm_of_the_weights_in_between():
+    ends = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        ends.append(spectral_norm(nn.Linear(40, 30), n_power_iterations=50).eval())
+    middle = between(*map(state_of, ends), 0.5)
+    before = ends[0].weight.detach().clone()
+    with restored(ends[0]):
+        move_(ends[0], middle)
+        largest = torch.linalg.matrix_norm(ends[0].weight, 2).item()
+        assert not ends[0].parametrizations["weight"][0].training
+    assert largest == pytest.approx(1, abs=0.02)
+    assert torch.equal(ends[0].weight, before)

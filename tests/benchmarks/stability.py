@@ -1,7 +1,9 @@
 """The study of docs/results/stability.md: what trains, what is compared, and its tables.
 
     stability.py train OUT --data digits|mnist [--jobs 2] [--only NAME ...]
-    stability.py analyse OUT --data digits|mnist [--only NAME ...]
+    stability.py analyse OUT [--only NAME ...]         consistency of groups
+    stability.py look OUT --data digits|mnist          lines, planes, spectra
+    stability.py gans OUT                              which classes GANs make
     stability.py table OUT                             as Markdown and consistency.csv
 
 All can be stopped, and go on with the same command. For MNIST, OUT's folder holds
@@ -14,8 +16,18 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lit_diffusion.checkpoints.loading import load, load_with_record
+from lit_diffusion.metrics.extractors import protocol_by_name
+from lit_diffusion.runs.analyzing import data_for
+from lit_diffusion.runs.evaluating import protocol_of_run
 
 ROOT = Path(__file__).parents[2]
 NETWORK = "--model.init_args.network.init_args"
@@ -133,6 +145,46 @@ def train_all(out: Path, data: str, jobs: int, only: list[str]) -> None:
                 pool.submit(train, out, data, kind, seed, options)
 
 
+def looks(out: Path, data: str) -> dict[str, list[str]]:
+    """Words of `analyze` for the figures of single models: lines, planes, spectra."""
+    end = STEPS[data]
+    early = {"unet": f"{end // 10:05d}", "dcgan": "02000", "biggan": "00500"}
+    found: dict[str, list[str]] = {}
+    for kind, step in early.items():
+        last, other = str(out / kind / "0"), str(out / kind / "1")
+        first = str(out / kind / "0/steps" / f"step={step}.ckpt")
+        few = ["--images", "128"]
+        found[f"line-{kind}-times"] = ["interpolate", last, first, *few]
+        found[f"line-{kind}-seeds"] = ["interpolate", last, other, "--align", *few]
+        found[f"plane-{kind}"] = ["landscape", last, *few]
+        kinks = [] if kind == "unet" else ["--kinks"]
+        found[f"spectrum-{kind}"] = ["hessian", last, *few, *kinks]
+    found["line-biggan-seeds"].remove("--align")  # of whose blocks no order is known
+    way = sorted(str(path) for path in (out / "unet/0/steps").glob("*.ckpt"))
+    found["way-unet"] = ["landscape", str(out / "unet/0"), "--images", "128", "--path", *way]
+    for kind in ("x0", "x0-snr", "edm", "flow"):
+        found[f"spectrum-{kind}"] = ["hessian", str(out / kind / "0"), "--images", "128"]
+    return found
+
+
+def look(out: Path, data: str, jobs: int, only: list[str]) -> None:
+    """Lines, planes and spectra of the models that are there."""
+    with ThreadPoolExecutor(jobs) as pool:
+        for name, words in looks(out, data).items():
+            if only and name not in only:
+                continue
+            log = out / "looks" / f"{name}.log"
+            if not (log.is_file() and log.read_text().endswith("done\n")):
+                pool.submit(_look, log, name, words, log.parent / name)
+
+
+def _look(log: Path, name: str, words: list[str], target: Path) -> None:
+    if lit_diffusion(log, "analyze", *words, "--out", str(target)):
+        with log.open("a") as file:
+            file.write("done\n")
+        print(f"looked: {name}", flush=True)
+
+
 def analyse(out: Path, only: list[str]) -> None:
     """Consistency of each group whose models are there."""
     for name, models in GROUPS.items():
@@ -144,6 +196,32 @@ def analyse(out: Path, only: list[str]) -> None:
         if not (target / "consistency.png").exists():
             words = ["consistency", *map(str, folders), "--num", "100", "--out", str(target)]
             lit_diffusion(out / f"consistency-{slug}.log", "analyze", *words)
+
+
+def gans(out: Path, num: int = 1000) -> None:
+    """Share of each class among samples, by the nearest features of training images."""
+    for kind in ("dcgan", "biggan"):
+        for seed in range(3):
+            folder = out / kind / str(seed)
+            module, data = load(folder), data_for(load_with_record(folder), Namespace(trust=[]))
+            protocol = protocol_by_name(protocol_of_run(folder))
+            features = protocol.build()
+            images, labels = train_images(data)
+            bank = features(images)
+            seen = features(module.generate(range(num)))
+            found = labels[torch.cdist(seen.float(), bank.float()).argmin(1)]
+            shares = torch.bincount(found, minlength=10) / num
+            told = f"classes {shares.min():.1%} to {shares.max():.1%}"
+            if module.num_classes:
+                told += f", as asked for {(found == torch.arange(num) % 10).double().mean():.1%}"
+            print(f"{kind}/{seed}: {told}")
+
+
+def train_images(data: Any, most: int = 5000) -> tuple[Tensor, Tensor]:
+    dataset = data.dataset("train")
+    chosen = list(range(0, len(dataset), max(1, len(dataset) // most)))
+    images, labels, _ = dataset.fetch([0] * len(chosen), chosen)
+    return images, labels
 
 
 COLUMNS = ("paper", "all_pairs", "shuffled", "same_class", "nearest", "same_nearest", "features")
@@ -171,7 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("train", "analyse", "table"))
+    parser.add_argument("what", choices=("train", "analyse", "look", "gans", "table"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--data", choices=STEPS, default="digits")
     parser.add_argument("--jobs", type=int, default=2)
@@ -181,6 +259,10 @@ def main() -> None:
         train_all(args.out, args.data, args.jobs, args.only)
     elif args.what == "analyse":
         analyse(args.out, args.only)
+    elif args.what == "look":
+        look(args.out, args.data, args.jobs, args.only)
+    elif args.what == "gans":
+        gans(args.out)
     else:
         table(args.out)
 
