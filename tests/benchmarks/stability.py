@@ -121,7 +121,7 @@ def train(out: Path, data: str, kind: str, seed: int, options: list[str]) -> Non
             f"--trainer.max_steps={STEPS[data]}",
             "--model.init_args.optimizer.init_args.lr=2e-3",
         ]
-        told += [f"--trainer.val_check_interval={STEPS[data] // 5}"]
+        told += [f"--trainer.val_check_interval={STEPS[data]}"]
     if kind in ("unet", "dcgan", "biggan"):
         told += ["--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint"]
         told += [f"--trainer.callbacks.dirpath={folder}/steps"]
@@ -157,6 +157,9 @@ def looks(out: Path, data: str) -> dict[str, list[str]]:
         found[f"line-{kind}-times"] = ["interpolate", last, first, *few]
         found[f"line-{kind}-seeds"] = ["interpolate", last, other, "--align", *few]
         found[f"plane-{kind}"] = ["landscape", last, *few]
+        steps = sorted((out / kind / "0/steps").glob("*.ckpt"))
+        before = [str(steps[i * (len(steps) - 1) // 7]) for i in range(8)]
+        found[f"own-{kind}"] = ["consistency", last, *before, "--num", "100"]
         kinks = [] if kind == "unet" else ["--kinks"]
         found[f"spectrum-{kind}"] = ["hessian", last, *few, *kinks]
     found["line-biggan-seeds"].remove("--align")  # of whose blocks no order is known

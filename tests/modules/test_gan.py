@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+from support.on_ranks import run_on_ranks
 from support.plain_module import assert_same_bits, make_trainer
 from support.resuming import Death, DieAfter
 from support.tiny_diffusion import images
@@ -194,3 +195,11 @@ def test_what_does_not_fit_is_refused():
         broken.generator.layers[0].weight.fill_(float("nan"))
     with pytest.raises(NonFiniteSamples, match="the generator"):
         broken.generate([1, 2])
+
+
+@pytest.mark.system
+def test_ranks_see_other_images_and_have_the_same_weights(tmp_path):
+    first, second = run_on_ranks("gan_on_ranks.py", tmp_path)
+    assert first["step"] == second["step"] == 8
+    assert not set(first["seen"]) & set(second["seen"])
+    assert first["weights"] == second["weights"]
