@@ -151,18 +151,21 @@ def looks(out: Path, data: str) -> dict[str, list[str]]:
     early = {"unet": f"{end // 10:05d}", "dcgan": "02000", "biggan": "00500"}
     found: dict[str, list[str]] = {}
     for kind, step in early.items():
+        steps = sorted((out / kind / "0/steps").glob("*.ckpt"))
+        if not steps:
+            continue
         last, other = str(out / kind / "0"), str(out / kind / "1")
         first = str(out / kind / "0/steps" / f"step={step}.ckpt")
         few = ["--images", "128"]
         found[f"line-{kind}-times"] = ["interpolate", last, first, *few]
         found[f"line-{kind}-seeds"] = ["interpolate", last, other, "--align", *few]
         found[f"plane-{kind}"] = ["landscape", last, *few]
-        steps = sorted((out / kind / "0/steps").glob("*.ckpt"))
         before = [str(steps[i * (len(steps) - 1) // 7]) for i in range(8)]
         found[f"own-{kind}"] = ["consistency", last, *before, "--num", "100"]
         kinks = [] if kind == "unet" else ["--kinks"]
         found[f"spectrum-{kind}"] = ["hessian", last, *few, *kinks]
-    found["line-biggan-seeds"].remove("--align")  # of whose blocks no order is known
+    if "line-biggan-seeds" in found:
+        found["line-biggan-seeds"].remove("--align")  # of whose blocks no order is known
     way = sorted(str(path) for path in (out / "unet/0/steps").glob("*.ckpt"))
     found["way-unet"] = ["landscape", str(out / "unet/0"), "--images", "128", "--path", *way]
     for kind in ("x0", "x0-snr", "edm", "flow"):

@@ -1,0 +1,111 @@
+"""Figures of docs/results/stability.md from its CSVs: stability_figures.py FOLDER.
+
+Reads stability-{consistency,levels,decided}-{digits,mnist}.csv in FOLDER, as far as they are
+there, and writes stability-consistency.png and stability-levels.png beside them.
+"""
+
+import csv
+import sys
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from matplotlib.figure import Figure
+
+DATA = ("digits", "mnist")
+Row = dict[str, str]
+
+
+def read(folder: Path, name: str) -> dict[str, list[Row]]:
+    found = {}
+    for data in DATA:
+        path = folder / f"stability-{name}-{data}.csv"
+        if path.is_file():
+            with path.open() as file:
+                found[data] = list(csv.DictReader(file))
+    return found
+
+
+def draw_consistency(folder: Path) -> None:
+    tables = read(folder, "consistency")
+    figure = Figure(figsize=(5.6 * len(tables), 5.4), layout="constrained")
+    panels = figure.subplots(1, len(tables), squeeze=False)[0]
+    marks = {
+        "all_pairs": ("o", "C0", "same seeds"),
+        "same_class": ("|", "C1", "other seeds of the class"),
+        "shuffled": ("|", "C3", "other seeds"),
+        "nearest": ("x", "0.6", "to nearest training image"),
+    }
+    for axes, (data, rows) in zip(panels, tables.items(), strict=True):
+        at = range(len(rows))[::-1]
+        for name, (mark, color, label) in marks.items():
+            known = [(float(row[name]), y) for row, y in zip(rows, at, strict=True) if row[name]]
+            axes.plot(*zip(*known, strict=True), mark, color=color, label=label, markersize=8)
+        axes.set_yticks(list(at), [row["group"] for row in rows])
+        axes.set(title=data, xlabel="PSNR (dB)")
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize="small")
+    figure.savefig(folder / "stability-consistency.png", dpi=110)
+
+
+def draw_levels(folder: Path) -> None:
+    levels, decided = read(folder, "levels"), read(folder, "decided")
+    figure = Figure(figsize=(12, 3.6 * len(levels)), layout="constrained")
+    panels = figure.subplots(len(levels), 3, squeeze=False)
+    for row, data in zip(panels, levels, strict=True):
+        _draw_shares(row[0], levels[data])
+        _draw_distances(row[1], levels[data])
+        _draw_decided(row[2], decided[data])
+        row[0].set_ylabel(f"{data}: excess loss left")
+    figure.savefig(folder / "stability-levels.png", dpi=110)
+
+
+def by_step(rows: list[Row], u: str, name: str) -> tuple[list[int], list[float]]:
+    steps = sorted({int(row["step"]) for row in rows})
+    chosen = [[float(r[name]) for r in rows if r["u"] == u and int(r["step"]) == s] for s in steps]
+    return steps, [mean(each) for each in chosen]
+
+
+def _draw_shares(axes: Any, rows: list[Row]) -> None:
+    """Loss above the last, by that of a network that says 0, whose loss is 1."""
+    for i, u in enumerate(sorted({row["u"] for row in rows}, key=float)):
+        steps, losses = by_step(rows, u, "loss")
+        left = [(loss - losses[-1]) / (1 - losses[-1]) for loss in losses[:-1]]
+        axes.plot(steps[:-1], left, color=_color(i), label=f"u = {u}")
+    axes.set(xlabel="step", xscale="log", yscale="log", ylim=(1e-4, 1))
+    axes.legend(fontsize=6)
+
+
+def _draw_distances(axes: Any, rows: list[Row]) -> None:
+    us = sorted({row["u"] for row in rows}, key=float)
+    steps = sorted({int(row["step"]) for row in rows})
+    for i, step in enumerate([steps[0], steps[len(steps) // 8], steps[len(steps) // 2], steps[-1]]):
+        found = [dict(zip(*by_step(rows, u, "from_x_t"), strict=True))[step] for u in us]
+        axes.plot([float(u) for u in us], found, color=_color(3 * i), label=f"step {step}")
+    noise = [by_step(rows, u, "noise_from_x_t")[1][0] for u in us]
+    axes.plot([float(u) for u in us], noise, "k:", label="the noise itself")
+    axes.set(xlabel="noise level u", title="|eps - x_t| / |x_t|", yscale="log")
+    axes.legend(fontsize=6)
+
+
+def _draw_decided(axes: Any, rows: list[Row]) -> None:
+    us = sorted({row["u"] for row in rows}, key=float)
+    for name, label in (
+        ("psnr", "two ways from one x_t"),
+        ("psnr_to_image", "one way, and the image"),
+        ("psnr_of_others", "other images of the class"),
+    ):
+        found = [mean(float(row[name]) for row in rows if row["u"] == u) for u in us]
+        axes.plot([float(u) for u in us], found, ".-", label=label)
+    axes.set(xlabel="noise level u of x_t", title="PSNR (dB)")
+    axes.legend(fontsize=6)
+
+
+def _color(i: int) -> tuple[float, float, float]:
+    share = i / 9
+    return (share, 0.2, 1 - share)
+
+
+if __name__ == "__main__":
+    draw_consistency(Path(sys.argv[1]))
+    draw_levels(Path(sys.argv[1]))
