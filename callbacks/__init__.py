@@ -11,8 +11,7 @@ from lit_diffusion.callbacks.ema import EMA
 from lit_diffusion.callbacks.fid import FIDEvaluation
 from lit_diffusion.callbacks.finite_updates import FiniteUpdates
 from lit_diffusion.callbacks.gradient_diagnostics import GradientDiagnostics
-from lit_diffusion.callbacks.information import InformationDensity
-from lit_diffusion.callbacks.loss_resampler import LossSecondMomentResampler
+from lit_diffusion.callbacks.loss_resampler import LossDensity, LossSecondMomentResampler
 from lit_diffusion.callbacks.momentum_decay import LRCompensation, MomentumDecay
 from lit_diffusion.callbacks.noise_level_loss import NoiseLevelLoss
 from lit_diffusion.callbacks.power_ema import PowerEMA
@@ -29,8 +28,8 @@ __all__ = [
     "FiniteUpdates",
     "GradientDiagnostics",
     "ImportanceWeightedCurriculum",
-    "InformationDensity",
     "LRCompensation",
+    "LossDensity",
     "LossSecondMomentResampler",
     "MomentumDecay",
     "NoiseLevelLoss",

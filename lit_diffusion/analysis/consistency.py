@@ -28,14 +28,14 @@ class Consistency(Saved):
         paper: Eq. 1, in dB: the first model beside each of the others.
         all_pairs: mean over all pairs of models, in dB.
         pairs: (M, M) mean PSNR of each pair.
-        shuffled: as all_pairs, of each image beside the others' images of other seeds.
+        shuffled: as all_pairs, of each image beside the others' images of all other seeds.
         same_class: as shuffled, of other seeds of the same class, which images share however they
             were made; None without classes, or where none has two seeds.
         nearest: mean PSNR of the images beside the training images nearest to them: models that
             agree no better may only agree on these. None without training images.
         same_nearest: share of pairs whose nearest training image is the same.
-        features: 1 - distance of features over that of shuffled pairs: 1 for the same, 0 for
-            chance; None without an extractor.
+        features: 1 - distance of features over that of other seeds, of the same class where there
+            are classes: 1 for the same, 0 for chance; None without an extractor.
         per_seed: (N,) mean over pairs.
     """
 
@@ -57,6 +57,12 @@ def psnr(a: Tensor, b: Tensor) -> Tensor:
     pair = a.double(), b.double()
     found = peak_signal_noise_ratio(*pair, data_range=255.0, reduction="none", dim=dims)
     return found.nan_to_num(posinf=CAP).clamp(max=CAP)
+
+
+def psnr_of_all(a: Tensor, b: Tensor) -> Tensor:
+    """(N, N) as `psnr`, of each image of a beside each of b."""
+    apart = torch.cdist(a.flatten(1).double(), b.flatten(1).double())
+    return (20 * (255 * a[0].numel() ** 0.5 / apart).log10()).clamp(max=CAP)
 
 
 def consistency(
@@ -86,6 +92,9 @@ def consistency(
     pairs = np.full((len(images), len(images)), CAP)
     for (i, j), found in by_pair.items():
         pairs[i, j] = pairs[j, i] = found.mean().item()
+    others = ~torch.eye(images.shape[1], dtype=torch.bool)
+    alike = None if labels is None else others & (labels[:, None] == labels)
+    alike = None if alike is None or not alike.any() else alike
     nearest = same_nearest = None
     if nearest_of is not None:
         found = torch.stack([nearest_of(each) for each in images])
@@ -96,11 +105,15 @@ def consistency(
         paper=float(pairs[0, 1:].mean()),
         all_pairs=torch.stack(list(by_pair.values())).mean().item(),
         pairs=pairs,
-        shuffled=_mean_of_pairs(images, _shuffled),
-        same_class=None if labels is None else _in_class(images, labels),
+        shuffled=_mean_of_pairs(images, lambda a, b: psnr_of_all(a, b)[others]),
+        same_class=None
+        if alike is None
+        else _mean_of_pairs(images, lambda a, b: psnr_of_all(a, b)[alike]),
         nearest=nearest,
         same_nearest=same_nearest,
-        features=None if features_of is None else _by_features(images, features_of),
+        features=None
+        if features_of is None
+        else _by_features(images, features_of, others if alike is None else alike),
         per_seed=torch.stack(list(by_pair.values())).mean(0).numpy(),
     )
 
@@ -110,35 +123,12 @@ def _mean_of_pairs(images: Tensor, compare: Callable[[Tensor, Tensor], Tensor]) 
     return torch.stack(pairs).mean().item()
 
 
-def _shuffled(a: Tensor, b: Tensor) -> Tensor:
-    """PSNR of each image of a beside those of b by other seeds, up to eight of them."""
-    return torch.stack([psnr(a, b.roll(k, 0)) for k in range(1, min(len(a), 9))])
-
-
-def _in_class(images: Tensor, labels: Tensor) -> float | None:
-    found = []
-    for k in range(1, len(labels)):
-        alike = labels == labels.roll(k)
-        found += [
-            psnr(images[i][alike], images[j].roll(k, 0)[alike])
-            for i in range(len(images))
-            for j in range(i)
-            if alike.any()
-        ]
-    return torch.cat(found).mean().item() if found else None
-
-
 def _same(a: Tensor, b: Tensor) -> Tensor:
     return (a == b).flatten(1).all(1).double()
 
 
-def _by_features(images: Tensor, features_of: Callable[[Tensor], Tensor]) -> float:
+def _by_features(images: Tensor, features_of: Callable[[Tensor], Tensor], others: Tensor) -> float:
+    """Of the way from the pairs that are `others` (N, N) to those of the same seeds."""
     found = torch.stack([features_of(each).double() for each in images])
-
-    def distance(a: Tensor, b: Tensor) -> Tensor:
-        return (a - b).norm(dim=1)
-
-    def of_others(a: Tensor, b: Tensor) -> Tensor:
-        return torch.stack([distance(a, b.roll(k, 0)) for k in range(1, min(len(a), 9))])
-
-    return 1 - _mean_of_pairs(found, distance) / _mean_of_pairs(found, of_others)
+    same = _mean_of_pairs(found, lambda a, b: (a - b).norm(dim=1))
+    return 1 - same / _mean_of_pairs(found, lambda a, b: torch.cdist(a, b)[others])

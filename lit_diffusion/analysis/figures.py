@@ -46,7 +46,8 @@ def draw_interpolation(found: Mapping[str, Interpolation], path: Path) -> None:
     for i, (axes, name) in enumerate(zip(panels, names, strict=True)):
         for kind, each in found.items():
             axes.plot(each.alphas, each.values[i], label=kind)
-        axes.set(title=name, xlabel="alpha (0: second, 1: first)", yscale="log")
+        scale = "log" if min(each.values[i].min() for each in found.values()) > 0 else "linear"
+        axes.set(title=name, xlabel="alpha (0: second, 1: first)", yscale=scale)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("loss")
     if len(found) > 1:
@@ -59,10 +60,11 @@ def draw_landscape(found: Landscape, path: Path, run: Floats | None = None) -> N
     count = len(found.names)
     figure = Figure(figsize=(3.4 * count, 6.4), layout="constrained")
     for i, name in enumerate(found.names):
-        values = np.log10(np.maximum(found.values[i], 1e-12))
+        is_positive = found.values[i].min() > 0
+        values = np.log10(found.values[i]) if is_positive else found.values[i]
         flat = figure.add_subplot(2, count, i + 1)
         lines = flat.contourf(found.x, found.y, values, levels=24)
-        figure.colorbar(lines, ax=flat, label="log10 loss" if i + 1 == count else None)
+        figure.colorbar(lines, ax=flat, label="log10 loss" if is_positive else "loss")
         if run is not None:
             flat.plot(*run.T, "w.-", linewidth=1)
         flat.set(title=name, aspect="equal")

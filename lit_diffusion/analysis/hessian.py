@@ -141,22 +141,23 @@ def difference_error(
 def lanczos(product: Product, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """Ritz values (m,), rising, and weights (m,) of the quadrature that starts at a vector (P,).
 
-    In float64, each vector orthogonalised twice against all before; m is at most `steps`, less
-    where the vectors reach no farther.
+    In float64, each vector orthogonalised twice against all before, which takes memory for `steps`
+    vectors; m is at most `steps`, less where the vectors reach no farther.
     """
-    basis = [start.double() / start.double().norm()]
+    steps = min(steps, len(start))
+    basis = start.new_empty(steps, len(start), dtype=torch.float64)
+    basis[0] = start.double() / start.double().norm()
     diagonal: list[Tensor] = []
     beside: list[Tensor] = []
-    for _ in range(min(steps, len(start))):
-        w = product(basis[-1].to(start.dtype)).double()
-        diagonal.append(basis[-1] @ w)
-        whole = torch.stack(basis)
+    for k in range(steps):
+        w = product(basis[k].to(start.dtype)).double()
+        diagonal.append(basis[k] @ w)
         for _ in range(2):
-            w = w - whole.T @ (whole @ w)
+            w = w - basis[: k + 1].T @ (basis[: k + 1] @ w)
         beside.append(w.norm())
-        if beside[-1] < 1e-10 * torch.stack(diagonal).abs().max():
+        if k + 1 == steps or beside[-1] <= 1e-10 * torch.stack(diagonal).abs().max():
             break
-        basis.append(w / beside[-1])
+        basis[k + 1] = w / beside[-1]
     matrix = torch.diag(torch.stack(diagonal))
     if len(diagonal) > 1:
         off = torch.diag(torch.stack(beside[: len(diagonal) - 1]), 1)

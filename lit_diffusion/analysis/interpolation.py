@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lit_diffusion.analysis.consistency import Floats
 from lit_diffusion.analysis.saved import Saved
-from lit_diffusion.analysis.weights import State, between, move_, restored
+from lit_diffusion.analysis.weights import State, between, put_, restored
 
 Losses = Mapping[str, Callable[[], Tensor]]
 """By name, a loss of the weights in place on a fixed batch with fixed noise."""
@@ -66,6 +66,6 @@ def interpolate(
     values = np.full((len(losses), len(alphas)), np.nan)
     with restored(module):
         for k, alpha in enumerate(alphas):
-            move_(module, between(a, b, alpha))
+            put_(module, between(a, b, alpha))
             values[:, k] = [loss().item() for loss in losses.values()]
     return Interpolation(list(losses), np.array(alphas), values)

@@ -3,6 +3,7 @@
 Source: Li et al. 2018, "Visualizing the Loss Landscape of Neural Nets", sections 4 and 7.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,9 +14,10 @@ from torch import Tensor, nn
 from lit_diffusion.analysis.consistency import Floats
 from lit_diffusion.analysis.interpolation import Losses
 from lit_diffusion.analysis.saved import Saved
-from lit_diffusion.analysis.weights import State, move_, restored
+from lit_diffusion.analysis.weights import State, put_, restored
 
 Direction = dict[str, Tensor]
+TRANSPOSED = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def directions(module: nn.Module, seed: int, num: int = 2) -> list[Direction]:
 def filter_normalised(direction: Direction, module: nn.Module) -> Direction:
     """Each filter as long as that of the module's weight; none along biases and norms.
 
-    A filter is what makes one output: a row of the weight.
+    A filter is what makes one output: a row of the weight, a column of a deconvolution's.
     """
     weights = dict(module.named_parameters())
     found = {}
@@ -62,9 +64,10 @@ def filter_normalised(direction: Direction, module: nn.Module) -> Direction:
         if d.ndim < 2:
             found[name] = torch.zeros_like(d)
             continue
-        lengths = [each.flatten(1).norm(dim=1) for each in (w, d)]
-        scale = lengths[0] / lengths[1].clamp(min=1e-12)
-        found[name] = d * scale.view(-1, *[1] * (d.ndim - 1))
+        owner = module.get_submodule(re.sub(r"(\.parametrizations\..*|(^|\.)\w+)$", "", name))
+        others = tuple(i for i in range(d.ndim) if i != int(isinstance(owner, TRANSPOSED)))
+        lengths = [each.square().sum(others, keepdim=True).sqrt() for each in (w, d)]
+        found[name] = d * (lengths[0] / lengths[1].clamp(min=1e-12))
     return found
 
 
@@ -89,13 +92,13 @@ def landscape(
     with restored(module) as center:
         for row, v in enumerate(y):
             for column, u in enumerate(x):
-                move_(module, {n: center[n] + u * d + v * plane[1][n] for n, d in plane[0].items()})
+                put_(module, {n: center[n] + u * d + v * plane[1][n] for n, d in plane[0].items()})
                 values[:, row, column] = [loss().item() for loss in losses.values()]
     return Landscape(list(losses), np.array(x), np.array(y), values)
 
 
 @dataclass(frozen=True)
-class Path(Saved):
+class Way(Saved):
     """A run's weights in a plane.
 
     Attributes:
@@ -123,16 +126,21 @@ def principal_plane(
 ) -> tuple[list[Direction], float]:
     """The two directions that hold most of a run's squared distance from the center, and its share.
 
+    Raises:
+        ValueError: for fewer than two places that differ from the center.
+
     Source: Li et al. 2018, section 7.2.
     """
     rows = torch.stack([_flat(s, names) - _flat(center, names) for s in states])
     _, sizes, vectors = torch.linalg.svd(rows, full_matrices=False)
+    if len(sizes) < 2 or not sizes[1] > 1e-9 * sizes[0]:
+        raise ValueError("a way needs two places or more that differ from its end, and each other.")
     share = (sizes[:2].square().sum() / sizes.square().sum()).item()
     return [_shaped(v * sizes[i], center, names) for i, v in enumerate(vectors[:2])], share
 
 
 def _flat(state: State, names: Sequence[str]) -> Tensor:
-    return torch.cat([state[name].double().flatten() for name in names])
+    return torch.cat([state[name].double().flatten().cpu() for name in names])
 
 
 def _shaped(flat: Tensor, like: State, names: Sequence[str]) -> Direction:

@@ -28,24 +28,41 @@ def put_(module: nn.Module, state: Mapping[str, Tensor]) -> None:
         own[name].copy_(value)
 
 
-@torch.no_grad()
-def move_(module: nn.Module, state: Mapping[str, Tensor], iterations: int = 50) -> None:
-    """`put_`, and the vectors of spectral norm are found for the weights that are there now.
+class ExactSpectralNorm(nn.Module):
+    """A weight over its largest singular value, which is differentiated too.
+
+    torch's holds the singular vectors of its last power iteration fixed: as weights move they are
+    no longer those of the weights, and their share of the curvature is lost.
 
     Args:
-        module: whose weights move.
-        state: where to.
-        iterations: of the power method.
+        dim: of the weight that the rows of the matrix are along.
     """
-    put_(module, state)
-    for part in module.modules():
+
+    def __init__(self, dim: int = 0) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Of the same shape."""
+        return weight / torch.linalg.matrix_norm(weight.movedim(self.dim, 0).flatten(1), 2)
+
+
+def exact_spectral_norms_(module: nn.Module) -> None:
+    """Put `ExactSpectralNorm` in place of torch's `parametrizations.spectral_norm`.
+
+    Raises:
+        ValueError: for the older `torch.nn.utils.spectral_norm`, which works by hooks.
+    """
+    for name, part in module.named_modules():
+        if any("SpectralNorm" in type(hook).__name__ for hook in part._forward_pre_hooks.values()):
+            raise ValueError(
+                f"{name} has torch.nn.utils.spectral_norm, which does not follow moved weights; "
+                "build it with torch.nn.utils.parametrizations.spectral_norm."
+            )
         if isinstance(part, ParametrizationList):
-            for each in part:
+            for i, each in enumerate(part):
                 if {"_u", "_v"} <= dict(each.named_buffers()).keys():
-                    each.train()
-                    for _ in range(iterations):
-                        each(part.original)
-                    each.eval()
+                    part[i] = ExactSpectralNorm(getattr(each, "dim", 0))
 
 
 @contextmanager

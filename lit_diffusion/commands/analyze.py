@@ -88,7 +88,10 @@ filter, the same for all checkpoints of one --seed; or through the way that a ru
     made.add_argument("checkpoint", metavar="C", help="at the center")
     made.add_argument("--points", type=int, default=21, help="along each side (default 21)")
     made.add_argument(
-        "--span", type=float, default=1.0, help="how far, in lengths of filters (default 1)"
+        "--span",
+        type=float,
+        default=1.0,
+        help="how far, in lengths of filters; not with --path (default 1)",
     )
     made.add_argument("--seed", type=int, default=0, help="of the directions (default 0)")
     made.add_argument("--path", nargs="+", metavar="C", help="checkpoints of the run, in order")

@@ -1,5 +1,6 @@
 """What `lit-diffusion analyze` does: checkpoints are loaded, a batch is fixed, results are kept."""
 
+import hashlib
 import math
 import os
 import re
@@ -26,14 +27,16 @@ from lit_diffusion.analysis.interpolation import Interpolation, Losses, interpol
 from lit_diffusion.analysis.landscape import (
     Direction,
     Landscape,
+    Way,
     directions,
     filter_normalised,
     landscape,
     principal_plane,
     projected,
 )
-from lit_diffusion.analysis.weights import State, between, state_of
+from lit_diffusion.analysis.weights import State, between, exact_spectral_norms_, state_of
 from lit_diffusion.checkpoints.loading import Loaded, load_with_record, model_spec
+from lit_diffusion.data.base import require_at_least
 from lit_diffusion.metrics.copies import nearest
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.reference import Scorer
@@ -51,6 +54,30 @@ def opened(path: str, args: Namespace) -> Loaded:
     loaded = load_with_record(path, args.weights, trust=args.trust)
     loaded.module.to(usable_device(args.device))
     return loaded
+
+
+def movable(path: str, args: Namespace) -> Loaded:
+    """As `opened`, for weights that move: spectral norm is exact, and follows them."""
+    loaded = opened(path, args)
+    exact_spectral_norms_(loaded.module)
+    return loaded
+
+
+KINDS = ("process", "parameterization", "loss", "times", "codec", "image_shape", "num_classes")
+
+
+def refuse_other_losses(first: Loaded, others: Sequence[Loaded]) -> None:
+    """Raise ValueError where a loss of the first means another one for the weights of others."""
+    for other in others:
+        between(state_of(first.module), state_of(other.module), 0.5)  # refuses other architectures
+        kinds = [each.checkpoint.get("hyper_parameters", {}) for each in (first, other)]
+        for name in KINDS:
+            a, b = (each.get(name) for each in kinds)
+            if a != b:
+                raise ValueError(
+                    f"only weights of one kind of model lie on a line, and the {name} of "
+                    f"{other.path} is {b!r:.200}, that of {first.path} {a!r:.200}."
+                )
 
 
 def data_for(loaded: Loaded, args: Namespace) -> Any:
@@ -78,6 +105,10 @@ def fixed_losses(module: Any, data: Any, args: Namespace) -> Losses:
     dataset = data.dataset("train")
     if not 2 <= args.images <= len(dataset):
         raise ValueError(f"--images must be 2 to {len(dataset)}, got {args.images}.")
+    if not (args.levels and all(0 <= u <= 1 for u in args.levels)) or len(
+        {f"{u:g}" for u in args.levels}
+    ) < len(args.levels):
+        raise ValueError(f"--levels must be different numbers in [0, 1], got {args.levels}.")
     chosen = [i * len(dataset) // args.images for i in range(args.images)]
     images, labels, index = dataset.fetch([0] * len(chosen), chosen)
     images, labels = images.to(module.device), _on(labels, module)
@@ -89,8 +120,11 @@ def fixed_losses(module: Any, data: Any, args: Namespace) -> Losses:
             "discriminator": lambda: module.discriminator_losses(x0, told, z).mean(),
             "generator": lambda: module.generator_losses(told, z).mean(),
         }
-    if not hasattr(module, "per_sample_loss"):
-        raise ValueError(f"{type(module).__name__} has no per_sample_loss to look at.")
+    if lacking := [n for n in ("per_sample_loss", "process", "codec") if not hasattr(module, n)]:
+        raise ValueError(
+            f"losses by level need a module with per_sample_loss, process and codec; "
+            f"{type(module).__name__} lacks {' and '.join(lacking)}."
+        )
     x0 = module.codec.encode(images)
     condition = labels if getattr(module, "conditioning", None) is not None else None
     noise = PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
@@ -128,9 +162,21 @@ def _say_minutes(what: str, seconds: float) -> None:
 
 
 def _plan(kind: str, args: Namespace, *loaded: Loaded) -> dict[str, Any]:
-    options = {k: v for k, v in vars(args).items() if k not in ("out", "device", "trust", "run")}
-    of = [f"{each.path} at step {each.step}, {each.weights}" for each in loaded]
+    left_out = ("out", "device", "trust", "batch_size")
+    options = {k: v for k, v in vars(args).items() if k not in left_out}
+    of = [
+        f"{each.path} at step {each.step}, {each.weights}, {_fingerprint(each.module)}"
+        for each in loaded
+    ]
     return {"analysis": kind, "of": of, **options}
+
+
+def _fingerprint(module: Any) -> str:
+    """Of all weights in place."""
+    found = hashlib.sha256()
+    for name, value in state_of(module).items():
+        found.update(name.encode() + value.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:12]
 
 
 def _awaited(out: Path) -> str:
@@ -142,9 +188,15 @@ def _awaited(out: Path) -> str:
 
 def compare_images(args: Namespace) -> str:
     """Images of the same seeds by all checkpoints, compared; what to print."""
+    if min(len(args.checkpoints), args.num) < 2:
+        raise ValueError(
+            f"two models and two seeds are the least, got {len(args.checkpoints)} and {args.num}."
+        )
+    require_at_least(1, batch_size=args.batch_size)
     loaded = [opened(path, args) for path in args.checkpoints]
-    if len(loaded) < 2:
-        raise ValueError(f"give two checkpoints or more, got {len(loaded)}.")
+    protocol = protocol_by_name(args.extractor or protocol_of_run(args.checkpoints[0]))
+    protocol.check()
+    bank = _training_images(loaded, args)
     began = time.monotonic()
     _refuse_unlike(loaded)
     made_of = f"{args.num} images of each of {len(loaded)} models"
@@ -165,9 +217,6 @@ def compare_images(args: Namespace) -> str:
     if made is None:
         return _awaited(out)
     images = torch.stack([torch.from_numpy(each["images"]) for each in made])
-    bank = data_for(loaded[0], args).images("train")
-    protocol = protocol_by_name(args.extractor or protocol_of_run(args.checkpoints[0]))
-    protocol.check()
     device = usable_device(args.device)
     scorer = Scorer(protocol, protocol.build().to(device), device, args.batch_size)
     found = consistency(
@@ -180,6 +229,16 @@ def compare_images(args: Namespace) -> str:
     found.save(out / "consistency")
     draw_consistency(found, images, out / "consistency.png")
     return _told_consistency(found, protocol.name)
+
+
+def _training_images(loaded: Sequence[Loaded], args: Namespace) -> Tensor:
+    """uint8 (K, C, H, W) of all sets that a model was trained on."""
+    sets = {}
+    for each in loaded:
+        spec = model_spec(each.checkpoint, "datamodule_hyper_parameters")
+        if repr(spec) not in sets:
+            sets[repr(spec)] = data_for(each, args).images("train")
+    return torch.cat(list(sets.values()))
 
 
 def _classes(loaded: Sequence[Loaded], seeds: range) -> Tensor | None:
@@ -232,9 +291,10 @@ def _told_consistency(found: Consistency, protocol: str) -> str:
 
 def interpolate_weights(args: Namespace) -> str:
     """Losses on the line between two checkpoints; what to print."""
-    first, second = (opened(path, args) for path in (args.first, args.second))
+    require_at_least(2, points=args.points)
+    first, second = (movable(path, args) for path in (args.first, args.second))
+    refuse_other_losses(first, [second])
     a, b = state_of(first.module), state_of(second.module)
-    between(a, b, 0.5)  # refuses other architectures before any work
     ends = {"as they are": b}
     if args.align:
         units = hidden_units(first.module)
@@ -272,15 +332,17 @@ def interpolate_weights(args: Namespace) -> str:
 
 def survey(args: Namespace) -> str:
     """Losses on a plane through a checkpoint; what to print."""
-    loaded = opened(args.checkpoint, args)
+    require_at_least(2, points=args.points)
+    if not 0 < args.span < math.inf:
+        raise ValueError(f"--span must be above 0 and finite, got {args.span}.")
+    loaded = movable(args.checkpoint, args)
     losses = fixed_losses(loaded.module, data_for(loaded, args), args)
-    plane, path, share = _plane(loaded, args)
-    if args.span <= 0 or args.points < 2:
-        raise ValueError(f"--span > 0 and --points >= 2, got {args.span} and {args.points}.")
-    reach = args.span if path is None else 1.2 * float(np.abs(path).max())
+    on_the_way = [movable(path, args) for path in args.path or ()]
+    plane, way = _plane(loaded, on_the_way, args.seed)
+    reach = args.span if way is None else 1.2 * float(np.abs(way.points).max())
     out, axis = Path(args.out), np.linspace(-reach, reach, args.points)
     _said_cost(losses, args.points**2)
-    planned(out, _plan("landscape", args, loaded))
+    planned(out, _plan("landscape", args, loaded, *on_the_way))
 
     def make(row: str) -> Arrays:
         return {"values": landscape(loaded.module, plane, losses, axis, [axis[int(row)]]).values}
@@ -291,29 +353,30 @@ def survey(args: Namespace) -> str:
     values = np.concatenate([each["values"] for each in made], axis=1)
     found = Landscape(list(losses), axis, axis, values)
     found.save(out / "landscape")
-    draw_landscape(found, out / "landscape.png", path)
+    draw_landscape(found, out / "landscape.png", None if way is None else way.points)
     told = [
         f"{name}: {values[i].min():.4g} to {values[i].max():.4g}" for i, name in enumerate(losses)
     ]
-    if share is not None:
-        told.append(f"The plane holds {share:.1%} of the run's squared distance from its end.")
+    if way is not None:
+        way.save(out / "way")
+        told.append(f"The plane holds {way.share:.1%} of the run's squared distance from its end.")
     return "\n".join(told)
 
 
 def _plane(
-    loaded: Loaded, args: Namespace
-) -> tuple[list[Direction], np.ndarray[Any, Any] | None, float | None]:
-    """Two directions, a run's way in them, and how much of it they hold."""
-    if not args.path:
-        drawn = directions(loaded.module, args.seed)
-        return [filter_normalised(each, loaded.module) for each in drawn], None, None
+    loaded: Loaded, on_the_way: Sequence[Loaded], seed: int
+) -> tuple[list[Direction], Way | None]:
+    """Two directions, and a run's way in them."""
+    if not on_the_way:
+        drawn = directions(loaded.module, seed)
+        return [filter_normalised(each, loaded.module) for each in drawn], None
+    refuse_other_losses(loaded, on_the_way)
     center = state_of(loaded.module)
-    states: list[State] = [state_of(opened(path, args).module) for path in args.path]
-    for state in states:
-        between(state, center, 0.5)
+    states: list[State] = [state_of(each.module) for each in on_the_way]
     names = [name for name, p in loaded.module.named_parameters() if p.requires_grad]
     plane, share = principal_plane(states, center, names)
-    return plane, projected(states, center, plane), share
+    points = projected(states, center, plane)
+    return plane, Way([each.step for each in on_the_way], points, share)
 
 
 # Hessian
@@ -321,7 +384,8 @@ def _plane(
 
 def spectra(args: Namespace) -> str:
     """Spectra of the Hessian of each loss; what to print."""
-    loaded = opened(args.checkpoint, args)
+    require_at_least(1, steps=args.steps, vectors=args.vectors)
+    loaded = movable(args.checkpoint, args)
     losses = fixed_losses(loaded.module, data_for(loaded, args), args)
     out, parameters = Path(args.out), list(loaded.module.parameters())
     _refuse_jumps(losses, loaded.module, parameters, args.kinks)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -27,7 +28,7 @@ def planned(folder: Path, plan: Mapping[str, Any]) -> None:
     holds_something = folder.is_file() or (folder.is_dir() and any(folder.glob("[!.]*")))
     text = json.dumps(plan, indent=1, default=str) + "\n"
     if path.is_file():
-        there, now = json.loads(path.read_text()), json.loads(text)
+        there, now = _plan_in(path), json.loads(text)
         for name in now:
             if there.get(name) != now[name]:
                 raise ValueError(
@@ -76,4 +77,20 @@ def pieces(
         raise
     if not all(file.is_file() for file in files.values()):
         return None
-    return [dict(np.load(file)) for file in files.values()]
+    return [_arrays_in(file) for file in files.values()]
+
+
+def _plan_in(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text())
+        found.get("analysis")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete the folder.") from None
+    return found
+
+
+def _arrays_in(path: Path) -> Arrays:
+    try:
+        return dict(np.load(path))
+    except (ValueError, OSError, BadZipFile) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it.") from None

@@ -84,5 +84,22 @@ def test_images_of_one_class_are_compared_with_each_other_alone():
         if i != j and labels[i] == labels[j]
     ]
     assert found.same_class == pytest.approx(np.mean(by_class), rel=1e-6)
+    all_others = [
+        by_hand(IMAGES[1, i], IMAGES[0, j]) for i in range(12) for j in range(12) if i != j
+    ]
+    assert found.shuffled == pytest.approx(np.mean(all_others), rel=1e-6)
     assert consistency(IMAGES[:2], ["a", "b"], labels=torch.arange(12)).same_class is None
     assert consistency(IMAGES[:2], ["a", "b"]).same_class is None
+
+
+def test_models_that_share_their_classes_alone_agree_by_chance():
+    labels = torch.arange(200) % 10
+    generator = torch.Generator().manual_seed(0)
+    prototypes = torch.randint(0, 200, (10, 1, 8, 8), generator=generator)
+    noise = torch.randint(0, 56, (2, 200, 1, 8, 8), generator=generator)
+    images = (prototypes[labels] + noise).to(torch.uint8)
+    found = consistency(
+        images, ["a", "b"], features_of=lambda x: x.flatten(1).double(), labels=labels
+    )
+    assert found.all_pairs == pytest.approx(found.same_class, abs=0.1)
+    assert found.features == pytest.approx(0, abs=0.02)

@@ -3,7 +3,8 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from lit_diffusion.analysis.weights import between, move_, put_, restored, state_of
+from lit_diffusion.analysis.hessian import difference_error, hessian_product
+from lit_diffusion.analysis.weights import between, exact_spectral_norms_, put_, restored, state_of
 
 
 def network(width=3):
@@ -50,16 +51,44 @@ def test_other_architectures_are_refused_with_a_name():
         between(state_of(network(3)), state_of(network(4)), 0.5)
 
 
-def test_spectral_norm_divides_by_the_norm_of_the_weights_in_between():
+def test_spectral_norm_is_of_the_weights_wherever_they_are():
     ends = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        ends.append(spectral_norm(nn.Linear(40, 30), n_power_iterations=50).eval())
-    middle = between(*map(state_of, ends), 0.5)
-    before = ends[0].weight.detach().clone()
-    with restored(ends[0]):
-        move_(ends[0], middle)
-        largest = torch.linalg.matrix_norm(ends[0].weight, 2).item()
-        assert not ends[0].parametrizations["weight"][0].training
-    assert largest == pytest.approx(1, abs=0.02)
-    assert torch.equal(ends[0].weight, before)
+        ends.append(nn.Sequential(spectral_norm(nn.Linear(40, 30))).eval())
+        exact_spectral_norms_(ends[-1])
+    with restored(ends[0]) as before:
+        assert set(before) == {"0.bias", "0.parametrizations.weight.original"}
+        put_(ends[0], between(*map(state_of, ends), 0.5))
+        largest = torch.linalg.matrix_norm(ends[0][0].weight, 2).item()
+    assert largest == pytest.approx(1, abs=1e-5)
+
+
+def test_the_norm_is_a_part_of_the_curvature():
+    """By differences of gradients of W / its norm, which torch's own takes for W / a constant."""
+    torch.manual_seed(0)
+    module = spectral_norm(nn.Linear(5, 4, bias=False).double())
+    exact_spectral_norms_(module)
+    x = torch.randn(20, 5).double()
+    assert difference_error(lambda: module(x).square().mean(), module.parameters()) < 1e-5
+    w = module.parametrizations["weight"].original.detach().requires_grad_()
+
+    def by_formula():
+        return (x @ (w / torch.linalg.svdvals(w)[0]).T).square().mean()
+
+    exact = torch.autograd.grad(by_formula(), w)[0].flatten()
+    _, found = hessian_product(lambda: module(x).square().mean(), module.parameters())
+    torch.testing.assert_close(found, exact)
+
+
+def test_deconvolutions_have_the_norm_of_torch_s_own():
+    torch.manual_seed(0)
+    usual = spectral_norm(nn.ConvTranspose2d(3, 6, 2), n_power_iterations=200)
+    expected = usual.weight.detach().clone()
+    exact_spectral_norms_(usual)
+    torch.testing.assert_close(usual.weight, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_older_spectral_norm_is_refused():
+    with pytest.raises(ValueError, match="0 has torch.nn.utils.spectral_norm"):
+        exact_spectral_norms_(nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2))))

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from support.foreign_times import ForeignTimes, InOrder
 from support.golden import close, load, tensor
@@ -9,7 +9,13 @@ from support.on_ranks import run_on_ranks
 from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
 
-from lit_diffusion.callbacks import EMA, FiniteUpdates, LossSecondMomentResampler, StepSeed
+from lit_diffusion.callbacks import (
+    EMA,
+    FiniteUpdates,
+    LossDensity,
+    LossSecondMomentResampler,
+    StepSeed,
+)
 from lit_diffusion.callbacks.curriculum import importance_weight, total_variation
 from lit_diffusion.callbacks.loss_resampler import (
     LossHistory,
@@ -303,3 +309,32 @@ def test_ranks_share_the_losses_of_batches_of_different_sizes(tmp_path):
     assert len({tuple(density) for _, density, _ in zero["told"]}) > 1
     assert zero["state"] == [value.tolist() for value in histories[-1]]
     assert zero["weights"] == one["weights"]
+
+
+def test_draws_are_in_proportion_to_mean_losses_once_all_are_known():
+    callback = LossDensity(num_bins=3, history=2, uniform_prob=0.3)
+    losses = torch.tensor([[1.0, 3.0], [0.0, 0.0], [5.0, 1.0]]).double()
+    known = LossHistory(losses, torch.tensor([2, 2, 2]))
+    expected = 0.7 * torch.tensor([2, 0, 3]).double() / 5 + 0.1
+    torch.testing.assert_close(callback.density(known), expected)
+    partly = LossHistory(losses, torch.tensor([2, 1, 2]))
+    assert callback.density(partly).tolist() == [1, 1, 1]
+    none = LossHistory(torch.zeros(3, 2).double(), torch.tensor([2, 2, 2]))
+    assert callback.density(none).tolist() == [1, 1, 1]
+
+
+def test_times_are_drawn_by_it_and_the_weight_is_left_alone(tmp_path):
+    seen = []
+
+    class Sees(Callback):
+        def on_train_batch_start(self, trainer, pl_module, *args):
+            seen.append((pl_module.timestep_density, pl_module.timestep_weight, callback._state))
+
+    callback = LossDensity(num_bins=4, history=4)
+    make_trainer(tmp_path, callback, Sees(), max_epochs=8).fit(tiny_diffusion(), images(16, 4))
+    assert all(weight is None for _, weight, _ in seen)
+    assert (seen[0][0] == seen[0][0][0]).all()
+    density, _, history = seen[-1]
+    assert (history.seen >= 4).all()
+    means = history.losses.mean(1)
+    torch.testing.assert_close(density.double(), 0.9 * means / means.sum() + 0.1 / 4)

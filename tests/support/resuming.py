@@ -13,10 +13,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
 from lit_diffusion.callbacks import (
     EMA,
+    ConsistencyProbe,
     CurriculumWeight,
     FIDEvaluation,
     FiniteUpdates,
+    GradientDiagnostics,
     ImportanceWeightedCurriculum,
+    LossDensity,
     LossSecondMomentResampler,
     LRCompensation,
     MomentumDecay,
@@ -48,6 +51,8 @@ CALLBACKS = {
     "TimestepCurriculum": lambda: TimestepCurriculum(8, mean=0.3, std=0.2),
     "NoiseLevelLoss": lambda: NoiseLevelLoss(4, num_images=20),
     "SampleGrid": lambda: SampleGrid(4, every_n_steps=3),
+    "GradientDiagnostics": lambda: GradientDiagnostics(every_n_steps=3, num_levels=2, num_images=8),
+    "ConsistencyProbe": lambda: ConsistencyProbe(4, every_n_steps=3),
     "FIDEvaluation": lambda: FIDEvaluation(
         66, "digits-cnn", every_n_steps=4, weights="raw", cache_dir="cache"
     ),
@@ -59,6 +64,7 @@ ALTERNATIVES = {  # each to another one above, beside which it is refused
     "ImportanceWeightedCurriculum": lambda: ImportanceWeightedCurriculum(8, mean=0.3, std=0.2),
     "ShiftingGaussian": lambda: ShiftingGaussian(8),
     "LossSecondMomentResampler": lambda: LossSecondMomentResampler(num_bins=4, history=3),
+    "LossDensity": lambda: LossDensity(num_bins=4, history=3),
 }
 FOREIGN = {
     "GradientAccumulationScheduler": lambda: GradientAccumulationScheduler({0: 1, 1: 2}),

@@ -234,7 +234,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "digits/sgd-x3": _optimizer("SGD", lr=0.27, momentum=0.9),
     "digits/sgd-x10": _optimizer("SGD", lr=0.9, momentum=0.9),
     "digits/rmsprop": _optimizer("RMSprop", lr=1e-3),
-    "digits/information": _added("InformationDensity", num_bins=50, history=32, uniform_prob=0.1),
+    "digits/loss-density": _added("LossDensity", num_bins=20, history=64, uniform_prob=0.1),
     "digits/loss-resampler": _added("LossSecondMomentResampler", num_bins=100),
     "digits/shifting-gaussian": _shifting(1500, 1000),
     "cifar10/clts": _clts(50_000, 4000),
