@@ -48,6 +48,7 @@ class ConsistencyProbe(RunsEveryNSteps):
             raise ValueError(f"num must be at least 1, got {num}.")
         self.num = num
         self._last: Tensor | None = None
+        self._loaded = False  # since the run was set up
 
     def metric_names(self) -> list[str]:
         """One."""
@@ -59,13 +60,18 @@ class ConsistencyProbe(RunsEveryNSteps):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from the images of the checkpoint."""
-        self._last = state_dict.get("images")
+        self._last, self._loaded = state_dict.get("images"), True
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """A checkpoint, if there is one, is read after this."""
+        super().setup(trainer, pl_module, stage)
+        self._loaded = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Find conflicts before the first step."""
         refuse_unable(pl_module, "ConsistencyProbe")
         super().on_fit_start(trainer, pl_module)
-        if trainer.ckpt_path is None:
+        if not self._loaded:
             self._last = None
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -228,9 +228,9 @@ class EMA(Callback):
             return {}
         for change in changed_decays(state, self.decays):
             rank_zero_info(change)
-        known = unpack(state, self.decays, params | self._buffers())
+        known = unpack(state, self.decays, self._named_buffers() | params)
         if left := known.keys() - params.keys():
-            rank_zero_info(f"EMA(buffers=False): the averages of {len(left)} buffers are dropped.")
+            rank_zero_info(f"EMA averages no such buffers: {len(left)} averages are dropped.")
         if new := [n for n, p in params.items() if not isinstance(p, Parameter) and n not in known]:
             rank_zero_info(f"EMA(buffers=True): averages of {len(new)} buffers start from these.")
         return {name: average for name, average in known.items() if name in params}

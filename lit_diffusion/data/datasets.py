@@ -95,7 +95,7 @@ def part_of(data: TensorImages, part: tuple[int, int]) -> TensorImages:
     """Every n-th image from the k-th on, for part = (k, n): parts of one n have none in common.
 
     Raises:
-        ValueError: unless 0 <= k < n.
+        ValueError: unless 0 <= k < n, with k below the number of images.
 
     Example:
         >>> data = TensorImages(torch.arange(5), torch.arange(5))
@@ -103,8 +103,8 @@ def part_of(data: TensorImages, part: tuple[int, int]) -> TensorImages:
         ([0, 2, 4], [1, 3])
     """
     first, step = part
-    if not 0 <= first < step:
-        raise ValueError(f"part must be (k, n) with 0 <= k < n, got {tuple(part)}.")
+    if not 0 <= first < min(step, len(data)):
+        raise ValueError(f"part must be (k, n) with 0 <= k < n, of {len(data)}, got {tuple(part)}.")
     if step == 1:
         return data
     return TensorImages(data.images[first::step], data.labels[first::step])

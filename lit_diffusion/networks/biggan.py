@@ -3,7 +3,8 @@
     [z_0 | z_1 ... z_n], label -- linear 4x4 -- blocks up, told (z_i, label) by their norms -- tanh
     image, label -- blocks down -- sum over pixels -- linear + <embedding(label), features>
 
-All weights are divided by their largest singular value. Parameter names are our own.
+Weights are divided by their largest singular value, but for the generator's embedding. Parameter
+names are our own.
 
 Source: Brock et al. 2019 (BigGAN, arXiv 1809.11096), appendix B; Miyato & Koyama 2018 (projection);
 Miyato et al. 2018 (spectral norm); Zhang et al. 2019 (SAGAN) for the attention.
@@ -115,7 +116,7 @@ class BigGANGenerator(nn.Module):
         smallest: side of the first feature map.
 
     Raises:
-        ValueError: where z cannot be divided among the blocks.
+        ValueError: where z cannot be divided among the blocks, or no block has attention's size.
 
     Example:
         >>> network = BigGANGenerator(10, 3, widths=(4, 4, 4, 4), width=8, attention_at=0)
@@ -141,6 +142,7 @@ class BigGANGenerator(nn.Module):
                 "latent_dim must be divisible by the number of blocks and 1, which is "
                 f"len(widths), got latent_dim={latent_dim} and widths={tuple(widths)}."
             )
+        _refuse_unmet(attention_at, [smallest << i + 1 for i in range(blocks)])
         self.num_classes, self.latent_dim, self.smallest = num_classes, latent_dim, smallest
         part = latent_dim // (blocks + 1)
         channels = [width * each for each in widths]
@@ -185,6 +187,9 @@ class BigGANDiscriminator(nn.Module):
         image_size: side of the images, to know where `attention_at` is.
         attention_at: side of the feature maps with attention; 0 for none.
 
+    Raises:
+        ValueError: where all blocks would keep the side, or none has attention's size.
+
     Example:
         >>> network = BigGANDiscriminator(10, 3, (4, 4, 4, 4), 8, unhalved=2, attention_at=0)
         >>> network(torch.randn(2, 3, 32, 32), torch.tensor([3, 7])).shape
@@ -205,6 +210,9 @@ class BigGANDiscriminator(nn.Module):
         self.num_classes = num_classes
         channels = [in_channels, *(width * each for each in widths)]
         halved = len(widths) - unhalved
+        if not 0 < halved <= len(widths):
+            raise ValueError(f"unhalved must be 0 to {len(widths) - 1}, got {unhalved}.")
+        _refuse_unmet(attention_at, [image_size >> i + 1 for i in range(halved)])
         layers: list[nn.Module] = []
         for i in range(len(widths)):
             layers.append(_Down(*channels[i : i + 2], halves=i < halved, first=i == 0))
@@ -219,6 +227,11 @@ class BigGANDiscriminator(nn.Module):
         features = F.relu(self.layers(x)).sum(dim=(2, 3))
         out: Tensor = self.linear(features)[:, 0] + (self.embedding(labels) * features).sum(1)
         return out
+
+
+def _refuse_unmet(attention_at: int, sides: list[int]) -> None:
+    if attention_at and attention_at not in sides:
+        raise ValueError(f"attention_at must be 0 or one of {sides}, got {attention_at}.")
 
 
 def _doubled(x: Tensor) -> Tensor:

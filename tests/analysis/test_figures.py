@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -40,4 +42,8 @@ def test_lines_and_surfaces_and_spectra_are_drawn(tmp_path):
     nodes = np.array([[3.0, 1.0, np.nan]])
     spectrum = Spectrum(10, nodes, np.array([[0.5, 0.5, np.nan]]))
     figures.draw_spectra({"u": spectrum}, tmp_path / "spectra.png")
+    figures.draw_spectra({"u": replace(spectrum, weights=spectrum.weights / 2)}, tmp_path / "b.png")
+    assert (tmp_path / "spectra.png").read_bytes() != (tmp_path / "b.png").read_bytes()
+    negative = Landscape(["u"], axis, axis, values[:1] - 2)
+    figures.draw_landscape(negative, tmp_path / "below.png")
     assert all(ink(tmp_path / name) > 0.01 for name in ("line.png", "way.png", "spectra.png"))

@@ -28,6 +28,15 @@ def test_filters_are_as_long_as_the_weights_own_and_biases_and_norms_do_not_move
     assert all(found[name].abs().max() == 0 for name in ("0.bias", "1.weight", "1.bias"))
 
 
+def test_the_filters_of_a_deconvolution_are_its_columns():
+    net = nn.Sequential(nn.ConvTranspose2d(4, 3, 2))
+    with torch.no_grad():
+        net[0].weight[:, 0] *= 50
+    found = filter_normalised(directions(net, seed=5, num=1)[0], net)["0.weight"]
+    lengths = [each.square().sum((0, 2, 3)).sqrt() for each in (found, net[0].weight)]
+    torch.testing.assert_close(*lengths)
+
+
 def test_directions_are_a_function_of_the_seed_and_shared_by_networks_of_one_shape():
     first, second = (directions(network(), seed=5) for _ in range(2))
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])

@@ -90,5 +90,5 @@ def test_deconvolutions_have_the_norm_of_torch_s_own():
 
 
 def test_the_older_spectral_norm_is_refused():
-    with pytest.raises(ValueError, match="0 has torch.nn.utils.spectral_norm"):
+    with pytest.raises(ValueError, match=r"0 has torch\.nn\.utils\.spectral_norm"):
         exact_spectral_norms_(nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2))))

@@ -130,9 +130,8 @@ def train(out: Path, data: str, kind: str, seed: int, options: list[str]) -> Non
     if data == "mnist":
         told += ["--data.init_args.root=data", "--data.init_args.num_workers=0"]
     told += [*options, f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}"]
-    last = folder / "checkpoints/last.ckpt"
-    resumed = [f"--ckpt_path={last}"] if last.is_file() else []
-    if lit_diffusion(out / f"{kind}-{seed}.log", "fit", *told, *resumed):
+    told += ["--ckpt_path=last-or-none"]
+    if lit_diffusion(out / f"{kind}-{seed}.log", "fit", *told):
         (folder / "done").touch()
         print(f"trained {kind} from seed {seed}", flush=True)
 
@@ -140,9 +139,13 @@ def train(out: Path, data: str, kind: str, seed: int, options: list[str]) -> Non
 def train_all(out: Path, data: str, jobs: int, only: list[str]) -> None:
     chosen = {k: v for k, v in kinds(data).items() if not only or k in only}
     with ThreadPoolExecutor(jobs) as pool:
-        for seed in range(3):
-            for kind, options in chosen.items():
-                pool.submit(train, out, data, kind, seed, options)
+        ended = [
+            pool.submit(train, out, data, kind, seed, options)
+            for seed in range(3)
+            for kind, options in chosen.items()
+        ]
+    for each in ended:
+        each.result()
 
 
 def looks(out: Path, data: str) -> dict[str, list[str]]:
@@ -175,13 +178,15 @@ def looks(out: Path, data: str) -> dict[str, list[str]]:
 
 def look(out: Path, data: str, jobs: int, only: list[str]) -> None:
     """Lines, planes and spectra of the models that are there."""
+    ended = []
     with ThreadPoolExecutor(jobs) as pool:
         for name, words in looks(out, data).items():
-            if only and name not in only:
-                continue
             log = out / "looks" / f"{name}.log"
-            if not (log.is_file() and log.read_text().endswith("done\n")):
-                pool.submit(_look, log, name, words, log.parent / name)
+            is_done = log.is_file() and log.read_text().endswith("done\n")
+            if not is_done and (not only or name in only):
+                ended.append(pool.submit(_look, log, name, words, log.parent / name))
+    for each in ended:
+        each.result()
 
 
 def _look(log: Path, name: str, words: list[str], target: Path) -> None:

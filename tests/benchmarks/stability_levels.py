@@ -156,6 +156,7 @@ def train(out: Path, arm: str, seed: int, steps: int) -> None:
     words = [f"--config={ROOT}/configs/digits-ablation.yaml", *own, *schedule, *keeps]
     words += [f"--trainer.max_steps={LATER}", f"--trainer.val_check_interval={EARLY}"]
     words += [f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}"]
+    words += ["--ckpt_path=last-or-none"]
     if lit_diffusion(out / "early" / f"{arm}-{seed}.log", "fit", *words):
         (folder / "done").touch()
         print(f"trained {arm} from seed {seed}", flush=True)
@@ -202,10 +203,13 @@ def evaluations(folder: Path) -> list[Row]:
 def early(out: Path, jobs: int) -> None:
     arms = {arm.name: arm for arm in read_arms([str(ROOT / "docs/results/recipes.csv")])}
     with ThreadPoolExecutor(jobs) as pool:
-        for seed in SEEDS:
-            for arm in ("baseline", *ARMS):
-                steps = int(max(arms[arm].curves[0].steps))
-                pool.submit(train, out, arm, seed, steps)
+        ended = [
+            pool.submit(train, out, arm, seed, int(max(arms[arm].curves[0].steps)))
+            for seed in SEEDS
+            for arm in ("baseline", *ARMS)
+        ]
+    for each in ended:
+        each.result()
     rows: list[Row] = []
     for arm in ("baseline", *ARMS):
         folders = {seed: out / "early" / arm / str(seed) for seed in SEEDS}

@@ -120,6 +120,16 @@ def test_r1_is_half_the_squared_gradient_at_real_images():
     torch.testing.assert_close(module._penalty(x, None), expected)
 
 
+def test_r1_is_a_part_of_the_discriminator_s_step(tmp_path):
+    moved = {}
+    for r1 in (0.0, 5.0):
+        module = dcgan(r1=r1)
+        make_trainer(tmp_path, max_steps=2, max_epochs=-1).fit(module, images(16, 8))
+        moved[r1] = {n: p.detach().clone() for n, p in module.named_parameters()}
+    same = {n: torch.equal(moved[0.0][n], moved[5.0][n]) for n in moved[0.0]}
+    assert not any(same[name] for name in same if "discriminator" in name and "weight" in name)
+
+
 def fit(folder, *extra, **options):
     trainer = make_trainer(
         folder,

@@ -93,9 +93,77 @@ def test_a_plane_has_the_checkpoint_in_its_middle_and_goes_on_by_rows(capsys):
     assert Path("out/landscape.npz").read_bytes() == before
 
 
+def rewritten(source, target, change):
+    """A copy of a checkpoint, changed by a function of its content."""
+    content = torch.load(source, weights_only=True)
+    change(content)
+    Path(target).parent.mkdir(parents=True, exist_ok=True)
+    torch.save(content, target)
+
+
 def test_the_way_of_a_run_lies_in_its_plane(capsys):
-    assert analyze("landscape a --images 4 --levels 0.5 --points 3 --path b a") == 0
+    def move(content):
+        generator = torch.Generator().manual_seed(0)
+        content["state_dict"] = {
+            n: v + 0.1 * torch.randn(v.shape, generator=generator)
+            for n, v in content["state_dict"].items()
+        }
+        content["global_step"] = 5
+
+    rewritten(B, "early.ckpt", move)
+    assert analyze("landscape a --images 4 --levels 0.5 --points 3 --path early.ckpt b a") == 0
     assert "The plane holds 100.0%" in capsys.readouterr().out
+    with np.load("out/way.npz") as arrays:
+        points = arrays["points"]
+    np.testing.assert_allclose(points[2], 0, atol=1e-6)
+    assert kept("way")["steps"] == [5, 9, 9]
+    assert np.linalg.matrix_rank(points) == 2
+
+
+def test_lines_between_other_kinds_of_models_are_refused(capsys):
+    def predict_noise(content):
+        kind = {"class_path": "lit_diffusion.parameterizations.Epsilon"}
+        content["hyper_parameters"]["parameterization"] = kind
+
+    rewritten(B, "c/checkpoints/last.ckpt", predict_noise)
+    for command in ("interpolate a c", "landscape a --path c b"):
+        assert analyze(f"{command} --images 4") == 2
+        assert "the parameterization of c" in capsys.readouterr().err
+
+
+def test_pieces_of_other_weights_are_not_gone_on_from(capsys):
+    command = "landscape a --images 4 --levels 0.5 --points 3"
+    assert analyze(command) == 0
+    rewritten(A, A, lambda content: next(iter(content["state_dict"].values())).add_(0.1))
+    assert analyze(command) == 2
+    assert "choose another folder" in capsys.readouterr().err
+
+
+def test_nearest_images_are_of_all_sets_that_models_were_trained_on():
+    for name, part in (("half-0", [0, 2]), ("half-1", [1, 2])):
+        rewritten(
+            A,
+            f"{name}/checkpoints/last.ckpt",
+            lambda content, part=part: content["datamodule_hyper_parameters"].update(part=part),
+        )
+        Path(name, "evaluations.jsonl").write_text(Path("a/evaluations.jsonl").read_text())
+    for models in ("half-0 half-1", "half-1 half-0", "a a"):
+        assert analyze(f"consistency {models} --num 8", out=models.replace(" ", "-")) == 0
+    first, second, whole = (
+        kept("consistency", out) for out in ("half-0-half-1", "half-1-half-0", "a-a")
+    )
+    assert first["nearest"] == second["nearest"] == whole["nearest"]
+
+
+def test_what_is_damaged_is_named(capsys):
+    command = "landscape a --images 4 --levels 0.5 --points 3"
+    assert analyze(command) == 0
+    Path("out/pieces/1.npz").write_bytes(b"no")
+    assert analyze(command) == 2
+    assert "1.npz is damaged" in capsys.readouterr().err
+    Path("out/plan.json").write_text("[]")
+    assert analyze(command) == 2
+    assert "plan.json is damaged" in capsys.readouterr().err
 
 
 def test_the_largest_eigenvalue_is_that_of_products(capsys):
@@ -125,11 +193,20 @@ def test_the_largest_eigenvalue_is_that_of_products(capsys):
 @pytest.mark.parametrize(
     ("command", "told"),
     [
-        ("consistency a", "give two checkpoints or more, got 1"),
+        ("consistency a", "two models and two seeds are the least, got 1 and 32"),
         ("consistency a nowhere", "nowhere"),
         ("consistency a b --num 1", "two models and two seeds are the least"),
         ("landscape a --images 1", "--images must be 2 to 1437, got 1"),
-        ("landscape a --points 1", "--span > 0 and --points >= 2"),
+        ("landscape a --points 1", "points must be >= 2, got 1"),
+        ("landscape a --span nan", "--span must be above 0 and finite, got nan"),
+        ("landscape a --path a a", "a way needs two places or more that differ"),
+        ("interpolate a b --points 1", "points must be >= 2, got 1"),
+        ("interpolate a b --levels 0.5,2", "--levels must be different numbers in [0, 1]"),
+        ("hessian a --levels 0.5,0.5", "--levels must be different numbers in [0, 1]"),
+        ("hessian a --steps 0", "steps must be >= 1, got 0"),
+        ("hessian a --vectors -1", "vectors must be >= 1, got -1"),
+        ("consistency a b --batch-size 0", "batch_size must be >= 1, got 0"),
+        ("consistency a b --extractor unknown", "unknown"),
         ("hessian a --weights ema_0.5", "ema_0.5"),
         ("interpolate a", "B must be given"),
     ],
