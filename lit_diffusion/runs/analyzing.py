@@ -300,6 +300,7 @@ def interpolate_weights(args: Namespace) -> str:
         units = hidden_units(first.module)
         if not units:
             raise ValueError("--align knows no hidden features of this network; leave it out.")
+        print_error(f"--align puts the features of {len(units)} hidden layers in order.")
         ends["aligned"] = aligned(b, a, units)
     losses = fixed_losses(first.module, data_for(first, args), args)
     out, alphas = Path(args.out), np.linspace(0, 1, args.points)
@@ -389,6 +390,7 @@ def spectra(args: Namespace) -> str:
     losses = fixed_losses(loaded.module, data_for(loaded, args), args)
     out, parameters = Path(args.out), list(loaded.module.parameters())
     _refuse_jumps(losses, loaded.module, parameters, args.kinks)
+    _say_memory(parameters, args.steps)
     _said_cost_of_products(losses, parameters, args.steps * args.vectors)
     planned(out, _plan("hessian", args, loaded))
 
@@ -420,6 +422,11 @@ def _said_cost_of_products(losses: Losses, parameters: list[Tensor], count: int)
         product(torch.ones_like(like))
     seconds = (time.monotonic() - began) * count
     _say_minutes(f"{count} products with the Hessians of {len(losses)} losses", seconds)
+
+
+def _say_memory(parameters: list[Tensor], steps: int) -> None:
+    gigabytes = 8e-9 * steps * sum(p.numel() for p in parameters)
+    print_error(f"{steps} steps keep as many vectors of all weights: {gigabytes:.1f} GB.")
 
 
 def _refuse_jumps(losses: Losses, module: Any, parameters: list[Tensor], allowed: bool) -> None:

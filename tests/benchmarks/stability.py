@@ -32,7 +32,7 @@ from lit_diffusion.runs.evaluating import protocol_of_run
 ROOT = Path(__file__).parents[2]
 NETWORK = "--model.init_args.network.init_args"
 LR = "--model.init_args.optimizer.init_args.lr"
-STEPS = {"digits": 1000, "mnist": 1500}
+STEPS = {"digits": 1000, "mnist": 1000}
 CLEAN = [f"--config={ROOT}/configs/arms/x0.yaml"]
 BY_SNR = [f"--config={ROOT}/configs/arms/x0-snr.yaml"]
 

@@ -25,14 +25,16 @@ from scipy.stats import spearmanr
 from stability import ROOT, lit_diffusion
 from torch import Tensor
 
-from lit_diffusion.analysis.consistency import psnr
+from lit_diffusion.analysis.consistency import consistency, psnr
 from lit_diffusion.analysis.hessian import hessian_product, spectrum
 from lit_diffusion.callbacks.gradient_diagnostics import signal_and_noise
 from lit_diffusion.checkpoints.loading import Loaded, load_with_record
 from lit_diffusion.experiments.comparison import compare
 from lit_diffusion.experiments.curve_tables import read_arms
 from lit_diffusion.gaussian import FixedSmall
+from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.runs.analyzing import data_for, fixed_losses
+from lit_diffusion.runs.evaluating import protocol_of_run
 from lit_diffusion.seeding import PerSampleNoise
 from lit_diffusion.solvers import DDPM
 from lit_diffusion.solvers.editing import Begun, shortened
@@ -122,20 +124,22 @@ def decided(run: Path, num: int = 200, steps: int = 100) -> Iterator[Row]:
 
     def ended(u: float, seed: int) -> Tensor:
         drawn = PerSampleNoise([seed * num + i for i in range(num)])
-        way = shortened(whole, u), Begun(module.process, x0)
-        solver, begun = way
+        solver, begun = shortened(whole, u), Begun(module.process, x0)
         found = solver.sample(denoise, begun, noise, drawn.randn_like)
         return module.codec.decode(found)
 
+    protocol = protocol_by_name(protocol_of_run(run))
+    features = protocol.build()
     for u in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
-        first, second = ended(u, 1), ended(u, 2)
-        others = psnr(first, second.roll(10, 0)).mean().item()
+        ends = torch.stack([ended(u, seed) for seed in (1, 2)])
+        found = consistency(ends, ["1", "2"], features_of=features, labels=labels)
         yield {
             "run": str(run.relative_to(run.parents[1])),
             "u": u,
-            "psnr": psnr(first, second).mean().item(),
-            "psnr_of_others": others,
-            "psnr_to_image": psnr(first, module.codec.decode(x0)).mean().item(),
+            "psnr": found.all_pairs,
+            "psnr_of_others": found.same_class,
+            "psnr_to_image": psnr(ends[0], module.codec.decode(x0)).mean().item(),
+            "features": found.features,
         }
 
 
