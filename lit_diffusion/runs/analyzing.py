@@ -175,7 +175,7 @@ def _fingerprint(module: Any) -> str:
     """Of all weights in place."""
     found = hashlib.sha256()
     for name, value in state_of(module).items():
-        found.update(name.encode() + value.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(name.encode() + value.float().cpu().numpy().tobytes())
     return found.hexdigest()[:12]
 
 

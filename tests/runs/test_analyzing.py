@@ -1,3 +1,4 @@
+import copy
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from lit_diffusion.analysis.weights import between, put_, state_of
 from lit_diffusion.checkpoints.loading import load
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.networks.unet import UNet
+from lit_diffusion.runs.analyzing import _fingerprint
 from lit_diffusion.seeding import PerSampleNoise
 
 A, B = "a/checkpoints/last.ckpt", "b/checkpoints/last.ckpt"
@@ -137,6 +139,16 @@ def test_pieces_of_other_weights_are_not_gone_on_from(capsys):
     rewritten(A, A, lambda content: next(iter(content["state_dict"].values())).add_(0.1))
     assert analyze(command) == 2
     assert "choose another folder" in capsys.readouterr().err
+
+
+def test_weights_have_a_fingerprint_whatever_their_order_in_memory():
+    torch.manual_seed(0)
+    usual = torch.nn.Conv2d(1, 4, 3)
+    other = copy.deepcopy(usual).to(memory_format=torch.channels_last)
+    assert _fingerprint(usual) == _fingerprint(other)
+    with torch.no_grad():
+        other.weight[0, 0, 0, 0] += 1e-6
+    assert _fingerprint(usual) != _fingerprint(other)
 
 
 def test_nearest_images_are_of_all_sets_that_models_were_trained_on():
