@@ -32,6 +32,8 @@ from lit_diffusion.runs.evaluating import protocol_of_run
 ROOT = Path(__file__).parents[2]
 NETWORK = "--model.init_args.network.init_args"
 LR = "--model.init_args.optimizer.init_args.lr"
+SAMPLE = "--model.parameterization=lit_diffusion.parameterizations.Sample"
+"""Transformers learn much better by it and the textbook's recipe: docs/results/backbones.md."""
 STEPS = {"digits": 1000, "mnist": 1000}
 CLEAN = [f"--config={ROOT}/configs/arms/x0.yaml"]
 BY_SNR = [f"--config={ROOT}/configs/arms/x0-snr.yaml"]
@@ -50,19 +52,20 @@ def sizes(data: str, **changes: object) -> list[str]:
 def kinds(data: str) -> dict[str, list[str]]:
     """Options by kind of model; each is trained from seeds 0, 1 and 2."""
     wide = 32 if data == "digits" else 24
+    dit_lr = f"{LR}={'2e-3' if data == 'digits' else '4e-3'}"
     return {
         "unet": [],
         "narrow": sizes(data, model_channels=wide // 2),
         "wide": sizes(data, model_channels=wide * 3 // 2),
         "shallow": sizes(data, channel_mult=[1], attention_downsample=[1]),
         "deep": sizes(data, num_res_blocks=2),
-        "uvit": [*arm(f"{data}/uvit"), f"{LR}=4e-3"],
-        "dit": [*arm(f"{data}/dit"), f"{LR}=4e-3"],
+        "uvit": [*arm("digits/textbook"), *arm(f"{data}/uvit"), SAMPLE, f"{LR}=4e-3"],
+        "dit": [*arm("digits/textbook"), *arm(f"{data}/dit"), SAMPLE, dit_lr],
         "linear": arm("digits/linear"),
         "edm": arm("digits/edm"),
         "flow": arm("digits/flow"),
         "x0": CLEAN,
-        "x0-snr": BY_SNR,
+        "x0-snr": [*BY_SNR, f"{LR}=5e-4"],
         "half-0": ["--data.init_args.part=[0,2]"],
         "half-1": ["--data.init_args.part=[1,2]"],
         "dcgan": [],
@@ -117,10 +120,8 @@ def train(out: Path, data: str, kind: str, seed: int, options: list[str]) -> Non
         schedule = "lit_diffusion.lr_schedules.WarmupLinear"
         told += [f"--model.init_args.lr_scheduler={schedule}"]
         told += ["--model.init_args.lr_scheduler.init_args.warmup_steps=50"]
-        told += [
-            f"--trainer.max_steps={STEPS[data]}",
-            "--model.init_args.optimizer.init_args.lr=2e-3",
-        ]
+        told += ["--model.init_args.optimizer.init_args.lr=2e-3", *options]
+        told += [f"--trainer.max_steps={STEPS[data]}"]
         told += [f"--trainer.val_check_interval={STEPS[data]}"]
     if kind in ("unet", "dcgan", "biggan"):
         told += ["--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint"]
@@ -129,7 +130,7 @@ def train(out: Path, data: str, kind: str, seed: int, options: list[str]) -> Non
         told += [f"--trainer.callbacks.every_n_train_steps={500 if is_gan else 25}"]
     if data == "mnist":
         told += ["--data.init_args.root=data", "--data.init_args.num_workers=0"]
-    told += [*options, f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}"]
+    told += [f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}"]
     told += ["--ckpt_path=last-or-none"]
     if lit_diffusion(out / f"{kind}-{seed}.log", "fit", *told):
         (folder / "done").touch()
