@@ -162,4 +162,4 @@ def _trained(module: LightningModule) -> list[Tensor]:
 
 
 def _length(tensors: list[Tensor]) -> float:
-    return torch.stack([t.float().norm() for t in tensors]).norm().item()
+    return float(torch.stack([t.float().norm() for t in tensors]).norm())

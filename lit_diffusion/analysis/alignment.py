@@ -10,6 +10,7 @@ Source: Ainsworth et al. 2023, "Git Re-Basin" (arXiv 2209.04836), section 3.2: m
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from lit_diffusion.analysis.weights import State
 from lit_diffusion.networks.dcgan import DCGANDiscriminator, DCGANGenerator
 from lit_diffusion.networks.layers import ResBlock, TimestepMLP
 from lit_diffusion.networks.transformers import MLP
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,10 @@ def _units(prefix: str, part: nn.Module) -> Iterator[Units]:
     prefix = prefix.lstrip(".")
     if isinstance(part, ResBlock):
         ends = ("in_layers.2", "emb_layers.1", "out_layers.0"), "out_layers.3"
-        told = part.get_submodule("emb_layers.1").weight.shape[0]  # type: ignore[operator, index]
-        copies = told // part.get_submodule("in_layers.2").weight.shape[0]  # type: ignore[operator, index]
-        groups = part.get_submodule("out_layers.0").num_groups
-        yield _between(prefix, *ends, {"emb_layers.1": copies}, int(groups))  # type: ignore[arg-type]
+        told, made = (part.get_parameter(f"{name}.weight") for name in ends[0][1::-1])
+        norm = cast(nn.GroupNorm, part.get_submodule("out_layers.0"))
+        copies = {"emb_layers.1": len(told) // len(made)}
+        yield _between(prefix, *ends, copies, norm.num_groups)
     elif isinstance(part, MLP):
         yield _between(prefix, ("fc1",), "fc2")
     elif isinstance(part, TimestepMLP):
@@ -114,12 +117,12 @@ def _features(weight: Tensor, place: tuple[str, int, int]) -> Tensor:
     """(n, ...) float64 rows, one a feature."""
     _, dim, copies = place
     rows = weight.detach().cpu().double().movedim(dim, 0)
-    return rows.unflatten(0, (copies, -1)).movedim(0, 1).flatten(1)
+    return torch.unflatten(rows, 0, (copies, -1)).movedim(0, 1).flatten(1)
 
 
 def _reordered(weight: Tensor, place: tuple[str, int, int], order: Tensor) -> Tensor:
     _, dim, copies = place
-    rows = weight.movedim(dim, 0).unflatten(0, (copies, -1))[:, order.to(weight.device)]
+    rows = torch.unflatten(weight.movedim(dim, 0), 0, (copies, -1))[:, order.to(weight.device)]
     return rows.flatten(0, 1).movedim(0, dim).contiguous()
 
 
@@ -140,5 +143,6 @@ def _best_order(state: State, to: State, units: Units) -> Tensor:
     )
 
 
-def _assigned(gains: np.ndarray) -> np.ndarray:  # type: ignore[type-arg]
-    return linear_sum_assignment(gains, maximize=True)[1]
+def _assigned(gains: Array) -> Array:
+    columns: Array = linear_sum_assignment(gains, maximize=True)[1]
+    return columns

@@ -56,13 +56,15 @@ def psnr(a: Tensor, b: Tensor) -> Tensor:
     dims = tuple(range(1, a.ndim))
     pair = a.double(), b.double()
     found = peak_signal_noise_ratio(*pair, data_range=255.0, reduction="none", dim=dims)
-    return found.nan_to_num(posinf=CAP).clamp(max=CAP)
+    capped: Tensor = found.nan_to_num(posinf=CAP).clamp(max=CAP)
+    return capped
 
 
 def psnr_of_all(a: Tensor, b: Tensor) -> Tensor:
     """(N, N) as `psnr`, of each image of a beside each of b."""
     apart = torch.cdist(a.flatten(1).double(), b.flatten(1).double())
-    return (20 * (255 * a[0].numel() ** 0.5 / apart).log10()).clamp(max=CAP)
+    found: Tensor = 20 * (255 * a[0].numel() ** 0.5 / apart).log10()
+    return found.clamp(max=CAP)
 
 
 def consistency(

@@ -135,7 +135,7 @@ def difference_error(
             for p, start in zip(chosen, before, strict=True):
                 p.copy_(start)
     found = (ends[0] - ends[1]) / 2
-    return ((found - told).norm() / torch.maximum(found.norm(), told.norm())).item()
+    return float((found - told).norm() / torch.maximum(found.norm(), told.norm()))
 
 
 def lanczos(product: Product, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:

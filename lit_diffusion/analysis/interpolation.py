@@ -49,7 +49,7 @@ def interpolate(
     a: State,
     b: State,
     losses: Losses,
-    alphas: Sequence[float],
+    alphas: Sequence[float] | Floats,
 ) -> Interpolation:
     """Losses of a module at alpha a + (1 - alpha) b; its weights are put back.
 

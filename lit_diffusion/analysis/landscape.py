@@ -76,8 +76,8 @@ def landscape(
     module: nn.Module,
     plane: Sequence[Direction],
     losses: Losses,
-    x: Sequence[float],
-    y: Sequence[float],
+    x: Sequence[float] | Floats,
+    y: Sequence[float] | Floats,
 ) -> Landscape:
     """Losses of a module on a plane through its weights, which are put back.
 
@@ -144,5 +144,5 @@ def _flat(state: State, names: Sequence[str]) -> Tensor:
 
 
 def _shaped(flat: Tensor, like: State, names: Sequence[str]) -> Direction:
-    parts = flat.split([like[name].numel() for name in names])
+    parts = torch.split(flat, [like[name].numel() for name in names])
     return {n: p.view_as(like[n]).to(like[n]) for n, p in zip(names, parts, strict=True)}

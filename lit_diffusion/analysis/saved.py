@@ -21,7 +21,7 @@ class Saved:
         arrays = {k: v for k, v in known.items() if isinstance(v, np.ndarray)}
         told = {k: v for k, v in known.items() if k not in arrays}
         with whole_file(Path(f"{path}.npz"), shared=True) as file:
-            np.savez_compressed(file, **arrays)
+            np.savez_compressed(file, allow_pickle=False, **arrays)
         replace_text(Path(f"{path}.json"), json.dumps(told, indent=1) + "\n", shared=True)
 
     @classmethod

@@ -44,7 +44,9 @@ class ExactSpectralNorm(nn.Module):
 
     def forward(self, weight: Tensor) -> Tensor:
         """Of the same shape."""
-        return weight / torch.linalg.matrix_norm(weight.movedim(self.dim, 0).flatten(1), 2)
+        rows = weight.movedim(self.dim, 0).flatten(1)
+        out: Tensor = weight / torch.linalg.matrix_norm(rows, 2)
+        return out
 
 
 def exact_spectral_norms_(module: nn.Module) -> None:

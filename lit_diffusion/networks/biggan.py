@@ -65,7 +65,7 @@ class SelfAttention(nn.Module):
         pooled = (F.max_pool2d(part(x), 2) for part in (self.key, self.value))
         q, k, v = (each.flatten(2).transpose(1, 2) for each in (self.query(x), *pooled))
         seen = F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2)
-        out: Tensor = x + self.gain * self.out(seen.unflatten(2, x.shape[2:]))
+        out: Tensor = x + self.gain * self.out(torch.unflatten(seen, 2, x.shape[2:]))
         return out
 
 
@@ -150,7 +150,7 @@ class BigGANGenerator(nn.Module):
         nn.init.orthogonal_(self.embedding.weight)
         self.first = normed(nn.Linear(part, channels[0] * smallest**2))
         self.blocks = nn.ModuleList(
-            _Up(*channels[i : i + 2], condition_dim=label_dim + part) for i in range(blocks)
+            _Up(channels[i], channels[i + 1], label_dim + part) for i in range(blocks)
         )
         self.attention = nn.ModuleDict(
             {

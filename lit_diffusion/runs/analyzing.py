@@ -414,7 +414,7 @@ def spectra(args: Namespace) -> str:
     return "\n".join(_told_spectrum(name, each) for name, each in found.items())
 
 
-def _said_cost_of_products(losses: Losses, parameters: list[Tensor], count: int) -> None:
+def _said_cost_of_products(losses: Losses, parameters: Sequence[Tensor], count: int) -> None:
     """Say what so many products with each Hessian will cost, by the time that one takes."""
     began = time.monotonic()
     for loss in losses.values():
@@ -424,12 +424,12 @@ def _said_cost_of_products(losses: Losses, parameters: list[Tensor], count: int)
     _say_minutes(f"{count} products with the Hessians of {len(losses)} losses", seconds)
 
 
-def _say_memory(parameters: list[Tensor], steps: int) -> None:
+def _say_memory(parameters: Sequence[Tensor], steps: int) -> None:
     gigabytes = 8e-9 * steps * sum(p.numel() for p in parameters)
     print_error(f"{steps} steps keep as many vectors of all weights: {gigabytes:.1f} GB.")
 
 
-def _refuse_jumps(losses: Losses, module: Any, parameters: list[Tensor], allowed: bool) -> None:
+def _refuse_jumps(losses: Losses, module: Any, parameters: Sequence[Tensor], allowed: bool) -> None:
     """Raise ValueError where autograd's Hessian is not what gradients change by."""
     rule = (
         "a part of the network has no second derivative, such as a fused attention, or gradients "
@@ -449,7 +449,7 @@ def _refuse_jumps(losses: Losses, module: Any, parameters: list[Tensor], allowed
             print_error(f"{told}, as gradients jump.")
 
 
-def _of(name: str, module: Any, parameters: list[Tensor]) -> list[Tensor]:
+def _of(name: str, module: Any, parameters: Sequence[Tensor]) -> Sequence[Tensor]:
     """The parameters that a loss is minimised by."""
     network = getattr(module, name, None)
     return list(network.parameters()) if isinstance(network, torch.nn.Module) else parameters
