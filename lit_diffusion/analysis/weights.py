@@ -56,7 +56,9 @@ def exact_spectral_norms_(module: nn.Module) -> None:
         ValueError: for the older `torch.nn.utils.spectral_norm`, which works by hooks.
     """
     for name, part in module.named_modules():
-        if any("SpectralNorm" in type(hook).__name__ for hook in part._forward_pre_hooks.values()):
+        own = {key for key, _ in part.named_parameters(recurse=False)}
+        vectors = {key for key, _ in part.named_buffers(recurse=False) if key.endswith("_u")}
+        if any(f"{key[:-2]}_orig" in own for key in vectors):
             raise ValueError(
                 f"{name} has torch.nn.utils.spectral_norm, which does not follow moved weights; "
                 "build it with torch.nn.utils.parametrizations.spectral_norm."
