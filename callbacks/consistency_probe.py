@@ -5,17 +5,15 @@ from typing import Any, cast
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
-from torchmetrics.functional.image import peak_signal_noise_ratio
 
 from lit_diffusion.callbacks.parts.fid_inputs import refuse_unable
 from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
+from lit_diffusion.metrics.psnr import psnr
 from lit_diffusion.protocols import CanGenerate
 from lit_diffusion.system.ranks import from_first
 
 NAME = "val/consistency"
-CAP = 100.0
-"""dB of images that have not changed."""
 
 
 class ConsistencyProbe(RunsEveryNSteps):
@@ -91,6 +89,4 @@ class ConsistencyProbe(RunsEveryNSteps):
         before, self._last = self._last, images
         if before is None or before.shape != images.shape:
             return {}
-        pair, dims = (images.double(), before.double()), tuple(range(1, images.ndim))
-        found = peak_signal_noise_ratio(*pair, data_range=255.0, reduction="none", dim=dims)
-        return {NAME: found.nan_to_num(posinf=CAP).clamp(max=CAP).mean().item()}
+        return {NAME: psnr(images, before).mean().item()}

@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "metrics": ({"metrics", "seeding", "system"}, FRAMEWORK | {"safetensors"}),
     "modules.vae": (set(), {"diffusers"}),
     "modules": (MATHS | {"modules", "system"}, {"lightning", "torchmetrics"}),
-    "analysis": ({"analysis", "networks", "protocols", "system.files"}, ANALYSIS),
+    "analysis": ({"analysis", "metrics.psnr", "networks", "protocols", "system.files"}, ANALYSIS),
     "callbacks": (
         {"callbacks", "checkpoints.averages", "checkpoints.snapshots", "ema_profiles"}
         | {"losses", "metrics", "protocols", "seeding", "system"},

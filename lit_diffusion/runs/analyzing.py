@@ -1,4 +1,4 @@
-"""What `lit-diffusion analyze` does: checkpoints are loaded, a batch is fixed, results are kept."""
+"""What `lit-diffusion analyze` does: four looks at checkpoints, whose results are kept."""
 
 import hashlib
 import math
@@ -6,7 +6,7 @@ import os
 import re
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,113 +34,26 @@ from lit_diffusion.analysis.landscape import (
     principal_plane,
     projected,
 )
-from lit_diffusion.analysis.weights import State, between, exact_spectral_norms_, state_of
-from lit_diffusion.checkpoints.loading import Loaded, load_with_record, model_spec
+from lit_diffusion.analysis.weights import State, state_of
+from lit_diffusion.checkpoints.loading import Loaded, model_spec
 from lit_diffusion.data.base import require_at_least
 from lit_diffusion.metrics.copies import nearest
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.reference import Scorer
-from lit_diffusion.runs.evaluating import data_of, protocol_of_run
+from lit_diffusion.runs.evaluating import protocol_of_run
+from lit_diffusion.runs.fixed_losses import (
+    data_for,
+    fixed_losses,
+    movable,
+    opened,
+    refuse_other_losses,
+)
 from lit_diffusion.runs.pieces import Arrays, pieces, planned
 from lit_diffusion.runs.sampling import usable_device
-from lit_diffusion.seeding import PerSampleNoise, classes_of, index_uniforms
+from lit_diffusion.seeding import classes_of
 from lit_diffusion.system.signals import print_error
 
-# What all of them begin with
-
-
-def opened(path: str, args: Namespace) -> Loaded:
-    """The module of a checkpoint, on its device."""
-    loaded = load_with_record(path, args.weights, trust=args.trust)
-    loaded.module.to(usable_device(args.device))
-    return loaded
-
-
-def movable(path: str, args: Namespace) -> Loaded:
-    """As `opened`, for weights that move: spectral norm is exact, and follows them."""
-    loaded = opened(path, args)
-    exact_spectral_norms_(loaded.module)
-    return loaded
-
-
-KINDS = ("process", "parameterization", "loss", "times", "codec", "image_shape", "num_classes")
-
-
-def refuse_other_losses(first: Loaded, others: Sequence[Loaded]) -> None:
-    """Raise ValueError where a loss of the first means another one for the weights of others."""
-    for other in others:
-        between(state_of(first.module), state_of(other.module), 0.5)  # refuses other architectures
-        kinds = [each.checkpoint.get("hyper_parameters", {}) for each in (first, other)]
-        for name in KINDS:
-            a, b = (each.get(name) for each in kinds)
-            if a != b:
-                raise ValueError(
-                    f"only weights of one kind of model lie on a line, and the {name} of "
-                    f"{other.path} is {b!r:.200}, that of {first.path} {a!r:.200}."
-                )
-
-
-def data_for(loaded: Loaded, args: Namespace) -> Any:
-    """The data that a checkpoint was trained with.
-
-    Raises:
-        ValueError: where the file names none.
-    """
-    spec = model_spec(loaded.checkpoint, "datamodule_hyper_parameters")
-    data = data_of(spec, args.trust, loaded.path)
-    if data is None:
-        raise ValueError(f"{loaded.path} names no data with splits to take images from.")
-    return data
-
-
-def fixed_losses(module: Any, data: Any, args: Namespace) -> Losses:
-    """Losses of the weights in place on training images, with noise by their place in the set.
-
-    Of a diffusion model one for each of --levels, uniforms of which 1 is the noisiest, and one over
-    all levels. Of a GAN that of each network.
-
-    Raises:
-        ValueError: for a module that has neither, or more images than there are.
-    """
-    dataset = data.dataset("train")
-    if not 2 <= args.images <= len(dataset):
-        raise ValueError(f"--images must be 2 to {len(dataset)}, got {args.images}.")
-    if not (args.levels and all(0 <= u <= 1 for u in args.levels)) or len(
-        {f"{u:g}" for u in args.levels}
-    ) < len(args.levels):
-        raise ValueError(f"--levels must be different numbers in [0, 1], got {args.levels}.")
-    chosen = [i * len(dataset) // args.images for i in range(args.images)]
-    images, labels, index = dataset.fetch([0] * len(chosen), chosen)
-    images, labels = images.to(module.device), _on(labels, module)
-    if hasattr(module, "generator_losses"):
-        z = module.latents(index.tolist(), "validation").to(module.device)
-        x0 = module.codec.encode(images)
-        told = labels if module.num_classes else None
-        return {
-            "discriminator": lambda: module.discriminator_losses(x0, told, z).mean(),
-            "generator": lambda: module.generator_losses(told, z).mean(),
-        }
-    if lacking := [n for n in ("per_sample_loss", "process", "codec") if not hasattr(module, n)]:
-        raise ValueError(
-            f"losses by level need a module with per_sample_loss, process and codec; "
-            f"{type(module).__name__} lacks {' and '.join(lacking)}."
-        )
-    x0 = module.codec.encode(images)
-    condition = labels if getattr(module, "conditioning", None) is not None else None
-    noise = PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
-
-    def at(u: Tensor) -> Callable[[], Tensor]:
-        t = module.process.from_unit(u.to(x0.device))
-        return lambda: module.per_sample_loss(x0, condition, t, noise).mean()
-
-    levels = {f"u = {u:g}": at(torch.full((len(x0),), u).double()) for u in args.levels}
-    return {**levels, "all": at(index_uniforms(index))}
-
-
-def _on(labels: Any, module: Any) -> Any:
-    if isinstance(labels, tuple | list):
-        return tuple(part.to(module.device) for part in labels)
-    return labels.to(module.device)
+# Costs and plans
 
 
 def _said_cost(losses: Losses, passes: int) -> None:

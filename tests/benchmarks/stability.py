@@ -26,8 +26,8 @@ from torch import Tensor
 
 from lit_diffusion.checkpoints.loading import load, load_with_record
 from lit_diffusion.metrics.extractors import protocol_by_name
-from lit_diffusion.runs.analyzing import data_for
 from lit_diffusion.runs.evaluating import protocol_of_run
+from lit_diffusion.runs.fixed_losses import data_for
 
 ROOT = Path(__file__).parents[2]
 NETWORK = "--model.init_args.network.init_args"

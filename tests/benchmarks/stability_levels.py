@@ -25,7 +25,7 @@ from scipy.stats import spearmanr
 from stability import ROOT, lit_diffusion
 from torch import Tensor
 
-from lit_diffusion.analysis.consistency import consistency, psnr
+from lit_diffusion.analysis.consistency import consistency
 from lit_diffusion.analysis.hessian import hessian_product, spectrum
 from lit_diffusion.callbacks.gradient_diagnostics import signal_and_noise
 from lit_diffusion.checkpoints.loading import Loaded, load_with_record
@@ -33,8 +33,9 @@ from lit_diffusion.experiments.comparison import compare
 from lit_diffusion.experiments.curve_tables import read_arms
 from lit_diffusion.gaussian import FixedSmall
 from lit_diffusion.metrics.extractors import protocol_by_name
-from lit_diffusion.runs.analyzing import data_for, fixed_losses
+from lit_diffusion.metrics.psnr import psnr
 from lit_diffusion.runs.evaluating import protocol_of_run
+from lit_diffusion.runs.fixed_losses import data_for, fixed_batch, fixed_losses
 from lit_diffusion.seeding import PerSampleNoise
 from lit_diffusion.solvers import DDPM
 from lit_diffusion.solvers.editing import Begun, shortened
@@ -64,10 +65,7 @@ def options(images: int, levels: list[float]) -> Namespace:
 def fixed(loaded: Loaded, num: int) -> tuple[Tensor, Tensor, Tensor]:
     """Encoded training images, their labels, and noise by their place in the set."""
     dataset = data_for(loaded, options(num, [])).dataset("train")
-    chosen = [i * len(dataset) // num for i in range(num)]
-    images, labels, index = dataset.fetch([0] * num, chosen)
-    module: Any = loaded.module
-    x0 = module.codec.encode(images)
+    x0, labels, index = fixed_batch(loaded.module, dataset, num)
     return x0, labels, PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
 
 

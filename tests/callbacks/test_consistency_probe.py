@@ -4,8 +4,8 @@ from support.memory_logger import MemoryLogger
 from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
 
-from lit_diffusion.analysis.consistency import psnr
 from lit_diffusion.callbacks import EMA, ConsistencyProbe
+from lit_diffusion.metrics.psnr import psnr
 
 NAME = "val/consistency"
 

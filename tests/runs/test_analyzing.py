@@ -13,10 +13,10 @@ from support.commands import SCRIPT, call
 from support.small_digits import write_small_digits
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lit_diffusion.analysis.consistency import psnr
 from lit_diffusion.analysis.weights import between, put_, state_of
 from lit_diffusion.checkpoints.loading import load
 from lit_diffusion.data.digits import Digits
+from lit_diffusion.metrics.psnr import psnr
 from lit_diffusion.networks.unet import UNet
 from lit_diffusion.runs.analyzing import _fingerprint
 from lit_diffusion.seeding import PerSampleNoise
