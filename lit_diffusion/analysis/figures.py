@@ -58,16 +58,17 @@ def draw_interpolation(found: Mapping[str, Interpolation], path: Path) -> None:
 def draw_landscape(found: Landscape, path: Path, run: Floats | None = None) -> None:
     """Contours of each loss, with a run's way through them, above its surface."""
     count = len(found.names)
-    figure = Figure(figsize=(3.4 * count, 6.4), layout="constrained")
+    figure = Figure(figsize=(3.4 * count, 5), layout="constrained")
     for i, name in enumerate(found.names):
         is_positive = found.values[i].min() > 0
         values = np.log10(found.values[i]) if is_positive else found.values[i]
         flat = figure.add_subplot(2, count, i + 1)
         lines = flat.contourf(found.x, found.y, values, levels=24)
-        figure.colorbar(lines, ax=flat, label="log10 loss" if is_positive else "loss")
+        label = "log10 loss" if is_positive else "loss"
+        figure.colorbar(lines, ax=flat, label=label, shrink=0.6)
         if run is not None:
             flat.plot(*run.T, "w.-", linewidth=1)
-        flat.set(title=name, aspect="equal")
+        flat.set(title=name, aspect="equal", xlabel="first direction", ylabel="second")
         solid: Any = figure.add_subplot(2, count, count + i + 1, projection="3d")
         solid.plot_surface(*np.meshgrid(found.x, found.y), values, cmap="viridis")
     _write(figure, path)
@@ -81,9 +82,15 @@ def draw_spectra(found: Mapping[str, Spectrum], path: Path) -> None:
     high = max(np.nanmax(each.nodes) for each in found.values())
     width = (high - low) / 100
     at = np.linspace(low - 4 * width, high + 4 * width, 1000)
-    for name, each in found.items():
-        axes.plot(at, each.density(at, width), label=f"{name}: largest {each.top[0]:.3g}")
-    axes.set(xlabel="eigenvalue", ylabel="density", ylim=(1e-8, None))
+    drawn = {name: each.density(at, width) for name, each in found.items()}
+    most = max(density.max() for density in drawn.values())
+    # a random vector has a hundredth of its mean share, or more, in nine of ten eigenvectors
+    least = min(0.01 / (each.num_parameters * width) for each in found.values())
+    for name, density in drawn.items():
+        top = found[name].top[:5]
+        (line,) = axes.plot(at, density, label=f"{name}: largest {top[0]:.3g}")
+        axes.plot(top, [2 * least] * len(top), "|", color=line.get_color(), markersize=10)
+    axes.set(xlabel="eigenvalue", ylabel="density", ylim=(least, 3 * most))
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
     _write(figure, path)
