@@ -35,8 +35,8 @@ class Digits(ImageDataModule):
     image_shape = (1, 8, 8)
     class_names = tuple("0123456789")
 
-    def __init__(self, part: tuple[int, int] = (0, 1), **loader: Any) -> None:
-        super().__init__(**loader)
+    def __init__(self, *args: Any, part: tuple[int, int] = (0, 1), **loader: Any) -> None:
+        super().__init__(*args, **loader)
         self.part = part
 
     def load(self, split: Split) -> TensorImages:

@@ -50,7 +50,7 @@ def sizes(data: str, **changes: object) -> list[str]:
 
 
 def kinds(data: str) -> dict[str, list[str]]:
-    """Options by kind of model; each is trained from seeds 0, 1 and 2."""
+    """Options by kind of model."""
     wide = 32 if data == "digits" else 24
     dit_lr = f"{LR}={'2e-3' if data == 'digits' else '4e-3'}"
     return {
@@ -140,12 +140,15 @@ def train(out: Path, data: str, kind: str, seed: int, options: list[str]) -> Non
 
 
 def train_all(out: Path, data: str, jobs: int, only: list[str]) -> None:
-    chosen = {k: v for k, v in kinds(data).items() if not only or k in only}
+    options = kinds(data)
+    models = dict.fromkeys(
+        tuple(model.split("/")) for models in GROUPS.values() for model in models
+    )
     with ThreadPoolExecutor(jobs) as pool:
         ended = [
-            pool.submit(train, out, data, kind, seed, options)
-            for seed in range(3)
-            for kind, options in chosen.items()
+            pool.submit(train, out, data, kind, int(seed), options[kind])
+            for kind, seed in models
+            if not only or kind in only
         ]
     for each in ended:
         each.result()

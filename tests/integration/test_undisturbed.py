@@ -49,9 +49,13 @@ QUIET = {  # each with arguments under which it changes nothing of training
     "ImportanceWeightedCurriculum": {"num_steps": 4},
     "ShiftingGaussian": {"num_steps": 4},
     "LossSecondMomentResampler": {"num_bins": 2, "history": 1},
+    "LossDensity": {"num_bins": 2, "history": 1},
+    "ConsistencyProbe": {"num": 2},
+    "GradientDiagnostics": {"num_levels": 2, "num_images": 4},
 }
 CASES = [(name, {}) for name in QUIET]
 CASES += [(n, {"every_n_steps": 1}) for n in ("FIDEvaluation", "SampleGrid", "NoiseLevelLoss")]
+CASES += [(n, {"every_n_steps": 2}) for n in ("ConsistencyProbe", "GradientDiagnostics")]
 
 
 class Drawing(PicturesModule):
