@@ -1,17 +1,15 @@
-"""The study of docs/results/stability.md: what trains, what is compared, and its tables.
+"""The study of docs/results/stability.md: what trains and what is compared.
 
     stability.py train OUT --data digits|mnist [--jobs 2] [--only NAME ...]
     stability.py analyse OUT [--only NAME ...]         consistency of groups
     stability.py look OUT --data digits|mnist          lines, planes, spectra
     stability.py gans OUT                              which classes GANs make
-    stability.py table OUT                             as Markdown and consistency.csv
 
 All can be stopped, and go on with the same command. For MNIST, OUT's folder holds
 mnist-cnn.safetensors of `lit-diffusion train-extractor`, and data/MNIST/raw the files.
 """
 
 import argparse
-import csv
 import json
 import os
 import subprocess
@@ -241,32 +239,11 @@ def train_images(data: Any, most: int = 5000) -> tuple[Tensor, Tensor]:
     return images, labels
 
 
-COLUMNS = ("paper", "all_pairs", "shuffled", "same_class", "nearest", "same_nearest", "features")
-
-
-def table(out: Path) -> None:
-    rows = []
-    for name in GROUPS:
-        slug = name.replace(", ", "-").replace(" ", "-")
-        file = out / "consistency" / slug / "consistency.json"
-        if file.is_file():
-            found = json.loads(file.read_text())
-            rows.append({"group": name} | {key: found[key] for key in COLUMNS})
-    with (out / "consistency.csv").open("w") as file:
-        writer = csv.DictWriter(file, ("group", *COLUMNS), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-    print(f"| group | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
-    for row in rows:
-        cells = ["" if row[key] is None else f"{row[key]:.3g}" for key in COLUMNS]
-        print(f"| {row['group']} | {' | '.join(cells)} |")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("train", "analyse", "look", "gans", "table"))
+    parser.add_argument("what", choices=("train", "analyse", "look", "gans"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--data", choices=STEPS, default="digits")
     parser.add_argument("--jobs", type=int, default=2)
@@ -278,10 +255,8 @@ def main() -> None:
         analyse(args.out, args.only)
     elif args.what == "look":
         look(args.out, args.data, args.jobs, args.only)
-    elif args.what == "gans":
-        gans(args.out)
     else:
-        table(args.out)
+        gans(args.out)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Figures of docs/results/stability.md from its CSVs: stability_figures.py FOLDER.
 
-Reads stability-{consistency,levels,decided}-{digits,mnist}.csv in FOLDER, as far as they are
-there, and writes stability-consistency.png and stability-levels.png beside them.
+Reads stability-{consistency,levels,decided,lines,own}.csv in FOLDER, and writes
+stability-{consistency,levels,lines}.png beside them.
 """
 
 import csv
@@ -12,18 +12,17 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-DATA = ("digits", "mnist")
 Row = dict[str, str]
 
 
 def read(folder: Path, name: str) -> dict[str, list[Row]]:
-    found = {}
-    for data in DATA:
-        path = folder / f"stability-{name}-{data}.csv"
-        if path.is_file():
-            with path.open() as file:
-                found[data] = list(csv.DictReader(file))
-    return found
+    """Rows by data."""
+    path = folder / f"stability-{name}.csv"
+    if not path.is_file():
+        return {}
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    return {data: [r for r in rows if r["data"] == data] for data in {r["data"]: 0 for r in rows}}
 
 
 def draw_consistency(folder: Path) -> None:
@@ -106,6 +105,31 @@ def _color(i: int) -> tuple[float, float, float]:
     return (share, 0.2, 1 - share)
 
 
+LINES = {"times": "early and late", "seeds": "two seeds", "seeds-aligned": "two seeds, aligned"}
+
+
+def draw_lines(folder: Path) -> None:
+    """Fig. 3 of the paper: each loss between two checkpoints, on the scale of its own ends."""
+    tables = read(folder, "lines")
+    figure = Figure(figsize=(3 * 5, 3 * len(tables)), layout="constrained")
+    panels = figure.subplots(len(tables), 5, squeeze=False)
+    for row, (data, rows) in zip(panels, tables.items(), strict=True):
+        shown = [("unet", "u = 0.1"), ("unet", "u = 0.5"), ("unet", "u = 0.9")]
+        shown += [("dcgan", "generator"), ("biggan", "generator")]
+        for axes, (kind, loss) in zip(row, shown, strict=True):
+            for i, (name, label) in enumerate(LINES.items()):
+                chosen = [r for r in rows if (r["line"], r["loss"]) == (f"{kind}-{name}", loss)]
+                xy = [(float(r["alpha"]), float(r["value"])) for r in chosen]
+                if xy:
+                    axes.plot(*zip(*xy, strict=True), color=f"C{i}", label=label)
+            scale = "log" if kind == "unet" else "linear"
+            axes.set(title=f"{data}, {kind}, {loss}", yscale=scale, xlabel="alpha")
+            axes.grid(alpha=0.3)
+        row[0].set_ylabel("loss")
+        row[0].legend(fontsize="small")
+    figure.savefig(folder / "stability-lines.png", dpi=100)
+
+
 if __name__ == "__main__":
-    draw_consistency(Path(sys.argv[1]))
-    draw_levels(Path(sys.argv[1]))
+    for draw in (draw_consistency, draw_levels, draw_lines):
+        draw(Path(sys.argv[1]))

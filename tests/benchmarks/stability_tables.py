@@ -1,0 +1,172 @@
+"""The CSV files of docs/results/stability.md, and its tables.
+
+    stability_tables.py keep OUT --data digits|mnist    what was found in OUT, to docs/results
+    stability_tables.py docs/results/stability-spectra.csv ...    printed as Markdown
+
+`keep` replaces the rows of what OUT has, and leaves those of other groups as they are.
+"""
+
+import argparse
+import csv
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.signal import find_peaks
+from stability import GROUPS, ROOT
+from torch.nn.utils import parameters_to_vector
+
+from lit_diffusion.analysis.consistency import Consistency
+from lit_diffusion.analysis.hessian import Spectrum
+from lit_diffusion.analysis.interpolation import Interpolation
+from lit_diffusion.checkpoints.loading import load
+
+Row = dict[str, Any]
+RESULTS = ROOT / "docs/results"
+
+
+def read(path: Path) -> list[Row]:
+    if not path.is_file():
+        return []
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def write(path: Path, rows: list[Row]) -> None:
+    with path.open("w") as file:
+        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+# What is kept
+
+MEASURES = ("paper", "all_pairs", "shuffled", "same_class", "nearest", "features")
+
+
+def consistencies(out: Path) -> Iterator[Row]:
+    for group in GROUPS:
+        file = out / "consistency" / group.replace(", ", "-").replace(" ", "-") / "consistency.json"
+        if file.is_file():
+            found = json.loads(file.read_text())
+            yield {"group": group} | {key: found[key] for key in MEASURES}
+
+
+def spectra(out: Path) -> Iterator[Row]:
+    for folder in sorted(out.glob("looks/spectrum-*")):
+        kind = folder.name.removeprefix("spectrum-")
+        names = json.loads((folder / "plan.json").read_text())["levels"]
+        module: Any = load(out / kind / "0", "raw")
+        names = [f"u = {u:g}" for u in names] + ["all"]
+        if hasattr(module, "generator"):
+            names = ["discriminator", "generator"]
+        for i, name in enumerate(names):
+            found = Spectrum.read(folder / f"hessian-{i}")
+            network = getattr(module, name, module)
+            length = parameters_to_vector(network.parameters()).norm().item()
+            yield {
+                "model": kind,
+                "loss": name,
+                "largest": found.top[0],
+                "second": found.top[1],
+                "smallest": np.nanmin(found.nodes),
+                "trace": found.trace,
+                "variance": found.variance,
+                "ritz_variance": found.ritz_variance,
+                "largest_by_length": found.top[0] * length**2,
+            }
+
+
+def lines(out: Path) -> Iterator[Row]:
+    for folder in sorted(out.glob("looks/line-*")):
+        for file in sorted(folder.glob("interpolation*.json")):
+            found = Interpolation.read(file.with_suffix(""))
+            line = folder.name.removeprefix("line-") + "-aligned" * ("aligned" in file.stem)
+            for name, values in zip(found.names, found.values, strict=True):
+                for alpha, value in zip(found.alphas, values, strict=True):
+                    yield {"line": line, "loss": name, "alpha": alpha, "value": value}
+
+
+def own(out: Path) -> Iterator[Row]:
+    for folder in sorted(out.glob("looks/own-*")):
+        found = Consistency.read(folder / "consistency")
+        for name, value in zip(found.names[1:], found.pairs[0, 1:], strict=True):
+            step = int(name.split("=")[1].split(".")[0])
+            yield {"model": folder.name.removeprefix("own-"), "step": step, "psnr": value}
+
+
+def as_written(name: str) -> Callable[[Path], Iterator[Row]]:
+    return lambda out: iter(read(out / f"{name}.csv"))
+
+
+KEPT: dict[str, tuple[str, Callable[[Path], Iterable[Row]]]] = {
+    "consistency": ("group", consistencies),
+    "spectra": ("model", spectra),
+    "lines": ("line", lines),
+    "own": ("model", own),
+    "levels": ("seed", as_written("levels")),
+    "decided": ("run", as_written("decided")),
+}
+"""Of each file, what one piece of work is known by, and what finds it."""
+
+
+def keep(out: Path, data: str) -> None:
+    for name, (key, find) in KEPT.items():
+        path = RESULTS / f"stability-{name}.csv"
+        found = [{"data": data} | row for row in find(out)]
+        ours = {(row["data"], row[key]) for row in found}
+        others = [row for row in read(path) if (row["data"], row[key]) not in ours]
+        if found:
+            write(path, sorted(others + found, key=lambda row: str(row["data"])))
+            print(f"{path.name}: {len(found)} rows")
+
+
+# What is printed
+
+
+def told_lines(rows: list[Row]) -> Iterator[Row]:
+    """The barrier above the straight line between the ends, and how often the loss turns."""
+    for data, line, loss in dict.fromkeys((r["data"], r["line"], r["loss"]) for r in rows):
+        chosen = [r for r in rows if (r["data"], r["line"], r["loss"]) == (data, line, loss)]
+        alpha, value = (np.array([float(r[k]) for r in chosen]) for k in ("alpha", "value"))
+        straight = alpha * value[-1] + (1 - alpha) * value[0]
+        least = 0.01 * np.ptp(value)
+        turns = sum(len(find_peaks(sign * value, prominence=least)[0]) for sign in (1, -1))
+        ends = {"second": value[0], "highest": value.max(), "first": value[-1]}
+        barrier = (value - straight).max()
+        yield {"data": data, "line": line, "loss": loss, **ends, "barrier": barrier, "turns": turns}
+
+
+def cell(value: Any) -> str:
+    try:
+        return f"{float(value):.3g}"
+    except ValueError:
+        return str(value)
+
+
+def printed(rows: list[Row]) -> None:
+    print(f"| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
+    for row in rows:
+        print(f"| {' | '.join(map(cell, row.values()))} |")
+
+
+def main() -> None:
+    if sys.argv[1:2] != ["keep"]:
+        for name in sys.argv[1:]:
+            rows = read(Path(name))
+            printed(list(told_lines(rows)) if "alpha" in rows[0] else rows)
+            print()
+        return
+    parser = argparse.ArgumentParser()
+    parser.add_argument("keep")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--data", required=True)
+    args = parser.parse_args()
+    keep(args.out, args.data)
+
+
+if __name__ == "__main__":
+    main()
