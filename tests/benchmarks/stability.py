@@ -76,22 +76,22 @@ GROUPS = {
     "other seeds": ["unet/0", "unet/1", "unet/2"],
     "other widths": ["unet/0", "narrow/1", "wide/2"],
     "other depths": ["unet/0", "shallow/1", "deep/2"],
-    "U-ViT, other seeds": ["uvit/0", "uvit/1", "uvit/2"],
-    "DiT, other seeds": ["dit/0", "dit/1", "dit/2"],
     "U-Net, U-ViT, DiT": ["unet/0", "uvit/1", "dit/2"],
     "cosine and linear betas": ["unet/0", "linear/1", "linear/2"],
-    "EDM, other seeds": ["edm/0", "edm/1", "edm/2"],
     "VP and EDM": ["unet/0", "edm/1", "edm/2"],
-    "flow matching, other seeds": ["flow/0", "flow/1", "flow/2"],
     "VP and flow matching": ["unet/0", "flow/1", "flow/2"],
-    "x0, unweighted, other seeds": ["x0/0", "x0/1", "x0/2"],
-    "x0, weights of noise, other seeds": ["x0-snr/0", "x0-snr/1", "x0-snr/2"],
-    "x0, Min-SNR, other seeds": ["x0-min-snr/0", "x0-min-snr/1", "x0-min-snr/2"],
-    "noise and x0": ["unet/0", "x0/1", "x0-min-snr/2"],
     "one half, other seeds": ["half-0/0", "half-0/1", "half-0/2"],
     "one half and the other": ["half-0/0", "half-1/1", "half-1/2"],
+    "x0, unweighted, other seeds": ["x0/0", "x0/1", "x0/2"],
+    "x0, weights of noise, other seeds": ["x0-snr/0", "x0-snr/1", "x0-snr/2"],
+    "noise and x0": ["unet/0", "x0/1", "x0-min-snr/2"],
     "DCGAN, other seeds": ["dcgan/0", "dcgan/1", "dcgan/2"],
     "BigGAN, other seeds": ["biggan/0", "biggan/1", "biggan/2"],
+    "EDM, other seeds": ["edm/0", "edm/1", "edm/2"],
+    "flow matching, other seeds": ["flow/0", "flow/1", "flow/2"],
+    "DiT, other seeds": ["dit/0", "dit/1", "dit/2"],
+    "U-ViT, other seeds": ["uvit/0", "uvit/1", "uvit/2"],
+    "x0, Min-SNR, other seeds": ["x0-min-snr/0", "x0-min-snr/1", "x0-min-snr/2"],
 }
 """What is compared: the first with the others, and all pairs."""
 
@@ -130,6 +130,8 @@ def train(out: Path, data: str, kind: str, seed: int, options: list[str]) -> Non
         told += [f"--trainer.callbacks.every_n_train_steps={500 if is_gan else 25}"]
     if data == "mnist":
         told += ["--data.init_args.root=data", "--data.init_args.num_workers=0"]
+    elif not is_gan:
+        told += ["--trainer.callbacks.FIDEvaluation.repeats_at_end=0"]
     told += [f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}"]
     told += ["--ckpt_path=last-or-none"]
     if lit_diffusion(out / f"{kind}-{seed}.log", "fit", *told):

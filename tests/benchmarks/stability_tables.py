@@ -39,7 +39,11 @@ def write(path: Path, rows: list[Row]) -> None:
     with path.open("w") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(rows)
+        writer.writerows({k: rounded(v) for k, v in row.items()} for row in rows)
+
+
+def rounded(value: Any) -> Any:
+    return f"{value:.6g}" if isinstance(value, float) else value
 
 
 # What is kept
@@ -113,6 +117,11 @@ KEPT: dict[str, tuple[str, Callable[[Path], Iterable[Row]]]] = {
 """Of each file, what one piece of work is known by, and what finds it."""
 
 
+def in_order(row: Row, key: str) -> tuple[str, int, str]:
+    order = list(GROUPS).index(row[key]) if row[key] in GROUPS else 0
+    return row["data"], order, row[key]
+
+
 def keep(out: Path, data: str) -> None:
     for name, (key, find) in KEPT.items():
         path = RESULTS / f"stability-{name}.csv"
@@ -120,7 +129,7 @@ def keep(out: Path, data: str) -> None:
         ours = {(row["data"], row[key]) for row in found}
         others = [row for row in read(path) if (row["data"], row[key]) not in ours]
         if found:
-            write(path, sorted(others + found, key=lambda row: str(row["data"])))
+            write(path, sorted(others + found, key=lambda row: in_order(row, key)))
             print(f"{path.name}: {len(found)} rows")
 
 
