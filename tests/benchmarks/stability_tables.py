@@ -9,6 +9,7 @@
 import argparse
 import csv
 import json
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -102,11 +103,29 @@ def own(out: Path) -> Iterator[Row]:
             yield {"model": folder.name.removeprefix("own-"), "step": step, "psnr": value}
 
 
+def models(out: Path) -> Iterator[Row]:
+    """FID, and minutes of training beside one other, of each model."""
+    for done in sorted(out.glob("*/*/done")):
+        kind, seed = done.parts[-3:-1]
+        scores = (done.parent / "evaluations.jsonl").read_text().splitlines()
+        last = [row for row in map(json.loads, scores) if not row.get("repeat")][-1]
+        told = (out / f"{kind}-{seed}.log").read_text()
+        hours, minutes, seconds = map(int, re.findall(r"seen, in (\d+):(\d+):(\d+)", told)[-1])
+        took = hours * 60 + minutes + seconds / 60
+        yield {
+            "model": f"{kind}/{seed}",
+            "step": last["step"],
+            "fid": last["value"],
+            "minutes": took,
+        }
+
+
 def as_written(name: str) -> Callable[[Path], Iterator[Row]]:
     return lambda out: iter(read(out / f"{name}.csv"))
 
 
 KEPT: dict[str, tuple[str, Callable[[Path], Iterable[Row]]]] = {
+    "models": ("model", models),
     "consistency": ("group", consistencies),
     "spectra": ("model", spectra),
     "lines": ("line", lines),
