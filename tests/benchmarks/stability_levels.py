@@ -182,7 +182,7 @@ def measured(folder: Path) -> Row:
         load_with_record(folder / f"steps/step={step:05d}.ckpt", "ema") for step in (EARLY, LATER)
     )
     images = [each.module.generate(range(100)) for each in (first, later)]  # type: ignore[operator]
-    scores = {row["step"]: row["value"] for row in evaluations(folder) if not row.get("repeat")}
+    scores = {row["step"]: row["value"] for row in evaluations(folder)}
     row: Row = {"fid": scores[EARLY], "self_consistency": psnr(*images).mean().item()}
     raw = load_with_record(folder / f"steps/step={EARLY:05d}.ckpt", "raw")
     module: Any = raw.module

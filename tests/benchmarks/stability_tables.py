@@ -104,20 +104,16 @@ def own(out: Path) -> Iterator[Row]:
 
 
 def models(out: Path) -> Iterator[Row]:
-    """FID, and minutes of training beside one other, of each model."""
+    """Its first FID at the last step, and minutes of training beside one other, of each model."""
     for done in sorted(out.glob("*/*/done")):
         kind, seed = done.parts[-3:-1]
-        scores = (done.parent / "evaluations.jsonl").read_text().splitlines()
-        last = [row for row in map(json.loads, scores) if not row.get("repeat")][-1]
+        found = (done.parent / "evaluations.jsonl").read_text().splitlines()
+        fids = {row["step"]: row["value"] for row in map(json.loads, reversed(found))}
+        step = max(fids)
         told = (out / f"{kind}-{seed}.log").read_text()
         hours, minutes, seconds = map(int, re.findall(r"seen, in (\d+):(\d+):(\d+)", told)[-1])
         took = hours * 60 + minutes + seconds / 60
-        yield {
-            "model": f"{kind}/{seed}",
-            "step": last["step"],
-            "fid": last["value"],
-            "minutes": took,
-        }
+        yield {"model": f"{kind}/{seed}", "step": step, "fid": fids[step], "minutes": took}
 
 
 def as_written(name: str) -> Callable[[Path], Iterator[Row]]:
