@@ -172,13 +172,11 @@ def looks(out: Path, data: str) -> dict[str, list[str]]:
         before = [str(steps[i * (len(steps) - 1) // 7]) for i in range(8)]
         found[f"own-{kind}"] = ["consistency", last, *before, "--num", "100"]
         kinks = [] if kind == "unet" else ["--kinks"]
-        found[f"spectrum-{kind}"] = ["hessian", last, *few, *kinks]
+        found[f"spectrum-{kind}"] = ["hessian", last, "--images", "64", *kinks]
     if "line-biggan-seeds" in found:
         found["line-biggan-seeds"].remove("--align")  # of whose blocks no order is known
     way = sorted(str(path) for path in (out / "unet/0/steps").glob("*.ckpt"))
     found["way-unet"] = ["landscape", str(out / "unet/0"), "--images", "128", "--path", *way]
-    for kind in ("x0", "x0-snr", "edm", "flow"):
-        found[f"spectrum-{kind}"] = ["hessian", str(out / kind / "0"), "--images", "128"]
     return found
 
 
