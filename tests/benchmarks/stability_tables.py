@@ -61,8 +61,10 @@ def consistencies(out: Path) -> Iterator[Row]:
 
 
 def spectra(out: Path) -> Iterator[Row]:
-    for folder in sorted(out.glob("looks/spectrum-*")):
+    for folder in sorted(out.glob("looks/spectrum-*/")):
         kind = folder.name.removeprefix("spectrum-")
+        if not (folder / "hessian-0.json").is_file():
+            continue
         names = json.loads((folder / "plan.json").read_text())["levels"]
         module: Any = load(out / kind / "0", "raw")
         names = [f"u = {u:g}" for u in names] + ["all"]
@@ -86,7 +88,7 @@ def spectra(out: Path) -> Iterator[Row]:
 
 
 def lines(out: Path) -> Iterator[Row]:
-    for folder in sorted(out.glob("looks/line-*")):
+    for folder in sorted(out.glob("looks/line-*/")):
         for file in sorted(folder.glob("interpolation*.json")):
             found = Interpolation.read(file.with_suffix(""))
             line = folder.name.removeprefix("line-") + "-aligned" * ("aligned" in file.stem)
@@ -96,11 +98,11 @@ def lines(out: Path) -> Iterator[Row]:
 
 
 def own(out: Path) -> Iterator[Row]:
-    for folder in sorted(out.glob("looks/own-*")):
-        found = Consistency.read(folder / "consistency")
+    for file in sorted(out.glob("looks/own-*/consistency.json")):
+        found, kind = Consistency.read(file.with_suffix("")), file.parent.name.removeprefix("own-")
         for name, value in zip(found.names[1:], found.pairs[0, 1:], strict=True):
             step = int(name.split("=")[1].split(".")[0])
-            yield {"model": folder.name.removeprefix("own-"), "step": step, "psnr": value}
+            yield {"model": kind, "step": step, "psnr": value}
 
 
 def models(out: Path) -> Iterator[Row]:
