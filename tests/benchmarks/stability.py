@@ -169,7 +169,7 @@ def looks(out: Path, data: str) -> dict[str, list[str]]:
         found[f"line-{kind}-times"] = ["interpolate", last, first, *few]
         found[f"line-{kind}-seeds"] = ["interpolate", last, other, "--align", *few]
         found[f"plane-{kind}"] = ["landscape", last, *few]
-        before = [str(steps[i * (len(steps) - 1) // 7]) for i in range(8)]
+        before = [str(steps[i * (len(steps) - 1) // 7]) for i in range(7)]
         found[f"own-{kind}"] = ["consistency", last, *before, "--num", "100"]
         kinks = [] if kind == "unet" else ["--kinks"]
         found[f"spectrum-{kind}"] = ["hessian", last, "--images", "64", *kinks]

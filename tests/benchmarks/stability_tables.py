@@ -61,10 +61,8 @@ def consistencies(out: Path) -> Iterator[Row]:
 
 
 def spectra(out: Path) -> Iterator[Row]:
-    for folder in sorted(out.glob("looks/spectrum-*/")):
+    for folder in (file.parent for file in sorted(out.glob("looks/spectrum-*/hessian-0.json"))):
         kind = folder.name.removeprefix("spectrum-")
-        if not (folder / "hessian-0.json").is_file():
-            continue
         names = json.loads((folder / "plan.json").read_text())["levels"]
         module: Any = load(out / kind / "0", "raw")
         names = [f"u = {u:g}" for u in names] + ["all"]
@@ -168,7 +166,7 @@ def told_lines(rows: list[Row]) -> Iterator[Row]:
 
 def cell(value: Any) -> str:
     try:
-        return f"{float(value):.3g}"
+        return str(value) if str(value).isdigit() else f"{float(value):.3g}"
     except ValueError:
         return str(value)
 
