@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from scipy.signal import find_peaks
 from stability import GROUPS, ROOT
-from torch.nn.utils import parameters_to_vector
 
 from lit_diffusion.analysis.consistency import Consistency
 from lit_diffusion.analysis.hessian import Spectrum
@@ -71,7 +71,7 @@ def spectra(out: Path) -> Iterator[Row]:
         for i, name in enumerate(names):
             found = Spectrum.read(folder / f"hessian-{i}")
             network = getattr(module, name, module)
-            length = parameters_to_vector(network.parameters()).norm().item()
+            length = torch.cat([p.flatten() for p in network.parameters()]).norm().item()
             yield {
                 "model": kind,
                 "loss": name,
