@@ -25,6 +25,11 @@ def read(folder: Path, name: str) -> dict[str, list[Row]]:
     return {data: [r for r in rows if r["data"] == data] for data in {r["data"]: 0 for r in rows}}
 
 
+def outside(figure: Figure, axes: Any, columns: int) -> None:
+    """One legend below all panels."""
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=columns)
+
+
 def draw_consistency(folder: Path) -> None:
     tables = read(folder, "consistency")
     figure = Figure(figsize=(5.6 * len(tables), 5.4), layout="constrained")
@@ -43,12 +48,14 @@ def draw_consistency(folder: Path) -> None:
         axes.set_yticks(list(at), [row["group"] for row in rows])
         axes.set(title=data, xlabel="PSNR (dB)")
         axes.grid(alpha=0.3)
-    panels[0].legend(fontsize="small")
+    outside(figure, panels[0], columns=2)
     figure.savefig(folder / "stability-consistency.png", dpi=110)
 
 
 def draw_levels(folder: Path) -> None:
     levels, decided = read(folder, "levels"), read(folder, "decided")
+    if not decided:
+        return
     figure = Figure(figsize=(12, 3.6 * len(levels)), layout="constrained")
     panels = figure.subplots(len(levels), 3, squeeze=False)
     for row, data in zip(panels, levels, strict=True):
@@ -126,7 +133,7 @@ def draw_lines(folder: Path) -> None:
             axes.set(title=f"{data}, {kind}, {loss}", yscale=scale, xlabel="alpha")
             axes.grid(alpha=0.3)
         row[0].set_ylabel("loss")
-        row[0].legend(fontsize="small")
+    outside(figure, panels[0][0], columns=3)
     figure.savefig(folder / "stability-lines.png", dpi=100)
 
 
