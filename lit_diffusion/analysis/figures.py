@@ -58,7 +58,7 @@ def draw_interpolation(found: Mapping[str, Interpolation], path: Path) -> None:
 def draw_landscape(found: Landscape, path: Path, run: Floats | None = None) -> None:
     """Contours of each loss, with a run's way through them, above its surface."""
     count = len(found.names)
-    figure = Figure(figsize=(3.4 * count, 5), layout="constrained")
+    figure = Figure(figsize=(4 * count, 6), layout="constrained")
     for i, name in enumerate(found.names):
         is_positive = found.values[i].min() > 0
         values = np.log10(found.values[i]) if is_positive else found.values[i]

@@ -168,7 +168,7 @@ def cell(value: Any) -> str:
     try:
         return str(value) if str(value).isdigit() else f"{float(value):.3g}"
     except ValueError:
-        return str(value)
+        return str(value) or "-"
 
 
 def printed(rows: list[Row]) -> None:
