@@ -96,6 +96,11 @@ GROUPS = {
 """What is compared: the first with the others, and all pairs."""
 
 
+def slug(group: str) -> str:
+    """Name of a group's folder."""
+    return group.replace(", ", "-").replace(" ", "-")
+
+
 def lit_diffusion(log: Path, *words: str) -> bool:
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [str(Path(sys.executable).parent / "lit-diffusion"), *words]
@@ -204,13 +209,12 @@ def analyse(out: Path, only: list[str]) -> None:
     """Consistency of each group whose models are there."""
     for name, models in GROUPS.items():
         folders = [out / model for model in models]
-        slug = name.replace(", ", "-").replace(" ", "-")
         if (only and name not in only) or not all((each / "done").exists() for each in folders):
             continue
-        target = out / "consistency" / slug
+        target = out / "consistency" / slug(name)
         if not (target / "consistency.png").exists():
             words = ["consistency", *map(str, folders), "--num", "100", "--out", str(target)]
-            lit_diffusion(out / f"consistency-{slug}.log", "analyze", *words)
+            lit_diffusion(out / f"consistency-{slug(name)}.log", "analyze", *words)
 
 
 def gans(out: Path, num: int = 1000) -> None:

@@ -4,24 +4,17 @@ Reads stability-{consistency,levels,decided,lines,own}.csv in FOLDER, and writes
 stability-{consistency,levels,lines}.png beside them.
 """
 
-import csv
 import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 from matplotlib.figure import Figure
+from stability_tables import Row, read
 
-Row = dict[str, str]
 
-
-def read(folder: Path, name: str) -> dict[str, list[Row]]:
-    """Rows by data."""
-    path = folder / f"stability-{name}.csv"
-    if not path.is_file():
-        return {}
-    with path.open() as file:
-        rows = list(csv.DictReader(file))
+def by_data(folder: Path, name: str) -> dict[str, list[Row]]:
+    rows = read(folder / f"stability-{name}.csv")
     return {data: [r for r in rows if r["data"] == data] for data in {r["data"]: 0 for r in rows}}
 
 
@@ -31,7 +24,7 @@ def outside(figure: Figure, axes: Any, columns: int) -> None:
 
 
 def draw_consistency(folder: Path) -> None:
-    tables = read(folder, "consistency")
+    tables = by_data(folder, "consistency")
     figure = Figure(figsize=(5.6 * len(tables), 5.4), layout="constrained")
     panels = figure.subplots(1, len(tables), squeeze=False)[0]
     marks = {
@@ -53,7 +46,7 @@ def draw_consistency(folder: Path) -> None:
 
 
 def draw_levels(folder: Path) -> None:
-    levels, decided = read(folder, "levels"), read(folder, "decided")
+    levels, decided = by_data(folder, "levels"), by_data(folder, "decided")
     if not decided:
         return
     figure = Figure(figsize=(12, 3.6 * len(levels)), layout="constrained")
@@ -117,7 +110,7 @@ LINES = {"times": "early and late", "seeds": "two seeds", "seeds-aligned": "two 
 
 def draw_lines(folder: Path) -> None:
     """Fig. 3 of the paper: each loss between two checkpoints, on the scale of its own ends."""
-    tables = read(folder, "lines")
+    tables = by_data(folder, "lines")
     figure = Figure(figsize=(3 * 5, 3 * len(tables)), layout="constrained")
     panels = figure.subplots(len(tables), 5, squeeze=False)
     for row, (data, rows) in zip(panels, tables.items(), strict=True):

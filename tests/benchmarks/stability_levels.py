@@ -10,10 +10,9 @@ and seed. All can be stopped, and go on with the same command.
 """
 
 import argparse
-import csv
 import json
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any
 import torch
 from scipy.stats import spearmanr
 from stability import ROOT, lit_diffusion
+from stability_tables import Row, read, write
 from torch import Tensor
 
 from lit_diffusion.analysis.consistency import consistency
@@ -46,16 +46,6 @@ SEEDS = range(3)
 ARMS = ("decayed", "textbook", "edm-tuned", "static", "fast", "balanced")
 EARLY, LATER = 100, 200
 """Steps at which recipes are measured, and with which their samples are compared."""
-
-Row = dict[str, Any]
-
-
-def write(path: Path, rows: Iterable[Row]) -> None:
-    rows = list(rows)
-    with path.open("w") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def options(images: int, levels: list[float]) -> Namespace:
@@ -224,8 +214,7 @@ def rank(out: Path) -> None:
     """Spearman's correlation of each measure, mean over seeds, with how fast the recipe was."""
     found = compare(read_arms([str(ROOT / "docs/results/recipes.csv")]), "baseline")
     speed = {each.arm.name: each.speedup.ratio for each in found.results} | {"baseline": 1.0}
-    with (out / "early.csv").open() as file:
-        rows = list(csv.DictReader(file))
+    rows = read(out / "early.csv")
     names = [name for name in rows[0] if name not in ("arm", "seed")]
     print("| measure after 100 steps | rho | p |\n|---|---:|---:|")
     for name in names:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.signal import find_peaks
-from stability import GROUPS, ROOT
+from stability import GROUPS, ROOT, slug
 
 from lit_diffusion.analysis.consistency import Consistency
 from lit_diffusion.analysis.hessian import Spectrum
@@ -36,7 +36,8 @@ def read(path: Path) -> list[Row]:
         return list(csv.DictReader(file))
 
 
-def write(path: Path, rows: list[Row]) -> None:
+def write(path: Path, rows: Iterable[Row]) -> None:
+    rows = list(rows)
     with path.open("w") as file:
         writer = csv.DictWriter(file, rows[0], lineterminator="\n")
         writer.writeheader()
@@ -54,7 +55,7 @@ MEASURES = ("paper", "all_pairs", "shuffled", "same_class", "nearest", "features
 
 def consistencies(out: Path) -> Iterator[Row]:
     for group in GROUPS:
-        file = out / "consistency" / group.replace(", ", "-").replace(" ", "-") / "consistency.json"
+        file = out / "consistency" / slug(group) / "consistency.json"
         if file.is_file():
             found = json.loads(file.read_text())
             yield {"group": group} | {key: found[key] for key in MEASURES}
@@ -180,7 +181,7 @@ def printed(rows: list[Row]) -> None:
 def main() -> None:
     if sys.argv[1:2] != ["keep"]:
         for name in sys.argv[1:]:
-            rows = read(Path(name))
+            rows = read(Path(name)) or sys.exit(f"{name}: no such table; name CSV files, or keep.")
             printed(list(told_lines(rows)) if "alpha" in rows[0] else rows)
             print()
         return
