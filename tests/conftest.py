@@ -5,6 +5,7 @@ import random
 import shutil
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,11 +17,24 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 def pytest_addoption(parser):
     parser.addoption("--shuffle", metavar="SEED", help="run the tests in a random order")
+    help = "of each test with many cases, run the first and every N-th after it"
+    parser.addoption("--every", metavar="N", type=int, default=1, help=help)
 
 
+@pytest.hookimpl(trylast=True)  # what -m and -k leave
 def pytest_collection_modifyitems(config, items):
     if (seed := config.getoption("--shuffle")) is not None:
         random.Random(seed).shuffle(items)
+    seen = Counter()
+    left_out = []
+    for item in items:
+        name = item.nodeid.split("[")[0]
+        if seen[name] % config.getoption("--every"):
+            left_out.append(item)
+        seen[name] += 1
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
 
 
 @pytest.fixture(autouse=True)

@@ -128,6 +128,9 @@ lit-diffusion() {
         test) command lit-diffusion "$@" $short ;;
         sweep) command lit-diffusion "$@" --seeds 0 $short --trainer.max_steps=4 ;;
         evaluate) command lit-diffusion "$@" --extractor digits-cnn ;;  # no FID in so few steps
+        analyze)
+            [ $2 = consistency ] && few="--extractor digits-cnn" || few="--images 8 --levels 0.5"
+            command lit-diffusion "$@" $few ;;
         *) command lit-diffusion "$@" ;;
     esac
 }

@@ -2,7 +2,7 @@
 
     stability_levels.py levels OUT        of the checkpoints that `stability.py train` left in OUT
     stability_levels.py early OUT         of the recipes of docs/results/recipes.csv, trained here
-    stability_levels.py rank OUT          whether early measures tell which recipe was fast
+    stability_levels.py rank FILE.csv     whether early measures tell which recipe was fast
 
 `levels` writes levels.csv: the loss and the distance |eps - x_t| / |x_t| by noise level and step,
 and decided.csv: how alike two ways from one x_t end. `early` writes early.csv, a row for a recipe
@@ -210,13 +210,13 @@ def early(out: Path, jobs: int) -> None:
     write(out / "early.csv", rows)
 
 
-def rank(out: Path) -> None:
+def rank(table: Path) -> None:
     """Spearman's correlation of each measure, mean over seeds, with how fast the recipe was."""
     found = compare(read_arms([str(ROOT / "docs/results/recipes.csv")]), "baseline")
     speed = {each.arm.name: each.speedup.ratio for each in found.results} | {"baseline": 1.0}
-    rows = read(out / "early.csv")
-    names = [name for name in rows[0] if name not in ("arm", "seed")]
-    print("| measure after 100 steps | rho | p |\n|---|---:|---:|")
+    rows = read(table)
+    names = [name for name in rows[0] if name not in ("data", "arm", "seed")]
+    print("| after 100 steps | rho | p |\n|---|---|---|")
     for name in names:
         by_arm = {arm: mean(float(row[name]) for row in rows if row["arm"] == arm) for arm in speed}
         rho, p = spearmanr([by_arm[arm] for arm in speed], list(speed.values()))

@@ -129,6 +129,7 @@ KEPT: dict[str, tuple[str, Callable[[Path], Iterable[Row]]]] = {
     "own": ("model", own),
     "levels": ("seed", as_written("levels")),
     "decided": ("run", as_written("decided")),
+    "early": ("arm", as_written("early")),
 }
 """Of each file, what one piece of work is known by, and what finds it."""
 
