@@ -148,7 +148,7 @@ def train(out: Path, arm: str, seed: int, steps: int) -> None:
     words = [f"--config={ROOT}/configs/digits-ablation.yaml", *own, *schedule, *keeps]
     words += [f"--trainer.max_steps={LATER}", f"--trainer.val_check_interval={EARLY}"]
     words += [f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}"]
-    words += ["--ckpt_path=last-or-none"]
+    words += ["--ckpt_path=last-or-none", "--trainer.callbacks.FIDEvaluation.repeats_at_end=0"]
     if lit_diffusion(out / "early" / f"{arm}-{seed}.log", "fit", *words):
         (folder / "done").touch()
         print(f"trained {arm} from seed {seed}", flush=True)
