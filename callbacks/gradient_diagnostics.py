@@ -35,6 +35,12 @@ def signal_and_noise(first: Tensor, second: Tensor, batch_size: int) -> tuple[fl
     return (first @ second).item(), noise.item()
 
 
+def halves_of(num: int) -> Tensor:
+    """(2, num // 2) places in a random order, always the same: sets are often sorted by class."""
+    order = torch.randperm(num, generator=torch.Generator().manual_seed(0))
+    return order[: num // 2 * 2].view(2, -1)
+
+
 class GradientDiagnostics(RunsEveryNSteps):
     """Logs gradients of fixed training images with fixed noise, by noise level, every n steps.
 
@@ -129,7 +135,7 @@ class GradientDiagnostics(RunsEveryNSteps):
         found: dict[str, float] = {}
         means = [(a + b) / 2 for a, b in halves]
         for u, (a, b), mean in zip(self.levels, halves, means, strict=True):
-            signal, noise = signal_and_noise(a, b, self.num_images // 2)
+            signal, noise = signal_and_noise(a, b, len(self._fixed[2]) // 2)
             found[f"grad/norm_u{u:.3g}"] = mean.norm().item()
             found[f"grad/noise_scale_u{u:.3g}"] = noise / signal if signal > 0 else float("inf")
         for (u, a), (v, b) in combinations(zip(self.levels, means, strict=True), 2):
@@ -148,7 +154,7 @@ class GradientDiagnostics(RunsEveryNSteps):
         t = module.process.from_unit(torch.full((len(x0),), u, dtype=torch.float64)).to(x0.device)
         parameters = _trained(pl_module)
         found = []
-        for i in torch.arange(len(x0), device=x0.device).chunk(2):
+        for i in halves_of(len(x0)).to(x0.device):
             with torch.enable_grad():
                 told = by_part(itemgetter(i), labels)
                 loss = module.per_sample_loss(x0[i], told, t[i], noise[i]).mean()

@@ -114,8 +114,8 @@ def read_fixed(loaders: Any, num: int, where: Where = None) -> tuple[Tensor, Con
     loader = indexed_loader(loaders)
     if loader is None:
         raise ValueError(
-            "NoiseLevelLoss needs a DataLoader over a data set with indices, to read the same "
-            "images every time; remove it for streamed data."
+            "NoiseLevelLoss and GradientDiagnostics need a DataLoader over a data set with "
+            "indices, to read the same images every time; remove them for streamed data."
         )
     indices = spread(len(items_of(loader)), num)  # type: ignore[arg-type]
     batches = list(read(loader, indices))

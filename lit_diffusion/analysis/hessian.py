@@ -47,13 +47,33 @@ class Spectrum(Saved):
     @property
     def mean(self) -> float:
         """Mean eigenvalue, by quadrature."""
-        return float(np.nansum(self.nodes * self.weights, axis=1).mean())
+        return float(np.nansum(self.nodes * self.expected, axis=1).mean())
 
     @property
     def variance(self) -> float:
         """Variance of the eigenvalues, by quadrature."""
-        second = np.nansum(self.nodes**2 * self.weights, axis=1).mean()
+        second = np.nansum(self.nodes**2 * self.expected, axis=1).mean()
         return float(second - self.mean**2)
+
+    @property
+    def expected(self) -> Floats:
+        """(V, m) weights, which are 1 / P at the outer eigenvalues that all runs have.
+
+        A run's own weight there is the square of one normal number, and of large eigenvalues the
+        noisiest part of any sum. More than 4 / P by the mean of runs is an eigenvalue many times.
+        """
+        lengths = np.abs(self.nodes).max(axis=0)
+        alike = np.ptp(self.nodes, axis=0) <= 1e-3 * lengths  # False for nan
+        alike &= self.weights.mean(axis=0) * self.num_parameters < 4
+        ends = [np.logical_and.accumulate(each) for each in (alike, alike[::-1])]
+        outer = ends[0] | ends[1][::-1]
+        if len(self.nodes) < 2 or outer.all():
+            return self.weights
+        rest = self.weights[:, ~outer]
+        found = np.full_like(self.weights, 1 / self.num_parameters)
+        share = 1 - outer.sum() / self.num_parameters
+        found[:, ~outer] = rest * share / np.nansum(rest, axis=1, keepdims=True)
+        return found
 
     @property
     def ritz_variance(self) -> float:
@@ -67,7 +87,7 @@ class Spectrum(Saved):
         """Spectral density at values (K,), smoothed by a Gaussian of this width."""
         z = (at[:, None, None] - self.nodes) / width
         bumps = np.exp(-0.5 * z**2) / (width * np.sqrt(2 * np.pi))
-        found: Floats = np.nansum(bumps * self.weights, axis=2).mean(axis=1)
+        found: Floats = np.nansum(bumps * self.expected, axis=2).mean(axis=1)
         return found
 
 

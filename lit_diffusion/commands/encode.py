@@ -1,6 +1,5 @@
 """`lit-diffusion encode`: latents of a folder of images, once, for many epochs."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,7 +41,6 @@ the shards. VAE is a folder that diffusers' AutoencoderKL.save_pretrained has wr
 def run(argv: Sequence[str]) -> None:
     """Run the command: "encode", then options."""
     args = parser().parse_args(argv[1:])
-    import torch
 
     from lit_diffusion.data.image_folder import ImageFolder
     from lit_diffusion.modules.vae import VAECodec
@@ -59,9 +57,7 @@ def run(argv: Sequence[str]) -> None:
         full_check=False,  # encoding reads them to their ends
         num_workers=args.num_workers,
     )
-    local = os.environ.get("LOCAL_RANK")
-    own_gpu = f"cuda:{local}" if local and torch.cuda.is_available() else None
-    device, out = usable_device(args.device or own_gpu), Path(args.out)
+    device, out = usable_device(args.device), Path(args.out)
     try:
         with stoppable():
             index = planned(images, codec, out, args.shard_size, args.flips)

@@ -255,11 +255,14 @@ def survey(args: Namespace) -> str:
     plane, way = _plane(loaded, on_the_way, args.seed)
     reach = args.span if way is None else 1.2 * float(np.abs(way.points).max())
     out, axis = Path(args.out), np.linspace(-reach, reach, args.points)
+    surfaces = [(plane, losses)] if way else _of_players(loaded.module, plane, losses)
     _said_cost(losses, args.points**2)
     planned(out, _plan("landscape", args, loaded, *on_the_way))
 
     def make(row: str) -> Arrays:
-        return {"values": landscape(loaded.module, plane, losses, axis, [axis[int(row)]]).values}
+        at = [axis[int(row)]]
+        parts = [landscape(loaded.module, p, each, axis, at).values for p, each in surfaces]
+        return {"values": np.concatenate(parts)}
 
     made = pieces(out, [str(i) for i in range(len(axis))], make, "row")
     if made is None:
@@ -269,12 +272,30 @@ def survey(args: Namespace) -> str:
     found.save(out / "landscape")
     draw_landscape(found, out / "landscape.png", None if way is None else way.points)
     told = [
-        f"{name}: {values[i].min():.4g} to {values[i].max():.4g}" for i, name in enumerate(losses)
+        f"{name}: {np.nanmin(each):.4g} to {np.nanmax(each):.4g}"
+        + (f"; {bad} points are not finite" if (bad := (~np.isfinite(each)).sum()) else "")
+        for name, each in zip(losses, values, strict=True)
     ]
     if way is not None:
         way.save(out / "way")
         told.append(f"The plane holds {way.share:.1%} of the run's squared distance from its end.")
     return "\n".join(told)
+
+
+def _of_players(
+    module: Any, plane: Sequence[Direction], losses: Losses
+) -> list[tuple[Sequence[Direction], Losses]]:
+    """Losses with the plane that they are seen on: of a GAN each along its own network's weights.
+
+    Along both, what one loss gains the other pays, and no center is at its lowest.
+    """
+    found: list[tuple[Sequence[Direction], Losses]] = []
+    for name, loss in losses.items():
+        if not isinstance(getattr(module, name, None), torch.nn.Module):
+            return [(plane, losses)]
+        own = [{n: d for n, d in each.items() if n.startswith(f"{name}.")} for each in plane]
+        found.append((own, {name: loss}))
+    return found
 
 
 def _plane(

@@ -1,6 +1,7 @@
 """Images of a checkpoint: the module with what options change, and the PNG files."""
 
 import json
+import os
 import time
 from argparse import ArgumentError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -92,8 +93,9 @@ def _rows(module: Any, args: Namespace) -> Condition:
 
 
 def usable_device(name: str | None) -> torch.device:
-    """The device of --device, which this machine must have; without, the GPU if there is one."""
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    """The device of --device, which this machine must have; without, this process's GPU if any."""
+    own = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
+    name = name or own
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from lit_diffusion.analysis.consistency import consistency
 from lit_diffusion.analysis.hessian import hessian_product, spectrum
-from lit_diffusion.callbacks.gradient_diagnostics import signal_and_noise
+from lit_diffusion.callbacks.gradient_diagnostics import halves_of, signal_and_noise
 from lit_diffusion.checkpoints.loading import Loaded, load_with_record
 from lit_diffusion.experiments.comparison import compare
 from lit_diffusion.experiments.curve_tables import read_arms
@@ -158,7 +158,7 @@ def gradient_noise(module: Any, x0: Tensor, labels: Tensor, noise: Tensor, u: fl
     """tr(Sigma) / |G|^2 of the loss at a level, by two halves of the images."""
     t = module.process.from_unit(torch.full((len(x0),), u).double())
     halves = []
-    for i in torch.arange(len(x0)).chunk(2):
+    for i in halves_of(len(x0)):
         loss = module.per_sample_loss(x0[i], labels[i], t[i], noise[i]).mean()
         found = torch.autograd.grad(loss, list(module.parameters()), materialize_grads=True)
         halves.append(torch.cat([g.flatten() for g in found]))

@@ -76,6 +76,7 @@ def spectra(out: Path) -> Iterator[Row]:
             yield {
                 "model": kind,
                 "loss": name,
+                "weights": found.num_parameters,
                 "largest": found.top[0],
                 "second": found.top[1],
                 "smallest": np.nanmin(found.nodes),

@@ -7,7 +7,7 @@ from support.plain_module import PlainModule, assert_same_bits, make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
 
 from lit_diffusion.callbacks import GradientDiagnostics
-from lit_diffusion.callbacks.gradient_diagnostics import signal_and_noise
+from lit_diffusion.callbacks.gradient_diagnostics import halves_of, signal_and_noise
 from lit_diffusion.seeding import PerSampleNoise
 
 
@@ -19,6 +19,15 @@ def test_signal_and_noise_are_unbiased():
     expected = torch.tensor([mean.square().sum().item(), 3 * sd**2])
     error = found.std(0) / math.sqrt(len(found))
     assert ((found.mean(0) - expected).abs() < 4 * error).all()
+
+
+def test_halves_of_a_set_that_is_sorted_have_all_classes():
+    """Places in order, or every second one, have not: of sorted classes, or of classes in turn."""
+    for sorted_by in (lambda i: i // 8, lambda i: i % 4):
+        first, second = ([sorted_by(i) for i in half.tolist()] for half in halves_of(32))
+        assert set(first) == set(second) == set(range(4))
+    assert sorted(halves_of(9).flatten().tolist()) != sorted(halves_of(8).flatten().tolist())
+    assert halves_of(9).shape == (2, 4)
 
 
 def fitted(folder, *callbacks, module=None):
@@ -39,7 +48,7 @@ def by_autograd(module, u):
     told = labels if module.num_classes else None
     losses = module.per_sample_loss(x0, told, t, noise)
     halves = []
-    for half in (losses[:4], losses[4:]):
+    for half in (losses[i] for i in halves_of(8)):
         found = [torch.autograd.grad(each, parameters, retain_graph=True) for each in half]
         halves.append(sum(torch.cat([g.flatten() for g in each]) for each in found) / 4)
     return halves

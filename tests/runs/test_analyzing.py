@@ -13,12 +13,14 @@ from support.commands import SCRIPT, call
 from support.small_digits import write_small_digits
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lit_diffusion.analysis.weights import between, put_, state_of
+from lit_diffusion.analysis.landscape import directions, filter_normalised
+from lit_diffusion.analysis.weights import between, exact_spectral_norms_, put_, state_of
 from lit_diffusion.checkpoints.loading import load
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.metrics.psnr import psnr
 from lit_diffusion.networks.unet import UNet
 from lit_diffusion.runs.analyzing import _fingerprint
+from lit_diffusion.runs.fixed_losses import fixed_batch
 from lit_diffusion.seeding import PerSampleNoise
 
 A, B = "a/checkpoints/last.ckpt", "b/checkpoints/last.ckpt"
@@ -307,6 +309,26 @@ def test_gans_are_analysed_by_both_of_their_losses(capsys):
         assert tells in capsys.readouterr().out
     assert analyze("consistency gan a --num 4 --weights raw --extractor digits-cnn") == 0
     assert kept("consistency")["same_class"] is None  # a DCGAN has no classes
+
+
+@pytest.mark.usefixtures("gan")
+def test_losses_of_a_gan_are_seen_along_the_weights_of_their_own_network():
+    assert analyze("landscape gan --points 3 --images 8") == 0
+    module = load("gan", "raw")
+    with np.load("out/landscape.npz") as found:
+        values = found["values"]
+    drawn = [filter_normalised(each, module) for each in directions(module, 0)]
+    exact_spectral_norms_(module)
+    x0, _, index = fixed_batch(module, Digits().dataset("train"), 8)
+    z = module.latents(index.tolist(), "validation")
+    for i, name in enumerate(("discriminator", "generator")):
+        with torch.no_grad():
+            center = state_of(module)
+            corner = {n: center[n] - drawn[0][n] - drawn[1][n] for n in drawn[0] if name in n}
+            put_(module, corner)
+            losses = module.discriminator_losses(x0, None, z), module.generator_losses(None, z)
+            put_(module, center)
+        assert values[i, 0, 0] == pytest.approx(losses[i].mean().item(), rel=1e-4)
 
 
 LONG = ("analyze", "landscape", "a", "--images=256", "--points=61", "--out=out")
