@@ -11,6 +11,7 @@ and seed. All can be stopped, and go on with the same command.
 
 import argparse
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -177,7 +178,7 @@ def measured(folder: Path) -> Row:
     raw = load_with_record(folder / f"steps/step={EARLY:05d}.ckpt", "raw")
     module: Any = raw.module
     chosen = [0.1, 0.5, 0.9]
-    of = options(256, chosen)
+    of = options(64, chosen)
     for name, loss in fixed_losses(module, data_for(raw, of), of).items():
         product, like = hessian_product(loss, list(module.parameters()))
         found = spectrum(product, like, steps=20, seeds=[0])
@@ -214,7 +215,7 @@ def rank(table: Path) -> None:
     """Spearman's correlation of each measure, mean over seeds, with how fast the recipe was."""
     found = compare(read_arms([str(ROOT / "docs/results/recipes.csv")]), "baseline")
     speed = {each.arm.name: each.speedup.ratio for each in found.results} | {"baseline": 1.0}
-    rows = read(table)
+    rows = read(table) or sys.exit(f"{table}: no such table; name that of `early`.")
     names = [name for name in rows[0] if name not in ("data", "arm", "seed")]
     print("| after 100 steps | rho | p |\n|---|---|---|")
     for name in names:
