@@ -25,16 +25,13 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     if (seed := config.getoption("--shuffle")) is not None:
         random.Random(seed).shuffle(items)
-    seen = Counter()
-    left_out = []
+    seen, kept, left_out = Counter(), [], []
     for item in items:
         name = item.nodeid.split("[")[0]
-        if seen[name] % config.getoption("--every"):
-            left_out.append(item)
+        (left_out if seen[name] % config.getoption("--every") else kept).append(item)
         seen[name] += 1
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
 
 
 @pytest.fixture(autouse=True)

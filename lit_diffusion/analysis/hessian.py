@@ -47,16 +47,16 @@ class Spectrum(Saved):
     @property
     def mean(self) -> float:
         """Mean eigenvalue, by quadrature."""
-        return float(np.nansum(self.nodes * self.expected, axis=1).mean())
+        return float(np.nansum(self.nodes * self.expected_weights, axis=1).mean())
 
     @property
     def variance(self) -> float:
         """Variance of the eigenvalues, by quadrature."""
-        second = np.nansum(self.nodes**2 * self.expected, axis=1).mean()
+        second = np.nansum(self.nodes**2 * self.expected_weights, axis=1).mean()
         return float(second - self.mean**2)
 
     @property
-    def expected(self) -> Floats:
+    def expected_weights(self) -> Floats:
         """(V, m) weights, which are 1 / P at the outer eigenvalues that all runs have.
 
         A run's own weight there is the square of one normal number, and of large eigenvalues the
@@ -87,7 +87,7 @@ class Spectrum(Saved):
         """Spectral density at values (K,), smoothed by a Gaussian of this width."""
         z = (at[:, None, None] - self.nodes) / width
         bumps = np.exp(-0.5 * z**2) / (width * np.sqrt(2 * np.pi))
-        found: Floats = np.nansum(bumps * self.expected, axis=2).mean(axis=1)
+        found: Floats = np.nansum(bumps * self.expected_weights, axis=2).mean(axis=1)
         return found
 
 

@@ -94,8 +94,8 @@ def _rows(module: Any, args: Namespace) -> Condition:
 
 def usable_device(name: str | None) -> torch.device:
     """The device of --device, which this machine must have; without, this process's GPU if any."""
-    own = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
-    name = name or own
+    own = f"cuda:{os.environ.get('LOCAL_RANK') or 0}"
+    name = name or (own if torch.cuda.is_available() else "cpu")
     try:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA

@@ -1,7 +1,7 @@
 """The study of docs/results/stability.md: what trains and what is compared.
 
     stability.py train OUT --data digits|mnist [--jobs 2] [--only NAME ...]
-    stability.py analyse OUT [--only NAME ...]         consistency of groups
+    stability.py analyse OUT --data digits|mnist       consistency of groups
     stability.py look OUT --data digits|mnist          lines, planes, spectra
     stability.py gans OUT                              which classes GANs make
 
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_diffusion.checkpoints.loading import load, load_with_record
+from lit_diffusion.checkpoints.loading import load_with_record
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.runs.evaluating import protocol_of_run
 from lit_diffusion.runs.fixed_losses import data_for
@@ -32,13 +32,22 @@ NETWORK = "--model.init_args.network.init_args"
 LR = "--model.init_args.optimizer.init_args.lr"
 SAMPLE = "--model.parameterization=lit_diffusion.parameterizations.Sample"
 """Transformers learn much better by it and the textbook's recipe: docs/results/backbones.md."""
-STEPS = {"digits": 1000, "mnist": 1000}
-CLEAN = [f"--config={ROOT}/configs/arms/x0.yaml"]
-BY_SNR = [f"--config={ROOT}/configs/arms/x0-snr.yaml"]
+STEPS = {"digits": 1000, "mnist": 600}
 
 
 def arm(name: str) -> list[str]:
     return [f"--config={ROOT}/configs/arms/{name}.yaml"]
+
+
+SCHEDULE = "--model.init_args.lr_scheduler"
+NOISE = [
+    f"{SCHEDULE}=lit_diffusion.lr_schedules.WarmupLinear",
+    f"{SCHEDULE}.init_args.warmup_steps=50",
+    f"{LR}=2e-3",
+]
+"""The lr falls to zero: what is compared has come to rest."""
+CLEAN = [*arm("digits/textbook"), SAMPLE, f"{LR}=4e-3"]
+"""By noise a U-Net on patches of MNIST has FID 60 after these steps."""
 
 
 def sizes(data: str, **changes: object) -> list[str]:
@@ -48,25 +57,30 @@ def sizes(data: str, **changes: object) -> list[str]:
 
 
 def kinds(data: str) -> dict[str, list[str]]:
-    """Options by kind of model."""
+    """Options by kind of model, after the recipe of its data."""
     wide = 32 if data == "digits" else 24
-    dit_lr = f"{LR}={'2e-3' if data == 'digits' else '4e-3'}"
-    return {
+    networks = {
         "unet": [],
         "narrow": sizes(data, model_channels=wide // 2),
         "wide": sizes(data, model_channels=wide * 3 // 2),
         "shallow": sizes(data, channel_mult=[1], attention_downsample=[1]),
         "deep": sizes(data, num_res_blocks=2),
-        "uvit": [*arm("digits/textbook"), *arm(f"{data}/uvit"), SAMPLE, f"{LR}=4e-3"],
-        "dit": [*arm("digits/textbook"), *arm(f"{data}/dit"), SAMPLE, dit_lr],
         "linear": arm("digits/linear"),
-        "edm": arm("digits/edm"),
-        "flow": arm("digits/flow"),
-        "x0": CLEAN,
-        "x0-snr": BY_SNR,
-        "x0-min-snr": [*CLEAN, *arm("min-snr")],
+        "edm": [*arm("digits/edm"), *arm("simple")],
+        "flow": [*arm("digits/flow"), *arm("simple")],
+        "x0": [*arm("x0"), *arm("simple")],
+        "x0-snr": arm("x0-snr"),
+        "x0-min-snr": [*arm("x0"), *arm("min-snr")],
         "half-0": ["--data.init_args.part=[0,2]"],
         "half-1": ["--data.init_args.part=[1,2]"],
+    }
+    recipe = NOISE if data == "digits" else CLEAN
+    dit_lr = f"{LR}={'2e-3' if data == 'digits' else '4e-3'}"
+    return {
+        **{kind: [*recipe, *options] for kind, options in networks.items()},
+        "noise": NOISE,
+        "uvit": [*CLEAN, *arm(f"{data}/uvit")],
+        "dit": [*CLEAN, *arm(f"{data}/dit"), dit_lr],
         "dcgan": [],
         "biggan": [],
     }
@@ -84,16 +98,30 @@ GROUPS = {
     "one half and the other": ["half-0/0", "half-1/1", "half-1/2"],
     "x0, unweighted, other seeds": ["x0/0", "x0/1", "x0/2"],
     "x0, weights of noise, other seeds": ["x0-snr/0", "x0-snr/1", "x0-snr/2"],
-    "noise and x0": ["unet/0", "x0/1", "x0-min-snr/2"],
     "DCGAN, other seeds": ["dcgan/0", "dcgan/1", "dcgan/2"],
     "BigGAN, other seeds": ["biggan/0", "biggan/1", "biggan/2"],
     "EDM, other seeds": ["edm/0", "edm/1", "edm/2"],
     "flow matching, other seeds": ["flow/0", "flow/1", "flow/2"],
     "DiT, other seeds": ["dit/0", "dit/1", "dit/2"],
     "U-ViT, other seeds": ["uvit/0", "uvit/1", "uvit/2"],
-    "x0, Min-SNR, other seeds": ["x0-min-snr/0", "x0-min-snr/1", "x0-min-snr/2"],
 }
 """What is compared: the first with the others, and all pairs."""
+OWN_GROUPS = {
+    "digits": {
+        "noise and x0": ["unet/0", "x0/1", "x0-min-snr/2"],
+        "x0, Min-SNR, other seeds": ["x0-min-snr/0", "x0-min-snr/1", "x0-min-snr/2"],
+    },
+    "mnist": {
+        "noise and x0": ["noise/0", "x0/1", "unet/2"],
+        "noise, other seeds": ["noise/0", "noise/1", "noise/2"],
+    },
+}
+"""The U-Net predicts the noise of digits, and x0 by Min-SNR of MNIST."""
+
+
+def groups(data: str) -> dict[str, list[str]]:
+    """Those of this data."""
+    return GROUPS | OWN_GROUPS[data]
 
 
 def slug(group: str) -> str:
@@ -121,12 +149,7 @@ def train(out: Path, data: str, kind: str, seed: int, options: list[str]) -> Non
     config = f"{data}-{kind}" if is_gan else {"digits": "digits-ablation"}.get(data, data)
     told = [f"--config={ROOT}/configs/{config}.yaml"]
     if not is_gan:
-        # the lr falls to zero: what is compared has come to rest
-        schedule = "lit_diffusion.lr_schedules.WarmupLinear"
-        told += [f"--model.init_args.lr_scheduler={schedule}"]
-        told += ["--model.init_args.lr_scheduler.init_args.warmup_steps=50"]
-        told += ["--model.init_args.optimizer.init_args.lr=2e-3", *options]
-        told += [f"--trainer.max_steps={STEPS[data]}"]
+        told += [*options, f"--trainer.max_steps={STEPS[data]}"]
         told += [f"--trainer.val_check_interval={STEPS[data]}"]
     if kind in ("unet", "dcgan", "biggan"):
         told += ["--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint"]
@@ -147,7 +170,7 @@ def train(out: Path, data: str, kind: str, seed: int, options: list[str]) -> Non
 def train_all(out: Path, data: str, jobs: int, only: list[str]) -> None:
     options = kinds(data)
     models = dict.fromkeys(
-        tuple(model.split("/")) for models in GROUPS.values() for model in models
+        tuple(model.split("/")) for models in groups(data).values() for model in models
     )
     with ThreadPoolExecutor(jobs) as pool:
         ended = [
@@ -205,9 +228,9 @@ def _look(log: Path, name: str, words: list[str], target: Path) -> None:
         print(f"looked: {name}", flush=True)
 
 
-def analyse(out: Path, only: list[str]) -> None:
+def analyse(out: Path, data: str, only: list[str]) -> None:
     """Consistency of each group whose models are there."""
-    for name, models in GROUPS.items():
+    for name, models in groups(data).items():
         folders = [out / model for model in models]
         if (only and name not in only) or not all((each / "done").exists() for each in folders):
             continue
@@ -222,7 +245,8 @@ def gans(out: Path, num: int = 1000) -> None:
     for kind in ("dcgan", "biggan"):
         for seed in range(3):
             folder = out / kind / str(seed)
-            module, data = load(folder), data_for(load_with_record(folder), Namespace(trust=[]))
+            loaded = load_with_record(folder)
+            module, data = loaded.module, data_for(loaded, Namespace(trust=[]))
             protocol = protocol_by_name(protocol_of_run(folder))
             features = protocol.build()
             images, labels = train_images(data)
@@ -256,7 +280,7 @@ def main() -> None:
     if args.what == "train":
         train_all(args.out, args.data, args.jobs, args.only)
     elif args.what == "analyse":
-        analyse(args.out, args.only)
+        analyse(args.out, args.data, args.only)
     elif args.what == "look":
         look(args.out, args.data, args.jobs, args.only)
     else:

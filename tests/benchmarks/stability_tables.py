@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.signal import find_peaks
-from stability import GROUPS, ROOT, slug
+from stability import GROUPS, OWN_GROUPS, ROOT, slug
 
 from lit_diffusion.analysis.consistency import Consistency
 from lit_diffusion.analysis.hessian import Spectrum
@@ -50,11 +50,12 @@ def rounded(value: Any) -> Any:
 
 # What is kept
 
+ALL_GROUPS = list(GROUPS | OWN_GROUPS["digits"] | OWN_GROUPS["mnist"])
 MEASURES = ("paper", "all_pairs", "shuffled", "same_class", "nearest", "features")
 
 
 def consistencies(out: Path) -> Iterator[Row]:
-    for group in GROUPS:
+    for group in ALL_GROUPS:
         file = out / "consistency" / slug(group) / "consistency.json"
         if file.is_file():
             found = json.loads(file.read_text())
@@ -136,7 +137,7 @@ KEPT: dict[str, tuple[str, Callable[[Path], Iterable[Row]]]] = {
 
 
 def in_order(row: Row, key: str) -> tuple[str, int, str]:
-    order = list(GROUPS).index(row[key]) if row[key] in GROUPS else 0
+    order = ALL_GROUPS.index(row[key]) if row[key] in ALL_GROUPS else 0
     return row["data"], order, row[key]
 
 
@@ -159,11 +160,10 @@ def told_lines(rows: list[Row]) -> Iterator[Row]:
     for data, line, loss in dict.fromkeys((r["data"], r["line"], r["loss"]) for r in rows):
         chosen = [r for r in rows if (r["data"], r["line"], r["loss"]) == (data, line, loss)]
         alpha, value = (np.array([float(r[k]) for r in chosen]) for k in ("alpha", "value"))
-        straight = alpha * value[-1] + (1 - alpha) * value[0]
         least = 0.01 * np.ptp(value)
         turns = sum(len(find_peaks(sign * value, prominence=least)[0]) for sign in (1, -1))
         ends = {"second": value[0], "highest": value.max(), "first": value[-1]}
-        barrier = (value - straight).max()
+        barrier = Interpolation([loss], alpha, value[None]).barriers[loss]
         yield {"data": data, "line": line, "loss": loss, **ends, "barrier": barrier, "turns": turns}
 
 

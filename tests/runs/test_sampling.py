@@ -20,7 +20,7 @@ from lit_diffusion.losses import DenoisingLoss, Simple
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.processes import EDMProcess
 from lit_diffusion.runs import sampling
-from lit_diffusion.runs.sampling import load_generator, read_labels
+from lit_diffusion.runs.sampling import load_generator, read_labels, usable_device
 from lit_diffusion.solvers import Heun
 
 LAST = "run/checkpoints/last.ckpt"
@@ -241,3 +241,17 @@ def test_a_model_without_classes_takes_neither_labels_nor_guidance(capsys):
     for option in ("--labels 1", "--guidance 2"):
         assert call(f"sample --checkpoint run --out out {option}") == 2
         assert f"{option.split()[0]} needs a model with classes" in capsys.readouterr().err
+
+
+def test_each_process_of_a_launcher_takes_its_own_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for place, device in (("97", "cuda:97"), ("", "cuda:0")):
+        monkeypatch.setenv("LOCAL_RANK", place)
+        asked = []
+        monkeypatch.setattr(
+            torch, "empty", lambda *_, device, asked=asked: asked.append(device) or torch.zeros(0)
+        )
+        usable_device(None)
+        assert asked == [device]
+    monkeypatch.undo()
+    assert usable_device("cpu") == torch.device("cpu")
