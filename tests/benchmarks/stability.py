@@ -156,6 +156,8 @@ def train(out: Path, data: str, kind: str, seed: int, options: list[str]) -> Non
         told += [f"--trainer.callbacks.dirpath={folder}/steps"]
         told += ["--trainer.callbacks.filename={step:05d}", "--trainer.callbacks.save_top_k=-1"]
         told += [f"--trainer.callbacks.every_n_train_steps={500 if is_gan else 25}"]
+    if is_gan and data == "mnist":
+        told += [f"--trainer.max_steps={6000 if kind == 'dcgan' else 2000}"]  # half of the config's
     if data == "mnist":
         told += ["--data.init_args.root=data", "--data.init_args.num_workers=0"]
     elif not is_gan:
