@@ -66,18 +66,18 @@ def by_step(rows: list[Row], u: str, name: str) -> tuple[list[int], list[float]]
 
 
 def _draw_shares(axes: Any, rows: list[Row]) -> None:
-    """Loss above the last, by that of a network that says 0, whose loss is 1."""
+    """Loss above the last, by that of a network that says 0: step 0."""
     for i, u in enumerate(sorted({row["u"] for row in rows}, key=float)):
         steps, losses = by_step(rows, u, "loss")
-        left = [(loss - losses[-1]) / (1 - losses[-1]) for loss in losses[:-1]]
-        axes.plot(steps[:-1], left, color=_color(i), label=f"u = {u}")
+        left = [(loss - losses[-1]) / (losses[0] - losses[-1]) for loss in losses[1:-1]]
+        axes.plot(steps[1:-1], left, color=_color(i), label=f"u = {u}")
     axes.set(xlabel="step", xscale="log", yscale="log", ylim=(1e-4, 1))
     axes.legend(fontsize=6)
 
 
 def _draw_distances(axes: Any, rows: list[Row]) -> None:
     us = sorted({row["u"] for row in rows}, key=float)
-    steps = sorted({int(row["step"]) for row in rows})
+    steps = sorted({int(row["step"]) for row in rows} - {0})
     for i, step in enumerate([steps[0], steps[len(steps) // 8], steps[len(steps) // 2], steps[-1]]):
         found = [dict(zip(*by_step(rows, u, "from_x_t"), strict=True))[step] for u in us]
         axes.plot([float(u) for u in us], found, color=_color(3 * i), label=f"step {step}")

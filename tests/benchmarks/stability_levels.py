@@ -24,7 +24,7 @@ import torch
 from scipy.stats import spearmanr
 from stability import ROOT, lit_diffusion
 from stability_tables import Row, read, write
-from torch import Tensor
+from torch import Tensor, nn
 
 from lit_diffusion.analysis.consistency import consistency
 from lit_diffusion.analysis.hessian import hessian_product, spectrum
@@ -88,22 +88,35 @@ def by_level(loaded: Loaded, num: int = 512) -> Iterator[Row]:
         }
 
 
+class Silent(nn.Module):
+    """Says 0, as a U-Net does before its first step."""
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        return torch.zeros_like(x)
+
+
 def levels(out: Path) -> None:
     rows: list[Row] = []
     for seed in SEEDS:
-        for path in sorted((out / f"unet/{seed}/steps").glob("*.ckpt")):
+        paths = sorted((out / f"unet/{seed}/steps").glob("*.ckpt"))
+        first = load_with_record(paths[0], "raw")
+        first.module.network = Silent()
+        rows += [{"seed": seed, **row, "step": 0} for row in by_level(first)]
+        for path in paths:
             loaded = load_with_record(path, "raw")
             rows += [{"seed": seed, **row} for row in by_level(loaded)]
         print(f"looked at unet/{seed}", flush=True)
     write(out / "levels.csv", rows)
-    write(out / "decided.csv", (row for seed in SEEDS for row in decided(out / f"unet/{seed}")))
+    ways = (200, 100) if first.module.image_shape[-1] == 8 else (100, 50)  # MNIST takes longer
+    runs = [out / f"unet/{seed}" for seed in SEEDS]
+    write(out / "decided.csv", (row for run in runs for row in decided(run, *ways)))
 
 
 # What x_t decides
 
 
 @torch.no_grad()
-def decided(run: Path, num: int = 200, steps: int = 100) -> Iterator[Row]:
+def decided(run: Path, num: int, steps: int) -> Iterator[Row]:
     """How alike two samples are that leave one x_t by ancestral steps of other noise."""
     loaded = load_with_record(run, "ema")
     module: Any = loaded.module
