@@ -187,7 +187,9 @@ def train_all(out: Path, data: str, jobs: int, only: list[str]) -> None:
 
 def looks(out: Path, data: str) -> dict[str, list[str]]:
     """Words of `analyze` for the figures of single models: lines, planes, spectra."""
-    end = STEPS[data]
+    end, of_digits = STEPS[data], data == "digits"
+    few = ["--images", "128" if of_digits else "64"]
+    many = ["--images", "64"] if of_digits else ["--images", "32", "--vectors", "2"]
     early = {"unet": f"{end // 10:05d}", "dcgan": "02000", "biggan": "00500"}
     found: dict[str, list[str]] = {}
     for kind, step in early.items():
@@ -196,18 +198,17 @@ def looks(out: Path, data: str) -> dict[str, list[str]]:
             continue
         last, other = str(out / kind / "0"), str(out / kind / "1")
         first = str(out / kind / "0/steps" / f"step={step}.ckpt")
-        few = ["--images", "128"]
         found[f"line-{kind}-times"] = ["interpolate", last, first, *few]
         found[f"line-{kind}-seeds"] = ["interpolate", last, other, "--align", *few]
         found[f"plane-{kind}"] = ["landscape", last, *few]
         before = [str(steps[i * (len(steps) - 1) // 7]) for i in range(7)]
         found[f"own-{kind}"] = ["consistency", last, *before, "--num", "100"]
         kinks = [] if kind == "unet" else ["--kinks"]
-        found[f"spectrum-{kind}"] = ["hessian", last, "--images", "64", *kinks]
+        found[f"spectrum-{kind}"] = ["hessian", last, *many, *kinks]
     if "line-biggan-seeds" in found:
         found["line-biggan-seeds"].remove("--align")  # of whose blocks no order is known
     way = sorted(str(path) for path in (out / "unet/0/steps").glob("*.ckpt"))
-    found["way-unet"] = ["landscape", str(out / "unet/0"), "--images", "128", "--path", *way]
+    found["way-unet"] = ["landscape", str(out / "unet/0"), *few, "--path", *way]
     return found
 
 
