@@ -187,10 +187,10 @@ def train_all(out: Path, data: str, jobs: int, only: list[str]) -> None:
 
 def looks(out: Path, data: str) -> dict[str, list[str]]:
     """Words of `analyze` for the figures of single models: lines, planes, spectra."""
-    end, of_digits = STEPS[data], data == "digits"
+    of_digits = data == "digits"
     few = ["--images", "128" if of_digits else "64"]
     many = ["--images", "64"] if of_digits else ["--images", "32", "--vectors", "2"]
-    early = {"unet": f"{end // 10:05d}", "dcgan": "02000", "biggan": "00500"}
+    early = {"unet": "00100" if of_digits else "00075", "dcgan": "02000", "biggan": "00500"}
     found: dict[str, list[str]] = {}
     for kind, step in early.items():
         steps = sorted((out / kind / "0/steps").glob("*.ckpt"))
