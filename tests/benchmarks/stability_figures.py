@@ -10,6 +10,7 @@ from statistics import mean
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 from stability_tables import Row, read
 
 
@@ -72,6 +73,7 @@ def _draw_shares(axes: Any, rows: list[Row]) -> None:
         left = [(loss - losses[-1]) / (losses[0] - losses[-1]) for loss in losses[1:-1]]
         axes.plot(steps[1:-1], left, color=_color(i), label=f"u = {u}")
     axes.set(xlabel="step", xscale="log", yscale="log", ylim=(1e-4, 1))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.legend(fontsize=6)
 
 
