@@ -190,8 +190,9 @@ def looks(out: Path, data: str) -> dict[str, list[str]]:
     of_digits = data == "digits"
     few = ["--images", "128" if of_digits else "64"]
     many = ["--images", "64"] if of_digits else ["--images", "32", "--vectors", "2"]
-    steps_of = ("00100", "02000") if of_digits else ("00075", "00500")
-    early = dict(zip(("unet", "dcgan", "biggan"), (*steps_of, "00500"), strict=True))
+    early = {"unet": "00100", "dcgan": "02000", "biggan": "00500"}
+    if not of_digits:
+        early |= {"unet": "00075", "dcgan": "00500"}
     found: dict[str, list[str]] = {}
     for kind, step in early.items():
         steps = sorted((out / kind / "0/steps").glob("*.ckpt"))

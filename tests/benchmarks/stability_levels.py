@@ -6,7 +6,7 @@
 
 `levels` writes levels.csv: the loss and the distance |eps - x_t| / |x_t| by noise level and step,
 and decided.csv: how alike two ways from one x_t end. `early` writes early.csv, a row for a recipe
-and seed. All can be stopped, and go on with the same command.
+and seed, and goes on with the same command when it was stopped. `levels` begins anew.
 """
 
 import argparse
