@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
@@ -35,6 +35,15 @@ AT_ONCE = 8
 BUCKETS = ("s3://", "gs://")
 """Of what litdata reads single samples; of other addresses it copies chunks to the disk."""
 INDEX = "index.json"
+PLAIN_FORMATS = re.compile(
+    r"bool|int|float|str|text|json|bytes|pil|jpeg|jpeg_array|numpy|tensor"
+    r"|no_header_(numpy|tensor):\d+|(image|file)(:(bmp|gif|jpeg|jpg|pgm|png|ppm|tif|tiff|webp)?)?"
+)
+"""Formats of litdata whose values are plain data. Others are unpickled, "graph" and "x:pickle" too,
+or handed to libraries that are not needed for pictures."""
+PLAIN_TYPES = (None, "builtins.dict", "builtins.list", "builtins.tuple", "collections.OrderedDict")
+"""What samples may be built of; None is a value. Of "collections.defaultdict" litdata imports the
+module that the index names."""
 
 
 class Chunks(NamedTuple):
@@ -162,7 +171,7 @@ class StreamedImages(Pictures):
     Raises:
         FileNotFoundError: If a folder holds no set, or chunks are missing or cut.
         ModuleNotFoundError: If litdata is not installed.
-        ValueError: If a set has other keys or pictures, or is compressed or pickled.
+        ValueError: If a set has other keys or pictures, is compressed, or is no plain data.
     """
 
     def __init__(
@@ -255,13 +264,13 @@ def opened(url: str, process: int) -> Chunks:
         sizes = {chunk["filename"]: chunk["chunk_bytes"] for chunk in index["chunks"]}
         num = sum(chunk["chunk_size"] for chunk in index["chunks"])
         config = {"compression": None, "encryption": None} | index["config"]
-        plain = "pickle" not in config["data_format"]
+        danger = danger_of(config["data_format"], json.loads(config["data_spec"])[1], sizes)
     except Exception as error:  # whatever litdata and the clients of stores raise
         raise ValueError(f"{url} cannot be opened as a set of litdata ({error!r}).") from error
-    if not plain:
+    if danger:
         raise ValueError(
-            f"{url} holds pickled samples, and reading these runs code of whoever wrote them: write"
-            " pictures as bytes and labels as int."
+            f"{url} has {danger}, which can run code, or read files, of the choice of whoever wrote"
+            " it; only plain data is read: write pictures as bytes and labels as int."
         )
     if config["compression"] or config["encryption"]:
         raise ValueError(
@@ -271,6 +280,22 @@ def opened(url: str, process: int) -> Chunks:
     chunks = Chunks(reader, sizes, num, hashlib.sha256(text.encode()).hexdigest())
     chunks.sample(0, f"Sample 0 of {url}")  # connects, before threads would at the same time
     return chunks
+
+
+def danger_of(formats: list[str], spec: dict[str, Any], filenames: Iterable[str]) -> str | None:
+    """What in the index of a set makes it unsafe to read a sample; None for plain data."""
+    for name in formats:
+        if not PLAIN_FORMATS.fullmatch(name):
+            return f"samples of the format {name!r}"
+    specs = [spec]
+    for node in specs:
+        if node["type"] not in PLAIN_TYPES:
+            return f"samples of the type {node['type']!r}"
+        specs += node["children_spec"]
+    for name in filenames:
+        if name in ("", ".", "..") or re.search(r"[/\\]", name):
+            return f"a chunk called {name!r}, outside its folder"
+    return None
 
 
 def _require_whole(url: str, sizes: dict[str, int]) -> None:

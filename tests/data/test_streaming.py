@@ -1,6 +1,8 @@
 import json
+import pickle
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from lit_diffusion.data.image_folder import ImageFolder
 from lit_diffusion.data.streaming import StreamedImages, opened
 from lit_diffusion.metrics.reference import images_of_split
 
-pytest.importorskip("litdata", reason="pip install lit-diffusion[streaming]")
+litdata = pytest.importorskip("litdata", reason="pip install lit-diffusion[streaming]")
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
@@ -193,7 +195,7 @@ SOLID = solid(range(9))
         (SOLID, {"image_size": 3}, "is only 2 pixels on its shorter side, less than 3"),
         (SOLID, {"channels": 3}, "has mode L, not RGB: choose channels"),
         (SOLID, {"val": 9}, "val=9 cannot be held out of the 9"),
-        ([{"image": {1, 2}}] * 9, {}, "holds pickled samples"),
+        ([{"image": {1, 2}}] * 9, {}, "samples of the format 'pickle'"),
         ([{"image": b"no picture"}] * 9, {}, r"Sample \d of .*set cannot be read \(cannot"),
     ],
 )
@@ -210,15 +212,63 @@ def test_pictures_that_do_not_fit_are_converted_only_on_demand(tmp_path):
     assert data.images("train").shape == (7, 3, 3, 3)
 
 
-def test_code_in_a_pickled_set_is_not_run(tmp_path):
+@pytest.mark.parametrize(
+    "data_format",
+    [
+        "pickle",
+        "graph",
+        "graph:pickle",
+        "bytes:pickle",
+        "image:pickle",
+        "file:graph",
+        "jpeg:pickle",
+    ],
+)
+def test_code_in_a_set_is_not_run(tmp_path, data_format):
     class Trap:
         def __reduce__(self):
             return Path.touch, (tmp_path / "sprung",)
 
-    folder = write(tmp_path / "set", [{"image": Trap()}] * 3)
-    with pytest.raises(ValueError, match="reading these runs code of whoever wrote them"):
-        StreamedImages(folder, 1, 2).prepare_data()
+    folder = Path(write(tmp_path / "set", [{"image": pickle.dumps(Trap()), "label": 0}] * 3))
+    index = json.loads((folder / "index.json").read_text())
+    index["config"]["data_format"][0] = data_format
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=f"format '{data_format}'.* write pictures as bytes"):
+        StreamedImages(str(folder), 1, 2).prepare_data()
     assert not (tmp_path / "sprung").exists()
+    reader = litdata.StreamingDataset(str(folder), str(tmp_path / "theirs"))
+    with suppress(Exception):
+        reader[0]
+    assert (tmp_path / "sprung").exists()  # the trap works
+
+
+def test_modules_that_an_index_names_are_not_imported(tmp_path, monkeypatch):
+    (tmp_path / "trap.py").write_text(f"open({str(tmp_path / 'sprung')!r}, 'w')\nfactory = dict\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = Path(write(tmp_path / "set", solid(range(3))))
+    index = json.loads((folder / "index.json").read_text())
+    version, spec = json.loads(index["config"]["data_spec"])
+    trap = {"default_factory_module": "trap", "default_factory_name": "factory"}
+    trap["dict_context"] = json.loads(spec["context"])
+    spec |= {"type": "collections.defaultdict", "context": trap}
+    index["config"]["data_spec"] = json.dumps([version, spec])
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"type 'collections\.defaultdict'"):
+        StreamedImages(str(folder), 1, 2, channels=1).prepare_data()
+    assert not (tmp_path / "sprung").exists()
+    litdata.StreamingDataset(str(folder), str(tmp_path / "theirs"))[0]
+    assert (tmp_path / "sprung").exists()
+
+
+@pytest.mark.parametrize("name", ["../other/chunk-0-0.bin", "/etc/passwd", ".."])
+def test_files_elsewhere_are_not_read(tmp_path, name):
+    folder = Path(write(tmp_path / "set", solid(range(3))))
+    write(tmp_path / "other", solid(range(3)))
+    index = json.loads((folder / "index.json").read_text())
+    index["chunks"][0]["filename"] = name
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"a chunk called .* outside its folder"):
+        StreamedImages(str(folder), 1, 2, channels=1).prepare_data()
 
 
 def test_missing_and_cut_chunks_are_named(tmp_path):
