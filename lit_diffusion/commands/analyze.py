@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from lit_diffusion.commands.options import add_trust, numbers
+from lit_diffusion.commands.options import add_data, add_trust, numbers
 from lit_diffusion.settings.parser import Parser
 from lit_diffusion.system.signals import stoppable
 
@@ -31,7 +31,8 @@ def _parser(name: str, description: str) -> Parser:
     made.add_argument("--out", required=True, metavar="DIR", help="folder for the results")
     made.add_argument("--weights", default="ema", help="ema (default), ema_<decay> or raw")
     made.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
-    add_trust(made, "the checkpoints")
+    add_data(made)
+    add_trust(made, "the checkpoints and configs")
     return made
 
 

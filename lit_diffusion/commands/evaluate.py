@@ -4,13 +4,20 @@ import json
 import sys
 from collections.abc import Sequence
 
-from lit_diffusion.commands.options import add_checkpoint, add_sampling, numbers, parse_sampling
+from lit_diffusion.commands.options import (
+    add_checkpoint,
+    add_data,
+    add_sampling,
+    numbers,
+    parse_sampling,
+)
 from lit_diffusion.settings.parser import Parser
 
 _WITH_IMAGES = (
     "--images",
     "--checkpoint",
     "--trust",
+    "--data",
     "--reference",
     "--extractor",
     "--batch-size",
@@ -36,14 +43,16 @@ are torch-fidelity's on the PNG files. Compare only those of equal numbers of im
     made.add_argument(
         "--images",
         metavar="DIR",
-        help="images to score, of which none are made; --checkpoint beside it names the data only",
+        help="images to score, of which none are made; --checkpoint or --data beside it names the "
+        "data",
     )
     made.add_argument(
         "--reference",
         metavar="R",
-        help="train, val (default) or test split of the checkpoint's data, or a folder or .npz; of "
+        help="train, val (default) or test split of the run's data, or a folder or .npz; of "
         "latents what the run was scored against",
     )
+    add_data(made)
     made.add_argument(
         "--extractor",
         help="FID protocol (default: that of the evaluations of the run that generates, else "
@@ -68,10 +77,11 @@ def run(argv: Sequence[str]) -> None:
 
     if args.images is not None:
         _refuse_making(argv)
-        if (args.checkpoint is None) == (args.reference in (None, *SPLITS)):
+        named = args.checkpoint is not None or args.data is not None
+        if named != (args.reference in (None, *SPLITS)):
             raise ValueError(
                 "--images needs either --reference, a folder or an .npz of real images, or "
-                "--checkpoint C, whose data are taken."
+                "--checkpoint C or --data CONFIG, whose data are taken."
             )
     elif args.checkpoint is None:
         raise ValueError("give --checkpoint C, --images DIR, or both.")

@@ -33,6 +33,16 @@ def add_trust(parser: Parser, file: str) -> None:
     )
 
 
+def add_data(parser: Parser) -> None:
+    """--data, the user's word on what data are read."""
+    parser.add_argument(
+        "--data",
+        metavar="CONFIG",
+        help="config whose data: is read, in place of that of the run folder of the checkpoint; a "
+        "checkpoint elsewhere needs it",
+    )
+
+
 def add_sampling(parser: Parser) -> None:
     """What may differ from how the checkpoint would generate."""
     parser.add_argument(

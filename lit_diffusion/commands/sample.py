@@ -3,7 +3,13 @@
 from argparse import Namespace
 from collections.abc import Sequence
 
-from lit_diffusion.commands.options import add_checkpoint, add_sampling, integers, parse_sampling
+from lit_diffusion.commands.options import (
+    add_checkpoint,
+    add_data,
+    add_sampling,
+    integers,
+    parse_sampling,
+)
 from lit_diffusion.settings.parser import Parser
 from lit_diffusion.system.signals import print_error, stoppable
 
@@ -53,6 +59,7 @@ folder each, beside comparison.png, .csv and .json: the first twelve of all, wit
         metavar="DATA",
         help="real images for the FIDs of --compare, as of `evaluate`",
     )
+    add_data(made)
     add_sampling(made)
     return made
 
@@ -62,8 +69,8 @@ def run(argv: Sequence[str]) -> None:
     args = parse_sampling(parser(), argv[1:])
     if args.compare is not None:
         _refuse_beside_compare(args)
-    elif args.compare_steps or args.reference:
-        raise ValueError("--compare_steps and --reference need --compare.")
+    elif args.compare_steps or args.reference or args.data:
+        raise ValueError("--compare_steps, --reference and --data need --compare.")
     from lit_diffusion.runs.comparing_solvers import compare_solvers
     from lit_diffusion.runs.sampling import (
         folder_of_images,

@@ -35,18 +35,18 @@ from lit_diffusion.analysis.landscape import (
     projected,
 )
 from lit_diffusion.analysis.weights import State, state_of
-from lit_diffusion.checkpoints.loading import Loaded, model_spec
+from lit_diffusion.checkpoints.loading import Loaded
 from lit_diffusion.data.base import require_at_least
 from lit_diffusion.metrics.copies import nearest
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.reference import Scorer
-from lit_diffusion.runs.evaluating import protocol_of_run
+from lit_diffusion.runs.evaluating import data_settings, protocol_of_run
 from lit_diffusion.runs.fixed_losses import (
-    data_for,
     fixed_losses,
     movable,
     opened,
     refuse_other_losses,
+    training_data,
 )
 from lit_diffusion.runs.pieces import Arrays, pieces, planned
 from lit_diffusion.runs.sampling import usable_device
@@ -148,9 +148,9 @@ def _training_images(loaded: Sequence[Loaded], args: Namespace) -> Tensor:
     """uint8 (K, C, H, W) of all sets that a model was trained on."""
     sets = {}
     for each in loaded:
-        spec = model_spec(each.checkpoint, "datamodule_hyper_parameters")
-        if repr(spec) not in sets:
-            sets[repr(spec)] = data_for(each, args).images("train")
+        settings = repr(data_settings(each.path, args.data)[0])
+        if settings not in sets:
+            sets[settings] = training_data(each, args).images("train")
     return torch.cat(list(sets.values()))
 
 
@@ -215,7 +215,7 @@ def interpolate_weights(args: Namespace) -> str:
             raise ValueError("--align knows no hidden features of this network; leave it out.")
         print_error(f"--align puts the features of {len(units)} hidden layers in order.")
         ends["aligned"] = aligned(b, a, units)
-    losses = fixed_losses(first.module, data_for(first, args), args)
+    losses = fixed_losses(first.module, training_data(first, args), args)
     out, alphas = Path(args.out), np.linspace(0, 1, args.points)
     _said_cost(losses, len(alphas) * len(ends))
     planned(out, _plan("interpolation", args, first, second))
@@ -250,7 +250,7 @@ def survey(args: Namespace) -> str:
     if not 0 < args.span < math.inf:
         raise ValueError(f"--span must be above 0 and finite, got {args.span}.")
     loaded = movable(args.checkpoint, args)
-    losses = fixed_losses(loaded.module, data_for(loaded, args), args)
+    losses = fixed_losses(loaded.module, training_data(loaded, args), args)
     on_the_way = [movable(path, args) for path in args.path or ()]
     plane, way = _plane(loaded, on_the_way, args.seed)
     reach = args.span if way is None else 1.2 * float(np.abs(way.points).max())
@@ -321,7 +321,7 @@ def spectra(args: Namespace) -> str:
     """Spectra of the Hessian of each loss; what to print."""
     require_at_least(1, steps=args.steps, vectors=args.vectors)
     loaded = movable(args.checkpoint, args)
-    losses = fixed_losses(loaded.module, data_for(loaded, args), args)
+    losses = fixed_losses(loaded.module, training_data(loaded, args), args)
     out, parameters = Path(args.out), list(loaded.module.parameters())
     _refuse_jumps(losses, loaded.module, parameters, args.kinks)
     _say_memory(parameters, args.steps)

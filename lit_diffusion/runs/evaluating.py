@@ -10,8 +10,7 @@ from typing import Any
 
 from lightning.pytorch import LightningDataModule
 
-from lit_diffusion.checkpoints.loading import Loaded, checkpoint_file, instantiate, model_spec
-from lit_diffusion.checkpoints.reading import read_checkpoint
+from lit_diffusion.checkpoints.loading import Loaded, checkpoint_file, instantiate
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.images import open_images
 from lit_diffusion.metrics.reference import (
@@ -23,6 +22,7 @@ from lit_diffusion.metrics.reference import (
 )
 from lit_diffusion.metrics.score import image_set, score
 from lit_diffusion.metrics.second_look import DISTANCES, View, look_closely
+from lit_diffusion.runs.folder import latest_config, read_config, run_of
 from lit_diffusion.runs.loggers import read_evaluations
 from lit_diffusion.runs.sampling import (
     RECORD,
@@ -68,7 +68,7 @@ def evaluate(args: Namespace) -> dict[str, Any]:
 
 def protocol_of_run(checkpoint: str | None) -> str:
     """The protocol that the run was scored with while it trained, or its file in the run folder."""
-    root = checkpoint_file(checkpoint).parent.parent if checkpoint else None
+    root = run_around(checkpoint) if checkpoint else None
     records = read_evaluations(root / "evaluations.jsonl") if root else []
     named = [str(record["protocol"]) for record in records if "protocol" in record]
     if not root or not named:
@@ -77,12 +77,19 @@ def protocol_of_run(checkpoint: str | None) -> str:
     return str(own) if own.is_file() else named[-1]
 
 
-def _reference_of_run(checkpoint: str) -> str:
+def run_around(checkpoint: str | Path) -> Path | None:
+    """The run folder that the user named, or whose checkpoint; None for a file elsewhere."""
+    return run_of(checkpoint_file(checkpoint).absolute())
+
+
+def _reference_of_run(checkpoint: str | None) -> str:
     """What a run on latents was scored against while it trained."""
-    records = read_evaluations(checkpoint_file(checkpoint).parent.parent / "evaluations.jsonl")
+    root = run_around(checkpoint) if checkpoint else None
+    records = read_evaluations(root / "evaluations.jsonl") if root else []
     if not records:
         raise ValueError(
-            f"{checkpoint} was trained on latents; pass --reference DIR, a folder of real images."
+            f"{checkpoint or 'the model'} was trained on latents; pass --reference DIR, a folder "
+            "of real images."
         )
     return str(records[-1]["reference"])
 
@@ -93,7 +100,12 @@ def real_images(
     """Real images of --reference, and others of the same kind for the floor."""
     if name is not None and name not in SPLITS:
         return RealImages(name, open_images(name)), None
-    data = _data(args, loaded)
+    data = data_for(args.checkpoint, args)
+    if data is None:
+        raise ValueError(
+            f"{args.data or args.checkpoint} names no data with splits to compare with; pass "
+            "--reference DIR, a folder of real images."
+        )
     if name is None and hasattr(data, "vae_sha256"):
         return real_images(_reference_of_run(args.checkpoint), args, loaded)
     name = name or "val"
@@ -101,17 +113,34 @@ def real_images(
     return images_of_split(data, name), images_of_split(data, other)
 
 
-def _data(args: Namespace, loaded: Loaded | None) -> Any:
-    """The data module that --checkpoint was trained with."""
-    path = checkpoint_file(args.checkpoint)
-    checkpoint = read_checkpoint(path, mmap=True) if loaded is None else loaded.checkpoint
-    data = data_of(model_spec(checkpoint, "datamodule_hyper_parameters"), args.trust, path)
-    if data is None:
+def data_for(checkpoint: str | Path | None, args: Namespace) -> Any:
+    """The data module that `data_settings` names, ready; None where there is none with splits."""
+    settings, config = data_settings(checkpoint, args.data)
+    return data_of(settings, args.trust, config)
+
+
+def data_settings(checkpoint: str | Path | None, config: str | None) -> tuple[Any, Path]:
+    """What the user's `config`, or else that of the run folder of a checkpoint, has under data:.
+
+    With it comes the path of the config. A data module reads any path or bucket that it is given,
+    so what a checkpoint itself says of its data is not asked.
+
+    Raises:
+        FileNotFoundError: where there is no such config.
+        ValueError: where the checkpoint is in no run folder with a config, and none was given.
+    """
+    root = run_around(checkpoint) if checkpoint else None
+    file = Path(config) if config else latest_config(root) if root else None
+    if file is None and checkpoint and not checkpoint_file(checkpoint).exists():
+        raise FileNotFoundError(f"There is no checkpoint at {checkpoint_file(checkpoint)}.")
+    if file is None:
         raise ValueError(
-            f"{path} names no data with splits to compare with; pass --reference DIR, a folder of "
-            "real images."
+            f"{checkpoint} is in no run folder with a config.yaml, and the data that a checkpoint "
+            "itself names are not opened: pass --data CONFIG, a config whose data: to read."
         )
-    return data
+    if not file.exists():
+        raise FileNotFoundError(f"There is no config {file}.")
+    return read_config(file).get("data"), file
 
 
 def data_of(spec: Any, trust: Sequence[str], path: str | Path, options: Sequence[str] = ()) -> Any:

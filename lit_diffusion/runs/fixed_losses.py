@@ -11,8 +11,8 @@ from torch import Tensor
 from lit_diffusion.analysis.interpolation import Losses
 from lit_diffusion.analysis.weights import between, exact_spectral_norms_, state_of
 from lit_diffusion.callbacks.parts.fixed_items import spread
-from lit_diffusion.checkpoints.loading import Loaded, load_with_record, model_spec
-from lit_diffusion.runs.evaluating import data_of
+from lit_diffusion.checkpoints.loading import Loaded, load_with_record
+from lit_diffusion.runs.evaluating import data_for
 from lit_diffusion.runs.sampling import usable_device
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms
 
@@ -48,16 +48,16 @@ def refuse_other_losses(first: Loaded, others: Sequence[Loaded]) -> None:
                 )
 
 
-def data_for(loaded: Loaded, args: Namespace) -> Any:
-    """The data that a checkpoint was trained with.
+def training_data(loaded: Loaded, args: Namespace) -> Any:
+    """The data of --data, or of the run of a checkpoint.
 
     Raises:
-        ValueError: where the file names none.
+        ValueError: where neither names data with splits.
     """
-    spec = model_spec(loaded.checkpoint, "datamodule_hyper_parameters")
-    data = data_of(spec, args.trust, loaded.path)
+    data = data_for(loaded.path, args)
     if data is None:
-        raise ValueError(f"{loaded.path} names no data with splits to take images from.")
+        named = args.data or loaded.path
+        raise ValueError(f"{named} names no data with splits to take images from.")
     return data
 
 

@@ -63,6 +63,8 @@ def test_every_option_is_for_images_or_for_making_them():
         ("evaluate --images x", "--images needs either --reference, a folder"),
         ("evaluate --images x --reference val", "--images needs either --reference, a folder"),
         ("evaluate --images x --checkpoint run --reference full", "--images needs either --refer"),
+        ("evaluate --images x --data run/config.yaml --reference full", "--images needs either --"),
+        ("evaluate --data nowhere.yaml --images full --extractor digits-cnn", "There is no config"),
         ("evaluate --images full --checkpoint nowhere --extractor digits-cnn", "no checkpoint at"),
         ("evaluate --images full --checkpoint run --batch-size 0", "--batch-size must be at"),
         (f"{RUN} --reference nowhere", "nowhere is neither a folder of images nor an .npz"),

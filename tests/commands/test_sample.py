@@ -44,7 +44,7 @@ def averaged(folder):
         ("--compare DDIM,", "got ''."),
         ("--compare DDIM --compare_steps 0,2", "steps must be at least 1, got 0."),
         ("--compare DDIM --compare_steps x", "must be integers such as 0,1,2, got 'x'"),
-        ("--compare_steps 2", "--compare_steps and --reference need --compare."),
+        ("--compare_steps 2", "--compare_steps, --reference and --data need --compare."),
         ("--compare solvers --trajectory --steps 0", "leave out --steps, --trajectory."),
         ("--compare solvers --solver.steps 1 --mask m.png", "leave out --mask, --solver.steps."),
         (

@@ -1,4 +1,6 @@
 import json
+import os
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ from support.small_digits import write_digits, write_small_digits
 from torch_fidelity import calculate_metrics
 
 from lit_diffusion.metrics.extractors import EmbeddedCNN
+from lit_diffusion.runs import comparing_solvers
 
 RUN = "evaluate --checkpoint run --extractor digits-cnn"
 
@@ -18,6 +21,7 @@ RUN = "evaluate --checkpoint run --extractor digits-cnn"
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
 
 
 @pytest.fixture
@@ -98,14 +102,16 @@ def test_a_checkpoint_beside_images_names_their_data_and_makes_none(run, capsys)
     call("sample --checkpoint run --num 12 --out made")
     content = torch.load("run/checkpoints/last.ckpt", weights_only=True)
     del content["hyper_parameters"]  # nothing is built of the module
-    torch.save(content, "data.ckpt")
+    torch.save(content, "run/checkpoints/data.ckpt")
     capsys.readouterr()
     images = "evaluate --images made --extractor digits-cnn"
     found = {}
     for split, num in (("train", 1437), ("val", 360)):
         given = "" if split == "val" else f"--reference {split}"
-        assert call(f"{images} --checkpoint data.ckpt {given}") == 0
+        assert call(f"{images} --checkpoint run/checkpoints/data.ckpt {given}") == 0
         found = json.loads(capsys.readouterr().out)
+        assert call(f"{images} --data run/config.yaml {given}") == 0
+        assert json.loads(capsys.readouterr().out) == found
         assert (found["reference"], found["num_real"], found["num_fake"]) == (split, num, 12)
     write_digits("real", "val", 360)
     assert call(f"{images} --reference real") == 0
@@ -135,3 +141,52 @@ def test_a_second_look_is_printed_and_recorded(run, capsys):
         assert f"{name:<11}{look[name]:.4g}   (floor {look[f'{name} floor']:.4g})" in told.err
     assert f"memorized  {look['memorized']:.3f}" in told.err
     assert f"in pixels {look['pixel recall']:.3f}" in told.err
+
+
+LONE = {
+    "evaluate --checkpoint lone.ckpt --extractor digits-cnn --num 8 --steps 1": 2,
+    "evaluate --checkpoint lone.ckpt --images real --extractor digits-cnn": 2,
+    "sample --checkpoint lone.ckpt --num 8 --out out --compare DDIM --compare_steps 1": 0,
+    "analyze hessian lone.ckpt --images 2 --levels 0.5 --steps 2 --vectors 1 --out out": 2,
+    "analyze landscape lone.ckpt --images 2 --levels 0.5 --points 3 --out out": 2,
+    "analyze interpolate lone.ckpt lone.ckpt --images 2 --levels 0.5 --points 2 --out out": 2,
+    "analyze consistency lone.ckpt lone.ckpt --num 2 --extractor digits-cnn --out out": 2,
+}
+"""Commands that read data, of a checkpoint that lies in no run folder, and their exit codes."""
+
+
+@pytest.fixture
+def touched(folder):
+    """Paths below elsewhere/ that this process has opened or listed."""
+    root, paths = str(folder / "elsewhere"), []
+
+    def note(event, args):
+        if event in ("open", "os.scandir", "os.listdir") and root in os.path.abspath(str(args[0])):
+            paths.append(args[0])
+
+    sys.addaudithook(note)  # for good, so it looks for a path of this test alone
+    return paths
+
+
+@pytest.mark.parametrize("name", ["image_folder.ImageFolder", "streaming.StreamedImages"])
+@pytest.mark.parametrize("command", LONE)
+def test_data_that_a_checkpoint_alone_names_are_not_touched(
+    run, capsys, monkeypatch, touched, name, command
+):
+    monkeypatch.setattr(comparing_solvers, "protocol_of_run", lambda _: "digits-cnn")
+    content = torch.load("run/checkpoints/last.ckpt", weights_only=True)
+    data = {"_class_path": f"lit_diffusion.data.{name}", "train": "elsewhere", "val": "elsewhere"}
+    content["datamodule_hyper_parameters"] = data | {"image_size": 8, "channels": 1}
+    torch.save(content, "lone.ckpt")
+    write_digits("real", "val", 8)
+    write_digits("elsewhere", "val", 8)
+    touched.clear()
+    assert call(command) == LONE[command]
+    assert "pass --data CONFIG" in capsys.readouterr().err
+    assert not touched
+    assert call(f"{command.replace('out out', 'out other')} --data run/config.yaml") == 0
+    assert not touched
+    torch.save(content, "run/checkpoints/lone.ckpt")  # where the run's config is asked
+    again = command.replace("lone.ckpt", "run/checkpoints/lone.ckpt").replace("out out", "out new")
+    assert call(again) == 0
+    assert not touched

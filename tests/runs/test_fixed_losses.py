@@ -1,6 +1,5 @@
 from argparse import Namespace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,23 +11,25 @@ from lit_diffusion.analysis.weights import ExactSpectralNorm
 from lit_diffusion.checkpoints.loading import load_with_record
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.runs.fixed_losses import (
-    data_for,
     fixed_batch,
     fixed_losses,
     movable,
     refuse_other_losses,
+    training_data,
 )
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms
 
 
 def asked(images=6, levels=(0.3, 0.8)):
-    return Namespace(images=images, levels=list(levels), trust=[], weights="raw", device="cpu")
+    return Namespace(
+        images=images, levels=list(levels), trust=[], weights="raw", device="cpu", data=None
+    )
 
 
 @pytest.fixture
 def loaded(folder):
-    write_small_digits(Path("a.ckpt"))
-    return load_with_record("a.ckpt", "raw")
+    write_small_digits(Path("a/checkpoints/last.ckpt"))
+    return load_with_record("a", "raw")
 
 
 def test_images_are_even_over_the_set_and_encoded(loaded):
@@ -42,7 +43,7 @@ def test_images_are_even_over_the_set_and_encoded(loaded):
 
 def test_losses_are_of_their_level_or_of_a_level_by_index(loaded):
     module, args = loaded.module, asked()
-    found = fixed_losses(module, data_for(loaded, args), args)
+    found = fixed_losses(module, training_data(loaded, args), args)
     assert list(found) == ["u = 0.3", "u = 0.8", "all"]
     x0, labels, index = fixed_batch(module, Digits().dataset("train"), 6)
     noise = PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
@@ -67,7 +68,7 @@ def test_losses_are_of_their_level_or_of_a_level_by_index(loaded):
 def test_numbers_out_of_range_are_refused(loaded, options, told):
     args = asked(**options)
     with pytest.raises(ValueError, match=told):
-        fixed_losses(loaded.module, data_for(loaded, args), args)
+        fixed_losses(loaded.module, training_data(loaded, args), args)
 
 
 def test_a_module_without_levels_is_told_what_it_lacks(loaded):
@@ -76,23 +77,23 @@ def test_a_module_without_levels_is_told_what_it_lacks(loaded):
         codec = loaded.module.codec
 
     with pytest.raises(ValueError, match="Plain lacks per_sample_loss and process"):
-        fixed_losses(Plain(), data_for(loaded, asked()), asked())
+        fixed_losses(Plain(), training_data(loaded, asked()), asked())
 
 
 def test_models_that_differ_in_how_times_are_drawn_alone_share_their_losses(loaded):
-    other = load_with_record("a.ckpt", "raw")
+    other = load_with_record("a", "raw")
     kinds = other.checkpoint["hyper_parameters"]
     kinds["times"] = {"class_path": "lit_diffusion.timesteps.LogNormal"}
     refuse_other_losses(loaded, [other])
     kinds["loss"] = {"class_path": "lit_diffusion.losses.HybridLoss"}
-    with pytest.raises(ValueError, match=r"the loss of a\.ckpt is"):
+    with pytest.raises(ValueError, match=r"the loss of a/checkpoints/last\.ckpt is"):
         refuse_other_losses(loaded, [other])
 
 
-def test_data_that_a_file_does_not_name_are_asked_for(loaded):
-    nameless = SimpleNamespace(checkpoint={}, path="b.ckpt")
-    with pytest.raises(ValueError, match=r"b\.ckpt names no data with splits"):
-        data_for(nameless, asked())
+def test_data_that_a_config_does_not_name_are_asked_for(loaded):
+    Path("a/config.yaml").write_text("data: null")
+    with pytest.raises(ValueError, match=r"a/checkpoints/last\.ckpt names no data with splits"):
+        training_data(loaded, asked())
 
 
 @pytest.mark.usefixtures("folder")

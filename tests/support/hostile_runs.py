@@ -197,7 +197,7 @@ def no_files() -> Iterator[Case]:
         "a pipe": os.mkfifo,
     }
     files = {"evaluations.jsonl": (RESUME, EVALUATE), "metrics.csv": (RESUME,)}
-    files["config.yaml"] = (VALIDATE,)
+    files["config.yaml"] = (VALIDATE, EVALUATE)
     for (label, make), (name, commands) in itertools.product(makers.items(), files.items()):
         for command in commands:
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from lightning.pytorch import LightningModule
 from PIL import Image
 
@@ -79,9 +80,15 @@ def hyper_parameters(config: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def write_small_digits(path: Path, *, classes: bool = True) -> LightningModule:
-    """A checkpoint of the small digits model, untrained; returns the module with its averages."""
+    """A checkpoint of the small digits model, untrained; returns the module with its averages.
+
+    In a folder checkpoints/, with the run's config beside that.
+    """
     content, averaged = _small_digits(classes)
     write_checkpoint(content, path)
+    if path.parent.name == "checkpoints":
+        config = {"data": small_digits(1)["data"]}
+        (path.parents[1] / "config.yaml").write_text(yaml.safe_dump(config))
     return averaged
 
 
