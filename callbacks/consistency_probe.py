@@ -11,7 +11,7 @@ from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
 from lit_diffusion.metrics.psnr import psnr
 from lit_diffusion.protocols import CanGenerate
-from lit_diffusion.system.ranks import from_first
+from lit_diffusion.ranks import from_first
 
 NAME = "val/consistency"
 

@@ -24,8 +24,8 @@ from lit_diffusion.checkpoints.averages import (
     pack,
     unpack,
 )
-from lit_diffusion.system.sharding import gathered, is_made_up, reshard
-from lit_diffusion.system.trainer_state import is_a, logs_are_due
+from lit_diffusion.sharding import gathered, is_made_up, reshard
+from lit_diffusion.trainer_state import is_a, logs_are_due
 
 RAW = "raw"
 

@@ -13,14 +13,14 @@ from lit_diffusion.callbacks.parts.fid_inputs import refuse_unable, tested_split
 from lit_diffusion.callbacks.parts.fid_measurement import SPLITS, FIDMeasurement
 from lit_diffusion.callbacks.parts.inference import providers, weights_in_place
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
+from lit_diffusion.counts import is_count
+from lit_diffusion.files import user_cache
 from lit_diffusion.metrics.batches import Where
 from lit_diffusion.metrics.extractors import FIDProtocol, TrainedCNN, protocol_by_name
 from lit_diffusion.metrics.image_count import ImageCount, counted, read_count
 from lit_diffusion.metrics.record import FIDRecord, write_evaluation
 from lit_diffusion.metrics.reference import Reference
 from lit_diffusion.protocols import WeightsProvider
-from lit_diffusion.system.counts import is_count
-from lit_diffusion.system.files import user_cache
 
 
 class FIDEvaluation(RunsEveryNSteps):

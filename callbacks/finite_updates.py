@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from lit_diffusion.callbacks.parts.finite import first_nonfinite
 from lit_diffusion.callbacks.parts.micro_batch import MicroBatch
-from lit_diffusion.system.ranks import from_all, largest
-from lit_diffusion.system.trainer_state import logged_step
+from lit_diffusion.ranks import from_all, largest
+from lit_diffusion.trainer_state import logged_step
 
 _MOST_FILES = 8
 

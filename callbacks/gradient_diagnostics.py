@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from lit_diffusion.callbacks.noise_level_loss import read_fixed
 from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
 from lit_diffusion.metrics.batches import Where
+from lit_diffusion.modes import eval_mode
 from lit_diffusion.protocols import HasNoiseLevels, by_part
 from lit_diffusion.seeding import PerSampleNoise
-from lit_diffusion.system.modes import eval_mode
 
 
 def signal_and_noise(first: Tensor, second: Tensor, batch_size: int) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from lit_diffusion.system.trainer_state import steps_of_run
+from lit_diffusion.trainer_state import steps_of_run
 
 
 def progress_line(

@@ -36,9 +36,9 @@ from lit_diffusion.metrics.copies import nearest, share_below
 from lit_diffusion.metrics.images import MODES
 from lit_diffusion.metrics.reference import RealImages
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
+from lit_diffusion.ranks import from_first
 from lit_diffusion.seeding import classes_of
-from lit_diffusion.system.ranks import from_first
-from lit_diffusion.system.trainer_state import is_a
+from lit_diffusion.trainer_state import is_a
 
 BANK_BYTES = 2**28
 

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_diffusion.system.signals import BY_HAND, SavedOnSignal, SignalNotes, print_error
-from lit_diffusion.system.slurm import is_requeue_of, job_id, leave_note, requeue_job
-from lit_diffusion.system.trainer_state import (
+from lit_diffusion.cli.slurm import is_requeue_of, job_id, leave_note, requeue_job
+from lit_diffusion.signals import BY_HAND, SavedOnSignal, SignalNotes, print_error
+from lit_diffusion.trainer_state import (
     WholeSteps,
     ends_epoch,
     give_signals_back,

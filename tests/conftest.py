@@ -43,7 +43,7 @@ def _nothing_is_left_that_handles_signals():
     left = [number for number in before if signal.getsignal(number) != before[number]]
     for number in left:  # so that this test fails alone
         signal.signal(number, before[number])
-    module = sys.modules.get("lit_diffusion.system.signals")
+    module = sys.modules.get("lit_diffusion.signals")
     noting = module and module._active
     if noting:
         module._active = None

@@ -16,9 +16,9 @@ from support.mnist_files import write as write_mnist
 from support.pictures import class_folders, save
 from support.stated_settings import ARMS, EXPERIMENTS, flat
 
-from lit_diffusion.cli import main
-from lit_diffusion.commands.sweep import parser, planned
+from lit_diffusion.cli.main import main
 from lit_diffusion.data.cifar10 import CIFAR10
+from lit_diffusion.lab.compare.sweep_command import parser, planned
 from lit_diffusion.metrics.extractors import InceptionV3Compat
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.jit import JiT

@@ -14,7 +14,7 @@ from lightning.pytorch import LightningModule, Trainer
 from support.tiny_diffusion import images, tiny_diffusion
 
 from lit_diffusion.callbacks.parts.inference import averaged_weights
-from lit_diffusion.cli import COMMANDS
+from lit_diffusion.cli.main import COMMANDS
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -145,7 +145,7 @@ ELSEWHERE = {
     "README.md-1": "by CI",
     "cluster.md-0": "by tests/integration/test_cluster.py, under a real SLURM",
     "cluster.md-1": "likewise, on two nodes",
-    "latents.md-0": "by tests/commands/test_encode.py and test_configs.py, with small VAEs",
+    "latents.md-0": "by tests/cli/test_encode.py and test_configs.py, with small VAEs",
     "loggers.md-0": "by CI, with the extra named loggers",
     "streaming.md-0": "by tests/data/test_streaming.py, with digits",
     "streaming.md-1": "likewise",

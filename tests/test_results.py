@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from support.experiments import fids, write_arm, write_run
 
-from lit_diffusion.commands.compare import parser
-from lit_diffusion.experiments.curve_tables import read_arms
-from lit_diffusion.experiments.findings import arms_of
-from lit_diffusion.experiments.found_runs import find_runs
-from lit_diffusion.experiments.report.report import markdown
-from lit_diffusion.experiments.reporting import report_on_tables
-from lit_diffusion.experiments.selection import select
+from lit_diffusion.lab.compare.command import parser
+from lit_diffusion.lab.compare.curve_tables import read_arms
+from lit_diffusion.lab.compare.findings import arms_of
+from lit_diffusion.lab.compare.found_runs import find_runs
+from lit_diffusion.lab.compare.report.report import markdown
+from lit_diffusion.lab.compare.reporting import report_on_tables
+from lit_diffusion.lab.compare.selection import select
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"

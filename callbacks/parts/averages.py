@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lit_diffusion.callbacks.parts.finite import first_nonfinite
 from lit_diffusion.checkpoints.averages import Averaged
-from lit_diffusion.system.sharding import local, reshard, split_like
+from lit_diffusion.sharding import local, reshard, split_like
 
 
 def warmup_decay(decay: float, n: int) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lit_diffusion.system.sharding import local, on_any_rank
+from lit_diffusion.sharding import local, on_any_rank
 
 
 def nonfinite(tensors: Sequence[Tensor]) -> Tensor:

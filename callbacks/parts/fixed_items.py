@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
-from lit_diffusion.system.trainer_state import own_sampler
+from lit_diffusion.trainer_state import own_sampler
 
 
 def indexed_loader(loaders: Any) -> "DataLoader[Any] | None":

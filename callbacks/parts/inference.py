@@ -7,8 +7,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from lit_diffusion.modes import eval_mode
 from lit_diffusion.protocols import WeightsProvider
-from lit_diffusion.system.modes import eval_mode
 
 
 @contextmanager

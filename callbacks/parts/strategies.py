@@ -5,8 +5,8 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.strategies.single_xla import SingleDeviceXLAStrategy
 from lightning.pytorch.strategies.xla import XLAStrategy
 
-from lit_diffusion.system.sharding import first_split
-from lit_diffusion.system.trainer_state import is_a
+from lit_diffusion.sharding import first_split
+from lit_diffusion.trainer_state import is_a
 
 
 def refuse_strategy(trainer: Trainer, name: str) -> None:

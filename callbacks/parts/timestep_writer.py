@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lit_diffusion.system.trainer_state import logs_are_due
+from lit_diffusion.trainer_state import logs_are_due
 
 
 class Timesteps(NamedTuple):

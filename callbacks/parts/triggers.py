@@ -6,8 +6,8 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 
-from lit_diffusion.system.sharding import first_split
-from lit_diffusion.system.trainer_state import is_a
+from lit_diffusion.sharding import first_split
+from lit_diffusion.trainer_state import is_a
 
 
 class RunsEveryNSteps(Callback, ABC):

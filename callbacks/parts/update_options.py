@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lit_diffusion.system.sharding import is_made_up
+from lit_diffusion.sharding import is_made_up
 
 ParamGroup = dict[str, Any]
 

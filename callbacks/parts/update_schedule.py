@@ -16,8 +16,8 @@ from lit_diffusion.callbacks.parts.update_options import (
     UpdateOptions,
     refuse_unhookable,
 )
-from lit_diffusion.system.counts import is_count
-from lit_diffusion.system.trainer_state import accumulates, logs_are_due, steps_of_run
+from lit_diffusion.counts import is_count
+from lit_diffusion.trainer_state import accumulates, logs_are_due, steps_of_run
 
 
 class UpdateSchedule(Callback, ABC):

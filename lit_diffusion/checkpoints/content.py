@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lit_diffusion.system.counts import is_count
+from lit_diffusion.counts import is_count
 
 _BY_NAME = ("state_dict", "hyper_parameters", "datamodule_hyper_parameters", "callbacks", "loops")
 _IN_ORDER = ("optimizer_states", "lr_schedulers")

@@ -17,8 +17,8 @@ from lit_diffusion.checkpoints.averages import chosen_weights, known_weights, po
 from lit_diffusion.checkpoints.content import kind_of, no_larger_than, uncompiled
 from lit_diffusion.checkpoints.reading import Checkpoint, first_line, holds_parts, read_checkpoint
 from lit_diffusion.checkpoints.snapshots import FOLDER, reconstructed
-from lit_diffusion.settings.messages import innermost
-from lit_diffusion.settings.trust import trusting
+from lit_diffusion.config.messages import innermost
+from lit_diffusion.config.trust import trusting
 
 
 class Loaded(NamedTuple):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from lit_diffusion.checkpoints.content import check_archive, check_content
-from lit_diffusion.system.sharding import first_split
+from lit_diffusion.sharding import first_split
 
 Checkpoint = dict[str, Any]
 

@@ -13,9 +13,9 @@ from torch.utils.serialization import config
 
 from lit_diffusion.checkpoints.content import is_plain
 from lit_diffusion.checkpoints.reading import first_line, read_checkpoint, why_unreadable
-from lit_diffusion.system.files import whole_file
-from lit_diffusion.system.sharding import first_split, gathered
-from lit_diffusion.system.signals import uninterrupted
+from lit_diffusion.files import whole_file
+from lit_diffusion.sharding import first_split, gathered
+from lit_diffusion.signals import uninterrupted
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

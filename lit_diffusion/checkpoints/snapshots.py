@@ -10,7 +10,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lit_diffusion.ema_profiles import coefficients, exponent
-from lit_diffusion.system.files import whole_file
+from lit_diffusion.files import whole_file
 
 Averages = Mapping[float, Mapping[str, Tensor]]
 """By width and name."""

@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lit_diffusion.system.image_files import open_image
+from lit_diffusion.image_files import open_image
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lit_diffusion.data.base import ImageDataModule, Split, require_at_least, rows_of
 from lit_diffusion.data.datasets import Batch, ImageDataset, mirror
-from lit_diffusion.system.files import whole_file
+from lit_diffusion.files import whole_file
 
 INDEX = "index.json"
 

@@ -9,7 +9,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
 from lit_diffusion.data.samplers import ShuffledSampler
-from lit_diffusion.system.trainer_state import limited_batches, loaded_checkpoint
+from lit_diffusion.trainer_state import limited_batches, loaded_checkpoint
 
 
 class ResumableLoader(DataLoader[Any]):

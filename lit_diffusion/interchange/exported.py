@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from lit_diffusion import __version__
+from lit_diffusion.files import replace_text, whole_file
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.jit import JiT
 from lit_diffusion.networks.unet import EncoderUNet, UNet
 from lit_diffusion.networks.uvit import UViT
-from lit_diffusion.system.files import replace_text, whole_file
 
 RECORD, WEIGHTS = "network.json", "network.safetensors"
 KNOWN = {f"{kind.__module__}.{kind.__name__}": kind for kind in (UNet, EncoderUNet, UViT, DiT, JiT)}

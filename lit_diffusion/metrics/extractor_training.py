@@ -21,10 +21,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from lit_diffusion.files import whole_file
 from lit_diffusion.metrics.classifier import SmallClassifier
 from lit_diffusion.metrics.reference import RealImages
 from lit_diffusion.seeding import fold
-from lit_diffusion.system.files import whole_file
 
 Batch: TypeAlias = tuple[Tensor, Tensor]
 """Images (N, C, H, W) float32 in [-1, 1], classes (N,) int64."""

@@ -20,6 +20,7 @@ from torch_fidelity.feature_extractor_base import FeatureExtractorBase
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY, register_feature_extractor
 
+from lit_diffusion.files import whole_file
 from lit_diffusion.metrics.classifier import SmallClassifier, classifier_of
 from lit_diffusion.metrics.weights import (
     FETCH,
@@ -27,7 +28,6 @@ from lit_diffusion.metrics.weights import (
     cached_inception,
     require,
 )
-from lit_diffusion.system.files import whole_file
 
 
 class Features(Protocol):

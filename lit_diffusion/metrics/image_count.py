@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 
-from lit_diffusion.system.counts import is_count
+from lit_diffusion.counts import is_count
 
 
 class ImageCount(NamedTuple):

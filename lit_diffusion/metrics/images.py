@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 from torchvision.transforms.functional import pil_to_tensor
 
-from lit_diffusion.system.image_files import open_image
+from lit_diffusion.image_files import open_image
 
 ENDINGS = (".png", ".jpg", ".jpeg")
 MODES = ("L", "LA", "RGB", "RGBA")

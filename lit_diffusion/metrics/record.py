@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lit_diffusion.system.files import replace_text
+from lit_diffusion.files import replace_text
 
 # What an evaluation finds out; all else in its record is how it measured.
 _RESULTS = {

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from lit_diffusion.files import whole_file
 from lit_diffusion.metrics.batches import Where, uint8_images
 from lit_diffusion.metrics.extractors import Features, match_channels
 from lit_diffusion.metrics.frechet import REAL_SUMS, FrechetDistance
+from lit_diffusion.ranks import from_all, from_first, place
 from lit_diffusion.seeding import fold
-from lit_diffusion.system.files import whole_file
-from lit_diffusion.system.ranks import from_all, from_first, place
 
 FEWEST = 4
 """Images of a reference, at least."""

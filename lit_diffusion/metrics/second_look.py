@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.utils.data import Subset
 from torch_fidelity.metric_prc import prc_features_to_metric
 
+from lit_diffusion.files import whole_file
 from lit_diffusion.metrics.copies import Copies
 from lit_diffusion.metrics.extractors import Features
 from lit_diffusion.metrics.plain_extractors import Pixels, RandomCNN
 from lit_diffusion.metrics.reference import FEWEST, RealImages, Reference, Scorer, measure
-from lit_diffusion.system.files import whole_file
-from lit_diffusion.system.ranks import from_all, from_first, place
+from lit_diffusion.ranks import from_all, from_first, place
 
 MOST_REAL = 50_000
 """Real images that the plain extractors look at: evenly over a larger set."""

@@ -17,6 +17,7 @@ from torchmetrics import MeanMetric
 from lit_diffusion.codecs import PixelCodec, drawn
 from lit_diffusion.conditioning import ClassLabels, condition_for
 from lit_diffusion.gaussian import expand_as
+from lit_diffusion.modes import eval_mode
 from lit_diffusion.modules import checks
 from lit_diffusion.modules.optimizers import optimizer_and_schedule
 from lit_diffusion.modules.watches import SampleWatch
@@ -37,16 +38,15 @@ from lit_diffusion.protocols import (
     Watch,
 )
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms, run_seed, seed_step
+from lit_diffusion.sharding import total_norm
 from lit_diffusion.solvers.editing import Begun, repainting, shortened
-from lit_diffusion.system.modes import eval_mode
-from lit_diffusion.system.sharding import total_norm
-from lit_diffusion.system.trainer_state import (
+from lit_diffusion.timesteps import bin_of, draw_uniforms
+from lit_diffusion.trainer_state import (
     is_built_from_config,
     logs_are_due,
     loss_scale,
     steps_of_fit,
 )
-from lit_diffusion.timesteps import bin_of, draw_uniforms
 
 Batch = tuple[Tensor, Any, Tensor]
 """images uint8 (B, C, H, W); their condition, labels int64 (B,) for example; index int64 (B,)."""

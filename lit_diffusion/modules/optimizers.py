@@ -5,7 +5,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
 from lit_diffusion.lr_schedules import WarmupLinear
-from lit_diffusion.system.trainer_state import steps_of_run
+from lit_diffusion.trainer_state import steps_of_run
 
 
 def optimizer_and_schedule(

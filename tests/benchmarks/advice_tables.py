@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 
-from lit_diffusion.experiments.by_seed import paired
-from lit_diffusion.experiments.curve_tables import read_arms
-from lit_diffusion.experiments.curves import Curve
-from lit_diffusion.experiments.report.wording import fid_text, p_text
-from lit_diffusion.experiments.speedup import TTest, holm, welch
-from lit_diffusion.experiments.stability import Stability
+from lit_diffusion.lab.compare.by_seed import paired
+from lit_diffusion.lab.compare.curve_tables import read_arms
+from lit_diffusion.lab.compare.curves import Curve
+from lit_diffusion.lab.compare.report.wording import fid_text, p_text
+from lit_diffusion.lab.compare.speedup import TTest, holm, welch
+from lit_diffusion.lab.compare.stability import Stability
 
 
 @dataclass(frozen=True)

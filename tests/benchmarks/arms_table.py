@@ -8,10 +8,10 @@ import argparse
 from collections.abc import Callable
 from statistics import fmean, geometric_mean, stdev
 
-from lit_diffusion.experiments.comparison import Arm
-from lit_diffusion.experiments.curve_tables import read_arms
-from lit_diffusion.experiments.curves import Curve
-from lit_diffusion.experiments.report.wording import fid_text
+from lit_diffusion.lab.compare.comparison import Arm
+from lit_diffusion.lab.compare.curve_tables import read_arms
+from lit_diffusion.lab.compare.curves import Curve
+from lit_diffusion.lab.compare.report.wording import fid_text
 
 
 def mean(arm: Arm, fid: Callable[[Curve], float]) -> str:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lit_diffusion.checkpoints.loading import load_with_record
 from lit_diffusion.data.digits import Digits
-from lit_diffusion.experiments.found_runs import find_runs
+from lit_diffusion.lab.compare.found_runs import find_runs
 from lit_diffusion.metrics.classifier import classifier_of
 
 COLUMNS = ("parameters", "steps", "fid", "pixels", "recognised", "images_per_second")

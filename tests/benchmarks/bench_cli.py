@@ -17,7 +17,7 @@ SCRIPT = Path(sys.executable).parent / "lit-diffusion"
 SAMPLE = """
 import sys, time
 start = time.perf_counter()
-from lit_diffusion.cli import main
+from lit_diffusion.cli.main import main
 import lit_diffusion.checkpoints, lit_diffusion.modules.diffusion, lit_diffusion.networks.unet
 imported = time.perf_counter()
 assert main(["sample", "--checkpoint", sys.argv[1], "--steps", "20", "--out", sys.argv[2]]) == 0

@@ -19,6 +19,7 @@ from lightning.pytorch import Callback, Trainer
 
 from lit_diffusion.callbacks import EMA, FIDEvaluation, NoiseLevelLoss, SampleGrid, StepSeed
 from lit_diffusion.callbacks.progress import PlainProgress
+from lit_diffusion.cli.loggers import AppendingCSVLogger
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.losses import DenoisingLoss, MinSNR
 from lit_diffusion.lr_schedules import WarmupLinear
@@ -26,7 +27,6 @@ from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.networks.unet import UNet
 from lit_diffusion.parameterizations import Velocity
 from lit_diffusion.processes import CosineBetas, DiscreteVP
-from lit_diffusion.runs.loggers import AppendingCSVLogger
 from lit_diffusion.solvers import DDIM
 from lit_diffusion.timesteps import Uniform
 

@@ -9,11 +9,11 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from lit_diffusion.experiments.by_seed import last_by_seed, speed_by_seed
-from lit_diffusion.experiments.comparison import Arm, Result, compare
-from lit_diffusion.experiments.curve_tables import read_arms
-from lit_diffusion.experiments.report.wording import fid_text, p_text, speedup_text
-from lit_diffusion.experiments.speedup import TTest, holm
+from lit_diffusion.lab.compare.by_seed import last_by_seed, speed_by_seed
+from lit_diffusion.lab.compare.comparison import Arm, Result, compare
+from lit_diffusion.lab.compare.curve_tables import read_arms
+from lit_diffusion.lab.compare.report.wording import fid_text, p_text, speedup_text
+from lit_diffusion.lab.compare.speedup import TTest, holm
 
 Tests = tuple[Result, TTest, TTest]
 

@@ -12,10 +12,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lit_diffusion.experiments.comparison import Arm
-from lit_diffusion.experiments.found_runs import Run, find_runs
-from lit_diffusion.experiments.report.tables import curve_records, to_csv
-from lit_diffusion.experiments.stability import stability
+from lit_diffusion.lab.compare.comparison import Arm
+from lit_diffusion.lab.compare.found_runs import Run, find_runs
+from lit_diffusion.lab.compare.report.tables import curve_records, to_csv
+from lit_diffusion.lab.compare.stability import stability
 
 Row = dict[str, Any]
 

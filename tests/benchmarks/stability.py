@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from lit_diffusion.checkpoints.loading import load_with_record
+from lit_diffusion.cli.evaluating import protocol_of_run
+from lit_diffusion.lab.analysis.fixed_losses import data_for
 from lit_diffusion.metrics.extractors import protocol_by_name
-from lit_diffusion.runs.evaluating import protocol_of_run
-from lit_diffusion.runs.fixed_losses import data_for
 
 ROOT = Path(__file__).parents[2]
 NETWORK = "--model.init_args.network.init_args"

@@ -26,17 +26,17 @@ from stability import ROOT, lit_diffusion
 from stability_tables import Row, read, write
 from torch import Tensor, nn
 
-from lit_diffusion.analysis.consistency import consistency
-from lit_diffusion.analysis.hessian import hessian_product, spectrum
 from lit_diffusion.callbacks.gradient_diagnostics import halves_of, signal_and_noise
 from lit_diffusion.checkpoints.loading import Loaded, load_with_record
-from lit_diffusion.experiments.comparison import compare
-from lit_diffusion.experiments.curve_tables import read_arms
+from lit_diffusion.cli.evaluating import protocol_of_run
 from lit_diffusion.gaussian import FixedSmall
+from lit_diffusion.lab.analysis.consistency import consistency
+from lit_diffusion.lab.analysis.fixed_losses import data_for, fixed_batch, fixed_losses
+from lit_diffusion.lab.analysis.hessian import hessian_product, spectrum
+from lit_diffusion.lab.compare.comparison import compare
+from lit_diffusion.lab.compare.curve_tables import read_arms
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.psnr import psnr
-from lit_diffusion.runs.evaluating import protocol_of_run
-from lit_diffusion.runs.fixed_losses import data_for, fixed_batch, fixed_losses
 from lit_diffusion.seeding import PerSampleNoise
 from lit_diffusion.solvers import DDPM
 from lit_diffusion.solvers.editing import Begun, shortened

@@ -20,10 +20,10 @@ import torch
 from scipy.signal import find_peaks
 from stability import GROUPS, OWN_GROUPS, ROOT, slug
 
-from lit_diffusion.analysis.consistency import Consistency
-from lit_diffusion.analysis.hessian import Spectrum
-from lit_diffusion.analysis.interpolation import Interpolation
 from lit_diffusion.checkpoints.loading import load
+from lit_diffusion.lab.analysis.consistency import Consistency
+from lit_diffusion.lab.analysis.hessian import Spectrum
+from lit_diffusion.lab.analysis.interpolation import Interpolation
 
 Row = dict[str, Any]
 RESULTS = ROOT / "docs/results"

@@ -24,8 +24,8 @@ from lit_diffusion.callbacks.curriculum import (
     importance_weight,
     total_variation,
 )
+from lit_diffusion.cli.loggers import read_rows
 from lit_diffusion.modules import diffusion
-from lit_diffusion.runs.loggers import read_rows
 from lit_diffusion.timesteps import Antithetic, Independent, Stratified, bin_of, draw_uniforms
 
 CASE = "case12_seed_formulas"

@@ -22,7 +22,7 @@ from lit_diffusion.callbacks.loss_resampler import (
     second_moment_density,
     update_history,
 )
-from lit_diffusion.runs.loggers import read_rows
+from lit_diffusion.cli.loggers import read_rows
 
 CASE = "case05_resampler"
 

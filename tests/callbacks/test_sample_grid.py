@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lit_diffusion.callbacks import EMA, SampleGrid, sample_grid
 from lit_diffusion.callbacks.sample_grid import image_grid, log_picture
+from lit_diffusion.cli.loggers import AppendingCSVLogger, read_rows
 from lit_diffusion.protocols import NonFiniteSamples
-from lit_diffusion.runs.loggers import AppendingCSVLogger, read_rows
 
 
 def fit(folder, module, *callbacks, train=None, validate=True, **options):

@@ -13,10 +13,10 @@ from support.on_ranks import run_on_ranks
 from support.plain_module import PlainModule, loader, make_trainer
 from support.resuming import CALLBACKS, Death, Recipe, assert_goes_on
 
+from lit_diffusion import signals
 from lit_diffusion.callbacks import EMA, SampleGrid, SaveOnSignal, save_on_signal
-from lit_diffusion.runs.last_checkpoint import LastCheckpoint
-from lit_diffusion.system import signals
-from lit_diffusion.system.signals import SAVED, SavedOnSignal
+from lit_diffusion.cli.last_checkpoint import LastCheckpoint
+from lit_diffusion.signals import SAVED, SavedOnSignal
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 

@@ -10,7 +10,7 @@ from support.tiny_diffusion import images, tiny_diffusion
 from support.tiny_run import write_config
 
 from lit_diffusion.checkpoints.loading import load
-from lit_diffusion.cli import main
+from lit_diffusion.cli.main import main
 from lit_diffusion.losses import DenoisingLoss, FDMWarmup, Simple
 from lit_diffusion.parameterizations import FDM, EDMPreconditioning, Epsilon, Velocity
 from lit_diffusion.processes import ContinuousVP, EDMProcess

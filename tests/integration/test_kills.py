@@ -36,7 +36,7 @@ def config(folder):
             "init_args": {"min_beta1": 0.4},
         },
         {"class_path": "lit_diffusion.callbacks.FIDEvaluation", "init_args": fid},
-        {"class_path": "lit_diffusion.runs.last_checkpoint.LastCheckpoint", "init_args": given},
+        {"class_path": "lit_diffusion.cli.last_checkpoint.LastCheckpoint", "init_args": given},
         {
             "class_path": "support.marks_validations.MarksValidations",
             "init_args": {"path": f"{folder}.validates"},

@@ -10,7 +10,7 @@ from PIL import Image
 from support.commands import call
 
 from lit_diffusion.callbacks.sample_grid import log_picture
-from lit_diffusion.runs.loggers import read_rows
+from lit_diffusion.cli.loggers import read_rows
 
 DIGITS = Path(__file__).parents[2] / "configs" / "digits.yaml"
 OPTIONS = [

@@ -11,7 +11,7 @@ from support.commands import call, checkpoint
 from support.on_ranks import run_on_ranks
 from support.small_digits import small_digits
 
-from lit_diffusion.runs.loggers import read_rows
+from lit_diffusion.cli.loggers import read_rows
 
 
 @pytest.mark.slow
@@ -52,7 +52,7 @@ def here(tmp_path, monkeypatch):
 
 DIVERGE = "--model.init_args.optimizer.init_args.lr=1e20"
 SAVE_EACH_STEP = (
-    "--trainer.callbacks+=lit_diffusion.runs.last_checkpoint.LastCheckpoint "
+    "--trainer.callbacks+=lit_diffusion.cli.last_checkpoint.LastCheckpoint "
     "--trainer.callbacks.folder=runs/small/checkpoints "
     "--trainer.callbacks.first=1 --trainer.callbacks.every_n_seconds=0"
 )

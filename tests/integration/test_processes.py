@@ -15,7 +15,7 @@ from support.commands import SCRIPT, equal, weights
 from support.small_digits import small_digits
 from support.tiny_run import write_config
 
-from lit_diffusion.runs.loggers import read_rows
+from lit_diffusion.cli.loggers import read_rows
 
 pytestmark = [pytest.mark.system, pytest.mark.usefixtures("folder")]
 

@@ -10,7 +10,7 @@ from support.pictures_module import pictures
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lit_diffusion.callbacks import EMA, MomentumDecay, SampleGrid, SaveOnSignal, StepSeed
-from lit_diffusion.system.trainer_state import is_a
+from lit_diffusion.trainer_state import is_a
 
 
 class Pictures(pl.LightningModule):

@@ -8,7 +8,7 @@ from scipy.stats import chi2_contingency, chisquare, norm
 from support.forked_ranks import Forker
 from support.ranks import BATCH, INSTEAD, STEPS, TOGETHER, VALUES
 
-from lit_diffusion.runs.loggers import read_evaluations
+from lit_diffusion.cli.loggers import read_evaluations
 
 BINS = 20
 RARE = 1e-3  # draws are functions of fixed seeds: what passes once passes always

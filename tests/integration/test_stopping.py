@@ -15,7 +15,7 @@ from support.commands import SCRIPT, call, checkpoint
 from support.small_digits import small_digits
 from support.tiny_run import HERE, tiny_config, write_config
 
-from lit_diffusion.runs.loggers import read_rows
+from lit_diffusion.cli.loggers import read_rows
 
 LAST = Path("runs/digits/checkpoints/last.ckpt")
 
@@ -138,7 +138,7 @@ def test_what_keeps_nothing_dies_of_sigusr1_in_a_slurm_job_that_it_does_not_requ
     assert left_behind(files) == []
 
 
-MAIN = "import sys; from lit_diffusion.cli import main; sys.exit(main())"
+MAIN = "import sys; from lit_diffusion.cli.main import main; sys.exit(main())"
 
 
 SLOW = """

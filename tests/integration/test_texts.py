@@ -16,7 +16,7 @@ from torchvision.io import ImageReadMode, read_image
 from lit_diffusion.callbacks import EMA
 from lit_diffusion.checkpoints.loading import build, load
 from lit_diffusion.checkpoints.saving import write_checkpoint
-from lit_diffusion.cli import main
+from lit_diffusion.cli.main import main
 from lit_diffusion.conditioning import Embeddings, Words
 from lit_diffusion.data.datasets import TensorImages
 from lit_diffusion.data.digits import Digits

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_diffusion.callbacks import FIDEvaluation, FiniteUpdates
+from lit_diffusion.cli.loggers import AppendingCSVLogger, read_rows
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.gaussian import FixedSmall, LearnedRange
 from lit_diffusion.guidance import ClassifierFree, ClassifierScore, ClassifierShift
@@ -22,7 +23,6 @@ from lit_diffusion.networks.unet import UNet
 from lit_diffusion.parameterizations import FDM, Epsilon, Velocity
 from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearFlow
 from lit_diffusion.protocols import NonFiniteSamples
-from lit_diffusion.runs.loggers import AppendingCSVLogger, read_rows
 from lit_diffusion.seeding import index_uniforms
 from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Euler, Heun, UniPC
 from lit_diffusion.timesteps import (

@@ -20,11 +20,11 @@ from lit_diffusion.codecs import drawn
 from lit_diffusion.data.photo_patches import PhotoPatches
 from lit_diffusion.metrics.extractors import EmbeddedCNN
 from lit_diffusion.metrics.score import score
+from lit_diffusion.modes import eval_mode
 from lit_diffusion.modules import vae as vae_file
 from lit_diffusion.modules.vae import WEIGHTS, VAECodec
 from lit_diffusion.networks.unet import UNet
 from lit_diffusion.solvers import DDIM
-from lit_diffusion.system.modes import eval_mode
 
 IMAGES = torch.randint(
     0, 256, (5, 3, 16, 16), generator=torch.Generator().manual_seed(0), dtype=torch.uint8

@@ -6,7 +6,7 @@ from support.plain_module import PlainModule, loader, make_trainer
 
 from lit_diffusion.modules.watches import SampleWatch
 from lit_diffusion.protocols import Denoised, NonFiniteSamples
-from lit_diffusion.system.trainer_state import steps_of_fit
+from lit_diffusion.trainer_state import steps_of_fit
 
 
 def watched(values):

@@ -22,6 +22,7 @@ from support.toy import (
     mixture_flow,
 )
 
+from lit_diffusion.cli.comparing_solvers import on_a_grid_that_fits
 from lit_diffusion.gaussian import FixedSmall
 from lit_diffusion.processes import (
     VE,
@@ -29,7 +30,6 @@ from lit_diffusion.processes import (
     EDMProcess,
     LinearFlow,
 )
-from lit_diffusion.runs.comparing_solvers import on_a_grid_that_fits
 from lit_diffusion.solvers import (
     DDIM,
     DDPM,

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lit_diffusion.cli import main
+from lit_diffusion.cli.main import main
 
 SCRIPT = str(Path(sys.executable).parent / "lit-diffusion")
 """The console script of the environment that the tests run in."""

@@ -2,11 +2,11 @@
 
 import math
 
-from lit_diffusion.experiments.comparison import Arm, compare
-from lit_diffusion.experiments.curves import Curve
-from lit_diffusion.experiments.report.report import Report
-from lit_diffusion.experiments.report.tables import Table
-from lit_diffusion.experiments.report.wording import verdict_text
+from lit_diffusion.lab.compare.comparison import Arm, compare
+from lit_diffusion.lab.compare.curves import Curve
+from lit_diffusion.lab.compare.report.report import Report
+from lit_diffusion.lab.compare.report.tables import Table
+from lit_diffusion.lab.compare.report.wording import verdict_text
 from support.experiments import STEPS, arm
 
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from lit_diffusion.cli import main
+from lit_diffusion.cli.main import main
 from lit_diffusion.metrics.extractors import InceptionV3Compat
 
 

@@ -14,8 +14,8 @@ from torch.optim.optimizer import (
 )
 
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
+from lit_diffusion.cli.loggers import AppendingCSVLogger
 from lit_diffusion.modules.diffusion import DiffusionModule
-from lit_diffusion.runs.loggers import AppendingCSVLogger
 
 
 class Places:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import yaml
 
-from lit_diffusion.doctor.examination import examine_run
-from lit_diffusion.doctor.opening import open_data
-from lit_diffusion.doctor.plan import plan_of
-from lit_diffusion.doctor.rehearsal import Rehearsal, started
-from lit_diffusion.runs.folder import read_command_line
+from lit_diffusion.cli.doctor.examination import examine_run
+from lit_diffusion.cli.doctor.opening import open_data
+from lit_diffusion.cli.doctor.plan import plan_of
+from lit_diffusion.cli.doctor.rehearsal import Rehearsal, started
+from lit_diffusion.cli.run_folder import read_command_line
 
 SHORT = 0.2
 """Seconds of each measurement."""

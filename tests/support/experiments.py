@@ -11,10 +11,10 @@ from typing import Any
 import yaml
 from PIL import Image
 
-from lit_diffusion.experiments.comparison import Arm
-from lit_diffusion.experiments.curves import Curve
+from lit_diffusion.cli.loggers import AppendingCSVLogger
+from lit_diffusion.lab.compare.comparison import Arm
+from lit_diffusion.lab.compare.curves import Curve
 from lit_diffusion.metrics.record import FIDRecord
-from lit_diffusion.runs.loggers import AppendingCSVLogger
 from support.tiny_run import tiny_config
 
 STEPS = tuple(range(100, 2001, 100))

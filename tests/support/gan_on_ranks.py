@@ -12,8 +12,8 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
 from lit_diffusion.callbacks import EMA
-from lit_diffusion.modules.gan import GANModule, NonSaturating
-from lit_diffusion.networks.dcgan import DCGANDiscriminator, DCGANGenerator
+from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
+from lit_diffusion.lab.gan.module import GANModule, NonSaturating
 from support.plain_module import make_trainer
 from support.tiny_diffusion import images
 

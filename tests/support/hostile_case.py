@@ -22,7 +22,7 @@ from PIL import Image
 
 from lit_diffusion.checkpoints.averages import averages_in
 from lit_diffusion.checkpoints.reading import read_checkpoint
-from lit_diffusion.cli import main
+from lit_diffusion.cli.main import main
 from support.guard import Guard, guarded
 from support.small_digits import small_digits
 from support.tiny_run import write_config

@@ -555,8 +555,15 @@ PATHS = (
     *("stranger.Net", "stranger.call", "torch.load", "torch.hub.load", "torch.os.system"),
     *("torch.utils.cpp_extension.load", "torch.nn.modules.module.torch.os.system"),
     *("torch.fx.graph_module.reduce_graph_module", "torch.jit.load", "torch.compile"),
-    *("lit_diffusion.cli.main", "lit_diffusion.checkpoints.saving.pickle.loads", "pickle.loads"),
-    *("lit_diffusion.commands.sweep.run", "lit_diffusion.experiments.jobs.subprocess.Popen"),
+    *(
+        "lit_diffusion.cli.main.main",
+        "lit_diffusion.checkpoints.saving.pickle.loads",
+        "pickle.loads",
+    ),
+    *(
+        "lit_diffusion.lab.compare.sweep_command.run",
+        "lit_diffusion.lab.compare.jobs.subprocess.Popen",
+    ),
     *("lightning.pytorch.cli.LightningCLI", "lightning.pytorch.Trainer", "webbrowser.open"),
     *("lit_diffusion.data.cifar10.Source", "torchvision.datasets.CIFAR10", "runpy.run_path"),
     *("", ".", "..", "os", "os.", "torch.nn", "torch.nn.NoSuch", "no.such.module", "a b", "\x00"),

@@ -244,7 +244,7 @@ def class_paths() -> Iterator[Case]:
     )
     named = (
         *("os.system", "subprocess.Popen", "stranger.Net", "stranger.call", "torch.hub.load"),
-        *("torch.utils.cpp_extension.load", "builtins.eval", "lit_diffusion.cli.main"),
+        *("torch.utils.cpp_extension.load", "builtins.eval", "lit_diffusion.cli.main.main"),
     )
     for i, (slot, path) in enumerate(itertools.product(slots, named)):
         if i % 2:

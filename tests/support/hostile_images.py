@@ -303,7 +303,7 @@ def caches() -> Iterator[Case]:
     for name, make in makers.items():
 
         def spoil(rng: random.Random, make: Callable[[Path], Any] = make) -> None:
-            from lit_diffusion.cli import main
+            from lit_diffusion.cli.main import main
 
             assert main(EVALUATE.split()) == 0
             (path,) = Path("cache/lit-diffusion").glob("digits-cnn-*.npz")

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from lit_diffusion.cli import main
-from lit_diffusion.runs.folder import CLAIM
+from lit_diffusion.cli.main import main
+from lit_diffusion.cli.run_folder import CLAIM
 from support.experiments import write_arm
 from support.hostile_case import CANARY, LAST, RUN, Case
 from support.hostile_checkpoints import RESUME, SAMPLE, TEST, VALIDATE

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from lit_diffusion.callbacks import PowerEMA
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
-from lit_diffusion.system.sharding import is_split
+from lit_diffusion.sharding import is_split
 from support.plain_module import loader, make_trainer
 from support.sharded import Split, strategy, trained
 

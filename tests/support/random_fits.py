@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from lit_diffusion.cli.last_checkpoint import LastCheckpoint
 from lit_diffusion.data.digits import Digits
-from lit_diffusion.runs.last_checkpoint import LastCheckpoint
 from support.small_digits import small_digits
 
 CALLBACKS = "lit_diffusion.callbacks"

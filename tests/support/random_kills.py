@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 
-from lit_diffusion.cli import main as command_line
-from lit_diffusion.commands import fit  # noqa: F401  imported before the forks
-from lit_diffusion.runs import trainer_cli  # noqa: F401
+from lit_diffusion.cli import (
+    fit,  # noqa: F401  imported before the forks
+    trainer_cli,  # noqa: F401
+)
+from lit_diffusion.cli.main import main as command_line
 from support.deaths import Places
 from support.forked_ranks import SIZE, place
 from support.random_fits import random_config

@@ -31,13 +31,13 @@ from lit_diffusion.callbacks import (
     StepSeed,
     TimestepCurriculum,
 )
+from lit_diffusion.cli.defaults import run_callbacks
+from lit_diffusion.cli.last_checkpoint import LastCheckpoint
+from lit_diffusion.cli.loggers import AppendingCSVLogger, read_rows
 from lit_diffusion.data.base import ImageDataModule
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.lr_schedules import WarmupCosine
 from lit_diffusion.networks.unet import UNet
-from lit_diffusion.runs.defaults import run_callbacks
-from lit_diffusion.runs.last_checkpoint import LastCheckpoint
-from lit_diffusion.runs.loggers import AppendingCSVLogger, read_rows
 from support.plain_module import assert_same_bits, make_trainer
 from support.tiny_diffusion import tiny_diffusion
 

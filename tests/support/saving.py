@@ -5,7 +5,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import torch
 
-from lit_diffusion.runs.last_checkpoint import LastCheckpoint
+from lit_diffusion.cli.last_checkpoint import LastCheckpoint
 from support.tiny_run import TinyData, TinyModule, TinyNet
 
 

@@ -15,7 +15,7 @@ from torch.func import functional_call
 from lit_diffusion.callbacks import EMA, MomentumDecay
 from lit_diffusion.callbacks.parts.averages import ema_update_, span_decay
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
-from lit_diffusion.system.sharding import is_split
+from lit_diffusion.sharding import is_split
 from support.plain_module import assert_same_bits, loader, make_trainer
 
 DECAYS = (0.9, 0.5)

@@ -21,7 +21,7 @@ from lit_diffusion.callbacks.parts.averages import Group
 from lit_diffusion.checkpoints.averages import pack, unpack
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.checkpoints.saving import write_checkpoint
-from lit_diffusion.system.sharding import local
+from lit_diffusion.sharding import local
 from support.plain_module import assert_same_bits
 
 

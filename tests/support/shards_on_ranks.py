@@ -27,7 +27,7 @@ from lit_diffusion.callbacks.parts.update_options import UpdateOptions
 from lit_diffusion.checkpoints.averages import pack, unpack
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO, write_checkpoint
-from lit_diffusion.system.sharding import gathered, is_split, local
+from lit_diffusion.sharding import gathered, is_split, local
 from support.plain_module import assert_same_bits
 from support.sharded import network
 

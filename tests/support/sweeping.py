@@ -5,7 +5,7 @@ import shlex
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
 
-from lit_diffusion.cli import main
+from lit_diffusion.cli.main import main
 from support.commands import call
 from support.tiny_run import EMA, tiny_config, write_config
 

@@ -29,7 +29,7 @@ from lit_diffusion.callbacks.rank_watch.callback import (
     where,
 )
 from lit_diffusion.callbacks.rank_watch.verdict import RankVerdict
-from lit_diffusion.system.signals import SavedOnSignal
+from lit_diffusion.signals import SavedOnSignal
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, 2.9, float("nan")])

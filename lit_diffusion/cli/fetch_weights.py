@@ -1,0 +1,30 @@
+"""`lit-diffusion fetch-weights`: the network that FID needs, before a machine without internet."""
+
+from collections.abc import Sequence
+
+from lit_diffusion.cli.parser import Parser
+
+
+def parser() -> Parser:
+    """Options of the command."""
+    made = Parser(
+        "fetch-weights",
+        """Download torch-fidelity's Inception weights (96 MB) and check their SHA-256.
+
+Run it once where there is internet access, such as on the login node of a cluster. The protocols
+digits-cnn and patches-cnn need no download.""",
+    )
+    made.add_argument(
+        "--to", metavar="PATH", help="file or folder (default: the cache where FID looks)"
+    )
+    made.add_argument("--url", help="of a mirror")
+    return made
+
+
+def run(argv: Sequence[str]) -> None:
+    """Run the command: "fetch-weights", then options."""
+    args = parser().parse_args(argv[1:])
+    from lit_diffusion.metrics.weights import fetch_weights
+
+    path = fetch_weights(args.to, **({"url": args.url} if args.url else {}))
+    print(f"Inception weights are at {path}.")

@@ -1,0 +1,186 @@
+"""What a run leaves behind as text: metrics.csv and evaluations.jsonl.
+
+After a resume both end up as those of an undisturbed run.
+"""
+
+import csv
+import io
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.utilities import rank_zero_only
+
+from lit_diffusion.files import replace_text
+
+Row = dict[str, str]
+
+
+class AppendingCSVLogger(Logger):
+    """Writes `save_dir`/metrics.csv, and appends to the one that is there.
+
+    A row is on disk when `log_metrics` returns. New metrics become new columns at the right. A
+    resumed run says by `rewind`, or else by its first row, how far its checkpoint had come: rows of
+    later steps are those of the run that died, and are dropped; rows of that very step, and those
+    of `log_ahead`, give way to those that log their metrics anew. (Lightning's CSVLogger deletes
+    the file instead.)
+
+    Args:
+        save_dir: folder of the run; made when the first row comes.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     AppendingCSVLogger(folder).log_metrics({"loss": 0.5}, step=1)
+        ...     AppendingCSVLogger(folder).log_metrics({"loss": 0.25}, step=2)
+        ...     print(AppendingCSVLogger(folder).path.read_text().split())
+        ['step,loss', '1,0.5', '2,0.25']
+    """
+
+    save_dir = ""
+    name = version = ""  # no folder per experiment or version below `save_dir`
+
+    def __init__(self, save_dir: str | Path) -> None:
+        super().__init__()
+        self.save_dir = str(save_dir)
+        self.path = Path(save_dir) / "metrics.csv"
+        self._columns: list[str] | None = None
+        self._doubtful: list[Row] = []
+        self._last: Row | None = None
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: the run folder holds config.yaml."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Append one row, of a `step` as the Trainer counts: batches that stepped the optimizer."""
+        row = _row(metrics, step)
+        if self._columns is None:
+            self.rewind(_step(row))
+        assert self._columns is not None
+        if row in self._doubtful and self._last in (None, row):
+            self._doubtful.remove(row)
+            return
+        self._last = row
+        double = [old for old in self._doubtful if _is_same(old, row)]
+        if double or row.keys() - self._columns:
+            rows = [old for old in read_rows(self.path) if old not in double]
+            self._doubtful = [old for old in self._doubtful if old not in double]
+            self._rewrite([*rows, row])
+            return
+        with self.path.open("a") as file:
+            file.write(_csv(self._columns, [row]))
+
+    @rank_zero_only
+    def log_ahead(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Have a row on the disk, synced, that will be logged in a moment; it is written once."""
+        self.log_metrics(metrics, step)
+        self._doubtful.append(_row(metrics, step))
+        with self.path.open("a") as file:
+            os.fsync(file.fileno())
+
+    def rewind(self, step: int) -> int:
+        """Drop the rows of steps after `step`, from which a run goes on; how many there were."""
+        found = read_rows(self.path)
+        rows = [row for row in found if _step(row) <= step]
+        self._doubtful = [row for row in rows if _step(row) == step]
+        self._rewrite(rows)
+        return len(found) - len(rows)
+
+    def _rewrite(self, rows: Sequence[Row]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # A row's in alphabetical order: Lightning has them in that of their first in a process.
+        self._columns = list(dict.fromkeys(["step", *chain(*map(sorted, rows))]))
+        header = dict(zip(self._columns, self._columns, strict=True))
+        replace_text(self.path, _csv(self._columns, [header, *rows]))
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """Rows of a metrics.csv without empty cells and a half-written last row; none without a file.
+
+    Raises:
+        ValueError: for a file that is no CSV, or a step that is no number.
+    """
+    try:
+        rows = list(csv.DictReader(io.StringIO(_whole_lines(path))))
+    except csv.Error as error:
+        raise ValueError(f"{path} is broken: {error}.") from error
+    found = [{k: v for k, v in row.items() if v and isinstance(k, str)} for row in rows]
+    for row in found:
+        if not re.fullmatch(r"-?\d{1,18}", row.get("step", "0")):
+            raise ValueError(f"{path} is broken: a step must be a number, got {row['step']!r:.50}.")
+    return found
+
+
+def read_evaluations(path: str | Path) -> list[dict[str, Any]]:
+    """Records of evaluations.jsonl without a half-written last line; none without a file.
+
+    Raises:
+        ValueError: for a line that is no evaluation.
+    """
+    found: list[dict[str, Any]] = []
+    for line in filter(None, _whole_lines(path).splitlines()):
+        try:
+            found.append(json.loads(line))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is broken: {str(error)[:200]}.") from error
+        if not _is_record(found[-1]):
+            raise ValueError(f"{path} is broken: {line[:50]!r} is no evaluation.")
+    return found
+
+
+def _is_record(record: Any) -> bool:
+    """Whether what others compute with is of its type."""
+    if not isinstance(record, dict):
+        return False
+    match record.get("seeds", [0, 0]), record.get("step", 0), record.get("metric", ""):
+        case [int(), int()], int() | None, str():
+            return isinstance(record.get("value"), float | int | None)
+    return False
+
+
+def _whole_lines(path: str | Path) -> str:
+    """Text of a file but a half-written last line; none without a file."""
+    path = Path(path)
+    if not os.path.lexists(path):
+        return ""
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file.")
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is broken: it is not UTF-8: {error.reason}.") from error
+    return text[: text.rfind("\n") + 1]
+
+
+def rewind_evaluations(path: str | Path, step: int) -> int:
+    """Drop the records of steps after `step`, from which a run goes on; how many there were."""
+    records = read_evaluations(path)
+    kept = [record for record in records if (record.get("step") or 0) <= step]
+    if len(kept) < len(records):
+        replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+    return len(records) - len(kept)
+
+
+def _row(metrics: Mapping[str, float], step: int | None) -> Row:
+    return {"step": "" if step is None else str(step)} | {k: str(v) for k, v in metrics.items()}
+
+
+def _step(row: Row) -> int:
+    return int(row["step"]) if row.get("step") else -1
+
+
+def _is_same(old: Row, new: Row) -> bool:
+    """Whether two rows hold a metric of the same step."""
+    return old["step"] == new["step"] and bool((old.keys() & new.keys()) - {"step", "epoch"})
+
+
+def _csv(columns: list[str], rows: Iterable[Row]) -> str:
+    text = io.StringIO()
+    csv.DictWriter(text, columns, lineterminator="\n").writerows(rows)
+    return text.getvalue()

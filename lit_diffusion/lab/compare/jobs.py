@@ -1,0 +1,138 @@
+"""Processes side by side: at most so many at a time, each with its log file, stopped together."""
+
+import fcntl
+import math
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from lit_diffusion.counts import usable_cores
+from lit_diffusion.signals import SignalNotes, Stopped
+
+PATIENCE = 30.0
+"""Seconds that a process may take to stop when asked, before it is killed."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A process to be started, whose output is appended to a claimed file."""
+
+    name: str
+    command: Sequence[str]
+    log: IO[bytes]
+
+
+def claim(path: Path) -> IO[bytes] | None:
+    """Open a log for appending, for one process in the world at a time.
+
+    The claim goes over to the process that writes the log and ends with it, so that a process whose
+    parent was killed is not joined by a second one.
+
+    Returns:
+        The file, or None where another process has it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+def run_jobs(
+    jobs: Iterable[Job | None], at_once: int, ended: Callable[[Job, int, float], None]
+) -> None:
+    """Run all jobs, and stop those that run if this process is interrupted or signalled.
+
+    Each gets its share of the cores as OMP_NUM_THREADS, where that is not set already.
+
+    SIGUSR1, by which batch systems announce the end of a job, is passed on, and what the processes
+    then do is waited for. On other signals they get a SIGTERM. Ignored ones (nohup) stay ignored.
+
+    Args:
+        jobs: asked for the next one whenever there is room for it; asked again soon after a None.
+        at_once: processes at a time, >= 1.
+        ended: told of each that has ended, by itself or stopped: its exit status, negative for a
+            signal, and how many seconds it ran.
+
+    Raises:
+        KeyboardInterrupt: where this process was interrupted; `Stopped` where it was signalled.
+    """
+    waiting, running = iter(jobs), list[_Running]()
+    notes = SignalNotes((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))
+    notes.start()
+    try:
+        while notes.received is None and _fill(running, waiting, at_once):
+            for process in [r for r in running if r.popen.poll() is not None]:
+                running.remove(process)
+                process.tell(ended)
+            time.sleep(0.1)
+        if notes.received is not None:
+            raise Stopped(notes.received)
+    finally:
+        _stop([process.popen for process in running], notes.received)
+        notes.stop()
+        for process in running:
+            process.tell(ended)
+
+
+@dataclass(frozen=True)
+class _Running:
+    job: Job
+    popen: subprocess.Popen[bytes]
+    began: float
+
+    def tell(self, ended: Callable[[Job, int, float], None]) -> None:
+        self.job.log.close()
+        ended(self.job, self.popen.returncode, time.monotonic() - self.began)
+
+
+def _fill(running: list[_Running], waiting: Iterator[Job | None], at_once: int) -> bool:
+    """Start processes until there are enough; whether there are any, or may be later."""
+    threads = str(max(1, usable_cores() // at_once))
+    while len(running) < at_once:
+        try:
+            job = next(waiting)
+        except StopIteration:
+            return bool(running)
+        if job is None:
+            return True
+        popen = subprocess.Popen(  # noqa: S603  the command is ours
+            job.command,
+            stdin=subprocess.DEVNULL,
+            stdout=job.log,
+            stderr=subprocess.STDOUT,
+            env={"OMP_NUM_THREADS": threads} | dict(os.environ),
+            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+        )
+        running.append(_Running(job, popen, time.monotonic()))
+    return True
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]], received: signal.Signals | None) -> None:
+    """Ask all to stop, with the processes that they started; kill what is left after a while."""
+    announced = received == signal.SIGUSR1  # then the batch system has the patience
+    _signal_all(processes, signal.SIGUSR1 if announced else signal.SIGTERM)
+    deadline = time.monotonic() + (math.inf if announced else PATIENCE)
+    try:
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+    finally:  # a second Ctrl-C ends the patience
+        _signal_all(processes, signal.SIGKILL)
+        for process in processes:
+            process.wait()
+
+
+def _signal_all(processes: Iterable[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for process in processes:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, number)

@@ -1,0 +1,251 @@
+"""The LightningModule of generative adversarial networks, which diffusion is compared with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch import LightningModule
+from lightning.pytorch.cli import OptimizerCallable
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lit_diffusion.codecs import PixelCodec
+from lit_diffusion.conditioning import ClassLabels, condition_for
+from lit_diffusion.modes import eval_mode
+from lit_diffusion.modules import checks
+from lit_diffusion.protocols import NonFiniteSamples
+from lit_diffusion.seeding import PerSampleNoise, run_seed, seed_step
+from lit_diffusion.trainer_state import is_built_from_config, steps_of_fit
+
+Batch = tuple[Tensor, Tensor, Tensor]
+"""images uint8 (B, C, H, W); labels int64 (B,); index int64 (B,)."""
+
+
+class AdversarialLoss(Protocol):
+    """What each of the two networks minimises, sample by sample, given logits (B,)."""
+
+    def of_discriminator(self, real: Tensor, fake: Tensor, /) -> Tensor:
+        """(B,), from the logits of real and of generated images."""
+
+    def of_generator(self, fake: Tensor, /) -> Tensor:
+        """(B,), from the logits of generated images."""
+
+
+@dataclass(frozen=True)
+class NonSaturating:
+    """-log D(x) - log(1 - D(G(z))), and -log D(G(z)), for D a sigmoid of the logits.
+
+    Source: Goodfellow et al. 2014, section 3.
+    """
+
+    def of_discriminator(self, real: Tensor, fake: Tensor, /) -> Tensor:
+        """(B,)."""
+        return F.softplus(-real) + F.softplus(fake)
+
+    def of_generator(self, fake: Tensor, /) -> Tensor:
+        """(B,)."""
+        return F.softplus(-fake)
+
+
+@dataclass(frozen=True)
+class Hinge:
+    """max(0, 1 - D(x)) + max(0, 1 + D(G(z))), and -D(G(z)).
+
+    Source: Lim & Ye 2017 (Geometric GAN), as in BigGAN.
+    """
+
+    def of_discriminator(self, real: Tensor, fake: Tensor, /) -> Tensor:
+        """(B,)."""
+        return F.relu(1 - real) + F.relu(1 + fake)
+
+    def of_generator(self, fake: Tensor, /) -> Tensor:
+        """(B,)."""
+        return -fake
+
+
+class GANModule(LightningModule):
+    """Trains a generator against a discriminator.
+
+    A batch makes a step of the discriminator; after every `discriminator_steps` of them the
+    generator makes one. `global_step` and `max_steps` count the steps of both.
+
+    Randomness of a training step is a function of (seed, rank, step, micro-batch), that of a sample
+    a function of its seed. Samples are of the networks in eval mode: batch norm takes its running
+    statistics.
+
+    Under DDP, each network is unused in the other's step: take
+    `--trainer.strategy=ddp_find_unused_parameters_true`.
+
+    Args:
+        generator: (z (B, latent_dim), labels) -> images in [-1, 1]; has `latent_dim`.
+        discriminator: (images, labels) -> (B,) logits.
+        loss: of both.
+        generator_optimizer: called with the generator's parameters.
+        discriminator_optimizer: called with the discriminator's parameters.
+        image_shape: (C, H, W).
+        num_classes: None where the networks take no labels.
+        discriminator_steps: for each of the generator, >= 1.
+        r1: weight of half the squared gradient of the logit by a real image; 0 for none.
+
+    Raises:
+        ValueError: for numbers out of their range, or networks of other classes.
+
+    Source: Goodfellow et al. 2014, algorithm 1; Mescheder et al. 2018, Eq. 9, for R1.
+    """
+
+    def __init__(
+        self,
+        generator: nn.Module,
+        discriminator: nn.Module,
+        loss: AdversarialLoss,
+        generator_optimizer: OptimizerCallable,
+        discriminator_optimizer: OptimizerCallable,
+        *,
+        image_shape: tuple[int, int, int],
+        num_classes: int | None = None,
+        discriminator_steps: int = 1,
+        r1: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if is_built_from_config():
+            self.save_hyperparameters(logger=False)
+        self.automatic_optimization = False
+        if discriminator_steps < 1 or not r1 >= 0:
+            raise ValueError(
+                f"discriminator_steps >= 1 and r1 >= 0 must hold, got {discriminator_steps} and "
+                f"{r1}."
+            )
+        for network in (generator, discriminator):
+            known = getattr(network, "num_classes", None)
+            if known != num_classes:
+                raise ValueError(
+                    f"num_classes is {num_classes} in the module, but {known} in "
+                    f"{type(network).__name__}; change one of them."
+                )
+        self.generator, self.discriminator = generator, discriminator
+        self.loss = loss
+        self.codec = PixelCodec()
+        self.image_shape = tuple(image_shape)
+        self.num_classes = num_classes
+        self.conditioning = None if num_classes is None else ClassLabels(num_classes)
+        self.discriminator_steps, self.r1 = discriminator_steps, r1
+        self._makers = generator_optimizer, discriminator_optimizer
+
+    # Training
+
+    def setup(self, stage: str) -> None:
+        """Refuse data that do not fit before the first step."""
+        data = getattr(self.trainer, "datamodule", None)
+        checks.check_data(data, self.codec, self.image_shape, self.num_classes)
+
+    def configure_optimizers(self) -> list[Optimizer]:
+        """The generator's, then the discriminator's."""
+        networks = self.generator, self.discriminator
+        return [
+            make(network.parameters()) for make, network in zip(self._makers, networks, strict=True)
+        ]
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        """Make the randomness of this step a function of its number."""
+        seed_step(run_seed() or 0, self.global_rank, self.global_step, batch_idx)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        """A step of the discriminator, and one of the generator where it is due."""
+        generator, discriminator = cast(Sequence[Any], self.optimizers())
+        real, labels, _ = self._unpack(batch)
+        loss = self.discriminator_losses(real, labels, self._latents(len(real))).mean()
+        self.log("train/discriminator_loss", loss.detach(), prog_bar=True)
+        self._step(discriminator, loss + self._penalty(real, labels))
+        if self.global_step % (self.discriminator_steps + 1) == self.discriminator_steps:
+            loss = self.generator_losses(labels, self._latents(len(real))).mean()
+            self.log("train/generator_loss", loss.detach(), prog_bar=True)
+            self._step(generator, loss)
+
+    def discriminator_losses(self, real: Tensor, labels: Tensor | None, z: Tensor) -> Tensor:
+        """(B,) losses on real images (B, C, H, W) in [-1, 1] and on the images of z."""
+        with torch.no_grad():
+            fake = self.generator(z, labels)
+        return self.loss.of_discriminator(
+            self.discriminator(real, labels), self.discriminator(fake, labels)
+        )
+
+    def generator_losses(self, labels: Tensor | None, z: Tensor) -> Tensor:
+        """(B,) losses of the images of z (B, latent_dim)."""
+        return self.loss.of_generator(self.discriminator(self.generator(z, labels), labels))
+
+    # Validation and sampling
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        """Losses at one fixed z per image."""
+        real, labels, index = self._unpack(batch)
+        z = self.latents(index.tolist(), "validation").to(real)
+        for name, losses in (
+            ("discriminator", self.discriminator_losses(real, labels, z)),
+            ("generator", self.generator_losses(labels, z)),
+        ):
+            mean = losses.double().mean()
+            self.log(f"val/{name}_loss", mean, sync_dist=True, batch_size=len(real))
+
+    def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        """(seeds (B,), labels (B,)) -> images uint8 (B, C, H, W)."""
+        seeds, labels = batch
+        return self.generate(seeds.tolist(), labels)
+
+    @torch.no_grad()
+    def generate(self, seeds: Sequence[int], labels: Tensor | None = None) -> Tensor:
+        """Images uint8 (N, C, H, W); image i depends on seeds[i] and labels[i] alone.
+
+        Args:
+            seeds: one integer per image.
+            labels: (N,) int64 below `num_classes`; None leaves them to the seeds: seed modulo
+                `num_classes`.
+
+        Raises:
+            ValueError: for labels that do not fit.
+            NonFiniteSamples: where an image is NaN or infinite.
+        """
+        told = cast(Tensor | None, condition_for(seeds, labels, self.conditioning))
+        told = None if told is None else told.to(self.device)
+        with eval_mode(self.generator):
+            x0 = self.generator(self.latents(seeds).to(self.device), told).float()
+        finite = x0.isfinite().flatten(1).all(1).tolist()
+        if not all(finite):
+            bad = [seed for seed, fine in zip(seeds, finite, strict=True) if not fine]
+            raise NonFiniteSamples(bad, steps_of_fit(self), "the generator")
+        return self.codec.decode(x0)
+
+    def latents(self, seeds: Sequence[int], stream: str = "sample") -> Tensor:
+        """(N, latent_dim) standard normal, a row per seed."""
+        return PerSampleNoise(seeds, stream).draw((self._latent_dim,))
+
+    def sampling_record(self) -> dict[str, Any]:
+        """How `generate` makes images, for the record beside a score."""
+        return {"generator": type(self.generator).__name__, "batch_norm": "running statistics"}
+
+    # The rest: what the methods above are made of
+
+    @property
+    def _latent_dim(self) -> int:
+        return cast(int, self.generator.latent_dim)
+
+    def _latents(self, num: int) -> Tensor:
+        return torch.randn(num, self._latent_dim, device=self.device)
+
+    def _unpack(self, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor]:
+        checks.check_batch(batch, takes_condition=self.num_classes is not None)
+        images, labels, index = batch
+        return self.codec.encode(images), labels if self.num_classes else None, index
+
+    def _penalty(self, real: Tensor, labels: Tensor | None) -> Tensor:
+        if self.r1 == 0:
+            return real.new_zeros(())
+        x = real.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.discriminator(x, labels).sum(), x, create_graph=True)
+        return 0.5 * self.r1 * gradient.square().sum(dim=(1, 2, 3)).mean()
+
+    def _step(self, optimizer: Any, loss: Tensor) -> None:
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()

@@ -1,0 +1,247 @@
+import warnings
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from support.plain_module import assert_same_bits
+from support.saving import Saves, fit, saved
+from support.tiny_run import TinyData, TinyModule, TinyNet
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from lit_diffusion.cli.exact_resume import ExactResume
+from lit_diffusion.cli.last_checkpoint import LastCheckpoint
+
+
+@pytest.mark.parametrize(
+    ("batch", "ends"),
+    [
+        (2, pytest.raises(ValueError, match=r"some\.ckpt was saved between accumulated batches")),
+        (3, nullcontext()),
+        (4, pytest.warns(UserWarning, match=r"some\.ckpt was saved before the validation")),
+    ],
+)
+def test_what_was_saved_between_accumulated_batches_is_no_place_to_go_on_from(
+    tmp_path, batch, ends
+):
+    class SaveAt(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, given, batch_idx):
+            if batch_idx + 1 == batch and trainer.current_epoch == 0:
+                trainer.save_checkpoint(tmp_path / "some.ckpt")
+
+    options = {"accumulate_grad_batches": 3, "max_epochs": 2, "max_steps": -1}
+    fit(SaveAt(), tmp_path, callbacks=[ExactResume()], **options)
+    with ends:
+        fit(ExactResume(), tmp_path, ckpt_path=tmp_path / "some.ckpt", **options)
+
+
+@pytest.mark.parametrize(
+    ("hook", "step", "said"),
+    [
+        ("on_train_batch_end", 2, "before the validation of its step, which is left out"),
+        ("on_train_batch_end", 3, None),
+        ("on_validation_end", 2, None),
+        ("on_train_epoch_end", 4, "at the end of an epoch"),
+        ("on_train_end", 8, None),
+    ],
+)
+def test_a_file_from_which_a_run_would_not_go_on_as_it_was_says_so(tmp_path, hook, step, said):
+    class SaveAt(pl.Callback):
+        def save(self, trainer, *args):
+            if trainer.global_step == step:
+                trainer.save_checkpoint(tmp_path / "some.ckpt")
+
+    saver = SaveAt()
+    setattr(saver, hook, saver.save)
+    fit(saver, tmp_path, callbacks=[ExactResume()], max_steps=8, val_check_interval=2)
+    again = partial(fit, ExactResume(), tmp_path, ckpt_path=tmp_path / "some.ckpt", max_steps=9)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again()
+    told = [str(w.message) for w in caught if "some.ckpt was saved" in str(w.message)]
+    assert len(told) == (said is not None)
+    assert all(f"some.ckpt was saved {said}" in text for text in told)
+
+
+class AccumulatesItself(TinyModule):
+    """Steps after every third batch and the last."""
+
+    def __init__(self):
+        super().__init__(TinyNet(3), torch.optim.Adam)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if self.trainer.fit_loop.total_batch_idx in (2, 5):
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+
+@pytest.mark.parametrize(("batch", "refused"), [(2, True), (3, False), (4, True), (6, False)])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_validation_end"])
+def test_batches_that_a_module_accumulates_by_itself_are_no_place_to_go_on_from(
+    tmp_path, batch, refused, hook
+):
+    class SaveAt(pl.Callback):
+        def save(self, trainer, *args):
+            if trainer.fit_loop.total_batch_idx + 1 == batch:
+                trainer.save_checkpoint(tmp_path / "some.ckpt")
+
+    saver, kept = SaveAt(), Saves(tmp_path, first=1, every_n_seconds=0.0)
+    setattr(saver, hook, saver.save)
+    options = {"max_steps": 2, "val_check_interval": 1, "limit_val_batches": 1}
+    module = AccumulatesItself()
+    fit(kept, tmp_path, callbacks=[ExactResume(), saver], module=module, **options)
+    marked = torch.load(tmp_path / "some.ckpt", weights_only=True).get("resumes_inexactly")
+    assert (marked == "between accumulated batches") == refused
+    assert kept.steps == [1, 2]
+    assert "resumes_inexactly" not in saved(tmp_path)
+
+
+def test_a_run_that_ends_without_the_step_of_its_last_batches_says_so(tmp_path):
+    """It is kept nevertheless, and a resume is warned of what it lacks."""
+    options = {"max_epochs": 1, "max_steps": -1, "limit_val_batches": 0}
+    callback = Saves(tmp_path, first=100)
+    fit(callback, tmp_path, callbacks=[ExactResume()], module=AccumulatesItself(), **options)
+    assert callback.steps == [1]
+    with pytest.warns(UserWarning, match="whose optimizer step was still to come"):
+        fit(
+            ExactResume(),
+            tmp_path,
+            tmp_path / "last.ckpt",
+            module=AccumulatesItself(),
+            **options | {"max_epochs": 2},
+        )
+
+
+class Plateau(TinyModule):
+    """Halves its lr every `frequency` epochs or steps, whatever the loss."""
+
+    def __init__(self, interval, frequency=1):
+        torch.manual_seed(0)
+        super().__init__(TinyNet(3), torch.optim.Adam)
+        self.when = {"interval": interval, "frequency": frequency, "monitor": "train/loss"}
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.parameters(), lr=0.1)
+        never = {"threshold": 1e3, "threshold_mode": "abs"}
+        scheduler = ReduceLROnPlateau(optimizer, factor=0.5, patience=0, **never)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.when}}
+
+
+def fit_on(folder, module, max_steps, ckpt_path=None):
+    trainer = pl.Trainer(
+        callbacks=[ExactResume(), LastCheckpoint(folder)],
+        accelerator="cpu",
+        logger=False,
+        max_steps=max_steps,
+        limit_val_batches=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, TinyData(), ckpt_path=ckpt_path)  # 4 batches an epoch
+    return trainer
+
+
+@pytest.mark.parametrize("when", [("epoch",), ("epoch", 2), ("step",), ("step", 3)])
+@pytest.mark.parametrize("end", [3, 4, 5, 8])
+def test_a_run_that_is_prolonged_has_the_lr_of_one_that_was_as_long(tmp_path, when, end):
+    """Where it ended with an epoch, Lightning has left the update of that out too."""
+    whole = fit_on(tmp_path / "whole", Plateau(*when), 20)
+    fit_on(tmp_path, Plateau(*when), end)
+    again = fit_on(tmp_path, Plateau(*when), 20, tmp_path / "last.ckpt")
+    assert whole.optimizers[0].param_groups[0]["lr"] < 0.1
+    assert_same_bits(again.optimizers[0].state_dict(), whole.optimizers[0].state_dict())
+    assert_same_bits(again.model.state_dict(), whole.model.state_dict())
+
+
+LAST = Path("checkpoints/last.ckpt")
+
+
+class Death(Exception):
+    """What a run dies of."""
+
+
+class DieAt(pl.Callback):
+    """Dies in a batch, before any of its optimizer steps counts."""
+
+    def __init__(self, batch):
+        self.batch = batch
+
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.fit_loop.total_batch_idx + 1 == self.batch:
+            raise Death
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Fits in a folder of the same path each time, which `done` gives another name."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def run(keeper, *others, ckpt_path=None, **options):
+        others = [*others, ExactResume(), keeper()]
+        last = LastCheckpoint("checkpoints", first=3, every_n_seconds=1000.0)
+        fit(last, Path(), ckpt_path, others, **options)
+
+    def done():
+        found = {file.name: torch.load(file, weights_only=True) for file in LAST.parent.iterdir()}
+        for file in list(LAST.parent.iterdir()):
+            file.unlink()
+        return found
+
+    return run, done
+
+
+@pytest.mark.parametrize(
+    "keeper",
+    [
+        {"every_n_train_steps": 1, "save_top_k": -1},
+        {"every_n_train_steps": 1, "save_top_k": -1, "filename": "kept"},
+        {"every_n_train_steps": 2},
+        {"monitor": "train/loss", "every_n_train_steps": 2, "save_top_k": -1},
+        {"monitor": "train/loss", "every_n_train_steps": 1, "save_top_k": 2, "filename": "best"},
+        {"monitor": "val/loss", "every_n_train_steps": 1, "save_top_k": 2},
+        {"monitor": "val/loss", "save_top_k": 3},
+        {"every_n_epochs": 1},
+    ],
+    ids=lambda keeper: "+".join(keeper),
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"accumulate_grad_batches": 2},
+        {"val_check_interval": 3},
+        {"check_val_every_n_epoch": 2, "num_sanity_val_steps": 1},  # which a resume leaves out
+    ],
+)
+@pytest.mark.parametrize("batch", [7, 9])
+def test_a_run_that_died_ends_with_the_files_and_states_of_one_that_did_not(
+    run, keeper, options, batch
+):
+    """They were saved again beside the old ones, as -v1, and by other metrics."""
+    run, done = run
+    keeper = partial(ModelCheckpoint, "checkpoints", **keeper)
+    run(keeper, max_steps=9, **options)
+    whole = done()
+    with pytest.raises(Death):
+        run(keeper, DieAt(batch), max_steps=9, **options)
+    run(keeper, max_steps=9, ckpt_path=LAST, **options)
+    assert_same_bits(done(), whole)
+
+
+def test_a_strangers_file_of_the_same_name_stays(run):
+    """A checkpoint of an earlier step is nobody's who was interrupted after the restored one."""
+    run, done = run
+    keeper = partial(ModelCheckpoint, "checkpoints", filename="mine", every_n_train_steps=5)
+    with pytest.raises(Death):
+        run(keeper, DieAt(4))
+    torch.save({"global_step": 2}, "checkpoints/mine.ckpt")
+    run(keeper, ckpt_path=LAST, max_steps=5)
+    found = done()
+    assert found["mine.ckpt"] == {"global_step": 2}
+    assert found["mine-v1.ckpt"]["global_step"] == 5

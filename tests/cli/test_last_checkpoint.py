@@ -1,0 +1,301 @@
+import math
+import os
+import time
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+from support.commands import equal
+from support.saving import Saves, fit, saved
+
+from lit_diffusion.callbacks import FiniteUpdates
+from lit_diffusion.cli.exact_resume import ExactResume
+from lit_diffusion.cli.last_checkpoint import CheckpointBefore, LastCheckpoint
+from lit_diffusion.files import replace_text
+
+
+class Death(Exception):
+    """What a run dies of."""
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_train_end"])
+def test_what_a_run_that_died_at_its_end_had_yet_to_do_is_done_at_the_resume(tmp_path, hook):
+    """From the checkpoint of the last step nothing would be: the run would pass for complete."""
+    calls = []
+
+    class Dies(pl.Callback):
+        def end(self, trainer, *args):
+            calls.append(trainer.global_step)
+            if len(calls) == 1:
+                raise Death
+
+    dies = Dies()
+    setattr(dies, hook, dies.end)
+    options = {"callbacks": [dies], "max_epochs": 1, "max_steps": -1}
+    with pytest.raises(Death):
+        fit(Saves(tmp_path, first=2, every_n_seconds=1000.0), tmp_path, **options)
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert saved(tmp_path)["global_step"] == 2
+    fit(Saves(tmp_path), tmp_path, tmp_path / "last.ckpt", **options)
+    assert calls == [4, 4]
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert saved(tmp_path)["global_step"] == 4
+
+
+def test_what_a_kill_at_the_end_has_left_is_gone_before_the_first_batch(tmp_path):
+    """It must never take the place of a later checkpoint."""
+    found = []
+
+    class Looks(pl.Callback):
+        def on_train_batch_start(self, *args):
+            found.extend(os.listdir(tmp_path))
+
+    for name in (".last.ckpt.end", "..last.ckpt.end.part", ".last.ckpt.part"):
+        (tmp_path / name).write_text("old")
+    fit(Saves(tmp_path), tmp_path, callbacks=[Looks()], max_steps=1)
+    assert found == []
+
+
+class SlowBatches(pl.Callback):
+    def on_train_batch_start(self, *args):
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_steps": 3},
+        {"max_steps": 4},
+        {"max_steps": 6, "check_val_every_n_epoch": 2},
+        {"max_epochs": 2, "max_steps": -1},
+        {"max_epochs": 2, "max_steps": -1, "limit_val_batches": 0},
+        {"max_epochs": 2, "max_steps": -1, "accumulate_grad_batches": 3},
+        {"max_steps": 5, "val_check_interval": 2},
+    ],
+)
+def test_the_file_at_the_end_is_that_of_the_last_step(tmp_path, options):
+    callback = Saves(tmp_path, first=100)
+    trainer = fit(callback, tmp_path, **options)
+    assert callback.steps == [trainer.global_step]
+    assert equal(saved(tmp_path)["state_dict"], trainer.model.state_dict())
+
+
+@pytest.mark.parametrize("limit_val_batches", [0, 1.0])
+def test_a_run_that_another_callback_stops_keeps_its_last_step(tmp_path, limit_val_batches):
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer, *args):
+            trainer.should_stop = trainer.global_step == 6
+
+    callback = Saves(tmp_path, first=100)
+    fit(callback, tmp_path, callbacks=[Stop()], limit_val_batches=limit_val_batches)
+    assert callback.steps == [6]
+
+
+@pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}, {"accumulate_grad_batches": 2}])
+@pytest.mark.parametrize("steps", range(1, 7))
+def test_a_resume_from_any_end_is_exact(tmp_path, steps, options):
+    whole = fit(Saves(tmp_path / "whole"), tmp_path, max_steps=8, **options)
+    fit(Saves(tmp_path), tmp_path, max_steps=steps, **options)
+    file = tmp_path / "last.ckpt"
+    resumed = fit(Saves(tmp_path), tmp_path, file, max_steps=8, **options)
+    assert equal(whole.model.state_dict(), resumed.model.state_dict())
+    assert whole.current_epoch == resumed.current_epoch
+
+
+def test_the_first_save_comes_early_and_then_time_decides(tmp_path):
+    callback = Saves(tmp_path, first=2, every_n_seconds=0.1)
+    callback.steps = []
+    fit(callback, tmp_path, callbacks=[SlowBatches()], max_steps=60, limit_val_batches=0)
+    assert callback.steps[0] == 2
+    pauses = [b - a for a, b in zip(callback.steps[:-1], callback.steps[1:-1], strict=False)]
+    assert pauses
+    assert min(pauses) >= 2
+
+
+def test_saving_that_is_slow_is_done_less_often(tmp_path, monkeypatch):
+    callback = Saves(tmp_path, first=1, every_n_seconds=0.001)
+    save = pl.Trainer.save_checkpoint
+
+    def slowly(*args, **options):
+        time.sleep(0.05)
+        save(*args, **options)
+
+    monkeypatch.setattr(pl.Trainer, "save_checkpoint", slowly)
+    fit(callback, tmp_path, max_steps=20, limit_val_batches=0)
+    assert callback.steps == [1, 20]
+
+
+def test_a_checkpoint_that_is_due_with_a_validation_holds_what_follows_it(tmp_path):
+    """Validation of the step that is saved is over, so a resume need not repeat it."""
+    seen = []
+
+    class Order(pl.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            seen.append(("validated", trainer.global_step))
+
+    class Noting(Saves):
+        def _save(self, trainer):
+            super()._save(trainer)
+            seen.append(("saved", trainer.global_step))
+
+    options = {"max_steps": 3, "val_check_interval": 2}
+    fit(Noting(tmp_path, first=2), tmp_path, callbacks=[Order()], **options)
+    assert seen == [("validated", 2), ("saved", 2), ("saved", 3)]
+
+
+def test_no_save_is_made_between_the_last_batch_of_an_epoch_and_its_end(tmp_path):
+    """A resume would not do again what callbacks do at the end of an epoch."""
+    callback = Saves(tmp_path, first=4)
+    fit(callback, tmp_path, max_steps=7)
+    assert callback.steps == [5, 7]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_epochs_of_one_step_are_saved_within(tmp_path, limit):
+    """There is no other place, and a run that died would have nothing."""
+    options = {"limit_train_batches": limit, "accumulate_grad_batches": 3, "max_steps": 7}
+    callback, whole = Saves(tmp_path, first=2), Saves(tmp_path / "whole")
+    fit(callback, tmp_path, **options)
+    assert callback.steps == [2, 7]
+    keeps = Saves(tmp_path / "cut", first=2)
+    with pytest.raises(ZeroDivisionError):
+        fit(keeps, tmp_path, callbacks=[Dies()], **options)
+    assert keeps.steps == [2]
+    resumed = fit(whole, tmp_path, tmp_path / "cut" / "last.ckpt", **options)
+    assert equal(saved(tmp_path)["state_dict"], resumed.model.state_dict())
+
+
+class Dies(pl.Callback):
+    def on_train_batch_start(self, trainer, *args):
+        1 / (4 - trainer.global_step)
+
+
+class Ruin(pl.Callback):
+    """Makes the weights useless in one update, of which loss and gradients are finite."""
+
+    def __init__(self, step: int, lr: float = 1e30) -> None:
+        self.step, self.lr = step, lr
+
+    def on_train_batch_start(self, trainer, *args):
+        lr = self.lr if trainer.global_step + 1 == self.step else 1e-3
+        for group in trainer.optimizers[0].param_groups:
+            group["lr"] = lr
+
+
+def test_a_run_that_stops_for_a_loss_keeps_the_checkpoint_from_before_the_weights_were_ruined(
+    tmp_path,
+):
+    fit(Saves(tmp_path), tmp_path, max_steps=2)
+    good = (tmp_path / "last.ckpt").read_bytes()
+    saver, stop = Saves(tmp_path, first=1), [FiniteUpdates(), Ruin(3)]
+    with pytest.raises(FloatingPointError), pytest.warns(UserWarning, match="save before"):
+        fit(saver, tmp_path, tmp_path / "last.ckpt", stop, limit_val_batches=0)
+    assert saver.steps == [3]
+    assert (tmp_path / "last.ckpt").read_bytes() == good
+    assert not (tmp_path / "before-last.ckpt").exists()
+
+
+@pytest.mark.parametrize("first", [1, 100])
+@pytest.mark.parametrize("validates", [0, 1.0])
+def test_a_run_whose_last_update_ruins_the_weights_does_not_end_well(tmp_path, first, validates):
+    """No loss comes after it that would tell."""
+    saver, ruin = Saves(tmp_path, first=first, every_n_seconds=0.0), Ruin(3, lr=math.nan)
+    options = {"limit_val_batches": validates, "max_steps": 3}
+    with pytest.raises(FloatingPointError, match=r"weights of step 3 are not finite, .*not saved"):
+        fit(saver, tmp_path, callbacks=[FiniteUpdates(), ruin], **options)
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["last.ckpt"] * (first == 1)
+    assert first == 100 or saved(tmp_path)["global_step"] in (1, 2)
+
+
+def test_a_last_update_after_which_the_validation_is_not_finite_does_not_end_well(tmp_path):
+    """Its weights are finite."""
+    fit(Saves(tmp_path), tmp_path, max_steps=2)
+    good = (tmp_path / "last.ckpt").read_bytes()
+    callbacks, again = [FiniteUpdates(), Ruin(4)], tmp_path / "last.ckpt"
+    with pytest.raises(FloatingPointError, match=r"val/loss is (inf|nan) after the last update"):
+        fit(Saves(tmp_path), tmp_path, again, callbacks, max_steps=4)
+    assert (tmp_path / "last.ckpt").read_bytes() == good
+    assert [path.name for path in tmp_path.glob(".*ckpt*")] == []
+
+
+def test_a_save_that_the_next_loss_has_proven_stays_where_a_later_one_stops_the_run(tmp_path):
+    saver = Saves(tmp_path, first=2, every_n_seconds=1000.0)
+    with pytest.raises(FloatingPointError):
+        fit(saver, tmp_path, callbacks=[FiniteUpdates(), Ruin(3)], limit_val_batches=0)
+    assert saver.steps == [2]
+    assert saved(tmp_path)["global_step"] == 2
+
+
+def test_nothing_but_the_file_is_left_in_the_folder(tmp_path):
+    fit(LastCheckpoint(tmp_path / "checkpoints", first=1, every_n_seconds=0.001), tmp_path)
+    assert os.listdir(tmp_path / "checkpoints") == ["last.ckpt"]
+
+
+def test_no_save_is_made_between_accumulated_batches(tmp_path):
+    """Steps end at batches 3, 4, 7 and 8 of two epochs of four; validation comes after 2 and 4.
+
+    The second step ends an epoch.
+    """
+
+    class SavesAlways(Saves):
+        def _save(self, trainer):
+            super()._save(trainer)
+            self._due = 0
+
+    callback = SavesAlways(tmp_path, first=0)
+    options = {"max_epochs": 2, "max_steps": -1, "val_check_interval": 2}
+    fit(callback, tmp_path, callbacks=[ExactResume()], accumulate_grad_batches=3, **options)
+    assert callback.steps == [1, 3, 4]
+    assert "resumes_inexactly" not in saved(tmp_path)
+
+
+@pytest.fixture
+def last(tmp_path) -> Path:
+    replace_text(tmp_path / "last.ckpt", "first")
+    return tmp_path / "last.ckpt"
+
+
+def test_what_was_kept_first_comes_back_until_it_is_let_go(last):
+    before = CheckpointBefore(last)
+    before.keep()
+    replace_text(last, "second")
+    before.keep()
+    replace_text(last, "third")
+    assert before.bring_back()
+    assert last.read_text() == "first"
+    before.keep()
+    replace_text(last, "fourth")
+    before.let_go()
+    assert not before.bring_back()
+    assert last.read_text() == "fourth"
+
+
+def test_without_a_file_there_is_nothing_to_keep(tmp_path):
+    before = CheckpointBefore(tmp_path / "last.ckpt")
+    before.keep()
+    before.let_go()
+    assert not before.bring_back()
+    assert not list(tmp_path.iterdir())
+
+
+def test_another_object_finds_what_a_process_that_died_has_kept(last):
+    CheckpointBefore(last).keep()
+    replace_text(last, "second")
+    assert CheckpointBefore(last).bring_back()
+    assert last.read_text() == "first"
+
+
+def test_no_bytes_are_copied(last):
+    CheckpointBefore(last).keep()
+    assert os.path.samefile(last, last.with_name("before-last.ckpt"))
+
+
+def test_a_file_system_without_hard_links_is_told(last, monkeypatch):
+    def link(*paths):
+        raise OSError("Operation not supported")
+
+    monkeypatch.setattr(os, "link", link)
+    before = CheckpointBefore(last)
+    with pytest.warns(UserWarning, match=r"without its old content being kept .*not supported"):
+        before.keep()
+    assert not before.bring_back()

@@ -1,0 +1,166 @@
+import csv
+import json
+
+import pytest
+
+from lit_diffusion.cli.loggers import (
+    AppendingCSVLogger,
+    read_evaluations,
+    read_rows,
+    rewind_evaluations,
+)
+
+
+def log_steps(logger, steps, every=1):
+    for step in steps:
+        if step % every == 0:
+            logger.log_metrics({"train/loss": 1 / (1 + step), "epoch": step // 4}, step=step)
+        if step % 4 == 3:
+            logger.log_metrics({"val/loss": 2 / (1 + step), "epoch": step // 4}, step=step)
+
+
+def test_a_row_is_on_disk_when_log_metrics_returns(tmp_path):
+    AppendingCSVLogger(tmp_path).log_metrics({"a": 1.5}, step=3)
+    assert read_rows(tmp_path / "metrics.csv") == [{"step": "3", "a": "1.5"}]
+
+
+def test_reopening_keeps_the_rows_that_are_there(tmp_path):
+    log_steps(AppendingCSVLogger(tmp_path), range(5))
+    before = read_rows(tmp_path / "metrics.csv")
+    log_steps(AppendingCSVLogger(tmp_path), range(5, 6))
+    assert read_rows(tmp_path / "metrics.csv")[:-1] == before
+
+
+def test_opening_without_logging_changes_nothing(tmp_path):
+    log_steps(AppendingCSVLogger(tmp_path), range(5))
+    before = (tmp_path / "metrics.csv").read_text()
+    AppendingCSVLogger(tmp_path).save()
+    assert (tmp_path / "metrics.csv").read_text() == before
+
+
+@pytest.mark.parametrize("died_at", range(9, 13))
+@pytest.mark.parametrize("every", [1, 3])
+@pytest.mark.parametrize("rewound", [False, True])
+def test_a_resume_leaves_the_file_of_an_undisturbed_run(tmp_path, died_at, every, rewound):
+    log_steps(AppendingCSVLogger(tmp_path / "whole"), range(16), every)
+    log_steps(AppendingCSVLogger(tmp_path / "resumed"), range(died_at), every)
+    resumed = AppendingCSVLogger(tmp_path / "resumed")  # from a checkpoint of 9 steps
+    if rewound:
+        resumed.rewind(9)
+    log_steps(resumed, range(9, 16), every)
+    whole, again = (tmp_path / name / "metrics.csv" for name in ("whole", "resumed"))
+    assert again.read_text() == whole.read_text()
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_row_logged_ahead_stands_where_it_is_logged(tmp_path, is_right):
+    """Whether it was right ahead or not: a resumed process may know less of it, or more."""
+    for name in ("whole", "ahead"):
+        logger, row = AppendingCSVLogger(tmp_path / name), {"loss": 0.5, "decay": 0.9}
+        logger.log_metrics({"fid": 3.0}, step=1)
+        if name == "ahead":
+            logger.log_ahead(row if is_right else {"loss": 0.5}, step=1)
+        logger.log_metrics({"levels": 0.25}, step=1)
+        logger.log_metrics(row, step=1)
+    whole, ahead = (tmp_path / name / "metrics.csv" for name in ("whole", "ahead"))
+    assert ahead.read_text() == whole.read_text()
+
+
+def test_a_validation_logged_after_the_resume_keeps_the_training_row_of_its_step(tmp_path):
+    AppendingCSVLogger(tmp_path).log_metrics({"train/loss": 1.0, "epoch": 0}, step=3)
+    AppendingCSVLogger(tmp_path).log_metrics({"val/loss": 2.0, "epoch": 0}, step=3)
+    AppendingCSVLogger(tmp_path).log_metrics({"val/loss": 3.0, "epoch": 0}, step=3)
+    assert [row.get("train/loss") for row in read_rows(tmp_path / "metrics.csv")] == ["1.0", None]
+
+
+def test_a_score_of_the_step_that_a_run_goes_on_from_is_kept(tmp_path):
+    """It was logged before the checkpoint; the training rows of that number come after it."""
+    rows = [{"val/fid": 3.0}, {"train/loss": 1.0}, {"val/loss": 2.0}]
+    for row in rows:
+        AppendingCSVLogger(tmp_path).log_metrics(row, step=20)
+    resumed = AppendingCSVLogger(tmp_path)
+    resumed.rewind(20)
+    for row in rows[1:]:
+        resumed.log_metrics(row, step=20)
+    kept = [{"step": "20"} | {k: str(v) for k, v in row.items()} for row in rows]
+    assert read_rows(tmp_path / "metrics.csv") == kept
+
+
+def test_rewinding_drops_rows_even_where_nothing_is_logged_afterwards(tmp_path):
+    log_steps(AppendingCSVLogger(tmp_path), range(16))
+    AppendingCSVLogger(tmp_path).rewind(4)
+    assert {int(row["step"]) for row in read_rows(tmp_path / "metrics.csv")} == {0, 1, 2, 3, 4}
+
+
+def test_rewinding_a_new_run_makes_an_empty_file_that_can_be_logged_to(tmp_path):
+    logger = AppendingCSVLogger(tmp_path)
+    logger.rewind(0)
+    logger.log_metrics({"a": 1.0}, step=0)
+    assert read_rows(logger.path) == [{"step": "0", "a": "1.0"}]
+
+
+def test_new_metrics_become_columns_and_old_rows_stay_readable(tmp_path):
+    logger = AppendingCSVLogger(tmp_path)
+    logger.log_metrics({"a": 1.0}, step=0)
+    logger.log_metrics({"b, with comma": 2.0}, step=1)
+    with logger.path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert rows == [
+        {"step": "0", "a": "1.0", "b, with comma": ""},
+        {"step": "1", "a": "", "b, with comma": "2.0"},
+    ]
+
+
+def test_columns_do_not_depend_on_the_order_in_which_a_process_first_logged_them(tmp_path):
+    """Lightning's rows have that order, and a resumed run may begin with another metric."""
+    logger = AppendingCSVLogger(tmp_path)
+    logger.log_metrics({"b": 1.0, "a": 2.0}, step=0)
+    logger.log_metrics({"d": 1.0, "c": 2.0}, step=1)
+    assert logger.path.read_text().splitlines()[0] == "step,a,b,c,d"
+
+
+def test_a_row_cut_off_by_a_crash_is_dropped_and_no_other(tmp_path):
+    log_steps(AppendingCSVLogger(tmp_path), range(3))
+    with (tmp_path / "metrics.csv").open("a") as file:
+        file.write("3,0.2")
+    AppendingCSVLogger(tmp_path).log_metrics({"train/loss": 0.1}, step=3)
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.csv")] == ["0", "1", "2", "3"]
+
+
+def test_logging_outside_the_run_adds_no_folder_of_name_or_version(tmp_path):
+    logger = AppendingCSVLogger(tmp_path)
+    assert (logger.save_dir, logger.name, logger.version) == (str(tmp_path), "", "")
+
+
+def test_evaluations_are_rewound_to_the_step_of_the_checkpoint(tmp_path):
+    path = tmp_path / "evaluations.jsonl"
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (10, 20, 30)))
+    rewind_evaluations(path, 20)
+    assert read_evaluations(path) == [{"step": 10}, {"step": 20}]
+
+
+def test_a_line_cut_off_by_a_crash_is_not_an_evaluation(tmp_path):
+    (tmp_path / "e.jsonl").write_text('{"step": 1}\n{"st')
+    assert read_evaluations(tmp_path / "e.jsonl") == [{"step": 1}]
+
+
+def test_without_a_file_there_are_no_rows_and_no_evaluations(tmp_path):
+    assert read_rows(tmp_path / "no") == read_evaluations(tmp_path / "no") == []
+    rewind_evaluations(tmp_path / "no", 3)
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize(
+    "line", ["no json", "7", "[1]", "null", '{"step": "four"}', '{"seeds": []}', '{"metric": [1]}']
+)
+def test_a_line_that_is_no_evaluation_is_refused_with_its_file(tmp_path, line):
+    (tmp_path / "evaluations.jsonl").write_text('{"step": 1}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"evaluations\.jsonl is broken"):
+        read_evaluations(tmp_path / "evaluations.jsonl")
+
+
+@pytest.mark.parametrize("row", ["four,1", "1.5,1", "nan,1", "9" * 5000 + ",1"])
+def test_a_row_without_a_step_that_counts_is_refused_with_its_file(tmp_path, row):
+    (tmp_path / "metrics.csv").write_text(f"step,loss\n1,0.5\n{row}\n")
+    with pytest.raises(ValueError, match=r"metrics\.csv is broken: a step must be a number"):
+        read_rows(tmp_path / "metrics.csv")

@@ -1,0 +1,146 @@
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.commands import SCRIPT, call
+
+from lit_diffusion import __version__
+from lit_diffusion.cli import main as cli
+
+
+@pytest.fixture
+def stub(monkeypatch):
+    """A command `stub` whose function the test gives."""
+
+    def register(function):
+        monkeypatch.setitem(cli.COMMANDS, "stub", ("stub_command", "for this test"))
+        monkeypatch.setitem(sys.modules, "stub_command", SimpleNamespace(run=function))
+
+    return register
+
+
+def raising(error: Exception, module: str = "lit_diffusion.somewhere"):
+    """A function, as of some module, that raises on purpose."""
+    source = "def function(argv):\n    raise error\n"
+    scope = {"error": error, "__name__": module}
+    import linecache
+
+    linecache.cache["<raising>"] = (len(source), None, source.splitlines(True), "<raising>")
+    exec(compile(source, "<raising>", "exec"), scope)
+    return scope["function"]
+
+
+@pytest.mark.parametrize("argv", [["--help"], ["-h"]])
+def test_help_names_every_command(argv, capsys):
+    assert cli.main(argv) == 0
+    told = capsys.readouterr().out
+    assert all(f"  {name} " in told for name in cli.COMMANDS)
+
+
+def test_no_command_is_a_mistake_that_shows_them(capsys):
+    assert cli.main([]) == 2
+    assert "evaluate" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_told_with_those_there_are(capsys):
+    assert call("smaple") == 2
+    assert "there is no command 'smaple'; there are fit, " in capsys.readouterr().err
+
+
+def test_version(capsys):
+    assert call("--version") == 0
+    assert __version__ in capsys.readouterr().out
+
+
+def test_every_command_exists_and_has_help(capsys):
+    for name in cli.COMMANDS:
+        assert call(f"{name} --help") == 0
+        assert f"lit-diffusion {name}" in capsys.readouterr().out
+
+
+LIGHTNINGS_OWN = {"fit", "validate", "test", "predict"}
+
+
+@pytest.mark.parametrize(
+    "argv", ["--help", *(f"{name} --help" for name in sorted(cli.COMMANDS.keys() - LIGHTNINGS_OWN))]
+)
+def test_help_imports_neither_torch_nor_lightning(argv):
+    script = (
+        "import sys; from lit_diffusion.cli.main import main; "
+        f"assert main({argv.split()}) == 0; "
+        "sys.exit(bool({'torch', 'lightning', 'numpy'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", script], capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ValueError("steps must be > 0, got 0."), 2),
+        (TypeError("t must be a tensor, got 3."), 2),
+        (FileNotFoundError("There is no checkpoint at x."), 2),
+        (ArithmeticError("sample 3 is not finite."), 1),
+    ],
+)
+def test_an_error_raised_on_purpose_is_told_without_a_traceback(stub, capsys, error, code):
+    stub(raising(error))
+    assert cli.main(["stub"]) == code
+    assert capsys.readouterr().err == f"lit-diffusion stub: {error}\n"
+
+
+@pytest.mark.parametrize("way", ["option", "environment"])
+def test_debugging_shows_the_traceback_too(stub, capsys, monkeypatch, way):
+    stub(raising(ValueError("no.")))
+    if way == "environment":
+        monkeypatch.setenv(cli.DEBUG, "1")
+    assert cli.main(["stub", *(["--debug"] if way == "option" else [])]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_an_accident_in_our_code_is_no_mistake_of_the_user(stub, capsys):
+    def accident(argv):
+        return {}["key"]
+
+    stub(accident)
+    assert cli.main(["stub"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_mistake_of_other_code_keeps_its_traceback(stub, capsys):
+    stub(raising(ValueError("in a library"), module="numpy.somewhere"))
+    assert cli.main(["stub"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_what_the_system_says_of_a_file_is_told_without_a_traceback(stub, capsys):
+    def unreadable(argv):
+        Path("/proc/nowhere/x").read_text()
+
+    stub(unreadable)
+    assert cli.main(["stub"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("lit-diffusion stub: ")
+    assert "/proc/nowhere/x" in said
+
+
+def test_an_interrupted_command_ends_with_130(stub):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    stub(interrupted)
+    assert cli.main(["stub"]) == 130
+
+
+@pytest.mark.parametrize(("end", "code"), [(0, 0), (3, 3), (None, 0), ("message", 1)])
+def test_the_code_of_a_command_that_exits_is_kept(stub, end, code):
+    stub(lambda argv: sys.exit(end))
+    assert cli.main(["stub"]) == code
+
+
+@pytest.mark.system
+def test_the_console_script_runs():
+    done = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "usage: lit-diffusion" in done.stdout

@@ -1,0 +1,114 @@
+"""What is said to SLURM and read from it; a real one is in integration/test_cluster.py."""
+
+import signal
+
+import pytest
+
+from lit_diffusion.cli.slurm import is_requeue_of, job_id, leave_note, requeue_job
+
+
+@pytest.fixture
+def programs(tmp_path, monkeypatch):
+    """Puts programs of given names and texts first on the path."""
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+
+    def install(**texts):
+        (tmp_path / "bin").mkdir()
+        for name, text in texts.items():
+            (tmp_path / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+            (tmp_path / "bin" / name).chmod(0o755)
+
+    return install
+
+
+def scontrol(state: str, requeue: str = "true") -> str:
+    return f'[ "$1" = show ] && echo "JobId=12 {state}" && exit; {requeue}'
+
+
+RUNNING = "JobState=RUNNING PreemptTime=None"
+PREEMPTED = "JobState=RUNNING PreemptTime=2026-11-22T00:36:36"
+
+
+@pytest.mark.parametrize(
+    ("number", "state"),
+    [("SIGUSR1", RUNNING), ("SIGTERM", PREEMPTED), ("SIGUSR1", f"{RUNNING}\nJobState=RUNNING")],
+)
+def test_a_running_job_is_requeued(programs, tmp_path, number, state):
+    """The last is a heterogeneous job."""
+    programs(scontrol=scontrol(state, f'echo "$@" > {tmp_path}/asked'))
+    assert requeue_job("12", signal.Signals[number]) == "SLURM job 12 is requeued"
+    assert (tmp_path / "asked").read_text() == "requeue 12\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "state", "why"),
+    [
+        ("SIGTERM", "JobState=CANCELLED", "it is not running: CANCELLED"),
+        ("SIGUSR1", "JobState=TIMEOUT", "it is not running: TIMEOUT"),
+        ("SIGTERM", RUNNING, "SIGTERM came from elsewhere"),
+    ],
+)
+def test_what_somebody_ended_stays_ended(programs, tmp_path, number, state, why):
+    programs(scontrol=scontrol(state, f"touch {tmp_path}/asked"))
+    told = f"SLURM job 12 is not requeued, as {why}"
+    assert requeue_job("12", signal.Signals[number]) == told
+    assert not (tmp_path / "asked").exists()
+
+
+@pytest.fixture
+def no_waiting(monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_refusal_of_slurm_is_told(programs):
+    programs(scontrol=scontrol(RUNNING, "echo slurm_requeue error: Disabled >&2; exit 1"))
+    told = "SLURM job 12 could not be requeued: slurm_requeue error: Disabled"
+    assert requeue_job("12", signal.SIGUSR1) == told
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_a_busy_controller_is_asked_again(programs, tmp_path):
+    fails_once = f"[ -e {tmp_path}/once ] || {{ touch {tmp_path}/once; exit 1; }}; "
+    programs(scontrol=fails_once + scontrol(RUNNING))
+    assert requeue_job("12", signal.SIGUSR1) == "SLURM job 12 is requeued"
+
+
+def test_programs_that_are_not_there_are_told_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "No such file" in requeue_job("12", signal.SIGUSR1)
+
+
+@pytest.mark.parametrize(
+    ("job", "restarts", "same"),
+    [("7", "2", True), ("7", "3", True), ("7", None, False), ("7", "1", False), ("8", "2", False)],
+)
+def test_a_requeue_is_a_later_start_of_the_job_that_left_its_note(
+    tmp_path, monkeypatch, job, restarts, same
+):
+    """The note is of the second start; a second run of that start is not one."""
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    leave_note(tmp_path / "checkpoints")
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts or "")
+    assert is_requeue_of(tmp_path / "checkpoints") == same
+    assert not is_requeue_of(tmp_path)
+
+
+def test_a_task_of_an_array_is_not_taken_for_the_array(monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert job_id() == "7"
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    assert job_id() == "7_2"
+
+
+def test_outside_of_slurm_there_is_neither_job_nor_note(tmp_path, monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    leave_note(tmp_path / "checkpoints")
+    assert job_id() is None
+    assert not (tmp_path / "checkpoints").exists()
+    assert not is_requeue_of(tmp_path / "checkpoints")

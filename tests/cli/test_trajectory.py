@@ -1,0 +1,121 @@
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from support.commands import call
+from support.pictures_module import PicturesModule
+from support.small_digits import write_small_digits
+
+from lit_diffusion.checkpoints.loading import load
+from lit_diffusion.cli.trajectory import MOST, Trajectory, write_trajectory
+from lit_diffusion.codecs import PixelCodec
+from lit_diffusion.metrics.images import FolderImages
+from lit_diffusion.modules.diffusion import DiffusionModule
+from lit_diffusion.processes import EDMProcess
+from lit_diffusion.seeding import PerSampleNoise
+
+LAST = "run/checkpoints/last.ckpt"
+SAMPLE = "sample --checkpoint run --seed 7 --labels 3,1 --guidance 2"
+pytestmark = pytest.mark.usefixtures("folder")
+
+
+@pytest.fixture
+def module(folder):
+    write_small_digits(Path(LAST))
+    return load(LAST)
+
+
+class Diffusing:
+    process, codec = EDMProcess(), PixelCodec()
+
+
+def seen_of(steps, scale=1.0):
+    seen, x = Trajectory(Diffusing()), scale * torch.randn(2, 1, 8, 8)
+    for step in range(steps):
+        seen(step, torch.tensor(scale, dtype=torch.float64), x, x)
+    return seen.moments
+
+
+def test_few_steps_are_all_kept_and_many_evenly_from_the_first_to_the_last():
+    assert [moment.step for moment in seen_of(MOST - 1)] == list(range(MOST - 1))
+    for steps in (MOST, 250, 1000):
+        kept = [moment.step for moment in seen_of(steps)]
+        assert MOST / 2 <= len(kept) < MOST
+        (stride,) = set(np.diff(kept))
+        assert (kept[0], kept[-1] + stride >= steps) == (0, True)
+
+
+def test_x_t_is_seen_at_the_scale_of_images_at_any_noise():
+    noise = seen_of(1, scale=80.0)[0].x_t.float() / 127.5 - 1
+    assert 0.5 < noise.std() < 0.9  # of a standard normal, clamped to [-1, 1]
+
+
+def test_the_way_leads_from_the_noise_of_the_seeds_to_their_images(module):
+    module.watch = seen = Trajectory(module)
+    images = module.generate([7, 8], torch.tensor([3, 1]))
+    assert [moment.step for moment in seen.moments] == [0, 1, 2, 3]
+    noise = PixelCodec().decode(PerSampleNoise([7, 8]).draw((1, 8, 8)))
+    assert (seen.moments[0].x_t.int() - noise.int()).abs().max() <= 1
+    assert torch.equal(seen.moments[-1].x0, images)
+    levels = [moment.noise for moment in seen.moments]
+    assert levels == sorted(levels, reverse=True)
+
+
+def test_strip_and_gif_end_in_the_images_which_are_as_without_them(module):
+    assert call(f"{SAMPLE} --num 2 --out plain") == 0
+    assert call(f"{SAMPLE} --num 2 --out out --trajectory") == 0
+    assert len(FolderImages("out")) == 2
+    for file in Path("plain").iterdir():
+        assert (Path("out") / file.name).read_bytes() == file.read_bytes()
+    last = np.array(Image.open("out/000001.png"))
+    strip = np.array(Image.open("out/trajectory.png"))
+    assert (strip[-68:-4:8, -68:-4:8] == last[..., None]).all()  # within a gap
+    noise = PixelCodec().decode(PerSampleNoise([8]).draw((1, 8, 8)))[0, 0].numpy().astype(int)
+    first = strip[-140:-76:8, -356:-292:8, 0]  # a row above, four columns before
+    assert np.abs(first - noise).max() <= 1
+    with Image.open("out/trajectory.gif") as gif:
+        assert gif.n_frames == 5
+        begin = np.array(gif.convert("L"))
+        gif.seek(4)
+        assert gif.info["duration"] == 1500
+        frame = np.array(gif.convert("L"))
+    x0 = frame[-168:-8:20, -168:-8:20]  # within two gaps
+    assert np.abs(x0.astype(int) - last).max() <= 8  # of a palette
+    assert np.abs(begin[-336:-176:20, -168:-8:20] - noise).max() <= 8
+
+
+@pytest.mark.parametrize("options", ["--strength 0.5", "--mask mask.png"])
+def test_edited_and_inpainted_images_have_a_way_too(module, options):
+    Image.new("L", (8, 8)).save("mask.png")
+    Image.new("L", (8, 8), 128).save("begin.png")
+    assert call(f"{SAMPLE} --init begin.png {options} --num 1 --out out --trajectory") == 0
+    with Image.open("out/trajectory.gif") as gif:
+        assert gif.n_frames == {"--strength 0.5": 2, "--mask mask.png": 4}[options] + 1
+
+
+@pytest.mark.usefixtures("terminal_signals")
+def test_a_call_that_is_stopped_on_the_way_goes_on(module, monkeypatch):
+    assert call(f"{SAMPLE} --num 3 --batch-size 2 --out whole --trajectory") == 0
+    generate, calls = DiffusionModule.generate, []
+
+    def stopped(*args):
+        calls.append(args)
+        if len(calls) == 3:  # the way, the first batch, the second
+            os.kill(os.getpid(), signal.SIGINT)
+        return generate(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiffusionModule, "generate", stopped)
+        assert call(f"{SAMPLE} --num 3 --batch-size 2 --out out --trajectory") == 130
+    assert call(f"{SAMPLE} --num 3 --batch-size 2 --out out --trajectory") == 0
+    for file in Path("whole").iterdir():
+        assert (Path("out") / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_module_that_tells_of_no_steps_is_named():
+    with pytest.raises(ValueError, match="PicturesModule has none"):
+        write_trajectory(PicturesModule(), lambda: None, [], Path())

@@ -1,0 +1,153 @@
+import contextlib
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+from jsonargparse import ArgumentError, ArgumentParser, _util
+from lightning.pytorch import Callback
+from torch import nn
+
+from lit_diffusion.codecs import PixelCodec
+from lit_diffusion.config.trust import trusting
+from lit_diffusion.solvers import DDIM
+
+
+@pytest.fixture
+def stranger(tmp_path, monkeypatch):
+    """A module whose import leaves a file behind."""
+    traces = tmp_path / "imported"
+    for name in ("stranger_module", "stranger_package/__init__", "stranger_package/sub"):
+        path = tmp_path / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(
+            f"open({str(traces)!r}, 'w').close()\n"
+            "import torch\n"
+            "class Net(torch.nn.Module): ...\n"
+            "def call(text: str) -> bytes: ...\n"
+        )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield traces
+    for name in [name for name in sys.modules if name.startswith("stranger_")]:
+        del sys.modules[name]
+
+
+def parse(kind: object, value: str) -> object:
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--x", type=kind)
+    return parser.instantiate(parser.parse_args([f"--x={value}"])).x
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (nn.Module, "stranger_module.Net"),
+        (nn.Module, '{"class_path": "stranger_module.Net", "init_args": {}}'),
+        (nn.Module | None, "stranger_package.sub.Net"),
+        (list[nn.Module], '[{"class_path": "stranger_module.Net"}]'),
+        (Callable[[str], bytes], "stranger_module.call"),
+        (Callable, "stranger_module.call"),
+        (type[nn.Module], "stranger_module.Net"),
+    ],
+)
+def test_a_class_path_of_a_stranger_is_refused_before_it_is_imported(stranger, kind, value):
+    with trusting(), pytest.raises(ArgumentError, match="not allowed"):
+        parse(kind, value)
+    assert not stranger.exists()
+
+
+@pytest.mark.parametrize(
+    ("trust", "value"),
+    [
+        ("stranger_module", "stranger_module.Net"),
+        ("stranger_package", "stranger_package.sub.Net"),
+        ("stranger_package.sub", "stranger_package.sub.Net"),
+    ],
+)
+def test_a_package_that_the_user_names_is_imported(stranger, trust, value):
+    with trusting([trust]):
+        assert type(parse(nn.Module, value)).__name__ == "Net"
+
+
+def test_trust_ends_with_its_context(stranger):
+    with trusting(["stranger_module"]):
+        pass
+    with trusting(), pytest.raises(ArgumentError, match="not allowed"):
+        parse(nn.Module, "stranger_module.Net")
+    assert not stranger.exists()
+
+
+def test_a_program_that_uses_jsonargparse_itself_keeps_its_own_policy(stranger):
+    with trusting():
+        pass
+    assert type(parse(nn.Module, "stranger_module.Net")).__name__ == "Net"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "torch.os.system",
+        "torch.hub.load",
+        "torch.load",
+        "torch.distributed.run.run",
+        "torch.utils.cpp_extension.load",
+        "torch.nn.functional.gelu",
+        "torch.nn.init.ones_",
+        "torch.nn.utils.fusion.fuse_linear_bn_eval",
+        "torch.distributed.utils._apply_to_tensors",
+        "torch.utils.checkpoint.checkpoint",
+        "lit_diffusion.checkpoints.loading.load",
+        "lightning.pytorch.cli.LightningCLI",
+        "os.system",
+    ],
+)
+def test_what_could_run_code_is_refused_in_packages_that_we_build_on(path):
+    with trusting(), pytest.raises(ArgumentError, match="not allowed"):
+        parse(Callable, path)
+
+
+def returning(path: str, **init_args) -> str:
+    return json.dumps({"class_path": path, "init_args": init_args})
+
+
+@pytest.mark.parametrize("kind", [nn.Module, Callable[[Iterable], nn.Module], Any])
+def test_a_function_that_returns_the_wanted_type_runs_nothing(tmp_path, kind):
+    path = "torch.fx.graph_module.reduce_graph_module"
+    trace = tmp_path / "ran"
+    evil = f"open({str(trace)!r}, 'w').close()\n"
+    value = returning(path, body={"_code": "forward = print"}, import_block=evil)
+    with trusting(), contextlib.suppress(ArgumentError):
+        assert isinstance(parse(kind, value), dict)  # text for Any, which builds nothing
+        assert kind is Any
+    assert not trace.exists()
+
+
+def test_a_function_of_a_package_that_the_user_names_is_taken(stranger):
+    with trusting(["stranger_module"]):
+        assert parse(Callable[[str], bytes], "stranger_module.call").__name__ == "call"
+
+
+@pytest.mark.parametrize(
+    ("kind", "path"),
+    [
+        (nn.Module, "torch.nn.SiLU"),
+        (nn.Module, "torchvision.ops.Permute"),
+        (Callback, "lightning.pytorch.callbacks.EarlyStopping"),
+        (DDIM, "lit_diffusion.solvers.DDIM"),
+    ],
+)
+def test_class_paths_of_the_packages_that_we_build_on_are_imported(kind, path):
+    with trusting():
+        assert issubclass(parse(type[kind], path), kind)
+
+
+def test_what_is_replaced_in_jsonargparse_is_there_is_asked_and_is_put_back():
+    before = _util.canonical_import_paths
+    assert list(inspect.signature(before).parameters) == ["obj"]
+    assert before(PixelCodec) == {"lit_diffusion.codecs.PixelCodec"}
+    assert "canonical_import_paths(obj)" in inspect.getsource(_util.import_object)
+    with trusting():
+        assert _util.canonical_import_paths is not before
+    assert _util.canonical_import_paths is before

@@ -1,0 +1,163 @@
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from lit_diffusion.lab.analysis.hessian import difference_error, hessian_product, lanczos, spectrum
+
+
+def matrix(values, seed=0):
+    """Symmetric, with these eigenvalues."""
+    torch.manual_seed(seed)
+    q, _ = torch.linalg.qr(torch.randn(len(values), len(values), dtype=torch.float64))
+    return q @ torch.diag(torch.as_tensor(values, dtype=torch.float64)) @ q.T
+
+
+KNOWN = [-2.0, -0.5, *torch.linspace(0, 1, 44).tolist(), 3.0, 5.0, 9.0, 13.0]
+
+
+def test_all_steps_give_the_whole_spectrum():
+    h = matrix(KNOWN)
+    values, weights = lanczos(lambda v: h @ v, torch.randn(50, dtype=torch.float64), 50)
+    torch.testing.assert_close(
+        values, torch.tensor(KNOWN).double().sort().values, atol=1e-8, rtol=0
+    )
+    assert weights.sum().item() == pytest.approx(1)
+
+
+def test_few_steps_give_the_ends_and_the_moments():
+    h = matrix(KNOWN)
+    found = spectrum(lambda v: h @ v, torch.zeros(50).double(), steps=16, seeds=range(200))
+    np.testing.assert_allclose(found.top[:3], [13, 9, 5], atol=1e-2)
+    assert found.nodes[:, -1].mean() == pytest.approx(-2, abs=1e-2)
+    known = np.array(KNOWN)
+    # 2 ||H||_F^2 / (P^2 n) is the variance of a Gaussian probe's mean, about
+    spread = np.sqrt(2 * (known**2).sum() / 200) / 50
+    assert found.mean == pytest.approx(known.mean(), abs=4 * spread)
+    assert found.trace == pytest.approx(50 * found.mean)
+    assert found.variance == pytest.approx(known.var(), rel=0.02)
+
+
+def test_outer_eigenvalues_count_once_each_whatever_the_vectors_hold_of_them():
+    h = matrix([1000.0, -300.0, *KNOWN])
+    found = spectrum(lambda v: h @ v, torch.zeros(52).double(), steps=16, seeds=range(2))
+    known = np.array([1000.0, -300.0, *KNOWN])
+    assert found.mean == pytest.approx(known.mean(), rel=0.03)
+    assert found.variance == pytest.approx(known.var(), rel=0.01)
+    at = np.array([1000.0])
+    assert found.density(at, width=1.0)[0] == pytest.approx(1 / 52 / np.sqrt(2 * np.pi))
+
+
+def test_an_eigenvalue_that_is_there_many_times_has_its_whole_share():
+    known = np.array([9.0] * 20 + [1.0] * 10)
+    h = matrix(known)
+    found = spectrum(lambda v: h @ v, torch.zeros(30).double(), steps=10, seeds=range(200))
+    assert found.mean == pytest.approx(known.mean(), rel=0.05)
+
+
+def test_a_random_vector_in_an_invariant_subspace_ends_early():
+    h = torch.diag(torch.tensor([2.0, 1.0, 0.0]).double())
+    values, weights = lanczos(lambda v: h @ v, torch.tensor([1.0, 0.0, 0.0]).double(), 3)
+    assert values.tolist() == [2.0]
+    assert weights.tolist() == [1.0]
+
+
+def test_the_density_integrates_to_one_and_has_its_mass_where_the_eigenvalues_are():
+    h = matrix(KNOWN)
+    found = spectrum(lambda v: h @ v, torch.zeros(50).double(), steps=50, seeds=range(20))
+    at = np.linspace(-4, 15, 4000)
+    density = found.density(at, width=0.1)
+    step = at[1] - at[0]
+    assert density.sum() * step == pytest.approx(1, abs=1e-6)
+    between = (at > 2) & (at < 20)
+    assert density[between].sum() * step == pytest.approx(4 / 50, abs=1e-6)
+
+
+class Attends(nn.Module):
+    """Attention in float64 among three tokens, and a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 12)
+        self.norm = nn.LayerNorm(4)
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, x):
+        q, k, v = self.inner(x).chunk(3, dim=-1)
+        return self.out(self.norm(nn.functional.scaled_dot_product_attention(q, k, v)))
+
+
+def test_top_eigenvalues_and_trace_are_those_of_the_dense_hessian():
+    torch.manual_seed(0)
+    network = Attends().double()
+    x, y = torch.randn(8, 3, 4).double(), torch.randn(8, 3, 1).double()
+    names = [name for name, _ in network.named_parameters()]
+
+    def loss_at(*values):
+        out = torch.func.functional_call(network, dict(zip(names, values, strict=True)), x)
+        return (out - y).square().mean()
+
+    parameters = tuple(p.detach() for p in network.parameters())
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        blocks = torch.autograd.functional.hessian(loss_at, parameters)
+    sizes = [p.numel() for p in parameters]
+    dense = torch.cat(
+        [
+            torch.cat([b.reshape(n, m) for b, m in zip(row, sizes, strict=True)], dim=1)
+            for row, n in zip(blocks, sizes, strict=True)
+        ]
+    )
+    product, gradient = hessian_product(
+        lambda: (network(x) - y).square().mean(), network.parameters()
+    )
+    eye = torch.eye(len(gradient)).double()
+    torch.testing.assert_close(torch.stack([product(e) for e in eye]), dense, atol=1e-10, rtol=0)
+    found = spectrum(product, gradient, steps=len(gradient), seeds=[0])
+    expected = torch.linalg.eigvalsh(dense).flip(0)
+    np.testing.assert_allclose(found.top[:5], expected[:5], atol=1e-4)
+
+
+def test_a_parameter_that_the_loss_does_not_see_has_no_curvature():
+    a, b = nn.Parameter(torch.tensor([2.0])), nn.Parameter(torch.tensor([1.0]))
+    product, gradient = hessian_product(lambda: a.pow(3).sum(), [a, b])
+    assert gradient.tolist() == [12.0, 0.0]
+    assert product(torch.tensor([1.0, 5.0])).tolist() == [12.0, 0.0]
+
+
+def test_it_saves_and_reads(tmp_path):
+    h = matrix(KNOWN)
+    found = spectrum(lambda v: h @ v, torch.zeros(50).double(), steps=5, seeds=[1, 2])
+    found.save(tmp_path / "spectrum")
+    again = type(found).read(tmp_path / "spectrum")
+    np.testing.assert_array_equal(again.nodes, found.nodes)
+    assert again.num_parameters == 50
+
+
+class Cut(torch.autograd.Function):
+    """x^3 whose derivative is computed where autograd does not see it, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        (x,) = ctx.saved_tensors
+        return gradient * 3 * x.detach() ** 2
+
+
+def test_a_derivative_that_autograd_loses_shows_beside_differences():
+    w = torch.linspace(-1, 2, 7, dtype=torch.float64, requires_grad=True)
+    before = w.detach().clone()
+    assert difference_error(lambda: (w**3).sum(), [w]) < 1e-6
+    assert difference_error(lambda: Cut.apply(w).square().sum(), [w]) > 0.1
+    assert torch.equal(w, before)
+
+
+def test_kinks_show_beside_differences():
+    torch.manual_seed(0)
+    network = torch.nn.Sequential(torch.nn.Linear(9, 500), torch.nn.ReLU(), torch.nn.Linear(500, 1))
+    x = torch.randn(400, 9)
+    jumps = difference_error(lambda: network(x).abs().mean(), network.parameters(), share=0.01)
+    assert jumps > 0.1

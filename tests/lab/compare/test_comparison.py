@@ -1,0 +1,461 @@
+import math
+import random
+
+import pytest
+from support.experiments import STEPS, arm, fid_at
+from support.golden import FOLDER
+
+from lit_diffusion.lab.compare.comparison import (
+    FIRST_ROWS,
+    Arm,
+    Verdict,
+    by_images,
+    compare,
+    lead_over,
+    mean_crossing,
+)
+from lit_diffusion.lab.compare.curve_tables import read_arms
+from lit_diffusion.lab.compare.curves import Bound, Crossing, Curve
+
+NAN = math.nan
+
+
+def by_name(comparison):
+    return {result.arm.name: result for result in comparison.results}
+
+
+def scaled(arms, steps=1.0, fids=1.0):
+    return [
+        Arm(
+            a.name,
+            tuple(
+                Curve(c.seed, tuple(steps * s for s in c.steps), tuple(fids * f for f in c.fids))
+                for c in a.curves
+            ),
+        )
+        for a in arms
+    ]
+
+
+# The paper's own tables
+
+
+@pytest.mark.parametrize(
+    ("table", "baseline", "expected"),
+    [
+        ("paper_table2.csv", "GD", {"GD+Ours": 2.11, "Min-SNR": 1.24}),
+        ("paper_table3.csv", "ID", {"ID+Ours": 1.94, "FDM": 1.69}),
+    ],
+)
+def test_the_papers_own_tables_give_what_they_hold_and_not_what_its_text_says(
+    table, baseline, expected
+):
+    comparison = compare(read_arms([str(FOLDER / table)]), baseline)
+    found = {name: round(r.speedup.ratio, 2) for name, r in by_name(comparison).items()}
+    assert found == expected
+    assert {r.verdict for r in comparison.results} == {Verdict.UNKNOWN}  # one seed each
+
+
+# Against a truth that is known
+
+
+@pytest.mark.parametrize("speed", [0.5, 0.9, 1.0, 1.5, 3.0])
+def test_arms_without_noise_have_their_true_speedup(speed):
+    """Up to what is lost by drawing a power law as straight lines between evaluations."""
+    curves = [
+        Arm(n, (Curve("0", STEPS, tuple(fid_at(s, v) for s in STEPS)),))
+        for n, v in (("baseline", 1.0), ("other", speed))
+    ]
+    assert compare(curves, "baseline").results[0].speedup.ratio == pytest.approx(speed, rel=0.02)
+
+
+@pytest.mark.parametrize("speed", [0.6, 1.0, 1.15, 2.0])
+@pytest.mark.parametrize("spread", [0.05, 0.15])
+def test_intervals_hold_the_true_speedup_in_95_of_100_experiments(speed, spread):
+    """Also where seeds of one arm or the other never reach the baseline's FID."""
+    covered, logs = [], []
+    for k in range(800):
+        seeds = [f"{k} {seed}" for seed in range(5)]
+        arms = [arm("baseline", 1.0, seeds, spread), arm("other", speed, seeds, spread)]
+        found = compare(arms, "baseline").results[0].speedup
+        covered.append(found.low <= speed <= found.high)
+        logs.append(math.log(found.ratio))
+    assert sum(covered) / len(covered) == pytest.approx(0.95, abs=0.025)  # 3 s.d.
+    assert sum(logs) / len(logs) == pytest.approx(math.log(speed), abs=0.02)
+
+
+def test_verdicts_are_those_of_the_truth_where_the_effect_is_large():
+    arms = [arm("baseline", 1.0), arm("fast", 2.0), arm("slow", 0.6), arm("same", 1.0)]
+    found = by_name(compare(arms, "baseline"))
+    assert found["fast"].verdict is Verdict.FASTER
+    assert found["slow"].verdict is Verdict.SLOWER
+    assert found["same"].verdict is Verdict.NO_DIFFERENCE
+
+
+# Laws
+
+
+@pytest.mark.parametrize("units", [{"steps": 64.0}, {"fids": 0.01}, {"steps": 0.5, "fids": 30.0}])
+def test_speedups_do_not_depend_on_the_units_of_steps_and_fid(units):
+    arms = [arm("baseline", 1.0), arm("fast", 1.4), arm("slow", 0.7)]
+    plain, other = compare(arms, "baseline"), compare(scaled(arms, **units), "baseline")
+    for one, two in zip(plain.results, other.results, strict=True):
+        assert two.arm.name == one.arm.name
+        assert (two.speedup.ratio, two.speedup.p) == pytest.approx(
+            (one.speedup.ratio, one.speedup.p), rel=1e-9
+        )
+
+
+def test_the_order_of_arms_and_seeds_does_not_matter():
+    arms = [arm("baseline", 1.0), arm("a", 1.4), arm("b", 1.1), arm("c", 0.7)]
+    mixed = [Arm(a.name, a.curves[::-1]) for a in arms]
+    random.Random(0).shuffle(mixed)
+    plain, other = compare(arms, "baseline"), compare(mixed, "baseline")
+    assert [r.arm.name for r in plain.results] == [r.arm.name for r in other.results]
+    for one, two in zip(plain.results, other.results, strict=True):
+        assert two.speedup.p == pytest.approx(one.speedup.p)
+
+
+def test_an_arm_beside_a_copy_of_itself_makes_no_difference():
+    copy = Arm("copy", arm("baseline", 1.0).curves)
+    (result,) = compare([arm("baseline", 1.0), copy], "baseline").results
+    assert (result.speedup.ratio, result.speedup.p) == pytest.approx((1, 1))
+
+
+def test_results_are_ordered_from_the_fastest():
+    arms = [arm("baseline", 1.0), arm("b", 1.1), arm("c", 0.7), arm("a", 1.4)]
+    assert [a.name for a in compare(arms, "baseline").arms] == ["baseline", "a", "b", "c"]
+
+
+def test_a_ratio_that_may_be_any_smaller_stands_last():
+    base = Arm("baseline", (Curve("0", (100, 200), (3.0, 2.0)),))
+    fast = Arm("fast", (Curve("0", (10, 100, 200), (3.0, 2.0, 1.0)),))
+    short = Arm("short", (Curve("0", (1, 2), (9.0, 8.0)),))
+    results = compare([base, short, fast], "baseline").results
+    assert [r.arm.name for r in results] == ["fast", "short"]
+    assert results[1].speedup.ratio > results[0].speedup.ratio
+    assert results[1].speedup.is_upper_bound
+
+
+# The target
+
+
+def test_the_target_is_the_lowest_fid_that_every_seed_of_the_baseline_reached():
+    base = arm("baseline", 1.0)
+    comparison = compare([base, arm("a", 1.2)], "baseline")
+    assert comparison.target == max(min(curve.fids) for curve in base.curves)
+    assert all(c.bound is Bound.EXACT for c in comparison.crossings)
+
+
+def test_a_given_target_that_the_baseline_misses_leaves_a_lower_bound():
+    arms = [arm("baseline", 1.0), arm("fast", 2.5)]
+    result = compare(arms, "baseline", target=1.6).results[0]
+    assert result.speedup.is_lower_bound
+    assert 1 < result.speedup.low < 2.5
+    assert result.verdict is Verdict.FASTER
+
+
+def test_an_arm_that_misses_the_target_is_measured_at_the_fid_that_all_its_seeds_reached():
+    arms = [arm("baseline", 1.0), arm("slow", 0.5)]
+    comparison = compare(arms, "baseline")
+    (result,) = comparison.results
+    assert all(c.bound is Bound.MORE_THAN for c in result.crossings)
+    assert str(mean_crossing(result.crossings)) == "> 2,000"
+    assert result.at == max(min(curve.fids) for curve in arms[1].curves) > comparison.target
+    assert result.speedup.low < 0.5 < result.speedup.high
+    assert not result.speedup.is_upper_bound
+
+
+def test_a_seed_that_was_never_finite_takes_the_verdict_with_it():
+    """It is not left out, which would flatter an arm that diverges."""
+    good = arm("fast", 2.0).curves
+    lost = Curve("9", STEPS, (NAN,) * len(STEPS))
+    result = compare([arm("baseline", 1.0), Arm("fast", (*good, lost))], "baseline").results[0]
+    assert result.verdict is Verdict.UNKNOWN
+    assert result.crossings[-1] == Crossing(2000, Bound.MORE_THAN)
+
+
+@pytest.mark.parametrize("seeds", [1, 5])
+@pytest.mark.parametrize("fids", [(NAN,) * 20, tuple(range(50, 250, 10))], ids=["nan", "rising"])
+def test_an_arm_that_diverged_is_never_called_noise(fids, seeds):
+    """There is no FID at which its speed could be measured, and it missed the target."""
+    lost = Arm("lost", tuple(Curve(str(k), STEPS, fids) for k in range(seeds)))
+    comparison = compare([arm("baseline", 1.0), lost], "baseline")
+    (result,) = comparison.results
+    assert result.verdict is Verdict.MISSED
+    assert (result.at, result.speedup.p, comparison.num_tests) == (comparison.target, None, 0)
+    assert result.speedup.is_upper_bound
+
+
+def test_an_arm_is_not_said_to_miss_what_the_baseline_misses_too():
+    lost = Arm("lost", (Curve("0", STEPS, (NAN,) * len(STEPS)),))
+    (result,) = compare([arm("baseline", 1.0), lost], "baseline", target=0.1).results
+    assert result.verdict is Verdict.UNKNOWN
+
+
+def test_an_fid_that_untrained_networks_have_does_not_stop_a_comparison():
+    curves = [
+        Arm(name, (Curve("0", (0, 100, 200), fids),))
+        for name, fids in (("baseline", (300.0, 20.0, 10.0)), ("lost", (300.0, 400.0, 500.0)))
+    ]
+    assert compare(curves, "baseline").results[0].verdict is Verdict.MISSED
+
+
+# Arms that stand still
+
+
+def still(level, name="still", seeds=range(3)):
+    """Fast at first, then at a level for good: when it is passed there is chance."""
+    rng = random.Random(name)
+    passed = [rng.choice([300, 1000, 1900]) for _ in seeds]
+    return Arm(
+        name,
+        tuple(
+            Curve(
+                c.seed,
+                c.steps,
+                tuple(
+                    max(fid, level * math.exp(rng.gauss(0, 0.01)) * (1 - 0.05 * (step >= first)))
+                    for step, fid in zip(c.steps, c.fids, strict=True)
+                ),
+            )
+            for c, first in zip(arm(name, 9.0, seeds).curves, passed, strict=True)
+        ),
+    )
+
+
+def test_an_arm_that_stands_still_above_the_target_ends_worse():
+    base = arm("baseline", 1.0)
+    result = compare([base, still(level=4.0)], "baseline").results[0]
+    assert result.verdict is Verdict.WORSE
+    assert result.speedup.p > 0.05  # its speed alone would be called noise
+    assert result.end.fid == pytest.approx(3.8, rel=0.02)
+    assert result.end.baseline == pytest.approx(base.reached, rel=0.2)
+    assert result.sure == result.end.p < 0.05
+
+
+def test_an_arm_that_was_trained_for_less_is_not_said_to_end_worse():
+    short = Arm(
+        "still", tuple(Curve(c.seed, c.steps[:19], c.fids[:19]) for c in still(level=4.0).curves)
+    )
+    result = compare([arm("baseline", 1.0), short], "baseline").results[0]
+    assert (result.verdict, result.end) == (Verdict.NO_DIFFERENCE, None)
+
+
+def test_an_arm_that_was_trained_for_more_may_end_worse():
+    """By images seen, too, where it saw more of them."""
+    longer = Arm(
+        "still",
+        tuple(
+            Curve(c.seed, (*c.steps, 4000), (*c.fids, c.fids[-1])) for c in still(level=4.0).curves
+        ),
+    )
+    result = compare([arm("baseline", 1.0), longer], "baseline").results[0]
+    assert result.verdict is Verdict.WORSE
+
+
+def test_an_arm_is_not_said_to_end_worse_for_a_target_that_the_baseline_misses_too():
+    result = compare([arm("baseline", 1.0), still(level=4.0)], "baseline", target=0.01).results[0]
+    assert result.verdict is Verdict.NO_DIFFERENCE
+
+
+@pytest.mark.parametrize("last", [NAN, math.inf])
+def test_an_arm_whose_last_fid_is_not_finite_has_no_end_to_compare(last):
+    curves = [Curve(c.seed, STEPS, (*c.fids[:-1], last)) for c in still(level=4.0).curves]
+    result = compare([arm("baseline", 1.0), Arm("still", tuple(curves))], "baseline").results[0]
+    assert result.end is None
+
+
+def test_the_number_of_arms_counts_against_one_that_ends_worse():
+    base, worse = arm("baseline", 1.0), still(level=4.0)
+    others = [arm(f"other {k}", 1.0) for k in range(4)]
+    alone = compare([base, worse], "baseline").results[0]
+    among = by_name(compare([base, worse, *others], "baseline"))["still"]
+    assert among.end.p == pytest.approx(5 * alone.end.p)
+
+
+def test_arms_that_train_like_the_baseline_rarely_end_worse():
+    """Fewer than the one in forty that a p-value of 0.05 allows for, as few miss the target too."""
+    found = []
+    for k in range(400):
+        base, other = (arm(n, 1.0, [f"{n}{k}{i}" for i in range(3)], 0.2) for n in "ab")
+        found.append(compare([base, other], "a").results[0].verdict)
+    assert found.count(Verdict.WORSE) <= 10
+    assert found.count(Verdict.NO_DIFFERENCE) > 340
+
+
+def test_an_arm_has_each_seed_once():
+    curve = Curve("0", (1,), (2.0,))
+    with pytest.raises(ValueError, match="twice has a seed twice: 0, 0"):
+        Arm("twice", (curve, curve))
+
+
+# Many arms
+
+
+def test_what_is_significant_alone_may_not_be_among_many():
+    base, weak = arm("baseline", 1.0), arm("weak", 1.15)
+    alone = compare([base, weak], "baseline").results[0]
+    others = [arm(f"other {k}", 1.0) for k in range(12)]
+    among = by_name(compare([base, weak, *others], "baseline"))["weak"]
+    assert alone.speedup.p == alone.holm_p == among.speedup.p < 0.05 < among.holm_p
+    assert (alone.verdict, among.verdict) == (Verdict.FASTER, Verdict.UNCLEAR)
+
+
+def test_arms_without_a_test_are_not_counted_among_the_tests():
+    arms = [arm("baseline", 1.0), arm("a", 1.4), arm("one seed", 1.4, [7])]
+    comparison = compare(arms, "baseline")
+    assert comparison.num_tests == 1
+    assert by_name(comparison)["one seed"].holm_p is None
+
+
+def test_the_winners_lead_over_the_next_is_measured():
+    arms = [arm("baseline", 1.0), arm("a", 1.5), arm("b", 2.0), arm("c", 1.0)]
+    comparison = compare(arms, "baseline")
+    assert comparison.best.arm.name == "b"
+    lead = lead_over(*comparison.faster)
+    assert lead.low < 2.0 / 1.5 < lead.high
+    assert len(compare([arms[0], arms[1], arms[3]], "baseline").faster) == 1
+
+
+def test_nobody_wins_by_noise():
+    arms = [arm("baseline", 1.0), arm("a", 1.0, range(10, 15)), arm("slow", 0.5)]
+    assert compare(arms, "baseline").faster == []
+
+
+def test_an_arm_that_missed_the_target_does_not_win_before_one_that_reached_it():
+    """It may be many times faster to a FID that is easy."""
+    early = [fid_at(step, 9.0) for step in STEPS]
+    stuck = [max(fid, 3.0 + 0.01 * seed) for seed in range(5) for fid in early]
+    curves = [Curve(f"{k}", STEPS, tuple(stuck[20 * k : 20 * k + 20])) for k in range(5)]
+    arms = [arm("baseline", 1.0), arm("true", 1.5), Arm("stuck", tuple(curves))]
+    comparison = compare(arms, "baseline")
+    assert [r.arm.name for r in comparison.results] == ["stuck", "true"]
+    assert [r.arm.name for r in comparison.faster] == ["true", "stuck"]
+    assert comparison.best.arm.name == "true"
+
+
+def stuck_baseline():
+    """Four seeds come to an FID of 2.1; the last one stays at 5."""
+    good = [
+        Curve(str(k), STEPS, tuple(2.1 + 0.01 * k + 1500 / step for step in STEPS))
+        for k in range(4)
+    ]
+    bad = Curve("4", STEPS, tuple(max(5.0, fid_at(step, 0.9)) for step in STEPS))
+    return Arm("baseline", (*good, bad))
+
+
+def early(level, name="early"):
+    """Fast down to a level, and no further."""
+    return Arm(
+        name,
+        tuple(
+            Curve(c.seed, c.steps, tuple(max(fid, level + 0.01 * k) for fid in c.fids))
+            for k, c in enumerate(arm(name, 9.0).curves)
+        ),
+    )
+
+
+def test_an_arm_that_ends_worse_than_most_seeds_of_the_baseline_falls_short():
+    comparison = compare([stuck_baseline(), early(4.0)], "baseline")
+    (result,) = comparison.results
+    assert (comparison.target, result.at) == (5.0, 5.0)
+    assert result.verdict is Verdict.FASTER
+    assert comparison.falls_short(result)
+    good = compare([stuck_baseline(), early(2.0)], "baseline")
+    assert not good.falls_short(good.results[0])
+
+
+def test_an_arm_that_ends_worse_than_the_baseline_does_not_win_before_one_that_does_not():
+    comparison = compare([stuck_baseline(), early(4.0), early(1.5, "true")], "baseline")
+    slower = compare([stuck_baseline(), early(4.0), arm("true", 2.5)], "baseline")
+    assert comparison.best.arm.name == "true"
+    assert [r.arm.name for r in slower.results] == ["early", "true"]
+    assert slower.best.arm.name == "true"
+
+
+def test_without_a_winner_the_best_is_one_that_gets_there_if_there_is_one():
+    stuck = Arm("stuck", early(4.0).curves[:1])
+    comparison = compare([arm("baseline", 1.0), stuck, arm("good", 1.5, [0])], "baseline")
+    assert [r.arm.name for r in comparison.results] == ["stuck", "good"]
+    assert comparison.best.arm.name == "good"
+
+
+# Means and images
+
+
+def test_a_mean_of_bounds_that_disagree_is_unknown():
+    mean = mean_crossing([Crossing(100, Bound.AT_MOST), Crossing(4000, Bound.MORE_THAN)])
+    assert mean.bound is Bound.UNKNOWN
+    assert math.isnan(mean.step)
+    assert str(mean) == "unknown"
+
+
+def test_a_mean_over_seeds_is_a_bound_where_one_of_them_is():
+    assert mean_crossing([Crossing(10), Crossing(1000)]).step == pytest.approx(100)
+    early, late = Crossing(10, Bound.AT_MOST), Crossing(10, Bound.MORE_THAN)
+    assert mean_crossing([Crossing(10), early]).bound is Bound.AT_MOST
+    assert mean_crossing([Crossing(10), late]).bound is Bound.MORE_THAN
+
+
+def seen(name, speed, images_a_step):
+    plain = arm(name, speed)
+    images = tuple(float(images_a_step * step) for step in STEPS)
+    return Arm(name, tuple(Curve(c.seed, c.steps, c.fids, images) for c in plain.curves))
+
+
+def test_by_images_an_arm_pays_for_its_larger_batch():
+    arms = [seen("baseline", 1.0, 64), seen("large", 1.5, 128)]
+    steps = compare(arms, "baseline").results[0].speedup
+    images = compare(by_images(arms), "baseline").results[0].speedup
+    assert images.ratio == pytest.approx(steps.ratio / 2)
+
+
+def test_images_are_left_aside_where_they_say_the_same_or_are_not_known():
+    assert by_images([seen("baseline", 1.0, 64), seen("a", 1.5, 64)]) is None
+    assert by_images([seen("baseline", 1.0, 64), arm("a", 1.5)]) is None
+
+
+# Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arms", "options", "message"),
+    [
+        ([arm("a", 1.0)], {"baseline": "a"}, r"two arms or more, each once, got \['a'\]"),
+        ([arm("a", 1.0)] * 2, {"baseline": "a"}, r"each once, got \['a', 'a'\]"),
+        ([arm("a", 1.0), arm("b", 1.0)], {"baseline": "c"}, "no arm 'c' for the baseline"),
+        (
+            [arm("a", 1.0), arm("b", 1.0)],
+            {"baseline": "a", "target": -1.0},
+            "target must be a positive FID, got -1",
+        ),
+        (
+            [Arm("a", (Curve("3", (1, 2), (NAN, NAN)),)), arm("b", 1.0)],
+            {"baseline": "a"},
+            "baseline a has no finite FID for seed 3.*give a target",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(arms, options, message):
+    with pytest.raises(ValueError, match=message):
+        compare(arms, **options)
+
+
+def test_a_first_look_is_at_the_winners_and_the_fastest_with_a_test():
+    tested = [arm(f"tested {k}", 1 + k / 10, range(2)) for k in range(FIRST_ROWS + 3)]
+    single = [arm(f"single {k}", 5.0, [k]) for k in range(3)]
+    comparison = compare([arm("baseline", 1.0), *tested, *single], "baseline")
+    assert {result.arm.name for result in comparison.first()} == {
+        f"tested {k}" for k in range(3, FIRST_ROWS + 3)
+    }
+    ratios = [result.speedup.ratio for result in comparison.first()]
+    assert ratios == sorted(ratios, reverse=True)
+    few = compare([arm("baseline", 1.0), *tested[:2], *single], "baseline")
+    assert few.first() == few.results
+
+
+def test_a_mean_with_a_bound_in_it_is_one_and_bounds_that_disagree_leave_none():
+    late, early = Crossing(4000, Bound.MORE_THAN), Crossing(1000, Bound.AT_MOST)
+    assert mean_crossing([Crossing(1000), late]) == Crossing(pytest.approx(2000), Bound.MORE_THAN)
+    assert mean_crossing([early, late]).bound is Bound.UNKNOWN

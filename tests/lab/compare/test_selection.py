@@ -1,0 +1,267 @@
+from pathlib import Path
+
+import pytest
+from support.experiments import STEPS, fids, record, write_arm, write_run
+
+from lit_diffusion.lab.compare.found_runs import find_runs
+from lit_diffusion.lab.compare.selection import select, usual_metric
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, speed in (("baseline", 1.0), ("clts", 1.3)):
+        write_arm(Path("sweep") / name, speed, range(2), lr=speed)
+
+
+def selected(**options):
+    return select(find_runs(["sweep"]), **options)
+
+
+def names(selection):
+    return {arm: [str(run.path) for run in runs] for arm, runs in selection.arms.items()}
+
+
+def left_out(selection):
+    return dict(selection.left_out)
+
+
+def write(path, values=None, **options):
+    return write_run(Path("sweep") / path, values or fids(1.0, path), 7, **options)
+
+
+def test_runs_of_equal_protocol_are_arms():
+    selection = selected()
+    assert (selection.metric, selection.baseline) == ("val/fid_360", "baseline")
+    assert names(selection) == {
+        arm: [f"sweep/{arm}/seed-{seed}" for seed in range(2)] for arm in ("baseline", "clts")
+    }
+    assert selection.left_out == []
+
+
+def test_the_baseline_may_be_named_and_is_else_the_first():
+    assert selected(baseline="clts").baseline == "clts"
+    Path("sweep/baseline").rename("sweep/plain")
+    assert selected().baseline == "clts"
+    with pytest.raises(ValueError, match=r"no arm 'x' with an FID for --baseline.*\['clts', 'pl"):
+        selected(baseline="x")
+
+
+# Left out, with the reason
+
+
+def test_a_run_without_fid_is_left_out_with_how_far_it_came():
+    run = write("clts/seed-7")
+    (run / "evaluations.jsonl").unlink()
+    Path("sweep/dead/seed-0").mkdir(parents=True)
+    Path("sweep/dead/seed-0/config.yaml").write_text("{}")
+    assert left_out(selected()) == {
+        "sweep/clts/seed-7": "it has no FID; metrics.csv ends at step 1999",
+        "sweep/dead/seed-0": "it has no FID",
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_real", 100),
+        ("num_fake", 100),
+        ("data", "0" * 16),
+        ("protocol", "inception-v3-compat"),
+        ("extractor_sha256", "1" * 64),
+        ("resize", "bilinear"),
+        ("weights", "raw"),
+        ("labels", None),
+    ],
+)
+def test_a_run_of_another_protocol_is_left_out_with_what_differs(field, value):
+    write("clts/seed-7", **{field: value})
+    selection = selected()
+    why = left_out(selection)["sweep/clts/seed-7"]
+    assert why.startswith("its FID is of another protocol than sweep/baseline/seed-0's: ")
+    assert f"{field} {value!r}, not " in why
+    assert len(selection.arms["clts"]) == 2
+
+
+def test_the_protocol_is_that_of_most_runs_of_the_baseline():
+    write_arm(Path("many/baseline"), 1.0, range(1), resize="other")
+    write_arm(Path("many/baseline"), 1.0, range(1, 4))
+    write_arm(Path("many/clts"), 1.3, range(2), lr=1.3)
+    selection = select(find_runs(["many"]))
+    assert left_out(selection) == {
+        "many/baseline/seed-0": (
+            "its FID is of another protocol than many/baseline/seed-1's: resize 'other', not 'none'"
+        )
+    }
+    assert [len(runs) for runs in selection.arms.values()] == [3, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"sampling": {"solver": "DDPM()", "steps": 20}}, "solver 'DDPM()', not 'DPMSolverPP("),
+        ({"sampling": {"steps": 250}}, "steps 250, not 20"),
+        ({"ema_decay": 0.5}, "ema_decay 0.5, not 0.9"),
+    ],
+)
+def test_a_seed_that_is_sampled_otherwise_than_most_of_its_arm_is_left_out(changes, told):
+    usual = {"ema_decay": 0.9}
+    write_arm(Path("mixed/baseline"), 1.0, range(2), **usual)
+    write_arm(Path("mixed/clts"), 1.3, range(1), lr=1.3, **usual | changes)
+    write_arm(Path("mixed/clts"), 1.3, range(1, 4), lr=1.3, **usual)
+    ((run, why),) = select(find_runs(["mixed"])).left_out
+    assert run == "mixed/clts/seed-0"
+    assert why.startswith("its samples are drawn otherwise than those of mixed/clts/seed-1: ")
+    assert told in why
+
+
+def test_records_that_do_not_tell_the_decay_may_stand_beside_those_that_do():
+    write_arm(Path("mixed/baseline"), 1.0, range(2), ema_decay=0.9)
+    write_arm(Path("mixed/clts"), 1.3, range(2), lr=1.3)
+    path = Path("mixed/clts/seed-0/evaluations.jsonl")
+    path.write_text(path.read_text().replace('"ema_decay": null, ', ""))
+    path = Path("mixed/clts/seed-1/evaluations.jsonl")
+    path.write_text(path.read_text().replace('"ema_decay": null', '"ema_decay": 0.9'))
+    assert select(find_runs(["mixed"])).left_out == []
+
+
+def test_a_run_with_another_metric_is_left_out_with_what_it_has():
+    write("clts/seed-7", metric="val/fid_5k")
+    assert left_out(selected()) == {"sweep/clts/seed-7": "it has no val/fid_360, but val/fid_5k"}
+
+
+def test_another_way_to_sample_is_part_of_an_arm():
+    write("heun/seed-7", sampling={"solver": "Heun"})
+    assert "heun" in selected().arms
+
+
+def test_a_run_that_ends_before_its_arm_is_cut_short():
+    write("clts/seed-7", fids(1.0, 7)[:9], lr=1.3)
+    Path("sweep/clts/seed-7/config.yaml").unlink()
+    assert left_out(selected()) == {
+        "sweep/clts/seed-7": "cut short: its FIDs end at step 900, its arm's at 2,000"
+    }
+
+
+def test_one_seed_that_was_trained_longer_does_not_cut_the_others_short():
+    longer = range(100, 4001, 100)
+    write("clts/seed-7", fids(1.3, 7, steps=longer), steps=longer, lr=1.3)
+    message = r"arm clts and differ in trainer\.max_steps 2000 and 4000\. Seeds of one arm must be"
+    with pytest.raises(ValueError, match=message):
+        selected()
+
+
+def test_a_run_that_ends_before_its_own_end_is_cut_short_though_it_is_alone():
+    write("md/seed-7", fids(1.0, 7)[:9], max_steps=2000)
+    assert left_out(selected()) == {
+        "sweep/md/seed-7": "cut short: its FIDs end at step 900 of 2,000"
+    }
+
+
+def diverge(run, step):
+    (run / "metrics.csv").write_text(f"step,train/loss\n0,1.0\n{step},nan\n")
+
+
+def test_a_run_whose_training_diverged_takes_part():
+    diverge(write("md/seed-7", fids(1.0, 7)[:9], max_steps=2000), 950)
+    selection = selected()
+    assert left_out(selection) == {}
+    assert [run.seed for run in selection.arms["md"]] == ["7"]
+
+
+def test_a_run_that_diverged_before_any_fid_is_named_as_that():
+    run = write("clts/seed-7")
+    (run / "evaluations.jsonl").unlink()
+    diverge(run, 50)
+    why = "its training diverged before its first FID, which flatters its arm"
+    assert left_out(selected()) == {"sweep/clts/seed-7": why}
+
+
+@pytest.mark.parametrize(("max_steps", "is_whole"), [(2000, True), (2099, True), (2100, False)])
+def test_a_run_is_whole_when_no_further_fid_was_due(max_steps, is_whole):
+    write("md/seed-7", max_steps=max_steps)
+    assert ("md" in selected().arms) is is_whole
+
+
+def test_a_shorter_arm_is_not_cut_short():
+    write("md/seed-7", fids(1.0, 7)[:9], steps=STEPS[:9])
+    assert "md" in selected().arms
+
+
+# Refused
+
+
+def test_protocols_that_leave_nothing_to_compare_are_refused_with_what_differs():
+    write_run(Path("two/a"), [3.0], steps=(100,))
+    write_run(Path("two/b"), [3.0], steps=(100,), num_real=99)
+    message = r"only the arm a is left.\n  two/b: .*num_real 99, not 360"
+    with pytest.raises(ValueError, match=message):
+        select(find_runs(["two"]))
+
+
+def test_a_baseline_of_which_no_run_is_left_is_refused():
+    for run in Path("sweep/baseline").iterdir():
+        lines = (run / "evaluations.jsonl").read_text().splitlines(keepends=True)
+        (run / "evaluations.jsonl").write_text("".join(lines[:3]))
+    write("md/seed-7")
+    with pytest.raises(ValueError, match=r"no run of the baseline baseline is left\.\n.*cut short"):
+        selected()
+
+
+def test_one_arm_alone_is_refused():
+    with pytest.raises(ValueError, match="needs a baseline and another arm, and only the arm clts"):
+        select(find_runs(["sweep/clts"]))
+
+
+def test_one_seed_twice_is_refused_as_it_would_count_as_two():
+    write_run(Path("sweep/clts/seed-9"), fids(1.3, 1), seed=1, lr=1.3)
+    with pytest.raises(ValueError, match=r"arm clts holds seed 1 twice: .*seed-1 and .*seed-9"):
+        selected()
+
+
+def test_seeds_of_an_arm_that_are_configured_otherwise_are_refused_by_name():
+    write("clts/seed-7", lr=0.5)
+    with pytest.raises(
+        ValueError, match=r"of arm clts and differ in model\.optimizer\.lr 1\.3 and"
+    ):
+        selected()
+
+
+def test_folders_of_one_name_in_two_places_are_one_arm_if_both_configs_are_alike():
+    write_arm(Path("sweep/more/clts"), 1.3, range(2, 4), lr=1.3)
+    assert len(selected().arms["clts"]) == 4
+
+
+def test_runs_of_one_arm_in_one_place_need_no_config():
+    for config in Path("sweep").rglob("config.yaml"):
+        config.unlink()
+    assert len(selected().arms["clts"]) == 2
+
+
+# Which FID
+
+
+def test_the_metric_that_most_runs_have_is_taken_before_that_on_test_data():
+    runs = find_runs(["sweep"])
+    assert usual_metric(runs) == "val/fid_360"
+    for run in runs:
+        run.records.append(record(2000, 3.0, metric="test/fid_360"))
+    assert usual_metric(runs) == "val/fid_360"
+
+
+def test_several_metrics_are_for_the_user_to_choose():
+    runs = find_runs(["sweep"])
+    for run in runs:
+        run.records.append(record(2000, 3.0, metric="val/fid_360_raw"))
+    with pytest.raises(ValueError, match="choose --metric val/fid_360 or val/fid_360_raw"):
+        usual_metric(runs)
+    assert select(runs, metric="val/fid_360").metric == "val/fid_360"
+
+
+def test_runs_without_any_fid_are_told_what_makes_one():
+    Path("bare/a").mkdir(parents=True)
+    Path("bare/a/metrics.csv").write_text("step,loss\n1,0.5\n")
+    with pytest.raises(ValueError, match=r"none of these runs has an FID.*FIDEvaluation"):
+        select(find_runs(["bare"]))
+    with pytest.raises(ValueError, match=r"has a val/fid_9k to compare.*but val/fid_360"):
+        selected(metric="val/fid_9k")

@@ -1,0 +1,215 @@
+import copy
+
+import pytest
+import torch
+from support.on_ranks import run_on_ranks
+from support.plain_module import assert_same_bits, make_trainer
+from support.resuming import Death, DieAfter
+from support.tiny_diffusion import images
+from torch import nn
+
+from lit_diffusion.callbacks import EMA
+from lit_diffusion.data.digits import Digits
+from lit_diffusion.lab.gan.biggan import BigGANDiscriminator, BigGANGenerator
+from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
+from lit_diffusion.lab.gan.module import GANModule, Hinge, NonSaturating
+from lit_diffusion.protocols import NonFiniteSamples
+
+NETWORKS = ("generator", "discriminator")
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=1e-3, betas=(0.5, 0.999))
+
+
+def dcgan(**changes):
+    torch.manual_seed(0)
+    arguments = {
+        "generator": DCGANGenerator(8, 1, latent_dim=6, width=8, smallest=2),
+        "discriminator": DCGANDiscriminator(8, 1, width=8, smallest=2),
+        "loss": NonSaturating(),
+        "generator_optimizer": adam,
+        "discriminator_optimizer": adam,
+        "image_shape": (1, 8, 8),
+    }
+    return GANModule(**{**arguments, **changes})
+
+
+def biggan(num_classes=3, **changes):
+    torch.manual_seed(0)
+    sizes = {"width": 8, "attention_at": 4}
+    return dcgan(
+        generator=BigGANGenerator(
+            num_classes, 1, (2, 2, 2), latent_dim=6, label_dim=5, smallest=2, **sizes
+        ),
+        discriminator=BigGANDiscriminator(num_classes, 1, (2, 2, 2), image_size=8, **sizes),
+        loss=Hinge(),
+        num_classes=num_classes,
+        **changes,
+    )
+
+
+def test_the_losses_are_those_of_the_papers():
+    real, fake = torch.tensor([2.0, -0.5]), torch.tensor([-3.0, 0.5])
+    d_real, d_fake = real.sigmoid(), fake.sigmoid()
+    found = NonSaturating().of_discriminator(real, fake)
+    torch.testing.assert_close(found, -d_real.log() - (1 - d_fake).log())
+    torch.testing.assert_close(NonSaturating().of_generator(fake), -d_fake.log())
+    assert Hinge().of_discriminator(real, fake).tolist() == [0.0, 3.0]
+    assert Hinge().of_generator(fake).tolist() == [3.0, -0.5]
+
+
+def test_the_discriminator_makes_so_many_steps_for_one_of_the_generator(tmp_path):
+    module = dcgan(discriminator_steps=3)
+    moved = []
+
+    before = {n: [p.clone() for p in getattr(module, n).parameters()] for n in NETWORKS}
+
+    def note(optimizer, *_):
+        owner = "generator" if optimizer is module.optimizers()[0].optimizer else "discriminator"
+        moved.append(owner[0])
+
+    torch.manual_seed(1)
+    trainer = make_trainer(tmp_path, max_steps=8, max_epochs=-1)
+    original = module.configure_optimizers
+
+    def configure():
+        made = original()
+        for each in made:
+            each.register_step_post_hook(note)
+        return made
+
+    module.configure_optimizers = configure
+    trainer.fit(module, images(16, 4))
+    assert "".join(moved) == "dddgdddg"
+    assert trainer.global_step == 8
+    for name, old in before.items():
+        new = getattr(module, name).parameters()
+        assert not all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
+
+
+@pytest.mark.parametrize("make", [dcgan, biggan])
+def test_samples_are_a_function_of_their_seeds_and_labels(make):
+    module = make()
+    with torch.no_grad():
+        for buffer in module.buffers():
+            if buffer.is_floating_point():
+                buffer += 0.1 * torch.rand_like(buffer)
+    whole = module.generate([3, 4, 5, 6])
+    assert whole.dtype == torch.uint8
+    assert whole.shape == (4, 1, 8, 8)
+    assert torch.equal(module.generate([5, 3]), whole[[2, 0]])
+    assert module.training
+    labels = torch.tensor([2, 2])
+    if module.num_classes:
+        assert not torch.equal(module.generate([3, 4], labels), whole[:2])
+        assert torch.equal(module.generate([5], labels[:1]), whole[2:3])  # 5 % 3
+    else:
+        with pytest.raises(ValueError, match="labels must be -1"):
+            module.generate([3, 4], labels)
+
+
+def test_r1_is_half_the_squared_gradient_at_real_images():
+    module = dcgan(r1=0.7).eval()
+    x = torch.randn(3, 1, 8, 8)
+    expected = 0
+    for each in x:
+        one = each[None].clone().requires_grad_()
+        (g,) = torch.autograd.grad(module.discriminator(one).sum(), one)
+        expected += 0.7 / 2 * g.square().sum() / 3
+    torch.testing.assert_close(module._penalty(x, None), expected)
+
+
+def test_r1_is_a_part_of_the_discriminator_s_step(tmp_path):
+    moved = {}
+    for r1 in (0.0, 5.0):
+        module = dcgan(r1=r1)
+        make_trainer(tmp_path, max_steps=2, max_epochs=-1).fit(module, images(16, 8))
+        moved[r1] = {n: p.detach().clone() for n, p in module.named_parameters()}
+    same = {n: torch.equal(moved[0.0][n], moved[5.0][n]) for n in moved[0.0]}
+    assert not any(same[name] for name in same if "discriminator" in name and "weight" in name)
+
+
+def fit(folder, *extra, **options):
+    trainer = make_trainer(
+        folder,
+        *extra,
+        EMA((0.9,), prefix="generator", buffers=True),
+        max_steps=12,
+        max_epochs=-1,
+        enable_checkpointing=bool(extra),
+    )
+    module = biggan(num_classes=10)
+    trainer.fit(module, Digits(batch_size=128, num_workers=0, seed=0), **options)
+    trainer.save_checkpoint(folder / "end.ckpt")
+    return torch.load(folder / "end.ckpt", weights_only=True)
+
+
+def test_a_run_that_died_ends_as_one_that_did_not(tmp_path):
+    died = tmp_path / "died"
+    whole = fit(tmp_path / "whole")
+    with pytest.raises(Death):
+        fit(died, DieAfter(died, 3))
+    again = fit(died, ckpt_path=died / "last.ckpt")
+    for key in ("state_dict", "optimizer_states", "callbacks"):
+        assert_same_bits(again[key], whole[key])
+
+
+def test_a_gan_of_one_pixel_learns_where_the_data_are(tmp_path):
+    """Data at -0.6 and a generator that only shifts noise: its mean must come to be there."""
+
+    class Shift(nn.Module):
+        latent_dim = 1
+
+        def __init__(self):
+            super().__init__()
+            self.mean = nn.Parameter(torch.zeros(1))
+
+        def forward(self, z, labels=None):
+            return self.mean.view(1, 1, 1, 1) + 0.1 * z[:, :, None, None]
+
+    class Judge(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Flatten(), nn.Linear(1, 1))
+
+        def forward(self, x, labels=None):
+            return self.layers(x)[:, 0]
+
+    pixels = torch.full((64, 1, 1, 1), round((-0.6 + 1) * 127.5), dtype=torch.uint8)
+    data = torch.utils.data.TensorDataset(pixels, torch.full((64,), -1), torch.arange(64))
+    module = dcgan(
+        generator=Shift(),
+        discriminator=Judge(),
+        image_shape=(1, 1, 1),
+        r1=1.0,
+        generator_optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
+        discriminator_optimizer=lambda p: torch.optim.SGD(p, lr=0.2),
+    )
+    trainer = make_trainer(tmp_path, max_steps=2400, max_epochs=-1)
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=32))
+    assert module.generator.mean.item() == pytest.approx(-0.6, abs=0.05)
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="discriminator_steps >= 1 and r1 >= 0"):
+        dcgan(discriminator_steps=0)
+    with pytest.raises(ValueError, match="num_classes is 3 in the module, but None in DCGAN"):
+        dcgan(num_classes=3)
+    with pytest.raises(ValueError, match="image_size must be smallest times 2, 4, 8"):
+        DCGANGenerator(24, 1, smallest=4)
+    with pytest.raises(ValueError, match="latent_dim must be divisible"):
+        BigGANGenerator(3, 1, (2, 2), latent_dim=7)
+    broken = copy.deepcopy(dcgan())
+    with torch.no_grad():
+        broken.generator.layers[0].weight.fill_(float("nan"))
+    with pytest.raises(NonFiniteSamples, match="the generator"):
+        broken.generate([1, 2])
+
+
+@pytest.mark.system
+def test_ranks_see_other_images_and_have_the_same_weights(tmp_path):
+    first, second = run_on_ranks("gan_on_ranks.py", tmp_path)
+    assert first["step"] == second["step"] == 8
+    assert not set(first["seen"]) & set(second["seen"])
+    assert first["weights"] == second["weights"]
