@@ -27,7 +27,7 @@ from lit_diffusion.cli.doctor.schedules import (
     lrs_of,
     warmup_of,
 )
-from lit_diffusion.cli.main.doctor import schedules
+from lit_diffusion.cli.doctor import schedules
 from lit_diffusion.ema_profiles import coefficients, exponent
 from lit_diffusion.lr_schedules import WarmupConstant, WarmupCosine, WarmupLinear
 
