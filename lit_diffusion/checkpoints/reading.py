@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from lit_diffusion.checkpoints.content import check_archive, check_content
+from lit_diffusion.config.renamed import rename_checkpoint
 from lit_diffusion.sharding import first_split
 
 Checkpoint = dict[str, Any]
@@ -60,7 +61,7 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> Checkpoint:
             "be read from it; save on all ranks with write_checkpoint, or with "
             "ModelParallelStrategy(save_distributed_checkpoint=False)."
         )
-    return dict(checkpoint)
+    return rename_checkpoint(checkpoint)
 
 
 def saved_step(path: str | Path) -> int:

@@ -6,7 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 
 _SHOWN = ("callbacks", "solvers")  # whose classes are imported from the room itself
-_ROOMS = ("networks", "modules", "data")
+_ROOMS = ("networks", "modules", "data", "lab.gan")
 
 
 @cache

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from jsonargparse import _typehints, _util, set_parsing_settings
+import yaml
+from jsonargparse import _typehints, _util, get_loader, set_loader, set_parsing_settings
 from jsonargparse._common import ImportDenied, parsing_settings
 
+from lit_diffusion.config.renamed import rename_config
 from lit_diffusion.config.short_names import short_names
 
 TRUSTED = (
@@ -43,7 +45,9 @@ def trusting(packages: Iterable[str] = ()) -> Iterator[None]:
     """
     before, packages = dict(parsing_settings), tuple(packages)
     paths_of, resolve = _util.canonical_import_paths, _typehints.resolve_class_path_by_name
+    load_yaml = get_loader("yaml")
     try:
+        set_loader("yaml", lambda text: rename_config(load_yaml(text)), (yaml.YAMLError,))
         set_parsing_settings(
             import_path_denylist=["*"],
             import_path_allowlist=[*TRUSTED, *packages],
@@ -56,6 +60,7 @@ def trusting(packages: Iterable[str] = ()) -> Iterator[None]:
         _typehints.resolve_class_path_by_name = _or_ours(resolve)  # type: ignore[assignment]
         yield
     finally:
+        set_loader("yaml", load_yaml, (yaml.YAMLError,))
         _util.canonical_import_paths = paths_of
         _typehints.resolve_class_path_by_name = resolve
         parsing_settings.clear()

@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+from lit_diffusion.config.renamed import rename_config
+
 MOST_BYTES = 10**5
 """Of a config, for all that can be written in so many is read in no time."""
 
@@ -14,7 +16,7 @@ MOST_ALIASES = 10
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Content of a YAML file; a ValueError names one that is none, or too large or deep."""
+    """Content of a YAML file, old names replaced (`renamed`); a ValueError names one that is none, or too large or deep."""
     path = Path(path)
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no regular file.")
@@ -29,7 +31,7 @@ def read_yaml(path: str | Path) -> Any:
             )
         content = yaml.safe_load(text)
         json.dumps(content, default=str, skipkeys=True)  # raises where something holds itself
-        return content
+        return rename_config(content)
     except RecursionError:
         raise ValueError(f"{path} is not YAML: it is nested too deep.") from None
     except (yaml.YAMLError, ValueError) as error:

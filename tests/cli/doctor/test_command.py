@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from support.commands import call
 
+from lit_diffusion.cli.doctor import command as doctor
 from lit_diffusion.cli.doctor.command import as_options_of_fit
 from lit_diffusion.cli.doctor.report import ok, problem, warning
-from lit_diffusion.cli.doctor import command as doctor
 
 DIGITS = str(Path(__file__).parent.parent.parent / "configs" / "digits.yaml")
 

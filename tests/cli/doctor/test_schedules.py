@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 from lit_diffusion.callbacks import EMA, MomentumDecay, PowerEMA, TimestepCurriculum
 from lit_diffusion.callbacks.parts.averages import warmup_decay
 from lit_diffusion.checkpoints.snapshots import FARTHEST
+from lit_diffusion.cli.doctor import schedules
 from lit_diffusion.cli.doctor.plan import Plan
 from lit_diffusion.cli.doctor.report import Level
 from lit_diffusion.cli.doctor.schedules import (
@@ -27,7 +28,6 @@ from lit_diffusion.cli.doctor.schedules import (
     lrs_of,
     warmup_of,
 )
-from lit_diffusion.cli.doctor import schedules
 from lit_diffusion.ema_profiles import coefficients, exponent
 from lit_diffusion.lr_schedules import WarmupConstant, WarmupCosine, WarmupLinear
 

@@ -8,9 +8,9 @@ import time
 
 import pytest
 
+from lit_diffusion.cli.doctor import supervised as room
 from lit_diffusion.cli.doctor.report import Level, ok
 from lit_diffusion.cli.doctor.supervised import supervised
-from lit_diffusion.cli.doctor import supervised as room
 
 
 def _dies(options, connection, errors):

@@ -1,0 +1,83 @@
+"""Names in the configs and checkpoints of earlier versions, and what they are called now.
+
+A class that moves and an argument or weight that is renamed get an entry, so that old files keep
+loading. Python has no aliases: imports must use the new names.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+CLASS_PATHS = {
+    "lit_diffusion.networks.biggan": "lit_diffusion.lab.gan.biggan",
+    "lit_diffusion.networks.dcgan": "lit_diffusion.lab.gan.dcgan",
+    "lit_diffusion.modules.gan": "lit_diffusion.lab.gan.module",
+}
+"""Old prefix of a class path (a module, or a module and class) -> new prefix."""
+
+ARGUMENTS: dict[str, dict[str, str | Callable[[Any], tuple[str, Any]]]] = {}
+"""Class name now -> {old argument: new argument, or a function of the old value that returns the
+new argument and its value}."""
+
+WEIGHTS: tuple[tuple[str, str], ...] = ()
+"""(regular expression, replacement) for the names of weights in a state_dict."""
+
+
+def rename_class_path(path: str) -> str:
+    """The present path of a class.
+
+    Example:
+        >>> rename_class_path("lit_diffusion.networks.dcgan.DCGANGenerator")
+        'lit_diffusion.lab.gan.dcgan.DCGANGenerator'
+    """
+    parts = path.split(".")
+    for end in range(len(parts), 1, -1):
+        if new := CLASS_PATHS.get(".".join(parts[:end])):
+            return ".".join([new, *parts[end:]])
+    return path
+
+
+def rename_config(config: Any) -> Any:
+    """A config (nested dicts and lists) with old class paths and arguments replaced."""
+    if isinstance(config, list):
+        return [rename_config(entry) for entry in config]
+    if isinstance(config, str):
+        return rename_class_path(config)
+    if not isinstance(config, dict):
+        return config
+    config = {key: rename_config(value) for key, value in config.items()}
+    path, arguments = config.get("class_path"), config.get("init_args")
+    if isinstance(path, str) and isinstance(arguments, dict):
+        config["init_args"] = _rename_arguments(path, arguments)
+    return config
+
+
+def rename_checkpoint(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint with old names of classes, arguments and weights replaced."""
+    checkpoint = dict(checkpoint)
+    for key in ("hyper_parameters", "datamodule_hyper_parameters"):
+        if isinstance(saved := checkpoint.get(key), dict):
+            saved = rename_config(saved)
+            checkpoint[key] = _rename_arguments(str(saved.get("_class_path")), saved)
+    if WEIGHTS:
+        checkpoint["state_dict"] = {
+            rename_weight(name): value for name, value in checkpoint["state_dict"].items()
+        }
+    return checkpoint
+
+
+def rename_weight(name: str) -> str:
+    """The present name of a weight."""
+    for pattern, replacement in WEIGHTS:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
+def _rename_arguments(class_path: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    table = ARGUMENTS.get(class_path.rpartition(".")[2], {})
+    renamed = {}
+    for name, value in arguments.items():
+        new = table.get(name, name)
+        name, value = (new, value) if isinstance(new, str) else new(value)
+        renamed[name] = value
+    return renamed
