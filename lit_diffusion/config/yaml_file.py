@@ -16,7 +16,11 @@ MOST_ALIASES = 10
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Content of a YAML file, old names replaced (`renamed`); a ValueError names one that is none, or too large or deep."""
+    """Content of a YAML file, with present names for old ones (`renamed`).
+
+    Raises:
+        ValueError: for a file that is not YAML, too large or nested too deep.
+    """
     path = Path(path)
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} is no regular file.")

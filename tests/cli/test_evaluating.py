@@ -11,8 +11,8 @@ from support.commands import call
 from support.small_digits import write_digits, write_small_digits
 from torch_fidelity import calculate_metrics
 
+from lit_diffusion.cli import comparing_solvers
 from lit_diffusion.metrics.extractors import EmbeddedCNN
-from lit_diffusion.runs import comparing_solvers
 
 RUN = "evaluate --checkpoint run --extractor digits-cnn"
 
