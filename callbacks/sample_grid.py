@@ -38,7 +38,7 @@ from lit_diffusion.metrics.reference import RealImages
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
 from lit_diffusion.ranks import from_first
 from lit_diffusion.seeding import classes_of
-from lit_diffusion.trainer_state import is_a
+from lit_diffusion.trainer_state import is_a, stepped_batches
 
 BANK_BYTES = 2**28
 
@@ -221,7 +221,8 @@ class SampleGrid(RunsEveryNSteps):
         folder.mkdir(parents=True, exist_ok=True)
         picture, step = to_pil_image(grid), trainer.global_step
         picture.save(folder / f"{kind}-{step:08d}-{weights}.png")
-        log_picture(trainer.loggers, f"samples/{kind}-{weights}", picture, step)
+        batches = stepped_batches(trainer)
+        log_picture(trainer.loggers, f"samples/{kind}-{weights}", picture, batches)
 
 
 def log_picture(loggers: Iterable[Logger], name: str, picture: Image.Image, step: int) -> None:

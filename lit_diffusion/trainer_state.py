@@ -139,8 +139,21 @@ def logs_are_due(trainer: Trainer) -> bool:
 
 
 def logged_step(trainer: Trainer) -> int:
-    """The step that Lightning logs by: `global_step` counts the steps of each optimizer."""
+    """The step of the row that Lightning logs now, in a batch, its validation, or before the first.
+
+    It counts batches that stepped, from 0, where `global_step` counts the steps of each optimizer.
+    All that goes to loggers has this step, and what is drawn or scored then `stepped_batches`.
+    """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def stepped_batches(trainer: Trainer) -> int:
+    """Batches that stepped any optimizer, the running one included, and its validation.
+
+    Equal to `global_step` where each steps a single optimizer once.
+    """
+    running = batch_is_ending(trainer) or trainer.validating
+    return logged_step(trainer) + (running and not accumulates(trainer))
 
 
 def count_validated_step(trainer: Trainer) -> None:
@@ -149,8 +162,9 @@ def count_validated_step(trainer: Trainer) -> None:
     Lightning counts it as it leaves that validation out, and here there is none to leave out.
     """
     loop, automatic = trainer.fit_loop.epoch_loop, trainer.lightning_module.automatic_optimization
-    if loop.restarted_on_last and automatic and not validation_follows(trainer):
-        loop._batches_that_stepped += loop._batches_that_stepped < trainer.global_step
+    if loop.restarted_on_last and not validation_follows(trainer):
+        done = trainer.global_step if automatic else loop.batch_progress.total.processed
+        loop._batches_that_stepped += loop._batches_that_stepped < done
 
 
 def metrics_to_log(trainer: Trainer) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 
 from lit_diffusion.sharding import first_split
-from lit_diffusion.trainer_state import is_a
+from lit_diffusion.trainer_state import is_a, stepped_batches
 
 
 class RunsEveryNSteps(Callback, ABC):
@@ -80,4 +80,4 @@ def log_in_row_of_step(trainer: Trainer, numbers: dict[str, float]) -> None:
     it in the rows after it, and lose it in a run that is saved and ends before that row.
     """
     for logger in trainer.loggers if numbers else ():
-        logger.log_metrics(numbers, step=trainer.global_step - 1)
+        logger.log_metrics(numbers, step=stepped_batches(trainer) - 1)

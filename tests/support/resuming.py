@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import LightningModule, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, GradientAccumulationScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
@@ -143,16 +143,11 @@ class Recipe:
     schedule: str | None = None
     accumulates_itself: bool = False
     data: Callable[..., ImageDataModule] = Digits
+    module: Callable[[], LightningModule] | None = None  # None is a small diffusion model
 
     def fit(self, folder, *extra, ckpt_path=None, resumed=False):
         seed_everything(3)
-        module = tiny_diffusion(
-            num_classes=10,
-            network=UNet(
-                1, 1, 4, (1, 2), num_res_blocks=1, norm_groups=2, num_classes=10, dropout=0.1
-            ),
-            lr_scheduler=lambda optimizer: WarmupCosine(optimizer, warmup_steps=3),
-        )
+        module = small_unet() if self.module is None else self.module()
         if self.accumulates_itself:
             accumulate_in_pairs(module)
         if self.schedule is not None:
@@ -180,6 +175,16 @@ class Recipe:
     def _scheduled(self, module):
         optimizer = torch.optim.Adam(module.parameters(), lr=1e-2)
         return {"optimizer": optimizer, "lr_scheduler": SCHEDULES[self.schedule](optimizer)}
+
+
+def small_unet():
+    """A diffusion model of digits, with dropout."""
+    network = UNet(1, 1, 4, (1, 2), num_res_blocks=1, norm_groups=2, num_classes=10, dropout=0.1)
+    return tiny_diffusion(
+        num_classes=10,
+        network=network,
+        lr_scheduler=lambda optimizer: WarmupCosine(optimizer, warmup_steps=3),
+    )
 
 
 def accumulate_in_pairs(module):

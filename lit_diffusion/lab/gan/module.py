@@ -132,6 +132,7 @@ class GANModule(LightningModule):
         self.conditioning = None if num_classes is None else ClassLabels(num_classes)
         self.discriminator_steps, self.r1 = discriminator_steps, r1
         self._makers = generator_optimizer, discriminator_optimizer
+        self._generator_loss: Tensor | float | None = None  # the last of the epoch
 
     # Training
 
@@ -147,6 +148,20 @@ class GANModule(LightningModule):
             make(network.parameters()) for make, network in zip(self._makers, networks, strict=True)
         ]
 
+    def on_train_epoch_start(self) -> None:
+        """Begin without a loss of the generator to repeat."""
+        self._generator_loss = None
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Save the last loss of the generator, which the next rows repeat."""
+        if self._generator_loss is not None:
+            checkpoint["generator_loss"] = float(self._generator_loss)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on repeating the saved loss."""
+        loss = checkpoint.get("generator_loss")
+        self._generator_loss = loss if isinstance(loss, float) else None
+
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Make the randomness of this step a function of its number."""
         seed_step(run_seed() or 0, self.global_rank, self.global_step, batch_idx)
@@ -160,8 +175,10 @@ class GANModule(LightningModule):
         self._step(discriminator, loss + self._penalty(real, labels))
         if self.global_step % (self.discriminator_steps + 1) == self.discriminator_steps:
             loss = self.generator_losses(labels, self._latents(len(real))).mean()
-            self.log("train/generator_loss", loss.detach(), prog_bar=True)
+            self._generator_loss = loss.detach()
             self._step(generator, loss)
+        if self._generator_loss is not None:  # in batches between its steps, the last
+            self.log("train/generator_loss", self._generator_loss, prog_bar=True)
 
     def discriminator_losses(self, real: Tensor, labels: Tensor | None, z: Tensor) -> Tensor:
         """(B,) losses on real images (B, C, H, W) in [-1, 1] and on the images of z."""

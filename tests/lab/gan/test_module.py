@@ -1,14 +1,16 @@
 import copy
+from functools import partial
 
 import pytest
 import torch
 from support.on_ranks import run_on_ranks
 from support.plain_module import assert_same_bits, make_trainer
-from support.resuming import Death, DieAfter
+from support.resuming import Death, DieAfter, Recipe, assert_undisturbed, curves
 from support.tiny_diffusion import images
 from torch import nn
 
-from lit_diffusion.callbacks import EMA
+from lit_diffusion.callbacks import EMA, sample_grid
+from lit_diffusion.cli.loggers import read_rows
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.lab.gan.biggan import BigGANDiscriminator, BigGANGenerator
 from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
@@ -213,3 +215,59 @@ def test_ranks_see_other_images_and_have_the_same_weights(tmp_path):
     assert first["step"] == second["step"] == 8
     assert not set(first["seen"]) & set(second["seen"])
     assert first["weights"] == second["weights"]
+
+
+MEASURING = ("ConsistencyProbe", "FIDEvaluation", "SampleGrid")
+STEPS_AFTER = [1, 3, 4, 6, 7, 9, 10, 12]
+"""Of both optimizers after each batch, where the generator steps in each second one."""
+
+
+def two_paces(*callbacks, **options):
+    """A GAN whose optimizers step at different paces, with callbacks that log and write files."""
+    options = {"val_check_interval": 3, "limit_val_batches": 1, **options}
+    make = partial(dcgan, discriminator_steps=2)
+    return Recipe(callbacks, trainer=tuple(options.items()), module=make)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4, 5, 6])
+def test_a_gan_that_died_has_the_rows_scores_and_pictures_of_one_that_did_not(
+    tmp_path, monkeypatch, batch
+):
+    monkeypatch.chdir(tmp_path)
+    assert_undisturbed(tmp_path, two_paces(*MEASURING), batch)
+    whole, died = (sorted(tmp_path.glob(f"{name}/samples/*")) for name in ("whole", "died"))
+    assert [file.name for file in whole] == [file.name for file in died]
+    assert [file.read_bytes() for file in whole] == [file.read_bytes() for file in died]
+
+
+def test_all_that_a_gan_logs_counts_batches_and_scores_count_steps(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pictures = []
+    monkeypatch.setattr(sample_grid, "log_picture", lambda *args: pictures.append(args[-1]))
+    two_paces(*MEASURING).fit(tmp_path)
+    rows, scores = curves(tmp_path)
+    logged = {
+        name: [int(row["step"]) for row in rows if name in row] for name in set().union(*rows)
+    }
+    assert logged["train/discriminator_loss"] == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert logged["train/generator_loss"] == [1, 2, 3, 4, 5, 6, 7]
+    assert logged["val/generator_loss"] == [2, 7]
+    assert logged["val/consistency"] == [3, 5, 7]
+    assert sorted({*pictures}) == [2, 4, 6, 8]
+    assert logged["val/fid_66_raw"] == [2, 5, 7]
+    assert [score["step"] for score in scores] == [STEPS_AFTER[i] for i in (2, 5, 7)]
+
+
+def test_rows_go_on_in_a_resume_with_other_validations(tmp_path):
+    """A checkpoint that was saved at a validation, of a batch that none is due after now."""
+    with pytest.raises(Death):
+        two_paces().fit(tmp_path, DieAfter(tmp_path, 3))
+    assert [row["step"] for row in read_rows(tmp_path / "metrics.csv")][-1] == "3"
+    again = two_paces(val_check_interval=5)
+    again.fit(tmp_path, ckpt_path=tmp_path / "last.ckpt", resumed=True)
+    steps = [
+        int(r["step"])
+        for r in read_rows(tmp_path / "metrics.csv")
+        if "train/discriminator_loss" in r
+    ]
+    assert steps == list(range(8))
