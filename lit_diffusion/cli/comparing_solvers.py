@@ -33,7 +33,7 @@ from lit_diffusion.metrics.score import image_set
 from lit_diffusion.modules.checks import check_clipping, check_objective, check_sampling
 from lit_diffusion.protocols import NonFiniteSamples, Process, Solver
 from lit_diffusion.signals import print_error, uninterrupted
-from lit_diffusion.solvers.steps import check_steps, grid_of, times_asked
+from lit_diffusion.solvers.steps import check_steps, grid_of, solver_times
 from lit_diffusion.timesteps import LogSNR
 
 STEPS = (5, 10, 20, 50)
@@ -171,7 +171,7 @@ def evaluations(solver: Solver, process: Process) -> int:
         >>> evaluations(Heun(10), DiscreteVP(CosineBetas(100)))
         19
     """
-    return len(times_asked(solver, process))
+    return len(solver_times(solver, process))
 
 
 def _scoring(

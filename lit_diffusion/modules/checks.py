@@ -19,7 +19,7 @@ from lit_diffusion.protocols import (
     Solver,
 )
 from lit_diffusion.solvers import DDPM
-from lit_diffusion.solvers.steps import times_asked
+from lit_diffusion.solvers.steps import solver_times
 
 
 def check_conditioning(
@@ -107,7 +107,7 @@ def check_shift(solver: Solver, guidance: Guidance | None) -> None:
 def _keeps_signal(process: Process, solver: Solver) -> bool:
     if process.alpha_sigma(torch.tensor(process.t_max))[0] > 0:
         return True
-    return bool((process.alpha_sigma(times_asked(solver, process))[0] > 0).all())
+    return bool((process.alpha_sigma(solver_times(solver, process))[0] > 0).all())
 
 
 def check_clipping(codec: Codec, *clipping: Solver | Guidance | None) -> None:

@@ -48,16 +48,19 @@ def grid_of(solver: Any) -> TimeGrid | None:
     return found
 
 
-def times_asked(solver: Solver, process: Process) -> Tensor:
-    """The times at which a solver asks a model, found on one pixel."""
-    asked = []
+def solver_times(solver: Solver, process: Process) -> Tensor:
+    """(number of function evaluations,) float64: times of the network calls of a solver, in order.
+
+    Found by solving for one pixel with a denoiser that costs nothing.
+    """
+    times = []
 
     def denoise(x_t: Tensor, t: Tensor) -> Denoised:
-        asked.append(t)
+        times.append(t)
         return Denoised(x_t, x_t, x_t)
 
     solver.sample(denoise, process, torch.zeros(1, 1, 1, 1), torch.zeros_like)
-    return torch.cat(asked)
+    return torch.cat(times)
 
 
 def level_of(process: Process, t: Tensor) -> Tensor:

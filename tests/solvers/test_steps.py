@@ -40,7 +40,7 @@ from lit_diffusion.solvers import (
     Heun,
     UniPC,
 )
-from lit_diffusion.solvers.steps import times_asked
+from lit_diffusion.solvers.steps import solver_times
 from lit_diffusion.timesteps import Even, Karras, LogSNR, ShiftedGrid
 
 EVERY = [COSINE, ContinuousVP(), EDMProcess(), VE(0.002), LinearFlow()]
@@ -278,14 +278,29 @@ def test_a_watch_sees_every_step_in_order_and_changes_nothing(solver, process):
     assert torch.stack(images).abs().max() <= 1  # as clipped
 
 
+@pytest.mark.parametrize(
+    ("solver", "process", "calls"),
+    [
+        (DPMSolverPP(steps=20), COSINE, 20),
+        (DDIM(steps=7), COSINE, 7),
+        (DDPM(FixedSmall(), steps=250), COSINE, 250),
+        (Heun(steps=18), EDMProcess(), 35),
+    ],
+)
+def test_calls_of_a_solver_are_counted_without_a_network(solver, process, calls):
+    times = solver_times(solver, process)
+    assert len(times) == calls
+    assert times[0] == max(times)
+
+
 def test_karras_grids_begin_at_a_log_snr_of_minus_10_and_others_where_the_process_does():
     for solver in (Heun(), EulerAncestral()):
-        alpha, sigma = COSINE.alpha_sigma(times_asked(solver, COSINE)[0])
+        alpha, sigma = COSINE.alpha_sigma(solver_times(solver, COSINE)[0])
         assert 2 * (alpha / sigma).log().item() == pytest.approx(-10)
         # unless the process has more signal
-        close(times_asked(solver, EDM)[0], torch.tensor(80.0), rtol=1e-12)
+        close(solver_times(solver, EDM)[0], torch.tensor(80.0), rtol=1e-12)
     for solver in (DDIM(), DPMSolverPP(), DPMSolverPP2S(), UniPC(), Euler()):
-        close(times_asked(solver, COSINE)[0], torch.tensor(COSINE.t_max), rtol=1e-12)
+        close(solver_times(solver, COSINE)[0], torch.tensor(COSINE.t_max), rtol=1e-12)
 
 
 @pytest.mark.parametrize(

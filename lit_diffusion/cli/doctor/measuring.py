@@ -11,19 +11,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lit_diffusion.modules.diffusion import DiffusionModule
-from lit_diffusion.protocols import Denoise, Denoised, NonFiniteSamples, Process, Solver
-
-
-def solver_times(solver: Solver, process: Process) -> list[float]:
-    """Times at which a solver asks the network, found by solving with one that costs nothing."""
-    asked: list[float] = []
-
-    def denoise(x_t: Tensor, t: Tensor) -> Denoised:
-        asked.append(float(t[0]))
-        return Denoised(torch.zeros_like(x_t), torch.zeros_like(x_t), torch.zeros_like(x_t))
-
-    solver.sample(denoise, process, torch.zeros(1, 1, 1, 1), torch.zeros_like)
-    return asked
+from lit_diffusion.protocols import Denoise, NonFiniteSamples, Process
+from lit_diffusion.solvers.steps import solver_times
 
 
 def sampling_seconds(module: DiffusionModule, batch_size: int, limit: float) -> tuple[float, str]:
@@ -31,7 +20,7 @@ def sampling_seconds(module: DiffusionModule, batch_size: int, limit: float) -> 
     solver, times = module.solver, solver_times(module.solver, module.process)
 
     def first_call(denoise: Denoise, process: Process, noise: Tensor, *_: object) -> Tensor:
-        t = torch.full((len(noise),), times[0], dtype=torch.float64, device=noise.device)
+        t = torch.full((len(noise),), float(times[0]), dtype=torch.float64, device=noise.device)
         return denoise(noise, t).x0
 
     def generate(num: int) -> None:

@@ -2,11 +2,11 @@
 
 import torch
 
-from lit_diffusion.cli.doctor.measuring import solver_times
 from lit_diffusion.cli.doctor.report import Finding, note, ok, problem, share, warning
 from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.protocols import Guidance, Process
+from lit_diffusion.solvers.steps import solver_times
 
 LEFT = 0.05
 """Scale of the image beside that of the noise at the noisiest time, from which it is told."""
@@ -54,7 +54,7 @@ def check_dropout(dropout: float, guidance: Guidance | None) -> Finding:
 
 def check_method(module: DiffusionModule) -> list[Finding]:
     """All of it."""
-    start = solver_times(module.solver, module.process)[0]
+    start = float(solver_times(module.solver, module.process)[0])
     found = [check_noise(module.process, start)]
     if module.num_classes is not None:
         found.append(check_dropout(module.label_dropout, module.guidance))

@@ -5,30 +5,12 @@ from support.doctor import clean_folder, rehearse
 from support.small_digits import small_digits
 from support.tiny_run import TinyData, TinyModule, TinyNet
 
-from lit_diffusion.cli.doctor.measuring import Stopwatch, sampling_seconds, seconds_of, solver_times
-from lit_diffusion.gaussian import FixedLarge
-from lit_diffusion.processes import CosineBetas, DiscreteVP, EDMProcess
-from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Heun
+from lit_diffusion.cli.doctor.measuring import Stopwatch, sampling_seconds, seconds_of
 
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     clean_folder(tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("solver", "process", "calls"),
-    [
-        (DPMSolverPP(steps=20), DiscreteVP(CosineBetas(1000)), 20),
-        (DDIM(steps=7), DiscreteVP(CosineBetas(1000)), 7),
-        (DDPM(FixedLarge(), steps=250), DiscreteVP(CosineBetas(1000)), 250),
-        (Heun(steps=18), EDMProcess(), 35),
-    ],
-)
-def test_calls_of_a_solver_are_counted_without_a_network(solver, process, calls):
-    times = solver_times(solver, process)
-    assert len(times) == calls
-    assert times[0] == max(times)
 
 
 def small_module():
