@@ -1,53 +1,83 @@
-"""Files that are written whole or not at all, and stay so through a power cut."""
+"""Atomic writes that survive a power cut, and safe opening of files that others have written."""
 
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from io import BytesIO
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 from uuid import uuid4
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+IMAGE_FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""Image formats that are read. Pillow goes by the content of a file, knows more formats than these,
+and starts Ghostscript for some of them."""
 
 
 def user_cache() -> Path:
-    """Folder for what is found out once: $XDG_CACHE_HOME/lit-diffusion, ~/.cache without it."""
+    """Folder for cached results: $XDG_CACHE_HOME/lit-diffusion, or ~/.cache/lit-diffusion."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lit-diffusion"
 
 
-def replace_text(path: str | Path, text: str, shared: bool = False) -> None:
-    """Write a file in place of one that is there, if any; after an OSError that one is intact.
-
-    `shared` as of `whole_file`.
-    """
-    with whole_file(path, shared) as file:
-        file.write(text.encode())
-
-
 @contextmanager
-def whole_file(path: str | Path, shared: bool = False) -> Iterator[IO[bytes]]:
-    """Context that gives a file to write, which takes the place of the one at `path` at its end.
+def atomic_write(path: str | Path, shared: bool = False) -> Iterator[IO[bytes]]:
+    """Context that yields a temporary binary file and renames it to `path` at the end.
 
-    After any exception the old file is intact. With `shared`, other processes may write it
-    meanwhile. (Without, the next write does away with what a crash has left of the last one.)
+    After any exception the old file at `path` is intact and the temporary file is removed.
+
+    Args:
+        path: of the file to write or replace.
+        shared: whether several processes may write this file at the same time; each then has a
+            temporary file of its own. Otherwise all writes use one temporary name, so that a write
+            also removes what a crash left behind.
     """
     path = Path(path)
-    part = path.with_name(f".{path.name}.{uuid4().hex if shared else ''}part")
+    temporary = path.with_name(f".{path.name}.{uuid4().hex if shared else ''}part")
     try:
-        part.unlink(missing_ok=True)  # left by a crash, or a link by somebody else
-        with part.open("x+b") as file:
+        temporary.unlink(missing_ok=True)  # left by a crash, or a link that somebody else put there
+        with temporary.open("x+b") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        os.replace(temporary, path)
     finally:
-        with suppress(OSError):  # what failed before is to be told, and not this
-            part.unlink()
+        with suppress(OSError):  # must not hide the exception of the write itself
+            temporary.unlink()
     sync_folder(path.parent)
 
 
+def atomic_write_text(path: str | Path, text: str, shared: bool = False) -> None:
+    """Write `text` as UTF-8 by `atomic_write`, whose `shared` this is."""
+    with atomic_write(path, shared) as file:
+        file.write(text.encode())
+
+
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder survive a power cut."""
+    """Flush a folder's directory entries to the disk, so that renames survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def require_regular_file(path: Path) -> None:
+    """Raise ValueError for a folder, pipe or device at `path`, which must exist."""
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file.")
+
+
+def open_image(source: Path | BytesIO) -> "Image":
+    """Open an image of one of `IMAGE_FORMATS`; only its header is read yet.
+
+    Raises:
+        ValueError: if `source` is the path of a folder, pipe or device.
+        OSError: if the content is of another format.
+    """
+    from PIL import Image
+
+    if isinstance(source, Path):
+        require_regular_file(source)
+    return Image.open(source, formats=IMAGE_FORMATS)

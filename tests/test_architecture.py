@@ -29,7 +29,7 @@ MATHS = {
     "solvers",
     "timesteps",
 }
-TOOLS = {"counts", "files", "image_files", "modes", "ranks", "sharding", "signals", "trainer_state"}
+TOOLS = {"counts", "files", "modes", "ranks", "sharding", "signals", "trainer_state"}
 LIGHTNING = {"lightning"}
 FRAMEWORK = LIGHTNING | {"torchvision", "torchmetrics", "torch_fidelity", "PIL", "numpy"}
 ANY = {"packaging", "yaml", "jsonargparse", "matplotlib", "scipy", "pytorch_lightning"}
@@ -40,7 +40,7 @@ LIBRARY |= {"modules", "networks"}
 MAY_IMPORT = {
     **{name: (MATHS, set()) for name in MATHS},
     **{name: (TOOLS, set()) for name in TOOLS},
-    "image_files": (set(), {"PIL"}),
+    "files": (set(), {"PIL"}),
     "trainer_state": (TOOLS, LIGHTNING),
     "networks": ({"networks"}, set()),
     "modules.vae": (set(), {"diffusers"}),

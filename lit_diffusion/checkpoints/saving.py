@@ -13,7 +13,7 @@ from torch.utils.serialization import config
 
 from lit_diffusion.checkpoints.content import is_plain
 from lit_diffusion.checkpoints.reading import first_line, read_checkpoint, why_unreadable
-from lit_diffusion.files import whole_file
+from lit_diffusion.files import atomic_write
 from lit_diffusion.sharding import first_split, gathered
 from lit_diffusion.signals import uninterrupted
 
@@ -93,7 +93,7 @@ def _write(checkpoint: dict[str, Any], path: str | Path) -> None:
         # Without checksums, which a setting of torch leaves out, no damage to the file is told.
         with (
             uninterrupted(),
-            whole_file(path) as file,
+            atomic_write(path) as file,
             config.patch("save.compute_crc32", True),  # type: ignore[attr-defined]
         ):
             torch.save(checkpoint, file)

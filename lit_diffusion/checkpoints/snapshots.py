@@ -10,7 +10,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from lit_diffusion.ema_profiles import coefficients, exponent
-from lit_diffusion.files import whole_file
+from lit_diffusion.files import atomic_write
 
 Averages = Mapping[float, Mapping[str, Tensor]]
 """By width and name."""
@@ -30,7 +30,7 @@ def write_snapshot(folder: Path, step: int, averages: Averages) -> str:
         for name, value in named.items()
     }
     content = save(tensors)
-    with whole_file(folder / f"step-{step:09d}.safetensors") as file:
+    with atomic_write(folder / f"step-{step:09d}.safetensors") as file:
         file.write(content)
     return sha256(content).hexdigest()
 

@@ -26,7 +26,7 @@ from lit_diffusion.cli.sampling import (
     solver_spec,
     write_samples,
 )
-from lit_diffusion.files import replace_text, user_cache, whole_file
+from lit_diffusion.files import atomic_write, atomic_write_text, user_cache
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.reference import FEWEST, Scorer, measure
 from lit_diffusion.metrics.score import image_set
@@ -212,15 +212,15 @@ def _write(
     del record["sampling"]  # is each cell's own
     record |= {"solver_options": args.solver_options, "scored": scored}
     record["cells"] = [asdict(cell) for cell in cells]
-    replace_text(out / "comparison.json", as_text(record))
+    atomic_write_text(out / "comparison.json", as_text(record))
     text = StringIO()
     writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
     writer.writeheader()
     writer.writerows(map(asdict, cells))
-    replace_text(out / "comparison.csv", text.getvalue())
+    atomic_write_text(out / "comparison.csv", text.getvalue())
     about = f"{loaded.path}, step {loaded.step}, {loaded.weights} weights.\n{scored['told']}"
     picture = table([[written(about)], [_picture(cells, out, min(args.num, SHOWN))]])
-    with uninterrupted(), whole_file(out / "comparison.png") as file:
+    with uninterrupted(), atomic_write(out / "comparison.png") as file:
         picture.save(file, "PNG")
 
 

@@ -11,7 +11,7 @@ from lit_diffusion.checkpoints.loading import checkpoint_file, named_weights
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.evaluating import evaluate
 from lit_diffusion.cli.run_folder import run_of
-from lit_diffusion.files import whole_file
+from lit_diffusion.files import atomic_write
 from lit_diffusion.metrics.record import EMA_CURVE, FIDRecord, finite_or_none, write_evaluation
 from lit_diffusion.signals import print_error
 
@@ -97,5 +97,5 @@ def draw(records: Mapping[float, Mapping[str, Any]], path: Path) -> None:
     axes.set_xticks(widths, [f"{width:g}" for width in widths])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         figure.savefig(file, format="png", dpi=120)

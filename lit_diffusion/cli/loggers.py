@@ -16,7 +16,7 @@ from typing import Any
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities import rank_zero_only
 
-from lit_diffusion.files import replace_text
+from lit_diffusion.files import atomic_write_text
 
 Row = dict[str, str]
 
@@ -97,7 +97,7 @@ class AppendingCSVLogger(Logger):
         # A row's in alphabetical order: Lightning has them in that of their first in a process.
         self._columns = list(dict.fromkeys(["step", *chain(*map(sorted, rows))]))
         header = dict(zip(self._columns, self._columns, strict=True))
-        replace_text(self.path, _csv(self._columns, [header, *rows]))
+        atomic_write_text(self.path, _csv(self._columns, [header, *rows]))
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -163,7 +163,7 @@ def rewind_evaluations(path: str | Path, step: int) -> int:
     records = read_evaluations(path)
     kept = [record for record in records if (record.get("step") or 0) <= step]
     if len(kept) < len(records):
-        replace_text(path, "".join(json.dumps(record) + "\n" for record in kept))
+        atomic_write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
     return len(records) - len(kept)
 
 

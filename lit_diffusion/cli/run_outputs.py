@@ -12,7 +12,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lit_diffusion.cli.loggers import AppendingCSVLogger, rewind_evaluations
 from lit_diffusion.cli.run_folder import next_config
-from lit_diffusion.files import replace_text
+from lit_diffusion.files import atomic_write_text
 from lit_diffusion.metrics.image_count import ImageCount, counted, read_count
 from lit_diffusion.trainer_state import (
     count_validated_step,
@@ -40,7 +40,7 @@ class RunConfig(SaveConfigCallback):
         """Write the config, and give it to the loggers."""
         if trainer.is_global_zero and not self.already_saved:
             text = self.parser.dump(self.config, skip_unset=False)
-            replace_text(self._path, text)
+            atomic_write_text(self._path, text)
             settings = yaml.safe_load(text)
             settings.pop("ckpt_path", None)
             settings["trainer"].pop("logger", None)  # which may hold the key of an account

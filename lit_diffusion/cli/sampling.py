@@ -28,7 +28,7 @@ from lit_diffusion.config.messages import innermost
 from lit_diffusion.config.short_names import short_names
 from lit_diffusion.config.trust import trusting
 from lit_diffusion.counts import is_count
-from lit_diffusion.files import replace_text, whole_file
+from lit_diffusion.files import atomic_write, atomic_write_text
 from lit_diffusion.modules.checks import check_clipping, check_sampling
 from lit_diffusion.protocols import Condition, Solver, by_part
 from lit_diffusion.seeding import classes_of
@@ -235,7 +235,7 @@ def write_samples(loaded: Loaded, args: Namespace, num: int, out: Path) -> dict[
             f"stopped: see {RECORD}. Repeat that call, choose another folder or empty it."
         )
     make = _maker(loaded.module, args)
-    replace_text(out / RECORD, as_text(record))  # tells whose images come
+    atomic_write_text(out / RECORD, as_text(record))  # tells whose images come
     if getattr(args, "trajectory", False):
         few = range(min(num, SEEDS))
         names = [f"seed {args.seed + i}" for i in few]
@@ -245,10 +245,10 @@ def write_samples(loaded: Loaded, args: Namespace, num: int, out: Path) -> dict[
             for i, image in enumerate(images, first):
                 to_pil_image(image).save(out / f"{i:06d}.png")
             record = record_of(loaded, args, first + len(images), num)
-            replace_text(out / RECORD, as_text(record))
+            atomic_write_text(out / RECORD, as_text(record))
     shown = first_images(out, min(num, 256))
     grid = to_pil_image(image_grid(shown, _captions(loaded, args, len(shown))))
-    with uninterrupted(), whole_file(out / "grid.png") as file:
+    with uninterrupted(), atomic_write(out / "grid.png") as file:
         grid.save(file, "PNG")
     return record
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from lit_diffusion.files import replace_text
+from lit_diffusion.files import atomic_write_text
 
 _NOTE = "slurm-job"
 
@@ -52,7 +52,7 @@ def leave_note(folder: Path) -> None:
     """Note in a folder of checkpoints which start of which job writes them; if it is in SLURM."""
     if job := job_id():
         folder.mkdir(parents=True, exist_ok=True)
-        replace_text(folder / _NOTE, f"{_cluster()} {job} {_restarts()}\n")
+        atomic_write_text(folder / _NOTE, f"{_cluster()} {job} {_restarts()}\n")
 
 
 def is_requeue_of(folder: Path) -> bool:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_diffusion.callbacks.parts.fixed_items import spread
 from lit_diffusion.cli.image_grids import table, tile, written
-from lit_diffusion.files import whole_file
+from lit_diffusion.files import atomic_write
 from lit_diffusion.signals import uninterrupted
 
 SEEDS = 4
@@ -82,11 +82,11 @@ def write_trajectory(
     finally:
         module.watch = None
     moments = [*seen.moments, Moment("end", 0.0, images, images)]
-    with uninterrupted(), whole_file(out / "trajectory.png") as file:
+    with uninterrupted(), atomic_write(out / "trajectory.png") as file:
         _strip(moments, names).save(file, "PNG")
     frames = [_frame(moment, names) for moment in moments]
     lasting = [1000 * SECONDS // len(frames)] * len(seen.moments) + [1500]
-    with uninterrupted(), whole_file(out / "trajectory.gif") as file:
+    with uninterrupted(), atomic_write(out / "trajectory.gif") as file:
         frames[0].save(
             file, "GIF", save_all=True, append_images=frames[1:], duration=lasting, loop=0
         )

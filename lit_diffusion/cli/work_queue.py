@@ -11,7 +11,7 @@ import numpy as np
 
 from lit_diffusion.callbacks.progress import pace
 from lit_diffusion.cli.encoding import shared_place
-from lit_diffusion.files import replace_text, whole_file
+from lit_diffusion.files import atomic_write, atomic_write_text
 from lit_diffusion.signals import print_error
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
@@ -39,7 +39,7 @@ def planned(folder: Path, plan: Mapping[str, Any]) -> None:
     if holds_something:
         raise ValueError(f"--out {folder} holds something else; choose another folder.")
     folder.mkdir(parents=True, exist_ok=True)
-    replace_text(path, text, shared=True)
+    atomic_write_text(path, text, shared=True)
 
 
 def pieces(
@@ -63,7 +63,7 @@ def pieces(
     try:
         for done, name in enumerate(mine, start=1):
             found = make(name)
-            with whole_file(files[name], shared=True) as file:
+            with atomic_write(files[name], shared=True) as file:
                 np.savez_compressed(file, allow_pickle=False, **found)
             if done == 1 < len(mine) or time.monotonic() - last > 10:
                 last = time.monotonic()

@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from lit_diffusion.config.renamed import rename_config
+from lit_diffusion.files import require_regular_file
 
 MOST_BYTES = 10**5
 """Of a config, for all that can be written in so many is read in no time."""
@@ -22,8 +23,8 @@ def read_yaml(path: str | Path) -> Any:
         ValueError: for a file that is not YAML, too large or nested too deep.
     """
     path = Path(path)
-    if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no regular file.")
+    if path.exists():
+        require_regular_file(path)
     if path.stat().st_size > MOST_BYTES:
         raise ValueError(f"{path} has more than {MOST_BYTES:,} bytes: that is no config.")
     try:

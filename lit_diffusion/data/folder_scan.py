@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lit_diffusion.image_files import open_image
+from lit_diffusion.files import open_image
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
@@ -72,8 +72,6 @@ class Requirements:
 
     def fault(self, path: Path) -> str | None:
         """What is wrong with a file, if anything."""
-        if not path.is_file():
-            return "is no regular file"
         try:
             with open_image(path) as image:
                 mode, side = image.mode, min(image.size)

@@ -19,8 +19,7 @@ from lit_diffusion.data import folder_scan
 from lit_diffusion.data.base import Split, require_at_least
 from lit_diffusion.data.folder_scan import Listing, Requirements, class_folders
 from lit_diffusion.data.pictures import CroppedPictures, Pictures
-from lit_diffusion.files import user_cache
-from lit_diffusion.image_files import open_image
+from lit_diffusion.files import open_image, user_cache
 from lit_diffusion.seeding import fold
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from lit_diffusion.data.base import ImageDataModule, Split, require_at_least, rows_of
 from lit_diffusion.data.datasets import Batch, ImageDataset, mirror
-from lit_diffusion.files import whole_file
+from lit_diffusion.files import atomic_write
 
 INDEX = "index.json"
 
@@ -68,7 +68,7 @@ class LatentIndex:
 
     def write(self, folder: Path) -> None:
         """In place of one that is there."""
-        with whole_file(folder / INDEX, shared=True) as file:  # all processes write the same
+        with atomic_write(folder / INDEX, shared=True) as file:  # all processes write the same
             file.write(f"{json.dumps(asdict(self), indent=1)}\n".encode())
 
     @property
@@ -100,7 +100,7 @@ class LatentIndex:
                 f"{path.name} must hold finite numbers below 65504, and the VAE {self.vae} gives "
                 "others; name one whose weights are whole."
             )
-        with whole_file(path) as file:
+        with atomic_write(path) as file:
             file.write(save({"moments": halved, "labels": labels}, {"of": self._stamp(path.name)}))
 
     def _holds(self, path: Path) -> bool:

@@ -27,8 +27,7 @@ from torchvision.transforms.functional import to_pil_image
 from lit_diffusion.data.base import Split, require_at_least, rows_of
 from lit_diffusion.data.folder_scan import Requirements
 from lit_diffusion.data.pictures import CroppedPictures, Pictures
-from lit_diffusion.files import user_cache
-from lit_diffusion.image_files import open_image
+from lit_diffusion.files import open_image, user_cache
 
 AT_ONCE = 8
 """Pictures of a batch that are fetched from a bucket at the same time, by each worker."""

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lit_diffusion.files import replace_text
+from lit_diffusion.files import atomic_write_text
 from lit_diffusion.gaussian import FixedLarge, LearnedRange
 from lit_diffusion.interchange import diffusers_dit, diffusers_unet
 from lit_diffusion.interchange.exported import folder_for, read_safetensors, read_tensors
@@ -159,4 +159,4 @@ def _remarks(name: str, arguments: Json, vae: str | None) -> list[str]:
 
 def _write_json(path: Path, content: Json) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, json.dumps(content, indent=2) + "\n")
+    atomic_write_text(path, json.dumps(content, indent=2) + "\n")

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from lit_diffusion import __version__
-from lit_diffusion.files import replace_text, whole_file
+from lit_diffusion.files import atomic_write, atomic_write_text
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.jit import JiT
 from lit_diffusion.networks.unet import EncoderUNet, UNet
@@ -39,14 +39,14 @@ def write_network(folder: str | Path, state: Mapping[str, Tensor], record: dict[
     """
     folder = folder_for(folder)
     data = save({name: value.detach().cpu().contiguous() for name, value in state.items()})
-    with whole_file(folder / WEIGHTS) as file:
+    with atomic_write(folder / WEIGHTS) as file:
         file.write(data)
     signed = {
         "library": f"lit-diffusion {__version__}",
         **record,
         "sha256": hashlib.sha256(data).hexdigest(),
     }
-    replace_text(folder / RECORD, json.dumps(signed, indent=2) + "\n")
+    atomic_write_text(folder / RECORD, json.dumps(signed, indent=2) + "\n")
     return folder
 
 

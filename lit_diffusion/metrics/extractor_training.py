@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from lit_diffusion.files import whole_file
+from lit_diffusion.files import atomic_write
 from lit_diffusion.metrics.classifier import SmallClassifier
 from lit_diffusion.metrics.reference import RealImages
 from lit_diffusion.seeding import fold
@@ -84,7 +84,7 @@ def train_extractor(
             "steps": steps,
             "torch": torch.__version__,
         }
-    with whole_file(path) as file:
+    with atomic_write(path) as file:
         file.write(save(network.cpu().state_dict(), {"extractor": json.dumps(record)}))
     return network
 

@@ -20,7 +20,7 @@ from torch_fidelity.feature_extractor_base import FeatureExtractorBase
 from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY, register_feature_extractor
 
-from lit_diffusion.files import whole_file
+from lit_diffusion.files import atomic_write
 from lit_diffusion.metrics.classifier import SmallClassifier, classifier_of
 from lit_diffusion.metrics.weights import (
     FETCH,
@@ -244,7 +244,7 @@ class TrainedCNN(_SmallCNN):
 
     def copy_to(self, folder: Path) -> None:
         """Put the file into a run folder, under the protocol's name."""
-        with whole_file(folder / f"{self.name}.safetensors") as file:
+        with atomic_write(folder / f"{self.name}.safetensors") as file:
             file.write(self.path.read_bytes())
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 from torchvision.transforms.functional import pil_to_tensor
 
-from lit_diffusion.image_files import open_image
+from lit_diffusion.files import open_image
 
 ENDINGS = (".png", ".jpg", ".jpeg")
 MODES = ("L", "LA", "RGB", "RGBA")
@@ -49,8 +49,6 @@ class FolderImages(Dataset[Tensor]):
 
 def read_image(path: Path) -> Tensor:
     """A grey or RGB file, with alpha or without, as uint8 (C, H, W)."""
-    if not path.is_file():
-        raise ValueError(f"{path} is no regular file.")
     try:
         with open_image(path) as image:
             mode = image.mode

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from lit_diffusion.files import replace_text
+from lit_diffusion.files import atomic_write_text
 
 # What an evaluation finds out; all else in its record is how it measured.
 _RESULTS = {
@@ -81,7 +81,7 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
     first = same[0] if same else len(lines)
     kept = [*lines[:first], line, *(lines[i] for i in range(first, len(lines)) if i not in same)]
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(path, "\n".join(kept) + "\n")
+    atomic_write_text(path, "\n".join(kept) + "\n")
 
 
 def _supersedes(record: FIDRecord, old: dict[str, Any]) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from lit_diffusion.files import whole_file
+from lit_diffusion.files import atomic_write
 from lit_diffusion.metrics.batches import Where, uint8_images
 from lit_diffusion.metrics.extractors import Features, match_channels
 from lit_diffusion.metrics.frechet import REAL_SUMS, FrechetDistance
@@ -361,5 +361,5 @@ def load_statistics(path: Path) -> dict[str, Tensor] | None:
 def save_statistics(path: Path, statistics: dict[str, Tensor]) -> None:
     """Write tensors as .npz, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with whole_file(path, shared=True) as file:
+    with atomic_write(path, shared=True) as file:
         np.savez(file, **{name: value.numpy() for name, value in statistics.items()})  # type: ignore[arg-type]

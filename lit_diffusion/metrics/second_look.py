@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 from torch_fidelity.metric_prc import prc_features_to_metric
 
-from lit_diffusion.files import whole_file
+from lit_diffusion.files import atomic_write
 from lit_diffusion.metrics.copies import Copies
 from lit_diffusion.metrics.extractors import Features
 from lit_diffusion.metrics.plain_extractors import Pixels, RandomCNN
@@ -178,7 +178,7 @@ def _features(scorer: Scorer, real: RealImages, most: int, cache: Path) -> Tenso
         found = torch.cat(from_all(own.cpu()))
         if place()[0] == 0:
             cache.mkdir(parents=True, exist_ok=True)
-            with whole_file(path, shared=True) as file:
+            with atomic_write(path, shared=True) as file:
                 np.save(file, found.numpy())
     return torch.from_numpy(np.load(path)) if place()[0] == 0 else None
 

@@ -11,7 +11,7 @@ from support.saving import Saves, fit, saved
 from lit_diffusion.callbacks import FiniteUpdates
 from lit_diffusion.cli.exact_resume import ExactResume
 from lit_diffusion.cli.last_checkpoint import CheckpointBefore, LastCheckpoint
-from lit_diffusion.files import replace_text
+from lit_diffusion.files import atomic_write_text
 
 
 class Death(Exception):
@@ -251,20 +251,20 @@ def test_no_save_is_made_between_accumulated_batches(tmp_path):
 
 @pytest.fixture
 def last(tmp_path) -> Path:
-    replace_text(tmp_path / "last.ckpt", "first")
+    atomic_write_text(tmp_path / "last.ckpt", "first")
     return tmp_path / "last.ckpt"
 
 
 def test_what_was_kept_first_comes_back_until_it_is_let_go(last):
     before = CheckpointBefore(last)
     before.keep()
-    replace_text(last, "second")
+    atomic_write_text(last, "second")
     before.keep()
-    replace_text(last, "third")
+    atomic_write_text(last, "third")
     assert before.bring_back()
     assert last.read_text() == "first"
     before.keep()
-    replace_text(last, "fourth")
+    atomic_write_text(last, "fourth")
     before.let_go()
     assert not before.bring_back()
     assert last.read_text() == "fourth"
@@ -280,7 +280,7 @@ def test_without_a_file_there_is_nothing_to_keep(tmp_path):
 
 def test_another_object_finds_what_a_process_that_died_has_kept(last):
     CheckpointBefore(last).keep()
-    replace_text(last, "second")
+    atomic_write_text(last, "second")
     assert CheckpointBefore(last).bring_back()
     assert last.read_text() == "first"
 

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from lit_diffusion.files import whole_file
+from lit_diffusion.files import atomic_write
 from lit_diffusion.lab.analysis.consistency import Consistency, Floats
 from lit_diffusion.lab.analysis.hessian import Spectrum
 from lit_diffusion.lab.analysis.interpolation import Interpolation
@@ -97,5 +97,5 @@ def draw_spectra(found: Mapping[str, Spectrum], path: Path) -> None:
 
 
 def _write(figure: Figure, path: Path) -> None:
-    with whole_file(path, shared=True) as file:
+    with atomic_write(path, shared=True) as file:
         figure.savefig(file, format="png", dpi=120)

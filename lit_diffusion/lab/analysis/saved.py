@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from lit_diffusion.files import replace_text, whole_file
+from lit_diffusion.files import atomic_write, atomic_write_text
 
 
 class Saved:
@@ -20,9 +20,9 @@ class Saved:
         known = {field.name: getattr(self, field.name) for field in fields(self)}
         arrays = {k: v for k, v in known.items() if isinstance(v, np.ndarray)}
         told = {k: v for k, v in known.items() if k not in arrays}
-        with whole_file(Path(f"{path}.npz"), shared=True) as file:
+        with atomic_write(Path(f"{path}.npz"), shared=True) as file:
             np.savez_compressed(file, allow_pickle=False, **arrays)
-        replace_text(Path(f"{path}.json"), json.dumps(told, indent=1) + "\n", shared=True)
+        atomic_write_text(Path(f"{path}.json"), json.dumps(told, indent=1) + "\n", shared=True)
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
