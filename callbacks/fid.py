@@ -2,34 +2,50 @@
 
 import json
 import math
+import re
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
 
-from lit_diffusion.callbacks.parts.fid_inputs import refuse_unable, tested_split, try_one
-from lit_diffusion.callbacks.parts.fid_measurement import SPLITS, FIDMeasurement
-from lit_diffusion.callbacks.parts.inference import providers, weights_in_place
-from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
+from lit_diffusion.callbacks.evaluation import (
+    PeriodicEvaluation,
+    generate_images,
+    inference_mode,
+    require_generate,
+    split_images,
+    swap_weights,
+    weights_providers,
+)
 from lit_diffusion.counts import is_count
 from lit_diffusion.files import user_cache
 from lit_diffusion.metrics.batches import Where
+from lit_diffusion.metrics.clock import EvaluationClock
 from lit_diffusion.metrics.extractors import FIDProtocol, TrainedCNN, protocol_by_name
 from lit_diffusion.metrics.image_count import ImageCount, counted, read_count
-from lit_diffusion.metrics.record import FIDRecord, write_evaluation
-from lit_diffusion.metrics.reference import Reference
-from lit_diffusion.protocols import WeightsProvider
+from lit_diffusion.metrics.images import open_images
+from lit_diffusion.metrics.record import FIDRecord, finite_or_none, write_evaluation
+from lit_diffusion.metrics.reference import HasSplits, RealImages, Scorer, measure
+from lit_diffusion.metrics.second_look import LookedAt, SecondLook, View, look_closely
+from lit_diffusion.protocols import DescribesSampling, WeightsProvider
+from lit_diffusion.seeding import classes_of
+
+SPLITS = ("train", "val", "test")
 
 
-class FIDEvaluation(RunsEveryNSteps):
-    """Scores samples by FID after every validation, or every so many optimizer steps.
+class FIDEvaluation(PeriodicEvaluation):
+    """Scores samples by FID after every validation, or after every n optimizer steps.
 
     Samples are `pl_module.generate(seeds, labels)` for the seeds 0 .. num_samples - 1, with labels
     seed mod `num_classes` where the module has classes; process r of R takes the seeds r, r + R,
-    .... They are made in eval mode, under the Trainer's precision, with the weights asked for; the
-    extractor works in float32. Weights, modes and random state of training are as before.
+    .... They are generated in eval mode, under the Trainer's precision, with the weights named;
+    the extractor works in float32. Weights, modes and random state of training are left unchanged.
 
     Logs `val/fid_<num_samples>` and beside it the floor, the FID of as many real images with the
     same labels; `trainer.test` logs `test/fid_...` where the data have a test split. Other weights
@@ -37,10 +53,12 @@ class FIDEvaluation(RunsEveryNSteps):
     the Trainer's `default_root_dir`, and the best step so far is saved there as
     `checkpoints/best-fid.ckpt`. (With `every_n_steps` the FID goes to the loggers alone:
     `ModelCheckpoint(monitor=...)` would rank later weights under an older FID.) Samples that are
-    not finite make the FID NaN and are named; training goes on. `fast_dev_run` checks the set-up.
+    not finite make the FID NaN, a warning names their seeds, and training continues.
+    `fast_dev_run` generates one sample and scores none.
 
     Args:
-        num_samples: to generate, >= 2. An FID depends on it: compare equal numbers only.
+        num_samples: number of samples to generate, >= 2. An FID depends on it: compare equal
+            numbers only.
         extractor: an FID protocol, or the name of one: "inception-v3-compat", "digits-cnn",
             "patches-cnn"; or a file of `lit-diffusion train-extractor`, which is copied to the
             Trainer's `default_root_dir`.
@@ -50,26 +68,27 @@ class FIDEvaluation(RunsEveryNSteps):
         every_n_steps: optimizer steps between evaluations; None evaluates after every validation.
         weights: name of the weights to use, as a `WeightsProvider` among the callbacks has it;
             "raw" are the weights being trained.
-        batch_size: samples at a time on each process, >= 1.
+        batch_size: samples per call of `generate` on each process, >= 1.
         save_best: whether to write best-fid.ckpt.
         cache_dir: folder for statistics of the real images; None is ~/.cache/lit-diffusion.
-        repeats_at_end: further evaluations of the last step of a fit, with the next seeds, for
-            `evaluations.jsonl` only: how much FIDs differ by their samples alone.
+        repeats_at_end: number of further evaluations of the last step of a fit, each with the next
+            `num_samples` seeds, written to `evaluations.jsonl` only: they show how much FIDs vary
+            from one set of samples to another.
         images: where the images of a foreign batch are: an index, a key, or a function of the
-            batch that gives them, (N, C, H, W). None takes the batch itself, its first part, or the
-            one image tensor of a dictionary. Floats are taken if they are 256 levels over [0, 1] or
-            over [-1, 1].
-        second_look: whether `evaluations.jsonl` also tells what the same samples score by other
-            measures: the FID beside held-out images, if `reference` is "train"; Frechet distances
-            of pixels and of an untrained network's features; each with its floor; precision and
-            recall, by the extractor and in pixels; and the share of samples that are nearer to a
-            training image than the median held-out image is (0.5 is usual, copies give 1).
+            batch that returns them, (N, C, H, W). None takes the batch itself, its first part, or
+            the one image tensor of a dictionary. Floats must be 256 levels over [0, 1] or [-1, 1].
+        auxiliary_metrics: whether to score the same samples by other measures as well, written to
+            `second_look` in `evaluations.jsonl`: the FID to held-out images if `reference` is
+            "train"; Frechet distances of pixels and of an untrained network's features; each with
+            its floor; precision and recall, by the extractor and in pixels; and the share of
+            samples that are nearer to a training image than the median held-out image is (0.5 for
+            new images, 1 for copies).
 
     Raises:
         ValueError: a number out of its range; at the start of a run, missing weights or data.
         FileNotFoundError: at the start of a run, for a missing weight file of the extractor.
 
-    Source: as of `metrics.frechet.FrechetDistance`.
+    Source: Heusel et al. 2017 (arXiv 1706.08500), Eq. 6; `metrics.frechet.FrechetDistance`.
 
     Example:
         >>> FIDEvaluation(360, "digits-cnn").metric_name("val")
@@ -88,7 +107,7 @@ class FIDEvaluation(RunsEveryNSteps):
         cache_dir: str | None = None,
         repeats_at_end: int = 0,
         images: Where = None,
-        second_look: bool = True,
+        auxiliary_metrics: bool = True,
     ) -> None:
         super().__init__(every_n_steps)
         _require(num_samples >= 2, "num_samples", ">= 2", num_samples)
@@ -99,21 +118,22 @@ class FIDEvaluation(RunsEveryNSteps):
         self.num_samples = num_samples
         self.protocol = protocol_by_name(extractor) if isinstance(extractor, str) else extractor
         self.reference = reference
-        self.batch_size = batch_size
         self.weights_name = weights
+        self.batch_size = batch_size
         self.save_best = save_best
+        self.cache = user_cache() if cache_dir is None else Path(cache_dir)
         self.repeats_at_end = repeats_at_end
-        cache = user_cache() if cache_dir is None else Path(cache_dir)
-        self._measurement = FIDMeasurement(
-            num_samples, self.protocol, reference, weights, batch_size, cache, images, second_look
-        )
-        self._evaluated_step: int | None = None
+        self.images = images
+        self.auxiliary_metrics = auxiliary_metrics
         self.best_score: float | None = None
         self.best_step: int | None = None
-        self._unsaved = False  # of the best
-        self._best_against: dict[str, str] = {}  # see _measured_with
         self.image_count: ImageCount | None = None  # of the fit
+        self._best_is_unsaved = False
+        self._best_settings: dict[str, str] = {}  # how the best was measured; see _settings
+        self._evaluated_step: int | None = None
         self._checkpoint_step: int | None = None
+        self._scorer: Scorer | None = None
+        self._real: dict[str, SecondLook] = {}  # by split or path
 
     def metric_name(self, stage: str) -> str:
         """Name that the FID is logged under; `stage` is "val" or "test"."""
@@ -126,117 +146,168 @@ class FIDEvaluation(RunsEveryNSteps):
         """The FID and its floor."""
         return [self.metric_name("val"), self.metric_name("val") + "_floor"]
 
-    # What has to be right before the first step
+    # Checks before the first step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Raise now rather than at step 10,000."""
+        """Refuse a module, weights, an extractor or other callbacks that it cannot work with."""
         super().setup(trainer, pl_module, stage)
-        self._measurement.looks.clear()  # the data may be others than in the last run
-        self._evaluated_step, self._unsaved = None, False
-        if stage == "fit":  # what a checkpoint has is loaded after this
+        self._real.clear()  # the data may have changed since the last run
+        self._evaluated_step, self._best_is_unsaved = None, False
+        if stage == "fit":  # a checkpoint's state is loaded after this
             self.best_score = self.best_step = self.image_count = None
         if stage == "predict":
             return
-        refuse_unable(pl_module, "FIDEvaluation")
-        self._refuse_unknown_weights(trainer)
-        self.protocol.check()
-        for other in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(other, FIDEvaluation) and other is not self:
-                self._refuse_beside(other)
-
-    def _refuse_unknown_weights(self, trainer: Trainer) -> None:
+        require_generate(pl_module, "FIDEvaluation")
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if self.weights_name != "raw" and not providers(trainer, self.weights_name):
-            known = [c.names() for c in callbacks if isinstance(c, WeightsProvider)]
+        if self.weights_name != "raw" and not weights_providers(trainer, self.weights_name):
+            names = {"raw"}.union(*(c.names() for c in callbacks if isinstance(c, WeightsProvider)))
             raise ValueError(
                 f"FIDEvaluation(weights={self.weights_name!r}): the callbacks provide "
-                f"{', '.join(sorted({'raw'}.union(*known)))}; add lit_diffusion.callbacks.EMA or "
-                "choose one of these."
+                f"{', '.join(sorted(names))}; add lit_diffusion.callbacks.EMA or choose one of "
+                "these."
             )
-
-    def _refuse_beside(self, other: "FIDEvaluation") -> None:
+        self.protocol.check()
         name, both = self.metric_name("val"), "two FIDEvaluation callbacks would both"
-        if other.metric_name("val") == name:
+        others = [c for c in callbacks if isinstance(c, FIDEvaluation) and c is not self]
+        if any(other.metric_name("val") == name for other in others):
             raise ValueError(f"{both} log {name}: give one another num_samples or other weights.")
-        if self.save_best and other.save_best:
+        if self.save_best and any(other.save_best for other in others):
             raise ValueError(f"{both} write best-fid.ckpt: pass save_best=False to one of them.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure the real images."""
+        """Compute the statistics of the real images; drop a best measured with other settings."""
         super().on_train_start(trainer, pl_module)
         self.image_count = counted(trainer, self.image_count)
-        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            if isinstance(self.protocol, TrainedCNN) and trainer.is_global_zero:
-                self.protocol.copy_to(Path(trainer.default_root_dir))
-            reference = self._measurement.real(trainer, pl_module, "val").views[0].reference
-            varying = self._measurement.varying(trainer, pl_module)
-            self._forget_best_of_others(self._measured_with(reference, varying))
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        if isinstance(self.protocol, TrainedCNN) and trainer.is_global_zero:
+            self.protocol.copy_to(Path(trainer.default_root_dir))
+        settings = self._settings(trainer, pl_module)
+        # Checkpoints of earlier versions lack some of them.
+        before = settings | self._best_settings
+        changed = [name for name in settings if before[name] != settings[name]]
+        if self.best_score is not None and changed:
+            rank_zero_warn(
+                f"The best FID of the checkpoint, {self.best_score:.4g} at step {self.best_step}, "
+                f"had another {' and '.join(changed)}: it is dropped, and best-fid.ckpt starts "
+                "anew."
+            )
+            self.best_score = self.best_step = None
+        self._best_settings = settings
 
-    # When
+    def _settings(self, trainer: Trainer, module: LightningModule) -> dict[str, str]:
+        """What must be equal for two FIDs under this metric name to compare."""
+        reference = self._real_images(trainer, module, "val").views[0].reference
+        return {
+            "extractor_sha256": self.protocol.sha256,
+            "reference": reference.name,
+            "data": reference.fingerprint,
+            "ema_decay": json.dumps(averaging_decay(trainer, self.weights_name)),
+            "sampling": json.dumps(_sampling_record(module), sort_keys=True),
+        }
+
+    # When it evaluates
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate after a validation; where that only checks that it works, so does this."""
+        """Evaluate after a validation; in the sanity check generate one sample."""
         by_steps = self.every_n_steps is not None and trainer.state.fn == TrainerFn.FITTING
         if trainer.sanity_checking:
-            try_one(trainer, pl_module)
+            self._generate_one(trainer, pl_module)
         elif not by_steps:
-            pl_module.log_dict(self._evaluate(trainer, pl_module, "val"), sync_dist=True)
+            pl_module.log_dict(self.measure(trainer, pl_module), sync_dist=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save the best, once the loggers have what was measured."""
+        """Save a new best, once the loggers have its row."""
         self._save_best(trainer)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate against the test split, or what the data have in its place."""
-        numbers = self._evaluate(trainer, pl_module, tested_split(trainer))
-        pl_module.log_dict(numbers, sync_dist=True)
+        """Evaluate against the split that the data test on."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        stage = getattr(data, "tests_on", "val" if isinstance(data, HasSplits) else "test")
+        pl_module.log_dict(self.measure(trainer, pl_module, stage), sync_dist=True)
+
+    def measure_after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Evaluate, log in the row of the last optimizer step, and save a new best."""
+        super().measure_after_step(trainer, pl_module)
+        self._save_best(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the last step again with other samples, for evaluations.jsonl alone."""
+        """Evaluate the last step again with other seeds, for evaluations.jsonl alone."""
         if trainer.fast_dev_run or not self.repeats_at_end:  # type: ignore[attr-defined]
             return
         if self._evaluated_step != trainer.global_step:
-            self.at_step(trainer, pl_module)
+            self.measure_after_step(trainer, pl_module)
         for repeat in range(1, self.repeats_at_end + 1):
-            record = self._record(trainer, pl_module, "val", repeat * self.num_samples)
-            self._write(trainer, record)
+            self._evaluate(trainer, pl_module, "val", first_seed=repeat * self.num_samples)
 
-    def at_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate, for the loggers."""
-        log_in_row_of_step(trainer, self._evaluate(trainer, pl_module, "val"))
-        self._save_best(trainer)
+    # An evaluation: every process calls these
 
-    # What is done with one
-
-    def _evaluate(
-        self, trainer: Trainer, pl_module: LightningModule, stage: str
+    def measure(
+        self, trainer: Trainer, pl_module: LightningModule, stage: str = "val"
     ) -> dict[str, float]:
-        """One evaluation, from weights to files; what is to be logged. All processes call it."""
+        """The FID and its floor by metric name; {} under `fast_dev_run`."""
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return try_one(trainer, pl_module)
-        record = self._record(trainer, pl_module, stage)
-        self._write(trainer, record)
+            self._generate_one(trainer, pl_module)
+            return {}
+        record = self._evaluate(trainer, pl_module, stage)
         if trainer.state.fn == TrainerFn.FITTING:
             self._evaluated_step = record.step
             best = math.inf if self.best_score is None else self.best_score
             if self.save_best and record.value is not None and record.value < best:
                 self.best_score, self.best_step = record.value, record.step
-                self._unsaved = True
+                self._best_is_unsaved = True
         value = math.nan if record.value is None else record.value
         return {record.metric: value, f"{record.metric}_floor": record.floor}
 
-    def _record(
-        self, trainer: Trainer, pl_module: LightningModule, stage: str, first_seed: int = 0
+    def _generate_one(self, trainer: Trainer, module: LightningModule) -> None:
+        """Find out early whether the module can generate."""
+        with inference_mode(trainer, module):
+            generate_images(module, [0])
+
+    def _evaluate(
+        self, trainer: Trainer, module: LightningModule, stage: str, first_seed: int = 0
     ) -> FIDRecord:
+        """Score the samples of `num_samples` seeds and write the record to evaluations.jsonl."""
         # A Trainer that only evaluates a checkpoint knows neither its steps nor its images.
         evaluates = trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is not None
         step = (self._checkpoint_step or 0) if evaluates else trainer.global_step
         trained = trainer.train_dataloader is not None and not evaluates
-        images = self.image_count.now(trainer) if self.image_count and trained else None
-        name = self.metric_name(stage)
-        return self._measurement.record(trainer, pl_module, name, step, first_seed, images)
-
-    def _write(self, trainer: Trainer, record: FIDRecord) -> None:
+        seeds = range(first_seed, first_seed + self.num_samples)
+        clock = EvaluationClock(self.metric_name(stage), self.num_samples)
+        real = self._real_images(trainer, module, stage)
+        samples = real.begin()
+        with swap_weights(trainer, self.weights_name), inference_mode(trainer, module):
+            non_finite = self._add_samples(trainer, module, samples, clock, seeds)
+        with clock.phase("second look"):
+            value, auxiliary = (math.nan, {}) if non_finite else samples.compute()
+        reference, num_classes = real.views[0].reference, getattr(module, "num_classes", None)
+        record = FIDRecord(
+            metric=self.metric_name(stage),
+            value=finite_or_none(value),
+            step=step,
+            images=self.image_count.now(trainer) if self.image_count and trained else None,
+            num_fake=len(seeds),
+            num_real=reference.num_images,
+            reference=reference.name,
+            data=reference.fingerprint,
+            protocol=self.protocol.name,
+            extractor_sha256=self.protocol.sha256,
+            resize=self.protocol.resize,
+            weights=self.weights_name,
+            ema_decay=averaging_decay(trainer, self.weights_name),
+            seeds=(seeds.start, seeds.stop),
+            labels=f"seed % {num_classes}" if num_classes else None,
+            sampling=_sampling_record(module),
+            floor=reference.floor,
+            floor_sd=reference.floor_sd,
+            floor_images=reference.floor_images,
+            non_finite=len(non_finite),
+            non_finite_seeds=non_finite[:8],
+            second_look={name: finite_or_none(number) for name, number in auxiliary.items()},
+            seconds=clock.seconds(),
+        )
+        # One number for all: collectives depend on it, and rounding may differ between devices.
+        record = trainer.strategy.broadcast(record)
         if record.value is None:
             rank_zero_warn(
                 f"{record.metric} at step {record.step} is NaN: {record.non_finite} of "
@@ -250,62 +321,122 @@ class FIDEvaluation(RunsEveryNSteps):
             )
         if trainer.is_global_zero:
             write_evaluation(Path(trainer.default_root_dir) / "evaluations.jsonl", record)
+        return record
+
+    def _add_samples(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        samples: LookedAt,
+        clock: EvaluationClock,
+        seeds: range,
+    ) -> list[int]:
+        """Generate this process's share of the samples and add their features.
+
+        Returns:
+            The seeds of all processes whose samples or features are not finite.
+        """
+        flags = torch.zeros(len(seeds), dtype=torch.int64, device=module.device)
+        share = seeds[trainer.global_rank :: trainer.world_size]
+        for start in range(0, math.ceil(len(seeds) / trainer.world_size), self.batch_size):
+            # A sharded module needs equally many calls on every process, so one without a seed
+            # left makes a call whose images are not used.
+            batch = share[start : start + self.batch_size]
+            with clock.phase("generate"):
+                images, non_finite = generate_images(module, batch or seeds[:1])
+            if batch and images is not None:
+                with clock.phase("features"):
+                    non_finite = list(compress(batch, (~samples.add(images)).tolist()))
+            places = [seeds.index(seed) for seed in non_finite if seed in batch]
+            flags[torch.tensor(places, dtype=torch.int64)] = 1
+            clock.tick(len(batch) * trainer.world_size)
+        flagged: Tensor = trainer.strategy.reduce(flags, reduce_op="sum")
+        return [seeds[i] for i in flagged.nonzero().flatten().tolist()]
+
+    # The real images
+
+    def _real_images(self, trainer: Trainer, module: LightningModule, stage: str) -> SecondLook:
+        """The extractors and the statistics of the real images, computed when first needed."""
+        name = "test" if stage == "test" and self.reference in SPLITS else self.reference
+        with isolate_rng():  # extractors draw initial weights, and a DataLoader a seed
+            if self._scorer is None or self._scorer.device != module.device:
+                extractor = self.protocol.build().to(module.device)
+                self._scorer = Scorer(self.protocol, extractor, module.device, self.batch_size)
+                self._real.clear()
+            if name not in self._real:
+                self._real[name] = self._read_real_images(trainer, module, self._scorer, name)
+        return self._real[name]
+
+    def _read_real_images(
+        self, trainer: Trainer, module: LightningModule, scorer: Scorer, name: str
+    ) -> SecondLook:
+        others = None
+        if name in SPLITS:
+            real = split_images(trainer, name, self.images)
+            others = split_images(trainer, "val" if name == "train" else "train", self.images)
+        else:
+            real = RealImages(name, open_images(name))
+        if real is None:
+            raise ValueError(
+                f"reference={name!r}, but the Trainer has no such data here; name a folder of "
+                "images."
+            )
+        num_classes = getattr(module, "num_classes", None)
+        labels = classes_of(range(self.num_samples), num_classes) if num_classes else None
+        reference = measure(scorer, real, others, self.num_samples, self.cache, labels)
+        sd, draws = reference.floor_sd, len(reference.floors)
+        deviation = "" if sd is None else f" +- {sd:.2g} over {draws} draws"
+        rank_zero_info(
+            f"FID against {reference.num_images} real images ({name}) under {self.protocol.name}; "
+            f"floor {reference.floor:.4g}{deviation} ({reference.floor_images})."
+        )
+        fewest = min(self.num_samples, reference.num_images)
+        if fewest <= scorer.num_features:
+            rank_zero_warn(
+                f"{fewest} images cannot fill a covariance of {scorer.num_features} features: the "
+                "FID will be far above that of more samples; compare it with its floor only."
+            )
+        view = View("", scorer, reference)
+        if not self.auxiliary_metrics:
+            return SecondLook((view,))
+        return look_closely(view, real, others, self.num_samples, self.cache, labels)
+
+    # The best step, in checkpoints/best-fid.ckpt and in the callback's state
 
     def _save_best(self, trainer: Trainer) -> None:
-        if not self._unsaved:
+        if not self._best_is_unsaved:
             return
-        self._unsaved = False
+        self._best_is_unsaved = False
         path = Path(trainer.default_root_dir) / "checkpoints" / "best-fid.ckpt"
-        # Validation may have the averages in place; a checkpoint holds what is trained.
-        with weights_in_place(trainer, "raw"):
+        # Validation may have the averages in place; a checkpoint holds the weights being trained.
+        with swap_weights(trainer, "raw"):
             trainer.save_checkpoint(path, weights_only=False)
-
-    def _measured_with(self, reference: Reference, varying: dict[str, Any]) -> dict[str, str]:
-        return {
-            "extractor_sha256": self.protocol.sha256,
-            "reference": reference.name,
-            "data": reference.fingerprint,
-            **{name: json.dumps(value, sort_keys=True) for name, value in varying.items()},
-        }
-
-    def _forget_best_of_others(self, used: dict[str, str]) -> None:
-        # Checkpoints of earlier versions do not tell all of it.
-        known = used | self._best_against
-        differing = [name for name in used if known[name] != used[name]]
-        if self.best_score is not None and differing:
-            rank_zero_warn(
-                f"The best FID of the checkpoint, {self.best_score:.4g} at step {self.best_step}, "
-                f"had another {' and '.join(differing)}: it is dropped, and best-fid.ckpt starts "
-                "anew."
-            )
-            self.best_score = self.best_step = None
-        self._best_against = used
 
     @property
     def state_key(self) -> str:
-        """Tells callbacks of another number, weights or extractor apart."""
+        """Distinguishes callbacks of other numbers of samples, weights or extractors."""
         about = {"metric": self.metric_name("val"), "extractor": self.protocol.sha256[:16]}
         return f"{type(self).__qualname__}{about}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The best FID so far, its step and what it was measured with; the images seen."""
+        """The best FID so far, its step and its settings; the training images seen."""
         return {
             "best_score": self.best_score,
             "best_step": self.best_step,
-            "best_against": self._best_against,
+            "best_against": self._best_settings,
             "images": self.image_count and list(self.image_count),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from `state_dict`."""
+        """Restore the best FID and the count of images; refuse a state of other types."""
         score, step = state_dict["best_score"], state_dict["best_step"]
         _require(isinstance(score, float | None), "best_score", "a number or None", score)
         _require(step is None or is_count(step), "best_step", "a count or None", step)
-        against = state_dict["best_against"]
-        texts = isinstance(against, dict) and all(isinstance(v, str) for v in against.values())
-        _require(texts, "best_against", "texts by name", against)
+        settings = state_dict["best_against"]
+        texts = isinstance(settings, dict) and all(isinstance(v, str) for v in settings.values())
+        _require(texts, "best_against", "texts by name", settings)
         self.best_score, self.best_step = score, step
-        self._best_against = against
+        self._best_settings = settings
         self.image_count = read_count(state_dict.get("images"))
 
     def on_load_checkpoint(
@@ -315,6 +446,24 @@ class FIDEvaluation(RunsEveryNSteps):
         self._checkpoint_step = checkpoint["global_step"]
 
 
-def _require(met: bool, name: str, rule: str, value: object) -> None:
-    if not met:
+def averaging_decay(trainer: Trainer, weights: str) -> float | None:
+    """Decay of the named weights, if their providers name them as EMA does and agree on one.
+
+    Those names are "ema_<decay>" for each average; "ema" is the first of them.
+    """
+    decays = set()
+    for provider in weights_providers(trainer, weights):
+        averages = [name for name in provider.names() if name.startswith("ema_")]
+        name = averages[0] if weights == "ema" and averages else weights
+        is_decay = re.fullmatch(r"ema_(0(\.\d+)?|\d+(\.\d+)?e-\d+)", name)
+        decays.add(float(name.removeprefix("ema_")) if is_decay else None)
+    return decays.pop() if len(decays) == 1 else None
+
+
+def _sampling_record(module: LightningModule) -> dict[str, Any]:
+    return module.sampling_record() if isinstance(module, DescribesSampling) else {}
+
+
+def _require(condition: bool, name: str, rule: str, value: object) -> None:
+    if not condition:
         raise ValueError(f"{name} must be {rule}, got {value!r}.")

@@ -5,38 +5,40 @@ from operator import itemgetter
 from typing import Any, cast
 
 import torch
-from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lit_diffusion.callbacks.parts.fixed_items import indexed_loader, items_of, read, spread
-from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
-from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
-from lit_diffusion.metrics.batches import Where, images_in
+from lit_diffusion.callbacks.evaluation import (
+    FixedImages,
+    PeriodicEvaluation,
+    averaged_weights,
+    inference_mode,
+    read_fixed_images,
+)
+from lit_diffusion.metrics.batches import Where
 from lit_diffusion.protocols import Condition, HasNoiseLevels, by_part
-from lit_diffusion.seeding import PerSampleNoise
 
 
-class NoiseLevelLoss(RunsEveryNSteps):
+class NoiseLevelLoss(PeriodicEvaluation):
     """Logs the mean loss of fixed images with fixed noise at levels u = (i + 1/2) / num_levels.
 
-    Names are `val/loss_u0.05`, ..., `val/loss_u0.95` (or `train/...`, for training images); u = 1
-    is the noisiest. Images, noise and levels are the same every time, so that curves move only
-    when the weights do. Every rank computes all of it: the value does not depend on batch size or
-    number of ranks.
+    The metrics are `val/loss_u0.05`, ..., `val/loss_u0.95` (or `train/...`, for training images);
+    u = 1 is the noisiest. Images, noise and levels are the same every time, so that curves move
+    only when the weights do. Every rank computes all of it: the value does not depend on batch size
+    or number of ranks.
 
     Args:
-        num_levels: of noise.
-        num_images: taken evenly over the first data set, all of it if it is smaller.
-        every_n_steps: None takes held-out images, at the end of every validation, with the weights
-            that are validated; a number takes training images, with averaged weights where a
-            callback provides them, and goes to the loggers alone.
-        images: where the images of a batch are, as of `FIDEvaluation`; they go to the module's
-            codec as they are. Labels are the second part of a batch that is a tuple.
+        num_levels: number of noise levels, >= 1.
+        num_images: number of images, taken evenly over the first data set; all of a smaller one.
+        every_n_steps: None measures held-out images after every validation, with the weights that
+            are validated; a number of optimizer steps measures training images, with averaged
+            weights where a callback provides them, and logs to the loggers alone.
+        images: where the images of a batch are: an index, a key, or a function of the batch; None
+            takes the batch itself, its first part, or the one image tensor of a dictionary. They
+            are passed to the module's codec unchanged. Labels are the second part of a tuple.
 
     Raises:
-        ValueError: bad numbers, no validation, or data that can't be read at an index.
+        ValueError: bad numbers, no validation, or data that cannot be read at an index.
         TypeError: for a module that is not `protocols.HasNoiseLevels`.
 
     Example:
@@ -59,71 +61,44 @@ class NoiseLevelLoss(RunsEveryNSteps):
         self.levels = [(i + 0.5) / num_levels for i in range(num_levels)]
         self.num_images = num_images
         self.images = images
-        self._fixed: tuple[Tensor, Condition, list[int]] | None = None
+        self._fixed: FixedImages | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse modules that can't be asked."""
+        """Refuse modules without a loss at given noise levels."""
         super().setup(trainer, pl_module, stage)
-        self._fixed = None  # a data set may have changed between runs
+        self._fixed = None  # the data may have changed since the last run
         needed = ("per_sample_loss", "process", "codec", "num_classes")
-        lacking = [name for name in needed if not hasattr(pl_module, name)]
-        if lacking:
+        if lacking := [name for name in needed if not hasattr(pl_module, name)]:
             raise TypeError(
                 f"NoiseLevelLoss needs a module with {', '.join(needed)} (protocols.HasNoiseLevels)"
                 f"; {type(pl_module).__name__} lacks {', '.join(lacking)}."
             )
 
     def metric_names(self) -> list[str]:
-        """One a level, of training images where it runs every so many steps."""
+        """One for each level; of training images where it runs every n steps."""
         split = "val" if self.every_n_steps is None else "train"
         return [f"{split}/loss_u{u:.3g}" for u in self.levels]
 
-    def at_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure training images, for the loggers."""
+    def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+        """Losses of training images by metric name, with averaged weights if there are any."""
         with averaged_weights(trainer):
-            losses = self._measure(trainer, pl_module, trainer.train_dataloader)
-        log_in_row_of_step(trainer, {name: loss.item() for name, loss in losses.items()})
+            losses = self._losses(trainer, pl_module, trainer.train_dataloader)
+        return dict(zip(self.metric_names(), losses.tolist(), strict=True))
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure after each validation, with the weights that it used."""
+        """Measure held-out images after each validation, with the weights that it used."""
         if self.every_n_steps is None:
-            losses = self._measure(trainer, pl_module, trainer.val_dataloaders)
+            losses = self._losses(trainer, pl_module, trainer.val_dataloaders)
             if not trainer.sanity_checking:
-                pl_module.log_dict(losses)
+                pl_module.log_dict(dict(zip(self.metric_names(), losses, strict=True)))
 
-    def _measure(
-        self, trainer: Trainer, pl_module: LightningModule, loaders: Any
-    ) -> dict[str, Tensor]:
-        module = cast(HasNoiseLevels, pl_module)
+    def _losses(self, trainer: Trainer, pl_module: LightningModule, loaders: Any) -> Tensor:
         if self._fixed is None:
-            with isolate_rng():
-                self._fixed = read_fixed(loaders, self.num_images, self.images)
-        images, labels, indices = self._fixed
-        x0 = module.codec.encode(images.to(pl_module.device))
-        noise = PerSampleNoise(indices, stream="noise level").randn_like(x0)
-        if module.num_classes is None and getattr(module, "conditioning", None) is None:
-            labels = None
-        labels = move_data_to_device(labels, x0.device)
-        with inference(trainer, pl_module):
-            losses = noise_level_losses(module, x0, labels, noise, self.levels)
-        return dict(zip(self.metric_names(), losses, strict=True))
-
-
-def read_fixed(loaders: Any, num: int, where: Where = None) -> tuple[Tensor, Condition, list[int]]:
-    """At most `num` images, evenly over the first data set, their labels if any, and indices."""
-    loader = indexed_loader(loaders)
-    if loader is None:
-        raise ValueError(
-            "NoiseLevelLoss and GradientDiagnostics need a DataLoader over a data set with "
-            "indices, to read the same images every time; remove them for streamed data."
-        )
-    indices = spread(len(items_of(loader)), num)  # type: ignore[arg-type]
-    batches = list(read(loader, indices))
-    images = torch.cat([images_in(batch, where) for batch in batches])
-    labels = None
-    if isinstance(batches[0], list | tuple) and len(batches[0]) > 1:
-        labels = by_part(lambda *rows: torch.cat(rows), *(batch[1] for batch in batches))
-    return images, labels, indices
+            self._fixed = read_fixed_images(loaders, self.num_images, self.images)
+        x0, labels, noise = self._fixed.encode(pl_module)
+        with inference_mode(trainer, pl_module):
+            module = cast(HasNoiseLevels, pl_module)
+            return noise_level_losses(module, x0, labels, noise, self.levels)
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,61 +14,60 @@ from lightning.pytorch.loggers import (
     TensorBoardLogger,
     WandbLogger,
 )
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
 
-from lit_diffusion.callbacks.parts.fid_inputs import (
-    refuse_odd_images,
-    refuse_unable,
+from lit_diffusion.callbacks.evaluation import (
+    PeriodicEvaluation,
+    averaged_weights,
+    check_images,
+    generate_images,
+    inference_mode,
+    require_generate,
     split_images,
-    try_one,
 )
-from lit_diffusion.callbacks.parts.fixed_items import spread
-from lit_diffusion.callbacks.parts.inference import averaged_weights, inference
-from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps, log_in_row_of_step
 from lit_diffusion.metrics.batches import Where
 from lit_diffusion.metrics.copies import nearest, share_below
 from lit_diffusion.metrics.images import MODES
-from lit_diffusion.metrics.reference import RealImages
+from lit_diffusion.metrics.reference import RealImages, evenly_spaced
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
-from lit_diffusion.ranks import from_first
 from lit_diffusion.seeding import classes_of
 from lit_diffusion.trainer_state import is_a, stepped_batches
 
-BANK_BYTES = 2**28
+MAX_TRAINING_BYTES = 2**28
+"""Of the training images that samples are compared with."""
 
 
-class SampleGrid(RunsEveryNSteps):
-    """Writes the samples of seeds 0, ..., num - 1 as PNG, so that one sees the same ones improve.
+class SampleGrid(PeriodicEvaluation):
+    """Writes the samples of seeds 0, ..., num - 1 as PNG: the same ones as they improve.
 
-    Files go to `<trainer.default_root_dir>/samples/`, with the weights they were made with (ema
-    where a callback provides such weights, else raw) in their names, and to loggers (TensorBoard,
-    W&B, MLflow, Comet):
+    Files go to `<trainer.default_root_dir>/samples/` and to loggers (TensorBoard, W&B, MLflow,
+    Comet). Their names contain the weights: ema where a callback provides such weights, else raw.
 
     - `step-00001000-ema.png`: the samples, in rows, with the names of their classes where the data
       module has `class_names`; small images are enlarged pixel by pixel.
     - `nearest-00001000-ema.png`: each sample with, on its right, the training image that is nearest
       in pixel space, of at most 256 MB of them, evenly over the data set. Needs training images
-      of the samples' shape; where there are none, that is said once.
+      of the samples' shape; without them a line of the log says so once.
 
-    Beside the latter `val/memorized` is logged: the share of the samples that are nearer to a
-    training image than the median of as many held-out images is. New images give about 0.5, and
-    copies 1.
+    With the latter it logs `val/memorized`: the share of the samples that are nearer to a training
+    image than the median of as many held-out images is: about 0.5 for new images, 1 for copies.
 
-    Every rank generates all the samples. Random numbers of training are as without this callback.
+    Every rank generates all the samples. Random numbers of training are unchanged.
 
     Args:
-        num: of samples.
+        num: number of samples, 1 to 10,000.
         labels: of the samples, repeated in turn; None takes seed mod `num_classes` where the data
             name their classes, and else leaves them to the module.
-        every_n_steps: optimizer steps from one grid to the next; None draws at the end of every
-            validation within fit.
+        every_n_steps: optimizer steps from one grid to the next; None draws after every validation
+            within a fit.
         batch_size: samples generated at a time.
-        images: where the images of a training batch are, as of `FIDEvaluation`.
+        images: where the images of a training batch are: an index, a key, or a function of the
+            batch; None takes the batch itself, its first part, or the one image tensor of a
+            dictionary.
 
     Raises:
         ValueError: bad numbers; at fit start, labels that are no classes of the module, and where
@@ -100,121 +98,104 @@ class SampleGrid(RunsEveryNSteps):
         self.labels = None if labels is None else list(labels)
         self.batch_size = batch_size
         self.images = images
-        self._bank: Tensor | None = None
-        self._usual: Tensor | None = None  # median distance of held-out images to those of the bank
-        self._bank_was_read = False
-
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Find conflicts before the first step."""
-        refuse_unable(pl_module, "SampleGrid")
-        num_classes = getattr(pl_module, "num_classes", None)
-        if (
-            self.labels
-            and num_classes
-            and not -1 <= min(self.labels) <= max(self.labels) < num_classes
-        ):
-            raise ValueError(f"labels must be in -1..{num_classes - 1}, got {self.labels}.")
-        super().on_fit_start(trainer, pl_module)
-        self._bank, self._usual, self._bank_was_read = None, None, False
-
-    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw after each validation; where that only checks that it works, so does this."""
-        if trainer.sanity_checking:
-            try_one(trainer, pl_module)
-        elif trainer.state.fn == TrainerFn.FITTING and self.every_n_steps is None:
-            numbers = self._draw(trainer, pl_module)
-            pl_module.log_dict(from_first(lambda: numbers), sync_dist=True)
+        self._has_read_images = False
+        self._training_images: Tensor | None = None
+        self._median_distance: Tensor | None = None  # of held-out images to the training images
 
     def metric_names(self) -> list[str]:
-        """Logged where there are held-out images."""
+        """Logged where there are training and held-out images."""
         return ["val/memorized"]
 
-    def at_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw."""
-        log_in_row_of_step(trainer, self._draw(trainer, pl_module))
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse labels and modules that cannot be sampled."""
+        require_generate(pl_module, "SampleGrid")
+        num_classes, labels = getattr(pl_module, "num_classes", None), self.labels
+        if labels and num_classes and not -1 <= min(labels) <= max(labels) < num_classes:
+            raise ValueError(f"labels must be in -1..{num_classes - 1}, got {labels}.")
+        super().on_fit_start(trainer, pl_module)
+        self._has_read_images, self._training_images, self._median_distance = False, None, None
 
-    def _draw(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """Write the grids; what is to be logged, on rank 0."""
-        with averaged_weights(trainer) as weights, inference(trainer, pl_module):
-            labels, captions = self._labels(trainer, pl_module)
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Draw after each validation within a fit; in the sanity check generate one sample."""
+        if trainer.sanity_checking:
+            with inference_mode(trainer, pl_module):
+                generate_images(pl_module, [0])
+        super().on_validation_epoch_end(trainer, pl_module)
+
+    def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+        """Write the grids; `val/memorized` where it can be measured, on rank 0."""
+        with averaged_weights(trainer) as weights, inference_mode(trainer, pl_module):
+            names = getattr(trainer.datamodule, "class_names", ())  # type: ignore[attr-defined]
+            num_classes = getattr(pl_module, "num_classes", None)
+            labels, captions = self.labels, None
+            if isinstance(names, Sequence) and names and num_classes:
+                labels = labels or list(classes_of(range(self.num), num_classes))
+                captions = class_captions(labels, list(map(str, names)), self.num)
             try:
                 samples = self._generate(pl_module, labels)
             except NonFiniteSamples as error:  # on every rank alike; training can go on
                 rank_zero_warn(f"SampleGrid draws nothing at step {trainer.global_step}: {error}")
                 return {}
-            if not self._bank_was_read:
+            if not self._has_read_images:
                 train, val = (split_images(trainer, n, self.images) for n in ("train", "val"))
                 if trainer.is_global_zero:
-                    self._read_bank(train, val, tuple(samples.shape[1:]))
-                self._bank_was_read = True
-            if not trainer.is_global_zero:
-                return {}
-            self._publish(trainer, "step", weights, image_grid(samples, captions))
-            return self._publish_nearest(trainer, weights, samples)
-
-    def _labels(self, trainer: Trainer, module: LightningModule) -> tuple[Any, Any]:
-        """Labels, repeated in turn, and captions; None leaves labels to the module."""
-        names = getattr(trainer.datamodule, "class_names", ())  # type: ignore[attr-defined]
-        num_classes = getattr(module, "num_classes", None)
-        if not isinstance(names, Sequence) or not names or not num_classes:
-            return self.labels, None
-        labels = self.labels or classes_of(range(self.num), num_classes)
-        return labels, class_captions(labels, list(map(str, names)), self.num)
-
-    def _publish_nearest(self, trainer: Trainer, weights: str, samples: Tensor) -> dict[str, float]:
-        if self._bank is None:
+                    self._read_images(train, val, tuple(samples.shape[1:]))
+                self._has_read_images = True
+        if not trainer.is_global_zero:
             return {}
-        distances, index = nearest(samples, self._bank)
-        pairs = torch.cat([samples, self._bank[index]], dim=-1)
+        self._publish(trainer, "step", weights, image_grid(samples, captions))
+        if self._training_images is None:
+            return {}
+        distances, index = nearest(samples, self._training_images)
+        pairs = torch.cat([samples, self._training_images[index]], dim=-1)
         self._publish(trainer, "nearest", weights, image_grid(pairs))
-        if self._usual is None:
+        if self._median_distance is None:
             return {}
-        return {self.metric_names()[0]: share_below(distances, self._usual)}
+        return {"val/memorized": share_below(distances, self._median_distance)}
 
-    def _read_bank(
-        self, train: RealImages | None, val: RealImages | None, shape: tuple[int, ...]
-    ) -> None:
-        """What samples are compared with: not augmented, where the data say how that is."""
-        most = max(1, BANK_BYTES // math.prod(shape))
-        self._bank = self._read("shows no nearest training images", train, most, shape)
-        if self._bank is None:
-            return
-        if train is not None and len(self._bank) < len(train):
-            compared = f"{len(self._bank)} of {len(train)} training images"
-            rank_zero_info(f"SampleGrid compares with {compared}.")
-        held_out = self._read("logs no val/memorized", val, self.num, shape)
-        if held_out is not None:
-            self._usual = nearest(held_out, self._bank)[0].median()
-
-    def _read(
-        self, otherwise: str, images: RealImages | None, most: int, shape: tuple[int, ...]
-    ) -> Tensor | None:
-        """At most so many images, evenly over them; None, and that is said, without such."""
-        try:
-            if images is None:
-                raise TypeError("the Trainer has no loader of them with indices.")
-            chosen = spread(len(images), most)
-            found = torch.cat([each for each, _ in images.batches(256, chosen)])
-            if found.shape[1:] != shape:
-                raise TypeError(f"they are {tuple(found.shape[1:])}, and samples {shape}.")
-        except (TypeError, NotImplementedError) as error:
-            rank_zero_info(f"SampleGrid {otherwise}: {error}")
-            return None
-        return found
-
-    def _generate(self, module: LightningModule, given: Sequence[int] | None) -> Tensor:
+    def _generate(self, module: LightningModule, labels: Sequence[int] | None) -> Tensor:
+        """(num, C, H, W) uint8 on the CPU."""
         assert isinstance(module, CanGenerate)
         batches = []
         for start in range(0, self.num, self.batch_size):
             seeds = range(start, min(start + self.batch_size, self.num))
-            labels = None
-            if given is not None:
-                chosen = [given[seed % len(given)] for seed in seeds]
-                labels = torch.tensor(chosen, device=module.device)
-            images = module.generate(seeds, labels)
-            refuse_odd_images(images, len(seeds))
+            batch_labels = None
+            if labels is not None:
+                repeated = [labels[seed % len(labels)] for seed in seeds]
+                batch_labels = torch.tensor(repeated, device=module.device)
+            images = module.generate(seeds, batch_labels)
+            check_images(images, len(seeds))
             batches.append(images.cpu())
         return torch.cat(batches)
+
+    def _read_images(
+        self, train: RealImages | None, val: RealImages | None, shape: tuple[int, ...]
+    ) -> None:
+        """Read what samples are compared with: not augmented, where the data module has splits."""
+
+        def read(images: RealImages | None, most: int, consequence: str) -> Tensor | None:
+            try:
+                if images is None:
+                    raise TypeError("the Trainer has no loader of them with indices.")
+                indices = evenly_spaced(len(images), most)
+                pixels = torch.cat([batch for batch, _ in images.batches(256, indices)])
+                if pixels.shape[1:] != shape:
+                    raise TypeError(f"they are {tuple(pixels.shape[1:])}, and samples {shape}.")
+            except (TypeError, NotImplementedError) as error:
+                rank_zero_info(f"SampleGrid {consequence}: {error}")
+                return None
+            return pixels
+
+        most = max(1, MAX_TRAINING_BYTES // math.prod(shape))
+        bank = read(train, most, "shows no nearest training images")
+        self._training_images = bank
+        if train is None or bank is None:
+            return
+        if len(bank) < len(train):
+            rank_zero_info(f"SampleGrid compares with {len(bank)} of {len(train)} training images.")
+        held_out = read(val, self.num, "logs no val/memorized")
+        if held_out is not None:
+            self._median_distance = nearest(held_out, bank)[0].median()
 
     def _publish(self, trainer: Trainer, kind: str, weights: str, grid: Tensor) -> None:
         folder = Path(trainer.default_root_dir) / "samples"
@@ -226,7 +207,7 @@ class SampleGrid(RunsEveryNSteps):
 
 
 def log_picture(loggers: Iterable[Logger], name: str, picture: Image.Image, step: int) -> None:
-    """Give a picture to TensorBoard, W&B, MLflow and Comet; other loggers get none."""
+    """Log a picture with TensorBoard, W&B, MLflow and Comet; other loggers get none."""
     for logger in loggers:
         if is_a(logger, TensorBoardLogger):
             logger.experiment.add_image(name, np.asarray(picture), step, dataformats="HWC")
@@ -239,36 +220,37 @@ def log_picture(loggers: Iterable[Logger], name: str, picture: Image.Image, step
 
 
 def image_grid(images: Tensor, captions: Sequence[str] | None = None, width: int = 512) -> Tensor:
-    """Images in a near-square grid of about `width` pixels; small ones are enlarged pixel by pixel.
+    """Arrange images in a near-square grid of about `width` pixels, small ones enlarged exactly.
 
-    From (N, C, H, W) uint8, C = 1, ..., 4, to (C, or 3 for 1, height, width) uint8. Captions, one
-    an image, stand below.
+    Args:
+        images: (N, C, H, W) uint8, C = 1, ..., 4.
+        captions: texts to write below the images, one each.
+        width: of the grid in pixels, approximately.
+
+    Returns:
+        (C, height, width) uint8; grey images become 3 channels.
     """
     square = math.ceil(math.sqrt(len(images) * images.shape[2] / images.shape[3]))
     columns = min(square, len(images))
     scale = max(1, round(width / (columns * images.shape[3])))
     large = images.repeat_interleave(scale, dim=2).repeat_interleave(scale, dim=3)
     if captions is not None:
-        strips = [_written(text, *large.shape[1::2]) for text in captions]
+        strips = []
+        for text in captions:  # white on black, 13 pixels high
+            strip = Image.new(MODES[images.shape[1] - 1], (large.shape[3], 13), "black")
+            ImageDraw.Draw(strip).text((1, 0), text, fill="white")
+            strips.append(pil_to_tensor(strip))
         large = torch.cat([large, torch.stack(strips)], dim=2)
     grid: Tensor = make_grid(large, nrow=columns, pad_value=127)
     return grid
 
 
-def _written(text: str, channels: int, width: int) -> Tensor:
-    """(channels, 13, width) uint8, white on black."""
-    picture = Image.new(MODES[channels - 1], (width, 13), "black")
-    ImageDraw.Draw(picture).text((1, 0), text, fill="white")
-    strip: Tensor = pil_to_tensor(picture)
-    return strip
-
-
 def class_captions(labels: Sequence[int], names: Sequence[str], num: int) -> list[str]:
-    """Names of the classes of `num` images, labels repeated in turn; "" for label -1.
+    """Class names of `num` images whose labels are `labels`, repeated in turn; "" for label -1.
 
     Example:
         >>> class_captions([1, 0, -1], ["cat", "dog"], 4)
         ['dog', 'cat', '', 'dog']
     """
-    known = dict(enumerate(names))
-    return [known.get(labels[i % len(labels)], "") for i in range(num)]
+    name_of = dict(enumerate(names))
+    return [name_of.get(labels[i % len(labels)], "") for i in range(num)]

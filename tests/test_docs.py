@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from support.tiny_diffusion import images, tiny_diffusion
 
-from lit_diffusion.callbacks.parts.inference import averaged_weights
+from lit_diffusion.callbacks.evaluation import averaged_weights
 from lit_diffusion.cli.main import COMMANDS
 
 ROOT = Path(__file__).parent.parent

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from PIL import Image
 from torch import Tensor
 
-from lit_diffusion.callbacks.parts.fixed_items import spread
 from lit_diffusion.cli.image_grids import table, tile, written
 from lit_diffusion.files import atomic_write
+from lit_diffusion.metrics.reference import evenly_spaced
 from lit_diffusion.signals import uninterrupted
 
 SEEDS = 4
@@ -94,7 +94,7 @@ def write_trajectory(
 
 def _strip(moments: Sequence[Moment], names: Sequence[str]) -> Image.Image:
     """Steps from left to right, two rows a sample."""
-    shown = [moments[i] for i in spread(len(moments) - 1, COLUMNS)] + [moments[-1]]
+    shown = [moments[i] for i in evenly_spaced(len(moments) - 1, COLUMNS)] + [moments[-1]]
     rows = [[written("step\nnoise"), *(written(f"{m.step}\n{m.noise:.3g}") for m in shown)]]
     for i, name in enumerate(names):
         rows.append([written(f"{name}, x_t"), *(tile(m.x_t[i : i + 1], 64) for m in shown)])

@@ -15,7 +15,9 @@ CLASS_PATHS = {
 }
 """Old prefix of a class path (a module, or a module and class) -> new prefix."""
 
-ARGUMENTS: dict[str, dict[str, str | Callable[[Any], tuple[str, Any]]]] = {}
+ARGUMENTS: dict[str, dict[str, str | Callable[[Any], tuple[str, Any]]]] = {
+    "FIDEvaluation": {"second_look": "auxiliary_metrics"},
+}
 """Class name now -> {old argument: new argument, or a function of the old value that returns the
 new argument and its value}."""
 

@@ -305,6 +305,17 @@ def _floor_sizes(real: RealImages, others: RealImages | None, num_samples: int) 
     return min(num_samples, count // 2), count
 
 
+def evenly_spaced(size: int, num: int) -> list[int]:
+    """At most `num` of the indices 0 .. size - 1, evenly: data sets are often sorted by class.
+
+    Example:
+        >>> evenly_spaced(10, 4)
+        [0, 2, 5, 7]
+    """
+    num = min(num, size)
+    return [i * size // num for i in range(num)]
+
+
 def shuffled(count: int, number: int) -> list[int]:
     """0 .. count - 1 in a random order that is always the same for a number."""
     generator = torch.Generator().manual_seed(fold("floor images", number))

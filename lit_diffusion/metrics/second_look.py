@@ -19,7 +19,14 @@ from lit_diffusion.files import atomic_write
 from lit_diffusion.metrics.copies import Copies
 from lit_diffusion.metrics.extractors import Features
 from lit_diffusion.metrics.plain_extractors import Pixels, RandomCNN
-from lit_diffusion.metrics.reference import FEWEST, RealImages, Reference, Scorer, measure
+from lit_diffusion.metrics.reference import (
+    FEWEST,
+    RealImages,
+    Reference,
+    Scorer,
+    evenly_spaced,
+    measure,
+)
 from lit_diffusion.ranks import from_all, from_first, place
 
 MOST_REAL = 50_000
@@ -72,7 +79,7 @@ class LookedAt:
 
     def __init__(self, look: SecondLook) -> None:
         self._look = look
-        self._chosen = frozenset(_evenly(look.num_samples, NEIGHBOURS))
+        self._chosen = frozenset(evenly_spaced(look.num_samples, NEIGHBOURS))
         self._next, self._stride = place()
         self._distances = [view.scorer.metric() for view in look.views]
         self._kept = [[torch.zeros(0, view.scorer.num_features)] for view in look.views]
@@ -161,12 +168,7 @@ def _at_most(real: RealImages) -> RealImages:
     """Real images, or so many as the plain extractors look at."""
     if len(real) <= MOST_REAL:
         return real
-    return replace(real, dataset=Subset(real.dataset, _evenly(len(real), MOST_REAL)))
-
-
-def _evenly(count: int, most: int) -> list[int]:
-    number = min(count, most)
-    return [i * count // number for i in range(number)]
+    return replace(real, dataset=Subset(real.dataset, evenly_spaced(len(real), MOST_REAL)))
 
 
 def _features(scorer: Scorer, real: RealImages, most: int, cache: Path) -> Tensor | None:
@@ -174,7 +176,7 @@ def _features(scorer: Scorer, real: RealImages, most: int, cache: Path) -> Tenso
     protocol, about = scorer.protocol, f"{from_first(real.fingerprint)}-{most}"
     path = cache / f"{protocol.name}-{protocol.sha256[:8]}-features-{about}.npy"
     if not from_first(lambda: _is_known(path)):
-        own, _ = scorer.pool(real, _evenly(len(real), most))
+        own, _ = scorer.pool(real, evenly_spaced(len(real), most))
         found = torch.cat(from_all(own.cpu()))
         if place()[0] == 0:
             cache.mkdir(parents=True, exist_ok=True)

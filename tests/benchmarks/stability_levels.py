@@ -26,7 +26,7 @@ from stability import ROOT, lit_diffusion
 from stability_tables import Row, read, write
 from torch import Tensor, nn
 
-from lit_diffusion.callbacks.gradient_diagnostics import halves_of, signal_and_noise
+from lit_diffusion.callbacks.gradient_diagnostics import random_halves, signal_and_noise
 from lit_diffusion.checkpoints.loading import Loaded, load_with_record
 from lit_diffusion.cli.evaluating import protocol_of_run
 from lit_diffusion.gaussian import FixedSmall
@@ -173,7 +173,7 @@ def gradient_noise(module: Any, x0: Tensor, labels: Tensor, noise: Tensor, u: fl
     """tr(Sigma) / |G|^2 of the loss at a level, by two halves of the images."""
     t = module.process.from_unit(torch.full((len(x0),), u).double())
     halves = []
-    for i in halves_of(len(x0)):
+    for i in random_halves(len(x0)):
         loss = module.per_sample_loss(x0[i], labels[i], t[i], noise[i]).mean()
         found = torch.autograd.grad(loss, list(module.parameters()), materialize_grads=True)
         halves.append(torch.cat([g.flatten() for g in found]))

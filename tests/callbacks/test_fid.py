@@ -19,7 +19,7 @@ from torch import nn
 from torchvision.transforms.functional import to_pil_image
 
 from lit_diffusion.callbacks.ema import EMA
-from lit_diffusion.callbacks.fid import FIDEvaluation
+from lit_diffusion.callbacks.fid import FIDEvaluation, averaging_decay
 from lit_diffusion.callbacks.step_seed import StepSeed
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.metrics.extractors import EmbeddedCNN, InceptionV3Compat
@@ -101,7 +101,7 @@ def test_every_evaluation_is_written_with_its_protocol(tmp_path):
 
 
 def test_a_second_look_can_be_left_out(tmp_path):
-    fit(tmp_path, [fid(tmp_path, second_look=False)])
+    fit(tmp_path, [fid(tmp_path, auxiliary_metrics=False)])
     assert records(tmp_path)[0]["second_look"] == {}
 
 
@@ -174,6 +174,37 @@ def test_a_resume_in_an_epoch_without_validation_finds_the_validation_data(tmp_p
     fit(tmp_path, [fid(tmp_path)], ckpt_path=tmp_path / "c.ckpt", max_epochs=4, **options)
     assert [record["step"] for record in records(tmp_path)] == [16, 32]
     assert len({(r["data"], r["floor"], r["floor_images"]) for r in records(tmp_path)}) == 1
+
+
+class Named(Callback):
+    """A provider that is no EMA."""
+
+    def __init__(self, *names):
+        self.names = lambda: names
+
+    def weights(self, name):
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("callbacks", "name", "decay"),
+    [
+        ([EMA(decays=(0.99, 0.5))], "ema", 0.99),
+        ([EMA(decays=(0.99, 0.5))], "ema_0.5", 0.5),
+        ([EMA(decays=(0.99, 0.5))], "raw", None),
+        ([], "raw", None),
+        ([EMA((0.5,), prefix="a"), EMA((0.5,), prefix="b")], "ema", 0.5),
+        ([EMA((0.5,), prefix="a"), EMA((0.9,), prefix="b")], "ema", None),
+        ([Named("raw", "ema")], "ema", None),
+        ([Named("raw", "ema_slow", "ema_2")], "ema_slow", None),
+        ([Named("raw", "ema_slow", "ema_2")], "ema_2", None),
+        ([Named("raw", "swa")], "swa", None),
+    ],
+)
+def test_the_decay_is_what_the_names_of_a_provider_tell_if_they_tell_one(
+    tmp_path, callbacks, name, decay
+):
+    assert averaging_decay(trainer(tmp_path, callbacks), name) == decay
 
 
 # The last step again

@@ -7,7 +7,7 @@ from support.plain_module import PlainModule, assert_same_bits, make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
 
 from lit_diffusion.callbacks import GradientDiagnostics
-from lit_diffusion.callbacks.gradient_diagnostics import halves_of, signal_and_noise
+from lit_diffusion.callbacks.gradient_diagnostics import random_halves, signal_and_noise
 from lit_diffusion.seeding import PerSampleNoise
 
 
@@ -24,10 +24,10 @@ def test_signal_and_noise_are_unbiased():
 def test_halves_of_a_set_that_is_sorted_have_all_classes():
     """Places in order, or every second one, have not: of sorted classes, or of classes in turn."""
     for sorted_by in (lambda i: i // 8, lambda i: i % 4):
-        first, second = ([sorted_by(i) for i in half.tolist()] for half in halves_of(32))
+        first, second = ([sorted_by(i) for i in half.tolist()] for half in random_halves(32))
         assert set(first) == set(second) == set(range(4))
-    assert sorted(halves_of(8).flatten().tolist()) == list(range(8))
-    assert halves_of(9).shape == (2, 4)
+    assert sorted(random_halves(8).flatten().tolist()) == list(range(8))
+    assert random_halves(9).shape == (2, 4)
 
 
 def fitted(folder, *callbacks, module=None):
@@ -48,7 +48,7 @@ def by_autograd(module, u):
     told = labels if module.num_classes else None
     losses = module.per_sample_loss(x0, told, t, noise)
     halves = []
-    for half in (losses[i] for i in halves_of(8)):
+    for half in (losses[i] for i in random_halves(8)):
         found = [torch.autograd.grad(each, parameters, retain_graph=True) for each in half]
         halves.append(sum(torch.cat([g.flatten() for g in each]) for each in found) / 4)
     return halves

@@ -8,7 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from lit_diffusion.callbacks import EMA, NoiseLevelLoss
-from lit_diffusion.callbacks.noise_level_loss import noise_level_losses, read_fixed
+from lit_diffusion.callbacks.evaluation import read_fixed_images
+from lit_diffusion.callbacks.noise_level_loss import noise_level_losses
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.processes import CosineBetas, DiscreteVP
 from lit_diffusion.seeding import PerSampleNoise
@@ -37,7 +38,7 @@ def test_names_of_ten_levels_are_those_of_the_documentation():
 
 def test_each_value_is_the_mean_loss_of_its_level():
     module, codec = tiny_diffusion().eval(), PixelCodec()
-    pixels, labels, indices = read_fixed(images(50, 7), 20)
+    pixels, labels, indices = read_fixed_images(images(50, 7), 20)
     x0 = codec.encode(pixels)
     noise = PerSampleNoise(indices).randn_like(x0)
     found = noise_level_losses(module, x0, labels, noise, [0.305, 0.705])
@@ -48,15 +49,15 @@ def test_each_value_is_the_mean_loss_of_its_level():
 
 
 def test_images_are_spread_over_the_data_set_and_all_of_a_small_one():
-    assert read_fixed(images(50, 7), 5)[2] == [0, 10, 20, 30, 40]
-    found, labels, _ = read_fixed(images(3, 7), 64)
+    assert read_fixed_images(images(50, 7), 5)[2] == [0, 10, 20, 30, 40]
+    found, labels, _ = read_fixed_images(images(3, 7), 64)
     assert torch.equal(found, images(3, 3).dataset.tensors[0])
     assert labels.tolist() == [0, 1, 2]
 
 
 def test_data_sets_of_images_alone_have_no_labels():
     pixels = images(6, 2).dataset.tensors[0]
-    found, labels, _ = read_fixed(DataLoader(list(pixels), batch_size=2), 4)
+    found, labels, _ = read_fixed_images(DataLoader(list(pixels), batch_size=2), 4)
     assert labels is None
     assert found.shape == (4, 1, 8, 8)
 

@@ -140,7 +140,7 @@ class Labelled(PicturesModule):
 def test_samples_are_compared_with_training_images_as_they_are(tmp_path):
     grid = SampleGrid(2)
     make_trainer(tmp_path, grid, max_epochs=1).fit(Labelled(), Flipped())
-    assert torch.equal(grid._bank, torch.stack([x for x, _ in Stripes()]))
+    assert torch.equal(grid._training_images, torch.stack([x for x, _ in Stripes()]))
 
 
 @pytest.mark.parametrize("labels", [None, [2, -1]])
@@ -210,13 +210,15 @@ def test_copies_are_told_from_new_images_by_a_number(
 def test_of_a_large_data_set_an_even_part_is_compared_with_and_that_is_said(
     tmp_path, monkeypatch, caplog
 ):
-    monkeypatch.setattr(sample_grid, "BANK_BYTES", 5 * 24)
+    monkeypatch.setattr(sample_grid, "MAX_TRAINING_BYTES", 5 * 24)
     grid = SampleGrid(2)
     with caplog.at_level(logging.INFO):
         fit(tmp_path, PicturesModule(), grid, max_epochs=2)
     assert caplog.text.count("compares with 5 of 20 training images") == 1
-    assert grid._bank.dtype == torch.uint8
-    assert torch.equal(grid._bank, torch.stack([Stripes()[i][0] for i in (0, 4, 8, 12, 16)]))
+    assert grid._training_images.dtype == torch.uint8
+    assert torch.equal(
+        grid._training_images, torch.stack([Stripes()[i][0] for i in (0, 4, 8, 12, 16)])
+    )
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -49,7 +49,8 @@ trainer:
     - class_path: lit_diffusion.callbacks.NoiseLevelLoss
       init_args: {num_images: 4}
     - class_path: lit_diffusion.callbacks.FIDEvaluation
-      init_args: {num_samples: 8, extractor: patches-cnn, reference: crops, second_look: false}
+      init_args:
+        {num_samples: 8, extractor: patches-cnn, reference: crops, auxiliary_metrics: false}
 """
 
 

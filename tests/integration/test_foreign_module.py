@@ -91,7 +91,7 @@ def test_callbacks_find_the_images_of_batches_that_are_dictionaries(tmp_path, ca
     callbacks = [
         SampleGrid(3, images=images),
         NoiseLevelLoss(2, images=images),
-        FIDEvaluation(6, PixelProtocol([]), **at, second_look=False, images=images),
+        FIDEvaluation(6, PixelProtocol([]), **at, auxiliary_metrics=False, images=images),
     ]
     trainer = make_trainer(tmp_path, *callbacks, logger=memory)
     trainer.fit(module, *(DataLoader(AsDicts(num), batch_size=5) for num in (20, 8)))

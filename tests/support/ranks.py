@@ -103,7 +103,7 @@ def score(folder, num, batch_size, extractor):
 
     cache = str(folder / f"cache{place()[0]}")
     protocol = PixelProtocol([]) if extractor == "pixels" else extractor
-    told = {"weights": "raw", "batch_size": 4, "cache_dir": cache, "second_look": False}
+    told = {"weights": "raw", "batch_size": 4, "cache_dir": cache, "auxiliary_metrics": False}
     fid = FIDEvaluation(num, protocol, **told)
     trainer = make_trainer(folder, fid, precision="64-true", **_options())
     data = FewDigits(num, batch_size)

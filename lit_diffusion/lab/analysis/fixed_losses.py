@@ -8,12 +8,12 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from lit_diffusion.callbacks.parts.fixed_items import spread
 from lit_diffusion.checkpoints.loading import Loaded, load_with_record
 from lit_diffusion.cli.evaluating import data_for
 from lit_diffusion.cli.sampling import usable_device
 from lit_diffusion.lab.analysis.interpolation import Losses
 from lit_diffusion.lab.analysis.weights import between, exact_spectral_norms_, state_of
+from lit_diffusion.metrics.reference import evenly_spaced
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms
 
 
@@ -63,7 +63,7 @@ def training_data(loaded: Loaded, args: Namespace) -> Any:
 
 def fixed_batch(module: Any, dataset: Any, num: int) -> tuple[Tensor, Any, Tensor]:
     """Images, evenly over a set and encoded, with labels and indices: (x0, labels, index)."""
-    chosen = spread(len(dataset), num)
+    chosen = evenly_spaced(len(dataset), num)
     images, labels, index = dataset.fetch([0] * len(chosen), chosen)
     x0 = module.codec.encode(images.to(module.device))
     return x0, move_data_to_device(labels, module.device), index

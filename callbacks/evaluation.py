@@ -1,0 +1,300 @@
+"""What callbacks that evaluate a module share: when they run, its weights and mode, its images."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from inspect import signature
+from itertools import compress
+from typing import Any, NamedTuple
+
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+
+from lit_diffusion.metrics.batches import Where, images_in
+from lit_diffusion.metrics.reference import (
+    HasSplits,
+    RealImages,
+    evenly_spaced,
+    images_of_split,
+)
+from lit_diffusion.modes import eval_mode
+from lit_diffusion.protocols import (
+    CanGenerate,
+    Condition,
+    NonFiniteSamples,
+    WeightsProvider,
+    by_part,
+)
+from lit_diffusion.ranks import from_first
+from lit_diffusion.seeding import PerSampleNoise, classes_of
+from lit_diffusion.sharding import first_split
+from lit_diffusion.trainer_state import is_a, own_sampler, stepped_batches
+
+
+class PeriodicEvaluation(Callback, ABC):
+    """Measures after every validation of a fit, or after every n optimizer steps.
+
+    A resumed run measures at the same steps as one that was never interrupted.
+
+    Args:
+        every_n_steps: optimizer steps between measurements, >= 1; None measures after every
+            validation.
+    """
+
+    def __init__(self, every_n_steps: int | None) -> None:
+        if every_n_steps is not None and every_n_steps < 1:
+            raise ValueError(f"every_n_steps must be at least 1 or None, got {every_n_steps}.")
+        self.every_n_steps = every_n_steps
+        self._step = 0  # optimizer steps after the last batch
+
+    @abstractmethod
+    def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
+        """Metrics by name; every rank calls it, and those of rank 0 are logged."""
+
+    @abstractmethod
+    def metric_names(self) -> list[str]:
+        """Names of the metrics that a fit logs."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Refuse Lightning's WeightAveraging, which does not tell when its averages are in use."""
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            if is_a(other, WeightAveraging):
+                raise ValueError(
+                    f"{type(self).__name__} cannot know which weights it would see beside "
+                    f"{type(other).__name__}, as that depends on the order of callbacks; use "
+                    "lit_diffusion.callbacks.EMA instead."
+                )
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Refuse a Trainer under which it would never run, and weights split over ranks."""
+        name = type(self).__name__
+        if self.every_n_steps is None and not trainer.enable_validation:
+            raise ValueError(
+                f"{name}(every_n_steps=None) runs at the end of validation, and this fit has no "
+                f"validation; pass every_n_steps=1000 or remove {name}."
+            )
+        for other in trainer.callbacks if self.every_n_steps else ():  # type: ignore[attr-defined]
+            if (monitor := getattr(other, "monitor", None)) in self.metric_names():
+                raise ValueError(
+                    f"{type(other).__name__}(monitor={monitor!r}) looks for it at every validation,"
+                    f" and {name}(every_n_steps={self.every_n_steps}) does not measure then; leave "
+                    f"every_n_steps out of {name} and set the Trainer's val_check_interval."
+                )
+        if split := first_split(dict(pl_module.named_parameters())):
+            raise ValueError(
+                f"{name} has every rank compute samples of its own, which needs whole weights, and "
+                f"{split!r} is split over ranks; leave {name} out, and look at checkpoints in "
+                "another process (`lit-diffusion sample`, `lit-diffusion evaluate`)."
+            )
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count optimizer steps from here, also in a resumed run."""
+        self._step = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Measure after the batch that reaches or passes a multiple of `every_n_steps`."""
+        n, before, self._step = self.every_n_steps, self._step, trainer.global_step
+        if n is not None and self._step // n > before // n:
+            self.measure_after_step(trainer, pl_module)
+
+    def measure_after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure, and log in the row that Lightning has of the last optimizer step.
+
+        `pl_module.log` would wait for Lightning's next row, drop all but the last measurement,
+        repeat it in later rows, and lose it in a run that is saved and ends before that row.
+        """
+        metrics = self.measure(trainer, pl_module)
+        for logger in trainer.loggers if metrics else ():
+            logger.log_metrics(metrics, step=stepped_batches(trainer) - 1)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Measure after a validation within a fit, except in the sanity check."""
+        fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        if fitting and self.every_n_steps is None:
+            metrics = self.measure(trainer, pl_module)
+            pl_module.log_dict(from_first(lambda: metrics), sync_dist=True)
+
+
+# Weights and mode of the module
+
+
+@contextmanager
+def inference_mode(trainer: Trainer, module: LightningModule) -> Iterator[None]:
+    """Disable gradients, set eval mode and the Trainer's precision, and isolate random numbers.
+
+    This is not `torch.inference_mode`: tensors that a module caches inside stay usable in training.
+    """
+    with (
+        isolate_rng(),
+        torch.no_grad(),
+        eval_mode(module),
+        trainer.precision_plugin.forward_context(),
+    ):
+        yield
+
+
+def weights_providers(trainer: Trainer, name: str) -> list[WeightsProvider]:
+    """The callbacks that have weights of this name."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    return [c for c in callbacks if isinstance(c, WeightsProvider) and name in c.names()]
+
+
+@contextmanager
+def swap_weights(trainer: Trainer, name: str) -> Iterator[None]:
+    """Context in which the module has the named weights of every callback that provides them."""
+    with ExitStack() as stack:
+        for provider in weights_providers(trainer, name):
+            stack.enter_context(provider.weights(name))
+        yield
+
+
+@contextmanager
+def averaged_weights(trainer: Trainer) -> Iterator[str]:
+    """Context with the weights "ema", or "raw" where no callback provides them; yields the name."""
+    with swap_weights(trainer, "ema"):
+        yield "ema" if weights_providers(trainer, "ema") else "raw"
+
+
+# Samples of the module
+
+
+def require_generate(module: LightningModule, callback: str) -> None:
+    """Raise TypeError, in the name of a callback, if `module.generate(seeds, labels)` won't do."""
+    try:
+        signature(getattr(module, "generate", None)).bind([0], None)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise TypeError(
+            f"{callback} needs a module with generate(seeds, labels=None) -> uint8 images "
+            f"(protocols.CanGenerate), and {type(module).__name__} has none such: {error}."
+        ) from error
+
+
+def generate_images(
+    module: LightningModule, seeds: Sequence[int]
+) -> tuple[Tensor | None, list[int]]:
+    """Generate an image a seed, with labels seed mod `num_classes` if the module has classes.
+
+    Returns:
+        Images uint8 (N, C, H, W) and []; or None and the seeds whose samples are not finite.
+    """
+    assert isinstance(module, CanGenerate)
+    num_classes = getattr(module, "num_classes", None)
+    labels = None
+    if num_classes:
+        labels = torch.tensor(classes_of(seeds, num_classes), device=module.device)
+    try:
+        images = module.generate(seeds, labels)
+    except NonFiniteSamples as error:
+        return None, error.seeds
+    if images.is_floating_point() and not images.isfinite().all():
+        non_finite = ~images.isfinite().flatten(1).all(1)
+        return None, list(compress(seeds, non_finite.tolist()))
+    check_images(images, len(seeds))
+    return images, []
+
+
+def check_images(images: Tensor, num: int) -> None:
+    """Raise TypeError unless these are `num` images, uint8 (N, C, H, W)."""
+    if images.dtype != torch.uint8 or images.ndim != 4 or len(images) != num:
+        raise TypeError(
+            f"generate must return {num} images, uint8 (N, C, H, W) in [0, 255], got "
+            f"{images.dtype} {tuple(images.shape)}; clamp, round and cast them."
+        )
+
+
+# Images of the data
+
+
+def indexed_loader(loaders: Any) -> "DataLoader[Any] | None":
+    """The first DataLoader, of those a Trainer holds, whose data set can be read at an index.
+
+    None for streams, and for data sets of ready-made batches, which have `batch_size=None`.
+    """
+    for loader in CombinedLoader(loaders).flattened:
+        has_items = isinstance(loader, DataLoader) and loader.batch_sampler is not None
+        if has_items and not isinstance(loader.dataset, IterableDataset):
+            return loader  # type: ignore[no-any-return]
+    return None
+
+
+def indexed_items(loader: "DataLoader[Any]") -> "Dataset[Any]":
+    """The data set of a loader, or the part of it that a `SubsetRandomSampler` takes."""
+    indices = getattr(own_sampler(loader), "indices", None)
+    return loader.dataset if indices is None else Subset(loader.dataset, list(indices))
+
+
+def split_images(trainer: Trainer, split: str, where: Where = None) -> RealImages | None:
+    """Images of "train", "val" or "test", from the data module or a loader; None without either.
+
+    `where` locates the images in a batch of a foreign loader: an index, a key or a function.
+    """
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if isinstance(data, HasSplits):
+        return images_of_split(data, split)
+    fitting = split == "val" and trainer.state.fn == TrainerFn.FITTING
+    if fitting and trainer.enable_validation and trainer.val_dataloaders is None:
+        # Lightning makes them in the first epoch with a validation, and not again if they exist.
+        trainer.validating = True
+        trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        trainer.training = True
+    loaders = {
+        "train": trainer.train_dataloader,
+        "val": trainer.val_dataloaders,
+        "test": trainer.test_dataloaders,
+    }
+    loader = indexed_loader(loaders[split])
+    if loader is None:
+        return None
+    items = indexed_items(loader)
+    return RealImages(split, items, loader.collate_fn, loader.num_workers, where=where)
+
+
+class FixedImages(NamedTuple):
+    """Images of any type (N, C, H, W), labels (N, ...) or None, and indices in the data set."""
+
+    images: Tensor
+    labels: Condition
+    indices: list[int]
+
+    def encode(self, module: Any) -> tuple[Tensor, Condition, Tensor]:
+        """x0 (N, C, H, W), labels if the loss takes any, noise like x0; on the module's device.
+
+        The module offers `protocols.HasNoiseLevels`. The noise of an image depends on its index
+        alone.
+        """
+        x0 = module.codec.encode(self.images.to(module.device))
+        noise = PerSampleNoise(self.indices, stream="noise level").randn_like(x0)
+        labels = self.labels
+        if module.num_classes is None and getattr(module, "conditioning", None) is None:
+            labels = None
+        return x0, move_data_to_device(labels, x0.device), noise
+
+
+def read_fixed_images(loaders: Any, num: int, where: Where = None) -> FixedImages:
+    """Read at most `num` images, evenly over the first data set: the same ones at every call.
+
+    The loader itself is not iterated, which would restart its persistent workers in mid-epoch.
+    """
+    loader = indexed_loader(loaders)
+    if loader is None:
+        raise ValueError(
+            "NoiseLevelLoss and GradientDiagnostics need a DataLoader over a data set with "
+            "indices, to read the same images every time; remove them for streamed data."
+        )
+    items: Any = indexed_items(loader)
+    indices = evenly_spaced(len(items), num)
+    options: Any = {"batch_size": 256, "sampler": indices, "collate_fn": loader.collate_fn}
+    with isolate_rng():  # a DataLoader draws a seed
+        batches = list(DataLoader(items, **options))
+    images = torch.cat([images_in(batch, where) for batch in batches])
+    labels = None
+    if isinstance(batches[0], list | tuple) and len(batches[0]) > 1:
+        labels = by_part(lambda *rows: torch.cat(rows), *(batch[1] for batch in batches))
+    return FixedImages(images, labels, indices)

@@ -1,0 +1,259 @@
+import random
+from types import SimpleNamespace
+
+import lightning.pytorch
+import numpy as np
+import pytest
+import pytorch_lightning
+import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+from lightning.pytorch.overrides.distributed import UnrepeatedDistributedSamplerWrapper
+from support.pictures_module import Stripes, pictures
+from support.pixels import random_images
+from support.plain_module import PlainModule, assert_close, make_trainer, trainable
+from support.plain_module import loader as plain_loader
+from support.rising import Rising, loader, trainer
+from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler
+
+from lit_diffusion.callbacks import EMA, FIDEvaluation, NoiseLevelLoss, SampleGrid
+from lit_diffusion.callbacks.evaluation import (
+    PeriodicEvaluation,
+    averaged_weights,
+    generate_images,
+    indexed_loader,
+    inference_mode,
+    read_fixed_images,
+    require_generate,
+    split_images,
+)
+from lit_diffusion.data.digits import Digits
+from lit_diffusion.protocols import NonFiniteSamples
+
+# When
+
+
+class Steps(PeriodicEvaluation):
+    """The steps at which it measured."""
+
+    def __init__(self, n):
+        super().__init__(n)
+        self.measured = []
+
+    def measure(self, trainer, pl_module):
+        self.measured.append(trainer.global_step)
+        return {}
+
+    def metric_names(self):
+        return []
+
+    def run(self, steps):
+        for step in steps:
+            at = SimpleNamespace(global_step=step, loggers=[])
+            self.on_train_batch_end(at, None, None, None, 0)
+        return self.measured
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3])
+def test_every_multiple_is_measured_once_however_many_steps_a_batch_takes(stride):
+    measured = Steps(10).run(step for step in range(0, 100, stride) for _ in range(3))
+    assert [step // 10 for step in measured] == list(range(1, 10))
+    assert all(step % 10 < stride for step in measured)
+    assert Steps(None).run(range(100)) == []
+
+
+@pytest.mark.parametrize("resumed_at", [0, 5, 10, 11, 29])
+def test_a_resumed_run_measures_where_the_undisturbed_one_does(resumed_at):
+    whole, resumed = Steps(10), Steps(10)
+    resumed.on_train_start(SimpleNamespace(global_step=resumed_at), None)
+    expected = [step for step in whole.run(range(1, 40)) if step > resumed_at]
+    assert resumed.run(range(resumed_at + 1, 40)) == expected
+
+
+def test_less_than_one_step_is_refused():
+    with pytest.raises(ValueError, match="every_n_steps must be at least 1 or None, got 0"):
+        Steps(0)
+
+
+# Weights and mode
+
+
+def test_random_numbers_modes_and_gradients_are_as_before(tmp_path):
+    module, run = PlainModule(), make_trainer(tmp_path)
+    module.train()
+    module.inner[1].eval()
+    modes = [m.training for m in module.modules()]
+
+    def draws():
+        return torch.rand(1).item(), np.random.rand(), random.random()  # noqa: NPY002
+
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)  # noqa: NPY002
+    expected = draws()
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)  # noqa: NPY002
+    with inference_mode(run, module):
+        draws()
+        assert not any(m.training for m in module.modules())
+        output = module.inner(torch.ones(2, 4))
+    assert draws() == expected
+    assert [m.training for m in module.modules()] == modes
+    assert not output.requires_grad
+    assert not output.is_inference()
+    (output.sum() * module.inner[0].weight.sum()).backward()
+
+
+def test_the_precision_of_the_trainer_is_used(tmp_path):
+    module = PlainModule()
+    with inference_mode(make_trainer(tmp_path, precision="bf16-mixed"), module):
+        assert module.inner(torch.ones(2, 4)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", [lightning.pytorch, pytorch_lightning])
+@pytest.mark.parametrize("ours", [SampleGrid(2), FIDEvaluation(2, "digits-cnn"), NoiseLevelLoss()])
+def test_averages_that_lightning_puts_in_place_by_itself_are_refused_by_name(ours, kind):
+    theirs = kind.callbacks.EMAWeightAveraging()
+    run = kind.Trainer(callbacks=[ours, theirs], accelerator="cpu", logger=False)
+    message = rf"{type(ours).__name__} cannot know .* beside EMAWeightAveraging.*callbacks.EMA"
+    with pytest.raises(ValueError, match=message):
+        ours.setup(run, PlainModule(), "fit")
+
+
+def test_all_providers_put_their_averages_in_place(tmp_path):
+    emas = EMA((0.9,), prefix="inner.0"), EMA((0.9,), prefix="inner.3")
+    module, run = PlainModule(), make_trainer(tmp_path, *emas)
+    run.fit(module, plain_loader())
+    with averaged_weights(run) as name:
+        assert name == "ema"
+        for ema in emas:
+            average = ema.state_dict()["shadows"][0]
+            assert_close({k: trainable(module)[k] for k in average}, average, 0)
+    with averaged_weights(make_trainer(tmp_path)) as name:
+        assert name == "raw"
+
+
+# Samples
+
+
+def generated(outcome, seeds):
+    """What becomes of what a module returns or raises."""
+
+    class Module(Rising):
+        def generate(self, seeds, labels=None):
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+    return generate_images(Module(), seeds)
+
+
+def test_samples_are_uint8_images_or_the_seeds_of_those_that_are_not_finite():
+    images = random_images(3, 0)
+    assert generated(images, range(3)) == (images, [])
+    error = NonFiniteSamples([4, 5], step=10, where="t = 3")
+    assert generated(error, [3, 4, 5]) == (None, [4, 5])
+    for value in (torch.nan, torch.inf):
+        images = torch.zeros(3, 1, 2, 2)
+        images[1, 0, 1, 1] = value
+        assert generated(images, [3, 4, 5]) == (None, [4])
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [torch.rand(3, 1, 2, 2), torch.zeros(2, 1, 2, 2, dtype=torch.uint8), torch.zeros(3, 4).byte()],
+)
+def test_anything_else_is_refused_with_what_it_is(outcome):
+    with pytest.raises(TypeError, match=r"must return 3 images, uint8 \(N, C, H, W\)"):
+        generated(outcome, range(3))
+
+
+@pytest.mark.parametrize(
+    ("generate", "reason"),
+    [
+        (lambda num: None, "too many positional arguments"),
+        (lambda seeds, labels, steps: None, "missing a required argument: 'steps'"),
+        (None, "None is not a callable"),
+    ],
+)
+def test_a_module_that_cannot_be_asked_is_refused_before_it_is(generate, reason):
+    module = Rising()
+    module.generate = generate
+    with pytest.raises(TypeError, match=f"Grid needs .*Rising has none such: {reason}"):
+        require_generate(module, "Grid")
+    module.generate = lambda seeds, labels=None: None
+    require_generate(module, "Grid")
+
+
+# Images of the data
+
+
+def all_images(images):
+    return torch.cat([batch for batch, _ in images.batches(100)])
+
+
+def test_splits_of_a_data_module_come_unaugmented_in_order_and_with_its_fingerprint():
+    run = SimpleNamespace(datamodule=Digits(batch_size=16))
+    for name, split in (("train", "train"), ("val", "val"), ("test", "val")):
+        images = split_images(run, name)
+        assert images.name == split
+        assert torch.equal(all_images(images), Digits().images(split))
+        assert images.fingerprint() == Digits().fingerprint(split)
+
+
+def test_splits_of_foreign_loaders_are_all_their_images_in_order(tmp_path):
+    run = trainer(tmp_path, [], max_steps=1)
+    run.fit(Rising(), loader(8, seed=0, batch_size=4), [loader(6, seed=1), loader(5, seed=2)])
+    for name, count, seed in (("train", 8, 0), ("val", 6, 1)):
+        assert torch.equal(all_images(split_images(run, name)), random_images(count, seed))
+    assert split_images(run, "test") is None
+
+
+def test_images_are_spread_over_the_data_set_and_all_of_a_small_one():
+    images, labels, indices = read_fixed_images(pictures(), 5)
+    assert indices == [0, 4, 8, 12, 16]
+    assert torch.equal(images, torch.stack([Stripes()[i][0] for i in indices]))
+    assert labels.tolist() == [Stripes()[i][1] for i in indices]
+    assert read_fixed_images(pictures(6), 64).indices == list(range(6))
+
+
+def test_data_sets_that_fetch_whole_batches_are_read_too():
+    data = Digits(batch_size=7)
+    fixed = read_fixed_images(data.train_dataloader(), 3)
+    assert fixed.indices == [0, 479, 958]
+    assert torch.equal(fixed.images, data.images("train")[fixed.indices])
+
+
+def test_data_sets_of_images_alone_have_no_labels():
+    images, labels, _ = read_fixed_images(DataLoader(list(random_images(6, 0)), batch_size=2), 4)
+    assert labels is None
+    assert images.shape == (4, 1, 2, 2)
+
+
+def test_a_running_epoch_of_the_loader_goes_on_undisturbed():
+    loader = pictures(num_workers=1, persistent_workers=True)
+    epoch = iter(loader)
+    first = next(epoch)
+    read_fixed_images(loader, 2)
+    rest = list(epoch)
+    assert torch.equal(torch.cat([b[0] for b in [first, *rest]]), torch.cat([b[0] for b in loader]))
+
+
+@pytest.mark.parametrize(
+    "wrapper", [None, DistributedSamplerWrapper, UnrepeatedDistributedSamplerWrapper]
+)
+def test_a_sampler_of_a_subset_makes_the_items_a_subset(wrapper):
+    sampler = SubsetRandomSampler([11, 3, 7])
+    if wrapper:  # as Lightning's, on two ranks
+        sampler = wrapper(sampler, num_replicas=2, rank=1)
+    images = read_fixed_images(DataLoader(Stripes(), 2, sampler=sampler), 9).images
+    assert torch.equal(images, torch.stack([Stripes()[i][0] for i in (11, 3, 7)]))
+
+
+def test_streams_and_ready_made_batches_have_no_indices():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([1])
+
+    stream, indexed = DataLoader(Stream()), pictures()
+    assert indexed_loader({"a": stream, "b": [indexed]}) is indexed
+    for loaders in ([stream], None, DataLoader(Stripes(), batch_size=None)):
+        assert indexed_loader(loaders) is None
+    with pytest.raises(ValueError, match="with indices"):
+        read_fixed_images(stream, 3)
