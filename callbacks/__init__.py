@@ -1,43 +1,60 @@
-"""Callbacks for any LightningModule: averages of the weights, samples, scores, seeds, schedules."""
+"""Callbacks for any LightningModule: averages of the weights, samples, scores, seeds, schedules.
 
-from lit_diffusion.callbacks.consistency_probe import ConsistencyProbe
-from lit_diffusion.callbacks.curriculum import (
-    CurriculumWeight,
-    ImportanceWeightedCurriculum,
-    ShiftingGaussian,
-    TimestepCurriculum,
-)
-from lit_diffusion.callbacks.ema import EMA
-from lit_diffusion.callbacks.fid import FIDEvaluation
-from lit_diffusion.callbacks.finite_updates import FiniteUpdates
-from lit_diffusion.callbacks.gradient_diagnostics import GradientDiagnostics
-from lit_diffusion.callbacks.loss_resampler import LossDensity, LossSecondMomentResampler
-from lit_diffusion.callbacks.momentum_decay import LRCompensation, MomentumDecay
-from lit_diffusion.callbacks.noise_level_loss import NoiseLevelLoss
-from lit_diffusion.callbacks.power_ema import PowerEMA
-from lit_diffusion.callbacks.rank_watch.callback import RankWatch
-from lit_diffusion.callbacks.sample_grid import SampleGrid
-from lit_diffusion.callbacks.save_on_signal import SaveOnSignal
-from lit_diffusion.callbacks.step_seed import StepSeed
+A class is imported when it is first asked for, so each file here can be imported on its own.
+"""
 
-__all__ = [
-    "EMA",
-    "ConsistencyProbe",
-    "CurriculumWeight",
-    "FIDEvaluation",
-    "FiniteUpdates",
-    "GradientDiagnostics",
-    "ImportanceWeightedCurriculum",
-    "LRCompensation",
-    "LossDensity",
-    "LossSecondMomentResampler",
-    "MomentumDecay",
-    "NoiseLevelLoss",
-    "PowerEMA",
-    "RankWatch",
-    "SampleGrid",
-    "SaveOnSignal",
-    "ShiftingGaussian",
-    "StepSeed",
-    "TimestepCurriculum",
-]
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the same as _FILES, for type checkers
+    from .consistency_probe import ConsistencyProbe as ConsistencyProbe
+    from .curriculum import CurriculumWeight as CurriculumWeight
+    from .curriculum import ImportanceWeightedCurriculum as ImportanceWeightedCurriculum
+    from .curriculum import ShiftingGaussian as ShiftingGaussian
+    from .curriculum import TimestepCurriculum as TimestepCurriculum
+    from .ema import EMA as EMA
+    from .fid import FIDEvaluation as FIDEvaluation
+    from .finite_updates import FiniteUpdates as FiniteUpdates
+    from .gradient_diagnostics import GradientDiagnostics as GradientDiagnostics
+    from .loss_resampler import LossDensity as LossDensity
+    from .loss_resampler import LossSecondMomentResampler as LossSecondMomentResampler
+    from .momentum_decay import LRCompensation as LRCompensation
+    from .momentum_decay import MomentumDecay as MomentumDecay
+    from .noise_level_loss import NoiseLevelLoss as NoiseLevelLoss
+    from .power_ema import PowerEMA as PowerEMA
+    from .rank_watch import RankWatch as RankWatch
+    from .sample_grid import SampleGrid as SampleGrid
+    from .save_on_signal import SaveOnSignal as SaveOnSignal
+    from .step_seed import StepSeed as StepSeed
+
+_FILES = {
+    "ConsistencyProbe": "consistency_probe",
+    "CurriculumWeight": "curriculum",
+    "EMA": "ema",
+    "FIDEvaluation": "fid",
+    "FiniteUpdates": "finite_updates",
+    "GradientDiagnostics": "gradient_diagnostics",
+    "ImportanceWeightedCurriculum": "curriculum",
+    "LRCompensation": "momentum_decay",
+    "LossDensity": "loss_resampler",
+    "LossSecondMomentResampler": "loss_resampler",
+    "MomentumDecay": "momentum_decay",
+    "NoiseLevelLoss": "noise_level_loss",
+    "PowerEMA": "power_ema",
+    "RankWatch": "rank_watch",
+    "SampleGrid": "sample_grid",
+    "SaveOnSignal": "save_on_signal",
+    "ShiftingGaussian": "curriculum",
+    "StepSeed": "step_seed",
+    "TimestepCurriculum": "curriculum",
+}
+
+__all__ = sorted(_FILES)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _FILES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_FILES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lit_diffusion.callbacks.parts.timestep_writer import Timesteps, TimestepWriter
+from lit_diffusion.callbacks.trainer_state import Timesteps, TimestepWriter
 
 Normalize = Literal["truncate", "mix"]
 

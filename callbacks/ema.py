@@ -15,8 +15,16 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lit_diffusion.callbacks.parts.averages import Group, RawWeights, overwrite_, span_decay
-from lit_diffusion.callbacks.parts.strategies import refuse_split_weights, refuse_strategy
 from lit_diffusion.callbacks.parts.update_options import refuse_unhooked
+from lit_diffusion.callbacks.trainer_state import (
+    gather_state,
+    is_state_init_step,
+    isinstance_lightning,
+    refuse_split_weights,
+    refuse_strategy,
+    reshard,
+    should_log,
+)
 from lit_diffusion.checkpoints.averages import (
     Averaged,
     changed_decays,
@@ -24,8 +32,6 @@ from lit_diffusion.checkpoints.averages import (
     pack,
     unpack,
 )
-from lit_diffusion.sharding import gathered, is_made_up, reshard
-from lit_diffusion.trainer_state import is_a, logs_are_due
 
 RAW = "raw"
 
@@ -299,7 +305,7 @@ class EMA(Callback):
         return found | (self._buffers() if self.buffers else {})
 
     def _before_step(self, group: Group, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
-        if is_made_up(optimizer, kwargs):
+        if is_state_init_step(optimizer, kwargs):
             return
         self._refuse_others_in_place()
         self._adopt(optimizer, group)
@@ -310,7 +316,7 @@ class EMA(Callback):
         # A GradScaler has fused optimizers skip a step inside, and does not call step() of others.
         params = (param for entry in optimizer.param_groups for param in entry["params"])
         skipped = getattr(optimizer, "found_inf", None) or all(p.grad is None for p in params)
-        if not skipped and not is_made_up(optimizer, kwargs):
+        if not skipped and not is_state_init_step(optimizer, kwargs):
             self._renew_buffers()
             group.advance(self.every_n_steps, self.start)
 
@@ -326,7 +332,7 @@ class EMA(Callback):
 
         Of split weights, whole ones on rank 0 and nothing on the others; all of them must ask.
         """
-        return gathered(self._packed())
+        return gather_state(self._packed())
 
     def _packed(self) -> dict[str, Any]:
         if self._loaded or not self._groups:
@@ -366,7 +372,7 @@ class EMA(Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the shadows on the module's device, or take those of the checkpoint."""
         for callback in trainer.checkpoint_callbacks:
-            if is_a(callback, ModelCheckpoint) and callback.save_weights_only:
+            if isinstance_lightning(callback, ModelCheckpoint) and callback.save_weights_only:
                 rank_zero_warn(
                     "ModelCheckpoint(save_weights_only=True) writes the raw weights only; the "
                     "averages of EMA will not be in its files."
@@ -385,7 +391,7 @@ class EMA(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Log the decay, and look at the averages, as often as Lightning logs."""
-        if self.steps and logs_are_due(trainer):
+        if self.steps and should_log(trainer):
             for group in self._groups:
                 group.refuse_nonfinite()
             name = f"ema/decay_{self.prefix}" if self.prefix else "ema/decay"

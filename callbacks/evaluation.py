@@ -17,6 +17,14 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
+from lit_diffusion.callbacks.trainer_state import (
+    eval_mode,
+    find_dtensor,
+    isinstance_lightning,
+    stepped_batches,
+    undivided_sampler,
+)
+from lit_diffusion.distributed import call_on_rank_zero
 from lit_diffusion.metrics.batches import Where, images_in
 from lit_diffusion.metrics.reference import (
     HasSplits,
@@ -24,7 +32,6 @@ from lit_diffusion.metrics.reference import (
     evenly_spaced,
     images_of_split,
 )
-from lit_diffusion.modes import eval_mode
 from lit_diffusion.protocols import (
     CanGenerate,
     Condition,
@@ -32,10 +39,7 @@ from lit_diffusion.protocols import (
     WeightsProvider,
     by_part,
 )
-from lit_diffusion.ranks import from_first
 from lit_diffusion.seeding import PerSampleNoise, classes_of
-from lit_diffusion.sharding import first_split
-from lit_diffusion.trainer_state import is_a, own_sampler, stepped_batches
 
 
 class PeriodicEvaluation(Callback, ABC):
@@ -65,7 +69,7 @@ class PeriodicEvaluation(Callback, ABC):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Refuse Lightning's WeightAveraging, which does not tell when its averages are in use."""
         for other in trainer.callbacks:  # type: ignore[attr-defined]
-            if is_a(other, WeightAveraging):
+            if isinstance_lightning(other, WeightAveraging):
                 raise ValueError(
                     f"{type(self).__name__} cannot know which weights it would see beside "
                     f"{type(other).__name__}, as that depends on the order of callbacks; use "
@@ -87,7 +91,7 @@ class PeriodicEvaluation(Callback, ABC):
                     f" and {name}(every_n_steps={self.every_n_steps}) does not measure then; leave "
                     f"every_n_steps out of {name} and set the Trainer's val_check_interval."
                 )
-        if split := first_split(dict(pl_module.named_parameters())):
+        if split := find_dtensor(dict(pl_module.named_parameters())):
             raise ValueError(
                 f"{name} has every rank compute samples of its own, which needs whole weights, and "
                 f"{split!r} is split over ranks; leave {name} out, and look at checkpoints in "
@@ -119,7 +123,7 @@ class PeriodicEvaluation(Callback, ABC):
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         if fitting and self.every_n_steps is None:
             metrics = self.measure(trainer, pl_module)
-            pl_module.log_dict(from_first(lambda: metrics), sync_dist=True)
+            pl_module.log_dict(call_on_rank_zero(lambda: metrics), sync_dist=True)
 
 
 # Weights and mode of the module
@@ -226,7 +230,7 @@ def indexed_loader(loaders: Any) -> "DataLoader[Any] | None":
 
 def indexed_items(loader: "DataLoader[Any]") -> "Dataset[Any]":
     """The data set of a loader, or the part of it that a `SubsetRandomSampler` takes."""
-    indices = getattr(own_sampler(loader), "indices", None)
+    indices = getattr(undivided_sampler(loader), "indices", None)
     return loader.dataset if indices is None else Subset(loader.dataset, list(indices))
 
 

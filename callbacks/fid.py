@@ -23,7 +23,6 @@ from lit_diffusion.callbacks.evaluation import (
     swap_weights,
     weights_providers,
 )
-from lit_diffusion.counts import is_count
 from lit_diffusion.files import user_cache
 from lit_diffusion.metrics.batches import Where
 from lit_diffusion.metrics.clock import EvaluationClock
@@ -431,7 +430,8 @@ class FIDEvaluation(PeriodicEvaluation):
         """Restore the best FID and the count of images; refuse a state of other types."""
         score, step = state_dict["best_score"], state_dict["best_step"]
         _require(isinstance(score, float | None), "best_score", "a number or None", score)
-        _require(step is None or is_count(step), "best_step", "a count or None", step)
+        is_count = step is None or (type(step) is int and step >= 0)
+        _require(is_count, "best_step", "a count or None", step)
         settings = state_dict["best_against"]
         texts = isinstance(settings, dict) and all(isinstance(v, str) for v in settings.values())
         _require(texts, "best_against", "texts by name", settings)

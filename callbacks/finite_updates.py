@@ -10,10 +10,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_diffusion.callbacks.parts.finite import first_nonfinite
 from lit_diffusion.callbacks.parts.micro_batch import MicroBatch
-from lit_diffusion.ranks import from_all, largest
-from lit_diffusion.trainer_state import logged_step
+from lit_diffusion.callbacks.trainer_state import first_nonfinite, logger_step
+from lit_diffusion.distributed import all_gather_objects
 
 _MOST_FILES = 8
 
@@ -125,7 +124,9 @@ class FiniteUpdates(Callback):
                 self._now.see_gradients([optimizer])
             window = [*self._window, self._now]
             flags = torch.stack([batch.flags() for batch in window]).amax(0)
-            if _is_failure(largest(flags), trainer):
+            if trainer.world_size > 1:
+                torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
+            if _is_failure(flags, trainer):
                 self._failed = window
                 window[0].put_buffers_back(pl_module)
             self._now.updates += 1 - bool(self._failed)
@@ -161,12 +162,12 @@ class FiniteUpdates(Callback):
         worst = max(self._failed, key=MicroBatch.badness)
         self._failed = []
         self.skipped_updates += 1
-        what = from_all(worst.badness())
+        what = all_gather_objects(worst.badness())
         suspects = [rank for rank, bad in enumerate(what) if bad == max(what)]
         text = ""
         if trainer.global_rank in suspects[:_MOST_FILES]:
             text = _described_and_kept(worst, trainer, module)
-        text = from_all(text)[suspects[0]]
+        text = all_gather_objects(text)[suspects[0]]
         if others := ", ".join(map(str, suspects[1:])):
             text += f" Likewise on rank {others}"
             # Gradients are looked at when the ranks have summed them.
@@ -208,7 +209,7 @@ class FiniteUpdates(Callback):
 
 def _log(trainer: Trainer, numbers: dict[str, float]) -> None:
     for logger in trainer.loggers:
-        logger.log_metrics(numbers, logged_step(trainer))
+        logger.log_metrics(numbers, logger_step(trainer))
 
 
 def _scaler(trainer: Trainer) -> Any:

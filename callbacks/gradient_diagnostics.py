@@ -15,8 +15,8 @@ from lit_diffusion.callbacks.evaluation import (
     PeriodicEvaluation,
     read_fixed_images,
 )
+from lit_diffusion.callbacks.trainer_state import eval_mode
 from lit_diffusion.metrics.batches import Where
-from lit_diffusion.modes import eval_mode
 from lit_diffusion.protocols import Condition, by_part
 
 

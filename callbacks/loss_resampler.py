@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lit_diffusion.callbacks.curriculum import importance_weight, total_variation
-from lit_diffusion.callbacks.parts.timestep_writer import Timesteps, TimestepWriter
+from lit_diffusion.callbacks.trainer_state import Timesteps, TimestepWriter
 
 
 class LossHistory(NamedTuple):

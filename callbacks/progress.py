@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import ProgressBar, TQDMProgressBar
 from lightning.pytorch.trainer.states import TrainerFn
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from lit_diffusion.trainer_state import steps_of_run
+from lit_diffusion.callbacks.trainer_state import total_steps
 
 
 def progress_line(
@@ -160,7 +160,7 @@ def _total(trainer: Trainer) -> int | None:
     """Steps of the run, as `global_step` counts them: those of several optimizers together."""
     if len(trainer.optimizers) > 1:
         return trainer.max_steps if trainer.max_steps > 0 else None
-    return steps_of_run(trainer)
+    return total_steps(trainer)
 
 
 def _prints(logger: logging.Logger) -> bool:

@@ -29,13 +29,13 @@ from lit_diffusion.callbacks.evaluation import (
     require_generate,
     split_images,
 )
+from lit_diffusion.callbacks.trainer_state import isinstance_lightning, stepped_batches
 from lit_diffusion.metrics.batches import Where
 from lit_diffusion.metrics.copies import nearest, share_below
 from lit_diffusion.metrics.images import MODES
 from lit_diffusion.metrics.reference import RealImages, evenly_spaced
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
 from lit_diffusion.seeding import classes_of
-from lit_diffusion.trainer_state import is_a, stepped_batches
 
 MAX_TRAINING_BYTES = 2**28
 """Of the training images that samples are compared with."""
@@ -209,13 +209,13 @@ class SampleGrid(PeriodicEvaluation):
 def log_picture(loggers: Iterable[Logger], name: str, picture: Image.Image, step: int) -> None:
     """Log a picture with TensorBoard, W&B, MLflow and Comet; other loggers get none."""
     for logger in loggers:
-        if is_a(logger, TensorBoardLogger):
+        if isinstance_lightning(logger, TensorBoardLogger):
             logger.experiment.add_image(name, np.asarray(picture), step, dataformats="HWC")
-        elif is_a(logger, WandbLogger):
+        elif isinstance_lightning(logger, WandbLogger):
             logger.log_image(name, [picture], step)
-        elif is_a(logger, MLFlowLogger):
+        elif isinstance_lightning(logger, MLFlowLogger):
             logger.experiment.log_image(logger.run_id, picture, key=name, step=step)
-        elif is_a(logger, CometLogger):
+        elif isinstance_lightning(logger, CometLogger):
             logger.experiment.log_image(picture, name, step=step)
 
 

@@ -10,19 +10,19 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lit_diffusion.cli.slurm import is_requeue_of, job_id, leave_note, requeue_job
-from lit_diffusion.signals import BY_HAND, SavedOnSignal, SignalNotes, print_error
-from lit_diffusion.trainer_state import (
-    WholeSteps,
+from lit_diffusion.callbacks.trainer_state import (
+    AccumulationTracker,
+    disable_signal_handlers,
+    enable_signal_handlers,
     ends_epoch,
-    give_signals_back,
     is_ending,
-    leave_signals,
     validation_follows,
 )
+from lit_diffusion.cli.slurm import is_requeue_of, job_id, leave_note, requeue_job
+from lit_diffusion.signals import BY_HAND, SavedOnSignal, SignalNotes, print_error
 
 
-class SaveOnSignal(WholeSteps, Callback):
+class SaveOnSignal(AccumulationTracker, Callback):
     """Saves `folder`/last.ckpt at the next safe point after a signal, and ends.
 
     With exit code 75 after a signal of a batch system, 130 after Ctrl-C, and 129 after SIGHUP, by
@@ -92,7 +92,7 @@ class SaveOnSignal(WholeSteps, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep Lightning from setting handlers, and prepare to agree with the other ranks."""
         _refuse_stale(trainer)
-        leave_signals(trainer)
+        disable_signal_handlers(trainer)
         self._agreed = _Agreement(trainer)
         if trainer.is_global_zero:
             self._notes.answer = "\nSaves after this step; Ctrl-C again ends without.\n"
@@ -127,7 +127,7 @@ class SaveOnSignal(WholeSteps, Callback):
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave signals to others."""
         self._notes.stop()
-        give_signals_back(trainer)
+        enable_signal_handlers(trainer)
 
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
@@ -137,7 +137,7 @@ class SaveOnSignal(WholeSteps, Callback):
             self.teardown(trainer, pl_module, "fit")
 
     def _save(self, trainer: Trainer) -> None:
-        waits = self.accumulates(trainer) or ends_epoch(trainer)
+        waits = self.is_accumulating(trainer) or ends_epoch(trainer)
         if self._saved is not None or waits or is_ending(trainer):
             return  # gradients are not saved, and a complete run ends as usual
         saved = SavedOnSignal(self._due, trainer.global_step, self.path)

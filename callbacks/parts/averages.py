@@ -11,9 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lit_diffusion.callbacks.parts.finite import first_nonfinite
+from lit_diffusion.callbacks.trainer_state import (
+    distribute_like,
+    first_nonfinite,
+    local_part,
+    reshard,
+)
 from lit_diffusion.checkpoints.averages import Averaged
-from lit_diffusion.sharding import local, reshard, split_like
 
 
 def warmup_decay(decay: float, n: int) -> float:
@@ -54,15 +58,15 @@ def ema_update_(shadow: Sequence[Tensor], params: Sequence[Tensor], decay: float
         >>> shadow
         [tensor([0.2500, 0.2500])]
     """
-    averages = [local(average) for average in shadow]
-    wide = [local(p).to(average) for average, p in zip(averages, params, strict=True)]
+    averages = [local_part(average) for average in shadow]
+    wide = [local_part(p).to(average) for average, p in zip(averages, params, strict=True)]
     torch._foreach_lerp_(averages, wide, 1 - decay)
 
 
 @torch.no_grad()
 def overwrite_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     """Copy each value into its target, in the target's dtype; of split ones, part by part."""
-    torch._foreach_copy_([local(t) for t in targets], [local(v) for v in values])
+    torch._foreach_copy_([local_part(t) for t in targets], [local_part(v) for v in values])
 
 
 @dataclass
@@ -89,7 +93,7 @@ class Group:
         dtype = torch.promote_types(param.dtype, torch.float32)
         starts = known.shadows if known else [None for _ in self.decays]
         for column, start in zip(self.shadows, starts, strict=True):
-            part = param if start is None else split_like(start, param)
+            part = param if start is None else distribute_like(start, param)
             device = torch.device("cpu") if self.on_cpu else param.device
             column.append(part.detach().to(device, dtype, copy=True))
         self.names.append(name)

@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lit_diffusion.callbacks.parts.finite import nonfinite
+from lit_diffusion.callbacks.trainer_state import is_nonfinite
 from lit_diffusion.seeding import run_seed
 
 
@@ -68,7 +68,7 @@ class MicroBatch:
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         params = [p for group in groups for p in group["params"] if p.grad is not None]
         if params:
-            self.gradients = nonfinite([param.grad for param in params]), params
+            self.gradients = is_nonfinite([param.grad for param in params]), params
 
     @torch.no_grad()
     def put_buffers_back(self, module: LightningModule) -> None:
@@ -122,7 +122,7 @@ class MicroBatch:
         """What is not finite, and where: step, noise level, sample, parameters."""
         where = f"at optimizer step {self.step} (batch {self.batch_idx}, rank {self.rank})"
         params = dict(module.named_parameters())
-        broken = list(compress(params, nonfinite([*params.values()]).tolist()))
+        broken = list(compress(params, is_nonfinite([*params.values()]).tolist()))
         if broken:  # loaded so, or left so by something that steps past this callback
             return f"the weights were not finite before the update {where}: {_first(broken)}"
         if self.loss_is_bad:

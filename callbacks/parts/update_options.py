@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lit_diffusion.sharding import is_made_up
+from lit_diffusion.callbacks.trainer_state import is_state_init_step
 
 ParamGroup = dict[str, Any]
 
@@ -59,7 +59,7 @@ class UpdateOptions:
             group.update(others)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if is_made_up(optimizer, kwargs):
+        if is_state_init_step(optimizer, kwargs):
             return None
         self._put()  # before the closure too: some optimizers read options before they call it
         if kwargs.get("closure") is None:
@@ -76,7 +76,7 @@ class UpdateOptions:
         return run
 
     def _after(self, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
-        if is_made_up(optimizer, kwargs):
+        if is_state_init_step(optimizer, kwargs):
             return
         self.in_force = [
             {name: value for name, value in group.items() if name != "params"}

@@ -10,14 +10,18 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
-from lit_diffusion.callbacks.parts.strategies import refuse_split_weights, refuse_strategy
 from lit_diffusion.callbacks.parts.update_options import (
     ParamGroup,
     UpdateOptions,
     refuse_unhookable,
 )
-from lit_diffusion.counts import is_count
-from lit_diffusion.trainer_state import accumulates, logs_are_due, steps_of_run
+from lit_diffusion.callbacks.trainer_state import (
+    is_accumulating,
+    refuse_split_weights,
+    refuse_strategy,
+    should_log,
+    total_steps,
+)
 
 
 class UpdateSchedule(Callback, ABC):
@@ -81,7 +85,7 @@ class UpdateSchedule(Callback, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep length and counts for the fit that starts."""
         length, steps = state_dict.get("total_steps", 1), state_dict.get("steps", [])
-        if not (isinstance(steps, list) and all(map(is_count, [length, *steps])) and length):
+        if not (isinstance(steps, list) and all(map(_is_count, [length, *steps])) and length):
             raise ValueError(
                 f"The checkpoint's state of {type(self).__name__} is damaged: total_steps must be "
                 f"1 or more, and is {length!r:.50}; steps a list of counts, and is {steps!r:.50}."
@@ -134,7 +138,7 @@ class UpdateSchedule(Callback, ABC):
                     f"{type(trainer.optimizers[index]).__name__} steps, and Lightning counts no "
                     "step; step what self.optimizers() returns, not the optimizer inside it."
                 )
-        if accumulates(trainer) or not logs_are_due(trainer):
+        if is_accumulating(trainer) or not should_log(trainer):
             return
         for index, update in self._followed.items():
             for number, group in enumerate(update.in_force):
@@ -196,7 +200,7 @@ class UpdateSchedule(Callback, ABC):
                     f"{name} total_steps: the checkpoint had {stored}, using {self.total_steps}."
                 )
             return self.total_steps
-        now = None if _is_endless(trainer, pl_module) else steps_of_run(trainer)
+        now = None if _is_endless(trainer, pl_module) else total_steps(trainer)
         if stored is None:
             if now is None:
                 raise self._unknown_length(trainer, pl_module)
@@ -248,3 +252,7 @@ class UpdateSchedule(Callback, ABC):
 
 def _is_endless(trainer: Trainer, pl_module: LightningModule) -> bool:
     return not pl_module.automatic_optimization or trainer.max_epochs == trainer.max_steps == -1
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_diffusion.checkpoints.content import is_dense, kind_of
-from lit_diffusion.counts import is_count
+from lit_diffusion.checkpoints.content import is_count, is_dense, kind_of
 
 _KINDS = {"EMA": "ema", "PowerEMA": "power"}
 """Callback -> what the names of its averages begin with."""

@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lit_diffusion.counts import is_count
-
 _BY_NAME = ("state_dict", "hyper_parameters", "datamodule_hyper_parameters", "callbacks", "loops")
 _IN_ORDER = ("optimizer_states", "lr_schedulers")
 _COUNTED = ("global_step", "epoch")
@@ -82,6 +80,16 @@ def is_plain(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return type(value) in (list, tuple) and all(is_plain(v) for v in value)
     return value is None or type(value) in (bool, int, float, str)
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is an integer >= 0 that fits into 64 bits.
+
+    Example:
+        >>> is_count(3), is_count(True), is_count(-1), is_count(2**63)
+        (True, False, False, False)
+    """
+    return type(value) is int and 0 <= value < 2**63
 
 
 def is_dense(value: Any) -> bool:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from lit_diffusion.callbacks.trainer_state import find_dtensor
 from lit_diffusion.checkpoints.content import check_archive, check_content
 from lit_diffusion.config.renamed import rename_checkpoint
-from lit_diffusion.sharding import first_split
 
 Checkpoint = dict[str, Any]
 
@@ -52,7 +52,7 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> Checkpoint:
         raise ValueError(f"{path} {why_unreadable(error)}") from None
     try:
         check_content(checkpoint)
-        split = first_split(checkpoint)
+        split = find_dtensor(checkpoint)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a training checkpoint: {error}.") from None
     if split:

@@ -11,10 +11,10 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch.serialization import get_unsafe_globals_in_checkpoint
 from torch.utils.serialization import config
 
+from lit_diffusion.callbacks.trainer_state import find_dtensor, gather_state
 from lit_diffusion.checkpoints.content import is_plain
 from lit_diffusion.checkpoints.reading import first_line, read_checkpoint, why_unreadable
 from lit_diffusion.files import atomic_write
-from lit_diffusion.sharding import first_split, gathered
 from lit_diffusion.signals import uninterrupted
 
 
@@ -66,14 +66,14 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: str | Path) -> None:
     ranks: `torch.distributed.checkpoint.state_dict.set_model_state_dict` takes the weights, with
     `full_state_dict=True`.
     """
-    whole = gathered(checkpoint)
+    whole = gather_state(checkpoint)
     if whole or not checkpoint:
         _write(plain(whole), path)
 
 
 def plain(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """`checkpoint` without hyper-parameters that are objects, which would be pickled by class."""
-    if split := first_split(checkpoint):
+    if split := find_dtensor(checkpoint):
         raise TypeError(
             f"a checkpoint must hold whole tensors, and {split!r} is one rank's part of one; "
             "gather it on all ranks (write_checkpoint does), or let the strategy: "

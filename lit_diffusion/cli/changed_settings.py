@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.types import LRSchedulerConfig
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lit_diffusion.trainer_state import loaded_checkpoint
+from lit_diffusion.callbacks.trainer_state import loaded_checkpoint
 
 Changes = Mapping[str, tuple[Any, Any]]
 """Dotted name of a setting -> (value in the checkpoint, value that is used)."""

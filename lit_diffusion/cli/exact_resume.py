@@ -11,24 +11,26 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lit_diffusion.checkpoints.reading import saved_step
-from lit_diffusion.trainer_state import (
-    WholeSteps,
-    batch_is_ending,
-    end_epoch_as_any_other,
-    epoch_is_ending,
-    files_of,
-    is_between_epochs,
-    put_metrics,
-    put_unsaved_state,
-    unsaved_state,
+from lit_diffusion.callbacks.trainer_state import (
+    AccumulationTracker,
+    is_batch_ending,
     validation_follows,
+)
+from lit_diffusion.checkpoints.reading import saved_step
+from lit_diffusion.cli.lightning_internals import (
+    forget_restart,
+    is_between_epochs,
+    is_epoch_ending,
+    restore_unsaved_state,
+    saved_files,
+    unsaved_state,
+    update_callback_metrics,
 )
 
 _BETWEEN = "between accumulated batches"
 
 
-class ExactResume(WholeSteps, Callback):
+class ExactResume(AccumulationTracker, Callback):
     """Does at a resume what Lightning leaves out, and says where a run would not go on as it was.
 
     Lightning calls no `on_train_epoch_start` within an epoch, where GradientAccumulationScheduler
@@ -59,10 +61,10 @@ class ExactResume(WholeSteps, Callback):
         """Mark the file, and keep the metrics that schedules and callbacks go by."""
         savers = _model_checkpoints(trainer)
         checkpoint[self._SAVERS] = {each.state_key: unsaved_state(each) for each in savers}
-        if why := _inexact(trainer, self.accumulates(trainer)):
+        if why := _inexact(trainer, self.is_accumulating(trainer)):
             checkpoint[self._MARK] = why
         # Elsewhere, as after an error, metrics may not be computed on all ranks.
-        if batch_is_ending(trainer) or trainer.validating:
+        if is_batch_ending(trainer) or trainer.validating:
             known = trainer.callback_metrics
             checkpoint[self._METRICS] = {k: known[k].cpu() for k in sorted(known)}
 
@@ -92,7 +94,7 @@ class ExactResume(WholeSteps, Callback):
         if trainer.ckpt_path is not None:
             _restore_savers(trainer, self._savers)
         metrics, self._metrics = self._metrics, {}
-        put_metrics(trainer, {k: v.to(pl_module.device) for k, v in metrics.items()})
+        update_callback_metrics(trainer, {k: v.to(pl_module.device) for k, v in metrics.items()})
         if trainer.fit_loop.restarted_mid_epoch:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, GradientAccumulationScheduler):
@@ -102,7 +104,7 @@ class ExactResume(WholeSteps, Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Have the epoch end as any other: the metrics are there."""
-        end_epoch_as_any_other(trainer)
+        forget_restart(trainer)
 
 
 def _inexact(trainer: Trainer, accumulates: bool) -> str | None:
@@ -110,9 +112,9 @@ def _inexact(trainer: Trainer, accumulates: bool) -> str | None:
         return "after batches whose optimizer step was still to come, and does not come"
     if accumulates:
         return _BETWEEN
-    if batch_is_ending(trainer) and validation_follows(trainer):
+    if is_batch_ending(trainer) and validation_follows(trainer):
         return "before the validation of its step, which is left out"
-    if epoch_is_ending(trainer):
+    if is_epoch_ending(trainer):
         return "at the end of an epoch, after which Lightning counts a step twice"
     return None
 
@@ -143,8 +145,8 @@ def _restore_savers(trainer: Trainer, states: dict[str, dict[str, Any]]) -> None
     """
     found = _model_checkpoints(trainer)
     for each in found:
-        put_unsaved_state(each, states.get(each.state_key, {}))
-    known = {os.path.abspath(file) for each in found for file in files_of(each)}
+        restore_unsaved_state(each, states.get(each.state_key, {}))
+    known = {os.path.abspath(file) for each in found for file in saved_files(each)}
     folders = {os.path.abspath(each.dirpath) for each in found if each.dirpath}
     files = {str(file) for folder in folders for file in Path(folder).glob("*.ckpt")} - known
     undone = {file for file in files if saved_step(file) >= trainer.global_step}

@@ -13,11 +13,16 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
+from lit_diffusion.callbacks.trainer_state import (
+    AccumulationTracker,
+    ends_epoch,
+    is_ending,
+    validation_follows,
+)
 from lit_diffusion.files import sync_folder
-from lit_diffusion.trainer_state import WholeSteps, ends_epoch, is_ending, validation_follows
 
 
-class LastCheckpoint(WholeSteps, Checkpoint):
+class LastCheckpoint(AccumulationTracker, Checkpoint):
     """Keeps `folder`/last.ckpt as fresh as is cheap, and that of the last step at the end.
 
     The first save comes after `first` optimizer steps, so that a disk that cannot be written to is
@@ -107,7 +112,7 @@ class LastCheckpoint(WholeSteps, Checkpoint):
 
     def _is_wanted(self, trainer: Trainer) -> bool:
         due = trainer.global_step >= self._due and not ends_epoch(trainer)
-        return (due or is_ending(trainer)) and not self.accumulates(trainer)
+        return (due or is_ending(trainer)) and not self.is_accumulating(trainer)
 
     def _save(self, trainer: Trainer) -> None:
         began = time.monotonic()

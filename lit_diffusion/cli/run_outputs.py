@@ -10,18 +10,16 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.utilities import rank_zero_info
 
+from lit_diffusion.callbacks.trainer_state import isinstance_lightning, logger_step, should_log
+from lit_diffusion.cli.lightning_internals import (
+    count_validated_step,
+    is_row_pending,
+    metrics_to_log,
+)
 from lit_diffusion.cli.loggers import AppendingCSVLogger, rewind_evaluations
 from lit_diffusion.cli.run_folder import next_config
 from lit_diffusion.files import atomic_write_text
 from lit_diffusion.metrics.image_count import ImageCount, counted, read_count
-from lit_diffusion.trainer_state import (
-    count_validated_step,
-    is_a,
-    logged_step,
-    logs_are_due,
-    metrics_to_log,
-    row_is_to_come,
-)
 
 
 class RunConfig(SaveConfigCallback):
@@ -45,7 +43,8 @@ class RunConfig(SaveConfigCallback):
             settings.pop("ckpt_path", None)
             settings["trainer"].pop("logger", None)  # which may hold the key of an account
             for logger in trainer.loggers:
-                if trainer.ckpt_path is None or not is_a(logger, MLFlowLogger):  # has them for good
+                is_mlflow = isinstance_lightning(logger, MLFlowLogger)  # keeps the first values
+                if trainer.ckpt_path is None or not is_mlflow:
                     logger.log_hyperparams(settings)
         self.already_saved = True
 
@@ -61,10 +60,10 @@ class CurvesInStep(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, *_: Any) -> None:
         """Log the row that Lightning logs only after `on_train_batch_end`, where saves are made."""
-        if not row_is_to_come(trainer) or not logs_are_due(trainer):
+        if not is_row_pending(trainer) or not should_log(trainer):
             return
         if metrics := convert_tensors_to_scalars(metrics_to_log(trainer)):
-            step = metrics.pop("step", logged_step(trainer))
+            step = metrics.pop("step", logger_step(trainer))
             metrics.setdefault("epoch", trainer.current_epoch)
             for logger in _csv_loggers(trainer):
                 logger.log_ahead(metrics, int(step))
@@ -78,7 +77,7 @@ class CurvesInStep(Callback):
         step = trainer.global_step
         dropped = {evaluations: rewind_evaluations(evaluations, step)}
         for logger in _csv_loggers(trainer):
-            dropped[logger.path] = logger.rewind(logged_step(trainer))
+            dropped[logger.path] = logger.rewind(logger_step(trainer))
         for file, count in dropped.items():
             if count:
                 rank_zero_info(f"Took {count} rows of steps after {step} out of {file}.")

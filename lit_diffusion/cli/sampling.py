@@ -19,6 +19,7 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from lit_diffusion.callbacks.progress import pace
 from lit_diffusion.callbacks.sample_grid import class_captions, image_grid
+from lit_diffusion.checkpoints.content import is_count
 from lit_diffusion.checkpoints.loading import Loaded, class_names_in, load_with_record
 from lit_diffusion.checkpoints.reading import first_line
 from lit_diffusion.cli.editing import check_editing, editing_record, editing_solver, generator
@@ -27,7 +28,6 @@ from lit_diffusion.cli.trajectory import SEEDS, write_trajectory
 from lit_diffusion.config.messages import innermost
 from lit_diffusion.config.short_names import short_names
 from lit_diffusion.config.trust import trusting
-from lit_diffusion.counts import is_count
 from lit_diffusion.files import atomic_write, atomic_write_text
 from lit_diffusion.modules.checks import check_clipping, check_sampling
 from lit_diffusion.protocols import Condition, Solver, by_part

@@ -34,6 +34,11 @@ from lit_diffusion.cli.changed_settings import differences
 from lit_diffusion.cli.defaults import contains, run_callbacks, with_defaults, with_last_checkpoint
 from lit_diffusion.cli.explained import explain, name_builder
 from lit_diffusion.cli.init_weights import start_from
+from lit_diffusion.cli.lightning_internals import (
+    SubcommandCLI,
+    cluster_environment,
+    completed_epochs,
+)
 from lit_diffusion.cli.loggers import AppendingCSVLogger, read_evaluations, read_rows
 from lit_diffusion.cli.named_callbacks import Change, changed, split_off
 from lit_diffusion.cli.run_folder import (
@@ -52,7 +57,6 @@ from lit_diffusion.config.messages import innermost
 from lit_diffusion.config.trust import trusting, within
 from lit_diffusion.protocols import WeightsProvider
 from lit_diffusion.signals import BY_HAND, SavedOnSignal, heed, print_error
-from lit_diffusion.trainer_state import SubcommandCLI, cluster_environment, epochs_in
 
 _STRICT = {"exit_on_error": False, "allow_abbrev": False}
 """For the parsers of all commands and of each. The run folder is found by whole names alone."""
@@ -99,7 +103,7 @@ class RunCLI(SubcommandCLI):
         self._averaged = bool(averages_in(saved, file or ""))
         self._weights = saved.get("state_dict", {})
         self._restored_step = saved.get("global_step")
-        self._restored_epochs = epochs_in(saved)
+        self._restored_epochs = completed_epochs(saved)
         self.changed: dict[str, tuple[Any, Any]] = {}
         self._started = time.monotonic()
         super().__init__(

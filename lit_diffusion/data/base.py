@@ -15,9 +15,8 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.utils.data import DataLoader, StackDataset, TensorDataset
 
-from lit_diffusion.counts import usable_cores
 from lit_diffusion.data.datasets import Batch, ImageDataset
-from lit_diffusion.data.loaders import ResumableLoader, batches_of_epoch, recount
+from lit_diffusion.data.loaders import ResumableLoader, batches_of_epoch, recount, usable_cores
 from lit_diffusion.data.samplers import ShuffledSampler, even_batch_size
 from lit_diffusion.seeding import classes_of, fold, run_seed
 

@@ -1,5 +1,6 @@
 """A DataLoader that goes on where a checkpoint was written, also in the middle of an epoch."""
 
+import os
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
@@ -8,8 +9,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset
 
+from lit_diffusion.callbacks.trainer_state import limited_batches, loaded_checkpoint
 from lit_diffusion.data.samplers import ShuffledSampler
-from lit_diffusion.trainer_state import limited_batches, loaded_checkpoint
 
 
 class ResumableLoader(DataLoader[Any]):
@@ -91,3 +92,9 @@ def recount(trainer: Trainer, before: int, now: int, length: int) -> None:
                 f"run's optimizer steps of {now * each} images: it goes on after {count * now}."
             )
     done.update(ready=count, started=count, processed=count, completed=count - unfinished)
+
+
+def usable_cores() -> int:
+    """Number of CPU cores that the affinity of this process allows."""
+    has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
+    return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1

@@ -11,11 +11,11 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from lit_diffusion.counts import usable_cores
 from lit_diffusion.data.base import ImageDataModule, require_at_least
 from lit_diffusion.data.crops import center_crop, random_crop
 from lit_diffusion.data.datasets import Batch, ImageDataset, mirror
 from lit_diffusion.data.folder_scan import MODES
+from lit_diffusion.data.loaders import usable_cores
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,8 +4,6 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 
-from lit_diffusion.counts import is_count
-
 
 class ImageCount(NamedTuple):
     """Training images seen by all processes, all batches taken for full ones.
@@ -49,7 +47,7 @@ def read_count(state: Any) -> ImageCount | None:
     if state is None:
         return None
     is_list = isinstance(state, list) and len(state) == 3
-    if not is_list or not all(number is None or is_count(number) for number in state):
+    if not is_list or not all(number is None or _is_count(number) for number in state):
         raise ValueError(f"images_seen must be three counts, got {state!r:.100}.")
     return ImageCount(*state)
 
@@ -69,3 +67,7 @@ def _batches_done(trainer: Trainer) -> int:
     """Training batches of this process, those before a resume included."""
     total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
     return int(total.processed)
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63

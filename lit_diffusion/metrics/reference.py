@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from lit_diffusion.distributed import all_gather_objects, call_on_rank_zero, rank_and_world_size
 from lit_diffusion.files import atomic_write
 from lit_diffusion.metrics.batches import Where, uint8_images
 from lit_diffusion.metrics.extractors import Features, match_channels
 from lit_diffusion.metrics.frechet import REAL_SUMS, FrechetDistance
-from lit_diffusion.ranks import from_all, from_first, place
 from lit_diffusion.seeding import fold
 
 FEWEST = 4
@@ -192,12 +192,12 @@ class Scorer:
 
     def pool(self, images: RealImages, index: Sequence[int]) -> tuple[Tensor, list[int]]:
         """Features of this process's share of these images, and the labels of all. A collective."""
-        rank, world_size = place()
+        rank, world_size = rank_and_world_size()
         features, labels = [torch.zeros(0, self.num_features, device=self.device)], []
         for batch, known in images.batches(self.batch_size, index[rank::world_size]):
             features.append(self.features(batch))
             labels += known
-        shares = from_all(labels)
+        shares = all_gather_objects(labels)
         places = [divmod(i, world_size) for i in range(len(index))]
         return torch.cat(features), [shares[other][k] for k, other in places]
 
@@ -238,12 +238,13 @@ def measure(
             f"an FID needs at least 4 real images and 2 others for its floor, got {len(real)} of "
             f"{real.name}" + (f" and {len(others)} of {others.name}." if others else ".")
         )
-    prints = from_first(lambda: [images.fingerprint() for images in (real, others) if images])
+    sources = [images for images in (real, others) if images]
+    prints = call_on_rank_zero(lambda: [images.fingerprint() for images in sources])
     path = cache / _cache_name(scorer.protocol, prints, num_samples, labels)
-    known = from_first(lambda: load_statistics(path))
+    known = call_on_rank_zero(lambda: load_statistics(path))
     if known is None:
         known = _measure_now(scorer, real, others, num_samples, labels)
-        if place()[0] == 0:
+        if rank_and_world_size()[0] == 0:
             save_statistics(path, known)
     floors = tuple(known.pop("floors").tolist())
     found = int(known.pop("floor_matched"))
@@ -275,7 +276,7 @@ def _measure_now(
     labels: Sequence[int] | None,
 ) -> dict[str, Tensor]:
     metric = scorer.metric()
-    rank, world_size = place()
+    rank, world_size = rank_and_world_size()
     for batch, _ in real.batches(scorer.batch_size, range(len(real))[rank::world_size]):
         metric.update(scorer.features(batch), real=True)
     sums = metric.real_sums()
@@ -350,7 +351,7 @@ def in_words(count: int, name: str, of_samples: int | None) -> str:
 
 def _mine(places: Iterable[int]) -> list[int]:
     """Where this process has the features of these places of a pool, as far as it has them."""
-    rank, world_size = place()
+    rank, world_size = rank_and_world_size()
     return sorted(i // world_size for i in places if i % world_size == rank)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 from torch_fidelity.metric_prc import prc_features_to_metric
 
+from lit_diffusion.distributed import all_gather_objects, call_on_rank_zero, rank_and_world_size
 from lit_diffusion.files import atomic_write
 from lit_diffusion.metrics.copies import Copies
 from lit_diffusion.metrics.extractors import Features
@@ -27,7 +28,6 @@ from lit_diffusion.metrics.reference import (
     evenly_spaced,
     measure,
 )
-from lit_diffusion.ranks import from_all, from_first, place
 
 MOST_REAL = 50_000
 """Real images that the plain extractors look at: evenly over a larger set."""
@@ -80,11 +80,11 @@ class LookedAt:
     def __init__(self, look: SecondLook) -> None:
         self._look = look
         self._chosen = frozenset(evenly_spaced(look.num_samples, NEIGHBOURS))
-        self._next, self._stride = place()
+        self._next, self._stride = rank_and_world_size()
         self._distances = [view.scorer.metric() for view in look.views]
         self._kept = [[torch.zeros(0, view.scorer.num_features)] for view in look.views]
         for view, distance in zip(look.views, self._distances, strict=True):
-            if place()[0] == 0:
+            if rank_and_world_size()[0] == 0:
                 distance.add_real_sums(view.reference.sums)
 
     def add(self, images: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ class LookedAt:
         for view, kept in zip(self._look.views, self._kept, strict=True):
             if view.name not in ("", Pixels.name):
                 continue
-            samples = torch.cat(from_all(torch.cat(kept)))
+            samples = torch.cat(all_gather_objects(torch.cat(kept)))
             if view.neighbours is not None:
                 kind = "pixel " if view.name else ""
                 found |= _precision_and_recall(samples, view.neighbours, kind)
@@ -173,16 +173,16 @@ def _at_most(real: RealImages) -> RealImages:
 
 def _features(scorer: Scorer, real: RealImages, most: int, cache: Path) -> Tensor | None:
     """Features of at most so many real images, on the first process; from the cache if known."""
-    protocol, about = scorer.protocol, f"{from_first(real.fingerprint)}-{most}"
+    protocol, about = scorer.protocol, f"{call_on_rank_zero(real.fingerprint)}-{most}"
     path = cache / f"{protocol.name}-{protocol.sha256[:8]}-features-{about}.npy"
-    if not from_first(lambda: _is_known(path)):
+    if not call_on_rank_zero(lambda: _is_known(path)):
         own, _ = scorer.pool(real, evenly_spaced(len(real), most))
-        found = torch.cat(from_all(own.cpu()))
-        if place()[0] == 0:
+        found = torch.cat(all_gather_objects(own.cpu()))
+        if rank_and_world_size()[0] == 0:
             cache.mkdir(parents=True, exist_ok=True)
             with atomic_write(path, shared=True) as file:
                 np.save(file, found.numpy())
-    return torch.from_numpy(np.load(path)) if place()[0] == 0 else None
+    return torch.from_numpy(np.load(path)) if rank_and_world_size()[0] == 0 else None
 
 
 def _is_known(path: Path) -> bool:

@@ -9,6 +9,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
+from lit_diffusion.callbacks.trainer_state import is_built_from_config
 from lit_diffusion.codecs import PixelCodec, drawn
 from lit_diffusion.gaussian import expand_as
 from lit_diffusion.guidance import LogProbGradient
@@ -17,7 +18,6 @@ from lit_diffusion.modules.optimizers import optimizer_and_schedule
 from lit_diffusion.protocols import Codec, Process, Quantile
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms, run_seed, seed_step
 from lit_diffusion.timesteps import draw_uniforms
-from lit_diffusion.trainer_state import is_built_from_config
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """images uint8 (B, C, H, W); labels int64 (B,); index int64 (B,)."""

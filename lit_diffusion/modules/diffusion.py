@@ -14,10 +14,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics import MeanMetric
 
+from lit_diffusion.callbacks.trainer_state import (
+    completed_steps,
+    eval_mode,
+    is_built_from_config,
+    loss_scale,
+    should_log,
+)
 from lit_diffusion.codecs import PixelCodec, drawn
 from lit_diffusion.conditioning import ClassLabels, condition_for
+from lit_diffusion.distributed import total_norm
 from lit_diffusion.gaussian import expand_as
-from lit_diffusion.modes import eval_mode
 from lit_diffusion.modules import checks
 from lit_diffusion.modules.optimizers import optimizer_and_schedule
 from lit_diffusion.modules.watches import SampleWatch
@@ -38,15 +45,8 @@ from lit_diffusion.protocols import (
     Watch,
 )
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms, run_seed, seed_step
-from lit_diffusion.sharding import total_norm
 from lit_diffusion.solvers.editing import Begun, repainting, shortened
 from lit_diffusion.timesteps import bin_of, draw_uniforms
-from lit_diffusion.trainer_state import (
-    is_built_from_config,
-    logs_are_due,
-    loss_scale,
-    steps_of_fit,
-)
 
 Batch = tuple[Tensor, Any, Tensor]
 """images uint8 (B, C, H, W); their condition, labels int64 (B,) for example; index int64 (B,)."""
@@ -181,7 +181,7 @@ class DiffusionModule(LightningModule):
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the lr and, before it is clipped, the norm of the gradient of all parameters."""
         # By hand, Lightning would log the last norm again with batches that make no step.
-        if self.automatic_optimization and logs_are_due(self.trainer):
+        if self.automatic_optimization and should_log(self.trainer):
             gradients = [p.grad for p in self.parameters() if p.grad is not None]
             # FiniteUpdates has taken those of an update that it leaves out.
             norm = total_norm(gradients) / loss_scale(self.trainer, optimizer) if gradients else nan
@@ -311,7 +311,7 @@ class DiffusionModule(LightningModule):
         with eval_mode(self.network):
             denoise = SampleWatch(self._guided(move_data_to_device(labels, self.device)))
             x0 = solver.sample(denoise, process, start, noise.randn_like, self.watch)
-        denoise.refuse_non_finite(x0, seeds, steps_of_fit(self))
+        denoise.refuse_non_finite(x0, seeds, completed_steps(self))
         return self.codec.decode(x0)
 
     def denoise_for(self, labels: Condition) -> Denoise:
@@ -379,7 +379,7 @@ class DiffusionModule(LightningModule):
 
         Lightning takes 0.5 ms for a number, so one that nobody would read is left out.
         """
-        due = logs_are_due(self.trainer)
+        due = should_log(self.trainer)
         if due or batch_idx == 0 or self.trainer.is_last_batch:
             self.log("train/loss", loss.detach(), prog_bar=True)
         if not due:

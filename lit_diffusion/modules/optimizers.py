@@ -4,8 +4,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 
+from lit_diffusion.callbacks.trainer_state import total_steps
 from lit_diffusion.lr_schedules import WarmupLinear
-from lit_diffusion.trainer_state import steps_of_run
 
 
 def optimizer_and_schedule(
@@ -25,7 +25,7 @@ def optimizer_and_schedule(
         return optimizer
     schedule = make_schedule(optimizer)
     if isinstance(schedule, WarmupLinear) and schedule.total_steps is None:
-        if (steps := steps_of_run(module.trainer)) is None:
+        if (steps := total_steps(module.trainer)) is None:
             raise ValueError(
                 "the lr schedule needs the length of the run, and this Trainer has none; pass "
                 "max_steps to the Trainer or total_steps to the schedule."

@@ -10,7 +10,7 @@ from support.pictures_module import pictures
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lit_diffusion.callbacks import EMA, MomentumDecay, SampleGrid, SaveOnSignal, StepSeed
-from lit_diffusion.trainer_state import is_a
+from lit_diffusion.callbacks.trainer_state import isinstance_lightning
 
 
 class Pictures(pl.LightningModule):
@@ -76,5 +76,5 @@ def test_a_class_of_either_package_is_known(base):
     class Own(base):
         pass
 
-    assert is_a(Own(), callbacks.ModelCheckpoint)
-    assert not is_a(Own(), callbacks.EarlyStopping)
+    assert isinstance_lightning(Own(), callbacks.ModelCheckpoint)
+    assert not isinstance_lightning(Own(), callbacks.EarlyStopping)

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from lit_diffusion import load
 from lit_diffusion.callbacks import EMA
+from lit_diffusion.callbacks.trainer_state import eval_mode
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
 from lit_diffusion.codecs import drawn
 from lit_diffusion.data.photo_patches import PhotoPatches
 from lit_diffusion.metrics.extractors import EmbeddedCNN
 from lit_diffusion.metrics.score import score
-from lit_diffusion.modes import eval_mode
 from lit_diffusion.modules import vae as vae_file
 from lit_diffusion.modules.vae import WEIGHTS, VAECodec
 from lit_diffusion.networks.unet import UNet

@@ -4,9 +4,9 @@ import pytest
 import torch
 from support.plain_module import PlainModule, loader, make_trainer
 
+from lit_diffusion.callbacks.trainer_state import completed_steps
 from lit_diffusion.modules.watches import SampleWatch
 from lit_diffusion.protocols import Denoised, NonFiniteSamples
-from lit_diffusion.trainer_state import steps_of_fit
 
 
 def watched(values):
@@ -37,10 +37,10 @@ def test_a_result_that_is_not_finite_is_found_too():
 
 def test_steps_are_those_of_a_fit_and_unknown_outside_of_one(tmp_path):
     module, found = PlainModule(), {}
-    assert steps_of_fit(module) is None
-    module.on_validation_end = lambda: found.update(fit=steps_of_fit(module))
-    module.on_predict_end = lambda: found.update(predict=steps_of_fit(module))
+    assert completed_steps(module) is None
+    module.on_validation_end = lambda: found.update(fit=completed_steps(module))
+    module.on_predict_end = lambda: found.update(predict=completed_steps(module))
     make_trainer(tmp_path, num_sanity_val_steps=0).fit(module, loader(32, 8), loader())
-    assert steps_of_fit(module) == 4
+    assert completed_steps(module) == 4
     make_trainer(tmp_path).predict(module, loader())
     assert found == {"fit": 4, "predict": None}

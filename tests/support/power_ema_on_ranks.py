@@ -10,8 +10,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch.distributed as dist
 
 from lit_diffusion.callbacks import PowerEMA
+from lit_diffusion.callbacks.trainer_state import is_dtensor
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
-from lit_diffusion.sharding import is_split
 from support.plain_module import loader, make_trainer
 from support.sharded import Split, strategy, trained
 
@@ -40,7 +40,7 @@ def fit(folder, epochs, ckpt_path=None, **options):
 def main(folder: Path, epochs: str, ckpt_path: str | None = None) -> None:
     trainer = fit(folder, int(epochs), ckpt_path, **strategy(int(os.environ["WORLD_SIZE"])))
     shadows = [shadow for ema in trainer.callbacks[:1] for g in ema._groups for shadow in g.shadows]
-    assert all(is_split(tensor) for column in shadows for tensor in column)
+    assert all(is_dtensor(tensor) for column in shadows for tensor in column)
     (folder / f"rank{trainer.global_rank}.json").write_text(json.dumps(trainer.global_step))
     dist.barrier()
     # Leaves without taking the process group apart: gloo aborts there one time in about twenty.

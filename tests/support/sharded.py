@@ -14,8 +14,8 @@ from torch.func import functional_call
 
 from lit_diffusion.callbacks import EMA, MomentumDecay
 from lit_diffusion.callbacks.parts.averages import ema_update_, span_decay
+from lit_diffusion.callbacks.trainer_state import is_dtensor
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
-from lit_diffusion.sharding import is_split
 from support.plain_module import assert_same_bits, loader, make_trainer
 
 DECAYS = (0.9, 0.5)
@@ -68,7 +68,7 @@ def trained(trainer):
     Asking the module would drop the whole ones that a forward pass may have left in it.
     """
     params = [param.detach() for param in trainer.optimizers[0].param_groups[0]["params"]]
-    whole = [param.full_tensor() if is_split(param) else param.clone() for param in params]
+    whole = [param.full_tensor() if is_dtensor(param) else param.clone() for param in params]
     return dict(zip(NAMES, whole, strict=True))
 
 

@@ -18,10 +18,10 @@ from torch.distributed.tensor.parallel import (
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from lit_diffusion.callbacks.parts.averages import Group
+from lit_diffusion.callbacks.trainer_state import local_part
 from lit_diffusion.checkpoints.averages import pack, unpack
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.checkpoints.saving import write_checkpoint
-from lit_diffusion.sharding import local
 from support.plain_module import assert_same_bits
 
 
@@ -58,7 +58,7 @@ def main(folder: Path) -> None:
     assert_same_bits(saved["shadows"][0], expected)
     again = followed(net, unpack(saved, (0.5,), dict(net.named_parameters())))
     for one, other in zip(again.shadows[0], group.shadows[0], strict=True):
-        assert_same_bits(local(one), local(other))
+        assert_same_bits(local_part(one), local_part(other))
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps("done"))
     dist.barrier()
     # Leaves without taking the process group apart: gloo aborts there one time in about twenty.

@@ -22,12 +22,16 @@ from torch.distributed.fsdp import fully_shard
 
 from lit_diffusion.callbacks.momentum_decay import momentum_decay
 from lit_diffusion.callbacks.parts.averages import Group, RawWeights, ema_update_
-from lit_diffusion.callbacks.parts.finite import first_nonfinite
 from lit_diffusion.callbacks.parts.update_options import UpdateOptions
+from lit_diffusion.callbacks.trainer_state import (
+    first_nonfinite,
+    gather_state,
+    is_dtensor,
+    local_part,
+)
 from lit_diffusion.checkpoints.averages import pack, unpack
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO, write_checkpoint
-from lit_diffusion.sharding import gathered, is_split, local
 from support.plain_module import assert_same_bits
 from support.sharded import network
 
@@ -43,7 +47,7 @@ def split():
 
 
 def whole(tensors):
-    return [t.full_tensor() if is_split(t) else t.clone() for t in tensors]
+    return [t.full_tensor() if is_dtensor(t) else t.clone() for t in tensors]
 
 
 def followed(net, known=None):
@@ -93,11 +97,11 @@ def averaged_as_whole_ones(one, other):
 
 def each_rank_holds_its_parts_alone(one):
     for column in one.group.shadows:
-        assert [local(s).shape for s in column] == [local(p).shape for p in one.params]
-    held = torch.tensor([sum(local(s).numel() for s in one.group.shadows[0])])
+        assert [local_part(s).shape for s in column] == [local_part(p).shape for p in one.params]
+    held = torch.tensor([sum(local_part(s).numel() for s in one.group.shadows[0])])
     dist.all_reduce(held)
     assert held.item() == sum(p.numel() for p in one.params)
-    assert any(not local(s).numel() for s in one.group.shadows[0]) == (dist.get_rank() > 0)
+    assert any(not local_part(s).numel() for s in one.group.shadows[0]) == (dist.get_rank() > 0)
 
 
 def swapped_in_and_out(one):
@@ -115,7 +119,7 @@ def swapped_in_and_out(one):
     raw.keep(one.net, one.params)
     with torch.no_grad():
         for param, average in zip(one.params, one.group.shadows[0], strict=True):
-            local(param).copy_(local(average))
+            local_part(param).copy_(local_part(average))
     assert_same_bits(whole(one.net.state_dict().values()), weights)
     computes_with(averages)
     raw.put_back()
@@ -130,7 +134,7 @@ def saved_and_read_by_any_number_of_ranks(one, other, folder):
             "optimizer": training.optimizer.state_dict(),
         }
 
-    assert bool(gathered(state(one))) == (dist.get_rank() == 0)
+    assert bool(gather_state(state(one))) == (dist.get_rank() == 0)
     with pytest.raises(TypeError, match=r"'state_dict\.0\.weight' is one rank's part"):
         AtomicCheckpointIO().save_checkpoint(state(one), folder / "refused.ckpt")
     write_checkpoint(state(one), folder / "split.ckpt")
@@ -149,7 +153,7 @@ def saved_and_read_by_any_number_of_ranks(one, other, folder):
             group = followed(net, known)
             assert_same_bits([whole(c) for c in group.shadows], unnamed(file["ema"]["shadows"]))
             assert_same_bits(whole(net.parameters()), list(file["state_dict"].values()))
-            assert is_split(group.shadows[0][0]) == is_split(net[0].weight)
+            assert is_dtensor(group.shadows[0][0]) == is_dtensor(net[0].weight)
 
 
 def unnamed(shadows):
@@ -161,7 +165,7 @@ def refused_on_every_rank_though_one_has_it(one):
     assert first_nonfinite(column) is None
     last = dist.get_world_size() - 1
     if dist.get_rank() == last:
-        local(column[2])[-1, -1] = torch.nan  # the last row of "2.weight"
+        local_part(column[2])[-1, -1] = torch.nan  # the last row of "2.weight"
     assert first_nonfinite(column) == 2
     with pytest.raises(FloatingPointError, match=r"average of '2\.weight' \(decay 0\.5\)"):
         one.group.refuse_nonfinite()

@@ -32,7 +32,7 @@ from lit_diffusion.cli.doctor.timing import Looks, examine_time
 from lit_diffusion.cli.run_folder import CLAIM, Request, occupied, read_command_line, refuse_mixing
 from lit_diffusion.cli.trainer_settings import wrong_settings
 from lit_diffusion.config.trust import trusting
-from lit_diffusion.counts import usable_cores
+from lit_diffusion.data.loaders import usable_cores
 from lit_diffusion.modules.checks import unused_classes
 from lit_diffusion.modules.diffusion import DiffusionModule
 

@@ -10,9 +10,9 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 from lit_diffusion.cli.doctor.ranks import Ranks
+from lit_diffusion.cli.lightning_internals import attach_data
 from lit_diffusion.cli.trainer_cli import RunCLI
 from lit_diffusion.config.messages import innermost
-from lit_diffusion.trainer_state import attach_data
 
 
 class Rehearsal(RunCLI):

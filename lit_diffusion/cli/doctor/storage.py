@@ -20,7 +20,7 @@ from lit_diffusion.callbacks.power_ema import PowerEMA
 from lit_diffusion.cli.doctor.machine import existing
 from lit_diffusion.cli.doctor.plan import Plan
 from lit_diffusion.cli.doctor.report import Finding, note, ok, problem, size, warning
-from lit_diffusion.trainer_state import intervals_of
+from lit_diffusion.cli.lightning_internals import save_intervals
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ def _files(callbacks: Iterable[object], plan: Plan) -> tuple[float, float]:
 
 def kept_files(saver: ModelCheckpoint, plan: Plan) -> float:
     """Files that are kept at once: infinite where all are, and how many is not known."""
-    steps, epochs, by_time = intervals_of(saver)
+    steps, epochs, by_time = save_intervals(saver)
     kept: float = saver.save_top_k
     if kept < 0:
         kept = math.inf

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from lit_diffusion.counts import usable_cores
 from lit_diffusion.signals import SignalNotes, Stopped
 
 PATIENCE = 30.0
@@ -97,7 +96,10 @@ class _Running:
 
 def _fill(running: list[_Running], waiting: Iterator[Job | None], at_once: int) -> bool:
     """Start processes until there are enough; whether there are any, or may be later."""
-    threads = str(max(1, usable_cores() // at_once))
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    threads = str(max(1, cores // at_once))
     while len(running) < at_once:
         try:
             job = next(waiting)

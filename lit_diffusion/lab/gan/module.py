@@ -11,13 +11,12 @@ from lightning.pytorch.cli import OptimizerCallable
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lit_diffusion.callbacks.trainer_state import completed_steps, eval_mode, is_built_from_config
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.conditioning import ClassLabels, condition_for
-from lit_diffusion.modes import eval_mode
 from lit_diffusion.modules import checks
 from lit_diffusion.protocols import NonFiniteSamples
 from lit_diffusion.seeding import PerSampleNoise, run_seed, seed_step
-from lit_diffusion.trainer_state import is_built_from_config, steps_of_fit
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """images uint8 (B, C, H, W); labels int64 (B,); index int64 (B,)."""
@@ -230,7 +229,7 @@ class GANModule(LightningModule):
         finite = x0.isfinite().flatten(1).all(1).tolist()
         if not all(finite):
             bad = [seed for seed, fine in zip(seeds, finite, strict=True) if not fine]
-            raise NonFiniteSamples(bad, steps_of_fit(self), "the generator")
+            raise NonFiniteSamples(bad, completed_steps(self), "the generator")
         return self.codec.decode(x0)
 
     def latents(self, seeds: Sequence[int], stream: str = "sample") -> Tensor:

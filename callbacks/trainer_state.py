@@ -1,0 +1,451 @@
+"""What a callback can read of a running fit, beyond Lightning's public API.
+
+Where the fit stands, which strategy holds the weights, whether tensors are finite or split over
+ranks, and how noise levels are set on a module. The other files in this folder that are listed in
+docs/callbacks.md as portable need this file and nothing else besides torch and Lightning.
+
+The library uses private names of Lightning here and nowhere else; a test asserts that each exists
+with the expected signature, and setup.cfg caps lightning below the next minor version.
+
+A split tensor is a torch DTensor, as FSDP2 and tensor parallelism create them: its shape is that of
+the whole tensor, and each rank stores a part, which may be empty. Functions marked collective
+must be called on every rank.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeGuard, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+try:
+    import lightning.pytorch as pl
+    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
+except ImportError:
+    import pytorch_lightning as pl  # type: ignore[no-redef]
+    from lightning_fabric.utilities.distributed import (  # type: ignore[no-redef]
+        DistributedSamplerWrapper,
+    )
+
+_HAS_DISTRIBUTED = torch.distributed.is_available()
+
+if _HAS_DISTRIBUTED:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+T = TypeVar("T")
+
+
+def isinstance_lightning(value: object, kind: type[T]) -> TypeGuard[T]:
+    """`isinstance` for a Lightning class, from either of `lightning` and `pytorch_lightning`.
+
+    Both packages can be installed together, and each defines every class again.
+    """
+
+    def qualified_name(c: type) -> str:
+        module = c.__module__.replace("lightning.pytorch", "pytorch_lightning", 1)
+        return f"{module.replace('lightning.fabric', 'lightning_fabric', 1)}.{c.__qualname__}"
+
+    return qualified_name(kind) in map(qualified_name, type(value).__mro__)
+
+
+# Where a fit stands
+
+
+class AccumulationTracker:
+    """Mixin of a callback that needs to know whether gradients wait for the next batch.
+
+    Such gradients are in no checkpoint. Under manual optimization the module accumulates by itself,
+    so there a batch without an optimizer step counts as one that accumulates.
+    """
+
+    _step_before: int | None = None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        """Remember the step count, to detect whether the batch makes a step."""
+        self._step_before = trainer.global_step
+
+    def is_accumulating(self, trainer: pl.Trainer) -> bool:
+        """Whether the gradients of the last batch wait for the next one."""
+        if trainer.lightning_module.automatic_optimization:
+            return is_accumulating(trainer)
+        return trainer.global_step == self._step_before
+
+
+def is_accumulating(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer itself accumulates gradients after the current batch."""
+    return trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def validation_follows(trainer: pl.Trainer) -> bool:
+    """Whether the Trainer validates after the current batch."""
+    loop = trainer.fit_loop
+    assert loop._data_fetcher is not None
+    return loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
+
+
+def is_ending(trainer: pl.Trainer) -> bool:
+    """Whether the current batch is the last of the fit."""
+    by_steps = 0 <= trainer.max_steps <= trainer.global_step
+    epochs = trainer.max_epochs
+    in_last_epoch = epochs is not None and 0 <= epochs <= trainer.current_epoch + 1
+    stops = trainer.should_stop and trainer.fit_loop._can_stop_early
+    return stops or by_steps or (in_last_epoch and trainer.is_last_batch)
+
+
+def ends_epoch(trainer: pl.Trainer) -> bool:
+    """Whether an epoch of several steps ends here, whose end a resumed run would not repeat."""
+    return trainer.is_last_batch and trainer.num_training_batches > trainer.accumulate_grad_batches
+
+
+def is_batch_ending(trainer: pl.Trainer) -> bool:
+    """Whether this is `on_train_batch_end`; while saving, the hook has another name."""
+    batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    return bool(batches.completed < batches.processed)
+
+
+def completed_steps(module: pl.LightningModule) -> int | None:
+    """Optimizer steps completed in the fit; None outside of a fit, where Trainers count from 0."""
+    trainer = module._trainer
+    fitting = trainer is not None and trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
+    return module.global_step if fitting else None
+
+
+def total_steps(trainer: pl.Trainer) -> int | None:
+    """Optimizer steps of the whole fit; None if it has no end. Makes the Trainer load its data."""
+    steps, epochs = trainer.estimated_stepping_batches, trainer.max_epochs
+    kind = pl.callbacks.GradientAccumulationScheduler
+    callbacks, batches = trainer.callbacks, trainer.num_training_batches  # type: ignore[attr-defined]
+    schedulers = [c for c in callbacks if isinstance_lightning(c, kind)]
+    if schedulers and epochs is not None and epochs >= 0 and batches < math.inf:
+        # The Trainer's estimate uses the factor of the first epoch for all.
+        sizes = map(schedulers[-1].get_accumulate_grad_batches, range(epochs))
+        steps = sum(math.ceil(batches / size) for size in sizes)
+        steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
+    return int(steps) if 0 <= steps < math.inf else None
+
+
+def should_log(trainer: pl.Trainer) -> bool:
+    """Whether loggers receive what the current batch logs (`log_every_n_steps`)."""
+    return trainer._logger_connector.should_update_logs
+
+
+def logger_step(trainer: pl.Trainer) -> int:
+    """The step of the row that Lightning logs now: in a batch, its validation, or before the first.
+
+    It counts batches that stepped, from 0, where `global_step` adds up the steps of all optimizers.
+    Everything that goes to loggers has this step; images and scores have `stepped_batches`.
+    """
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def stepped_batches(trainer: pl.Trainer) -> int:
+    """Batches that stepped any optimizer, including the current one while it ends or validates.
+
+    Equal to `global_step` if each steps a single optimizer once.
+    """
+    is_current_done = is_batch_ending(trainer) or trainer.validating
+    return logger_step(trainer) + (is_current_done and not is_accumulating(trainer))
+
+
+def loss_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
+    """Factor on the gradients before a step; fused optimizers undo a GradScaler's inside it."""
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    unscales = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
+    return float(scaler.get_scale()) if unscales and scaler is not None else 1.0
+
+
+def loaded_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
+    """The checkpoint that is being restored, which may be modified in place; {} if none is."""
+    return trainer._checkpoint_connector._loaded_checkpoint
+
+
+def limited_batches(trainer: pl.Trainer, length: int) -> int:
+    """Training batches of an epoch of `length` under `trainer.limit_train_batches`."""
+    connector, stage = pl.trainer.connectors.data_connector, pl.trainer.states.RunningStage.TRAINING
+    return int(connector._parse_num_batches(stage, length, trainer.limit_train_batches))
+
+
+def disable_signal_handlers(trainer: pl.Trainer) -> None:
+    """Keep Lightning from installing its signal handlers, until `enable_signal_handlers`."""
+    vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
+
+
+def enable_signal_handlers(trainer: pl.Trainer) -> None:
+    """Undo `disable_signal_handlers`."""
+    vars(trainer._signal_connector).pop("register_signal_handlers", None)
+
+
+def undivided_sampler(loader: Any) -> Any:
+    """The sampler that a loader was created with, where Lightning divides it among ranks."""
+    sampler: Any = loader.sampler
+    wrappers = (
+        DistributedSamplerWrapper,
+        pl.overrides.distributed.UnrepeatedDistributedSamplerWrapper,
+    )
+    is_wrapped = any(isinstance_lightning(sampler, kind) for kind in wrappers)
+    divided: Any = sampler.dataset if is_wrapped else None
+    return sampler if divided is None else divided._sampler
+
+
+def is_built_from_config() -> bool:
+    """Whether LightningCLI constructs the current module, from plain builtins."""
+    return pl.core.mixins.hparams_mixin._given_hyperparameters.get() is not None
+
+
+@contextmanager
+def eval_mode(module: nn.Module) -> Iterator[None]:
+    """Context in which a module is in eval mode; restores the mode of each submodule."""
+    training = [submodule for submodule in module.modules() if submodule.training]
+    module.eval()
+    try:
+        yield
+    finally:
+        for submodule in training:
+            submodule.training = True
+
+
+# Strategies
+
+
+def refuse_strategy(trainer: pl.Trainer, name: str) -> None:
+    """Raise ValueError if callback `name` cannot follow updates under the Trainer's strategy."""
+    strategy, kinds = trainer.strategy, pl.strategies
+    if isinstance_lightning(strategy, kinds.ModelParallelStrategy):
+        return
+    traces = any(
+        isinstance_lightning(strategy, kind)
+        for kind in (kinds.XLAStrategy, kinds.SingleDeviceXLAStrategy)
+    )
+    # True for all of Lightning's that split weights, such as FSDPStrategy and DeepSpeedStrategy.
+    if traces or strategy.restore_checkpoint_after_setup:
+        raise ValueError(
+            f"{name} does not support {type(strategy).__name__}, which updates or saves weights in "
+            "its own way; use strategy='ddp', or ModelParallelStrategy with fully_shard in "
+            "configure_model for weights that are split over ranks."
+        )
+
+
+def refuse_split_weights(trainer: pl.Trainer, module: pl.LightningModule, name: str) -> None:
+    """Raise ValueError if weights are split and the strategy would save one rank's part of them."""
+    strategy, split = trainer.strategy, find_dtensor(dict(module.named_parameters()))
+    if split and not isinstance_lightning(strategy, pl.strategies.ModelParallelStrategy):
+        raise ValueError(
+            f"{name} needs ModelParallelStrategy, with fully_shard in configure_model: "
+            f"{type(strategy).__name__} would save one rank's part of {split!r}."
+        )
+
+
+# Optimizers
+
+
+def refuse_unhooked(optimizer: object) -> None:
+    """Raise ValueError if hooks on the optimizer's `step()` would not run."""
+    # What torch marks in Optimizer.__init__, which some that hold another optimizer do not call.
+    hooked = getattr(getattr(type(optimizer), "step", None), "hooked", False)
+    if not (hooked and isinstance(optimizer, Optimizer)):
+        raise ValueError(
+            "Only a torch.optim.Optimizer whose step() runs hooks can be followed; "
+            f"{type(optimizer).__name__} is something else, or has not called "
+            "Optimizer.__init__. Return torch's own optimizer, or the one inside, and use a "
+            "strategy such as 'ddp' that leaves it as it is."
+        )
+
+
+def is_state_init_step(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
+    """Whether `step(**kwargs)` is the one with lr 0 by which torch initializes optimizer state.
+
+    `torch.distributed.checkpoint.state_dict` takes it before it saves or loads an empty state.
+    """
+    return dict(kwargs) == {"closure": None} and all(
+        group.get("lr") == 0 for group in optimizer.param_groups
+    )
+
+
+# Split tensors
+
+
+def is_dtensor(value: object) -> "TypeGuard[DTensor]":
+    """Whether a value is a tensor that is split over ranks."""
+    return _HAS_DISTRIBUTED and isinstance(value, DTensor)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a split tensor, sharing its memory; any other tensor itself."""
+    return tensor.to_local() if is_dtensor(tensor) else tensor
+
+
+def distribute_like(whole: Tensor, model: Tensor) -> Tensor:
+    """`whole`, the same on each rank, split as `model` is; unchanged if either needs no split."""
+    if is_dtensor(whole) or not is_dtensor(model):
+        return whole
+    return distribute_tensor(whole, model.device_mesh, model.placements, src_data_rank=None)
+
+
+def find_dtensor(state: Any, name: str = "") -> str | None:
+    """The dotted path of the first split tensor in nested dicts and lists; None without one."""
+    if is_dtensor(state):
+        return name
+    if isinstance(state, list | tuple):
+        state = dict(enumerate(state))
+    if isinstance(state, Mapping):
+        for key, entry in state.items():
+            if (path := find_dtensor(entry, f"{name}.{key}" if name else str(key))) is not None:
+                return path
+    return None
+
+
+def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A nested state with whole CPU tensors in place of split ones, on rank 0, for a file.
+
+    Collective if tensors are split: then other ranks return {}, and hold one whole tensor at a
+    time.
+    """
+    if find_dtensor(state) is None:
+        return dict(state)
+    is_first = torch.distributed.get_rank() == 0
+    whole: dict[str, Any] = _gather(state, is_first)
+    return whole if is_first else {}
+
+
+def _gather(value: Any, keep: bool) -> Any:
+    if is_dtensor(value):
+        # Parts that were offloaded to the CPU go back to where their ranks can communicate.
+        parts: Any = value.detach().to(value.device_mesh.device_type)
+        whole = parts.full_tensor()
+        return whole.cpu() if keep else None
+    if isinstance(value, Mapping):
+        return {key: _gather(entry, keep) for key, entry in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_gather(entry, keep) for entry in value)
+    return value
+
+
+def reshard(module: nn.Module) -> None:
+    """Drop the whole weights that FSDP2 keeps after a forward pass without a backward one.
+
+    Until then `parameters()` are those copies, and the next forward pass computes with them,
+    whatever has been written to the parts. Not collective.
+    """
+    if _HAS_DISTRIBUTED:
+        for part in module.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()
+
+
+# Non-finite tensors
+
+
+def is_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
+    """(N,) bool: whether each tensor has a NaN or infinite entry. Does not synchronize with a GPU.
+
+    Of split tensors this rank's part is checked, of sparse ones the values; empty ones are finite.
+    """
+    values = [t.coalesce().values() if t.is_sparse else local_part(t) for t in tensors]
+    values = [value if value.numel() else value.new_zeros(1) for value in values]
+    if all(value.device.type == "cpu" for value in values):
+        # Ten times as fast; squares may overflow, so its positives are checked again.
+        flags = _has_infinite_norm(values, 2.0)
+        return _has_infinite_norm(values, math.inf) if flags.any() else flags
+    return _has_infinite_norm(values, math.inf)
+
+
+def _has_infinite_norm(values: Sequence[Tensor], order: float) -> Tensor:
+    norms = torch._foreach_norm(list(values), order)
+    return ~torch.stack([norm.to(norms[0].device) for norm in norms]).isfinite()
+
+
+def first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
+    """Index of the first tensor with a NaN or infinite entry; costs one host synchronization.
+
+    Collective if tensors are split: every rank over which they are gets the same answer.
+    """
+    flags = any_shard(is_nonfinite(tensors), tensors).cpu() if tensors else torch.zeros(0)
+    return int(flags.nonzero()[0]) if flags.any() else None
+
+
+def any_shard(flags: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Flags (n,) bool, true if true on any rank over which `tensors` are split; then collective."""
+    for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if is_dtensor(tensor)):
+        raised = flags.to(mesh.device_type, torch.int32)
+        for group in mesh.get_all_groups():
+            torch.distributed.all_reduce(raised, torch.distributed.ReduceOp.MAX, group)
+        flags = raised.to(flags.device, torch.bool)
+    return flags
+
+
+# Noise levels, set on the module for the length of a batch
+
+
+class Timesteps(NamedTuple):
+    """Values for the attributes of `protocols.HasTimesteps`: (num_bins,) over u in [0, 1]."""
+
+    timestep_density: Tensor | None = None
+    timestep_weight: Tensor | None = None
+
+
+class TimestepWriter(pl.Callback, ABC):
+    """Sets the attributes `writes` of a module to `timesteps_at(step)` in each training batch.
+
+    Between training batches they are None. Each attribute has one writer; a density and a weight
+    of two writers multiply.
+    """
+
+    writes: tuple[str, ...] = ()
+    _written = Timesteps()
+
+    @abstractmethod
+    def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
+        """Values after `step` optimizer steps, the same on all ranks."""
+
+    @abstractmethod
+    def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
+        """Metrics to log after `step` optimizer steps."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse modules without the attributes, and attributes with two writers."""
+        name = type(self).__name__
+        if lacking := [a for a in self.writes if not hasattr(pl_module, a)]:
+            raise ValueError(
+                f"{name} needs a module with {' and '.join(self.writes)} (protocols.HasTimesteps), "
+                f"and {type(pl_module).__name__} lacks {' and '.join(lacking)}; set it to None in "
+                "its __init__ and use it in its training_step."
+            )
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(other, TimestepWriter) and other is not self:
+                shared = " and ".join(sorted({*self.writes} & {*other.writes}))
+                if shared:
+                    raise ValueError(
+                        f"{name} and {type(other).__name__} both set {shared}; remove one of them."
+                    )
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        """Set the attributes, unless something else has set them."""
+        step = trainer.global_step
+        written = self.timesteps_at(step, pl_module.device)
+        for attribute in self.writes:
+            value, name = getattr(pl_module, attribute), type(self).__name__
+            if value is not None and value is not getattr(self._written, attribute):
+                raise ValueError(
+                    f"{name} sets {attribute}, and something else has set it to a tensor of shape "
+                    f"{tuple(value.shape)}; leave it None, or remove {name}."
+                )
+            setattr(pl_module, attribute, getattr(written, attribute))
+        self._written = written
+        if should_log(trainer):
+            pl_module.log_dict(self.numbers_at(step, pl_module.device))
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        """Set them to None again, also at the end of a run in which a batch was skipped."""
+        for attribute, value in self._written._asdict().items():
+            if value is not None and getattr(pl_module, attribute) is value:
+                setattr(pl_module, attribute, None)
+        self._written = Timesteps()
+
+    on_train_batch_end = on_exception = on_train_end  # type: ignore[assignment]

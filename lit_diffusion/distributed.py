@@ -1,0 +1,63 @@
+"""Communication between the processes of a distributed run; a single process is rank 0 of 1.
+
+Everything but `rank_and_world_size` is collective: every rank must call it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Rank of this process, and number of processes."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 0, 1
+    return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+def call_on_rank_zero(function: Callable[[], T]) -> T:
+    """Call a function on rank 0; every rank returns its result or raises its exception."""
+    rank, world_size = rank_and_world_size()
+    if world_size == 1:
+        return function()
+    answer: list[Any] = [None, None]
+    if rank == 0:
+        try:
+            answer[0] = function()
+        except Exception as error:  # without an answer the other ranks would wait forever
+            answer[1] = error
+    torch.distributed.broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]  # type: ignore[no-any-return]
+
+
+def all_gather_objects(value: T) -> list[T]:
+    """The values of all processes, by rank."""
+    _, world_size = rank_and_world_size()
+    values: list[Any] = [value] * world_size
+    if world_size > 1:
+        torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """L2 norm of all entries of all tensors, (), in float32 or wider; collective if any is split.
+
+    A split tensor is a torch DTensor, as FSDP2 creates them; its norm is that of the whole.
+
+    Example:
+        >>> total_norm([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])])
+        tensor(5.)
+    """
+    tensors = [t.coalesce().values() if t.is_sparse else t for t in tensors]
+    wide = [torch.promote_types(tensor.dtype, torch.float32) for tensor in tensors]
+    parts: list[Any] = [
+        torch.linalg.vector_norm(t, dtype=d) for t, d in zip(tensors, wide, strict=True)
+    ]
+    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in parts]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())

@@ -1,0 +1,456 @@
+import inspect
+from itertools import combinations
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.core.mixins.hparams_mixin import _given_hyperparameters
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    SingleDeviceXLAStrategy,
+    XLAStrategy,
+)
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from support.foreign_times import ForeignTimes
+from support.plain_module import PlainModule, loader, make_trainer
+from support.tiny_diffusion import images, tiny_diffusion
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from lit_diffusion.callbacks import (
+    EMA,
+    CurriculumWeight,
+    FIDEvaluation,
+    ImportanceWeightedCurriculum,
+    LossSecondMomentResampler,
+    LRCompensation,
+    MomentumDecay,
+    NoiseLevelLoss,
+    SampleGrid,
+    ShiftingGaussian,
+    TimestepCurriculum,
+    trainer_state,
+)
+from lit_diffusion.callbacks.trainer_state import (
+    any_shard,
+    distribute_like,
+    eval_mode,
+    find_dtensor,
+    first_nonfinite,
+    gather_state,
+    is_dtensor,
+    is_nonfinite,
+    is_state_init_step,
+    local_part,
+    refuse_strategy,
+    reshard,
+)
+
+FUNCTIONS = ("is_accumulating", "validation_follows", "is_ending")
+
+
+class Asks(Callback):
+    """What each function says, by the number of the batch."""
+
+    def __init__(self, hook):
+        self.said = {name: [] for name in FUNCTIONS}
+        self.batches = 0
+        setattr(self, hook, self._ask)
+
+    def _ask(self, trainer, *args):
+        self.batches += 1
+        for name in FUNCTIONS:
+            if getattr(trainer_state, name)(trainer):
+                self.said[name].append(self.batches)
+
+
+def said(tmp_path, hook="on_train_batch_end", **options):
+    """Of two epochs of five batches."""
+    asks = Asks(hook)
+    trainer = make_trainer(tmp_path, asks, **{"max_epochs": 2, **options})
+    trainer.fit(PlainModule(), loader(40), loader(16))
+    return asks.said
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, ([], [5, 10], [10])),
+        ({"accumulate_grad_batches": 2}, ([1, 3, 6, 8], [5, 10], [10])),
+        ({"val_check_interval": 2}, ([], [2, 4, 7, 9], [10])),
+        ({"limit_val_batches": 0, "max_epochs": -1, "max_steps": 7}, ([], [], [7])),
+        ({"check_val_every_n_epoch": 2}, ([], [10], [10])),
+    ],
+)
+def test_batches_whose_gradients_wait_that_validation_follows_and_that_are_the_last(
+    tmp_path, options, expected
+):
+    assert tuple(said(tmp_path, **options).values())[:3] == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "total"),
+    [
+        ({"max_steps": 7, "max_epochs": None}, 7),
+        ({"max_steps": 7, "max_epochs": 1}, 5),
+        ({"max_epochs": 2}, 10),
+        ({"max_epochs": 2, "accumulate_grad_batches": 3}, 4),
+        ({"max_epochs": 2, "limit_train_batches": 2}, 4),
+    ],
+)
+def test_the_total_is_the_number_of_steps_that_the_run_takes(tmp_path, options, total):
+    trainer = make_trainer(tmp_path, **options)
+    trainer.fit(PlainModule(), loader(40))
+    assert trainer_state.total_steps(trainer) == trainer.global_step == total
+
+
+def parameters(function):
+    return list(inspect.signature(function).parameters)
+
+
+def test_the_private_functions_of_lightning_take_what_they_are_called_with():
+    trainer = Trainer(logger=False, enable_progress_bar=False, accelerator="cpu")
+    loop = trainer.fit_loop.epoch_loop
+    assert parameters(loop._should_accumulate) == []
+    assert parameters(loop._should_check_val_fx) == ["data_fetcher"]
+    assert parameters(trainer._signal_connector.register_signal_handlers) == []
+    assert parameters(_parse_num_batches) == ["stage", "length", "limit_batches"]
+
+
+def test_the_private_state_of_lightning_is_of_the_kind_that_is_read():
+    trainer = Trainer(logger=False, enable_progress_bar=False, accelerator="cpu")
+    assert PlainModule()._trainer is None
+    assert trainer._logger_connector.should_update_logs in (True, False)
+    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 0
+    assert trainer.fit_loop._can_stop_early in (True, False)
+    assert trainer.fit_loop._data_fetcher is None
+    assert trainer._checkpoint_connector._loaded_checkpoint == {}
+    assert _given_hyperparameters.get() is None
+
+
+def test_each_part_has_its_own_mode_back_after_an_exception_too():
+    module = PlainModule().train()
+    module.inner[1].eval()
+    modes = [part.training for part in module.modules()]
+    try:
+        with eval_mode(module):
+            assert not any(part.training for part in module.modules())
+            raise KeyError
+    except KeyError:
+        assert [part.training for part in module.modules()] == modes
+
+
+# Strategies
+
+FOLLOWERS = [EMA, MomentumDecay, LRCompensation]
+SPLIT = "ModelParallelStrategy"
+
+
+class ATrainer:
+    """As much of a Trainer as is looked at: strategies of GPUs can't be started here."""
+
+    def __init__(self, kind):
+        self.strategy = kind.__new__(kind)
+
+
+@pytest.mark.parametrize(
+    "kind", [FSDPStrategy, DeepSpeedStrategy, XLAStrategy, SingleDeviceXLAStrategy]
+)
+def test_a_strategy_that_is_not_supported_is_named_with_what_to_use(kind):
+    with pytest.raises(ValueError, match=rf"EMA does not support {kind.__name__}.*'ddp'.*{SPLIT}"):
+        refuse_strategy(ATrainer(kind), "EMA")
+
+
+@pytest.mark.parametrize("kind", [SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy])
+def test_strategies_that_are_supported_pass(kind):
+    refuse_strategy(ATrainer(kind), "EMA")
+
+
+@pytest.mark.parametrize("callback", FOLLOWERS)
+def test_each_callback_that_follows_optimizers_refuses_a_strange_strategy(tmp_path, callback):
+    class Strange(SingleDeviceStrategy):
+        restore_checkpoint_after_setup = True
+
+    trainer = make_trainer(tmp_path, callback(), strategy=Strange("cpu"))
+    with pytest.raises(ValueError, match=f"{callback.__name__} does not support Strange"):
+        trainer.fit(PlainModule(), loader())
+
+
+class SplitByHand(PlainModule):
+    def configure_model(self):
+        fully_shard(self.inner, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+
+
+@pytest.mark.parametrize("callback", FOLLOWERS)
+def test_weights_that_are_split_behind_the_strategys_back_are_refused(tmp_path, one_rank, callback):
+    trainer = make_trainer(tmp_path, callback())
+    expected = rf"{callback.__name__}.*SingleDeviceStrategy would save one rank's part of 'inner.0"
+    with pytest.raises(ValueError, match=expected):
+        trainer.fit(SplitByHand(), loader())
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [SampleGrid(4), FIDEvaluation(64, "digits-cnn", weights="raw"), NoiseLevelLoss(2, 4)],
+)
+def test_samples_are_not_computed_with_split_weights(tmp_path, one_rank, callback):
+    """Ranks with unequal numbers of them would wait for each other without end."""
+
+    class Split(type(tiny_diffusion())):
+        def configure_model(self):
+            fully_shard(self.network, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+
+    module = tiny_diffusion()
+    module.__class__ = Split
+    trainer = make_trainer(tmp_path, callback, max_steps=1, num_sanity_val_steps=0)
+    with pytest.raises(ValueError, match=f"{type(callback).__name__} has every rank .*'network"):
+        trainer.fit(module, images(8, 4), images(8, 4))
+
+
+# Split tensors
+
+
+@pytest.fixture
+def split():
+    """A network whose weights one rank alone has parts of: all of each."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    yield fully_shard(nn.Linear(3, 2), mesh=mesh)
+    torch.distributed.destroy_process_group()
+
+
+def test_the_local_part_is_the_tensors_own_memory(split):
+    local_part(split.weight.detach()).fill_(5)
+    assert (split.weight.full_tensor() == 5).all()
+    whole = torch.ones(2)
+    assert local_part(whole) is whole
+
+
+def test_whole_tensors_are_split_as_their_model_is_and_gathered_again(split):
+    whole = torch.randn(2, 3)
+    part = distribute_like(whole, split.weight)
+    assert is_dtensor(part)
+    assert part.placements == split.weight.placements
+    assert torch.equal(part.full_tensor(), whole)
+    assert distribute_like(whole, whole) is whole
+
+
+def test_a_nested_state_is_gathered_and_the_rest_of_it_kept(split):
+    state = {"a": [split.weight, (split.bias, 3)], "b": {"c": torch.ones(1), "d": None}}
+    whole = gather_state(state)
+    assert find_dtensor(state) == "a.0"
+    assert find_dtensor(whole) is None
+    assert torch.equal(whole["a"][0], local_part(split.weight))
+    assert not whole["a"][0].requires_grad
+    assert whole["a"][1][1] == 3
+    assert whole["b"]["c"] is state["b"]["c"]
+
+
+def test_a_state_without_split_tensors_is_gathered_as_it_is():
+    state = {"a": [torch.ones(1)], "b": ({"c": 2},)}
+    assert gather_state(state) == state
+    assert gather_state({}) == {}
+
+
+def test_a_flag_of_tensors_that_are_not_split_is_this_ranks_own(split):
+    flags = torch.tensor([True, False])
+    assert any_shard(flags, [torch.ones(1)] * 2) is flags
+    assert any_shard(flags, [split.weight, split.bias]).tolist() == [True, False]
+
+
+def test_resharding_drops_the_whole_weights_that_a_forward_pass_left(split):
+    x = torch.ones(1, 3)
+    with torch.no_grad():
+        split(x)
+        assert not is_dtensor(split.weight)
+        reshard(split)
+        assert is_dtensor(split.weight)
+        local_part(split.weight).zero_()
+        assert torch.equal(split(x)[0], split.bias)
+
+
+@pytest.mark.parametrize(
+    ("lr", "arguments", "init_step"),
+    [
+        (0.0, {"closure": None}, True),
+        (torch.tensor(0.0), {"closure": None}, True),
+        (0.1, {"closure": None}, False),
+        (0.0, {}, False),  # the first step of a warm-up from 0
+        (0.0, {"closure": lambda: 1.0}, False),  # the same, as Lightning takes it
+    ],
+)
+def test_only_the_step_by_which_torch_initializes_state_is_recognized(lr, arguments, init_step):
+    sgd = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=lr)
+    flags = []
+    sgd.register_step_pre_hook(lambda o, _args, kwargs: flags.append(is_state_init_step(o, kwargs)))
+    sgd.step(**arguments)
+    assert flags == [init_step]
+
+
+# Non-finite tensors
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_found_in_any_shape_and_type(value):
+    wide = torch.tensor([1e300, 1.0], dtype=torch.float64)
+    sparse = torch.sparse_coo_tensor([[0, 0]], torch.tensor([1.0, value]), (3,))
+    tensors = [wide, torch.full((2, 3), value), torch.tensor(value, dtype=torch.bfloat16)]
+    assert is_nonfinite([*tensors, torch.ones(0), sparse]).tolist() == [
+        False,
+        True,
+        True,
+        False,
+        True,
+    ]
+
+
+def test_large_numbers_whose_squares_overflow_are_finite():
+    large = torch.full((3,), 3e38)
+    assert is_nonfinite([large, torch.full((3,), 6e4, dtype=torch.float16)]).tolist() == [False] * 2
+    assert is_nonfinite([large, torch.tensor(torch.nan)]).tolist() == [False, True]
+
+
+def test_the_first_is_found_past_empty_ones():
+    good, odd = torch.ones(2), torch.tensor([1.0, torch.nan])
+    assert first_nonfinite([good, torch.empty(0), odd, odd]) == 2
+    assert first_nonfinite([good, torch.empty(0)]) is None
+    assert first_nonfinite([]) is None
+
+
+# Noise levels
+
+WRITERS = {
+    "curriculum": (lambda: TimestepCurriculum(6, num_bins=20), (True, False)),
+    "weight": (lambda: CurriculumWeight(6, num_bins=20), (False, True)),
+    "importance": (lambda: ImportanceWeightedCurriculum(6, num_bins=20), (True, True)),
+    "shifting": (lambda: ShiftingGaussian(6, num_bins=20), (True, False)),
+    "resampler": (lambda: LossSecondMomentResampler(4, history=2), (True, True)),
+}
+
+
+@pytest.fixture(params=list(WRITERS))
+def writer(request):
+    return WRITERS[request.param][0]()
+
+
+def both(module):
+    return module.timestep_density, module.timestep_weight
+
+
+class Outside(Callback):
+    """What the module says between training batches."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_validation_batch_start(self, trainer, pl_module, *_):
+        self.seen.append(both(pl_module))
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.seen.append(both(pl_module))
+
+
+@pytest.mark.parametrize("name", WRITERS)
+@pytest.mark.parametrize("make", [ForeignTimes, tiny_diffusion])
+def test_a_module_is_told_during_training_batches_and_at_no_other_time(tmp_path, make, name):
+    (make_writer, writes), module, outside, told = WRITERS[name], make(), Outside(), []
+    step = module.training_step
+
+    def training_step(batch, batch_idx):
+        told.append(tuple(value is not None for value in both(module)))
+        return step(batch, batch_idx)
+
+    module.training_step = training_step
+    batches = loader() if make is ForeignTimes else images(16, 4)
+    trainer = make_trainer(tmp_path, make_writer(), outside, max_epochs=2)
+    trainer.fit(module, batches, batches)
+    assert told == [writes] * 8
+    assert len(outside.seen) == 12
+    assert all(seen == (None, None) for seen in [*outside.seen, both(module)])
+
+
+def test_a_second_fit_tells_it_again(tmp_path, writer):
+    module = ForeignTimes()
+    for _ in range(2):
+        make_trainer(tmp_path, writer).fit(module, loader())
+    first, second = module.told[:4], module.told[4:]
+    assert [told[1:].count(None) for told in first] == [told[1:].count(None) for told in second]
+    assert both(module) == (None, None)
+
+
+@pytest.mark.parametrize("where", ["training_step", "on_train_batch_end", "on_validation_start"])
+def test_an_interrupted_fit_leaves_nothing_on_the_module(tmp_path, writer, where):
+    def fails(*_):
+        raise ArithmeticError
+
+    module = ForeignTimes()
+    setattr(module, where, fails)
+    trainer = make_trainer(tmp_path, writer, num_sanity_val_steps=0)
+    with pytest.raises(ArithmeticError):
+        trainer.fit(module, loader(), loader())
+    assert both(module) == (None, None)
+
+
+def test_a_skipped_epoch_leaves_nothing_on_the_module(tmp_path, writer):
+    module = ForeignTimes()
+    module.on_train_batch_start = lambda batch, batch_idx: -1 if batch_idx == 2 else None
+    make_trainer(tmp_path, writer, max_epochs=2).fit(module, loader())
+    assert len(module.told) == 4
+    assert both(module) == (None, None)
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_module_needs_the_attributes_that_are_written_and_no_others(tmp_path, name):
+    make_writer, (density, weight) = WRITERS[name]
+    module = PlainModule()
+    with pytest.raises(ValueError, match=r"protocols\.HasTimesteps.*PlainModule lacks"):
+        make_trainer(tmp_path, make_writer()).fit(module, loader())
+    assert module.losses == []
+    if density != weight:
+        setattr(module, "timestep_density" if density else "timestep_weight", None)
+        make_trainer(tmp_path, make_writer()).fit(module, loader())
+        assert len(module.losses) == 4
+
+
+@pytest.mark.parametrize(("first", "second"), [*combinations(WRITERS, 2), ("shifting", "shifting")])
+def test_two_writers_of_an_attribute_are_refused_at_fit_start_and_others_go_together(
+    tmp_path, first, second
+):
+    (make_first, writes_first), (make_second, writes_second) = WRITERS[first], WRITERS[second]
+    module = ForeignTimes()
+    trainer = make_trainer(tmp_path, make_first(), make_second())
+    if any(a and b for a, b in zip(writes_first, writes_second, strict=True)):
+        with pytest.raises(ValueError, match=r"both set timestep_.*; remove one of them"):
+            trainer.fit(module, loader())
+        assert module.told == []
+    else:
+        trainer.fit(module, loader())
+        assert all(None not in told for told in module.told)
+
+
+def test_an_attribute_that_the_user_has_set_is_refused_and_left_as_it_is(tmp_path):
+    module, own = ForeignTimes(), torch.ones(7)
+    module.timestep_density = own
+    with pytest.raises(ValueError, match=r"something else has set it to a tensor of shape \(7,\)"):
+        make_trainer(tmp_path, TimestepCurriculum(6)).fit(module, loader())
+    assert module.timestep_density is own
+    make_trainer(tmp_path, CurriculumWeight(6)).fit(module, loader())
+    assert [density for _, density, _ in module.told] == [own] * 4
+    assert both(module) == (own, None)
+
+
+def test_another_hand_on_the_attribute_is_found_in_the_first_batches(tmp_path):
+    class Other(Callback):
+        def on_train_batch_start(self, trainer, pl_module, *_):
+            pl_module.timestep_density = torch.ones(3)
+
+    for callbacks in ([Other(), TimestepCurriculum(6)], [TimestepCurriculum(6), Other()]):
+        module = ForeignTimes()
+        with pytest.raises(ValueError, match="TimestepCurriculum sets timestep_density, and some"):
+            make_trainer(tmp_path, *callbacks).fit(module, loader())
+        assert len(module.told) < 2
