@@ -51,7 +51,6 @@ def test_the_private_names_of_lightning_are_of_the_kind_that_is_used():
     assert parameters(LightningCLI._run_subcommand) == ["self", "subcommand"]
     assert parameters(LightningCLI._prepare_subcommand_kwargs) == ["self", "subcommand"]
     assert isinstance(trainer._logger_connector._callback_metrics, dict)
-    assert trainer._logger_connector.metrics["log"] == {}
     assert trainer.fit_loop.epoch_loop._batches_that_stepped == 0
     assert trainer.fit_loop._restarting is False
     assert trainer._accelerator_connector.cluster_environment is not None
