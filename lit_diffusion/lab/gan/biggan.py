@@ -1,9 +1,9 @@
 """BigGAN: residual generator and projection discriminator, conditional on classes.
 
-    [z_0 | z_1 ... z_n], label -- linear 4x4 -- blocks up, told (z_i, label) by their norms -- tanh
+    [z_0 | z_1 ... z_n], label -- linear 4x4 -- blocks up, norms conditioned on (label, z_i) -- tanh
     image, label -- blocks down -- sum over pixels -- linear + <embedding(label), features>
 
-Weights are divided by their largest singular value, but for the generator's embedding. Parameter
+Weights are divided by their largest singular value, except the generator's embedding. Parameter
 names are our own.
 
 Source: Brock et al. 2019 (BigGAN, arXiv 1809.11096), appendix B; Miyato & Koyama 2018 (projection);
@@ -21,8 +21,11 @@ from torch.nn.utils.parametrizations import spectral_norm
 M = TypeVar("M", bound=nn.Module)
 
 
-def normed(module: M) -> M:
-    """A module with orthogonal weight, under spectral norm with one power iteration a pass."""
+def orthogonal_spectral_norm(module: M) -> M:
+    """Initialize a weight orthogonally and put it under spectral norm.
+
+    The norm is estimated by one power iteration a forward pass. A bias starts at zero.
+    """
     nn.init.orthogonal_(cast(Tensor, module.weight))
     if isinstance(bias := getattr(module, "bias", None), Tensor):
         nn.init.zeros_(bias)
@@ -30,27 +33,31 @@ def normed(module: M) -> M:
 
 
 def _conv(channels: int, out: int, size: int, bias: bool = True) -> nn.Conv2d:
-    return normed(nn.Conv2d(channels, out, size, padding=size // 2, bias=bias))
+    return orthogonal_spectral_norm(nn.Conv2d(channels, out, size, padding=size // 2, bias=bias))
 
 
 class ConditionalBatchNorm(nn.Module):
-    """Batch norm whose gain, about 1, and bias are linear in a condition (B, condition_dim)."""
+    """Batch norm whose gain, 1 plus a linear map, and bias are linear in a condition."""
 
     def __init__(self, channels: int, condition_dim: int) -> None:
         super().__init__()
         self.norm = nn.BatchNorm2d(channels, affine=False)
-        self.gain = normed(nn.Linear(condition_dim, channels, bias=False))
-        self.bias = normed(nn.Linear(condition_dim, channels, bias=False))
+        self.gain = orthogonal_spectral_norm(nn.Linear(condition_dim, channels, bias=False))
+        self.bias = orthogonal_spectral_norm(nn.Linear(condition_dim, channels, bias=False))
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
         """(B, C, H, W), (B, condition_dim) -> (B, C, H, W)."""
-        gain, bias = (part(condition)[:, :, None, None] for part in (self.gain, self.bias))
+        gain = self.gain(condition)[:, :, None, None]  # (B, C, 1, 1)
+        bias = self.bias(condition)[:, :, None, None]  # (B, C, 1, 1)
         out: Tensor = self.norm(x) * (1 + gain) + bias
         return out
 
 
 class SelfAttention(nn.Module):
-    """x + gain attention(x): queries of an eighth of the channels, keys of every second pixel."""
+    """x + gain * attention(x), where gain starts at zero.
+
+    Queries and keys have an eighth of the channels; keys and values are max-pooled by two.
+    """
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -62,15 +69,16 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, C, H, W)."""
-        pooled = (F.max_pool2d(part(x), 2) for part in (self.key, self.value))
-        q, k, v = (each.flatten(2).transpose(1, 2) for each in (self.query(x), *pooled))
-        seen = F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2)
-        out: Tensor = x + self.gain * self.out(torch.unflatten(seen, 2, x.shape[2:]))
+        q = self.query(x).flatten(2).transpose(1, 2)  # (B, HW, C/8)
+        k = F.max_pool2d(self.key(x), 2).flatten(2).transpose(1, 2)  # (B, HW/4, C/8)
+        v = F.max_pool2d(self.value(x), 2).flatten(2).transpose(1, 2)  # (B, HW/4, C/2)
+        h = F.scaled_dot_product_attention(q, k, v, scale=1.0).transpose(1, 2)  # (B, C/2, HW)
+        out: Tensor = x + self.gain * self.out(torch.unflatten(h, 2, x.shape[2:]))
         return out
 
 
-class _Up(nn.Module):
-    """Norm, ReLU, doubling, convolution; norm, ReLU, convolution; and a doubled skip."""
+class GeneratorBlock(nn.Module):
+    """Residual block that doubles the side, with conditional batch norms."""
 
     def __init__(self, channels: int, out: int, condition_dim: int) -> None:
         super().__init__()
@@ -80,14 +88,16 @@ class _Up(nn.Module):
         self.skip = _conv(channels, out, 1)
 
     def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        h = self.conv1(_doubled(F.relu(self.norm1(x, condition))))
-        h = self.conv2(F.relu(self.norm2(h, condition)))
-        out: Tensor = h + self.skip(_doubled(x))
+        """(B, C, H, W), (B, condition_dim) -> (B, out, 2H, 2W)."""
+        h = F.relu(self.norm1(x, condition))  # (B, C, H, W)
+        h = self.conv1(F.interpolate(h, scale_factor=2))  # (B, out, 2H, 2W)
+        h = self.conv2(F.relu(self.norm2(h, condition)))  # (B, out, 2H, 2W)
+        out: Tensor = h + self.skip(F.interpolate(x, scale_factor=2))
         return out
 
 
-class _Down(nn.Module):
-    """ReLU, convolution, ReLU, convolution, halving; the first block has no ReLU to begin with."""
+class DiscriminatorBlock(nn.Module):
+    """Residual block that halves the side if `halves`; the `first` one begins without a ReLU."""
 
     def __init__(self, channels: int, out: int, *, halves: bool, first: bool) -> None:
         super().__init__()
@@ -96,27 +106,29 @@ class _Down(nn.Module):
         self.skip = _conv(channels, out, 1) if halves or channels != out else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.conv2(F.relu(self.conv1(x if self.first else F.relu(x))))
+        """(B, C, H, W) -> (B, out, H/2, W/2), or (B, out, H, W)."""
+        h = self.conv1(x if self.first else F.relu(x))  # (B, out, H, W)
+        h = self.conv2(F.relu(h))  # (B, out, H, W)
         out: Tensor = h + self.skip(x)
         return F.avg_pool2d(out, 2) if self.halves else out
 
 
 class BigGANGenerator(nn.Module):
-    """Images of a class from latents; blocks double the side.
+    """Images of a class from latents; each block doubles the side.
 
     Args:
-        num_classes: how many classes there are.
-        out_channels: of the images.
-        widths: channels before each block and after the last, in units of `width`; 16, 16, 8, 4, 2
-            and 1 make images of 128 x 128.
+        num_classes: number of classes.
+        out_channels: channels of the images.
+        widths: channels before each block and after the last, in units of `width`; (16, 16, 8, 4,
+            2, 1) makes images of 128 x 128.
         width: 96 in the paper.
-        latent_dim: of z, of which the first layer and each block see a part of their own.
-        label_dim: of the embedding of a class, which all blocks share.
+        latent_dim: size of z, which is split evenly among the first layer and the blocks.
+        label_dim: size of the class embedding, which all blocks share.
         attention_at: side of the feature maps with attention; 0 for none.
         smallest: side of the first feature map.
 
     Raises:
-        ValueError: where z cannot be divided among the blocks, or no block has attention's size.
+        ValueError: if z cannot be split evenly, or no block's output has the side `attention_at`.
 
     Example:
         >>> network = BigGANGenerator(10, 3, widths=(4, 4, 4, 4), width=8, attention_at=0)
@@ -142,21 +154,22 @@ class BigGANGenerator(nn.Module):
                 "latent_dim must be divisible by the number of blocks and 1, which is "
                 f"len(widths), got latent_dim={latent_dim} and widths={tuple(widths)}."
             )
-        _refuse_unmet(attention_at, [smallest << i + 1 for i in range(blocks)])
+        sides = [smallest << i + 1 for i in range(blocks)]  # of the blocks' outputs
+        _check_attention(attention_at, sides)
         self.num_classes, self.latent_dim, self.smallest = num_classes, latent_dim, smallest
         part = latent_dim // (blocks + 1)
-        channels = [width * each for each in widths]
+        channels = [width * factor for factor in widths]
         self.embedding = nn.Embedding(num_classes, label_dim)
         nn.init.orthogonal_(self.embedding.weight)
-        self.first = normed(nn.Linear(part, channels[0] * smallest**2))
+        self.first = orthogonal_spectral_norm(nn.Linear(part, channels[0] * smallest**2))
         self.blocks = nn.ModuleList(
-            _Up(channels[i], channels[i + 1], label_dim + part) for i in range(blocks)
+            GeneratorBlock(channels[i], channels[i + 1], label_dim + part) for i in range(blocks)
         )
         self.attention = nn.ModuleDict(
             {
                 str(i): SelfAttention(channels[i + 1])
-                for i in range(blocks)
-                if smallest << i + 1 == attention_at
+                for i, side in enumerate(sides)
+                if side == attention_at
             }
         )
         self.norm = nn.BatchNorm2d(channels[-1])
@@ -164,11 +177,11 @@ class BigGANGenerator(nn.Module):
 
     def forward(self, z: Tensor, labels: Tensor) -> Tensor:
         """(B, latent_dim) standard normal, (B,) int64 -> (B, out_channels, H, W) in [-1, 1]."""
-        first, *parts = z.chunk(len(self.blocks) + 1, dim=1)
-        label = self.embedding(labels)
-        h = self.first(first).unflatten(1, (-1, self.smallest, self.smallest))
+        first, *parts = z.chunk(len(self.blocks) + 1, dim=1)  # (B, latent_dim / (blocks + 1)) each
+        label = self.embedding(labels)  # (B, label_dim)
+        h = self.first(first).unflatten(1, (-1, self.smallest, self.smallest))  # (B, C, 4, 4)
         for i, (block, part) in enumerate(zip(self.blocks, parts, strict=True)):
-            h = block(h, torch.cat([label, part], dim=1))
+            h = block(h, torch.cat([label, part], dim=1))  # (B, C_i, 2H, 2W)
             if str(i) in self.attention:
                 h = self.attention[str(i)](h)
         out: Tensor = self.out(F.relu(self.norm(h))).tanh()
@@ -176,19 +189,19 @@ class BigGANGenerator(nn.Module):
 
 
 class BigGANDiscriminator(nn.Module):
-    """How real images of a class look; all blocks but the last `unhalved` halve the side.
+    """Logits of how real images of a class look; all blocks but the last `unhalved` halve the side.
 
     Args:
-        num_classes: how many classes there are.
-        in_channels: of the images.
+        num_classes: number of classes.
+        in_channels: channels of the images.
         widths: channels after each block, in units of `width`.
         width: 96 in the paper.
-        unhalved: last blocks that keep the side.
-        image_size: side of the images, to know where `attention_at` is.
+        unhalved: number of last blocks that keep the side.
+        image_size: side of the images, from which the place of the attention follows.
         attention_at: side of the feature maps with attention; 0 for none.
 
     Raises:
-        ValueError: where all blocks would keep the side, or none has attention's size.
+        ValueError: if all blocks would keep the side, or none has the side `attention_at`.
 
     Example:
         >>> network = BigGANDiscriminator(10, 3, (4, 4, 4, 4), 8, unhalved=2, attention_at=0)
@@ -208,31 +221,27 @@ class BigGANDiscriminator(nn.Module):
     ) -> None:
         super().__init__()
         self.num_classes = num_classes
-        channels = [in_channels, *(width * each for each in widths)]
+        channels = [in_channels, *(width * factor for factor in widths)]
         halved = len(widths) - unhalved
         if not 0 < halved <= len(widths):
             raise ValueError(f"unhalved must be 0 to {len(widths) - 1}, got {unhalved}.")
-        _refuse_unmet(attention_at, [image_size >> i + 1 for i in range(halved)])
+        _check_attention(attention_at, [image_size >> i + 1 for i in range(halved)])
         layers: list[nn.Module] = []
         for i in range(len(widths)):
-            layers.append(_Down(*channels[i : i + 2], halves=i < halved, first=i == 0))
+            layers.append(DiscriminatorBlock(*channels[i : i + 2], halves=i < halved, first=i == 0))
             if i < halved and image_size >> i + 1 == attention_at:
                 layers.append(SelfAttention(channels[i + 1]))
         self.layers = nn.Sequential(*layers)
-        self.linear = normed(nn.Linear(channels[-1], 1))
-        self.embedding = normed(nn.Embedding(num_classes, channels[-1]))
+        self.linear = orthogonal_spectral_norm(nn.Linear(channels[-1], 1))
+        self.embedding = orthogonal_spectral_norm(nn.Embedding(num_classes, channels[-1]))
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         """(B, C, H, W) in [-1, 1], (B,) int64 -> (B,) logits, above 0 for real."""
-        features = F.relu(self.layers(x)).sum(dim=(2, 3))
-        out: Tensor = self.linear(features)[:, 0] + (self.embedding(labels) * features).sum(1)
+        h = F.relu(self.layers(x)).sum(dim=(2, 3))  # (B, C)
+        out: Tensor = self.linear(h)[:, 0] + (self.embedding(labels) * h).sum(1)  # (B,)
         return out
 
 
-def _refuse_unmet(attention_at: int, sides: list[int]) -> None:
+def _check_attention(attention_at: int, sides: list[int]) -> None:
     if attention_at and attention_at not in sides:
         raise ValueError(f"attention_at must be 0 or one of {sides}, got {attention_at}.")
-
-
-def _doubled(x: Tensor) -> Tensor:
-    return F.interpolate(x, scale_factor=2)

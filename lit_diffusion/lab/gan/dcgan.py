@@ -1,26 +1,26 @@
-"""DCGAN: the generator and the discriminator of convolutions alone.
+"""DCGAN: generator and discriminator made of convolutions only.
 
-    z -- deconvolution to smallest x smallest -- doubled until image_size -- tanh
+    z -- transposed convolution to smallest x smallest -- doubled until image_size -- tanh
     image -- halved until smallest x smallest -- one convolution to a logit
 
 Parameter names are our own.
 
-Source: Radford et al. 2016 (DCGAN, arXiv 1511.06434), section 3; widths and initialisation as in
-its example among those of PyTorch.
+Source: Radford et al. 2016 (DCGAN, arXiv 1511.06434), section 3; widths and initialization of
+pytorch/examples, dcgan/main.py.
 """
 
 import torch
 from torch import Tensor, nn
 
 
-def halvings(image_size: int, smallest: int) -> int:
-    """How often `image_size` is halved to come to `smallest`.
+def count_halvings(image_size: int, smallest: int) -> int:
+    """Count how often `image_size` must be halved to reach `smallest`.
 
     Raises:
-        ValueError: where that is no whole number from 1 on.
+        ValueError: unless image_size is smallest times 2, 4, 8, ...
 
     Example:
-        >>> halvings(64, 4), halvings(28, 7)
+        >>> count_halvings(64, 4), count_halvings(28, 7)
         (4, 2)
     """
     count = (image_size // smallest).bit_length() - 1 if smallest > 0 else 0
@@ -33,17 +33,17 @@ def halvings(image_size: int, smallest: int) -> int:
 
 
 class DCGANGenerator(nn.Module):
-    """Images from latents.
+    """Images from latents; labels are ignored.
 
     Args:
         image_size: side of the square images, `smallest` times a power of 2.
-        out_channels: of the images.
-        latent_dim: of z.
-        width: channels before the last layer; twice as many in each layer before.
+        out_channels: channels of the images.
+        latent_dim: size of z.
+        width: channels before the last layer; each layer before has twice as many.
         smallest: side of the first feature map.
 
     Raises:
-        ValueError: for sizes that do not fit.
+        ValueError: unless image_size is smallest times 2, 4, 8, ...
 
     Example:
         >>> DCGANGenerator(32, 3)(torch.randn(2, 100)).shape
@@ -60,40 +60,37 @@ class DCGANGenerator(nn.Module):
     ) -> None:
         super().__init__()
         self.latent_dim = latent_dim
-        last = halvings(image_size, smallest) - 1
+        last = count_halvings(image_size, smallest) - 1
         wide = width << last
         layers: list[nn.Module] = [
             nn.ConvTranspose2d(latent_dim, wide, smallest, bias=False),
             nn.BatchNorm2d(wide),
             nn.ReLU(),
-        ]
+        ]  # (B, wide, smallest, smallest)
         for i in reversed(range(last)):
             up = nn.ConvTranspose2d(width << i + 1, width << i, 4, 2, 1, bias=False)
-            layers += [up, nn.BatchNorm2d(width << i), nn.ReLU()]
+            layers += [up, nn.BatchNorm2d(width << i), nn.ReLU()]  # (B, width << i, 2H, 2W)
         layers += [nn.ConvTranspose2d(width, out_channels, 4, 2, 1, bias=False), nn.Tanh()]
         self.layers = nn.Sequential(*layers)
         init_dcgan_(self)
 
     def forward(self, z: Tensor, labels: Tensor | None = None) -> Tensor:
-        """(B, latent_dim) standard normal -> (B, out_channels, image_size, image_size) in [-1, 1].
-
-        There are no classes: labels are ignored.
-        """
+        """(B, latent_dim) standard normal -> (B, out_channels, H, W) in [-1, 1]."""
         out: Tensor = self.layers(z[:, :, None, None])
         return out
 
 
 class DCGANDiscriminator(nn.Module):
-    """How real images look.
+    """Logits of how real images look; labels are ignored.
 
     Args:
         image_size: side of the square images, `smallest` times a power of 2.
-        in_channels: of the images.
-        width: channels after the first layer; twice as many after each layer.
+        in_channels: channels of the images.
+        width: channels after the first layer; each layer after it doubles them.
         smallest: side of the last feature map.
 
     Raises:
-        ValueError: for sizes that do not fit.
+        ValueError: unless image_size is smallest times 2, 4, 8, ...
 
     Example:
         >>> DCGANDiscriminator(32, 3)(torch.randn(2, 3, 32, 32)).shape
@@ -104,25 +101,25 @@ class DCGANDiscriminator(nn.Module):
         self, image_size: int, in_channels: int, width: int = 64, smallest: int = 4
     ) -> None:
         super().__init__()
-        last = halvings(image_size, smallest) - 1
-        layers: list[nn.Module] = [nn.Conv2d(in_channels, width, 4, 2, 1, bias=False)]
-        layers.append(nn.LeakyReLU(0.2))
+        last = count_halvings(image_size, smallest) - 1
+        first = nn.Conv2d(in_channels, width, 4, 2, 1, bias=False)
+        layers: list[nn.Module] = [first, nn.LeakyReLU(0.2)]  # (B, width, H/2, W/2)
         for i in range(last):
             down = nn.Conv2d(width << i, width << i + 1, 4, 2, 1, bias=False)
             layers += [down, nn.BatchNorm2d(width << i + 1), nn.LeakyReLU(0.2)]
-        layers.append(nn.Conv2d(width << last, 1, smallest, bias=False))
+        layers.append(nn.Conv2d(width << last, 1, smallest, bias=False))  # (B, 1, 1, 1)
         self.layers = nn.Sequential(*layers)
         init_dcgan_(self)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """(B, C, H, W) in [-1, 1] -> (B,) logits, above 0 for real; labels are ignored."""
+        """(B, C, H, W) in [-1, 1] -> (B,) logits, above 0 for real."""
         out: Tensor = self.layers(x)
         return out.flatten()
 
 
 @torch.no_grad()
 def init_dcgan_(network: nn.Module) -> None:
-    """Weights N(0, 0.02^2), gains of norms N(1, 0.02^2)."""
+    """Draw weights from N(0, 0.02^2) and gains of batch norms from N(1, 0.02^2)."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
             nn.init.normal_(module.weight, std=0.02)

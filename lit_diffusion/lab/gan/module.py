@@ -1,4 +1,4 @@
-"""The LightningModule of generative adversarial networks, which diffusion is compared with."""
+"""The LightningModule of generative adversarial networks, a baseline for diffusion models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,73 +23,73 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class AdversarialLoss(Protocol):
-    """What each of the two networks minimises, sample by sample, given logits (B,)."""
+    """What each of the two networks minimizes, sample by sample, as functions of logits (B,)."""
 
-    def of_discriminator(self, real: Tensor, fake: Tensor, /) -> Tensor:
-        """(B,), from the logits of real and of generated images."""
+    def discriminator_loss(self, real: Tensor, fake: Tensor, /) -> Tensor:
+        """(B,) losses from the logits of real and of generated images."""
 
-    def of_generator(self, fake: Tensor, /) -> Tensor:
-        """(B,), from the logits of generated images."""
+    def generator_loss(self, fake: Tensor, /) -> Tensor:
+        """(B,) losses from the logits of generated images."""
 
 
 @dataclass(frozen=True)
 class NonSaturating:
-    """-log D(x) - log(1 - D(G(z))), and -log D(G(z)), for D a sigmoid of the logits.
+    """-log D(x) - log(1 - D(G(z))) and -log D(G(z)), where D is the sigmoid of a logit.
 
     Source: Goodfellow et al. 2014, section 3.
     """
 
-    def of_discriminator(self, real: Tensor, fake: Tensor, /) -> Tensor:
-        """(B,)."""
+    def discriminator_loss(self, real: Tensor, fake: Tensor, /) -> Tensor:
+        """(B,) losses from the logits of real and of generated images."""
         return F.softplus(-real) + F.softplus(fake)
 
-    def of_generator(self, fake: Tensor, /) -> Tensor:
-        """(B,)."""
+    def generator_loss(self, fake: Tensor, /) -> Tensor:
+        """(B,) losses from the logits of generated images."""
         return F.softplus(-fake)
 
 
 @dataclass(frozen=True)
 class Hinge:
-    """max(0, 1 - D(x)) + max(0, 1 + D(G(z))), and -D(G(z)).
+    """max(0, 1 - D(x)) + max(0, 1 + D(G(z))) and -D(G(z)), where D is a logit.
 
     Source: Lim & Ye 2017 (Geometric GAN), as in BigGAN.
     """
 
-    def of_discriminator(self, real: Tensor, fake: Tensor, /) -> Tensor:
-        """(B,)."""
+    def discriminator_loss(self, real: Tensor, fake: Tensor, /) -> Tensor:
+        """(B,) losses from the logits of real and of generated images."""
         return F.relu(1 - real) + F.relu(1 + fake)
 
-    def of_generator(self, fake: Tensor, /) -> Tensor:
-        """(B,)."""
+    def generator_loss(self, fake: Tensor, /) -> Tensor:
+        """(B,) losses from the logits of generated images."""
         return -fake
 
 
 class GANModule(LightningModule):
     """Trains a generator against a discriminator.
 
-    A batch makes a step of the discriminator; after every `discriminator_steps` of them the
+    Each batch makes one step of the discriminator; after every `discriminator_steps` of them the
     generator makes one. `global_step` and `max_steps` count the steps of both.
 
-    Randomness of a training step is a function of (seed, rank, step, micro-batch), that of a sample
-    a function of its seed. Samples are of the networks in eval mode: batch norm takes its running
-    statistics.
+    The randomness of a training step is a function of (seed, rank, step, micro-batch), that of a
+    sample a function of its seed. Samples come from the generator in eval mode: batch norm uses its
+    running statistics.
 
-    Under DDP, each network is unused in the other's step: take
+    Under DDP each network is unused in the other's step: pass
     `--trainer.strategy=ddp_find_unused_parameters_true`.
 
     Args:
-        generator: (z (B, latent_dim), labels) -> images in [-1, 1]; has `latent_dim`.
+        generator: (z (B, latent_dim), labels) -> images in [-1, 1]; has an attribute `latent_dim`.
         discriminator: (images, labels) -> (B,) logits.
-        loss: of both.
+        loss: losses of both networks.
         generator_optimizer: called with the generator's parameters.
         discriminator_optimizer: called with the discriminator's parameters.
         image_shape: (C, H, W).
-        num_classes: None where the networks take no labels.
-        discriminator_steps: for each of the generator, >= 1.
+        num_classes: number of classes; None if the networks take no labels.
+        discriminator_steps: steps of the discriminator for each of the generator, at least 1.
         r1: weight of half the squared gradient of the logit by a real image; 0 for none.
 
     Raises:
-        ValueError: for numbers out of their range, or networks of other classes.
+        ValueError: if a number is out of range, or a network has another number of classes.
 
     Source: Goodfellow et al. 2014, algorithm 1; Mescheder et al. 2018, Eq. 9, for R1.
     """
@@ -117,10 +117,10 @@ class GANModule(LightningModule):
                 f"{r1}."
             )
         for network in (generator, discriminator):
-            known = getattr(network, "num_classes", None)
-            if known != num_classes:
+            classes = getattr(network, "num_classes", None)
+            if classes != num_classes:
                 raise ValueError(
-                    f"num_classes is {num_classes} in the module, but {known} in "
+                    f"num_classes is {num_classes} in the module, but {classes} in "
                     f"{type(network).__name__}; change one of them."
                 )
         self.generator, self.discriminator = generator, discriminator
@@ -130,71 +130,80 @@ class GANModule(LightningModule):
         self.num_classes = num_classes
         self.conditioning = None if num_classes is None else ClassLabels(num_classes)
         self.discriminator_steps, self.r1 = discriminator_steps, r1
-        self._makers = generator_optimizer, discriminator_optimizer
-        self._generator_loss: Tensor | float | None = None  # the last of the epoch
-
-    # Training
+        self._build_optimizers = generator_optimizer, discriminator_optimizer
+        self._generator_loss: Tensor | float | None = None  # the epoch's last, logged again
 
     def setup(self, stage: str) -> None:
-        """Refuse data that do not fit before the first step."""
+        """Check that the data fit the networks."""
         data = getattr(self.trainer, "datamodule", None)
         checks.check_data(data, self.codec, self.image_shape, self.num_classes)
 
     def configure_optimizers(self) -> list[Optimizer]:
-        """The generator's, then the discriminator's."""
-        networks = self.generator, self.discriminator
+        """Return the generator's optimizer, then the discriminator's."""
+        build_generator_optimizer, build_discriminator_optimizer = self._build_optimizers
         return [
-            make(network.parameters()) for make, network in zip(self._makers, networks, strict=True)
+            build_generator_optimizer(self.generator.parameters()),
+            build_discriminator_optimizer(self.discriminator.parameters()),
         ]
 
     def on_train_epoch_start(self) -> None:
-        """Begin without a loss of the generator to repeat."""
+        """Forget the generator's last loss."""
         self._generator_loss = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the last loss of the generator, which the next rows repeat."""
+        """Save the generator's last loss, which the next batches log again."""
         if self._generator_loss is not None:
             checkpoint["generator_loss"] = float(self._generator_loss)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on repeating the saved loss."""
+        """Load the generator's last loss."""
         loss = checkpoint.get("generator_loss")
         self._generator_loss = loss if isinstance(loss, float) else None
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Make the randomness of this step a function of its number."""
+        """Seed the randomness of this step by its number."""
         seed_step(run_seed() or 0, self.global_rank, self.global_step, batch_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        """A step of the discriminator, and one of the generator where it is due."""
-        generator, discriminator = cast(Sequence[Any], self.optimizers())
+        """Make a step of the discriminator, and one of the generator when it is due."""
+        generator_optimizer, discriminator_optimizer = cast(Sequence[Any], self.optimizers())
         real, labels, _ = self._unpack(batch)
-        loss = self.discriminator_losses(real, labels, self._latents(len(real))).mean()
+
+        z = torch.randn(len(real), self._latent_dim, device=self.device)
+        loss = self.discriminator_losses(real, labels, z).mean()
         self.log("train/discriminator_loss", loss.detach(), prog_bar=True)
-        self._step(discriminator, loss + self._penalty(real, labels))
+        self._step(discriminator_optimizer, loss + self.r1_penalty(real, labels))
+
         if self.global_step % (self.discriminator_steps + 1) == self.discriminator_steps:
-            loss = self.generator_losses(labels, self._latents(len(real))).mean()
+            z = torch.randn(len(real), self._latent_dim, device=self.device)
+            loss = self.generator_losses(labels, z).mean()
             self._generator_loss = loss.detach()
-            self._step(generator, loss)
-        if self._generator_loss is not None:  # in batches between its steps, the last
+            self._step(generator_optimizer, loss)
+        if self._generator_loss is not None:
             self.log("train/generator_loss", self._generator_loss, prog_bar=True)
 
     def discriminator_losses(self, real: Tensor, labels: Tensor | None, z: Tensor) -> Tensor:
         """(B,) losses on real images (B, C, H, W) in [-1, 1] and on the images of z."""
         with torch.no_grad():
             fake = self.generator(z, labels)
-        return self.loss.of_discriminator(
+        return self.loss.discriminator_loss(
             self.discriminator(real, labels), self.discriminator(fake, labels)
         )
 
     def generator_losses(self, labels: Tensor | None, z: Tensor) -> Tensor:
         """(B,) losses of the images of z (B, latent_dim)."""
-        return self.loss.of_generator(self.discriminator(self.generator(z, labels), labels))
+        return self.loss.generator_loss(self.discriminator(self.generator(z, labels), labels))
 
-    # Validation and sampling
+    def r1_penalty(self, real: Tensor, labels: Tensor | None) -> Tensor:
+        """R1 of real images (B, C, H, W): r1 / 2 times the mean squared gradient of the logit."""
+        if self.r1 == 0:
+            return real.new_zeros(())
+        x = real.detach().requires_grad_()
+        (gradient,) = torch.autograd.grad(self.discriminator(x, labels).sum(), x, create_graph=True)
+        return 0.5 * self.r1 * gradient.square().sum(dim=(1, 2, 3)).mean()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Losses at one fixed z per image."""
+        """Log the losses at one fixed z per image."""
         real, labels, index = self._unpack(batch)
         z = self.latents(index.tolist(), "validation").to(real)
         for name, losses in (
@@ -215,51 +224,38 @@ class GANModule(LightningModule):
 
         Args:
             seeds: one integer per image.
-            labels: (N,) int64 below `num_classes`; None leaves them to the seeds: seed modulo
-                `num_classes`.
+            labels: (N,) int64 below `num_classes`; None for seed modulo `num_classes`.
 
         Raises:
-            ValueError: for labels that do not fit.
-            NonFiniteSamples: where an image is NaN or infinite.
+            ValueError: if labels are out of range, or the networks take none.
+            NonFiniteSamples: if an image is NaN or infinite.
         """
-        told = cast(Tensor | None, condition_for(seeds, labels, self.conditioning))
-        told = None if told is None else told.to(self.device)
+        labels = cast(Tensor | None, condition_for(seeds, labels, self.conditioning))
+        labels = None if labels is None else labels.to(self.device)
         with eval_mode(self.generator):
-            x0 = self.generator(self.latents(seeds).to(self.device), told).float()
-        finite = x0.isfinite().flatten(1).all(1).tolist()
-        if not all(finite):
-            bad = [seed for seed, fine in zip(seeds, finite, strict=True) if not fine]
+            x0 = self.generator(self.latents(seeds).to(self.device), labels).float()
+        is_finite = x0.isfinite().flatten(1).all(1).tolist()
+        if not all(is_finite):
+            bad = [seed for seed, finite in zip(seeds, is_finite, strict=True) if not finite]
             raise NonFiniteSamples(bad, completed_steps(self), "the generator")
         return self.codec.decode(x0)
 
     def latents(self, seeds: Sequence[int], stream: str = "sample") -> Tensor:
-        """(N, latent_dim) standard normal, a row per seed."""
+        """(N, latent_dim) standard normal on the CPU; row i depends on seeds[i] alone."""
         return PerSampleNoise(seeds, stream).draw((self._latent_dim,))
 
     def sampling_record(self) -> dict[str, Any]:
-        """How `generate` makes images, for the record beside a score."""
+        """Describe how `generate` makes images, for the records of scores."""
         return {"generator": type(self.generator).__name__, "batch_norm": "running statistics"}
-
-    # The rest: what the methods above are made of
 
     @property
     def _latent_dim(self) -> int:
         return cast(int, self.generator.latent_dim)
 
-    def _latents(self, num: int) -> Tensor:
-        return torch.randn(num, self._latent_dim, device=self.device)
-
     def _unpack(self, batch: Batch) -> tuple[Tensor, Tensor | None, Tensor]:
         checks.check_batch(batch, takes_condition=self.num_classes is not None)
         images, labels, index = batch
         return self.codec.encode(images), labels if self.num_classes else None, index
-
-    def _penalty(self, real: Tensor, labels: Tensor | None) -> Tensor:
-        if self.r1 == 0:
-            return real.new_zeros(())
-        x = real.detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(self.discriminator(x, labels).sum(), x, create_graph=True)
-        return 0.5 * self.r1 * gradient.square().sum(dim=(1, 2, 3)).mean()
 
     def _step(self, optimizer: Any, loss: Tensor) -> None:
         optimizer.zero_grad()

@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator, halvings
+from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator, count_halvings
 
 
 def count(network):
@@ -39,13 +39,13 @@ def test_both_networks_are_what_their_formulas_say():
     h = F.conv_transpose2d(h, generator.layers[6].weight, stride=2, padding=1)
     images = generator(z)
     torch.testing.assert_close(images, torch.tanh(h))
-    judge = DCGANDiscriminator(16, 1, width=4).eval()
-    one, two, last = judge.layers[0], judge.layers[2], judge.layers[5]
+    network = DCGANDiscriminator(16, 1, width=4).eval()
+    one, two, last = network.layers[0], network.layers[2], network.layers[5]
     h = F.leaky_relu(F.conv2d(images, one.weight, stride=2, padding=1), 0.2)
-    h, norm = F.conv2d(h, two.weight, stride=2, padding=1), judge.layers[3]
+    h, norm = F.conv2d(h, two.weight, stride=2, padding=1), network.layers[3]
     h = F.batch_norm(h, norm.running_mean, norm.running_var, norm.weight, norm.bias)
     logits = F.conv2d(F.leaky_relu(h, 0.2), last.weight).flatten()
-    torch.testing.assert_close(judge(images), logits)
+    torch.testing.assert_close(network(images), logits)
 
 
 def test_weights_begin_as_in_the_paper():
@@ -58,4 +58,4 @@ def test_weights_begin_as_in_the_paper():
 @pytest.mark.parametrize("sizes", [(30, 7), (7, 7), (28, 0)])
 def test_sizes_that_are_no_doublings_are_refused(sizes):
     with pytest.raises(ValueError, match="image_size must be smallest times 2, 4, 8"):
-        halvings(*sizes)
+        count_halvings(*sizes)

@@ -54,40 +54,32 @@ def biggan(num_classes=3, **changes):
 def test_the_losses_are_those_of_the_papers():
     real, fake = torch.tensor([2.0, -0.5]), torch.tensor([-3.0, 0.5])
     d_real, d_fake = real.sigmoid(), fake.sigmoid()
-    found = NonSaturating().of_discriminator(real, fake)
-    torch.testing.assert_close(found, -d_real.log() - (1 - d_fake).log())
-    torch.testing.assert_close(NonSaturating().of_generator(fake), -d_fake.log())
-    assert Hinge().of_discriminator(real, fake).tolist() == [0.0, 3.0]
-    assert Hinge().of_generator(fake).tolist() == [3.0, -0.5]
+    losses = NonSaturating().discriminator_loss(real, fake)
+    torch.testing.assert_close(losses, -d_real.log() - (1 - d_fake).log())
+    torch.testing.assert_close(NonSaturating().generator_loss(fake), -d_fake.log())
+    assert Hinge().discriminator_loss(real, fake).tolist() == [0.0, 3.0]
+    assert Hinge().generator_loss(fake).tolist() == [3.0, -0.5]
 
 
 def test_the_discriminator_makes_so_many_steps_for_one_of_the_generator(tmp_path):
-    module = dcgan(discriminator_steps=3)
-    moved = []
+    order = []
 
-    before = {n: [p.clone() for p in getattr(module, n).parameters()] for n in NETWORKS}
+    def record(letter, parameters):
+        optimizer = adam(parameters)
+        optimizer.register_step_post_hook(lambda *_: order.append(letter))
+        return optimizer
 
-    def note(optimizer, *_):
-        owner = "generator" if optimizer is module.optimizers()[0].optimizer else "discriminator"
-        moved.append(owner[0])
-
-    torch.manual_seed(1)
+    module = dcgan(
+        discriminator_steps=3,
+        generator_optimizer=partial(record, "g"),
+        discriminator_optimizer=partial(record, "d"),
+    )
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
     trainer = make_trainer(tmp_path, max_steps=8, max_epochs=-1)
-    original = module.configure_optimizers
-
-    def configure():
-        made = original()
-        for each in made:
-            each.register_step_post_hook(note)
-        return made
-
-    module.configure_optimizers = configure
     trainer.fit(module, images(16, 4))
-    assert "".join(moved) == "dddgdddg"
+    assert "".join(order) == "dddgdddg"
     assert trainer.global_step == 8
-    for name, old in before.items():
-        new = getattr(module, name).parameters()
-        assert not all(torch.equal(a, b) for a, b in zip(old, new, strict=True))
+    assert not any(torch.equal(p, before[n]) for n, p in module.named_parameters())
 
 
 @pytest.mark.parametrize("make", [dcgan, biggan])
@@ -119,7 +111,7 @@ def test_r1_is_half_the_squared_gradient_at_real_images():
         one = each[None].clone().requires_grad_()
         (g,) = torch.autograd.grad(module.discriminator(one).sum(), one)
         expected += 0.7 / 2 * g.square().sum() / 3
-    torch.testing.assert_close(module._penalty(x, None), expected)
+    torch.testing.assert_close(module.r1_penalty(x, None), expected)
 
 
 def test_r1_is_a_part_of_the_discriminator_s_step(tmp_path):
@@ -139,6 +131,7 @@ def fit(folder, *extra, **options):
         EMA((0.9,), prefix="generator", buffers=True),
         max_steps=12,
         max_epochs=-1,
+        limit_val_batches=1,
         enable_checkpointing=bool(extra),
     )
     module = biggan(num_classes=10)
@@ -185,10 +178,10 @@ def test_a_gan_of_one_pixel_learns_where_the_data_are(tmp_path):
         discriminator=Judge(),
         image_shape=(1, 1, 1),
         r1=1.0,
-        generator_optimizer=lambda p: torch.optim.SGD(p, lr=0.1),
-        discriminator_optimizer=lambda p: torch.optim.SGD(p, lr=0.2),
+        generator_optimizer=lambda p: torch.optim.SGD(p, lr=0.5),
+        discriminator_optimizer=lambda p: torch.optim.SGD(p, lr=1.0),
     )
-    trainer = make_trainer(tmp_path, max_steps=2400, max_epochs=-1)
+    trainer = make_trainer(tmp_path, max_steps=500, max_epochs=-1)
     trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=32))
     assert module.generator.mean.item() == pytest.approx(-0.6, abs=0.05)
 
@@ -229,7 +222,7 @@ def two_paces(*callbacks, **options):
     return Recipe(callbacks, trainer=tuple(options.items()), module=make)
 
 
-@pytest.mark.parametrize("batch", [1, 3, 4, 5, 6])
+@pytest.mark.parametrize("batch", [1, 3, 5])
 def test_a_gan_that_died_has_the_rows_scores_and_pictures_of_one_that_did_not(
     tmp_path, monkeypatch, batch
 ):
