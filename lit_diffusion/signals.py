@@ -1,7 +1,7 @@
-"""Signals that a batch system sends: noted, and acted on when the program is ready for it.
+"""Signals that a batch system or a terminal sends: recorded, and acted on at a safe point.
 
-A batch system signals all processes of a job. A handler that saved would do so in the middle of an
-update, or of a collective that other ranks are not in; so it only makes a note.
+A batch system signals all processes of a job. A handler that saved a checkpoint would do so in the
+middle of an update, or of a collective that other ranks are not in; so handlers only record.
 """
 
 import atexit
@@ -17,85 +17,128 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-SAVED = 75
+EXIT_SAVED = 75
 """Exit code of a process that saved and is to be started again: EX_TEMPFAIL of sysexits.h."""
 
-ECHO = 0.3
-"""Seconds in which a second Ctrl-C is the first, which launchers such as torchrun pass on."""
+ECHO_SECONDS = 0.3
+"""Within these a second Ctrl-C is the first one again: launchers such as torchrun pass it on."""
 
-BY_HAND = (signal.SIGINT, signal.SIGHUP)
-"""Signals of a terminal: what ends of them is not to be started again by a loop of the shell."""
+TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)
+"""A process that ends on one of these is not to be started again by a loop of the shell."""
 
-_active: "SignalNotes | None" = None
+_recorder: "SignalRecorder | None" = None  # that is started
 
 
-class SignalNotes:
-    """Notes signals in place of being ended by them, from `start` to `stop`.
+class SignalRecorder:
+    """Records signals, which then do not end the process, between `start` and `stop`.
 
-    Those that others have noted before are taken over; what is ignored before (nohup) stays so. A
-    second Ctrl-C is a KeyboardInterrupt, as ever.
+    `start` takes over a signal that an outer recorder has received. Signals that are ignored before
+    (nohup) stay ignored. A second Ctrl-C raises KeyboardInterrupt.
 
     Processes that are forked meanwhile, such as those that load data, are ended by their parent
-    alone; they would die of signals to a whole job, and the run with them. So do processes that are
-    started by other means than fork, as DataLoader does with another `multiprocessing_context`.
+    alone; they would die of signals to a whole job, and the run with them. Processes that are not
+    forked, as with DataLoader's other values of `multiprocessing_context`, do die.
+
+    Args:
+        signals: to record.
+
+    Attributes:
+        received: the first signal received; None before.
+        ctrl_c_message: text to print to stderr at the first Ctrl-C.
     """
 
     def __init__(self, signals: Iterable[signal.Signals]) -> None:
-        self.received: signal.Signals | None = None
         self.signals = frozenset(signals)
-        self.answer = ""  # printed at the first Ctrl-C
-        self._before: dict[signal.Signals, Any] = {}
-        self._outer: SignalNotes | None = None
-        self._interrupted = math.inf  # when it was
+        self.received: signal.Signals | None = None
+        self.ctrl_c_message = ""
+        self._previous_handlers: dict[signal.Signals, Any] = {}
+        self._outer: SignalRecorder | None = None
+        self._ctrl_c_time = math.inf
 
     def start(self) -> None:
-        """Begin; in the main thread only, as Python handles no signals in others."""
-        global _active
+        """Start recording.
+
+        Raises:
+            ValueError: outside the main thread, where Python handles no signals.
+        """
+        global _recorder
         if threading.current_thread() is not threading.main_thread():
             raise ValueError(
                 "signals can only be handled where the Trainer runs in the main thread; call fit "
                 "there, or leave SaveOnSignal out."
             )
-        if self._before:
+        if self._previous_handlers:
             self.stop()
-        self.received = _active.received if _active is not None else None
-        self._interrupted = math.inf
-        self._outer, _active = _active, self
+        self.received = _recorder.received if _recorder is not None else None
+        self._ctrl_c_time = math.inf
+        self._outer, _recorder = _recorder, self
         for number in self.signals:
             if signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
+                self._previous_handlers[number] = signal.signal(number, self._record)
 
     def stop(self) -> None:
-        """Handle the signals as before."""
-        global _active
-        if _active is self:
-            _active = self._outer
-        while self._before:
-            number, handler = self._before.popitem()
+        """Restore the previous handlers."""
+        global _recorder
+        if _recorder is self:
+            _recorder = self._outer
+        while self._previous_handlers:
+            number, handler = self._previous_handlers.popitem()
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def ignore(self) -> None:
-        """Have further signals do nothing, in a process that is about to end."""
-        global _active
-        _active = None
-        for number in self._before:
+        """Make further signals do nothing, in a process that is about to end."""
+        global _recorder
+        _recorder = None
+        for number in self._previous_handlers:
             signal.signal(number, lambda *_: None)  # unlike SIG_IGN, a later fit takes it over
-            atexit.register(signal.signal, number, signal.SIG_IGN)  # Python gives handlers back
+            atexit.register(signal.signal, number, signal.SIG_IGN)  # Python restores handlers
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _record(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if number == signal.SIGINT and now - self._interrupted > ECHO:
+        if number == signal.SIGINT and now - self._ctrl_c_time > ECHO_SECONDS:
             raise KeyboardInterrupt
-        if number == signal.SIGINT and self._interrupted > now:
-            self._interrupted = now
+        if number == signal.SIGINT and self._ctrl_c_time > now:
+            self._ctrl_c_time = now
             with suppress(OSError):
-                os.write(2, self.answer.encode())  # print may be what was interrupted
+                os.write(2, self.ctrl_c_message.encode())  # print may be what was interrupted
         if self.received is None:
             self.received = signal.Signals(number)
 
 
-class Stopped(KeyboardInterrupt):
-    """A `signal` other than that of Ctrl-C ended what was done."""
+@contextmanager
+def record_signals() -> Iterator[None]:
+    """Context that records SIGTERM and SIGUSR1 for the fits that are set up inside it.
+
+    If it ends with the exit code of a run that saved on a signal, further signals have no effect:
+    another one must not change the exit code.
+    """
+    global _recorder
+    recorder = SignalRecorder([signal.SIGTERM, signal.SIGUSR1])
+    if threading.current_thread() is threading.main_thread():
+        recorder.start()
+    try:
+        yield
+    except BaseException as error:
+        codes = (EXIT_SAVED, *(128 + number for number in TERMINAL_SIGNALS))
+        if isinstance(error, SystemExit) and error.code in codes:
+            _recorder = None  # a later fit in this process does not take over its signals
+        else:
+            recorder.stop()
+        raise
+    recorder.stop()
+
+
+def redeliver_signal() -> None:
+    """Stop recording where nothing will be saved, and send a recorded signal again."""
+    recorder = _recorder
+    if recorder is not None:
+        recorder.stop()
+        if recorder.received is not None:
+            os.kill(os.getpid(), recorder.received)
+
+
+class InterruptedBySignal(KeyboardInterrupt):
+    """A `signal` other than that of Ctrl-C interrupted the process."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -103,14 +146,51 @@ class Stopped(KeyboardInterrupt):
 
 
 class SavedOnSignal(SystemExit):
-    """Ends a process that saved a checkpoint after so many steps because of a signal.
+    """Ends a process that saved a checkpoint, after `step` optimizer steps, because of a signal.
 
-    With exit code 75; after a signal of the terminal with 128 and its number.
+    The exit code is 75, after a signal of the terminal 128 and its number.
     """
 
     def __init__(self, number: int, step: int, path: Path) -> None:
-        super().__init__(128 + number if number in BY_HAND else SAVED)
+        super().__init__(128 + number if number in TERMINAL_SIGNALS else EXIT_SAVED)
         self.signal, self.step, self.path = signal.Signals(number), step, path
+
+
+@contextmanager
+def raise_on_signals() -> Iterator[None]:
+    """Context in which SIGTERM and SIGHUP raise `InterruptedBySignal`, a KeyboardInterrupt."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise InterruptedBySignal(number)
+
+    with _handle((signal.SIGTERM, signal.SIGHUP), interrupt):
+        yield
+
+
+@contextmanager
+def defer_signals() -> Iterator[None]:
+    """Context at whose end Ctrl-C, SIGTERM and SIGHUP are delivered that arrived inside it."""
+    deferred: list[int] = []
+    try:
+        signals = (signal.SIGTERM, *TERMINAL_SIGNALS)
+        with _handle(signals, lambda number, frame: deferred.append(number)):
+            yield
+    finally:
+        for number in deferred:
+            os.kill(os.getpid(), number)
+
+
+@contextmanager
+def _handle(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
+    """Context with a handler for those signals that are not ignored; only in the main thread."""
+    is_main = threading.current_thread() is threading.main_thread()
+    handled = [n for n in numbers if is_main and signal.getsignal(n) not in (None, signal.SIG_IGN)]
+    previous = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number in previous:
+            signal.signal(number, previous[number])
 
 
 def print_error(text: str) -> None:
@@ -119,86 +199,23 @@ def print_error(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-@contextmanager
-def stoppable() -> Iterator[None]:
-    """Context in which SIGTERM and SIGHUP raise `Stopped`, as Ctrl-C raises KeyboardInterrupt."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise Stopped(number)
-
-    with _handled((signal.SIGTERM, signal.SIGHUP), stop):
-        yield
-
-
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Context whose end Ctrl-C, SIGTERM and SIGHUP wait for."""
-    came: list[int] = []
-    try:
-        with _handled((signal.SIGTERM, *BY_HAND), lambda number, frame: came.append(number)):
-            yield
-    finally:
-        for number in came:
-            os.kill(os.getpid(), number)
-
-
-@contextmanager
-def _handled(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
-    """Context with a handler of signals that are not ignored, in the main thread."""
-    main = threading.current_thread() is threading.main_thread()
-    minded = [n for n in numbers if main and signal.getsignal(n) not in (None, signal.SIG_IGN)]
-    before = {number: signal.signal(number, handler) for number in minded}
-    try:
-        yield
-    finally:
-        for number in before:
-            signal.signal(number, before[number])
-
-
-@contextmanager
-def noting() -> Iterator[None]:
-    """Context in which SIGTERM and SIGUSR1 are noted for the fits that are about to be set up.
-
-    Where it ends with the code of a signal, they stay without effect: another must not change it.
-    """
-    global _active
-    notes = SignalNotes([signal.SIGTERM, signal.SIGUSR1])
-    if threading.current_thread() is threading.main_thread():
-        notes.start()
-    try:
-        yield
-    except BaseException as error:
-        if isinstance(error, SystemExit) and error.code in (SAVED, *(128 + n for n in BY_HAND)):
-            _active = None  # what comes from now on is of no later fit in this process
-        else:
-            notes.stop()
-        raise
-    notes.stop()
-
-
-def heed() -> None:
-    """Handle signals as before, since nothing will be saved; one that was noted comes again."""
-    notes = _active
-    if notes is not None:
-        notes.stop()
-        if notes.received is not None:
-            os.kill(os.getpid(), notes.received)
-
-
 def _after_fork() -> None:
-    """Block signals, and wait in a thread for a SIGTERM of the parent."""
-    if _active is None:
+    """In a process forked while signals are recorded: block them, but end on the parent's SIGTERM.
+
+    A thread waits for that, since a blocked signal calls no handler.
+    """
+    if _recorder is None:
         return
-    signals = set(_active.signals)
+    parent, signals = os.getppid(), set(_recorder.signals)
+
+    def wait() -> None:
+        while True:
+            info = signal.sigwaitinfo(signals)
+            if info.si_pid == parent and info.si_signo == signal.SIGTERM:
+                os._exit(0)
+
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    threading.Thread(target=_end_with, args=(os.getppid(), signals), daemon=True).start()
-
-
-def _end_with(parent: int, signals: set[signal.Signals]) -> None:
-    while True:
-        came = signal.sigwaitinfo(signals)
-        if came.si_pid == parent and came.si_signo == signal.SIGTERM:
-            os._exit(0)
+    threading.Thread(target=wait, daemon=True).start()
 
 
 os.register_at_fork(after_in_child=_after_fork)

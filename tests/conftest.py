@@ -44,10 +44,10 @@ def _nothing_is_left_that_handles_signals():
     for number in left:  # so that this test fails alone
         signal.signal(number, before[number])
     module = sys.modules.get("lit_diffusion.signals")
-    noting = module and module._active
-    if noting:
-        module._active = None
-    assert (left, noting) == ([], None)
+    recorder = module and module._recorder
+    if recorder:
+        module._recorder = None
+    assert (left, recorder) == ([], None)
 
 
 @pytest.fixture

@@ -58,7 +58,6 @@ MAY_IMPORT = {
     "data": ({"conditioning", "data", "seeding", TRAINER} | TOOLS, FRAMEWORK | {"sklearn"}),
     "metrics": ({"metrics", "seeding"} | TOOLS, FRAMEWORK | {"safetensors"}),
     TRAINER: (set(), LIGHTNING | {"lightning_fabric", "pytorch_lightning"}),
-    "callbacks.save_on_signal": ({"callbacks", "cli.slurm"} | TOOLS, FRAMEWORK),
     "callbacks": (
         {"callbacks", "checkpoints.averages", "checkpoints.snapshots", "ema_profiles"}
         | {"losses", "metrics", "protocols", "seeding"}

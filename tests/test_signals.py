@@ -8,12 +8,12 @@ import pytest
 
 from lit_diffusion import signals
 from lit_diffusion.signals import (
-    SAVED,
-    SignalNotes,
-    heed,
-    noting,
-    stoppable,
-    uninterrupted,
+    EXIT_SAVED,
+    SignalRecorder,
+    defer_signals,
+    raise_on_signals,
+    record_signals,
+    redeliver_signal,
 )
 
 
@@ -23,7 +23,7 @@ def lives(process):
 
 
 def child():
-    """A process that waits, and tells when it began to."""
+    """A process that sleeps, forked from this one."""
     ready = multiprocessing.get_context("fork").Event()
 
     def wait():
@@ -42,26 +42,26 @@ def signal_from_elsewhere(process, number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signals_are_noted_and_nothing_else_happens(number):
-    notes = SignalNotes([signal.SIGTERM, signal.SIGUSR1])
+def test_signals_are_recorded_and_nothing_else_happens(number):
+    recorder = SignalRecorder([signal.SIGTERM, signal.SIGUSR1])
     before = signal.getsignal(number)
-    notes.start()
+    recorder.start()
     try:
-        assert notes.received is None
+        assert recorder.received is None
         os.kill(os.getpid(), number)
         os.kill(os.getpid(), signal.SIGUSR1)
     finally:
-        notes.stop()
-    assert notes.received == number
+        recorder.stop()
+    assert recorder.received == number
     assert signal.getsignal(number) == before
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_processes_forked_meanwhile_are_ended_by_their_parent_alone(number):
-    notes = SignalNotes([signal.SIGTERM, signal.SIGUSR1])
-    notes.start()
+    recorder = SignalRecorder([signal.SIGTERM, signal.SIGUSR1])
+    recorder.start()
     process = child()
-    notes.stop()
+    recorder.stop()
     signal_from_elsewhere(process, number)
     assert lives(process)
     process.terminate()
@@ -69,11 +69,11 @@ def test_processes_forked_meanwhile_are_ended_by_their_parent_alone(number):
 
 
 def test_processes_forked_meanwhile_end_when_they_are_done():
-    notes = SignalNotes([signal.SIGTERM])
-    notes.start()
+    recorder = SignalRecorder([signal.SIGTERM])
+    recorder.start()
     process = multiprocessing.get_context("fork").Process(target=os.getpid)
     process.start()
-    notes.stop()
+    recorder.stop()
     process.join(10)
     assert process.exitcode == 0
 
@@ -84,27 +84,27 @@ def test_processes_forked_at_other_times_are_ended_by_signals():
     assert not lives(process)
 
 
-def test_what_was_noted_before_a_fit_is_taken_over_by_it():
+def test_what_was_recorded_before_a_fit_is_taken_over_by_it():
     before = signal.getsignal(signal.SIGTERM)
-    with noting():
+    with record_signals():
         os.kill(os.getpid(), signal.SIGTERM)
-        notes = SignalNotes([signal.SIGTERM])
-        notes.start()
-        assert notes.received == signal.SIGTERM
-        notes.stop()
+        recorder = SignalRecorder([signal.SIGTERM])
+        recorder.start()
+        assert recorder.received == signal.SIGTERM
+        recorder.stop()
         assert signal.getsignal(signal.SIGTERM) != before
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_what_was_noted_comes_again_where_nothing_will_be_saved():
-    came = []
-    before = signal.signal(signal.SIGTERM, lambda *args: came.append(args))
+def test_a_recorded_signal_is_sent_again_where_nothing_will_be_saved():
+    handled = []
+    before = signal.signal(signal.SIGTERM, lambda *args: handled.append(args))
     try:
-        with noting():
+        with record_signals():
             os.kill(os.getpid(), signal.SIGTERM)
-            assert came == []
-            heed()
-            assert len(came) == 1
+            assert handled == []
+            redeliver_signal()
+            assert len(handled) == 1
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -112,10 +112,10 @@ def test_what_was_noted_comes_again_where_nothing_will_be_saved():
 def test_after_a_save_another_signal_does_not_change_the_exit_code():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
-        with pytest.raises(SystemExit), noting():
-            raise SystemExit(SAVED)
+        with pytest.raises(SystemExit), record_signals():
+            raise SystemExit(EXIT_SAVED)
         os.kill(os.getpid(), signal.SIGTERM)
-        later = SignalNotes([signal.SIGTERM])
+        later = SignalRecorder([signal.SIGTERM])
         later.start()
         assert later.received is None
         later.stop()
@@ -127,72 +127,72 @@ def test_after_a_save_another_signal_does_not_change_the_exit_code():
 @pytest.mark.parametrize("error", [SystemExit(1), SystemExit("75"), ValueError("75")], ids=repr)
 def test_after_another_end_signals_are_handled_as_before(error):
     before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(type(error)), noting():
+    with pytest.raises(type(error)), record_signals():
         raise error
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_where_nothing_was_noted_nothing_comes():
-    heed()
+def test_where_nothing_was_recorded_nothing_is_sent():
+    redeliver_signal()
     before = signal.getsignal(signal.SIGTERM)
-    with noting():
-        heed()
+    with record_signals():
+        redeliver_signal()
         assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.usefixtures("terminal_signals")
 def test_a_second_ctrl_c_ends_what_waits_and_the_first_is_answered(capfd, monkeypatch):
-    notes = SignalNotes([signal.SIGINT, signal.SIGTERM])
-    notes.answer = "it waits"
-    notes.start()
+    recorder = SignalRecorder([signal.SIGINT, signal.SIGTERM])
+    recorder.ctrl_c_message = "saving"
+    recorder.start()
     try:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         for _ in range(2):  # as terminal and torchrun do at one Ctrl-C
             os.kill(os.getpid(), signal.SIGINT)
-        assert capfd.readouterr().err == "it waits"
-        monkeypatch.setattr(signals, "ECHO", 0.0)
+        assert capfd.readouterr().err == "saving"
+        monkeypatch.setattr(signals, "ECHO_SECONDS", 0.0)
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     finally:
-        notes.stop()
-    assert notes.received == signal.SIGTERM
+        recorder.stop()
+    assert recorder.received == signal.SIGTERM
 
 
 @pytest.mark.usefixtures("terminal_signals")
 def test_what_is_ignored_stays_so_unless_it_was_silenced_after_a_save():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
-    notes, received = SignalNotes([signal.SIGHUP, signal.SIGUSR1]), []
+    recorder, received = SignalRecorder([signal.SIGHUP, signal.SIGUSR1]), []
     before = signal.getsignal(signal.SIGUSR1)
     for _ in range(2):
-        notes.start()
+        recorder.start()
         os.kill(os.getpid(), signal.SIGHUP)
         os.kill(os.getpid(), signal.SIGUSR1)
-        received.append(notes.received)
-        notes.ignore()
+        received.append(recorder.received)
+        recorder.ignore()
     signal.signal(signal.SIGUSR1, before)
     assert received == [signal.SIGUSR1] * 2
 
 
 @pytest.mark.usefixtures("terminal_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_waits_for_what_must_not_be_interrupted(number):
+def test_deferred_signals_are_delivered_at_the_end(number):
     reached = []
-    with pytest.raises(KeyboardInterrupt) as ended, stoppable():  # noqa: PT012
-        with uninterrupted():
+    with pytest.raises(KeyboardInterrupt) as ended, raise_on_signals():  # noqa: PT012
+        with defer_signals():
             os.kill(os.getpid(), number)
             reached.append("end")
-        reached.append("behind")
+        reached.append("after")
     assert reached == ["end"]
     assert getattr(ended.value, "signal", signal.SIGINT) == number
 
 
 def test_a_second_start_keeps_the_way_back():
     before = signal.getsignal(signal.SIGTERM)
-    notes = SignalNotes([signal.SIGTERM])
-    notes.start()
-    notes.start()
-    notes.stop()
+    recorder = SignalRecorder([signal.SIGTERM])
+    recorder.start()
+    recorder.start()
+    recorder.stop()
     assert signal.getsignal(signal.SIGTERM) == before
 
 
@@ -201,7 +201,7 @@ def test_a_thread_is_refused():
 
     def start():
         try:
-            SignalNotes([signal.SIGTERM]).start()
+            SignalRecorder([signal.SIGTERM]).start()
         except ValueError as error:
             caught.append(str(error))
 

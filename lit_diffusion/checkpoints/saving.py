@@ -15,7 +15,7 @@ from lit_diffusion.callbacks.trainer_state import find_dtensor, gather_state
 from lit_diffusion.checkpoints.content import is_plain
 from lit_diffusion.checkpoints.reading import first_line, read_checkpoint, why_unreadable
 from lit_diffusion.files import atomic_write
-from lit_diffusion.signals import uninterrupted
+from lit_diffusion.signals import defer_signals
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -92,7 +92,7 @@ def _write(checkpoint: dict[str, Any], path: str | Path) -> None:
     try:
         # Without checksums, which a setting of torch leaves out, no damage to the file is told.
         with (
-            uninterrupted(),
+            defer_signals(),
             atomic_write(path) as file,
             config.patch("save.compute_crc32", True),  # type: ignore[attr-defined]
         ):

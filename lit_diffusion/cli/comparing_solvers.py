@@ -32,7 +32,7 @@ from lit_diffusion.metrics.reference import FEWEST, Scorer, measure
 from lit_diffusion.metrics.score import image_set
 from lit_diffusion.modules.checks import check_clipping, check_objective, check_sampling
 from lit_diffusion.protocols import NonFiniteSamples, Process, Solver
-from lit_diffusion.signals import print_error, uninterrupted
+from lit_diffusion.signals import defer_signals, print_error
 from lit_diffusion.solvers.steps import check_steps, grid_of, solver_times
 from lit_diffusion.timesteps import LogSNR
 
@@ -220,7 +220,7 @@ def _write(
     atomic_write_text(out / "comparison.csv", text.getvalue())
     about = f"{loaded.path}, step {loaded.step}, {loaded.weights} weights.\n{scored['told']}"
     picture = table([[written(about)], [_picture(cells, out, min(args.num, SHOWN))]])
-    with uninterrupted(), atomic_write(out / "comparison.png") as file:
+    with defer_signals(), atomic_write(out / "comparison.png") as file:
         picture.save(file, "PNG")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lit_diffusion.cli.parser import Parser
-from lit_diffusion.signals import print_error, stoppable
+from lit_diffusion.signals import print_error, raise_on_signals
 
 
 def parser() -> Parser:
@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> None:
     )
     device, out = usable_device(args.device), Path(args.out)
     try:
-        with stoppable():
+        with raise_on_signals():
             index = planned(images, codec, out, args.shard_size, args.flips)
             num = encode_shards(images, codec, out, index, device, shared_place(), print_error)
     except KeyboardInterrupt:

@@ -10,7 +10,7 @@ from importlib import import_module
 
 from lit_diffusion import __version__
 from lit_diffusion.config.messages import is_meant, is_out_of_memory
-from lit_diffusion.signals import noting
+from lit_diffusion.signals import record_signals
 
 COMMANDS = {
     "fit": ("lit_diffusion.cli.fit", "train a model from a config, or resume a run"),
@@ -119,7 +119,7 @@ def _call(args: list[str]) -> int:
     if name not in COMMANDS:
         raise ValueError(f"there is no command '{name}'; there are {', '.join(COMMANDS)}.")
     # A job may be preempted while libraries are imported, which takes seconds.
-    with noting() if name in ("fit", "sweep") else nullcontext():
+    with record_signals() if name in ("fit", "sweep") else nullcontext():
         import_module(COMMANDS[name][0]).run(args)
     return 0
 

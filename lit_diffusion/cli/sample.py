@@ -11,7 +11,7 @@ from lit_diffusion.cli.options import (
     parse_sampling,
 )
 from lit_diffusion.cli.parser import Parser
-from lit_diffusion.signals import print_error, stoppable
+from lit_diffusion.signals import print_error, raise_on_signals
 
 
 def parser() -> Parser:
@@ -81,7 +81,7 @@ def run(argv: Sequence[str]) -> None:
 
     out = folder_of_images(args.out)
     try:
-        with stoppable():
+        with raise_on_signals():
             loaded = load_generator(args)
             if args.compare is not None:
                 print(compare_solvers(loaded, args, out))

@@ -32,7 +32,7 @@ from lit_diffusion.files import atomic_write, atomic_write_text
 from lit_diffusion.modules.checks import check_clipping, check_sampling
 from lit_diffusion.protocols import Condition, Solver, by_part
 from lit_diffusion.seeding import classes_of
-from lit_diffusion.signals import print_error, uninterrupted
+from lit_diffusion.signals import defer_signals, print_error
 
 RECORD = "samples.json"
 
@@ -241,14 +241,14 @@ def write_samples(loaded: Loaded, args: Namespace, num: int, out: Path) -> dict[
         names = [f"seed {args.seed + i}" for i in few]
         write_trajectory(loaded.module, lambda: make(few), names, out)
     for first, images in _generate(make, args, there, num):
-        with uninterrupted():
+        with defer_signals():
             for i, image in enumerate(images, first):
                 to_pil_image(image).save(out / f"{i:06d}.png")
             record = record_of(loaded, args, first + len(images), num)
             atomic_write_text(out / RECORD, as_text(record))
     shown = first_images(out, min(num, 256))
     grid = to_pil_image(image_grid(shown, _captions(loaded, args, len(shown))))
-    with uninterrupted(), atomic_write(out / "grid.png") as file:
+    with defer_signals(), atomic_write(out / "grid.png") as file:
         grid.save(file, "PNG")
     return record
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lit_diffusion.callbacks.slurm import job_id
 from lit_diffusion.checkpoints.averages import averages_in
 from lit_diffusion.checkpoints.loading import checkpoint_file
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.loggers import read_evaluations
 from lit_diffusion.cli.run_folder import Request
-from lit_diffusion.cli.slurm import job_id
 from lit_diffusion.metrics.image_count import images_seen
 from lit_diffusion.metrics.record import is_repeat
 

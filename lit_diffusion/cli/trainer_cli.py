@@ -25,6 +25,7 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_diffusion.callbacks.rank_watch import RankWatch
+from lit_diffusion.callbacks.slurm import job_id
 from lit_diffusion.checkpoints.averages import averages_in
 from lit_diffusion.checkpoints.content import check_resumable, no_larger_than
 from lit_diffusion.checkpoints.loading import model_spec, wrong_types
@@ -50,13 +51,12 @@ from lit_diffusion.cli.run_folder import (
     refuse_mixing,
 )
 from lit_diffusion.cli.run_outputs import RunConfig
-from lit_diffusion.cli.slurm import job_id
 from lit_diffusion.cli.summary import requeue_line, resume_line, summary
 from lit_diffusion.cli.trainer_settings import wrong_settings
 from lit_diffusion.config.messages import innermost
 from lit_diffusion.config.trust import trusting, within
 from lit_diffusion.protocols import WeightsProvider
-from lit_diffusion.signals import BY_HAND, SavedOnSignal, heed, print_error
+from lit_diffusion.signals import TERMINAL_SIGNALS, SavedOnSignal, print_error, redeliver_signal
 
 _STRICT = {"exit_on_error": False, "allow_abbrev": False}
 """For the parsers of all commands and of each. The run folder is found by whole names alone."""
@@ -287,7 +287,7 @@ class RunCLI(SubcommandCLI):
             callbacks += run_callbacks(self.changed)
             if config.enable_checkpointing is not False:
                 return with_last_checkpoint(callbacks, root / "checkpoints")
-        heed()
+        redeliver_signal()
         return callbacks
 
     def run_trainer(self, run: Callable[[], None]) -> None:
@@ -322,7 +322,7 @@ class RunCLI(SubcommandCLI):
         """Say how a fit goes on that a signal stopped; one that SLURM requeues does by itself."""
         fits = self.request.command == "fit" and not self.is_trial
         saved, step = isinstance(error, SavedOnSignal), self.trainer.global_step
-        requeued = saved and number not in BY_HAND and job_id()
+        requeued = saved and number not in TERMINAL_SIGNALS and job_id()
         if fits and not requeued and self.trainer.is_global_zero:
             print_error(resume_line(self.request, step, number, saved))
 

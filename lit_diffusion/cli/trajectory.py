@@ -10,7 +10,7 @@ from torch import Tensor
 from lit_diffusion.cli.image_grids import table, tile, written
 from lit_diffusion.files import atomic_write
 from lit_diffusion.metrics.reference import evenly_spaced
-from lit_diffusion.signals import uninterrupted
+from lit_diffusion.signals import defer_signals
 
 SEEDS = 4
 COLUMNS = 10
@@ -82,11 +82,11 @@ def write_trajectory(
     finally:
         module.watch = None
     moments = [*seen.moments, Moment("end", 0.0, images, images)]
-    with uninterrupted(), atomic_write(out / "trajectory.png") as file:
+    with defer_signals(), atomic_write(out / "trajectory.png") as file:
         _strip(moments, names).save(file, "PNG")
     frames = [_frame(moment, names) for moment in moments]
     lasting = [1000 * SECONDS // len(frames)] * len(seen.moments) + [1500]
-    with uninterrupted(), atomic_write(out / "trajectory.gif") as file:
+    with defer_signals(), atomic_write(out / "trajectory.gif") as file:
         frames[0].save(
             file, "GIF", save_all=True, append_images=frames[1:], duration=lasting, loop=0
         )

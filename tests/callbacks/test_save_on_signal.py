@@ -16,7 +16,7 @@ from support.resuming import CALLBACKS, Death, Recipe, assert_goes_on
 from lit_diffusion import signals
 from lit_diffusion.callbacks import EMA, SampleGrid, SaveOnSignal, save_on_signal
 from lit_diffusion.cli.last_checkpoint import LastCheckpoint
-from lit_diffusion.signals import SAVED, SavedOnSignal
+from lit_diffusion.signals import EXIT_SAVED, SavedOnSignal
 
 HANDLED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
@@ -48,48 +48,44 @@ def saved_at(folder):
     return torch.load(folder / "last.ckpt", weights_only=True)["global_step"]
 
 
-PLACES = [
-    "on_train_batch_start",
-    "on_before_backward",
-    "on_before_optimizer_step",
-    "on_train_batch_end",
-    "on_validation_batch_start",
-    "on_validation_end",
-]
+def trainer_with(folder, *callbacks, **options):
+    return make_trainer(folder, *callbacks, **{"enable_checkpointing": True, **options})
 
 
-@pytest.mark.parametrize("number", HANDLED[:2])
-@pytest.mark.parametrize("hook", PLACES)
+def save(folder, *callbacks, batches=5, **options):
+    """How a run of 3 epochs ends that gets a signal; what `Sends` sends is before the saver."""
+    trainer = trainer_with(folder, *callbacks, SaveOnSignal(folder), max_epochs=3, **options)
+    with pytest.raises(SystemExit) as ended:
+        trainer.fit(PlainModule(), loader(8 * batches), loader(16))
+    return ended.value
+
+
+@pytest.mark.parametrize(
+    ("hook", "number"),
+    [
+        ("on_train_batch_start", signal.SIGTERM),
+        ("on_before_backward", signal.SIGUSR1),
+        ("on_before_optimizer_step", signal.SIGTERM),
+        ("on_train_batch_end", signal.SIGUSR1),
+        ("on_validation_batch_start", signal.SIGTERM),
+        ("on_validation_end", signal.SIGUSR1),
+    ],
+)
 def test_a_run_saves_after_the_step_in_which_the_signal_comes(tmp_path, hook, number):
     """In batch 4, which validation follows."""
-    trainer = make_trainer(
-        tmp_path,
-        SaveOnSignal(tmp_path),
-        Sends(hook, 4, number),
-        max_epochs=3,
-        val_check_interval=2,
-        enable_checkpointing=True,
-    )
-    with pytest.raises(SystemExit) as ended:
-        trainer.fit(PlainModule(), loader(40), loader(16))
-    assert ended.value.code == SAVED == 75
-    assert (ended.value.signal, ended.value.step) == (number, 4)
-    assert saved_at(tmp_path) == trainer.global_step == 4
+    ended = save(tmp_path, Sends(hook, 4, number), val_check_interval=2)
+    assert (ended.code, ended.signal, ended.step) == (75, number, 4)
+    assert saved_at(tmp_path) == 4
 
 
-@pytest.mark.parametrize(("batches", "step"), [(5, 6), (1, 5)])
+@pytest.mark.parametrize(("batches", "step"), [(5, 6), (1, 2)])
 def test_an_epoch_is_ended_before_a_save(tmp_path, batches, step):
     """What callbacks do at its end is not done again; unless every batch ends one."""
-    sends = Sends("on_train_batch_start", 5)
+    sends = Sends("on_train_batch_start")
     sends.on_train_batch_start = lambda trainer, *args: (
-        trainer.global_step == 4 and os.kill(os.getpid(), signal.SIGTERM)
+        trainer.global_step == step - 2 + (batches == 1) and os.kill(os.getpid(), signal.SIGTERM)
     )
-    trainer = make_trainer(
-        tmp_path, sends, SaveOnSignal(tmp_path), max_epochs=9, enable_checkpointing=True
-    )
-    with pytest.raises(SavedOnSignal) as ended:
-        trainer.fit(PlainModule(), loader(8 * batches))
-    assert ended.value.step == step
+    assert save(tmp_path, sends, batches=batches).step == step
 
 
 def test_after_any_other_end_signals_are_handled_as_before(tmp_path, handlers):
@@ -98,9 +94,8 @@ def test_after_any_other_end_signals_are_handled_as_before(tmp_path, handlers):
             raise KeyError
 
     for other in ([], [Fails()]):
-        trainer = make_trainer(tmp_path, SaveOnSignal(tmp_path), *other, enable_checkpointing=True)
         with pytest.raises(KeyError) if other else nullcontext():
-            trainer.fit(PlainModule(), loader(8))
+            trainer_with(tmp_path, SaveOnSignal(tmp_path), *other).fit(PlainModule(), loader(8))
         assert {number: signal.getsignal(number) for number in HANDLED} == handlers
 
 
@@ -109,13 +104,7 @@ def test_a_request_to_stop_that_is_not_met_yet_is_no_end(tmp_path):
         def on_train_batch_end(self, trainer, *args):
             trainer.should_stop = True
 
-    saver, sends = SaveOnSignal(tmp_path), Sends("on_train_batch_start", 3)
-    trainer = make_trainer(
-        tmp_path, saver, sends, Stops(), max_epochs=9, min_steps=20, enable_checkpointing=True
-    )
-    with pytest.raises(SavedOnSignal) as ended:
-        trainer.fit(PlainModule(), loader(40))
-    assert ended.value.step == 3
+    assert save(tmp_path, Sends("on_train_batch_start", 3), Stops(), min_steps=12).step == 3
 
 
 @pytest.mark.parametrize(
@@ -131,7 +120,7 @@ def test_what_was_saved_goes_on_bit_for_bit(tmp_path, hook, batch):
     recipe = Recipe(("EMA", "MomentumDecay", "FIDEvaluation", "SampleGrid"))
     saver = SaveOnSignal(tmp_path / "died")
     ended = assert_goes_on(tmp_path, recipe, Sends(hook, batch), saver, error=SavedOnSignal)
-    assert ended.code == SAVED
+    assert ended.code == EXIT_SAVED
 
 
 class SendsWhileSampling(Callback):
@@ -177,10 +166,11 @@ def test_a_signal_while_it_samples_goes_on_bit_for_bit(
     sends, saver = SendsWhileSampling(), SaveOnSignal(tmp_path / "died")
     recipe = Recipe(("EMA", kind), trainer=trainer)
     ended = assert_goes_on(tmp_path, recipe, sends, saver, error=SavedOnSignal)
-    assert (ended.code, ended.step) == (SAVED, sent_at[0])
+    assert (ended.code, ended.step) == (EXIT_SAVED, sent_at[0])
     assert sends.sent_at == sent_at
 
 
+@pytest.mark.slow
 def test_a_validation_that_a_run_dies_in_after_a_signal_is_done_again(tmp_path):
     """Saved before it, the run would go on behind it: its row would be lost."""
 
@@ -198,8 +188,10 @@ def test_a_validation_that_a_run_dies_in_after_a_signal_is_done_again(tmp_path):
 
 @pytest.mark.parametrize(
     "recipe",
-    [Recipe(trainer=(("accumulate_grad_batches", 2),)), Recipe(accumulates_itself=True)],
-    ids=["by the Trainer", "by the module"],
+    [
+        pytest.param(Recipe(trainer=(("accumulate_grad_batches", 2),)), id="by the Trainer"),
+        pytest.param(Recipe(accumulates_itself=True), marks=pytest.mark.slow, id="by the module"),
+    ],
 )
 def test_gradients_of_accumulated_batches_are_not_lost(tmp_path, recipe):
     dying = Sends("on_before_backward", 3), SaveOnSignal(tmp_path / "died")
@@ -211,25 +203,25 @@ def test_gradients_of_accumulated_batches_are_not_lost(tmp_path, recipe):
 def test_signals_of_a_terminal_save_and_ask_for_no_other_start(tmp_path, monkeypatch, number, code):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(save_on_signal, "requeue_job", None)
-    sends = Sends("on_train_batch_start", 3, number)
-    trainer = make_trainer(
-        tmp_path, sends, SaveOnSignal(tmp_path), max_epochs=3, enable_checkpointing=True
-    )
-    with pytest.raises(SavedOnSignal) as ended:
-        trainer.fit(PlainModule(), loader(40))
-    assert (ended.value.code, ended.value.step, saved_at(tmp_path)) == (code, 3, 3)
+    ended = save(tmp_path, Sends("on_train_batch_start", 3, number))
+    assert (ended.code, ended.step, saved_at(tmp_path)) == (code, 3, 3)
+
+
+@pytest.mark.parametrize("requeue", [True, False])
+def test_a_slurm_job_is_requeued_where_that_is_asked_for(tmp_path, monkeypatch, capsys, requeue):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(save_on_signal, "requeue_job", lambda job, number: f"{job} {number.name}")
+    saver, sends = SaveOnSignal(tmp_path, requeue=requeue), Sends("on_train_batch_start", 2)
+    with pytest.raises(SavedOnSignal):
+        trainer_with(tmp_path, saver, sends, max_epochs=3).fit(PlainModule(), loader(40))
+    assert ("on SIGTERM. 7 SIGTERM." in capsys.readouterr().err) == requeue
 
 
 @pytest.mark.usefixtures("terminal_signals")
 def test_a_second_ctrl_c_before_the_save_ends_at_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(signals, "ECHO", 0.0)
-    sends = (Sends("on_train_batch_start", 3, signal.SIGINT) for _ in range(2))
-    trainer = make_trainer(
-        tmp_path, *sends, SaveOnSignal(tmp_path), max_epochs=3, enable_checkpointing=True
-    )
-    with pytest.raises(SystemExit) as ended:
-        trainer.fit(PlainModule(), loader(40))
-    assert isinstance(ended.value.__context__, KeyboardInterrupt)
+    monkeypatch.setattr(signals, "ECHO_SECONDS", 0.0)
+    ended = save(tmp_path, *(Sends("on_train_batch_start", 3, signal.SIGINT) for _ in range(2)))
+    assert isinstance(ended.__context__, KeyboardInterrupt)
     assert not (tmp_path / "last.ckpt").exists()
 
 
@@ -237,55 +229,37 @@ def test_a_second_ctrl_c_before_the_save_ends_at_once(tmp_path, monkeypatch):
 @pytest.mark.parametrize("second", [signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_second_signal_changes_nothing(tmp_path, second):
     sends = Sends("on_train_batch_start", 3), Sends("on_save_checkpoint", 3, second)
-    trainer = make_trainer(
-        tmp_path, *sends, SaveOnSignal(tmp_path), max_epochs=3, enable_checkpointing=True
-    )
-    with pytest.raises(SavedOnSignal) as ended:
-        trainer.fit(PlainModule(), loader(40))
-    assert (ended.value.signal, ended.value.step) == (signal.SIGTERM, 3)
-    assert sends[1].sent
+    ended = save(tmp_path, *sends)
+    assert (ended.signal, ended.step, sends[1].sent) == (signal.SIGTERM, 3, True)
 
 
 def test_averages_are_never_left_in_the_place_of_the_weights(tmp_path):
-    module = PlainModule()
-    trainer = make_trainer(
-        tmp_path,
-        EMA((0.5,)),
-        Sends("on_validation_batch_start"),
-        SaveOnSignal(tmp_path),
-        max_epochs=3,
-        val_check_interval=2,
-        enable_checkpointing=True,
-    )
+    sends, saver = Sends("on_validation_batch_start"), SaveOnSignal(tmp_path)
+    trainer = trainer_with(tmp_path, EMA((0.5,)), sends, saver, max_epochs=3, val_check_interval=2)
     with pytest.raises(SavedOnSignal):
-        trainer.fit(module, loader(40), loader(16))
+        trainer.fit(module := PlainModule(), loader(40), loader(16))
     saved = torch.load(tmp_path / "last.ckpt", weights_only=True)["state_dict"]
     assert all(torch.equal(saved[name], value) for name, value in module.state_dict().items())
 
 
 def test_a_run_that_is_complete_ends_as_usual(tmp_path):
-    trainer = make_trainer(
-        tmp_path,
-        Sends("on_train_batch_start", 5),
-        SaveOnSignal(tmp_path),
-        enable_checkpointing=True,
-    )
+    trainer = trainer_with(tmp_path, Sends("on_train_batch_start", 5), SaveOnSignal(tmp_path))
     trainer.fit(PlainModule(), loader(40), loader(16))
     assert trainer.global_step == 5
 
 
 @pytest.mark.usefixtures("terminal_signals")
-def test_lightning_sets_no_handler_that_saves_inside_of_it(tmp_path, monkeypatch):
+def test_lightning_sets_no_handler_that_saves_inside_of_it(tmp_path):
     """Its handlers would broadcast, which deadlocks where ranks are in other places."""
-    found = []
+    handlers = []
 
     class Look(Callback):
         def on_train_batch_start(self, *args):
-            found.extend(signal.getsignal(number) for number in HANDLED)
+            handlers.extend(signal.getsignal(number) for number in HANDLED)
 
     saver = SaveOnSignal(tmp_path)
-    make_trainer(tmp_path, saver, Look(), enable_checkpointing=True).fit(PlainModule(), loader(8))
-    assert {handler.__self__ for handler in found} == {saver._notes}
+    trainer_with(tmp_path, saver, Look()).fit(PlainModule(), loader(8))
+    assert {handler.__self__ for handler in handlers} == {saver._recorder}
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "TERM", "sigterm"])
@@ -302,19 +276,16 @@ def test_a_new_job_does_not_go_on_from_what_another_left(tmp_path, monkeypatch, 
     module.trainer.save_checkpoint(tmp_path / "hpc_ckpt_1.ckpt")
     for name in ("JOB_ID", "NTASKS", "JOB_NAME", "NODEID", "PROCID", "LOCALID"):
         monkeypatch.setenv(f"SLURM_{name}", {"NTASKS": "1", "JOB_NAME": "train"}.get(name, "0"))
-    trainer = make_trainer(tmp_path, SaveOnSignal(tmp_path), enable_checkpointing=True)
     with pytest.raises(ValueError, match=r"hpc_ckpt_1.ckpt was left by another job"):
-        trainer.fit(PlainModule(), loader(8))
+        trainer_with(tmp_path, SaveOnSignal(tmp_path)).fit(PlainModule(), loader(8))
 
 
 def test_without_a_folder_it_saves_below_that_of_the_run(tmp_path):
-    saver = SaveOnSignal()
+    saver, sends = SaveOnSignal(), Sends("on_train_batch_start", 2)
     with pytest.raises(ValueError, match="no folder before a fit; pass one"):
         saver.checkpoint_of_requeue()
-    sends = Sends("on_train_batch_start", 2)
-    trainer = make_trainer(tmp_path, saver, sends, max_epochs=3, enable_checkpointing=True)
     with pytest.raises(SavedOnSignal) as ended:
-        trainer.fit(PlainModule(), loader(40))
+        trainer_with(tmp_path, saver, sends, max_epochs=3).fit(PlainModule(), loader(40))
     assert ended.value.path == tmp_path / "checkpoints" / "last.ckpt"
     assert ended.value.path.is_file()
 
@@ -322,23 +293,18 @@ def test_without_a_folder_it_saves_below_that_of_the_run(tmp_path):
 @pytest.mark.parametrize("checkpointing", [True, False])
 def test_lightning_keeps_the_checkpoint_callback_that_it_has_without_it(tmp_path, checkpointing):
     saver, other = SaveOnSignal(tmp_path), Callback()
-    trainer = make_trainer(tmp_path, saver, other, enable_checkpointing=checkpointing)
+    trainer = trainer_with(tmp_path, saver, other, enable_checkpointing=checkpointing)
     trainer.fit(PlainModule(), loader(8))
-    assert [type(saved) for saved in trainer.checkpoint_callbacks] == [ModelCheckpoint][
-        :checkpointing
-    ]
+    expected = [ModelCheckpoint] * checkpointing
+    assert [type(saved) for saved in trainer.checkpoint_callbacks] == expected
     assert len(list(tmp_path.rglob("*.ckpt"))) == checkpointing
     assert trainer.callbacks[-1] is saver  # what others do in a batch is in what it saves
 
 
 def test_only_a_requeue_of_the_very_job_goes_on_by_itself(tmp_path, monkeypatch):
-    saver = SaveOnSignal(tmp_path)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    trainer = make_trainer(
-        tmp_path, Sends("on_train_batch_start"), saver, max_epochs=3, enable_checkpointing=True
-    )
-    with pytest.raises(SavedOnSignal):
-        trainer.fit(PlainModule(), loader(40))
+    save(tmp_path, Sends("on_train_batch_start"))
+    saver = SaveOnSignal(tmp_path)
     assert saver.checkpoint_of_requeue() is None  # another job in the same folder
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     assert saver.checkpoint_of_requeue() == tmp_path / "last.ckpt"
@@ -350,7 +316,7 @@ def test_only_a_requeue_of_the_very_job_goes_on_by_itself(tmp_path, monkeypatch)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_save_after_the_same_step_whichever_gets_the_signal(tmp_path, ranks):
     """One rank is slow, so that the others wait for it in a collective when the signal comes."""
-    found = run_on_ranks("signal_on_ranks.py", tmp_path, ranks=ranks)
-    assert len({rank["step"] for rank in found}) == 1
-    assert {rank["code"] for rank in found} == {SAVED}
-    assert found[0]["step"] == saved_at(tmp_path) >= 4
+    ends = run_on_ranks("signal_on_ranks.py", tmp_path, ranks=ranks)
+    assert {end["step"] for end in ends} == {saved_at(tmp_path)}
+    assert {end["code"] for end in ends} == {EXIT_SAVED}
+    assert ends[0]["step"] >= 4

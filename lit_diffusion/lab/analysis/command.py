@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from lit_diffusion.cli.options import add_data, add_trust, numbers
 from lit_diffusion.cli.parser import Parser
-from lit_diffusion.signals import stoppable
+from lit_diffusion.signals import raise_on_signals
 
 
 def parser() -> Parser:
@@ -139,5 +139,5 @@ def run(argv: Sequence[str]) -> None:
         "landscape": analyzing.survey,
         "hessian": analyzing.spectra,
     }
-    with stoppable():
+    with raise_on_signals():
         print(kinds[name](args))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from lit_diffusion.signals import SignalNotes, Stopped
+from lit_diffusion.signals import InterruptedBySignal, SignalRecorder
 
 PATIENCE = 30.0
 """Seconds that a process may take to stop when asked, before it is killed."""
@@ -63,22 +63,23 @@ def run_jobs(
             signal, and how many seconds it ran.
 
     Raises:
-        KeyboardInterrupt: where this process was interrupted; `Stopped` where it was signalled.
+        KeyboardInterrupt: where this process was interrupted; its subclass `InterruptedBySignal`
+            where it was signalled.
     """
     waiting, running = iter(jobs), list[_Running]()
-    notes = SignalNotes((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))
-    notes.start()
+    recorder = SignalRecorder((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))
+    recorder.start()
     try:
-        while notes.received is None and _fill(running, waiting, at_once):
+        while recorder.received is None and _fill(running, waiting, at_once):
             for process in [r for r in running if r.popen.poll() is not None]:
                 running.remove(process)
                 process.tell(ended)
             time.sleep(0.1)
-        if notes.received is not None:
-            raise Stopped(notes.received)
+        if recorder.received is not None:
+            raise InterruptedBySignal(recorder.received)
     finally:
-        _stop([process.popen for process in running], notes.received)
-        notes.stop()
+        _stop([process.popen for process in running], recorder.received)
+        recorder.stop()
         for process in running:
             process.tell(ended)
 

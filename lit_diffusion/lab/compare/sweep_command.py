@@ -12,7 +12,7 @@ from lit_diffusion.lab.compare.arms import arm_files
 from lit_diffusion.lab.compare.command import run as compare
 from lit_diffusion.lab.compare.sweep_plan import Planned, plan
 from lit_diffusion.lab.compare.sweeping import RESUME, Sweep, say
-from lit_diffusion.signals import SAVED, Stopped, heed
+from lit_diffusion.signals import EXIT_SAVED, InterruptedBySignal, redeliver_signal
 
 
 def parser() -> Parser:
@@ -73,13 +73,13 @@ def run(argv: Sequence[str]) -> None:
         sweep.run()
     except KeyboardInterrupt as end:
         say(f"stopped with {sweep.tally()}. {stopped}")
-        if sweep.saved and isinstance(end, Stopped):
-            raise SystemExit(SAVED) from end
+        if sweep.saved and isinstance(end, InterruptedBySignal):
+            raise SystemExit(EXIT_SAVED) from end
         raise
     if sweep.saved:
         say(f"stopped with {sweep.tally()}. {stopped}")
-        raise SystemExit(SAVED)
-    heed()
+        raise SystemExit(EXIT_SAVED)
+    redeliver_signal()
     if sweep.unfinished:
         say(f"{sweep.tally()}; not {', '.join(sweep.unfinished)}")
     if not _reported(runs, _out(args)) or sweep.unfinished:

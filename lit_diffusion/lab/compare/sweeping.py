@@ -13,7 +13,7 @@ from pathlib import Path
 from lit_diffusion.cli.run_folder import CLAIM, OR_NONE, InUse, latest_config, occupied
 from lit_diffusion.lab.compare.jobs import Job, claim, run_jobs
 from lit_diffusion.lab.compare.sweep_plan import Planned
-from lit_diffusion.signals import SAVED, print_error
+from lit_diffusion.signals import EXIT_SAVED, print_error
 
 LOG = "fit.log"
 RESUME = f"--ckpt_path={OR_NONE}"
@@ -104,7 +104,7 @@ class Sweep:
         return [RESUME]
 
     def _ended(self, job: Job, code: int, seconds: float) -> None:
-        self.saved |= code == SAVED
+        self.saved |= code == EXIT_SAVED
         name, took = job.name, timedelta(seconds=round(seconds))
         run = next(run for run in self.runs if run.name == name)
         try:
@@ -115,7 +115,7 @@ class Sweep:
         if steps >= run.max_steps and code == 0:
             self._finished.add(name)
             say(f"{name} finished in {took}; {self.tally()}")
-        elif code == SAVED:
+        elif code == EXIT_SAVED:
             say(
                 f"{name} saved at step {steps} of {run.max_steps} on a signal, after {took}, to "
                 "be started again; nothing else is started"

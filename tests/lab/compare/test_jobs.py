@@ -12,7 +12,7 @@ import pytest
 
 from lit_diffusion.lab.compare import jobs
 from lit_diffusion.lab.compare.jobs import Job, claim, run_jobs
-from lit_diffusion.signals import Stopped
+from lit_diffusion.signals import InterruptedBySignal
 
 pytestmark = pytest.mark.usefixtures("terminal_signals")
 
@@ -152,7 +152,7 @@ def test_after_an_announcement_processes_have_the_time_that_they_need(tmp_path, 
     )
     interrupt(signal.SIGUSR1, there)
     interrupt(signal.SIGTERM, saving)
-    with pytest.raises(Stopped):
+    with pytest.raises(InterruptedBySignal):
         ended([job(tmp_path, code)])
     assert done.exists()
 

@@ -1,4 +1,4 @@
-"""What a process knows of the SLURM job that it is part of, and how it has that job start again."""
+"""The SLURM job that this process belongs to, and how to have it started again."""
 
 import os
 import re
@@ -11,11 +11,11 @@ from typing import Any
 
 from lit_diffusion.files import atomic_write_text
 
-_NOTE = "slurm-job"
+_JOB_FILE = "slurm-job"
 
 
 def job_id() -> str | None:
-    """The job by the name that SLURM's commands take, as 7 or array_task; None outside of SLURM.
+    """The job as SLURM's commands name it, such as 7 or 7_2 (array_task); None outside of SLURM.
 
     SLURM_JOB_ID alone would not do: one task of an array has the number of the whole array.
     """
@@ -26,42 +26,42 @@ def job_id() -> str | None:
 
 
 def requeue_job(job: str, number: signal.Signals) -> str:
-    """Ask SLURM to start a job again, where that is what a signal meant.
+    """Ask SLURM to requeue a job, if that is what the signal meant; the outcome as a sentence.
 
-    SIGTERM means it where SLURM preempts the job; else somebody wants this process to end, who may
-    have other work in the job. Other signals mean it as long as the job runs. One that was
-    cancelled or has run out of its time stays ended. Returns what became of it, in words.
+    SIGTERM means so where SLURM preempts the job; otherwise somebody wants this process to end, who
+    may have other work in the job. Other signals mean so as long as the job runs. A job that was
+    cancelled or has run out of its time stays ended.
     """
     shown = _run(["scontrol", "show", "job", "--oneliner", job])
     states = set(re.findall(r"\bJobState=(\S+)", shown.stdout))
     if not states:
         return f"SLURM job {job} could not be asked for: {_error(shown)}"
     if states != {"RUNNING"}:
-        found = ", ".join(sorted(states))
-        return f"SLURM job {job} is not requeued, as it is not running: {found}"
+        listed = ", ".join(sorted(states))
+        return f"SLURM job {job} is not requeued, as it is not running: {listed}"
     preempted = set(re.findall(r"\bPreemptTime=(\S+)", shown.stdout)) - {"None"}
     if number == signal.SIGTERM and not preempted:
         return f"SLURM job {job} is not requeued, as SIGTERM came from elsewhere"
-    asked = _run(["scontrol", "requeue", job])
-    if asked.returncode:
-        return f"SLURM job {job} could not be requeued: {_error(asked)}"
+    requeued = _run(["scontrol", "requeue", job])
+    if requeued.returncode:
+        return f"SLURM job {job} could not be requeued: {_error(requeued)}"
     return f"SLURM job {job} is requeued"
 
 
-def leave_note(folder: Path) -> None:
-    """Note in a folder of checkpoints which start of which job writes them; if it is in SLURM."""
+def mark_checkpoints(folder: Path) -> None:
+    """In a SLURM job, write into a folder of checkpoints which start of which job saves there."""
     if job := job_id():
         folder.mkdir(parents=True, exist_ok=True)
-        atomic_write_text(folder / _NOTE, f"{_cluster()} {job} {_restarts()}\n")
+        atomic_write_text(folder / _JOB_FILE, f"{_cluster()} {job} {_restarts()}\n")
 
 
 def is_requeue_of(folder: Path) -> bool:
-    """Whether this process is of a later start of the very job that left its note in a folder."""
-    note = folder / _NOTE
-    if not note.is_file():
+    """Whether this process belongs to a later start of the job that marked these checkpoints."""
+    file = folder / _JOB_FILE
+    if not file.is_file():
         return False
-    *named, restarts = note.read_text().split()
-    return named == [_cluster(), job_id()] and _restarts() > int(restarts)
+    *job, restarts = file.read_text().split()
+    return job == [_cluster(), job_id()] and _restarts() > int(restarts)
 
 
 def _cluster() -> str:
@@ -73,7 +73,7 @@ def _restarts() -> int:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command of SLURM's, again where its controller is busy, and out of reach of signals."""
+    """Run a command of SLURM out of reach of signals, up to three times if SLURM is busy."""
     options: dict[str, Any] = {"capture_output": True, "text": True, "start_new_session": True}
     for wait in (2.0, 8.0, 0.0):
         try:

@@ -1,10 +1,10 @@
-"""What is said to SLURM and read from it; a real one is in integration/test_cluster.py."""
+"""Without SLURM; a real one is in integration/test_cluster.py."""
 
 import signal
 
 import pytest
 
-from lit_diffusion.cli.slurm import is_requeue_of, job_id, leave_note, requeue_job
+from lit_diffusion.callbacks.slurm import is_requeue_of, job_id, mark_checkpoints, requeue_job
 
 
 @pytest.fixture
@@ -50,8 +50,8 @@ def test_a_running_job_is_requeued(programs, tmp_path, number, state):
 )
 def test_what_somebody_ended_stays_ended(programs, tmp_path, number, state, why):
     programs(scontrol=scontrol(state, f"touch {tmp_path}/asked"))
-    told = f"SLURM job 12 is not requeued, as {why}"
-    assert requeue_job("12", signal.Signals[number]) == told
+    message = f"SLURM job 12 is not requeued, as {why}"
+    assert requeue_job("12", signal.Signals[number]) == message
     assert not (tmp_path / "asked").exists()
 
 
@@ -61,10 +61,10 @@ def no_waiting(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_waiting")
-def test_a_refusal_of_slurm_is_told(programs):
+def test_a_refusal_of_slurm_is_reported(programs):
     programs(scontrol=scontrol(RUNNING, "echo slurm_requeue error: Disabled >&2; exit 1"))
-    told = "SLURM job 12 could not be requeued: slurm_requeue error: Disabled"
-    assert requeue_job("12", signal.SIGUSR1) == told
+    message = "SLURM job 12 could not be requeued: slurm_requeue error: Disabled"
+    assert requeue_job("12", signal.SIGUSR1) == message
 
 
 @pytest.mark.usefixtures("no_waiting")
@@ -74,7 +74,7 @@ def test_a_busy_controller_is_asked_again(programs, tmp_path):
     assert requeue_job("12", signal.SIGUSR1) == "SLURM job 12 is requeued"
 
 
-def test_programs_that_are_not_there_are_told_at_once(tmp_path, monkeypatch):
+def test_programs_that_are_not_there_are_reported_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr("time.sleep", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "No such file" in requeue_job("12", signal.SIGUSR1)
@@ -84,13 +84,13 @@ def test_programs_that_are_not_there_are_told_at_once(tmp_path, monkeypatch):
     ("job", "restarts", "same"),
     [("7", "2", True), ("7", "3", True), ("7", None, False), ("7", "1", False), ("8", "2", False)],
 )
-def test_a_requeue_is_a_later_start_of_the_job_that_left_its_note(
+def test_a_requeue_is_a_later_start_of_the_job_that_marked_the_folder(
     tmp_path, monkeypatch, job, restarts, same
 ):
-    """The note is of the second start; a second run of that start is not one."""
+    """The mark is of the second start; a second run of that start is not a requeue."""
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    leave_note(tmp_path / "checkpoints")
+    mark_checkpoints(tmp_path / "checkpoints")
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.setenv("SLURM_RESTART_COUNT", restarts or "")
     assert is_requeue_of(tmp_path / "checkpoints") == same
@@ -105,10 +105,10 @@ def test_a_task_of_an_array_is_not_taken_for_the_array(monkeypatch):
     assert job_id() == "7_2"
 
 
-def test_outside_of_slurm_there_is_neither_job_nor_note(tmp_path, monkeypatch):
+def test_outside_of_slurm_there_is_neither_job_nor_mark(tmp_path, monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    leave_note(tmp_path / "checkpoints")
+    mark_checkpoints(tmp_path / "checkpoints")
     assert job_id() is None
     assert not (tmp_path / "checkpoints").exists()
     assert not is_requeue_of(tmp_path / "checkpoints")
