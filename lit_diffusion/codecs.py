@@ -1,4 +1,4 @@
-"""Between images and what is diffused."""
+"""Codecs map images to the space that is diffused, and back."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -38,7 +38,7 @@ class PixelCodec:
         return (x0 * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
 
 
-def drawn(codec: Codec, images: Tensor) -> Tensor:
-    """x0 for a training step: by the codec's `draw` where it has one beside `encode`."""
-    x0: Tensor = getattr(codec, "draw", codec.encode)(images)
+def encode_for_training(codec: Codec, images: Tensor) -> Tensor:
+    """x0 of images uint8 (B, C, H, W), by the codec's `encode_for_training` where it has one."""
+    x0: Tensor = getattr(codec, "encode_for_training", codec.encode)(images)
     return x0

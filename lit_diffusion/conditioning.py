@@ -1,4 +1,4 @@
-"""What images are conditioned on: class labels, words, or embeddings from an encoder of your own.
+"""What images are conditioned on: class labels, words, or embeddings from any encoder.
 
     ClassLabels   labels (B,) int64, -1 for none
     Words         ids (B, length) int64, -1 where there is no word
@@ -29,15 +29,15 @@ class ClassLabels:
 
     Example:
         >>> labels = ClassLabels(10).for_seeds([3, 12])
-        >>> labels.tolist(), ClassLabels(10).dropped(labels, torch.tensor([False, True])).tolist()
+        >>> labels.tolist(), ClassLabels(10).drop(labels, torch.tensor([False, True])).tolist()
         ([3, 2], [3, -1])
     """
 
     num_classes: int
 
-    def dropped(self, condition: Condition, drop: Tensor, /) -> Condition:
-        """-1 where `drop` is true."""
-        return by_part(lambda labels: labels.masked_fill(drop, -1), condition)
+    def drop(self, condition: Condition, where: Tensor, /) -> Condition:
+        """-1 where `where` (B,) is true."""
+        return by_part(lambda labels: labels.masked_fill(where, -1), condition)
 
     def null(self, like: Condition, /) -> Condition:
         """-1 everywhere."""
@@ -56,9 +56,9 @@ class ClassLabels:
             raise ValueError(f"labels must be one per image, ({num},), got {got}; use int64.")
         if bool(((condition < -1) | (condition >= self.num_classes)).any()):
             last = self.num_classes - 1
-            known = f"0..{last} or -1" if self.num_classes else "-1, without num_classes"
-            found = sorted(set(condition.tolist()))[:10]
-            raise ValueError(f"labels must be {known}, got {found}.")
+            allowed = f"0..{last} or -1" if self.num_classes else "-1, without num_classes"
+            values = sorted(set(condition.tolist()))[:10]
+            raise ValueError(f"labels must be {allowed}, got {values}.")
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ class Words:
         ids = [self.vocabulary.index(word) for word in words]
         return torch.tensor(ids + [-1] * (self.length - len(ids)))
 
-    def dropped(self, condition: Condition, drop: Tensor, /) -> Condition:
-        """No words where `drop` (B,) is true."""
-        return by_part(lambda ids: ids.masked_fill(drop[:, None], -1), condition)
+    def drop(self, condition: Condition, where: Tensor, /) -> Condition:
+        """No words where `where` (B,) is true."""
+        return by_part(lambda ids: ids.masked_fill(where[:, None], -1), condition)
 
     def null(self, like: Condition, /) -> Condition:
         """No words anywhere."""
@@ -134,10 +134,10 @@ class Words:
         """Raise ValueError where these are not words of `num` images."""
         rule = f"words must be ids ({num}, {self.length}) int64 in -1..{self.num_words - 1}"
         if not isinstance(condition, Tensor) or condition.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"{rule}, got {_said(condition)}; `encode` makes them of a text.")
+            raise ValueError(f"{rule}, got {_describe(condition)}; `encode` makes them of a text.")
         wrong = condition[(condition < -1) | (condition >= self.num_words)][:1].tolist()
         if condition.shape != (num, self.length) or wrong:
-            got = " with ".join([_said(condition), *map(str, wrong)])
+            got = " with ".join([_describe(condition), *map(str, wrong)])
             raise ValueError(f"{rule}, got {got}; `encode` makes them of a text.")
 
 
@@ -175,10 +175,10 @@ class Embeddings:
         if self.given_null is not None:
             self._refuse_others("given_null", tuple(part[None] for part in self.given_null), 1)
 
-    def dropped(self, condition: Condition, drop: Tensor, /) -> Condition:
-        """None where `drop` (B,) is true."""
+    def drop(self, condition: Condition, where: Tensor, /) -> Condition:
+        """No embeddings where `where` (B,) is true."""
         values, there = cast(tuple[Tensor, Tensor], condition)
-        rows = drop.view(-1, *[1] * (there.ndim - 1))
+        rows = where.view(-1, *[1] * (there.ndim - 1))
         if self.given_null is None:
             return values, there & ~rows
         null_values, null_there = (part.to(there.device) for part in self.given_null)
@@ -188,13 +188,13 @@ class Embeddings:
     def null(self, like: Condition, /) -> Condition:
         """None for every image."""
         there = cast(tuple[Tensor, Tensor], like)[1]
-        return self.dropped(like, there.new_ones(len(there)))
+        return self.drop(like, there.new_ones(len(there)))
 
     def for_seeds(self, seeds: Sequence[int], /) -> Condition:
         """`examples` in turn."""
         if self.examples is not None:
-            chosen = classes_of(seeds, len(self.examples[0]))
-            return by_part(lambda rows: rows[chosen], self.examples)
+            indices = classes_of(seeds, len(self.examples[0]))
+            return by_part(lambda rows: rows[indices], self.examples)
         values = torch.zeros(len(seeds), *self.shape)
         return self.null((values, torch.zeros(values.shape[:-1], dtype=torch.bool)))
 
@@ -211,7 +211,7 @@ class Embeddings:
                 return
         raise ValueError(
             f"{name} must be a pair (values {shape} float, there {shape[:-1]} bool), got "
-            f"{_said(condition)}: change them, or shape={self.shape}."
+            f"{_describe(condition)}: change them, or shape={self.shape}."
         )
 
 
@@ -234,8 +234,8 @@ def condition_for(
     return None if conditioning is None else labels
 
 
-def _said(condition: Condition) -> str:
+def _describe(condition: Condition) -> str:
     if isinstance(condition, tuple):
-        return f"({', '.join(map(_said, condition))})"
+        return f"({', '.join(map(_describe, condition))})"
     kind = type(condition).__name__
     return f"{condition.dtype} {tuple(condition.shape)}" if isinstance(condition, Tensor) else kind

@@ -75,28 +75,28 @@ def coefficients(
     Source: Karras et al. 2024 (EDM2), section 3.2 and appendix C.2; formulas derived anew.
 
     Example:
-        >>> found, distance = coefficients([10, 20], [7.0, 7.0], 20, 7.0)
-        >>> found.round(decimals=6).abs().tolist(), round(distance, 6)
+        >>> factors, distance = coefficients([10, 20], [7.0, 7.0], 20, 7.0)
+        >>> factors.round(decimals=6).abs().tolist(), round(distance, 6)
         ([0.0, 1.0], 0.0)
     """
     if not steps or step > max(steps):
         raise ValueError(f"an average at step {step:g} needs a snapshot from then on, got {steps}.")
-    t, g, own, one = (
+    t, g, goal, one = (
         torch.tensor(x, dtype=torch.float64) for x in ([s / step for s in steps], gammas, gamma, 1)
     )
-    gram, wanted = _inner(t[:, None], g[:, None], t, g), _inner(t, g, one, own)
+    gram, wanted = _inner(t[:, None], g[:, None], t, g), _inner(t, g, one, goal)
     system = torch.ones(len(t) + 1, len(t) + 1, dtype=torch.float64)
     system[:-1, :-1], system[-1, -1] = gram, 0
     right = torch.cat([wanted, one[None]])[:, None]
     # Neighbouring snapshots are nearly the same, and their matrix nearly singular.
-    found = torch.linalg.lstsq(system, right, rcond=1e-15, driver="gelsd").solution[:-1, 0]
-    left = 1 + (found @ gram @ found - 2 * found @ wanted) / _inner(one, own, one, own)
-    return found, float(left.clamp(min=0).sqrt())
+    factors = torch.linalg.lstsq(system, right, rcond=1e-15, driver="gelsd").solution[:-1, 0]
+    left = 1 + (factors @ gram @ factors - 2 * factors @ wanted) / _inner(one, goal, one, goal)
+    return factors, float(left.clamp(min=0).sqrt())
 
 
 def _inner(t_a: Tensor, gamma_a: Tensor, t_b: Tensor, gamma_b: Tensor) -> Tensor:
     """Integral of the product of two profiles, over the time that both have."""
     ratio = (t_a / t_b) ** torch.where(t_a < t_b, gamma_b, -gamma_a)
     scale = (gamma_a + gamma_b + 1) * torch.maximum(t_a, t_b)
-    found: Tensor = (gamma_a + 1) * (gamma_b + 1) * ratio / scale
-    return found
+    product: Tensor = (gamma_a + 1) * (gamma_b + 1) * ratio / scale
+    return product

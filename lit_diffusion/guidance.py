@@ -90,12 +90,14 @@ class ClassifierFree:
                     stacklevel=2,
                 )
             calls += 1
-            found = Denoised(
+            extrapolated = Denoised(
                 x0=torch.lerp(x0_without, x0, self.scale),
                 noise=torch.lerp(noise_without, noise, self.scale),
                 logvar_frac=None if both.logvar_frac is None else both.logvar_frac.chunk(2)[0],
             )
-            return self._rescaled(found, x0, x_t, t, process) if self.rescale else found
+            if not self.rescale:
+                return extrapolated
+            return self._rescaled(extrapolated, x0, x_t, t, process)
 
         return guided
 
@@ -112,13 +114,13 @@ class ClassifierFree:
 class Autoguidance:
     """Extrapolates from a weaker model through this one: away from what both get wrong.
 
-    The weaker one, trained for less long or smaller, is told the same labels, so that samples get
+    The weaker one, smaller or trained for less long, gets the same labels, so that samples get
     better without being more alike. It needs no label dropout.
 
     Args:
         weaker: `denoise_for` of another module of the same process, on the same device.
         scale: 1 is this model alone.
-        interval: as of `ClassifierFree`.
+        interval: noise levels sigma / alpha, above the first up to the second, that are guided.
 
     Raises:
         ValueError: for a scale that is not finite, or an interval without meaning.
@@ -141,10 +143,10 @@ class Autoguidance:
         ours, weaker = denoise_for(labels), self.weaker(labels)
 
         def guided(x_t: Tensor, t: Tensor) -> Denoised:
-            seen, other = ours(x_t, t), weaker(x_t, t)
-            return seen._replace(
-                x0=torch.lerp(other.x0, seen.x0, self.scale),
-                noise=torch.lerp(other.noise, seen.noise, self.scale),
+            denoised, other = ours(x_t, t), weaker(x_t, t)
+            return denoised._replace(
+                x0=torch.lerp(other.x0, denoised.x0, self.scale),
+                noise=torch.lerp(other.noise, denoised.noise, self.scale),
             )
 
         return _within(self.interval, process, guided, ours)
@@ -164,12 +166,12 @@ def _within(
     if interval == (0, math.inf):
         return guided
 
-    def chosen(x_t: Tensor, t: Tensor) -> Denoised:
+    def guided_within(x_t: Tensor, t: Tensor) -> Denoised:
         alpha, sigma = process.alpha_sigma(t[0])
         is_inside = interval[0] < float(sigma / alpha) <= interval[1]
         return (guided if is_inside else otherwise)(x_t, t)
 
-    return chosen
+    return guided_within
 
 
 @dataclass(frozen=True)
@@ -222,11 +224,11 @@ class ClassifierScore:
         denoise = denoise_for(labels)
 
         def guided(x_t: Tensor, t: Tensor) -> Denoised:
-            seen = denoise(x_t, t)
+            denoised = denoise(x_t, t)
             alpha, sigma = (expand_as(v, x_t) for v in process.alpha_sigma(t))
-            x0 = seen.x0.clamp(-1, 1) if self.clip else seen.x0
+            x0 = denoised.x0.clamp(-1, 1) if self.clip else denoised.x0
             noise = (x_t - alpha * x0) / sigma - sigma * self.gradient(x_t, t, labels)
-            return seen._replace(x0=(x_t - sigma * noise) / alpha, noise=noise)
+            return denoised._replace(x0=(x_t - sigma * noise) / alpha, noise=noise)
 
         return guided
 

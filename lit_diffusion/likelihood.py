@@ -18,7 +18,7 @@ from lit_diffusion.protocols import Denoise, Process, RandnLike, TimeGrid, Varia
 
 
 class BitsPerDim(NamedTuple):
-    """The bound and what it is made of.
+    """The variational bound and its terms.
 
     Attributes:
         total: (B,) sum of all terms.
@@ -67,12 +67,12 @@ def bits_per_dim(
         noise, batch_t = randn_like(x0), t.to(x0.device).expand(len(x0))
         alpha, sigma = (expand_as(v, x0) for v in process.alpha_sigma(batch_t))
         x_t = alpha * x0 + sigma * noise
-        seen = denoise(x_t, batch_t)
-        x0_hat = seen.x0.clamp(-1, 1) if clip else seen.x0
+        denoised = denoise(x_t, batch_t)
+        x0_hat = denoised.x0.clamp(-1, 1) if clip else denoised.x0
         step = every_step.at(torch.full((len(x0),), i))
         log_beta, log_posterior = expand_as(step.log_beta, x0), expand_as(step.log_variance, x0)
         last = step.last.to(x0.device).reshape(-1, *[1] * (x0.ndim - 1))
-        log_variance = variance.log_variance(log_beta, log_posterior, last, seen.logvar_frac)
+        log_variance = variance.log_variance(log_beta, log_posterior, last, denoised.logvar_frac)
         term = variational_term(step, x0, x_t, x0_hat, log_variance)
         noise_error = (x_t - alpha * x0_hat) / sigma - noise
         rows.append((term, _mean_square(x0_hat - x0), _mean_square(noise_error)))

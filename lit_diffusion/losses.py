@@ -1,9 +1,11 @@
 """Training objectives, per sample, and the weightings of the squared error.
 
-One rule serves every parameterization: an error of the output is `gain` times smaller or larger
-than the error of x0 that it causes, so a weight W on |x0 - x0_hat|^2 is a weight W gain^2 on
-|target - output|^2. Weightings are stated as W, with SNR = (alpha / sigma)^2; `Simple` alone is
-stated for the output.
+`DiffusionModule.per_sample_loss` multiplies the squared error of the network's output by a
+weighting and hands the product to a loss, which may add terms.
+
+One rule serves every parameterization: x0 = (something) + output_scale * output, so a weight W on
+|x0 - x0_hat|^2 is a weight W output_scale^2 on |target - output|^2. Weightings are stated as W,
+with SNR = (alpha / sigma)^2; `Simple` alone is stated for the output.
 """
 
 import math
@@ -13,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from lit_diffusion.gaussian import LearnedRange, expand_as, posterior, variational_term
+from lit_diffusion.gaussian import LearnedRange, expand_as, step_posterior, variational_term
 from lit_diffusion.protocols import Parameterization, Prediction, Process, Weighting
 
 
@@ -24,7 +26,9 @@ class Simple:
     Source: Ho et al. 2020 (DDPM), Eq. 14.
     """
 
-    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
+    def weight(
+        self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
+    ) -> Tensor:
         """1."""
         return torch.ones_like(alpha)
 
@@ -46,10 +50,12 @@ class MinSNR:
     gamma: float = 5.0
     zero_snr_weight: float | None = None
 
-    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
-        """min(SNR, gamma) gain^2."""
+    def weight(
+        self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
+    ) -> Tensor:
+        """min(SNR, gamma) output_scale^2."""
         snr = (alpha / sigma) ** 2
-        weight = snr.clamp(max=self.gamma) * gain**2
+        weight = snr.clamp(max=self.gamma) * output_scale**2
         if self.zero_snr_weight is None:
             return weight
         return torch.where(snr == 0, self.zero_snr_weight, weight)
@@ -69,10 +75,12 @@ class P2:
     gamma: float = 1.0
     k: float = 1.0
 
-    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
-        """SNR / (k + SNR)^gamma gain^2."""
+    def weight(
+        self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
+    ) -> Tensor:
+        """SNR / (k + SNR)^gamma output_scale^2."""
         snr = (alpha / sigma) ** 2
-        return snr / (self.k + snr) ** self.gamma * gain**2
+        return snr / (self.k + snr) ** self.gamma * output_scale**2
 
 
 @dataclass(frozen=True)
@@ -88,10 +96,12 @@ class SoftMinSNR:
 
     gamma: float = 4.0
 
-    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
-        """SNR gamma / (SNR + gamma) gain^2."""
+    def weight(
+        self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
+    ) -> Tensor:
+        """SNR gamma / (SNR + gamma) output_scale^2."""
         snr = (alpha / sigma) ** 2
-        return snr * self.gamma / (snr + self.gamma) * gain**2
+        return snr * self.gamma / (snr + self.gamma) * output_scale**2
 
 
 @dataclass(frozen=True)
@@ -101,9 +111,11 @@ class TruncSNR:
     Source: Salimans & Ho 2022 (progressive distillation), section 4, "truncated SNR".
     """
 
-    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
-        """max(SNR, 1) gain^2."""
-        return ((alpha / sigma) ** 2).clamp(min=1) * gain**2
+    def weight(
+        self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
+    ) -> Tensor:
+        """max(SNR, 1) output_scale^2."""
+        return ((alpha / sigma) ** 2).clamp(min=1) * output_scale**2
 
 
 @dataclass(frozen=True)
@@ -113,9 +125,11 @@ class InvSNR:
     Source: Hang et al. 2023 (Min-SNR, arXiv 2303.09556), the authors' `inv_snr`.
     """
 
-    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
-        """(sigma gain / alpha)^2."""
-        return (sigma / alpha * gain) ** 2
+    def weight(
+        self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
+    ) -> Tensor:
+        """(sigma output_scale / alpha)^2."""
+        return (sigma / alpha * output_scale) ** 2
 
 
 @dataclass(frozen=True)
@@ -133,9 +147,11 @@ class AsFlow:
 
     floor: float = 0.05
 
-    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
-        """(gain (alpha + sigma) / sigma)^2."""
-        return (gain / (sigma / (alpha + sigma)).clamp(min=self.floor)) ** 2
+    def weight(
+        self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
+    ) -> Tensor:
+        """(output_scale (alpha + sigma) / sigma)^2."""
+        return (output_scale / (sigma / (alpha + sigma)).clamp(min=self.floor)) ** 2
 
 
 @dataclass(frozen=True)
@@ -171,11 +187,13 @@ class FDMWarmup:
                 f"{self.base} alone."
             )
 
-    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
-        """min(the base's, C gain^2)."""
-        weight = self.base.weight(alpha, sigma, gain, step)
+    def weight(
+        self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
+    ) -> Tensor:
+        """min(the base's, C output_scale^2)."""
+        weight = self.base.weight(alpha, sigma, output_scale, step)
         bound = self.bound(step)
-        return weight if bound == math.inf else weight.minimum(bound * gain**2)
+        return weight if bound == math.inf else weight.minimum(bound * output_scale**2)
 
     def bound(self, step: int | None) -> float:
         """C: the largest weight of an error of x0 after so many optimizer steps; None is inf."""
@@ -186,38 +204,39 @@ class FDMWarmup:
 
 @dataclass(frozen=True)
 class DenoisingLoss:
-    """weight(t) mean |target - output|^2.
+    """The weighted squared error alone: weight(t) mean |target - output|^2.
 
     Args:
         weighting: factor on the squared error.
+
+    Source: Ho et al. 2020 (DDPM), Eq. 12 and 14.
     """
 
     weighting: Weighting
     output_factor: ClassVar[int] = 1
 
     def per_sample(
-        self, prediction: Prediction, process: Process, parameterization: Parameterization, /
-    ) -> dict[str, Tensor]:
-        """{"loss": (B,), "mse": (B,) before weighting}."""
-        output = prediction.output
-        mse, weight = _error(self.weighting, prediction, output, process, parameterization)
-        return {"loss": weight * mse, "mse": mse}
-
-    def check(self, process: Process, parameterization: Parameterization, /) -> None:
-        """Raise ValueError where the weight is not finite at an end of the process."""
-        _check_weighting(self.weighting, process, parameterization)
+        self,
+        weighted_error: Tensor,
+        prediction: Prediction,
+        process: Process,
+        parameterization: Parameterization,
+        /,
+    ) -> Tensor:
+        """The (B,) weighted errors as they are."""
+        return weighted_error
 
 
 class UncertaintyLoss(nn.Module):
-    """weight(t) mean |target - output|^2 exp(-u(t)) + u(t), with a learned u.
+    """weight(t) mean |target - output|^2 exp(-u(t)) + u(t), with a learned log-variance u.
 
     Where the loss is large, u grows to its logarithm, so that every noise level comes to weigh the
-    same. u is linear in Fourier features of ln(sigma / alpha) / 4 and begins at 0, as
-    `DenoisingLoss`. It is trained with the network and saved with it.
+    same. u is linear in Fourier features of ln(sigma / alpha) / 4 and is 0 at initialization, where
+    the loss is that of `DenoisingLoss`. u is trained with the network and saved with it.
 
     Args:
         weighting: factor on the squared error.
-        num_features: of the noise level.
+        num_features: number of Fourier features of the noise level.
 
     Raises:
         ValueError: for less than one feature.
@@ -241,25 +260,23 @@ class UncertaintyLoss(nn.Module):
         self.log_variance = nn.Parameter(torch.zeros(num_features))
 
     def per_sample(
-        self, prediction: Prediction, process: Process, parameterization: Parameterization, /
-    ) -> dict[str, Tensor]:
-        """{"loss": (B,), "mse": (B,) before weighting, "uncertainty": (B,) u}."""
-        output = prediction.output
-        mse, weight = _error(self.weighting, prediction, output, process, parameterization)
-        u = self.uncertainty(prediction.t, process).to(mse.dtype)
-        return {"loss": weight * mse * (-u).exp() + u, "mse": mse, "uncertainty": u}
+        self,
+        weighted_error: Tensor,
+        prediction: Prediction,
+        process: Process,
+        parameterization: Parameterization,
+        /,
+    ) -> Tensor:
+        """(B,) weighted errors -> (B,) losses."""
+        u = self.uncertainty(prediction.alpha, prediction.sigma).to(weighted_error.dtype)
+        return weighted_error * (-u).exp() + u
 
-    def uncertainty(self, t: Tensor, process: Process) -> Tensor:
-        """(B,) u at times (B,)."""
-        alpha, sigma = process.alpha_sigma(t)
-        told = (sigma / alpha).log().clamp(-20, 20)[:, None] / 4  # pure noise is infinite
-        angles = 2 * math.pi * (self.frequencies * told.to(self.frequencies.dtype) + self.phases)
-        found: Tensor = math.sqrt(2 / len(self.phases)) * angles.cos() @ self.log_variance
-        return found
-
-    def check(self, process: Process, parameterization: Parameterization, /) -> None:
-        """Raise ValueError where the weight is not finite at an end of the process."""
-        _check_weighting(self.weighting, process, parameterization)
+    def uncertainty(self, alpha: Tensor, sigma: Tensor) -> Tensor:
+        """(B,) u at signal and noise scales (B,) float64."""
+        c_noise = (sigma / alpha).log().clamp(-20, 20)[:, None] / 4  # pure noise is infinite
+        angles = 2 * math.pi * (self.frequencies * c_noise.to(self.frequencies.dtype) + self.phases)
+        u: Tensor = math.sqrt(2 / len(self.phases)) * angles.cos() @ self.log_variance
+        return u
 
 
 @dataclass(frozen=True)
@@ -268,7 +285,7 @@ class HybridLoss:
 
     The network outputs 2C channels: the first C as elsewhere, the others r in about [-1, 1], with
     (r + 1) / 2 the fraction of `LearnedRange`. The bound sees the first C with their gradient
-    stopped.
+    stopped. Needs a process in discrete steps.
 
     Args:
         weighting: factor on the squared error; the bound is not weighted.
@@ -292,78 +309,28 @@ class HybridLoss:
             )
 
     def per_sample(
-        self, prediction: Prediction, process: Process, parameterization: Parameterization, /
-    ) -> dict[str, Tensor]:
-        """{"loss": (B,), "mse": (B,) before weighting, "vb": (B,) bits per dimension}."""
-        output, r = prediction.output.chunk(2, dim=1)
-        mse, weight = _error(self.weighting, prediction, output, process, parameterization)
-        vb = _learned_variance_term(prediction, output, (r + 1) / 2, process, parameterization)
-        loss = weight * mse + self.vb_weight * _num_steps(process) * vb
-        return {"loss": loss, "mse": mse, "vb": vb}
+        self,
+        weighted_error: Tensor,
+        prediction: Prediction,
+        process: Process,
+        parameterization: Parameterization,
+        /,
+    ) -> Tensor:
+        """(B,) weighted errors -> (B,) losses."""
+        assert process.num_steps is not None  # checked by DiffusionModule
+        bound = self.bound_term(prediction, process, parameterization)
+        return weighted_error + self.vb_weight * process.num_steps * bound
 
-    def check(self, process: Process, parameterization: Parameterization, /) -> None:
-        """Raise ValueError for continuous time, or a weight that is not finite."""
-        _num_steps(process)
-        _check_weighting(self.weighting, process, parameterization)
-
-
-def _error(
-    weighting: Weighting,
-    prediction: Prediction,
-    output: Tensor,
-    process: Process,
-    parameterization: Parameterization,
-) -> tuple[Tensor, Tensor]:
-    """(B,) squared errors of the output, and (B,) factors on them."""
-    alpha, sigma = process.alpha_sigma(prediction.t)
-    weight = weighting.weight(alpha, sigma, parameterization.gain(alpha, sigma), prediction.step)
-    alpha, sigma = expand_as(alpha, prediction.x0), expand_as(sigma, prediction.x0)
-    target = parameterization.target(prediction.x0, prediction.noise, alpha, sigma)
-    mse = (target - output).square().flatten(1).mean(1)
-    return mse, weight.to(mse.dtype)
-
-
-def _learned_variance_term(
-    prediction: Prediction,
-    output: Tensor,
-    frac: Tensor,
-    process: Process,
-    parameterization: Parameterization,
-) -> Tensor:
-    """(B,) terms of the bound at each sample's own step, the mean's gradient stopped."""
-    num_steps = _num_steps(process)
-    x0, x_t, t = prediction.x0, prediction.x_t, prediction.t
-    every_time = torch.arange(num_steps - 1, -2, -1, device=t.device, dtype=torch.float64)
-    step = posterior(process, every_time).at(num_steps - 1 - t.long())
-    alpha, sigma = (expand_as(v, x0) for v in process.alpha_sigma(t))
-    x0_hat = parameterization.to_x0(output.detach(), x_t, alpha, sigma)
-    log_variance = LearnedRange().log_variance(
-        expand_as(step.log_beta, x0), expand_as(step.log_variance, x0), step.last, frac
-    )
-    return variational_term(step, x0, x_t, x0_hat, log_variance)
-
-
-def _num_steps(process: Process) -> int:
-    if process.num_steps is None:
-        raise ValueError(
-            f"HybridLoss needs a process in discrete steps, got {process}; use DiscreteVP."
+    def bound_term(
+        self, prediction: Prediction, process: Process, parameterization: Parameterization
+    ) -> Tensor:
+        """(B,) terms of the variational bound, in bits per dimension, at each sample's own step."""
+        x0, x_t, r = prediction.x0, prediction.x_t, prediction.variance_output
+        assert r is not None
+        step = step_posterior(process, prediction.t)
+        alpha, sigma = expand_as(prediction.alpha, x0), expand_as(prediction.sigma, x0)
+        x0_hat = parameterization.to_x0(prediction.output.detach(), x_t, alpha, sigma)
+        log_variance = LearnedRange().log_variance(
+            expand_as(step.log_beta, x0), expand_as(step.log_variance, x0), step.last, (r + 1) / 2
         )
-    return process.num_steps
-
-
-def _check_weighting(
-    weighting: Weighting, process: Process, parameterization: Parameterization
-) -> None:
-    ends = torch.tensor([process.t_min, process.t_max], dtype=torch.float64)
-    alpha, sigma = process.alpha_sigma(ends)
-    weight = weighting.weight(alpha, sigma, parameterization.gain(alpha, sigma), None)
-    if not weight.isfinite().all():
-        raise ValueError(
-            f"the weight must be finite at every noise level, got {weight.tolist()} at the ends of "
-            f"{process} from {weighting} with {parameterization}; use Velocity or Sample."
-        )
-    if not ((weight >= 0).all() and weight.any()):
-        raise ValueError(
-            f"the weight must be >= 0, and more than 0 at an end, got {weight.tolist()} at both of "
-            f"{process} from {weighting}; change its numbers."
-        )
+        return variational_term(step, x0, x_t, x0_hat, log_variance)

@@ -3,14 +3,16 @@
 Counted in optimizer steps.
 
 Each is torch's LambdaLR with a factor that is a pure function of the step, so a resume continues it
-exactly. Its own settings stay out of the checkpoint: a run that is resumed with another length
+exactly. Its settings stay out of the checkpoint: a run that is resumed with another length
 follows the new one.
 """
 
 import math
 import warnings
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch.nn import Parameter
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -96,7 +98,7 @@ class WarmupLinear(WarmupConstant):
         return self.final_factor + (1 - self.final_factor) * self.decay(done)
 
     def set_total_steps(self, total_steps: int) -> None:
-        """Take the length of the run, in optimizer steps; said if it ends within the warm-up."""
+        """Set the length of the run, in optimizer steps; warns if it ends within the warm-up."""
         if total_steps <= self.warmup_steps:
             warnings.warn(
                 f"a warm-up of {self.warmup_steps} steps is all of this run of {total_steps}; "
@@ -119,3 +121,35 @@ class WarmupCosine(WarmupLinear):
     def decay(self, done: float) -> float:
         """(1 + cos(pi done)) / 2."""
         return (1 + math.cos(math.pi * done)) / 2
+
+
+def optimizer_and_schedule(
+    parameters: Iterable[Parameter],
+    make_optimizer: Callable[[Iterable[Parameter]], Optimizer],
+    make_schedule: Callable[[Optimizer], Any] | None,
+    total_steps: Callable[[], int | None],
+) -> Any:
+    """What `configure_optimizers` returns: the optimizer, and the schedule stepped with it.
+
+    Args:
+        parameters: that are trained.
+        make_optimizer: called with them.
+        make_schedule: called with the optimizer; None keeps the lr constant.
+        total_steps: optimizer steps of the whole run, or None where it has no end; called for a
+            schedule that needs them and has none.
+
+    Raises:
+        ValueError: where the schedule needs the length of the run, and there is none.
+    """
+    optimizer = make_optimizer(parameters)
+    if make_schedule is None:
+        return optimizer
+    schedule = make_schedule(optimizer)
+    if isinstance(schedule, WarmupLinear) and schedule.total_steps is None:
+        if (steps := total_steps()) is None:
+            raise ValueError(
+                "the lr schedule needs the length of the run, and this Trainer has none; pass "
+                "max_steps to the Trainer or total_steps to the schedule."
+            )
+        schedule.set_total_steps(steps)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}

@@ -3,8 +3,8 @@
 Every class turns (x0, noise) into a training target and an output back into x0, for x_t = alpha x0
 + sigma noise.
 Shapes: images (B, C, H, W); alpha and sigma broadcastable to them and of their dtype
-(`gaussian.expand_as`). `gain` is |d x0 / d output|: it turns a weight on the error of x0 into one
-on the error of the output (losses.py).
+(`gaussian.expand_as`). `output_scale` is |d x0 / d output|, EDM's c_out: it turns a weight on the
+error of x0 into one on the error of the output (losses.py).
 """
 
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Epsilon:
         """(x_t - sigma output) / alpha."""
         return (x_t - sigma * output) / alpha
 
-    def gain(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+    def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """sigma / alpha."""
         return sigma / alpha
 
@@ -58,7 +58,7 @@ class Sample:
         """The output."""
         return output
 
-    def gain(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+    def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """1."""
         return torch.ones_like(alpha)
 
@@ -84,7 +84,7 @@ class Velocity:
         """(alpha x_t - sigma output) / (alpha^2 + sigma^2)."""
         return (alpha * x_t - sigma * output) / (alpha**2 + sigma**2)
 
-    def gain(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+    def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """Sigma / (alpha^2 + sigma^2)."""
         return sigma / (alpha**2 + sigma**2)
 
@@ -109,7 +109,7 @@ class FlowVelocity:
         """(x_t - sigma output) / (alpha + sigma)."""
         return (x_t - sigma * output) / (alpha + sigma)
 
-    def gain(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+    def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """Sigma / (alpha + sigma)."""
         return sigma / (alpha + sigma)
 
@@ -153,9 +153,9 @@ class EDMPreconditioning:
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """c_skip x_t + c_out output."""
         c_skip = alpha * self.sigma_data**2 / self._variance(alpha, sigma)
-        return c_skip * x_t + self.gain(alpha, sigma) * output
+        return c_skip * x_t + self.output_scale(alpha, sigma) * output
 
-    def gain(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+    def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """c_out."""
         return sigma * self.sigma_data / self._variance(alpha, sigma).sqrt()
 
@@ -173,7 +173,7 @@ class FDM:
         u = (level - sigma_min) / (sigma_max - sigma_min);
 
     nothing else changes. Beyond sigma_max the formula goes on: s vanishes faster than x_t / alpha
-    grows, and the network is told the noise level alone. So a process that goes far beyond, such as
+    grows, and the network gets the noise level alone. So a process that goes far beyond, such as
     cosine betas, wants a base that can do without x_t there: Velocity, EDMPreconditioning.
 
     Args:
@@ -219,6 +219,6 @@ class FDM:
         """The base's."""
         return self.base.to_x0(output, x_t, alpha, sigma)
 
-    def gain(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+    def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """The base's."""
-        return self.base.gain(alpha, sigma)
+        return self.base.output_scale(alpha, sigma)

@@ -96,7 +96,7 @@ class SigmoidBetas:
 
 @dataclass(frozen=True)
 class GivenBetas:
-    """Betas of one's own.
+    """Betas as a list.
 
     Args:
         values: T of them, each in (0, 1); the last may be 1.
@@ -153,7 +153,7 @@ class DiscreteVP:
 
     Args:
         betas: schedule of the variances.
-        rescale_labels: whether the network is told t * 1000 / T instead of t, which
+        rescale_labels: whether the network gets t * 1000 / T instead of t, which
             improved-diffusion does unless T is 1000.
 
     Raises:
@@ -246,7 +246,7 @@ class ContinuousVP:
     """Variance-preserving process in continuous time, the limit of linear betas.
 
     alpha^2 = exp(-B), sigma^2 = 1 - exp(-B) with B(t) = beta_min t + beta_d t^2 / 2, for t in [0,
-    1]. The network is told 999 t.
+    1]. The noise label is 999 t.
 
     Args:
         beta_min: slope of B at the clean end.
@@ -358,12 +358,12 @@ class LinearFlow:
 class EDMProcess:
     """Noise is added and the image stays: alpha = 1 and sigma = t.
 
-    The network is told ln(sigma) / 4, EDM's c_noise. Uniforms u are even in ln(sigma); EDM's own
+    The noise label is ln(sigma) / 4, EDM's c_noise. Uniforms u are even in ln(sigma); EDM's own
     times are `LogNormal`.
 
     Args:
         sigma_min: least noise, in units of x0.
-        sigma_max: most noise. `Heun` begins at 148 at most, unless it is given `Karras()`.
+        sigma_max: most noise. `Heun` begins at 148 at most, unless its times are `Karras()`.
 
     Raises:
         ValueError: unless 0 < sigma_min < sigma_max.
@@ -420,7 +420,7 @@ class EDMProcess:
 class VE(EDMProcess):
     """Variance-exploding process: noise from 0.02 to 100, uniform in ln(sigma).
 
-    The network is told ln(sigma / 2) and predicts the noise: `Epsilon` with `Uniform` times. (Song
+    The noise label is ln(sigma / 2) and predicts the noise: `Epsilon` with `Uniform` times. (Song
     et al. learn the score times sigma, which is the noise with another sign.)
 
     Args:

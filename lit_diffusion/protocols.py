@@ -37,23 +37,25 @@ class Denoised(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """What a loss sees of one forward pass.
+    """One forward pass of the network in training, as a loss sees it.
 
     Attributes:
-        output: (B, C or 2C, H, W) raw output of the network.
+        output: (B, C, H, W) output of the network, without its learned variance.
+        variance_output: (B, C, H, W) the other C channels where the variance is learned, else None.
         x0: (B, C, H, W) clean images, in [-1, 1] for pixels.
         x_t: (B, C, H, W) noised images.
-        noise: (B, C, H, W) standard normal.
         t: (B,) float64 times of the process.
-        step: optimizer steps completed so far; None where there is no training.
+        alpha: (B,) float64 signal scales at t.
+        sigma: (B,) float64 noise scales at t.
     """
 
     output: Tensor
+    variance_output: Tensor | None
     x0: Tensor
     x_t: Tensor
-    noise: Tensor
     t: Tensor
-    step: int | None
+    alpha: Tensor
+    sigma: Tensor
 
 
 class NonFiniteSamples(ArithmeticError):
@@ -67,10 +69,10 @@ class NonFiniteSamples(ArithmeticError):
 
     def __init__(self, seeds: Sequence[int], step: int | None, where: str) -> None:
         self.seeds = list(seeds)
-        shown = ", ".join(map(str, self.seeds[:8])) + (", ..." if len(self.seeds) > 8 else "")
+        listed = ", ".join(map(str, self.seeds[:8])) + (", ..." if len(self.seeds) > 8 else "")
         after = "" if step is None else f" after {step} optimizer steps"
         super().__init__(
-            f"{len(self.seeds)} samples are not finite{after}, from {where} on (seeds {shown}); "
+            f"{len(self.seeds)} samples are not finite{after}, from {where} on (seeds {listed}); "
             "the weights may have diverged: lower the lr, clip gradients, or go back to an earlier "
             "checkpoint."
         )
@@ -99,7 +101,7 @@ DenoiseFor: TypeAlias = Callable[[Condition], Denoise]
 RandnLike: TypeAlias = Callable[[Tensor], Tensor]
 """A tensor -> standard normal noise of its shape, dtype and device."""
 Watch: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], None]
-"""(step from 0 on, t (), x_t (B, C, H, W), x0 as the solver uses it): told of every step."""
+"""(step from 0 on, t (), x_t (B, C, H, W), x0 as the solver uses it): called before every step."""
 
 
 class Process(Protocol):
@@ -125,7 +127,7 @@ class Process(Protocol):
         """Signal and noise scales, float64, of the shape of `t`."""
 
     def noise_label(self, t: Tensor, /) -> Tensor:
-        """What the network is told about the noise level, of the shape of `t`."""
+        """The noise level as the network gets it, of the shape of `t`."""
 
     def from_unit(self, u: Tensor, /) -> Tensor:
         """Time of the uniform `u` in [0, 1], float64."""
@@ -147,8 +149,8 @@ class Network(Protocol):
 class Conditioning(Protocol):
     """What images are conditioned on. It gives rows alone: a learned "none" is the network's."""
 
-    def dropped(self, condition: Condition, drop: Tensor, /) -> Condition:
-        """The condition, of none in the rows where `drop` (B,) is true."""
+    def drop(self, condition: Condition, where: Tensor, /) -> Condition:
+        """The condition with "none" in the rows where `where` (B,) bool is true."""
 
     def null(self, like: Condition, /) -> Condition:
         """None for every row of `like`, of its shapes and on its device."""
@@ -160,14 +162,14 @@ class Conditioning(Protocol):
         """Raise ValueError where a user's condition is none of `num` samples."""
 
 
-class Draws(Protocol):
+class UniformDraws(Protocol):
     """Joint distribution of a batch's uniforms u; each of them alone is uniform."""
 
     def uniforms(self, n: int, generator: torch.Generator | None, device: Device, /) -> Tensor:
         """(n,) float64 in [0, 1)."""
 
 
-class Quantile(Protocol):
+class TimestepDistribution(Protocol):
     """Distribution of training times, as a map from uniform to time."""
 
     def quantile(self, u: Tensor, process: Process, /) -> Tensor:
@@ -186,31 +188,43 @@ class Parameterization(Protocol):
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """Clean image that the output stands for."""
 
-    def gain(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
+    def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """|d x0 / d output|, of the shape of `alpha`."""
 
 
 class Weighting(Protocol):
     """Factor on the squared error of the network's output."""
 
-    def weight(self, alpha: Tensor, sigma: Tensor, gain: Tensor, step: int | None, /) -> Tensor:
-        """(B,) float64 scales and gains -> (B,) float64 factors."""
+    def weight(
+        self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
+    ) -> Tensor:
+        """(B,) float64 scales -> (B,) float64 factors.
+
+        `output_scale` is the parameterization's; `step` counts optimizer steps completed, None
+        where there is no training.
+        """
 
 
 class Loss(Protocol):
-    """Training objective, per sample."""
+    """Training objective: a weighted squared error, and what is added to it."""
 
     @property
     def output_factor(self) -> int:
         """Output channels per image channel: 2 where the variance is learned, else 1."""
 
-    def per_sample(
-        self, prediction: Prediction, process: Process, parameterization: Parameterization, /
-    ) -> dict[str, Tensor]:
-        """Named (B,) parts; the one called "loss" is minimised."""
+    @property
+    def weighting(self) -> Weighting:
+        """Factor on the squared error."""
 
-    def check(self, process: Process, parameterization: Parameterization, /) -> None:
-        """Raise ValueError where the objective is undefined on this process."""
+    def per_sample(
+        self,
+        weighted_error: Tensor,
+        prediction: Prediction,
+        process: Process,
+        parameterization: Parameterization,
+        /,
+    ) -> Tensor:
+        """(B,) weighted squared errors -> (B,) losses, which are minimised."""
 
 
 class TimeGrid(Protocol):
@@ -250,8 +264,8 @@ class Solver(Protocol):
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0.
 
-        `watch` is called once a step, before it is taken; x_t of the first is the prior, or what
-        churn has made of it.
+        `watch` is called once a step, before it is taken; x_t of the first is the prior, with
+        churn if the solver adds any.
         """
 
     def check(self, process: Process, /) -> None:
@@ -270,8 +284,9 @@ class Guidance(Protocol):
 class Codec(Protocol):
     """Maps images to the space that is diffused, and back.
 
-    One whose x0 of an image are many also has `draw`, as `encode`, which training steps call; and
-    one that was trained, `sha256`, which checkpoints hold, as latents of data have `vae_sha256`.
+    A codec that encodes at random, as a VAE does, also has `encode_for_training(images)`, which
+    training steps call in place of `encode`. A codec with weights has their `sha256`, which
+    checkpoints record and which must equal `vae_sha256` of data that hold latents.
     """
 
     @property
@@ -320,7 +335,7 @@ class DescribesSampling(Protocol):
 
 
 class HasNoiseLevels(Protocol):
-    """A module whose loss can be asked at a given noise level of given images.
+    """A module that computes its loss at a given noise level of given images.
 
     Not runtime-checkable: from Python 3.12, isinstance does not see a codec that is an nn.Module.
     """

@@ -8,10 +8,10 @@ LABELS = ClassLabels(4)
 
 def test_dropped_labels_are_minus_one_and_the_others_stay():
     labels, drop = torch.arange(4), torch.tensor([True, False, True, False])
-    assert LABELS.dropped(labels, drop).tolist() == [-1, 1, -1, 3]
+    assert LABELS.drop(labels, drop).tolist() == [-1, 1, -1, 3]
     assert labels.tolist() == [0, 1, 2, 3]
     assert LABELS.null(labels).tolist() == [-1] * 4
-    assert LABELS.null(labels).dtype == LABELS.dropped(labels, drop).dtype == torch.int64
+    assert LABELS.null(labels).dtype == LABELS.drop(labels, drop).dtype == torch.int64
 
 
 def test_classes_of_samples_are_the_seeds_modulo_their_number():
@@ -66,7 +66,7 @@ def test_a_text_is_the_ids_of_its_words_then_minus_one():
 
 def test_dropped_words_are_minus_one_and_the_others_stay():
     words = torch.stack([WORDS.encode(text) for text in ("thin", "thick seven", "seven")])
-    dropped = WORDS.dropped(words, torch.tensor([False, True, False]))
+    dropped = WORDS.drop(words, torch.tensor([False, True, False]))
     assert dropped.tolist() == [[0, -1, -1], [-1, -1, -1], [2, -1, -1]]
     assert words[1].tolist() == [1, 2, -1]
     assert torch.equal(WORDS.null(words), torch.full((3, 3), -1))
@@ -144,7 +144,7 @@ def embedded(num, shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_dropped_embeddings_are_not_there_and_the_others_stay(shape):
     (values, there), drop = embedded(3, shape), torch.tensor([False, True, False])
-    dropped_values, dropped_there = Embeddings(shape).dropped((values, there), drop)
+    dropped_values, dropped_there = Embeddings(shape).drop((values, there), drop)
     assert torch.equal(dropped_values, values)
     assert torch.equal(dropped_there[~drop], there[~drop])
     assert not dropped_there[drop].any()
@@ -157,7 +157,7 @@ def test_a_given_null_takes_the_place_of_what_is_dropped(shape):
     values[1], drop = torch.nan, torch.tensor([False, True, False])
     null_there = torch.ones_like(null_there)
     conditioning = Embeddings(shape, given_null=(null[0].double(), null_there[0]))
-    dropped_values, dropped_there = conditioning.dropped((values, there), drop)
+    dropped_values, dropped_there = conditioning.drop((values, there), drop)
     assert torch.equal(dropped_values[drop], null)
     assert torch.equal(dropped_values[~drop], values[~drop])
     assert dropped_values.dtype == values.dtype

@@ -278,13 +278,20 @@ def test_the_baseline_is_the_same_there_but_for_data_network_and_the_noisiest_sa
     digits, patches = (
         dict(flat(settings(f"{name}.yaml"))) for name in ("digits-ablation", "patches-small")
     )
-    tuned = ("model.optimizer", "model.lr", "model.loss", "model.p", "model.times", "model.draws")
+    tuned = (
+        "model.optimizer",
+        "model.lr",
+        "model.loss",
+        "model.p",
+        "model.times",
+        "model.uniforms",
+    )
     tuned += ("trainer.callbacks.EMA", "trainer.max_steps", "trainer.val_check_interval")
     names = [name for name in digits if name.startswith(tuned)]
     assert len(names) == 17
     solver = {name: v for name, v in patches.items() if name.startswith("model.solver")}
     assert solver.pop("model.solver.times.noisiest") == -4.0
-    assert solver.pop("model.solver.times") == "lit_diffusion.timesteps.LogSNR"
+    assert solver.pop("model.solver.times") == "lit_diffusion.grids.LogSNR"
     assert solver == {name: v for name, v in digits.items() if name.startswith("model.solver")}
     assert {name: patches[name] for name in names} == {name: digits[name] for name in names}
 

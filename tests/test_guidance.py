@@ -8,11 +8,11 @@ from support.golden import Z, close, tensor
 from support.toy import CountedNoise, toy_denoiser
 
 from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange, posterior
+from lit_diffusion.grids import Sections, Stride
 from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
 from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearBetas
 from lit_diffusion.protocols import Denoised
 from lit_diffusion.solvers import DDIM, DDPM
-from lit_diffusion.timesteps import Sections, Stride
 
 SHAPE = (2, 3, 4, 4)
 PROCESS = DiscreteVP(CosineBetas(100))

@@ -6,6 +6,7 @@ from support.golden import PIX, Z, close, tensor
 from support.toy import CountedNoise, gaussian_denoiser, toy_denoiser
 
 from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange, expand_as, posterior
+from lit_diffusion.grids import Even, Karras, LogSNR, Sections
 from lit_diffusion.likelihood import bits_per_dim, flow_bits_per_dim, score
 from lit_diffusion.processes import (
     ContinuousVP,
@@ -16,7 +17,6 @@ from lit_diffusion.processes import (
     LinearFlow,
 )
 from lit_diffusion.protocols import Denoised
-from lit_diffusion.timesteps import Even, Karras, LogSNR, Sections
 
 VARIANCES = {
     "fixed_small": FixedSmall(),

@@ -48,7 +48,7 @@ def test_gain_is_the_slope_of_x0_by_the_output(parameterization, t):
     output = Z(SHAPE, 3).requires_grad_()
     x0 = parameterization.to_x0(output, NOISE, alpha, sigma)
     (slope,) = torch.autograd.grad(x0.sum(), output)
-    close(slope.abs(), parameterization.gain(alpha, sigma).expand(SHAPE))
+    close(slope.abs(), parameterization.output_scale(alpha, sigma).expand(SHAPE))
 
 
 @pytest.mark.parametrize("parameterization", PLAIN, ids=repr)

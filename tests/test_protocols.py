@@ -13,7 +13,7 @@ from lit_diffusion.protocols import NonFiniteSamples, by_part
 
 VELOCITY = "lit_diffusion.parameterizations.Velocity"
 LEVELS = {"sigma_min": 0.002, "sigma_max": 80.0}
-UNIFORM, EVEN = "lit_diffusion.timesteps.Uniform", "lit_diffusion.timesteps.Even"
+UNIFORM, EVEN = "lit_diffusion.timesteps.Uniform", "lit_diffusion.grids.Even"
 GIVEN = {"class_path": "lit_diffusion.processes.GivenBetas", "init_args": {"values": [0.1, 0.2]}}
 BENT = {
     "class_path": "lit_diffusion.processes.ZeroTerminalSNR",
@@ -30,13 +30,13 @@ FITTING = [
     ("Process", "processes.LinearFlow", {"t_min": 1e-3}),
     ("Process", "processes.DiscreteVP", {"betas": GIVEN}),
     ("Process", "processes.DiscreteVP", {"betas": BENT}),
-    ("Quantile", "timesteps.Uniform", {}),
-    ("Quantile", "timesteps.LogitNormal", {"std": 0.5}),
-    ("Quantile", "timesteps.Shifted", {"base": UNIFORM, "shift": 2.0}),
-    ("Quantile", "timesteps.LogNormal", {"mean": -0.4}),
-    ("Draws", "timesteps.Independent", {}),
-    ("Draws", "timesteps.Stratified", {}),
-    ("Draws", "timesteps.Antithetic", {}),
+    ("TimestepDistribution", "timesteps.Uniform", {}),
+    ("TimestepDistribution", "timesteps.LogitNormal", {"std": 0.5}),
+    ("TimestepDistribution", "timesteps.Shifted", {"base": UNIFORM, "shift": 2.0}),
+    ("TimestepDistribution", "timesteps.LogNormal", {"mean": -0.4}),
+    ("UniformDraws", "timesteps.Independent", {}),
+    ("UniformDraws", "timesteps.Stratified", {}),
+    ("UniformDraws", "timesteps.Antithetic", {}),
     ("Parameterization", "parameterizations.Epsilon", {}),
     ("Parameterization", "parameterizations.Sample", {}),
     ("Parameterization", "parameterizations.Velocity", {}),
@@ -64,9 +64,9 @@ FITTING = [
     ("Variance", "gaussian.FixedLarge", {}),
     ("Variance", "gaussian.LearnedRange", {}),
     ("Solver", "solvers.DDPM", {"variance": "lit_diffusion.gaussian.FixedSmall"}),
-    ("Solver", "solvers.DDIM", {"times": "lit_diffusion.timesteps.Stride", "eta": 1}),
+    ("Solver", "solvers.DDIM", {"times": "lit_diffusion.grids.Stride", "eta": 1}),
     ("Solver", "solvers.DPMSolverPP", {"steps": 7}),
-    ("Solver", "solvers.Heun", {"times": "lit_diffusion.timesteps.Karras", "churn": 40.0}),
+    ("Solver", "solvers.Heun", {"times": "lit_diffusion.grids.Karras", "churn": 40.0}),
     ("Solver", "solvers.DPMSolverPP2S", {"eta": 1.0}),
     ("Solver", "solvers.UniPC", {"order": 3}),
     ("Solver", "solvers.Euler", {"times": EVEN}),

@@ -7,6 +7,7 @@ from support.golden import close, load, tensor
 from support.toy import EndsInNoise
 
 from lit_diffusion.gaussian import posterior
+from lit_diffusion.grids import Even, Karras, LogSNR, Sections, ShiftedGrid, Stride
 from lit_diffusion.processes import (
     ContinuousVP,
     CosineBetas,
@@ -19,17 +20,11 @@ from lit_diffusion.processes import (
 from lit_diffusion.solvers import DDIM, DPMSolverPP
 from lit_diffusion.timesteps import (
     Antithetic,
-    Even,
     Independent,
-    Karras,
     LogitNormal,
     LogNormal,
-    LogSNR,
-    Sections,
     Shifted,
-    ShiftedGrid,
     Stratified,
-    Stride,
     Uniform,
     bin_of,
     draw_uniforms,

@@ -27,14 +27,14 @@ from lit_diffusion.cli.sampling import (
     write_samples,
 )
 from lit_diffusion.files import atomic_write, atomic_write_text, user_cache
+from lit_diffusion.grids import LogSNR
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.reference import FEWEST, Scorer, measure
 from lit_diffusion.metrics.score import image_set
 from lit_diffusion.modules.checks import check_clipping, check_objective, check_sampling
 from lit_diffusion.protocols import NonFiniteSamples, Process, Solver
 from lit_diffusion.signals import defer_signals, print_error
-from lit_diffusion.solvers.steps import check_steps, grid_of, solver_times
-from lit_diffusion.timesteps import LogSNR
+from lit_diffusion.solvers.steps import check_steps, solver_times, time_grid_of
 
 STEPS = (5, 10, 20, 50)
 SHOWN = 12
@@ -138,7 +138,7 @@ def _put(loaded: Loaded, args: Namespace, cell: Cell) -> None:
         check_sampling(module.process, module.loss, solver, module.guidance)
 
     module.solver = on_a_grid_that_fits(module.solver, check)
-    cell.grid = str(grid_of(module.solver))
+    cell.grid = str(time_grid_of(module.solver))
     parts = module.process, module.parameterization, module.loss
     check_objective(*parts, module.solver, module.guidance)
     check_clipping(module.codec, module.solver, module.guidance)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import max_pool2d
 
 from lit_diffusion.metrics.images import OVERVIEWS, read_image
-from lit_diffusion.solvers.editing import repainting, shortened
+from lit_diffusion.solvers.editing import repaint_solver, truncate_solver
 
 Generate = Callable[[Sequence[int], Sequence[int], Any], Tensor]
 """(numbers of samples, their seeds, labels) -> images uint8 (N, C, H, W)."""
@@ -42,8 +42,8 @@ def editing_solver(module: Any, args: Namespace) -> Any:
     if args.init is None:
         return module.solver
     if args.mask:
-        return repainting(module.solver, torch.empty(0), torch.empty(0))
-    return shortened(module.solver, args.strength)
+        return repaint_solver(module.solver, torch.empty(0), torch.empty(0))
+    return truncate_solver(module.solver, args.strength)
 
 
 def editing_record(module: Any, args: Namespace) -> dict[str, Any]:

@@ -12,11 +12,16 @@ CLASS_PATHS = {
     "lit_diffusion.networks.biggan": "lit_diffusion.lab.gan.biggan",
     "lit_diffusion.networks.dcgan": "lit_diffusion.lab.gan.dcgan",
     "lit_diffusion.modules.gan": "lit_diffusion.lab.gan.module",
+    **{
+        f"lit_diffusion.timesteps.{name}": f"lit_diffusion.grids.{name}"
+        for name in ("Even", "Karras", "LogSNR", "Sections", "ShiftedGrid", "Stride")
+    },
 }
 """Old prefix of a class path (a module, or a module and class) -> new prefix."""
 
 ARGUMENTS: dict[str, dict[str, str | Callable[[Any], tuple[str, Any]]]] = {
     "FIDEvaluation": {"second_look": "auxiliary_metrics"},
+    "DiffusionModule": {"draws": "uniforms"},
 }
 """Class name now -> {old argument: new argument, or a function of the old value that returns the
 new argument and its value}."""

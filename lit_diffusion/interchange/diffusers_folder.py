@@ -11,12 +11,12 @@ from torch import Tensor
 
 from lit_diffusion.files import atomic_write_text
 from lit_diffusion.gaussian import FixedLarge, LearnedRange
+from lit_diffusion.grids import Sections
 from lit_diffusion.interchange import diffusers_dit, diffusers_unet
 from lit_diffusion.interchange.exported import folder_for, read_safetensors, read_tensors
 from lit_diffusion.parameterizations import Epsilon, Sample, Velocity
 from lit_diffusion.processes import DiscreteVP
 from lit_diffusion.solvers import DDPM
-from lit_diffusion.timesteps import Sections
 
 _PREDICTIONS = {Epsilon: "epsilon", Sample: "sample", Velocity: "v_prediction"}
 _VARIANCES = {FixedLarge: "fixed_large", LearnedRange: "learned_range"}

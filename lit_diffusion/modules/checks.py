@@ -1,4 +1,4 @@
-"""What a module refuses: arguments, and data, that do not go together."""
+"""What modules refuse: arguments, data, checkpoints and samples that do not fit."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,8 +12,11 @@ from lit_diffusion.guidance import ClassifierFree, ClassifierScore, ClassifierSh
 from lit_diffusion.protocols import (
     Codec,
     Conditioning,
+    Denoise,
+    Denoised,
     Guidance,
     Loss,
+    NonFiniteSamples,
     Parameterization,
     Process,
     Solver,
@@ -44,16 +47,16 @@ def check_conditioning(
             "never trains.",
             stacklevel=4,
         )
-    ours = getattr(conditioning, "num_classes", None)
-    if num_classes not in (None, ours):
+    if num_classes not in (None, getattr(conditioning, "num_classes", None)):
         raise ValueError(f"num_classes is {num_classes} beside {conditioning}; leave one out.")
     for name in ("num_classes", "num_words"):
-        known = getattr(network, name, None)
-        ours = getattr(conditioning, name, known if name == "num_words" else None)  # may not tell
-        if known is not None and known != ours:
+        in_network = getattr(network, name, None)
+        unknown = in_network if name == "num_words" else None  # a conditioning need not say
+        in_module = getattr(conditioning, name, unknown)
+        if in_network is not None and in_network != in_module:
             raise ValueError(
-                f"{name} is {ours} in the module, but {known} in {type(network).__name__}; change "
-                "one of them."
+                f"{name} is {in_module} in the module, but {in_network} in "
+                f"{type(network).__name__}; change one of them."
             )
 
 
@@ -67,13 +70,28 @@ def check_objective(
     """Raise ValueError where the network could not be trained, or sampled from, as it is asked."""
     ends = torch.tensor([process.t_min, process.t_max], dtype=torch.float64)
     alpha, sigma = process.alpha_sigma(ends)
-    told = parameterization.network_input(torch.ones_like(alpha), alpha, sigma)
-    if not (parameterization.gain(alpha, sigma) * told).isfinite().all():
+    output_scale = parameterization.output_scale(alpha, sigma)
+    network_input = parameterization.network_input(torch.ones_like(alpha), alpha, sigma)
+    if not (output_scale * network_input).isfinite().all():
         raise ValueError(
             f"{parameterization} divides by alpha and can't recover x0 from pure noise, where "
             f"{process} ends (SNR = 0); use Velocity or Sample."
         )
-    loss.check(process, parameterization)
+    if loss.output_factor == 2 and process.num_steps is None:
+        raise ValueError(
+            f"{loss} needs a process in discrete steps, got {process}; use DiscreteVP."
+        )
+    weight = loss.weighting.weight(alpha, sigma, output_scale, None)
+    if not weight.isfinite().all():
+        raise ValueError(
+            f"the weight must be finite at every noise level, got {weight.tolist()} at the ends of "
+            f"{process} from {loss.weighting} with {parameterization}; use Velocity or Sample."
+        )
+    if not ((weight >= 0).all() and weight.any()):
+        raise ValueError(
+            f"the weight must be >= 0, and more than 0 at an end, got {weight.tolist()} at both of "
+            f"{process} from {loss.weighting}; change its numbers."
+        )
     check_sampling(process, loss, solver, guidance)
 
 
@@ -170,6 +188,15 @@ def _sha256(codec: Codec) -> str | None:
     return getattr(codec, "sha256", None)
 
 
+def check_shape(x0: Tensor, image_shape: tuple[int, ...]) -> None:
+    """Raise ValueError for encoded images (B, C, H, W) of another shape than the module's."""
+    if x0.shape[1:] != image_shape:
+        raise ValueError(
+            f"image_shape is {image_shape}, but the data are {tuple(x0.shape[1:])}; change one of "
+            "them."
+        )
+
+
 def check_batch(batch: object, takes_condition: bool) -> None:
     """Raise ValueError for other than (images, labels, index), or a condition that goes unused."""
     if not (isinstance(batch, tuple | list) and len(batch) == 3):
@@ -201,12 +228,48 @@ def _kind(value: object) -> str:
 
 
 def unused_classes(data: object) -> str | None:
-    """What is said where a model takes no condition, and its data have classes; None without."""
+    """A hint for a model without a condition whose data have classes; None where they have none."""
     names = getattr(data, "class_names", ())
     if not isinstance(names, Sequence) or not names:
         return None
     some = ", ".join(map(str, names[:5])) + ", ..." * (len(names) > 5)
     return (
-        f"The data have {len(names)} classes ({some}), of which this model is not told; "
+        f"The data have {len(names)} classes ({some}), which this model does not use; "
         f"num_classes={len(names)}, in the module and in its network, would use them."
     )
+
+
+class FiniteDenoise:
+    """A `Denoise` that notes, on the device, when each sample first was not finite.
+
+    Args:
+        denoise: its x0 is tested before any clamping, which would make an image of an infinity.
+    """
+
+    def __init__(self, denoise: Denoise) -> None:
+        self._denoise = denoise
+        self._since: Tensor | None = None  # (B,) times; nan where all was finite
+
+    def __call__(self, x_t: Tensor, t: Tensor) -> Denoised:
+        """Denoise x_t (B, C, H, W) at times t (B,)."""
+        denoised = self._denoise(x_t, t)
+        bad = ~denoised.x0.isfinite().flatten(1).all(1)
+        since = torch.full_like(t, torch.nan) if self._since is None else self._since
+        self._since = torch.where(bad & since.isnan(), t, since)
+        return denoised
+
+    def raise_if_non_finite(self, x0: Tensor, seeds: Sequence[int], step: int | None) -> None:
+        """Raise NonFiniteSamples where a row of x0 (B, ...), or an estimate of it, is not finite.
+
+        Args:
+            x0: the finished samples.
+            seeds: of the rows.
+            step: optimizer steps completed, for the message; None outside of a fit.
+        """
+        assert self._since is not None
+        bad = ~self._since.isnan() | ~x0.isfinite().flatten(1).all(1)
+        if bad.any():
+            bad_seeds = [seed for seed, is_bad in zip(seeds, bad.tolist(), strict=True) if is_bad]
+            first = self._since[bad].nan_to_num(-torch.inf).max().item()
+            where = f"t = {first:g}" if first > -torch.inf else "the last step"
+            raise NonFiniteSamples(bad_seeds, step, where)

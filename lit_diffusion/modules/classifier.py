@@ -9,13 +9,13 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 
-from lit_diffusion.callbacks.trainer_state import is_built_from_config
-from lit_diffusion.codecs import PixelCodec, drawn
+from lit_diffusion.callbacks.trainer_state import is_built_from_config, total_steps
+from lit_diffusion.codecs import PixelCodec, encode_for_training
 from lit_diffusion.gaussian import expand_as
 from lit_diffusion.guidance import LogProbGradient
+from lit_diffusion.lr_schedules import optimizer_and_schedule
 from lit_diffusion.modules import checks
-from lit_diffusion.modules.optimizers import optimizer_and_schedule
-from lit_diffusion.protocols import Codec, Process, Quantile
+from lit_diffusion.protocols import Codec, Process, TimestepDistribution
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms, run_seed, seed_step
 from lit_diffusion.timesteps import draw_uniforms
 
@@ -51,7 +51,7 @@ class NoisyClassifier(LightningModule):
         self,
         network: nn.Module,
         process: Process,
-        times: Quantile,
+        times: TimestepDistribution,
         optimizer: OptimizerCallable,
         *,
         image_shape: tuple[int, int, int],
@@ -83,7 +83,7 @@ class NoisyClassifier(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """-E[log p(label | x_t)] over images, times and noise."""
         images, labels, _ = batch
-        x0 = drawn(self.codec, images)
+        x0 = encode_for_training(self.codec, images)
         t = self.times.quantile(draw_uniforms(len(x0), device=self.device), self.process)
         loss = F.cross_entropy(self.logits(x0, t, torch.randn_like(x0)), labels)
         self.log("train/loss", loss.detach(), prog_bar=True)
@@ -102,16 +102,21 @@ class NoisyClassifier(LightningModule):
         self.log("val/loss", loss, sync_dist=True, batch_size=len(x0))
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """As of DiffusionModule."""
+        """Add a record of the codec, whose weights are not in the file."""
         checkpoint.update(checks.codec_record(self.codec))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """As of DiffusionModule."""
+        """Refuse the weights of a run with another codec."""
         checks.check_codec(self.codec, checkpoint)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer, and the schedule stepped with it."""
-        return optimizer_and_schedule(self, self._make_optimizer, self._make_lr_scheduler)
+        """The optimizer, and the schedule that is stepped with it."""
+        return optimizer_and_schedule(
+            [p for p in self.parameters() if p.requires_grad],
+            self._make_optimizer,
+            self._make_lr_scheduler,
+            lambda: total_steps(self.trainer),
+        )
 
     def logits(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
         """(B, num_classes) of x0 (B, C, H, W) with this noise at times (B,)."""
@@ -129,9 +134,9 @@ class NoisyClassifier(LightningModule):
             x, t, labels = (part.detach().clone() for part in (x_t, t, labels))
             with torch.enable_grad():
                 log_p = self._logits_of(x.requires_grad_(), t).log_softmax(1)
-                chosen = log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
-                (found,) = torch.autograd.grad(chosen[labels >= 0].sum(), x)
-            return scale * found
+                log_p = log_p.gather(1, labels.clamp(min=0)[:, None])[:, 0]
+                (gradient,) = torch.autograd.grad(log_p[labels >= 0].sum(), x)
+            return scale * gradient
 
         return gradient
 

@@ -20,32 +20,32 @@ from lit_diffusion.callbacks.trainer_state import (
     is_built_from_config,
     loss_scale,
     should_log,
+    total_steps,
 )
-from lit_diffusion.codecs import PixelCodec, drawn
+from lit_diffusion.codecs import PixelCodec, encode_for_training
 from lit_diffusion.conditioning import ClassLabels, condition_for
 from lit_diffusion.distributed import total_norm
 from lit_diffusion.gaussian import expand_as
+from lit_diffusion.lr_schedules import optimizer_and_schedule
 from lit_diffusion.modules import checks
-from lit_diffusion.modules.optimizers import optimizer_and_schedule
-from lit_diffusion.modules.watches import SampleWatch
 from lit_diffusion.protocols import (
     Codec,
     Condition,
     Conditioning,
     Denoise,
     Denoised,
-    Draws,
     Guidance,
     Loss,
     Parameterization,
     Prediction,
     Process,
-    Quantile,
     Solver,
+    TimestepDistribution,
+    UniformDraws,
     Watch,
 )
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms, run_seed, seed_step
-from lit_diffusion.solvers.editing import Begun, repainting, shortened
+from lit_diffusion.solvers.editing import NoisedImagePrior, repaint_solver, truncate_solver
 from lit_diffusion.timesteps import bin_of, draw_uniforms
 
 Batch = tuple[Tensor, Any, Tensor]
@@ -78,8 +78,9 @@ class DiffusionModule(LightningModule):
         guidance: used by `generate`; None samples from the conditional model as it is.
         lr_scheduler: called with the optimizer, stepped once per optimizer step; None keeps the lr
             constant.
-        conditioning: what the network is told of an image; None ignores the labels of the data.
-        draws: how the uniforms of a batch's times depend on each other; None is Stratified().
+        conditioning: kind of condition that the data have and the network takes; None ignores the
+            labels of the data.
+        uniforms: how the uniforms of a batch's times depend on each other; None is Stratified().
         channels_last: whether network and images use torch's channels_last memory format, which
             convolutions like.
 
@@ -90,7 +91,7 @@ class DiffusionModule(LightningModule):
         timestep_density: (num_bins,) unnormalised density over u in [0, 1] that training times are
             drawn from; None is uniform.
         timestep_weight: (num_bins,) factor on the loss per bin of u; None is 1.
-        watch: told of every step by which samples are generated; None is nobody.
+        watch: called with every step by which samples are generated; None calls nobody.
 
     Source: Ho et al. 2020 (DDPM), algorithm 1, with every choice an argument.
     """
@@ -101,7 +102,7 @@ class DiffusionModule(LightningModule):
         process: Process,
         parameterization: Parameterization,
         loss: Loss,
-        times: Quantile,
+        times: TimestepDistribution,
         solver: Solver,
         optimizer: OptimizerCallable,
         *,
@@ -112,7 +113,7 @@ class DiffusionModule(LightningModule):
         guidance: Guidance | None = None,
         lr_scheduler: LRSchedulerCallable | None = None,
         conditioning: Conditioning | None = None,
-        draws: Draws | None = None,
+        uniforms: UniformDraws | None = None,
         channels_last: bool = False,
     ) -> None:
         super().__init__()
@@ -134,7 +135,7 @@ class DiffusionModule(LightningModule):
         self.conditioning, self._has_checked = conditioning, False
         self.num_classes: int | None = getattr(conditioning, "num_classes", None)
         self.label_dropout = label_dropout
-        self.draws = draws
+        self.uniforms = uniforms
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.network.to(memory_format=self.memory_format)
         self.timestep_density: Tensor | None = None
@@ -155,8 +156,8 @@ class DiffusionModule(LightningModule):
             raise ValueError("MPS has no float64; use --trainer.accelerator=cpu.")
         data = getattr(self.trainer, "datamodule", None)
         checks.check_data(data, self.codec, self.image_shape, self.num_classes)
-        if stage == "fit" and self.conditioning is None and (said := checks.unused_classes(data)):
-            rank_zero_info(said)
+        if stage == "fit" and self.conditioning is None and (hint := checks.unused_classes(data)):
+            rank_zero_info(hint)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
         """Make the randomness of this step a function of its number."""
@@ -167,16 +168,73 @@ class DiffusionModule(LightningModule):
 
         That is over the images x0 of the batch, noise standard normal, u from `timestep_density`
         and t its quantile; the target is the parameterization's, W the loss's weighting, and w(u)
-        is `timestep_weight`. Returned with what callbacks may want to know.
+        is `timestep_weight`. Callbacks get u, t and the losses with it.
         """
-        x0, labels, _ = self._unpack(batch, draws=True)
-        u = draw_uniforms(len(x0), self.timestep_density, self.draws, device=self.device)
-        t, noise = self.times.quantile(u, self.process), torch.randn_like(x0)
-        labels = self._dropped(labels, len(x0))
-        losses = self.per_sample_loss(x0, labels, t, noise, self.global_step)
-        loss = (losses * self._weight_at(u)).mean()
+        images, condition, _ = self._checked(batch)
+        x0 = encode_for_training(self.codec, images)  # (B, C, H, W)
+        checks.check_shape(x0, self.image_shape)
+        u = draw_uniforms(len(x0), self.timestep_density, self.uniforms, device=self.device)
+        t = self.times.quantile(u, self.process)  # (B,) float64
+        noise = torch.randn_like(x0)
+        if self.conditioning is not None and self.label_dropout > 0:
+            dropped = torch.rand(len(x0), device=self.device) < self.label_dropout
+            condition = self.conditioning.drop(condition, dropped)
+
+        losses = self.per_sample_loss(x0, condition, t, noise, self.global_step)  # (B,)
+        if self.timestep_weight is None:
+            loss = losses.mean()
+        else:
+            weight = self.timestep_weight.to(u.device)
+            loss = (losses * weight[bin_of(u, len(weight))]).mean()
         self._log_training(loss, losses.detach(), u, batch_idx)
         return {"loss": loss, "u": u, "t": t, "per_sample_loss": losses.detach()}
+
+    def per_sample_loss(
+        self, x0: Tensor, condition: Condition, t: Tensor, noise: Tensor, step: int | None = None
+    ) -> Tensor:
+        """(B,) losses W(t) mean |target - network(x_t)|^2 at x_t = alpha x0 + sigma noise.
+
+        A function of the arguments and the weights alone.
+
+        Args:
+            x0: (B, C, H, W) clean images, encoded.
+            condition: what the network is conditioned on, such as labels (B,) int64; None for an
+                unconditional one.
+            t: (B,) float64 times.
+            noise: (B, C, H, W) standard normal.
+            step: optimizer steps completed, for weightings that change over training.
+        """
+        alpha, sigma = self.process.alpha_sigma(t)  # (B,) float64
+        a, s = expand_as(alpha, x0), expand_as(sigma, x0)  # (B, 1, 1, 1) in x0's dtype
+        x_t = a * x0 + s * noise  # (B, C, H, W)
+        output, variance_output = self._run_network(x_t, t, a, s, condition)  # as x_t; as x_t, None
+        target = self.parameterization.target(x0, noise, a, s)  # (B, C, H, W)
+        error = (target - output).square().flatten(1).mean(1)  # (B,)
+        output_scale = self.parameterization.output_scale(alpha, sigma)  # (B,) float64
+        weight = self.loss.weighting.weight(alpha, sigma, output_scale, step)  # (B,) float64
+        prediction = Prediction(output, variance_output, x0, x_t, t, alpha, sigma)
+        return self.loss.per_sample(
+            weight.to(error.dtype) * error, prediction, self.process, self.parameterization
+        )
+
+    def _run_network(
+        self, x_t: Tensor, t: Tensor, alpha: Tensor, sigma: Tensor, condition: Condition
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output and variance output in the images' dtype, whatever the network's precision."""
+        x = self.parameterization.network_input(x_t, alpha, sigma)
+        x = x.to(self.dtype).contiguous(memory_format=self.memory_format)
+        output: Tensor = self.network(x, self.process.noise_label(t).float(), condition)
+        expected = (len(x), self.loss.output_factor * x.shape[1], *x.shape[2:])
+        if output.shape != expected:
+            raise ValueError(
+                f"{type(self.loss).__name__} needs a network output of {expected}, got "
+                f"{tuple(output.shape)} from {type(self.network).__name__}; change out_channels."
+            )
+        output = output.to(x_t.dtype)
+        if self.loss.output_factor == 1:
+            return output, None
+        output, variance_output = output.chunk(2, dim=1)
+        return output, variance_output
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
         """Log the lr and, before it is clipped, the norm of the gradient of all parameters."""
@@ -187,30 +245,17 @@ class DiffusionModule(LightningModule):
             norm = total_norm(gradients) / loss_scale(self.trainer, optimizer) if gradients else nan
             self.log_dict({"train/lr": optimizer.param_groups[0]["lr"], "train/grad_norm": norm})
 
-    def per_sample_loss(
-        self, x0: Tensor, labels: Condition, t: Tensor, noise: Tensor, step: int | None = None
-    ) -> Tensor:
-        """(B,) losses: a function of the arguments and the weights alone.
-
-        Args:
-            x0: (B, C, H, W) clean images, encoded.
-            labels: what the network is told, such as (B,) int64; None for an unconditional one.
-            t: (B,) float64 times.
-            noise: (B, C, H, W) standard normal.
-            step: optimizer steps completed, for weightings that change over training.
-        """
-        alpha, sigma = (expand_as(v, x0) for v in self.process.alpha_sigma(t))
-        x_t = alpha * x0 + sigma * noise
-        output = self._run_network(x_t, labels, t, alpha, sigma)
-        prediction = Prediction(output, x0, x_t, noise, t, step)
-        return self.loss.per_sample(prediction, self.process, self.parameterization)["loss"]
-
     def configure_optimizers(self) -> OptimizerLRScheduler:
-        """The optimizer, and the schedule stepped with it."""
-        return optimizer_and_schedule(self, self._make_optimizer, self._make_lr_scheduler)
+        """The optimizer, and the schedule that is stepped with it."""
+        return optimizer_and_schedule(
+            [p for p in self.parameters() if p.requires_grad],
+            self._make_optimizer,
+            self._make_lr_scheduler,
+            lambda: total_steps(self.trainer),
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Say which codec it is for, where that was trained: it is not in the file."""
+        """Add a record of the codec, whose weights are not in the file."""
         checkpoint.update(checks.codec_record(self.codec))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -221,12 +266,25 @@ class DiffusionModule(LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Loss at one fixed noise level and noise per image, without any curriculum."""
-        self.log("val/loss", self._add(self._val_loss, batch), prog_bar=True)
+        self.log("val/loss", self._add_fixed_losses(batch), prog_bar=True)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """As validation, on the test split; named after what the data have in its place."""
         split = getattr(self.trainer.datamodule, "tests_on", "test")  # type: ignore[attr-defined]
-        self.log(f"{split}/loss", self._add(self._val_loss, batch))
+        self.log(f"{split}/loss", self._add_fixed_losses(batch))
+
+    def _add_fixed_losses(self, batch: Batch) -> MeanMetric:
+        """Add losses that depend on each image, its index and the weights alone, in float64."""
+        images, condition, index = self._checked(batch)
+        x0 = self.codec.encode(images)
+        checks.check_shape(x0, self.image_shape)
+        t = self.times.quantile(index_uniforms(index), self.process)
+        noise = PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
+        # Without the step: a weighting's warm-up would bend the curve.
+        losses = self.per_sample_loss(x0, condition, t, noise)
+        self._val_loss.set_dtype(torch.float64)  # precision plugins and resets change it
+        self._val_loss.update(losses.double())
+        return self._val_loss
 
     # Sampling
 
@@ -237,7 +295,7 @@ class DiffusionModule(LightningModule):
 
     @torch.no_grad()
     def generate(self, seeds: Sequence[int], labels: Condition = None) -> Tensor:
-        """Images uint8 (N, C, H, W); image i depends on seeds[i] and labels[i] alone.
+        """Generate images uint8 (N, C, H, W); image i depends on seeds[i] and labels[i] alone.
 
         Args:
             seeds: one integer per image.
@@ -246,33 +304,35 @@ class DiffusionModule(LightningModule):
 
         Raises:
             ValueError: for labels that do not fit.
-            NonFiniteSamples: where an image is NaN or infinite, if only on the way.
+            NonFiniteSamples: where an image, or an estimate of it on the way, is NaN or infinite.
         """
-        return self._generated(self.solver, self.process, seeds, labels)
+        return self._sample(self.solver, self.process, seeds, labels)
 
     @torch.no_grad()
     def edit(
         self, images: Tensor, seeds: Sequence[int], labels: Condition = None, strength: float = 0.6
     ) -> Tensor:
-        """As `generate`, from images uint8 (N, C, H, W) with noise on them instead of pure noise.
+        """Generate images uint8 (N, C, H, W) from noised images instead of pure noise.
 
         Args:
-            images: where each sample begins.
-            seeds: as of `generate`.
-            labels: as of `generate`.
-            strength: share of the solver's steps that are taken, one at least; little keeps most of
-                the image.
+            images: uint8 (N, C, H, W), where each sample starts.
+            seeds: one integer per image.
+            labels: a condition of N images; None leaves it to the seeds, as in `generate`.
+            strength: share of the solver's steps that are taken, at least one step; a small one
+                keeps most of the image.
 
         Raises:
-            ValueError: as `generate`, for a strength that is not in (0, 1], and a solver without
+            ValueError: for labels that do not fit, a strength outside (0, 1], and a solver without
                 `steps` and `times`.
+            NonFiniteSamples: where an image, or an estimate of it on the way, is NaN or infinite.
 
         Source: Meng et al. 2022 (SDEdit).
         """
-        solver = shortened(self.solver, strength)
+        solver = truncate_solver(self.solver, strength)
         solver.check(self.process)
-        begun: Any = Begun(self.process, self.codec.encode(images.to(self.device)))
-        return self._generated(solver, begun, seeds, labels)
+        x0 = self.codec.encode(images.to(self.device))
+        start: Any = NoisedImagePrior(self.process, x0)
+        return self._sample(solver, start, seeds, labels)
 
     @torch.no_grad()
     def inpaint(
@@ -283,39 +343,46 @@ class DiffusionModule(LightningModule):
         labels: Condition = None,
         resamples: int = 10,
     ) -> Tensor:
-        """As `generate`, but that the masked part of images uint8 (N, C, H, W) is kept.
+        """Generate images uint8 (N, C, H, W) that keep the masked part of given ones.
 
         By ancestral sampling, in the steps and times of the solver.
 
         Args:
-            images: of which a part is kept.
-            mask: (N, 1, H, W) or broadcastable, in the size of x0; 1 where they are kept.
-            seeds: as of `generate`.
-            labels: as of `generate`.
+            images: uint8 (N, C, H, W), of which a part is kept.
+            mask: (N, 1, H, W) or broadcastable, in the size of x0; 1 where images are kept.
+            seeds: one integer per image.
+            labels: a condition of N images; None leaves it to the seeds, as in `generate`.
             resamples: how often each step is taken; more make both parts agree better.
 
         Source: Lugmayr et al. 2022 (RePaint).
         """
         known, mask = self.codec.encode(images.to(self.device)), mask.to(self.device)
-        solver = repainting(self.solver, known, mask, resamples)
+        solver = repaint_solver(self.solver, known, mask, resamples)
         checks.check_shift(solver, self.guidance)
         solver.check(self.process)
-        return self._generated(solver, self.process, seeds, labels)
+        return self._sample(solver, self.process, seeds, labels)
 
-    def _generated(
+    def _sample(
         self, solver: Solver, process: Process, seeds: Sequence[int], labels: Condition
     ) -> Tensor:
-        labels = condition_for(seeds, labels, self.conditioning)
+        condition = condition_for(seeds, labels, self.conditioning)
+        condition = move_data_to_device(condition, self.device)
         noise = PerSampleNoise(seeds)
         start = noise.draw(self.image_shape).to(self.device)
         with eval_mode(self.network):
-            denoise = SampleWatch(self._guided(move_data_to_device(labels, self.device)))
+            denoise = checks.FiniteDenoise(self._guided(condition))
             x0 = solver.sample(denoise, process, start, noise.randn_like, self.watch)
-        denoise.refuse_non_finite(x0, seeds, completed_steps(self))
+        denoise.raise_if_non_finite(x0, seeds, completed_steps(self))
         return self.codec.decode(x0)
 
+    def _guided(self, condition: Condition) -> Denoise:
+        if self.guidance is None:
+            return self.denoise_for(condition)
+        null = None if self.conditioning is None else self.conditioning.null(condition)
+        return self.guidance.guide(self.denoise_for, condition, self.process, null)
+
     def denoise_for(self, labels: Condition) -> Denoise:
-        """The network as solvers, guidance and `likelihood.bits_per_dim` see it.
+        """The network as a function from (x_t, t) to `Denoised`, for solvers and guidance.
 
         Args:
             labels: a condition on this module's device; None for an unconditional network.
@@ -323,18 +390,15 @@ class DiffusionModule(LightningModule):
 
         def denoise(x_t: Tensor, t: Tensor) -> Denoised:
             alpha, sigma = (expand_as(v, x_t) for v in self.process.alpha_sigma(t))
-            output = self._run_network(x_t, labels, t, alpha, sigma)
-            frac = None
-            if self.loss.output_factor == 2:
-                output, r = output.chunk(2, dim=1)
-                frac = (r + 1) / 2
+            output, variance_output = self._run_network(x_t, t, alpha, sigma, labels)
+            frac = None if variance_output is None else (variance_output + 1) / 2
             x0 = self.parameterization.to_x0(output, x_t, alpha, sigma)
             return Denoised(x0, (x_t - alpha * x0) / sigma, frac)
 
         return denoise
 
     def sampling_record(self) -> dict[str, Any]:
-        """How `generate` makes images, for the record beside a score."""
+        """Solver, steps, guidance and process of `generate`, for the record beside a score."""
         return {
             "solver": repr(self.solver),
             "steps": getattr(self.solver, "steps", None),
@@ -342,40 +406,23 @@ class DiffusionModule(LightningModule):
             "process": repr(self.process),
         }
 
-    # The rest: what the methods above are made of
+    # Batches and logs
 
-    def _unpack(self, batch: Batch, draws: bool = False) -> tuple[Tensor, Condition, Tensor]:
-        """x0 (B, C, H, W), condition and index of a batch."""
+    def _checked(self, batch: Batch) -> tuple[Tensor, Condition, Tensor]:
+        """Images, condition and index of a batch, once they are what the module expects."""
         checks.check_batch(batch, takes_condition=self.conditioning is not None)
         images, labels, index = batch
-        x0 = drawn(self.codec, images) if draws else self.codec.encode(images)
-        if x0.shape[1:] != self.image_shape:
-            raise ValueError(
-                f"image_shape is {self.image_shape}, but the data are {tuple(x0.shape[1:])}; "
-                "change one of them."
-            )
         if self.conditioning is None:
-            return x0, None, index
+            return images, None, index
         condition = _uncollated(labels)
-        if x0.device.type == "cpu" or not self._has_checked:  # a GPU would have to be waited for
-            self.conditioning.check(condition, len(x0))
+        # Labels are read on the CPU, or once: a GPU would have to be waited for.
+        if images.device.type == "cpu" or not self._has_checked:
+            self.conditioning.check(condition, len(images))
             self._has_checked = True
-        return x0, condition, index
-
-    def _dropped(self, condition: Condition, num: int) -> Condition:
-        if self.conditioning is None or self.label_dropout == 0:
-            return condition
-        drop = torch.rand(num, device=self.device) < self.label_dropout
-        return self.conditioning.dropped(condition, drop)
-
-    def _weight_at(self, u: Tensor) -> Tensor | float:
-        if self.timestep_weight is None:
-            return 1.0
-        weight = self.timestep_weight.to(u.device)
-        return weight[bin_of(u, len(weight))]
+        return images, condition, index
 
     def _log_training(self, loss: Tensor, losses: Tensor, u: Tensor, batch_idx: int) -> None:
-        """The loss; for loggers its mean per quartile of u too, nan where a batch has none.
+        """Log the loss; for loggers its mean per quartile of u too, nan where a batch has none.
 
         Lightning takes 0.5 ms for a number, so one that nobody would read is left out.
         """
@@ -388,41 +435,6 @@ class DiffusionModule(LightningModule):
         sums = torch.zeros(4, dtype=losses.dtype, device=u.device).index_add(0, quartile, losses)
         means = sums / torch.zeros_like(sums).index_add(0, quartile, torch.ones_like(losses))
         self.log_dict({f"train/loss_q{i}": mean for i, mean in enumerate(means)})
-
-    def _run_network(
-        self, x_t: Tensor, labels: Condition, t: Tensor, alpha: Tensor, sigma: Tensor
-    ) -> Tensor:
-        """Raw output in the images' dtype, whatever the network's own precision."""
-        x = self.parameterization.network_input(x_t, alpha, sigma)
-        x = x.to(self.dtype).contiguous(memory_format=self.memory_format)
-        output: Tensor = self.network(x, self.process.noise_label(t).float(), labels)
-        expected = (len(x), self.loss.output_factor * x.shape[1], *x.shape[2:])
-        if output.shape != expected:
-            raise ValueError(
-                f"{type(self.loss).__name__} needs a network output of {expected}, got "
-                f"{tuple(output.shape)} from {type(self.network).__name__}; change out_channels."
-            )
-        return output.to(x_t.dtype)
-
-    def _add(self, mean: MeanMetric, batch: Batch) -> MeanMetric:
-        """Count a batch in, in float64: precision plugins and resets give the sums other types."""
-        mean.set_dtype(torch.float64)
-        mean.update(self._fixed_losses(batch))
-        return mean
-
-    def _fixed_losses(self, batch: Batch) -> Tensor:
-        """(B,) float64 losses that depend on each image, its index and the weights alone."""
-        x0, labels, index = self._unpack(batch)
-        t = self.times.quantile(index_uniforms(index), self.process)
-        noise = PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
-        # Without the step: a weighting's warm-up would bend the curve.
-        return self.per_sample_loss(x0, labels, t, noise).double()
-
-    def _guided(self, labels: Condition) -> Denoise:
-        if self.guidance is None:
-            return self.denoise_for(labels)
-        null = None if self.conditioning is None else self.conditioning.null(labels)
-        return self.guidance.guide(self.denoise_for, labels, self.process, null)
 
 
 def _uncollated(labels: Any) -> Any:

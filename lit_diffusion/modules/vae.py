@@ -17,9 +17,9 @@ class VAECodec:
     """diffusers' AutoencoderKL of a local folder, frozen and in float32.
 
     x0 = scale (z - shift) for z ~ N(mean, exp(logvar)), the encoder's posterior of an image. A
-    training step draws z (`draw`), from torch's generator of the images' device; whatever has to be
-    a function of the image alone, such as validation, takes the mean (`encode`). Both take uint8
-    images or moments, as `lit-diffusion encode` keeps them, by their dtype.
+    training step draws z (`encode_for_training`), from torch's generator of the images' device;
+    whatever has to be a function of the image alone, such as validation, takes the mean (`encode`).
+    Both take uint8 images or the moments that `lit-diffusion encode` writes, by their dtype.
 
     It is no nn.Module: the weights are in no parameters(), state_dict, average or checkpoint, which
     holds their SHA-256. They are loaded when first needed, to the device of what they are used on.
@@ -97,8 +97,8 @@ class VAECodec:
         """Images uint8 (B, C, H, W), or moments (B, 2C', H', W') -> the mean x0 float32."""
         return self._x0(self._moments(images).chunk(2, dim=1)[0])
 
-    def draw(self, images: Tensor, /) -> Tensor:
-        """As `encode`, but x0 is drawn from the posterior."""
+    def encode_for_training(self, images: Tensor, /) -> Tensor:
+        """Images or moments as for `encode` -> x0 float32 drawn from the posterior."""
         mean, logvar = self._moments(images).chunk(2, dim=1)
         return self._x0(mean + (0.5 * logvar).exp() * torch.randn_like(mean))
 
@@ -112,8 +112,8 @@ class VAECodec:
         """Images uint8 (B, C, H, W) -> mean and logvar of z, (B, 2C', H', W') float32."""
 
         def of_part(part: Tensor) -> Tensor:
-            found = self._vae_on(part.device).encode(part.float() / 127.5 - 1).latent_dist
-            return torch.cat([found.mean, found.logvar], dim=1)
+            posterior = self._vae_on(part.device).encode(part.float() / 127.5 - 1).latent_dist
+            return torch.cat([posterior.mean, posterior.logvar], dim=1)
 
         return self._in_batches(of_part, images)
 
@@ -145,7 +145,7 @@ class VAECodec:
 
         with torch.random.fork_rng(devices=[]):  # a network begins with random weights
             read: Any = AutoencoderKL.from_pretrained
-            vae, found = read(
+            vae, info = read(
                 self.folder,
                 torch_dtype=torch.float32,
                 local_files_only=True,
@@ -153,7 +153,7 @@ class VAECodec:
                 low_cpu_mem_usage=False,
                 output_loading_info=True,
             )
-        if wrong := [*found["missing_keys"], *found["unexpected_keys"], *found["mismatched_keys"]]:
+        if wrong := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:
             raise ValueError(
                 f"{self.folder / WEIGHTS} does not fit its config.json: {wrong[0]} and "
                 f"{len(wrong) - 1} more are missing, unknown or of another shape."

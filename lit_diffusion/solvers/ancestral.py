@@ -6,6 +6,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from lit_diffusion.gaussian import FixedSmall, posterior
+from lit_diffusion.grids import Even, Karras, Sections
 from lit_diffusion.protocols import Denoise, Process, RandnLike, TimeGrid, Variance, Watch
 from lit_diffusion.solvers.steps import (
     batch_of,
@@ -14,7 +15,6 @@ from lit_diffusion.solvers.steps import (
     finite_grid,
     x0_and_noise,
 )
-from lit_diffusion.timesteps import Even, Karras, Sections
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class DDPM:
     steps: int = 1000
     times: TimeGrid | None = None
     clip: bool = True
-    usual: ClassVar[TimeGrid] = Sections()
+    default_times: ClassVar[TimeGrid] = Sections()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -51,29 +51,30 @@ class DDPM:
         /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = finite_grid(self.times or self.usual, process, self.steps)
+        times = finite_grid(self.times or self.default_times, process, self.steps)
         steps = posterior(process, times)
         x = process.prior(noise, times[0])
         for i, t in enumerate(times[:-1]):
-            step, seen = steps.at(i), denoise(x, batch_of(t, x))
+            step = steps.at(i)
+            denoised = denoise(x, batch_of(t, x))
             log_variance = self.variance.log_variance(
-                step.log_beta, step.log_variance, step.last, seen.logvar_frac
+                step.log_beta, step.log_variance, step.last, denoised.logvar_frac
             )
-            x0 = clipped(seen.x0, self.clip)
+            x0 = clipped(denoised.x0, self.clip)
             if watch is not None:
                 watch(i, t, x, x0)
             x = step.x0_coef * x0 + step.xt_coef * x
-            if seen.shift is not None:
+            if denoised.shift is not None:
                 # guided-diffusion's posterior variance is not clipped here: 0 in the last step
                 unclipped = isinstance(self.variance, FixedSmall)
-                x = x + (step.variance if unclipped else log_variance.exp()) * seen.shift
+                x = x + (step.variance if unclipped else log_variance.exp()) * denoised.shift
             if not step.last:
                 x = x + (0.5 * log_variance).exp() * randn_like(x)
         return x
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError where the grid does not fit the process."""
-        finite_grid(self.times or self.usual, process, self.steps)
+        finite_grid(self.times or self.default_times, process, self.steps)
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class DDIM:
     eta: float = 0.0
     times: TimeGrid | None = None
     clip: bool = True
-    usual: ClassVar[TimeGrid] = Sections()
+    default_times: ClassVar[TimeGrid] = Sections()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -146,7 +147,7 @@ class DDIM:
 
     def _grid(self, process: Process) -> tuple[Tensor, Tensor]:
         """(steps + 1,) times, and the (steps,) standard deviations of new noise."""
-        times = finite_grid(self.times or self.usual, process, self.steps)
+        times = finite_grid(self.times or self.default_times, process, self.steps)
         std = self.eta * posterior(process, times).variance.sqrt()
         if (std > process.alpha_sigma(times)[1][1:]).any():
             raise ValueError(f"eta = {self.eta} is more noise than {process} has; use at most 1.")
@@ -170,7 +171,7 @@ class Euler(DDIM):
     without its second evaluation.
     """
 
-    usual: ClassVar[TimeGrid] = Even()
+    default_times: ClassVar[TimeGrid] = Even()
 
 
 @dataclass(frozen=True)
@@ -187,4 +188,4 @@ class EulerAncestral(DDIM):
     """
 
     eta: float = 1.0
-    usual: ClassVar[TimeGrid] = Karras(noisiest=-10.0)
+    default_times: ClassVar[TimeGrid] = Karras(noisiest=-10.0)

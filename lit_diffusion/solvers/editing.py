@@ -1,4 +1,4 @@
-"""Samples that begin at an image, or keep a part of one."""
+"""Sampling from an image (SDEdit), or around a part of one (RePaint)."""
 
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from lit_diffusion.gaussian import FixedSmall, posterior
+from lit_diffusion.grids import Sections
 from lit_diffusion.protocols import Denoise, Process, RandnLike, TimeGrid, Variance, Watch
-from lit_diffusion.solvers.steps import batch_of, check_steps, clipped, finite_grid, grid_of
-from lit_diffusion.timesteps import Sections
+from lit_diffusion.solvers.steps import batch_of, check_steps, clipped, finite_grid, time_grid_of
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Tail:
         return self.base.grid(process, self.whole)[-steps - 1 :]
 
 
-def shortened(solver: Any, strength: float) -> Any:
-    """The solver with the last of its steps alone: a share of `strength`, and one at least.
+def truncate_solver(solver: Any, strength: float) -> Any:
+    """The solver with only the last of its steps: a share of `strength`, at least one.
 
     Raises:
         ValueError: unless 0 < strength <= 1, or for a solver without a grid.
@@ -39,7 +39,7 @@ def shortened(solver: Any, strength: float) -> Any:
 
     Example:
         >>> from lit_diffusion.solvers import DDIM
-        >>> shortened(DDIM(steps=20), 0.3).steps
+        >>> truncate_solver(DDIM(steps=20), 0.3).steps
         6
     """
     if not 0 < strength <= 1:
@@ -49,7 +49,7 @@ def shortened(solver: Any, strength: float) -> Any:
 
 
 def _editable_grid(solver: Any) -> TimeGrid:
-    grid = grid_of(solver)
+    grid = time_grid_of(solver)
     if grid is None or not (is_dataclass(solver) and hasattr(solver, "steps")):
         raise ValueError(
             f"images are edited on the steps and times of the solver, and {type(solver).__name__} "
@@ -58,12 +58,12 @@ def _editable_grid(solver: Any) -> TimeGrid:
     return grid
 
 
-class Begun:
-    """A process whose prior is an image with noise on it, for solvers that begin at one.
+class NoisedImagePrior:
+    """A process whose prior is a noised image, for solvers that start from one.
 
     Args:
-        process: of all else.
-        x0: (B, C, H, W) images.
+        process: gives everything but the prior.
+        x0: (B, C, H, W) encoded images to start from.
     """
 
     def __init__(self, process: Process, x0: Tensor) -> None:
@@ -83,14 +83,14 @@ class Begun:
 
 @dataclass(frozen=True)
 class RePaint:
-    """Ancestral sampling of a part of an image, around what is known of it.
+    """Ancestral sampling of the unknown part of an image.
 
     Before each step the known part is put in place, with as much noise as belongs there. A step is
     taken `resamples` times, with noise put back in between, so that the parts come to agree.
 
     Args:
         known: (B, C, H, W) x0, of which the masked part is kept.
-        mask: (B, 1, H, W) or broadcastable; 1 where `known` is kept, 0 where it is made.
+        mask: (B, 1, H, W) or broadcastable; 1 where `known` is kept, 0 where it is generated.
         steps: of the grid.
         resamples: how often each step is taken; 1 is plain replacement.
         times: grid; None is `Sections()`.
@@ -133,20 +133,20 @@ class RePaint:
             step = steps.at(i)
             rounds = 1 if step.last else self.resamples
             for again in range(rounds):
-                seen = denoise(x, batch_of(t, x))
-                x0 = clipped(seen.x0, self.clip)
+                denoised = denoise(x, batch_of(t, x))
+                x0 = clipped(denoised.x0, self.clip)
                 if watch is not None and again == 0:
                     watch(i, t, x, x0)
                 below = step.x0_coef * x0 + step.xt_coef * x
                 if not step.last:
                     bounds = step.log_beta, step.log_variance, step.last
-                    log_variance = self.variance.log_variance(*bounds, seen.logvar_frac)
+                    log_variance = self.variance.log_variance(*bounds, denoised.logvar_frac)
                     below = below + (0.5 * log_variance).exp() * randn_like(x)
                 noised = alpha[i + 1] * self.known + sigma[i + 1] * randn_like(x)
                 below = torch.where(self.mask > 0.5, noised, below)
                 if again + 1 < rounds:
-                    kept = alpha[i] / alpha[i + 1]
-                    x = kept * below + (0.5 * step.log_beta).exp() * randn_like(x)
+                    ratio = alpha[i] / alpha[i + 1]
+                    x = ratio * below + (0.5 * step.log_beta).exp() * randn_like(x)
             x = below
         return x
 
@@ -155,7 +155,7 @@ class RePaint:
         finite_grid(self.times or Sections(), process, self.steps)
 
 
-def repainting(solver: Any, known: Tensor, mask: Tensor, resamples: int = 10) -> RePaint:
+def repaint_solver(solver: Any, known: Tensor, mask: Tensor, resamples: int = 10) -> RePaint:
     """RePaint with the steps, times and clipping of another solver.
 
     Raises:

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from lit_diffusion.grids import LogSNR
 from lit_diffusion.protocols import Denoise, Process, RandnLike, TimeGrid, Watch
 from lit_diffusion.solvers.steps import (
     batch_of,
@@ -22,7 +23,6 @@ from lit_diffusion.solvers.steps import (
     finite_grid,
     grid_with_signal,
 )
-from lit_diffusion.timesteps import LogSNR
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class DPMSolverPP:
     clip: bool = True
     order: int = 2
     eta: float = 0.0
-    usual: ClassVar[TimeGrid] = LogSNR()
+    default_times: ClassVar[TimeGrid] = LogSNR()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -75,22 +75,22 @@ class DPMSolverPP:
         /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = finite_grid(self.times or self.usual, process, self.steps)
+        times = finite_grid(self.times or self.default_times, process, self.steps)
         alpha, sigma = process.alpha_sigma(times)
         h = (alpha / sigma).log().diff()
         x = process.prior(noise, times[0])
-        known: list[Tensor] = []
+        x0s: list[Tensor] = []
         for i, t in enumerate(times[:-1]):
             x0 = clipped(denoise(x, batch_of(t, x)).x0, self.clip)
             if watch is not None:
                 watch(i, t, x, x0)
-            known = [x0, *known[: self.order - 1]]
+            x0s = [x0, *x0s[: self.order - 1]]
             if sigma[i + 1] == 0:
                 return alpha[i + 1] * x0
             x = sigma[i + 1] / sigma[i] * x
             if self.eta > 0:  # h is infinite where there is no signal
                 x = (-self.eta * h[i]).exp() * x
-            x = x + alpha[i + 1] * self._pull(known, h[: i + 1])
+            x = x + alpha[i + 1] * self._pull(x0s, h[: i + 1])
             if self.eta > 0:
                 std = sigma[i + 1] * (-torch.expm1(-2 * self.eta * h[i])).sqrt()
                 x = x + std * randn_like(x)
@@ -98,22 +98,22 @@ class DPMSolverPP:
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError where the grid does not fit the process."""
-        finite_grid(self.times or self.usual, process, self.steps)
+        finite_grid(self.times or self.default_times, process, self.steps)
 
-    def _pull(self, known: list[Tensor], h: Tensor) -> Tensor:
+    def _pull(self, x0s: list[Tensor], h: Tensor) -> Tensor:
         """What x0, latest first, adds over the last of the steps h."""
         whole = (1 + self.eta) * h[-1]
         one = -torch.expm1(-whole)
-        if len(known) == 1:
-            return one * known[0]
+        if len(x0s) == 1:
+            return one * x0s[0]
         ratio = h[-2] / h[-1]
-        slope = (known[0] - known[1]) / ratio
-        if len(known) == 2:
-            return one * (known[0] + slope / 2)
+        slope = (x0s[0] - x0s[1]) / ratio
+        if len(x0s) == 2:
+            return one * (x0s[0] + slope / 2)
         ratio_2 = h[-3] / h[-1]
-        bend = (slope - (known[1] - known[2]) / ratio_2) / (ratio + ratio_2)
+        bend = (slope - (x0s[1] - x0s[2]) / ratio_2) / (ratio + ratio_2)
         two = 1 - one / whole
-        return one * known[0] + two * (slope + ratio * bend) - (two / whole - 0.5) * bend
+        return one * x0s[0] + two * (slope + ratio * bend) - (two / whole - 0.5) * bend
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class DPMSolverPP2S:
     times: TimeGrid | None = None
     clip: bool = True
     eta: float = 0.0
-    usual: ClassVar[TimeGrid] = LogSNR()
+    default_times: ClassVar[TimeGrid] = LogSNR()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -154,7 +154,7 @@ class DPMSolverPP2S:
         /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = grid_with_signal(self.times or self.usual, process, self.steps)
+        times = grid_with_signal(self.times or self.default_times, process, self.steps)
         alpha, sigma = process.alpha_sigma(times)
         levels = sigma / alpha
         x = process.prior(noise, times[0]) / alpha[0]
@@ -169,8 +169,8 @@ class DPMSolverPP2S:
             middle = (levels[i] * down).sqrt()
             t_middle = process.at_log_snr(-2 * middle.log())
             x_middle = x0 + middle / levels[i] * (x - x0)
-            seen = denoise(process.alpha_sigma(t_middle)[0] * x_middle, batch_of(t_middle, x))
-            x0 = clipped(seen.x0, self.clip)
+            denoised = denoise(process.alpha_sigma(t_middle)[0] * x_middle, batch_of(t_middle, x))
+            x0 = clipped(denoised.x0, self.clip)
             x = x0 + down / levels[i] * (x - x0)
             if up > 0:
                 x = x + up * randn_like(x)
@@ -178,7 +178,7 @@ class DPMSolverPP2S:
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError where the grid does not fit the process, or alpha is 0."""
-        grid_with_signal(self.times or self.usual, process, self.steps)
+        grid_with_signal(self.times or self.default_times, process, self.steps)
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ class UniPC:
     times: TimeGrid | None = None
     clip: bool = True
     order: int = 2
-    usual: ClassVar[TimeGrid] = LogSNR()
+    default_times: ClassVar[TimeGrid] = LogSNR()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -219,46 +219,46 @@ class UniPC:
         /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = grid_with_signal(self.times or self.usual, process, self.steps)
+        times = grid_with_signal(self.times or self.default_times, process, self.steps)
         alpha, sigma = process.alpha_sigma(times)
         lambdas = (alpha / sigma).log()
         x = predicted = process.prior(noise, times[0])
-        known: list[Tensor] = []
+        x0s: list[Tensor] = []
         for i, t in enumerate(times[:-1]):
             x0 = clipped(denoise(predicted, batch_of(t, x)).x0, self.clip)
-            if known:
-                x = _unified_step(x, known, x0, lambdas[: i + 1], alpha[i], sigma[i - 1 : i + 1])
+            if x0s:
+                x = _unified_step(x, x0s, x0, lambdas[: i + 1], alpha[i], sigma[i - 1 : i + 1])
             if watch is not None:
                 watch(i, t, x, x0)
             if sigma[i + 1] == 0:
                 return alpha[i + 1] * x0
-            known = [x0, *known][: min(self.order, self.steps - i)]
+            x0s = [x0, *x0s][: min(self.order, self.steps - i)]
             ends = sigma[i : i + 2]
-            predicted = _unified_step(x, known, None, lambdas[: i + 2], alpha[i + 1], ends)
+            predicted = _unified_step(x, x0s, None, lambdas[: i + 2], alpha[i + 1], ends)
         return predicted
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError where the grid does not fit the process, or alpha is 0."""
-        grid_with_signal(self.times or self.usual, process, self.steps)
+        grid_with_signal(self.times or self.default_times, process, self.steps)
 
 
 def _unified_step(
     x: Tensor,
-    known: list[Tensor],
+    x0s: list[Tensor],
     at_end: Tensor | None,
     lambdas: Tensor,
     alpha: Tensor,
     sigma: Tensor,
 ) -> Tensor:
-    """The predictor from known x0, latest first; the corrector with the one at the end too."""
+    """The predictor from earlier x0s, latest first; the corrector with the one at the end too."""
     h = lambdas[-1] - lambdas[-2]
-    places = [(lambdas[-2 - k] - lambdas[-2]) / h for k in range(1, len(known))]
-    slopes = [(x0 - known[0]) / r for x0, r in zip(known[1:], places, strict=True)]
+    places = [(lambdas[-2 - k] - lambdas[-2]) / h for k in range(1, len(x0s))]
+    slopes = [(x0 - x0s[0]) / r for x0, r in zip(x0s[1:], places, strict=True)]
     if at_end is not None:
         places.append(h / h)
-        slopes.append(at_end - known[0])
+        slopes.append(at_end - x0s[0])
     one = -torch.expm1(-h)
-    x0 = known[0]
+    x0 = x0s[0]
     for weight, slope in zip(_unified_weights(places, h), slopes, strict=True):
         x0 = x0 + weight * slope
     return sigma[1] / sigma[0] * x + alpha * one * x0
@@ -273,5 +273,5 @@ def _unified_weights(places: list[Tensor], h: Tensor) -> Tensor:
         part = part / -h - 1 / math.factorial(n)
         moments.append(part * math.factorial(n) / torch.expm1(-h))
     powers = torch.stack(places) ** torch.arange(len(places), dtype=torch.float64)[:, None]
-    found: Tensor = torch.linalg.solve(powers, torch.stack(moments))
-    return found
+    rho: Tensor = torch.linalg.solve(powers, torch.stack(moments))
+    return rho

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from lit_diffusion.grids import Karras
 from lit_diffusion.protocols import Denoise, Process, RandnLike, TimeGrid, Watch
 from lit_diffusion.solvers.steps import (
     batch_of,
@@ -15,7 +16,6 @@ from lit_diffusion.solvers.steps import (
     level_of,
     x0_and_noise,
 )
-from lit_diffusion.timesteps import Karras
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Heun:
     churn_min: float = 0.0
     churn_max: float = math.inf
     churn_noise: float = 1.0
-    usual: ClassVar[TimeGrid] = Karras(noisiest=-10.0)
+    default_times: ClassVar[TimeGrid] = Karras(noisiest=-10.0)
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
@@ -67,7 +67,7 @@ class Heun:
         /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = grid_with_signal(self.times or self.usual, process, self.steps)
+        times = grid_with_signal(self.times or self.default_times, process, self.steps)
         levels = level_of(process, times)
         x = process.prior(noise, times[0]) / process.alpha_sigma(times[0])[0]
         for i, (t, t_next) in enumerate(pairwise(times)):
@@ -85,7 +85,7 @@ class Heun:
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError where the grid does not fit the process, or alpha is 0."""
-        grid_with_signal(self.times or self.usual, process, self.steps)
+        grid_with_signal(self.times or self.default_times, process, self.steps)
 
     def _look(
         self, denoise: Denoise, process: Process, x: Tensor, t: Tensor

@@ -1,4 +1,4 @@
-"""What every solver's step is made of."""
+"""What solvers share: checked grids, and the parts of a step."""
 
 from typing import Any
 
@@ -42,10 +42,10 @@ def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
     return finite_grid(grid, process, steps)
 
 
-def grid_of(solver: Any) -> TimeGrid | None:
-    """The grid that a solver names, or the usual one of its class; None where it has neither."""
-    found: TimeGrid | None = getattr(solver, "times", None) or getattr(solver, "usual", None)
-    return found
+def time_grid_of(solver: Any) -> TimeGrid | None:
+    """The solver's grid, or the default one of its class; None where it has neither."""
+    grid: TimeGrid | None = getattr(solver, "times", None)
+    return grid or getattr(solver, "default_times", None)
 
 
 def solver_times(solver: Solver, process: Process) -> Tensor:
@@ -80,12 +80,12 @@ def clipped(x0: Tensor, clip: bool) -> Tensor:
 
 
 def x0_and_noise(
-    seen: Denoised, x_t: Tensor, alpha: Tensor, sigma: Tensor, clip: bool
+    denoised: Denoised, x_t: Tensor, alpha: Tensor, sigma: Tensor, clip: bool
 ) -> tuple[Tensor, Tensor]:
     """Both parts of x_t; the noise agrees with the clipped x0."""
     if not clip:
-        return seen.x0, seen.noise
-    x0 = seen.x0.clamp(-1, 1)
+        return denoised.x0, denoised.noise
+    x0 = denoised.x0.clamp(-1, 1)
     return x0, (x_t - alpha * x0) / sigma
 
 

@@ -25,12 +25,12 @@ from lit_diffusion.checkpoints.loading import load
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.files import user_cache
 from lit_diffusion.gaussian import FixedSmall
+from lit_diffusion.grids import LogSNR
 from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.reference import Scorer, images_of_split, measure
 from lit_diffusion.metrics.second_look import SecondLook, View, look_closely
 from lit_diffusion.solvers import DDPM
-from lit_diffusion.timesteps import LogSNR
 
 COLUMNS = ("FID", "held-out", "precision", "recall", "recognised")
 MIDDLE = (0.3, 5.0)

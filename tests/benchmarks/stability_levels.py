@@ -30,6 +30,7 @@ from lit_diffusion.callbacks.gradient_diagnostics import random_halves, signal_a
 from lit_diffusion.checkpoints.loading import Loaded, load_with_record
 from lit_diffusion.cli.evaluating import protocol_of_run
 from lit_diffusion.gaussian import FixedSmall
+from lit_diffusion.grids import Even
 from lit_diffusion.lab.analysis.consistency import consistency
 from lit_diffusion.lab.analysis.fixed_losses import data_for, fixed_batch, fixed_losses
 from lit_diffusion.lab.analysis.hessian import hessian_product, spectrum
@@ -39,8 +40,7 @@ from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.psnr import psnr
 from lit_diffusion.seeding import PerSampleNoise
 from lit_diffusion.solvers import DDPM
-from lit_diffusion.solvers.editing import Begun, shortened
-from lit_diffusion.timesteps import Even
+from lit_diffusion.solvers.editing import NoisedImagePrior
 
 LEVELS = [(i + 0.5) / 10 for i in range(10)]
 SEEDS = range(3)
@@ -127,7 +127,7 @@ def decided(run: Path, num: int, steps: int) -> Iterator[Row]:
 
     def ended(u: float, seed: int) -> Tensor:
         drawn = PerSampleNoise([seed * num + i for i in range(num)])
-        solver, begun = shortened(whole, u), Begun(module.process, x0)
+        solver, begun = truncate_solver(whole, u), NoisedImagePrior(module.process, x0)
         found = solver.sample(denoise, begun, noise, drawn.randn_like)
         return module.codec.decode(found)
 

@@ -71,7 +71,7 @@ def test_solvers_that_the_process_refuses_are_named_with_the_reason(capsys):
     betas = {"class_path": "lit_diffusion.processes.ZeroTerminalSNR"}
     betas["init_args"] = {"base": {"class_path": "lit_diffusion.processes.LinearBetas"}}
     process = {**hyper["process"], "init_args": {"betas": betas}}
-    even = {"class_path": "lit_diffusion.timesteps.Even"}
+    even = {"class_path": "lit_diffusion.grids.Even"}
     solver = {"class_path": "lit_diffusion.solvers.DDIM", "init_args": {"times": even}}
     changed(hyper_parameters={"process": process, "solver": solver})
     assert compare("DDIM,Heun --compare_steps 2,3") == 0
@@ -86,7 +86,7 @@ def test_solvers_that_the_process_refuses_are_named_with_the_reason(capsys):
 
 
 def test_all_solvers_take_the_grid_that_the_run_names():
-    times = {"class_path": "lit_diffusion.timesteps.LogSNR", "init_args": {"noisiest": -4.0}}
+    times = {"class_path": "lit_diffusion.grids.LogSNR", "init_args": {"noisiest": -4.0}}
     solver = {"class_path": "lit_diffusion.solvers.DDIM", "init_args": {"times": times}}
     changed(hyper_parameters={"solver": solver})
     assert compare("solvers --compare_steps 2") == 0
@@ -102,7 +102,7 @@ def test_all_solvers_take_the_grid_that_the_run_names():
 def test_no_solver_is_left_out_on_continuous_processes(process, solver):
     fit = {"class_path": f"lit_diffusion.solvers.{solver}", "init_args": {"steps": 2}}
     if solver == "DDIM":
-        fit["init_args"]["times"] = {"class_path": "lit_diffusion.timesteps.Even"}
+        fit["init_args"]["times"] = {"class_path": "lit_diffusion.grids.Even"}
     hyper = {"process": {"class_path": f"lit_diffusion.processes.{process}"}, "solver": fit}
     changed(hyper_parameters=hyper)
     assert compare("solvers --compare_steps 3") == 0

@@ -59,7 +59,7 @@ def averaged(folder):
         ("--solver '{steps: [}'", "--solver must be one of DDIM"),
         ("--solver.steps many", "--solver.steps: Expected an int, got many."),
         ("--solver stranger.Heun", "add --trust stranger."),
-        ("--solver lit_diffusion.timesteps.Karras", "does not implement protocol Solver"),
+        ("--solver lit_diffusion.grids.Karras", "does not implement protocol Solver"),
     ],
 )
 def test_a_mistake_is_told_in_one_line(averaged, capsys, options, told):

@@ -173,7 +173,7 @@ def test_raw_weights_give_other_images(averaged):
             "DDIM(steps=2, eta=1.0, times=None, clip=True)",
         ),
         (
-            "--solver DPMSolverPP --solver.times=lit_diffusion.timesteps.LogSNR",
+            "--solver DPMSolverPP --solver.times=lit_diffusion.grids.LogSNR",
             "DPMSolverPP(steps=4, times=LogSNR(noisiest=-inf), clip=True, order=2, eta=0.0)",
         ),
         (

@@ -25,7 +25,7 @@ class MeanCodec(PixelCodec):
     def encode(self, images):
         return images.float().chunk(2, dim=1)[0]
 
-    def draw(self, images):
+    def encode_for_training(self, images):
         mean, logvar = images.float().chunk(2, dim=1)
         return mean + (0.5 * logvar).exp() * torch.randn_like(mean)
 

@@ -17,6 +17,7 @@ from torch import nn
 from lit_diffusion import losses
 from lit_diffusion.conditioning import ClassLabels, Embeddings
 from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange, expand_as, posterior
+from lit_diffusion.grids import Even, LogSNR
 from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
 from lit_diffusion.losses import (
     P2,
@@ -67,15 +68,7 @@ from lit_diffusion.solvers import (
     UniPC,
     ancestral,
 )
-from lit_diffusion.timesteps import (
-    Even,
-    LogitNormal,
-    LogNormal,
-    LogSNR,
-    Shifted,
-    Uniform,
-    draw_uniforms,
-)
+from lit_diffusion.timesteps import LogitNormal, LogNormal, Shifted, Uniform, draw_uniforms
 
 MODE, STD, N = 0.5, 0.2, 20_000
 PATTERN = torch.tensor([1.0, -1.0], dtype=torch.float64).reshape(1, 1, 1, 2)

@@ -18,7 +18,7 @@ LENGTH, WIDTH = 3, 6
 class Captions:
     """(B, LENGTH, WIDTH) embeddings and a (B, LENGTH) mask of those that are there."""
 
-    def dropped(self, condition, drop):
+    def drop(self, condition, drop):
         embeddings, mask = condition
         return embeddings, mask & ~drop[:, None]
 

@@ -11,11 +11,12 @@ from support.tiny_run import write_config
 
 from lit_diffusion.checkpoints.loading import load
 from lit_diffusion.cli.main import main
+from lit_diffusion.grids import Karras
 from lit_diffusion.losses import DenoisingLoss, FDMWarmup, Simple
 from lit_diffusion.parameterizations import FDM, EDMPreconditioning, Epsilon, Velocity
 from lit_diffusion.processes import ContinuousVP, EDMProcess
 from lit_diffusion.solvers import DDIM, DPMSolverPP, Heun
-from lit_diffusion.timesteps import Karras, LogNormal
+from lit_diffusion.timesteps import LogNormal
 
 EDM = {
     "process": EDMProcess(),
@@ -95,7 +96,7 @@ def edm_config(steps):
             "init_args": {
                 "steps": 3,
                 "times": {
-                    "class_path": "lit_diffusion.timesteps.Karras",
+                    "class_path": "lit_diffusion.grids.Karras",
                     "init_args": {"rho": 5.0},
                 },
             },

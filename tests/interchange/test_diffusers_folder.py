@@ -11,6 +11,7 @@ from support.tiny_diffusion import tiny_diffusion
 from torch.testing import assert_close
 
 from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange
+from lit_diffusion.grids import Stride
 from lit_diffusion.interchange.diffusers_dit import SAME
 from lit_diffusion.interchange.diffusers_folder import (
     read_model,
@@ -26,7 +27,6 @@ from lit_diffusion.parameterizations import EDMPreconditioning, Epsilon, Sample,
 from lit_diffusion.processes import ContinuousVP, CosineBetas, DiscreteVP, LinearBetas
 from lit_diffusion.seeding import PerSampleNoise
 from lit_diffusion.solvers import DDIM, DDPM
-from lit_diffusion.timesteps import Stride
 
 SEEDS = [3, 5]
 ARGUMENTS = {"in_channels": 1, "out_channels": 1, "model_channels": 16, "norm_groups": 4}

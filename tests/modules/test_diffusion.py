@@ -15,6 +15,7 @@ from lit_diffusion.callbacks import FIDEvaluation, FiniteUpdates
 from lit_diffusion.cli.loggers import AppendingCSVLogger, read_rows
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.gaussian import FixedSmall, LearnedRange
+from lit_diffusion.grids import Even, LogSNR, Sections
 from lit_diffusion.guidance import ClassifierFree, ClassifierScore, ClassifierShift
 from lit_diffusion.losses import DenoisingLoss, FDMWarmup, HybridLoss, Simple
 from lit_diffusion.lr_schedules import WarmupLinear
@@ -25,16 +26,7 @@ from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearFlow
 from lit_diffusion.protocols import NonFiniteSamples
 from lit_diffusion.seeding import index_uniforms
 from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Euler, Heun, UniPC
-from lit_diffusion.timesteps import (
-    Antithetic,
-    Even,
-    Independent,
-    LogSNR,
-    Sections,
-    Stratified,
-    Uniform,
-    bin_of,
-)
+from lit_diffusion.timesteps import Antithetic, Independent, Stratified, Uniform, bin_of
 
 
 def unet(out_channels=1, dropout=0.0):
@@ -319,7 +311,7 @@ def test_training_times_follow_the_density_and_losses_the_weight():
 @pytest.mark.parametrize("draws", [None, Stratified(), Independent(), Antithetic()])
 def test_times_are_drawn_as_asked_and_stratified_by_default(draws):
     torch.manual_seed(0)
-    u = one_step(module(draws=draws))["u"]
+    u = one_step(module(uniforms=draws))["u"]
     strata = len(set((u * len(u)).long().tolist()))
     assert (strata == len(u)) == (draws in (None, Stratified()))
     mirrored = torch.allclose(u[: len(u) // 2] + u[len(u) // 2 :], torch.ones(()).double())

@@ -17,7 +17,7 @@ from lit_diffusion import load
 from lit_diffusion.callbacks import EMA
 from lit_diffusion.callbacks.trainer_state import eval_mode
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
-from lit_diffusion.codecs import drawn
+from lit_diffusion.codecs import encode_for_training
 from lit_diffusion.data.photo_patches import PhotoPatches
 from lit_diffusion.metrics.extractors import EmbeddedCNN
 from lit_diffusion.metrics.score import score
@@ -67,7 +67,7 @@ def test_the_round_trip_is_that_of_diffusers(codec, folder):
     torch.manual_seed(3)
     draw = posterior.mean + posterior.std * torch.randn(posterior.mean.shape)
     torch.manual_seed(3)
-    torch.testing.assert_close(codec.draw(IMAGES), (draw - 0.25) * SCALE)
+    torch.testing.assert_close(codec.encode_for_training(IMAGES), (draw - 0.25) * SCALE)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_moments_stand_for_their_images(codec):
     moments = codec.moments(IMAGES)
     assert torch.equal(codec.encode(moments), codec.encode(IMAGES))
     torch.manual_seed(1)
-    first = codec.draw(moments)
+    first = codec.encode_for_training(moments)
     torch.manual_seed(1)
-    assert torch.equal(codec.draw(IMAGES), first)
+    assert torch.equal(codec.encode_for_training(IMAGES), first)
     assert not torch.equal(first, codec.encode(moments))
     for wrong in (moments[:, :4], IMAGES.long()):
         with pytest.raises(TypeError, match="moments of 8 channels"):
@@ -107,9 +107,9 @@ def test_moments_stand_for_their_images(codec):
 
 def test_the_first_draw_is_as_the_second_though_weights_are_loaded_between(codec):
     torch.manual_seed(1)
-    first = codec.draw(IMAGES)
+    first = codec.encode_for_training(IMAGES)
     torch.manual_seed(1)
-    assert torch.equal(codec.draw(IMAGES), first)
+    assert torch.equal(codec.encode_for_training(IMAGES), first)
 
 
 def test_it_is_in_float32_under_autocast(codec):
@@ -122,7 +122,7 @@ def test_it_is_in_float32_under_autocast(codec):
 
 def test_pixels_are_drawn_as_they_are_encoded():
     codec = tiny_diffusion().codec
-    assert torch.equal(drawn(codec, IMAGES), codec.encode(IMAGES))
+    assert torch.equal(encode_for_training(codec, IMAGES), codec.encode(IMAGES))
 
 
 def latent_module(codec, **changes):

@@ -11,6 +11,7 @@ from support.solving import (
 from support.toy import CountedNoise, gaussian_denoiser, toy_denoiser
 
 from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange
+from lit_diffusion.grids import LogSNR, Sections, Stride
 from lit_diffusion.processes import (
     ContinuousVP,
     CosineBetas,
@@ -22,7 +23,6 @@ from lit_diffusion.solvers import (
     DDIM,
     DDPM,
 )
-from lit_diffusion.timesteps import LogSNR, Sections, Stride
 
 LOOPS = {
     "anc_lin50_fixed_small": (DiscreteVP(LinearBetas(50)), DDPM(FixedSmall(), 50)),

@@ -7,6 +7,7 @@ from support.solving import COSINE, SHAPE, no_noise
 from support.toy import CountedNoise, gaussian_denoiser
 
 from lit_diffusion.gaussian import FixedSmall, expand_as
+from lit_diffusion.grids import Even, LogSNR, Sections
 from lit_diffusion.processes import EDMProcess, LinearFlow
 from lit_diffusion.protocols import Denoised
 from lit_diffusion.solvers import (
@@ -19,8 +20,7 @@ from lit_diffusion.solvers import (
     Heun,
     UniPC,
 )
-from lit_diffusion.solvers.editing import Begun, RePaint, Tail, repainting, shortened
-from lit_diffusion.timesteps import Even, LogSNR, Sections
+from lit_diffusion.solvers.editing import NoisedImagePrior, RePaint, Tail
 
 
 def test_a_tail_has_the_times_of_its_whole():
@@ -38,19 +38,21 @@ SOLVERS += [DPMSolverPP2S(), UniPC()]
 def test_a_strength_is_a_share_of_the_steps_on_the_solvers_own_grid(solver, steps):
     whole = replace(solver, steps=steps)
     for strength in (0.001, 0.3, 0.7, 0.99, 1.0):  # 700 / 0.7 > 1000 in floating point
-        part = shortened(whole, strength)
+        part = truncate_solver(whole, strength)
         assert part.steps == max(1, round(strength * steps))
-        expected = solver.usual.grid(COSINE, steps)[-part.steps - 1 :]
+        expected = solver.default_times.grid(COSINE, steps)[-part.steps - 1 :]
         close(part.times.grid(COSINE, part.steps), expected)
     given = replace(whole, times=Even())
-    assert shortened(given, 0.5).times.base == repainting(given, None, None).times == Even()
+    assert (
+        truncate_solver(given, 0.5).times.base == repaint_solver(given, None, None).times == Even()
+    )
 
 
 def test_strengths_and_solvers_that_cannot_be_are_refused():
     for strength in (0.0, -0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match="strength must be above 0 and at most 1, got"):
-            shortened(DDIM(), strength)
-    for of in (lambda s: shortened(s, 0.5), lambda s: repainting(s, None, None)):
+            truncate_solver(DDIM(), strength)
+    for of in (lambda s: truncate_solver(s, 0.5), lambda s: repaint_solver(s, None, None)):
         with pytest.raises(ValueError, match="and object is no dataclass with both; use another"):
             of(object())
 
@@ -62,7 +64,7 @@ def test_a_sample_that_begins_at_an_image_is_where_the_flow_takes_it(solver, pro
     grid = Tail(LogSNR(noisiest=-9.0), 2 * solver.steps)
     x0, noise = 0.3 + 0.5 * Z(SHAPE, 1), Z(SHAPE, 2)
     solver = replace(solver, times=grid, clip=False)
-    end = solver.sample(gaussian_denoiser(process), Begun(process, x0), noise, no_noise)
+    end = solver.sample(gaussian_denoiser(process), NoisedImagePrior(process, x0), noise, no_noise)
     alpha, sigma = process.alpha_sigma(grid.grid(process, solver.steps)[0])
     x_t = alpha * x0 + sigma * noise
     expected = 0.3 + 0.5 * (x_t - alpha * 0.3) / ((0.5 * alpha) ** 2 + sigma**2).sqrt()
@@ -73,7 +75,7 @@ def test_little_strength_keeps_the_image():
     x0 = 0.3 + 0.5 * Z(SHAPE, 1)
     ends = [
         DDIM(steps, times=Tail(LogSNR(), 100), clip=False).sample(
-            gaussian_denoiser(COSINE), Begun(COSINE, x0), Z(SHAPE, 2), no_noise
+            gaussian_denoiser(COSINE), NoisedImagePrior(COSINE, x0), Z(SHAPE, 2), no_noise
         )
         for steps in (5, 40, 90)
     ]

@@ -8,13 +8,13 @@ from support.solving import (
 )
 from support.toy import EndsInNoise, gaussian_denoiser, gaussian_flow, mixture_denoiser
 
+from lit_diffusion.grids import Even, LogSNR
 from lit_diffusion.processes import EDMProcess, LinearFlow
 from lit_diffusion.solvers import (
     DPMSolverPP,
     DPMSolverPP2S,
     UniPC,
 )
-from lit_diffusion.timesteps import Even, LogSNR
 
 
 def test_steps_before_a_log_snr_of_minus_10_are_wasted():

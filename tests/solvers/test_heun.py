@@ -13,6 +13,7 @@ from support.solving import (
 from support.toy import CountedNoise, EndsInNoise, gaussian_denoiser
 
 from lit_diffusion.gaussian import expand_as
+from lit_diffusion.grids import Karras, LogSNR, Sections
 from lit_diffusion.processes import (
     ContinuousVP,
     EDMProcess,
@@ -21,7 +22,6 @@ from lit_diffusion.protocols import Denoised
 from lit_diffusion.solvers import (
     Heun,
 )
-from lit_diffusion.timesteps import Karras, LogSNR, Sections
 
 
 @pytest.mark.parametrize("kind", ["gauss", "mix"])

@@ -24,6 +24,7 @@ from support.toy import (
 
 from lit_diffusion.cli.comparing_solvers import on_a_grid_that_fits
 from lit_diffusion.gaussian import FixedSmall
+from lit_diffusion.grids import Even, Karras, LogSNR, ShiftedGrid
 from lit_diffusion.processes import (
     VE,
     ContinuousVP,
@@ -41,7 +42,6 @@ from lit_diffusion.solvers import (
     UniPC,
 )
 from lit_diffusion.solvers.steps import solver_times
-from lit_diffusion.timesteps import Even, Karras, LogSNR, ShiftedGrid
 
 EVERY = [COSINE, ContinuousVP(), EDMProcess(), VE(0.002), LinearFlow()]
 

@@ -58,7 +58,7 @@ class Watch(Callback):
 
 def train(folder, draws):
     """What training steps drew, and the weights and averages that they led to."""
-    module, watch, ema, noises = tiny_diffusion(draws=DRAWS[draws]()), Watch(), EMA((0.9,)), []
+    module, watch, ema, noises = tiny_diffusion(uniforms=DRAWS[draws]()), Watch(), EMA((0.9,)), []
     original = module.per_sample_loss
 
     def per_sample_loss(x0, labels, t, noise, step=None):

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from beside.tools import SHAPE, Net, counted_noise, fill_, images, module, noise, worst
 from lit_diffusion.callbacks.parts.averages import ema_update_
+from lit_diffusion.grids import Karras, LogSNR
 from lit_diffusion.likelihood import flow_bits_per_dim
 from lit_diffusion.losses import P2, DenoisingLoss, Simple, SoftMinSNR
 from lit_diffusion.parameterizations import EDMPreconditioning, Epsilon, Velocity
 from lit_diffusion.processes import ContinuousVP, CosineBetas, DiscreteVP, EDMProcess, LinearBetas
 from lit_diffusion.protocols import Denoised
 from lit_diffusion.solvers import DPMSolverPP, DPMSolverPP2S, Euler, EulerAncestral, Heun
-from lit_diffusion.timesteps import Karras, LogSNR
 
 
 class Case:

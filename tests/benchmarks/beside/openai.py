@@ -31,6 +31,7 @@ from lit_diffusion.callbacks.loss_resampler import (
     update_history,
 )
 from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange, posterior
+from lit_diffusion.grids import Sections, Stride
 from lit_diffusion.interchange.published import infer
 from lit_diffusion.likelihood import bits_per_dim
 from lit_diffusion.losses import DenoisingLoss, HybridLoss, Simple
@@ -38,7 +39,6 @@ from lit_diffusion.parameterizations import Epsilon, Sample
 from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearBetas
 from lit_diffusion.protocols import Prediction, TimeGrid
 from lit_diffusion.solvers import DDIM, DDPM
-from lit_diffusion.timesteps import Sections, Stride
 
 MEANS = {"EPSILON": Epsilon(), "START_X": Sample()}
 VARIANCES = {

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from beside.openai import imported
 from beside.tools import SHAPE, Net, fill_, images, module, noise, outputs, worst
+from lit_diffusion.grids import LogSNR, Sections
 from lit_diffusion.parameterizations import Epsilon, Sample
 from lit_diffusion.processes import ContinuousVP, CosineBetas, DiscreteVP
 from lit_diffusion.solvers import DPMSolverPP, DPMSolverPP2S
-from lit_diffusion.timesteps import LogSNR, Sections
 
 
 def network(draw: Random) -> float:
