@@ -18,6 +18,7 @@ MATHS = {
     "conditioning",
     "ema_profiles",
     "gaussian",
+    "grids",
     "guidance",
     "likelihood",
     "losses",

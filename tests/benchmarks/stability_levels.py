@@ -40,7 +40,7 @@ from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.psnr import psnr
 from lit_diffusion.seeding import PerSampleNoise
 from lit_diffusion.solvers import DDPM
-from lit_diffusion.solvers.editing import NoisedImagePrior
+from lit_diffusion.solvers.editing import NoisedImagePrior, truncate_solver
 
 LEVELS = [(i + 0.5) / 10 for i in range(10)]
 SEEDS = range(3)

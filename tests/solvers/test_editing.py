@@ -20,7 +20,13 @@ from lit_diffusion.solvers import (
     Heun,
     UniPC,
 )
-from lit_diffusion.solvers.editing import NoisedImagePrior, RePaint, Tail
+from lit_diffusion.solvers.editing import (
+    NoisedImagePrior,
+    RePaint,
+    Tail,
+    repaint_solver,
+    truncate_solver,
+)
 
 
 def test_a_tail_has_the_times_of_its_whole():
