@@ -8,6 +8,7 @@ from lit_diffusion.gaussian import (
     FixedSmall,
     LearnedRange,
     expand_as,
+    step_posterior,
     variational_term,
 )
 from lit_diffusion.losses import (
@@ -258,17 +259,10 @@ class EndsInPureNoise:
         return alpha, (1 - alpha**2).sqrt()
 
 
-def build(process, loss, parameterization=Velocity()):
+def build(process, loss):
     x = torch.zeros(1, loss.output_factor, 2, 2)
-    return losses_of(
-        x,
-        x[:, :1],
-        torch.zeros(1),
-        x[:, :1],
-        process=process,
-        parameterization=parameterization,
-        loss=loss,
-    )
+    parts = {"process": process, "parameterization": Velocity(), "loss": loss}
+    return losses_of(x, x[:, :1], torch.zeros(1), x[:, :1], **parts)
 
 
 @pytest.mark.parametrize("loss", [DenoisingLoss, UncertaintyLoss, HybridLoss])

@@ -1,10 +1,19 @@
+import math
+
 import pytest
 import torch
 
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.gaussian import FixedSmall
 from lit_diffusion.guidance import ClassifierScore
-from lit_diffusion.modules.checks import check_batch, check_clipping, check_data, unused_classes
+from lit_diffusion.modules.checks import (
+    FiniteDenoise,
+    check_batch,
+    check_clipping,
+    check_data,
+    unused_classes,
+)
+from lit_diffusion.protocols import Denoised, NonFiniteSamples
 from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Heun
 
 
@@ -91,3 +100,31 @@ def test_a_condition_that_would_go_unused_is_refused(condition):
     with pytest.raises(ValueError, match="this module takes none: pass conditioning="):
         check_batch((IMAGES, condition, INDEX), takes_condition=False)
     check_batch((IMAGES, INDEX.int(), INDEX), takes_condition=False)
+
+
+def finite_denoise(values):
+    """A FiniteDenoise that was called at t = 9, 8, ... with one row of values a step."""
+    steps = iter(values)
+    denoise = FiniteDenoise(lambda x, t: Denoised(x + torch.tensor(next(steps)).view(-1, 1), x))
+    for i in range(len(values)):
+        denoise(torch.zeros(2, 1), torch.full((2,), 9.0 - i))
+    return denoise
+
+
+def test_samples_that_stay_finite_pass():
+    finite_denoise([[0.0, 1.0], [2.0, 3.0]]).raise_if_non_finite(torch.zeros(2, 1), [5, 6], 0)
+
+
+def test_a_sample_is_named_with_the_time_at_which_it_went_wrong():
+    denoise = finite_denoise([[0.0, 1.0], [0.0, math.inf], [math.nan, 0.0]])
+    with pytest.raises(NonFiniteSamples, match="after 40 optimizer steps, from t = 8 on") as error:
+        denoise.raise_if_non_finite(torch.zeros(2, 1), [5, 6], 40)
+    assert error.value.seeds == [5, 6]
+
+
+def test_a_result_that_is_not_finite_counts_too():
+    with pytest.raises(NonFiniteSamples, match="from the last step on") as error:
+        finite_denoise([[0.0, 0.0]]).raise_if_non_finite(
+            torch.tensor([[0.0], [math.nan]]), [5, 6], 1
+        )
+    assert error.value.seeds == [6]

@@ -24,7 +24,6 @@ from lit_diffusion.networks.unet import UNet
 from lit_diffusion.parameterizations import FDM, Epsilon, Velocity
 from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearFlow
 from lit_diffusion.protocols import NonFiniteSamples
-from lit_diffusion.seeding import index_uniforms
 from lit_diffusion.solvers import DDIM, DDPM, DPMSolverPP, Euler, Heun, UniPC
 from lit_diffusion.timesteps import Antithetic, Independent, Stratified, Uniform, bin_of
 
@@ -241,22 +240,19 @@ def test_a_validation_loss_that_is_not_finite_is_not_left_out():
 
 
 def test_validation_shares_no_noise_with_samples():
-    seen = []
+    sampled, validated = [], []
 
     class Recording(nn.Module):
         def forward(self, x, noise_label, labels):
-            seen.append(x.clone())
+            sampled.append(x.clone())
             return x
 
     model = module(Recording(), solver=DDIM(1))
     model.generate([0])
-    images = torch.full((1, 1, 8, 8), 255, dtype=torch.uint8)
-    batch = (images, torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    model._fixed_losses(batch)
-    sample_noise, x_t = seen
-    t = model.times.quantile(index_uniforms(torch.zeros(1)), model.process)
-    alpha, sigma = model.process.alpha_sigma(t)
-    assert not torch.allclose((x_t - alpha) / sigma, sample_noise.double(), atol=1e-3)
+    model.per_sample_loss = lambda x0, *rest: validated.append(rest[2]) or torch.zeros(len(x0))
+    trainer().validate(model, loader(1, 1), verbose=False)
+    assert sampled[0].shape == validated[0].shape
+    assert not torch.allclose(validated[0], sampled[0], atol=1e-3)
 
 
 def test_the_network_is_told_whole_times_in_bfloat16():
@@ -326,15 +322,25 @@ def test_frozen_parameters_stay_out_of_the_optimizer():
     assert model.network.label_emb.weight not in held
 
 
+def conditions_of(model, labels):
+    """What the network is conditioned on in a training step on these labels."""
+    conditions = []
+    model.per_sample_loss = lambda x0, condition, *_: conditions.append(condition) or x0.mean()
+    model._log_training = lambda *_: None
+    model._trainer = trainer()
+    model.training_step((torch.zeros(len(labels), 1, 8, 8, dtype=torch.uint8), labels, labels), 0)
+    return conditions[0]
+
+
 def test_the_right_share_of_labels_is_dropped():
     torch.manual_seed(0)
     labels = torch.arange(4).repeat(5000)
-    dropped = module()._dropped(labels, len(labels))
+    dropped = conditions_of(module(), labels)
     assert torch.equal(dropped[dropped >= 0], labels[dropped >= 0])
     assert (dropped < 0).double().mean().item() == pytest.approx(0.2, abs=4 * (0.16 / 20000) ** 0.5)
-    assert torch.equal(module(label_dropout=0.0)._dropped(labels, len(labels)), labels)
+    assert torch.equal(conditions_of(module(label_dropout=0.0), labels), labels)
     unconditional = module(nn.Identity(), num_classes=None, label_dropout=0.0)
-    assert unconditional._unpack(data().tensors)[1] is None
+    assert conditions_of(unconditional, labels) is None
 
 
 def test_every_parameter_is_trained():

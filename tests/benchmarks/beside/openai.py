@@ -161,11 +161,11 @@ def bound(lib: Library, draw: Random) -> float:
         (found.noise_mse, theirs["mse"]),
     ]
     if case.variance.learned:
-        alpha, sigma = (v[:, None, None, None] for v in case.process.alpha_sigma(t.double()))
-        x_t = alpha * x0 + sigma * eps
-        output = case.net(x_t, case.process.noise_label(t))
-        seen = Prediction(output, x0, x_t, eps, t.double(), None)
-        vb = HybridLoss(Simple()).per_sample(seen, case.process, case.parameterization)["vb"]
+        alpha, sigma = case.process.alpha_sigma(t.double())
+        x_t = alpha[:, None, None, None] * x0 + sigma[:, None, None, None] * eps
+        output, r = case.net(x_t, case.process.noise_label(t)).chunk(2, dim=1)
+        prediction = Prediction(output, r, x0, x_t, t.double(), alpha, sigma)
+        vb = HybridLoss(Simple()).bound_term(prediction, case.process, case.parameterization)
         rescaled = case.theirs.loss_type.name == "RESCALED_KL"
         expected = case.theirs.training_losses(case.net, x0, t, noise=eps)["loss"]
         pairs.append((vb * (case.steps if rescaled else 1), expected))
