@@ -258,6 +258,12 @@ class EndsInPureNoise:
         alpha = 1 - (t.double() + 1) / 10
         return alpha, (1 - alpha**2).sqrt()
 
+    def noise_label(self, t):
+        return t
+
+    def prior(self, noise, t):
+        return noise
+
 
 def build(process, loss):
     x = torch.zeros(1, loss.output_factor, 2, 2)

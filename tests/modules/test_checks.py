@@ -65,7 +65,7 @@ class Pets:
 
 def test_classes_that_a_model_is_not_told_are_said():
     said = unused_classes(Pets())
-    assert said.startswith("The data have 2 classes (cats, dogs), of which this model is not told;")
+    assert said.startswith("The data have 2 classes (cats, dogs), which this model does not use;")
     assert "num_classes=2, in the module and in its network" in said
     assert unused_classes(Pictures()) is None
     assert unused_classes(None) is None

@@ -551,8 +551,7 @@ def test_the_network_and_its_input_have_the_memory_format_asked_for(channels_las
     model, seen = module(channels_last=channels_last), []
     model.network.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
     images = torch.rand(2, 1, 8, 8)
-    model.image_shape = (1, 8, 8)
-    model._run_network(images.expand(2, 1, 8, 8), None, torch.zeros(2), *torch.ones(2, 1))
+    model.per_sample_loss(images, None, torch.zeros(2), images)
     weight = next(p for p in model.network.parameters() if p.ndim == 4 and p.shape[1] > 1)
     assert weight.is_contiguous(memory_format=torch.channels_last) == channels_last
     assert seen[0].is_contiguous(memory_format=model.memory_format)

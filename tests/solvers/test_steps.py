@@ -272,7 +272,7 @@ def test_a_watch_sees_every_step_in_order_and_changes_nothing(solver, process):
     assert steps == tuple(range(7))
     t = torch.stack([*times, torch.tensor(process.t_clean)])
     assert (t.diff() < 0).all()
-    close(t[0], (solver.times or solver.usual).grid(process, 7)[0], rtol=1e-14)
+    close(t[0], (solver.times or solver.default_times).grid(process, 7)[0], rtol=1e-14)
     close(states[0], process.prior(Z(SHAPE, 1), t[0]), rtol=1e-14)
     assert all(x_t.shape == x0.shape == SHAPE for x_t, x0 in zip(states, images, strict=True))
     assert torch.stack(images).abs().max() <= 1  # as clipped
