@@ -1,18 +1,18 @@
 """`lit-diffusion convert export | import`: weights for other programs, and from them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from lit_diffusion.cli.options import add_checkpoint
-from lit_diffusion.cli.parser import Parser
+from lit_diffusion.cli.options import Parser, add_checkpoint
 
 KINDS = ("improved-diffusion", "guided-diffusion", "uvit", "dit", "diffusers-unet")
 
 
 def parser() -> Parser:
-    """What `lit-diffusion convert --help` says."""
+    """Help of `convert` without export or import."""
     return Parser(
         "convert",
         """Take weights to other programs, or bring published ones in.
@@ -22,43 +22,47 @@ def parser() -> Parser:
     lit-diffusion convert import DiT-XL-2-256x256.pt --kind dit --out dit --network.num_heads=16
     lit-diffusion fit --config FILE --init_weights dit
 
-`lit-diffusion convert export --help` and `convert import --help` say which options they have.""",
+`lit-diffusion convert export --help` and `convert import --help` list their options.""",
     )
 
 
 def export_parser() -> Parser:
     """Options of `convert export`."""
-    made = Parser(
+    parser = Parser(
         "convert export",
         """Write the network of a checkpoint for other programs.
 
     safetensors  network.safetensors, and network.json that says how the network is built;
                  lit_diffusion.interchange.load_network(DIR) reads them with torch alone
     diffusers    a folder for DDPMPipeline.from_pretrained (UNet) or DiTPipeline (DiT); what
-                 cannot be said in diffusers' words is refused""",
+                 diffusers cannot express is refused""",
     )
-    add_checkpoint(made, required=True)
-    made.add_argument("--out", required=True, metavar="DIR", help="folder for the files")
+    add_checkpoint(parser, required=True)
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the files")
     forms = ("safetensors", "diffusers")
-    made.add_argument("--format", default="safetensors", choices=forms, help="default safetensors")
-    made.add_argument("--vae", metavar="DIR", help="AutoencoderKL to put beside a DiT of latents")
-    return made
+    parser.add_argument(
+        "--format", default="safetensors", choices=forms, help="as above (default safetensors)"
+    )
+    parser.add_argument(
+        "--vae", metavar="DIR", help="AutoencoderKL to put beside a DiT of latents (diffusers)"
+    )
+    return parser
 
 
 def import_parser() -> Parser:
     """Options of `convert import`."""
-    made = Parser(
+    parser = Parser(
         "convert import",
         """Read published weights, and write them as `convert export` does.
 
-Shapes tell most of how a network is built. What they cannot tell is asked for, to be given as
---network.NAME=VALUE: num_heads or head_channels, split_heads_first, null_class, ...
+Most of how a network is built follows from the shapes of its weights. What does not is asked for,
+to be given as --network.NAME=VALUE: num_heads or head_channels, split_heads_first, null_class, ...
 No code in a file is run.""",
     )
-    made.add_argument("file", metavar="FILE", help="as published; of diffusers the folder")
-    made.add_argument("--kind", required=True, choices=KINDS, help="which program wrote it")
-    made.add_argument("--out", required=True, metavar="DIR", help="folder for the files")
-    return made
+    parser.add_argument("file", metavar="FILE", help="file as published; of diffusers the folder")
+    parser.add_argument("--kind", required=True, choices=KINDS, help="program that wrote the file")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the files")
+    return parser
 
 
 def run(argv: Sequence[str]) -> None:
@@ -67,31 +71,78 @@ def run(argv: Sequence[str]) -> None:
     Raises:
         ValueError: for what cannot be converted.
     """
-    run_it = {"export": _export, "import": _import}.get(argv[1] if len(argv) > 1 else "")
-    if run_it is None:
-        parser().parse_args([arg for arg in argv[1:] if arg in ("-h", "--help")])
-        raise ValueError(f"say export or import first, got {' '.join(argv[1:]) or 'nothing'}.")
-    run_it(argv[2:])
+    match argv[1:2]:
+        case ["export"]:
+            args = export_parser().parse_args(argv[2:])
+            notes = export(
+                args.checkpoint, args.out, args.weights, args.format, args.vae, args.trust
+            )
+            print("\n".join(notes))
+        case ["import"]:
+            _import(argv[2:])
+        case _:
+            parser().parse_args([arg for arg in argv[1:] if arg in ("-h", "--help")])
+            raise ValueError(f"say export or import first, got {' '.join(argv[1:]) or 'nothing'}.")
 
 
-def _export(options: Sequence[str]) -> None:
-    args = export_parser().parse_args(options)
-    from lit_diffusion.cli.exporting import export
+def export(
+    checkpoint: str | Path,
+    folder: str | Path,
+    weights: str = "ema",
+    form: str = "safetensors",
+    vae: str | None = None,
+    trust: Iterable[str] = (),
+) -> list[str]:
+    """Write the network of a checkpoint into a folder; lines to print about it.
 
-    loaded, said = export(
-        args.checkpoint, args.out, args.weights, args.format, args.vae, args.trust
-    )
-    print("\n".join([f"{loaded.weights} weights of {loaded.path} are in {args.out}.", *said]))
+    Args:
+        checkpoint: file, or run folder.
+        folder: for the files.
+        weights: "ema", "ema_<decay>", "power_<width>" or "raw".
+        form: "safetensors", see `interchange.exported`; "diffusers", see `diffusers_folder`.
+        vae: folder of the AutoencoderKL of a latent DiT, for the form "diffusers".
+        trust: packages that class paths in the checkpoint may name.
+
+    Raises:
+        ValueError: for a checkpoint that does not describe a network, or one that diffusers cannot
+            express.
+    """
+    from torch import nn
+
+    from lit_diffusion.checkpoints.loading import load_with_record, model_spec
+    from lit_diffusion.interchange.diffusers_folder import write_diffusers
+    from lit_diffusion.interchange.exported import write_network
+
+    if vae is not None and form != "diffusers":
+        raise ValueError(f"--vae {vae} belongs to --format diffusers; leave it out.")
+    loaded = load_with_record(checkpoint, weights, trust=trust)
+    arguments = (model_spec(loaded.checkpoint) or {"init_args": {}})["init_args"]
+    network = getattr(loaded.module, "network", None)
+    if not isinstance(network, nn.Module) or not isinstance(arguments.get("network"), dict):
+        raise ValueError(
+            f"{loaded.path} does not say of which class and arguments its network is; export a run "
+            "of a config whose model has a network."
+        )
+    names = ("process", "parameterization", "image_shape", "num_classes")
+    record = {name: arguments[name] for name in names if name in arguments}
+    record |= {"network": arguments["network"], "step": loaded.step, "weights": loaded.weights}
+    notes = [f"{loaded.weights} weights of {loaded.path} are in {folder}."]
+    state = dict(network.state_dict())
+    if form == "diffusers":
+        return notes + write_diffusers(folder, loaded.module, record, state, vae)
+    write_network(folder, state, record)
+    return notes
 
 
 def _import(options: Sequence[str]) -> None:
-    made = import_parser()
-    args, others = made.parse_known_args(options)
+    """Run `convert import`."""
+    parser = import_parser()
+    args, others = parser.parse_known_args(options)
     arguments: dict[str, Any] = {}
     for other in others:
         name, equals, value = other.removeprefix("--network.").partition("=")
         if not (equals and other.startswith("--network.")):
-            made.error(f"unrecognized arguments: {other}")
+            parser.error(f"unrecognized arguments: {other}")
         try:
             arguments[name] = yaml.safe_load(value)
         except yaml.YAMLError:
@@ -99,5 +150,6 @@ def _import(options: Sequence[str]) -> None:
     from lit_diffusion.interchange.published import convert
 
     spec = convert(args.file, args.kind, args.out, arguments)
-    said = ", ".join(f"{name}={value}" for name, value in spec["init_args"].items())
-    print(f"{spec['class_path'].rpartition('.')[2]}({said}) is in {args.out}.")
+    class_name = spec["class_path"].rpartition(".")[2]
+    built_with = ", ".join(f"{name}={value}" for name, value in spec["init_args"].items())
+    print(f"{class_name}({built_with}) is in {args.out}.")

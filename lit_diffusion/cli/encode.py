@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from lit_diffusion.cli.parser import Parser
+from lit_diffusion.cli.options import Parser, add_device, usable_device
 from lit_diffusion.signals import print_error, raise_on_signals
 
 
 def parser() -> Parser:
     """Options of the command."""
-    made = Parser(
+    parser = Parser(
         "encode",
         """Encode a folder of images with a VAE, for training on latents.
 
@@ -19,31 +19,43 @@ def parser() -> Parser:
 
 Images are labelled by their class folders, resized and cropped as ImageFolder(strict=False) does.
 OUT gets index.json and shards, each written whole or not at all. A call that is stopped keeps the
-shards that it has written; the same command goes on. Processes that torchrun or srun starts share
-the shards. VAE is a folder that diffusers' AutoencoderKL.save_pretrained has written.""",
+shards that it has written; the same command continues it. Processes that torchrun or srun starts
+share the shards. VAE is a folder that diffusers' AutoencoderKL.save_pretrained has written.""",
     )
-    made.add_argument("--images", required=True, metavar="DIR", help="folder of images")
-    made.add_argument("--image-size", required=True, type=int, metavar="N", help="side of a crop")
-    made.add_argument("--vae", required=True, metavar="DIR", help="folder of an AutoencoderKL")
-    made.add_argument("--out", required=True, metavar="DIR", help="folder for the latents")
-    made.add_argument("--flips", action="store_true", help="a second set, of mirrored images")
-    made.add_argument(
+    parser.add_argument("--images", required=True, metavar="DIR", help="folder of images")
+    parser.add_argument(
+        "--image-size", required=True, type=int, metavar="N", help="side of the crops, in pixels"
+    )
+    parser.add_argument("--vae", required=True, metavar="DIR", help="folder of an AutoencoderKL")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the latents")
+    parser.add_argument(
+        "--flips", action="store_true", help="encode every image mirrored, too (default: no)"
+    )
+    parser.add_argument(
         "--batch-size", type=int, default=16, metavar="B", help="images at a time (default 16)"
     )
-    made.add_argument(
-        "--shard-size", type=int, default=4096, metavar="N", help="images a file (default 4096)"
+    parser.add_argument(
+        "--shard-size", type=int, default=4096, metavar="N", help="images in a file (default 4096)"
     )
-    made.add_argument("--num-workers", type=int, metavar="W", help="processes that read images")
-    made.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
-    return made
+    parser.add_argument(
+        "--num-workers",
+        type=int,
+        metavar="W",
+        help="processes that read images (default: by the number of cores)",
+    )
+    add_device(parser)
+    return parser
 
 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "encode", then options."""
     args = parser().parse_args(argv[1:])
 
-    from lit_diffusion.cli.encoding import encode_shards, planned, shared_place
-    from lit_diffusion.cli.sampling import usable_device
+    from lit_diffusion.cli.encoding import (
+        encode_shards,
+        launcher_rank_and_world_size,
+        plan_shards,
+    )
     from lit_diffusion.data.image_folder import ImageFolder
     from lit_diffusion.modules.vae import VAECodec
 
@@ -57,13 +69,15 @@ def run(argv: Sequence[str]) -> None:
         full_check=False,  # encoding reads them to their ends
         num_workers=args.num_workers,
     )
-    device, out = usable_device(args.device), Path(args.out)
+    device, folder = usable_device(args.device), Path(args.out)
     try:
         with raise_on_signals():
-            index = planned(images, codec, out, args.shard_size, args.flips)
-            num = encode_shards(images, codec, out, index, device, shared_place(), print_error)
+            index = plan_shards(images, codec, folder, args.shard_size, args.flips)
+            rank, size = launcher_rank_and_world_size()
+            num = encode_shards(images, codec, folder, index, device, rank, size, print_error)
     except KeyboardInterrupt:
-        print_error(f"Stopped; finished shards are in {out}, and the same command goes on.")
+        print_error(f"Stopped; finished shards are in {folder}, and the same command goes on.")
         raise
-    whole = len(index.shards())
-    print(f"{num} shards written to {out}, which has {whole - len(index.lacking(out))} of {whole}.")
+    total = len(index.shards())
+    done = total - len(index.lacking(folder))
+    print(f"{num} shards written to {folder}, which has {done} of {total}.")

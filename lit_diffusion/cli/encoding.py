@@ -1,4 +1,4 @@
-"""Latents of a folder of images, written shard by shard: what `lit-diffusion encode` does."""
+"""Latents of a folder of images, written shard by shard."""
 
 import os
 from collections.abc import Callable
@@ -15,29 +15,38 @@ from lit_diffusion.interchange.exported import folder_for
 from lit_diffusion.modules.vae import VAECodec
 
 
-def shared_place() -> tuple[int, int]:
-    """Rank and number of the processes of torchrun or srun, which need not talk to each other.
+def launcher_rank_and_world_size() -> tuple[int, int]:
+    """Rank and number of the processes that torchrun or srun started, which need not communicate.
 
-    A job's script is one process, of however many tasks the job is.
+    The batch script of a SLURM job is one process, however many tasks the job has.
     """
-    names = [("RANK", "WORLD_SIZE")]
-    names += [("SLURM_PROCID", "SLURM_NTASKS")] * ("SLURM_STEP_ID" in os.environ)
-    found = [(os.environ[r], os.environ[n]) for r, n in names if {r, n} <= os.environ.keys()]
-    rank, size = found[0] if found else ("0", "1")
-    return int(rank), int(size)
+    variables = [("RANK", "WORLD_SIZE")]
+    if "SLURM_STEP_ID" in os.environ:
+        variables.append(("SLURM_PROCID", "SLURM_NTASKS"))
+    for rank, size in variables:
+        if {rank, size} <= os.environ.keys():
+            return int(os.environ[rank]), int(os.environ[size])
+    return 0, 1
 
 
-def planned(
-    images: ImageFolder, codec: VAECodec, out: Path, shard_size: int, flips: bool
+def plan_shards(
+    images: ImageFolder, codec: VAECodec, folder: Path, shard_size: int, flips: bool
 ) -> LatentIndex:
-    """The index of `out`, written unless it is there; flips may be added to a finished one.
+    """The index of a folder of latents, written unless it is there already.
+
+    Args:
+        images: to encode.
+        codec: encodes them.
+        folder: for the index and the shards.
+        shard_size: images in a file.
+        flips: whether mirrored images are encoded too; may be added to a folder without.
 
     Raises:
-        ValueError: where `out` holds latents of something else; says of what.
+        ValueError: where the folder holds latents of something else; says what differs.
     """
     require_at_least(1, shard_size=shard_size)
     codec.encoded_shape(images.image_shape)
-    plan = LatentIndex(
+    index = LatentIndex(
         num=len(images.select("train").names),
         image_shape=images.image_shape,
         classes=images.class_names,
@@ -47,50 +56,60 @@ def planned(
         images=images.fingerprint("train"),
         flips=flips,
     )
-    folder_for(out)
-    if (out / INDEX).exists():
-        there = LatentIndex.read(out)
-        plan = replace(plan, flips=flips or there.flips, vae=there.vae)
+    folder_for(folder)
+    if (folder / INDEX).exists():
+        old_index = LatentIndex.read(folder)
+        index = replace(index, flips=flips or old_index.flips, vae=old_index.vae)
         for name in ("images", "num", "image_shape", "classes", "shard_size", "vae_sha256"):
-            if (old := getattr(there, name)) != (new := getattr(plan, name)):
+            if (old := getattr(old_index, name)) != (new := getattr(index, name)):
                 raise ValueError(
-                    f"{out} holds latents whose {name} is {old!r:.200}, and this call's is "
+                    f"{folder} holds latents whose {name} is {old!r:.200}, and this call's is "
                     f"{new!r:.200}; choose another --out."
                 )
-        if there == plan:
-            return plan
-    plan.write(out)
-    return plan
+        if old_index == index:
+            return index
+    index.write(folder)
+    return index
 
 
 def encode_shards(
     images: ImageFolder,
     codec: VAECodec,
-    out: Path,
+    folder: Path,
     index: LatentIndex,
     device: torch.device,
-    place: tuple[int, int] = (0, 1),
+    rank: int = 0,
+    world_size: int = 1,
     say: Callable[[str], None] = lambda text: None,
 ) -> int:
-    """Write this process's share of the shards that are missing; how many it wrote.
+    """Write the missing shards of a folder, or this process's share of them; how many it wrote.
 
-    A shard is a function of its images alone: who writes it, and after which others, is the same.
+    A shard depends on its images alone, whichever process writes it.
+
+    Args:
+        images: to encode.
+        codec: encodes them.
+        folder: for the shards.
+        index: of `plan_shards`.
+        device: that the codec runs on.
+        rank: number of this process, from 0.
+        world_size: number of processes that share the work.
+        say: is called with a line for each shard.
     """
-    rank, size = place
-    dataset, workers = images.load("train"), images.num_workers
-    if workers is None:
-        workers = max(1, images.default_workers() // size)
-    absent = index.lacking(out)
-    lacking = [shard for shard in index.shards()[rank::size] if shard in absent]
-    for done, (name, part, flip) in enumerate(lacking, start=1):
+    dataset, num_workers = images.load("train"), images.num_workers
+    if num_workers is None:
+        num_workers = max(1, images.default_workers() // world_size)
+    lacking = index.lacking(folder)
+    shards = [shard for shard in index.shards()[rank::world_size] if shard in lacking]
+    for number, (name, part, flip) in enumerate(shards, start=1):
         loader = DataLoader(
-            Subset(dataset, part), codec.batch_size, collate_fn=as_it_is, num_workers=workers
+            Subset(dataset, part), codec.batch_size, collate_fn=as_it_is, num_workers=num_workers
         )
-        found = []
+        batches = []
         for pixels, labels, _ in loader:
-            shown = (pixels.flip(-1) if flip else pixels).to(device)
-            found.append((codec.moments(shown).cpu(), labels))
-        moments, all_labels = (torch.cat(each) for each in zip(*found, strict=True))
-        index.write_shard(out / name, moments, all_labels)
-        say(f"{name} is written, {done} of {len(lacking)}.")
-    return len(lacking)
+            pixels = (pixels.flip(-1) if flip else pixels).to(device)
+            batches.append((codec.moments(pixels).cpu(), labels))
+        moments, all_labels = (torch.cat(each) for each in zip(*batches, strict=True))
+        index.write_shard(folder / name, moments, all_labels)
+        say(f"{name} is written, {number} of {len(shards)}.")
+    return len(shards)

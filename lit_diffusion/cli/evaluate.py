@@ -5,15 +5,16 @@ import sys
 from collections.abc import Sequence
 
 from lit_diffusion.cli.options import (
+    Parser,
     add_checkpoint,
     add_data,
     add_sampling,
     numbers,
     parse_sampling,
+    sampling_options,
 )
-from lit_diffusion.cli.parser import Parser
 
-_WITH_IMAGES = (
+WITH_IMAGES = (
     "--images",
     "--checkpoint",
     "--trust",
@@ -23,12 +24,12 @@ _WITH_IMAGES = (
     "--batch-size",
     "--device",
 )
-"""Options that say something of images that are there; all others are for making some."""
+"""Options that may stand beside --images; all others say how images are generated."""
 
 
 def parser() -> Parser:
     """Options of the command."""
-    made = Parser(
+    parser = Parser(
         "evaluate",
         """Score a checkpoint, or a folder of images, against real images.
 
@@ -36,69 +37,85 @@ def parser() -> Parser:
     lit-diffusion evaluate --images samples --checkpoint runs/digits --extractor digits-cnn
     lit-diffusion evaluate --images samples --reference photos --extractor inception-v3-compat
 
-The table goes to the terminal, the record with the whole protocol to the output, as JSON. Scores
-are torch-fidelity's on the PNG files. Compare only those of equal numbers of images.""",
+A table goes to the terminal (stderr), the record with the whole protocol to the output, as JSON.
+Scores are torch-fidelity's on the PNG files. Compare only those of equal numbers of images.""",
     )
-    add_checkpoint(made, required=False)
-    made.add_argument(
+    add_checkpoint(parser, required=False)
+    parser.add_argument(
         "--images",
         metavar="DIR",
-        help="images to score, of which none are made; --checkpoint or --data beside it names the "
-        "data",
+        help="folder of images to score, instead of generating some; --checkpoint or --data beside "
+        "it names the real data",
     )
-    made.add_argument(
+    parser.add_argument(
         "--reference",
         metavar="R",
-        help="train, val (default) or test split of the run's data, or a folder or .npz; of "
-        "latents what the run was scored against",
+        help="real images: train, val (default) or test split of the run's data, or a folder or "
+        ".npz; for latents the default is what the run was scored against",
     )
-    add_data(made)
-    made.add_argument(
+    add_data(parser)
+    parser.add_argument(
         "--extractor",
-        help="FID protocol (default: that of the evaluations of the run that generates, else "
-        "inception-v3-compat)",
+        metavar="NAME",
+        help="FID protocol: inception-v3-compat, digits-cnn, ... or a file of `train-extractor` "
+        "(default: that of the run's evaluations, else inception-v3-compat)",
     )
-    made.add_argument("--num", type=int, help="images to generate (default: as many as are real)")
-    made.add_argument("--out", metavar="DIR", help="keep the generated images here")
-    made.add_argument(
+    parser.add_argument(
+        "--num",
+        type=int,
+        metavar="N",
+        help="number of images to generate (default: as many as real images)",
+    )
+    parser.add_argument(
+        "--out", metavar="DIR", help="folder that keeps the generated images (default: none)"
+    )
+    parser.add_argument(
         "--ema",
         type=numbers,
         metavar="0.02,0.05,0.1",
-        help="score averages of these relative widths, of a run with PowerEMA, on the same seeds",
+        help="score averages of these relative widths, on the same seeds; for a run with PowerEMA",
     )
-    add_sampling(made)
-    return made
+    add_sampling(parser)
+    return parser
 
 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "evaluate", then options."""
-    args = parse_sampling(parser(), argv[1:])
-    from lit_diffusion.cli.evaluating import SPLITS, evaluate, table
+    args, solver_options = parse_sampling(parser(), argv[1:])
+    from lit_diffusion.cli.evaluating import EvaluationOptions, evaluate, score_widths, table
+    from lit_diffusion.cli.run_data import SPLITS
 
     if args.images is not None:
-        _refuse_making(argv)
-        named = args.checkpoint is not None or args.data is not None
-        if named != (args.reference in (None, *SPLITS)):
+        names = dict.fromkeys(arg.split("=")[0] for arg in argv if arg.startswith("--"))
+        if generating := [name for name in names if name not in WITH_IMAGES]:
+            raise ValueError(
+                f"--images scores images as they are; leave out {', '.join(generating)}, which "
+                "would say how to generate some."
+            )
+        names_data = args.checkpoint is not None or args.data is not None
+        if names_data != (args.reference in (None, *SPLITS)):
             raise ValueError(
                 "--images needs either --reference, a folder or an .npz of real images, or "
                 "--checkpoint C or --data CONFIG, whose data are taken."
             )
     elif args.checkpoint is None:
         raise ValueError("give --checkpoint C, --images DIR, or both.")
+    options = EvaluationOptions(
+        sampling=sampling_options(args, solver_options) if args.images is None else None,
+        images=args.images,
+        num=args.num,
+        out=args.out,
+        checkpoint=args.checkpoint,
+        reference=args.reference,
+        data=args.data,
+        extractor=args.extractor,
+        trust=args.trust,
+        batch_size=args.batch_size,
+        device=args.device,
+    )
     if args.ema:
-        from lit_diffusion.cli.ema_curve import score_widths
-
-        print(json.dumps(score_widths(args, args.ema), indent=1))
+        print(json.dumps(score_widths(options, args.ema), indent=1))
         return
-    record = evaluate(args)
+    record = evaluate(options)
     print(table(record), file=sys.stderr)
     print(json.dumps(record, indent=1))
-
-
-def _refuse_making(argv: Sequence[str]) -> None:
-    given = dict.fromkeys(arg.split("=")[0] for arg in argv if arg.startswith("--"))
-    if making := [name for name in given if name not in _WITH_IMAGES]:
-        raise ValueError(
-            f"--images scores images as they are; leave out {', '.join(making)}, which would say "
-            "how to make some."
-        )

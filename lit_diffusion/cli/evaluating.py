@@ -2,165 +2,104 @@
 
 import json
 import tempfile
-from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import LightningDataModule
-
-from lit_diffusion.checkpoints.loading import Loaded, checkpoint_file, instantiate
-from lit_diffusion.cli.loggers import read_evaluations
-from lit_diffusion.cli.run_folder import latest_config, read_config, run_of
-from lit_diffusion.cli.sampling import (
-    RECORD,
-    folder_of_images,
-    load_generator,
-    usable_device,
-    write_samples,
-)
-from lit_diffusion.files import user_cache
+from lit_diffusion.checkpoints.averages import known_weights, power_averages
+from lit_diffusion.checkpoints.loading import checkpoint_file, named_weights
+from lit_diffusion.checkpoints.reading import read_checkpoint
+from lit_diffusion.cli.generator import load_generator
+from lit_diffusion.cli.options import SamplingOptions, usable_device
+from lit_diffusion.cli.run_data import protocol_of_run, real_images
+from lit_diffusion.cli.run_folder import run_of
+from lit_diffusion.cli.sampling import RECORD, image_folder, write_samples
+from lit_diffusion.files import atomic_write, user_cache
 from lit_diffusion.metrics.extractors import protocol_by_name
-from lit_diffusion.metrics.images import open_images
-from lit_diffusion.metrics.reference import (
-    HasSplits,
-    RealImages,
-    Scorer,
-    images_of_split,
-    measure,
-)
+from lit_diffusion.metrics.record import EMA_CURVE, FIDRecord, finite_or_none, write_evaluation
+from lit_diffusion.metrics.reference import Scorer, measure
 from lit_diffusion.metrics.score import image_set, score
 from lit_diffusion.metrics.second_look import DISTANCES, View, look_closely
-from lit_diffusion.seeding import classes_of
-
-SPLITS = ("train", "val", "test")
+from lit_diffusion.signals import print_error
 
 
-def evaluate(args: Namespace) -> dict[str, Any]:
-    """Make images if need be, and score them: the scores, their floor, and the whole protocol."""
-    device = usable_device(args.device)
-    loaded = load_generator(args) if args.images is None else None
-    protocol = protocol_by_name(args.extractor or protocol_of_run(args.checkpoint))
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What is scored, against what, and by which features.
+
+    Attributes:
+        sampling: how images are generated; None to score those in `images`.
+        images: folder of images to score; None generates some.
+        num: number of images to generate; None for as many as there are real ones.
+        out: folder that keeps the generated images; None for a temporary one.
+        checkpoint: whose run names the data and the FID protocol; None for neither.
+        reference: "train", "val" or "test" split of the data, or a folder or .npz of real images;
+            None for the default of `real_images`.
+        data: config that names the data in place of the run's.
+        extractor: FID protocol; None for that of the run.
+        trust: packages that class paths in checkpoint and config may name.
+        batch_size: images at a time.
+        device: "cpu", "cuda", "cuda:1", ...; None is a GPU if there is one.
+    """
+
+    sampling: SamplingOptions | None
+    images: str | None = None
+    num: int | None = None
+    out: str | None = None
+    checkpoint: str | None = None
+    reference: str | None = None
+    data: str | None = None
+    extractor: str | None = None
+    trust: Sequence[str] = ()
+    batch_size: int = 64
+    device: str | None = None
+
+
+def evaluate(options: EvaluationOptions) -> dict[str, Any]:
+    """Generate images unless there are some, and score them.
+
+    Returns:
+        The scores of `metrics.score`, the FID of real images (the floor), auxiliary metrics, and
+        how the images were generated, as plain builtins for JSON.
+    """
+    device = usable_device(options.device)
+    generator = None if options.sampling is None else load_generator(options.sampling)
+    protocol = protocol_by_name(options.extractor or protocol_of_run(options.checkpoint))
     protocol.check()
-    real, others = real_images(args.reference, args, loaded)
-    kept = nullcontext(args.out) if args.out or args.images else tempfile.TemporaryDirectory()
-    scorer = Scorer(protocol, protocol.build().to(device), device, args.batch_size)
-    with kept as folder:
-        made = _samples(args, loaded, folder, len(real))
-        fake = image_set(args.images or folder, "fake")
-        found = score(fake, real, protocol, batch_size=args.batch_size, device=str(device))
-        about = (real, others, len(fake), user_cache(), labels_of(loaded, made))
+    real, others = real_images(options.reference, options.checkpoint, options.data, options.trust)
+    scorer = Scorer(protocol, protocol.build().to(device), device, options.batch_size)
+    kept_folder = options.images or options.out
+    with nullcontext(kept_folder) if kept_folder else tempfile.TemporaryDirectory() as folder:
+        if generator is None:
+            samples, labels = _read_record(Path(folder)), None
+        else:
+            samples = write_samples(generator, options.num or len(real), image_folder(folder))
+            labels = generator.image_labels(samples["num"])
+        fake = image_set(folder, "fake")
+        scores = score(fake, real, protocol, batch_size=options.batch_size, device=str(device))
+        about = (real, others, len(fake), user_cache(), labels)
         floor = measure(scorer, *about)
-        samples = look_closely(View("", scorer, floor), *about).begin()
-        for images, _ in fake.batches(args.batch_size):
-            samples.add(images)
-    return found | {
+        auxiliary = look_closely(View("", scorer, floor), *about).begin()
+        for images, _ in fake.batches(options.batch_size):
+            auxiliary.add(images)
+    return scores | {
         "fid_floor": floor.floor,
         "floor_sd": floor.floor_sd,
         "floor_images": floor.floor_images,
         "reference": real.name,
         "data": floor.fingerprint,
-        "second_look": samples.compute()[1],
-        "samples": made,
+        "second_look": auxiliary.compute()[1],
+        "samples": samples,
     }
 
 
-def protocol_of_run(checkpoint: str | None) -> str:
-    """The protocol that the run was scored with while it trained, or its file in the run folder."""
-    root = run_around(checkpoint) if checkpoint else None
-    records = read_evaluations(root / "evaluations.jsonl") if root else []
-    named = [str(record["protocol"]) for record in records if "protocol" in record]
-    if not root or not named:
-        return "inception-v3-compat"
-    own = root / f"{named[-1]}.safetensors"
-    return str(own) if own.is_file() else named[-1]
-
-
-def run_around(checkpoint: str | Path) -> Path | None:
-    """The run folder that the user named, or whose checkpoint; None for a file elsewhere."""
-    return run_of(checkpoint_file(checkpoint).absolute())
-
-
-def _reference_of_run(checkpoint: str | None) -> str:
-    """What a run on latents was scored against while it trained."""
-    root = run_around(checkpoint) if checkpoint else None
-    records = read_evaluations(root / "evaluations.jsonl") if root else []
-    if not records:
-        raise ValueError(
-            f"{checkpoint or 'the model'} was trained on latents; pass --reference DIR, a folder "
-            "of real images."
-        )
-    return str(records[-1]["reference"])
-
-
-def real_images(
-    name: str | None, args: Namespace, loaded: Loaded | None
-) -> tuple[RealImages, RealImages | None]:
-    """Real images of --reference, and others of the same kind for the floor."""
-    if name is not None and name not in SPLITS:
-        return RealImages(name, open_images(name)), None
-    data = data_for(args.checkpoint, args)
-    if data is None:
-        raise ValueError(
-            f"{args.data or args.checkpoint} names no data with splits to compare with; pass "
-            "--reference DIR, a folder of real images."
-        )
-    if name is None and hasattr(data, "vae_sha256"):
-        return real_images(_reference_of_run(args.checkpoint), args, loaded)
-    name = name or "val"
-    other = "val" if name == "train" else "train"
-    return images_of_split(data, name), images_of_split(data, other)
-
-
-def data_for(checkpoint: str | Path | None, args: Namespace) -> Any:
-    """The data module that `data_settings` names, ready; None where there is none with splits."""
-    settings, config = data_settings(checkpoint, args.data)
-    return data_of(settings, args.trust, config)
-
-
-def data_settings(checkpoint: str | Path | None, config: str | None) -> tuple[Any, Path]:
-    """What the user's `config`, or else that of the run folder of a checkpoint, has under data:.
-
-    With it comes the path of the config. A data module reads any path or bucket that it is given,
-    so what a checkpoint itself says of its data is not asked.
-
-    Raises:
-        FileNotFoundError: where there is no such config.
-        ValueError: where the checkpoint is in no run folder with a config, and none was given.
-    """
-    root = run_around(checkpoint) if checkpoint else None
-    file = Path(config) if config else latest_config(root) if root else None
-    if file is None and checkpoint and not checkpoint_file(checkpoint).exists():
-        raise FileNotFoundError(f"There is no checkpoint at {checkpoint_file(checkpoint)}.")
-    if file is None:
-        raise ValueError(
-            f"{checkpoint} is in no run folder with a config.yaml, and the data that a checkpoint "
-            "itself names are not opened: pass --data CONFIG, a config whose data: to read."
-        )
-    if not file.exists():
-        raise FileNotFoundError(f"There is no config {file}.")
-    return read_config(file).get("data"), file
-
-
-def data_of(spec: Any, trust: Sequence[str], path: str | Path, options: Sequence[str] = ()) -> Any:
-    """The data module that the file `path` describes, ready; None where it has no splits.
-
-    `options`, as --data.init_args.NAME=VALUE, win over the file.
-    """
-    data = instantiate(spec, LightningDataModule, trust, path, options) if spec else None
-    if data is not None:
-        data.prepare_data()
-    return data if isinstance(data, HasSplits) else None
-
-
-def _samples(args: Namespace, loaded: Loaded | None, folder: Any, num: int) -> dict[str, Any]:
-    """What is known of the images that are scored, which are made first if need be."""
-    if loaded is not None:
-        return write_samples(loaded, args, args.num or num, folder_of_images(folder))
-    path = Path(args.images) / RECORD
+def _read_record(folder: Path) -> dict[str, Any]:
+    """samples.json of a folder of images, or the folder's name where there is none."""
+    path = folder / RECORD
     if not path.is_file():
-        return {"images": args.images}
+        return {"images": str(folder)}
     try:
         return dict(json.loads(path.read_text()))
     except (ValueError, TypeError, RecursionError) as error:
@@ -168,30 +107,114 @@ def _samples(args: Namespace, loaded: Loaded | None, folder: Any, num: int) -> d
         raise ValueError(f"{path} is no record of samples: {reason}; remove it.") from error
 
 
-def labels_of(loaded: Loaded | None, made: dict[str, Any]) -> list[int] | None:
-    """Labels of the samples; None where they have none, or it is not known."""
-    if loaded is None:
-        return None
-    seeds = range(*made["seeds"])
-    if given := made["labels"]:
-        return [given[i % len(given)] for i in range(len(seeds))]
-    num_classes: int | None = getattr(loaded.module, "num_classes", None)
-    return classes_of(seeds, num_classes) if num_classes else None
-
-
-def table(record: dict[str, Any]) -> str:
-    """The scores of a record, for people."""
+def table(record: Mapping[str, Any]) -> str:
+    """The scores of a record as lines of text."""
     floor = f"{record['fid_floor']:.4g}: {record['floor_images']}"
-    look = record["second_look"]
-    others = [name for name in DISTANCES if name in look]
-    rows = [
-        (f"FID {record['num_fake']}", f"{record['fid']:.4g}   (floor {floor})"),
-        *((name, f"{look[name]:.4g}   (floor {look[f'{name} floor']:.4g})") for name in others),
+    auxiliary = record["second_look"]
+    rows = [(f"FID {record['num_fake']}", f"{record['fid']:.4g}   (floor {floor})")]
+    for name in DISTANCES:
+        if name in auxiliary:
+            floor = f"{auxiliary[f'{name} floor']:.4g}"
+            rows.append((name, f"{auxiliary[name]:.4g}   (floor {floor})"))
+    precision, recall = (auxiliary[f"pixel {name}"] for name in ("precision", "recall"))
+    rows += [
         ("KID", f"{record['kid']:.4g} +- {record['kid_std']:.2g}"),
-        ("precision", f"{record['precision']:.3f}, in pixels {look['pixel precision']:.3f}"),
-        ("recall", f"{record['recall']:.3f}, in pixels {look['pixel recall']:.3f}"),
-        *(("memorized", f"{share:.3f}") for share in [look.get("memorized")] if share is not None),
+        ("precision", f"{record['precision']:.3f}, in pixels {precision:.3f}"),
+        ("recall", f"{record['recall']:.3f}, in pixels {recall:.3f}"),
+    ]
+    if auxiliary.get("memorized") is not None:
+        rows.append(("memorized", f"{auxiliary['memorized']:.3f}"))
+    rows += [
         ("IS", f"{record['inception_score']:.4g} +- {record['inception_score_std']:.2g}"),
         ("protocol", f"{record['protocol']}, {record['num_real']} real ({record['reference']})"),
     ]
     return "\n".join(f"{name:<11}{text}" for name, text in rows)
+
+
+# FID by the width of the average (--ema)
+
+
+def score_widths(options: EvaluationOptions, widths: Sequence[float]) -> dict[str, Any]:
+    """Score averages of several relative widths on the same seeds, and draw FID over width.
+
+    Each record is also appended to ema-curve.jsonl in the run folder, for `compare`, as soon as it
+    is there.
+
+    Returns:
+        Records by width, the best width, and the paths of figure and records.
+
+    Raises:
+        ValueError: before the first is scored: with --images, --out or --weights, or for a width
+            that the run cannot give.
+    """
+    sampling = options.sampling
+    if sampling is None or options.out:
+        raise ValueError("--ema makes samples for each width; leave out --images and --out.")
+    if sampling.weights != "ema":
+        raise ValueError(f"--ema names the averages; leave out --weights {sampling.weights}.")
+    file = checkpoint_file(sampling.checkpoint)
+    checkpoint = read_checkpoint(file)
+    if not power_averages(checkpoint, file)[1]:
+        raise ValueError(
+            f"--ema needs averages by PowerEMA, of which {file} has none; train with PowerEMA, or "
+            f"score --weights {' or '.join(['raw', *known_weights(checkpoint, file)])}."
+        )
+    weights = {width: f"power_{width:g}" for width in sorted(set(widths))}
+    for name in weights.values():
+        named_weights(checkpoint, name, file)
+    root = run_of(file) or file.parent
+    records: dict[float, dict[str, Any]] = {}
+    for width, name in weights.items():
+        records[width] = evaluate(replace(options, sampling=replace(sampling, weights=name)))
+        write_evaluation(root / EMA_CURVE, _as_evaluation(records[width]))
+        print_error(f"width {width:g}: FID {records[width]['fid']:.4g}")
+    figure = root / "ema-curve.png"
+    _draw_curve(records, figure)
+    return {
+        "best": min(records, key=lambda width: float(records[width]["fid"])),
+        "figure": str(figure),
+        "records": str(root / EMA_CURVE),
+        "widths": records,
+    }
+
+
+def _as_evaluation(record: Mapping[str, Any]) -> FIDRecord:
+    """A record of `evaluate` in the form that `FIDEvaluation` writes."""
+    samples = record["samples"]
+    optional = ("prompts", "init", "strength", "mask", "guided_by")
+    values = {
+        **record,
+        **samples,
+        "metric": f"{record['reference']}/fid_{record['num_fake']}_{samples['weights']}",
+        "value": finite_or_none(record["fid"]),
+        "images": None,
+        "labels": ",".join(map(str, samples["labels"])) if samples["labels"] else None,
+        "sampling": samples["sampling"] | {k: samples[k] for k in optional if k in samples},
+        "floor": record["fid_floor"],
+        "non_finite": 0,
+        "non_finite_seeds": [],
+        "seconds": {},
+    }
+    return FIDRecord(**{f.name: values[f.name] for f in fields(FIDRecord) if f.name in values})
+
+
+def _draw_curve(records: Mapping[float, Mapping[str, Any]], path: Path) -> None:
+    """Draw FID over the width, on a logarithmic axis.
+
+    The FID of real images is in the title: as a line, it would flatten the curve.
+    """
+    from matplotlib.figure import Figure
+
+    widths, fids = list(records), [record["fid"] for record in records.values()]
+    first = records[widths[0]]
+    figure = Figure(figsize=(5, 3.5), layout="constrained")
+    axes = figure.add_subplot(xscale="log")
+    axes.set_title(f"{first['floor_images']}: FID {first['fid_floor']:.3g}", fontsize="small")
+    axes.plot(widths, fids, marker="o")
+    axes.set(xlabel="relative width of the average")
+    axes.set(ylabel=f"FID of {first['num_fake']} images by {first['protocol']}")
+    axes.set_xticks(widths, [f"{width:g}" for width in widths])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    with atomic_write(path) as file:
+        figure.savefig(file, format="png", dpi=120)

@@ -1,24 +1,24 @@
-"""`lit-diffusion fetch-weights`: the network that FID needs, before a machine without internet."""
+"""`lit-diffusion fetch-weights`: the network that FID needs, for a machine without internet."""
 
 from collections.abc import Sequence
 
-from lit_diffusion.cli.parser import Parser
+from lit_diffusion.cli.options import Parser
 
 
 def parser() -> Parser:
     """Options of the command."""
-    made = Parser(
+    parser = Parser(
         "fetch-weights",
         """Download torch-fidelity's Inception weights (96 MB) and check their SHA-256.
 
 Run it once where there is internet access, such as on the login node of a cluster. The protocols
 digits-cnn and patches-cnn need no download.""",
     )
-    made.add_argument(
+    parser.add_argument(
         "--to", metavar="PATH", help="file or folder (default: the cache where FID looks)"
     )
-    made.add_argument("--url", help="of a mirror")
-    return made
+    parser.add_argument("--url", help="URL of a mirror (default: torch-fidelity's)")
+    return parser
 
 
 def run(argv: Sequence[str]) -> None:

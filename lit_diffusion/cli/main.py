@@ -13,60 +13,43 @@ from lit_diffusion.config.messages import is_meant, is_out_of_memory
 from lit_diffusion.signals import record_signals
 
 COMMANDS = {
-    "fit": ("lit_diffusion.cli.fit", "train a model from a config, or resume a run"),
-    "validate": ("lit_diffusion.cli.fit", "loss of a checkpoint on the validation split"),
-    "test": ("lit_diffusion.cli.fit", "loss and FID of a checkpoint on the test split"),
-    "predict": ("lit_diffusion.cli.fit", "run a checkpoint on the prediction split"),
-    "sample": ("lit_diffusion.cli.sample", "write images that a checkpoint generates"),
-    "evaluate": (
-        "lit_diffusion.cli.evaluate",
-        "FID, KID, precision, recall and IS of a checkpoint or a folder of images",
-    ),
+    "fit": ("cli.fit", "train a model from a config, or resume a run"),
+    "validate": ("cli.fit", "loss of a checkpoint on the validation split"),
+    "test": ("cli.fit", "loss and FID of a checkpoint on the test split"),
+    "predict": ("cli.fit", "run a checkpoint on the prediction split"),
+    "sample": ("cli.sample", "write images that a checkpoint generates"),
+    "evaluate": ("cli.evaluate", "FID, KID, precision, recall and IS of a checkpoint or of images"),
     "analyze": (
-        "lit_diffusion.lab.analysis.command",
+        "lab.analysis.command",
         "consistency, loss landscape, interpolation and Hessian of checkpoints",
     ),
-    "encode": ("lit_diffusion.cli.encode", "write latents of a folder of images, to train on"),
-    "replay": (
-        "lit_diffusion.cli.replay",
-        "compute a training step again whose loss or gradient was not finite",
-    ),
+    "encode": ("cli.encode", "write latents of a folder of images, to train on"),
+    "replay": ("cli.replay", "compute a training step again that was not finite"),
     "sweep": (
-        "lit_diffusion.lab.compare.sweep_command",
+        "lab.compare.sweep_command",
         "train every arm of an experiment with every seed, restartable; compare them",
     ),
     "compare": (
-        "lit_diffusion.lab.compare.command",
+        "lab.compare.command",
         "which way to train is fastest, over seeds, and whether that is noise",
     ),
-    "convert": (
-        "lit_diffusion.cli.convert",
-        "take weights to other programs, or bring published ones in",
-    ),
+    "convert": ("cli.convert", "take weights to other programs, or bring published ones in"),
     "doctor": (
-        "lit_diffusion.cli.doctor.command",
+        "cli.doctor.command",
         "say what would go wrong with a run, or on this machine, before it starts",
     ),
-    "train-extractor": (
-        "lit_diffusion.cli.train_extractor",
-        "train a network for FID on images of one's own, without a download",
-    ),
-    "fetch-weights": (
-        "lit_diffusion.cli.fetch_weights",
-        "download the network of FID, for machines without internet access",
-    ),
+    "train-extractor": ("cli.train_extractor", "train a network for FID on images of one's own"),
+    "fetch-weights": ("cli.fetch_weights", "download the network of FID, for use without internet"),
 }
-"""name -> (module below lit_diffusion, one line of help). Its `run` gets all arguments."""
+"""Name -> (module of lit_diffusion, one line of help). The module's `run` gets all arguments."""
 
 DEBUG = "LIT_DIFFUSION_DEBUG"
-_MISTAKES = (
+MISTAKES = (
     "Early stopping conditioned on metric",
     "EMA holds no averages",
     "Found more than one stateful callback",
 )
-"""Beginnings of messages that other classes of errors have."""
-_LONGEST, _TAIL = 3500, 500
-"""Characters of a message that is longer, at its beginning and end."""
+"""How messages of user mistakes begin that are no ValueError, TypeError or OSError."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: arguments without the program's name; None is those of the process.
 
     Returns:
-        0 done, 1 failed, 2 a mistake in what was asked, 75 saved on a signal and to be started
-        again, 130 interrupted, 143 terminated, 129 by a terminal that is gone.
+        The exit code: 0 done, 1 failed, 2 a mistake of the user, 75 saved on a signal and to be
+        started again, 128 + n stopped by signal n: 129 hangup, 130 Ctrl-C, 143 termination.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args or os.environ.get(DEBUG, "") not in ("", "0")
@@ -88,18 +71,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[0] == "--version":
         print(f"lit-diffusion {__version__}")
         return 0
+    command = args[0]
     try:
-        return _call(args)
+        if command not in COMMANDS:
+            raise ValueError(f"there is no command '{command}'; there are {', '.join(COMMANDS)}.")
+        # A job may be preempted while libraries are imported, which takes seconds.
+        with record_signals() if command in ("fit", "sweep") else nullcontext():
+            import_module(f"lit_diffusion.{COMMANDS[command][0]}").run(args)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except KeyboardInterrupt as end:
         return 128 + getattr(end, "signal", signal.SIGINT)
     except Exception as error:
-        return _report(args[0], error, debug)
+        return _report(command, error, debug)
+    return 0
 
 
 def usage() -> str:
-    """What `lit-diffusion --help` prints."""
+    """The text of `lit-diffusion --help`."""
     lines = "\n".join(f"  {name:<16}{text}" for name, (_, text) in COMMANDS.items())
     return f"""usage: lit-diffusion COMMAND [options]    (lit-diffusion COMMAND --help says which)
 
@@ -114,28 +103,20 @@ Train diffusion models, score them and sample from them.
 With --debug, or {DEBUG}=1, a mistake is reported with its traceback."""
 
 
-def _call(args: list[str]) -> int:
-    name = args[0]
-    if name not in COMMANDS:
-        raise ValueError(f"there is no command '{name}'; there are {', '.join(COMMANDS)}.")
-    # A job may be preempted while libraries are imported, which takes seconds.
-    with record_signals() if name in ("fit", "sweep") else nullcontext():
-        import_module(COMMANDS[name][0]).run(args)
-    return 0
-
-
 def _report(command: str, error: Exception, debug: bool) -> int:
-    """Print what was raised on purpose in one message, an accident with its traceback."""
-    meant = is_meant(error)
-    if debug or not meant:
+    """Print the message of an error, with its traceback if nobody raised it on purpose."""
+    on_purpose = is_meant(error)
+    if debug or not on_purpose:
         traceback.print_exception(error)
     message = str(error) or type(error).__name__
-    if len(message) > _LONGEST:
-        message = f"{message[:_LONGEST]} [...] {message[-_TAIL:]}"
+    if len(message) > 3500:
+        message = f"{message[:3500]} [...] {message[-500:]}"
     if is_out_of_memory(error):
         message = f"there is not enough memory for what is asked; ask for less ({message})."
     print(f"lit-diffusion {command}: {message}", file=sys.stderr)
-    mistake = isinstance(error, ValueError | TypeError | OSError | ModuleNotFoundError)
-    mistake = mistake or type(error).__name__ == "MisconfigurationException"
-    mistake = mistake or message.startswith(_MISTAKES)
-    return 2 if meant and mistake else 1
+    is_mistake = (
+        isinstance(error, ValueError | TypeError | OSError | ModuleNotFoundError)
+        or type(error).__name__ == "MisconfigurationException"
+        or message.startswith(MISTAKES)
+    )
+    return 2 if on_purpose and is_mistake else 1

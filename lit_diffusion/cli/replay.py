@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from lit_diffusion.cli.options import add_trust
-from lit_diffusion.cli.parser import Parser
+from lit_diffusion.cli.options import Parser, add_trust
 
 
 def parser() -> Parser:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lit_diffusion.checkpoints.loading import build
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.one_step import OneBatch, OneStep, trainer_of
-from lit_diffusion.cli.sampling import usable_device
+from lit_diffusion.cli.options import usable_device
 from lit_diffusion.lab.analysis.first_nonfinite import FirstNonFinite
 from lit_diffusion.seeding import RUN_SEED
 

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from lit_diffusion.callbacks.slurm import is_requeue_of
-from lit_diffusion.cli.parser import Parser
+from lit_diffusion.cli.options import Parser
 from lit_diffusion.config.yaml_file import read_yaml
 
 CLAIM = ".lock"

@@ -1,22 +1,23 @@
 """`lit-diffusion sample`: images from a checkpoint, as PNG."""
 
-from argparse import Namespace
 from collections.abc import Sequence
 
 from lit_diffusion.cli.options import (
+    Parser,
+    SamplingOptions,
     add_checkpoint,
     add_data,
     add_sampling,
     integers,
     parse_sampling,
+    sampling_options,
 )
-from lit_diffusion.cli.parser import Parser
 from lit_diffusion.signals import print_error, raise_on_signals
 
 
 def parser() -> Parser:
     """Options of the command."""
-    made = Parser(
+    parser = Parser(
         "sample",
         """Write images that a checkpoint generates.
 
@@ -31,75 +32,83 @@ def parser() -> Parser:
 
 Image i has the seed SEED + i and is the same in any batch and on any device. OUT gets 000000.png,
 000001.png, ... at their own size, grid.png with the first of them, and samples.json, which says how
-they were made. A call that is stopped keeps what it has made; the same command goes on.
+they were generated. A call that is stopped keeps its images; the same command continues it.
 
---trajectory adds trajectory.png and trajectory.gif: x_t and the x0 guessed from it, step by step,
-of the first four. --compare makes the NUM images by each solver at each number of steps, in a
-folder each, beside comparison.png, .csv and .json: the first twelve of all, with their FIDs.""",
+--trajectory adds trajectory.png and trajectory.gif: x_t and the x0 predicted from it, step by step,
+for the first four images. --compare generates the NUM images by each solver with each number of
+steps, each in its own folder, and writes comparison.png, .csv and .json: the first twelve images
+and the FID of each.""",
     )
-    add_checkpoint(made, required=True)
-    made.add_argument("--num", type=int, default=64, help="number of images (default 64)")
-    made.add_argument("--out", required=True, metavar="DIR", help="folder for the images")
-    made.add_argument(
-        "--trajectory", action="store_true", help="show the way of the first images from noise"
+    add_checkpoint(parser, required=True)
+    parser.add_argument("--num", type=int, default=64, help="number of images (default 64)")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the images")
+    parser.add_argument(
+        "--trajectory",
+        action="store_true",
+        help="draw the first four images at each step of the solver",
     )
-    made.add_argument(
+    parser.add_argument(
         "--compare",
         metavar="S",
-        help="solvers, for all that the process allows, or some of them by name: DDIM,Heun,UniPC",
+        help="'solvers' for every solver that the process allows, or some by name: DDIM,Heun,UniPC",
     )
-    made.add_argument(
+    parser.add_argument(
         "--compare_steps",
         type=integers,
-        metavar="5,10,20,50",
+        metavar="N,N",
         help="numbers of steps of --compare (default 5,10,20,50)",
     )
-    made.add_argument(
+    parser.add_argument(
         "--reference",
-        metavar="DATA",
-        help="real images for the FIDs of --compare, as of `evaluate`",
+        metavar="R",
+        help="real images for the FIDs of --compare: train, val (default) or test split of the "
+        "run's data, or a folder or .npz",
     )
-    add_data(made)
-    add_sampling(made)
-    return made
+    add_data(parser)
+    add_sampling(parser)
+    return parser
 
 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "sample", then options."""
-    args = parse_sampling(parser(), argv[1:])
+    args, solver_options = parse_sampling(parser(), argv[1:])
+    sampling = sampling_options(args, solver_options)
     if args.compare is not None:
-        _refuse_beside_compare(args)
+        _refuse_with_compare(sampling, args.trajectory)
     elif args.compare_steps or args.reference or args.data:
         raise ValueError("--compare_steps, --reference and --data need --compare.")
-    from lit_diffusion.cli.comparing_solvers import compare_solvers
-    from lit_diffusion.cli.sampling import (
-        folder_of_images,
-        load_generator,
-        unfinished,
-        write_samples,
-    )
+    from lit_diffusion.cli.generator import load_generator
+    from lit_diffusion.cli.sampling import image_folder, unfinished_record, write_samples
+    from lit_diffusion.cli.solver_comparison import ComparisonOptions, compare_solvers
 
-    out = folder_of_images(args.out)
+    folder = image_folder(args.out)
     try:
         with raise_on_signals():
-            loaded = load_generator(args)
             if args.compare is not None:
-                print(compare_solvers(loaded, args, out))
+                comparison = ComparisonOptions(
+                    args.compare, args.compare_steps, args.num, args.reference, args.data
+                )
+                print(compare_solvers(sampling, comparison, folder))
                 return
-            record = write_samples(loaded, args, args.num, out)
+            generator = load_generator(sampling)
+            record = write_samples(generator, args.num, folder, args.trajectory)
     except KeyboardInterrupt:
-        made = unfinished(out).get("num", 0)
-        some = "" if args.compare else f" with {made} of {args.num} images in {out}"
-        print_error(f"Stopped{some}; the same command goes on.")
+        num = unfinished_record(folder).get("num", 0)
+        progress = "" if args.compare else f" with {num} of {args.num} images in {folder}"
+        print_error(f"Stopped{progress}; the same command goes on.")
         raise
-    print(f"{args.num} images in {out}, from {record['weights']} weights of {loaded.path}.")
+    source = f"{record['weights']} weights of {record['checkpoint']}"
+    print(f"{args.num} images in {folder}, from {source}.")
 
 
-def _refuse_beside_compare(args: Namespace) -> None:
-    names = ("solver", "steps", "trajectory", "init", "strength", "mask")
-    given = [f"--{name}" for name in names if str(getattr(args, name)) not in ("None", "False")]
-    given += [option for option in args.solver_options if option.startswith("--solver.steps")]
-    if given:
+def _refuse_with_compare(sampling: SamplingOptions, trajectory: bool) -> None:
+    """Raise ValueError for options that --compare sets itself, or that begin at an image."""
+    names = ("solver", "steps", "init", "mask")
+    options = [f"--{name}" for name in names if getattr(sampling, name) is not None]
+    options += ["--trajectory"] * trajectory
+    options += [each for each in sampling.solver_options if each.startswith("--solver.steps")]
+    if options:
         raise ValueError(
-            f"--compare goes through solvers and steps, from noise; leave out {', '.join(given)}."
+            "--compare tries solvers and numbers of steps, from noise; leave out "
+            f"{', '.join(options)}."
         )

@@ -3,13 +3,12 @@
 import sys
 from collections.abc import Sequence
 
-from lit_diffusion.cli.options import add_trust
-from lit_diffusion.cli.parser import Parser
+from lit_diffusion.cli.options import Parser, add_device, add_trust, usable_device
 
 
 def parser() -> Parser:
     """Options of the command."""
-    made = Parser(
+    parser = Parser(
         "train-extractor",
         """Train a small network on the training images of a config, for FID without a download.
 
@@ -17,19 +16,21 @@ def parser() -> Parser:
     lit-diffusion fit --config flowers.yaml \\
         --trainer.callbacks.FIDEvaluation.extractor=flowers-cnn.safetensors
 
-It learns the classes, or without classes to tell the images apart, and how blurred and noisy they
-are. An FID by it compares with others by the same file only: keep the file. Options --data... are
-those of fit.""",
+It learns the classes, or without classes to distinguish the images, and how blurred and noisy they
+are. An FID by it can be compared with others by the same file only: keep the file. Options
+--data.NAME=VALUE are those of fit.""",
     )
-    made.add_argument("--config", required=True, metavar="FILE", help="YAML with the data")
-    made.add_argument("--out", required=True, metavar="FILE.safetensors", help="file to write")
-    made.add_argument("--steps", type=int, default=1500, help="of training (default 1500)")
-    made.add_argument(
-        "--batch-size", type=int, default=128, metavar="B", help="images a step (default 128)"
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML with the data")
+    parser.add_argument("--out", required=True, metavar="FILE.safetensors", help="file to write")
+    parser.add_argument(
+        "--steps", type=int, default=1500, metavar="N", help="training steps (default 1500)"
     )
-    made.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one)")
-    add_trust(made, "the config")
-    return made
+    parser.add_argument(
+        "--batch-size", type=int, default=128, metavar="B", help="images in a step (default 128)"
+    )
+    add_device(parser)
+    add_trust(parser, "the config")
+    return parser
 
 
 def run(argv: Sequence[str]) -> None:
@@ -37,8 +38,7 @@ def run(argv: Sequence[str]) -> None:
     args, others = parser().parse_known_args(argv[1:])
     if others and not others[0].startswith("--data."):
         parser().error(f"unrecognized arguments: {' '.join(others)}")
-    from lit_diffusion.cli.evaluating import data_of
-    from lit_diffusion.cli.sampling import usable_device
+    from lit_diffusion.cli.run_data import build_data
     from lit_diffusion.config.yaml_file import read_yaml
     from lit_diffusion.metrics.extractor_training import train_extractor
     from lit_diffusion.metrics.extractors import TrainedCNN
@@ -46,8 +46,8 @@ def run(argv: Sequence[str]) -> None:
     from lit_diffusion.signals import print_error
 
     config = read_yaml(args.config)
-    spec = config.get("data") if isinstance(config, dict) else None
-    data = data_of(spec, args.trust, args.config, others)
+    settings = config.get("data") if isinstance(config, dict) else None
+    data = build_data(settings, args.trust, args.config, others)
     if data is None:
         raise ValueError(f"{args.config} names no data with splits under data:, to train on.")
     train_extractor(
@@ -60,5 +60,5 @@ def run(argv: Sequence[str]) -> None:
         say=print_error,
     )
     protocol = TrainedCNN(args.out)
-    told = protocol.record["told_apart"]
-    print(f"{args.out} holds {protocol.name}, which tells {told} apart.", file=sys.stderr)
+    distinguishes = protocol.record["told_apart"]
+    print(f"{args.out} holds {protocol.name}, which tells {distinguishes} apart.", file=sys.stderr)

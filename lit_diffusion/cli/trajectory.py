@@ -1,4 +1,4 @@
-"""The way of the first samples from noise to image, as a strip and as a GIF."""
+"""Trajectories of the first samples from noise to image, as trajectory.png and trajectory.gif."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,22 +7,21 @@ from typing import Any, NamedTuple
 from PIL import Image
 from torch import Tensor
 
-from lit_diffusion.cli.image_grids import table, tile, written
+from lit_diffusion.cli.image_grids import table, text_image, tile
 from lit_diffusion.files import atomic_write
 from lit_diffusion.metrics.reference import evenly_spaced
 from lit_diffusion.signals import defer_signals
 
-SEEDS = 4
-COLUMNS = 10
-"""Steps in the strip."""
-MOST = 64
-"""Steps in the GIF, below that."""
-SECONDS = 4
-"""Length of the GIF, but for its end."""
+NUM_TRAJECTORIES = 4
+STRIP_STEPS = 10
+MAX_GIF_STEPS = 64
+"""The GIF has fewer steps than this."""
+GIF_SECONDS = 4
+"""Length of the GIF, without the last frame."""
 
 
-class Moment(NamedTuple):
-    """Number of the step, sigma / alpha, and x_t and x0 as images uint8 (N, C, H, W)."""
+class Frame(NamedTuple):
+    """A solver step: its number, noise level sigma / alpha, x_t and x0 as uint8 (N, C, H, W)."""
 
     step: int | str
     noise: float
@@ -31,9 +30,9 @@ class Moment(NamedTuple):
 
 
 class Trajectory:
-    """A `protocols.Watch` that keeps every step, or less than `MOST`, evenly over all.
+    """A `protocols.Watch` that keeps the solver's steps, evenly thinned below `MAX_GIF_STEPS`.
 
-    x_t is shown at the scale of an image: divided by sqrt(alpha^2 + sigma^2).
+    x_t is divided by sqrt(alpha^2 + sigma^2), which brings it to the scale of an image.
 
     Args:
         module: whose `watch` this will be.
@@ -42,31 +41,31 @@ class Trajectory:
     def __init__(self, module: Any) -> None:
         self._module = module
         self._every = 1
-        self.moments: list[Moment] = []
+        self.frames: list[Frame] = []
 
     def __call__(self, step: int, t: Tensor, x_t: Tensor, x0: Tensor) -> None:
-        """See a step."""
+        """Keep a step, or drop every other one when there are too many."""
         if step % self._every:
             return
         alpha, sigma = self._module.process.alpha_sigma(t)
-        seen = x_t / (alpha**2 + sigma**2).sqrt().to(x_t), x0
-        decoded = (self._module.codec.decode(x).cpu() for x in seen)
-        self.moments.append(Moment(step, float(sigma / alpha), *decoded))
-        if len(self.moments) == MOST:
-            del self.moments[1::2]
+        scaled = x_t / (alpha**2 + sigma**2).sqrt().to(x_t)
+        images = (self._module.codec.decode(x).cpu() for x in (scaled, x0))
+        self.frames.append(Frame(step, float(sigma / alpha), *images))
+        if len(self.frames) == MAX_GIF_STEPS:
+            del self.frames[1::2]
             self._every *= 2
 
 
 def write_trajectory(
-    module: Any, make: Callable[[], Tensor], names: Sequence[str], out: Path
+    module: Any, generate: Callable[[], Tensor], names: Sequence[str], folder: Path
 ) -> None:
-    """trajectory.png and trajectory.gif of the images (N, C, H, W) that `make` has a module make.
+    """Write trajectory.png and trajectory.gif of N samples.
 
     Args:
-        module: tells its `watch` of the steps.
-        make: generates them.
-        names: of the N.
-        out: folder.
+        module: its `watch` is called by the solver at every step.
+        generate: makes the module generate N images, uint8 (N, C, H, W).
+        names: of the N samples.
+        folder: for the files.
 
     Raises:
         ValueError: for a module without a `watch`.
@@ -76,37 +75,39 @@ def write_trajectory(
             f"--trajectory needs a module that tells its `watch` of each step, as DiffusionModule "
             f"does; {type(module).__name__} has none."
         )
-    module.watch = seen = Trajectory(module)
+    module.watch = trajectory = Trajectory(module)
     try:
-        images = make()
+        images = generate()
     finally:
         module.watch = None
-    moments = [*seen.moments, Moment("end", 0.0, images, images)]
-    with defer_signals(), atomic_write(out / "trajectory.png") as file:
-        _strip(moments, names).save(file, "PNG")
-    frames = [_frame(moment, names) for moment in moments]
-    lasting = [1000 * SECONDS // len(frames)] * len(seen.moments) + [1500]
-    with defer_signals(), atomic_write(out / "trajectory.gif") as file:
-        frames[0].save(
-            file, "GIF", save_all=True, append_images=frames[1:], duration=lasting, loop=0
+    frames = [*trajectory.frames, Frame("end", 0.0, images, images)]
+    with defer_signals(), atomic_write(folder / "trajectory.png") as file:
+        _draw_strip(frames, names).save(file, "PNG")
+    pictures = [_draw_frame(frame, names) for frame in frames]
+    durations = [1000 * GIF_SECONDS // len(frames)] * (len(frames) - 1) + [1500]
+    with defer_signals(), atomic_write(folder / "trajectory.gif") as file:
+        pictures[0].save(
+            file, "GIF", save_all=True, append_images=pictures[1:], duration=durations, loop=0
         )
 
 
-def _strip(moments: Sequence[Moment], names: Sequence[str]) -> Image.Image:
-    """Steps from left to right, two rows a sample."""
-    shown = [moments[i] for i in evenly_spaced(len(moments) - 1, COLUMNS)] + [moments[-1]]
-    rows = [[written("step\nnoise"), *(written(f"{m.step}\n{m.noise:.3g}") for m in shown)]]
+def _draw_strip(frames: Sequence[Frame], names: Sequence[str]) -> Image.Image:
+    """Steps from left to right; a row of x_t and a row of x0 for each sample."""
+    columns = [frames[i] for i in evenly_spaced(len(frames) - 1, STRIP_STEPS)] + [frames[-1]]
+    header = [text_image(f"{frame.step}\n{frame.noise:.3g}") for frame in columns]
+    rows = [[text_image("step\nnoise"), *header]]
     for i, name in enumerate(names):
-        rows.append([written(f"{name}, x_t"), *(tile(m.x_t[i : i + 1], 64) for m in shown)])
-        rows.append([written("x0"), *(tile(m.x0[i : i + 1], 64) for m in shown)])
+        one = slice(i, i + 1)
+        rows.append([text_image(f"{name}, x_t"), *(tile(each.x_t[one], 64) for each in columns)])
+        rows.append([text_image("x0"), *(tile(each.x0[one], 64) for each in columns)])
     return table(rows)
 
 
-def _frame(moment: Moment, names: Sequence[str]) -> Image.Image:
-    """A column a sample, of one size at every step."""
-    rows = [[written(""), *map(written, names)]]
-    for name, images in (("x_t", moment.x_t), ("x0", moment.x0)):
-        rows.append([written(name), *(tile(image[None], 160) for image in images)])
-    step = moment.step if moment.step == "end" else f"step {moment.step}"
-    head = f"{step}, noise {moment.noise:.3g}"
-    return table([[written(head)], [table(rows)]])
+def _draw_frame(frame: Frame, names: Sequence[str]) -> Image.Image:
+    """x_t above x0 with a column for each sample, of one size at every step."""
+    rows = [[text_image(""), *map(text_image, names)]]
+    for name, images in (("x_t", frame.x_t), ("x0", frame.x0)):
+        rows.append([text_image(name), *(tile(image[None], 160) for image in images)])
+    step = frame.step if frame.step == "end" else f"step {frame.step}"
+    header = text_image(f"{step}, noise {frame.noise:.3g}")
+    return table([[header], [table(rows)]])

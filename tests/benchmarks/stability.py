@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from lit_diffusion.checkpoints.loading import load_with_record
-from lit_diffusion.cli.evaluating import protocol_of_run
+from lit_diffusion.cli.run_data import protocol_of_run
 from lit_diffusion.lab.analysis.fixed_losses import data_for
 from lit_diffusion.metrics.extractors import protocol_by_name
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lit_diffusion.callbacks.gradient_diagnostics import random_halves, signal_and_noise
 from lit_diffusion.checkpoints.loading import Loaded, load_with_record
-from lit_diffusion.cli.evaluating import protocol_of_run
+from lit_diffusion.cli.run_data import protocol_of_run
 from lit_diffusion.gaussian import FixedSmall
 from lit_diffusion.grids import Even
 from lit_diffusion.lab.analysis.consistency import consistency

@@ -9,7 +9,7 @@ pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
 
 from safetensors.torch import load_file, save_file
 
-from lit_diffusion.cli.encoding import encode_shards, planned, shared_place
+from lit_diffusion.cli.encoding import encode_shards, launcher_rank_and_world_size, plan_shards
 from lit_diffusion.data.image_folder import ImageFolder
 from lit_diffusion.data.latents import LatentIndex, Latents
 from lit_diffusion.modules.vae import WEIGHTS, VAECodec
@@ -36,8 +36,8 @@ def opened(made, size=16):
 
 def encode(made, out, place=(0, 1), flips=True, shard_size=3):
     images, codec = opened(made)
-    index = planned(images, codec, out, shard_size, flips)
-    return encode_shards(images, codec, out, index, CPU, place)
+    index = plan_shards(images, codec, out, shard_size, flips)
+    return encode_shards(images, codec, out, index, CPU, *place)
 
 
 def content(out):
@@ -109,10 +109,10 @@ def test_a_folder_of_other_latents_is_left_alone(made, whole, tmp_path):
         encode(made, whole, shard_size=2)
     images, codec = opened(made, size=8)
     with pytest.raises(ValueError, match="choose another --out"):
-        planned(images, codec, whole, 3, True)
+        plan_shards(images, codec, whole, 3, True)
     small_vae.save(tmp_path / "vae", channels=(8, 16))
     with pytest.raises(ValueError, match="whose vae_sha256 is"):
-        planned(opened(made)[0], VAECodec(str(tmp_path / "vae")), whole, 3, True)
+        plan_shards(opened(made)[0], VAECodec(str(tmp_path / "vae")), whole, 3, True)
     assert content(whole) == before
 
 
@@ -122,7 +122,7 @@ def test_a_shard_of_other_latents_or_another_place_is_written_anew(made, whole, 
     shutil.copytree(whole, tmp_path / "out")
     small_vae.save(tmp_path / "vae", channels=(8, 32))
     images, codec = opened(made)[0], VAECodec(str(tmp_path / "vae"))
-    index = planned(images, codec, tmp_path / "others", 3, True)
+    index = plan_shards(images, codec, tmp_path / "others", 3, True)
     assert encode_shards(images, codec, tmp_path / "others", index, CPU) == 6
     shutil.copy(tmp_path / f"{stranger}.safetensors", tmp_path / "out/latents-00001.safetensors")
     with pytest.raises(ValueError, match=r"lacks 1 of 6 shards.* such as latents-00001"):
@@ -138,7 +138,7 @@ def test_moments_that_are_not_finite_are_refused(made, tmp_path):
     state["encoder.conv_out.bias"][0] = float("nan")
     save_file(state, tmp_path / "vae" / WEIGHTS, metadata={"format": "pt"})
     images, codec = opened(made)[0], VAECodec(str(tmp_path / "vae"))
-    index = planned(images, codec, tmp_path / "out", 3, False)
+    index = plan_shards(images, codec, tmp_path / "out", 3, False)
     with pytest.raises(ValueError, match=r"latents-00000.* finite .*the VAE vae gives others"):
         encode_shards(images, codec, tmp_path / "out", index, CPU)
     assert list(content(tmp_path / "out")) == ["index.json"]
@@ -153,19 +153,22 @@ def test_a_file_in_the_place_of_the_folder_is_kept(made, tmp_path):
 
 def test_sizes_that_the_vae_cannot_halve_are_refused(made, tmp_path):
     with pytest.raises(ValueError, match="multiples of 2"):
-        planned(*opened(made, size=15), tmp_path / "out", 3, False)
+        plan_shards(*opened(made, size=15), tmp_path / "out", 3, False)
     assert not (tmp_path / "out").exists()
 
 
 def test_launchers_say_which_share_is_ours(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
-    assert shared_place() == (0, 1)
+    assert launcher_rank_and_world_size() == (0, 1)
     monkeypatch.setenv("SLURM_PROCID", "1")
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert shared_place() == (0, 1)  # the job's script, which nobody shares shards with
+    assert launcher_rank_and_world_size() == (
+        0,
+        1,
+    )  # the job's script, which nobody shares shards with
     monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert shared_place() == (1, 4)
+    assert launcher_rank_and_world_size() == (1, 4)
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert shared_place() == (2, 3)
+    assert launcher_rank_and_world_size() == (2, 3)

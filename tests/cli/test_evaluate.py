@@ -53,7 +53,7 @@ def test_options_for_making_images_are_refused_beside_images_by_name(run, capsys
 
 def test_every_option_is_for_images_or_for_making_them():
     known = {name for action in evaluate.parser()._actions for name in action.option_strings}
-    assert known - {"-h", "--help"} == {*evaluate._WITH_IMAGES, *MAKING}
+    assert known - {"-h", "--help"} == {*evaluate.WITH_IMAGES, *MAKING}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from support.commands import call
 from support.small_digits import write_digits, write_small_digits
 from torch_fidelity import calculate_metrics
 
-from lit_diffusion.cli import comparing_solvers
+from lit_diffusion.cli import solver_comparison
 from lit_diffusion.metrics.extractors import EmbeddedCNN
 
 RUN = "evaluate --checkpoint run --extractor digits-cnn"
@@ -173,7 +173,7 @@ def touched(folder):
 def test_data_that_a_checkpoint_alone_names_are_not_touched(
     run, capsys, monkeypatch, touched, name, command
 ):
-    monkeypatch.setattr(comparing_solvers, "protocol_of_run", lambda _: "digits-cnn")
+    monkeypatch.setattr(solver_comparison, "protocol_of_run", lambda _: "digits-cnn")
     content = torch.load("run/checkpoints/last.ckpt", weights_only=True)
     data = {"_class_path": f"lit_diffusion.data.{name}", "train": "elsewhere", "val": "elsewhere"}
     content["datamodule_hyper_parameters"] = data | {"image_size": 8, "channels": 1}

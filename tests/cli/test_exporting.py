@@ -6,7 +6,7 @@ from support.small_digits import hyper_parameters, small_digits, write_small_dig
 
 from lit_diffusion import __version__
 from lit_diffusion.checkpoints import load
-from lit_diffusion.cli.exporting import export
+from lit_diffusion.cli.convert import export
 from lit_diffusion.interchange import load_network
 from lit_diffusion.interchange.exported import read_exported
 

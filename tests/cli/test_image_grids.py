@@ -2,7 +2,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from lit_diffusion.cli.image_grids import GAP, table, tile, written
+from lit_diffusion.cli.image_grids import GAP, table, text_image, tile
 
 
 def test_small_images_are_enlarged_pixel_by_pixel():
@@ -37,6 +37,6 @@ def picture(size, colour):
 
 def test_nothing_of_a_text_is_cut_off():
     text = "DPMSolverPP2S, jpgq\n0.123"
-    small = np.array(written(text))
-    roomy = np.array(written(f"{text} \n "))[: small.shape[0] + 4]
+    small = np.array(text_image(text))
+    roomy = np.array(text_image(f"{text} \n "))[: small.shape[0] + 4]
     assert (small < 128).sum() == (roomy < 128).sum() > 100

@@ -8,7 +8,7 @@ from support.small_digits import small_digits, write_small_digits
 from support.tiny_run import write_config
 
 from lit_diffusion.checkpoints import load
-from lit_diffusion.cli.exporting import export
+from lit_diffusion.cli.convert import export
 from lit_diffusion.cli.init_weights import match_weights, read_init
 
 

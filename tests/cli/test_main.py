@@ -16,7 +16,9 @@ def stub(monkeypatch):
 
     def register(function):
         monkeypatch.setitem(cli.COMMANDS, "stub", ("stub_command", "for this test"))
-        monkeypatch.setitem(sys.modules, "stub_command", SimpleNamespace(run=function))
+        monkeypatch.setitem(
+            sys.modules, "lit_diffusion.stub_command", SimpleNamespace(run=function)
+        )
 
     return register
 

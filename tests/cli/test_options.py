@@ -2,8 +2,7 @@ import argparse
 
 import pytest
 
-from lit_diffusion.cli.options import add_sampling, integers
-from lit_diffusion.cli.parser import Parser
+from lit_diffusion.cli.options import Parser, add_sampling, integers
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 import pytest
 
-from lit_diffusion.cli.parser import Parser
+from lit_diffusion.cli.options import Parser
 
 
 def test_a_parser_raises_instead_of_printing_usage(capsys):

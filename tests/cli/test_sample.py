@@ -46,7 +46,7 @@ def averaged(folder):
         ("--compare DDIM --compare_steps x", "must be integers such as 0,1,2, got 'x'"),
         ("--compare_steps 2", "--compare_steps, --reference and --data need --compare."),
         ("--compare solvers --trajectory --steps 0", "leave out --steps, --trajectory."),
-        ("--compare solvers --solver.steps 1 --mask m.png", "leave out --mask, --solver.steps."),
+        ("--compare solvers --solver.steps 1 --init m.png", "leave out --init, --solver.steps."),
         (
             "--solver heunn",
             "--solver must be one of DDIM, DDPM, DPMSolverPP, DPMSolverPP2S, Euler, "

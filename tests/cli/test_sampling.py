@@ -1,7 +1,6 @@
 import json
 import os
 import signal
-from argparse import Namespace
 from itertools import count
 from pathlib import Path
 
@@ -14,8 +13,9 @@ from support.small_digits import write_small_digits
 
 from lit_diffusion.callbacks.sample_grid import image_grid
 from lit_diffusion.checkpoints.loading import Loaded
-from lit_diffusion.cli import sampling
-from lit_diffusion.cli.sampling import load_generator, read_labels, usable_device
+from lit_diffusion.cli import generator, sampling
+from lit_diffusion.cli.generator import load_generator, read_labels
+from lit_diffusion.cli.options import SamplingOptions, usable_device
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.losses import DenoisingLoss, Simple
@@ -228,12 +228,9 @@ class Captioned(torch.nn.Module):
 
 def test_any_conditioning_can_be_guided(monkeypatch):
     loaded = Loaded(Captioned(), Path("a.ckpt"), 1, "raw", {"hyper_parameters": {"solver": {}}})
-    monkeypatch.setattr(sampling, "load_with_record", lambda *args, **options: loaded)
-    args = {"checkpoint": "a.ckpt", "weights": "raw", "trust": (), "device": "cpu", "guidance": 2.0}
-    args |= {"labels": None, "prompt": None, "solver_options": [], "solver": None, "steps": None}
-    args |= {"guidance_interval": None, "guidance_rescale": 0.0, "weaker": None, "classifier": None}
-    args |= {"init": None, "mask": None, "strength": None}
-    assert load_generator(Namespace(**args)).module.guidance == ClassifierFree(2.0)
+    monkeypatch.setattr(generator, "load_with_record", lambda *args, **options: loaded)
+    options = SamplingOptions("a.ckpt", device="cpu", guidance=2.0)
+    assert load_generator(options).loaded.module.guidance == ClassifierFree(2.0)
 
 
 def test_a_model_without_classes_takes_neither_labels_nor_guidance(capsys):

@@ -11,7 +11,7 @@ from support.pictures_module import PicturesModule
 from support.small_digits import write_small_digits
 
 from lit_diffusion.checkpoints.loading import load
-from lit_diffusion.cli.trajectory import MOST, Trajectory, write_trajectory
+from lit_diffusion.cli.trajectory import MAX_GIF_STEPS, Trajectory, write_trajectory
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.metrics.images import FolderImages
 from lit_diffusion.modules.diffusion import DiffusionModule
@@ -37,14 +37,14 @@ def seen_of(steps, scale=1.0):
     seen, x = Trajectory(Diffusing()), scale * torch.randn(2, 1, 8, 8)
     for step in range(steps):
         seen(step, torch.tensor(scale, dtype=torch.float64), x, x)
-    return seen.moments
+    return seen.frames
 
 
 def test_few_steps_are_all_kept_and_many_evenly_from_the_first_to_the_last():
-    assert [moment.step for moment in seen_of(MOST - 1)] == list(range(MOST - 1))
-    for steps in (MOST, 250, 1000):
+    assert [moment.step for moment in seen_of(MAX_GIF_STEPS - 1)] == list(range(MAX_GIF_STEPS - 1))
+    for steps in (MAX_GIF_STEPS, 250, 1000):
         kept = [moment.step for moment in seen_of(steps)]
-        assert MOST / 2 <= len(kept) < MOST
+        assert MAX_GIF_STEPS / 2 <= len(kept) < MAX_GIF_STEPS
         (stride,) = set(np.diff(kept))
         assert (kept[0], kept[-1] + stride >= steps) == (0, True)
 
@@ -57,11 +57,11 @@ def test_x_t_is_seen_at_the_scale_of_images_at_any_noise():
 def test_the_way_leads_from_the_noise_of_the_seeds_to_their_images(module):
     module.watch = seen = Trajectory(module)
     images = module.generate([7, 8], torch.tensor([3, 1]))
-    assert [moment.step for moment in seen.moments] == [0, 1, 2, 3]
+    assert [moment.step for moment in seen.frames] == [0, 1, 2, 3]
     noise = PixelCodec().decode(PerSampleNoise([7, 8]).draw((1, 8, 8)))
-    assert (seen.moments[0].x_t.int() - noise.int()).abs().max() <= 1
-    assert torch.equal(seen.moments[-1].x0, images)
-    levels = [moment.noise for moment in seen.moments]
+    assert (seen.frames[0].x_t.int() - noise.int()).abs().max() <= 1
+    assert torch.equal(seen.frames[-1].x0, images)
+    levels = [moment.noise for moment in seen.frames]
     assert levels == sorted(levels, reverse=True)
 
 

@@ -22,7 +22,7 @@ from support.toy import (
     mixture_flow,
 )
 
-from lit_diffusion.cli.comparing_solvers import on_a_grid_that_fits
+from lit_diffusion.cli.solver_comparison import with_fitting_grid
 from lit_diffusion.gaussian import FixedSmall
 from lit_diffusion.grids import Even, Karras, LogSNR, ShiftedGrid
 from lit_diffusion.processes import (
@@ -323,7 +323,7 @@ def test_karras_grids_begin_at_a_log_snr_of_minus_10_and_others_where_the_proces
 def test_the_usual_steps_and_grid_come_near_the_data(solver, process):
     """Within 0.1 of a mean of 0.3 and a standard deviation of 0.5, on every process."""
     solver = replace(solver, clip=False)
-    solver = on_a_grid_that_fits(solver, lambda solver: solver.check(process))
+    solver = with_fitting_grid(solver, lambda solver: solver.check(process))
     start, noise = Z((20_000, 1, 1, 1), 1), CountedNoise(1)
     end = solver.sample(gaussian_denoiser(process), process, start, noise)
     is_worse = isinstance(solver, Euler) and process == EDM  # Even in levels up to 80

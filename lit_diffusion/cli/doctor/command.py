@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from lit_diffusion.cli.doctor.ranks import is_first_process
 from lit_diffusion.cli.doctor.report import has_problem, report
 from lit_diffusion.cli.doctor.supervised import supervised
-from lit_diffusion.cli.parser import Parser
+from lit_diffusion.cli.options import Parser
 
 _DESCRIPTION = """Say what would go wrong with a long run, before it is started.
 

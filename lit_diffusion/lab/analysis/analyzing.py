@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from lit_diffusion.checkpoints.loading import Loaded
-from lit_diffusion.cli.evaluating import data_settings, protocol_of_run
-from lit_diffusion.cli.sampling import usable_device
-from lit_diffusion.cli.work_queue import Arrays, pieces, planned
+from lit_diffusion.cli.options import usable_device
+from lit_diffusion.cli.run_data import protocol_of_run, read_data_settings
+from lit_diffusion.cli.work_queue import Arrays, compute_pieces, prepare_folder
 from lit_diffusion.data.base import require_at_least
 from lit_diffusion.lab.analysis.alignment import aligned, hidden_units
 from lit_diffusion.lab.analysis.consistency import Consistency, consistency
@@ -115,7 +115,7 @@ def compare_images(args: Namespace) -> str:
     made_of = f"{args.num} images of each of {len(loaded)} models"
     _say_minutes(made_of, (time.monotonic() - began) * args.num)
     out = Path(args.out)
-    planned(out, _plan("consistency", args, *loaded))
+    prepare_folder(out, _plan("consistency", args, *loaded))
 
     def make(number: str) -> Arrays:
         module: Any = loaded[int(number)].module
@@ -126,7 +126,7 @@ def compare_images(args: Namespace) -> str:
         ]
         return {"images": torch.cat(parts).numpy()}
 
-    made = pieces(out, [str(i) for i in range(len(loaded))], make, "model")
+    made = compute_pieces(out, [str(i) for i in range(len(loaded))], make, "model")
     if made is None:
         return _awaited(out)
     images = torch.stack([torch.from_numpy(each["images"]) for each in made])
@@ -148,7 +148,7 @@ def _training_images(loaded: Sequence[Loaded], args: Namespace) -> Tensor:
     """uint8 (K, C, H, W) of all sets that a model was trained on."""
     sets = {}
     for each in loaded:
-        settings = repr(data_settings(each.path, args.data)[0])
+        settings = repr(read_data_settings(each.path, args.data)[0])
         if settings not in sets:
             sets[settings] = training_data(each, args).images("train")
     return torch.cat(list(sets.values()))
@@ -218,12 +218,12 @@ def interpolate_weights(args: Namespace) -> str:
     losses = fixed_losses(first.module, training_data(first, args), args)
     out, alphas = Path(args.out), np.linspace(0, 1, args.points)
     _said_cost(losses, len(alphas) * len(ends))
-    planned(out, _plan("interpolation", args, first, second))
+    prepare_folder(out, _plan("interpolation", args, first, second))
 
     def make(kind: str) -> Arrays:
         return {"values": interpolate(first.module, a, ends[kind], losses, alphas).values}
 
-    made = pieces(out, list(ends), make, "line")
+    made = compute_pieces(out, list(ends), make, "line")
     if made is None:
         return _awaited(out)
     found = {
@@ -257,14 +257,14 @@ def survey(args: Namespace) -> str:
     out, axis = Path(args.out), np.linspace(-reach, reach, args.points)
     surfaces = [(plane, losses)] if way else _of_players(loaded.module, plane, losses)
     _said_cost(losses, args.points**2)
-    planned(out, _plan("landscape", args, loaded, *on_the_way))
+    prepare_folder(out, _plan("landscape", args, loaded, *on_the_way))
 
     def make(row: str) -> Arrays:
         at = [axis[int(row)]]
         parts = [landscape(loaded.module, p, each, axis, at).values for p, each in surfaces]
         return {"values": np.concatenate(parts)}
 
-    made = pieces(out, [str(i) for i in range(len(axis))], make, "row")
+    made = compute_pieces(out, [str(i) for i in range(len(axis))], make, "row")
     if made is None:
         return _awaited(out)
     values = np.concatenate([each["values"] for each in made], axis=1)
@@ -326,7 +326,7 @@ def spectra(args: Namespace) -> str:
     _refuse_jumps(losses, loaded.module, parameters, args.kinks)
     _say_memory(parameters, args.steps)
     _said_cost_of_products(losses, parameters, args.steps * args.vectors)
-    planned(out, _plan("hessian", args, loaded))
+    prepare_folder(out, _plan("hessian", args, loaded))
 
     def make(piece: str) -> Arrays:
         name, seed = list(losses)[int(piece.split("-")[0])], int(piece.split("-")[1])
@@ -335,7 +335,7 @@ def spectra(args: Namespace) -> str:
         return {"nodes": found.nodes, "weights": found.weights, "num": np.array(len(like))}
 
     names = [f"{i}-{seed}" for i in range(len(losses)) for seed in range(args.vectors)]
-    made = pieces(out, names, make, "vector")
+    made = compute_pieces(out, names, make, "vector")
     if made is None:
         return _awaited(out)
     found: dict[str, Spectrum] = {}

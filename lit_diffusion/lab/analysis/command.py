@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from lit_diffusion.cli.options import add_data, add_trust, numbers
-from lit_diffusion.cli.parser import Parser
+from lit_diffusion.cli.options import Parser, add_data, add_trust, numbers
 from lit_diffusion.signals import raise_on_signals
 
 

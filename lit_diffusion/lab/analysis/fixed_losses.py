@@ -9,8 +9,8 @@ from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lit_diffusion.checkpoints.loading import Loaded, load_with_record
-from lit_diffusion.cli.evaluating import data_for
-from lit_diffusion.cli.sampling import usable_device
+from lit_diffusion.cli.options import usable_device
+from lit_diffusion.cli.run_data import data_of_run
 from lit_diffusion.lab.analysis.interpolation import Losses
 from lit_diffusion.lab.analysis.weights import between, exact_spectral_norms_, state_of
 from lit_diffusion.metrics.reference import evenly_spaced
@@ -54,7 +54,7 @@ def training_data(loaded: Loaded, args: Namespace) -> Any:
     Raises:
         ValueError: where neither names data with splits.
     """
-    data = data_for(loaded.path, args)
+    data = data_of_run(loaded.path, args.data, args.trust)
     if data is None:
         named = args.data or loaded.path
         raise ValueError(f"{named} names no data with splits to take images from.")

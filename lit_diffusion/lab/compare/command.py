@@ -5,7 +5,7 @@ from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
-from lit_diffusion.cli.parser import Parser
+from lit_diffusion.cli.options import Parser
 
 if TYPE_CHECKING:
     from lit_diffusion.lab.compare.report.report import Report

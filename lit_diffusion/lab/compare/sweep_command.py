@@ -6,8 +6,7 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
-from lit_diffusion.cli.options import integers
-from lit_diffusion.cli.parser import Parser
+from lit_diffusion.cli.options import Parser, integers
 from lit_diffusion.lab.compare.arms import arm_files
 from lit_diffusion.lab.compare.command import run as compare
 from lit_diffusion.lab.compare.sweep_plan import Planned, plan

@@ -1,0 +1,296 @@
+"""Images of the same seeds by several solvers and numbers of steps: a picture and an FID each."""
+
+import csv
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from lit_diffusion.cli.generator import (
+    ImageGenerator,
+    build_solver,
+    load_generator,
+    shipped_solvers,
+    trained_solver,
+)
+from lit_diffusion.cli.guidance_options import build_guidance
+from lit_diffusion.cli.image_grids import table, text_image, tile
+from lit_diffusion.cli.options import SamplingOptions
+from lit_diffusion.cli.run_data import protocol_of_run, real_images
+from lit_diffusion.cli.sampling import (
+    RECORD,
+    image_folder,
+    json_text,
+    read_samples,
+    write_samples,
+)
+from lit_diffusion.files import atomic_write, atomic_write_text, user_cache
+from lit_diffusion.grids import LogSNR
+from lit_diffusion.metrics.extractors import protocol_by_name
+from lit_diffusion.metrics.reference import FEWEST, Scorer, measure
+from lit_diffusion.metrics.score import image_set
+from lit_diffusion.modules.checks import check_clipping, check_objective, check_sampling
+from lit_diffusion.protocols import NonFiniteSamples, Process, Solver
+from lit_diffusion.signals import defer_signals, print_error
+from lit_diffusion.solvers.steps import check_steps, solver_times, time_grid_of
+
+NUM_DRAWN = 12
+"""Images of each cell in comparison.png."""
+COLUMNS = ("solver", "steps", "grid", "evaluations", "fid", "left_out")
+"""Columns of comparison.csv."""
+
+
+@dataclass(frozen=True)
+class ComparisonOptions:
+    """What is compared.
+
+    Attributes:
+        solvers: "solvers" for all of this library, or names separated by commas.
+        steps: numbers of steps; None for 5, 10, 20 and 50.
+        num: number of images.
+        reference: real images, as `real_images` takes it.
+        data: config that names the data in place of the run's.
+    """
+
+    solvers: str = "solvers"
+    steps: Sequence[int] | None = None
+    num: int = 64
+    reference: str | None = None
+    data: str | None = None
+
+
+@dataclass
+class Cell:
+    """A solver with a number of steps, and what became of it.
+
+    Attributes:
+        grid: the solver's times.
+        evaluations: number of function evaluations (NFE); guidance may double each.
+        fid: of the images; None where it could not be computed.
+        left_out: why there are no images; None if there are.
+        sampling: `sampling_record` of the module.
+    """
+
+    solver: str
+    steps: int
+    grid: str | None = None
+    evaluations: int | None = None
+    fid: float | None = None
+    left_out: str | None = None
+    sampling: dict[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the folder of its images."""
+        return f"{self.solver}-{self.steps}"
+
+    @property
+    def caption(self) -> str:
+        """Text below its images."""
+        fid = "" if self.fid is None else f"FID {self.fid:.4g}, "
+        return "left out" if self.left_out else f"{fid}{self.evaluations} evaluations"
+
+
+def compare_solvers(sampling: SamplingOptions, comparison: ComparisonOptions, folder: Path) -> str:
+    """Write a folder of images for each cell, and comparison.json, .csv and .png; a summary.
+
+    A call that was stopped can be repeated: images that are there are not generated again.
+
+    Raises:
+        ValueError: for unknown solvers, less than one step, a module that takes no other solver,
+            and where no solver can run.
+    """
+    # --solver.NAME goes to each solver of the comparison, and not to that of the checkpoint
+    loading = replace(sampling, solver_options=())
+    generator = replace(load_generator(loading, check=False), options=sampling)
+    trained_solver(generator.loaded)
+    steps = sorted(set(comparison.steps or (5, 10, 20, 50)))
+    check_steps(steps[0])
+    cells = [Cell(name, num) for name in _solver_names(comparison.solvers) for num in steps]
+    compute_fid, scored = _prepare_fid(generator, comparison)
+    print_error(scored["told"])
+    for number, cell in enumerate(cells, 1):
+        _generate_cell(generator, comparison.num, cell, folder / cell.name)
+        if compute_fid and not cell.left_out:
+            cell.fid = compute_fid(folder / cell.name)
+        text = f"{cell.solver}, {cell.steps} steps: {cell.caption}"
+        print_error(f"{text}  ({number} of {len(cells)})")
+    left_out = _reasons(cells)
+    if all(cell.left_out for cell in cells):
+        raise ValueError(f"no solver can run. {left_out[0]}")
+    _write_comparison(generator, comparison.num, cells, scored, folder)
+    text = f"{comparison.num} images a solver and number of steps, and comparison.png, in {folder}."
+    return "\n".join([text, *left_out])
+
+
+def _solver_names(text: str) -> list[str]:
+    """Names of the solvers that --compare lists, in any case."""
+    shipped = shipped_solvers()
+    if text == "solvers":
+        return list(shipped)
+    names = {name.lower(): name for name in shipped}
+    if unknown := [name for name in text.split(",") if name.lower() not in names]:
+        raise ValueError(
+            f"--compare must be solvers, or some of {','.join(shipped)}, got {unknown[0]!r}."
+        )
+    return list(dict.fromkeys(names[name.lower()] for name in text.split(",")))
+
+
+def _generate_cell(generator: ImageGenerator, num: int, cell: Cell, folder: Path) -> None:
+    """Generate the images of a cell unless they are there, or set `left_out`."""
+    module: Any = generator.loaded.module
+    try:
+        _set_solver(generator, cell)
+    except ValueError as error:
+        cell.left_out = str(error)
+        return
+    cell.evaluations = num_evaluations(module.solver, module.process)
+    record = generator.record(num, num)
+    cell.sampling = record["sampling"]
+    if (folder / "grid.png").exists() and (folder / RECORD).read_text() == json_text(record):
+        return
+    try:
+        write_samples(generator, num, image_folder(folder))
+    except NonFiniteSamples as error:
+        cell.left_out = str(error)
+
+
+def _set_solver(generator: ImageGenerator, cell: Cell) -> None:
+    """Give the module the solver of a cell; ValueError where it does not fit the rest."""
+    module: Any = generator.loaded.module
+    options = replace(generator.options, solver=cell.solver, steps=cell.steps)
+    module.solver = build_solver(generator.loaded, options)
+    if options.classifier:  # guides DDPM in another way than other solvers
+        module.guidance, _ = build_guidance(module, options)
+
+    def check(solver: Solver) -> None:
+        check_sampling(module.process, module.loss, solver, module.guidance)
+
+    module.solver = with_fitting_grid(module.solver, check)
+    cell.grid = str(time_grid_of(module.solver))
+    parts = module.process, module.parameterization, module.loss
+    check_objective(*parts, module.solver, module.guidance)
+    check_clipping(module.codec, module.solver, module.guidance)
+
+
+def with_fitting_grid(solver: Any, check: Callable[[Any], None]) -> Any:
+    """The solver; with the grid `LogSNR(noisiest=-10)` where `check` refuses its default grid.
+
+    A solver that names a grid is left as it is.
+
+    Example:
+        >>> from lit_diffusion.processes import EDMProcess
+        >>> from lit_diffusion.solvers import DDIM, Heun
+        >>> with_fitting_grid(Heun(), lambda solver: solver.check(EDMProcess())).times
+        >>> with_fitting_grid(DDIM(), lambda solver: solver.check(EDMProcess())).times
+        LogSNR(noisiest=-10.0)
+    """
+    if solver.times is None:
+        try:
+            check(solver)
+        except ValueError:
+            return replace(solver, times=LogSNR(noisiest=-10.0))
+    return solver
+
+
+def num_evaluations(solver: Solver, process: Process) -> int:
+    """Number of function evaluations (NFE) of a solver for an image.
+
+    Example:
+        >>> from lit_diffusion.processes import CosineBetas, DiscreteVP
+        >>> from lit_diffusion.solvers import Heun
+        >>> num_evaluations(Heun(10), DiscreteVP(CosineBetas(100)))
+        19
+    """
+    return len(solver_times(solver, process))
+
+
+def _prepare_fid(
+    generator: ImageGenerator, comparison: ComparisonOptions
+) -> tuple[Callable[[Path], float] | None, dict[str, Any]]:
+    """A function that computes the FID of a folder, and the protocol for the record.
+
+    Where there can be no FID, None, and the reason under "told".
+    """
+    num, options = comparison.num, generator.options
+    try:
+        if num < FEWEST:
+            raise ValueError(f"it needs {FEWEST} images or more, got --num {num}.")
+        protocol = protocol_by_name(protocol_of_run(options.checkpoint))
+        protocol.check()
+        device: Any = generator.loaded.module.device
+        scorer = Scorer(protocol, protocol.build().to(device), device, options.batch_size)
+        real, others = real_images(
+            comparison.reference, options.checkpoint, comparison.data, options.trust
+        )
+        reference = measure(scorer, real, others, num, user_cache(), generator.image_labels(num))
+    except (ValueError, TypeError, OSError) as error:
+        return None, {"told": f"No FID: {error}"}
+
+    def compute_fid(folder: Path) -> float:
+        metric = scorer.metric()
+        metric.add_real_sums(reference.sums)
+        for images, _ in image_set(folder, "").batches(options.batch_size):
+            metric.update(scorer.features(images), real=False)
+        return float(metric.compute())
+
+    return compute_fid, {
+        "protocol": protocol.name,
+        "extractor_sha256": protocol.sha256,
+        "told": f"FID of {num} images by {protocol.name} against {reference.name}, floor "
+        f"{reference.floor:.4g}.",
+        "reference": reference.name,
+        "floor": reference.floor,
+        "floor_images": reference.floor_images,
+    }
+
+
+def _write_comparison(
+    generator: ImageGenerator, num: int, cells: list[Cell], scored: dict[str, Any], folder: Path
+) -> None:
+    """Write comparison.json, .csv and .png."""
+    record = generator.record(num, num)
+    del record["sampling"]  # each cell has its own
+    record |= {"solver_options": list(generator.options.solver_options), "scored": scored}
+    record["cells"] = [asdict(cell) for cell in cells]
+    atomic_write_text(folder / "comparison.json", json_text(record))
+    text = StringIO()
+    writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(map(asdict, cells))
+    atomic_write_text(folder / "comparison.csv", text.getvalue())
+    loaded = generator.loaded
+    title = f"{loaded.path}, step {loaded.step}, {loaded.weights} weights.\n{scored['told']}"
+    picture = table([[text_image(title)], [_draw_cells(cells, folder, min(num, NUM_DRAWN))]])
+    with defer_signals(), atomic_write(folder / "comparison.png") as file:
+        picture.save(file, "PNG")
+
+
+def _draw_cells(cells: list[Cell], folder: Path, num: int) -> Image.Image:
+    """The first `num` images of each cell: a row for each solver, a column for each step number."""
+    steps = sorted({cell.steps for cell in cells})
+    rows = [[text_image(""), *(text_image(f"{number} steps") for number in steps)]]
+    for solver in dict.fromkeys(cell.solver for cell in cells if not cell.left_out):
+        row = [text_image(solver)]
+        for cell in (each for each in cells if each.solver == solver):
+            lines = [[text_image(cell.caption)]]
+            if not cell.left_out:
+                lines.insert(0, [tile(read_samples(folder / cell.name, num), 200)])
+            row.append(table(lines))
+        rows.append(row)
+    return table(rows)
+
+
+def _reasons(cells: list[Cell]) -> list[str]:
+    """A line for each solver and reason why cells of it are left out."""
+    steps_by_reason: dict[tuple[str, str], list[str]] = {}
+    for cell in cells:
+        if cell.left_out:
+            steps_by_reason.setdefault((cell.solver, cell.left_out), []).append(str(cell.steps))
+    return [
+        f"Left out: {solver} in {', '.join(steps)} steps: {reason}"
+        for (solver, reason), steps in steps_by_reason.items()
+    ]
