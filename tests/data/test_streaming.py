@@ -11,11 +11,11 @@ import yaml
 from PIL import Image
 from support.bucket import bucket
 from support.commands import call
-from support.on_ranks import run_on_ranks
 from support.pictures import class_folders, picture
-from support.resuming import Recipe, assert_undisturbed
+from support.resuming import Recipe, assert_undisturbed, resume_on_two_ranks
 from support.small_digits import small_digits
-from support.streamed import digits, from_files, png, write
+from support.spawn import spawn
+from support.streamed import digits, from_files, open_digits, png, write
 
 from lit_diffusion.data.image_folder import ImageFolder
 from lit_diffusion.data.streaming import StreamedImages, opened
@@ -142,8 +142,7 @@ def test_a_run_that_died_ends_as_one_that_did_not(tmp_path, batch, workers):
 @pytest.mark.slow
 def test_a_run_that_died_on_two_ranks_ends_as_one_that_did_not(tmp_path):
     digits(tmp_path / "set")
-    given = "8", "1", str(tmp_path / "set")
-    assert run_on_ranks("resuming_on_ranks.py", tmp_path, *given) == ["undisturbed"] * 2
+    spawn(resume_on_two_ranks, 2, tmp_path, 8, 1, open_digits(str(tmp_path / "set")))
 
 
 @pytest.mark.slow

@@ -1,8 +1,16 @@
 """A run that dies at any step and is resumed ends as if it had never died, to the last bit."""
 
 import pytest
-from support.on_ranks import run_on_ranks
-from support.resuming import ALTERNATIVES, CALLBACKS, SCHEDULES, STEPS, Recipe, assert_undisturbed
+from support.resuming import (
+    ALTERNATIVES,
+    CALLBACKS,
+    SCHEDULES,
+    STEPS,
+    Recipe,
+    assert_undisturbed,
+    resume_on_two_ranks,
+)
+from support.spawn import spawn
 
 from lit_diffusion import callbacks
 
@@ -104,5 +112,4 @@ def test_died_with_schedules_that_lightning_updates_after_saves(tmp_path, schedu
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch", "workers"), [(3, 0), (5, 0), (8, 0), (8, 2)])
 def test_died_on_two_ranks(tmp_path, batch, workers):
-    given = str(batch), str(workers)
-    assert run_on_ranks("resuming_on_ranks.py", tmp_path, *given) == ["undisturbed"] * 2
+    spawn(resume_on_two_ranks, 2, tmp_path, batch, workers)

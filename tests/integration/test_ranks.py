@@ -5,19 +5,13 @@ from itertools import combinations
 import numpy as np
 import pytest
 from scipy.stats import chi2_contingency, chisquare, norm
-from support.forked_ranks import Forker
-from support.ranks import BATCH, INSTEAD, STEPS, TOGETHER, VALUES
+from support.ranks import BATCH, INSTEAD, STEPS, TOGETHER, VALUES, resume, score, train
+from support.spawn import spawn
 
 from lit_diffusion.cli.loggers import read_evaluations
 
 BINS = 20
 RARE = 1e-3  # draws are functions of fixed seeds: what passes once passes always
-
-
-@pytest.fixture(scope="module")
-def forker():
-    with Forker() as started:
-        yield started
 
 
 def uniformity(u):
@@ -42,10 +36,10 @@ def assert_ranks_draw_their_own(u):
 @pytest.mark.slow
 @pytest.mark.parametrize("draws", ["stratified", "independent"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_ranks_draw_independent_times_and_noise_and_end_alike(forker, tmp_path, ranks, draws):
-    found = forker.results("support.ranks:train", tmp_path, ranks, draws)
-    u = np.array([rank["u"] for rank in found]).reshape(ranks, -1)
-    noise = np.array([rank["noise"] for rank in found]).reshape(ranks, -1)
+def test_ranks_draw_independent_times_and_noise_and_end_alike(tmp_path, ranks, draws):
+    results = spawn(train, ranks, tmp_path, draws)
+    u = np.array([rank["u"] for rank in results]).reshape(ranks, -1)
+    noise = np.array([rank["noise"] for rank in results]).reshape(ranks, -1)
     assert u.shape[1] == STEPS * BATCH
     assert noise.shape[1] == STEPS * BATCH * VALUES
     assert_ranks_draw_their_own(u)
@@ -54,7 +48,7 @@ def test_ranks_draw_independent_times_and_noise_and_end_alike(forker, tmp_path, 
         assert independence(one, other) > RARE
     steps = noise.reshape(ranks * STEPS, -1)
     assert len(np.unique(steps, axis=0)) == len(steps)
-    assert all(rank["ends"] == found[0]["ends"] for rank in found)
+    assert all(rank["ends"] == results[0]["ends"] for rank in results)
 
 
 def alike(rng, n):
@@ -103,22 +97,22 @@ def test_draws_that_are_right_pass():
     ],
 )
 def test_scores_do_not_depend_on_the_number_of_ranks(
-    forker, tmp_path, num, batch_size, extractor, rounding
+    tmp_path, num, batch_size, extractor, rounding
 ):
     """Each image and each sample is counted once, whatever the remainder."""
     scores = {}
     for ranks in (1, 2, 3):
         folder = tmp_path / str(ranks)
         folder.mkdir()
-        arguments = (num, batch_size, extractor)
-        found = forker.results("support.ranks:score", folder, ranks, *arguments)
-        assert sorted(index for rank in found for index in rank["counted"]) == list(range(num))
-        shares = [len(rank["features"]) for rank in found]
-        assert shares == [len(range(rank, num, ranks)) for rank in range(ranks)]
-        assert len({rank["loss"] for rank in found}) == 1
+        results = spawn(score, ranks, folder, num, batch_size, extractor)
+        assert sorted(index for rank in results for index in rank["counted"]) == list(range(num))
+        assert [rank["seeds"] for rank in results] == [
+            list(range(rank, num, ranks)) for rank in range(ranks)
+        ]
+        assert len({rank["loss"] for rank in results}) == 1
         (record,) = read_evaluations(folder / "evaluations.jsonl")
         assert (record["num_fake"], record["num_real"]) == (num, num)
-        scores[ranks] = (found[0]["loss"], record["value"], record["floor"])
+        scores[ranks] = (results[0]["loss"], record["value"], record["floor"])
     loss, *fids = scores.pop(1)
     for other_loss, *other_fids in scores.values():
         assert other_loss == pytest.approx(loss, rel=1e-14)
@@ -131,6 +125,6 @@ def test_scores_do_not_depend_on_the_number_of_ranks(
     [(TOGETHER, 3), (TOGETHER, 5), (INSTEAD, 8)],
     ids=["curriculum-3", "curriculum-5", "resampler-8"],
 )
-def test_all_callbacks_together_resume_on_three_ranks(forker, tmp_path, callbacks, step):
-    found = forker.results("support.ranks:resume", tmp_path, 3, callbacks, step)
-    assert len(set(found)) == 1
+def test_all_callbacks_together_resume_on_three_ranks(tmp_path, callbacks, step):
+    results = spawn(resume, 3, tmp_path, callbacks, step)
+    assert len(set(results)) == 1

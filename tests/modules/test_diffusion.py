@@ -6,7 +6,9 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins import MixedPrecision
-from support.on_ranks import run_on_ranks
+from support.plain_module import make_trainer
+from support.spawn import spawn
+from support.tiny_diffusion import images, tiny_diffusion
 from support.toy import EndsInNoise
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -453,12 +455,26 @@ def test_validation_during_training_does_not_change_training():
     assert all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
 
 
+def train_on_rank(folder):
+    """(times and noise of each step, sums of the weights at the end) of this rank."""
+    model = tiny_diffusion()
+    original, steps = model.per_sample_loss, []
+
+    def per_sample_loss(x0, condition, t, noise, step=None):
+        steps.append((*t.tolist(), noise.double().sum().item()))
+        return original(x0, condition, t, noise, step)
+
+    model.per_sample_loss = per_sample_loss
+    make_trainer(folder, devices=2, strategy="ddp", max_epochs=1).fit(model, images(32, 4))
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
+    return steps, [weights.sum().item(), weights.square().sum().item()]
+
+
 @pytest.mark.system
 def test_two_ranks_draw_different_times_and_noise_and_end_with_the_same_weights(tmp_path):
-    zero, one = run_on_ranks("module_on_ranks.py", tmp_path)
-    steps = [tuple(step) for step in zero["drawn"] + one["drawn"]]
-    assert len(set(steps)) == len(steps) == 8
-    assert zero["weights"] == one["weights"]
+    (steps, weights), (other_steps, other_weights) = spawn(train_on_rank, 2, tmp_path)
+    assert len({*steps, *other_steps}) == 8
+    assert weights == other_weights
 
 
 def test_accumulated_batches_of_a_step_draw_different_noise():

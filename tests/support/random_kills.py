@@ -18,8 +18,8 @@ from lit_diffusion.cli import (
 )
 from lit_diffusion.cli.main import main as command_line
 from support.deaths import Places
-from support.forked_ranks import SIZE, place
 from support.random_fits import random_config
+from support.spawn import LAUNCHER, rank_and_size
 from support.tiny_run import write_config
 
 PLACES = (
@@ -33,12 +33,12 @@ LIVES = 8
 
 
 def main(folder, first, count):
-    """Write how fits end of every n-th of `count` seeds from `first` on, on the r-th of n ranks.
+    """How fits end of every n-th of `count` seeds from `first` on, on the r-th of n ranks.
 
     The folder of a fit that ends otherwise than undisturbed stays: fit.yaml, the undisturbed run
     `whole`, the other one `run`, and what both said, in life.log.
     """
-    rank, ranks = place()
+    rank, ranks = rank_and_size()
     reports = []
     for seed in range(int(first) + rank, int(first) + int(count), ranks):
         own = folder / str(seed)
@@ -48,7 +48,7 @@ def main(folder, first, count):
         print(reports[-1], flush=True)
         if not reports[-1]["differences"]:
             shutil.rmtree(own)
-    (folder / f"rank{rank}.json").write_text(json.dumps(reports))
+    return reports
 
 
 def report_on(seed):
@@ -111,7 +111,7 @@ def _become_life(arguments, places):
             os.dup2(log, number)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        for name in ("LOCAL_RANK", SIZE):
+        for name in LAUNCHER:
             os.environ.pop(name)  # a fit is one process
         os.environ["XDG_CACHE_HOME"] = str(Path("cache").absolute())
         torch.set_num_threads(1)

@@ -1,7 +1,6 @@
-"""What test_ranks.py has several ranks do; each writes what it found to rank<n>.json."""
+"""What test_ranks.py runs on several ranks."""
 
 import hashlib
-import json
 import os
 
 import torch
@@ -10,13 +9,12 @@ from lightning.pytorch import Callback
 from lit_diffusion.callbacks import EMA, FIDEvaluation
 from lit_diffusion.data.datasets import TensorImages
 from lit_diffusion.data.digits import Digits
-from lit_diffusion.metrics.frechet import FrechetDistance
 from lit_diffusion.networks.unet import UNet
 from lit_diffusion.timesteps import Independent, Stratified
-from support.forked_ranks import place
 from support.pixels import PixelProtocol
 from support.plain_module import make_trainer
 from support.resuming import CALLBACKS, Recipe, assert_undisturbed
+from support.spawn import rank_and_size
 from support.tiny_diffusion import images, tiny_diffusion
 
 STEPS, BATCH = 200, 8
@@ -30,12 +28,8 @@ INSTEAD = [
 
 
 def _options():
-    size = place()[1]
+    size = rank_and_size()[1]
     return {"devices": size, "strategy": "ddp" if size > 1 else "auto"}
-
-
-def _write(folder, found):
-    (folder / f"rank{place()[0]}.json").write_text(json.dumps(found))
 
 
 def digest(tensors):
@@ -69,7 +63,7 @@ def train(folder, draws):
     trainer = make_trainer(folder, watch, ema, max_steps=STEPS, max_epochs=-1, **_options())
     trainer.fit(module, images(48 * BATCH, BATCH))
     ends = [digest(dict(module.named_parameters())), digest(ema.state_dict()["shadows"][0])]
-    _write(folder, {"u": watch.u, "noise": noises, "ends": ends})
+    return {"u": watch.u, "noise": noises, "ends": ends}
 
 
 class FewDigits(Digits):
@@ -87,40 +81,30 @@ class FewDigits(Digits):
 
 
 def score(folder, num, batch_size, extractor):
-    """Validation loss and FID in float64, and which images and samples were counted for them."""
+    """Validation loss and FID in float64, and which images and seeds were counted for them."""
     module = tiny_diffusion(num_classes=10, network=_network(), label_dropout=0.0)
-    counted, features = [], []
-    fixed_losses, update = module._fixed_losses, FrechetDistance.update
+    counted, seeds = [], []
+    validation_step, generate = module.validation_step, module.generate
 
-    def counting_losses(batch):
+    def counting_step(batch, batch_idx):
         counted.extend(batch[2].tolist())
-        return fixed_losses(batch)
+        validation_step(batch, batch_idx)
 
-    def counting_update(metric, values, real):
-        if not real:
-            features.extend(digest({"": value}) for value in values)
-        update(metric, values, real)
+    def counting_generate(wanted, labels=None):
+        seeds.extend(wanted)
+        return generate(wanted, labels)
 
-    cache = str(folder / f"cache{place()[0]}")
+    cache = str(folder / f"cache{rank_and_size()[0]}")
     protocol = PixelProtocol([]) if extractor == "pixels" else extractor
-    told = {"weights": "raw", "batch_size": 4, "cache_dir": cache, "auxiliary_metrics": False}
-    fid = FIDEvaluation(num, protocol, **told)
+    options = {"weights": "raw", "batch_size": 4, "cache_dir": cache, "auxiliary_metrics": False}
+    fid = FIDEvaluation(num, protocol, **options)
     trainer = make_trainer(folder, fid, precision="64-true", **_options())
     data = FewDigits(num, batch_size)
-    module._fixed_losses = counting_losses
-    FrechetDistance.update = _after_reference(fid, counting_update, update)
+    module.validation_step = counting_step
+    module.generate = counting_generate
     trainer.validate(module, data, verbose=False)
     loss = trainer.callback_metrics["val/loss"].item()
-    _write(folder, {"loss": loss, "counted": counted, "features": features})
-
-
-def _after_reference(fid, counting, plain):
-    """Floors are FIDs too: count only the samples of the module."""
-
-    def update(metric, values, real):
-        (counting if fid._measurement.looks else plain)(metric, values, real)
-
-    return update
+    return {"loss": loss, "counted": counted, "seeds": seeds}
 
 
 def _network():
@@ -134,7 +118,7 @@ def _network():
 def resume(folder, names, step):
     """Have a run with these callbacks die and go on; it ends as an undisturbed one, or raises."""
     os.chdir(folder)
-    _, size = place()
+    _, size = rank_and_size()
     # DDP regroups gradients after the first step of a process, unless it looks for unused ones; and
     # the last bit of a sum of three ranks depends on the group. That of two does not.
     strategy = "ddp_find_unused_parameters_true"
@@ -143,4 +127,4 @@ def resume(folder, names, step):
     recipe = Recipe(tuple(names), trainer=trainer, batch_size=-(-280 // size))
     assert_undisturbed(folder, recipe, step)
     saved = torch.load(folder / "whole" / "end.ckpt", weights_only=True)
-    _write(folder, digest(saved["state_dict"]))
+    return digest(saved["state_dict"])

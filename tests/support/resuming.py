@@ -228,3 +228,11 @@ def assert_goes_on(tmp_path, recipe, *dying, error):
     assert (again["global_step"], again["epoch"]) == (whole["global_step"], whole["epoch"])
     assert curves(died) == curves(tmp_path / "whole")
     return raised.value
+
+
+def resume_on_two_ranks(folder, batch, workers, data=None):
+    """As `assert_undisturbed`, with two ranks, whose epoch has five batches as that of one."""
+    trainer = (("devices", 2), ("strategy", "ddp"), ("accumulate_grad_batches", 2))
+    options = {"trainer": trainer, "batch_size": 140, **({"data": data} if data else {})}
+    callbacks = ("EMA", "MomentumDecay", "NoiseLevelLoss")
+    assert_undisturbed(folder, Recipe(callbacks, (workers, workers), **options), batch)
