@@ -11,7 +11,7 @@ from lit_diffusion.callbacks.evaluation import (
     inference_mode,
     require_generate,
 )
-from lit_diffusion.metrics.psnr import psnr
+from lit_diffusion.metrics.image_distances import psnr
 from lit_diffusion.protocols import CanGenerate
 
 NAME = "val/consistency"

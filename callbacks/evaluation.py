@@ -25,12 +25,13 @@ from lit_diffusion.callbacks.trainer_state import (
     undivided_sampler,
 )
 from lit_diffusion.distributed import call_on_rank_zero
-from lit_diffusion.metrics.batches import Where, images_in
-from lit_diffusion.metrics.reference import (
+from lit_diffusion.metrics.images import (
+    BatchKey,
     HasSplits,
-    RealImages,
+    ImageSet,
     evenly_spaced,
-    images_of_split,
+    open_split,
+    select_images,
 )
 from lit_diffusion.protocols import (
     CanGenerate,
@@ -234,14 +235,14 @@ def indexed_items(loader: "DataLoader[Any]") -> "Dataset[Any]":
     return loader.dataset if indices is None else Subset(loader.dataset, list(indices))
 
 
-def split_images(trainer: Trainer, split: str, where: Where = None) -> RealImages | None:
+def split_images(trainer: Trainer, split: str, where: BatchKey = None) -> ImageSet | None:
     """Images of "train", "val" or "test", from the data module or a loader; None without either.
 
     `where` locates the images in a batch of a foreign loader: an index, a key or a function.
     """
     data = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(data, HasSplits):
-        return images_of_split(data, split)
+        return open_split(data, split)
     fitting = split == "val" and trainer.state.fn == TrainerFn.FITTING
     if fitting and trainer.enable_validation and trainer.val_dataloaders is None:
         # Lightning makes them in the first epoch with a validation, and not again if they exist.
@@ -257,7 +258,7 @@ def split_images(trainer: Trainer, split: str, where: Where = None) -> RealImage
     if loader is None:
         return None
     items = indexed_items(loader)
-    return RealImages(split, items, loader.collate_fn, loader.num_workers, where=where)
+    return ImageSet(split, items, loader.collate_fn, loader.num_workers, key=where)
 
 
 class FixedImages(NamedTuple):
@@ -281,7 +282,7 @@ class FixedImages(NamedTuple):
         return x0, move_data_to_device(labels, x0.device), noise
 
 
-def read_fixed_images(loaders: Any, num: int, where: Where = None) -> FixedImages:
+def read_fixed_images(loaders: Any, num: int, where: BatchKey = None) -> FixedImages:
     """Read at most `num` images, evenly over the first data set: the same ones at every call.
 
     The loader itself is not iterated, which would restart its persistent workers in mid-epoch.
@@ -297,7 +298,7 @@ def read_fixed_images(loaders: Any, num: int, where: Where = None) -> FixedImage
     options: Any = {"batch_size": 256, "sampler": indices, "collate_fn": loader.collate_fn}
     with isolate_rng():  # a DataLoader draws a seed
         batches = list(DataLoader(items, **options))
-    images = torch.cat([images_in(batch, where) for batch in batches])
+    images = torch.cat([select_images(batch, where) for batch in batches])
     labels = None
     if isinstance(batches[0], list | tuple) and len(batches[0]) > 1:
         labels = by_part(lambda *rows: torch.cat(rows), *(batch[1] for batch in batches))

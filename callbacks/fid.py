@@ -24,14 +24,24 @@ from lit_diffusion.callbacks.evaluation import (
     weights_providers,
 )
 from lit_diffusion.files import user_cache
-from lit_diffusion.metrics.batches import Where
-from lit_diffusion.metrics.clock import EvaluationClock
+from lit_diffusion.metrics.auxiliary_metrics import (
+    AuxiliaryMetrics,
+    FeatureComparison,
+    MetricAccumulator,
+    build_auxiliary_metrics,
+)
+from lit_diffusion.metrics.evaluation_record import (
+    EvaluationClock,
+    FIDRecord,
+    ImageCount,
+    finite_or_none,
+    parse_image_count,
+    start_image_count,
+    write_evaluation,
+)
 from lit_diffusion.metrics.extractors import FIDProtocol, TrainedCNN, protocol_by_name
-from lit_diffusion.metrics.image_count import ImageCount, counted, read_count
-from lit_diffusion.metrics.images import open_images
-from lit_diffusion.metrics.record import FIDRecord, finite_or_none, write_evaluation
-from lit_diffusion.metrics.reference import HasSplits, RealImages, Scorer, measure
-from lit_diffusion.metrics.second_look import LookedAt, SecondLook, View, look_closely
+from lit_diffusion.metrics.images import BatchKey, HasSplits, ImageSet, open_images
+from lit_diffusion.metrics.reference import Scorer, measure_reference
 from lit_diffusion.protocols import DescribesSampling, WeightsProvider
 from lit_diffusion.seeding import classes_of
 
@@ -105,7 +115,7 @@ class FIDEvaluation(PeriodicEvaluation):
         save_best: bool = True,
         cache_dir: str | None = None,
         repeats_at_end: int = 0,
-        images: Where = None,
+        images: BatchKey = None,
         auxiliary_metrics: bool = True,
     ) -> None:
         super().__init__(every_n_steps)
@@ -132,7 +142,7 @@ class FIDEvaluation(PeriodicEvaluation):
         self._evaluated_step: int | None = None
         self._checkpoint_step: int | None = None
         self._scorer: Scorer | None = None
-        self._real: dict[str, SecondLook] = {}  # by split or path
+        self._real: dict[str, AuxiliaryMetrics] = {}  # by split or path
 
     def metric_name(self, stage: str) -> str:
         """Name that the FID is logged under; `stage` is "val" or "test"."""
@@ -176,7 +186,7 @@ class FIDEvaluation(PeriodicEvaluation):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Compute the statistics of the real images; drop a best measured with other settings."""
         super().on_train_start(trainer, pl_module)
-        self.image_count = counted(trainer, self.image_count)
+        self.image_count = start_image_count(trainer, self.image_count)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         if isinstance(self.protocol, TrainedCNN) and trainer.is_global_zero:
@@ -196,7 +206,7 @@ class FIDEvaluation(PeriodicEvaluation):
 
     def _settings(self, trainer: Trainer, module: LightningModule) -> dict[str, str]:
         """What must be equal for two FIDs under this metric name to compare."""
-        reference = self._real_images(trainer, module, "val").views[0].reference
+        reference = self._real_images(trainer, module, "val").comparisons[0].reference
         return {
             "extractor_sha256": self.protocol.sha256,
             "reference": reference.name,
@@ -274,12 +284,12 @@ class FIDEvaluation(PeriodicEvaluation):
         seeds = range(first_seed, first_seed + self.num_samples)
         clock = EvaluationClock(self.metric_name(stage), self.num_samples)
         real = self._real_images(trainer, module, stage)
-        samples = real.begin()
+        samples = real.accumulator()
         with swap_weights(trainer, self.weights_name), inference_mode(trainer, module):
             non_finite = self._add_samples(trainer, module, samples, clock, seeds)
         with clock.phase("second look"):
             value, auxiliary = (math.nan, {}) if non_finite else samples.compute()
-        reference, num_classes = real.views[0].reference, getattr(module, "num_classes", None)
+        reference, num_classes = real.comparisons[0].reference, getattr(module, "num_classes", None)
         record = FIDRecord(
             metric=self.metric_name(stage),
             value=finite_or_none(value),
@@ -326,7 +336,7 @@ class FIDEvaluation(PeriodicEvaluation):
         self,
         trainer: Trainer,
         module: LightningModule,
-        samples: LookedAt,
+        samples: MetricAccumulator,
         clock: EvaluationClock,
         seeds: range,
     ) -> list[int]:
@@ -345,7 +355,9 @@ class FIDEvaluation(PeriodicEvaluation):
                 images, non_finite = generate_images(module, batch or seeds[:1])
             if batch and images is not None:
                 with clock.phase("features"):
-                    non_finite = list(compress(batch, (~samples.add(images)).tolist()))
+                    non_finite = list(
+                        compress(batch, (~samples.add(images).isfinite().all(1)).tolist())
+                    )
             places = [seeds.index(seed) for seed in non_finite if seed in batch]
             flags[torch.tensor(places, dtype=torch.int64)] = 1
             clock.tick(len(batch) * trainer.world_size)
@@ -354,7 +366,9 @@ class FIDEvaluation(PeriodicEvaluation):
 
     # The real images
 
-    def _real_images(self, trainer: Trainer, module: LightningModule, stage: str) -> SecondLook:
+    def _real_images(
+        self, trainer: Trainer, module: LightningModule, stage: str
+    ) -> AuxiliaryMetrics:
         """The extractors and the statistics of the real images, computed when first needed."""
         name = "test" if stage == "test" and self.reference in SPLITS else self.reference
         with isolate_rng():  # extractors draw initial weights, and a DataLoader a seed
@@ -368,13 +382,13 @@ class FIDEvaluation(PeriodicEvaluation):
 
     def _read_real_images(
         self, trainer: Trainer, module: LightningModule, scorer: Scorer, name: str
-    ) -> SecondLook:
+    ) -> AuxiliaryMetrics:
         others = None
         if name in SPLITS:
             real = split_images(trainer, name, self.images)
             others = split_images(trainer, "val" if name == "train" else "train", self.images)
         else:
-            real = RealImages(name, open_images(name))
+            real = ImageSet(name, open_images(name))
         if real is None:
             raise ValueError(
                 f"reference={name!r}, but the Trainer has no such data here; name a folder of "
@@ -382,7 +396,7 @@ class FIDEvaluation(PeriodicEvaluation):
             )
         num_classes = getattr(module, "num_classes", None)
         labels = classes_of(range(self.num_samples), num_classes) if num_classes else None
-        reference = measure(scorer, real, others, self.num_samples, self.cache, labels)
+        reference = measure_reference(scorer, real, others, self.num_samples, self.cache, labels)
         sd, draws = reference.floor_sd, len(reference.floors)
         deviation = "" if sd is None else f" +- {sd:.2g} over {draws} draws"
         rank_zero_info(
@@ -395,10 +409,10 @@ class FIDEvaluation(PeriodicEvaluation):
                 f"{fewest} images cannot fill a covariance of {scorer.num_features} features: the "
                 "FID will be far above that of more samples; compare it with its floor only."
             )
-        view = View("", scorer, reference)
+        view = FeatureComparison("", scorer, reference)
         if not self.auxiliary_metrics:
-            return SecondLook((view,))
-        return look_closely(view, real, others, self.num_samples, self.cache, labels)
+            return AuxiliaryMetrics((view,))
+        return build_auxiliary_metrics(view, real, others, self.num_samples, self.cache, labels)
 
     # The best step, in checkpoints/best-fid.ckpt and in the callback's state
 
@@ -437,7 +451,7 @@ class FIDEvaluation(PeriodicEvaluation):
         _require(texts, "best_against", "texts by name", settings)
         self.best_score, self.best_step = score, step
         self._best_settings = settings
-        self.image_count = read_count(state_dict.get("images"))
+        self.image_count = parse_image_count(state_dict.get("images"))
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]

@@ -16,7 +16,7 @@ from lit_diffusion.callbacks.evaluation import (
     read_fixed_images,
 )
 from lit_diffusion.callbacks.trainer_state import eval_mode
-from lit_diffusion.metrics.batches import Where
+from lit_diffusion.metrics.images import BatchKey
 from lit_diffusion.protocols import Condition, by_part
 
 
@@ -80,7 +80,7 @@ class GradientDiagnostics(PeriodicEvaluation):
         every_n_steps: int = 200,
         num_levels: int = 4,
         num_images: int = 32,
-        images: Where = None,
+        images: BatchKey = None,
     ) -> None:
         super().__init__(every_n_steps)
         if num_levels < 1 or num_images < 2 or num_images % 2:

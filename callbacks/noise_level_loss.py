@@ -15,7 +15,7 @@ from lit_diffusion.callbacks.evaluation import (
     inference_mode,
     read_fixed_images,
 )
-from lit_diffusion.metrics.batches import Where
+from lit_diffusion.metrics.images import BatchKey
 from lit_diffusion.protocols import Condition, HasNoiseLevels, by_part
 
 
@@ -51,7 +51,7 @@ class NoiseLevelLoss(PeriodicEvaluation):
         num_levels: int = 10,
         num_images: int = 64,
         every_n_steps: int | None = None,
-        images: Where = None,
+        images: BatchKey = None,
     ) -> None:
         super().__init__(every_n_steps)
         if min(num_levels, num_images) < 1:

@@ -30,10 +30,8 @@ from lit_diffusion.callbacks.evaluation import (
     split_images,
 )
 from lit_diffusion.callbacks.trainer_state import isinstance_lightning, stepped_batches
-from lit_diffusion.metrics.batches import Where
-from lit_diffusion.metrics.copies import nearest, share_below
-from lit_diffusion.metrics.images import MODES
-from lit_diffusion.metrics.reference import RealImages, evenly_spaced
+from lit_diffusion.metrics.image_distances import fraction_within, nearest_neighbors
+from lit_diffusion.metrics.images import IMAGE_MODES, BatchKey, ImageSet, evenly_spaced
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
 from lit_diffusion.seeding import classes_of
 
@@ -85,7 +83,7 @@ class SampleGrid(PeriodicEvaluation):
         labels: Sequence[int] | None = None,
         every_n_steps: int | None = None,
         batch_size: int = 64,
-        images: Where = None,
+        images: BatchKey = None,
     ) -> None:
         super().__init__(every_n_steps)
         if min(num, batch_size) < 1:
@@ -146,12 +144,12 @@ class SampleGrid(PeriodicEvaluation):
         self._publish(trainer, "step", weights, image_grid(samples, captions))
         if self._training_images is None:
             return {}
-        distances, index = nearest(samples, self._training_images)
+        distances, index = nearest_neighbors(samples, self._training_images)
         pairs = torch.cat([samples, self._training_images[index]], dim=-1)
         self._publish(trainer, "nearest", weights, image_grid(pairs))
         if self._median_distance is None:
             return {}
-        return {"val/memorized": share_below(distances, self._median_distance)}
+        return {"val/memorized": fraction_within(distances, self._median_distance)}
 
     def _generate(self, module: LightningModule, labels: Sequence[int] | None) -> Tensor:
         """(num, C, H, W) uint8 on the CPU."""
@@ -169,11 +167,11 @@ class SampleGrid(PeriodicEvaluation):
         return torch.cat(batches)
 
     def _read_images(
-        self, train: RealImages | None, val: RealImages | None, shape: tuple[int, ...]
+        self, train: ImageSet | None, val: ImageSet | None, shape: tuple[int, ...]
     ) -> None:
         """Read what samples are compared with: not augmented, where the data module has splits."""
 
-        def read(images: RealImages | None, most: int, consequence: str) -> Tensor | None:
+        def read(images: ImageSet | None, most: int, consequence: str) -> Tensor | None:
             try:
                 if images is None:
                     raise TypeError("the Trainer has no loader of them with indices.")
@@ -195,7 +193,7 @@ class SampleGrid(PeriodicEvaluation):
             rank_zero_info(f"SampleGrid compares with {len(bank)} of {len(train)} training images.")
         held_out = read(val, self.num, "logs no val/memorized")
         if held_out is not None:
-            self._median_distance = nearest(held_out, bank)[0].median()
+            self._median_distance = nearest_neighbors(held_out, bank)[0].median()
 
     def _publish(self, trainer: Trainer, kind: str, weights: str, grid: Tensor) -> None:
         folder = Path(trainer.default_root_dir) / "samples"
@@ -237,7 +235,7 @@ def image_grid(images: Tensor, captions: Sequence[str] | None = None, width: int
     if captions is not None:
         strips = []
         for text in captions:  # white on black, 13 pixels high
-            strip = Image.new(MODES[images.shape[1] - 1], (large.shape[3], 13), "black")
+            strip = Image.new(IMAGE_MODES[images.shape[1] - 1], (large.shape[3], 13), "black")
             ImageDraw.Draw(strip).text((1, 0), text, fill="white")
             strips.append(pil_to_tensor(strip))
         large = torch.cat([large, torch.stack(strips)], dim=2)

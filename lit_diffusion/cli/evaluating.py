@@ -8,6 +8,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from lit_diffusion.checkpoints.averages import known_weights, power_averages
 from lit_diffusion.checkpoints.loading import checkpoint_file, named_weights
 from lit_diffusion.checkpoints.reading import read_checkpoint
@@ -17,11 +19,22 @@ from lit_diffusion.cli.run_data import protocol_of_run, real_images
 from lit_diffusion.cli.run_folder import run_of
 from lit_diffusion.cli.sampling import RECORD, image_folder, write_samples
 from lit_diffusion.files import atomic_write, user_cache
+from lit_diffusion.metrics.auxiliary_metrics import (
+    DISTANCES,
+    MAX_NEIGHBORS,
+    FeatureComparison,
+    build_auxiliary_metrics,
+)
+from lit_diffusion.metrics.evaluation_record import (
+    EMA_CURVE,
+    FIDRecord,
+    finite_or_none,
+    write_evaluation,
+)
 from lit_diffusion.metrics.extractors import protocol_by_name
-from lit_diffusion.metrics.record import EMA_CURVE, FIDRecord, finite_or_none, write_evaluation
-from lit_diffusion.metrics.reference import Scorer, measure
-from lit_diffusion.metrics.score import image_set, score
-from lit_diffusion.metrics.second_look import DISTANCES, View, look_closely
+from lit_diffusion.metrics.images import as_image_set, evenly_spaced
+from lit_diffusion.metrics.reference import Scorer, measure_reference
+from lit_diffusion.metrics.score import extract_features, score_features
 from lit_diffusion.signals import print_error
 
 
@@ -77,14 +90,16 @@ def evaluate(options: EvaluationOptions) -> dict[str, Any]:
         else:
             samples = write_samples(generator, options.num or len(real), image_folder(folder))
             labels = generator.image_labels(samples["num"])
-        fake = image_set(folder, "fake")
-        scores = score(fake, real, protocol, batch_size=options.batch_size, device=str(device))
-        about = (real, others, len(fake), user_cache(), labels)
-        floor = measure(scorer, *about)
-        auxiliary = look_closely(View("", scorer, floor), *about).begin()
-        for images, _ in fake.batches(options.batch_size):
-            auxiliary.add(images)
-    return scores | {
+        fake = as_image_set(folder, "fake")
+        settings = (real, others, len(fake), user_cache(), labels)
+        real_features = extract_features(scorer, real)
+        floor = measure_reference(scorer, *settings, real_features)
+        subset = real_features[evenly_spaced(len(real), MAX_NEIGHBORS)]
+        comparison = FeatureComparison("", scorer, floor, subset)
+        auxiliary = build_auxiliary_metrics(comparison, *settings).accumulator()
+        batches = fake.batches(options.batch_size)
+        fake_features = torch.cat([auxiliary.add(images).cpu() for images, _ in batches])
+    return score_features(scorer, fake_features, real_features) | {
         "fid_floor": floor.floor,
         "floor_sd": floor.floor_sd,
         "floor_images": floor.floor_images,

@@ -24,7 +24,7 @@ digits-cnn and patches-cnn need no download.""",
 def run(argv: Sequence[str]) -> None:
     """Run the command: "fetch-weights", then options."""
     args = parser().parse_args(argv[1:])
-    from lit_diffusion.metrics.weights import fetch_weights
+    from lit_diffusion.metrics.extractors import fetch_weights
 
     path = fetch_weights(args.to, **({"url": args.url} if args.url else {}))
     print(f"Inception weights are at {path}.")

@@ -13,8 +13,7 @@ from lightning.pytorch import LightningDataModule
 from lit_diffusion.checkpoints.loading import checkpoint_file, instantiate
 from lit_diffusion.cli.loggers import read_evaluations
 from lit_diffusion.cli.run_folder import latest_config, read_config, run_of
-from lit_diffusion.metrics.images import open_images
-from lit_diffusion.metrics.reference import HasSplits, RealImages, images_of_split
+from lit_diffusion.metrics.images import HasSplits, ImageSet, open_images, open_split
 
 SPLITS = ("train", "val", "test")
 
@@ -70,7 +69,7 @@ def data_of_run(checkpoint: str | Path | None, config: str | None, trust: Sequen
 
 def real_images(
     reference: str | None, checkpoint: str | None, config: str | None, trust: Sequence[str]
-) -> tuple[RealImages, RealImages | None]:
+) -> tuple[ImageSet, ImageSet | None]:
     """Real images to compare with, and others of the same kind for the floor of the FID.
 
     Args:
@@ -81,7 +80,7 @@ def real_images(
         trust: packages that class paths in the config may name.
     """
     if reference is not None and reference not in SPLITS:
-        return RealImages(reference, open_images(reference)), None
+        return ImageSet(reference, open_images(reference)), None
     data = data_of_run(checkpoint, config, trust)
     if data is None:
         raise ValueError(
@@ -98,7 +97,7 @@ def real_images(
         return real_images(str(records[-1]["reference"]), checkpoint, config, trust)
     split = reference or "val"
     other_split = "val" if split == "train" else "train"
-    return images_of_split(data, split), images_of_split(data, other_split)
+    return open_split(data, split), open_split(data, other_split)
 
 
 def protocol_of_run(checkpoint: str | None) -> str:

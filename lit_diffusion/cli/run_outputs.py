@@ -19,7 +19,7 @@ from lit_diffusion.cli.lightning_internals import (
 from lit_diffusion.cli.loggers import AppendingCSVLogger, rewind_evaluations
 from lit_diffusion.cli.run_folder import next_config
 from lit_diffusion.files import atomic_write_text
-from lit_diffusion.metrics.image_count import ImageCount, counted, read_count
+from lit_diffusion.metrics.evaluation_record import ImageCount, parse_image_count, start_image_count
 
 
 class RunConfig(SaveConfigCallback):
@@ -93,7 +93,7 @@ class ImagesSeen(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count on from what a checkpoint brought."""
-        self.image_count = counted(trainer, self.image_count)
+        self.image_count = start_image_count(trainer, self.image_count)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -106,7 +106,7 @@ class ImagesSeen(Callback):
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Go on from a saved count."""
-        self.image_count = read_count(checkpoint.get(self._KEY))
+        self.image_count = parse_image_count(checkpoint.get(self._KEY))
 
 
 def _csv_loggers(trainer: Trainer) -> list[AppendingCSVLogger]:

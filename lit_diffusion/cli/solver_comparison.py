@@ -30,8 +30,8 @@ from lit_diffusion.cli.sampling import (
 from lit_diffusion.files import atomic_write, atomic_write_text, user_cache
 from lit_diffusion.grids import LogSNR
 from lit_diffusion.metrics.extractors import protocol_by_name
-from lit_diffusion.metrics.reference import FEWEST, Scorer, measure
-from lit_diffusion.metrics.score import image_set
+from lit_diffusion.metrics.images import as_image_set
+from lit_diffusion.metrics.reference import MIN_IMAGES, Scorer, measure_reference
 from lit_diffusion.modules.checks import check_clipping, check_objective, check_sampling
 from lit_diffusion.protocols import NonFiniteSamples, Process, Solver
 from lit_diffusion.signals import defer_signals, print_error
@@ -217,8 +217,8 @@ def _prepare_fid(
     """
     num, options = comparison.num, generator.options
     try:
-        if num < FEWEST:
-            raise ValueError(f"it needs {FEWEST} images or more, got --num {num}.")
+        if num < MIN_IMAGES:
+            raise ValueError(f"it needs {MIN_IMAGES} images or more, got --num {num}.")
         protocol = protocol_by_name(protocol_of_run(options.checkpoint))
         protocol.check()
         device: Any = generator.loaded.module.device
@@ -226,14 +226,16 @@ def _prepare_fid(
         real, others = real_images(
             comparison.reference, options.checkpoint, comparison.data, options.trust
         )
-        reference = measure(scorer, real, others, num, user_cache(), generator.image_labels(num))
+        reference = measure_reference(
+            scorer, real, others, num, user_cache(), generator.image_labels(num)
+        )
     except (ValueError, TypeError, OSError) as error:
         return None, {"told": f"No FID: {error}"}
 
     def compute_fid(folder: Path) -> float:
         metric = scorer.metric()
         metric.add_real_sums(reference.sums)
-        for images, _ in image_set(folder, "").batches(options.batch_size):
+        for images, _ in as_image_set(folder, "").batches(options.batch_size):
             metric.update(scorer.features(images), real=False)
         return float(metric.compute())
 

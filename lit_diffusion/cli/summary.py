@@ -15,15 +15,14 @@ from lit_diffusion.checkpoints.loading import checkpoint_file
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.loggers import read_evaluations
 from lit_diffusion.cli.run_folder import Request
-from lit_diffusion.metrics.image_count import images_seen
-from lit_diffusion.metrics.record import is_repeat
+from lit_diffusion.metrics.evaluation_record import count_training_images, is_repeat
 
 
 def summary(request: Request, trainer: Trainer, seconds: float) -> str:
     """A few lines on a fit that has ended, `seconds` after the command began."""
     root = request.root
     done = f"{trainer.global_step} steps"
-    if images := images_seen(trainer):
+    if images := count_training_images(trainer):
         done += f", {images:,} images seen"
     duration = timedelta(seconds=round(seconds))
     rows = [("run folder", str(root)), ("trained", f"{done}, in {duration}")]

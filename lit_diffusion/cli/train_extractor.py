@@ -40,9 +40,9 @@ def run(argv: Sequence[str]) -> None:
         parser().error(f"unrecognized arguments: {' '.join(others)}")
     from lit_diffusion.cli.run_data import build_data
     from lit_diffusion.config.yaml_file import read_yaml
-    from lit_diffusion.metrics.extractor_training import train_extractor
     from lit_diffusion.metrics.extractors import TrainedCNN
-    from lit_diffusion.metrics.reference import images_of_split
+    from lit_diffusion.metrics.images import open_split
+    from lit_diffusion.metrics.small_classifier import train_extractor
     from lit_diffusion.signals import print_error
 
     config = read_yaml(args.config)
@@ -51,13 +51,13 @@ def run(argv: Sequence[str]) -> None:
     if data is None:
         raise ValueError(f"{args.config} names no data with splits under data:, to train on.")
     train_extractor(
-        images_of_split(data, "train"),
+        open_split(data, "train"),
         args.out,
         getattr(data, "num_classes", None),
         steps=args.steps,
         batch_size=args.batch_size,
         device=usable_device(args.device),
-        say=print_error,
+        log=print_error,
     )
     protocol = TrainedCNN(args.out)
     distinguishes = protocol.record["told_apart"]

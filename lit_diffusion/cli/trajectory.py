@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lit_diffusion.cli.image_grids import table, text_image, tile
 from lit_diffusion.files import atomic_write
-from lit_diffusion.metrics.reference import evenly_spaced
+from lit_diffusion.metrics.images import evenly_spaced
 from lit_diffusion.signals import defer_signals
 
 NUM_TRAJECTORIES = 4

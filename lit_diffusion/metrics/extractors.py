@@ -1,4 +1,4 @@
-"""FID protocols: under one name, which network with which weights sees the images at which size.
+"""FID protocols: each names a network, its weights, and the image size that it scores.
 
 Two FIDs compare only if they were measured under one protocol, with the same numbers of images.
 """
@@ -11,72 +11,78 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
+from urllib.error import URLError
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch_fidelity.feature_extractor_base import FeatureExtractorBase
-from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-from torch_fidelity.registry import FEATURE_EXTRACTORS_REGISTRY, register_feature_extractor
-
-from lit_diffusion.files import atomic_write
-from lit_diffusion.metrics.classifier import SmallClassifier, classifier_of
-from lit_diffusion.metrics.weights import (
-    FETCH,
-    INCEPTION_SHA256,
-    cached_inception,
-    require,
+from torch_fidelity.feature_extractor_inceptionv3 import (
+    URL_INCEPTION_V3,
+    FeatureExtractorInceptionV3,
 )
 
+from lit_diffusion.files import atomic_write
+from lit_diffusion.metrics.small_classifier import SmallClassifier, load_small_classifier
 
-class Features(Protocol):
+INCEPTION_FILE = "weights-inception-2015-12-05-6726825d.pth"
+INCEPTION_SHA256 = "6726825d0af5f729cebd5821db510b11b1cfad8faad88a03f1befd49fb9129b2"
+FETCH_HINT = (
+    "On a machine with a network (the login node of a cluster) run `lit-diffusion fetch-weights`, "
+    f"or copy {INCEPTION_FILE} there from {URL_INCEPTION_V3}."
+)
+
+GRID = 8
+"""Height and width to which `Pixels` reduces an image; UCI's digits were made so from 32x32."""
+
+_SEED, _MAX_SIDE, _MIN_SIDE = 0, 32, 4  # of RandomCNN
+
+
+@runtime_checkable
+class FIDProtocol(Protocol):
     """A feature extractor under a name."""
 
     @property
     def name(self) -> str:
-        """What the protocol is called."""
+        """Name of the protocol."""
 
     @property
     def channels(self) -> int:
-        """Channels of the images that the extractor wants."""
+        """Number of channels of the images that the extractor takes."""
 
     @property
     def sha256(self) -> str:
-        """Of the weights, 64 hex digits."""
+        """SHA-256 of the weights, 64 hex digits."""
 
     @property
     def resize(self) -> str:
-        """What happens to the images' size before they are scored, in words."""
+        """How images are resized before they are scored, in words."""
 
     def check(self) -> None:
         """Raise if the weights are missing or broken. Cheap: called before training starts."""
 
     def build(self) -> nn.Module:
-        """A module in eval mode: uint8 (N, channels, H, W) -> features (N, its num_features)."""
+        """A module in eval mode that maps uint8 (N, channels, H, W) to features (N, F).
 
-
-@runtime_checkable
-class FIDProtocol(Features, Protocol):
-    """An extractor that an FID goes by, and torch-fidelity's other scores."""
-
-    def fidelity_arguments(self) -> dict[str, Any]:
-        """Arguments that make `torch_fidelity.calculate_metrics` use this extractor."""
+        It has `num_features`, which is F. With `logits(features)` (N, classes) it also gives an
+        inception score.
+        """
 
 
 @dataclass(frozen=True)
 class InceptionV3Compat:
     """The FID of the literature, as torch-fidelity and the original TensorFlow program compute it.
 
-    Inception-v3 of 2015-12-05, 2048 pooled features, images resized to 299x299 as TensorFlow 1 did:
-    bilinear, no antialiasing. It equals `FrechetInceptionDistance(antialias=False)` of
-    torchmetrics, whose default, antialiased, compares with no published number.
+    Inception-v3 of 2015-12-05, 2048 pooled features, images resized to 299x299 as in TensorFlow 1:
+    bilinear, without antialiasing. It equals `FrechetInceptionDistance(antialias=False)` of
+    torchmetrics, whose default, antialiased, does not compare with published numbers.
 
     Args:
-        weights_path: weight file; None is torch-fidelity's own in the cache of `torch.hub`.
+        weights_path: weight file; None takes torch-fidelity's own in the cache of `torch.hub`.
         sha256: of that file.
 
-    Source: as of `frechet.FrechetDistance`, section 4; network and resize of torch-fidelity.
+    Source: Heusel et al. 2017 (arXiv 1706.08500), section 4; network and resize of torch-fidelity.
     """
 
     weights_path: str | None = None
@@ -88,31 +94,21 @@ class InceptionV3Compat:
 
     def check(self) -> None:
         """Raise if the weight file is missing or another one."""
-        require(self._path(), self.sha256, FETCH)
+        require_sha256(self._path(), self.sha256, FETCH_HINT)
 
     def build(self) -> nn.Module:
-        """Images uint8 (N, 3, H, W) -> features (N, 2048)."""
-        return _Inception(self._weights())
-
-    def fidelity_arguments(self) -> dict[str, Any]:
-        """Arguments that make `torch_fidelity.calculate_metrics` use this extractor."""
-        weights = self._weights()
-        return {"feature_extractor": self.name, "feature_extractor_weights_path": weights}
-
-    def _path(self) -> Path:
-        return cached_inception() if self.weights_path is None else Path(self.weights_path)
-
-    def _weights(self) -> io.BytesIO:
-        """The weight file, taken apart by the safe loader and put together again.
-
-        torch-fidelity unpickles whatever it is given; so it is given what we pickled.
-        """
+        """A module that maps images uint8 (N, 3, H, W) to features (N, 2048)."""
         self.check()
+        # torch-fidelity unpickles the file that it gets, so it gets one that was pickled here from
+        # what the safe loader has read.
         state = torch.load(self._path(), map_location="cpu", weights_only=True)
         copy = io.BytesIO()
         torch.save(state, copy)
         copy.seek(0)
-        return copy
+        return _Inception(copy)
+
+    def _path(self) -> Path:
+        return inception_path() if self.weights_path is None else Path(self.weights_path)
 
 
 class _Inception(nn.Module):
@@ -129,51 +125,99 @@ class _Inception(nn.Module):
         features: Tensor = self.network(images)[0]
         return features
 
+    def logits(self, features: Tensor) -> Tensor:
+        """Logits (N, 1008) without bias, as the inception score uses them."""
+        return features.mm(self.network.fc.weight.T)
+
+
+def inception_path() -> Path:
+    """Where torch-fidelity has its Inception weights: in the checkpoints of `torch.hub`."""
+    return Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
+
+
+def fetch_weights(destination: str | Path | None = None, url: str = URL_INCEPTION_V3) -> Path:
+    """Download torch-fidelity's Inception weights (96 MB), unless they are there already.
+
+    Nothing else in this package downloads weights.
+
+    Args:
+        destination: file or existing folder; None is where `inception-v3-compat` looks.
+        url: of a mirror, for networks that cannot reach the original.
+
+    Returns:
+        Path of the file, whose SHA-256 has been checked.
+
+    Raises:
+        ConnectionError: If `url` cannot be reached.
+        ValueError: If the file there, or the one downloaded, has another hash.
+    """
+    path = inception_path() if destination is None else Path(destination)
+    path = path / INCEPTION_FILE if path.is_dir() else path
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            torch.hub.download_url_to_file(url, str(path), hash_prefix=INCEPTION_SHA256)
+        except URLError as error:
+            raise ConnectionError(
+                f"cannot download {url} ({error.reason}); run this where there is a network, then "
+                f"copy the file to {path}."
+            ) from error
+        except RuntimeError as error:  # torch raises it for another hash, and deletes the file
+            raise ValueError(f"{url}: {error}; nothing was kept. Try again.") from error
+    require_sha256(path, INCEPTION_SHA256, FETCH_HINT)
+    return path
+
+
+def require_sha256(path: Path, sha256: str, remedy: str) -> None:
+    """Raise an error that ends in the remedy, unless `path` is a file with this SHA-256.
+
+    Raises:
+        FileNotFoundError: If there is no file.
+        ValueError: If it has another hash.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"no extractor weights at {path}. {remedy}")
+    with path.open("rb") as file:
+        actual = hashlib.file_digest(file, "sha256").hexdigest()
+    if actual != sha256:
+        raise ValueError(
+            f"{path} has SHA-256 {actual}, expected {sha256}: a broken download or other weights. "
+            f"Delete it. {remedy}"
+        )
+
 
 class _SmallCNN:
-    """What protocols of a `SmallClassifier` have in common."""
+    """Base of protocols whose extractor is a `SmallClassifier` from a safetensors file."""
 
     name: str
+    path: Path
+    sha256: str
+    size: int | Sequence[int]  # height and width of the images in pixels; one number if equal
     resize = "none"
-
-    def source(self) -> tuple[Path, int | Sequence[int]]:
-        """File of the weights; height and width of the images in pixels, one number if equal."""
-        raise NotImplementedError
+    remedy: str
 
     @property
     def channels(self) -> int:
         """1 for grey, 3 for colour, 4 with alpha."""
-        return self.network().channels
+        return int(self.build().channels)  # type: ignore[arg-type]
 
     def check(self) -> None:
         """Raise if the weight file is missing or another one."""
-        raise NotImplementedError
+        require_sha256(self.path, self.sha256, self.remedy)
 
     def build(self) -> nn.Module:
-        """Images uint8 (N, channels, H, W) -> features (N, its num_features)."""
-        return self.network()
-
-    def network(self) -> SmallClassifier:
-        """The classifier whose features these are."""
+        """A module that maps images uint8 (N, channels, H, W) to features (N, num_features)."""
         self.check()
-        path, size = self.source()
-        return classifier_of(load_file(path), size)
-
-    def fidelity_arguments(self) -> dict[str, Any]:
-        """Arguments that make `torch_fidelity.calculate_metrics` use this extractor."""
-        if self.name not in FEATURE_EXTRACTORS_REGISTRY:
-            kind = type("Features", (_ForFidelity,), {"protocol": self})
-            register_feature_extractor(self.name, kind)
-        return {"feature_extractor": self.name}
+        return load_small_classifier(load_file(self.path), self.size)
 
 
 @dataclass(frozen=True)
 class EmbeddedCNN(_SmallCNN):
-    """A small classifier that ships with the package, for data on which Inception says little.
+    """A small classifier that ships with the package, for images that Inception was not made for.
 
     `digits-cnn` takes 8x8 grey digits, `patches-cnn` 32x32 colour crops of photographs. Both have
-    64 features, so a few hundred images are enough, and saw the training part of the embedded data
-    only (tests/benchmarks/train_classifiers.py). Such an FID compares with others of the same
+    64 features, so a few hundred images are enough, and were trained on the training split of these
+    data only (tests/benchmarks/train_classifiers.py). Such an FID compares with others of the same
     protocol, never with a published one.
 
     Example:
@@ -183,31 +227,35 @@ class EmbeddedCNN(_SmallCNN):
     """
 
     name: str
+    remedy = "Install lit-diffusion again."
 
     def __post_init__(self) -> None:
-        if self.name not in _shipped():
-            raise ValueError(f"shipped classifiers are {', '.join(_shipped())}, got {self.name!r}.")
-
-    def source(self) -> tuple[Path, int]:
-        """File of the weights; height and width of the images in pixels."""
-        size = int(_shipped()[self.name]["network"]["size"])
-        return Path(__file__).with_name(f"{self.name}.safetensors"), size
+        if self.name not in _embedded():
+            raise ValueError(
+                f"shipped classifiers are {', '.join(_embedded())}, got {self.name!r}."
+            )
 
     @property
-    def sha256(self) -> str:
-        """Of the weights, 64 hex digits."""
-        return str(_shipped()[self.name]["sha256"])
+    def path(self) -> Path:  # type: ignore[override]
+        """File of the weights."""
+        return Path(__file__).with_name(f"{self.name}.safetensors")
 
-    def check(self) -> None:
-        """Raise if the weight file is missing or another one."""
-        require(self.source()[0], self.sha256, "Install lit-diffusion again.")
+    @property
+    def size(self) -> int:  # type: ignore[override]
+        """Height and width of the images in pixels."""
+        return int(_embedded()[self.name]["network"]["size"])
+
+    @property
+    def sha256(self) -> str:  # type: ignore[override]
+        """SHA-256 of the weights, 64 hex digits."""
+        return str(_embedded()[self.name]["sha256"])
 
 
 class TrainedCNN(_SmallCNN):
     """A small network that `lit-diffusion train-extractor` trained on images of one's own.
 
-    Its name has the first digits of its weights' hash, so no two of them are mixed up. Such an FID
-    compares within these data, under these weights.
+    The protocol's name ends in the first digits of the weights' hash, so two of them are never
+    mixed up. Such an FID compares within these data and these weights only.
 
     Args:
         path: file that the command wrote.
@@ -216,6 +264,8 @@ class TrainedCNN(_SmallCNN):
         FileNotFoundError: If there is none.
         ValueError: If it is another file.
     """
+
+    remedy = "Train the extractor again."
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -228,82 +278,143 @@ class TrainedCNN(_SmallCNN):
             with safe_open(self.path, "pt") as file:
                 self.record = dict(json.loads(file.metadata()["extractor"]))
             self.name = f"{self.record['name']}-{self.sha256[:8]}"
-            self._size = [int(pixels) for pixels in self.record["size"]]
-            self.network()
+            self.size = [int(pixels) for pixels in self.record["size"]]
+            self.build()
         except Exception as error:  # whatever a file may hold
             reason = f"{type(error).__name__}: {str(error)[:200]}"
             raise ValueError(f"{path} is no file of `train-extractor` ({reason}).") from error
 
-    def source(self) -> tuple[Path, Sequence[int]]:
-        """File of the weights; height and width of the images in pixels."""
-        return self.path, self._size
-
-    def check(self) -> None:
-        """Raise if the weight file is missing or another one than before."""
-        require(self.path, self.sha256, "Train the extractor again.")
-
     def copy_to(self, folder: Path) -> None:
-        """Put the file into a run folder, under the protocol's name."""
+        """Copy the file into a run folder, under the protocol's name."""
         with atomic_write(folder / f"{self.name}.safetensors") as file:
             file.write(self.path.read_bytes())
 
 
-class _ForFidelity(FeatureExtractorBase):  # type: ignore[misc]
-    """Shows a protocol to torch-fidelity, which reads grey files as RGB."""
+@cache
+def _embedded() -> dict[str, dict[str, Any]]:
+    """Records of the classifiers in this package, by name."""
+    return dict(json.loads(Path(__file__).with_name("classifiers.json").read_text()))
 
-    protocol: _SmallCNN
 
-    def __init__(self, name: str, features_list: list[str], **kwargs: Any) -> None:
-        super().__init__(name, features_list)
-        self.network = self.protocol.network()
+@dataclass(frozen=True)
+class Pixels:
+    """The image itself as features: its means over an 8x8 grid, in [-1, 1]. Nothing is trained.
 
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        features = self.network(match_channels(images, self.network.channels))
-        named = {"pooled": features, "logits": self.network.head(features)}
-        return tuple(named[key] for key in self.features_list)
+    Example:
+        >>> Pixels(channels=1).build()(torch.zeros(2, 1, 28, 28, dtype=torch.uint8)).shape
+        torch.Size([2, 64])
+    """
 
-    @staticmethod
-    def get_provided_features_list() -> tuple[str, ...]:
-        return "pooled", "logits"
+    channels: int
 
-    @staticmethod
-    def get_default_feature_layer_for_metric(metric: str) -> str:
-        return "logits" if metric == "isc" else "pooled"
+    name = "pixels"
+    resize = f"{GRID}x{GRID}, means over areas"
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the resize and the channels, as there are no weights; 64 hex digits."""
+        return hashlib.sha256(f"{self.resize}, {self.channels}".encode()).hexdigest()
+
+    def check(self) -> None:
+        """Nothing can be missing."""
+
+    def build(self) -> nn.Module:
+        """A module that maps images uint8 (N, channels, H, W) to features (N, 64 channels)."""
+        return _Grid(self.channels)
+
+
+class _Grid(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.num_features = channels * GRID**2
+
+    def forward(self, images: Tensor) -> Tensor:
+        return F.adaptive_avg_pool2d(images.float() / 127.5 - 1, GRID).flatten(1)
+
+
+@dataclass(frozen=True)
+class RandomCNN:
+    """A small convolutional network with its initial random weights, which are always the same.
+
+    Example:
+        >>> RandomCNN(channels=3).build()(torch.zeros(2, 3, 64, 64, dtype=torch.uint8)).shape
+        torch.Size([2, 64])
+    """
+
+    channels: int
+
+    name = "random-cnn"
+    resize = f"{_MIN_SIDE}x{_MIN_SIDE} to {_MAX_SIDE}x{_MAX_SIDE}, means over areas"
+
+    @property
+    def sha256(self) -> str:
+        """SHA-256 of the weights, 64 hex digits."""
+        digest = hashlib.sha256()
+        for weight in self.build().state_dict().values():
+            digest.update(weight.numpy().tobytes())
+        return digest.hexdigest()
+
+    def check(self) -> None:
+        """Nothing can be missing."""
+
+    def build(self) -> nn.Module:
+        """A module that maps images uint8 (N, channels, H, W) to features (N, 64)."""
+        return _Untrained(self.channels)
+
+
+class _Untrained(nn.Module):
+    num_features = 64
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(_SEED)  # leaves the GPUs' generators alone
+            self.network = SmallClassifier(channels, GRID, (24, 48, self.num_features), 2)
+            for layer in self.network.stages:
+                if isinstance(layer, nn.Conv2d):
+                    nn.init.kaiming_normal_(layer.weight)  # keeps the scale of the images
+        self.eval().requires_grad_(False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        height, width = (min(max(side, _MIN_SIDE), _MAX_SIDE) for side in images.shape[2:])
+        small = F.adaptive_avg_pool2d(images.float() / 127.5 - 1, (height, width))
+        return self.network.features(small)
 
 
 def protocol_by_name(name: str) -> FIDProtocol:
-    """The protocol called `name`, with the weights that it is known for, or that of a file."""
+    """The protocol with this name, or of a file of `train-extractor`, which ends in .safetensors.
+
+    Raises:
+        ValueError: If there is none.
+    """
     if name == InceptionV3Compat.name:
         return InceptionV3Compat()
-    if name in _shipped():
+    if name in _embedded():
         return EmbeddedCNN(name)
     if name.endswith(".safetensors"):
         return TrainedCNN(name)
-    known = ", ".join([InceptionV3Compat.name, *_shipped()])
     raise ValueError(
-        f"there is no FID protocol {name!r}; choose from {known}, or name a file that "
+        f"there is no FID protocol {name!r}; choose from "
+        f"{', '.join([InceptionV3Compat.name, *_embedded()])}, or name a file that "
         "`lit-diffusion train-extractor` made of your images."
     )
 
 
 def match_channels(images: Tensor, channels: int) -> Tensor:
-    """Images with the number of channels that an extractor wants.
+    """Images uint8 (..., C, H, W) with the number of channels that an extractor takes.
 
-    Grey becomes colour by repetition; colour becomes grey only where it is grey already, as a grey
-    PNG read as RGB is. Images are uint8 (..., C, H, W).
+    Grey is repeated where colour is wanted. Colour becomes grey only if its channels are equal, as
+    in a grey PNG that was read as RGB.
+
+    Raises:
+        ValueError: for other channels.
     """
-    found = images.shape[-3]
-    if found == channels:
+    actual = images.shape[-3]
+    if actual == channels:
         return images
-    if found == 1 and channels == 3:
+    if actual == 1 and channels == 3:
         return images.expand(*images.shape[:-3], channels, *images.shape[-2:])
     grey = images[..., :1, :, :]
-    if channels == 1 and found == 3 and bool((images == grey).all()):
+    if channels == 1 and actual == 3 and bool((images == grey).all()):
         return grey
-    raise ValueError(f"the extractor takes images of {channels} channel(s), got {found}.")
-
-
-@cache
-def _shipped() -> dict[str, dict[str, Any]]:
-    """What is known of the classifiers in this package, by name."""
-    return dict(json.loads(Path(__file__).with_name("classifiers.json").read_text()))
+    raise ValueError(f"the extractor takes images of {channels} channel(s), got {actual}.")

@@ -1,20 +1,24 @@
-"""The Frechet distance between two streams of features, with everything that can go wrong named."""
+"""The Frechet distance between two streams of features."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torchmetrics.image.fid import FrechetInceptionDistance
 
+REAL_SUMS = ("real_features_sum", "real_features_cov_sum", "real_features_num_samples")
+"""States of the metric that describe the real images."""
+
 
 class FrechetDistance(FrechetInceptionDistance):
     """FID of features that come in batches; float64 sums, reduced over processes.
 
     |mu_1 - mu_2|^2 + tr(S_1 + S_2 - 2 (S_1 S_2)^(1/2)) for the means mu and covariances S of the
-    fake and of the real features. torchmetrics adds the features up; its roots of S_1 S_2, which is
-    not symmetric, do not converge for some covariances that lack rank, so this has its own.
-    `compute()` is float64, not below 0 (rounding gives -1e-13 for equal sets), and NaN if any
-    feature was not finite. Every process must call it.
+    fake and the real features. torchmetrics accumulates the features; its matrix square root of
+    S_1 S_2, which is not symmetric, does not converge for some covariances without full rank, so
+    this class has its own. `compute()` is float64, not below 0 (rounding gives -1e-13 for equal
+    sets), and NaN if any feature is not finite. It is a collective.
 
     Source: Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule Converge to a Local
     Nash Equilibrium", Eq. 6.
@@ -39,22 +43,26 @@ class FrechetDistance(FrechetInceptionDistance):
         super().update(features.double(), real)
 
     def compute(self) -> Tensor:
-        """The distance, a float64 scalar."""
+        """The distance, a float64 scalar.
+
+        Raises:
+            RuntimeError: for fewer than two images of either kind.
+        """
         sums = (self.fake_features_cov_sum, self.real_features_cov_sum)
         if not all(bool(total.isfinite().all()) for total in sums):
             return torch.full((), torch.nan, dtype=torch.float64, device=self.device)
         mean_1, cov_1 = self._moments("fake")
         mean_2, cov_2 = self._moments("real")
         values, vectors = torch.linalg.eigh(cov_1)
-        root = vectors * values.clamp(min=0).sqrt() @ vectors.T
+        root = vectors * values.clamp(min=0).sqrt() @ vectors.T  # S_1^(1/2)
         # S_1 S_2 has the eigenvalues of S_1^(1/2) S_2 S_1^(1/2), which is symmetric.
-        shared = torch.linalg.eigvalsh(root @ cov_2 @ root).clamp(min=0).sqrt().sum()
-        apart = (mean_1 - mean_2).square().sum()
-        distance: Tensor = apart + cov_1.trace() + cov_2.trace() - 2 * shared
+        trace_of_root = torch.linalg.eigvalsh(root @ cov_2 @ root).clamp(min=0).sqrt().sum()
+        mean_distance = (mean_1 - mean_2).square().sum()
+        distance: Tensor = mean_distance + cov_1.trace() + cov_2.trace() - 2 * trace_of_root
         return distance.clamp(min=0)
 
     def _moments(self, kind: str) -> tuple[Tensor, Tensor]:
-        """Mean and covariance of the fake or of the real features."""
+        """Mean (F,) and covariance (F, F) of the "fake" or "real" features."""
         count, total, outer = (
             getattr(self, f"{kind}_features_{what}") for what in ("num_samples", "sum", "cov_sum")
         )
@@ -64,21 +72,18 @@ class FrechetDistance(FrechetInceptionDistance):
         return mean, (outer - count * mean.outer(mean)) / (count - 1)
 
     def real_sums(self) -> dict[str, Tensor]:
-        """What is known of the real images, summed over processes: a collective."""
+        """States of the real images, summed over processes, on the CPU. A collective."""
         with self.sync_context(dist_sync_fn=_sum_over_processes):
             return {name: getattr(self, name).cpu().clone() for name in REAL_SUMS}
 
-    def add_real_sums(self, sums: dict[str, Tensor]) -> None:
-        """Add what `real_sums` gave, on one process only: all processes are summed."""
+    def add_real_sums(self, sums: Mapping[str, Tensor]) -> None:
+        """Add sums from `real_sums`. On one process only, as all processes are summed."""
         for name in REAL_SUMS:
             setattr(self, name, getattr(self, name) + sums[name].to(self.device))
 
 
-REAL_SUMS = ("real_features_sum", "real_features_cov_sum", "real_features_num_samples")
-
-
 def _sum_over_processes(state: Tensor, group: Any = None) -> list[Tensor]:
-    """One sum where torchmetrics gathers: those of 64 processes, 2048 x 2048, would be 2 GiB."""
+    """The sum, where torchmetrics gathers: 64 processes' 2048 x 2048 sums would be 2 GiB."""
     total = state.clone()
     torch.distributed.all_reduce(total, group=group)
     return [total]

@@ -1,37 +1,151 @@
-"""Images from files: a folder of PNGs, or an .npz."""
+"""Sets of images to score: from batches of any loader, folders, .npz files and data modules."""
 
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torchvision.transforms.functional import pil_to_tensor
 
 from lit_diffusion.files import open_image
 
-ENDINGS = (".png", ".jpg", ".jpeg")
-MODES = ("L", "LA", "RGB", "RGBA")
+BatchKey: TypeAlias = int | str | Callable[..., Any] | None
+"""Where a batch has its images (N, C, H, W): an index or a key, or a function of the batch. None
+takes the batch itself, its first part, or the only image tensor of a dictionary."""
+
+LABEL_KEYS = ("label", "labels", "class", "class_label", "cls", "target", "y")
+"""Keys under which batches that are dictionaries may have their labels."""
+
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
+IMAGE_MODES = ("L", "LA", "RGB", "RGBA")
+"""Pillow's modes of images with 1, 2, 3 and 4 channels."""
+
 OVERVIEWS = ("grid.png", "trajectory.png")
-"""What `lit-diffusion sample` puts beside samples."""
+"""Files that `lit-diffusion sample` writes beside the samples, and which are not samples."""
+
+
+def select_images(batch: Any, key: BatchKey = None, ndim: int | None = None) -> Tensor:
+    """Images of a batch, of any dtype; those with channels last are permuted to channels first.
+
+    Args:
+        batch: from any loader.
+        key: where the images are in it.
+        ndim: required number of dimensions; None allows any.
+
+    Raises:
+        TypeError: if there are no such images; the message shows how to pass their key.
+    """
+    key = _default_key(batch) if key is None else key
+    try:
+        images = key(batch) if callable(key) else batch if key is None else batch[key]
+    except (KeyError, IndexError) as error:
+        raise TypeError(f"images={key!r} finds nothing in a batch {_describe(batch)}.") from error
+    if not isinstance(images, Tensor) or ndim not in (None, images.ndim):
+        raise TypeError(
+            f"images must be (N, C, H, W), got {_describe(images)} of a batch {_describe(batch)}; "
+            'say where they are, as images=0, images="image" or images=lambda batch: ....'
+        )
+    channels = (1, 3, 4)
+    is_last = images.ndim == 4 and images.shape[1] not in channels and images.shape[3] in channels
+    return images.permute(0, 3, 1, 2) if is_last else images
+
+
+def to_uint8(batch: Any, key: BatchKey = None) -> Tensor:
+    """Images of a batch as uint8 (N, C, H, W).
+
+    Floats are accepted if they are the 256 levels of either [0, 1] or [-1, 1].
+
+    Args:
+        batch: from any loader.
+        key: where the images are in it.
+
+    Raises:
+        TypeError: for other numbers; the message shows a conversion to write.
+
+    Example:
+        >>> to_uint8([torch.tensor([-1.0, 0.6, 1.0]).view(1, 1, 1, 3)]).flatten().tolist()
+        [0, 204, 255]
+    """
+    images = select_images(batch, key, ndim=4)
+    if images.dtype == torch.uint8:
+        return images
+    fits = []
+    if images.is_floating_point():
+        for factor, offset in ((255.0, 0.0), (127.5, 127.5)):  # of [0, 1] and of [-1, 1]
+            levels = images.float() * factor + offset
+            rounded = levels.round().clamp(0, 255)
+            if (levels - rounded).abs().max() < 0.01:
+                fits.append(rounded.to(torch.uint8))
+    if fits and torch.equal(fits[0], fits[-1]):
+        return fits[0]
+    key = _default_key(batch) if key is None else key
+    where = "f(batch)" if callable(key) else "batch" if key is None else f"batch[{key!r}]"
+    low, high = (float(bound) for bound in images.aminmax())
+    raise TypeError(
+        f"images are {images.dtype} from {low:.3g} to {high:.3g}, and which numbers are black and "
+        f"white is not known: write images=lambda batch: (255 * {where}).round().clamp(0, 255)"
+        f".to(torch.uint8) if these are 0 and 1, or 127.5 * {where} + 127.5 in it if -1 and 1."
+    )
+
+
+def _default_key(batch: Any) -> BatchKey:
+    if not isinstance(batch, Mapping):
+        return 0 if isinstance(batch, tuple | list) and batch else None
+    keys = [key for key, v in batch.items() if isinstance(v, Tensor) and v.ndim == 4]
+    if len(keys) != 1:
+        raise TypeError(
+            f"which of {sorted(map(str, batch))} in a batch are its images is not known; say it, "
+            'as images="image".'
+        )
+    return keys[0]  # type: ignore[no-any-return]
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    return f"with {sorted(map(str, value))}" if isinstance(value, Mapping) else type(value).__name__
+
+
+def read_image(path: Path) -> Tensor:
+    """Pixels uint8 (C, H, W) of a grey or RGB file, with alpha or without.
+
+    Raises:
+        ValueError: if the file cannot be read, or is of another mode such as a palette.
+    """
+    try:
+        with open_image(path) as image:
+            mode = image.mode
+            pixels: Tensor | None = pil_to_tensor(image) if mode in IMAGE_MODES else None
+    except Exception as error:  # Pillow's decoders raise anything on broken data
+        raise ValueError(f"{path} is not a readable image: {error}") from error
+    if pixels is None:
+        raise ValueError(
+            f"{path} has mode {mode}; images must be of mode L, LA, RGB or RGBA: convert it."
+        )
+    return pixels
 
 
 class FolderImages(Dataset[Tensor]):
-    """The PNG and JPEG files of a folder and of those below it, in order of their paths.
+    """PNG and JPEG files of a folder and its subfolders, in the order of their paths.
 
-    Each is uint8 (C, H, W), C = 1 for grey, 3 for colour, 2 and 4 with alpha, all of one shape.
-    Files with the names of OVERVIEWS are left out.
+    An item is uint8 (C, H, W), with C = 1 for grey and 3 for RGB, 2 and 4 with alpha. All files
+    must have one shape. Files named in `OVERVIEWS` are left out.
 
     Raises:
-        ValueError: If it holds no image; on reading, if a file is unreadable or another shape.
+        ValueError: if there is no image; on reading, if a file is unreadable or of another shape.
     """
 
     def __init__(self, folder: str | Path) -> None:
-        files = (p for p in Path(folder).rglob("*") if p.suffix.lower() in ENDINGS)
+        files = (p for p in Path(folder).rglob("*") if p.suffix.lower() in IMAGE_SUFFIXES)
         self.paths = sorted(p for p in files if p.name not in OVERVIEWS)
         if not self.paths:
-            raise ValueError(f"{folder} holds no {', '.join(ENDINGS)} file.")
+            raise ValueError(f"{folder} holds no {', '.join(IMAGE_SUFFIXES)} file.")
         self.shape = read_image(self.paths[0]).shape
 
     def __len__(self) -> int:
@@ -47,41 +161,141 @@ class FolderImages(Dataset[Tensor]):
         return image
 
 
-def read_image(path: Path) -> Tensor:
-    """A grey or RGB file, with alpha or without, as uint8 (C, H, W)."""
-    try:
-        with open_image(path) as image:
-            mode = image.mode
-            pixels: Tensor | None = pil_to_tensor(image) if mode in MODES else None
-    except Exception as error:  # Pillow's decoders raise anything on broken data
-        raise ValueError(f"{path} is not a readable image: {error}") from error
-    if pixels is None:
-        raise ValueError(
-            f"{path} has mode {mode}; images must be of mode L, LA, RGB or RGBA: convert it."
-        )
-    return pixels
-
-
 def open_images(path: str | Path) -> Dataset[Any]:
-    """Images of a folder of PNG and JPEG files, or of an .npz with `arr_0` uint8 (N, H, W, C).
+    """Open a folder of PNG and JPEG files, or an .npz file with `arr_0` uint8 (N, H, W, C).
 
-    The latter is the form in which guided-diffusion publishes samples and references.
+    The latter is the format in which guided-diffusion publishes samples and references.
+
+    Raises:
+        ValueError: if `path` is neither, or holds something else.
     """
     path = Path(path)
     if path.is_dir():
         return FolderImages(path)
-    if path.suffix == ".npz" and path.is_file():
-        return TensorDataset(_images_of_npz(path))
-    raise ValueError(f"{path} is neither a folder of images nor an .npz file of them.")
-
-
-def _images_of_npz(path: Path) -> Tensor:
+    if path.suffix != ".npz" or not path.is_file():
+        raise ValueError(f"{path} is neither a folder of images nor an .npz file of them.")
     try:
         with np.load(path, allow_pickle=False) as arrays:
             images = arrays.get("arr_0")
-    except Exception as error:  # whatever zipfile and numpy say of a broken file
+    except Exception as error:  # zipfile and numpy raise anything on a broken file
         raise ValueError(f"{path} cannot be read as .npz: {error}.") from error
     if images is None or images.dtype != np.uint8 or images.ndim != 4:
-        found = "none" if images is None else f"{images.dtype} {images.shape}"
-        raise ValueError(f"{path} must hold arr_0, uint8 (N, H, W, C), got {found}.")
-    return torch.from_numpy(images).permute(0, 3, 1, 2)
+        content = "none" if images is None else f"{images.dtype} {images.shape}"
+        raise ValueError(f"{path} must hold arr_0, uint8 (N, H, W, C), got {content}.")
+    return TensorDataset(torch.from_numpy(images).permute(0, 3, 1, 2))
+
+
+@dataclass(frozen=True)
+class ImageSet:
+    """A named set of images, to score or to compare with.
+
+    Args:
+        name: split or path that the images are from.
+        dataset: map-style; a batch of it holds images, and perhaps labels.
+        collate: makes a batch, as `collate_fn` of `DataLoader`.
+        num_workers: of its loaders.
+        cached_fingerprint: returns the fingerprint faster than by reading all images.
+        key: where a batch has its images.
+    """
+
+    name: str
+    dataset: Dataset[Any]
+    collate: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+    cached_fingerprint: Callable[[], str] | None = None
+    key: BatchKey = None
+
+    def __len__(self) -> int:
+        if not hasattr(self.dataset, "__len__"):
+            raise TypeError(
+                f"{self.name}: {type(self.dataset).__name__} has no length; name a folder or an "
+                ".npz file of images as the reference instead."
+            )
+        return len(self.dataset)
+
+    def batches(
+        self, batch_size: int, index: Sequence[int] | None = None
+    ) -> Iterator[tuple[Tensor, list[int]]]:
+        """Yield images uint8 (N, C, H, W) with their N labels, in the order of `index` or all.
+
+        The label of an image is the second part of its sample, or what the sample has under one of
+        `LABEL_KEYS`; -1 if that is not an integer.
+        """
+        subset = Subset(self.dataset, range(len(self)) if index is None else index)
+        options: dict[str, Any] = {"num_workers": self.num_workers, "collate_fn": self.collate}
+        for batch in DataLoader(subset, batch_size, **options):
+            try:
+                images = to_uint8(batch, self.key)
+            except TypeError as error:
+                raise TypeError(
+                    f"{self.name}: {error} Or name a folder or an .npz file of images as the "
+                    "reference."
+                ) from error
+            labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
+            if isinstance(batch, Mapping):
+                labels = next((batch[key] for key in LABEL_KEYS if key in batch), None)
+            is_integer = isinstance(labels, Tensor) and not labels.is_floating_point()
+            if is_integer and labels.shape == (len(images),):
+                yield images, labels.long().tolist()
+            else:
+                yield images, [-1] * len(images)
+
+    def fingerprint(self) -> str:
+        """16 hex digits that change with any pixel."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
+        if self.cached_fingerprint is not None:
+            return self.cached_fingerprint()
+        digest = hashlib.sha256()
+        for images, _ in self.batches(256):
+            digest.update(images.contiguous().numpy().tobytes())
+        digest.update(repr(tuple(images.shape[1:])).encode())
+        return digest.hexdigest()[:16]
+
+
+def as_image_set(source: ImageSet | Tensor | str | Path, name: str) -> ImageSet:
+    """An `ImageSet` as it is, of a tensor uint8 (N, C, H, W) called `name`, or of a path."""
+    if isinstance(source, ImageSet):
+        return source
+    if isinstance(source, Tensor):
+        return ImageSet(name, TensorDataset(source))
+    return ImageSet(str(source), open_images(source))
+
+
+def evenly_spaced(size: int, num: int) -> list[int]:
+    """At most `num` of the indices 0, ..., size - 1, evenly spaced, as data are often sorted.
+
+    Example:
+        >>> evenly_spaced(10, 4)
+        [0, 2, 5, 7]
+    """
+    num = min(num, size)
+    return [i * size // num for i in range(num)]
+
+
+@runtime_checkable
+class HasSplits(Protocol):
+    """A data module that has its splits "train" and "val" without augmentation."""
+
+    def in_order(self, split: Any) -> DataLoader[Any]:
+        """Loader of every image of a split once."""
+
+    def fingerprint(self, split: Any) -> str:
+        """Hash that changes when an image of the split does."""
+
+
+def open_split(data: HasSplits, name: str) -> ImageSet:
+    """Images of the split "train", "val" or "test" of a data module.
+
+    "test" is the split named by the module's attribute `tests_on`, which is "val" without one.
+    """
+    split = getattr(data, "tests_on", "val") if name == "test" else name
+    loader, fingerprint = data.in_order(split), partial(data.fingerprint, split)
+    key = _refuse_latents if hasattr(data, "vae_sha256") else None
+    return ImageSet(split, loader.dataset, loader.collate_fn, loader.num_workers, fingerprint, key)
+
+
+def _refuse_latents(batch: object) -> Tensor:
+    raise TypeError("the data are latents, and images are compared with images.")

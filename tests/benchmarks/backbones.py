@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from lit_diffusion.checkpoints.loading import load_with_record
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.lab.compare.found_runs import find_runs
-from lit_diffusion.metrics.classifier import classifier_of
+from lit_diffusion.metrics.small_classifier import load_small_classifier
 
 COLUMNS = ("parameters", "steps", "fid", "pixels", "recognised", "images_per_second")
 HEADS = ["network", "predicts", "lr", "parameters", "steps", "FID", "beside the U-Net's", "pixels"]
@@ -88,7 +88,7 @@ def judge_of(data: str) -> Judge:
         train = Digits().dataset("train")
         svm = SVC(C=10).fit(pixels(train.images), train.labels)
         return lambda images: torch.from_numpy(svm.predict(pixels(images)))
-    network = classifier_of(load_file(data), 28)
+    network = load_small_classifier(load_file(data), 28)
     return lambda images: network.head(network(images)).argmax(1)
 
 

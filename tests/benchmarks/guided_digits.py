@@ -1,6 +1,6 @@
 """What guidance does to digits.
 
-    guided_digits.py measure RUN WEAKER CLASSIFIER --out FILE.csv [--sets 3]
+    guided_digits.py measure_reference RUN WEAKER CLASSIFIER --out FILE.csv [--sets 3]
     guided_digits.py table FILE.csv    as Markdown, mean and spread of the sets
 
 Samples of RUN with the labels of the 1,437 training digits, under each kind of guidance: FID
@@ -27,9 +27,14 @@ from lit_diffusion.files import user_cache
 from lit_diffusion.gaussian import FixedSmall
 from lit_diffusion.grids import LogSNR
 from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
+from lit_diffusion.metrics.auxiliary_metrics import (
+    AuxiliaryMetrics,
+    FeatureComparison,
+    build_auxiliary_metrics,
+)
 from lit_diffusion.metrics.extractors import protocol_by_name
-from lit_diffusion.metrics.reference import Scorer, images_of_split, measure
-from lit_diffusion.metrics.second_look import SecondLook, View, look_closely
+from lit_diffusion.metrics.images import open_split
+from lit_diffusion.metrics.reference import Scorer, measure_reference
 from lit_diffusion.solvers import DDPM
 
 COLUMNS = ("FID", "held-out", "precision", "recall", "recognised")
@@ -37,13 +42,13 @@ MIDDLE = (0.3, 5.0)
 """Noise levels sigma / alpha between which guidance with an interval guides."""
 
 
-def second_look(data: Digits, labels: Tensor) -> SecondLook:
+def second_look(data: Digits, labels: Tensor) -> AuxiliaryMetrics:
     protocol = protocol_by_name("digits-cnn")
     scorer = Scorer(protocol, protocol.build(), torch.device("cpu"), 480)
-    real, others = images_of_split(data, "train"), images_of_split(data, "val")
+    real, others = open_split(data, "train"), open_split(data, "val")
     about = (len(labels), user_cache(), labels.tolist())
-    view = View("", scorer, measure(scorer, real, others, *about))
-    return look_closely(view, real, others, *about)
+    view = FeatureComparison("", scorer, measure_reference(scorer, real, others, *about))
+    return build_auxiliary_metrics(view, real, others, *about)
 
 
 def guidances(weaker: Any, classifier: Any) -> Iterator[tuple[str, Any]]:
@@ -62,11 +67,13 @@ def guidances(weaker: Any, classifier: Any) -> Iterator[tuple[str, Any]]:
         yield f"classifier's shift, {scale:g}, DDPM", ClassifierShift(classifier.gradient(scale))
 
 
-def scores(model: Any, labels: Tensor, seeds: range, look: SecondLook, judge: SVC) -> list[float]:
+def scores(
+    model: Any, labels: Tensor, seeds: range, look: AuxiliaryMetrics, judge: SVC
+) -> list[float]:
     images = torch.cat(
         [model.generate(seeds[i : i + 480], labels[i : i + 480]) for i in range(0, len(seeds), 480)]
     )
-    samples = look.begin()
+    samples = look.accumulator()
     samples.add(images)
     fid, found = samples.compute()
     known = (found[name] for name in COLUMNS[1:-1])
@@ -110,12 +117,12 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    measure = commands.add_parser("measure")
+    measure_reference = commands.add_parser("measure")
     for name in ("run", "weaker", "classifier"):
-        measure.add_argument(name, type=Path, help="checkpoint or run folder")
-    measure.add_argument("--out", type=Path, required=True)
-    measure.add_argument("--weights", default="ema", help="ema (default) or raw")
-    measure.add_argument("--sets", type=int, default=3, help="sets of seeds (default 3)")
+        measure_reference.add_argument(name, type=Path, help="checkpoint or run folder")
+    measure_reference.add_argument("--out", type=Path, required=True)
+    measure_reference.add_argument("--weights", default="ema", help="ema (default) or raw")
+    measure_reference.add_argument("--sets", type=int, default=3, help="sets of seeds (default 3)")
     commands.add_parser("table").add_argument("file", type=Path)
     args = parser.parse_args()
     if args.command == "table":

@@ -37,7 +37,7 @@ from lit_diffusion.lab.analysis.hessian import hessian_product, spectrum
 from lit_diffusion.lab.compare.comparison import compare
 from lit_diffusion.lab.compare.curve_tables import read_arms
 from lit_diffusion.metrics.extractors import protocol_by_name
-from lit_diffusion.metrics.psnr import psnr
+from lit_diffusion.metrics.image_distances import psnr
 from lit_diffusion.seeding import PerSampleNoise
 from lit_diffusion.solvers import DDPM
 from lit_diffusion.solvers.editing import NoisedImagePrior, truncate_solver

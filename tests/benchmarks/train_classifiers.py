@@ -3,7 +3,7 @@
     python tests/benchmarks/train_classifiers.py [digits-cnn] [patches-cnn] [--out DIR]
 
 Both see the training part of the embedded data only, and learn as
-`lit_diffusion.metrics.extractor_training` says. Classes are 0..9 of the digits, and of the patches
+`lit_diffusion.metrics.small_classifier` says. Classes are 0..9 of the digits, and of the patches
 which of the 8 x 4 fields of which photograph the crop lies in.
 
 Deterministic on one machine and one version of torch; takes half a minute for digits, three minutes
@@ -25,9 +25,13 @@ from torch import Tensor
 import lit_diffusion.metrics
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.data.photo_patches import SIZE, TRAIN_ROWS
-from lit_diffusion.metrics import extractor_training
-from lit_diffusion.metrics.classifier import SmallClassifier
-from lit_diffusion.metrics.extractor_training import Batch, Task, jitter
+from lit_diffusion.metrics.small_classifier import (
+    ExtractorTask,
+    LabelledBatch,
+    SmallClassifier,
+    fit,
+    jitter,
+)
 from lit_diffusion.seeding import fold
 
 ROWS, COLUMNS = 4, 8
@@ -37,9 +41,9 @@ ROWS, COLUMNS = 4, 8
 class Recipe:
     """Where batches come from, and the network they train."""
 
-    draw: Callable[[int, torch.Generator], Batch]
+    draw: Callable[[int, torch.Generator], LabelledBatch]
     network: dict[str, object]
-    task: Task
+    task: ExtractorTask
     score: Callable[[SmallClassifier], dict[str, float]]
 
 
@@ -50,7 +54,7 @@ def digits_recipe() -> Recipe:
     )
     held_out, truth = data.dataset("val").fetch([0] * 360, range(360))[:2]
 
-    def draw(count: int, generator: torch.Generator) -> Batch:
+    def draw(count: int, generator: torch.Generator) -> LabelledBatch:
         chosen = torch.randint(len(images), (count,), generator=generator)
         return jitter(images[chosen].float() / 127.5 - 1, generator), labels[chosen]
 
@@ -61,7 +65,7 @@ def digits_recipe() -> Recipe:
         }
 
     shape = {"channels": 1, "size": 8, "widths": (32, 64, 64), "num_classes": 10}
-    return Recipe(draw, shape, Task(steps=1500, noise=0.4, dither=2 / 16), score)
+    return Recipe(draw, shape, ExtractorTask(steps=1500, noise=0.4, dither=2 / 16), score)
 
 
 def patches_recipe() -> Recipe:
@@ -70,7 +74,7 @@ def patches_recipe() -> Recipe:
     windows = photos.unfold(2, SIZE, 1).unfold(3, SIZE, 1)
     number, _, rows, columns = windows.shape[:4]
 
-    def draw(count: int, generator: torch.Generator) -> Batch:
+    def draw(count: int, generator: torch.Generator) -> LabelledBatch:
         photo, y, x = (
             torch.randint(n, (count,), generator=generator) for n in (number, rows, columns)
         )
@@ -91,7 +95,7 @@ def patches_recipe() -> Recipe:
         "widths": (24, 48, 64, 64),
         "num_classes": 2 * ROWS * COLUMNS,
     }
-    return Recipe(draw, shape, Task(steps=800, noise=0.2, dither=4 / 128), score)
+    return Recipe(draw, shape, ExtractorTask(steps=800, noise=0.2, dither=4 / 128), score)
 
 
 def train(name: str, recipe: Recipe, batch: int = 128) -> SmallClassifier:
@@ -100,7 +104,7 @@ def train(name: str, recipe: Recipe, batch: int = 128) -> SmallClassifier:
     generator = torch.Generator().manual_seed(fold("batches", name))
     network = SmallClassifier(**recipe.network)
     batches = (recipe.draw(batch, generator) for _ in range(recipe.task.steps))
-    return extractor_training.train(network, batches, recipe.task, generator)
+    return fit(network, batches, recipe.task, generator)
 
 
 @torch.no_grad()

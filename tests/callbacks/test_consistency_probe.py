@@ -5,7 +5,7 @@ from support.plain_module import PlainModule, assert_same_bits, loader, make_tra
 from support.tiny_diffusion import images, tiny_diffusion
 
 from lit_diffusion.callbacks import EMA, ConsistencyProbe
-from lit_diffusion.metrics.psnr import psnr
+from lit_diffusion.metrics.image_distances import psnr
 
 NAME = "val/consistency"
 

@@ -22,9 +22,9 @@ from lit_diffusion.callbacks.ema import EMA
 from lit_diffusion.callbacks.fid import FIDEvaluation, averaging_decay
 from lit_diffusion.callbacks.step_seed import StepSeed
 from lit_diffusion.data.digits import Digits
+from lit_diffusion.metrics.evaluation_record import count_training_images
 from lit_diffusion.metrics.extractors import EmbeddedCNN, InceptionV3Compat
 from lit_diffusion.metrics.frechet import FrechetDistance
-from lit_diffusion.metrics.image_count import images_seen
 from lit_diffusion.protocols import NonFiniteSamples
 
 NUM = 20
@@ -455,7 +455,7 @@ def test_images_of_a_resume_with_another_batch_size_are_counted_on(tmp_path):
         data = loader(8, batch_size=batch_size)
         made.fit(Rising(), data, loader(30, seed=1), ckpt_path=ckpt_path)
         made.save_checkpoint(tmp_path / "c.ckpt")
-        assert images_seen(made) == records(tmp_path)[-1]["images"]
+        assert count_training_images(made) == records(tmp_path)[-1]["images"]
         return tmp_path / "c.ckpt"
 
     first = run(2, batch_size=1)

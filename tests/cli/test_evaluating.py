@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 from support.commands import call
+from support.fidelity import fidelity_arguments
 from support.small_digits import write_digits, write_small_digits
 from torch_fidelity import calculate_metrics
 
@@ -45,7 +46,7 @@ def test_scores_are_torch_fidelitys_on_the_same_pngs(run, capsys):
         cuda=False,
         cache=False,
         verbose=False,
-        **EmbeddedCNN("digits-cnn").fidelity_arguments(),
+        **fidelity_arguments(EmbeddedCNN("digits-cnn")),
     )
     for name, theirs in {
         "fid": "frechet_inception_distance",

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.commands import call
 
-from lit_diffusion.metrics import weights
+from lit_diffusion.metrics import extractors
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +19,7 @@ def no_network(monkeypatch, tmp_path):
 
 
 def test_a_file_that_is_there_is_checked_and_not_downloaded(tmp_path, no_network, capsys):
-    (tmp_path / weights.INCEPTION_FILE).write_bytes(b"broken")
+    (tmp_path / extractors.INCEPTION_FILE).write_bytes(b"broken")
     assert call(f"fetch-weights --to {tmp_path}") == 2
     assert "has SHA-256" in capsys.readouterr().err
     assert no_network == []
@@ -27,4 +27,4 @@ def test_a_file_that_is_there_is_checked_and_not_downloaded(tmp_path, no_network
 
 def test_the_mirror_and_the_place_are_those_asked_for(tmp_path, no_network):
     call(f"fetch-weights --to {tmp_path} --url https://mirror.example/x.pth")
-    assert no_network == [("https://mirror.example/x.pth", tmp_path / weights.INCEPTION_FILE)]
+    assert no_network == [("https://mirror.example/x.pth", tmp_path / extractors.INCEPTION_FILE)]

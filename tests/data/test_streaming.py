@@ -19,7 +19,7 @@ from support.streamed import digits, from_files, open_digits, png, write
 
 from lit_diffusion.data.image_folder import ImageFolder
 from lit_diffusion.data.streaming import StreamedImages, opened
-from lit_diffusion.metrics.reference import images_of_split
+from lit_diffusion.metrics.images import open_split
 
 litdata = pytest.importorskip("litdata", reason="pip install lit-diffusion[streaming]")
 SUPPORT = Path(__file__).parents[1] / "support"
@@ -112,7 +112,7 @@ def test_held_out_pictures_are_no_training_pictures_and_always_the_same(tmp_path
 
 def test_metrics_find_pictures_and_labels_of_a_split(root, url):
     data = StreamedImages(url, 3, image_size=16, num_classes=2, num_workers=0)
-    real = images_of_split(data, "train")
+    real = open_split(data, "train")
     ((images, labels),) = real.batches(8)
     assert torch.equal(images, data.images("train"))
     assert len(labels) == 5

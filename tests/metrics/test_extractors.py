@@ -12,13 +12,19 @@ from torchmetrics.image.fid import NoTrainInceptionV3
 
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.data.photo_patches import PhotoPatches
-from lit_diffusion.metrics import weights
+from lit_diffusion.metrics import extractors
 from lit_diffusion.metrics.extractors import (
+    GRID,
     EmbeddedCNN,
     FIDProtocol,
     InceptionV3Compat,
+    Pixels,
+    RandomCNN,
+    fetch_weights,
+    inception_path,
     match_channels,
     protocol_by_name,
+    require_sha256,
 )
 from lit_diffusion.metrics.frechet import FrechetDistance
 
@@ -119,7 +125,7 @@ def test_inception_looks_in_the_cache_of_torch_hub_and_downloads_nothing(tmp_pat
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr("socket.socket.connect", lambda *args: pytest.fail("tried to connect"))
     for ask in (InceptionV3Compat().check, InceptionV3Compat().build):
-        with pytest.raises(FileNotFoundError, match=weights.INCEPTION_FILE) as error:
+        with pytest.raises(FileNotFoundError, match=extractors.INCEPTION_FILE) as error:
             ask()
         assert str(tmp_path) in str(error.value)
     assert list(tmp_path.iterdir()) == []
@@ -149,7 +155,7 @@ def test_a_pickle_that_runs_code_is_not_run_even_if_its_hash_is_expected(tmp_pat
 def test_a_shipped_classifier_is_the_file_that_was_recorded_small_and_narrow(name):
     protocol = EmbeddedCNN(name)
     protocol.check()
-    content = protocol.source()[0].read_bytes()
+    content = protocol.path.read_bytes()
     assert hashlib.sha256(content).hexdigest() == protocol.sha256
     assert len(content) < 400_000
     assert protocol.build().num_features <= 64
@@ -158,7 +164,7 @@ def test_a_shipped_classifier_is_the_file_that_was_recorded_small_and_narrow(nam
 def test_digits_cnn_knows_98_percent_of_the_held_out_digits():
     images, labels, _ = Digits().dataset("val").fetch([0] * 360, range(360))
     network = EmbeddedCNN("digits-cnn").build()
-    assert (network.head(network(images)).argmax(1) == labels).double().mean() >= 0.98
+    assert (network.logits(network(images)).argmax(1) == labels).double().mean() >= 0.98
 
 
 def digits():
@@ -227,3 +233,110 @@ def test_other_numbers_of_channels_are_refused(channels):
         match_channels(random_images(4, 0, channels=channels), 3)
     with pytest.raises(ValueError, match="got 1"):
         match_channels(random_images(4, 0, channels=1), channels)
+
+
+CONTENT = b"stands for 96 MB of weights"
+
+
+@pytest.fixture
+def mirror(tmp_path, monkeypatch):
+    """A mirror that serves CONTENT, which is what is expected; an empty cache of torch.hub."""
+    (tmp_path / "mirror.pth").write_bytes(CONTENT)
+    monkeypatch.setattr(extractors, "INCEPTION_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    return (tmp_path / "mirror.pth").as_uri()
+
+
+def test_fetching_puts_the_file_where_the_protocol_looks(mirror):
+    assert fetch_weights(url=mirror) == inception_path()
+    assert inception_path().read_bytes() == CONTENT
+
+
+def test_fetching_into_a_folder_keeps_the_name(mirror, tmp_path):
+    assert fetch_weights(tmp_path, mirror) == tmp_path / extractors.INCEPTION_FILE
+
+
+def test_what_is_there_already_is_not_fetched_again(mirror):
+    fetch_weights(url=mirror)
+    assert fetch_weights(url="file:///nowhere").exists()
+
+
+def test_another_file_than_the_expected_one_is_refused_and_not_kept(mirror, tmp_path, monkeypatch):
+    monkeypatch.setattr(extractors, "INCEPTION_SHA256", "0" * 64)
+    with pytest.raises(ValueError, match="nothing was kept"):
+        fetch_weights(url=mirror)
+    assert list(inception_path().parent.iterdir()) == []
+
+
+def test_without_a_network_the_message_says_where_to_put_the_file(mirror):
+    with pytest.raises(ConnectionError, match=str(inception_path())):
+        fetch_weights(url="file:///nowhere.pth")
+
+
+def test_missing_weights_are_named_with_the_way_to_get_them(tmp_path):
+    path = tmp_path / "some.pth"
+    with pytest.raises(FileNotFoundError, match="lit-diffusion fetch-weights") as error:
+        require_sha256(path, "0" * 64, extractors.FETCH_HINT)
+    assert str(path) in str(error.value)
+    assert extractors.INCEPTION_FILE in str(error.value)
+
+
+def test_a_truncated_download_is_told_by_its_hash(mirror, tmp_path):
+    path = fetch_weights(tmp_path, mirror)
+    path.write_bytes(CONTENT[:-1])
+    with pytest.raises(ValueError, match="SHA-256"):
+        require_sha256(path, extractors.INCEPTION_SHA256, extractors.FETCH_HINT)
+
+
+@pytest.mark.parametrize("kind", [Pixels, RandomCNN])
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 8, 28, 65])
+def test_images_of_any_size_give_finite_features_and_say_how_many(kind, channels, size):
+    extractor = kind(channels).build()
+    features = extractor(random_images(5, 0, channels, size))
+    assert features.shape == (5, extractor.num_features)
+    assert features.isfinite().all()
+    assert features.std(0).min() > 0 or kind is RandomCNN  # of which some units may be dead
+
+
+def test_pixels_are_means_over_areas():
+    images = random_images(4, 0, channels=2, size=4 * GRID)
+    expected = images.double().view(4, 2, GRID, 4, GRID, 4).mean(dim=(3, 5)) / 127.5 - 1
+    torch.testing.assert_close(
+        Pixels(2).build()(images).double(), expected.flatten(1), atol=1e-6, rtol=0
+    )
+
+
+def test_an_untrained_network_is_the_same_wherever_it_is_built():
+    images = random_images(8, 0, channels=3, size=32)
+    torch.manual_seed(5)
+    first = RandomCNN(3)
+    state = torch.random.get_rng_state()
+    features = first.build()(images)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    torch.manual_seed(6)
+    assert torch.equal(RandomCNN(3).build()(images), features)
+    assert first.sha256 == RandomCNN(3).sha256 != RandomCNN(1).sha256
+    assert first.sha256 != hashlib.sha256().hexdigest()
+
+
+def test_pixels_of_other_channels_are_known_by_another_hash():
+    assert Pixels(1).sha256 == Pixels(1).sha256 != Pixels(3).sha256
+
+
+def test_an_untrained_network_sees_more_than_the_mean_of_an_image():
+    images = random_images(64, 0, size=16)
+    shuffled = images.flatten(1).gather(1, torch.rand(64, 256).argsort(1)).view_as(images)
+    smooth = images.flatten(1).sort(dim=1).values.view_as(images)
+    build = RandomCNN(1).build()
+    own, same, other = (build(each).mean(0) for each in (images, shuffled, smooth))
+    assert (own - other).norm() > 3 * (own - same).norm()
+
+
+def test_an_untrained_network_sees_what_the_means_of_areas_hide():
+    stripes = torch.zeros(1, 1, 32, 32, dtype=torch.uint8)
+    stripes[..., ::2] = 200
+    flat = torch.full_like(stripes, 100)
+    torch.testing.assert_close(*(Pixels(1).build()(each) for each in (stripes, flat)))
+    own, other = (RandomCNN(1).build()(each) for each in (stripes, flat))
+    assert (own - other).norm() > 0.1 * own.norm()

@@ -6,23 +6,23 @@ from support.pixels import FEATURES, PixelProtocol, random_images
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lit_diffusion.metrics.frechet import FrechetDistance
+from lit_diffusion.metrics.images import ImageSet
 from lit_diffusion.metrics.reference import (
-    DRAWS,
-    RealImages,
+    NUM_DRAWS,
     Scorer,
-    draw,
-    in_words,
+    describe_draw,
+    draw_by_labels,
     load_statistics,
-    measure,
+    measure_reference,
     save_statistics,
-    shuffled,
+    shuffled_range,
 )
 
 LABELS = [0] * 50 + [1] * 20 + [2] * 5
 
 
-def image_set(count, seed, name="val"):
-    return RealImages(name, TensorDataset(random_images(count, seed)))
+def random_set(count, seed, name="val"):
+    return ImageSet(name, TensorDataset(random_images(count, seed)))
 
 
 def pixel_scorer():
@@ -42,7 +42,7 @@ def distance(fake, real):
 
 def test_batches_cover_every_image_once_in_order():
     images = random_images(20, 0)
-    batches = RealImages("x", TensorDataset(images)).batches(6)
+    batches = ImageSet("x", TensorDataset(images)).batches(6)
     assert torch.equal(torch.cat([batch for batch, _ in batches]), images)
 
 
@@ -51,7 +51,7 @@ def test_the_fingerprint_changes_with_one_pixel_and_with_the_shape_only():
     changed = images.clone()
     changed[299, 0, 1, 1] ^= 1
     prints = [
-        RealImages("x", TensorDataset(v)).fingerprint()
+        ImageSet("x", TensorDataset(v)).fingerprint()
         for v in (images, images.clone(), changed, images.view(300, 1, 4, 1))
     ]
     assert prints[0] == prints[1]
@@ -59,7 +59,7 @@ def test_the_fingerprint_changes_with_one_pixel_and_with_the_shape_only():
 
 
 def test_floats_are_refused_for_their_range_is_unknown():
-    floats = RealImages("x", TensorDataset(torch.rand(5, 1, 2, 2)))
+    floats = ImageSet("x", TensorDataset(torch.rand(5, 1, 2, 2)))
     with pytest.raises(TypeError, match=r"x: images are .* Or name a folder"):
         list(floats.batches(2))
 
@@ -70,15 +70,15 @@ def test_a_stream_without_length_is_refused_by_name():
             return iter([])
 
     with pytest.raises(TypeError, match="Stream has no length"):
-        len(RealImages("x", Stream()))
+        len(ImageSet("x", Stream()))
 
 
 # Statistics
 
 
 def test_the_sums_are_those_of_all_images(tmp_path):
-    real = image_set(30, 0)
-    reference = measure(pixel_scorer(), real, image_set(40, 1, "train"), 30, tmp_path)
+    real = random_set(30, 0)
+    reference = measure_reference(pixel_scorer(), real, random_set(40, 1, "train"), 30, tmp_path)
     pixels = real.dataset.tensors[0].flatten(1).double()
     assert reference.num_images == 30
     assert torch.equal(reference.sums["real_features_sum"], pixels.sum(0))
@@ -87,8 +87,8 @@ def test_the_sums_are_those_of_all_images(tmp_path):
 
 def test_a_second_run_looks_at_no_real_image_through_the_extractor(tmp_path):
     first, second = pixel_scorer(), pixel_scorer()
-    args = (image_set(30, 0), image_set(40, 1, "train"), 30, tmp_path)
-    before, after = measure(first, *args), measure(second, *args)
+    args = (random_set(30, 0), random_set(40, 1, "train"), 30, tmp_path)
+    before, after = measure_reference(first, *args), measure_reference(second, *args)
     assert (first.extractor.seen, second.extractor.seen) == (70, 0)
     assert (after.floors, after.floor_images) == (before.floors, before.floor_images)
     assert all(torch.equal(after.sums[name], before.sums[name]) for name in before.sums)
@@ -98,39 +98,41 @@ def test_other_images_other_numbers_and_other_weights_are_measured_anew(tmp_path
     class Other(PixelProtocol):
         sha256 = "1" * 64
 
-    train, scorer = image_set(40, 1, "train"), pixel_scorer()
+    train, scorer = random_set(40, 1, "train"), pixel_scorer()
     other = Scorer(Other([]), scorer.extractor, scorer.device, 7)
     variants = [
-        (scorer, image_set(30, 0), train, 30),
-        (scorer, image_set(30, 2), train, 30),
-        (scorer, image_set(30, 0), image_set(40, 3, "train"), 30),
-        (scorer, image_set(30, 0), None, 30),
-        (scorer, image_set(30, 0), train, 20),
-        (other, image_set(30, 0), train, 30),
+        (scorer, random_set(30, 0), train, 30),
+        (scorer, random_set(30, 2), train, 30),
+        (scorer, random_set(30, 0), random_set(40, 3, "train"), 30),
+        (scorer, random_set(30, 0), None, 30),
+        (scorer, random_set(30, 0), train, 20),
+        (other, random_set(30, 0), train, 30),
     ]
     for variant in variants:
-        measure(*variant, tmp_path)
+        measure_reference(*variant, tmp_path)
     for labels in ([k % 3 for k in range(30)], [k % 2 for k in range(30)]):
-        measure(*variants[0], tmp_path, labels)
+        measure_reference(*variants[0], tmp_path, labels)
     assert len(list(tmp_path.iterdir())) == len(variants) + 2
 
 
 def test_a_floor_of_before_there_were_draws_is_not_taken_from_the_cache(tmp_path):
-    real, train = image_set(30, 0), image_set(40, 1, "train")
-    fresh = measure(pixel_scorer(), real, train, 30, tmp_path / "fresh")
+    real, train = random_set(30, 0), random_set(40, 1, "train")
+    fresh = measure_reference(pixel_scorer(), real, train, 30, tmp_path / "fresh")
     prints = f"{real.fingerprint()}-{train.fingerprint()}"
     old = tmp_path / "old" / f"pixels-{'0' * 8}-{prints}-30.npz"
     save_statistics(old, fresh.sums | {"floor": torch.tensor(0.123)})
-    assert measure(pixel_scorer(), real, train, 30, tmp_path / "old").floors == fresh.floors
+    assert (
+        measure_reference(pixel_scorer(), real, train, 30, tmp_path / "old").floors == fresh.floors
+    )
 
 
 def test_a_broken_cache_file_is_named_not_used(tmp_path):
-    args = (pixel_scorer(), image_set(30, 0), None, 30, tmp_path)
-    measure(*args)
+    args = (pixel_scorer(), random_set(30, 0), None, 30, tmp_path)
+    measure_reference(*args)
     (path,) = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match=path.name):
-        measure(*args)
+        measure_reference(*args)
     assert load_statistics(tmp_path / "missing.npz") is None
 
 
@@ -138,8 +140,8 @@ def test_a_broken_cache_file_is_named_not_used(tmp_path):
 
 
 def test_the_floor_is_the_fid_of_training_images_in_place_of_samples(tmp_path):
-    real, train = image_set(30, 0), image_set(25, 1, "train")
-    reference = measure(pixel_scorer(), real, train, 30, tmp_path)
+    real, train = random_set(30, 0), random_set(25, 1, "train")
+    reference = measure_reference(pixel_scorer(), real, train, 30, tmp_path)
     expected = distance(train.dataset.tensors[0], real.dataset.tensors[0])
     assert reference.floor == pytest.approx(expected, rel=1e-9)
     assert reference.floor_sd is None
@@ -149,51 +151,53 @@ def test_the_floor_is_the_fid_of_training_images_in_place_of_samples(tmp_path):
 def test_the_floor_is_the_mean_over_draws_of_images_with_the_samples_labels(tmp_path):
     """Class 0 is dark and class 1 bright, so a set that is not in balance is told at once."""
     halves = random_images(400, 0) // 2, random_images(400, 1) // 2 + 128
-    real = RealImages("val", TensorDataset(torch.cat(halves)))
+    real = ImageSet("val", TensorDataset(torch.cat(halves)))
     labels = torch.tensor([0] * 300 + [1] * 100)
     images = torch.cat([halves[0][:300], halves[1][:100]])
-    others = RealImages("train", TensorDataset(images, labels))
+    others = ImageSet("train", TensorDataset(images, labels))
     like_samples = [seed % 2 for seed in range(100)]
     balanced, as_they_come = (
-        measure(pixel_scorer(), real, others, 100, tmp_path, wanted)
+        measure_reference(pixel_scorer(), real, others, 100, tmp_path, wanted)
         for wanted in (like_samples, None)
     )
     assert balanced.floor_images == "100 train images with the samples' labels against val"
     assert as_they_come.floor_images == "100 train images against val"
-    assert len(set(balanced.floors)) == len(balanced.floors) == DRAWS
-    assert balanced.floor == pytest.approx(sum(balanced.floors) / DRAWS)
+    assert len(set(balanced.floors)) == len(balanced.floors) == NUM_DRAWS
+    assert balanced.floor == pytest.approx(sum(balanced.floors) / NUM_DRAWS)
     assert balanced.floor_sd == pytest.approx(torch.tensor(balanced.floors).std().item(), rel=1e-4)
     assert max(balanced.floors) < min(as_they_come.floors)
 
 
 def test_labels_that_a_split_has_not_enough_of_are_told(tmp_path):
     labels = torch.tensor([0] * 30 + [1] * 10)
-    others = RealImages("train", TensorDataset(random_images(40, 1), labels))
+    others = ImageSet("train", TensorDataset(random_images(40, 1), labels))
     wanted = [seed % 2 for seed in range(30)]
-    found = measure(pixel_scorer(), image_set(30, 0), others, 30, tmp_path, wanted)
+    found = measure_reference(pixel_scorer(), random_set(30, 0), others, 30, tmp_path, wanted)
     told = "30 train images, 25 with the samples' labels, against val"
     assert found.floor_images == told
-    again = measure(pixel_scorer(), image_set(30, 0), others, 30, tmp_path, wanted)
+    again = measure_reference(pixel_scorer(), random_set(30, 0), others, 30, tmp_path, wanted)
     assert again.floor_images == told
 
 
 def test_a_second_entry_that_is_no_class_is_no_label():
     images = random_images(6, 0)
     for second in (torch.rand(6), torch.zeros(6, 2, dtype=torch.int64)):
-        pairs = RealImages("x", TensorDataset(images, second)).batches(4)
+        pairs = ImageSet("x", TensorDataset(images, second)).batches(4)
         assert [labels for _, labels in pairs] == [[-1] * 4, [-1] * 2]
 
 
 def test_the_floor_is_taken_at_the_number_of_samples(tmp_path):
     floors = [
-        measure(pixel_scorer(), image_set(2000, 0), image_set(2000, 1, "train"), n, tmp_path).floor
+        measure_reference(
+            pixel_scorer(), random_set(2000, 0), random_set(2000, 1, "train"), n, tmp_path
+        ).floor
         for n in (20, 200, 2000)
     ]
     assert floors[0] > 2 * floors[1] > 4 * floors[2]
 
 
 def test_without_other_images_one_half_is_compared_with_the_other(tmp_path):
-    reference = measure(pixel_scorer(), image_set(400, 0), None, 10_000, tmp_path)
+    reference = measure_reference(pixel_scorer(), random_set(400, 0), None, 10_000, tmp_path)
     assert reference.floor_images == "200 val images against 200 others of them"
     assert reference.floor > reference.floor_sd > 0
     assert reference.num_images == 400
@@ -201,14 +205,14 @@ def test_without_other_images_one_half_is_compared_with_the_other(tmp_path):
 
 def test_too_few_images_are_refused_with_their_number(tmp_path):
     with pytest.raises(ValueError, match="got 3 of val"):
-        measure(pixel_scorer(), image_set(3, 0), None, 10, tmp_path)
+        measure_reference(pixel_scorer(), random_set(3, 0), None, 10, tmp_path)
 
 
 def test_an_extractor_that_gives_nan_on_real_images_is_refused(tmp_path):
     scorer = pixel_scorer()
     scorer.extractor.forward = lambda images: torch.full((len(images), FEATURES), torch.nan)
     with pytest.raises(ValueError, match="not finite"):
-        measure(scorer, image_set(30, 0), None, 10, tmp_path)
+        measure_reference(scorer, random_set(30, 0), None, 10, tmp_path)
 
 
 def test_features_are_float32_under_autocast(tmp_path):
@@ -228,14 +232,14 @@ def test_features_are_float32_under_autocast(tmp_path):
 
 @pytest.mark.parametrize("number", range(3))
 def test_a_draw_has_the_wanted_labels_and_no_image_twice(number):
-    chosen = draw(LABELS, {0: 5, 1: 5, 2: 5}, 15, number)
+    chosen = draw_by_labels(LABELS, {0: 5, 1: 5, 2: 5}, 15, number)
     assert len(set(chosen)) == 15
     assert Counter(LABELS[i] for i in chosen) == {0: 5, 1: 5, 2: 5}
 
 
 def test_labels_that_are_too_few_are_all_taken_and_others_fill_the_draw():
     wanted = {0: 10, 1: 10, 2: 10}
-    chosen = draw(LABELS, wanted, 30, 0)
+    chosen = draw_by_labels(LABELS, wanted, 30, 0)
     found = Counter(LABELS[i] for i in chosen)
     assert len(set(chosen)) == found.total() == 30
     assert found[2] == 5
@@ -243,22 +247,22 @@ def test_labels_that_are_too_few_are_all_taken_and_others_fill_the_draw():
 
 
 def test_without_labels_a_draw_is_random_and_always_the_same():
-    chosen = draw(LABELS, {}, 20, 0)
-    assert chosen == draw([-1] * 75, {}, 20, 0) == shuffled(75, 0)[:20]
-    assert chosen != draw(LABELS, {}, 20, 1)
+    chosen = draw_by_labels(LABELS, {}, 20, 0)
+    assert chosen == draw_by_labels([-1] * 75, {}, 20, 0) == shuffled_range(75, 0)[:20]
+    assert chosen != draw_by_labels(LABELS, {}, 20, 1)
 
 
-def test_what_was_drawn_is_told_in_words():
-    assert in_words(20, "train", 20) == "20 train images with the samples' labels"
-    assert in_words(20, "train", 0) == "20 train images, 0 with the samples' labels,"
-    assert in_words(20, "train", None) == "20 train images"
+def test_what_was_drawn_is_told_describe_draw():
+    assert describe_draw(20, "train", 20) == "20 train images with the samples' labels"
+    assert describe_draw(20, "train", 0) == "20 train images, 0 with the samples' labels,"
+    assert describe_draw(20, "train", None) == "20 train images"
 
 
 @pytest.mark.parametrize("name", ["label", "labels", "cls"])
 def test_labels_are_found_in_dictionaries(name):
     samples = [{"image": x, name: k % 3, "index": k} for k, x in enumerate(random_images(6, 0))]
-    (_, labels), *_ = RealImages("train", samples).batches(6)
+    (_, labels), *_ = ImageSet("train", samples).batches(6)
     assert labels == [0, 1, 2, 0, 1, 2]
     nameless = [{"image": sample["image"], "index": sample["index"]} for sample in samples]
-    (_, labels), *_ = RealImages("train", nameless).batches(6)
+    (_, labels), *_ = ImageSet("train", nameless).batches(6)
     assert labels == [-1] * 6

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from support.fidelity import fidelity_arguments
 from support.inception import inception_of, write_random_inception
 from support.pixels import random_images
 from torch_fidelity import calculate_metrics
@@ -8,7 +9,7 @@ from torchvision.transforms.functional import to_pil_image
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.metrics.extractors import EmbeddedCNN
 from lit_diffusion.metrics.frechet import FrechetDistance
-from lit_diffusion.metrics.score import score
+from lit_diffusion.metrics.score import score_images
 
 NAMES = {
     "frechet_inception_distance": "fid",
@@ -57,8 +58,8 @@ def digits(tmp_path_factory):
 def test_scores_are_those_of_torch_fidelity_on_the_same_files(digits):
     *_, fake, real = digits
     protocol = EmbeddedCNN("digits-cnn")
-    expected = by_torch_fidelity(fake, real, 50, protocol.fidelity_arguments())
-    found = score(fake, real, protocol)
+    expected = by_torch_fidelity(fake, real, 50, fidelity_arguments(protocol))
+    found = score_images(fake, real, protocol)
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3)
 
 
@@ -72,14 +73,16 @@ def test_scores_of_inception_are_those_of_torch_fidelity_on_the_same_files(tmp_p
         "feature_extractor_weights_path": str(path),
     }
     expected = by_torch_fidelity(fake, real, 5, arguments)
-    found = score(fake, real, inception_of(path))
+    found = score_images(fake, real, inception_of(path))
     assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3)
 
 
 def test_tensors_and_files_of_the_same_images_score_alike(digits):
     fake, real, fake_folder, real_folder = digits
     protocol = EmbeddedCNN("digits-cnn")
-    assert score(fake, real, protocol) == pytest.approx(score(fake_folder, real_folder, protocol))
+    assert score_images(fake, real, protocol) == pytest.approx(
+        score_images(fake_folder, real_folder, protocol)
+    )
 
 
 def test_fid_is_that_of_the_streaming_sums(digits):
@@ -88,12 +91,14 @@ def test_fid_is_that_of_the_streaming_sums(digits):
     extractor, metric = protocol.build(), FrechetDistance(64)
     metric.update(extractor(fake), real=False)
     metric.update(extractor(real), real=True)
-    assert score(fake, real, protocol)["fid"] == pytest.approx(metric.compute().item(), rel=1e-3)
+    assert score_images(fake, real, protocol)["fid"] == pytest.approx(
+        metric.compute().item(), rel=1e-3
+    )
 
 
 def test_the_protocol_is_beside_the_numbers(digits):
     fake, real, *_ = digits
-    found = score(fake, real, EmbeddedCNN("digits-cnn"))
+    found = score_images(fake, real, EmbeddedCNN("digits-cnn"))
     assert (found["num_fake"], found["num_real"]) == (120, 100)
     assert found["kid_subset_size"] == 50
     assert found["extractor_sha256"] == EmbeddedCNN("digits-cnn").sha256
@@ -101,28 +106,28 @@ def test_the_protocol_is_beside_the_numbers(digits):
 
 def test_the_spread_of_kid_is_that_of_subsets_that_differ_also_for_equal_numbers(digits):
     fake, real, *_ = digits
-    found = score(fake[:100], real, EmbeddedCNN("digits-cnn"))
+    found = score_images(fake[:100], real, EmbeddedCNN("digits-cnn"))
     assert found["kid_std"] > 0.01 * abs(found["kid"])
 
 
 def test_nothing_is_read_from_or_left_in_a_cache_that_is_unpickled(digits, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     fake, real, *_ = digits
-    score(fake, real, EmbeddedCNN("digits-cnn"))
+    score_images(fake, real, EmbeddedCNN("digits-cnn"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_colour_under_a_grey_protocol_is_refused_not_averaged():
     colour = random_images(8, 0, 3, 8)
     with pytest.raises(ValueError, match=r"1 channel\(s\), got 3"):
-        score(colour, colour, EmbeddedCNN("digits-cnn"))
+        score_images(colour, colour, EmbeddedCNN("digits-cnn"))
 
 
 def test_three_images_have_no_three_neighbours(digits):
     with pytest.raises(ValueError, match="got 3 and 100"):
-        score(digits[0][:3], digits[1], EmbeddedCNN("digits-cnn"))
+        score_images(digits[0][:3], digits[1], EmbeddedCNN("digits-cnn"))
 
 
 def test_floats_are_refused():
     with pytest.raises(TypeError, match="uint8"):
-        score(torch.rand(8, 1, 8, 8), torch.rand(8, 1, 8, 8), EmbeddedCNN("digits-cnn"))
+        score_images(torch.rand(8, 1, 8, 8), torch.rand(8, 1, 8, 8), EmbeddedCNN("digits-cnn"))

@@ -21,7 +21,7 @@ from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
 from lit_diffusion.codecs import encode_for_training
 from lit_diffusion.data.photo_patches import PhotoPatches
 from lit_diffusion.metrics.extractors import EmbeddedCNN
-from lit_diffusion.metrics.score import score
+from lit_diffusion.metrics.score import score_images
 from lit_diffusion.modules import vae as vae_file
 from lit_diffusion.modules.vae import WEIGHTS, VAECodec
 from lit_diffusion.networks.unet import UNet
@@ -275,7 +275,7 @@ def test_decoded_samples_look_like_images(trained, tmp_path):
     make_trainer(tmp_path, ema, max_steps=400, limit_val_batches=0).fit(module, data)
 
     def fid(images):
-        return score(images, real, EmbeddedCNN("patches-cnn"))["fid"]
+        return score_images(images, real, EmbeddedCNN("patches-cnn"))["fid"]
 
     with ema.weights("ema"), eval_mode(module):
         found = fid(module.generate(range(256)))

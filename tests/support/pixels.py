@@ -37,9 +37,6 @@ class PixelProtocol:
         self.built.append(PixelExtractor())
         return self.built[-1]
 
-    def fidelity_arguments(self):
-        raise NotImplementedError
-
 
 def random_images(count, seed, channels=1, size=2):
     generator = torch.Generator().manual_seed(seed)

@@ -75,16 +75,16 @@ def mixture_flow(process: Process, x: Tensor, t: Tensor, mean: float = 0.5, std:
     From the least noisy time on it is the guess of x0, as solvers take it.
     """
 
-    def share_below(x: Tensor, t: Tensor) -> Tensor:
+    def fraction_within(x: Tensor, t: Tensor) -> Tensor:
         alpha, sigma = process.alpha_sigma(t)
         spread = ((alpha * std) ** 2 + sigma**2).sqrt()
         return sum(torch.special.ndtr((x + m * alpha) / spread) for m in (-mean, mean)) / 2
 
-    t_min, wanted = torch.tensor(process.t_min, dtype=torch.float64), share_below(x, t)
+    t_min, wanted = torch.tensor(process.t_min, dtype=torch.float64), fraction_within(x, t)
     low, high = torch.full_like(x, -9.0), torch.full_like(x, 9.0)
     for _ in range(60):
         middle = (low + high) / 2
-        is_less = share_below(middle, t_min) < wanted
+        is_less = fraction_within(middle, t_min) < wanted
         low, high = torch.where(is_less, middle, low), torch.where(is_less, high, middle)
     return mixture_denoiser(process, mean, std)(middle, t_min.expand(len(x))).x0
 

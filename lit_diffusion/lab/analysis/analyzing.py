@@ -47,8 +47,8 @@ from lit_diffusion.lab.analysis.landscape import (
     projected,
 )
 from lit_diffusion.lab.analysis.weights import State, state_of
-from lit_diffusion.metrics.copies import nearest
 from lit_diffusion.metrics.extractors import protocol_by_name
+from lit_diffusion.metrics.image_distances import nearest_neighbors
 from lit_diffusion.metrics.reference import Scorer
 from lit_diffusion.seeding import classes_of
 from lit_diffusion.signals import print_error
@@ -135,7 +135,7 @@ def compare_images(args: Namespace) -> str:
     found = consistency(
         images,
         _short(args.checkpoints),
-        lambda each: bank[nearest(each, bank)[1]],
+        lambda each: bank[nearest_neighbors(each, bank)[1]],
         lambda each: scorer.features(each).cpu(),
         _classes(loaded, range(args.seed, args.seed + args.num)),
     )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lit_diffusion.lab.analysis.saved import Saved
-from lit_diffusion.metrics.psnr import CAP, psnr, psnr_of_all
+from lit_diffusion.metrics.image_distances import MAX_PSNR, pairwise_psnr, psnr
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
@@ -72,7 +72,7 @@ def consistency(
             f"two models and two seeds are the least, got {len(images)} and {images.shape[1]}."
         )
     by_pair = {(i, j): psnr(images[i], images[j]) for i in range(len(images)) for j in range(i)}
-    pairs = np.full((len(images), len(images)), CAP)
+    pairs = np.full((len(images), len(images)), MAX_PSNR)
     for (i, j), found in by_pair.items():
         pairs[i, j] = pairs[j, i] = found.mean().item()
     others = ~torch.eye(images.shape[1], dtype=torch.bool)
@@ -88,10 +88,10 @@ def consistency(
         paper=float(pairs[0, 1:].mean()),
         all_pairs=torch.stack(list(by_pair.values())).mean().item(),
         pairs=pairs,
-        shuffled=_mean_of_pairs(images, lambda a, b: psnr_of_all(a, b)[others]),
+        shuffled=_mean_of_pairs(images, lambda a, b: pairwise_psnr(a, b)[others]),
         same_class=None
         if alike is None
-        else _mean_of_pairs(images, lambda a, b: psnr_of_all(a, b)[alike]),
+        else _mean_of_pairs(images, lambda a, b: pairwise_psnr(a, b)[alike]),
         nearest=nearest,
         same_nearest=same_nearest,
         features=None

@@ -13,7 +13,7 @@ from lit_diffusion.cli.options import usable_device
 from lit_diffusion.cli.run_data import data_of_run
 from lit_diffusion.lab.analysis.interpolation import Losses
 from lit_diffusion.lab.analysis.weights import between, exact_spectral_norms_, state_of
-from lit_diffusion.metrics.reference import evenly_spaced
+from lit_diffusion.metrics.images import evenly_spaced
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lit_diffusion.lab.compare.comparison import Arm
 from lit_diffusion.lab.compare.curves import Curve
-from lit_diffusion.metrics.second_look import DISTANCES, SHARES
+from lit_diffusion.metrics.auxiliary_metrics import DISTANCES, FRACTIONS
 
-LOOKED_AT = (*DISTANCES, *(f"{name} floor" for name in DISTANCES), *SHARES)
+LOOKED_AT = (*DISTANCES, *(f"{name} floor" for name in DISTANCES), *FRACTIONS)
 
 
 def read_arms(paths: Sequence[str]) -> list[Arm]:

@@ -48,7 +48,7 @@ class Curve:
         images: (N,) images seen by then, increasing; None where that is not known.
         repeats: FIDs of the last weights from other samples, beside `fids[-1]`.
         looks: (N,) what the samples of each FID score by other measures, by their names
-            (`metrics.second_look`); () where no evaluation tells.
+            (`metrics.auxiliary_metrics`); () where no evaluation tells.
 
     Raises:
         ValueError: If lengths differ, steps are not as above, or an FID is not positive.

@@ -18,7 +18,7 @@ from lit_diffusion.cli.loggers import Row, read_evaluations, read_rows
 from lit_diffusion.cli.run_folder import latest_config
 from lit_diffusion.config.yaml_file import read_yaml
 from lit_diffusion.lab.compare.curves import Curve
-from lit_diffusion.metrics.record import EMA_CURVE, is_repeat
+from lit_diffusion.metrics.evaluation_record import EMA_CURVE, is_repeat
 
 Record = dict[str, Any]
 

@@ -17,7 +17,7 @@ from lit_diffusion.cli.doctor.machine import (
     fault_of_inception,
 )
 from lit_diffusion.cli.doctor.report import Level
-from lit_diffusion.metrics.weights import INCEPTION_FILE
+from lit_diffusion.metrics.extractors import INCEPTION_FILE
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -20,7 +20,7 @@ from lit_diffusion.lab.analysis.analyzing import _fingerprint
 from lit_diffusion.lab.analysis.fixed_losses import fixed_batch
 from lit_diffusion.lab.analysis.landscape import directions, filter_normalised
 from lit_diffusion.lab.analysis.weights import between, exact_spectral_norms_, put_, state_of
-from lit_diffusion.metrics.psnr import psnr
+from lit_diffusion.metrics.image_distances import psnr
 from lit_diffusion.networks.unet import UNet
 from lit_diffusion.seeding import PerSampleNoise
 

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from lit_diffusion.lab.analysis.consistency import Consistency, consistency
-from lit_diffusion.metrics.psnr import CAP
+from lit_diffusion.metrics.image_distances import MAX_PSNR
 
 IMAGES = torch.randint(
     0, 256, (3, 12, 1, 8, 8), generator=torch.Generator().manual_seed(0), dtype=torch.uint8
@@ -46,7 +46,7 @@ def test_models_that_only_recall_are_told_by_what_they_recall():
     near = torch.stack([bank, (bank.int() ^ 2).to(torch.uint8)])
     found = consistency(near, ["a", "b"], nearest)
     assert found.same_nearest == 1
-    assert found.nearest == pytest.approx((CAP + by_hand(bank, near[1])) / 2)
+    assert found.nearest == pytest.approx((MAX_PSNR + by_hand(bank, near[1])) / 2)
     assert consistency(near.flip(1)[:, :6], ["a", "b"], lambda x: x).same_nearest == 0
     assert consistency(IMAGES[:2], ["a", "b"]).nearest is None
 

@@ -10,7 +10,7 @@ from lit_diffusion.lab.compare.ema_widths import TITLE, at_own_best, fids_by_wid
 from lit_diffusion.lab.compare.found_runs import Run, find_runs
 from lit_diffusion.lab.compare.reporting import report_on_runs
 from lit_diffusion.lab.compare.selection import select
-from lit_diffusion.metrics.record import EMA_CURVE
+from lit_diffusion.metrics.evaluation_record import EMA_CURVE
 
 pytestmark = pytest.mark.usefixtures("folder")
 

@@ -13,7 +13,7 @@ from lit_diffusion.lab.compare.found_runs import (
     flat,
     settings_that_differ,
 )
-from lit_diffusion.metrics.record import FIDRecord
+from lit_diffusion.metrics.evaluation_record import FIDRecord
 
 pytestmark = pytest.mark.usefixtures("folder")
 

@@ -15,7 +15,7 @@ from lit_diffusion.lab.compare.comparison import (
 from lit_diffusion.lab.compare.report.tables import Table
 from lit_diffusion.lab.compare.report.wording import fid_text, reached_text, speedup_text
 from lit_diffusion.lab.compare.speedup import CONFIDENCE, holm, welch
-from lit_diffusion.metrics.second_look import DISTANCES, SHARES
+from lit_diffusion.metrics.auxiliary_metrics import DISTANCES, FRACTIONS
 
 _USUAL_SHARE = 0.5
 """Share memorized of new images; what is below is no better."""
@@ -85,7 +85,7 @@ def _ends_higher(result: Result, comparison: Comparison) -> bool:
 
 def _worse(arm: Arm, base: Arm) -> list[str]:
     """Shares of the last samples that are worse than the baseline's: Welch's test, Holm's p."""
-    names = [name for name in SHARES if _last(arm, name) and _last(base, name)]
+    names = [name for name in FRACTIONS if _last(arm, name) and _last(base, name)]
     tests = [_test(_goodness(arm, name), _goodness(base, name)) for name in names]
     adjusted = holm([p for p, _ in tests])
     return [
@@ -146,7 +146,7 @@ def _cell(name: str, other: Comparison) -> str:
 
 def last_table(arms: Sequence[Arm]) -> Table | None:
     """What each arm's last samples score by every measure."""
-    names = [name for name in (*DISTANCES, *SHARES) if any(_last(arm, name) for arm in arms)]
+    names = [name for name in (*DISTANCES, *FRACTIONS) if any(_last(arm, name) for arm in arms)]
     if not names:
         return None
     rows = []

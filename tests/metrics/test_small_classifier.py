@@ -7,11 +7,47 @@ from safetensors.torch import save_file
 from torch.utils.data import TensorDataset
 
 from lit_diffusion.data.digits import Digits
-from lit_diffusion.metrics.extractor_training import contrast, jitter, stage_widths, train_extractor
 from lit_diffusion.metrics.extractors import TrainedCNN, protocol_by_name
 from lit_diffusion.metrics.frechet import FrechetDistance
-from lit_diffusion.metrics.reference import RealImages, images_of_split
-from lit_diffusion.metrics.score import image_set, score
+from lit_diffusion.metrics.images import ImageSet, as_image_set, open_split
+from lit_diffusion.metrics.score import score_images
+from lit_diffusion.metrics.small_classifier import (
+    SmallClassifier,
+    contrastive_loss,
+    jitter,
+    stage_widths,
+    train_extractor,
+)
+
+
+def network():
+    torch.manual_seed(0)
+    return SmallClassifier(channels=1, size=8, widths=(4, 6), num_classes=10).eval()
+
+
+def test_features_of_an_image_do_not_depend_on_the_others():
+    images = torch.randint(0, 256, (9, 1, 8, 8), dtype=torch.uint8)
+    together = network()(images)
+    alone = torch.cat([network()(image[None]) for image in images])
+    torch.testing.assert_close(alone, together, rtol=1e-5, atol=1e-6)
+
+
+def test_the_number_of_features_is_the_last_width():
+    assert network()(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)).shape == (
+        2,
+        network().num_features,
+    )
+
+
+def test_floats_are_refused_for_their_range_is_unknown():
+    with pytest.raises(TypeError, match="uint8"):
+        network()(torch.zeros(2, 1, 8, 8))
+
+
+@pytest.mark.parametrize("shape", [(1, 16, 16), (3, 8, 8)])
+def test_images_of_another_shape_are_refused_with_both_shapes(shape):
+    with pytest.raises(ValueError, match=r"\(1, 8, 8\), got"):
+        network()(torch.zeros(2, *shape, dtype=torch.uint8))
 
 
 def random(*shape):
@@ -30,9 +66,7 @@ def distance(network, fake, real):
 @pytest.mark.parametrize("num_classes", [10, None])
 def test_what_is_wrong_with_images_is_seen_with_classes_and_without(tmp_path, num_classes):
     data, path = Digits(), tmp_path / "own.safetensors"
-    train_extractor(
-        images_of_split(data, "train"), path, num_classes, steps=120 if num_classes else 250
-    )
+    train_extractor(open_split(data, "train"), path, num_classes, steps=120 if num_classes else 250)
     protocol = TrainedCNN(path)
     network, real = protocol.build(), data.images("val")
     seen = data.images("train")
@@ -48,8 +82,8 @@ def test_what_is_wrong_with_images_is_seen_with_classes_and_without(tmp_path, nu
     for name, images in wrong.items():
         assert distance(network, images.round().to(torch.uint8), real) > 2 * least, name
     if num_classes:
-        (_, labels), *_ = images_of_split(data, "val").batches(1000)
-        named = network.head(network(real)).argmax(1)
+        (_, labels), *_ = open_split(data, "val").batches(1000)
+        named = network.logits(network(real)).argmax(1)
         assert (named == torch.tensor(labels)).double().mean() > 0.9
     assert protocol.record["told_apart"] == ("classes" if num_classes else "images")
     assert str(data.fingerprint("train")) in protocol.record["trained_on"]
@@ -77,10 +111,10 @@ def test_jitter_turns_scales_and_shifts_as_much_as_it_says():
 def test_any_size_and_number_of_channels_is_taken_and_scored(tmp_path, channels, size):
     path = tmp_path / "own.safetensors"
     images = random(24, channels, *size)
-    train_extractor(image_set(images, "mine"), path, steps=2, batch_size=8)
+    train_extractor(as_image_set(images, "mine"), path, steps=2, batch_size=8)
     protocol = protocol_by_name(str(path))
     assert protocol.channels == channels
-    found = score(images[:12], images[12:], protocol)
+    found = score_images(images[:12], images[12:], protocol)
     features = protocol.build()(images)
     metric = FrechetDistance(features.shape[1])
     metric.update(features[:12], real=False)
@@ -91,7 +125,7 @@ def test_any_size_and_number_of_channels_is_taken_and_scored(tmp_path, channels,
 
 
 def test_the_same_call_gives_the_same_file_and_disturbs_nobody(tmp_path):
-    images = image_set(random(24, 1, 8, 8), "mine")
+    images = as_image_set(random(24, 1, 8, 8), "mine")
     torch.manual_seed(1)
     expected = torch.rand(1)
     torch.manual_seed(1)
@@ -101,7 +135,7 @@ def test_the_same_call_gives_the_same_file_and_disturbs_nobody(tmp_path):
     assert torch.equal(torch.rand(1), expected)
     a, b = (TrainedCNN(tmp_path / name / "own.safetensors") for name in ("a", "b"))
     assert a.name == b.name
-    other = image_set(random(24, 1, 8, 9), "mine")
+    other = as_image_set(random(24, 1, 8, 9), "mine")
     train_extractor(other, tmp_path / "own.safetensors", steps=3, batch_size=8)
     assert TrainedCNN(tmp_path / "own.safetensors").name != a.name
 
@@ -120,7 +154,7 @@ def test_contrast_is_the_papers_equation():
         ]
         partner = torch.exp(torch.cosine_similarity(rows[i], rows[j], dim=0) / 0.3)
         total -= torch.log(partner / sum(parts)).item()
-    assert contrast(one, other, 0.3).item() == pytest.approx(total / 10, rel=1e-12)
+    assert contrastive_loss(one, other, 0.3).item() == pytest.approx(total / 10, rel=1e-12)
 
 
 @pytest.mark.parametrize("side", [1, 2, 3, 8, 31, 32, 64, 256, 512])
@@ -137,7 +171,7 @@ def test_stages_leave_a_map_that_is_small_and_not_empty(side):
     ],
 )
 def test_bad_options_are_refused(tmp_path, path, options):
-    images = image_set(random(4, 1, 8, 8), "mine")
+    images = as_image_set(random(4, 1, 8, 8), "mine")
     with pytest.raises(ValueError, match="an extractor needs a file name that ends in"):
         train_extractor(images, tmp_path / path, **options)
 
@@ -146,14 +180,14 @@ def test_bad_options_are_refused(tmp_path, path, options):
 def test_labels_that_are_no_classes_are_told(tmp_path, label):
     images = TensorDataset(random(4, 1, 8, 8), torch.tensor([0, 1, 2, label]))
     with pytest.raises(ValueError, match=rf"{label}.* num_classes=3"):
-        train_extractor(RealImages("mine", images), tmp_path / "own.safetensors", 3, steps=2)
+        train_extractor(ImageSet("mine", images), tmp_path / "own.safetensors", 3, steps=2)
 
 
 def test_dictionaries_of_floats_train_a_network_that_scores_them(tmp_path):
     levels = random(9, 1, 8, 8).float() / 255
-    images = RealImages("mine", [{"image": x, "label": i % 2} for i, x in enumerate(levels)])
+    images = ImageSet("mine", [{"image": x, "label": i % 2} for i, x in enumerate(levels)])
     train_extractor(images, tmp_path / "own.safetensors", 2, steps=2, batch_size=4)
-    found = score(images, images, TrainedCNN(tmp_path / "own.safetensors"))
+    found = score_images(images, images, TrainedCNN(tmp_path / "own.safetensors"))
     assert abs(found["fid"]) < 1e-6
 
 
@@ -173,7 +207,7 @@ def test_another_file_is_refused_by_name(tmp_path):
 
 def test_a_file_that_changes_is_refused(tmp_path):
     path = tmp_path / "own.safetensors"
-    images = image_set(random(4, 1, 8, 8), "mine")
+    images = as_image_set(random(4, 1, 8, 8), "mine")
     train_extractor(images, path, steps=1, batch_size=2)
     protocol = TrainedCNN(path)
     path.write_bytes(path.read_bytes()[:-1] + b"x")

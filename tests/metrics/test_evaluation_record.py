@@ -1,11 +1,17 @@
 import json
+import time
 
 import pytest
+from support.rising import Rising, loader, trainer
 
-from lit_diffusion.metrics.record import (
+from lit_diffusion.metrics.evaluation_record import (
+    EvaluationClock,
     FIDRecord,
+    ImageCount,
+    count_training_images,
     finite_or_none,
     is_repeat,
+    parse_image_count,
     write_evaluation,
 )
 
@@ -131,3 +137,77 @@ def test_a_measurement_with_other_samples_is_a_repeat_and_stands_beside_the_firs
     write_evaluation(path, record(seeds=(360, 720), value=4.7))
     assert [is_repeat(line) for line in lines(path)] == [False, True]
     assert not is_repeat({"step": 3})
+
+
+@pytest.mark.parametrize("accumulated", [1, 3])
+def test_images_are_counted_by_batches_whatever_makes_a_step(tmp_path, accumulated):
+    module, run = Rising(), trainer(tmp_path, [], accumulate_grad_batches=accumulated)
+    run.fit(module, loader(12, batch_size=2))
+    assert count_training_images(run) == 12
+
+
+def test_images_before_a_resume_count(tmp_path):
+    first, second = trainer(tmp_path, []), trainer(tmp_path, [], max_epochs=3)
+    first.fit(Rising(), loader(12, batch_size=2))
+    first.save_checkpoint(tmp_path / "c.ckpt")
+    second.fit(Rising(), loader(12, batch_size=2), ckpt_path=tmp_path / "c.ckpt")
+    assert count_training_images(second) == 36
+
+
+def test_batches_of_another_size_count_from_where_they_begin():
+    first = ImageCount(0, 0, 64)
+    assert first.resumed(100, 64) == first
+    assert first.resumed(100, 32).resumed(110, 16).at(111) == 6400 + 320 + 16
+
+
+def test_images_that_are_not_known_once_are_not_known_any_more():
+    assert ImageCount(0, 0, None).at(10) is None
+    assert ImageCount(0, 0, None).resumed(10, 64).at(20) is None
+    assert ImageCount(0, 0, 64).resumed(10, None).at(20) is None
+
+
+def test_images_of_a_loader_without_a_batch_size_are_not_known(tmp_path):
+    run = trainer(tmp_path, [])
+    run.fit(Rising(), list(loader(4)))
+    assert count_training_images(run) is None
+
+
+def test_a_count_is_read_as_a_checkpoint_holds_it():
+    count = ImageCount(100, 7, None)
+    assert parse_image_count(list(count)) == count
+    assert parse_image_count(None) is None
+
+
+@pytest.mark.parametrize("state", [[1, 2], [1, 2, "3"], [-1, 0, 4], [True, 0, 4], "123", {}])
+def test_what_is_no_count_is_refused(state):
+    with pytest.raises(ValueError, match="images_seen must be three counts"):
+        parse_image_count(state)
+
+
+def work(clock, batches, seconds):
+    for size in batches:
+        with clock.phase("generate"):
+            time.sleep(seconds)
+        clock.tick(size)
+
+
+def test_the_estimate_after_the_first_batch_is_within_a_factor_of_two():
+    clock = EvaluationClock("val/fid_40", total=40)
+    work(clock, [10, 10, 10, 10], seconds=0.1)
+    seconds = clock.seconds()
+    assert 0.5 < seconds["estimated"] / seconds["total"] < 2
+    assert seconds["generate"] == pytest.approx(seconds["total"], rel=0.2)
+
+
+def test_a_process_without_samples_estimates_nothing():
+    clock = EvaluationClock("val/fid_2", total=2)
+    clock.tick(0)
+    assert clock.seconds()["estimated"] == 0
+
+
+def test_long_evaluations_say_how_far_they_are(caplog):
+    caplog.set_level("INFO")
+    clock = EvaluationClock("val/fid_40", total=40, interval=0.05)
+    work(clock, [10, 10, 10], seconds=0.06)
+    assert "40 samples take about" in caplog.text
+    assert "20 of 40" in caplog.text

@@ -5,11 +5,17 @@ import torch
 from support.pixels import PixelProtocol, random_images
 from torch.utils.data import TensorDataset
 
-from lit_diffusion.metrics import second_look
+from lit_diffusion.metrics import auxiliary_metrics
+from lit_diffusion.metrics.auxiliary_metrics import (
+    DISTANCES,
+    FRACTIONS,
+    FeatureComparison,
+    build_auxiliary_metrics,
+)
+from lit_diffusion.metrics.extractors import Pixels, RandomCNN
 from lit_diffusion.metrics.frechet import FrechetDistance
-from lit_diffusion.metrics.plain_extractors import Pixels, RandomCNN
-from lit_diffusion.metrics.reference import RealImages, Scorer, measure
-from lit_diffusion.metrics.second_look import DISTANCES, SHARES, View, look_closely
+from lit_diffusion.metrics.images import ImageSet
+from lit_diffusion.metrics.reference import Scorer, measure_reference
 
 TRAIN, VAL = random_images(300, 0, size=8), random_images(200, 1, size=8)
 
@@ -19,18 +25,20 @@ def look(folder, reference="train", others=True, number=300, train=TRAIN, labels
     scorer = Scorer(protocol, protocol.build(), torch.device("cpu"), batch_size=64)
     images = {"train": train, "val": VAL, "elsewhere": train}[reference]
     classes = torch.arange(len(images)) % 3
-    real = RealImages(reference, TensorDataset(images, classes))
+    real = ImageSet(reference, TensorDataset(images, classes))
     other = ("val", VAL) if reference == "train" else ("train", train)
     other_classes = torch.arange(len(other[1])) % 3
-    beside = RealImages(other[0], TensorDataset(other[1], other_classes)) if others else None
-    known = measure(scorer, real, beside, number, folder, labels)
-    return look_closely(View("", scorer, known), real, beside, number, folder, labels)
+    beside = ImageSet(other[0], TensorDataset(other[1], other_classes)) if others else None
+    known = measure_reference(scorer, real, beside, number, folder, labels)
+    return build_auxiliary_metrics(
+        FeatureComparison("", scorer, known), real, beside, number, folder, labels
+    )
 
 
 def seen(look, images, batch=64):
-    samples = look.begin()
+    samples = look.accumulator()
     for part in images.split(batch):
-        assert samples.add(part).all()
+        assert samples.add(part).isfinite().all()
     return samples.compute()
 
 
@@ -44,13 +52,13 @@ def distance(fake, real):
 def test_training_images_as_samples_are_found_out(tmp_path):
     fid, found = seen(look(tmp_path), TRAIN)
     assert fid < 1e-6
-    assert set(found) == {*DISTANCES, *(f"{name} floor" for name in DISTANCES), *SHARES}
+    assert set(found) == {*DISTANCES, *(f"{name} floor" for name in DISTANCES), *FRACTIONS}
     assert found["pixels"] < 1e-6
     assert found["random-cnn"] < 1e-6
     assert found["held-out"] == pytest.approx(
         distance(TRAIN.flatten(1)[:, :4], VAL.flatten(1)[:, :4])
     )
-    shares = [found[name] for name in SHARES]
+    shares = [found[name] for name in FRACTIONS]
     assert shares == [1.0] * 5  # memorized among them
 
 
@@ -97,28 +105,28 @@ def test_only_training_images_have_a_held_out_fid_beside_them(tmp_path):
 
 def test_features_of_real_images_are_extracted_once(tmp_path):
     first = look(tmp_path)
-    used = first.views[0].scorer.extractor.seen
+    used = first.comparisons[0].scorer.extractor.seen
     again = look(tmp_path)
-    assert again.views[0].scorer.extractor.seen == 0 < used
+    assert again.comparisons[0].scorer.extractor.seen == 0 < used
     images = random_images(100, 4, size=8)
     assert seen(first, images) == seen(again, images)
 
 
 def test_of_a_large_set_so_many_are_looked_at_evenly(tmp_path, monkeypatch):
-    monkeypatch.setattr(second_look, "MOST_REAL", 60)
-    monkeypatch.setattr(second_look, "NEIGHBOURS", 30)
+    monkeypatch.setattr(auxiliary_metrics, "MAX_REAL", 60)
+    monkeypatch.setattr(auxiliary_metrics, "MAX_NEIGHBORS", 30)
     found = look(tmp_path)
-    pixels = {view.name: view for view in found.views}["pixels"]
+    pixels = {view.name: view for view in found.comparisons}["pixels"]
     assert pixels.reference.num_images == 60
-    assert torch.equal(pixels.neighbours, Pixels(1).build()(TRAIN[::10]))
-    assert len(found.copies.bank) == 60
+    assert torch.equal(pixels.real_features, Pixels(1).build()(TRAIN[::10]))
+    assert len(found.memorization.training) == 60
     samples = torch.cat([TRAIN[::10], 255 - TRAIN])[torch.randperm(330)][:300]
     others = samples.clone()
     others[torch.arange(300) % 10 > 0] = 0
     _, first = seen(found, samples)
     _, changed = seen(found, others, batch=7)
     assert changed["pixels"] != first["pixels"]
-    assert [changed[name] for name in SHARES] == [first[name] for name in SHARES]
+    assert [changed[name] for name in FRACTIONS] == [first[name] for name in FRACTIONS]
     others[::10] = 0
     assert seen(found, others)[1]["pixel recall"] != first["pixel recall"]
 
@@ -128,18 +136,20 @@ def test_changed_images_of_the_same_split_are_looked_at_anew(tmp_path):
     other = random_images(300, 5, size=8)
     _, found = seen(look(tmp_path, train=other), other)
     assert found["pixels"] < 1e-6
-    assert [found[name] for name in SHARES] == [1.0] * 5
+    assert [found[name] for name in FRACTIONS] == [1.0] * 5
 
 
 def test_grey_images_are_looked_at_by_extractors_of_one_and_of_three_channels(tmp_path):
     """In one cache; grey as colour has every feature of the pixels three times."""
-    real, others = (RealImages(n, TensorDataset(x)) for n, x in (("train", TRAIN), ("val", VAL)))
+    real, others = (ImageSet(n, TensorDataset(x)) for n, x in (("train", TRAIN), ("val", VAL)))
     samples, pixels = random_images(100, 6, size=8), []
     for channels in (1, 3):
         protocol = RandomCNN(channels)
         scorer = Scorer(protocol, protocol.build(), torch.device("cpu"), batch_size=64)
         about = (real, others, 100, tmp_path, None)
-        found = look_closely(View("", scorer, measure(scorer, *about)), *about)
+        found = build_auxiliary_metrics(
+            FeatureComparison("", scorer, measure_reference(scorer, *about)), *about
+        )
         pixels.append(seen(found, samples)[1])
     for name in ("pixels", "pixels floor"):
         assert pixels[1][name] == pytest.approx(3 * pixels[0][name])
@@ -149,7 +159,10 @@ def test_grey_images_are_looked_at_by_extractors_of_one_and_of_three_channels(tm
 
 def test_floors_are_of_images_with_the_labels_of_the_samples(tmp_path):
     mixed, same = (
-        {view.name: view.reference.floor for view in look(tmp_path, number=60, labels=labels).views}
+        {
+            view.name: view.reference.floor
+            for view in look(tmp_path, number=60, labels=labels).comparisons
+        }
         for labels in ([0, 1, 2] * 20, [1] * 60)
     )
     assert all(mixed[name] != same[name] for name in DISTANCES)
@@ -171,9 +184,9 @@ def test_a_broken_file_of_features_is_named(tmp_path):
 
 def test_samples_that_are_not_finite_leave_out_what_needs_all(tmp_path):
     found = look(tmp_path)
-    samples, extractor = found.begin(), found.views[0].scorer.extractor
+    samples, extractor = found.accumulator(), found.comparisons[0].scorer.extractor
     extractor.forward = lambda images: torch.full((len(images), 4), torch.nan)
-    assert not samples.add(TRAIN).any()
+    assert samples.add(TRAIN).isnan().all()
     fid, others = samples.compute()
     assert fid != fid
     assert not {"precision", "recall"} & others.keys()

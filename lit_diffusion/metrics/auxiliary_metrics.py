@@ -1,0 +1,222 @@
+"""Auxiliary metrics of the samples of an FID, which cost little beside drawing the samples.
+
+A method that was tuned on one FID may lead by that FID alone. So the same samples are compared by
+features of other extractors, with held-out images, and with the training images for copies. Their
+key in records is "second_look".
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+from torch_fidelity.metric_prc import prc_features_to_metric
+
+from lit_diffusion.distributed import all_gather_objects, call_on_rank_zero, rank_and_world_size
+from lit_diffusion.files import atomic_write
+from lit_diffusion.metrics.extractors import Pixels, RandomCNN
+from lit_diffusion.metrics.image_distances import Memorization
+from lit_diffusion.metrics.images import ImageSet, evenly_spaced
+from lit_diffusion.metrics.reference import MIN_IMAGES, Reference, Scorer, measure_reference
+
+MAX_REAL = 50_000
+"""Number of real images that the extractors without training see, evenly spaced in a larger set."""
+
+MAX_NEIGHBORS = 5_000
+"""Number of images of either kind, at most, for precision, recall and memorization."""
+
+DISTANCES = ("held-out", "pixels", "random-cnn")
+"""Names of the Frechet distances. Each has its floor beside it, as in "pixels floor"."""
+
+FRACTIONS = ("precision", "recall", "pixel precision", "pixel recall", "memorized")
+"""Names of the metrics in [0, 1]."""
+
+
+@dataclass(frozen=True)
+class FeatureComparison:
+    """A Frechet distance to measure: one extractor and one set of real images.
+
+    Args:
+        name: of the metric; "" for the FID itself.
+        scorer: extracts the features.
+        reference: statistics of the real images.
+        real_features: features (N, F) of up to `MAX_NEIGHBORS` real images, for precision and
+            recall; None without these, and on all processes but the first.
+    """
+
+    name: str
+    scorer: Scorer
+    reference: Reference
+    real_features: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AuxiliaryMetrics:
+    """The FID and the metrics beside it, ready to score samples.
+
+    Args:
+        comparisons: the FID's own first.
+        memorization: of training images, on the first process; None without.
+        num_samples: number of samples of an evaluation.
+    """
+
+    comparisons: tuple[FeatureComparison, ...]
+    memorization: Memorization | None = None
+    num_samples: int = 0
+
+    def accumulator(self) -> "MetricAccumulator":
+        """A new, empty accumulator for the samples of one evaluation."""
+        return MetricAccumulator(self)
+
+
+class MetricAccumulator:
+    """Accumulates features of the samples of one evaluation, of this process until `compute`.
+
+    Process r of R adds samples r, r + R, ..., in this order.
+    """
+
+    def __init__(self, metrics: AuxiliaryMetrics) -> None:
+        self._metrics = metrics
+        self._subset = frozenset(evenly_spaced(metrics.num_samples, MAX_NEIGHBORS))
+        rank, self._stride = rank_and_world_size()
+        self._next = rank
+        self._distances = [each.scorer.metric() for each in metrics.comparisons]
+        # Features of the samples in the subset, for precision, recall and memorization.
+        self._features = [
+            [torch.zeros(0, each.scorer.num_features)] for each in metrics.comparisons
+        ]
+        if rank == 0:
+            for each, distance in zip(metrics.comparisons, self._distances, strict=True):
+                distance.add_real_sums(each.reference.sums)
+
+    def add(self, images: Tensor) -> Tensor:
+        """Add samples uint8 (N, C, H, W); returns their features (N, F) of the FID's extractor."""
+        numbers = range(self._next, self._next + len(images) * self._stride, self._stride)
+        self._next = numbers.stop
+        in_subset = torch.tensor([i in self._subset for i in numbers], dtype=torch.bool)
+        by_scorer: dict[int, Tensor] = {}
+        for i, each in enumerate(self._metrics.comparisons):
+            key = id(each.scorer)
+            if key not in by_scorer:
+                by_scorer[key] = each.scorer.features(images)
+            self._distances[i].update(by_scorer[key], real=False)
+            self._features[i].append(by_scorer[key].cpu()[in_subset])
+        return by_scorer[id(self._metrics.comparisons[0].scorer)]
+
+    def compute(self) -> tuple[float, dict[str, float]]:
+        """The FID, and the other metrics by name on the first process. A collective."""
+        comparisons = self._metrics.comparisons
+        fid, *distances = (distance.compute().item() for distance in self._distances)
+        values = dict[str, float]()
+        for each, distance in zip(comparisons[1:], distances, strict=True):
+            values |= {each.name: distance, f"{each.name} floor": each.reference.floor}
+        if not distances:
+            return fid, values
+        for each, features in zip(comparisons, self._features, strict=True):
+            if each.name in ("", Pixels.name):
+                samples = torch.cat(all_gather_objects(torch.cat(features)))
+                if each.real_features is not None:
+                    prefix = "pixel " if each.name else ""
+                    values |= _precision_and_recall(samples, each.real_features, prefix)
+                if each.name and self._metrics.memorization is not None:
+                    values["memorized"] = self._metrics.memorization.rate(samples)
+        return fid, values
+
+
+def build_auxiliary_metrics(
+    fid: FeatureComparison,
+    real: ImageSet,
+    others: ImageSet | None,
+    num_samples: int,
+    cache: Path,
+    labels: Sequence[int] | None,
+) -> AuxiliaryMetrics:
+    """Measure what the auxiliary metrics compare with. A collective.
+
+    Held-out images get a distance of their own if the reference is the training images.
+
+    Args:
+        fid: the FID that they stand beside.
+        real: images that it compares with.
+        others: real images that are not among those, or None.
+        num_samples: number of samples that will be scored.
+        cache: folder of files of statistics.
+        labels: of these samples; None if they have none.
+    """
+    few_real, few_others = _at_most(real), None if others is None else _at_most(others)
+    settings = (num_samples, cache, labels)
+    channels, device = fid.scorer.protocol.channels, fid.scorer.device
+    pixels, random_cnn = (
+        replace(fid.scorer, protocol=protocol, extractor=protocol.build().to(device))
+        for protocol in (Pixels(channels), RandomCNN(channels))
+    )
+    if fid.real_features is None:
+        features = _real_features(fid.scorer, few_real, MAX_NEIGHBORS, cache)
+        fid = replace(fid, real_features=features)
+    comparisons = [fid]
+    if real.name == "train" and others is not None and len(others) >= MIN_IMAGES:
+        held_out = measure_reference(fid.scorer, others, real, *settings)
+        comparisons.append(FeatureComparison("held-out", fid.scorer, held_out))
+    features = _real_features(pixels, few_real, MAX_NEIGHBORS, cache)
+    reference = measure_reference(pixels, few_real, few_others, *settings)
+    comparisons.append(FeatureComparison(Pixels.name, pixels, reference, features))
+    reference = measure_reference(random_cnn, few_real, few_others, *settings)
+    comparisons.append(FeatureComparison(RandomCNN.name, random_cnn, reference))
+    splits = {images.name: images for images in (few_real, few_others) if images is not None}
+    memorization = None
+    if splits.keys() >= {"train", "val"}:
+        training = _real_features(pixels, splits["train"], MAX_REAL, cache)
+        held_out_features = _real_features(pixels, splits["val"], MAX_NEIGHBORS, cache)
+        if training is not None and held_out_features is not None:
+            memorization = Memorization.fit(training, held_out_features)
+    return AuxiliaryMetrics(tuple(comparisons), memorization, num_samples)
+
+
+def _at_most(images: ImageSet) -> ImageSet:
+    """The images, or `MAX_REAL` of them."""
+    if len(images) <= MAX_REAL:
+        return images
+    return replace(images, dataset=Subset(images.dataset, evenly_spaced(len(images), MAX_REAL)))
+
+
+def _real_features(scorer: Scorer, real: ImageSet, most: int, cache: Path) -> Tensor | None:
+    """Features of at most `most` real images, from the cache if there; None on later processes.
+
+    Raises:
+        ValueError: if the cache file is broken.
+    """
+    protocol, what = scorer.protocol, f"{call_on_rank_zero(real.fingerprint)}-{most}"
+    path = cache / f"{protocol.name}-{protocol.sha256[:8]}-features-{what}.npy"
+
+    def is_cached() -> bool:
+        try:
+            return path.is_file() and len(np.load(path, mmap_mode="r")) > 0
+        except (ValueError, EOFError) as error:
+            raise ValueError(f"{path} is not a file of features ({error}); delete it.") from error
+
+    if not call_on_rank_zero(is_cached):
+        share, _ = scorer.features_of_share(real, evenly_spaced(len(real), most))
+        features = torch.cat(all_gather_objects(share.cpu()))
+        if rank_and_world_size()[0] == 0:
+            cache.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path, shared=True) as file:
+                np.save(file, features.numpy())
+    return torch.from_numpy(np.load(path)) if rank_and_world_size()[0] == 0 else None
+
+
+def _precision_and_recall(samples: Tensor, real: Tensor, prefix: str) -> dict[str, float]:
+    """Fractions of samples (N, F) among real images (M, F), and the reverse; none if not finite.
+
+    Source: Kynkaanniemi et al. 2019, "Improved Precision and Recall Metric for Assessing Generative
+    Models", k = 3, by torch-fidelity.
+    """
+    if min(len(samples), len(real)) < MIN_IMAGES or not bool(samples.isfinite().all()):
+        return {}
+    scores: dict[str, Any] = prc_features_to_metric(
+        samples, real, prc_neighborhood=3, prc_batch_size=1000, save_cpu_ram=True, verbose=False
+    )
+    return {f"{prefix}{name}": float(scores[name]) for name in ("precision", "recall")}

@@ -1,0 +1,72 @@
+"""Distances between images: PSNR, nearest neighbors, and the memorization rate of samples."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torchmetrics.functional.image import peak_signal_noise_ratio
+
+MAX_PSNR = 100.0
+"""dB that stand for equal images, whose PSNR is infinite."""
+
+
+def psnr(a: Tensor, b: Tensor) -> Tensor:
+    """Peak signal-to-noise ratio (N,) in dB, at most `MAX_PSNR`, of pairs uint8 (N, C, H, W)."""
+    dims = tuple(range(1, a.ndim))
+    values = peak_signal_noise_ratio(
+        a.double(), b.double(), data_range=255.0, reduction="none", dim=dims
+    )
+    clamped: Tensor = values.nan_to_num(posinf=MAX_PSNR).clamp(max=MAX_PSNR)
+    return clamped
+
+
+def pairwise_psnr(a: Tensor, b: Tensor) -> Tensor:
+    """PSNR (N, M) in dB, at most `MAX_PSNR`, of all pairs of images uint8 (N or M, C, H, W)."""
+    distance = torch.cdist(a.flatten(1).double(), b.flatten(1).double())
+    values: Tensor = 20 * (255 * a[0].numel() ** 0.5 / distance).log10()
+    return values.clamp(max=MAX_PSNR)
+
+
+def nearest_neighbors(images: Tensor, bank: Tensor, chunk: int = 4096) -> tuple[Tensor, Tensor]:
+    """L2 distance (N,) and index (N,) of the nearest image in `bank` (M, ...) of images (N, ...).
+
+    The bank is compared `chunk` images at a time.
+
+    Example:
+        >>> bank = torch.arange(0, 250, 50, dtype=torch.uint8).view(5, 1, 1, 1)
+        >>> nearest_neighbors(torch.tensor([[[[60]]], [[[190]]]], dtype=torch.uint8), bank)
+        (tensor([10., 10.]), tensor([1, 4]))
+    """
+    queries = images.flatten(1).float()
+    distance = queries.new_full((len(queries),), torch.inf)
+    index = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
+    for start, part in zip(range(0, len(bank), chunk), torch.split(bank, chunk), strict=True):
+        nearest = torch.cdist(queries, part.flatten(1).float()).min(dim=1)
+        index = torch.where(nearest.values < distance, start + nearest.indices, index)
+        distance = distance.minimum(nearest.values)
+    return distance, index
+
+
+@dataclass(frozen=True)
+class Memorization:
+    """Training images (N, ...) or their features, and a distance that counts as near to them.
+
+    `threshold` is the median distance of held-out images to their nearest training image.
+    """
+
+    training: Tensor
+    threshold: Tensor
+
+    @classmethod
+    def fit(cls, training: Tensor, held_out: Tensor) -> "Memorization":
+        """Measure the threshold on held-out images (M, ...)."""
+        return cls(training, nearest_neighbors(held_out, training)[0].median())
+
+    def rate(self, samples: Tensor) -> float:
+        """Fraction of samples (M, ...) within the threshold: about 0.5 if new, 1 if copies."""
+        return fraction_within(nearest_neighbors(samples, self.training)[0], self.threshold)
+
+
+def fraction_within(distances: Tensor, threshold: Tensor) -> float:
+    """Fraction of distances that are at most the threshold."""
+    return (distances <= threshold).double().mean().item()

@@ -1,0 +1,287 @@
+"""The small convolutional network whose features score small images, and its training.
+
+The features must respond to what an image shows and to how clean it is. So the network learns two
+tasks at once: the class of a clean image, or without classes which image it is a view of; and,
+through a second head that is discarded, whether an image was visibly blurred, made visibly noisy or
+left alone. Labels alone would teach it to ignore noise, and FID would ignore noise with it.
+"""
+
+import json
+import math
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+import torch.nn.functional as F
+from lightning.pytorch.utilities.seed import isolate_rng
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from lit_diffusion.files import atomic_write
+from lit_diffusion.metrics.images import ImageSet
+from lit_diffusion.seeding import fold
+
+LabelledBatch: TypeAlias = tuple[Tensor, Tensor]
+"""Images (N, C, H, W) float32 in [-1, 1], and classes (N,) int64."""
+
+
+class SmallClassifier(nn.Module):
+    """Classifies small images; FID compares the spatial means of its last feature map.
+
+    Each stage is a 3x3 convolution, batch norm and ReLU; all but the last end in 2x2 max pooling.
+
+    Args:
+        channels: of the images, >= 1.
+        size: height and width of the images in pixels; one number if they are equal.
+        widths: feature maps of each stage; the last is the number of features.
+        num_classes: outputs of the head.
+
+    Example:
+        >>> network = SmallClassifier(channels=1, size=8, widths=(4, 6), num_classes=10).eval()
+        >>> features = network(torch.zeros(5, 1, 8, 8, dtype=torch.uint8))
+        >>> features.shape, network.logits(features).shape
+        (torch.Size([5, 6]), torch.Size([5, 10]))
+    """
+
+    def __init__(
+        self, channels: int, size: int | Sequence[int], widths: Sequence[int], num_classes: int
+    ) -> None:
+        super().__init__()
+        self.channels = channels
+        self.size = (size, size) if isinstance(size, int) else tuple(size)
+        self.num_features = widths[-1]
+        stages: list[nn.Module] = []
+        for width_in, width in zip([channels, *widths], widths, strict=False):
+            stages += [nn.Conv2d(width_in, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)]
+            stages += [nn.ReLU(), nn.MaxPool2d(2)]
+        self.stages = nn.Sequential(*stages[:-1])
+        self.head = nn.Linear(self.num_features, num_classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Map images uint8 (N, C, H, W) of the right size to features (N, num_features) >= 0."""
+        if images.dtype != torch.uint8:
+            raise TypeError(f"images must be uint8 in [0, 255], got {images.dtype}.")
+        if images.shape[1:] != (self.channels, *self.size):
+            raise ValueError(
+                f"this extractor scores images of {(self.channels, *self.size)}, got "
+                f"{tuple(images.shape[1:])}; choose an extractor made for them."
+            )
+        return self.features(images.float() / 127.5 - 1)
+
+    def features(self, x: Tensor) -> Tensor:
+        """Map images float (N, C, H, W) in [-1, 1] to features (N, num_features)."""
+        maps: Tensor = self.stages(x)  # (N, num_features, h, w)
+        return maps.mean(dim=(2, 3))
+
+    def logits(self, features: Tensor) -> Tensor:
+        """Map features (N, num_features) to logits (N, num_classes)."""
+        logits: Tensor = self.head(features)
+        return logits
+
+
+def load_small_classifier(
+    state: Mapping[str, Tensor], size: int | Sequence[int]
+) -> SmallClassifier:
+    """Build the `SmallClassifier` that has these weights, in eval mode and frozen.
+
+    Args:
+        state: its state_dict.
+        size: height and width of the images in pixels; one number if they are equal.
+
+    Raises:
+        KeyError, RuntimeError: for weights that are not a SmallClassifier's.
+    """
+    convolutions = {int(name.split(".")[1]): v for name, v in state.items() if v.ndim == 4}
+    weights = [convolutions[index] for index in sorted(convolutions)]
+    num_classes = len(state["head.weight"])
+    network = SmallClassifier(weights[0].shape[1], size, [len(w) for w in weights], num_classes)
+    network.load_state_dict(state)
+    return network.eval().requires_grad_(False)
+
+
+def train_extractor(
+    images: ImageSet,
+    path: str | Path,
+    num_classes: int | None = None,
+    *,
+    steps: int = 1500,
+    batch_size: int = 128,
+    device: str | torch.device = "cpu",
+    log: Callable[[str], Any] = print,
+) -> SmallClassifier:
+    """Train a `SmallClassifier` on images, and write it to a file for `extractors.TrainedCNN`.
+
+    It learns the classes of the images; with fewer than two classes it learns to tell views of one
+    image from those of others. The same call gives the same network on one machine.
+
+    Args:
+        images: to train on, all of one size.
+        path: of the file, which ends in .safetensors.
+        num_classes: of the images' labels; None without labels.
+        steps: of the optimizer.
+        batch_size: images a step.
+        device: that trains.
+        log: receives a line about every ten seconds.
+
+    Raises:
+        ValueError: for a `path` of another ending or that exists, no steps, fewer than two images,
+            or labels that are not classes.
+        OSError: if `path` cannot be written.
+
+    Source: T. Chen et al. 2020, "A Simple Framework for Contrastive Learning of Visual
+    Representations", equation 1, for images without classes.
+    """
+    path = Path(path)
+    if path.suffix != ".safetensors" or min(steps, batch_size - 1, len(images) - 1) < 1:
+        raise ValueError(
+            "an extractor needs a file name that ends in .safetensors, steps >= 1, batch_size >= 2 "
+            f"and two images, got {path}, {steps}, {batch_size} and {len(images)}."
+        )
+    if path.exists():
+        raise ValueError(f"{path} is there already, and runs may go by it; name another file.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=path.parent).close()  # fails now rather than after training
+    with isolate_rng():
+        torch.manual_seed(fold("train-extractor"))
+        generator = torch.Generator().manual_seed(fold("batches of train-extractor"))
+        first, _ = next(images.batches(256))
+        channels, *size = first.shape[1:]
+        classes = num_classes if num_classes and num_classes > 1 else None
+        network = SmallClassifier(channels, size, stage_widths(min(size)), classes or 2)
+        levels = int(first.flatten().int().bincount().count_nonzero())
+        grey_step = 2 / max(1, levels - 1)  # between the levels that the images use of [-1, 1]
+        dither = min(max(grey_step, 4 / 128), 0.2)
+        task = ExtractorTask(steps, noise=0.2, dither=dither, by_class=bool(classes))
+        batches = _jittered_batches(images, steps * batch_size, batch_size, classes, generator)
+        fit(network.to(device), batches, task, generator, log)
+        record = {
+            "name": path.stem,
+            "size": size,
+            "trained_on": f"{images.name} {images.fingerprint()}",
+            "told_apart": "classes" if classes else "images",
+            "steps": steps,
+            "torch": torch.__version__,
+        }
+    with atomic_write(path) as file:
+        file.write(save(network.cpu().state_dict(), {"extractor": json.dumps(record)}))
+    return network
+
+
+def _jittered_batches(
+    images: ImageSet, num: int, batch_size: int, classes: int | None, generator: torch.Generator
+) -> Iterator[LabelledBatch]:
+    index = torch.randint(len(images), (num,), generator=generator).tolist()
+    for x, labels in images.batches(batch_size, index):
+        if classes and not 0 <= min(labels) <= max(labels) < classes:
+            raise ValueError(
+                f"labels of {images.name} go from {min(labels)} to {max(labels)} (-1 is none), "
+                f"and the data module says num_classes={classes}."
+            )
+        yield jitter(x.float() / 127.5 - 1, generator), torch.tensor(labels)
+
+
+def stage_widths(side: int) -> tuple[int, ...]:
+    """Widths of a `SmallClassifier` that pools images of `side` pixels down to 4 to 7 pixels.
+
+    Example:
+        >>> stage_widths(8), stage_widths(64)
+        ((24, 48, 64), (24, 48, 64, 64, 64))
+    """
+    halvings = side.bit_length() - 1
+    pools = min(halvings, max(2, halvings - 2))
+    return (24, 48, *[64] * pools)[: pools + 1]
+
+
+@dataclass(frozen=True)
+class ExtractorTask:
+    """The training task of an extractor.
+
+    Args:
+        steps: of the optimizer.
+        noise: standard deviation of visible noise at its strongest, in images of [-1, 1].
+        dither: standard deviation of noise in all images. It makes the network ignore what nobody
+            sees, such as the steps between the few grey levels of some data.
+        by_class: whether images are told apart by their classes, rather than each from all others.
+    """
+
+    steps: int
+    noise: float
+    dither: float
+    by_class: bool = True
+
+
+def fit(
+    network: SmallClassifier,
+    batches: Iterable[LabelledBatch],
+    task: ExtractorTask,
+    generator: torch.Generator,
+    log: Callable[[str], Any] = print,
+) -> SmallClassifier:
+    """Train by AdamW with one cycle of the learning rate; returns the network in eval mode."""
+    device, width = network.head.weight.device, network.num_features
+    quality = nn.Linear(width, 3)
+    projection = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 64))
+    heads = [quality] if task.by_class else [quality, projection]
+    parameters = [p for part in (network, *heads) for p in part.to(device).parameters()]
+    optimizer = torch.optim.AdamW(parameters, weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, task.steps)
+    start = last_line = time.monotonic()
+    for step, (clean, classes) in enumerate(batches, 1):
+        x, kind = (part.to(device) for part in corrupt(clean, task, generator))
+        features = network.features(x)
+        if task.by_class:
+            labels, logits = classes.to(device)[kind == 0], network.head(features[kind == 0])
+            identity = F.cross_entropy(logits, labels, label_smoothing=0.05)
+        else:
+            pair = torch.cat([clean, jitter(clean, generator)]).to(device)
+            identity = contrastive_loss(*projection(network.features(pair)).chunk(2))
+        loss = identity + 0.2 * F.cross_entropy(quality(features), kind)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        schedule.step()
+        if time.monotonic() - last_line > 10:
+            last_line = time.monotonic()
+            left = (last_line - start) / step * (task.steps - step)
+            log(f"step {step} of {task.steps}, loss {loss.item():.3f}, {left:.0f} s left")
+    return network.eval()
+
+
+def contrastive_loss(a: Tensor, b: Tensor, temperature: float = 0.2) -> Tensor:
+    """NT-Xent loss, a scalar, of embeddings (N, D) of two views of N images.
+
+    Source: T. Chen et al. 2020, equation 1.
+    """
+    rows = F.normalize(torch.cat([a, b]))
+    cosines = (rows @ rows.T / temperature).fill_diagonal_(-math.inf)
+    return F.cross_entropy(cosines, torch.arange(len(rows), device=rows.device).roll(len(a)))
+
+
+def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Rotate, scale and shift images (N, C, H, W) a little: +-10 degrees, +-10 %, +-0.6 pixels."""
+    turn, scale, *shift = (2 * torch.rand(4, len(x), generator=generator) - 1).unbind()
+    angle, zoom = turn * torch.pi / 18, 1 + 0.1 * scale
+    rows = [angle.cos() * zoom, -angle.sin() * zoom, shift[0] * 1.2 / x.shape[-1]]
+    rows += [angle.sin() * zoom, angle.cos() * zoom, shift[1] * 1.2 / x.shape[-2]]
+    grid = F.affine_grid(torch.stack(rows, 1).view(-1, 2, 3), list(x.shape), align_corners=False)
+    return F.grid_sample(x + 1, grid, align_corners=False) - 1  # outside the image is black, -1
+
+
+def corrupt(x: Tensor, task: ExtractorTask, generator: torch.Generator) -> LabelledBatch:
+    """Blur every third image (N, C, H, W), add noise to every third, and dither all.
+
+    Returns:
+        The images, and per image 0 if it is clean, 1 if blurred, 2 if noisy. Strengths are random.
+    """
+    kind = torch.arange(len(x)) % 3
+    dither, strength = torch.rand(2, len(x), 1, 1, 1, generator=generator)
+    x = x + task.dither * dither * torch.randn(x.shape, generator=generator)
+    strength = 0.6 + 0.4 * strength
+    blurred = x.lerp(F.avg_pool2d(x, 3, stride=1, padding=1, count_include_pad=False), strength)
+    noisy = x + task.noise * strength * torch.randn(x.shape, generator=generator)
+    stacked = torch.stack([x, blurred, noisy])
+    return stacked[kind, torch.arange(len(x))].clamp(-1, 1), kind
