@@ -65,7 +65,6 @@ MAY_IMPORT = {
         | TOOLS,
         FRAMEWORK | {"tqdm"},
     ),
-    "cli.replaying": (LIBRARY | {"cli", "lab"}, FRAMEWORK | ANY),
     "cli": (LIBRARY | {"cli"}, FRAMEWORK | ANY),
     "lab": (LIBRARY | {"cli", "lab"}, FRAMEWORK | ANY | {"markdown_it"}),
     "": ({"checkpoints"}, set()),  # lit_diffusion/__init__.py, which imports late

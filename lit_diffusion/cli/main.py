@@ -24,7 +24,6 @@ COMMANDS = {
         "consistency, loss landscape, interpolation and Hessian of checkpoints",
     ),
     "encode": ("cli.encode", "write latents of a folder of images, to train on"),
-    "replay": ("cli.replay", "compute a training step again that was not finite"),
     "sweep": (
         "lab.compare.sweep_command",
         "train every arm of an experiment with every seed, restartable; compare them",

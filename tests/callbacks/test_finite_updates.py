@@ -12,7 +12,6 @@ from support.tiny_diffusion import TinyNetwork, images, tiny_diffusion
 from torch import nn
 
 from lit_diffusion.callbacks import EMA, FiniteUpdates, MomentumDecay
-from lit_diffusion.callbacks.parts.micro_batch import MicroBatch
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
 
 
@@ -37,10 +36,10 @@ class State(Callback):
     """What an update may change, before the first step and after each batch."""
 
     def __init__(self, ema=None):
-        self.ema, self.seen = ema, []
+        self.ema, self.snapshots = ema, []
 
     def on_train_batch_start(self, trainer, pl_module, *args):
-        if not self.seen:
+        if not self.snapshots:
             self._add(trainer, pl_module)
 
     def on_train_batch_end(self, trainer, pl_module, *args):
@@ -49,8 +48,7 @@ class State(Callback):
     def _add(self, trainer, module):
         optimizers = [optimizer.state_dict() for optimizer in trainer.optimizers]
         ema = None if self.ema is None else self.ema.state_dict()
-        found = (trainable(module), optimizers, ema)
-        self.seen.append(copy.deepcopy(found))
+        self.snapshots.append(copy.deepcopy((trainable(module), optimizers, ema)))
 
 
 def fit(folder, module, guard, *callbacks, data=None, **options):
@@ -66,14 +64,14 @@ def dump(folder, rank=0):
 
 @pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("where", ["losses", "gradients"])
-def test_an_update_that_is_not_finite_is_left_out_whole(tmp_path, where, optimizer):
+def test_an_update_that_is_not_finite_is_skipped_as_a_whole(tmp_path, where, optimizer):
     options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
     module = Spoilt(optimizer=lambda p, lr: optimizer(p, lr=lr, **options), **{where: (1, 3)})
     ema = EMA((0.9,))
     state, guard = State(ema), FiniteUpdates(max_nonfinite_steps=2)
     trainer = fit(tmp_path, module, guard, ema, state)
     for batch in range(6):
-        before, after = state.seen[batch], state.seen[batch + 1]
+        before, after = state.snapshots[batch], state.snapshots[batch + 1]
         if batch in (1, 3):
             assert_same_bits(after, before)
         else:
@@ -88,7 +86,7 @@ def test_an_update_that_is_not_finite_is_left_out_whole(tmp_path, where, optimiz
         (
             Spoilt(losses=(2,)),
             r"^the loss is not finite at optimizer step 2 \(batch 2, rank 0\)\. "
-            r"(.*non-finite-rank0.ckpt) holds the batch .* Its update was left out "
+            r"(.*non-finite-rank0.ckpt) holds the batch .* Its update was skipped "
             r"\(1 of at most 0: max_nonfinite_steps\); lower the lr",
         ),
         (
@@ -102,27 +100,26 @@ def test_the_first_stops_a_run_unless_some_are_allowed(tmp_path, module, message
     state, logger = State(), MemoryLogger()
     with pytest.raises(FloatingPointError, match=message):
         fit(tmp_path, module, FiniteUpdates(), state, logger=logger, log_every_n_steps=1)
-    assert_same_bits(state.seen[-1], state.seen[-2])
-    assert len(state.seen) == 4
+    assert_same_bits(state.snapshots[-1], state.snapshots[-2])
+    assert len(state.snapshots) == 4
     assert [(step, math.isnan(loss)) for step, loss in logger.of("train/loss")] == [(2, True)]
 
 
-def test_a_run_goes_on_until_more_are_left_out_than_may_be(tmp_path, caplog):
+def test_a_run_continues_until_more_are_skipped_than_may_be(tmp_path, caplog):
     logger, guard = MemoryLogger(), FiniteUpdates(max_nonfinite_steps=2)
     caplog.set_level("INFO")
     with pytest.raises(FloatingPointError, match=r"step 5 .*\(3 of at most 2"):
         fit(tmp_path, Spoilt(losses=(1,), gradients=(3, 5)), guard, logger=logger)
-    told = [text for text in caplog.messages if "Left out" in text]
-    assert [re.search(r"\((\d of .*?)\).*step (\d)", t).groups() for t in told] == [
+    skips = [text for text in caplog.messages if "Skipped an update" in text]
+    assert [re.search(r"\((\d of .*?)\).*step (\d)", text).groups() for text in skips] == [
         ("1 of at most 2", "1"),
         ("2 of at most 2", "3"),
     ]
-    assert all("\n" not in text for text in told)
     assert logger.of("train/nonfinite_steps") == [(1, 1.0), (3, 2.0), (5, 3.0)]
     assert dump(tmp_path)["global_step"] == 5
 
 
-def test_what_was_left_out_counts_on_after_a_resume(tmp_path):
+def test_skipped_updates_are_counted_across_a_resume(tmp_path):
     guard = FiniteUpdates(max_nonfinite_steps=1)
     trainer = fit(tmp_path, Spoilt(losses=(1,)), guard)
     trainer.save_checkpoint(tmp_path / "end.ckpt")
@@ -165,19 +162,100 @@ class Overflowing(TinyNetwork):
 
 def test_samples_noise_levels_and_data_indices_are_named(tmp_path):
     module = tiny_diffusion(network=Overflowing(since=2))
-    with pytest.raises(FloatingPointError) as told:
+    with pytest.raises(FloatingPointError) as error:
         fit(tmp_path, module, FiniteUpdates(), data=images(64, 16), log_every_n_steps=1)
     sample, index, u, quartile, t = re.search(
         r"step 2 \(batch 2, rank 0\): sample (\d+) \(data index (\d+)\) at u = ([\d.]+) "
         r"\(train/loss_q(\d)\), t = (\d+);",
-        str(told.value),
+        str(error.value),
     ).groups()
     assert int(index) == 32 + int(sample)
     assert (int(quartile), int(t) >= 75) == (int(float(u) * 4), True)
-    kept = dump(tmp_path)["replay"]["outputs"]
-    bad = ~kept["per_sample_loss"].isfinite()
-    assert torch.equal(bad, kept["t"] >= 75)
-    assert f"and {int(bad.sum()) - 3} more" in str(told.value)
+    outputs = dump(tmp_path)["non_finite"]["outputs"]
+    bad = ~outputs["per_sample_loss"].isfinite()
+    assert torch.equal(bad, outputs["t"] >= 75)
+    assert f"and {int(bad.sum()) - 3} more" in str(error.value)
+
+
+class Reporting(Spoilt):
+    """Its first batch has a loss that is not finite, and these outputs."""
+
+    def __init__(self, **outputs):
+        super().__init__(losses=(0,))
+        self.outputs = outputs
+
+    def training_step(self, batch, batch_idx):
+        return {"loss": super().training_step(batch, batch_idx), **self.outputs}
+
+
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("outputs", "text"),
+    [
+        ({}, r"rank 0\)\. "),
+        ({"per_sample_loss": torch.tensor([1.0, 1.0])}, r"rank 0\)\. "),
+        ({"per_sample_loss": torch.tensor([1.0, NAN])}, r": sample 1\. "),
+        (
+            {"per_sample_loss": torch.tensor([1.0, math.inf]), "u": torch.tensor([0.1, 1.0])},
+            r": sample 1 at u = 1\.000 \(train/loss_q3\)\. ",
+        ),
+        (
+            {
+                "per_sample_loss": torch.tensor([NAN, 1.0]),
+                "u": torch.tensor([0.26, 1.0]),
+                "t": torch.tensor([12.5, 3]),
+            },
+            r": sample 0 at u = 0\.260 \(train/loss_q1\), t = 12\.5\. ",
+        ),
+        (
+            {"per_sample_loss": torch.tensor([NAN] * 5)},
+            ": sample 0; sample 1; sample 2 and 2 more",
+        ),
+    ],
+)
+def test_samples_are_named_as_far_as_the_module_returns_them(tmp_path, outputs, text):
+    with pytest.raises(FloatingPointError, match=rf"step 0 \(batch 0, .*{text}"):
+        fit(tmp_path, Reporting(**outputs), FiniteUpdates())
+
+
+def test_of_many_parameters_the_first_are_named_in_the_modules_order(tmp_path):
+    class AllButOne(PlainModule):
+        def training_step(self, batch, batch_idx):
+            zeros = [p.sum() * 0 for name, p in self.inner.named_parameters() if name != "0.bias"]
+            return super().training_step(batch, batch_idx) + sum((z * z).sqrt() for z in zeros)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD([*reversed([*self.inner.parameters()])], lr=1)
+
+    text = r"of inner\.0\.weight; inner\.1\.weight; inner\.1\.bias and 2 more"
+    with pytest.raises(FloatingPointError, match=text):
+        fit(tmp_path, AllButOne(), FiniteUpdates())
+
+
+def test_weights_that_were_not_finite_before_are_distinguished_from_a_bad_step(tmp_path):
+    module = PlainModule()
+    torch.nn.init.constant_(module.inner[0].bias, NAN)
+    text = "the weights were not finite before the update at optimizer step 0 .*inner.0.bias"
+    with pytest.raises(FloatingPointError, match=text):
+        fit(tmp_path, module, FiniteUpdates())
+
+
+def test_the_file_has_what_repeats_the_step_to_the_last_bit(tmp_path):
+    class Noisy(Spoilt):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return {"loss": loss, "finite": torch.tensor(self.losses[-1])}
+
+    with pytest.raises(FloatingPointError):
+        fit(tmp_path, Noisy(losses=(2,)), FiniteUpdates())
+    content, module = dump(tmp_path), Noisy()
+    failure = content["non_finite"]
+    module.load_state_dict(content["state_dict"])
+    torch.set_rng_state(failure["rng"]["cpu"])
+    again = module.training_step(failure["batch"], failure["batch_idx"])
+    assert torch.equal(again["finite"], failure["outputs"]["finite"])
 
 
 # Accumulation, manual optimization, GradScaler
@@ -189,20 +267,22 @@ def test_of_accumulated_batches_none_counts_and_the_bad_one_is_dumped(tmp_path, 
     module = Spoilt(**{where: (3,)})
     data = loader(48, 8)
     trainer = fit(tmp_path, module, guard, state, data=data, accumulate_grad_batches=3)
-    assert_same_bits(state.seen[6], state.seen[3])
+    assert_same_bits(state.snapshots[6], state.snapshots[3])
     assert guard.skipped_updates == 1
     assert trainer.global_step == 2
-    kept = dump(tmp_path)
-    assert kept["replay"]["batch_idx"] == 3
-    assert_same_bits(kept["replay"]["batch"][0], list(data)[3][0])
+    failure = dump(tmp_path)["non_finite"]
+    assert failure["batch_idx"] == 3
+    assert_same_bits(failure["batch"][0], list(data)[3][0])
 
 
 def test_a_clean_update_after_accumulated_bad_ones_is_made(tmp_path):
     state = State()
     module = Spoilt(losses=(0,))
     fit(tmp_path, module, FiniteUpdates(1), state, accumulate_grad_batches=2)
-    assert_same_bits(state.seen[2], state.seen[0])
-    assert not torch.equal(state.seen[4][0]["inner.0.weight"], state.seen[2][0]["inner.0.weight"])
+    assert_same_bits(state.snapshots[2], state.snapshots[0])
+    assert not torch.equal(
+        state.snapshots[4][0]["inner.0.weight"], state.snapshots[2][0]["inner.0.weight"]
+    )
 
 
 class Two(Spoilt):
@@ -223,15 +303,14 @@ class Two(Spoilt):
         return [torch.optim.Adam(self.inner[i].parameters()) for i in (0, 3)]
 
 
-def test_in_manual_optimization_the_updates_from_the_bad_one_on_are_left_out(tmp_path):
+def test_in_manual_optimization_the_updates_from_the_bad_one_on_are_skipped(tmp_path):
     state, guard = State(), FiniteUpdates(2)
     fit(tmp_path, Two(losses={(1, 0), (3, 1)}), guard, state)
-    assert_same_bits(state.seen[2], state.seen[1])
-    first, second = (state.seen[i][0] for i in (3, 4))
+    assert_same_bits(state.snapshots[2], state.snapshots[1])
+    first, second = (state.snapshots[i][0] for i in (3, 4))
     assert not torch.equal(second["inner.0.weight"], first["inner.0.weight"])
     assert torch.equal(second["inner.3.weight"], first["inner.3.weight"])
     assert guard.skipped_updates == 2
-    assert dump(tmp_path)["replay"]["updates"] == 1
 
 
 def test_in_manual_optimization_the_optimizers_own_gradients_are_named(tmp_path):
@@ -252,10 +331,10 @@ class Scales(Callback):
     """The scale at each update, before it is changed."""
 
     def __init__(self):
-        self.seen = []
+        self.scales = []
 
     def on_before_optimizer_step(self, trainer, *args):
-        self.seen.append(trainer.precision_plugin.scaler.get_scale())
+        self.scales.append(trainer.precision_plugin.scaler.get_scale())
 
 
 def fit_scaled(folder, module, guard, *callbacks, init_scale=4.0):
@@ -271,11 +350,11 @@ def test_a_grad_scaler_searches_for_its_scale_undisturbed(tmp_path, fused):
     ema, guard = EMA((0.9,)), FiniteUpdates()
     state, scales = State(ema), Scales()
     fit_scaled(tmp_path, module, guard, ema, state, scales, init_scale=2.0**19)
-    skipped = [i for i in range(6) if scales.seen[i] > min(scales.seen)]
+    skipped = [i for i in range(6) if scales.scales[i] > min(scales.scales)]
     assert 1 <= len(skipped) <= 5
     for i in skipped:
-        assert_same_bits(state.seen[i + 1][::2], state.seen[i][::2])  # weights and EMA
-    assert next(iter(state.seen[-1][2]["steps"].values())) == 6 - len(skipped)
+        assert_same_bits(state.snapshots[i + 1][::2], state.snapshots[i][::2])  # weights and EMA
+    assert next(iter(state.snapshots[-1][2]["steps"].values())) == 6 - len(skipped)
     assert guard.skipped_updates == 0
 
 
@@ -296,27 +375,26 @@ def test_under_a_grad_scaler_a_loss_that_is_not_finite_counts(tmp_path, value, f
     state = State(ema)
     fit_scaled(tmp_path, module, guard, ema, state)
     assert guard.skipped_updates == 1
-    assert_same_bits(state.seen[2][::2], state.seen[1][::2])
-    assert next(iter(state.seen[-1][2]["steps"].values())) == 5
+    assert_same_bits(state.snapshots[2][::2], state.snapshots[1][::2])
+    assert next(iter(state.snapshots[-1][2]["steps"].values())) == 5
 
 
 def test_a_gradient_that_no_scale_makes_finite_counts_once_the_scale_is_one(tmp_path):
     module, guard, scales = Spoilt(gradients=range(6)), FiniteUpdates(), Scales()
-    message = r"the gradient is not finite at optimizer step 2 .*The loss scale is now 0\.5\."
+    message = r"the gradient is not finite at optimizer step 2 .*The loss scale is 0\.5\."
     with pytest.raises(FloatingPointError, match=message):
         fit_scaled(tmp_path, module, guard, scales, init_scale=4.0)
-    assert scales.seen == [4.0, 2.0, 1.0]
-    assert dump(tmp_path)["replay"]["precision_state"]["scale"] == 0.5
+    assert scales.scales == [4.0, 2.0, 1.0]
 
 
 def test_it_goes_with_decayed_momentum(tmp_path):
     state, guard = State(), FiniteUpdates(1)
     fit(tmp_path, Spoilt(losses=(2,)), guard, MomentumDecay(6), state)
-    assert_same_bits(state.seen[3], state.seen[2])
-    assert state.seen[-1][1][0]["param_groups"][0]["betas"] == (0.9, 0.999)
+    assert_same_bits(state.snapshots[3], state.snapshots[2])
+    assert state.snapshots[-1][1][0]["param_groups"][0]["betas"] == (0.9, 0.999)
 
 
-def test_running_averages_of_a_bad_batch_are_left_out_too(tmp_path):
+def test_running_averages_of_a_bad_batch_are_restored(tmp_path):
     """BatchNorm would keep the NaN for good, and save it."""
 
     class NaNInput(PlainModule):
@@ -331,7 +409,7 @@ def test_running_averages_of_a_bad_batch_are_left_out_too(tmp_path):
     assert all(value.isfinite().all() for value in buffers.values())
 
 
-def test_what_a_later_part_of_a_bad_batch_does_to_buffers_is_put_back_too(tmp_path):
+def test_what_a_later_part_of_a_bad_batch_does_to_buffers_is_restored(tmp_path):
     class Manual(PlainModule):
         automatic_optimization = False
 
@@ -370,23 +448,16 @@ class Codes(PlainModule):
         return loss * math.nan if batch_idx in (2, 4) else loss
 
 
-def test_all_buffers_that_batches_change_are_put_back_and_no_others_copied(tmp_path):
-    copied = []
-
-    class Look(Callback):
-        def on_before_backward(self, *args):
-            copied.append({*guard._now.buffers})
-
-    module, guard = Codes(), FiniteUpdates(2)
-    make_trainer(tmp_path, guard, Look()).fit(module, loader(48))
+def test_all_buffers_that_a_bad_batch_changes_are_restored(tmp_path):
+    module = Codes()
+    make_trainer(tmp_path, FiniteUpdates(2)).fit(module, loader(48))
     for bad in (2, 4):
         assert_same_bits(module.started[bad + 1], module.started[bad])
-    changing = {"table.codes", "late.codes", "late.means"}
-    assert {*module.started[0]} - copied[2] == {"constant"}
-    assert changing <= copied[2] == copied[5]
+    assert module.started[5]["table.codes"].tolist() == [3.0, 3.0]
+    assert module.started[5]["late.means"].tolist() == [2.0, 2.0]
 
 
-def test_a_checkpoint_amid_a_batch_whose_update_was_left_out_has_the_weights_before(tmp_path):
+def test_a_checkpoint_amid_a_batch_whose_update_was_skipped_has_the_weights_before(tmp_path):
     class Save(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             trainer.save_checkpoint(tmp_path / f"{batch_idx}.ckpt")
@@ -411,7 +482,9 @@ def test_a_batch_that_cannot_be_stored_does_not_hide_what_happened(tmp_path):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return [*batch, object()]
 
-    with pytest.raises(FloatingPointError, match=r"could not be kept .*got builtins.object. Its"):
+    with pytest.raises(
+        FloatingPointError, match="could not be written .*got builtins.object"
+    ):
         fit(tmp_path, Odd(losses=(0,)), FiniteUpdates())
     assert not list(tmp_path.glob("*.ckpt"))
 
@@ -427,17 +500,6 @@ def test_batches_and_optimizers_are_let_go_of(tmp_path):
     fit(tmp_path, Spoilt(losses=(5,)), guard)
     assert (guard._window, guard._failed, guard._now) == ([], [], None)
     assert guard.skipped_updates == 1
-
-
-def test_ranks_with_a_loss_come_before_those_with_a_gradient():
-    def seen(loss, gradient):
-        batch = MicroBatch(0, 0, 0, 0, None, {}, {})
-        batch.loss_is_bad = torch.tensor(loss)
-        batch.gradients = torch.tensor([False, gradient]), []
-        return batch
-
-    clean, gradient, loss = seen(False, False), seen(False, True), seen(True, True)
-    assert [batch.badness() for batch in (clean, gradient, loss)] == [0, 1, 2]
 
 
 def test_a_module_without_optimizers_is_left_alone(tmp_path):
@@ -469,5 +531,5 @@ def test_sparse_and_missing_gradients_are_looked_at(tmp_path):
 
 def test_an_optimizer_that_computes_gradients_in_its_step_is_refused(tmp_path):
     module = PlainModule(optimizer=torch.optim.LBFGS)
-    with pytest.raises(ValueError, match="cannot leave out an update of LBFGS"):
+    with pytest.raises(ValueError, match="cannot skip an update of LBFGS"):
         fit(tmp_path, module, FiniteUpdates())

@@ -1,4 +1,4 @@
-"""Runs that meet what is not finite: on ranks, and from the command line to the replay."""
+"""Runs that meet what is not finite: on ranks, and from the command line."""
 
 import math
 import re
@@ -11,12 +11,13 @@ from support.commands import call, checkpoint
 from support.on_ranks import run_on_ranks
 from support.small_digits import small_digits
 
+from lit_diffusion import load
 from lit_diffusion.cli.loggers import read_rows
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "rank"), [("loss", 0), ("constant", 1), ("gradient", 1)])
-def test_two_ranks_leave_out_an_update_that_one_could_not_make(tmp_path, kind, rank):
+def test_two_ranks_skip_an_update_that_is_bad_on_one(tmp_path, kind, rank):
     ranks = run_on_ranks("non_finite_on_ranks.py", tmp_path, kind, str(rank), "1")
     assert [found["error"] for found in ranks] == [None, None]
     assert [found["skipped"] for found in ranks] == [1, 1]
@@ -34,7 +35,9 @@ def test_two_ranks_leave_out_an_update_that_one_could_not_make(tmp_path, kind, r
 def test_two_ranks_stop_together_and_name_the_one_that_met_it(tmp_path):
     ranks = run_on_ranks("non_finite_on_ranks.py", tmp_path, "constant", "1", "0")
     assert ranks[0]["error"] == ranks[1]["error"]
-    index = torch.load(tmp_path / "non-finite-rank1.ckpt", weights_only=True)["replay"]["batch"][2]
+    index = torch.load(tmp_path / "non-finite-rank1.ckpt", weights_only=True)["non_finite"][
+        "batch"
+    ][2]
     assert re.search(
         rf"at optimizer step 2 \(batch 2, rank 1\): sample 1 \(data index {index[1]}\) at u = .* "
         r"t = \d+\. \S*/non-finite-rank1.ckpt holds the batch",
@@ -60,32 +63,30 @@ SAVE_EACH_STEP = (
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default:.* is again that of the save before")
-def test_a_run_that_diverges_is_stopped_kept_and_replayed(here, capsys):
+def test_a_run_that_diverges_is_stopped_and_its_batch_written(here, capsys):
     assert call("fit --config small.yaml") == 0
     last = Path("runs/small/checkpoints/last.ckpt")
     good = last.read_bytes()
     options = f"--ckpt_path=last --trainer.max_steps=20 {DIVERGE} {SAVE_EACH_STEP}"
     assert call(f"fit --config small.yaml {options}") == 1
-    told = capsys.readouterr().err
+    error = capsys.readouterr().err
     step, sample, index, t, file = re.search(
         r"lit-diffusion fit: the loss is not finite at optimizer step (\d+) \(batch \d+, rank 0\): "
         r"sample (\d+) \(data index (\d+)\) at u = [\d.]+ \(train/loss_q\d\), t = (\d+);.*"
-        r"`lit-diffusion replay (\S+)`",
-        told,
+        r" (\S+) holds the batch",
+        error,
     ).groups()
-    assert "Traceback" not in told
+    assert "Traceback" not in error
     assert last.read_bytes() == good
     assert read_rows(Path("runs/small/metrics.csv"))[-1]["train/loss"] == "nan"
 
-    assert call(f"replay {file}") == 0
-    printed = capsys.readouterr().out
-    row = next(line.split() for line in printed.splitlines() if "<- not finite" in line)
-    assert (row[0], row[1], row[3], row[4]) == (sample, index, t, "nan")
-    assert re.search(r"first output that is not finite: network\.\S+ \(\w+\)\n", printed)
-    assert printed.rstrip().endswith("These are the run's numbers to the last bit.")
-    kept = torch.load(file, weights_only=True)
-    assert kept["global_step"] == int(step)
-    assert all(value.isfinite().all() for value in kept["state_dict"].values())
+    content = torch.load(file, weights_only=True)
+    outputs, data_index = content["non_finite"]["outputs"], content["non_finite"]["batch"][2]
+    assert content["global_step"] == int(step)
+    assert outputs["per_sample_loss"][int(sample)].isnan()
+    assert (int(data_index[int(sample)]), int(outputs["t"][int(sample)])) == (int(index), int(t))
+    assert all(value.isfinite().all() for value in content["state_dict"].values())
+    assert load(file).global_step == 0  # a module as from any checkpoint
 
     assert call("fit --config small.yaml --ckpt_path=last --trainer.max_steps=6") == 0
     assert checkpoint("runs/small")["global_step"] == 6
@@ -96,8 +97,8 @@ def test_what_a_config_allows_takes_the_place_of_stopping_at_the_first(here, cap
     guard = "lit_diffusion.callbacks.finite_updates.FiniteUpdates"
     options = f"--trainer.callbacks+={guard} --trainer.callbacks.max_nonfinite_steps=2"
     assert call(f"fit --config small.yaml --trainer.max_steps=20 {options} {DIVERGE}") == 1
-    told = capsys.readouterr().err
-    assert re.search(r"Its update was left out \(3 of at most 2: max_nonfinite_steps\)", told)
+    error = capsys.readouterr().err
+    assert re.search(r"Its update was skipped \(3 of at most 2: max_nonfinite_steps\)", error)
     rows = read_rows(Path("runs/small/metrics.csv"))
     counts = [row["train/nonfinite_steps"] for row in rows if "train/nonfinite_steps" in row]
     assert counts == ["1.0", "2.0", "3.0"]
