@@ -38,6 +38,9 @@ ANY = {"packaging", "yaml", "jsonargparse", "matplotlib", "scipy", "pytorch_ligh
 LIBRARY = MATHS | TOOLS | {"callbacks", "checkpoints", "config", "data", "interchange", "metrics"}
 LIBRARY |= {"modules", "networks"}
 
+PORTABLE = ("finite_updates",)
+"""Files of callbacks/ that can be copied, with trainer_state.py, into another package."""
+
 # room or file, the most particular first -> (of ours it may import, third parties besides torch)
 MAY_IMPORT = {
     **{name: (MATHS, set()) for name in MATHS},
@@ -59,6 +62,7 @@ MAY_IMPORT = {
     "data": ({"conditioning", "data", "seeding", TRAINER} | TOOLS, FRAMEWORK | {"sklearn"}),
     "metrics": ({"metrics", "seeding"} | TOOLS, FRAMEWORK | {"safetensors"}),
     TRAINER: (set(), LIGHTNING | {"lightning_fabric", "pytorch_lightning"}),
+    **{f"callbacks.{name}": ({TRAINER}, LIGHTNING | {"pytorch_lightning"}) for name in PORTABLE},
     "callbacks": (
         {"callbacks", "checkpoints.averages", "checkpoints.snapshots", "ema_profiles"}
         | {"losses", "metrics", "protocols", "seeding"}

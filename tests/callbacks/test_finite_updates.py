@@ -482,9 +482,7 @@ def test_a_batch_that_cannot_be_stored_does_not_hide_what_happened(tmp_path):
         def on_after_batch_transfer(self, batch, dataloader_idx):
             return [*batch, object()]
 
-    with pytest.raises(
-        FloatingPointError, match="could not be written .*got builtins.object"
-    ):
+    with pytest.raises(FloatingPointError, match=r"could not be written .*got builtins.object"):
         fit(tmp_path, Odd(losses=(0,)), FiniteUpdates())
     assert not list(tmp_path.glob("*.ckpt"))
 
