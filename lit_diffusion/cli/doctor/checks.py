@@ -1,82 +1,415 @@
-"""What is odd about the length of a run, its batches and its validation."""
+"""What may be wrong with a run or a machine: each check reads one `Run` and yields findings."""
 
-from collections.abc import Iterator
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import IntEnum
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
 
-from lit_diffusion.cli.doctor.plan import Plan
-from lit_diffusion.cli.doctor.report import Finding, count, note, ok, problem, warning
+import torch
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from packaging.requirements import Requirement
+from torch import Tensor
+
+from lit_diffusion.callbacks.ema import EMA
+from lit_diffusion.callbacks.power_ema import PowerEMA
+from lit_diffusion.cli.doctor.run import Run
+from lit_diffusion.cli.run_folder import CLAIM, occupied
+from lit_diffusion.counts import usable_cores
+from lit_diffusion.guidance import ClassifierFree
+from lit_diffusion.metrics.extractors import InceptionV3Compat
+from lit_diffusion.modules.diffusion import DiffusionModule
+from lit_diffusion.solvers.steps import solver_times
+from lit_diffusion.trainer_state import intervals_of
 
 
-def check_length(plan: Plan, is_chosen: bool = True) -> Finding:
-    """Whether, and after what, the run ends: if no length is chosen, Lightning's 1,000 epochs."""
-    topic = "length"
-    if plan.steps is None:
-        return note(topic, "not known: a time ends it, or epochs of unknown length.")
-    if plan.length is None:
+class Level(IntEnum):
+    """How serious a finding is."""
+
+    OK = 0
+    NOTE = 1  # worth knowing; nothing has to change
+    WARNING = 2  # the run will end, and probably not as intended
+    PROBLEM = 3  # the run will not start, not end, or not do what is asked for
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report: how serious, on what, and rule, value and fix."""
+
+    level: Level
+    topic: str
+    text: str
+
+
+ok = partial(Finding, Level.OK)
+note = partial(Finding, Level.NOTE)
+warning = partial(Finding, Level.WARNING)
+problem = partial(Finding, Level.PROBLEM)
+
+
+# Start
+
+
+def check_start(run: Run) -> Iterator[Finding]:
+    """What the Trainer, `fit` or sampling raised, and data that are not there yet."""
+    if run.cli.refusal is not None:
+        yield problem("trainer", run.cli.refusal)
+    for topic, message in run.failures:
+        yield problem(topic, message)
+    if run.missing_data is not None and run.missing_data.needs_network:
+        text = "fit fails on a node without a network; the run was not started here."
+        yield warning("data", f"{run.missing_data.text}: {text}")
+    elif run.missing_data is not None:
+        yield note("data", f"{run.missing_data.text}; the run was not started here.")
+
+
+def check_run_folder(run: Run) -> Iterator[Finding]:
+    """Whether the run may write into its folder, and where it resumes."""
+    root = run.request.root
+    parent = existing_parent(root)
+    try:
+        if not (parent.is_dir() and os.access(parent, os.W_OK)):
+            raise ValueError(f"{parent} is no folder that can be written to.")
+        with occupied(root) if (root / CLAIM).is_file() else nullcontext():
+            yield ok("run folder", str(root))
+    except (ValueError, OSError) as error:
+        yield problem("run folder", f"{error} Change --trainer.default_root_dir.")
+    if run.request.checkpoint is not None:
+        yield ok("resume", f"from step {run.start_step:,} of {run.request.checkpoint}")
+
+
+def check_devices(run: Run) -> Iterator[Finding]:
+    """Whether each process on CPUs has a core, and whether a GPU was expected."""
+    processes, cores = run.cli.num_devices, usable_cores()
+    if run.trainer.strategy.root_device.type != "cpu":
+        yield ok("devices", f"{processes} on a node")
+    elif processes > cores:
+        text = f"{processes} processes on {cores} core(s); lower --trainer.devices."
+        yield warning("devices", text)
+    elif run.settings["accelerator"] == "auto":
+        yield note("devices", "accelerator=auto finds no GPU here: the run trains on the CPU.")
+
+
+def check_ranks(num_devices: int, num_nodes: int, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Whether a launcher starts as many processes as the Trainer waits for.
+
+    What Lightning itself refuses, as it does most of what torchrun gets wrong, is in `check_start`.
+
+    Args:
+        num_devices: processes on each node that the config asks for.
+        num_nodes: nodes that the config asks for.
+        environ: variables of this process, those of SLURM among them.
+    """
+    ranks, tasks = num_devices * num_nodes, environ.get("SLURM_NTASKS", "")
+    is_shell = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")  # to Lightning
+    if "SLURM_JOB_ID" not in environ:
+        if num_nodes > 1 and not {"MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & environ.keys():
+            text = "nothing here starts processes on other nodes; use srun or torchrun."
+            yield warning("ranks", f"num_nodes={num_nodes}, but {text}")
+    elif is_shell and tasks not in ("", "1"):
+        text = f"each of the {tasks} tasks would train a run of its own, as Lightning ignores SLURM"
+        yield problem("ranks", f"{text} in jobs named bash or interactive; change --job-name.")
+    elif is_shell or not tasks.isdigit():
+        text = "Lightning ignores SLURM here and uses one node: the job is named bash or "
+        text += "interactive, or has no --ntasks-per-node."
+        yield problem("ranks", text) if num_nodes > 1 else note("ranks", text)
+    elif int(tasks) != ranks:
+        text = f"SLURM starts {tasks} task(s), and the run waits for {ranks}; submit with "
+        yield problem("ranks", f"{text}--ntasks-per-node={num_devices} --nodes={num_nodes}.")
+    elif "SLURM_STEP_ID" not in environ and ranks > 1:
+        yield note("ranks", f"start fit with srun, or it waits for {ranks - 1} other tasks.")
+    else:
+        yield ok("ranks", f"{tasks} task(s) of SLURM")
+
+
+# Length
+
+
+def check_length(run: Run) -> Iterator[Finding]:
+    """Whether the run ends, and after how much."""
+    steps = run.num_steps
+    if run.trainer.max_steps == run.trainer.max_epochs == -1 and not run.has_timer:
         text = "never stops: max_steps and max_epochs are both -1; set --trainer.max_steps=N."
-        return warning(topic, text)
-    if plan.length == 0:
-        text = "no step is made: max_steps, max_epochs or limit_train_batches is 0; raise it."
-        return problem(topic, text)
-    if plan.steps_to_go == 0:
-        text = f"nothing is left: the checkpoint is at step {plan.start_step:,} of {plan.length:,}"
-        return problem(topic, f"{text}; raise --trainer.max_steps.")
-    if not is_chosen:
-        text = f"Lightning's own 1,000 epochs, {_length(plan)}; set --trainer.max_steps=N."
-        return warning(topic, text)
-    return ok(topic, _length(plan))
-
-
-def _length(plan: Plan) -> str:
-    assert plan.length is not None
-    text = count(plan.length, "optimizer step")
-    if plan.start_step:
-        text += f", {plan.start_step:,} of them done"
-    if plan.images_seen is not None:
-        text += f" = {plan.images_seen:,} images"
-    if plan.epochs is not None and plan.num_images:
-        epochs = f"{plan.epochs:,.0f}" if plan.epochs >= 100 else f"{plan.epochs:.3g}"
-        text += f" = {epochs} epochs of {plan.num_images:,}"
-    return text
-
-
-def check_batch(plan: Plan) -> Iterator[Finding]:
-    """How many images make an optimizer step."""
-    if plan.global_batch is None:
-        return
-    parts = [f"{plan.batch_size:,}"]
-    if plan.ranks > 1:
-        parts.append(count(plan.ranks, "rank"))
-    if plan.accumulate > 1:
-        parts.append(f"{plan.accumulate} accumulated")
-    product = f" = {' x '.join(parts)}" if len(parts) > 1 else ""
-    yield ok("batch", f"{plan.global_batch:,} images an optimizer step{product}")
-
-
-def check_accumulation(interval: object, accumulate: int) -> Iterator[Finding]:
-    """Whether validation comes between the batches of a step, where it counts batches."""
-    if accumulate == 1 or not isinstance(interval, int):
-        return
-    text = f"val_check_interval={interval:,} counts batches, "
-    if interval % accumulate:
-        text += f"and {accumulate} make a step: validation comes between the batches of one; take "
-        yield warning("accumulation", f"{text}a multiple of {accumulate}.")
+        yield warning("length", text)
+    elif steps is None:
+        yield note("length", "unknown: a time ends the run, or epochs of unknown length.")
+    elif steps <= run.start_step:
+        text = f"no step is left: {run.start_step:,} of {steps:,} are done (see max_steps, "
+        yield problem("length", f"{text}max_epochs and limit_train_batches); raise the limit.")
     else:
-        text += f"every {interval // accumulate:,} optimizer steps; all else counts steps."
-        yield note("accumulation", text)
+        text = f"{steps:,} optimizer steps"
+        if run.batch_size is not None:
+            images = run.batch_size * run.ranks * run.trainer.accumulate_grad_batches
+            text += f" of {images:,} images"
+        if run.steps_per_epoch and run.num_images:
+            text += f", {steps / run.steps_per_epoch:,.1f} epochs of {run.num_images:,}"
+        if run.settings["max_epochs"] is None and run.trainer.max_epochs == 1000:
+            yield warning("length", f"{text}: Lightning's default; set --trainer.max_steps=N.")
+        else:
+            yield ok("length", text)
 
 
-def check_validation(plan: Plan) -> Iterator[Finding]:
-    """Whether validation runs when one would think."""
-    times, every = plan.times(None), plan.steps_between_validations
-    if not every or times is None:
+def check_intervals(run: Run) -> Iterator[Finding]:
+    """Whether validations, evaluations, saves and curricula come to their turn, or end."""
+    steps, validation = run.num_steps, run.validation_interval
+    if steps is None or steps <= run.start_step:
         return
-    if times == 0:
-        text = f"never runs: it is due every {every:,.0f} optimizer steps, and "
-        text += f"{plan.steps_to_go:,} are to be done; lower --trainer.val_check_interval."
+    to_go = f"of the {steps - run.start_step:,} steps to go; lower it."
+    if validation and not (rounds := run.count_rounds(None)):
+        text = f"val_check_interval is {validation:,.0f} steps, and comes in none {to_go}"
         yield warning("validation", text)
-    elif plan.val_batches == 1 and plan.batches_per_epoch != 1:
-        text = "val_check_interval=1 is after every batch; 1.0 is after every epoch."
-        yield warning("validation", text)
+    elif validation and repr(run.settings["val_check_interval"]) == "1":
+        yield warning("validation", "val_check_interval=1 is every batch; 1.0 is every epoch.")
+    elif validation:
+        yield ok("validation", f"{rounds} times, every {validation:,.0f} steps")
+    for callback in run.callbacks:
+        name = type(callback).__name__
+        every = getattr(callback, "every_n_steps", None)
+        every = getattr(callback, "snapshot_every_n_steps", None) or every
+        if isinstance(callback, ModelCheckpoint):
+            every = intervals_of(callback)[0]
+        if every and not run.count_rounds(every):
+            yield warning(name, f"every {every:,} steps comes in none {to_go}")
+        length = getattr(callback, "num_steps", None) or getattr(callback, "total_steps", None)
+        if length and length > steps:
+            text = f"takes {length:,} steps, and the run ends at {steps:,}; shorten it."
+            yield warning(name, text)
+
+
+def check_lr(run: Run) -> Iterator[Finding]:
+    """Whether the warm-up and the decay of learning rates fit the length of the run."""
+    for config in run.trainer.lr_scheduler_configs:
+        scheduler, steps = config.scheduler, run.num_steps
+        if config.interval != "step" or not steps:
+            continue
+        name, warmup = type(scheduler).__name__, getattr(scheduler, "warmup_steps", 0)
+        length = getattr(scheduler, "total_steps", None) or getattr(scheduler, "T_max", None)
+        text = f"{name} warms up for {warmup:,} steps, {warmup / steps:.1%} of the run"
+        if warmup >= steps:
+            yield problem("lr", f"{text}; shorten the warm-up.")
+        elif warmup > 0.2 * steps:
+            yield warning("lr", f"{text}; 1 to 10% is usual.")
+        elif length not in (None, steps, run.trainer.estimated_stepping_batches):
+            text = f"{name} takes {length:,} steps, and the run {steps:,}; make them equal."
+            yield warning("lr", text)
+        else:
+            yield ok("lr", text)
+
+
+def check_ema(run: Run) -> Iterator[Finding]:
+    """Whether averages are of trained weights, and of recent ones."""
+    emas = [c for c in run.callbacks if isinstance(c, EMA) and not isinstance(c, PowerEMA)]
+    for decay, warmup in [(decay, ema.warmup) for ema in emas for decay in ema.decays]:
+        if not (steps := run.num_steps):
+            return
+        reached = min(decay, (1 + steps) / (10 + steps)) if warmup else decay
+        half_life = math.log(0.5) / math.log(reached) if reached else 0.0
+        text = f"the half-life of {decay:g} is {half_life:,.0f} steps, {half_life / steps:.1%} of "
+        text += "the run"
+        fix = f"a decay of at most {0.5 ** (20 / steps):.4g}"  # 5% of the run
+        if not warmup and (initial := decay**steps) > 0.01:
+            text += f", and {initial:.0%} of its final average the initial weights"
+            yield warning("EMA", f"{text}; set warmup: true or {fix}.")
+        elif half_life > 0.1 * steps:
+            yield warning("EMA", f"{text}: samples lag that far behind; set {fix}.")
+        else:
+            yield ok("EMA", text)
+
+
+# Diffusion
+
+
+def check_terminal_snr(run: Run) -> Iterator[Finding]:
+    """Whether the noisiest time, and that at which samples start, leave nothing of the image.
+
+    Source: Lin et al. 2024, "Common Diffusion Noise Schedules and Sample Steps are Flawed".
+    """
+    if not isinstance(module := run.module, DiffusionModule):
+        return
+    start = float(solver_times(module.solver, module.process)[0])
+    times = torch.tensor([module.process.t_max, start], dtype=torch.float64)
+    alpha, sigma = module.process.alpha_sigma(times)
+    at_end, at_start = (alpha / sigma).tolist()
+    text = f"alpha {alpha[0]:.2g} and sigma {sigma[0]:.3g} at the noisiest time"
+    if at_end > 0.05:
+        text += f": {at_end:.0%} of the image remain, and samples start from noise alone"
+        fix = "take a process with a noisier end, such as CosineBetas."
+        yield warning("terminal SNR", f"{text}; {fix}")
+    elif at_start > 0.05:
+        text = f"samples start from noise alone where {at_start:.0%} of an image should remain; "
+        yield warning("terminal SNR", f"{text}let the times of the solver begin noisier.")
     else:
-        images = "" if plan.val_images is None else f" on {plan.val_images:,} images"
-        yield ok("validation", f"{count(times, 'time')}, every {every:,.0f} steps{images}")
+        yield ok("terminal SNR", text)
+
+
+def check_label_dropout(run: Run) -> Iterator[Finding]:
+    """Whether the unconditional prediction, which guidance needs, is trained."""
+    if not isinstance(module := run.module, DiffusionModule) or module.num_classes is None:
+        return
+    dropout, guidance = module.label_dropout, module.guidance
+    text, fix = f"label_dropout={dropout:g}", "0.1 to 0.2 is usual."
+    is_guided = isinstance(guidance, ClassifierFree) and guidance.scale != 1
+    if is_guided and dropout == 0:
+        text += f" never trains the unconditional prediction that {guidance} needs"
+        yield problem("label dropout", f"{text}; {fix}")
+    elif dropout > 0.5 or (is_guided and not 0.05 <= dropout <= 0.3):
+        yield warning("label dropout", f"{text} is unusual; {fix}")
+    elif dropout == 0:
+        text += ": samples cannot be guided without a classifier"
+        yield note("label dropout", f"{text}; {fix}")
+    else:
+        yield ok("label dropout", text)
+
+
+def check_fid(run: Run) -> Iterator[Finding]:
+    """Whether FIDs can be measured, and on more images than their extractor has features."""
+    for evaluation in run.evaluations:
+        protocol, message = evaluation.protocol, run.missing_weights.get(evaluation)
+        if message is not None:
+            yield problem("FID weights", f"{protocol.name}: {message}")
+        features: Any = 0 if message else protocol.build().num_features
+        if isinstance(protocol, InceptionV3Compat):
+            features = 2048  # also without the weights
+        real = {"train": run.num_images, "val": run.num_held_out}.get(evaluation.reference)
+        images = min(evaluation.num_samples, real or evaluation.num_samples)
+        if images <= features:
+            text = f"{images:,} images for {features:,} features: the FID is mostly bias; take more"
+            yield warning("FID", f"{text} samples (num_samples) and real images (reference).")
+
+
+# Time and disk
+
+
+def check_time(run: Run) -> Iterator[Finding]:
+    """How long the rest of the run takes, and how much of it does not go into training."""
+    if run.num_steps is None or math.isnan(run.step_seconds):
+        return
+    training = (run.num_steps - run.start_step) * run.step_seconds
+    batch = (run.batch_size or 1) * run.trainer.accumulate_grad_batches
+    images = run.count_rounds(None) * math.ceil((run.num_held_out or 0) / run.ranks)
+    validation = images * run.step_seconds / batch / 3  # without the backward pass
+    generated = sum(grid.num * run.count_rounds(grid.every_n_steps) for grid in run.grids)
+    for fid in run.evaluations:
+        rounds = run.count_rounds(fid.every_n_steps) + fid.repeats_at_end
+        generated += rounds * math.ceil(fid.num_samples / run.ranks)
+    sampling = generated * run.sample_seconds
+    total = training + validation + sampling
+    days, hours = f"{total / 86400:,.0f} days", timedelta(seconds=round(total))
+    text = f"about {days if total > 172800 else hours} on this {run.trainer.strategy.root_device}: "
+    text += f"{run.step_seconds:.2g} s a step ({run.step_source}), {validation / total:.0%} of it "
+    yield note("time", f"{text}for validation, {sampling / total:.0%} for FIDs and sample grids")
+    if validation > 0.5 * total:
+        yield warning("time", "most goes into validation; raise --trainer.val_check_interval.")
+    if sampling > 0.5 * total:
+        text = "most goes into FIDs and sample grids; raise every_n_steps, or take fewer samples or"
+        yield warning("time", f"{text} solver steps.")
+
+
+def check_disk(run: Run) -> Iterator[Finding]:
+    """Whether checkpoints, snapshots and samples fit on the disk."""
+    root, module = run.request.root, run.module
+    weights = sum(v.nbytes for v in module.state_dict().values() if isinstance(v, Tensor))
+    trained = sum(4 * p.numel() for p in module.parameters() if p.requires_grad)  # float32
+    emas = [callback for callback in run.callbacks if isinstance(callback, EMA)]
+    states = [e.values() for o in run.trainer.optimizers for e in o.state.values()]
+    optimizer = sum(v.nbytes for values in states for v in values if isinstance(v, Tensor))
+    optimizer = optimizer or 2 * trained  # as Adam, where no step was made
+    checkpoint = weights + optimizer + sum(len(ema.decays) * trained for ema in emas)
+    num = count_checkpoints(run)
+    needed = (num + 1) * checkpoint if num else 0  # a file is replaced when the new one is whole
+    for ema in emas:
+        if every := getattr(ema, "snapshot_every_n_steps", None):
+            needed += run.count_rounds(every) * len(ema.decays) * trained
+    for grid in run.grids:
+        pixels = math.prod(getattr(module, "image_shape", (0,)))
+        needed += run.count_rounds(grid.every_n_steps) * grid.num * pixels
+    needed = max(needed - sum(f.stat().st_size for f in root.glob("checkpoints/*.ckpt")), 0)
+    free, gb = shutil.disk_usage(existing_parent(root)).free, 1e9
+    text = (
+        f"{num:.0f} checkpoints of {checkpoint / gb:.3g} GB, {needed / gb:.3g} GB more needed in "
+    )
+    text += f"all, {free / gb:.3g} GB free"
+    if math.isinf(needed):
+        yield warning("disk", f"{text}: none is ever deleted; set save_top_k of ModelCheckpoint.")
+    elif needed > free:
+        yield problem("disk", f"{text}; choose another --trainer.default_root_dir.")
+    elif needed > 0.5 * free:
+        yield warning("disk", f"{text}: more than half, and others may write there.")
+    else:
+        yield ok("disk", text)
+
+
+def count_checkpoints(run: Run) -> float:
+    """Checkpoints that are there at once; infinite where all stay, and how many is unknown."""
+    num, paths = 0.0, set()
+    for callback in run.callbacks:
+        num += bool(getattr(callback, "save_best", False))  # best-fid.ckpt
+        if isinstance(callback, ModelCheckpoint):
+            every, files = intervals_of(callback)[0], float(callback.save_top_k)
+            if files < 0:
+                files = run.count_rounds(every) if every and run.num_steps else math.inf
+            num += files + bool(callback.save_last)
+        elif isinstance(callback, Checkpoint):
+            paths.add(getattr(callback, "path", callback))  # several write last.ckpt
+    return num + len(paths)
+
+
+CHECKS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
+    check_start,
+    check_run_folder,
+    check_devices,
+    check_length,
+    check_intervals,
+    check_lr,
+    check_ema,
+    check_terminal_snr,
+    check_label_dropout,
+    check_fid,
+    check_time,
+    check_disk,
+)
+
+
+# The machine
+
+
+def check_machine(folder: Path) -> Iterator[Finding]:
+    """Packages, GPUs, shared memory, FID weights, and disk of the folder where runs would go."""
+    for each in map(Requirement, metadata.requires("lit-diffusion") or []):
+        version = None if each.marker else metadata.version(each.name)
+        if version is not None and not each.specifier.contains(version, prereleases=True):
+            text = f"{each.name} {version} is not {each.specifier}; pip install '{each}'."
+            yield problem("versions", text)
+    yield ok("versions", f"torch {torch.__version__}, lightning {metadata.version('lightning')}")
+    if num_gpus := torch.cuda.device_count():
+        yield ok("devices", f"{num_gpus} GPU(s), {torch.cuda.get_device_name(0)}")
+    elif Path("/proc/driver/nvidia/version").exists():
+        text = f"an NVIDIA driver is here, but torch {torch.__version__} finds no GPU; install a "
+        yield problem("devices", f"{text}CUDA build, and see nvidia-smi and CUDA_VISIBLE_DEVICES.")
+    else:
+        yield note("devices", f"no GPU: torch {torch.__version__} trains on the CPU.")
+    memory = Path("/dev/shm")  # noqa: S108 - where loader processes put their batches
+    if memory.is_dir() and (free := shutil.disk_usage(memory).free) < 2**28:
+        text = f"{free / 1e9:.2g} GB in /dev/shm are too little for loader processes; start the "
+        yield warning("loading", f"{text}container with --shm-size=8g, or set num_workers: 0.")
+    try:
+        InceptionV3Compat().check()
+        yield ok("FID weights", "those of inception-v3-compat are here")
+    except (OSError, ValueError) as error:
+        yield note("FID weights", f"{error} digits-cnn and patches-cnn need none.")
+    free = shutil.disk_usage(existing_parent(folder)).free
+    text = f"{free / 1e9:.3g} GB free in {folder}"
+    yield ok("disk", text) if free >= 5e9 else warning("disk", f"only {text}; free some.")
+
+
+def existing_parent(path: Path) -> Path:
+    """The path, or the nearest one above it that exists."""
+    path = path.absolute()
+    return next(each for each in (path, *path.parents) if each.exists())

@@ -1,25 +1,35 @@
 """`lit-diffusion doctor`: what would go wrong with a run, before it is started."""
 
+import logging
 import os
-from collections.abc import Sequence
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
-from lit_diffusion.cli.doctor.ranks import is_first_process
-from lit_diffusion.cli.doctor.report import has_problem, report
-from lit_diffusion.cli.doctor.supervised import supervised
+from lit_diffusion.cli.doctor.checks import (
+    CHECKS,
+    Finding,
+    Level,
+    check_machine,
+    check_ranks,
+    problem,
+)
+from lit_diffusion.cli.doctor.run import FitOnOneProcess, Run, describe_error
 from lit_diffusion.cli.options import Parser
+from lit_diffusion.cli.run_folder import read_command_line
+from lit_diffusion.config.trust import trusting
 
-_DESCRIPTION = """Say what would go wrong with a long run, before it is started.
+_DESCRIPTION = """Report what would go wrong with a long run, before it is started.
 
     lit-diffusion doctor
-    lit-diffusion doctor configs/digits.yaml
-    lit-diffusion doctor --config configs/digits.yaml --config configs/arms/NAME.yaml \\
-        --trainer.max_steps=1000
+    lit-diffusion doctor configs/digits.yaml --trainer.max_steps=1000
 
-Without a config, this machine: versions, devices, weights of FID, SLURM's variables, disk. With
-one, and with all options that fit takes, also the run that fit would make: nothing is written and
-nothing kept; a few samples and training steps are timed.
+Without a config: this machine. With configs and options of fit: the run that fit would start, whose
+first steps and samples are timed. Nothing is downloaded, nor written into the run folder.
 
-A line is a problem (exit code 2), a warning, a note, or OK."""
+Each line is a problem (exit code 2), a warning, a note, or OK."""
 
 
 def run(argv: Sequence[str]) -> None:
@@ -31,26 +41,104 @@ def run(argv: Sequence[str]) -> None:
     Raises:
         SystemExit: with 2 where there is a problem.
     """
-    options = as_options_of_fit(argv[1:])
+    options = name_configs(argv[1:])
     if {"-h", "--help"} & set(options):
         parser = Parser("doctor", _DESCRIPTION)
-        parser.add_argument("config", nargs="*", metavar="CONFIG", help="as --config CONFIG")
+        parser.add_argument("config", nargs="*", metavar="CONFIG", help="same as --config CONFIG")
         parser.print_help()
-    elif is_first_process(os.environ):
-        findings = list(supervised(options))
-        print(report(findings))
-        if has_problem(findings):
-            raise SystemExit(2)
+        return
+    ranks = [os.environ.get(name, "0") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK")]
+    if any(rank != "0" for rank in ranks):
+        return  # one process of several reports
+    with quiet():
+        findings = list(examine(options))
+    print(report(findings))
+    if any(finding.level is Level.PROBLEM for finding in findings):
+        raise SystemExit(2)
 
 
-def as_options_of_fit(arguments: Sequence[str]) -> list[str]:
-    """Bare names of files become --config FILE: `a.yaml --trainer.max_steps 3` has one."""
+def name_configs(arguments: Sequence[str]) -> list[str]:
+    """Options of fit for arguments in which a file name may stand alone, without --config.
+
+    Example:
+        >>> name_configs(["a.yaml", "--trainer.max_steps", "3"])
+        ['--config', 'a.yaml', '--trainer.max_steps', '3']
+    """
     options: list[str] = []
-    wants_value = False
+    is_value = False
     for argument in arguments:
-        if wants_value or argument.startswith("-"):
+        if is_value or argument.startswith("-"):
             options.append(argument)
-            wants_value = not wants_value and "=" not in argument
+            is_value = not is_value and "=" not in argument
         else:
             options += ["--config", argument]
     return options
+
+
+def examine(options: Sequence[str], seconds: float = 5.0) -> Iterator[Finding]:
+    """Findings on this machine, and on the run of `fit` with these options if there are any.
+
+    Args:
+        options: of `fit`.
+        seconds: that each measurement of time may take.
+    """
+    least = Level.WARNING if options else Level.OK
+    yield from (finding for finding in check_machine(Path.cwd()) if finding.level >= least)
+    if not options:
+        ranks = int(os.environ.get("SLURM_NTASKS", "1"))
+        yield from check_ranks(ranks, 1, os.environ) if "SLURM_JOB_ID" in os.environ else ()
+        return
+    with ExitStack() as contexts:
+        try:
+            request = read_command_line(["fit", *options])
+            contexts.enter_context(trusting(request.trust))
+            folder = contexts.enter_context(tempfile.TemporaryDirectory())
+            cli = FitOnOneProcess(request, contexts, folder)
+        except Exception as error:  # constructors may raise anything
+            yield problem("config", describe_error(error))
+            return
+        examined = Run(cli, seconds)
+        yield from check_ranks(cli.num_devices, cli.num_nodes, os.environ)
+        for check in CHECKS:
+            try:
+                yield from check(examined)
+            except (
+                Exception
+            ) as error:  # callbacks and modules of other packages have any attributes
+                yield problem(check.__name__, describe_error(error))
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Context without the messages that `fit` would show again."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """A line for each finding, the most serious first, and one on all of them.
+
+    Example:
+        >>> print(report([Finding(Level.OK, "data", "here"), problem("disk", "full.")]))
+        problem  disk  full.
+        OK       data  here
+        <BLANKLINE>
+        1 problem(s), 0 warning(s): the run would fail or be wasted.
+    """
+    ordered = sorted(findings, key=lambda finding: -finding.level)
+    width = max((len(finding.topic) for finding in ordered), default=0)
+    lines = []
+    for finding in ordered:
+        level = "OK" if finding.level is Level.OK else finding.level.name.lower()
+        lines.append(f"{level:<7}  {finding.topic:<{width}}  {' '.join(finding.text.split())}")
+    levels = [finding.level for finding in ordered]
+    problems, num_warnings = levels.count(Level.PROBLEM), levels.count(Level.WARNING)
+    verdict = f"{problems} problem(s), {num_warnings} warning(s)"
+    if problems:
+        verdict += ": the run would fail or be wasted."
+    return "\n".join([*lines, "", verdict])

@@ -1,0 +1,308 @@
+"""A run as the doctor sees it: built and started by the code of `fit`, on one process."""
+
+import math
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Timer
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from lit_diffusion import callbacks
+from lit_diffusion.callbacks.fid import FIDEvaluation
+from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps
+from lit_diffusion.callbacks.rank_watch import RankWatch
+from lit_diffusion.callbacks.sample_grid import SampleGrid
+from lit_diffusion.callbacks.save_on_signal import SaveOnSignal
+from lit_diffusion.checkpoints.reading import read_checkpoint
+from lit_diffusion.cli.explained import explain
+from lit_diffusion.cli.run_folder import Request
+from lit_diffusion.cli.trainer_cli import RunCLI
+from lit_diffusion.config.messages import innermost, is_meant
+from lit_diffusion.data.base import Awaited, ImageDataModule
+from lit_diffusion.modules.diffusion import DiffusionModule
+from lit_diffusion.protocols import Denoise, NonFiniteSamples, Process
+from lit_diffusion.solvers.steps import solver_times
+from lit_diffusion.trainer_state import limited_batches
+
+OUR_CALLBACKS = tuple(getattr(callbacks, name) for name in callbacks.__all__)
+"""Callbacks that the doctor calls: before the first step they write nothing."""
+
+CONNECTING_CALLBACKS = (RankWatch, SaveOnSignal)
+"""Those of ours that it does not call: they open connections or set signal handlers."""
+
+
+class FitOnOneProcess(RunCLI):
+    """Builds all that `fit` builds, with a Trainer of one process that writes to `folder`.
+
+    The Trainer that the config asks for is built as well, to see whether it can be.
+
+    Attributes:
+        refusal: why that Trainer cannot be built; None if it can. The other one then uses the CPU.
+        num_devices: processes on each node that the config asks for.
+        num_nodes: nodes that the config asks for.
+        call_fit: starts `fit`.
+    """
+
+    def __init__(self, request: Request, contexts: ExitStack, folder: str) -> None:
+        self.folder = folder
+        self.refusal: str | None = None
+        self.call_fit: Callable[[], None]
+        super().__init__(request, contexts)
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build both Trainers; return the one of one process."""
+        settings = self.value_of(self.config_init, "trainer")
+        try:
+            trainer = super().instantiate_trainer(**kwargs)
+            self.num_devices, self.num_nodes = trainer.num_devices, trainer.num_nodes
+        except Exception as error:  # Lightning has no common class for its refusals
+            self.refusal = innermost(error)
+            devices = settings.devices
+            number = str(len(devices) if isinstance(devices, list) else devices)
+            self.num_devices = int(number) if number.isdigit() else 1
+            self.num_nodes = settings.num_nodes
+            settings.accelerator, settings.precision = "cpu", "32-true"
+        settings.devices = settings.num_nodes = 1
+        settings.strategy, settings.plugins = "auto", [LightningEnvironment()]
+        settings.logger, settings.profiler, settings.num_sanity_val_steps = False, None, 0
+        settings.default_root_dir = self.folder
+        return super().instantiate_trainer(**kwargs)
+
+    def run_trainer(self, run: Callable[[], None]) -> None:
+        """Build only; `call_fit` starts the Trainer later."""
+        self.call_fit = run
+
+    def before_fit(self) -> None:
+        """Leave the run folder alone."""
+
+    def after_fit(self) -> None:
+        """Print no summary."""
+
+
+class Run:
+    """The objects of a run, its length, and what was timed. None stands for unknown.
+
+    Args:
+        cli: the objects that `fit` builds.
+        seconds: that each measurement of time may take.
+    """
+
+    def __init__(self, cli: FitOnOneProcess, seconds: float) -> None:
+        self.cli, self.request = cli, cli.request
+        self.settings: dict[str, Any] = cli.config_dump["trainer"]  # as the config has them
+        self.trainer: Trainer = cli.trainer
+        self.module, self.data = cli.model, cli.datamodule
+        self.callbacks: list[Callback] = list(self.trainer.callbacks)  # type: ignore[attr-defined]
+        self.has_timer = any(isinstance(callback, Timer) for callback in self.callbacks)
+        self.evaluations = [c for c in self.callbacks if isinstance(c, FIDEvaluation)]
+        self.grids = [c for c in self.callbacks if isinstance(c, SampleGrid)]
+        self.ranks: int = cli.num_devices * cli.num_nodes
+        file = self.request.checkpoint
+        checkpoint = {} if file is None else read_checkpoint(file, mmap=True)
+        self.start_step = int(checkpoint.get("global_step", 0))  # from which the run resumes
+        self.missing_data = find_missing_data(self.data)
+        self.missing_weights: dict[FIDEvaluation, str] = {}  # of extractors, and what is wrong
+        for evaluation in self.evaluations:
+            try:
+                evaluation.protocol.check()
+            except (OSError, ValueError) as error:
+                self.missing_weights[evaluation] = str(error)
+        self.failures: list[tuple[str, str]] = []  # topic, and the message of what was raised
+        self.batch_size: int | None = getattr(self.data, "batch_size", None)  # of each process
+        self.sample_seconds = 0.0  # per generated image on one process; 0 if unknown
+        self.step_seconds = math.nan  # per optimizer step
+        self.step_source = ""  # what `step_seconds` was measured on
+        if isinstance(self.module, DiffusionModule):
+            self._time_samples(self.module, seconds)
+        self._start(seconds)
+        self._count_steps()
+
+    def count_rounds(self, every_n_steps: int | None) -> int:
+        """How often something is due in the rest of the run; None is after every validation.
+
+        0 where the length of the run is unknown.
+        """
+        every = self.validation_interval if every_n_steps is None else every_n_steps
+        if not every or self.num_steps is None:
+            return 0
+        # A share of an epoch leaves a remainder, and rounding must not add a round.
+        ends = (self.start_step / every, self.num_steps / every)
+        return max(math.floor(ends[1] + 1e-9) - math.floor(ends[0] + 1e-9), 0)
+
+    def _time_samples(self, module: DiffusionModule, seconds: float) -> None:
+        """Time one network call of sampling, from which samples and steps are extrapolated."""
+        trainer, solver = self.trainer, module.solver
+        times = solver_times(solver, module.process)
+
+        def denoise_once(denoise: Denoise, process: Process, noise: Tensor, *_: object) -> Tensor:
+            return denoise(noise, times[:1].to(noise.device).expand(len(noise))).x0
+
+        def seconds_per_image(num: int) -> float:
+            for _ in range(2):  # the first allocates memory
+                start = synchronized_time()
+                with suppress(NonFiniteSamples):  # weights are untrained
+                    module.generate(range(num))
+            return (synchronized_time() - start) / num
+
+        batch_size = self.batch_size or 1
+        sampled = [each.batch_size for each in [*self.evaluations, *self.grids]]
+        module.solver = SimpleNamespace(sample=denoise_once)
+        try:
+            trainer.precision_plugin.convert_module(module).to(trainer.strategy.root_device)
+            with trainer.precision_plugin.forward_context(), torch.no_grad():
+                call_seconds = seconds_per_image(1)
+                largest = int(seconds / call_seconds / 2)  # the batch that there is time for
+                if (num := min(largest, max(sampled, default=batch_size))) > 1:
+                    call_seconds = seconds_per_image(num)
+        except Exception as error:  # what a run would fail on as well, such as too little memory
+            self.failures.append(("sampling", describe_error(error)))
+            return
+        finally:
+            module.solver = solver
+        self.sample_seconds = call_seconds * len(times)
+        # A backward pass takes as long as two forward passes.
+        self.step_seconds = 3 * call_seconds * batch_size * trainer.accumulate_grad_batches
+        self.step_source = f"extrapolated from a forward pass of {max(num, 1)} images"
+
+    def _start(self, seconds: float) -> None:
+        """Call `fit`, which sets everything up and restores a checkpoint, and time its first steps.
+
+        No step is made where one is known to take longer than `seconds`.
+        """
+        if self.missing_data is not None:
+            return
+        watch = Stopwatch(seconds, makes_steps=not self.step_seconds > seconds)
+        self.trainer.callbacks = [  # type: ignore[attr-defined]
+            callback
+            for callback in self.callbacks
+            if isinstance(callback, OUR_CALLBACKS)
+            and not isinstance(callback, CONNECTING_CALLBACKS)
+            and callback not in self.missing_weights
+        ] + [watch]
+        try:
+            self.cli.call_fit()
+        except FitMeasured:
+            pass
+        except Exception as error:  # what the run would end with
+            untrained = self.trainer.global_step == self.start_step
+            explanation = explain(error, self.request, untrained)
+            self.failures.append(("fit", str(explanation or describe_error(error))))
+        if len(watch.times) > 1:
+            (first, start), (last, end) = (
+                watch.times[-min(len(watch.times) - 1, 28) - 1],
+                watch.times[-1],
+            )
+            self.step_seconds = (end - start) / (last - first)
+            self.step_source = f"measured on {last - first} steps"
+
+    def _count_steps(self) -> None:
+        trainer, loader = self.trainer, self.trainer.train_dataloader
+        accumulate = trainer.accumulate_grad_batches
+        self.num_images = dataset_length(loader)
+        self.num_held_out = dataset_length(trainer.val_dataloaders)
+        self.batch_size = getattr(loader, "batch_size", None) or self.batch_size
+        batches = trainer.num_training_batches
+        if self.ranks > 1 and isinstance(loader, DataLoader) and math.isfinite(batches):
+            batches = limited_batches(trainer, len(loader) // self.ranks)
+        batches = 0 if loader is None or math.isinf(batches) else int(batches)  # 0 is unknown
+        self.steps_per_epoch = math.ceil(batches / accumulate) or None
+
+        if trainer.max_epochs is None:  # as Lightning resolves it at the start of a fit
+            has_end = trainer.max_steps != -1 or self.has_timer
+            trainer.fit_loop.max_epochs = -1 if has_end else 1000
+        limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
+        if self.steps_per_epoch and trainer.max_epochs is not None and trainer.max_epochs >= 0:
+            limits.append(trainer.max_epochs * self.steps_per_epoch)
+        is_empty = 0 in (trainer.max_steps, trainer.max_epochs, trainer.limit_train_batches)
+        self.num_steps = 0 if is_empty else min(limits, default=None)
+
+        interval, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
+        self.validation_interval: float | None = None
+        if trainer.limit_val_batches == 0 or not is_overridden("validation_step", self.module):
+            self.validation_interval = 0
+        elif epochs is None and isinstance(interval, int):
+            self.validation_interval = interval / accumulate
+        elif epochs is not None and batches and isinstance(interval, int | float):
+            between = interval if isinstance(interval, int) else max(int(batches * interval), 1)
+            if rounds := batches // between:
+                self.validation_interval = math.ceil(batches / accumulate) * epochs / rounds
+
+
+class FitMeasured(Exception):
+    """The first steps of a fit were timed."""
+
+
+class Stopwatch(Callback):
+    """Times the first optimizer steps of a fit, and ends it by raising `FitMeasured`.
+
+    Args:
+        seconds: after which the fit ends; also after 30 steps, and at the first validation.
+        makes_steps: whether to make steps at all, rather than to end where the first would begin.
+    """
+
+    def __init__(self, seconds: float, makes_steps: bool) -> None:
+        self.seconds, self.makes_steps = seconds, makes_steps
+        self.times: list[tuple[int, float]] = []  # (optimizer steps, time)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave out what generates samples, after all callbacks were called once."""
+        trainer.callbacks = [  # type: ignore[attr-defined]
+            callback
+            for callback in trainer.callbacks  # type: ignore[attr-defined]
+            if not isinstance(callback, RunsEveryNSteps)
+        ]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start the clock."""
+        if not self.makes_steps:
+            raise FitMeasured
+        self.times.append((trainer.global_step, synchronized_time()))
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+        """Note the time of a step, and end the fit when there were enough."""
+        step, now = trainer.global_step, synchronized_time()
+        if step > self.times[-1][0]:
+            self.times.append((step, now))
+        if len(self.times) > 30 or now - self.times[0][1] > self.seconds:
+            raise FitMeasured
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """End the fit."""
+        raise FitMeasured
+
+
+def synchronized_time() -> float:
+    """Seconds on a clock, after the GPU has done all its work."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.monotonic()
+
+
+def find_missing_data(data: Any) -> Awaited | None:
+    """What `fit` fetches before data can be read, and the doctor does not."""
+    if isinstance(data, ImageDataModule):
+        return data.awaited()
+    if data is None or not is_overridden("prepare_data", data):
+        return None
+    return Awaited(f"{type(data).__name__}.prepare_data may download", needs_network=True)
+
+
+def dataset_length(loader: Any) -> int | None:
+    """Number of images; None for several loaders, and for streams."""
+    try:
+        return len(loader.dataset)
+    except (AttributeError, TypeError):
+        return None
+
+
+def describe_error(error: BaseException) -> str:
+    """The message of a check, or the kind of an accident with its message."""
+    return str(error) if is_meant(error) and str(error) else f"{type(error).__name__}: {error}"
