@@ -6,7 +6,7 @@ A test asserts that each exists with the expected signature, as for `callbacks.t
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.cli import LightningCLI
 from torch import Tensor
@@ -82,13 +82,6 @@ def completed_epochs(checkpoint: Mapping[str, Any]) -> int:
 def cluster_environment(trainer: Trainer) -> Any:
     """The Trainer's cluster environment, which strategies of one device do not expose."""
     return trainer._accelerator_connector.cluster_environment
-
-
-def attach_data(
-    trainer: Trainer, module: LightningModule, data: LightningDataModule | None
-) -> None:
-    """Attach data to the Trainer, as the start of a fit does."""
-    trainer._data_connector.attach_data(module, datamodule=data)
 
 
 def save_intervals(callback: ModelCheckpoint) -> tuple[int, int, bool]:

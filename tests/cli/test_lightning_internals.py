@@ -44,7 +44,6 @@ def test_the_private_names_of_lightning_are_of_the_kind_that_is_used():
         return list(inspect.signature(function).parameters)
 
     trainer = Trainer(logger=False, enable_progress_bar=False, accelerator="cpu")
-    assert {"model", "datamodule"} <= {*parameters(trainer._data_connector.attach_data)}
     assert parameters(LightningCLI._get)[:3] == ["self", "config", "key"]
     assert parameters(LightningCLI._dump_config) == ["self"]
     assert parameters(LightningCLI._parse_ckpt_path) == ["self"]

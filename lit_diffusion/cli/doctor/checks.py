@@ -21,13 +21,13 @@ from torch import Tensor
 from lit_diffusion.callbacks.ema import EMA
 from lit_diffusion.callbacks.power_ema import PowerEMA
 from lit_diffusion.cli.doctor.run import Run
+from lit_diffusion.cli.lightning_internals import save_intervals
 from lit_diffusion.cli.run_folder import CLAIM, occupied
-from lit_diffusion.counts import usable_cores
+from lit_diffusion.data.loaders import usable_cores
 from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.metrics.extractors import InceptionV3Compat
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.solvers.steps import solver_times
-from lit_diffusion.trainer_state import intervals_of
 
 
 class Level(IntEnum):
@@ -174,7 +174,7 @@ def check_intervals(run: Run) -> Iterator[Finding]:
         every = getattr(callback, "every_n_steps", None)
         every = getattr(callback, "snapshot_every_n_steps", None) or every
         if isinstance(callback, ModelCheckpoint):
-            every = intervals_of(callback)[0]
+            every = save_intervals(callback)[0]
         if every and not run.count_rounds(every):
             yield warning(name, f"every {every:,} steps comes in none {to_go}")
         length = getattr(callback, "num_steps", None) or getattr(callback, "total_steps", None)
@@ -352,7 +352,7 @@ def count_checkpoints(run: Run) -> float:
     for callback in run.callbacks:
         num += bool(getattr(callback, "save_best", False))  # best-fid.ckpt
         if isinstance(callback, ModelCheckpoint):
-            every, files = intervals_of(callback)[0], float(callback.save_top_k)
+            every, files = save_intervals(callback)[0], float(callback.save_top_k)
             if files < 0:
                 files = run.count_rounds(every) if every and run.num_steps else math.inf
             num += files + bool(callback.save_last)

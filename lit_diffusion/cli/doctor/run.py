@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lit_diffusion import callbacks
+from lit_diffusion.callbacks.evaluation import PeriodicEvaluation
 from lit_diffusion.callbacks.fid import FIDEvaluation
-from lit_diffusion.callbacks.parts.triggers import RunsEveryNSteps
 from lit_diffusion.callbacks.rank_watch import RankWatch
 from lit_diffusion.callbacks.sample_grid import SampleGrid
 from lit_diffusion.callbacks.save_on_signal import SaveOnSignal
+from lit_diffusion.callbacks.trainer_state import limited_batches
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.explained import explain
 from lit_diffusion.cli.run_folder import Request
@@ -30,7 +31,6 @@ from lit_diffusion.data.base import Awaited, ImageDataModule
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.protocols import Denoise, NonFiniteSamples, Process
 from lit_diffusion.solvers.steps import solver_times
-from lit_diffusion.trainer_state import limited_batches
 
 OUR_CALLBACKS = tuple(getattr(callbacks, name) for name in callbacks.__all__)
 """Callbacks that the doctor calls: before the first step they write nothing."""
@@ -102,6 +102,9 @@ class Run:
         self.module, self.data = cli.model, cli.datamodule
         self.callbacks: list[Callback] = list(self.trainer.callbacks)  # type: ignore[attr-defined]
         self.has_timer = any(isinstance(callback, Timer) for callback in self.callbacks)
+        if self.trainer.max_epochs is None:  # as Lightning resolves it at the start of a fit
+            has_end = self.trainer.max_steps != -1 or self.has_timer
+            self.trainer.fit_loop.max_epochs = -1 if has_end else 1000
         self.evaluations = [c for c in self.callbacks if isinstance(c, FIDEvaluation)]
         self.grids = [c for c in self.callbacks if isinstance(c, SampleGrid)]
         self.ranks: int = cli.num_devices * cli.num_nodes
@@ -195,11 +198,9 @@ class Run:
             untrained = self.trainer.global_step == self.start_step
             explanation = explain(error, self.request, untrained)
             self.failures.append(("fit", str(explanation or describe_error(error))))
-        if len(watch.times) > 1:
-            (first, start), (last, end) = (
-                watch.times[-min(len(watch.times) - 1, 28) - 1],
-                watch.times[-1],
-            )
+        times = watch.times[2:] if len(watch.times) > 3 else watch.times  # the first steps are slow
+        if len(times) > 1:
+            (first, start), *_, (last, end) = times
             self.step_seconds = (end - start) / (last - first)
             self.step_source = f"measured on {last - first} steps"
 
@@ -215,9 +216,6 @@ class Run:
         batches = 0 if loader is None or math.isinf(batches) else int(batches)  # 0 is unknown
         self.steps_per_epoch = math.ceil(batches / accumulate) or None
 
-        if trainer.max_epochs is None:  # as Lightning resolves it at the start of a fit
-            has_end = trainer.max_steps != -1 or self.has_timer
-            trainer.fit_loop.max_epochs = -1 if has_end else 1000
         limits = [trainer.max_steps] if trainer.max_steps >= 0 else []
         if self.steps_per_epoch and trainer.max_epochs is not None and trainer.max_epochs >= 0:
             limits.append(trainer.max_epochs * self.steps_per_epoch)
@@ -225,15 +223,16 @@ class Run:
         self.num_steps = 0 if is_empty else min(limits, default=None)
 
         interval, epochs = trainer.val_check_interval, trainer.check_val_every_n_epoch
-        self.validation_interval: float | None = None
+        between: float | None = None  # batches from one validation to the next, on average
         if trainer.limit_val_batches == 0 or not is_overridden("validation_step", self.module):
-            self.validation_interval = 0
+            between = 0
         elif epochs is None and isinstance(interval, int):
-            self.validation_interval = interval / accumulate
+            between = interval
         elif epochs is not None and batches and isinstance(interval, int | float):
-            between = interval if isinstance(interval, int) else max(int(batches * interval), 1)
-            if rounds := batches // between:
-                self.validation_interval = math.ceil(batches / accumulate) * epochs / rounds
+            each = interval if isinstance(interval, int) else max(int(batches * interval), 1)
+            between = batches * epochs / (batches // each) if each <= batches else None
+        steps_per_batch = (self.steps_per_epoch or 0) / batches if batches else 1 / accumulate
+        self.validation_interval = None if between is None else between * steps_per_batch
 
 
 class FitMeasured(Exception):
@@ -257,7 +256,7 @@ class Stopwatch(Callback):
         trainer.callbacks = [  # type: ignore[attr-defined]
             callback
             for callback in trainer.callbacks  # type: ignore[attr-defined]
-            if not isinstance(callback, RunsEveryNSteps)
+            if not isinstance(callback, PeriodicEvaluation)
         ]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,96 +1,190 @@
-"""The command itself: what it takes and prints."""
+"""The command: arguments, exit codes, output, and what needs no config."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.commands import call
 
-from lit_diffusion.cli.doctor import command as doctor
-from lit_diffusion.cli.doctor.command import as_options_of_fit
-from lit_diffusion.cli.doctor.report import ok, problem, warning
+from lit_diffusion.cli.doctor import checks, command
+from lit_diffusion.cli.doctor.checks import Finding, Level, check_machine, check_ranks
+from lit_diffusion.cli.doctor.command import examine, name_configs, report
+from lit_diffusion.metrics.weights import INCEPTION_FILE
 
-DIGITS = str(Path(__file__).parent.parent.parent / "configs" / "digits.yaml")
+DIGITS = str(Path(__file__).parents[3] / "configs" / "digits.yaml")
+NARROW = "--model.init_args.network.init_args.model_channels=8"
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def _empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"):
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path / "torch"))
+    monkeypatch.setattr("torch.hub._hub_dir", None, raising=False)
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_JOB_ID", "SLURM_NTASKS"):
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.fixture
-def finds(monkeypatch):
-    """Findings in place of an examination."""
+def test_digits_yaml(capfd):
+    assert call(f"doctor {DIGITS} --trainer.max_steps=600 {NARROW}") == 0
+    printed = capfd.readouterr()
+    lines = printed.out.splitlines()
+    assert all(line.split()[0] in ("note", "OK") for line in lines[:-2])
+    assert any("600 optimizer steps of 64 images" in line for line in lines)
+    assert lines[-1] == "0 problem(s), 0 warning(s)"
+    assert printed.err == ""
+    assert list(Path().iterdir()) == []
 
-    def register(*findings):
-        monkeypatch.setattr(doctor, "supervised", lambda options: iter(findings))
 
-    return register
+@pytest.mark.parametrize(
+    ("options", "code", "text"),
+    [
+        (f"--config {DIGITS} --trainer.max_stepz=40", 2, "Did you mean 'trainer.max_steps'?"),
+        (f"{DIGITS} --print_config", 0, "class_path: lit_diffusion.callbacks.FIDEvaluation"),
+        ("--help", 0, "lit-diffusion doctor configs/digits.yaml"),
+        ("", 0, "torch"),
+    ],
+)
+def test_exit_codes(options, code, text, capsys):
+    assert call(f"doctor {options}") == code
+    assert text in capsys.readouterr().out
+
+
+def test_only_problems_fail(monkeypatch, capsys):
+    monkeypatch.setattr(command, "examine", lambda _: [Finding(Level.WARNING, "a", "odd")])
+    assert call("doctor") == 0
+    monkeypatch.setattr(command, "examine", lambda _: [Finding(Level.PROBLEM, "a", "bad")])
+    assert call("doctor") == 2
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    capsys.readouterr()
+    assert call("doctor") == 0
+    assert capsys.readouterr().out == ""  # one process of several reports
+
+
+def test_a_check_that_fails_leaves_the_others(monkeypatch):
+    def check_nothing(run):
+        raise KeyError("x")
+
+    monkeypatch.setattr(command, "CHECKS", (check_nothing, checks.check_length))
+    broken, length = list(examine([*name_configs([DIGITS]), NARROW], seconds=0.0))
+    assert (broken.level, broken.topic) == (Level.PROBLEM, "check_nothing")
+    assert length.topic == "length"
 
 
 @pytest.mark.parametrize(
     ("arguments", "options"),
     [
-        ([], []),
-        (["a.yaml"], ["--config", "a.yaml"]),
-        (["a.yaml", "b.yaml"], ["--config", "a.yaml", "--config", "b.yaml"]),
-        (["--config", "a.yaml"], ["--config", "a.yaml"]),
-        (["-c", "a.yaml", "b.yaml"], ["-c", "a.yaml", "--config", "b.yaml"]),
-        (["--config=a.yaml", "b.yaml"], ["--config=a.yaml", "--config", "b.yaml"]),
-        (
-            ["a.yaml", "--trainer.max_steps", "3"],
-            ["--config", "a.yaml", "--trainer.max_steps", "3"],
-        ),
-        (["--trainer.max_steps=3", "a.yaml"], ["--trainer.max_steps=3", "--config", "a.yaml"]),
-        (["--trainer.max_epochs", "-1"], ["--trainer.max_epochs", "-1"]),
-        (
-            ["--trainer.max_epochs", "-1", "a.yaml"],
-            ["--trainer.max_epochs", "-1", "--config", "a.yaml"],
-        ),
+        ("", ""),
+        ("a.yaml b.yaml", "--config a.yaml --config b.yaml"),
+        ("-c a.yaml b.yaml", "-c a.yaml --config b.yaml"),
+        ("--config=a.yaml b.yaml", "--config=a.yaml --config b.yaml"),
+        ("--trainer.max_epochs -1 a.yaml", "--trainer.max_epochs -1 --config a.yaml"),
     ],
 )
-def test_bare_names_are_configs_and_all_else_is_for_fit(arguments, options):
-    assert as_options_of_fit(arguments) == options
+def test_file_names_may_stand_alone(arguments, options):
+    assert name_configs(arguments.split()) == options.split()
+
+
+def test_the_most_serious_comes_first_in_one_line():
+    findings = [
+        Finding(Level.OK, "a", "1"),
+        Finding(Level.NOTE, "bb", "2"),
+        Finding(Level.PROBLEM, "c", "3\n  4\n"),
+        Finding(Level.WARNING, "d", "5"),
+    ]
+    lines = [line.split() for line in report(findings).splitlines()]
+    assert lines[0] == ["problem", "c", "3", "4"]
+    assert [line[0] for line in lines[1:4]] == ["warning", "note", "OK"]
+    assert lines[5][:4] == ["1", "problem(s),", "1", "warning(s):"]
+
+
+# Ranks
+
+JOB = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NTASKS": "8",
+    "SLURM_NTASKS_PER_NODE": "4",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_ID": "0",
+}
 
 
 @pytest.mark.parametrize(
-    ("findings", "code"),
+    ("ranks", "changes", "level", "text"),
     [
-        ([ok("a", "fine")], 0),
-        ([ok("a", "fine"), warning("b", "odd")], 0),
-        ([problem("c", "bad"), warning("b", "odd")], 2),
+        ((4, 2), {}, Level.OK, "8 task(s)"),
+        ((4, 1), {}, Level.PROBLEM, "--nodes=1"),
+        ((4, 2), {"SLURM_NTASKS": "7"}, Level.PROBLEM, "waits for 8"),
+        ((4, 2), {"SLURM_STEP_ID": None}, Level.NOTE, "srun"),
+        ((4, 2), {"SLURM_JOB_NAME": "bash"}, Level.PROBLEM, "--job-name"),
+        ((4, 2), {"SLURM_JOB_NAME": "interactive"}, Level.PROBLEM, "--job-name"),
+        ((4, 2), {"SLURM_JOB_NAME": "bash2"}, Level.OK, ""),
+        ((4, 2), {"SLURM_NTASKS": None}, Level.PROBLEM, "one node"),
+        ((4, 1), {"SLURM_NTASKS": None}, Level.NOTE, "one node"),
+        ((4, 1), {"SLURM_NTASKS": "2(x3)"}, Level.NOTE, "one node"),
+        ((4, 1), {"SLURM_NTASKS": "1", "SLURM_JOB_NAME": "bash"}, Level.NOTE, "one node"),
+        ((1, 2), {"SLURM_JOB_ID": None}, Level.WARNING, "num_nodes=2"),
+        ((1, 2), {"SLURM_JOB_ID": None, "MASTER_ADDR": "a"}, None, None),
+        ((1, 2), {"SLURM_JOB_ID": None, "TORCHELASTIC_RUN_ID": "a"}, None, None),
+        ((4, 1), {"SLURM_JOB_ID": None}, None, None),
     ],
 )
-def test_only_problems_fail(finds, capsys, findings, code):
-    finds(*findings)
-    assert call("doctor") == code
-    printed = capsys.readouterr().out.strip().splitlines()
-    assert len(printed) == len(findings) + 2  # an empty line and the verdict
+def test_a_launcher_must_start_as_many_processes_as_the_run_has_ranks(ranks, changes, level, text):
+    environ = {name: value for name, value in {**JOB, **changes}.items() if value is not None}
+    findings = list(check_ranks(*ranks, environ))
+    assert len(findings) == (level is not None)
+    for finding in findings:
+        assert finding.level is level
+        assert text in finding.text
 
 
-def test_one_of_several_ranks_speaks(finds, capsys, monkeypatch):
-    finds(problem("c", "bad"))
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    assert call("doctor") == 0
-    assert capsys.readouterr().out == ""
+# The machine
 
 
-# As it is called
+def machine():
+    return {finding.topic: finding for finding in check_machine(Path("nowhere"))}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("options", "code", "told"),
-    [
-        (f"{DIGITS} --trainer.max_steps=600", 0, "600 optimizer steps"),
-        (f"--config {DIGITS} --trainer.max_stepz=40", 2, "Did you mean 'trainer.max_steps'?"),
-        (f"{DIGITS} --print_config", 0, "class_path: lit_diffusion.callbacks.FIDEvaluation"),
-    ],
-)
-def test_a_real_examination(options, code, told, capfd):
-    assert call(f"doctor {options}") == code
-    printed = capfd.readouterr()
-    assert told in printed.out
-    assert printed.err == ""
-    assert list(Path().iterdir()) == []
+def test_this_machine_can_run_the_tests():
+    assert machine().keys() >= {"versions", "devices", "FID weights", "disk"}
+    assert not any(finding.level is Level.PROBLEM for finding in machine().values())
+
+
+def test_versions_must_be_those_that_the_package_asks_for(monkeypatch):
+    requirements = ["torch>=99", "lightning>=2", "nothing; extra == 'lab'"]
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: requirements)
+    found = [f for f in check_machine(Path()) if f.level is Level.PROBLEM]
+    assert [f.topic for f in found] == ["versions"]
+    assert "is not >=99" in found[0].text
+
+
+def test_a_driver_without_a_gpu_in_torch_is_a_problem(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr(Path, "exists", lambda path: "nvidia" in str(path) or path == path.parent)
+    assert machine()["devices"].level is Level.PROBLEM
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "H100")
+    assert machine()["devices"].text == "2 GPU(s), H100"
+
+
+@pytest.mark.parametrize(("free", "level"), [(10**8, Level.WARNING), (10**11, Level.OK)])
+def test_little_room_is_warned_of(free, level, monkeypatch):
+    usage = SimpleNamespace(free=free)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    assert machine()["disk"].level is level
+    assert ("loading" in machine()) is (level is Level.WARNING)
+
+
+def test_broken_weights_of_inception_are_noted(tmp_path):
+    assert "fetch-weights" in machine()["FID weights"].text
+    file = tmp_path / "torch" / "hub" / "checkpoints" / INCEPTION_FILE
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"half of it")
+    assert "has SHA-256" in machine()["FID weights"].text
+
+
+def test_with_a_config_the_machine_is_mentioned_only_where_something_is_wrong(monkeypatch):
+    usage = SimpleNamespace(free=10**9)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    topics = [finding.topic for finding in examine(["--config", "nowhere.yaml"])]
+    assert topics == ["disk", "config"]
