@@ -1,4 +1,4 @@
-"""What may be wrong with a run or a machine: each check reads one `Run` and yields findings."""
+"""Checks of one `ExaminedRun`, and of the machine; each yields findings."""
 
 import math
 import os
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lit_diffusion.callbacks.ema import EMA
 from lit_diffusion.callbacks.power_ema import PowerEMA
-from lit_diffusion.cli.doctor.run import Run
+from lit_diffusion.cli.doctor.run import ExaminedRun
 from lit_diffusion.cli.lightning_internals import save_intervals
 from lit_diffusion.cli.run_folder import CLAIM, occupied
 from lit_diffusion.data.loaders import usable_cores
@@ -57,7 +57,7 @@ problem = partial(Finding, Level.PROBLEM)
 # Start
 
 
-def check_start(run: Run) -> Iterator[Finding]:
+def check_start(run: ExaminedRun) -> Iterator[Finding]:
     """What the Trainer, `fit` or sampling raised, and data that are not there yet."""
     if run.cli.refusal is not None:
         yield problem("trainer", run.cli.refusal)
@@ -70,7 +70,7 @@ def check_start(run: Run) -> Iterator[Finding]:
         yield note("data", f"{run.missing_data.text}; the run was not started here.")
 
 
-def check_run_folder(run: Run) -> Iterator[Finding]:
+def check_run_folder(run: ExaminedRun) -> Iterator[Finding]:
     """Whether the run may write into its folder, and where it resumes."""
     root = run.request.root
     parent = existing_parent(root)
@@ -85,7 +85,7 @@ def check_run_folder(run: Run) -> Iterator[Finding]:
         yield ok("resume", f"from step {run.start_step:,} of {run.request.checkpoint}")
 
 
-def check_devices(run: Run) -> Iterator[Finding]:
+def check_devices(run: ExaminedRun) -> Iterator[Finding]:
     """Whether each process on CPUs has a core, and whether a GPU was expected."""
     processes, cores = run.cli.num_devices, usable_cores()
     if run.trainer.strategy.root_device.type != "cpu":
@@ -132,7 +132,7 @@ def check_ranks(num_devices: int, num_nodes: int, environ: Mapping[str, str]) ->
 # Length
 
 
-def check_length(run: Run) -> Iterator[Finding]:
+def check_length(run: ExaminedRun) -> Iterator[Finding]:
     """Whether the run ends, and after how much."""
     steps = run.num_steps
     if run.trainer.max_steps == run.trainer.max_epochs == -1 and not run.has_timer:
@@ -156,7 +156,7 @@ def check_length(run: Run) -> Iterator[Finding]:
             yield ok("length", text)
 
 
-def check_intervals(run: Run) -> Iterator[Finding]:
+def check_intervals(run: ExaminedRun) -> Iterator[Finding]:
     """Whether validations, evaluations, saves and curricula come to their turn, or end."""
     steps, validation = run.num_steps, run.validation_interval
     if steps is None or steps <= run.start_step:
@@ -183,7 +183,7 @@ def check_intervals(run: Run) -> Iterator[Finding]:
             yield warning(name, text)
 
 
-def check_lr(run: Run) -> Iterator[Finding]:
+def check_lr(run: ExaminedRun) -> Iterator[Finding]:
     """Whether the warm-up and the decay of learning rates fit the length of the run."""
     for config in run.trainer.lr_scheduler_configs:
         scheduler, steps = config.scheduler, run.num_steps
@@ -203,7 +203,7 @@ def check_lr(run: Run) -> Iterator[Finding]:
             yield ok("lr", text)
 
 
-def check_ema(run: Run) -> Iterator[Finding]:
+def check_ema(run: ExaminedRun) -> Iterator[Finding]:
     """Whether averages are of trained weights, and of recent ones."""
     emas = [c for c in run.callbacks if isinstance(c, EMA) and not isinstance(c, PowerEMA)]
     for decay, warmup in [(decay, ema.warmup) for ema in emas for decay in ema.decays]:
@@ -226,7 +226,7 @@ def check_ema(run: Run) -> Iterator[Finding]:
 # Diffusion
 
 
-def check_terminal_snr(run: Run) -> Iterator[Finding]:
+def check_terminal_snr(run: ExaminedRun) -> Iterator[Finding]:
     """Whether the noisiest time, and that at which samples start, leave nothing of the image.
 
     Source: Lin et al. 2024, "Common Diffusion Noise Schedules and Sample Steps are Flawed".
@@ -249,7 +249,7 @@ def check_terminal_snr(run: Run) -> Iterator[Finding]:
         yield ok("terminal SNR", text)
 
 
-def check_label_dropout(run: Run) -> Iterator[Finding]:
+def check_label_dropout(run: ExaminedRun) -> Iterator[Finding]:
     """Whether the unconditional prediction, which guidance needs, is trained."""
     if not isinstance(module := run.module, DiffusionModule) or module.num_classes is None:
         return
@@ -268,7 +268,7 @@ def check_label_dropout(run: Run) -> Iterator[Finding]:
         yield ok("label dropout", text)
 
 
-def check_fid(run: Run) -> Iterator[Finding]:
+def check_fid(run: ExaminedRun) -> Iterator[Finding]:
     """Whether FIDs can be measured, and on more images than their extractor has features."""
     for evaluation in run.evaluations:
         protocol, message = evaluation.protocol, run.missing_weights.get(evaluation)
@@ -287,7 +287,7 @@ def check_fid(run: Run) -> Iterator[Finding]:
 # Time and disk
 
 
-def check_time(run: Run) -> Iterator[Finding]:
+def check_time(run: ExaminedRun) -> Iterator[Finding]:
     """How long the rest of the run takes, and how much of it does not go into training."""
     if run.num_steps is None or math.isnan(run.step_seconds):
         return
@@ -312,7 +312,7 @@ def check_time(run: Run) -> Iterator[Finding]:
         yield warning("time", f"{text} solver steps.")
 
 
-def check_disk(run: Run) -> Iterator[Finding]:
+def check_disk(run: ExaminedRun) -> Iterator[Finding]:
     """Whether checkpoints, snapshots and samples fit on the disk."""
     root, module = run.request.root, run.module
     weights = sum(v.nbytes for v in module.state_dict().values() if isinstance(v, Tensor))
@@ -346,7 +346,7 @@ def check_disk(run: Run) -> Iterator[Finding]:
         yield ok("disk", text)
 
 
-def count_checkpoints(run: Run) -> float:
+def count_checkpoints(run: ExaminedRun) -> float:
     """Checkpoints that are there at once; infinite where all stay, and how many is unknown."""
     num, paths = 0.0, set()
     for callback in run.callbacks:
@@ -361,7 +361,7 @@ def count_checkpoints(run: Run) -> float:
     return num + len(paths)
 
 
-CHECKS: tuple[Callable[[Run], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[ExaminedRun], Iterator[Finding]], ...] = (
     check_start,
     check_run_folder,
     check_devices,

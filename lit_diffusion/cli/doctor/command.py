@@ -16,7 +16,7 @@ from lit_diffusion.cli.doctor.checks import (
     check_ranks,
     problem,
 )
-from lit_diffusion.cli.doctor.run import FitOnOneProcess, Run, describe_error
+from lit_diffusion.cli.doctor.run import ExaminedRun, FitOnOneProcess, describe_error
 from lit_diffusion.cli.options import Parser
 from lit_diffusion.cli.run_folder import read_command_line
 from lit_diffusion.config.trust import trusting
@@ -97,7 +97,7 @@ def examine(options: Sequence[str], seconds: float = 5.0) -> Iterator[Finding]:
         except Exception as error:  # constructors may raise anything
             yield problem("config", describe_error(error))
             return
-        examined = Run(cli, seconds)
+        examined = ExaminedRun(cli, seconds)
         yield from check_ranks(cli.num_devices, cli.num_nodes, os.environ)
         for check in CHECKS:
             try:

@@ -87,7 +87,7 @@ class FitOnOneProcess(RunCLI):
         """Print no summary."""
 
 
-class Run:
+class ExaminedRun:
     """The objects of a run, its length, and what was timed. None stands for unknown.
 
     Args:

@@ -23,11 +23,11 @@ from lit_diffusion.cli.doctor.checks import Level
 from lit_diffusion.cli.doctor.command import examine
 from lit_diffusion.cli.run_folder import occupied
 from lit_diffusion.data.cifar10 import CIFAR10
+from lit_diffusion.grids import LogSNR
 from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.lr_schedules import WarmupConstant, WarmupCosine
 from lit_diffusion.processes import ContinuousVP, CosineBetas, DiscreteVP, EDMProcess, LinearBetas
 from lit_diffusion.solvers import DDIM
-from lit_diffusion.timesteps import LogSNR
 
 TRUST = ["--trust", HERE.split(".")[0]]
 
@@ -74,7 +74,7 @@ def digits(steps=2000, model=(), callbacks=(), **trainer):
 
 
 def examined_run(config, *options):
-    """The `Run` that the checks read."""
+    """The run that the checks read."""
     runs = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(command, "CHECKS", (lambda run: iter(runs.append(run) or ()),))

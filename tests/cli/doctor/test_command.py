@@ -9,7 +9,7 @@ from support.commands import call
 from lit_diffusion.cli.doctor import checks, command
 from lit_diffusion.cli.doctor.checks import Finding, Level, check_machine, check_ranks
 from lit_diffusion.cli.doctor.command import examine, name_configs, report
-from lit_diffusion.metrics.weights import INCEPTION_FILE
+from lit_diffusion.metrics.extractors import INCEPTION_FILE
 
 DIGITS = str(Path(__file__).parents[3] / "configs" / "digits.yaml")
 NARROW = "--model.init_args.network.init_args.model_channels=8"
