@@ -46,7 +46,7 @@ MAY_IMPORT = {
     **{name: (MATHS, set()) for name in MATHS},
     **{name: (TOOLS, set()) for name in TOOLS},
     "files": (set(), {"PIL"}),
-    "networks": ({"networks"}, set()),
+    "networks": ({"networks", "protocols"}, set()),
     "modules.vae": (set(), {"diffusers"}),
     "modules": (MATHS | TOOLS | {"modules", TRAINER}, {"lightning", "torchmetrics"}),
     "config": ({"config"} | TOOLS, {"yaml", "jsonargparse"}),
@@ -55,7 +55,7 @@ MAY_IMPORT = {
         LIGHTNING | {"yaml", "jsonargparse", "safetensors"},
     ),
     # reads what it wrote without Lightning: a test runs it so
-    "interchange.exported": ({"networks"} | TOOLS, {"safetensors"}),
+    "interchange.exported": ({"config.renamed", "networks"} | TOOLS, {"safetensors"}),
     "interchange": ({"interchange", "networks"} | MATHS | TOOLS, {"safetensors"}),
     "data.latents": ({"data", "seeding"} | TOOLS, FRAMEWORK | {"safetensors"}),
     "data.streaming": ({"data"} | TOOLS, FRAMEWORK | {"litdata"}),

@@ -135,8 +135,8 @@ def test_described_digits_start_and_are_the_digits_in_all_else(monkeypatch, tmp_
     assert fit("digits-described.yaml") == 0
     plain, described = (dict(flat(settings(f"digits{end}.yaml"))) for end in ("", "-described"))
     changed = {name for name in plain | described if plain.get(name) != described.get(name)}
-    ours = {"data", "model.conditioning", "model.num_classes"}
-    ours |= {f"model.network.num_{what}" for what in ("classes", "words")}
+    ours = {"data", "model.conditioning", "model.num_classes", "model.network.num_classes"}
+    ours |= {"model.network.condition", "model.network.condition.num_words"}
     assert {name for name in changed if not name.startswith("trainer.callbacks")} == ours
 
 

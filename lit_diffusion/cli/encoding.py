@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Subset
 from lit_diffusion.data.base import as_it_is, require_at_least
 from lit_diffusion.data.image_folder import ImageFolder
 from lit_diffusion.data.latents import INDEX, LatentIndex
-from lit_diffusion.interchange.exported import folder_for
+from lit_diffusion.interchange.exported import create_folder
 from lit_diffusion.modules.vae import VAECodec
 
 
@@ -56,7 +56,7 @@ def plan_shards(
         images=images.fingerprint("train"),
         flips=flips,
     )
-    folder_for(folder)
+    create_folder(folder)
     if (folder / INDEX).exists():
         old_index = LatentIndex.read(folder)
         index = replace(index, flips=flips or old_index.flips, vae=old_index.vae)

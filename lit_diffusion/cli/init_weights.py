@@ -19,7 +19,7 @@ from lit_diffusion.checkpoints.loading import (
 )
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.changed_settings import differences
-from lit_diffusion.interchange.exported import KNOWN, is_exported, read_exported
+from lit_diffusion.interchange.exported import NETWORKS, is_exported, read_exported
 
 _NAMES = 5  # of weights that are said, of each sort
 _MEANING = ("network", "process", "parameterization")
@@ -114,7 +114,7 @@ def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) ->
 def _meaning(settings: Mapping[str, Any]) -> dict[str, Any]:
     """What weights were made for, with the defaults of a network that `convert import` found."""
     found = {name: settings[name] for name in _MEANING if name in settings}
-    kind = KNOWN.get(str((found.get("network") or {}).get("class_path")))
+    kind = NETWORKS.get(str((found.get("network") or {}).get("class_path")))
     if kind is not None:
         defaults = {p.name: p.default for p in inspect.signature(kind).parameters.values()}
         given = found["network"].get("init_args", {})

@@ -354,7 +354,7 @@ def _hand_down_classes(model: Any) -> None:
     """Tell a network, where nothing is said of it, the `num_classes` of its module."""
     arguments = getattr(model, "init_args", None) or {}
     network = getattr(arguments.get("network"), "init_args", None) or {}
-    if "num_classes" in network and network["num_classes"] is None:
+    if "num_classes" in network and network["num_classes"] is None and not network.get("condition"):
         network["num_classes"] = arguments.get("num_classes")
 
 

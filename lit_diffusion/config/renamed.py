@@ -11,6 +11,7 @@ from typing import Any
 CLASS_PATHS = {
     "lit_diffusion.networks.biggan": "lit_diffusion.lab.gan.biggan",
     "lit_diffusion.networks.dcgan": "lit_diffusion.lab.gan.dcgan",
+    "lit_diffusion.networks.patched": "lit_diffusion.networks.layers",
     "lit_diffusion.modules.gan": "lit_diffusion.lab.gan.module",
     **{
         f"lit_diffusion.timesteps.{name}": f"lit_diffusion.grids.{name}"
@@ -25,6 +26,32 @@ ARGUMENTS: dict[str, dict[str, str | Callable[[Any], tuple[str, Any]]]] = {
 }
 """Class name now -> {old argument: new argument, or a function of the old value that returns the
 new argument and its value}."""
+
+
+def _as_condition(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a network with one `condition` for four arguments and null_class."""
+    arguments, condition = dict(arguments), None
+    for old, kind, name in (
+        ("context_dim", "Tokens", "dim"),
+        ("vector_dim", "Vectors", "dim"),
+        ("num_words", "WordIds", "num_words"),
+    ):
+        if (value := arguments.pop(old, None)) is not None:
+            condition = kind, {name: value}
+    num_classes = arguments.get("num_classes")
+    if arguments.get("null_class", True):
+        arguments.pop("null_class", None)
+    elif num_classes is not None:
+        condition = "Classes", {"num_classes": num_classes, "null_class": False}
+        del arguments["num_classes"], arguments["null_class"]
+    if condition is not None:
+        path = f"lit_diffusion.networks.conditions.{condition[0]}"
+        arguments["condition"] = {"class_path": path, "init_args": condition[1]}
+    return arguments
+
+
+REWRITTEN = dict.fromkeys(("UNet", "UViT", "DiT", "JiT"), _as_condition)
+"""Class name now -> function of all arguments, where one takes the place of several."""
 
 WEIGHTS: tuple[tuple[str, str], ...] = ()
 """(regular expression, replacement) for the names of weights in a state_dict."""
@@ -81,7 +108,12 @@ def rename_weight(name: str) -> str:
 
 
 def _rename_arguments(class_path: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    table = ARGUMENTS.get(class_path.rpartition(".")[2], {})
+    name = class_path.rpartition(".")[2]
+    if "." in class_path and not class_path.startswith("lit_diffusion."):
+        return arguments  # of somebody else's class
+    if name in REWRITTEN:
+        arguments = REWRITTEN[name](arguments)
+    table = ARGUMENTS.get(name, {})
     renamed = {}
     for name, value in arguments.items():
         new = table.get(name, name)

@@ -1,4 +1,4 @@
-"""Weights that leave for other programs, and that come from them."""
+"""Weights of networks to and from other programs."""
 
 from lit_diffusion.interchange.exported import load_network
 

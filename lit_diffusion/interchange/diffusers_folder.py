@@ -1,4 +1,4 @@
-"""Folders of diffusers: a pipeline with our network and process, and networks of others."""
+"""Folders of diffusers: write a pipeline of our network and process, read a UNet2DModel."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from lit_diffusion.files import atomic_write_text
 from lit_diffusion.gaussian import FixedLarge, LearnedRange
 from lit_diffusion.grids import Sections
 from lit_diffusion.interchange import diffusers_dit, diffusers_unet
-from lit_diffusion.interchange.exported import folder_for, read_safetensors, read_tensors
+from lit_diffusion.interchange.exported import create_folder, read_safetensors, read_state_dict
 from lit_diffusion.parameterizations import Epsilon, Sample, Velocity
 from lit_diffusion.processes import DiscreteVP
 from lit_diffusion.solvers import DDPM
@@ -31,90 +31,99 @@ def write_diffusers(
     """Write a pipeline: DDPMPipeline with a UNet, DiTPipeline with a DiT.
 
     Args:
-        folder: made if it is not there.
-        module: whose process, parameterization and solver the scheduler is to have.
-        record: with the class path and arguments of the network, and image_shape.
+        folder: created if it does not exist.
+        module: whose process, parameterization and solver the scheduler gets.
+        record: with "network" (class path and arguments) and "image_shape".
         state: the network's weights.
         vae: folder of an AutoencoderKL to copy, without which DiTPipeline cannot be loaded.
 
     Returns:
-        What there is to say of it, in sentences.
+        Remarks for the user, in sentences.
 
     Raises:
-        ValueError: by what cannot be said in diffusers' words.
+        ValueError: naming what diffusers has no equivalent of.
     """
-    name, arguments = record["network"]["class_path"], record["network"]["init_args"]
-    name, sides = name.rpartition(".")[2], [int(side) for side in record["image_shape"][1:]]
+    name = record["network"]["class_path"].rpartition(".")[2]
+    arguments = _classes_as_number(record["network"]["init_args"])
+    remarks = []
     if name == "UNet":
+        height, width = (int(side) for side in record["image_shape"][1:])
         config = diffusers_unet.to_config(arguments)
-        config |= {"sample_size": sides[0] if sides[0] == sides[1] else sides}
+        config |= {"sample_size": height if height == width else [height, width]}
         weights = diffusers_unet.to_diffusers(state, arguments)
-        part, made, pipeline, kind = "unet", "UNet2DModel", "DDPMPipeline", "DDPMScheduler"
+        part, model, scheduler, pipeline = "unet", "UNet2DModel", "DDPMScheduler", "DDPMPipeline"
+        if arguments.get("num_classes") is not None:
+            remarks = ["The network takes labels, which DDPMPipeline never passes: call `unet`."]
     elif name == "DiT":
         config, weights = diffusers_dit.to_config(arguments), diffusers_dit.to_diffusers(state)
-        part, made, pipeline = "transformer", "DiTTransformer2DModel", "DiTPipeline"
-        kind = "DDIMScheduler"
+        part, model, scheduler = "transformer", "DiTTransformer2DModel", "DDIMScheduler"
+        pipeline = "DiTPipeline"
+        code = diffusers_dit.FIX_FREQUENCIES
+        remarks = [f"For images equal to ours, set after loading:\n{code}"]
+        if vae is None:
+            remarks.append("Put an AutoencoderKL into vae/, which DiTPipeline needs.")
     else:
         raise ValueError(f"diffusers has no {name}: export a UNet or DiT, or --format safetensors.")
     if vae is not None:
-        _require_vae(Path(vae), name)
-    scheduler = {"_class_name": kind, **scheduler_config(module)}
-    out = folder_for(folder)
-    write_model(out / part, {"_class_name": made, **config}, weights)
-    _write_json(out / "scheduler" / "scheduler_config.json", scheduler)
-    index = {part: ["diffusers", made], "scheduler": ["diffusers", kind]}
+        _check_vae(Path(vae), name)
+    schedule = {"_class_name": scheduler, **scheduler_config(module)}
+
+    out = create_folder(folder)
+    write_model(out / part, {"_class_name": model, **config}, weights)
+    _write_json(out / "scheduler" / "scheduler_config.json", schedule)
+    index = {part: ["diffusers", model], "scheduler": ["diffusers", scheduler]}
     if name == "DiT":
         index["vae"] = ["diffusers", "AutoencoderKL"]
     if vae is not None:
         shutil.copytree(vae, out / "vae", dirs_exist_ok=True)
     _write_json(out / "model_index.json", {"_class_name": pipeline, **index})
-    return _remarks(name, arguments, vae)
+    return remarks
 
 
 def scheduler_config(module: Any) -> Json:
-    """Arguments of diffusers' schedulers that make them the process and solver of a module.
+    """Arguments of diffusers' schedulers that equal the process and solver of a module.
 
     Raises:
-        ValueError: by the part that they have no word for.
+        ValueError: naming what diffusers has no equivalent of.
     """
     process, prediction = module.process, _PREDICTIONS.get(type(module.parameterization))
     if not isinstance(process, DiscreteVP):
         raise ValueError(f"diffusers' DDPMScheduler has betas, and {process} has none.")
     if process.rescale_labels and process.num_steps != 1000:
         raise ValueError(
-            f"rescale_labels=True with {process.num_steps} steps: diffusers tells a network whole "
+            f"rescale_labels=True with {process.num_steps} steps: diffusers gives a network whole "
             "steps; export with --format safetensors."
         )
     if prediction is None:
-        known = ", ".join(kind.__name__ for kind in _PREDICTIONS)
-        raise ValueError(f"{module.parameterization}: diffusers' DDPMScheduler knows {known}.")
-    variance = getattr(module.solver, "variance", None)
-    learned = module.loss.output_factor == 2
-    whole = isinstance(module.solver, DDPM) and module.solver.times in (None, Sections())
+        supported = ", ".join(kind.__name__ for kind in _PREDICTIONS)
+        raise ValueError(f"{module.parameterization}: diffusers' DDPMScheduler has {supported}.")
+    variance = _VARIANCES.get(type(getattr(module.solver, "variance", None)), "fixed_small")
+    is_linspace = isinstance(module.solver, DDPM) and module.solver.times in (None, Sections())
     return {
         "num_train_timesteps": process.num_steps,
         "trained_betas": process.betas.betas().tolist(),
         "prediction_type": prediction,
-        "variance_type": "learned_range"
-        if learned
-        else _VARIANCES.get(type(variance), "fixed_small"),
+        "variance_type": "learned_range" if module.loss.output_factor == 2 else variance,
         "clip_sample": bool(getattr(module.solver, "clip", True)),
-        "timestep_spacing": "linspace" if whole else "leading",
+        "timestep_spacing": "linspace" if is_linspace else "leading",
     }
 
 
 def write_model(folder: Path, config: Json, weights: Mapping[str, Tensor]) -> None:
-    """A network's folder: its config and weights."""
+    """Write the folder of a network: its config and weights."""
     _write_json(folder / "config.json", config)
-    whole = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
-    save_file(whole, folder / f"{_WEIGHTS}.safetensors", {"format": "pt"})
+    weights = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    save_file(weights, folder / f"{_WEIGHTS}.safetensors", {"format": "pt"})
 
 
 def read_model(folder: str | Path) -> tuple[Json, dict[str, Tensor]]:
-    """Config and weights of the UNet2DModel in a folder, or in the pipeline that it is.
+    """Read config and weights of a UNet2DModel.
+
+    Args:
+        folder: of the model, or of a pipeline with it.
 
     Raises:
-        FileNotFoundError: where there is none.
+        FileNotFoundError: if there is none.
     """
     folder = Path(folder)
     folder = folder / "unet" if (folder / "unet").is_dir() else folder
@@ -126,12 +135,22 @@ def read_model(folder: str | Path) -> tuple[Json, dict[str, Tensor]]:
     safe = folder / f"{_WEIGHTS}.safetensors"
     if safe.is_file():
         return config, read_safetensors(safe)
-    return config, read_tensors(folder / f"{_WEIGHTS}.bin")
+    return config, read_state_dict(folder / f"{_WEIGHTS}.bin")
 
 
-def _require_vae(folder: Path, name: str) -> None:
-    if name != "DiT":
-        raise ValueError(f"--vae {folder} is for a DiT, whose pipeline has one, and not a {name}.")
+def _classes_as_number(arguments: Json) -> Json:
+    """Arguments of a network, in which condition=Classes(n) is written as num_classes=n."""
+    condition = arguments.get("condition") or {}
+    labels = condition.get("init_args", {})
+    if condition.get("class_path", "").endswith(".Classes") and labels.get("null_class", True):
+        return arguments | {"num_classes": labels["num_classes"], "condition": None}
+    return arguments
+
+
+def _check_vae(folder: Path, network: str) -> None:
+    """Raise ValueError unless the folder holds an AutoencoderKL, for a DiT."""
+    if network != "DiT":
+        raise ValueError(f"--vae {folder} is for a DiT, whose pipeline has one, not a {network}.")
     path = folder / "config.json"
     if not path.is_file() or _read_json(path).get("_class_name") != "AutoencoderKL":
         raise ValueError(
@@ -142,19 +161,9 @@ def _require_vae(folder: Path, name: str) -> None:
 
 def _read_json(path: Path) -> Json:
     try:
-        found: Json = dict(json.loads(path.read_text()))
+        return dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {error}; write or copy it again.") from None
-    return found
-
-
-def _remarks(name: str, arguments: Json, vae: str | None) -> list[str]:
-    if name == "UNet":
-        labelled = arguments.get("num_classes") is not None
-        told = "The network takes labels, which DDPMPipeline gives to none: call `unet` with them."
-        return [told] if labelled else []
-    said = [f"For images equal to ours, set after loading:\n{diffusers_dit.SAME}"]
-    return said if vae else [*said, "Put an AutoencoderKL into vae/, which DiTPipeline needs."]
 
 
 def _write_json(path: Path, content: Json) -> None:

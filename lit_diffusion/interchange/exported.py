@@ -1,4 +1,4 @@
-"""A network as a folder: network.safetensors, and network.json that says how it is built.
+"""Exported networks: a folder with network.safetensors, and network.json with class and arguments.
 
 Reading one needs torch and safetensors alone, and imports nothing that a file names.
 """
@@ -15,43 +15,44 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from lit_diffusion import __version__
+from lit_diffusion.config.renamed import rename_config
 from lit_diffusion.files import atomic_write, atomic_write_text
+from lit_diffusion.networks.conditions import Classes, Tokens, Vectors, WordIds
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.jit import JiT
 from lit_diffusion.networks.unet import EncoderUNet, UNet
 from lit_diffusion.networks.uvit import UViT
 
 RECORD, WEIGHTS = "network.json", "network.safetensors"
-KNOWN = {f"{kind.__module__}.{kind.__name__}": kind for kind in (UNet, EncoderUNet, UViT, DiT, JiT)}
+NETWORKS = {f"{c.__module__}.{c.__name__}": c for c in (UNet, EncoderUNet, UViT, DiT, JiT)}
 """What `load_network` builds, by its class path."""
+CONDITIONS = {f"{c.__module__}.{c.__name__}": c for c in (Classes, Vectors, Tokens, WordIds)}
+"""Kinds of conditions of these networks, by their class paths."""
 
 
 def write_network(folder: str | Path, state: Mapping[str, Tensor], record: dict[str, Any]) -> Path:
-    """Write weights, and the record of them with its library and their SHA-256.
+    """Write weights, and a record with the library's version and the SHA-256 of the weights.
 
     Args:
-        folder: made if it is not there; an export in it is replaced.
+        folder: created if it does not exist; an export in it is replaced.
         state: the network's state_dict.
-        record: "network" {"class_path", "init_args"}, and whatever is known besides.
+        record: "network" {"class_path", "init_args"}, and anything else to write into the record.
 
     Raises:
-        ValueError: where `folder` is a file.
+        ValueError: if `folder` is a file.
     """
-    folder = folder_for(folder)
+    folder = create_folder(folder)
     data = save({name: value.detach().cpu().contiguous() for name, value in state.items()})
     with atomic_write(folder / WEIGHTS) as file:
         file.write(data)
-    signed = {
-        "library": f"lit-diffusion {__version__}",
-        **record,
-        "sha256": hashlib.sha256(data).hexdigest(),
-    }
-    atomic_write_text(folder / RECORD, json.dumps(signed, indent=2) + "\n")
+    library, sha256 = f"lit-diffusion {__version__}", hashlib.sha256(data).hexdigest()
+    text = json.dumps({"library": library, **record, "sha256": sha256}, indent=2)
+    atomic_write_text(folder / RECORD, text + "\n")
     return folder
 
 
-def folder_for(path: str | Path) -> Path:
-    """A folder to write into, made where it is not there."""
+def create_folder(path: str | Path) -> Path:
+    """Create the folder of --out, if it does not exist."""
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder} is a file; name a folder.")
@@ -65,11 +66,11 @@ def is_exported(path: str | Path) -> bool:
 
 
 def read_exported(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Record and weights of an exported network.
+    """Read the record and the weights of an exported network.
 
     Raises:
-        FileNotFoundError: where there is none.
-        ValueError: where the weights are not those that the record was written for.
+        FileNotFoundError: if the folder holds no export.
+        ValueError: if the weights are not those that the record was written for.
     """
     folder = Path(folder)
     if not is_exported(folder):
@@ -77,105 +78,116 @@ def read_exported(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
             f"{folder} holds no {RECORD}; write it with `lit-diffusion convert export`."
         )
     try:
-        record = json.loads((folder / RECORD).read_text())
-        digest = record["sha256"]
+        record = rename_config(json.loads((folder / RECORD).read_text()))
+        expected = record["sha256"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{folder / RECORD} is damaged: {error!r}; export it again.") from None
     path = folder / WEIGHTS
     with path.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != digest:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if sha256 != expected:
         raise ValueError(
-            f"{path} has SHA-256 {found}, and {RECORD} says {digest}: the files are of different "
-            "exports or damaged; export again."
+            f"{path} has SHA-256 {sha256}, and {RECORD} says {expected}: the files are of "
+            "different exports or damaged; export again."
         )
     return record, read_safetensors(path)
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a file, on the CPU."""
+    """Read the tensors of a file, on the CPU."""
     try:
         return dict(load_file(path))
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated, damaged or no safetensors file: {error}.") from None
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors in a file of `torch.save`, whose code is not run; of several sets, averages."""
+def read_state_dict(path: Path) -> dict[str, Tensor]:
+    """Read a file of `torch.save`, without running code in it; averages if it holds several sets.
+
+    Returns:
+        Tensors by name, on the CPU, floating-point ones in float32.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {path}.")
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # what torch says of a broken file is of many types
-        # From None: torch advises to run the code in the file, which a traceback would tell.
-        code = "GLOBAL" in str(error)
-        why = (
-            "holds pickled code, which is never run" if code else "is damaged or of no such format"
-        )
-        raise ValueError(f"{path} {why}; save the state_dict alone, by torch.save.") from None
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises many types for broken files
+        # From None: torch advises to run the code in the file, which a traceback would show.
+        reason = "is damaged or of no such format"
+        if "GLOBAL" in str(error):
+            reason = "holds pickled code, which is never run"
+        raise ValueError(f"{path} {reason}; save the state_dict alone, by torch.save.") from None
     for name in ("ema", "model", "state_dict"):
-        found = found.get(name, found) if isinstance(found, dict) else found
-    if not (isinstance(found, dict) and all(isinstance(v, Tensor) for v in found.values())):
+        content = content.get(name, content) if isinstance(content, dict) else content
+    if not (isinstance(content, dict) and all(isinstance(v, Tensor) for v in content.values())):
         raise ValueError(f"{path} holds no state_dict, of tensors alone by name.")
     return {
         name.removeprefix("module."): value.float() if value.is_floating_point() else value
-        for name, value in found.items()
+        for name, value in content.items()
     }
 
 
 def load_network(folder: str | Path) -> nn.Module:
-    """The network in a folder that `convert export` or `convert import` wrote, in eval mode.
+    """Load the network that `convert export` or `convert import` wrote, in eval mode.
 
     Args:
         folder: with network.json and network.safetensors.
 
     Raises:
-        FileNotFoundError: where there is no such folder.
-        ValueError: where its files do not fit together, or it is a network of somebody else's.
+        FileNotFoundError: if there is no such folder.
+        ValueError: if its files do not fit together, or the network is of an unknown class.
 
     Example:
         >>> network = load_network("exported/digits")  # doctest: +SKIP
     """
     record, state = read_exported(folder)
     spec = record.get("network") or {}
-    kind = KNOWN.get(str(spec.get("class_path")))
-    if kind is None:
+    network_class = NETWORKS.get(str(spec.get("class_path")))
+    if network_class is None:
         raise ValueError(
             f"{folder} is of class {spec.get('class_path')}, and load_network builds "
-            f"{', '.join(sorted(KNOWN))}; build it yourself, and load {WEIGHTS} into it."
+            f"{', '.join(sorted(NETWORKS))}; build it yourself, and load {WEIGHTS} into it."
         )
-    check_fits(kind, spec["init_args"], state, str(folder))
-    network = kind(**spec["init_args"])
+    check_state_dict(network_class, spec["init_args"], state, str(folder))
+    network = build_network(network_class, spec["init_args"])
     network.load_state_dict(state)
     return network.eval()
 
 
-def check_fits(
-    kind: type[nn.Module], arguments: Mapping[str, Any], state: Mapping[str, Tensor], source: str
+def build_network(network_class: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
+    """Build a network of arguments as JSON has them, `condition` as class_path and init_args."""
+    condition = arguments.get("condition")
+    if condition is not None:
+        condition = CONDITIONS[condition["class_path"]](**condition["init_args"])
+        arguments = {**arguments, "condition": condition}
+    return network_class(**arguments)
+
+
+def check_state_dict(
+    network_class: type[nn.Module],
+    arguments: Mapping[str, Any],
+    state: Mapping[str, Tensor],
+    source: str,
 ) -> None:
-    """Refuse weights that a network of these arguments has not, before it takes any memory."""
+    """Raise ValueError unless weights have the names and shapes of a network of these arguments.
+
+    The network is built without memory for its weights.
+    """
+    name = network_class.__name__
     try:
         with torch.device("meta"):
-            shapes = kind(**arguments).state_dict()
-    except TypeError as error:  # an argument that the class has not
-        raise ValueError(f"{source}: {kind.__name__} cannot be built: {error}.") from None
-    if wrong := differences(shapes, state):
+            expected = build_network(network_class, arguments).state_dict()
+    except (TypeError, KeyError) as error:  # an argument or condition that does not exist
+        raise ValueError(f"{source}: {name} cannot be built: {error}.") from None
+    mismatches = [f"the file lacks {name}" for name in expected if name not in state]
+    mismatches += [f"the network lacks {name}" for name in state if name not in expected]
+    mismatches += [
+        f"{name} is {tuple(state[name].shape)} in the file, {tuple(value.shape)} in the network"
+        for name, value in expected.items()
+        if name in state and state[name].shape != value.shape
+    ]
+    if mismatches:
+        more = f" and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
         raise ValueError(
-            f"{source} is no {kind.__name__} of {dict(arguments)}: {'; '.join(wrong[:3])}"
-            f"{f' and {len(wrong) - 3} more' * (len(wrong) > 3)}."
+            f"{source} is no {name} of {dict(arguments)}: {'; '.join(mismatches[:3])}{more}."
         )
-
-
-def differences(expected: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
-    """How weights differ from those of a network in name and shape, one phrase a tensor."""
-    missing = [f"the file lacks {name}" for name in expected if name not in state]
-    unknown = [f"the network lacks {name}" for name in state if name not in expected]
-    return (
-        missing
-        + unknown
-        + [
-            f"{name} is {tuple(state[name].shape)} in the file, {tuple(value.shape)} in the network"
-            for name, value in expected.items()
-            if name in state and state[name].shape != value.shape
-        ]
-    )

@@ -1,7 +1,7 @@
-"""Published checkpoints: how their networks are built, from the shapes of their weights.
+"""Import of published checkpoints: the network's arguments are inferred from the weights' shapes.
 
-What shapes cannot tell is asked for: the heads of attention, their order, whether labels have a
-row for none. The rest is proved by the names and shapes of all weights.
+What shapes cannot tell must be passed: the heads of attention, their order, whether labels have a
+row for no class. The result is checked against the names and shapes of all weights.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,150 +13,141 @@ from torch import Tensor, nn
 
 from lit_diffusion.interchange.diffusers_folder import read_model
 from lit_diffusion.interchange.diffusers_unet import from_diffusers
-from lit_diffusion.interchange.exported import check_fits, read_tensors, write_network
+from lit_diffusion.interchange.exported import check_state_dict, read_state_dict, write_network
+from lit_diffusion.networks.conditions import Classes
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.unet import EncoderUNet, UNet
 from lit_diffusion.networks.uvit import UViT
 
 Json = dict[str, Any]
 State = Mapping[str, Tensor]
-Kind = type[nn.Module]
+NetworkClass = type[nn.Module]
 
 
-def convert(file: str | Path, kind: str, out: str | Path, given: Mapping[str, Any]) -> Json:
-    """Write the network of a published file in our format; returns its class and arguments.
+def convert(file: str | Path, kind: str, out: str | Path, overrides: Mapping[str, Any]) -> Json:
+    """Write the network of a published file in our format.
 
     Args:
-        file: of weights as published; of kind "diffusers-unet" a folder.
-        kind: a key of `KINDS`.
-        out: the folder.
-        given: arguments of the network that its shapes cannot tell, or that win over them.
+        file: of weights as published; for the kind "diffusers-unet" a folder.
+        kind: "diffusers-unet" or a key of `KINDS`.
+        out: the folder to write.
+        overrides: arguments of the network that shapes cannot tell, or that win over the inferred.
+
+    Returns:
+        "class_path" and "init_args" of the network.
 
     Raises:
-        FileNotFoundError: where there is no such file.
-        ValueError: where it is of another kind, or an argument is lacking or does not fit.
+        FileNotFoundError: if there is no such file.
+        ValueError: if it is of another kind, or an argument is missing or does not fit.
     """
     file = Path(file)
-    read = _of_folder if kind == "diffusers-unet" else _of_file
-    made, arguments, state = read(file, kind, given)
-    spec = {"class_path": f"{made.__module__}.{made.__name__}", "init_args": arguments}
+    if kind == "diffusers-unet":
+        config, diffusers_state = read_model(file)
+        try:
+            arguments, state = from_diffusers(diffusers_state, config)
+        except KeyError as error:
+            raise ValueError(f"{file} is not of --kind {kind}: it lacks {error.args[0]}.") from None
+        network_class: NetworkClass = UNet
+        arguments |= overrides
+        check_state_dict(network_class, arguments, state, str(file))
+    else:
+        state = read_state_dict(file)
+        network_class, arguments = infer(state, kind, overrides, str(file))
+    path = f"{network_class.__module__}.{network_class.__name__}"
+    spec = {"class_path": path, "init_args": arguments}
     write_network(out, state, {"network": spec, "weights": "raw", "source": file.name})
     return spec
 
 
-def _of_folder(file: Path, kind: str, given: Mapping[str, Any]) -> tuple[Kind, Json, State]:
-    config, theirs = read_model(file)
-    try:
-        arguments, state = from_diffusers(theirs, config)
-    except KeyError as error:
-        raise ValueError(f"{file} is not of --kind {kind}: it lacks {error.args[0]}.") from None
-    arguments |= given
-    check_fits(UNet, arguments, state, str(file))
-    return UNet, arguments, state
-
-
-def _of_file(file: Path, kind: str, given: Mapping[str, Any]) -> tuple[Kind, Json, State]:
-    state = read_tensors(file)
-    return *infer(state, kind, given, str(file)), state
-
-
 def infer(
-    state: State, kind: str, given: Mapping[str, Any], source: str = "the file"
-) -> tuple[Kind, Json]:
-    """Class and arguments of the network whose weights these are.
+    state: State, kind: str, overrides: Mapping[str, Any], source: str = "the file"
+) -> tuple[NetworkClass, Json]:
+    """Infer class and arguments of a network from its weights.
 
     Args:
         state: weights by their published names.
         kind: a key of `KINDS`.
-        given: arguments that win over what the shapes tell.
+        overrides: arguments that win over the inferred.
         source: for messages.
 
     Raises:
-        ValueError: where the weights are of another kind, or an argument is lacking or wrong.
+        ValueError: if the weights are of another kind, or an argument is missing or wrong.
     """
+    fitting: list[Json] = []
+    mismatch = ValueError(f"{source} is not of --kind {kind}.")
     try:
-        made, candidates = KINDS[kind](state, given)
-        _require(made, kind, state, given)
-        fitting, why = _fitting(made, [c | dict(given) for c in candidates], state, source)
+        network_class, candidates = KINDS[kind](state, overrides)
+        _require_arguments(network_class, kind, state, overrides)
+        for i, candidate in enumerate(candidates):
+            arguments = candidate | dict(overrides)
+            if network_class is UViT:
+                arguments.pop("null_class", None)  # it is in `condition`
+            try:
+                check_state_dict(network_class, arguments, state, source)
+            except ValueError as error:
+                mismatch = error if i == 0 else mismatch
+            else:
+                fitting += [arguments] * (arguments not in fitting)
     except KeyError as error:
         raise ValueError(f"{source} is not of --kind {kind}: it lacks {error.args[0]}.") from None
     if not fitting:
-        raise why or ValueError(f"{source} is not of --kind {kind}.")
+        raise mismatch
     if len(fitting) > 1:
         numbers = " or ".join(str(arguments["num_res_blocks"]) for arguments in fitting)
         raise ValueError(
             f"{source}: its shapes fit num_res_blocks of {numbers}; say which, as "
             "--network.num_res_blocks=VALUE."
         )
-    return made, fitting[0]
-
-
-def _fitting(
-    made: Kind, candidates: list[Json], state: State, source: str
-) -> tuple[list[Json], ValueError | None]:
-    """The arguments that fit the weights, and why the first of the others do not."""
-    fitting: list[Json] = []
-    why = None
-    for arguments in candidates:
-        try:
-            check_fits(made, arguments, state, source)
-        except ValueError as error:
-            why = why or error
-        else:
-            fitting += [arguments] * (arguments not in fitting)
-    return fitting, why
-
-
-def _require(made: Kind, kind: str, state: State, given: Mapping[str, Any]) -> None:
-    """Refuse to guess what no shape tells."""
-    wanted: list[tuple[str, ...]] = [("num_heads",)]
-    if made is UViT and "label_emb.weight" in state:
-        wanted.append(("null_class",))
-    if kind == "guided-diffusion":
-        heads = ("num_heads", "head_channels") if made is UNet else ("head_channels",)
-        wanted = [heads, ("split_heads_first",)]
-    for names in wanted:
-        if not set(names) & given.keys():
-            asked = " or ".join(f"--network.{name}=VALUE" for name in names)
-            raise ValueError(f"shapes cannot tell {names[0]}: give {asked}. {_HINTS[names[0]]}")
+    return network_class, fitting[0]
 
 
 _HINTS = {
     "num_heads": "It is in the flags or the size's table of the published network.",
-    "head_channels": "It is num_head_channels in the published flags.",
+    "head_channels": "It is num_head_channels in the published flags. A classifier has 64.",
     "split_heads_first": "It is false where the published flags say use_new_attention_order True.",
     "null_class": "It is true where labels were dropped in training, and the last row is for none.",
 }
-_HINTS["head_channels"] += " A classifier has 64."
 
 
-def _unet(state: State, given: Mapping[str, Any]) -> tuple[Kind, Iterator[Json]]:
-    """Of UNet or EncoderUNet, for every number of blocks per level that there may be."""
-    classifies = "out.2.positional_embedding" in state
+def _require_arguments(
+    network_class: NetworkClass, kind: str, state: State, overrides: Mapping[str, Any]
+) -> None:
+    """Raise ValueError if an argument is missing that no shape tells."""
+    required: list[tuple[str, ...]] = [("num_heads",)]  # one of each tuple
+    if network_class is UViT and "label_emb.weight" in state:
+        required.append(("null_class",))
+    if kind == "guided-diffusion":
+        heads = ("num_heads", "head_channels") if network_class is UNet else ("head_channels",)
+        required = [heads, ("split_heads_first",)]
+    for names in required:
+        if not set(names) & overrides.keys():
+            options = " or ".join(f"--network.{name}=VALUE" for name in names)
+            raise ValueError(f"shapes cannot tell {names[0]}: give {options}. {_HINTS[names[0]]}")
+
+
+def _infer_unet(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClass, Iterator[Json]]:
+    """UNet or EncoderUNet, with candidates for every possible number of blocks per level."""
+    is_classifier = "out.2.positional_embedding" in state
+    block = "middle_block.0"
     fixed: Json = {
         "in_channels": state["input_blocks.0.0.weight"].shape[1],
-        "out_channels": len(state["out.2.c_proj.weight" if classifies else "out.2.weight"]),
+        "out_channels": len(state["out.2.c_proj.weight" if is_classifier else "out.2.weight"]),
         "model_channels": state["time_embed.0.weight"].shape[1],
-        "scale_shift_norm": _is_scaled(state),
+        "scale_shift_norm": len(state[f"{block}.emb_layers.1.weight"])
+        == 2 * len(state[f"{block}.in_layers.2.weight"]),
         "resblock_updown": not any(".op." in name for name in state),
     }
-    if not classifies and "label_emb.weight" in state:
+    if not is_classifier and "label_emb.weight" in state:
         fixed["num_classes"] = len(state["label_emb.weight"])
-    return (EncoderUNet if classifies else UNet), _levels(state, fixed)
+    return (EncoderUNet if is_classifier else UNet), _unet_candidates(state, fixed)
 
 
-def _is_scaled(state: State) -> bool:
-    block = "middle_block.0"
-    told = state[f"{block}.emb_layers.1.weight"].shape[0]
-    return bool(told == 2 * state[f"{block}.in_layers.2.weight"].shape[0])
-
-
-def _levels(state: State, fixed: Json) -> Iterator[Json]:
-    stages = 1 + max(int(n.split(".")[1]) for n in state if n.startswith("input_blocks."))
-    for per_level in range(2, stages + 1):
-        if stages % per_level:
+def _unet_candidates(state: State, fixed: Json) -> Iterator[Json]:
+    num_inputs = 1 + max(int(n.split(".")[1]) for n in state if n.startswith("input_blocks."))
+    for per_level in range(2, num_inputs + 1):  # ResBlocks of a level, and its downsampling
+        if num_inputs % per_level:
             continue
-        firsts = [f"input_blocks.{i}" for i in range(1, stages, per_level)]
+        firsts = [f"input_blocks.{i}" for i in range(1, num_inputs, per_level)]
         weights = [state.get(f"{first}.0.in_layers.2.weight") for first in firsts]
         if any(weight is None for weight in weights):
             continue
@@ -165,7 +156,7 @@ def _levels(state: State, fixed: Json) -> Iterator[Json]:
         arguments = fixed | {
             "num_res_blocks": per_level - 1,
             "channel_mult": [int(mult) if mult == int(mult) else mult for mult in mults],
-            "attention_downsample": [2**i for i, on in enumerate(attends) if on],
+            "attention_downsample": [2**i for i, attend in enumerate(attends) if attend],
         }
         pool = state.get("out.2.positional_embedding")
         if pool is not None:
@@ -173,11 +164,13 @@ def _levels(state: State, fixed: Json) -> Iterator[Json]:
         yield arguments
 
 
-def _transformer(state: State, embed: str, head: str, blocks: str, extras: int) -> tuple[Json, int]:
-    """What the transformers have in common, and the number of their `blocks`."""
+def _infer_transformer(
+    state: State, embed: str, head: str, blocks: str, num_prefix: int
+) -> tuple[Json, int]:
+    """Arguments that U-ViT and DiT have in common, and the number of `blocks`."""
     width, channels, patch, _ = state[f"{embed}.weight"].shape
-    side = isqrt(state["pos_embed"].shape[1] - extras)
-    depth = len({name.split(".")[1] for name in state if name.startswith(f"{blocks}.")})
+    side = isqrt(state["pos_embed"].shape[1] - num_prefix)
+    num_blocks = len({name.split(".")[1] for name in state if name.startswith(f"{blocks}.")})
     return {
         "image_size": side * patch,
         "in_channels": channels,
@@ -185,34 +178,42 @@ def _transformer(state: State, embed: str, head: str, blocks: str, extras: int) 
         "patch_size": patch,
         "width": width,
         "mlp_ratio": len(state[f"{blocks}.0.mlp.fc1.weight"]) / width,
-    }, depth
+    }, num_blocks
 
 
-def _uvit(state: State, given: Mapping[str, Any]) -> tuple[Kind, Iterator[Json]]:
-    rows = state.get("label_emb.weight")
-    extras = 1 + (rows is not None)
-    made, half = _transformer(state, "patch_embed.proj", "decoder_pred", "in_blocks", extras)
-    made |= {
+def _infer_uvit(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClass, Iterator[Json]]:
+    table = state.get("label_emb.weight")
+    num_prefix = 1 + (table is not None)
+    arguments, half = _infer_transformer(
+        state, "patch_embed.proj", "decoder_pred", "in_blocks", num_prefix
+    )
+    arguments |= {
         "depth": 2 * half,
         "qkv_bias": "mid_block.attn.qkv.bias" in state,
         "mlp_time_embed": "time_embed.0.weight" in state,
         "final_conv": "final_layer.weight" in state,
     }
-    if rows is not None:
-        made["num_classes"] = len(rows) - bool(given.get("null_class"))
-    return UViT, iter([made])
+    if table is not None and overrides.get("null_class"):
+        arguments["num_classes"] = len(table) - 1
+    elif table is not None:
+        labels = {"num_classes": len(table), "null_class": False}
+        path = f"{Classes.__module__}.{Classes.__name__}"
+        arguments["condition"] = {"class_path": path, "init_args": labels}
+    return UViT, iter([arguments])
 
 
-def _dit(state: State, given: Mapping[str, Any]) -> tuple[Kind, Iterator[Json]]:
-    made, depth = _transformer(state, "x_embedder.proj", "final_layer.linear", "blocks", 0)
-    rows = len(state["y_embedder.embedding_table.weight"])
-    return DiT, iter([made | {"depth": depth, "num_classes": rows - 1}])
+def _infer_dit(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClass, Iterator[Json]]:
+    arguments, depth = _infer_transformer(
+        state, "x_embedder.proj", "final_layer.linear", "blocks", 0
+    )
+    num_rows = len(state["y_embedder.embedding_table.weight"])
+    return DiT, iter([arguments | {"depth": depth, "num_classes": num_rows - 1}])
 
 
-KINDS: dict[str, Callable[[State, Mapping[str, Any]], tuple[Kind, Iterator[Json]]]] = {
-    "improved-diffusion": _unet,
-    "guided-diffusion": _unet,
-    "uvit": _uvit,
-    "dit": _dit,
+KINDS: dict[str, Callable[[State, Mapping[str, Any]], tuple[NetworkClass, Iterator[Json]]]] = {
+    "improved-diffusion": _infer_unet,
+    "guided-diffusion": _infer_unet,
+    "uvit": _infer_uvit,
+    "dit": _infer_dit,
 }
-"""How networks are found out from weights, by the program that published them."""
+"""Program that published the weights -> function that infers class and candidate arguments."""

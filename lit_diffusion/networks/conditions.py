@@ -1,32 +1,129 @@
-"""How networks read conditions: labels, vectors, tokens or words, each with a learned "none".
+"""The kinds of conditions that networks take, and the modules that embed them.
 
-    labels   (B,) int64, -1 for none                                  -> a vector an image
-    vectors  (vectors (B, D), present (B,) bool)                      -> a vector an image
-    tokens   (tokens (B, L, D), mask (B, L) bool), all False for none -> 1 + L tokens an image
-    words    (B, L) int64, -1 where there is no word                  -> 1 + L tokens an image
+| `condition=` of a network | condition of B images                       | embedded as           |
+|---------------------------|---------------------------------------------|-----------------------|
+| `Classes(num_classes)`    | labels (B,) int64, -1 for no class          | a vector (B, D)       |
+| `Vectors(dim)`            | (vectors (B, dim), present (B,) bool)       | a vector (B, D)       |
+| `Tokens(dim)`             | (tokens (B, L, dim), mask (B, L) bool)      | tokens (B, 1 + L, D)  |
+| `WordIds(num_words)`      | ids (B, L) int64, -1 where there is no word | tokens (B, 1 + L, D)  |
 
-What a row holds where it is none, or its mask is False, changes nothing, not even if it is NaN.
-Masks are True for what is there. No value is read back from the device.
+Every kind has a learned null embedding, which images without a condition get: those of label -1,
+of a vector that is not present, of no token or word; and all images where the condition is None.
+
+Masks are True for tokens that exist. Values of absent vectors and tokens have no influence, not
+even if they are NaN. No value is read back from the device.
 """
 
-from typing import NamedTuple, TypeAlias
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_diffusion.networks.layers import timestep_embedding
-
-Condition: TypeAlias = Tensor | tuple[Tensor, ...] | None
-"""As in `protocols.Condition`."""
+from lit_diffusion.protocols import Condition
 
 
-class Told(NamedTuple):
-    """What a network is told of its condition, in its own width.
+class ConditionKind(Protocol):
+    """A kind of condition, which builds its embedding at the width that a network needs."""
+
+    def embedding(self, width: int, /) -> nn.Module:
+        """A module from a condition of B images to its `EmbeddedCondition`."""
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Class labels.
+
+    Args:
+        num_classes: labels are 0, ..., num_classes - 1, or -1 for no class.
+        null_class: whether there may be no class; False refuses None and has no embedding for -1.
+    """
+
+    num_classes: int
+    null_class: bool = True
+
+    def embedding(self, width: int, /) -> nn.Module:
+        """A learned row for each class."""
+        return LabelEmbedding(self.num_classes, width, self.null_class)
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """A vector for each image, such as measurements or an embedding of another image.
+
+    Args:
+        dim: of the vectors.
+    """
+
+    dim: int
+
+    def embedding(self, width: int, /) -> nn.Module:
+        """A linear map."""
+        return VectorEmbedding(self.dim, width)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of an encoder, such as a text encoder's.
+
+    Args:
+        dim: of the tokens.
+    """
+
+    dim: int
+
+    def embedding(self, width: int, /) -> nn.Module:
+        """A linear map of each token."""
+        return TokenEmbedding(self.dim, width)
+
+
+@dataclass(frozen=True)
+class WordIds:
+    """Words of a vocabulary, whose embeddings are learned.
+
+    Args:
+        num_words: ids are 0, ..., num_words - 1, or -1 where there is no word.
+    """
+
+    num_words: int
+
+    def embedding(self, width: int, /) -> nn.Module:
+        """A learned row for each word."""
+        return WordEmbedding(self.num_words, width)
+
+
+def resolve_condition(
+    condition: ConditionKind | None, num_classes: int | None
+) -> ConditionKind | None:
+    """The kind of condition of a network, for which `num_classes` is a short form.
+
+    Raises:
+        ValueError: if both are there.
+        TypeError: for another object, such as one of `lit_diffusion.conditioning`.
+    """
+    if condition is None:
+        return None if num_classes is None else Classes(num_classes)
+    if num_classes is not None:
+        raise ValueError(
+            "A network takes one kind of condition, and num_classes is short for Classes: leave "
+            f"out num_classes={num_classes} or condition={condition}."
+        )
+    if not isinstance(condition, Classes | Vectors | Tokens | WordIds):
+        raise TypeError(
+            f"condition must be Classes, Vectors, Tokens or WordIds of {__name__}, got {condition}."
+        )
+    return condition
+
+
+class EmbeddedCondition(NamedTuple):
+    """The condition of B images at the width D of a network: a vector, or tokens, or neither.
 
     Attributes:
-        vector: (B, width) of labels and vectors.
-        tokens: (B, 1 + L, width) of tokens and words, after one that stands for none.
-        mask: (B, 1 + L) bool, the tokens that are there.
+        vector: (B, D).
+        tokens: (B, 1 + L, D), the first of which is the null token.
+        mask: (B, 1 + L) bool, True for tokens to attend to: those that exist, or the null token.
     """
 
     vector: Tensor | None = None
@@ -34,247 +131,214 @@ class Told(NamedTuple):
     mask: Tensor | None = None
 
 
-class LabelEmbedding(nn.Embedding):
-    """A row per class, and a last one for none.
-
-    Labels are not range-checked, since a GPU would have to wait for the result: `num_classes` or
-    more fails inside the embedding (IndexError on the CPU), and any negative number is none.
+def embed_condition(
+    embedding: nn.Module | None, condition: Condition, x: Tensor, network: str
+) -> EmbeddedCondition:
+    """Embed the condition of images.
 
     Args:
-        num_classes: how many.
-        width: of a row.
-        null_class: whether there is a row for none; without one, none fails.
+        embedding: of the network's kind of condition; None for a network without one.
+        condition: of each image; None for no condition.
+        x: (B, ...) images.
+        network: its name, for messages.
+
+    Raises:
+        ValueError: for a condition of another kind or size.
+    """
+    if embedding is None:
+        if condition is not None:
+            raise ValueError(
+                f"{network} without num_classes or condition got {_describe(condition)}: build it "
+                "with condition=..., or give it None."
+            )
+        return EmbeddedCondition()
+    embed: Any = embedding  # one of the four below
+    if condition is None:
+        condition = embed.null_condition(x)
+    if not embed.accepts(condition, len(x)):
+        raise ValueError(
+            f"{network} takes {embed.expects} with B={len(x)}, got {_describe(condition)}: change "
+            "it, or build the network with another condition=..."
+        )
+    embedded: EmbeddedCondition = embed(condition)
+    return embedded
+
+
+def concat_tokens(tokens: Tensor, condition: EmbeddedCondition) -> tuple[Tensor, Tensor | None]:
+    """Append the tokens of a condition to tokens (B, N, D) of images.
+
+    Returns:
+        Tokens (B, N + 1 + L, D) and their mask (B, N + 1 + L); (B, N, D) and None for a condition
+        without tokens.
+    """
+    if condition.tokens is None or condition.mask is None:
+        return tokens, None
+    image_mask = condition.mask.new_ones(tokens.shape[:2])
+    return torch.cat([tokens, condition.tokens], 1), torch.cat([image_mask, condition.mask], 1)
+
+
+class LabelEmbedding(nn.Module):
+    """A learned row per class, and a last one for no class.
+
+    Labels are not range-checked, since a GPU would have to wait for the result: `num_classes` or
+    more fails inside the embedding (IndexError on the CPU), and any negative number is no class.
+
+    Args:
+        num_classes: number of classes.
+        width: D, of a row.
+        null_class: whether there is a row for no class; without one, negative labels fail.
     """
 
-    takes = "labels (B,) int64"
+    expects = "labels (B,) int64"
 
     def __init__(self, num_classes: int, width: int, null_class: bool = True) -> None:
-        super().__init__(num_classes + null_class, width)
-        self.num_classes = num_classes
+        super().__init__()
+        self.num_classes, self.null_class = num_classes, null_class
+        self.weight = nn.Parameter(torch.randn(num_classes + null_class, width))
 
-    def fits(self, condition: Condition, batch: int) -> bool:
-        """Whether these are labels of so many images."""
-        return isinstance(condition, Tensor) and (
-            condition.shape == (batch,) and condition.dtype in (torch.int64, torch.int32)
-        )
+    def accepts(self, condition: Condition, batch_size: int) -> bool:
+        """Whether these are labels (batch_size,)."""
+        return _are_ids(condition, 1, batch_size)
 
-    def none(self, x: Tensor) -> Tensor:
-        """None for each image of x; refused where there is no row for it."""
-        if self.num_embeddings == self.num_classes:
+    def null_condition(self, x: Tensor) -> Tensor:
+        """Labels (B,) of -1."""
+        if not self.null_class:
             raise ValueError("null_class=False needs labels, got None: pass them, or null_class.")
         return torch.full((len(x),), -1, device=x.device)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """(B,) -> (B, width)."""
-        beyond = input >= self.num_classes  # else the first of these would be the null row
-        return super().forward(torch.where(input < 0, self.num_classes, input + beyond))
+    def forward(self, labels: Tensor) -> EmbeddedCondition:
+        """(B,) -> vector (B, D)."""
+        beyond = labels >= self.num_classes  # else the first of these would be the null row
+        rows = torch.where(labels < 0, self.num_classes, labels + beyond)
+        return EmbeddedCondition(vector=F.embedding(rows, self.weight))
 
 
 class VectorEmbedding(nn.Module):
-    """A linear map of a vector, or a learned one.
+    """A linear map of a vector, or a learned vector where it is absent.
 
     Args:
         dim: of the vectors.
-        width: of the result.
+        width: D, of the result.
     """
 
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
-        self.takes = f"(vectors (B, {dim}), present (B,) bool)"
+        self.expects = f"(vectors (B, {dim}), present (B,) bool)"
         self.proj = nn.Linear(dim, width)
         self.null = nn.Parameter(0.02 * torch.randn(width))
 
-    def fits(self, condition: Condition, batch: int) -> bool:
-        """Whether these are vectors of so many images, and which of them are there."""
-        return _are_rows(condition, (batch, self.proj.in_features), (batch,))
+    def accepts(self, condition: Condition, batch_size: int) -> bool:
+        """Whether these are (vectors (batch_size, dim), present (batch_size,))."""
+        return _are_masked_rows(condition, self.proj.in_features, 1, batch_size)
 
-    def none(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """None for each image of x."""
-        absent = torch.zeros(len(x), dtype=torch.bool, device=x.device)
-        return x.new_zeros(len(x), self.proj.in_features), absent
+    def null_condition(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Absent vectors (B, dim)."""
+        present = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+        return x.new_zeros(len(x), self.proj.in_features), present
 
-    def forward(self, condition: tuple[Tensor, Tensor]) -> Tensor:
-        """((B, dim), (B,)) -> (B, width)."""
-        present = condition[1][:, None]
-        vector = self.proj(_kept(condition[0], present, self.proj.weight.dtype))
-        return torch.where(present, vector, self.null)
+    def forward(self, condition: tuple[Tensor, Tensor]) -> EmbeddedCondition:
+        """((B, dim), (B,)) -> vector (B, D)."""
+        vectors, present = condition
+        vectors = self.proj(_zero_masked(vectors, present, self.proj.weight.dtype))
+        return EmbeddedCondition(vector=torch.where(present[:, None], vectors, self.null))
 
 
 class TokenEmbedding(nn.Module):
-    """A linear map of tokens, and a learned token in front, there where they are none.
+    """A linear map of tokens, behind a learned null token, which is attended to if it is alone.
 
-    They keep the positions that their encoder gave them, and get no others.
+    Tokens keep the positions that their encoder gave them, and get no others.
 
     Args:
         dim: of the tokens.
-        width: of the result.
+        width: D, of the result.
     """
 
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
-        self.takes = f"(tokens (B, L, {dim}), mask (B, L) bool)"
+        self.expects = f"(tokens (B, L, {dim}), mask (B, L) bool)"
         self.proj = nn.Linear(dim, width)
         self.null = nn.Parameter(0.02 * torch.randn(width))
 
-    def fits(self, condition: Condition, batch: int) -> bool:
-        """Whether these are tokens of so many images, and which of them are there."""
-        length = condition[0].shape[1:2] if isinstance(condition, tuple) else ()
-        shape = (batch, *length)
-        return _are_rows(condition, (*shape, self.proj.in_features), shape)
+    def accepts(self, condition: Condition, batch_size: int) -> bool:
+        """Whether these are (tokens (batch_size, L, dim), mask (batch_size, L))."""
+        return _are_masked_rows(condition, self.proj.in_features, 2, batch_size)
 
-    def none(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """None for each image of x, in no tokens."""
+    def null_condition(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """No tokens (B, 0, dim)."""
         mask = torch.zeros(len(x), 0, dtype=torch.bool, device=x.device)
         return x.new_zeros(len(x), 0, self.proj.in_features), mask
 
-    def forward(self, condition: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """((B, L, dim), (B, L)) -> (B, 1 + L, width), (B, 1 + L)."""
+    def forward(self, condition: tuple[Tensor, Tensor]) -> EmbeddedCondition:
+        """((B, L, dim), (B, L)) -> tokens (B, 1 + L, D), mask (B, 1 + L)."""
         tokens, mask = condition
-        tokens = self.proj(_kept(tokens, mask[..., None], self.proj.weight.dtype))
-        return _after_null(self.null, tokens, mask)
+        tokens = self.proj(_zero_masked(tokens, mask, self.proj.weight.dtype))
+        return _prepend_null_token(self.null, tokens, mask)
 
 
 class WordEmbedding(nn.Module):
-    """A row per word plus sinusoids of its place, and a learned token as of `TokenEmbedding`.
+    """A learned row per word plus sinusoids of its position, behind a learned null token.
 
-    Places are told because "dark on bright" is not "bright on dark"; by sinusoids, since these need
-    no longest text and nothing to learn. As labels, words beyond the vocabulary fail inside.
+    Positions are added because "dark on bright" is not "bright on dark"; as sinusoids, since these
+    need no longest text and nothing to learn. As with labels, ids of num_words or more fail inside
+    the embedding (IndexError on the CPU), and any negative number is no word.
 
     Args:
-        num_words: of the vocabulary.
-        width: of the result, even.
+        num_words: size of the vocabulary.
+        width: D, of the result, even.
     """
 
-    takes = "words (B, L) int64"
+    expects = "words (B, L) int64"
 
     def __init__(self, num_words: int, width: int) -> None:
         super().__init__()
         self.words = nn.Embedding(num_words, width)
         self.null = nn.Parameter(0.02 * torch.randn(width))
 
-    def fits(self, condition: Condition, batch: int) -> bool:
-        """Whether these are words of so many images."""
-        return isinstance(condition, Tensor) and (
-            condition.ndim == 2
-            and len(condition) == batch
-            and condition.dtype in (torch.int64, torch.int32)
-        )
+    def accepts(self, condition: Condition, batch_size: int) -> bool:
+        """Whether these are ids (batch_size, L)."""
+        return _are_ids(condition, 2, batch_size)
 
-    def none(self, x: Tensor) -> Tensor:
-        """None for each image of x, in no words."""
+    def null_condition(self, x: Tensor) -> Tensor:
+        """No words (B, 0)."""
         return torch.full((len(x), 0), -1, device=x.device)
 
-    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
-        """(B, L) -> (B, 1 + L, width), (B, 1 + L)."""
-        mask, rows = input >= 0, self.words(input.clamp(min=0))
-        places = timestep_embedding(
-            torch.arange(input.shape[1], device=input.device), len(self.null)
-        )
-        tokens = _kept(rows + places.to(rows.dtype), mask[..., None], rows.dtype)
-        return _after_null(self.null, tokens, mask)
+    def forward(self, ids: Tensor) -> EmbeddedCondition:
+        """(B, L) -> tokens (B, 1 + L, D), mask (B, 1 + L)."""
+        mask, rows = ids >= 0, self.words(ids.clamp(min=0))  # (B, L), (B, L, D)
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        rows = rows + timestep_embedding(positions, len(self.null)).to(rows.dtype)
+        return _prepend_null_token(self.null, _zero_masked(rows, mask, rows.dtype), mask)
 
 
-GivesTokens: TypeAlias = TokenEmbedding | WordEmbedding
-Embedding: TypeAlias = LabelEmbedding | VectorEmbedding | GivesTokens
-
-
-def condition_embedding(
-    width: int,
-    num_classes: int | None = None,
-    context_dim: int | None = None,
-    vector_dim: int | None = None,
-    num_words: int | None = None,
-    *,
-    null_class: bool = True,
-) -> Embedding | None:
-    """Embedding of the one kind of condition that a network is built for; None for none.
-
-    Args:
-        width: of the network.
-        num_classes: number of labels.
-        context_dim: of tokens.
-        vector_dim: of vectors.
-        num_words: of the vocabulary of words.
-        null_class: whether labels may be none.
-
-    Raises:
-        ValueError: for more than one kind.
-
-    Example:
-        >>> condition_embedding(8, num_classes=10)
-        LabelEmbedding(11, 8)
-    """
-    sizes = {"num_classes": num_classes, "context_dim": context_dim}
-    sizes |= {"vector_dim": vector_dim, "num_words": num_words}
-    given = [f"{name}={size}" for name, size in sizes.items() if size is not None]
-    if len(given) > 1:
-        raise ValueError(
-            f"A network takes one kind of condition, got {' and '.join(given)}: leave all but one "
-            "out, or give it tokens that hold the others."
-        )
-    if context_dim is not None:
-        return TokenEmbedding(context_dim, width)
-    if vector_dim is not None:
-        return VectorEmbedding(vector_dim, width)
-    if num_words is not None:
-        return WordEmbedding(num_words, width)
-    return None if num_classes is None else LabelEmbedding(num_classes, width, null_class)
-
-
-def told(embedding: Embedding | None, condition: Condition, x: Tensor, network: str) -> Told:
-    """What the network of this name is told of images x (B, ...) by their condition.
-
-    Raises:
-        ValueError: for a condition that is not of the kind and size that the embedding takes.
-    """
-    if embedding is None:
-        if condition is not None:
-            raise ValueError(
-                f"{network} without num_classes, context_dim, vector_dim and num_words got "
-                f"{_said(condition)}: give the network its one, or no condition."
-            )
-        return Told()
-    if condition is None:
-        condition = embedding.none(x)
-    if not embedding.fits(condition, len(x)):
-        raise ValueError(
-            f"{network} takes {embedding.takes} with B={len(x)}, got {_said(condition)}: change "
-            "the condition, or the network's num_classes, context_dim, vector_dim or num_words."
-        )
-    if isinstance(embedding, GivesTokens):
-        tokens, mask = embedding(condition)
-        return Told(tokens=tokens, mask=mask)
-    return Told(embedding(condition))
-
-
-def joined(tokens: Tensor, told: Told) -> tuple[Tensor, Tensor | None]:
-    """Tokens (B, N, width) of an image, then those of its condition; and the mask of both."""
-    if told.tokens is None or told.mask is None:
-        return tokens, None
-    there = told.mask.new_ones(tokens.shape[:2])
-    return torch.cat([tokens, told.tokens], 1), torch.cat([there, told.mask], 1)
-
-
-def _after_null(null: Tensor, tokens: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The learned token before the others, there where none of them is."""
+def _prepend_null_token(null: Tensor, tokens: Tensor, mask: Tensor) -> EmbeddedCondition:
+    """Null token (D,) and tokens (B, L, D); it is attended to where no other token is."""
     null = null.to(tokens.dtype).expand(len(tokens), 1, -1)
-    none = ~mask.any(dim=1, keepdim=True)
-    return torch.cat([null, tokens], 1), torch.cat([none, mask], 1)
+    mask = torch.cat([~mask.any(dim=1, keepdim=True), mask], 1)
+    return EmbeddedCondition(tokens=torch.cat([null, tokens], 1), mask=mask)
 
 
-def _kept(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+def _zero_masked(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where the mask is False: weights of 0 would let NaN, and its gradient, through."""
-    return values.to(dtype).masked_fill(~mask, 0)
+    return values.to(dtype).masked_fill(~mask[..., None], 0)
 
 
-def _are_rows(condition: Condition, shape: tuple[int, ...], mask_shape: tuple[int, ...]) -> bool:
+def _are_ids(condition: Condition, ndim: int, batch_size: int) -> bool:
+    if not isinstance(condition, Tensor) or condition.dtype not in (torch.int64, torch.int32):
+        return False
+    return condition.ndim == ndim and len(condition) == batch_size
+
+
+def _are_masked_rows(condition: Condition, dim: int, mask_ndim: int, batch_size: int) -> bool:
+    """Whether these are (values (batch_size, ..., dim), mask (batch_size, ...) bool)."""
     if not isinstance(condition, tuple) or len(condition) != 2:
         return False
     values, mask = condition
-    return values.shape == shape and mask.shape == mask_shape and mask.dtype == torch.bool
+    is_mask = mask.dtype == torch.bool and mask.ndim == mask_ndim and len(mask) == batch_size
+    return is_mask and values.shape == (*mask.shape, dim)
 
 
-def _said(condition: Condition) -> str:
-    parts = condition if isinstance(condition, tuple) else (condition,)
-    kinds = [f"{p.dtype} {tuple(p.shape)}" for p in parts if isinstance(p, Tensor)]
-    return f"({', '.join(kinds)})" if isinstance(condition, tuple) else " ".join(kinds)
+def _describe(condition: Condition) -> str:
+    """Dtypes and shapes of a condition."""
+    if isinstance(condition, tuple):
+        return f"({', '.join(map(_describe, condition))})"
+    return f"{condition.dtype} {tuple(condition.shape)}" if isinstance(condition, Tensor) else ""

@@ -1,47 +1,72 @@
-"""DiT: a vision transformer whose blocks are told noise level and condition by adaLN-Zero.
+"""DiT: a vision transformer conditioned on noise level and condition by adaLN-Zero.
 
 Names and shapes of the parameters are those of the published checkpoints, which load with
-`load_state_dict`; their pos_embed is a table, which is not trained. Where diffusers'
-DiTTransformer2DModel differs, it is in two defaults: its sinusoids have frequencies
-10000^(-k / 127) for 10000^(-k / 128), and its second norm an eps of 1e-5 for 1e-6.
+`load_state_dict`; their pos_embed is a table, which is not trained. diffusers'
+DiTTransformer2DModel differs in two defaults: its sinusoids have frequencies 10000^(-k / 127) for
+10000^(-k / 128), and its second norm an eps of 1e-5 for 1e-6.
 
 Source: Peebles & Xie 2022, "Scalable Diffusion Models with Transformers" (arXiv 2212.09748).
 """
 
-from functools import partial
 from typing import cast
 
 from torch import Tensor, nn
 
 from lit_diffusion.networks.conditions import (
-    Condition,
-    Embedding,
-    condition_embedding,
-    joined,
-    told,
+    ConditionKind,
+    LabelEmbedding,
+    concat_tokens,
+    embed_condition,
+    resolve_condition,
 )
-from lit_diffusion.networks.layers import TimestepMLP
-from lit_diffusion.networks.transformers import (
+from lit_diffusion.networks.layers import (
     MLP,
-    AdaLNBlock,
     Attention,
     FinalLayer,
     LayerNorm32,
     PatchEmbed,
-    check_images,
+    TimestepMLP,
+    check_image_size,
     check_sizes,
-    init_adaln_,
-    run,
+    maybe_checkpoint,
+    modulate,
     sincos_2d,
     unpatchify,
+    xavier_uniform_,
+    zero_,
 )
+from lit_diffusion.protocols import Condition
 
-FREQUENCIES = 256
-"""Sinusoids of the noise level, at any width."""
+
+class DiTBlock(nn.Module):
+    """A transformer block with adaptive layer norms (adaLN-Zero), initialized as the identity.
+
+    Args:
+        width: D, of the tokens and of c.
+        num_heads: of attention; divides `width`.
+        hidden: hidden width of the MLP.
+
+    Source: Peebles & Xie 2022, section 3.2.
+    """
+
+    def __init__(self, width: int, num_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.norm1 = LayerNorm32(width, eps=1e-6, elementwise_affine=False)
+        self.attn = Attention(width, num_heads)
+        self.norm2 = LayerNorm32(width, eps=1e-6, elementwise_affine=False)
+        self.mlp = MLP(width, hidden, approximate="tanh")
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+
+    def forward(self, x: Tensor, c: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(B, N, D), (B, D), (B, N) -> (B, N, D)."""
+        parts = self.adaLN_modulation(c)[:, None].chunk(6, dim=2)  # (B, 1, D) each
+        shift1, scale1, gate1, shift2, scale2, gate2 = parts
+        x = x + gate1 * self.attn(modulate(self.norm1(x), shift1, scale1), mask)  # (B, N, D)
+        return cast(Tensor, x + gate2 * self.mlp(modulate(self.norm2(x), shift2, scale2)))
 
 
 class DiT(nn.Module):
-    """Transformer on patches with adaptive layer norms. A new one says 0.
+    """Transformer on patches with adaptive layer norms. Outputs zero at initialization.
 
     | size | width | depth | num_heads |
     |------|-------|-------|-----------|
@@ -53,9 +78,8 @@ class DiT(nn.Module):
     Published are XL/2 (patch_size=2) on latents 4x32x32 and 4x64x64, with num_classes=1000 and a
     learned variance (out_channels=8).
 
-    At most one of `num_classes`, `context_dim`, `vector_dim` and `num_words` is given; see
-    `conditions` for what each takes. Labels and vectors are added to the embedding of the noise
-    level, tokens and words are joined to the tokens of the patches.
+    Labels and vectors are added to the embedding of the noise level, tokens and words are appended
+    to the tokens of the patches.
 
     Under autocast the embedding of the noise level and the final layer stay in the dtype of their
     weights.
@@ -69,15 +93,13 @@ class DiT(nn.Module):
         depth: number of blocks.
         num_heads: of attention; divides `width`.
         mlp_ratio: hidden width of an MLP, in units of `width`.
-        num_classes: number of classes; there is a row more, for none.
-        context_dim: width of a condition's tokens.
-        vector_dim: width of a condition's vector.
-        num_words: of a condition's vocabulary.
-        gradient_checkpointing: store only what enters a block and compute its inside again in the
-            backward pass: less memory, about a third more time, the same gradients.
+        num_classes: short form of condition=Classes(num_classes).
+        condition: `Classes`, `Vectors`, `Tokens` or `WordIds` of `networks.conditions`.
+        gradient_checkpointing: store only the inputs of each block and compute its activations
+            again in the backward pass: less memory, about a third more time, the same gradients.
 
     Raises:
-        ValueError: for numbers that do not fit together.
+        ValueError: for sizes that do not fit together.
 
     Example:
         >>> network = DiT(8, 1, 1, patch_size=2, width=32, depth=2, num_heads=2, num_classes=10)
@@ -99,40 +121,49 @@ class DiT(nn.Module):
         num_heads: int = 6,
         mlp_ratio: float = 4.0,
         num_classes: int | None = None,
-        context_dim: int | None = None,
-        vector_dim: int | None = None,
-        num_words: int | None = None,
+        condition: ConditionKind | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         check_sizes(image_size, patch_size, width, depth, num_heads)
+        condition = resolve_condition(condition, num_classes)
+        self.num_classes = getattr(condition, "num_classes", None)
+        self.num_words = getattr(condition, "num_words", None)
         self.image_size, self.patch_size = image_size, patch_size
         self.side = image_size // patch_size
-        self.num_classes, self.num_words = num_classes, num_words
         self.gradient_checkpointing = gradient_checkpointing
 
         self.x_embedder = PatchEmbed(in_channels, width, patch_size)
-        self.t_embedder = nn.ModuleDict({"mlp": TimestepMLP(FREQUENCIES, width)})
-        embedding = condition_embedding(width, num_classes, context_dim, vector_dim, num_words)
-        self.y_embedder = nn.ModuleDict({"embedding_table": embedding} if embedding else {})
+        self.t_embedder = nn.ModuleDict({"mlp": TimestepMLP(256, width)})
+        self.y_embedder = nn.ModuleDict()
+        if condition is not None:
+            self.y_embedder["embedding_table"] = condition.embedding(width)
         self.register_buffer("pos_embed", sincos_2d(self.side, width))
 
-        norm = partial(LayerNorm32, width, eps=1e-6, elementwise_affine=False)
         hidden = int(mlp_ratio * width)
-        self.blocks = nn.ModuleList(
-            AdaLNBlock(width, norm, Attention(width, num_heads), MLP(width, hidden, "tanh"))
-            for _ in range(depth)
-        )
-        self.final_layer = FinalLayer(width, patch_size**2 * out_channels, norm)
-        init_adaln_(self)
+        self.blocks = nn.ModuleList(DiTBlock(width, num_heads, hidden) for _ in range(depth))
+        norm = LayerNorm32(width, eps=1e-6, elementwise_affine=False)
+        self.final_layer = FinalLayer(norm, width, patch_size**2 * out_channels)
+        self._initialize_weights()
+
+    def _initialize_weights(self) -> None:
+        """Xavier-uniform linear maps, normal embeddings of std 0.02, zeros for adaLN-Zero."""
+        xavier_uniform_(self)
+        for module in (*self.t_embedder["mlp"].children(), *self.y_embedder.values()):
+            if isinstance(module, nn.Linear | LabelEmbedding):
+                nn.init.normal_(module.weight, std=0.02)
+        for layer in (*self.blocks, self.final_layer):
+            zero_(layer.get_submodule("adaLN_modulation"))
+        zero_(self.final_layer.linear)
 
     def forward(self, x: Tensor, noise_label: Tensor, condition: Condition = None) -> Tensor:
-        """What the network says of noisy images.
+        """Predict from noisy images.
 
         Args:
             x: (B, in_channels, image_size, image_size).
-            noise_label: (B,) noise levels, of 0 to 999 in published models, float32 or float64.
-            condition: labels, vectors, tokens or words as in `conditions`; None for none anywhere.
+            noise_label: (B,) noise levels, from 0 to 999 in published models, float32 or float64.
+            condition: of the kind that the network was built for, with a row for each image, such
+                as labels (B,) int64 with -1 for no class; None for no condition anywhere.
 
         Returns:
             (B, out_channels, image_size, image_size) in the dtype of the weights.
@@ -140,17 +171,15 @@ class DiT(nn.Module):
         Raises:
             ValueError: for images of another size, or a condition of another kind.
         """
-        check_images(x, self.image_size, type(self).__name__)
-        known = told(self._embedding, condition, x, type(self).__name__)
-        c = self.t_embedder["mlp"](noise_label)
-        if known.vector is not None:
-            c = c + known.vector
-        h, mask = joined(self.x_embedder(x) + self.pos_embed, known)
+        check_image_size(x, self.image_size, "DiT")
+        embedding = self.y_embedder["embedding_table"] if self.y_embedder else None
+        embedded = embed_condition(embedding, condition, x, "DiT")
+        c = self.t_embedder["mlp"](noise_label)  # (B, D)
+        if embedded.vector is not None:
+            c = c + embedded.vector  # (B, D)
+        x = self.x_embedder(x) + self.pos_embed  # (B, N, D)
+        x, mask = concat_tokens(x, embedded)  # (B, N + 1 + L, D)
         for block in self.blocks:
-            h = run(block, h, c, mask, checkpointed=self.gradient_checkpointing)
-        patches = self.final_layer(h[:, : self.side**2], c)
-        return unpatchify(patches, self.side, self.patch_size)
-
-    @property
-    def _embedding(self) -> Embedding | None:
-        return cast(Embedding, self.y_embedder["embedding_table"]) if self.y_embedder else None
+            x = maybe_checkpoint(block, x, c, mask, enabled=self.gradient_checkpointing)
+        x = self.final_layer(x[:, : self.side**2], c)  # (B, N, p p out_channels)
+        return unpatchify(x, self.side, self.patch_size)  # (B, out_channels, H, W)

@@ -1,20 +1,19 @@
 """JiT: a transformer on large patches of pixels, for networks that predict clean images.
 
-    patches p x p x C -- bottleneck -- blocks told noise level and condition -- patches -- image
+    patches p x p x C -- bottleneck -- blocks with adaLN-Zero -- patches -- image
 
-It has a DiT's blocks with the parts of language models: RMSNorm, SwiGLU, queries and keys that are
-normed, rotary positions beside the fixed ones of DiT, and the class as tokens too. What makes
-patches of 16 x 16 or 32 x 32 pixels work, far wider than the network, is the target: an image lies
-near a manifold that the bottleneck can hold, noise does not. So give it
-`lit_diffusion.parameterizations.Sample`.
+It has a DiT's blocks with the parts of language models: RMSNorm, SwiGLU, QK-norm, rotary positions
+beside the fixed ones of DiT, and the class as tokens too. What makes patches of 16 x 16 or 32 x 32
+pixels work, far wider than the network, is the target: an image lies near a manifold that the
+bottleneck can hold, noise does not. So use it with `lit_diffusion.parameterizations.Sample`.
 
-Written from the paper: parameters have not the names of the authors' code, github.com/LTH14/JiT.
+Written from the paper: the parameters have other names than in the authors' code,
+github.com/LTH14/JiT.
 
 Source: Li & He 2025, "Back to Basics: Let Denoising Generative Models Denoise" (arXiv 2511.13720),
 section 4; Su et al. 2021 (RoPE), Eq. 34; Shazeer 2020 (SwiGLU), Eq. 6; Henry et al. 2020 (QK-norm).
 """
 
-from functools import partial
 from typing import cast
 
 import torch
@@ -22,84 +21,96 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_diffusion.networks.conditions import (
-    Condition,
-    GivesTokens,
-    condition_embedding,
-    joined,
-    told,
+    Classes,
+    ConditionKind,
+    LabelEmbedding,
+    Vectors,
+    concat_tokens,
+    embed_condition,
+    resolve_condition,
 )
-from lit_diffusion.networks.layers import TimestepMLP
-from lit_diffusion.networks.transformers import (
-    AdaLNBlock,
+from lit_diffusion.networks.layers import (
     FinalLayer,
     RMSNorm32,
-    check_images,
+    TimestepMLP,
+    check_image_size,
     check_sizes,
     grid_positions,
-    init_adaln_,
+    maybe_checkpoint,
+    modulate,
     patchify,
-    run,
     sincos_2d,
     unpatchify,
+    xavier_uniform_,
+    zero_,
 )
+from lit_diffusion.protocols import Condition
 
 
-def rotary_angles(side: int, size: int, extra: int, device: torch.device | None = None) -> Tensor:
-    """By how much a head turns its pairs of features at each position.
+def rope_cos_sin(
+    side: int, head_dim: int, num_extra: int, device: torch.device | None = None
+) -> Tensor:
+    """Cosine and sine of the angles by which RoPE turns pairs of features, for tokens on a grid.
 
-    A quarter of the features is turned by the row times 10000^(-4 k / size), a quarter by the
-    column.
+    Half of the pairs is turned by the row times 10000^(-4 k / head_dim), half by the column.
 
     Args:
-        side: patches per row and column.
-        size: of a head, in fours.
-        extra: tokens after the patches, which are nowhere and not turned.
+        side: patches in a row and in a column.
+        head_dim: features of a head, divisible by 4.
+        num_extra: tokens after the patches, which have no position and are not turned.
         device: of the result.
 
     Returns:
-        (side^2 + extra, size / 2) float64.
+        (2, side^2 + num_extra, head_dim / 2) float64.
     """
-    k = torch.arange(size // 4, dtype=torch.float64, device=device)
-    frequencies = 10_000 ** (-4 * k / size)
-    angles = [position[:, None] * frequencies for position in grid_positions(side, device)]
-    return F.pad(torch.cat(angles, dim=1), (0, 0, 0, extra))
+    k = torch.arange(head_dim // 4, dtype=torch.float64, device=device)
+    frequencies = 10_000 ** (-4 * k / head_dim)
+    angles = torch.cat([p[:, None] * frequencies for p in grid_positions(side, device)], dim=1)
+    angles = F.pad(angles, (0, 0, 0, num_extra))  # (N, head_dim / 2)
+    return torch.stack([angles.cos(), angles.sin()])
 
 
-def rotated(x: Tensor, turns: Tensor) -> Tensor:
-    """Each pair of features (k, k + size / 2) of x turned, in the dtype of the turns.
+def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
+    """Turn each pair of features (k, k + head_dim / 2), in the dtype of the cosines.
 
     Args:
-        x: (..., N, size).
-        turns: (2, N, size / 2) cosine and sine of each angle.
+        x: (..., N, head_dim).
+        cos_sin: (2, N, head_dim / 2), as from `rope_cos_sin`.
 
     Returns:
-        (..., N, size) in the dtype of x.
+        (..., N, head_dim) in the dtype of x.
     """
-    (cos, sin), (a, b) = turns, x.to(turns.dtype).chunk(2, dim=-1)
+    (cos, sin), (a, b) = cos_sin, x.to(cos_sin.dtype).chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x.dtype)
 
 
-class _Attention(nn.Module):
-    """Attention of normed queries and keys that know where they are."""
+class RoPEAttention(nn.Module):
+    """Multi-head attention with normalised queries and keys (QK-norm) and rotary positions.
+
+    Args:
+        width: D, of the tokens.
+        num_heads: divides `width`.
+    """
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        size = width // num_heads
+        head_dim = width // num_heads
         self.num_heads = num_heads
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.q_norm, self.k_norm = RMSNorm32(size, eps=1e-6), RMSNorm32(size, eps=1e-6)
+        self.q_norm, self.k_norm = RMSNorm32(head_dim, eps=1e-6), RMSNorm32(head_dim, eps=1e-6)
 
-    def forward(self, x: Tensor, turns: Tensor, mask: Tensor | None) -> Tensor:
-        qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        q, k = rotated(self.q_norm(qkv[0]), turns), rotated(self.k_norm(qkv[1]), turns)
-        keys = None if mask is None else mask[:, None, None]
-        heads = F.scaled_dot_product_attention(q, k, qkv[2], keys)
-        out: Tensor = self.proj(heads.transpose(1, 2).flatten(2))
-        return out
+    def forward(self, x: Tensor, cos_sin: Tensor, mask: Tensor | None) -> Tensor:
+        """(B, N, D), (2, N, d / 2), (B, N) -> (B, N, D), with heads of d features."""
+        qkv = self.qkv(x).unflatten(2, (3, self.num_heads, -1))  # (B, N, 3, heads, d)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, heads, N, d) each
+        q, k = apply_rope(self.q_norm(q), cos_sin), apply_rope(self.k_norm(k), cos_sin)
+        attn_mask = None if mask is None else mask[:, None, None]  # (B, 1, 1, N)
+        h = F.scaled_dot_product_attention(q, k, v, attn_mask)  # (B, heads, N, d)
+        return cast(Tensor, self.proj(h.transpose(1, 2).flatten(2)))
 
 
-class _SwiGLU(nn.Module):
-    """Linear map of silu(gate) * value, as many parameters as an MLP of hidden width `hidden`."""
+class SwiGLU(nn.Module):
+    """Linear map of silu(gate) * value, with as many parameters as an MLP of width `hidden`."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -107,13 +118,38 @@ class _SwiGLU(nn.Module):
         self.proj = nn.Linear(2 * hidden // 3, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        """(..., D) -> the same shape."""
         gate, value = self.gate_value(x).chunk(2, dim=-1)
-        out: Tensor = self.proj(F.silu(gate) * value)
-        return out
+        return cast(Tensor, self.proj(F.silu(gate) * value))
+
+
+class JiTBlock(nn.Module):
+    """A transformer block with adaptive RMS norms (adaLN-Zero), initialized as the identity.
+
+    Args:
+        width: D, of the tokens and of c.
+        num_heads: of attention; divides `width`.
+        hidden: hidden width of an MLP with as many parameters as the SwiGLU.
+    """
+
+    def __init__(self, width: int, num_heads: int, hidden: int) -> None:
+        super().__init__()
+        self.norm1 = RMSNorm32(width, eps=1e-6)
+        self.attn = RoPEAttention(width, num_heads)
+        self.norm2 = RMSNorm32(width, eps=1e-6)
+        self.mlp = SwiGLU(width, hidden)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
+
+    def forward(self, x: Tensor, c: Tensor, cos_sin: Tensor, mask: Tensor | None) -> Tensor:
+        """(B, N, D), (B, D), (2, N, d / 2), (B, N) -> (B, N, D)."""
+        parts = self.adaLN_modulation(c)[:, None].chunk(6, dim=2)  # (B, 1, D) each
+        shift1, scale1, gate1, shift2, scale2, gate2 = parts
+        x = x + gate1 * self.attn(modulate(self.norm1(x), shift1, scale1), cos_sin, mask)
+        return cast(Tensor, x + gate2 * self.mlp(modulate(self.norm2(x), shift2, scale2)))
 
 
 class JiT(nn.Module):
-    """Transformer on large patches, which go through a bottleneck. A new one says 0.
+    """Transformer on large patches, which pass a bottleneck. Outputs zero at initialization.
 
     | size | width | depth | num_heads | bottleneck | in_context_start |
     |------|-------|-------|-----------|------------|------------------|
@@ -124,9 +160,8 @@ class JiT(nn.Module):
 
     Published are patch_size=16 at 256 pixels and 32 at 512, with in_context_tokens=32.
 
-    At most one of `num_classes`, `context_dim`, `vector_dim` and `num_words` is given; see
-    `conditions` for what each takes. Labels and vectors are added to the embedding of the noise
-    level and are tokens from a block on, tokens and words are joined to the tokens of the patches.
+    Labels and vectors are added to the embedding of the noise level and, from a block on, are
+    tokens; tokens and words are appended to the tokens of the patches.
 
     Under autocast the embedding of the noise level and the final layer stay in the dtype of their
     weights.
@@ -136,23 +171,21 @@ class JiT(nn.Module):
         in_channels: channels of x.
         out_channels: channels of the result: the images', or twice that if the variance is learned.
         patch_size: height and width of a patch; divides `image_size`.
-        width: of the tokens, such that a head has a width divisible by 4.
+        width: of the tokens; width / num_heads is divisible by 4.
         depth: number of blocks.
         num_heads: of attention; divides `width`.
-        bottleneck: width that a patch is reduced to before it is a token.
+        bottleneck: width that a patch is reduced to before it becomes a token.
         mlp_ratio: hidden width of an MLP with as many parameters, in units of `width`.
-        in_context_tokens: copies of a label's or vector's embedding, each with a learned addition,
-            that are joined to the sequence; 0 for none.
-        in_context_start: number of the block that sees them first.
-        num_classes: number of classes; there is a row more, for none.
-        context_dim: width of a condition's tokens.
-        vector_dim: width of a condition's vector.
-        num_words: of a condition's vocabulary.
-        gradient_checkpointing: store only what enters a block and compute its inside again in the
-            backward pass: less memory, about a third more time, the same gradients.
+        in_context_tokens: copies of a label's or vector's embedding, each plus a learned vector,
+            that are appended to the sequence; 0 for none.
+        in_context_start: index of the block before which they are appended.
+        num_classes: short form of condition=Classes(num_classes).
+        condition: `Classes`, `Vectors`, `Tokens` or `WordIds` of `networks.conditions`.
+        gradient_checkpointing: store only the inputs of each block and compute its activations
+            again in the backward pass: less memory, about a third more time, the same gradients.
 
     Raises:
-        ValueError: for numbers that do not fit together.
+        ValueError: for sizes that do not fit together.
 
     Example:
         >>> network = JiT(8, 1, 1, patch_size=4, width=32, depth=2, num_heads=2, bottleneck=8)
@@ -176,23 +209,32 @@ class JiT(nn.Module):
         in_context_tokens: int = 0,
         in_context_start: int = 4,
         num_classes: int | None = None,
-        context_dim: int | None = None,
-        vector_dim: int | None = None,
-        num_words: int | None = None,
+        condition: ConditionKind | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         check_sizes(image_size, patch_size, width, depth, num_heads)
         if width // num_heads % 4:
             raise ValueError(
-                "JiT turns the features of a head in fours, got width / num_heads = "
+                "RoPE needs heads of a width divisible by 4, got width / num_heads = "
                 f"{width} / {num_heads}: change one."
             )
+        condition = resolve_condition(condition, num_classes)
+        if in_context_tokens and not isinstance(condition, Classes | Vectors):
+            raise ValueError(
+                f"in_context_tokens={in_context_tokens} are copies of a label or vector, got "
+                f"condition={condition}: pass Classes or Vectors, or in_context_tokens=0."
+            )
+        if in_context_tokens and not 0 <= in_context_start < depth:
+            raise ValueError(
+                f"in_context_start must be a block, 0 to {depth - 1}, got {in_context_start}."
+            )
+        self.num_classes = getattr(condition, "num_classes", None)
+        self.num_words = getattr(condition, "num_words", None)
         self.image_size, self.patch_size = image_size, patch_size
-        self.side, self.head_size = image_size // patch_size, width // num_heads
-        self.num_classes, self.num_words = num_classes, num_words
+        self.side, self.head_dim = image_size // patch_size, width // num_heads
+        self.in_context_tokens, self.in_context_start = in_context_tokens, in_context_start
         self.gradient_checkpointing = gradient_checkpointing
-        self.in_context_start = in_context_start
 
         self.patch_embed = nn.Sequential(
             nn.Linear(patch_size**2 * in_channels, bottleneck, bias=False),
@@ -200,28 +242,34 @@ class JiT(nn.Module):
         )
         self.register_buffer("pos_embed", sincos_2d(self.side, width))
         self.time_embed = TimestepMLP(256, width)
-        self.condition = condition_embedding(width, num_classes, context_dim, vector_dim, num_words)
-        self.in_context = None
+        self.condition = None if condition is None else condition.embedding(width)
         if in_context_tokens:
-            self._check_in_context(in_context_tokens, depth)
             self.in_context = nn.Parameter(0.02 * torch.randn(1, in_context_tokens, width))
 
-        norm = partial(RMSNorm32, width, eps=1e-6)
         hidden = int(mlp_ratio * width)
-        self.blocks = nn.ModuleList(
-            AdaLNBlock(width, norm, _Attention(width, num_heads), _SwiGLU(width, hidden))
-            for _ in range(depth)
-        )
-        self.final_layer = FinalLayer(width, patch_size**2 * out_channels, norm)
-        init_adaln_(self)
+        self.blocks = nn.ModuleList(JiTBlock(width, num_heads, hidden) for _ in range(depth))
+        norm = RMSNorm32(width, eps=1e-6)
+        self.final_layer = FinalLayer(norm, width, patch_size**2 * out_channels)
+        self._initialize_weights()
+
+    def _initialize_weights(self) -> None:
+        """Xavier-uniform linear maps, normal embeddings of std 0.02, zeros for adaLN-Zero."""
+        xavier_uniform_(self)
+        for module in (*self.time_embed, self.condition):
+            if isinstance(module, nn.Linear | LabelEmbedding):
+                nn.init.normal_(module.weight, std=0.02)
+        for layer in (*self.blocks, self.final_layer):
+            zero_(layer.get_submodule("adaLN_modulation"))
+        zero_(self.final_layer.linear)
 
     def forward(self, x: Tensor, noise_label: Tensor, condition: Condition = None) -> Tensor:
-        """What the network says of noisy images.
+        """Predict from noisy images.
 
         Args:
             x: (B, in_channels, image_size, image_size).
             noise_label: (B,) noise levels, float32 or float64.
-            condition: labels, vectors, tokens or words as in `conditions`; None for none anywhere.
+            condition: of the kind that the network was built for, with a row for each image, such
+                as labels (B,) int64 with -1 for no class; None for no condition anywhere.
 
         Returns:
             (B, out_channels, image_size, image_size) in the dtype of the weights.
@@ -229,37 +277,24 @@ class JiT(nn.Module):
         Raises:
             ValueError: for images of another size, or a condition of another kind.
         """
-        check_images(x, self.image_size, type(self).__name__)
-        known = told(self.condition, condition, x, type(self).__name__)
-        c = self.time_embed(noise_label)
-        if known.vector is not None:
-            c = c + known.vector
-        patches = self.patch_embed(patchify(x, self.patch_size)) + self.pos_embed
-        h, mask = joined(patches, known)
-        turns = self._turns(h)
+        check_image_size(x, self.image_size, "JiT")
+        embedded = embed_condition(self.condition, condition, x, "JiT")
+        c = self.time_embed(noise_label)  # (B, D)
+        if embedded.vector is not None:
+            c = c + embedded.vector  # (B, D)
+        x = self.patch_embed(patchify(x, self.patch_size)) + self.pos_embed  # (B, N, D)
+        x, mask = concat_tokens(x, embedded)  # (B, N + 1 + L, D)
+
+        # Computed in every call, since a buffer would be cast with the weights.
+        num_extra = x.shape[1] - self.side**2 + self.in_context_tokens
+        cos_sin = rope_cos_sin(self.side, self.head_dim, num_extra, x.device)
+        cos_sin = cos_sin.to(torch.promote_types(x.dtype, torch.float32))
         for i, block in enumerate(self.blocks):
-            if self.in_context is not None and i == self.in_context_start:
-                h = torch.cat([h, self.in_context + cast(Tensor, known.vector)[:, None]], dim=1)
-                turns = self._turns(h)
-            h = run(block, h, c, turns, mask, checkpointed=self.gradient_checkpointing)
-        patches = self.final_layer(h[:, : self.side**2], c)
-        return unpatchify(patches, self.side, self.patch_size)
-
-    def _turns(self, h: Tensor) -> Tensor:
-        """Computed anew, since a buffer would be cast with the weights."""
-        extra = h.shape[1] - self.side**2
-        angles = rotary_angles(self.side, self.head_size, extra, h.device)
-        dtype = torch.promote_types(h.dtype, torch.float32)
-        return torch.stack([angles.cos(), angles.sin()]).to(dtype)
-
-    def _check_in_context(self, tokens: int, depth: int) -> None:
-        if self.condition is None or isinstance(self.condition, GivesTokens):
-            raise ValueError(
-                f"in_context_tokens={tokens} repeat a label or vector, which the network is not "
-                "given: pass num_classes or vector_dim, or in_context_tokens=0."
+            if self.in_context_tokens and i == self.in_context_start:
+                assert embedded.vector is not None
+                x = torch.cat([x, self.in_context + embedded.vector[:, None]], dim=1)
+            x = maybe_checkpoint(
+                block, x, c, cos_sin[:, : x.shape[1]], mask, enabled=self.gradient_checkpointing
             )
-        if not 0 <= self.in_context_start < depth:
-            raise ValueError(
-                f"in_context_start must name a block, 0 to {depth - 1}, got "
-                f"{self.in_context_start}."
-            )
+        x = self.final_layer(x[:, : self.side**2], c)  # (B, N, p p out_channels)
+        return unpatchify(x, self.side, self.patch_size)  # (B, out_channels, H, W)

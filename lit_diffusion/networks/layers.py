@@ -1,28 +1,29 @@
-"""The layers that networks are built of.
+"""The layers that the networks share.
 
-Precision: a network runs in any dtype and under autocast. The sums over many elements (group norm,
-softmax) and the sinusoids of the noise level are in float32 or better whatever the dtype around.
+Shapes: images (B, C, H, W) in either memory format, tokens (B, N, D), masks (B, N) bool, False for
+tokens that no token attends to.
 
-Shapes: images (B, C, H, W) in either memory format, tokens (B, N, C).
+Precision: a network runs in any dtype and under autocast. Norms, softmax and the sinusoids of the
+noise level are computed in float32 or better, whatever the dtype around them.
 """
 
 import math
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def timestep_embedding(noise_label: Tensor, dim: int) -> Tensor:
-    """Sinusoids of the noise level, [cos(f_k l), sin(f_k l)] with f_k = 10000^(-2 k / dim).
+    """Sinusoids of the noise level l, [cos(f_k l), sin(f_k l)] with f_k = 10000^(-2 k / dim).
 
-    In float64, because float32 frequencies are off by more than a rounding error of the result: at
-    l = 999 they move the output of a network by 4e-6.
+    Computed in float64, because float32 frequencies are off by more than a rounding error of the
+    result: at l = 999 they move the output of a network by 4e-6.
 
     Args:
         noise_label: (B,) l, integer or real (respaced processes have fractional steps).
@@ -54,8 +55,8 @@ class TimestepMLP(nn.Sequential):
 
     Args:
         dim: number of sinusoids, even.
-        width: of the hidden layer.
-        out_width: of the result; None for `width`.
+        width: hidden width.
+        out_width: width of the result; None for `width`.
     """
 
     def __init__(self, dim: int, width: int, out_width: int | None = None) -> None:
@@ -71,61 +72,45 @@ class TimestepMLP(nn.Sequential):
         return h
 
 
-class GroupNorm32(nn.GroupNorm):
-    """Group normalisation that computes in float32 or better; the result has the input's dtype.
-
-    Args:
-        channels: of the images.
-        groups: divides `channels`.
-
-    Raises:
-        ValueError: if it does not.
-
-    Source: Wu & He 2018, Eq. 1 and 7, with eps = 1e-5.
-    """
-
-    def __init__(self, channels: int, groups: int = 32) -> None:
-        if channels % groups:
-            raise ValueError(
-                f"Group norm needs channels divisible by its groups, got {channels} channels "
-                f"and {groups} groups: change the widths of the network or the groups."
-            )
-        super().__init__(groups, channels)
+class LayerNorm32(nn.LayerNorm):
+    """Layer normalisation in float32 or better; the result has the input's dtype."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(B, C, ...) -> the same shape."""
+        """(..., D) -> the same shape."""
         dtype = torch.promote_types(input.dtype, torch.float32)
-        weight, bias = self.weight.to(dtype), self.bias.to(dtype)
-        out = F.group_norm(input.to(dtype), self.num_groups, weight, bias, self.eps)
+        weight, bias = (p if p is None else p.to(dtype) for p in (self.weight, self.bias))
+        out = F.layer_norm(input.to(dtype), self.normalized_shape, weight, bias, self.eps)
         return out.to(input.dtype)
 
 
-class Pointwise(nn.Conv1d):
-    """A linear map of tokens, stored as the 1x1 convolution that published U-Nets hold."""
+class RMSNorm32(nn.RMSNorm):
+    """x / rms(x) * weight in float32 or better; the result has the input's dtype.
 
-    def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__(in_channels, out_channels, kernel_size=1)
+    Source: Zhang & Sennrich 2019, Eq. 4.
+    """
 
-    def forward(self, input: Tensor) -> Tensor:
-        """(B, N, in_channels) -> (B, N, out_channels)."""
-        return F.linear(input, self.weight.squeeze(-1), self.bias)
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) -> the same shape."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        weight = self.weight.to(dtype)
+        return F.rms_norm(x.to(dtype), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 def self_attention(
     qkv: Tensor, num_heads: int, *, split_heads_first: bool, mask: Tensor | None = None
 ) -> Tensor:
-    """softmax(q k^T / sqrt(C / num_heads)) v in every head, by `scaled_dot_product_attention`.
+    """softmax(q k^T / sqrt(D / num_heads)) v in every head, by `scaled_dot_product_attention`.
 
     Args:
-        qkv: (B, N, 3 C) queries, keys and values of all heads.
-        num_heads: divides C.
-        split_heads_first: order of the 3 C features. True for [head][q, k, v], which is that of
-            improved-diffusion and guided-diffusion; False for [q, k, v][head], which is that of
-            vision transformers and of guided-diffusion's "new attention order".
-        mask: (B, N) bool, False for tokens that none attends to; None for none such.
+        qkv: (B, N, 3 D) queries, keys and values of all heads.
+        num_heads: divides D.
+        split_heads_first: order of the 3 D features. True for [head][q, k, v], as in
+            improved-diffusion and guided-diffusion; False for [q, k, v][head], as in vision
+            transformers and guided-diffusion's "new attention order".
+        mask: (B, N) bool, False for tokens that no token attends to; None attends to all.
 
     Returns:
-        (B, N, C), head by head.
+        (B, N, D), head by head.
 
     Source: Vaswani et al. 2017, Eq. 1.
 
@@ -133,217 +118,193 @@ def self_attention(
         >>> self_attention(torch.randn(2, 16, 3 * 64), 4, split_heads_first=False).shape
         torch.Size([2, 16, 64])
     """
-    batch, tokens, features = qkv.shape
-    size = features // (3 * num_heads)
+    batch, tokens, _ = qkv.shape
     if split_heads_first:
-        q, k, v = qkv.reshape(batch, tokens, num_heads, 3, size).permute(3, 0, 2, 1, 4)
+        q, k, v = qkv.reshape(batch, tokens, num_heads, 3, -1).permute(3, 0, 2, 1, 4)
     else:
-        q, k, v = qkv.reshape(batch, tokens, 3, num_heads, size).permute(2, 0, 3, 1, 4)
-    keys = None if mask is None else mask[:, None, None]
-    return F.scaled_dot_product_attention(q, k, v, keys).transpose(1, 2).flatten(2)
+        q, k, v = qkv.reshape(batch, tokens, 3, num_heads, -1).permute(2, 0, 3, 1, 4)
+    attn_mask = None if mask is None else mask[:, None, None]  # (B, 1, 1, N)
+    h = F.scaled_dot_product_attention(q, k, v, attn_mask)  # (B, heads, N, d)
+    return h.transpose(1, 2).flatten(2)
 
 
-class ResBlock(nn.Module):
-    """x + conv(norm(conv(norm(x)))), told the noise level and class between the two convolutions.
-
-    Args:
-        in_channels: of x.
-        out_channels: of the result.
-        emb_channels: of the embedding.
-        dropout: probability before the last convolution.
-        scale_shift_norm: whether the embedding gives scale and shift of the second norm (adaptive
-            group norm), or is added before it.
-        norm_groups: divides both numbers of channels.
-        resample: `upsample` or `downsample`; changes x, and the branch before its convolutions.
-    """
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        emb_channels: int,
-        *,
-        dropout: float,
-        scale_shift_norm: bool,
-        norm_groups: int,
-        resample: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        super().__init__()
-        self.scale_shift_norm = scale_shift_norm
-        self.resample = resample
-        self.in_layers = nn.Sequential(
-            GroupNorm32(in_channels, norm_groups), nn.SiLU(), conv3(in_channels, out_channels)
-        )
-        self.emb_layers = nn.Sequential(
-            nn.SiLU(), nn.Linear(emb_channels, (1 + scale_shift_norm) * out_channels)
-        )
-        self.out_layers = nn.Sequential(
-            GroupNorm32(out_channels, norm_groups),
-            nn.SiLU(),
-            nn.Dropout(dropout),
-            zero_(conv3(out_channels, out_channels)),
-        )
-        self.skip_connection: nn.Module = nn.Identity()
-        if in_channels != out_channels:
-            self.skip_connection = nn.Conv2d(in_channels, out_channels, kernel_size=1)
-
-    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
-        """(B, in_channels, H, W), (B, emb_channels) -> (B, out_channels, H', W')."""
-        norm, activation, conv = self.in_layers
-        h = activation(norm(x))
-        if self.resample is not None:
-            h, x = self.resample(h), self.resample(x)
-        h = conv(h)
-        condition = self.emb_layers(emb)[:, :, None, None]
-        norm, activation, dropout, conv = self.out_layers
-        if self.scale_shift_norm:
-            scale, shift = condition.chunk(2, dim=1)
-            h = torch.addcmul(shift, norm(h), 1 + scale)
-        else:
-            h = norm(h + condition)
-        h = conv(dropout(activation(h)))
-        out: Tensor = self.skip_connection(x) + h
-        return out
-
-
-class AttentionBlock(nn.Module):
-    """x + self-attention among all pixels of norm(x).
+class Attention(nn.Module):
+    """Multi-head attention among all tokens; the features of qkv are in the order [q, k, v][head].
 
     Args:
-        channels: of x.
-        num_heads: divides `channels`.
-        split_heads_first: see `self_attention`.
-        norm_groups: divides `channels`.
-
-    Source: Ho et al. 2020, appendix B.
+        width: D, of the tokens.
+        num_heads: divides `width`.
+        qkv_bias: whether queries, keys and values have biases.
     """
 
-    def __init__(
-        self, channels: int, num_heads: int, *, split_heads_first: bool, norm_groups: int
-    ) -> None:
+    def __init__(self, width: int, num_heads: int, qkv_bias: bool = True) -> None:
         super().__init__()
         self.num_heads = num_heads
-        self.split_heads_first = split_heads_first
-        self.norm = GroupNorm32(channels, norm_groups)
-        self.qkv = Pointwise(channels, 3 * channels)
-        self.proj_out = zero_(Pointwise(channels, channels))
+        self.qkv = nn.Linear(width, 3 * width, bias=qkv_bias)
+        self.proj = nn.Linear(width, width)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, H, W)."""
-        qkv = self.qkv(self.norm(x).flatten(2).transpose(1, 2))
-        h = self_attention(qkv, self.num_heads, split_heads_first=self.split_heads_first)
-        out: Tensor = x + self.proj_out(h).transpose(1, 2).reshape(x.shape)
-        return out
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """(B, N, D), (B, N) -> (B, N, D)."""
+        h = self_attention(self.qkv(x), self.num_heads, split_heads_first=False, mask=mask)
+        return cast(Tensor, self.proj(h))
 
 
-class CrossAttentionBlock(nn.Module):
-    """x + attention of all pixels of norm(x) to tokens of a condition.
+class MLP(nn.Module):
+    """Linear, GELU, Linear.
 
     Args:
-        channels: of x.
-        num_heads: divides `channels`.
-        width: of the tokens.
-        norm_groups: divides `channels`.
-
-    Source: Rombach et al. 2022 (latent diffusion), section 3.3.
+        width: D, of input and result.
+        hidden: hidden width.
+        approximate: "none" or "tanh", as in `torch.nn.GELU`.
     """
 
-    def __init__(self, channels: int, num_heads: int, width: int, norm_groups: int) -> None:
+    def __init__(self, width: int, hidden: int, approximate: str = "none") -> None:
         super().__init__()
-        self.num_heads = num_heads
-        self.norm = GroupNorm32(channels, norm_groups)
-        self.q = Pointwise(channels, channels)
-        self.kv = nn.Linear(width, 2 * channels)
-        self.proj_out = zero_(Pointwise(channels, channels))
+        self.fc1, self.fc2 = nn.Linear(width, hidden), nn.Linear(hidden, width)
+        self.approximate = approximate
 
-    def forward(self, x: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        """(B, C, H, W), (B, L, width), (B, L) bool -> (B, C, H, W)."""
-        q = self.q(self.norm(x).flatten(2).transpose(1, 2))
-        k, v = self.kv(tokens).to(q.dtype).chunk(2, dim=2)
-        q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in (q, k, v))
-        h = F.scaled_dot_product_attention(q, k, v, mask[:, None, None])
-        h = self.proj_out(h.transpose(1, 2).flatten(2))
-        out: Tensor = x + h.transpose(1, 2).reshape(x.shape)
-        return out
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) -> the same shape."""
+        return cast(Tensor, self.fc2(F.gelu(self.fc1(x), approximate=self.approximate)))
 
 
-class AttentionPool(nn.Module):
-    """One vector per image: what its mean pixel attends to.
+class FinalLayer(nn.Module):
+    """Norm, scale and shift by c, and a linear map; in the dtype of its weights under autocast.
 
     Args:
-        image_size: height and width of x.
-        channels: of x.
-        num_heads: divides `channels`.
-        out_channels: of the result.
+        norm: normalises the tokens.
+        width: D, of the tokens and of c.
+        out_features: features of a token of the result.
 
-    Source: Radford et al. 2021 (CLIP), section 2.4.
+    Source: Peebles & Xie 2022 (DiT), section 3.2.
     """
 
-    def __init__(self, image_size: int, channels: int, num_heads: int, out_channels: int) -> None:
+    def __init__(self, norm: nn.Module, width: int, out_features: int) -> None:
         super().__init__()
-        self.num_heads = num_heads
-        positions = torch.randn(channels, image_size**2 + 1) / channels**0.5
-        self.positional_embedding = nn.Parameter(positions)
-        self.qkv_proj = Pointwise(channels, 3 * channels)
-        self.c_proj = Pointwise(channels, out_channels)
+        self.norm_final = norm
+        self.linear = nn.Linear(width, out_features)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(width, 2 * width))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        """(B, N, D), (B, D) -> (B, N, out_features)."""
+        with no_autocast(x):
+            x, c = x.to(self.linear.weight.dtype), c.to(self.linear.weight.dtype)
+            shift, scale = self.adaLN_modulation(c)[:, None].chunk(2, dim=2)  # (B, 1, D) each
+            return cast(Tensor, self.linear(modulate(self.norm_final(x), shift, scale)))
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    """x (1 + scale) + shift."""
+    return x * (1 + scale) + shift
+
+
+class PatchEmbed(nn.Module):
+    """A token for each p x p patch, row by row, by a convolution with stride p.
+
+    Args:
+        in_channels: C, of the images.
+        width: D, of the tokens.
+        patch_size: p.
+    """
+
+    def __init__(self, in_channels: int, width: int, patch_size: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(in_channels, width, patch_size, stride=patch_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, channels, image_size, image_size) -> (B, out_channels)."""
-        pixels = x.flatten(2)
-        tokens = torch.cat([pixels.mean(dim=2, keepdim=True), pixels], dim=2)
-        qkv = self.qkv_proj((tokens + self.positional_embedding).transpose(1, 2))
-        h = self_attention(qkv, self.num_heads, split_heads_first=False)
-        out: Tensor = self.c_proj(h[:, 0])
-        return out
+        """(B, C, H, W) -> (B, N, D) with N = H W / p^2."""
+        return cast(Tensor, self.proj(x)).flatten(2).transpose(1, 2)
 
 
-class Downsample(nn.Module):
-    """A convolution with stride 2."""
+def patchify(x: Tensor, patch_size: int) -> Tensor:
+    """(B, C, H, W) -> (B, N, p p C), the features of a patch in order (row, column, channel)."""
+    x = torch.unflatten(torch.unflatten(x, 3, (-1, patch_size)), 2, (-1, patch_size))
+    return x.permute(0, 2, 4, 3, 5, 1).flatten(3).flatten(1, 2)  # of (B, C, H/p, p, W/p, p)
 
-    def __init__(self, channels: int) -> None:
+
+def unpatchify(tokens: Tensor, side: int, patch_size: int) -> Tensor:
+    """(B, N, p p C) -> images (B, C, H, W) of side x side patches, the inverse of `patchify`."""
+    x = tokens.reshape(len(tokens), side, side, patch_size, patch_size, -1)
+    return x.permute(0, 5, 1, 3, 2, 4).flatten(4).flatten(2, 3)
+
+
+def grid_positions(side: int, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Row and column, (N,) int64 each, of the N = side^2 patches of a square image."""
+    position = torch.arange(side * side, device=device)
+    return position // side, position % side
+
+
+def sincos_2d(side: int, width: int) -> Tensor:
+    """Fixed position embeddings (1, side^2, width): sinusoids of the column, then of the row.
+
+    Source: He et al. 2022 (MAE), appendix A.1, in which columns are first as well.
+    """
+    row, column = grid_positions(side)
+    halves = [timestep_embedding(p, width // 2).roll(width // 4, 1) for p in (column, row)]
+    return torch.cat(halves, 1)[None].to(torch.get_default_dtype())
+
+
+class Patched(nn.Module):
+    """Any network on size x size patches, so that large images cost as much as small ones.
+
+    Args:
+        network: `forward(x, noise_label, condition)` for images (B, size^2 C, H / size, W / size),
+            with as many or twice as many channels out.
+        size: height and width of a patch; divides height and width of the images.
+
+    Source: Shi et al. 2016 (arXiv 1609.05158), section 3.2, for the order of pixels.
+
+    Example:
+        >>> from lit_diffusion.networks.unet import UNet
+        >>> network = Patched(UNet(16, 16, 32, (1,), 1, (1,), norm_groups=8), size=4)
+        >>> network(torch.randn(2, 1, 28, 28), torch.tensor([3.0, 500.0]), None).shape
+        torch.Size([2, 1, 28, 28])
+    """
+
+    def __init__(self, network: nn.Module, size: int = 2) -> None:
         super().__init__()
-        self.op = nn.Conv2d(channels, channels, kernel_size=3, stride=2, padding=1)
+        if size < 1:
+            raise ValueError(f"size must be > 0, got {size}.")
+        self.network = network
+        self.size = size
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, H/2, W/2)."""
-        out: Tensor = self.op(x)
-        return out
-
-
-class Upsample(nn.Module):
-    """Every pixel doubled, then a convolution."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = conv3(channels, channels)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """(B, C, H, W) -> (B, C, 2 H, 2 W)."""
-        out: Tensor = self.conv(upsample(x))
-        return out
-
-
-def upsample(x: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, C, 2 H, 2 W), every pixel doubled."""
-    return F.interpolate(x, scale_factor=2, mode="nearest")
-
-
-def downsample(x: Tensor) -> Tensor:
-    """(B, C, H, W) -> (B, C, H/2, W/2), the means of 2x2 pixels."""
-    return F.avg_pool2d(x, 2)
-
-
-def conv3(in_channels: int, out_channels: int) -> nn.Conv2d:
-    """A 3x3 convolution that keeps height and width."""
-    return nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1)
+    def forward(self, x: Tensor, noise_label: Tensor, condition: object) -> Tensor:
+        """Images (B, C, H, W), noise labels (B,), condition -> (B, C or 2 C, H, W)."""
+        if x.shape[2] % self.size or x.shape[3] % self.size:
+            raise ValueError(
+                f"Patched of size {self.size} needs height and width divisible by it, got images "
+                f"of shape {tuple(x.shape)}: resize them, or choose another size."
+            )
+        patches = F.pixel_unshuffle(x, self.size)  # (B, size^2 C, H / size, W / size)
+        return F.pixel_shuffle(self.network(patches, noise_label, condition), self.size)
 
 
 @torch.no_grad()
 def zero_(module: _Module) -> _Module:
-    """Set the last layer of a residual branch to 0, so that it starts as nothing; returns it."""
+    """Set all parameters to 0, as of the last layer of a residual branch, and return the module.
+
+    The branch then starts as the identity.
+    """
     for parameter in module.parameters():
         parameter.zero_()
     return module
+
+
+@torch.no_grad()
+def xavier_uniform_(network: nn.Module) -> None:
+    """Xavier-uniform weights and zero biases in all linear maps and convolutions."""
+    for module in network.modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            nn.init.xavier_uniform_(module.weight.flatten(1))
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+
+
+def maybe_checkpoint(block: nn.Module, *inputs: Tensor | None, enabled: bool) -> Tensor:
+    """block(*inputs); if enabled, its activations are computed again in the backward pass."""
+    if not enabled:
+        return cast(Tensor, block(*inputs))
+    return cast(Tensor, checkpoint(block, *inputs, use_reentrant=False))
 
 
 def no_autocast(x: Tensor) -> AbstractContextManager[None]:
@@ -351,3 +312,30 @@ def no_autocast(x: Tensor) -> AbstractContextManager[None]:
     if not torch.amp.is_autocast_available(x.device.type):  # the meta device
         return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
+
+
+def check_sizes(image_size: int, patch_size: int, width: int, depth: int, num_heads: int) -> None:
+    """Raise ValueError for sizes of a transformer that do not fit together, or fill the memory."""
+    if width > 10**5 or depth > 1000 or image_size > 10**5:
+        raise ValueError(
+            "width and image_size must be at most 100000 and depth 1000, got "
+            f"{width}, {image_size} and {depth}."
+        )
+    if patch_size < 1 or image_size % patch_size:
+        raise ValueError(
+            f"patch_size must divide image_size, got {patch_size} and {image_size}: change one."
+        )
+    if num_heads < 1 or width % num_heads or width % 4:
+        raise ValueError(
+            f"width must be divisible by num_heads and by 4, got width={width} and "
+            f"num_heads={num_heads}: change one."
+        )
+
+
+def check_image_size(x: Tensor, image_size: int, network: str) -> None:
+    """Raise ValueError for images x (B, C, H, W) that are not of the size of the network."""
+    if x.shape[2:] != (image_size, image_size):
+        raise ValueError(
+            f"{network}(image_size={image_size}) got images of shape {tuple(x.shape)}: resize "
+            "them, or build the network for their size."
+        )

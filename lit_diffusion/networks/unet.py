@@ -9,165 +9,405 @@ Names and shapes of the parameters are those of the two repositories: their chec
 `load_state_dict`. Their `attention_resolutions` "16,8" at `image_size` 32 are
 `attention_downsample=(2, 4)` here, and `use_new_attention_order` is `split_heads_first=False`.
 
+Shapes: images (B, C, H, W), embedding of noise level and condition (B, E), tokens of a condition
+(B, L, E) with their mask (B, L).
+
 Sources: Nichol & Dhariwal 2021, appendix A; Dhariwal & Nichol 2021, section 3 and appendix;
 github.com/openai/improved-diffusion and github.com/openai/guided-diffusion, file unet.py.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from lit_diffusion.networks.conditions import Condition, condition_embedding, told
+from lit_diffusion.networks.conditions import (
+    Classes,
+    ConditionKind,
+    EmbeddedCondition,
+    LabelEmbedding,
+    Tokens,
+    WordIds,
+    embed_condition,
+    resolve_condition,
+)
 from lit_diffusion.networks.layers import (
-    AttentionBlock,
-    AttentionPool,
-    CrossAttentionBlock,
-    Downsample,
-    GroupNorm32,
-    ResBlock,
     TimestepMLP,
-    Upsample,
-    conv3,
-    downsample,
+    check_image_size,
+    maybe_checkpoint,
     no_autocast,
-    upsample,
+    self_attention,
     zero_,
 )
+from lit_diffusion.protocols import Condition
 
 
-class _Stage(nn.ModuleList):
-    """Layers in a row: ResBlocks are given the embedding, cross-attention tokens and mask."""
+class GroupNorm32(nn.GroupNorm):
+    """Group normalisation in float32 or better; the result has the input's dtype.
 
-    def forward(self, x: Tensor, emb: Tensor, *context: Tensor) -> Tensor:
-        for layer in self:
-            if isinstance(layer, ResBlock):
-                x = layer(x, emb)
-            else:
-                x = layer(x, *context) if isinstance(layer, CrossAttentionBlock) else layer(x)
-        return x
+    Args:
+        channels: C, of the images.
+        groups: divides `channels`.
 
+    Raises:
+        ValueError: if it does not.
 
-@dataclass(frozen=True)
-class _Blocks:
-    """Makes the blocks of one network, which differ in their widths alone."""
+    Source: Wu & He 2018, Eq. 1 and 7, with eps = 1e-5.
+    """
 
-    emb_channels: int
-    dropout: float
-    scale_shift_norm: bool
-    resblock_updown: bool
-    num_heads: int
-    head_channels: int | None
-    split_heads_first: bool
-    norm_groups: int
-    has_context: bool = False
+    def __init__(self, channels: int, groups: int = 32) -> None:
+        if channels % groups:
+            raise ValueError(
+                f"Group norm needs channels divisible by its groups, got {channels} channels "
+                f"and {groups} groups: change the widths of the network or the groups."
+            )
+        super().__init__(groups, channels)
 
-    def res(
-        self, channels: int, out: int, resample: Callable[[Tensor], Tensor] | None = None
-    ) -> ResBlock:
-        return ResBlock(
-            channels,
-            out,
-            self.emb_channels,
-            dropout=self.dropout,
-            scale_shift_norm=self.scale_shift_norm,
-            norm_groups=self.norm_groups,
-            resample=resample,
-        )
-
-    def attention(self, channels: int) -> AttentionBlock:
-        return AttentionBlock(
-            channels,
-            _heads(channels, self.num_heads, self.head_channels),
-            split_heads_first=self.split_heads_first,
-            norm_groups=self.norm_groups,
-        )
-
-    def down(self, channels: int) -> nn.Module:
-        if self.resblock_updown:
-            return self.res(channels, channels, downsample)
-        return Downsample(channels)
-
-    def up(self, channels: int) -> nn.Module:
-        if self.resblock_updown:
-            return self.res(channels, channels, upsample)
-        return Upsample(channels)
-
-    def stage(self, channels: int, out: int, attend: bool) -> _Stage:
-        made: list[nn.Module] = [self.res(channels, out)]
-        if attend:
-            made.append(self.attention(out))
-        if attend and self.has_context:
-            heads = _heads(out, self.num_heads, self.head_channels)
-            made.append(CrossAttentionBlock(out, heads, self.emb_channels, self.norm_groups))
-        return _Stage(made)
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, C, ...) -> the same shape."""
+        dtype = torch.promote_types(input.dtype, torch.float32)
+        weight, bias = self.weight.to(dtype), self.bias.to(dtype)
+        out = F.group_norm(input.to(dtype), self.num_groups, weight, bias, self.eps)
+        return out.to(input.dtype)
 
 
-class _Trunk(nn.Module):
-    """Embedding of the noise level, encoder and middle: what the two networks share."""
+class PointwiseLinear(nn.Conv1d):
+    """A linear map of tokens, stored as the 1x1 convolution that published U-Nets hold."""
 
-    gradient_checkpointing = False
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__(in_channels, out_channels, kernel_size=1)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(B, N, in_channels) -> (B, N, out_channels)."""
+        return F.linear(input, self.weight.squeeze(-1), self.bias)
+
+
+def conv3x3(in_channels: int, out_channels: int) -> nn.Conv2d:
+    """A 3x3 convolution that keeps height and width."""
+    return nn.Conv2d(in_channels, out_channels, kernel_size=3, padding=1)
+
+
+class ResBlock(nn.Module):
+    """x + conv(norm(conv(norm(x)))), with the embedding applied between the two convolutions.
+
+    Args:
+        in_channels: channels of x.
+        out_channels: channels of the result.
+        emb_channels: E, of the embedding.
+        dropout: probability before the last convolution.
+        scale_shift_norm: whether the embedding gives scale and shift of the second norm (adaptive
+            group norm), or is added before it.
+        norm_groups: divides both numbers of channels.
+        resample: changes the resolution of x, and of the branch before its convolutions.
+    """
 
     def __init__(
         self,
-        blocks: _Blocks,
+        in_channels: int,
+        out_channels: int,
+        emb_channels: int,
+        dropout: float,
+        scale_shift_norm: bool,
+        norm_groups: int,
+        resample: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.scale_shift_norm = scale_shift_norm
+        self.resample = resample
+        self.in_layers = nn.Sequential(
+            GroupNorm32(in_channels, norm_groups), nn.SiLU(), conv3x3(in_channels, out_channels)
+        )
+        self.emb_layers = nn.Sequential(
+            nn.SiLU(), nn.Linear(emb_channels, (1 + scale_shift_norm) * out_channels)
+        )
+        self.out_layers = nn.Sequential(
+            GroupNorm32(out_channels, norm_groups),
+            nn.SiLU(),
+            nn.Dropout(dropout),
+            zero_(conv3x3(out_channels, out_channels)),
+        )
+        self.skip_connection: nn.Module = nn.Identity()
+        if in_channels != out_channels:
+            self.skip_connection = nn.Conv2d(in_channels, out_channels, kernel_size=1)
+
+    def forward(self, x: Tensor, emb: Tensor) -> Tensor:
+        """(B, in_channels, H, W), (B, E) -> (B, out_channels, H', W')."""
+        norm, activation, conv = self.in_layers
+        h = activation(norm(x))  # (B, in_channels, H, W)
+        if self.resample is not None:
+            h, x = self.resample(h), self.resample(x)  # (B, in_channels, H', W')
+        h = conv(h)  # (B, out_channels, H', W')
+
+        emb = self.emb_layers(emb)[:, :, None, None]  # (B, 1 or 2 x out_channels, 1, 1)
+        norm, activation, dropout, conv = self.out_layers
+        if self.scale_shift_norm:
+            scale, shift = emb.chunk(2, dim=1)
+            h = torch.addcmul(shift, norm(h), 1 + scale)
+        else:
+            h = norm(h + emb)
+        h = conv(dropout(activation(h)))  # (B, out_channels, H', W')
+        return cast(Tensor, self.skip_connection(x) + h)
+
+
+class AttentionBlock(nn.Module):
+    """x + self-attention among all pixels of norm(x).
+
+    Args:
+        channels: C, of x.
+        num_heads: divides `channels`.
+        split_heads_first: order of the qkv features, as in `layers.self_attention`.
+        norm_groups: divides `channels`.
+
+    Source: Ho et al. 2020, appendix B.
+    """
+
+    def __init__(
+        self, channels: int, num_heads: int, split_heads_first: bool, norm_groups: int
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.split_heads_first = split_heads_first
+        self.norm = GroupNorm32(channels, norm_groups)
+        self.qkv = PointwiseLinear(channels, 3 * channels)
+        self.proj_out = zero_(PointwiseLinear(channels, channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, H, W) -> (B, C, H, W)."""
+        qkv = self.qkv(self.norm(x).flatten(2).transpose(1, 2))  # (B, H W, 3 C)
+        h = self_attention(qkv, self.num_heads, split_heads_first=self.split_heads_first)
+        h = self.proj_out(h)  # (B, H W, C)
+        return cast(Tensor, x + h.transpose(1, 2).reshape(x.shape))
+
+
+class CrossAttentionBlock(nn.Module):
+    """x + attention of all pixels of norm(x) to the tokens of a condition.
+
+    Args:
+        channels: C, of x.
+        num_heads: divides `channels`.
+        token_channels: E, of the tokens.
+        norm_groups: divides `channels`.
+
+    Source: Rombach et al. 2022 (latent diffusion), section 3.3.
+    """
+
+    def __init__(
+        self, channels: int, num_heads: int, token_channels: int, norm_groups: int
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.norm = GroupNorm32(channels, norm_groups)
+        self.q = PointwiseLinear(channels, channels)
+        self.kv = nn.Linear(token_channels, 2 * channels)
+        self.proj_out = zero_(PointwiseLinear(channels, channels))
+
+    def forward(self, x: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+        """(B, C, H, W), (B, L, E), (B, L) bool -> (B, C, H, W)."""
+        q = self.q(self.norm(x).flatten(2).transpose(1, 2))  # (B, H W, C)
+        k, v = self.kv(tokens).to(q.dtype).chunk(2, dim=2)  # (B, L, C) each
+        q, k, v = (part.unflatten(2, (self.num_heads, -1)).transpose(1, 2) for part in (q, k, v))
+        h = F.scaled_dot_product_attention(q, k, v, mask[:, None, None])  # (B, heads, H W, d)
+        h = self.proj_out(h.transpose(1, 2).flatten(2))  # (B, H W, C)
+        return cast(Tensor, x + h.transpose(1, 2).reshape(x.shape))
+
+
+class AttentionPool(nn.Module):
+    """One vector per image: what its mean pixel attends to.
+
+    Args:
+        image_size: height and width of x.
+        channels: C, of x.
+        num_heads: divides `channels`.
+        out_channels: size of the vector.
+
+    Source: Radford et al. 2021 (CLIP), section 2.4.
+    """
+
+    def __init__(self, image_size: int, channels: int, num_heads: int, out_channels: int) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        positions = torch.randn(channels, image_size**2 + 1) / channels**0.5
+        self.positional_embedding = nn.Parameter(positions)
+        self.qkv_proj = PointwiseLinear(channels, 3 * channels)
+        self.c_proj = PointwiseLinear(channels, out_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C, image_size, image_size) -> (B, out_channels)."""
+        x = x.flatten(2)  # (B, C, N)
+        x = torch.cat([x.mean(dim=2, keepdim=True), x], dim=2)  # (B, C, 1 + N)
+        qkv = self.qkv_proj((x + self.positional_embedding).transpose(1, 2))  # (B, 1 + N, 3 C)
+        h = self_attention(qkv, self.num_heads, split_heads_first=False)  # (B, 1 + N, C)
+        return cast(Tensor, self.c_proj(h[:, 0]))
+
+
+class ConditionedSequential(nn.ModuleList):
+    """Layers in a row; ResBlocks also get the embedding, cross-attention tokens and mask."""
+
+    def forward(
+        self, x: Tensor, emb: Tensor, tokens: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """(B, C, H, W), (B, E), (B, L, E), (B, L) -> (B, C', H', W')."""
+        for layer in self:
+            if isinstance(layer, ResBlock):
+                x = layer(x, emb)
+            elif isinstance(layer, CrossAttentionBlock):
+                x = layer(x, tokens, mask)
+            else:
+                x = layer(x)
+        return x
+
+
+class ZeroNullLabelEmbedding(LabelEmbedding):
+    """A learned row per class, and zeros for no class: what a network without labels adds.
+
+    A learned null row could express no more, because what all classes share has a parameter
+    already, the last bias of `time_embed`; and without it the state_dict is the published one.
+    """
+
+    def __init__(self, num_classes: int, width: int) -> None:
+        super().__init__(num_classes, width, null_class=False)
+        self.null_class = True  # without a row of its own
+
+    def forward(self, labels: Tensor) -> EmbeddedCondition:
+        """(B,) -> vector (B, E)."""
+        rows = F.embedding(labels.clamp(min=0), self.weight)
+        return EmbeddedCondition(vector=torch.where(labels[:, None] < 0, 0.0, rows))
+
+
+class _Encoder(nn.Module):
+    """Embedding of the noise level, encoder and middle block, which both networks have.
+
+    Arguments are those of `UNet`; `cross_attention` is for a condition of tokens or words.
+    """
+
+    out: nn.Sequential
+
+    def __init__(
+        self,
         in_channels: int,
         model_channels: int,
         channel_mult: Sequence[float],
         num_res_blocks: int,
         attention_downsample: Sequence[int],
+        *,
+        num_heads: int,
+        head_channels: int | None,
+        dropout: float,
+        scale_shift_norm: bool,
+        resblock_updown: bool,
+        split_heads_first: bool,
+        norm_groups: int,
+        cross_attention: bool = False,
+        gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
-        _check_attention(attention_downsample, len(channel_mult))
-        self.reduction = 2 ** (len(channel_mult) - 1)
+        levels = len(channel_mult)
+        if model_channels > 10**5 or num_res_blocks > 1000 or levels > 32:
+            raise ValueError(
+                "model_channels must be at most 100000, num_res_blocks 1000 and channel_mult 32 "
+                f"numbers long, got {model_channels}, {num_res_blocks} and {levels}."
+            )
+        factors = [2**level for level in range(levels)]
+        if not set(attention_downsample) <= set(factors):
+            raise ValueError(
+                f"attention_downsample={tuple(attention_downsample)} must name levels by their "
+                f"factor, which are {factors} for a channel_mult of length {levels}."
+            )
+        self.emb_channels = 4 * model_channels
         self.widths = [int(mult * model_channels) for mult in channel_mult]
-        self.skip_channels = [channels := self.widths[0]]
-        self.time_embed = TimestepMLP(model_channels, blocks.emb_channels)
-        self.input_blocks = nn.ModuleList([_Stage([conv3(in_channels, channels)])])
-        for level, width in enumerate(self.widths):
-            attend = 2**level in attention_downsample
-            for _ in range(num_res_blocks):
-                self.input_blocks.append(blocks.stage(channels, width, attend))
-                self.skip_channels.append(channels := width)
-            if 2**level < self.reduction:
-                self.input_blocks.append(_Stage([blocks.down(width)]))
-                self.skip_channels.append(width)
-        self.middle_block = blocks.stage(channels, channels, attend=True)
-        self.middle_block.append(blocks.res(channels, channels))
+        self.attends = [factor in attention_downsample for factor in factors]
+        self.head_channels, self.split_heads_first = head_channels, split_heads_first
+        self.resblock_updown, self.norm_groups = resblock_updown, norm_groups
+        self.cross_attention = cross_attention
+        self.gradient_checkpointing = gradient_checkpointing
+        self.res_block = partial(
+            ResBlock,
+            emb_channels=self.emb_channels,
+            dropout=dropout,
+            scale_shift_norm=scale_shift_norm,
+            norm_groups=norm_groups,
+        )
 
-    def _encode(self, x: Tensor, *told: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """The output of the middle and those of the encoder's stages."""
-        if x.shape[2] % self.reduction or x.shape[3] % self.reduction:
+        self.time_embed = TimestepMLP(model_channels, self.emb_channels)
+        channels = self.widths[0]
+        self.input_blocks = nn.ModuleList([ConditionedSequential([conv3x3(in_channels, channels)])])
+        self.skip_channels = [channels]  # of the outputs of input_blocks
+        for level, width in enumerate(self.widths):
+            for _ in range(num_res_blocks):
+                self.input_blocks.append(
+                    self._stage(channels, width, num_heads, attend=self.attends[level])
+                )
+                self.skip_channels.append(channels := width)
+            if level < levels - 1:
+                self.input_blocks.append(ConditionedSequential([self._down(width)]))
+                self.skip_channels.append(width)
+        self.middle_block = self._stage(channels, channels, num_heads, attend=True)
+        self.middle_block.append(self.res_block(channels, channels))
+
+    def _stage(
+        self, in_channels: int, out_channels: int, num_heads: int, *, attend: bool
+    ) -> ConditionedSequential:
+        """A ResBlock; with `attend` then self-attention, and cross-attention to tokens."""
+        layers: list[nn.Module] = [self.res_block(in_channels, out_channels)]
+        if attend:
+            heads = heads_for(out_channels, num_heads, self.head_channels)
+            layers.append(
+                AttentionBlock(out_channels, heads, self.split_heads_first, self.norm_groups)
+            )
+            if self.cross_attention:
+                layers.append(
+                    CrossAttentionBlock(out_channels, heads, self.emb_channels, self.norm_groups)
+                )
+        return ConditionedSequential(layers)
+
+    def _down(self, channels: int) -> nn.Module:
+        """(B, C, H, W) -> (B, C, H / 2, W / 2)."""
+        if self.resblock_updown:
+            return self.res_block(channels, channels, resample=nn.AvgPool2d(2))
+        conv = nn.Conv2d(channels, channels, kernel_size=3, stride=2, padding=1)
+        return nn.Sequential(OrderedDict(op=conv))
+
+    def _up(self, channels: int) -> nn.Module:
+        """(B, C, H, W) -> (B, C, 2 H, 2 W)."""
+        repeat = nn.Upsample(scale_factor=2)
+        if self.resblock_updown:
+            return self.res_block(channels, channels, resample=repeat)
+        return nn.Sequential(OrderedDict(repeat=repeat, conv=conv3x3(channels, channels)))
+
+    def _encode(
+        self, x: Tensor, emb: Tensor, *context: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """(B, C, H, W), (B, E) -> output of the middle block, outputs of all input blocks."""
+        reduction = 2 ** (len(self.widths) - 1)
+        if x.shape[2] % reduction or x.shape[3] % reduction:
             raise ValueError(
                 f"{type(self).__name__} with {len(self.widths)} levels needs height and width "
-                f"divisible by {self.reduction}, got images of shape {tuple(x.shape)}: "
-                "resize them, or shorten channel_mult."
+                f"divisible by {reduction}, got images of shape {tuple(x.shape)}: resize them, or "
+                "shorten channel_mult."
             )
-        skips = []
-        for stage in self.input_blocks:
-            x = self._run(stage, x, *told)
-            skips.append(x)
-        return self._run(self.middle_block, x, *told), skips
+        skips, checkpointing = [], self.gradient_checkpointing
+        for block in self.input_blocks:
+            x = maybe_checkpoint(block, x, emb, *context, enabled=checkpointing)
+            skips.append(x)  # (B, C_i, H / 2^level, W / 2^level)
+        return maybe_checkpoint(self.middle_block, x, emb, *context, enabled=checkpointing), skips
 
-    def _run(self, stage: nn.Module, x: Tensor, *told: Tensor) -> Tensor:
-        if not self.gradient_checkpointing:
-            return cast(Tensor, stage(x, *told))
-        return cast(Tensor, checkpoint(stage, x, *told, use_reentrant=False))
+    def _apply_out(self, x: Tensor) -> Tensor:
+        """The layers `out`, in the dtype of their weights also under autocast."""
+        with no_autocast(x):
+            return cast(Tensor, self.out(x.to(next(self.out.parameters()).dtype)))
 
 
-class UNet(_Trunk):
+class UNet(_Encoder):
     """Diffusion U-Net of the improved-diffusion and guided-diffusion family.
 
-    No class: label -1 adds nothing to the embedding of the noise level; None is -1 for every image.
-    A learned null row could express no more, because what all classes share has a parameter
-    already, the last bias of `time_embed`; and without it the state_dict is the published one. So
-    label dropout and classifier-free guidance need nothing but `num_classes`.
+    Outputs zero at initialization.
 
-    Labels are not range-checked, since a GPU would have to wait for the result: num_classes or
-    more fails inside the embedding (IndexError on the CPU), any negative number means no class.
+    Labels and vectors are added to the embedding of the noise level; tokens and words are attended
+    to on every level that has attention. No class (label -1) adds nothing.
 
     Under autocast the noise embedding and the output layers stay in the dtype of their weights, as
     in guided-diffusion's half-precision mode.
@@ -186,7 +426,8 @@ class UNet(_Trunk):
             `num_heads` and `num_heads_upsample` are not used.
         num_heads_upsample: heads in the decoder (improved-diffusion); None for `num_heads`.
         dropout: probability in every ResBlock.
-        num_classes: number of classes; None for an unconditional network.
+        num_classes: short form of condition=Classes(num_classes).
+        condition: `Classes`, `Vectors`, `Tokens` or `WordIds` of `networks.conditions`.
         scale_shift_norm: whether the embedding scales and shifts the second norm of a ResBlock, or
             is added before it.
         resblock_updown: whether ResBlocks change the resolution, or plain convolutions.
@@ -194,15 +435,11 @@ class UNet(_Trunk):
             either will do for training.
         norm_groups: groups of every group norm, a divisor of all widths; 32 in published models.
             Groups of a single channel are slow on a CPU in channels_last format.
-        gradient_checkpointing: store only what enters a stage and compute its inside again in the
-            backward pass: less memory, about a third more time, the same gradients.
-        context_dim: of the tokens of a condition, which every level with attention attends to; None
-            for no tokens.
-        vector_dim: of the vector of a condition, which is added to the embedding; None for none.
-        num_words: of the vocabulary of a condition of words, which are attended to as tokens are.
+        gradient_checkpointing: store only the inputs of each block and compute its activations
+            again in the backward pass: less memory, about a third more time, the same gradients.
 
     Raises:
-        ValueError: for numbers that do not fit together.
+        ValueError: for sizes that do not fit together.
 
     Example:
         >>> network = UNet(in_channels=1, out_channels=1, model_channels=32, num_classes=10)
@@ -224,64 +461,66 @@ class UNet(_Trunk):
         num_heads_upsample: int | None = None,
         dropout: float = 0.0,
         num_classes: int | None = None,
+        condition: ConditionKind | None = None,
         scale_shift_norm: bool = True,
         resblock_updown: bool = False,
         split_heads_first: bool = True,
         norm_groups: int = 32,
         gradient_checkpointing: bool = False,
-        context_dim: int | None = None,
-        vector_dim: int | None = None,
-        num_words: int | None = None,
     ) -> None:
-        _refuse_endless(model_channels, num_res_blocks, len(channel_mult))
-        blocks = _Blocks(
-            emb_channels=4 * model_channels,
+        condition = resolve_condition(condition, num_classes)
+        super().__init__(
+            in_channels,
+            model_channels,
+            channel_mult,
+            num_res_blocks,
+            attention_downsample,
+            num_heads=num_heads,
+            head_channels=head_channels,
             dropout=dropout,
             scale_shift_norm=scale_shift_norm,
             resblock_updown=resblock_updown,
-            num_heads=num_heads,
-            head_channels=head_channels,
             split_heads_first=split_heads_first,
             norm_groups=norm_groups,
-            has_context=(context_dim, num_words) != (None, None),
+            cross_attention=isinstance(condition, Tokens | WordIds),
+            gradient_checkpointing=gradient_checkpointing,
         )
-        super().__init__(
-            blocks, in_channels, model_channels, channel_mult, num_res_blocks, attention_downsample
-        )
-        self.gradient_checkpointing = gradient_checkpointing
-        self.num_classes, self.num_words = num_classes, num_words
-        if num_classes is not None:
-            self.label_emb = nn.Embedding(num_classes, blocks.emb_channels)
-        others = (context_dim, vector_dim, num_words)
-        if num_classes is None or others != (None, None, None):
-            self.condition_emb = condition_embedding(blocks.emb_channels, num_classes, *others)
+        self.num_classes = getattr(condition, "num_classes", None)
+        self.num_words = getattr(condition, "num_words", None)
+        embedding: nn.Module | None = None
+        if isinstance(condition, Classes) and condition.null_class:
+            embedding = ZeroNullLabelEmbedding(condition.num_classes, self.emb_channels)
+        elif condition is not None:
+            embedding = condition.embedding(self.emb_channels)
+        is_labels = isinstance(condition, Classes)  # whose embedding has the published name
+        self.label_emb = embedding if is_labels else None
+        self.condition_emb = None if is_labels else embedding
 
-        blocks = replace(blocks, num_heads=num_heads_upsample or num_heads)
         self.output_blocks = nn.ModuleList()
         channels, skip_channels = self.widths[-1], list(self.skip_channels)
         for level, width in reversed(list(enumerate(self.widths))):
-            attend = 2**level in attention_downsample
-            for _ in range(num_res_blocks + 1):
-                stage = blocks.stage(channels + skip_channels.pop(), width, attend)
-                self.output_blocks.append(stage)
+            for i in range(num_res_blocks + 1):
+                channels += skip_channels.pop()
+                block = self._stage(
+                    channels, width, num_heads_upsample or num_heads, attend=self.attends[level]
+                )
+                if level > 0 and i == num_res_blocks:
+                    block.append(self._up(width))
+                self.output_blocks.append(block)
                 channels = width
-            if level > 0:
-                stage.append(blocks.up(width))
         self.out = nn.Sequential(
-            GroupNorm32(channels, norm_groups), nn.SiLU(), zero_(conv3(channels, out_channels))
+            GroupNorm32(channels, norm_groups), nn.SiLU(), zero_(conv3x3(channels, out_channels))
         )
 
     def forward(self, x: Tensor, noise_label: Tensor, condition: Condition = None) -> Tensor:
-        """What the network says of noisy images.
+        """Predict from noisy images.
 
         Args:
             x: (B, in_channels, H, W); H and W divisible by 2^(levels - 1).
             noise_label: (B,) noise levels as the process names them, such as steps, with fractions;
                 in float32 or float64 whatever the dtype of x, for bfloat16 has no 999.
-            condition: labels (B,) int64, -1 for no class; with context_dim tokens (B, L,
-                context_dim) and their mask (B, L), with vector_dim vectors (B, vector_dim) and
-                which of them are there (B,), with num_words words (B, L) int64, see `conditions`;
-                None for none anywhere.
+            condition: of the kind that the network was built for, with a row for each image, such
+                as labels (B,) int64 with -1 for no class; None for no condition anywhere.
 
         Returns:
             (B, out_channels, H, W) in the dtype of the weights.
@@ -289,29 +528,20 @@ class UNet(_Trunk):
         Raises:
             ValueError: for another condition than the network's, or sizes that cannot be halved.
         """
-        emb: Tensor = self.time_embed(noise_label)
-        context: list[Tensor] = []
-        if self.num_classes is not None:
-            emb = self._with_class(emb, condition)
-        else:
-            seen = told(self.condition_emb, condition, x, "UNet")
-            emb = emb if seen.vector is None else emb + seen.vector
-            context = [part for part in (seen.tokens, seen.mask) if part is not None]
-        h, skips = self._encode(x, emb, *context)
-        for stage in self.output_blocks:
-            h = self._run(stage, torch.cat([h, skips.pop()], dim=1), emb, *context)
-        return _without_autocast(self.out, h)
-
-    def _with_class(self, emb: Tensor, labels: Condition) -> Tensor:
-        if labels is None:  # DDP wants a gradient for every parameter
-            labels = torch.full_like(emb[:, 0], -1, dtype=torch.int64)
-        if not isinstance(labels, Tensor):
-            raise ValueError(f"UNet with num_classes={self.num_classes} takes labels (B,) int64.")
-        rows = self.label_emb(labels.clamp(min=0))
-        return emb + torch.where(labels[:, None] < 0, 0.0, rows)
+        embedding = self.condition_emb if self.label_emb is None else self.label_emb
+        embedded = embed_condition(embedding, condition, x, "UNet")
+        emb = self.time_embed(noise_label)  # (B, E)
+        if embedded.vector is not None:
+            emb = emb + embedded.vector  # (B, E)
+        context = (embedded.tokens, embedded.mask)  # (B, 1 + L, E), (B, 1 + L), or None
+        x, skips = self._encode(x, emb, *context)  # (B, C, H / 2^(levels - 1), W / 2^(levels - 1))
+        for block in self.output_blocks:
+            x = torch.cat([x, skips.pop()], dim=1)  # (B, C_i + C_skip, H_i, W_i)
+            x = maybe_checkpoint(block, x, emb, *context, enabled=self.gradient_checkpointing)
+        return self._apply_out(x)  # (B, out_channels, H, W)
 
 
-class EncoderUNet(_Trunk):
+class EncoderUNet(_Encoder):
     """Classifier of noisy images: the encoder of the U-Net, then attention pooling.
 
     It is guided-diffusion's `EncoderUNetModel` with pool "attention", its default.
@@ -320,18 +550,20 @@ class EncoderUNet(_Trunk):
         image_size: height and width of x. The pooling has a parameter per position.
         in_channels: channels of x.
         out_channels: number of classes.
-        model_channels: base width, like all that follow as in `UNet`.
+        model_channels: base width, even.
         channel_mult: width of each level, in units of `model_channels`.
         num_res_blocks: ResBlocks per level.
-        attention_downsample: levels with attention.
+        attention_downsample: levels with attention, named by the factor that their resolution is
+            reduced by. The middle always has it.
         head_channels: channels of a head, in the blocks and in the pooling.
         dropout: probability in every ResBlock.
-        scale_shift_norm: how the ResBlocks are told the noise level.
-        resblock_updown: how the resolution is reduced.
+        scale_shift_norm: whether the embedding scales and shifts the second norm of a ResBlock, or
+            is added before it.
+        resblock_updown: whether ResBlocks reduce the resolution, or plain convolutions.
         split_heads_first: order of the qkv features in the blocks; the pooling has the other.
 
     Raises:
-        ValueError: for numbers that do not fit together.
+        ValueError: for sizes that do not fit together.
 
     Source: Dhariwal & Nichol 2021, section 4.3.
 
@@ -356,45 +588,39 @@ class EncoderUNet(_Trunk):
         resblock_updown: bool = True,
         split_heads_first: bool = True,
     ) -> None:
-        blocks = _Blocks(
-            emb_channels=4 * model_channels,
+        super().__init__(
+            in_channels,
+            model_channels,
+            channel_mult,
+            num_res_blocks,
+            attention_downsample,
+            num_heads=1,
+            head_channels=head_channels,
             dropout=dropout,
             scale_shift_norm=scale_shift_norm,
             resblock_updown=resblock_updown,
-            num_heads=1,
-            head_channels=head_channels,
             split_heads_first=split_heads_first,
             norm_groups=32,
         )
-        super().__init__(
-            blocks, in_channels, model_channels, channel_mult, num_res_blocks, attention_downsample
-        )
         self.image_size = image_size
-        channels = self.widths[-1]
-        size, heads = image_size // self.reduction, _heads(channels, 1, head_channels)
-        pool = AttentionPool(size, channels, heads, out_channels)
+        channels, reduction = self.widths[-1], 2 ** (len(self.widths) - 1)
+        heads = heads_for(channels, 1, head_channels)
+        pool = AttentionPool(image_size // reduction, channels, heads, out_channels)
         self.out = nn.Sequential(GroupNorm32(channels), nn.SiLU(), pool)
 
     def forward(self, x: Tensor, noise_label: Tensor) -> Tensor:
         """(B, in_channels, image_size, image_size), (B,) -> logits (B, out_channels)."""
-        if x.shape[2:] != (self.image_size, self.image_size):
-            raise ValueError(
-                f"EncoderUNet(image_size={self.image_size}) got images of shape {tuple(x.shape)}: "
-                "resize them, or build the network for their size."
-            )
-        h, _ = self._encode(x, self.time_embed(noise_label))
-        return _without_autocast(self.out, h)
+        check_image_size(x, self.image_size, "EncoderUNet")
+        x, _ = self._encode(x, self.time_embed(noise_label))  # (B, C, H / 2^(levels - 1), ...)
+        return self._apply_out(x)  # (B, out_channels)
 
 
-def _without_autocast(module: nn.Module, x: Tensor) -> Tensor:
-    """module(x) in the dtype of the module's weights."""
-    with no_autocast(x):
-        out: Tensor = module(x.to(next(module.parameters()).dtype))
-    return out
+def heads_for(channels: int, num_heads: int, head_channels: int | None) -> int:
+    """Number of attention heads in a block of this many channels.
 
-
-def _heads(channels: int, num_heads: int, head_channels: int | None) -> int:
-    """Number of heads in a block of this many channels."""
+    Raises:
+        ValueError: if the channels cannot be divided among them.
+    """
     name, divisor = "num_heads", num_heads
     if head_channels is not None:
         name, divisor = "head_channels", head_channels
@@ -404,21 +630,3 @@ def _heads(channels: int, num_heads: int, head_channels: int | None) -> int:
             f"{name}={divisor}: change {name}, channel_mult or attention_downsample."
         )
     return num_heads if head_channels is None else channels // head_channels
-
-
-def _refuse_endless(model_channels: int, num_res_blocks: int, levels: int) -> None:
-    """A number too many digits long would build until the memory is full."""
-    if model_channels > 10**5 or num_res_blocks > 1000 or levels > 32:
-        raise ValueError(
-            "model_channels must be at most 100000, num_res_blocks 1000 and channel_mult 32 "
-            f"numbers long, got {model_channels}, {num_res_blocks} and {levels}."
-        )
-
-
-def _check_attention(attention_downsample: Sequence[int], levels: int) -> None:
-    factors = [2**level for level in range(levels)]
-    if not set(attention_downsample) <= set(factors):
-        raise ValueError(
-            f"attention_downsample={tuple(attention_downsample)} must name levels by their factor, "
-            f"which are {factors} for a channel_mult of length {levels}."
-        )

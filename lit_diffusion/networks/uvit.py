@@ -11,31 +11,45 @@ Sources: Bao et al. 2023, "All are Worth Words: A ViT Backbone for Diffusion Mod
 2209.12152); github.com/baofff/U-ViT, file libs/uvit.py.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from lit_diffusion.networks.conditions import (
-    Condition,
-    GivesTokens,
-    condition_embedding,
-    joined,
-    told,
+    Classes,
+    ConditionKind,
+    Vectors,
+    concat_tokens,
+    embed_condition,
+    resolve_condition,
 )
-from lit_diffusion.networks.layers import TimestepMLP, no_autocast, timestep_embedding
-from lit_diffusion.networks.transformers import (
+from lit_diffusion.networks.layers import (
     MLP,
     Attention,
     LayerNorm32,
     PatchEmbed,
-    check_images,
+    TimestepMLP,
+    check_image_size,
     check_sizes,
-    run,
+    maybe_checkpoint,
+    no_autocast,
+    timestep_embedding,
     unpatchify,
 )
+from lit_diffusion.protocols import Condition
 
 
-class _Block(nn.Module):
-    """A pre-norm transformer block; one of the decoder joins the skip to its input first."""
+class UViTBlock(nn.Module):
+    """A pre-norm transformer block; in the decoder it merges a long skip connection first.
+
+    Args:
+        width: D, of the tokens.
+        num_heads: of attention; divides `width`.
+        hidden: hidden width of the MLP.
+        qkv_bias: whether queries, keys and values have biases.
+        skip: whether `forward` takes a skip connection.
+    """
 
     def __init__(
         self, width: int, num_heads: int, hidden: int, qkv_bias: bool, skip: bool = False
@@ -47,11 +61,11 @@ class _Block(nn.Module):
         self.norm2, self.mlp = LayerNorm32(width), MLP(width, hidden)
 
     def forward(self, x: Tensor, mask: Tensor | None, skip: Tensor | None = None) -> Tensor:
+        """(B, N, D), (B, N), (B, N, D) -> (B, N, D)."""
         if skip is not None:
-            x = self.skip_linear(torch.cat([x, skip], dim=2))
-        x = x + self.attn(self.norm1(x), mask)
-        out: Tensor = x + self.mlp(self.norm2(x))
-        return out
+            x = self.skip_linear(torch.cat([x, skip], dim=2))  # (B, N, D)
+        x = x + self.attn(self.norm1(x), mask)  # (B, N, D)
+        return cast(Tensor, x + self.mlp(self.norm2(x)))
 
 
 class UViT(nn.Module):
@@ -67,9 +81,8 @@ class UViT(nn.Module):
     Published are S/2 on CIFAR-10 (patch_size=2), M/4 and L/4 on ImageNet-64, L/4 and H/4 on latents
     4x64x64, H/2 on latents 4x32x32; those of size H with final_conv=False.
 
-    It wants continuous noise levels of 0 to 999, as the processes give them. At most one of
-    `num_classes`, `context_dim`, `vector_dim` and `num_words` is given; see `conditions` for what
-    each takes.
+    It needs continuous noise levels from 0 to 999, as the processes give them. A label or vector is
+    a token in front; tokens and words are appended to the sequence.
 
     Under autocast the output layers and norms stay in the dtype of their weights.
 
@@ -79,22 +92,20 @@ class UViT(nn.Module):
         out_channels: channels of the result: the images', or twice that if the variance is learned.
         patch_size: height and width of a patch; divides `image_size`.
         width: of the tokens, divisible by 4.
-        depth: number of blocks but for the middle one, even.
+        depth: number of blocks without the middle one, even.
         num_heads: of attention; divides `width`.
         mlp_ratio: hidden width of an MLP, in units of `width`.
         qkv_bias: whether queries, keys and values have biases.
         mlp_time_embed: whether the sinusoids of the noise level pass through an MLP.
         final_conv: whether a 3x3 convolution ends the network.
-        num_classes: number of classes, a token of the sequence.
-        null_class: whether labels have a row for none; without one, labels must be given.
-        context_dim: width of a condition's tokens, which are joined to the sequence.
-        vector_dim: width of a condition's vector, a token of the sequence.
-        num_words: of a condition's vocabulary; words are joined to the sequence.
-        gradient_checkpointing: store only what enters a block and compute its inside again in the
-            backward pass: less memory, about a third more time, the same gradients.
+        num_classes: short form of condition=Classes(num_classes).
+        condition: `Classes`, `Vectors`, `Tokens` or `WordIds` of `networks.conditions`; published
+            models that never drop labels have Classes(num_classes, null_class=False).
+        gradient_checkpointing: store only the inputs of each block and compute its activations
+            again in the backward pass: less memory, about a third more time, the same gradients.
 
     Raises:
-        ValueError: for numbers that do not fit together.
+        ValueError: for sizes that do not fit together.
 
     Example:
         >>> network = UViT(8, 1, 1, patch_size=2, width=32, depth=2, num_heads=2, num_classes=10)
@@ -117,87 +128,39 @@ class UViT(nn.Module):
         mlp_time_embed: bool = False,
         final_conv: bool = True,
         num_classes: int | None = None,
-        null_class: bool = True,
-        context_dim: int | None = None,
-        vector_dim: int | None = None,
-        num_words: int | None = None,
+        condition: ConditionKind | None = None,
         gradient_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         check_sizes(image_size, patch_size, width, depth, num_heads)
         if depth % 2:
-            raise ValueError(f"depth must be even, for each block a skip, got {depth}.")
+            raise ValueError(f"depth must be even, as each block has a skip, got {depth}.")
+        condition = resolve_condition(condition, num_classes)
+        self.num_classes = getattr(condition, "num_classes", None)
+        self.num_words = getattr(condition, "num_words", None)
         self.image_size, self.patch_size, self.width = image_size, patch_size, width
-        self.num_classes, self.num_words = num_classes, num_words
+        self.side = image_size // patch_size
         self.gradient_checkpointing = gradient_checkpointing
 
         self.time_embed = TimestepMLP(width, 4 * width, width) if mlp_time_embed else None
-        self.label_emb = condition_embedding(  # of any condition, under the name that labels have
-            width, num_classes, context_dim, vector_dim, num_words, null_class=null_class
-        )
-        has_vector = self.label_emb is not None and not isinstance(self.label_emb, GivesTokens)
-        self.extras = 1 + has_vector
-        self.side = image_size // patch_size
+        # Any kind of condition is embedded under the name that labels have.
+        self.label_emb = None if condition is None else condition.embedding(width)
+        self.num_prefix = 1 + isinstance(condition, Classes | Vectors)  # tokens before the patches
         self.patch_embed = PatchEmbed(in_channels, width, patch_size)
-        self.pos_embed = nn.Parameter(torch.empty(1, self.extras + self.side**2, width))
+        self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix + self.side**2, width))
 
         sizes = (width, num_heads, int(mlp_ratio * width), qkv_bias)
         half = range(depth // 2)
-        self.in_blocks = nn.ModuleList(_Block(*sizes) for _ in half)
-        self.mid_block = _Block(*sizes)
-        self.out_blocks = nn.ModuleList(_Block(*sizes, skip=True) for _ in half)
+        self.in_blocks = nn.ModuleList(UViTBlock(*sizes) for _ in half)
+        self.mid_block = UViTBlock(*sizes)
+        self.out_blocks = nn.ModuleList(UViTBlock(*sizes, skip=True) for _ in half)
         self.norm = LayerNorm32(width)
         self.decoder_pred = nn.Linear(width, patch_size**2 * out_channels)
         conv = nn.Conv2d(out_channels, out_channels, kernel_size=3, padding=1)
         self.final_layer = conv if final_conv else nn.Identity()
-        self._initialise()
+        self._initialize_weights()
 
-    def forward(self, x: Tensor, noise_label: Tensor, condition: Condition = None) -> Tensor:
-        """What the network says of noisy images.
-
-        Args:
-            x: (B, in_channels, image_size, image_size).
-            noise_label: (B,) noise levels, float32 or float64.
-            condition: labels, vectors, tokens or words as in `conditions`; None for none anywhere.
-
-        Returns:
-            (B, out_channels, image_size, image_size) in the dtype of the weights.
-
-        Raises:
-            ValueError: for images of another size, or a condition of another kind.
-        """
-        check_images(x, self.image_size, type(self).__name__)
-        h, mask = self._tokens(x, noise_label, condition)
-        skips = []
-        for block in self.in_blocks:
-            h = run(block, h, mask, checkpointed=self.gradient_checkpointing)
-            skips.append(h)
-        h = run(self.mid_block, h, mask, checkpointed=self.gradient_checkpointing)
-        for block in self.out_blocks:
-            h = run(block, h, mask, skips.pop(), checkpointed=self.gradient_checkpointing)
-        return self._image(h[:, self.extras : self.extras + self.side**2])
-
-    def _tokens(
-        self, x: Tensor, noise_label: Tensor, condition: Condition
-    ) -> tuple[Tensor, Tensor | None]:
-        """(B, N, width) [vector][noise level][patches][tokens], and which of them are there."""
-        patches = self.patch_embed(x)
-        if self.time_embed is None:
-            level = timestep_embedding(noise_label, self.width).to(self.pos_embed.dtype)
-        else:
-            level = self.time_embed(noise_label)
-        known = told(self.label_emb, condition, x, type(self).__name__)
-        vectors = [level] if known.vector is None else [known.vector, level]
-        tokens = torch.cat([torch.stack(vectors, dim=1), patches], dim=1) + self.pos_embed
-        return joined(tokens, known)
-
-    def _image(self, h: Tensor) -> Tensor:
-        with no_autocast(h):
-            patches = self.decoder_pred(self.norm(h.to(self.pos_embed.dtype)))
-            out: Tensor = self.final_layer(unpatchify(patches, self.side, self.patch_size))
-        return out
-
-    def _initialise(self) -> None:
+    def _initialize_weights(self) -> None:
         """Linear maps and positions of standard deviation 0.02, as the authors'; biases 0."""
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         for module in self.modules():
@@ -205,3 +168,43 @@ class UViT(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+
+    def forward(self, x: Tensor, noise_label: Tensor, condition: Condition = None) -> Tensor:
+        """Predict from noisy images.
+
+        Args:
+            x: (B, in_channels, image_size, image_size).
+            noise_label: (B,) noise levels, float32 or float64.
+            condition: of the kind that the network was built for, with a row for each image, such
+                as labels (B,) int64 with -1 for no class; None for no condition anywhere.
+
+        Returns:
+            (B, out_channels, image_size, image_size) in the dtype of the weights.
+
+        Raises:
+            ValueError: for images of another size, or a condition of another kind.
+        """
+        check_image_size(x, self.image_size, "UViT")
+        embedded = embed_condition(self.label_emb, condition, x, "UViT")
+        x = self.patch_embed(x)  # (B, N, D)
+        if self.time_embed is None:
+            level = timestep_embedding(noise_label, self.width).to(self.pos_embed.dtype)  # (B, D)
+        else:
+            level = self.time_embed(noise_label)  # (B, D)
+        prefix = [level] if embedded.vector is None else [embedded.vector, level]
+        x = torch.cat([torch.stack(prefix, dim=1), x], dim=1) + self.pos_embed  # (B, 1 or 2 + N, D)
+        x, mask = concat_tokens(x, embedded)  # (B, 1 or 2 + N + 1 + L, D)
+
+        skips, checkpointing = [], self.gradient_checkpointing
+        for block in self.in_blocks:
+            x = maybe_checkpoint(block, x, mask, enabled=checkpointing)
+            skips.append(x)
+        x = maybe_checkpoint(self.mid_block, x, mask, enabled=checkpointing)
+        for block in self.out_blocks:
+            x = maybe_checkpoint(block, x, mask, skips.pop(), enabled=checkpointing)
+
+        x = x[:, self.num_prefix : self.num_prefix + self.side**2]  # (B, N, D)
+        with no_autocast(x):
+            x = self.decoder_pred(self.norm(x.to(self.pos_embed.dtype)))  # (B, N, p p out_channels)
+            x = unpatchify(x, self.side, self.patch_size)  # (B, out_channels, H, W)
+            return cast(Tensor, self.final_layer(x))

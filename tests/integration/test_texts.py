@@ -21,16 +21,20 @@ from lit_diffusion.conditioning import Embeddings, Words
 from lit_diffusion.data.datasets import TensorImages
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.guidance import ClassifierFree
+from lit_diffusion.networks.conditions import Tokens, Vectors, WordIds
 from lit_diffusion.networks.unet import UNet
 
 WORDS = Words(("dark", "bright", "thin"), 2, ("dark thin", "bright"))
 NULL = (torch.full((3, 6), 2.0), torch.tensor([True, False, False]))
 EXAMPLES = (torch.arange(36.0).view(2, 3, 6) / 36, torch.tensor([[True, True, False]] * 2))
 KINDS = {
-    "words": ({"num_words": 3}, WORDS),
-    "tokens": ({"context_dim": 6}, Embeddings((3, 6), EXAMPLES)),
-    "tokens, null given": ({"context_dim": 6}, Embeddings((3, 6), EXAMPLES, NULL)),
-    "vectors": ({"vector_dim": 6}, Embeddings((6,), (EXAMPLES[0][:, 0], EXAMPLES[1][:, 0]))),
+    "words": ({"condition": WordIds(3)}, WORDS),
+    "tokens": ({"condition": Tokens(6)}, Embeddings((3, 6), EXAMPLES)),
+    "tokens, null given": ({"condition": Tokens(6)}, Embeddings((3, 6), EXAMPLES, NULL)),
+    "vectors": (
+        {"condition": Vectors(6)},
+        Embeddings((6,), (EXAMPLES[0][:, 0], EXAMPLES[1][:, 0])),
+    ),
 }
 PAGE = (Path(__file__).parents[2] / "docs" / "methods.md").read_text()
 
@@ -109,7 +113,7 @@ def test_a_run_on_texts_that_is_resumed_ends_with_the_same_bits(kind, tmp_path):
 
 def test_words_beyond_those_of_the_network_are_refused():
     with pytest.raises(ValueError, match="num_words is 3 in the module, but 4 in UNet; change one"):
-        told({"num_words": 4}, WORDS)
+        told({"condition": WordIds(4)}, WORDS)
 
 
 @pytest.fixture
@@ -118,7 +122,8 @@ def described(folder):
     config = small_digits(1)
     model = config["model"]["init_args"]
     model["num_classes"] = model["network"]["init_args"]["num_classes"] = None
-    model["network"]["init_args"]["num_words"] = 17
+    kind = {"class_path": f"{WordIds.__module__}.WordIds", "init_args": {"num_words": 17}}
+    model["network"]["init_args"]["condition"] = kind
     model["conditioning"] = {"class_path": "lit_diffusion.data.described.DigitWords"}
     hyper = hyper_parameters(config, "model")
     module = build({"hyper_parameters": hyper}, "this")
@@ -189,7 +194,7 @@ def test_the_text_encoder_of_the_docs_conditions_a_module(tmp_path):
     condition = tuple(
         torch.stack(rows) for rows in zip(*map(captions.encode, ["dog", "a cat"]), strict=True)
     )
-    module = told({"context_dim": 8}, captions, guidance=ClassifierFree(2.0))
+    module = told({"condition": Tokens(8)}, captions, guidance=ClassifierFree(2.0))
     images = module.generate(range(2), condition)
     assert not torch.equal(images, module.generate(range(2)))
     empty = tuple(torch.stack([row, row]) for row in captions.encode(""))

@@ -1,11 +1,16 @@
+"""Our DiT against diffusers' own, which is the referee."""
+
+from functools import partial
+
 import pytest
 import torch
 from support.golden import Z
 from support.golden_weights import fill_
 from torch.testing import assert_close
 
-from lit_diffusion.interchange.diffusers_dit import SAME, to_config, to_diffusers
+from lit_diffusion.interchange.diffusers_dit import FIX_FREQUENCIES, to_config, to_diffusers
 from lit_diffusion.networks.dit import DiT
+from lit_diffusion.networks.layers import timestep_embedding
 
 SIZES = [
     {"patch_size": 2, "width": 48, "depth": 3, "num_heads": 4, "out_channels": 6},
@@ -23,10 +28,10 @@ def filled(arguments):
 
 
 class Pipeline:
-    """As far as `SAME` needs one."""
+    """As far as `FIX_FREQUENCIES` needs one."""
 
 
-def theirs(network, arguments):
+def converted(network, arguments):
     diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
     other = diffusers.DiTTransformer2DModel(**to_config(arguments))
     missing, foreign = other.load_state_dict(to_diffusers(network.state_dict()), strict=False)
@@ -34,37 +39,47 @@ def theirs(network, arguments):
     return other.eval()
 
 
+def in_float64(network):
+    """Sinusoids too, of which diffusers' are in float32."""
+    for block in network.transformer_blocks:
+        del block.norm1.emb.time_proj
+        block.norm1.emb.time_proj = partial(timestep_embedding, dim=256)
+    return network.double()
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 def test_output_is_that_of_diffusers_after_the_lines_that_are_printed(sizes):
     arguments = BASE | sizes
     ours = filled(arguments)
-    other = theirs(ours, arguments)
+    other = converted(ours, arguments)
     labels = torch.tensor([0, 9, -1])
-    x, t = Z((3, 3, 8, 8), 1).float(), torch.tensor([0, 123, 999])
+    x, t = Z((3, 3, 8, 8), 1), torch.tensor([0, 123, 999])
 
-    def outputs():
+    def outputs(dtype=torch.float32):
         with torch.no_grad():
-            return ours(x, t, labels), other(x, t, labels.where(labels >= 0, 10)).sample
+            theirs = other(x.to(dtype), t, labels.where(labels >= 0, 10)).sample
+            return ours.to(dtype)(x.to(dtype), t, labels), theirs
 
     output, before = outputs()
     assert (output - before).abs().max() > 1e-3  # why they are printed
     pipeline = Pipeline()
     pipeline.transformer = other
-    exec(SAME, {"pipeline": pipeline})
+    exec(FIX_FREQUENCIES, {"pipeline": pipeline})
     output, expected = outputs()
     assert expected.std() > 0.05
     assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    other = in_float64(other)
+    assert_close(*outputs(torch.float64), rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
-        ({"num_classes": None}, "num_classes=None: .* labels, and nothing else"),
-        ({"context_dim": 6}, "context_dim=6"),
-        ({"vector_dim": 6}, "vector_dim=6"),
+        ({"num_classes": None}, "num_classes=None"),
+        ({"condition": {"class_path": "Tokens", "init_args": {"dim": 6}}}, "condition=.*Tokens"),
         ({"mlp_ratio": 2}, "mlp_ratio=2: .* has 4"),
     ],
 )
-def test_what_diffusers_cannot_express_is_refused_by_name(changes, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_diffusers_cannot_express_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
         to_config(BASE | SIZES[0] | changes)

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange
 from lit_diffusion.grids import Stride
-from lit_diffusion.interchange.diffusers_dit import SAME
+from lit_diffusion.interchange.diffusers_dit import FIX_FREQUENCIES
 from lit_diffusion.interchange.diffusers_folder import (
     read_model,
     scheduler_config,
@@ -21,6 +21,7 @@ from lit_diffusion.interchange.diffusers_folder import (
 )
 from lit_diffusion.interchange.published import convert
 from lit_diffusion.losses import HybridLoss, Simple
+from lit_diffusion.networks.conditions import Classes
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.unet import UNet
 from lit_diffusion.parameterizations import EDMPreconditioning, Epsilon, Sample, Velocity
@@ -68,9 +69,9 @@ def write(folder, module, arguments=ARGUMENTS, vae=None):
 
 def pipeline_of(folder, kind="DDPMPipeline"):
     diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
-    made = getattr(diffusers, kind).from_pretrained(folder)
-    made.set_progress_bar_config(disable=True)
-    return made
+    pipeline = getattr(diffusers, kind).from_pretrained(folder)
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
 
 
 def our_images(module):
@@ -94,16 +95,16 @@ def assert_images_are(ours, pipeline, steps):
     close(pipeline(2, generators, steps, output_type="pt").images, our_images(ours))
 
 
-@pytest.mark.parametrize("betas", [LinearBetas(100), CosineBetas(100)])
+@pytest.mark.parametrize("betas", [LinearBetas(40), CosineBetas(40)])
 @pytest.mark.parametrize("parameterization", [Epsilon(), Sample(), Velocity()])
 def test_ddpm_pipeline_makes_our_image_of_a_seed(betas, parameterization, tmp_path):
     ours = module(
         process=DiscreteVP(betas),
         parameterization=parameterization,
-        solver=DDPM(FixedSmall(), steps=100),
+        solver=DDPM(FixedSmall(), steps=40),
     )
     assert write(tmp_path, ours) == []
-    assert_images_are(ours, pipeline_of(tmp_path), 100)
+    assert_images_are(ours, pipeline_of(tmp_path), 40)
 
 
 @pytest.mark.parametrize("variance", [FixedSmall(), FixedLarge(), LearnedRange()])
@@ -123,8 +124,8 @@ def test_with_fewer_steps_and_any_variance_too(variance, tmp_path):
 def test_ddim_pipeline_makes_our_image_of_a_seed(solver, tmp_path):
     ours = module(solver=solver)
     write(tmp_path, ours)
-    made = pipeline_of(tmp_path, "DDIMPipeline")
-    images = made(
+    pipeline = pipeline_of(tmp_path, "DDIMPipeline")
+    images = pipeline(
         2,
         PerSampleNoise(SEEDS).generators,
         num_inference_steps=solver.steps,
@@ -145,12 +146,12 @@ def test_dit_pipeline_makes_our_latents_of_a_seed(tmp_path):
         num_classes=3,
         solver=DDIM(10, times=Stride(), clip=False),
     )
-    (said,) = write(tmp_path / "out", ours, DIT, str(tmp_path / "vae"))
-    assert SAME in said
-    made = pipeline_of(tmp_path / "out", "DiTPipeline")
-    exec(SAME, {"pipeline": made})
+    (remark,) = write(tmp_path / "out", ours, DIT, str(tmp_path / "vae"))
+    assert FIX_FREQUENCIES in remark
+    pipeline = pipeline_of(tmp_path / "out", "DiTPipeline")
+    exec(FIX_FREQUENCIES, {"pipeline": pipeline})
     generators = PerSampleNoise(SEEDS).generators
-    images = made([2, 0], 1.0, generators, 10, output_type="pt").images
+    images = pipeline([2, 0], 1.0, generators, 10, output_type="pt").images
     noise = PerSampleNoise(SEEDS)
     with torch.no_grad():
         denoise = ours.denoise_for(torch.tensor([2, 0]))
@@ -160,31 +161,48 @@ def test_dit_pipeline_makes_our_latents_of_a_seed(tmp_path):
     close(images, (expected / 2 + 0.5).clamp(0, 1))
 
 
-def test_what_there_is_to_say_is_said(tmp_path):
-    labelled = ARGUMENTS | {"num_classes": 3}
-    (said,) = write(tmp_path, module(fill_(UNet(**labelled)), num_classes=3), labelled)
-    assert "takes labels" in said
+@pytest.mark.parametrize(
+    "labels",
+    [
+        {"num_classes": 3},
+        {
+            "num_classes": None,
+            "condition": {
+                "class_path": f"{Classes.__module__}.Classes",
+                "init_args": {"num_classes": 3, "null_class": True},
+            },
+        },
+    ],
+)
+def test_labels_are_exported_and_remarked_on(labels, tmp_path):
+    network = fill_(UNet(**ARGUMENTS, num_classes=3))
+    (remark,) = write(tmp_path, module(network, num_classes=3), ARGUMENTS | labels)
+    assert "takes labels" in remark
+    assert read_model(tmp_path)[0]["num_class_embeds"] == 4
+
+
+def test_a_dit_without_a_vae_is_remarked_on(tmp_path):
     latents = {"image_shape": (4, 8, 8), "num_classes": 3}
-    said = write(tmp_path / "dit", module(dit(), **latents), DIT)
-    assert "AutoencoderKL" in said[1]
+    remarks = write(tmp_path / "dit", module(dit(), **latents), DIT)
+    assert "AutoencoderKL" in remarks[1]
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"process": ContinuousVP(), "solver": DDIM(3, times=None)}, "has betas, and ContinuousVP"),
         (
             {"process": DiscreteVP(CosineBetas(100), rescale_labels=True)},
             "rescale_labels=True with 100",
         ),
-        ({"parameterization": EDMPreconditioning()}, "knows Epsilon, Sample, Velocity"),
+        ({"parameterization": EDMPreconditioning()}, "has Epsilon, Sample, Velocity"),
     ],
 )
-def test_what_schedulers_cannot_express_is_refused_by_name(changes, told, tmp_path):
+def test_what_schedulers_cannot_express_is_refused_by_name(changes, message, tmp_path):
     ours = module()
     for name, value in changes.items():
         setattr(ours, name, value)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         write(tmp_path / "out", ours)
     assert not (tmp_path / "out").exists()
 
@@ -233,7 +251,7 @@ def test_another_folder_than_that_of_a_vae_is_refused(tmp_path):
     latents = module(dit(), image_shape=(4, 8, 8), num_classes=3)
     with pytest.raises(ValueError, match="vae must be the folder of an AutoencoderKL"):
         write(tmp_path / "out", latents, DIT, str(tmp_path / "vae"))
-    with pytest.raises(ValueError, match=r"vae is for a DiT, .* and not a UNet"):
+    with pytest.raises(ValueError, match=r"vae is for a DiT, .* not a UNet"):
         write(tmp_path / "out", module(), vae=str(tmp_path / "vae"))
     assert not (tmp_path / "out").exists()
 

@@ -6,56 +6,64 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.golden_weights import fill_
-from support.small_transformers import batch, condition, small
+from support.small_networks import NETWORKS, arguments, batch, condition, small
 
 from lit_diffusion.interchange import load_network
-from lit_diffusion.interchange.exported import RECORD, WEIGHTS, read_tensors, write_network
-from lit_diffusion.networks.unet import EncoderUNet, UNet
+from lit_diffusion.interchange.exported import RECORD, WEIGHTS, read_state_dict, write_network
+from lit_diffusion.networks.conditions import WordIds
+from lit_diffusion.networks.unet import EncoderUNet
 
-UNET = {"in_channels": 1, "out_channels": 2, "model_channels": 32, "channel_mult": [1, 2]}
-UNET |= {"num_res_blocks": 1, "num_classes": 10, "norm_groups": 8}
-SIZES = {"patch_size": 2, "width": 32, "depth": 4, "num_heads": 2, "num_classes": 10}
-SIZES |= {"image_size": 8, "in_channels": 1, "out_channels": 2}
 CLASSIFIER = {"image_size": 8, "in_channels": 1, "out_channels": 10, "model_channels": 32}
 CLASSIFIER |= {"channel_mult": [1, 2], "num_res_blocks": 1, "attention_downsample": [2]}
 CLASSIFIER |= {"head_channels": 32}
-NETWORKS = {
-    "unet.UNet": (lambda: fill_(UNet(**UNET)), UNET),
-    "unet.EncoderUNet": (lambda: fill_(EncoderUNet(**CLASSIFIER)), CLASSIFIER),
-    "uvit.UViT": (lambda: small("uvit"), SIZES),
-    "dit.DiT": (lambda: small("dit"), SIZES),
-    "jit.JiT": (
-        lambda: small("jit"),
-        SIZES | {"bottleneck": 8, "in_context_start": 2, "in_context_tokens": 3},
-    ),
-}
 
 
-def write(folder, name="unet.UNet", **changes):
-    make, arguments = NETWORKS[name]
-    network = make().eval()
-    spec = {"class_path": f"lit_diffusion.networks.{name}", "init_args": arguments | changes}
+def write(folder, name="unet", **changes):
+    network = small(name).eval()
+    path = f"lit_diffusion.networks.{name}.{NETWORKS[name].__name__}"
+    spec = {"class_path": path, "init_args": arguments(name) | changes}
     write_network(folder, network.state_dict(), {"network": spec, "step": 3})
     return network
 
 
-def inputs(name):
-    labels = () if name == "unet.EncoderUNet" else (condition("labels"),)
-    return *batch(), *labels
-
-
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_network_comes_back_to_the_last_bit(name, tmp_path):
-    network, loaded = write(tmp_path, name), load_network(write_again(tmp_path, name))
+def test_a_network_comes_back_bit_exactly(name, tmp_path):
+    write(tmp_path, name)
+    network = write(tmp_path, name)  # in the place of the one that is there
+    assert {path.name for path in tmp_path.iterdir()} == {RECORD, WEIGHTS}
+    loaded = load_network(tmp_path)
     assert not loaded.training
-    assert torch.equal(loaded(*inputs(name)), network(*inputs(name)))
+    inputs = *batch(), condition("labels")
+    assert torch.equal(loaded(*inputs), network(*inputs))
 
 
-def write_again(folder, name):
-    """An export takes the place of the one that is there."""
-    write(folder, name)
-    assert {path.name for path in folder.iterdir()} == {RECORD, WEIGHTS}
-    return folder
+def test_a_classifier_comes_back_bit_exactly(tmp_path):
+    network = fill_(EncoderUNet(**CLASSIFIER)).eval()
+    spec = {"class_path": "lit_diffusion.networks.unet.EncoderUNet", "init_args": CLASSIFIER}
+    write_network(tmp_path, network.state_dict(), {"network": spec})
+    assert torch.equal(load_network(tmp_path)(*batch()), network(*batch()))
+
+
+@pytest.mark.parametrize("name", ["unet", "dit"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {
+            "condition": {
+                "class_path": f"{WordIds.__module__}.WordIds",
+                "init_args": {"num_words": 7},
+            }
+        },
+        {"context_dim": None, "vector_dim": None, "num_words": 7},  # of an earlier version
+    ],
+)
+def test_a_condition_comes_back(name, spec, tmp_path):
+    network = small(name, "words").eval()
+    path = f"lit_diffusion.networks.{name}.{NETWORKS[name].__name__}"
+    spec = {"class_path": path, "init_args": arguments(name, "none") | spec}
+    write_network(tmp_path, network.state_dict(), {"network": spec})
+    inputs = *batch(), condition("words")
+    assert torch.equal(load_network(tmp_path)(*inputs), network(*inputs))
 
 
 WITHOUT_LIGHTNING = """
@@ -82,12 +90,12 @@ torch.save(load_network(sys.argv[1])(x, t, labels).detach(), sys.argv[2])
 
 def test_it_is_read_where_lightning_cannot_be_imported(tmp_path):
     network = write(tmp_path / "exported")
-    torch.save(inputs("unet.UNet"), tmp_path / "x.pt")
+    torch.save((*batch(), condition("labels")), tmp_path / "x.pt")
     code = [sys.executable, "-c", WITHOUT_LIGHTNING, tmp_path / "exported", tmp_path / "x.pt"]
     done = subprocess.run(code, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     output = torch.load(tmp_path / "x.pt", weights_only=True)
-    assert torch.equal(output, network(*inputs("unet.UNet")))
+    assert torch.equal(output, network(*batch(), condition("labels")))
 
 
 def test_weights_of_another_export_are_refused(tmp_path):
@@ -99,18 +107,19 @@ def test_weights_of_another_export_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
-        ({"channel_mult": [1, 3]}, r"label_emb|input_blocks.3.0.in_layers.2.weight is \(64, 32"),
+        ({"channel_mult": [1, 3]}, r"label_emb|input_blocks.3.0.in_layers.2.weight is \(32, 16"),
         ({"num_res_blocks": 2}, "the file lacks input_blocks"),
         ({"num_classes": None}, "the network lacks label_emb.weight"),
         ({"model_channels": 99968}, "model_channels"),  # many times the memory there is
         ({"wings": 2}, r"UNet cannot be built: .*'wings'"),
+        ({"condition": {"class_path": "this.prints", "init_args": {}}}, "cannot be built"),
     ],
 )
-def test_a_record_that_does_not_fit_its_weights_is_refused(changes, told, tmp_path):
+def test_a_record_that_does_not_fit_its_weights_is_refused(changes, message, tmp_path):
     write(tmp_path, **changes)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         load_network(tmp_path)
 
 
@@ -141,7 +150,7 @@ def test_a_file_in_the_place_of_the_folder_is_kept(tmp_path):
 def test_of_several_sets_of_weights_in_a_file_the_averages_are_read(tmp_path):
     sets = {"model": {"module.a": torch.zeros(1)}, "ema": {"module.a": torch.ones(1).half()}}
     torch.save(sets, tmp_path / "x.pt")
-    read = read_tensors(tmp_path / "x.pt")
+    read = read_state_dict(tmp_path / "x.pt")
     assert list(read) == ["a"]
     assert read["a"].dtype == torch.float32
     assert read["a"] == 1
@@ -152,16 +161,16 @@ class Code:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "message"),
     [(Code(), "holds pickled code, which is never run"), ([1], "holds no state_dict")],
 )
-def test_only_tensors_are_read(content, told, tmp_path):
+def test_only_tensors_are_read(content, message, tmp_path):
     torch.save({"opt": content} if isinstance(content, Code) else content, tmp_path / "x.pt")
-    with pytest.raises(ValueError, match=told):
-        read_tensors(tmp_path / "x.pt")
+    with pytest.raises(ValueError, match=message):
+        read_state_dict(tmp_path / "x.pt")
 
 
 def test_a_damaged_file_is_said_to_be_one(tmp_path):
     (tmp_path / "x.pt").write_bytes(b"PK" + bytes(40))
     with pytest.raises(ValueError, match="is damaged or of no such format"):
-        read_tensors(tmp_path / "x.pt")
+        read_state_dict(tmp_path / "x.pt")

@@ -12,7 +12,7 @@ from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.unet import EncoderUNet, UNet
 
 OLD, NEW = {"split_heads_first": True}, {"split_heads_first": False}
-GIVEN = {
+OVERRIDES = {
     "gd_A": OLD | {"num_heads": 4},
     "gd_A_neworder": NEW | {"num_heads": 4},
     "gd_B": NEW | {"head_channels": 32},
@@ -47,11 +47,11 @@ def recorded_input(tag, network):
     return x, tensor(case(tag), f"{tag}/timesteps"), *labels
 
 
-@pytest.mark.parametrize("tag", GIVEN)
-def test_an_imported_network_says_what_its_reference_said(tag, tmp_path):
+@pytest.mark.parametrize("tag", OVERRIDES)
+def test_an_imported_network_gives_the_output_of_its_reference(tag, tmp_path):
     torch.save(published(tag), tmp_path / "published.pt")
     kind = KINDS[tag.split("_")[0]]
-    convert(tmp_path / "published.pt", kind, tmp_path / "out", GIVEN[tag])
+    convert(tmp_path / "published.pt", kind, tmp_path / "out", OVERRIDES[tag])
     network = load_network(tmp_path / "out")
     with torch.no_grad():
         output = network(*recorded_input(tag, network))
@@ -104,27 +104,29 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_arguments_of_published_networks_are_found(name):
-    made, arguments = PUBLISHED[name]
+    expected_class, arguments = PUBLISHED[name]
     arguments = {"in_channels": 3, "out_channels": 6, "num_heads": 4} | arguments
-    if made is EncoderUNet:
+    if expected_class is EncoderUNet:
         arguments.pop("num_heads")
-    asked = ("num_heads", "head_channels", "split_heads_first")
-    given = {name: arguments[name] for name in asked if name in arguments}
-    found, inferred = infer(meta(lambda: made(**arguments)), KINDS[name.split()[0]], given)
-    assert found is made
+    required = ("num_heads", "head_channels", "split_heads_first")
+    overrides = {name: arguments[name] for name in required if name in arguments}
+    network_class, inferred = infer(
+        meta(lambda: expected_class(**arguments)), KINDS[name.split()[0]], overrides
+    )
+    assert network_class is expected_class
     assert {name: inferred[name] for name in arguments} == arguments
 
 
 def test_the_arguments_of_a_dit_are_found():
     state = meta(lambda: DiT(32, 4, 8, 2, 1152, 28, 16, num_classes=1000))
-    made, arguments = infer(state, "dit", {"num_heads": 16})
+    network_class, arguments = infer(state, "dit", {"num_heads": 16})
     sizes = {"image_size": 32, "in_channels": 4, "out_channels": 8, "patch_size": 2, "width": 1152}
     more = {"mlp_ratio": 4, "depth": 28, "num_classes": 1000, "num_heads": 16}
-    assert (made, arguments) == (DiT, sizes | more)
+    assert (network_class, arguments) == (DiT, sizes | more)
 
 
 @pytest.mark.parametrize(
-    ("tag", "kind", "lacking", "told"),
+    ("tag", "kind", "missing", "message"),
     [
         ("id_A", "id", "num_heads", "shapes cannot tell num_heads: give --network.num_heads=VALUE"),
         ("gd_B", "gd", "head_channels", "num_heads=VALUE or --network.head_channels=VALUE"),
@@ -135,17 +137,17 @@ def test_the_arguments_of_a_dit_are_found():
         ("gd_A", "uvit", "num_heads", "is not of --kind uvit: it lacks patch_embed"),
     ],
 )
-def test_what_shapes_cannot_tell_is_asked_for(tag, kind, lacking, told):
-    given = {name: value for name, value in GIVEN[tag].items() if name != lacking}
-    with pytest.raises(ValueError, match=told):
-        infer(published(tag), KINDS[kind], given)
+def test_what_shapes_cannot_tell_is_asked_for(tag, kind, missing, message):
+    overrides = {name: value for name, value in OVERRIDES[tag].items() if name != missing}
+    with pytest.raises(ValueError, match=message):
+        infer(published(tag), KINDS[kind], overrides)
 
 
 def test_weights_that_the_architecture_has_not_are_named():
     with pytest.raises(ValueError, match=r"is no UNet of .*the network lacks wings.weight"):
-        infer(published("id_A") | {"wings.weight": torch.ones(1)}, KINDS["id"], GIVEN["id_A"])
+        infer(published("id_A") | {"wings.weight": torch.ones(1)}, KINDS["id"], OVERRIDES["id_A"])
     with pytest.raises(ValueError, match=r"UNet cannot be built: .*'wings'"):
-        infer(published("id_A"), KINDS["id"], GIVEN["id_A"] | {"wings": 2})
+        infer(published("id_A"), KINDS["id"], OVERRIDES["id_A"] | {"wings": 2})
 
 
 def test_where_shapes_fit_two_depths_it_is_asked_which():
@@ -154,6 +156,6 @@ def test_where_shapes_fit_two_depths_it_is_asked_which():
     sizes |= {"channel_mult": (1, 1, 1, 1), "attention_downsample": (), "num_res_blocks": 2}
     state = meta(lambda: EncoderUNet(**sizes))
     with pytest.raises(ValueError, match=r"num_res_blocks of .*2.*; say which"):
-        infer(state, KINDS["gd"], GIVEN["gd_classifier"])
-    given = GIVEN["gd_classifier"] | {"num_res_blocks": 2}
-    assert infer(state, KINDS["gd"], given)[1]["channel_mult"] == [1, 1, 1, 1]
+        infer(state, KINDS["gd"], OVERRIDES["gd_classifier"])
+    overrides = OVERRIDES["gd_classifier"] | {"num_res_blocks": 2}
+    assert infer(state, KINDS["gd"], overrides)[1]["channel_mult"] == [1, 1, 1, 1]

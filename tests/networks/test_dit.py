@@ -1,14 +1,12 @@
-from functools import partial
+"""Outputs are compared with diffusers' DiT in tests/interchange/test_diffusers_dit.py."""
 
 import pytest
 import torch
-from support.golden import Z
-from support.small_transformers import batch, condition, small
+from support.small_networks import batch, condition, small
 from torch.testing import assert_close
 
 from lit_diffusion.networks.dit import DiT
-from lit_diffusion.networks.layers import timestep_embedding
-from lit_diffusion.networks.transformers import sincos_2d
+from lit_diffusion.networks.layers import sincos_2d
 
 SIZES = {
     "S": {"width": 384, "depth": 12, "num_heads": 6},
@@ -100,88 +98,9 @@ def test_labels_and_vectors_are_added_to_the_noise_level():
     assert_close(network(x, noise_label, labels + 2), expected, rtol=1e-10, atol=1e-10)
 
 
-def test_tokens_are_joined_to_the_patches():
+def test_tokens_are_appended_to_the_patches():
     network, lengths = small("dit", "tokens"), []
     network.blocks[0].register_forward_pre_hook(lambda _, args: lengths.append(args[0].shape[1]))
     network(*batch(), condition("tokens"))
     network(*batch())
     assert lengths == [16 + 1 + 5, 16 + 1]
-
-
-# The referee
-
-
-def theirs(ours, patch_size, width, depth, heads):
-    """diffusers' network with our weights, and the two defaults of the paper that it has not."""
-    diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
-    network = diffusers.DiTTransformer2DModel(
-        num_attention_heads=heads,
-        attention_head_dim=width // heads,
-        in_channels=3,
-        out_channels=6,
-        num_layers=depth,
-        sample_size=8,
-        patch_size=patch_size,
-        num_embeds_ada_norm=10,
-        norm_eps=1e-6,
-    )
-    state, mine = {}, ours.state_dict()
-    for kind in ("weight", "bias"):
-        state[f"pos_embed.proj.{kind}"] = mine[f"x_embedder.proj.{kind}"]
-        state[f"proj_out_1.{kind}"] = mine[f"final_layer.adaLN_modulation.1.{kind}"]
-        state[f"proj_out_2.{kind}"] = mine[f"final_layer.linear.{kind}"]
-        for i in range(depth):
-            here, there = f"blocks.{i}", f"transformer_blocks.{i}"
-            q, k, v = mine[f"{here}.attn.qkv.{kind}"].chunk(3)
-            state |= {
-                f"{there}.attn1.to_{n}.{kind}": p for n, p in zip("qkv", (q, k, v), strict=True)
-            }
-            for inside, outside in (
-                (f"{here}.attn.proj", "attn1.to_out.0"),
-                (f"{here}.mlp.fc1", "ff.net.0.proj"),
-                (f"{here}.mlp.fc2", "ff.net.2"),
-                (f"{here}.adaLN_modulation.1", "norm1.linear"),
-                ("t_embedder.mlp.0", "norm1.emb.timestep_embedder.linear_1"),
-                ("t_embedder.mlp.2", "norm1.emb.timestep_embedder.linear_2"),
-            ):
-                state[f"{there}.{outside}.{kind}"] = mine[f"{inside}.{kind}"]
-    for i in range(depth):
-        table = f"transformer_blocks.{i}.norm1.emb.class_embedder.embedding_table.weight"
-        state[table] = mine["y_embedder.embedding_table.weight"]
-    missing, foreign = network.load_state_dict(state, strict=False)
-    assert (set(missing) <= {"pos_embed.pos_embed"}, foreign) == (True, [])
-    for block in network.transformer_blocks:
-        block.norm1.emb.time_proj.downscale_freq_shift = 0
-    return network.eval()
-
-
-def in_float64(network):
-    """Sinusoids too, of which diffusers' are in float32."""
-    for block in network.transformer_blocks:
-        del block.norm1.emb.time_proj
-        block.norm1.emb.time_proj = partial(timestep_embedding, dim=256)
-    return network.double()
-
-
-def random_dit(*sizes):
-    torch.manual_seed(0)
-    network = DiT(8, 3, 6, *sizes, num_classes=10)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.normal_(std=0.5 * parameter[0].numel() ** -0.5)
-    return network
-
-
-@pytest.mark.parametrize("sizes", [(2, 48, 3, 4), (4, 32, 2, 2)])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-9)])
-def test_output_is_that_of_diffusers(sizes, dtype, tolerance):
-    ours = random_dit(*sizes)
-    other = theirs(ours, *sizes)
-    other = in_float64(other) if dtype == torch.float64 else other
-    labels = torch.tensor([0, 9, -1])
-    x, t = Z((3, 3, 8, 8), 1).to(dtype), torch.tensor([0, 123, 999])
-    with torch.no_grad():
-        expected = other(x, t, labels.where(labels >= 0, 10)).sample
-        output = ours.to(dtype)(x, t, labels)
-    assert expected.std() > 0.05
-    assert_close(output, expected, rtol=tolerance, atol=tolerance)

@@ -2,10 +2,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.golden import Z
-from support.small_transformers import batch, condition, small
+from support.small_networks import batch, condition, small
 from torch.testing import assert_close
 
-from lit_diffusion.networks.jit import JiT, rotary_angles, rotated
+from lit_diffusion.networks.conditions import Tokens
+from lit_diffusion.networks.jit import JiT, apply_rope, rope_cos_sin
 
 SIZES = {
     "B": {"width": 768, "depth": 12, "num_heads": 12, "bottleneck": 128, "in_context_start": 4},
@@ -24,50 +25,48 @@ def test_sizes_have_the_number_of_parameters_of_the_paper(size, millions):
     assert round(sum(p.numel() for p in network.parameters()) / 1e6) == millions
 
 
-def turns(angles):
-    return torch.stack([angles.cos(), angles.sin()])
-
-
-def test_a_turn_keeps_lengths_and_is_a_product_of_complex_numbers():
+def test_rope_keeps_lengths_and_is_a_product_of_complex_numbers():
     x, angles = Z((2, 5, 8), 1), Z((5, 4), 2)
-    a, b = x.chunk(2, dim=-1)
-    turned = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
-    assert_close(rotated(x, turns(angles)), torch.cat([turned.real, turned.imag], dim=-1))
-    assert rotated(x.bfloat16(), turns(angles)).dtype == torch.bfloat16
+    cos_sin, (a, b) = torch.stack([angles.cos(), angles.sin()]), x.chunk(2, dim=-1)
+    expected = torch.complex(a, b) * torch.polar(torch.ones_like(angles), angles)
+    assert_close(apply_rope(x, cos_sin), torch.cat([expected.real, expected.imag], dim=-1))
+    assert apply_rope(x.bfloat16(), cos_sin).dtype == torch.bfloat16
 
 
 def test_angles_are_rows_and_columns_times_geometric_frequencies():
-    angles = rotary_angles(3, 8, extra=2)
-    assert angles.shape == (11, 4)
+    cos, sin = rope_cos_sin(3, 8, num_extra=2)
+    assert cos.shape == sin.shape == (11, 4)
     row, column = 2, 1
-    expected = torch.tensor([row, row / 100, column, column / 100], dtype=torch.float64)
-    assert_close(angles[3 * row + column], expected)
-    assert not angles[9:].any()
+    angles = torch.tensor([row, row / 100, column, column / 100], dtype=torch.float64)
+    assert_close(cos[3 * row + column], angles.cos())
+    assert_close(sin[3 * row + column], angles.sin())
+    assert (cos[9:] == 1).all()
+    assert (sin[9:] == 0).all()
 
 
-def test_attention_depends_on_how_far_apart_patches_are_alone():
+def test_attention_depends_only_on_how_far_apart_patches_are():
     q, k = Z((1, 16), 1), Z((1, 16), 2)
-    angles = rotary_angles(4, 16, extra=0).reshape(4, 4, 8)
+    cos_sin = rope_cos_sin(4, 16, num_extra=0).reshape(2, 4, 4, 8)
 
     def score(a, b):
-        return (rotated(q, turns(angles[a])) * rotated(k, turns(angles[b]))).sum()
+        return (apply_rope(q, cos_sin[:, *a]) * apply_rope(k, cos_sin[:, *b])).sum()
 
     assert_close(score((0, 1), (2, 2)), score((1, 2), (3, 3)))
     assert (score((0, 1), (2, 2)) - score((0, 1), (2, 3))).abs() > 1e-3
     assert (score((0, 1), (2, 2)) - score((0, 1), (1, 2))).abs() > 1e-3
 
 
-def test_patches_are_turned_by_their_own_places_and_the_class_is_not():
-    network, seen = small("jit", in_context_start=2), []
+def test_patches_have_rotary_positions_and_the_class_has_none():
+    network, inputs = small("jit", in_context_start=2), []
     for block in network.blocks:
-        block.register_forward_pre_hook(lambda _, args: seen.append(args[2]))
+        block.register_forward_pre_hook(lambda _, args: inputs.append(args[2]))
     network(*batch(), condition("labels"))
-    for where, extra in zip(seen, (0, 0, 3, 3), strict=True):
-        expected = turns(rotary_angles(4, 16, extra)).float()
-        assert_close(where, expected, rtol=0, atol=1e-6)
+    for cos_sin, num_extra in zip(inputs, (0, 0, 3, 3), strict=True):
+        expected = rope_cos_sin(4, 16, num_extra).float()
+        assert_close(cos_sin, expected, rtol=0, atol=1e-6)
 
 
-def test_queries_and_keys_are_normed():
+def test_queries_and_keys_are_normalised():
     """So their size does not matter, that of values does."""
     network, inputs = small("jit").double(), (*batch(torch.float64), condition("labels"))
     output = network(*inputs)
@@ -81,15 +80,14 @@ def test_queries_and_keys_are_normed():
     assert (network(*inputs) - output).abs().max() > 1e-2
 
 
-def test_attention_is_that_of_its_formula():
+def test_attention_is_its_formula():
     attention = small("jit").blocks[0].attn.double()
-    x, angles = Z((2, 16, 32), 1), rotary_angles(4, 16, extra=0)
+    x, cos_sin = Z((2, 16, 32), 1), rope_cos_sin(4, 16, num_extra=0)
     q, k, v = (part.reshape(2, 16, 2, 16).transpose(1, 2) for part in attention.qkv(x).chunk(3, 2))
-    turned = turns(angles)
-    q, k = rotated(attention.q_norm(q), turned), rotated(attention.k_norm(k), turned)
+    q, k = apply_rope(attention.q_norm(q), cos_sin), apply_rope(attention.k_norm(k), cos_sin)
     heads = (q @ k.transpose(2, 3) / 4).softmax(-1) @ v
     expected = attention.proj(heads.transpose(1, 2).reshape(2, 16, 32))
-    assert_close(attention(x, turned, None), expected, rtol=1e-10, atol=1e-10)
+    assert_close(attention(x, cos_sin, None), expected, rtol=1e-10, atol=1e-10)
 
 
 def test_the_mlp_is_gated_and_has_the_parameters_of_one_that_is_not():
@@ -105,36 +103,35 @@ def test_images_pass_a_bottleneck():
     reduce, _ = network.patch_embed
     assert (reduce.weight.shape, reduce.bias) == ((8, 16), None)
     _, _, directions = torch.linalg.svd(reduce.weight)
-    hidden = directions[-1].reshape(4, 4).repeat(2, 2)
+    hidden, visible = (directions[i].reshape(4, 4).repeat(2, 2) for i in (-1, 0))
     (x, noise_label), labels = batch(torch.float64), condition("labels")
     output = network(x, noise_label, labels)
     assert_close(network(x + 5 * hidden, noise_label, labels), output, rtol=1e-9, atol=1e-9)
-    seen = directions[0].reshape(4, 4).repeat(2, 2)
-    assert (network(x + 5 * seen, noise_label, labels) - output).abs().max() > 0.1
+    assert (network(x + 5 * visible, noise_label, labels) - output).abs().max() > 0.1
 
 
 def test_the_class_is_tokens_from_a_block_on():
-    network, seen = small("jit", in_context_start=2), []
+    network, inputs = small("jit", in_context_start=2), []
     for block in network.blocks:
-        block.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        block.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     network(*batch(), condition("labels"))
-    assert [tokens.shape[1] for tokens in seen] == [16, 16, 19, 19]
-    rows = network.condition(condition("labels"))
-    assert torch.equal(seen[2][:, 16:], rows[:, None] + network.in_context)
+    assert [tokens.shape[1] for tokens in inputs] == [16, 16, 19, 19]
+    rows = network.condition(condition("labels")).vector
+    assert torch.equal(inputs[2][:, 16:], rows[:, None] + network.in_context)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"in_context_tokens": 2}, "in_context_tokens=2 repeat a label or vector, which the"),
-        ({"in_context_tokens": 2, "context_dim": 3}, "in_context_tokens=2 repeat a label"),
+        ({"in_context_tokens": 2}, "in_context_tokens=2 .* condition=None"),
+        ({"in_context_tokens": 2, "condition": Tokens(3)}, "in_context_tokens=2 .* label"),
         (
             {"in_context_tokens": 2, "num_classes": 3, "in_context_start": 12},
-            "in_context_start must name a block, 0 to 11, got 12",
+            "in_context_start must be a block, 0 to 11, got 12",
         ),
-        ({"width": 12, "num_heads": 2}, "in fours, got width / num_heads = 12 / 2"),
+        ({"width": 12, "num_heads": 2}, "divisible by 4, got width / num_heads = 12 / 2"),
     ],
 )
-def test_numbers_that_do_not_fit_together_are_refused(arguments, message):
+def test_arguments_that_do_not_fit_together_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         JiT(16, 1, 1, **arguments)

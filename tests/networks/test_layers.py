@@ -3,19 +3,30 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from support.golden import Z
+from torch import Tensor, nn
 from torch.testing import assert_close
 
+from lit_diffusion.networks.dit import DiTBlock
 from lit_diffusion.networks.layers import (
+    Attention,
+    LayerNorm32,
+    Patched,
+    RMSNorm32,
+    TimestepMLP,
+    patchify,
+    self_attention,
+    sincos_2d,
+    timestep_embedding,
+    unpatchify,
+)
+from lit_diffusion.networks.unet import (
     AttentionBlock,
     AttentionPool,
     GroupNorm32,
-    Pointwise,
+    PointwiseLinear,
     ResBlock,
-    TimestepMLP,
-    downsample,
-    self_attention,
-    timestep_embedding,
-    upsample,
+    UNet,
 )
 
 
@@ -54,6 +65,9 @@ def test_steps_998_and_999_differ_in_a_bfloat16_network():
     assert (a - b).abs().max() > 0.02
 
 
+# Norms
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 def test_group_norm_of_bfloat16_is_the_float32_result_rounded_once(weights, autocast):
@@ -82,11 +96,22 @@ def test_group_norm_refuses_channels_that_its_groups_do_not_divide():
         GroupNorm32(48)
 
 
-def test_pointwise_is_a_1x1_convolution_of_tokens():
-    layer = Pointwise(8, 12).double()
-    tokens = torch.randn(2, 5, 8, dtype=torch.float64)
-    channels_first = F.conv1d(tokens.transpose(1, 2), layer.weight, layer.bias)
-    assert_close(layer(tokens), channels_first.transpose(1, 2), rtol=1e-12, atol=1e-12)
+def test_rms_norm_is_its_formula():
+    norm, x = RMSNorm32(16, eps=1e-6).double(), Z((3, 16), 1)
+    nn.init.uniform_(norm.weight)
+    expected = x / (x.square().mean(1, keepdim=True) + 1e-6).sqrt() * norm.weight
+    assert_close(norm(x), expected)
+
+
+@pytest.mark.parametrize("norm", [LayerNorm32(16), RMSNorm32(16, eps=1e-6)])
+def test_norms_of_bfloat16_are_computed_in_float32(norm):
+    x = Z((8, 16), 1).bfloat16()
+    output = norm.bfloat16()(x)
+    assert output.dtype == torch.bfloat16
+    assert torch.equal(output, norm.float()(x.float()).bfloat16())
+
+
+# Attention
 
 
 def attention_of_one_head(q, k, v):
@@ -114,13 +139,32 @@ def test_softmax_stays_accurate_in_bfloat16():
     assert_close(actual.double(), expected, rtol=0, atol=2**-7 * v.abs().max().item())
 
 
-@pytest.mark.parametrize("resample", [None, downsample, upsample])
+def test_a_token_that_is_masked_is_not_attended_to():
+    attention, x = Attention(8, 2).double(), Z((2, 5, 8), 1)
+    mask = torch.tensor([[True, False, True, True, True], [True] * 5])
+    output = attention(x, mask)
+    alone = attention(x[:1, [0, 2, 3, 4]])
+    assert_close(output[:1, [0, 2, 3, 4]], alone, rtol=1e-12, atol=1e-12)
+    assert_close(output[1:], attention(x[1:]), rtol=1e-12, atol=1e-12)
+
+
+# Blocks
+
+
+def test_pointwise_linear_is_a_1x1_convolution_of_tokens():
+    layer = PointwiseLinear(8, 12).double()
+    tokens = torch.randn(2, 5, 8, dtype=torch.float64)
+    channels_first = F.conv1d(tokens.transpose(1, 2), layer.weight, layer.bias)
+    assert_close(layer(tokens), channels_first.transpose(1, 2), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("resample", [None, nn.AvgPool2d(2), nn.Upsample(scale_factor=2)])
 def test_res_block_starts_as_its_skip_connection(resample):
-    options = {"dropout": 0.0, "scale_shift_norm": True, "norm_groups": 8}
+    options = {"dropout": 0.0, "scale_shift_norm": True, "norm_groups": 8, "resample": resample}
     x, emb = torch.randn(2, 32, 4, 4), torch.randn(2, 16)
     skip = x if resample is None else resample(x)
-    assert torch.equal(ResBlock(32, 32, 16, resample=resample, **options)(x, emb), skip)
-    widened = ResBlock(32, 64, 16, resample=resample, **options)
+    assert torch.equal(ResBlock(32, 32, 16, **options)(x, emb), skip)
+    widened = ResBlock(32, 64, 16, **options)
     assert torch.equal(widened(x, emb), widened.skip_connection(skip))
 
 
@@ -145,7 +189,67 @@ def test_attention_pool_tells_positions_apart():
     assert (pool(x) - pool(x.flip(3))).abs().max() > 1e-4
 
 
-def test_downsample_takes_means_and_undoes_upsample():
-    x = torch.randn(2, 3, 4, 6, dtype=torch.float64)
-    assert torch.equal(downsample(upsample(x)), x)
-    assert_close(downsample(x)[:, :, 0, 0], x[:, :, :2, :2].mean((2, 3)))
+def test_a_dit_block_is_its_formula():
+    block = DiTBlock(8, num_heads=2, hidden=16).double()
+    x, c = Z((2, 3, 8), 1), Z((2, 8), 2)
+    a, b, gate, e, f, mlp_gate = block.adaLN_modulation[1](F.silu(c))[:, None].split(8, dim=2)
+    h = x + gate * block.attn(block.norm1(x) * (1 + b) + a)
+    expected = h + mlp_gate * block.mlp(block.norm2(h) * (1 + f) + e)
+    assert_close(block(x, c), expected, rtol=1e-12, atol=1e-12)
+
+
+# Patches and positions
+
+
+def test_a_patch_is_its_rows_of_columns_of_channels():
+    x = Z((2, 3, 6, 6), 1)
+    patches = patchify(x, 2)
+    assert patches.shape == (2, 9, 12)
+    second_row_third_column = x[:, :, 2:4, 4:6].permute(0, 2, 3, 1).flatten(1)
+    assert torch.equal(patches[:, 5], second_row_third_column)
+    assert torch.equal(unpatchify(patches, 3, 2), x)
+
+
+def test_positions_are_those_of_the_column_then_of_the_row():
+    table = sincos_2d(3, 8)
+    assert table.shape == (1, 9, 8)
+    row, column = 1, 2
+    expected = [f(p / s) for p in (column, row) for f in (math.sin, math.cos) for s in (1, 100)]
+    assert_close(table[0, 3 * row + column], torch.tensor(expected))
+
+
+class Repeat(nn.Module):
+    """Returns its input, `copies` times, and remembers it."""
+
+    def __init__(self, copies: int) -> None:
+        super().__init__()
+        self.copies = copies
+
+    def forward(self, x: Tensor, noise_label: Tensor, condition: Tensor | None) -> Tensor:
+        self.x = x
+        return torch.cat([x] * self.copies, 1)
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_pixels_of_patched_images_return_to_their_places_both_halves_in_order(size, copies):
+    x, network = torch.randn(2, 3, 8, 12), Repeat(copies)
+    output = Patched(network, size)(x, torch.zeros(2), None)
+    assert torch.equal(output, torch.cat([x] * copies, 1))
+    patch = x[0, 0, :size, size : 2 * size].flatten()
+    assert torch.equal(network.x[0, : size**2, 0, 1], patch)
+
+
+def test_every_parameter_of_a_patched_network_gets_a_gradient():
+    network = Patched(UNet(4, 4, 8, (1,), 1, (1,), norm_groups=4, num_classes=3), 2)
+    for parameter in network.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    network(torch.randn(3, 1, 4, 4), torch.rand(3), torch.tensor([0, 2, -1])).sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in network.parameters())
+
+
+def test_other_sizes_of_images_and_patches_are_refused():
+    with pytest.raises(ValueError, match="size must be > 0, got 0"):
+        Patched(Repeat(1), 0)
+    with pytest.raises(ValueError, match=r"size 4 .* got images of shape \(1, 1, 8, 6\)"):
+        Patched(Repeat(1), 4)(torch.zeros(1, 1, 8, 6), torch.zeros(1), None)

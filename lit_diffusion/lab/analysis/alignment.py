@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from lit_diffusion.lab.analysis.weights import State
 from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
-from lit_diffusion.networks.layers import ResBlock, TimestepMLP
-from lit_diffusion.networks.transformers import MLP
+from lit_diffusion.networks.layers import MLP, TimestepMLP
+from lit_diffusion.networks.unet import ResBlock
 
 Array = np.ndarray[Any, Any]
 

@@ -201,7 +201,7 @@ def dit(draw: Random) -> float:
     ours = fill_(DiT(**arguments))
     theirs = diffusers.DiTTransformer2DModel(**diffusers_dit.to_config(arguments)).eval()
     theirs.load_state_dict(diffusers_dit.to_diffusers(ours.state_dict()), strict=False)
-    for block in theirs.transformer_blocks:  # as `diffusers_dit.SAME`
+    for block in theirs.transformer_blocks:  # as `diffusers_dit.FIX_FREQUENCIES`
         block.norm1.emb.time_proj.downscale_freq_shift = 0
     return compared(ours, theirs, draw, 5)
 
