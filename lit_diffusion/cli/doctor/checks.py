@@ -289,9 +289,9 @@ def check_fid(run: ExaminedRun) -> Iterator[Finding]:
 
 def check_time(run: ExaminedRun) -> Iterator[Finding]:
     """How long the rest of the run takes, and how much of it does not go into training."""
-    if run.num_steps is None or math.isnan(run.step_seconds):
+    training = ((run.num_steps or 0) - run.start_step) * run.step_seconds
+    if not training > 0:  # nothing is left, or unknown
         return
-    training = (run.num_steps - run.start_step) * run.step_seconds
     batch = (run.batch_size or 1) * run.trainer.accumulate_grad_batches
     images = run.count_rounds(None) * math.ceil((run.num_held_out or 0) / run.ranks)
     validation = images * run.step_seconds / batch / 3  # without the backward pass
@@ -332,10 +332,8 @@ def check_disk(run: ExaminedRun) -> Iterator[Finding]:
         needed += run.count_rounds(grid.every_n_steps) * grid.num * pixels
     needed = max(needed - sum(f.stat().st_size for f in root.glob("checkpoints/*.ckpt")), 0)
     free, gb = shutil.disk_usage(existing_parent(root)).free, 1e9
-    text = (
-        f"{num:.0f} checkpoints of {checkpoint / gb:.3g} GB, {needed / gb:.3g} GB more needed in "
-    )
-    text += f"all, {free / gb:.3g} GB free"
+    text = f"{num:.0f} checkpoints of {checkpoint / gb:.3g} GB, {needed / gb:.3g} GB more needed, "
+    text += f"{free / gb:.3g} GB free"
     if math.isinf(needed):
         yield warning("disk", f"{text}: none is ever deleted; set save_top_k of ModelCheckpoint.")
     elif needed > free:
@@ -361,20 +359,9 @@ def count_checkpoints(run: ExaminedRun) -> float:
     return num + len(paths)
 
 
-CHECKS: tuple[Callable[[ExaminedRun], Iterator[Finding]], ...] = (
-    check_start,
-    check_run_folder,
-    check_devices,
-    check_length,
-    check_intervals,
-    check_lr,
-    check_ema,
-    check_terminal_snr,
-    check_label_dropout,
-    check_fid,
-    check_time,
-    check_disk,
-)
+CHECKS: tuple[Callable[[ExaminedRun], Iterator[Finding]], ...]
+CHECKS = (check_start, check_run_folder, check_devices, check_length, check_intervals, check_lr)
+CHECKS += (check_ema, check_terminal_snr, check_label_dropout, check_fid, check_time, check_disk)
 
 
 # The machine
@@ -383,8 +370,8 @@ CHECKS: tuple[Callable[[ExaminedRun], Iterator[Finding]], ...] = (
 def check_machine(folder: Path) -> Iterator[Finding]:
     """Packages, GPUs, shared memory, FID weights, and disk of the folder where runs would go."""
     for each in map(Requirement, metadata.requires("lit-diffusion") or []):
-        version = None if each.marker else metadata.version(each.name)
-        if version is not None and not each.specifier.contains(version, prereleases=True):
+        version = "" if each.marker else metadata.version(each.name)
+        if version and not each.specifier.contains(version, prereleases=True):
             text = f"{each.name} {version} is not {each.specifier}; pip install '{each}'."
             yield problem("versions", text)
     yield ok("versions", f"torch {torch.__version__}, lightning {metadata.version('lightning')}")

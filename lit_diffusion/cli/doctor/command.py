@@ -5,7 +5,8 @@ import os
 import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
+from itertools import takewhile
 from pathlib import Path
 
 from lit_diffusion.cli.doctor.checks import (
@@ -41,7 +42,9 @@ def run(argv: Sequence[str]) -> None:
     Raises:
         SystemExit: with 2 where there is a problem.
     """
-    options = name_configs(argv[1:])
+    configs = list(takewhile(lambda argument: not argument.startswith("-"), argv[1:]))
+    options = [part for config in configs for part in ("--config", config)]
+    options += argv[1 + len(configs) :]
     if {"-h", "--help"} & set(options):
         parser = Parser("doctor", _DESCRIPTION)
         parser.add_argument("config", nargs="*", metavar="CONFIG", help="same as --config CONFIG")
@@ -50,29 +53,16 @@ def run(argv: Sequence[str]) -> None:
     ranks = [os.environ.get(name, "0") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK")]
     if any(rank != "0" for rank in ranks):
         return  # one process of several reports
-    with quiet():
-        findings = list(examine(options))
+    logging.disable(logging.WARNING)  # fit shows these messages again
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            findings = list(examine(options))
+    finally:
+        logging.disable(logging.NOTSET)
     print(report(findings))
     if any(finding.level is Level.PROBLEM for finding in findings):
         raise SystemExit(2)
-
-
-def name_configs(arguments: Sequence[str]) -> list[str]:
-    """Options of fit for arguments in which a file name may stand alone, without --config.
-
-    Example:
-        >>> name_configs(["a.yaml", "--trainer.max_steps", "3"])
-        ['--config', 'a.yaml', '--trainer.max_steps', '3']
-    """
-    options: list[str] = []
-    is_value = False
-    for argument in arguments:
-        if is_value or argument.startswith("-"):
-            options.append(argument)
-            is_value = not is_value and "=" not in argument
-        else:
-            options += ["--config", argument]
-    return options
 
 
 def examine(options: Sequence[str], seconds: float = 5.0) -> Iterator[Finding]:
@@ -106,18 +96,6 @@ def examine(options: Sequence[str], seconds: float = 5.0) -> Iterator[Finding]:
                 Exception
             ) as error:  # callbacks and modules of other packages have any attributes
                 yield problem(check.__name__, describe_error(error))
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Context without the messages that `fit` would show again."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
 
 
 def report(findings: Sequence[Finding]) -> str:

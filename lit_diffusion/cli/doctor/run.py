@@ -18,9 +18,7 @@ from torch.utils.data import DataLoader
 from lit_diffusion import callbacks
 from lit_diffusion.callbacks.evaluation import PeriodicEvaluation
 from lit_diffusion.callbacks.fid import FIDEvaluation
-from lit_diffusion.callbacks.rank_watch import RankWatch
 from lit_diffusion.callbacks.sample_grid import SampleGrid
-from lit_diffusion.callbacks.save_on_signal import SaveOnSignal
 from lit_diffusion.callbacks.trainer_state import limited_batches
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.explained import explain
@@ -32,11 +30,11 @@ from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.protocols import Denoise, NonFiniteSamples, Process
 from lit_diffusion.solvers.steps import solver_times
 
-OUR_CALLBACKS = tuple(getattr(callbacks, name) for name in callbacks.__all__)
-"""Callbacks that the doctor calls: before the first step they write nothing."""
+CONNECTING = {"RankWatch", "SaveOnSignal"}
+"""Callbacks that open connections or set signal handlers."""
 
-CONNECTING_CALLBACKS = (RankWatch, SaveOnSignal)
-"""Those of ours that it does not call: they open connections or set signal handlers."""
+OUR_CALLBACKS = tuple(getattr(callbacks, name) for name in {*callbacks.__all__} - CONNECTING)
+"""Callbacks that the doctor calls: before the first step they write nothing."""
 
 
 class FitOnOneProcess(RunCLI):
@@ -183,13 +181,9 @@ class ExaminedRun:
         if self.missing_data is not None:
             return
         watch = Stopwatch(seconds, makes_steps=not self.step_seconds > seconds)
-        self.trainer.callbacks = [  # type: ignore[attr-defined]
-            callback
-            for callback in self.callbacks
-            if isinstance(callback, OUR_CALLBACKS)
-            and not isinstance(callback, CONNECTING_CALLBACKS)
-            and callback not in self.missing_weights
-        ] + [watch]
+        ours = [callback for callback in self.callbacks if isinstance(callback, OUR_CALLBACKS)]
+        ours = [callback for callback in ours if callback not in self.missing_weights]
+        self.trainer.callbacks = [*ours, watch]  # type: ignore[attr-defined]
         try:
             self.cli.call_fit()
         except FitMeasured:
@@ -205,6 +199,7 @@ class ExaminedRun:
             self.step_source = f"measured on {last - first} steps"
 
     def _count_steps(self) -> None:
+        """Compute the length of the run, which has more processes than the Trainer here."""
         trainer, loader = self.trainer, self.trainer.train_dataloader
         accumulate = trainer.accumulate_grad_batches
         self.num_images = dataset_length(loader)
@@ -253,11 +248,9 @@ class Stopwatch(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Leave out what generates samples, after all callbacks were called once."""
-        trainer.callbacks = [  # type: ignore[attr-defined]
-            callback
-            for callback in trainer.callbacks  # type: ignore[attr-defined]
-            if not isinstance(callback, PeriodicEvaluation)
-        ]
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        steady = [each for each in callbacks if not isinstance(each, PeriodicEvaluation)]
+        trainer.callbacks = steady  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
