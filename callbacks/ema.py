@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lit_diffusion.callbacks.parts.averages import Group, RawWeights, overwrite_, span_decay
-from lit_diffusion.callbacks.parts.update_options import refuse_unhooked
 from lit_diffusion.callbacks.trainer_state import (
     gather_state,
     is_state_init_step,
     isinstance_lightning,
     refuse_split_weights,
     refuse_strategy,
+    refuse_unhooked,
     reshard,
     should_log,
 )

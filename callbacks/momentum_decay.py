@@ -1,40 +1,54 @@
-"""MDLRC: beta1 falls over the run, and the lr with it; Demon; the control, with the lr alone."""
+"""MDLRC: beta1 decays over the run, and the lr with it; and a control, with the lr alone."""
 
 from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
-from lightning.pytorch import Trainer
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from lit_diffusion.callbacks.parts.update_options import ParamGroup
-from lit_diffusion.callbacks.parts.update_schedule import UpdateSchedule
+from .trainer_state import (
+    is_accumulating,
+    is_state_init_step,
+    refuse_split_weights,
+    refuse_strategy,
+    refuse_unhooked,
+    should_log,
+    total_steps,
+)
+
+try:
+    import lightning.pytorch as pl
+except ImportError:
+    import pytorch_lightning as pl  # type: ignore[no-redef]
+
+ParamGroup = dict[str, Any]
 
 
 class DecayedMomentum(NamedTuple):
     """What one update uses."""
 
-    beta1: float  # share of the old momentum that is kept
+    beta1: float  # decay rate of the momentum
     lr_factor: float  # in (0, 1]
 
 
 def momentum_decay(
     step: int, total_steps: int, beta0: float, min_beta1: float = 0.4
 ) -> DecayedMomentum:
-    """Decayed beta1 and the lr factor that compensates for it.
+    """Decayed beta1, and the lr factor that compensates for it.
 
-    With tau = min(step / total_steps, 1), the share of the run that is over:
+    With tau = min(step / total_steps, 1), the fraction of the run that is over:
 
         beta1     = max(beta0 * (1 - tau) / (1 - beta0 * tau), min_beta1)
         lr_factor = (1 - beta0) / (1 - beta1)
 
-    So beta1 / (1 - beta1), the weight of the past beside the newest gradient, falls linearly, and
-    lr * (1 - beta1), with which that gradient enters the update, stays what it was. Until beta1
-    reaches its floor lr_factor is 1 - beta0 * tau, a linear decay; from there on both rest.
+    So beta1 / (1 - beta1), the weight of the past relative to the newest gradient, falls linearly,
+    and lr * (1 - beta1), with which that gradient enters the update, stays constant. Until beta1
+    reaches its floor lr_factor is 1 - beta0 * tau, a linear decay; from there on both are constant.
 
     Args:
         step: optimizer steps completed before this one; the first has tau = 0.
-        total_steps: of the whole run.
+        total_steps: optimizer steps of the whole run.
         beta0: beta1 at the start, in [0, 1).
         min_beta1: floor, in [0, beta0]; 0 for none.
 
@@ -61,31 +75,25 @@ def momentum_decay(
     return DecayedMomentum(beta1, (1 - beta0) / (1 - beta1))
 
 
-class _MDLRC(UpdateSchedule):
-    def numbers(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """beta1, where there is momentum, and lr."""
-        beta1 = _beta1_of(group)
-        return ({} if beta1 is None else {"mdlrc/beta1": beta1}) | {"mdlrc/lr": group["lr"]}
-
-
-class MomentumDecay(_MDLRC):
+class MomentumDecay(pl.Callback):
     """Momentum decay with learning rate compensation (MDLRC), or Demon without the latter.
 
     Update after `step` completed ones: beta1, lr_factor = `momentum_decay`(step, total_steps,
     beta0, min_beta1), and the lr is lr_factor times the optimizer's own. beta0 is each param
     group's own beta1, so a config sets it where it sets the optimizer.
 
-    - beta1 and lr differ in the update alone: schedules, LearningRateMonitor, the training step and
-      checkpoints see the optimizer's own.
-    - `mdlrc/beta1` and `mdlrc/lr` log what the last update used; where there are several
-      optimizers or groups, `mdlrc/lr_optimizer1_group0` and so on.
+    - beta1 and lr differ inside the update alone: schedulers, LearningRateMonitor, the training
+      step and checkpoints, whenever they are written, see the optimizer's own.
+    - `mdlrc/beta1` and `mdlrc/lr` log what the last update used; with several optimizers or groups,
+      `mdlrc/lr_optimizer1_group0` and so on.
+    - Steps are counted as `global_step` counts them, those that a GradScaler skips included, and
+      separately for each of several optimizers. Checkpoints hold these counts and total_steps.
     - On resume an explicit total_steps wins, and a change is printed; None keeps the checkpoint's
       and warns if the run has another.
     - The weight decay of AdamW is multiplied by the lr, so the compensation scales it as well.
-    - Steps are counted as by `UpdateSchedule`.
 
     Args:
-        total_steps: optimizer steps until beta1 would be 0; None takes the Trainer's.
+        total_steps: steps of each optimizer until beta1 would be 0; None takes the Trainer's.
         min_beta1: floor of beta1, in [0, beta0].
         compensate_lr: False is Demon: the lr stays as it is. SGD, RMSprop and Muon need it: the
             steps of the first two shrink by themselves, as their momentum has no factor 1 -
@@ -93,14 +101,17 @@ class MomentumDecay(_MDLRC):
         optimizers: positions in `trainer.optimizers` of those that are changed; None for all.
 
     Raises:
-        ValueError: as `UpdateSchedule`; at the start of a fit, a floor above beta0, or an optimizer
-            whose momentum is none, is cycled (OneCycleLR) or, with compensate_lr, not Adam's.
+        ValueError: bad arguments; at the start of a fit, an unknown length, a strategy or optimizer
+            whose updates cannot be hooked, two such callbacks on one optimizer, a floor above
+            beta0, or an optimizer without momentum, with one that is cycled (OneCycleLR), or with
+            compensate_lr one other than Adam's.
 
-    Source: as of `momentum_decay`.
+    Source: Eq. 9 and 10 of "Why diffusion models are stable and how to make them faster" (2023);
+    Demon: Chen & Kyrillidis 2019 (arXiv 1910.04952).
 
     Example:
         >>> mdlrc = MomentumDecay()  # with Adam(..., betas=(0.8, 0.999)): beta1 from 0.8 to 0.4
-        >>> trainer = Trainer(max_steps=500, callbacks=[mdlrc], accelerator="cpu", logger=False)
+        >>> trainer = pl.Trainer(max_steps=500, callbacks=[mdlrc], accelerator="cpu", logger=False)
     """
 
     def __init__(
@@ -110,75 +121,299 @@ class MomentumDecay(_MDLRC):
         compensate_lr: bool = True,
         optimizers: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(total_steps, optimizers)
+        if total_steps is not None and not 1 <= total_steps < inf:
+            raise ValueError(f"total_steps must be at least 1 or None, got {total_steps}.")
         if not 0 <= min_beta1 < 1:
             raise ValueError(f"min_beta1 must be in [0, 1), got {min_beta1}.")
+        self.total_steps = total_steps
         self.min_beta1 = min_beta1
         self.compensate_lr = compensate_lr
+        self.optimizers = None if optimizers is None else list(optimizers)
+        self._trainer: pl.Trainer | None = None
+        self._length: int | None = None  # the total_steps in effect
+        self._counts: list[int] = []  # steps completed by each optimizer; see `_completed`
+        self._turn = 0  # position of the optimizer that takes the next step
+        self._own: list[tuple[ParamGroup, ParamGroup]] = []  # (group, options to restore in it)
+        self._last: dict[int, tuple[int, list[ParamGroup]]] = {}  # step, options of last updates
+        self._hooks: list[RemovableHandle] = []
+        self._loaded: dict[str, Any] = {}  # state of a checkpoint, until training starts
 
-    def options(self, step: int, total_steps: int, group: ParamGroup) -> dict[str, Any]:
-        """The decayed momentum and, with compensation, the lr."""
-        beta0 = _beta1_of(group)
+    def update_options(self, step: int, total_steps: int, group: ParamGroup) -> ParamGroup:
+        """Options of the update after `step` completed ones, in place of the group's own."""
+        beta0 = _beta1(group)
         assert beta0 is not None
         beta1, lr_factor = momentum_decay(step, total_steps, beta0, self.min_beta1)
-        others: dict[str, Any] = {"momentum": beta1}
+        options: ParamGroup = {"momentum": beta1}
         if "betas" in group:
-            others = {"betas": (beta1, *group["betas"][1:])}
+            options = {"betas": (beta1, *group["betas"][1:])}
         if self.compensate_lr:
-            others["lr"] = group["lr"] * lr_factor
-        return others
+            options["lr"] = group["lr"] * lr_factor
+        return options
 
-    def refuse_unfit(self, trainer: Trainer, optimizer: Optimizer) -> None:
-        """Raise ValueError for an optimizer without momentum, or with one that can't decay so."""
-        name = type(optimizer).__name__
+    # Inside optimizer.step()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        if is_state_init_step(optimizer, kwargs):
+            return None
+        self._apply(optimizer)  # before the closure, as some optimizers read options first
+        closure = kwargs.get("closure")
+        if closure is None:
+            return None
+
+        def run_with_own_options() -> Any:  # Lightning's closure runs the training step
+            self._restore()
+            result = closure()
+            self._apply(optimizer)
+            return result
+
+        return args, {**kwargs, "closure": run_with_own_options}
+
+    def _apply(self, optimizer: Optimizer) -> None:
+        self._restore()
+        assert self._trainer is not None
+        assert self._length is not None
+        index = self._trainer.optimizers.index(optimizer)
+        step = self._completed()[index]
+        if index in self._last and step == self._last[index][0]:
+            raise RuntimeError(
+                f"{type(optimizer).__name__} steps, and Lightning counts no step; step what "
+                "self.optimizers() returns, not the optimizer inside it."
+            )
         for group in optimizer.param_groups:
-            self._refuse_momentum(name, group)
+            options = self.update_options(step, self._length, group)
+            self._own.append((group, {name: group[name] for name in options}))
+            group.update(options)
+
+    def _restore(self) -> None:
+        for group, options in self._own:
+            group.update(options)
+        self._own = []
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
+        if is_state_init_step(optimizer, kwargs):
+            return
+        assert self._trainer is not None
+        index = self._trainer.optimizers.index(optimizer)
+        groups = [dict(group) for group in optimizer.param_groups]
+        self._last[index] = self._completed()[index], groups
+        self._restore()
+
+    def _save_own_options(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        own = {id(group): options for group, options in self._own}
+        for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+            packed.update(own.get(id(group), {}))
+
+    def _completed(self) -> list[int]:
+        """Steps completed by each optimizer; their sum is `global_step`."""
+        assert self._trainer is not None
+        self._counts[self._turn] += self._trainer.global_step - sum(self._counts)
+        return self._counts
+
+    # Lightning hooks
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Forget an earlier fit, and refuse an unsupported strategy."""
+        self._loaded = {}
+        if stage == "fit":
+            self._length = None
+            refuse_strategy(trainer, type(self).__name__)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse what cannot work, before the first batch."""
+        refuse_split_weights(trainer, pl_module, type(self).__name__)
+        self._refuse(trainer)
+        if self.total_steps is None and trainer.ckpt_path is None and _is_endless(trainer):
+            raise self._unknown_length(trainer)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Find length and counts, and hook the optimizers as the checkpoint has left them."""
+        self._refuse(trainer)
+        self._length = self._choose_length(trainer)
+        self._counts = self._restore_counts(trainer)
+        self._trainer, self._turn, self._last = trainer, 0, {}
+        self._unhook()
+        for index in self._chosen(trainer):
+            optimizer = trainer.optimizers[index]
+            self._hooks += [
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+                optimizer.register_state_dict_post_hook(self._save_own_options),
+            ]
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Remember which optimizer steps next."""
+        if self._hooks:
+            self._completed()
+            self._turn = trainer.optimizers.index(optimizer)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        """Log what the batch's update used."""
+        if is_accumulating(trainer) or not should_log(trainer):
+            return
+        for index, (_, groups) in self._last.items():
+            for number, group in enumerate(groups):
+                suffix = f"_optimizer{index}" if len(trainer.optimizers) > 1 else ""
+                suffix += f"_group{number}" if len(groups) > 1 else ""
+                beta1 = _beta1(group)
+                metrics = {} if beta1 is None else {f"mdlrc/beta1{suffix}": beta1}
+                pl_module.log_dict({**metrics, f"mdlrc/lr{suffix}": group["lr"]})
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: object) -> None:
+        """Restore the optimizers and remove the hooks."""
+        self._unhook()
+
+    on_exception = teardown  # type: ignore[assignment]
+
+    def _unhook(self) -> None:
+        self._restore()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    # At the start of a fit
+
+    def _chosen(self, trainer: pl.Trainer) -> set[int]:
+        every = {*range(len(trainer.optimizers))}
+        chosen = every if self.optimizers is None else {*self.optimizers}
+        if not chosen or not chosen <= every:
+            raise ValueError(
+                f"optimizers must be positions among the {len(every)} of the module, the first "
+                f"being 0, got {self.optimizers}."
+            )
+        return chosen
+
+    def _refuse(self, trainer: pl.Trainer) -> None:
+        name, chosen = type(self).__name__, self._chosen(trainer)
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            is_another = isinstance(other, MomentumDecay) and other is not self
+            if is_another and (both := chosen & other._chosen(trainer)):
+                raise ValueError(
+                    f"{name} and {type(other).__name__} would both change optimizer {min(both)}; "
+                    "keep one of them, or give each other optimizers."
+                )
+        for optimizer in (trainer.optimizers[index] for index in chosen):
+            refuse_unhooked(optimizer)
+            if any(group.get("capturable") for group in optimizer.param_groups):
+                raise ValueError(
+                    f"{name} cannot change options that a captured graph repeats; give "
+                    f"{type(optimizer).__name__} capturable=False."
+                )
+            self._refuse_optimizer(trainer, optimizer)
+
+    def _refuse_optimizer(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
+        name = type(optimizer).__name__
         for config in trainer.lr_scheduler_configs:
             if _cycles_momentum(config.scheduler, optimizer):
                 raise ValueError(
                     f"MomentumDecay decays the momentum that the lr schedule of {name} cycles; "
                     "pass cycle_momentum=False to it."
                 )
+        for group in optimizer.param_groups:
+            beta0 = _beta1(group)
+            if beta0 is None or "ScheduleFree" in name:  # whose beta1 interpolates averages
+                raise ValueError(
+                    f"MomentumDecay needs an optimizer with momentum, and {name} has none; use "
+                    "Adam or AdamW, or leave MomentumDecay out."
+                )
+            if self.compensate_lr and not {"betas", "eps"} <= group.keys():  # Lion has no eps
+                raise ValueError(
+                    "The compensation keeps lr * (1 - beta1), with which the newest gradient "
+                    f"enters an update of Adam's; the momentum of {name} enters its updates in "
+                    "another way: pass compensate_lr=False or use Adam."
+                )
+            if not self.min_beta1 <= beta0:
+                raise ValueError(
+                    "min_beta1 must be at most the beta1 or momentum of the optimizer, got "
+                    f"{self.min_beta1} and {beta0} ({name}); lower min_beta1, 0 being no floor."
+                )
 
-    def _refuse_momentum(self, name: str, group: ParamGroup) -> None:
-        if "ScheduleFree" in name:
-            raise ValueError(
-                f"The beta1 of {name} is no momentum: it says between which averages gradients "
-                "are taken. Leave MomentumDecay out, or use Adam or AdamW."
+    def _choose_length(self, trainer: pl.Trainer) -> int:
+        name, stored = type(self).__name__, self._loaded.get("total_steps")
+        if self.total_steps is not None:
+            if stored not in (None, self.total_steps):
+                pl.utilities.rank_zero_info(
+                    f"{name} total_steps: the checkpoint had {stored}, using {self.total_steps}."
+                )
+            return self.total_steps
+        steps = None if _is_endless(trainer) else total_steps(trainer)
+        if steps is None and stored is None:
+            raise self._unknown_length(trainer)
+        if stored not in (None, steps):
+            pl.utilities.rank_zero_warn(
+                f"{name}(total_steps=None) keeps the {stored} steps of the checkpoint, while this "
+                f"run has {steps or 'no known number'}; pass total_steps to change the schedule."
             )
-        beta0 = _beta1_of(group)
-        if beta0 is None:
+        return int(stored or steps or 0)
+
+    def _unknown_length(self, trainer: pl.Trainer) -> ValueError:
+        limits = f"Trainer(max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs})"
+        if not trainer.lightning_module.automatic_optimization:
+            limits = "a Trainer under manual optimization"
+        return ValueError(
+            f"{type(self).__name__} needs the number of steps of each optimizer, of which {limits} "
+            "knows none; pass total_steps=500000 or the like."
+        )
+
+    def _restore_counts(self, trainer: pl.Trainer) -> list[int]:
+        count, step = len(trainer.optimizers), trainer.global_step
+        if count == 1 or step == 0:
+            return [step] * count
+        counts = list(self._loaded.get("steps", self._counts))  # else of an earlier fit
+        if len(counts) != count or sum(counts) != step:
             raise ValueError(
-                f"MomentumDecay needs an optimizer with betas or momentum, and {name} has neither; "
-                "use Adam or AdamW."
+                f"{type(self).__name__} needs the steps that each of {count} optimizers has "
+                f"completed, and the checkpoint has {counts or 'only their sum'} ({step}). Resume "
+                f"one that was written with {type(self).__name__} and these optimizers."
             )
-        if self.compensate_lr and not {"betas", "eps"} <= group.keys():  # Lion has no eps
+        return counts
+
+    # State
+
+    @property
+    def state_key(self) -> str:
+        """Key in `checkpoint["callbacks"]`."""
+        return f"{type(self).__qualname__}{ {'optimizers': self.optimizers} }"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Length of the schedule and steps completed by each optimizer; empty before a fit."""
+        if self._length is None:
+            return self._loaded  # unchanged, if a save comes before the training starts
+        return {"total_steps": self._length, "steps": list(self._completed())}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep length and counts for the fit that starts."""
+        length, steps = state_dict.get("total_steps", 1), state_dict.get("steps", [])
+        numbers = [length, *steps] if isinstance(steps, list) else [None]
+        if not length or any(type(n) is not int or not 0 <= n < 2**63 for n in numbers):
             raise ValueError(
-                "The compensation keeps lr * (1 - beta1), with which the newest gradient enters an "
-                f"update of Adam's; the momentum of {name} enters its updates in another way: pass "
-                "compensate_lr=False or use Adam."
+                f"The checkpoint's state of {type(self).__name__} is damaged: total_steps must be "
+                f"1 or more, and is {length!r:.50}; steps a list of counts, and is {steps!r:.50}."
             )
-        if not self.min_beta1 <= beta0:
-            raise ValueError(
-                f"min_beta1 must be at most the beta1 or momentum of the optimizer, got "
-                f"{self.min_beta1} and {beta0} ({name}); lower min_beta1, 0 being no floor."
-            )
+        self._loaded = state_dict
+        if self._hooks:  # restored during a fit, as by a search for an lr when it is done
+            self._counts, self._last = list(steps), {}
 
 
-class LRCompensation(_MDLRC):
+class LRCompensation(MomentumDecay):
     """The control of `MomentumDecay`: its lr in every update, floor included, and nothing else.
 
     The lr is lr_factor of `momentum_decay`(step, total_steps, beta0, min_beta1) times the
-    optimizer's own: to the last bit that of MomentumDecay on an optimizer whose beta1 is `beta0`,
-    so what differs between two such runs is the momentum alone.
+    optimizer's own: bit for bit that of MomentumDecay on an optimizer whose beta1 is `beta0`, so
+    what differs between two such runs is the momentum alone.
 
     Args:
-        total_steps, optimizers: as of `MomentumDecay`.
-        beta0, min_beta1: of the run that this one is compared with.
+        total_steps: length of the schedule in optimizer steps; None takes the Trainer's.
+        beta0: beta1 at the start of the run that this one is compared with.
+        min_beta1: floor of beta1 of that run.
+        optimizers: positions in `trainer.optimizers` of those that are changed; None for all.
 
     Example:
         >>> control = LRCompensation(beta0=0.8)  # with Adam(..., betas=(0.9, 0.999)), say
-        >>> trainer = Trainer(max_steps=500, callbacks=[control], accelerator="cpu", logger=False)
+        >>> trainer = pl.Trainer(max_steps=9, callbacks=[control], accelerator="cpu", logger=False)
     """
 
     def __init__(
@@ -188,24 +423,31 @@ class LRCompensation(_MDLRC):
         min_beta1: float = 0.4,
         optimizers: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(total_steps, optimizers)
-        momentum_decay(0, 1, beta0, min_beta1)  # refuses what it can't compute with
+        super().__init__(total_steps, min_beta1, optimizers=optimizers)
+        momentum_decay(0, 1, beta0, min_beta1)  # refuses what it cannot compute with
         self.beta0 = beta0
-        self.min_beta1 = min_beta1
 
-    def options(self, step: int, total_steps: int, group: ParamGroup) -> dict[str, Any]:
-        """The lr."""
+    def update_options(self, step: int, total_steps: int, group: ParamGroup) -> ParamGroup:
+        """The lr of the update after `step` completed ones."""
         lr_factor = momentum_decay(step, total_steps, self.beta0, self.min_beta1).lr_factor
         return {"lr": group["lr"] * lr_factor}
 
+    def _refuse_optimizer(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
+        pass  # any momentum, or none
 
-def _beta1_of(group: Mapping[str, Any]) -> float | None:
+
+def _beta1(group: Mapping[str, Any]) -> float | None:
     """The momentum of a param group: its first beta, else `momentum`; None without either."""
     return group["betas"][0] if "betas" in group else group.get("momentum")
 
 
 def _cycles_momentum(scheduler: object, optimizer: Optimizer) -> bool:
-    """Whether the schedule, or one that it is made of, cycles the momentum of this optimizer."""
+    """Whether a scheduler, or one that it consists of, cycles the momentum of this optimizer."""
     if getattr(scheduler, "cycle_momentum", False):
         return getattr(scheduler, "optimizer", None) is optimizer
     return any(_cycles_momentum(part, optimizer) for part in getattr(scheduler, "_schedulers", ()))
+
+
+def _is_endless(trainer: pl.Trainer) -> bool:
+    manual = not trainer.lightning_module.automatic_optimization
+    return manual or trainer.max_epochs == trainer.max_steps == -1

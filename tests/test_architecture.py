@@ -38,7 +38,7 @@ ANY = {"packaging", "yaml", "jsonargparse", "matplotlib", "scipy", "pytorch_ligh
 LIBRARY = MATHS | TOOLS | {"callbacks", "checkpoints", "config", "data", "interchange", "metrics"}
 LIBRARY |= {"modules", "networks"}
 
-PORTABLE = ("finite_updates",)
+PORTABLE = ("finite_updates", "momentum_decay")
 """Files of callbacks/ that can be copied, with trainer_state.py, into another package."""
 
 # room or file, the most particular first -> (of ours it may import, third parties besides torch)

@@ -28,7 +28,7 @@ def main(folder: Path) -> None:
     trainer.fit(module, loader(64, 4))
     found = {
         "used": module.used,
-        "seen": module.seen,
+        "visible": module.visible,
         "losses": module.losses,
         "weights": [p.tolist() for p in module.parameters()],
     }

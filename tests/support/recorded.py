@@ -1,4 +1,4 @@
-"""A module that notes which options each update used, and which ones its training step saw."""
+"""A module that records the options of each update, and those that its training step sees."""
 
 from functools import partial
 
@@ -18,7 +18,7 @@ def options_of(optimizer):
 
 
 class Recorded(PlainModule):
-    """`used` and `seen` hold (steps completed, options of each group), for updates and batches.
+    """`used` and `visible` hold (steps completed, options of each group), in updates and batches.
 
     Hooks of an optimizer run in the order in which they were added, so those of a callback come
     after the one that is added here.
@@ -26,7 +26,7 @@ class Recorded(PlainModule):
 
     def __init__(self, optimizer=ADAM, schedule=None, lr=1e-2):
         super().__init__(lr, optimizer)
-        self.schedule, self.used, self.seen = schedule, [], []
+        self.schedule, self.used, self.visible = schedule, [], []
 
     def make_optimizer(self, params):
         optimizer = self.optimizer(params, lr=self.lr)
@@ -44,7 +44,7 @@ class Recorded(PlainModule):
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
-        self.seen.append((self.global_step, options_of(self.trainer.optimizers[0])))
+        self.visible.append((self.global_step, options_of(self.trainer.optimizers[0])))
         return loss
 
 

@@ -15,14 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_optimizer_state_dict,
     set_model_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
 
-from lit_diffusion.callbacks.momentum_decay import momentum_decay
 from lit_diffusion.callbacks.parts.averages import Group, RawWeights, ema_update_
-from lit_diffusion.callbacks.parts.update_options import UpdateOptions
 from lit_diffusion.callbacks.trainer_state import (
     first_nonfinite,
     gather_state,
@@ -65,11 +62,6 @@ class Training:
         self.params = list(net.parameters())
         self.expected = [whole(self.params) for _ in DECAYS]
         self.optimizer = torch.optim.AdamW(self.params, lr=0.05)
-        self.update = UpdateOptions(self.optimizer, self._options)
-
-    def _options(self, group):
-        beta1, lr_factor = momentum_decay(self.group.steps, STEPS, 0.9)
-        return {"betas": (beta1, 0.999), "lr": group["lr"] * lr_factor}
 
     def step(self, batch):
         self.optimizer.zero_grad()
@@ -91,7 +83,6 @@ def averaged_as_whole_ones(one, other):
     if dist.get_world_size() == 2:  # the mean of two equal gradients is exact, that of three not
         assert_same_bits(one.averages(), other.averages())
         assert_same_bits(one.weights(), other.weights())
-        assert one.update.in_force == other.update.in_force
     torch.testing.assert_close(one.averages(), other.averages(), rtol=1e-5, atol=1e-6)
 
 
@@ -171,14 +162,6 @@ def refused_on_every_rank_though_one_has_it(one):
         one.group.refuse_nonfinite()
 
 
-def steps_that_torch_makes_up_are_no_updates():
-    net = split()
-    sgd = torch.optim.SGD(net.parameters(), lr=0.1)
-    update = UpdateOptions(sgd, lambda group: {"lr": group["lr"] / 2})
-    get_optimizer_state_dict(net, sgd)
-    assert update.in_force == []
-
-
 def main(folder: Path) -> None:
     dist.init_process_group("gloo")
     one, other = Training(split()), Training(network())
@@ -189,7 +172,6 @@ def main(folder: Path) -> None:
     each_rank_holds_its_parts_alone(one)
     swapped_in_and_out(one)
     saved_and_read_by_any_number_of_ranks(one, other, folder)
-    steps_that_torch_makes_up_are_no_updates()
     refused_on_every_rank_though_one_has_it(one)
     (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps("done"))
     dist.barrier()
