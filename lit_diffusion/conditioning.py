@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from lit_diffusion.protocols import Condition, Conditioning, by_part
+from lit_diffusion.protocols import Condition, Conditioning, by_part, describe_condition
 from lit_diffusion.seeding import classes_of
 
 
@@ -134,10 +134,12 @@ class Words:
         """Raise ValueError where these are not words of `num` images."""
         rule = f"words must be ids ({num}, {self.length}) int64 in -1..{self.num_words - 1}"
         if not isinstance(condition, Tensor) or condition.dtype not in (torch.int64, torch.int32):
-            raise ValueError(f"{rule}, got {_describe(condition)}; `encode` makes them of a text.")
+            raise ValueError(
+                f"{rule}, got {describe_condition(condition)}; `encode` makes them of a text."
+            )
         wrong = condition[(condition < -1) | (condition >= self.num_words)][:1].tolist()
         if condition.shape != (num, self.length) or wrong:
-            got = " with ".join([_describe(condition), *map(str, wrong)])
+            got = " with ".join([describe_condition(condition), *map(str, wrong)])
             raise ValueError(f"{rule}, got {got}; `encode` makes them of a text.")
 
 
@@ -211,7 +213,7 @@ class Embeddings:
                 return
         raise ValueError(
             f"{name} must be a pair (values {shape} float, there {shape[:-1]} bool), got "
-            f"{_describe(condition)}: change them, or shape={self.shape}."
+            f"{describe_condition(condition)}: change them, or shape={self.shape}."
         )
 
 
@@ -232,10 +234,3 @@ def condition_for(
         return None if conditioning is None else conditioning.for_seeds(seeds)
     (conditioning or ClassLabels(0)).check(labels, len(seeds))
     return None if conditioning is None else labels
-
-
-def _describe(condition: Condition) -> str:
-    if isinstance(condition, tuple):
-        return f"({', '.join(map(_describe, condition))})"
-    kind = type(condition).__name__
-    return f"{condition.dtype} {tuple(condition.shape)}" if isinstance(condition, Tensor) else kind

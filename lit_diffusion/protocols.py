@@ -92,6 +92,19 @@ def by_part(function: Callable[..., Tensor], *conditions: Any) -> Condition:
     return tuple(function(*parts) for parts in zip(*conditions, strict=True))
 
 
+def describe_condition(condition: Condition) -> str:
+    """Dtype and shape of each tensor, for messages.
+
+    Example:
+        >>> describe_condition((torch.zeros(2, 3), torch.ones(2).bool()))
+        '(torch.float32 (2, 3), torch.bool (2,))'
+    """
+    if isinstance(condition, tuple):
+        return f"({', '.join(map(describe_condition, condition))})"
+    kind = type(condition).__name__
+    return f"{condition.dtype} {tuple(condition.shape)}" if isinstance(condition, Tensor) else kind
+
+
 Device: TypeAlias = torch.device | str | None
 """None is torch's default."""
 Denoise: TypeAlias = Callable[[Tensor, Tensor], Denoised]

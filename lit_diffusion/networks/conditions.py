@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lit_diffusion.networks.layers import timestep_embedding
-from lit_diffusion.protocols import Condition
+from lit_diffusion.protocols import Condition, describe_condition
 
 
 class ConditionKind(Protocol):
@@ -148,8 +148,8 @@ def embed_condition(
     if embedding is None:
         if condition is not None:
             raise ValueError(
-                f"{network} without num_classes or condition got {_describe(condition)}: build it "
-                "with condition=..., or give it None."
+                f"{network} without num_classes or condition got "
+                f"{describe_condition(condition)}: build it with condition=..., or give it None."
             )
         return EmbeddedCondition()
     embed: Any = embedding  # one of the four below
@@ -157,8 +157,8 @@ def embed_condition(
         condition = embed.null_condition(x)
     if not embed.accepts(condition, len(x)):
         raise ValueError(
-            f"{network} takes {embed.expects} with B={len(x)}, got {_describe(condition)}: change "
-            "it, or build the network with another condition=..."
+            f"{network} takes {embed.expects} with B={len(x)}, got "
+            f"{describe_condition(condition)}: change it, or build another network by condition=..."
         )
     embedded: EmbeddedCondition = embed(condition)
     return embedded
@@ -182,11 +182,7 @@ class LabelEmbedding(nn.Module):
 
     Labels are not range-checked, since a GPU would have to wait for the result: `num_classes` or
     more fails inside the embedding (IndexError on the CPU), and any negative number is no class.
-
-    Args:
-        num_classes: number of classes.
-        width: D, of a row.
-        null_class: whether there is a row for no class; without one, negative labels fail.
+    Without `null_class` there is no last row, and negative labels fail too.
     """
 
     expects = "labels (B,) int64"
@@ -214,12 +210,7 @@ class LabelEmbedding(nn.Module):
 
 
 class VectorEmbedding(nn.Module):
-    """A linear map of a vector, or a learned vector where it is absent.
-
-    Args:
-        dim: of the vectors.
-        width: D, of the result.
-    """
+    """A linear map of a vector, or a learned vector where it is absent."""
 
     def __init__(self, dim: int, width: int) -> None:
         super().__init__()
@@ -247,10 +238,6 @@ class TokenEmbedding(nn.Module):
     """A linear map of tokens, behind a learned null token, which is attended to if it is alone.
 
     Tokens keep the positions that their encoder gave them, and get no others.
-
-    Args:
-        dim: of the tokens.
-        width: D, of the result.
     """
 
     def __init__(self, dim: int, width: int) -> None:
@@ -281,10 +268,6 @@ class WordEmbedding(nn.Module):
     Positions are added because "dark on bright" is not "bright on dark"; as sinusoids, since these
     need no longest text and nothing to learn. As with labels, ids of num_words or more fail inside
     the embedding (IndexError on the CPU), and any negative number is no word.
-
-    Args:
-        num_words: size of the vocabulary.
-        width: D, of the result, even.
     """
 
     expects = "words (B, L) int64"
@@ -335,10 +318,3 @@ def _are_masked_rows(condition: Condition, dim: int, mask_ndim: int, batch_size:
     values, mask = condition
     is_mask = mask.dtype == torch.bool and mask.ndim == mask_ndim and len(mask) == batch_size
     return is_mask and values.shape == (*mask.shape, dim)
-
-
-def _describe(condition: Condition) -> str:
-    """Dtypes and shapes of a condition."""
-    if isinstance(condition, tuple):
-        return f"({', '.join(map(_describe, condition))})"
-    return f"{condition.dtype} {tuple(condition.shape)}" if isinstance(condition, Tensor) else ""

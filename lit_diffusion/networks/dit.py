@@ -41,11 +41,6 @@ from lit_diffusion.protocols import Condition
 class DiTBlock(nn.Module):
     """A transformer block with adaptive layer norms (adaLN-Zero), initialized as the identity.
 
-    Args:
-        width: D, of the tokens and of c.
-        num_heads: of attention; divides `width`.
-        hidden: hidden width of the MLP.
-
     Source: Peebles & Xie 2022, section 3.2.
     """
 

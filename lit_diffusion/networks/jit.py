@@ -85,12 +85,7 @@ def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 class RoPEAttention(nn.Module):
-    """Multi-head attention with normalised queries and keys (QK-norm) and rotary positions.
-
-    Args:
-        width: D, of the tokens.
-        num_heads: divides `width`.
-    """
+    """Multi-head attention with normalised queries and keys (QK-norm) and rotary positions."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -124,13 +119,7 @@ class SwiGLU(nn.Module):
 
 
 class JiTBlock(nn.Module):
-    """A transformer block with adaptive RMS norms (adaLN-Zero), initialized as the identity.
-
-    Args:
-        width: D, of the tokens and of c.
-        num_heads: of attention; divides `width`.
-        hidden: hidden width of an MLP with as many parameters as the SwiGLU.
-    """
+    """A transformer block with adaptive RMS norms (adaLN-Zero), initialized as the identity."""
 
     def __init__(self, width: int, num_heads: int, hidden: int) -> None:
         super().__init__()

@@ -49,14 +49,9 @@ def timestep_embedding(noise_label: Tensor, dim: int) -> Tensor:
 
 
 class TimestepMLP(nn.Sequential):
-    """Embedding of the noise level: sinusoids, Linear, SiLU, Linear.
+    """Embedding of the noise level: `dim` sinusoids, Linear, SiLU, Linear.
 
     Stays in the dtype of its weights under autocast, as bfloat16 sinusoids would blur the level.
-
-    Args:
-        dim: number of sinusoids, even.
-        width: hidden width.
-        out_width: width of the result; None for `width`.
     """
 
     def __init__(self, dim: int, width: int, out_width: int | None = None) -> None:
@@ -129,13 +124,7 @@ def self_attention(
 
 
 class Attention(nn.Module):
-    """Multi-head attention among all tokens; the features of qkv are in the order [q, k, v][head].
-
-    Args:
-        width: D, of the tokens.
-        num_heads: divides `width`.
-        qkv_bias: whether queries, keys and values have biases.
-    """
+    """Multi-head attention among all tokens; qkv features are in the order [q, k, v][head]."""
 
     def __init__(self, width: int, num_heads: int, qkv_bias: bool = True) -> None:
         super().__init__()
@@ -150,13 +139,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Linear, GELU, Linear.
-
-    Args:
-        width: D, of input and result.
-        hidden: hidden width.
-        approximate: "none" or "tanh", as in `torch.nn.GELU`.
-    """
+    """Linear, GELU, Linear; `approximate` is "none" or "tanh", as in `torch.nn.GELU`."""
 
     def __init__(self, width: int, hidden: int, approximate: str = "none") -> None:
         super().__init__()
@@ -170,11 +153,6 @@ class MLP(nn.Module):
 
 class FinalLayer(nn.Module):
     """Norm, scale and shift by c, and a linear map; in the dtype of its weights under autocast.
-
-    Args:
-        norm: normalises the tokens.
-        width: D, of the tokens and of c.
-        out_features: features of a token of the result.
 
     Source: Peebles & Xie 2022 (DiT), section 3.2.
     """
@@ -199,13 +177,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """A token for each p x p patch, row by row, by a convolution with stride p.
-
-    Args:
-        in_channels: C, of the images.
-        width: D, of the tokens.
-        patch_size: p.
-    """
+    """A token for each p x p patch, row by row, by a convolution with stride p."""
 
     def __init__(self, in_channels: int, width: int, patch_size: int) -> None:
         super().__init__()

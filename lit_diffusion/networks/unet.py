@@ -49,13 +49,6 @@ from lit_diffusion.protocols import Condition
 class GroupNorm32(nn.GroupNorm):
     """Group normalisation in float32 or better; the result has the input's dtype.
 
-    Args:
-        channels: C, of the images.
-        groups: divides `channels`.
-
-    Raises:
-        ValueError: if it does not.
-
     Source: Wu & He 2018, Eq. 1 and 7, with eps = 1e-5.
     """
 
@@ -94,15 +87,9 @@ def conv3x3(in_channels: int, out_channels: int) -> nn.Conv2d:
 class ResBlock(nn.Module):
     """x + conv(norm(conv(norm(x)))), with the embedding applied between the two convolutions.
 
-    Args:
-        in_channels: channels of x.
-        out_channels: channels of the result.
-        emb_channels: E, of the embedding.
-        dropout: probability before the last convolution.
-        scale_shift_norm: whether the embedding gives scale and shift of the second norm (adaptive
-            group norm), or is added before it.
-        norm_groups: divides both numbers of channels.
-        resample: changes the resolution of x, and of the branch before its convolutions.
+    With `scale_shift_norm` the embedding gives scale and shift of the second norm (adaptive group
+    norm), else it is added before it. `resample` changes the resolution of x, and of the branch
+    before its convolutions.
     """
 
     def __init__(
@@ -156,12 +143,6 @@ class ResBlock(nn.Module):
 class AttentionBlock(nn.Module):
     """x + self-attention among all pixels of norm(x).
 
-    Args:
-        channels: C, of x.
-        num_heads: divides `channels`.
-        split_heads_first: order of the qkv features, as in `layers.self_attention`.
-        norm_groups: divides `channels`.
-
     Source: Ho et al. 2020, appendix B.
     """
 
@@ -185,12 +166,6 @@ class AttentionBlock(nn.Module):
 
 class CrossAttentionBlock(nn.Module):
     """x + attention of all pixels of norm(x) to the tokens of a condition.
-
-    Args:
-        channels: C, of x.
-        num_heads: divides `channels`.
-        token_channels: E, of the tokens.
-        norm_groups: divides `channels`.
 
     Source: Rombach et al. 2022 (latent diffusion), section 3.3.
     """
@@ -217,12 +192,6 @@ class CrossAttentionBlock(nn.Module):
 
 class AttentionPool(nn.Module):
     """One vector per image: what its mean pixel attends to.
-
-    Args:
-        image_size: height and width of x.
-        channels: C, of x.
-        num_heads: divides `channels`.
-        out_channels: size of the vector.
 
     Source: Radford et al. 2021 (CLIP), section 2.4.
     """

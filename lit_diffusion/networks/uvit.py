@@ -41,15 +41,7 @@ from lit_diffusion.protocols import Condition
 
 
 class UViTBlock(nn.Module):
-    """A pre-norm transformer block; in the decoder it merges a long skip connection first.
-
-    Args:
-        width: D, of the tokens.
-        num_heads: of attention; divides `width`.
-        hidden: hidden width of the MLP.
-        qkv_bias: whether queries, keys and values have biases.
-        skip: whether `forward` takes a skip connection.
-    """
+    """A pre-norm transformer block; in the decoder (skip=True) it merges a long skip first."""
 
     def __init__(
         self, width: int, num_heads: int, hidden: int, qkv_bias: bool, skip: bool = False
