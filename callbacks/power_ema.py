@@ -8,7 +8,11 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lit_diffusion.callbacks.ema import EMA
-from lit_diffusion.checkpoints.snapshots import FOLDER, drop_after, write_snapshot
+from lit_diffusion.checkpoints.snapshots import (
+    SNAPSHOT_FOLDER,
+    delete_snapshots_after,
+    write_snapshot,
+)
 from lit_diffusion.ema_profiles import exponent, power_decay
 
 
@@ -102,8 +106,8 @@ class PowerEMA(EMA):
         self._taken = {step: sha for step, sha in self._taken.items() if step <= self._kept}
         tries = trainer.fast_dev_run  # type: ignore[attr-defined]
         if self.snapshot_every_n_steps and trainer.is_global_zero and not tries:
-            folder = Path(trainer.default_root_dir) / FOLDER
-            if count := drop_after(folder, self._kept):
+            folder = Path(trainer.default_root_dir) / SNAPSHOT_FOLDER
+            if count := delete_snapshots_after(folder, self._kept):
                 rank_zero_info(f"Took {count} snapshots after step {self._kept} out of {folder}.")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
@@ -116,5 +120,5 @@ class PowerEMA(EMA):
         state = self.state_dict()
         if trainer.is_global_zero and state:
             shadows = zip(state["decays"], state["shadows"], strict=True)
-            folder = Path(trainer.default_root_dir) / FOLDER
+            folder = Path(trainer.default_root_dir) / SNAPSHOT_FOLDER
             self._taken[step] = write_snapshot(folder, step, dict(shadows))

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lit_diffusion.checkpoints.content import is_count, is_dense, kind_of
+from lit_diffusion.checkpoints.reading import is_count, is_dense_tensor, number_kind
 
 _KINDS = {"EMA": "ema", "PowerEMA": "power"}
 """Callback -> what the names of its averages begin with."""
@@ -52,7 +52,11 @@ def unpack(
     matches = match_decays(state["decays"], decays)
     for name, shadow in state["shadows"][0].items():
         param = params.get(name)
-        if param is None or shadow.shape != param.shape or kind_of(shadow) != kind_of(param):
+        if (
+            param is None
+            or shadow.shape != param.shape
+            or number_kind(shadow) != number_kind(param)
+        ):
             raise ValueError(
                 f"The checkpoint's average of {name!r}, {shadow.dtype} {tuple(shadow.shape)}, fits "
                 "no parameter of the module. Resume with the module that wrote it."
@@ -117,7 +121,7 @@ def check_averages(state: Any) -> None:
         raise ValueError(f"its snapshots must be hashes by step, and are {taken!r:.50}")
 
 
-def averages_in(checkpoint: Mapping[str, Any], path: str | Path) -> list[dict[str, Any]]:
+def find_averages(checkpoint: Mapping[str, Any], path: str | Path) -> list[dict[str, Any]]:
     """The states of EMA callbacks that hold averages in the checkpoint of the file `path`."""
     return [state for _, state in _averages_in(checkpoint, path)]
 
@@ -140,13 +144,13 @@ def _averages_in(
     return [(kind, state) for kind, state in found if state]
 
 
-def known_weights(checkpoint: Mapping[str, Any], path: str | Path) -> list[str]:
+def average_names(checkpoint: Mapping[str, Any], path: str | Path) -> list[str]:
     """Names of the averages in a checkpoint."""
     found = _averages_in(checkpoint, path)
     return [f"{kind}_{decay:g}" for kind, state in found for decay in state["decays"]]
 
 
-def power_averages(
+def read_power_averages(
     checkpoint: Mapping[str, Any], path: str | Path
 ) -> tuple[int, dict[float, dict[str, Tensor]], dict[int, str]]:
     """How often the averages of PowerEMA were updated, these by width, and the known snapshots.
@@ -163,7 +167,7 @@ def power_averages(
     return steps, averages, taken
 
 
-def chosen_weights(
+def select_averages(
     checkpoint: Mapping[str, Any], weights: str, path: str | Path
 ) -> tuple[str, dict[str, Tensor]]:
     """The unambiguous name of the weights "raw", "ema" or "ema_<decay>", and the averages in them.
@@ -189,7 +193,7 @@ def _check_shadow(shadow: Any, steps: Mapping[str, int], first: Mapping[str, Ten
     if not (isinstance(shadow, dict) and shadow.keys() == steps.keys()):
         raise ValueError("it must hold an average of each parameter, by each decay")
     for name, value in shadow.items():
-        if not (is_dense(value) and (value.is_floating_point() or value.is_complex())):
+        if not (is_dense_tensor(value) and (value.is_floating_point() or value.is_complex())):
             raise ValueError(f"its average of {name} is not of real numbers")
         if (value.shape, value.dtype) != (first[name].shape, first[name].dtype):
             raise ValueError(f"its averages of {name} differ in shape or type")

@@ -1,4 +1,4 @@
-"""Modules with the weights of a checkpoint."""
+"""Loading modules with the weights of a checkpoint."""
 
 import json
 import re
@@ -13,24 +13,32 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lit_diffusion.checkpoints.averages import chosen_weights, known_weights, power_averages
-from lit_diffusion.checkpoints.content import kind_of, no_larger_than, uncompiled
-from lit_diffusion.checkpoints.reading import Checkpoint, first_line, holds_parts, read_checkpoint
-from lit_diffusion.checkpoints.snapshots import FOLDER, reconstructed
-from lit_diffusion.config.messages import innermost
-from lit_diffusion.config.trust import trusting
+from lit_diffusion.checkpoints.averages import (
+    average_names,
+    read_power_averages,
+    select_averages,
+)
+from lit_diffusion.checkpoints.reading import (
+    Checkpoint,
+    first_line,
+    is_distributed_checkpoint,
+    limit_parameters,
+    number_kind,
+    read_checkpoint,
+    strip_compile_prefix,
+)
+from lit_diffusion.checkpoints.snapshots import SNAPSHOT_FOLDER, reconstruct_average
+from lit_diffusion.config.messages import explain_parse_error
+from lit_diffusion.config.trust import allow_class_paths
 
 
-class Loaded(NamedTuple):
-    """A module in eval mode, and the file it is from: path, optimizer steps, weights and content.
-
-    `weights` are those that the module holds: "raw", "ema_<decay>" or "power_<width>".
-    """
+class LoadedModule(NamedTuple):
+    """A module in eval mode, and the checkpoint that it was loaded from."""
 
     module: LightningModule
     path: Path
-    step: int
-    weights: str
+    step: int  # optimizer steps
+    weights: str  # that the module has: "raw", "ema_<decay>" or "power_<width>"
     checkpoint: Checkpoint
 
 
@@ -41,106 +49,127 @@ def load(
     module: LightningModule | None = None,
     trust: Iterable[str] = (),
 ) -> Any:
-    """A module with the weights of a checkpoint, in eval mode on the CPU, ready for `generate`.
+    """Load a module with the weights of a checkpoint, in eval mode on the CPU.
 
     Args:
-        path: file, or run folder: then its checkpoints/last.ckpt.
-        weights: "ema" for the average (of several, the first), "ema_<decay>" for a certain one,
+        path: of the file, or of a run folder: then its checkpoints/last.ckpt.
+        weights: "ema" for the average (the first of several), "ema_<decay>" for a certain one,
             "power_<width>" for one of PowerEMA or any that its snapshots give, "raw" for the
             weights as trained.
-        module: filled in place of one built from the class paths in the file; for modules that were
-            not made from YAML.
-        trust: packages besides `settings.trust.TRUSTED` that those class paths may name.
+        module: receives the weights in place of one built from the class paths in the file; for
+            modules that were not made from YAML.
+        trust: packages besides `config.trust.TRUSTED` that those class paths may name.
+
+    Returns:
+        The module; a DiffusionModule is ready for `generate`.
 
     Raises:
-        FileNotFoundError: where there is no file.
-        ValueError: where the file is damaged, of another architecture, holds code, or not those
+        FileNotFoundError: if there is no file.
+        ValueError: if the file is damaged, of another architecture, holds code, or not those
             weights.
 
     Example:
         >>> images = load("runs/digits", weights="ema").generate(range(64))  # doctest: +SKIP
     """
-    return load_with_record(path, weights, module=module, trust=trust).module
+    return load_module(path, weights, module=module, trust=trust).module
 
 
-def load_with_record(
+def load_module(
     path: str | Path,
     weights: str = "ema",
     *,
     module: LightningModule | None = None,
     trust: Iterable[str] = (),
-) -> Loaded:
-    """As `load`, with what was loaded."""
+) -> LoadedModule:
+    """Load a module by `load`, whose arguments these are, together with its checkpoint."""
     path = checkpoint_file(path)
     checkpoint = read_checkpoint(path)
     if module is None:
-        with no_larger_than(checkpoint["state_dict"]):
-            module = build(checkpoint, path, trust)
+        with limit_parameters(checkpoint["state_dict"]):
+            module = build_module(checkpoint, path, trust)
     module.on_load_checkpoint(checkpoint)  # as Lightning does; may refuse it
     step = int(checkpoint.get("global_step", 0))
-    name, averages = named_weights(checkpoint, weights, path)
-    averages = dict(averages) | _aliases(module, averages)
-    load_state(module, {**uncompiled(checkpoint["state_dict"]), **averages}, path)
+    name, averages = select_weights(checkpoint, weights, path)
+    # A shared parameter has one average, under its first name, and several names in a state_dict.
+    parameters = module.state_dict(keep_vars=True)
+    by_identity = {id(parameters[n]): value for n, value in averages.items() if n in parameters}
+    shared = {n: by_identity[id(p)] for n, p in parameters.items() if id(p) in by_identity}
+    state = strip_compile_prefix(checkpoint["state_dict"])
+    load_state(module, {**state, **averages, **shared}, path)
     rank_zero_info(f"Loaded {name} weights of step {step} from {path}.")
-    return Loaded(module.eval(), path, step, name, checkpoint)
+    return LoadedModule(module.eval(), path, step, name, checkpoint)
 
 
-def path_and_weights(source: str) -> tuple[str, str | None]:
-    """What "CKPT:ema_0.99", ":ema", ":raw" or ":power_0.05" names; weights None of "CKPT" alone.
+def split_weights_suffix(source: str) -> tuple[str, str | None]:
+    """Split "CKPT:ema_0.99" (or ":ema", ":raw", ":power_0.05") into path and name of weights.
 
     Example:
-        >>> path_and_weights("runs/digits:ema_0.99"), path_and_weights("runs/digits")
+        >>> split_weights_suffix("runs/digits:ema_0.99"), split_weights_suffix("runs/digits")
         (('runs/digits', 'ema_0.99'), ('runs/digits', None))
     """
     match = re.fullmatch(r"(.+):(raw|(?:ema|power)(?:_[\w.+-]+)?)", source)
     return (match[1], match[2]) if match else (source, None)
 
 
-def named_weights(
+def select_weights(
     checkpoint: Checkpoint, weights: str, path: Path
 ) -> tuple[str, dict[str, Tensor]]:
-    """The averages of this name in the checkpoint, or those that its run's snapshots make."""
+    """Select averages of a checkpoint by name, or reconstruct them from its run's snapshots.
+
+    Args:
+        checkpoint: content of the file.
+        weights: as in `load`.
+        path: of the file, which tells the run folder of the snapshots.
+
+    Returns:
+        The full name of the weights, and the averages by name of the parameter; none for "raw".
+
+    Raises:
+        ValueError: if there are no such weights.
+    """
     kind, _, number = weights.partition("_")
-    steps, averages, taken = power_averages(checkpoint, path) if kind == "power" else (0, {}, {})
-    if averages:
-        weights = f"power_{_width(weights, number):g}"
-        if weights not in known_weights(checkpoint, path):
-            folder = path.parent.parent / FOLDER
-            return weights, reconstructed(folder, float(number), steps, averages, taken)
-    return chosen_weights(checkpoint, weights, path)
-
-
-def _width(weights: str, number: str) -> float:
-    try:
-        return float(number)
-    except ValueError:
-        raise ValueError(f"weights must be power_<width>, got {weights!r}.") from None
-
-
-def _aliases(module: LightningModule, averages: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The averages by all names of a tensor that has several; they are saved by the first."""
-    own = module.state_dict(keep_vars=True)
-    values = {id(own[name]): value for name, value in averages.items() if name in own}
-    return {name: values[id(value)] for name, value in own.items() if id(value) in values}
+    if kind == "power":
+        step, averages, hashes = read_power_averages(checkpoint, path)
+        if averages:
+            try:
+                width = float(number)
+            except ValueError:
+                raise ValueError(f"weights must be power_<width>, got {weights!r}.") from None
+            weights = f"power_{width:g}"
+            if weights not in average_names(checkpoint, path):
+                folder = path.parent.parent / SNAPSHOT_FOLDER
+                return weights, reconstruct_average(folder, width, step, averages, hashes)
+    return select_averages(checkpoint, weights, path)
 
 
 def checkpoint_file(path: str | Path) -> Path:
-    """`path` itself, or checkpoints/last.ckpt of a run folder."""
+    """`path` itself if it is a file, checkpoints/last.ckpt of a run folder."""
     path = Path(path)
-    run_folder = path.is_dir() and not holds_parts(path)
-    return path / "checkpoints" / "last.ckpt" if run_folder else path
+    is_run_folder = path.is_dir() and not is_distributed_checkpoint(path)
+    return path / "checkpoints" / "last.ckpt" if is_run_folder else path
 
 
-def build(checkpoint: Checkpoint, path: str | Path, trust: Iterable[str] = ()) -> LightningModule:
-    """The module that a checkpoint's class paths describe, freshly initialised."""
+def build_module(
+    checkpoint: Checkpoint, path: str | Path, trust: Iterable[str] = ()
+) -> LightningModule:
+    """Build the module that a checkpoint's class paths describe, with new weights.
+
+    Args:
+        checkpoint: content of the file.
+        path: of the file, for messages.
+        trust: packages besides `config.trust.TRUSTED` that class paths may name.
+
+    Raises:
+        ValueError: if the checkpoint has no class paths, or they cannot be built.
+    """
     spec = model_spec(checkpoint)
     if spec is None:
         raise ValueError(
             f"{path} does not say how its module was built, as it was made in Python; "
             "build it and call load(path, module=...)."
         )
-    built: LightningModule = instantiate(spec, LightningModule, trust, path)
-    return built
+    module: LightningModule = instantiate(spec, LightningModule, trust, path)
+    return module
 
 
 def instantiate(
@@ -150,38 +179,49 @@ def instantiate(
     path: str | Path,
     options: Sequence[str] = (),
 ) -> Any:
-    """The object of type `base` that the class path and arguments in the file `path` describe.
+    """Build the object that a class path and its arguments in a file describe.
 
-    `options` are arguments of a command line, as --data.init_args.NAME=VALUE, that win over these.
+    Args:
+        spec: "class_path" and "init_args".
+        base: class that the object must be an instance of.
+        trust: packages besides `config.trust.TRUSTED` that class paths may name.
+        path: of the file, for messages.
+        options: command-line arguments such as --data.init_args.NAME=VALUE that override the file.
+
+    Raises:
+        ValueError: if the spec is wrong, or the class raises an error.
     """
     register_unresolvable_import_paths(torch)
     parser = ArgumentParser(exit_on_error=False)
     key = options[0].lstrip("-").split(".")[0] if options else "object"
-    with trusting(trust):
+    with allow_class_paths(trust):
         parser.add_subclass_arguments(base, key, fail_untyped=False, required=True)
         try:
             if options:
-                given = parser.parse_args([f"--{key}={json.dumps(spec)}", *options])
+                config = parser.parse_args([f"--{key}={json.dumps(spec)}", *options])
             else:
-                given = parser.parse_object({key: spec})
-            return parser.instantiate(given)[key]
+                config = parser.parse_object({key: spec})
+            return parser.instantiate(config)[key]
         except (ArgumentError, ValueError) as error:
-            raise ValueError(f"{path}: {innermost(error)}") from error
-        except Exception as error:  # what a constructor says of arguments that it cannot take
+            raise ValueError(f"{path}: {explain_parse_error(error)}") from error
+        except Exception as error:  # a constructor may raise anything
             cause = f"{type(error).__name__}: {first_line(error)}"
             raise ValueError(f"{path}: {spec['class_path']} cannot be built: {cause}.") from error
 
 
 def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[str, Any] | None:
-    """Class path and arguments of the module (by another key, of the data), or None."""
-    saved = dict(checkpoint.get(key) or {})
-    class_path = saved.pop("_class_path", None)
-    saved.pop("_instantiator", None)
-    return None if class_path is None else {"class_path": class_path, "init_args": saved}
+    """Get "class_path" and "init_args" of the module in a checkpoint, or None.
+
+    With the key "datamodule_hyper_parameters" they are those of the data module.
+    """
+    init_args = dict(checkpoint.get(key) or {})
+    class_path = init_args.pop("_class_path", None)
+    init_args.pop("_instantiator", None)
+    return None if class_path is None else {"class_path": class_path, "init_args": init_args}
 
 
-def class_names_in(checkpoint: Checkpoint) -> list[str]:
-    """Names of the labels 0, 1, ... of the data that a model was trained on; [] if not known."""
+def read_class_names(checkpoint: Checkpoint) -> list[str]:
+    """Names of the labels 0, 1, ... that a model was trained on; empty if not known."""
     spec = model_spec(checkpoint, "datamodule_hyper_parameters") or {"class_path": ""}
     state = checkpoint.get(spec["class_path"].rpartition(".")[2])
     names = state.get("class_names") if isinstance(state, dict) else None
@@ -189,8 +229,12 @@ def class_names_in(checkpoint: Checkpoint) -> list[str]:
 
 
 def load_state(module: LightningModule, state: Mapping[str, Tensor], path: str | Path) -> None:
-    """Copy the weights `state` of the file `path` into `module`, or name the first that differ."""
-    if differences := misfits(module, state):
+    """Copy the weights `state` of the file `path` into `module`.
+
+    Raises:
+        ValueError: if they do not fit; names the first three differences.
+    """
+    if differences := state_dict_mismatches(module, state):
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise ValueError(
             f"{path} is of another architecture: {'; '.join(differences[:3])}{more}. "
@@ -199,24 +243,24 @@ def load_state(module: LightningModule, state: Mapping[str, Tensor], path: str |
     module.load_state_dict(state)
 
 
-def misfits(module: LightningModule, state: Mapping[str, Tensor]) -> list[str]:
-    """How `state` differs from what `module` expects, one phrase a tensor."""
-    own = module.state_dict()
-    missing = [f"the file lacks {name}" for name in own if name not in state]
+def state_dict_mismatches(module: LightningModule, state: Mapping[str, Tensor]) -> list[str]:
+    """Differences between `state` and the state_dict of `module`, one phrase for each tensor."""
+    expected = module.state_dict()
     shapes = [
         f"{name} is {tuple(state[name].shape)} in the file, {tuple(value.shape)} in the module"
-        for name, value in own.items()
+        for name, value in expected.items()
         if name in state and getattr(value, "shape", None) != getattr(state[name], "shape", None)
     ]
-    unknown = [f"the module lacks {name}" for name in state if name not in own]
-    return shapes + missing + unknown + wrong_types(module, state)
+    missing = [f"the file lacks {name}" for name in expected if name not in state]
+    unexpected = [f"the module lacks {name}" for name in state if name not in expected]
+    return shapes + missing + unexpected + dtype_mismatches(module, state)
 
 
-def wrong_types(module: LightningModule, state: Mapping[str, Any]) -> list[str]:
-    """Weights in `state` that torch would cast, and lose, into those of `module`."""
+def dtype_mismatches(module: LightningModule, state: Mapping[str, Any]) -> list[str]:
+    """Weights in `state` whose kind of numbers torch would silently cast to that of `module`."""
     return [
-        f"{name} is {saved.dtype} in the file, {expected.dtype} in the module"
+        f"{name} is {value.dtype} in the file, {expected.dtype} in the module"
         for name, expected in module.state_dict().items()
-        if isinstance(saved := state.get(name), Tensor) and isinstance(expected, Tensor)
-        if kind_of(saved) != kind_of(expected)
+        if isinstance(value := state.get(name), Tensor) and isinstance(expected, Tensor)
+        if number_kind(value) != number_kind(expected)
     ]

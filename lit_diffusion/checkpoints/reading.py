@@ -1,37 +1,51 @@
-"""Reading checkpoints, without running any code in them.
+"""Reading checkpoints without running any code in them, and checking what is in them.
 
-A checkpoint holds tensors and plain builtins, nothing else: `torch.load(path, weights_only=True)`
-reads it. `state_dict` are the raw weights, averages are in the state of the EMA callback,
-`hyper_parameters` the class paths and arguments of the module.
+A checkpoint holds tensors and plain builtins, nothing else, so `torch.load(weights_only=True)`
+reads it: `state_dict` has the raw weights, the state of the EMA callback the averages,
+`hyper_parameters` the class paths and arguments of the module. That loader runs no code, but it
+ignores the checksums that `torch.save` wrote, believes any size, and accepts any structure; these
+are checked here.
 """
 
 import pickle
 import re
 import zipfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lit_diffusion.callbacks.trainer_state import find_dtensor
-from lit_diffusion.checkpoints.content import check_archive, check_content
 from lit_diffusion.config.renamed import rename_checkpoint
 
 Checkpoint = dict[str, Any]
 
+_DICTS = ("state_dict", "hyper_parameters", "datamodule_hyper_parameters", "callbacks", "loops")
+_LISTS_OF_DICTS = ("optimizer_states", "lr_schedulers")
+_COUNTS = ("global_step", "epoch")
+_RESUMED = ("callbacks", "epoch", "global_step", "loops", "lr_schedulers", "optimizer_states")
+
 
 def read_checkpoint(path: str | Path, *, mmap: bool = False) -> Checkpoint:
-    """A local checkpoint file, on the CPU and without running any code in it.
+    """Read a local checkpoint file to the CPU without running any code in it.
 
-    With `mmap` tensors stay on the disk until they are used, where the format allows it.
+    Old names of classes, arguments and weights are replaced by the present ones.
+
+    Args:
+        path: of the file.
+        mmap: whether tensors stay on the disk until they are used, where the format allows it.
 
     Raises:
-        FileNotFoundError: where there is none.
-        ValueError: where the file is truncated, no checkpoint, one rank's part of one, or holds
-            pickled code, or where it is a folder of all parts; names file and reason.
+        FileNotFoundError: if there is no file.
+        ValueError: if the file is truncated, no checkpoint, one rank's part of one, or holds
+            pickled code, or if it is a folder of such parts; the message names file and reason.
     """
     path = Path(path)
-    if holds_parts(path):
+    if is_distributed_checkpoint(path):
         raise ValueError(
             f"{path} is a folder with the parts that ranks have saved of a checkpoint; make a file "
             f"of it with python -m lightning.fabric.utilities.consolidate_checkpoint {path}, or "
@@ -47,46 +61,212 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> Checkpoint:
         checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except PermissionError:
         raise
-    except Exception as error:  # what torch says of a broken file is of many types
-        # From None: torch advises to run the code in the file, which a traceback would tell.
-        raise ValueError(f"{path} {why_unreadable(error)}") from None
+    except Exception as error:  # torch raises many types for a broken file
+        # From None: torch advises to run the code in the file, which a traceback would show.
+        raise ValueError(f"{path} {explain_unreadable(error)}") from None
     try:
         check_content(checkpoint)
-        split = find_dtensor(checkpoint)
+        split_tensor = find_dtensor(checkpoint)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a training checkpoint: {error}.") from None
-    if split:
+    if split_tensor:
         raise ValueError(
-            f"{path} holds one rank's part of a tensor ({split}) and not the whole, so nothing can "
-            "be read from it; save on all ranks with write_checkpoint, or with "
+            f"{path} holds one rank's part of a tensor ({split_tensor}) and not the whole, so "
+            "nothing can be read from it; save on all ranks with write_checkpoint, or with "
             "ModelParallelStrategy(save_distributed_checkpoint=False)."
         )
     return rename_checkpoint(checkpoint)
 
 
-def saved_step(path: str | Path) -> int:
-    """Optimizer steps behind a checkpoint, its tensors left unread; -1 where it tells none."""
+def read_step(path: str | Path) -> int:
+    """Optimizer steps of a checkpoint, whose tensors are not read; -1 if it has none."""
     try:
-        found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"]
-    except Exception:  # what torch says of a broken file is of many types
+        step = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"]
+    except Exception:  # torch raises many types for a broken file
         return -1
-    return found if isinstance(found, int) else -1
+    return step if isinstance(step, int) else -1
 
 
-def holds_parts(folder: Path) -> bool:
+def is_distributed_checkpoint(folder: Path) -> bool:
     """Whether a folder is a checkpoint of `torch.distributed.checkpoint`."""
     return (folder / ".metadata").is_file()
 
 
-def why_unreadable(error: Exception) -> str:
-    """The reason, in our words: those of torch advise to run the code in the file."""
-    said = str(error)
-    if found := re.search(r"GLOBAL ([\w.]+)", said):
-        return (
-            f"holds pickled code ({found[1]}), which is never run; only tensors and plain builtins "
-            "are read."
+def check_archive(path: Path) -> None:
+    """Refuse a file of `torch.save` of which a bit has changed, or that would unpack to more.
+
+    Reads the whole file, about as fast as the disk. Files of other formats pass.
+
+    Raises:
+        ValueError: with the reason, without the file's name; so does zipfile.BadZipFile.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        members = archive.infolist()
+        unpacked_size = sum(member.file_size for member in members)
+        is_stored = all(member.compress_type == zipfile.ZIP_STORED for member in members)
+        if not is_stored or unpacked_size > path.stat().st_size:
+            raise ValueError(
+                f"it would unpack to {unpacked_size:,} bytes: torch.save compresses nothing"
+            )
+        if (broken := archive.testzip()) is not None:
+            raise ValueError(
+                f"the checksum of {broken} is wrong, or was left out by "
+                "torch.serialization.set_crc32_options(False); then save it again with True"
+            )
+
+
+def check_content(checkpoint: Any) -> None:
+    """Refuse content that is no checkpoint, or of which a part has another type.
+
+    Raises:
+        ValueError: with the reason, without the file's name.
+    """
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        raise ValueError("it has no 'state_dict'")
+    for name in (*_DICTS, *_LISTS_OF_DICTS, *_COUNTS):
+        if name not in checkpoint:
+            continue
+        part = checkpoint[name]
+        if name in _COUNTS:
+            is_valid = is_count(part)
+        else:
+            container, item_type = (list, dict) if name in _LISTS_OF_DICTS else (dict, str)
+            is_valid = isinstance(part, container) and all(isinstance(k, item_type) for k in part)
+        if not is_valid:
+            raise ValueError(f"its '{name}' is {_describe(part)}, as no run saves it")
+    for name in ("hyper_parameters", "datamodule_hyper_parameters"):
+        if "_class_path" in checkpoint.get(name, {}) and not is_plain(checkpoint[name]):
+            raise ValueError(f"its '{name}' must be plain builtins, and hold others")
+    _check_progress(checkpoint.get("loops", {}))
+    for name, value in checkpoint["state_dict"].items():
+        if not (is_dense_tensor(value) or name.endswith("_extra_state")):
+            raise ValueError(f"its weight {name} is no dense tensor, but {_describe(value)}")
+
+
+def _check_progress(loops: dict[Any, Any], is_progress: bool = False) -> None:
+    """Refuse progress of the Trainer's loops that is not made of counts."""
+    for name, value in loops.items():
+        is_inside = is_progress or str(name).endswith("progress")
+        if isinstance(value, dict):
+            _check_progress(value, is_inside)
+        elif is_inside and not (is_count(value) or isinstance(value, bool)):
+            raise ValueError(f"in its 'loops', {name} must be a count, and is {value!r:.50}")
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype}, {value.layout}, on {value.device}"
+    return f"{type(value).__name__} {value!r:.50}"
+
+
+def check_resumable(checkpoint: Mapping[str, Any], path: Path) -> None:
+    """Refuse to resume from a file with weights only, as other parts of a run would start anew.
+
+    Raises:
+        ValueError: with the parts that are missing.
+    """
+    if missing := [name for name in _RESUMED if name not in checkpoint]:
+        raise ValueError(
+            f"{path} holds no {', '.join(missing)}, so no run can be resumed from it; resume from "
+            "a checkpoint that was saved in training, with more than the weights."
         )
-    if isinstance(error, pickle.UnpicklingError) or "weights_only" in said:
+
+
+@contextmanager
+def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
+    """Context in which no module is built with far more parameters than a file has weights.
+
+    A file says how its network is built, and might ask for more than the machine has. Parameters
+    are counted before they are initialized.
+
+    Args:
+        state: the state_dict in the file.
+
+    Raises:
+        ValueError: from the parameter that exceeds the limit.
+    """
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    # Parametrizations and replaced layers register more than once.
+    max_tensors = 1000 + 4 * len(tensors)
+    max_numbers = 10**6 + 4 * sum(value.numel() for value in tensors)
+    num_tensors = num_numbers = 0
+
+    def count(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        nonlocal num_tensors, num_numbers
+        num_tensors += 1
+        num_numbers += 0 if parameter is None else parameter.numel()
+        if num_tensors > max_tensors or num_numbers > max_numbers:
+            raise ValueError(
+                f"the network that it describes has far more parameters than its {len(tensors)} "
+                "weights."
+            )
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def is_count(value: Any) -> bool:
+    """Whether a value is an integer >= 0 that fits into 64 bits.
+
+    Example:
+        >>> is_count(3), is_count(True), is_count(-1), is_count(2**63)
+        (True, False, False, False)
+    """
+    return type(value) is int and 0 <= value < 2**63
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is None, bool, int, float, str, or dicts, lists and tuples of such.
+
+    Example:
+        >>> is_plain({"steps": [1, 2.5, None]}), is_plain({"steps": torch.zeros(2)})
+        (True, False)
+    """
+    if isinstance(value, dict):
+        return type(value) is dict and all(is_plain(v) for pair in value.items() for v in pair)
+    if isinstance(value, list | tuple):
+        return type(value) in (list, tuple) and all(is_plain(v) for v in value)
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def is_dense_tensor(value: Any) -> bool:
+    """Whether a value is a tensor whose numbers can be copied into a parameter.
+
+    Example:
+        >>> is_dense_tensor(torch.zeros(2)), is_dense_tensor(torch.zeros(2).to_sparse())
+        (True, False)
+    """
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and not (value.is_nested or value.is_quantized or value.is_meta)
+    )
+
+
+def number_kind(tensor: Tensor) -> tuple[bool, bool, bool]:
+    """Whether the numbers are floats, complex, bools. torch casts silently between kinds."""
+    return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype is torch.bool
+
+
+def strip_compile_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The state_dict with the names that its module has without torch.compile."""
+    return {name.replace("_orig_mod.", ""): value for name, value in state.items()}
+
+
+def explain_unreadable(error: Exception) -> str:
+    """The reason for an error of torch.load, which would itself advise to run code in the file."""
+    message = str(error)
+    if pickled := re.search(r"GLOBAL ([\w.]+)", message):
+        return (
+            f"holds pickled code ({pickled[1]}), which is never run; only tensors and plain "
+            "builtins are read."
+        )
+    if isinstance(error, pickle.UnpicklingError) or "weights_only" in message:
         return (
             "may hold pickled code, which is never run, or is damaged or no checkpoint; only "
             "tensors and plain builtins are read, in the format that torch.save writes by default."
@@ -95,5 +275,5 @@ def why_unreadable(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a line."""
+    """First line of an error's message without its full stop, or its type if it has none."""
     return str(error).split("\n")[0].rstrip(".") or type(error).__name__

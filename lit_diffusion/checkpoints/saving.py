@@ -1,10 +1,10 @@
-"""Writing checkpoint files so that no crash leaves half of one."""
+"""Writing checkpoint files atomically, so that no crash leaves half of one."""
 
 import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
@@ -12,18 +12,22 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from torch.utils.serialization import config
 
 from lit_diffusion.callbacks.trainer_state import find_dtensor, gather_state
-from lit_diffusion.checkpoints.content import is_plain
-from lit_diffusion.checkpoints.reading import first_line, read_checkpoint, why_unreadable
+from lit_diffusion.checkpoints.reading import (
+    explain_unreadable,
+    first_line,
+    is_plain,
+    read_checkpoint,
+)
 from lit_diffusion.files import atomic_write
 from lit_diffusion.signals import defer_signals
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Checkpoint files that are whole or not there, and that are read without running code.
+    """Writes checkpoint files atomically, and reads them without running code.
 
     A save writes a temporary file in the same folder, syncs it to the disk and renames it: on a
-    full disk or a crash the previous checkpoint stays. Loading is always with `weights_only=True`,
-    also from URLs. Remote paths are written as Lightning does.
+    full disk or after a crash the previous checkpoint is intact. Loading is always with
+    `weights_only=True`, also from URLs. Remote paths are written as Lightning does.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -33,85 +37,85 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write `checkpoint`, or leave what was at `path`.
+        """Write `checkpoint`, or leave the file at `path` as it is.
 
         Raises:
-            OSError: where the file cannot be written; the previous one is intact.
+            OSError: if the file cannot be written; the previous one is intact.
             TypeError: for content that could not be read back with `weights_only=True`, and for
                 tensors that are split over ranks, which one rank alone cannot gather.
         """
-        kept = plain(checkpoint)
+        plain = plain_checkpoint(checkpoint)
         if "://" in str(path):
-            super().save_checkpoint(kept, path, storage_options)
+            super().save_checkpoint(plain, path, storage_options)
         else:
-            _write(kept, path)
+            _write(plain, path)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The checkpoint at `path`, read with `weights_only=True` whatever is asked."""
+        """Read the checkpoint at `path`, with `weights_only=True` whatever is asked."""
         if "://" not in str(path):
             return read_checkpoint(path)
         try:
             return super().load_checkpoint(path, map_location, weights_only=True)
         except pickle.UnpicklingError as error:
-            raise ValueError(f"{path} {why_unreadable(error)}") from None
+            raise ValueError(f"{path} {explain_unreadable(error)}") from None
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: str | Path) -> None:
     """Write a checkpoint to a local path, atomically: see `AtomicCheckpointIO`.
 
-    One with tensors that `fully_shard` has split is written by all ranks together: each calls this,
-    the first writes whole tensors, and the others do not wait for the file. It fits any number of
-    ranks: `torch.distributed.checkpoint.state_dict.set_model_state_dict` takes the weights, with
+    All ranks must call this for tensors that `fully_shard` has split; the first writes whole
+    tensors, and the others do not wait for the file. It fits any number of ranks:
+    `torch.distributed.checkpoint.state_dict.set_model_state_dict` takes the weights, with
     `full_state_dict=True`.
     """
-    whole = gather_state(checkpoint)
-    if whole or not checkpoint:
-        _write(plain(whole), path)
+    gathered = gather_state(checkpoint)
+    if gathered or not checkpoint:
+        _write(plain_checkpoint(gathered), path)
 
 
-def plain(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """`checkpoint` without hyper-parameters that are objects, which would be pickled by class."""
-    if split := find_dtensor(checkpoint):
+def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint without hyper-parameters that are objects, which would be pickled by class.
+
+    Raises:
+        TypeError: for a tensor that is split over ranks.
+    """
+    if split_tensor := find_dtensor(checkpoint):
         raise TypeError(
-            f"a checkpoint must hold whole tensors, and {split!r} is one rank's part of one; "
-            "gather it on all ranks (write_checkpoint does), or let the strategy: "
+            f"a checkpoint must hold whole tensors, and {split_tensor!r} is one rank's part of "
+            "one; gather it on all ranks (write_checkpoint does), or let the strategy: "
             "ModelParallelStrategy(save_distributed_checkpoint=False)."
         )
-    kept = dict(checkpoint)
-    for key in kept:
+    plain = dict(checkpoint)
+    for key in plain:
         if key.endswith("hyper_parameters"):
-            kept[key] = {name: value for name, value in kept[key].items() if is_plain(value)}
-    return kept
+            plain[key] = {name: value for name, value in plain[key].items() if is_plain(value)}
+    return plain
 
 
 def _write(checkpoint: dict[str, Any], path: str | Path) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        # Without checksums, which a setting of torch leaves out, no damage to the file is told.
+        # A setting of torch leaves out checksums, without which damage to the file goes unnoticed.
         with (
             defer_signals(),
             atomic_write(path) as file,
             config.patch("save.compute_crc32", True),  # type: ignore[attr-defined]
         ):
             torch.save(checkpoint, file)
-            _check_plain(file)
+            # What cannot be read back is found at the first save, not at the resume.
+            file.seek(0)
+            if classes := get_unsafe_globals_in_checkpoint(file):
+                raise TypeError(
+                    f"a checkpoint must hold tensors and plain builtins, got {', '.join(classes)};"
+                    " convert it in the state_dict() of the callback or module that it belongs to."
+                )
     except (OSError, RuntimeError) as error:
-        kept = "; the checkpoint saved there before is intact" if path.exists() else ""
+        intact = "; the checkpoint saved there before is intact" if path.exists() else ""
         free = shutil.disk_usage(path.parent).free / 2**20
         raise OSError(
             f"{path} could not be written, with {free:.0f} MiB free there: "
-            f"{first_line(error)}{kept}."
+            f"{first_line(error)}{intact}."
         ) from error
-
-
-def _check_plain(file: IO[bytes]) -> None:
-    """Find at the first save, not at the resume, what cannot be read back."""
-    file.seek(0)
-    if classes := get_unsafe_globals_in_checkpoint(file):
-        raise TypeError(
-            f"a checkpoint must hold tensors and plain builtins, got {', '.join(classes)}; "
-            "convert it in the state_dict() of the callback or module that it belongs to."
-        )

@@ -1,4 +1,4 @@
-"""Snapshots of power-function averages, and averages of other widths made of them."""
+"""Snapshots of power-function averages, and averages of other widths reconstructed from them."""
 
 from collections.abc import Mapping
 from hashlib import sha256
@@ -13,21 +13,22 @@ from lit_diffusion.ema_profiles import coefficients, exponent
 from lit_diffusion.files import atomic_write
 
 Averages = Mapping[float, Mapping[str, Tensor]]
-"""By width and name."""
+"""Average of each parameter, by relative width and name of the parameter."""
 
-FOLDER = "ema-snapshots"
+SNAPSHOT_FOLDER = "ema-snapshots"
 
-FARTHEST = 0.1
-"""Of a wanted profile, relatively, that snapshots still give: as far as a width an eighth off."""
+MAX_PROFILE_ERROR = 0.1
+"""Relative distance from a requested profile at which snapshots still give it; that of a width
+that is an eighth off."""
 
 
 def write_snapshot(folder: Path, step: int, averages: Averages) -> str:
-    """Write averages after so many of their updates, whole or not at all; the file's SHA-256."""
+    """Write averages after `step` updates, atomically; returns the SHA-256 of the file."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"{width:g}/{name}": value.detach().cpu().contiguous()
-        for width, named in averages.items()
-        for name, value in named.items()
+        for width, parameters in averages.items()
+        for name, value in parameters.items()
     }
     content = save(tensors)
     with atomic_write(folder / f"step-{step:09d}.safetensors") as file:
@@ -35,74 +36,73 @@ def write_snapshot(folder: Path, step: int, averages: Averages) -> str:
     return sha256(content).hexdigest()
 
 
-def snapshots_in(folder: Path) -> dict[int, Path]:
-    """Files by the number of updates, the first first."""
+def list_snapshots(folder: Path) -> dict[int, Path]:
+    """Files by their number of updates, in ascending order."""
     return {int(f.stem[5:]): f for f in sorted(folder.glob("step-" + 9 * "[0-9]" + ".safetensors"))}
 
 
-def drop_after(folder: Path, step: int) -> int:
-    """Remove snapshots of more updates; how many there were."""
-    later = [file for taken, file in snapshots_in(folder).items() if taken > step]
+def delete_snapshots_after(folder: Path, step: int) -> int:
+    """Delete snapshots of more than `step` updates; returns their number."""
+    later = [file for number, file in list_snapshots(folder).items() if number > step]
     for file in later:
         file.unlink()
     return len(later)
 
 
-def reconstructed(
-    folder: Path, width: float, step: int, last: Averages, known: Mapping[int, str]
+def reconstruct_average(
+    folder: Path, width: float, step: int, last: Averages, hashes: Mapping[int, str]
 ) -> dict[str, Tensor]:
-    """The average of a relative width after so many updates, by name.
+    """The average of a relative width after `step` updates, by name of the parameter.
 
-    It is made of those of other widths that were `last`, at that step, and of earlier snapshots,
-    whose SHA-256 by their numbers of updates are `known`.
+    It is a linear combination of the averages of other widths at that step and in earlier
+    snapshots.
+
+    Args:
+        folder: of the snapshots.
+        width: relative width of the average.
+        step: number of updates.
+        last: averages of other widths at that step.
+        hashes: SHA-256 of the run's snapshots, by number of updates.
 
     Raises:
-        ValueError: for a width that no profile has or that these cannot tell, a snapshot that is
-            damaged or of another run, or snapshots of different weights.
+        ValueError: for a width that no profile has or that cannot be reconstructed, a snapshot that
+            is damaged or of another run, or snapshots of different weights.
     """
-    files = _before(folder, step, known)
-    parts = [(taken, tracked) for taken, file in files.items() for tracked in _widths(file)]
-    parts += [(step, tracked) for tracked in last]
-    taken, widths = zip(*parts, strict=True)
-    factors, distance = coefficients(taken, list(map(exponent, widths)), step, exponent(width))
-    if distance > FARTHEST:
+    files = {number: file for number, file in list_snapshots(folder).items() if number < step}
+    for number, file in files.items():
+        if hashes.get(number) != sha256(file.read_bytes()).hexdigest():
+            raise ValueError(
+                f"{file} is not the snapshot that the run of the checkpoint took at step {number}: "
+                "it is damaged, or another run's. Delete it, or bring the right one back."
+            )
+    sources = [(number, tracked) for number, file in files.items() for tracked in _widths(file)]
+    sources += [(step, tracked) for tracked in last]
+    steps, widths = zip(*sources, strict=True)
+    factors, distance = coefficients(steps, list(map(exponent, widths)), step, exponent(width))
+    if distance > MAX_PROFILE_ERROR:
         raise ValueError(
             f"the width {width:g} at step {step} cannot be told from {len(files)} snapshots in "
-            f"{folder}: the nearest profile is {distance:.0%} off, above {FARTHEST:.0%}. Take one "
-            f"nearer to those tracked ({', '.join(map('{:g}'.format, last))}), or train with "
-            "PowerEMA(snapshot_every_n_steps=...) of more snapshots."
+            f"{folder}: the nearest profile is {distance:.0%} off, above {MAX_PROFILE_ERROR:.0%}. "
+            f"Take one nearer to those tracked ({', '.join(map('{:g}'.format, last))}), or train "
+            "with PowerEMA(snapshot_every_n_steps=...) of more snapshots."
         )
-    total = _nothing(last)
-    for (taken_at, tracked), factor in zip(parts, factors.tolist(), strict=True):
-        read = last[tracked] if taken_at == step else _read(files[taken_at], tracked)
-        if _shapes(read) != _shapes(total):
+    like = next(iter(last.values()))
+    # In float64: factors may be large, and of both signs.
+    total = {
+        name: torch.zeros(value.shape, dtype=torch.promote_types(value.dtype, torch.float64))
+        for name, value in like.items()
+    }
+    for (number, tracked), factor in zip(sources, factors.tolist(), strict=True):
+        average = last[tracked] if number == step else _read_average(files[number], tracked)
+        if _shapes(average) != _shapes(total):
             raise ValueError(
-                f"{files.get(taken_at, 'the checkpoint')} holds averages of width {tracked:g} of "
+                f"{files.get(number, 'the checkpoint')} holds averages of width {tracked:g} of "
                 f"other weights than the checkpoint of width {next(iter(last)):g}; delete the "
                 "snapshots of before the change."
             )
-        for name, value in read.items():
+        for name, value in average.items():
             total[name] += factor * value.to(total[name])
-    return {name: value.to(next(iter(last.values()))[name].dtype) for name, value in total.items()}
-
-
-def _before(folder: Path, step: int, known: Mapping[int, str]) -> dict[int, Path]:
-    """The snapshots of less updates, of which each must be `known`."""
-    files = {taken: file for taken, file in snapshots_in(folder).items() if taken < step}
-    for taken, file in files.items():
-        if known.get(taken) != sha256(file.read_bytes()).hexdigest():
-            raise ValueError(
-                f"{file} is not the snapshot that the run of the checkpoint took at step {taken}: "
-                "it is damaged, or another run's. Delete it, or bring the right one back."
-            )
-    return files
-
-
-def _nothing(averages: Averages) -> dict[str, Tensor]:
-    """In float64: factors may be large, and of both signs."""
-    first = next(iter(averages.values()))
-    wide = {name: torch.promote_types(value.dtype, torch.float64) for name, value in first.items()}
-    return {name: torch.zeros(value.shape, dtype=wide[name]) for name, value in first.items()}
+    return {name: value.to(like[name].dtype) for name, value in total.items()}
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
@@ -114,7 +114,7 @@ def _widths(path: Path) -> list[float]:
         return sorted({float(key.partition("/")[0]) for key in file.keys()})  # noqa: SIM118
 
 
-def _read(path: Path, width: float) -> dict[str, Tensor]:
+def _read_average(path: Path, width: float) -> dict[str, Tensor]:
     with safe_open(path, "pt") as file:
         keys = [key for key in file.keys() if float(key.partition("/")[0]) == width]  # noqa: SIM118
         return {key.partition("/")[2]: file.get_tensor(key) for key in keys}

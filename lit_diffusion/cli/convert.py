@@ -109,13 +109,13 @@ def export(
     """
     from torch import nn
 
-    from lit_diffusion.checkpoints.loading import load_with_record, model_spec
+    from lit_diffusion.checkpoints.loading import load_module, model_spec
     from lit_diffusion.interchange.diffusers_folder import write_diffusers
     from lit_diffusion.interchange.exported import write_network
 
     if vae is not None and form != "diffusers":
         raise ValueError(f"--vae {vae} belongs to --format diffusers; leave it out.")
-    loaded = load_with_record(checkpoint, weights, trust=trust)
+    loaded = load_module(checkpoint, weights, trust=trust)
     arguments = (model_spec(loaded.checkpoint) or {"init_args": {}})["init_args"]
     network = getattr(loaded.module, "network", None)
     if not isinstance(network, nn.Module) or not isinstance(arguments.get("network"), dict):

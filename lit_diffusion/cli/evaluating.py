@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from lit_diffusion.checkpoints.averages import known_weights, power_averages
-from lit_diffusion.checkpoints.loading import checkpoint_file, named_weights
+from lit_diffusion.checkpoints.averages import average_names, read_power_averages
+from lit_diffusion.checkpoints.loading import checkpoint_file, select_weights
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.generator import load_generator
 from lit_diffusion.cli.options import SamplingOptions, usable_device
@@ -169,14 +169,14 @@ def score_widths(options: EvaluationOptions, widths: Sequence[float]) -> dict[st
         raise ValueError(f"--ema names the averages; leave out --weights {sampling.weights}.")
     file = checkpoint_file(sampling.checkpoint)
     checkpoint = read_checkpoint(file)
-    if not power_averages(checkpoint, file)[1]:
+    if not read_power_averages(checkpoint, file)[1]:
         raise ValueError(
             f"--ema needs averages by PowerEMA, of which {file} has none; train with PowerEMA, or "
-            f"score --weights {' or '.join(['raw', *known_weights(checkpoint, file)])}."
+            f"score --weights {' or '.join(['raw', *average_names(checkpoint, file)])}."
         )
     weights = {width: f"power_{width:g}" for width in sorted(set(widths))}
     for name in weights.values():
-        named_weights(checkpoint, name, file)
+        select_weights(checkpoint, name, file)
     root = run_of(file) or file.parent
     records: dict[float, dict[str, Any]] = {}
     for width, name in weights.items():

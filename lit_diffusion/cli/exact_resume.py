@@ -16,7 +16,7 @@ from lit_diffusion.callbacks.trainer_state import (
     is_batch_ending,
     validation_follows,
 )
-from lit_diffusion.checkpoints.reading import saved_step
+from lit_diffusion.checkpoints.reading import read_step
 from lit_diffusion.cli.lightning_internals import (
     forget_restart,
     is_between_epochs,
@@ -149,7 +149,7 @@ def _restore_savers(trainer: Trainer, states: dict[str, dict[str, Any]]) -> None
     known = {os.path.abspath(file) for each in found for file in saved_files(each)}
     folders = {os.path.abspath(each.dirpath) for each in found if each.dirpath}
     files = {str(file) for folder in folders for file in Path(folder).glob("*.ckpt")} - known
-    undone = {file for file in files if saved_step(file) >= trainer.global_step}
+    undone = {file for file in files if read_step(file) >= trainer.global_step}
     for each in found:
         vars(each)["file_exists"] = partial(_exists, undone, each.file_exists)
 

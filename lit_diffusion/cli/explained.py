@@ -6,8 +6,8 @@ from lightning.pytorch.cli import LightningCLI
 
 from lit_diffusion.cli import changed_settings
 from lit_diffusion.cli.run_folder import Request
-from lit_diffusion.config.messages import is_meant
-from lit_diffusion.config.trust import within
+from lit_diffusion.config.messages import is_user_error
+from lit_diffusion.config.trust import is_within
 
 
 def name_builder(error: BaseException) -> str:
@@ -17,8 +17,8 @@ def name_builder(error: BaseException) -> str:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     building = [f.f_locals.get("self") for f in frames if f.f_code.co_name == "__init__"]
     classes = [type(built) for built in building if not isinstance(built, LightningCLI)]
-    names = [made.__name__ for made in classes if within(made.__module__, ["lit_diffusion"])]
-    return f"{names[0]} cannot be built: " if names and not is_meant(error) else ""
+    names = [made.__name__ for made in classes if is_within(made.__module__, ["lit_diffusion"])]
+    return f"{names[0]} cannot be built: " if names and not is_user_error(error) else ""
 
 
 def explain(error: BaseException, request: Request, untrained: bool) -> ValueError | None:
@@ -38,8 +38,8 @@ def explain(error: BaseException, request: Request, untrained: bool) -> ValueErr
     # In these modules nothing is done but to restore what a checkpoint holds.
     restoring = ["lightning.pytorch.trainer.connectors.checkpoint_connector"]
     restoring += [changed_settings.__name__, *(["torch.optim"] if untrained else [])]
-    if request.checkpoint is not None and any(within(name, restoring) for name in modules):
-        if not is_meant(error):
+    if request.checkpoint is not None and any(is_within(name, restoring) for name in modules):
+        if not is_user_error(error):
             said = (
                 "it is damaged, or was saved with other callbacks, optimizers or versions "
                 f"({type(error).__name__} in {frames[-1].f_code.co_qualname}: {said})."
@@ -47,6 +47,6 @@ def explain(error: BaseException, request: Request, untrained: bool) -> ValueErr
         elif changed_settings.__name__ in modules:
             return None
         return ValueError(f"{request.checkpoint} cannot be restored: {said}")
-    if within(modules[-1], ["torch.optim"]) and is_meant(error, ("torch",)):
+    if is_within(modules[-1], ["torch.optim"]) and is_user_error(error, ("torch",)):
         return ValueError(f"model.optimizer or model.lr_scheduler: {said}")
     return None

@@ -15,12 +15,11 @@ from jsonargparse import ArgumentParser
 from torch import Tensor
 from torch.nn.functional import max_pool2d
 
-from lit_diffusion.checkpoints.loading import Loaded, class_names_in, load_with_record
+from lit_diffusion.checkpoints.loading import LoadedModule, load_module, read_class_names
 from lit_diffusion.cli.guidance_options import build_guidance
 from lit_diffusion.cli.options import SamplingOptions, usable_device
-from lit_diffusion.config.messages import innermost
-from lit_diffusion.config.short_names import short_names
-from lit_diffusion.config.trust import trusting
+from lit_diffusion.config.messages import explain_parse_error
+from lit_diffusion.config.trust import allow_class_paths, short_names
 from lit_diffusion.metrics.images import OVERVIEWS, read_image
 from lit_diffusion.modules.checks import check_clipping, check_sampling
 from lit_diffusion.protocols import Condition, Solver, by_part
@@ -43,7 +42,7 @@ class ImageGenerator:
         guided_by: record of the model of --weaker or --classifier; None without.
     """
 
-    loaded: Loaded
+    loaded: LoadedModule
     options: SamplingOptions
     labels: list[int] | None
     condition: Condition
@@ -118,7 +117,7 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
     device = usable_device(options.device)
     if options.solver is not None:
         parse_solver(options.solver)  # a wrong name is told before the checkpoint is read
-    loaded = load_with_record(options.checkpoint, options.weights, trust=options.trust)
+    loaded = load_module(options.checkpoint, options.weights, trust=options.trust)
     module: Any = loaded.module
     kind = f"{type(module).__name__} in {loaded.path}"
     if not hasattr(module, "generate"):
@@ -137,7 +136,7 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
             solver = editing_solver(module, options)
             check_sampling(module.process, module.loss, solver, module.guidance)
             check_clipping(module.codec, module.solver, module.guidance)
-    class_names = class_names_in(loaded.checkpoint)
+    class_names = read_class_names(loaded.checkpoint)
     labels, condition = None, None
     if options.labels is not None:
         num_classes = getattr(module, "num_classes", None)
@@ -220,7 +219,7 @@ def parse_solver(text: str) -> dict[str, Any]:
     return spec | {"class_path": paths[name.lower()]}
 
 
-def trained_solver(loaded: Loaded) -> dict[str, Any]:
+def trained_solver(loaded: LoadedModule) -> dict[str, Any]:
     """Class path and arguments of the solver that the checkpoint names."""
     spec: dict[str, Any] | None = loaded.checkpoint["hyper_parameters"].get("solver")
     if spec is None:
@@ -228,7 +227,7 @@ def trained_solver(loaded: Loaded) -> dict[str, Any]:
     return spec
 
 
-def build_solver(loaded: Loaded, options: SamplingOptions) -> Solver:
+def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
     """The solver that --solver, --solver.NAME and --steps describe, as `fit` would build it.
 
     What they leave open is as in the checkpoint. A solver of another class inherits the number of
@@ -242,7 +241,7 @@ def build_solver(loaded: Loaded, options: SamplingOptions) -> Solver:
         arguments.append(f"--solver.steps={options.steps}")
     is_other = spec is not None and spec["class_path"] != current["class_path"]
     parser = ArgumentParser(exit_on_error=False)
-    with trusting(options.trust):
+    with allow_class_paths(options.trust):
         # with `current` as the default, another class would get the defaults of its arguments too
         parser.add_argument("--solver", type=Solver, default=None if is_other else current)
         try:
@@ -252,7 +251,7 @@ def build_solver(loaded: Loaded, options: SamplingOptions) -> Solver:
                 arguments.insert(0, f"--solver={json.dumps(spec)}")
             solver: Solver = parser.instantiate(parser.parse_args(arguments)).solver
         except (ArgumentError, ValueError) as error:
-            message = innermost(error)
+            message = explain_parse_error(error)
             dashes = "--" if message.startswith("solver") else ""
             raise ValueError(dashes + message) from error
     return solver

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from lit_diffusion.checkpoints.loading import Loaded, load_with_record, path_and_weights
+from lit_diffusion.checkpoints.loading import LoadedModule, load_module, split_weights_suffix
 from lit_diffusion.cli.options import SamplingOptions
 from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
 from lit_diffusion.modules.checks import check_codec
@@ -72,10 +72,10 @@ def _classifier_guidance(module: Any, options: SamplingOptions) -> tuple[Guidanc
     }
 
 
-def _load_second(option: str, source: str, module: Any, options: SamplingOptions) -> Loaded:
+def _load_second(option: str, source: str, module: Any, options: SamplingOptions) -> LoadedModule:
     """The model of --weaker or --classifier, on the device of the module that it must fit."""
-    path, weights = path_and_weights(source)
-    loaded = load_with_record(path, weights or options.weights, trust=options.trust)
+    path, weights = split_weights_suffix(source)
+    loaded = load_module(path, weights or options.weights, trust=options.trust)
     if option == "--classifier" and not isinstance(loaded.module, NoisyClassifier):
         raise ValueError(f"--classifier {source} is a {type(loaded.module).__name__}.")
     for name in ("process", "image_shape", "num_classes"):

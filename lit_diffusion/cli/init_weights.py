@@ -9,15 +9,14 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lit_diffusion.checkpoints.averages import averages_in
-from lit_diffusion.checkpoints.content import kind_of, uncompiled
+from lit_diffusion.checkpoints.averages import find_averages
 from lit_diffusion.checkpoints.loading import (
     checkpoint_file,
     model_spec,
-    named_weights,
-    path_and_weights,
+    select_weights,
+    split_weights_suffix,
 )
-from lit_diffusion.checkpoints.reading import read_checkpoint
+from lit_diffusion.checkpoints.reading import number_kind, read_checkpoint, strip_compile_prefix
 from lit_diffusion.cli.changed_settings import differences
 from lit_diffusion.interchange.exported import NETWORKS, is_exported, read_exported
 
@@ -67,7 +66,7 @@ def read_init(source: str) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
             ":power_<width>" a choice of a checkpoint's weights, whose default is the average if
             there is one.
     """
-    named_path, weights = path_and_weights(source)
+    named_path, weights = split_weights_suffix(source)
     path = Path(named_path)
     if is_exported(path):
         record, state = read_exported(path)
@@ -77,10 +76,10 @@ def read_init(source: str) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
         return f"{named} weights of {path}", {f"network.{n}": v for n, v in state.items()}, record
     path = checkpoint_file(path)
     checkpoint = read_checkpoint(path)
-    weights = weights or ("ema" if averages_in(checkpoint, path) else "raw")
-    name, averages = named_weights(checkpoint, weights, path)
+    weights = weights or ("ema" if find_averages(checkpoint, path) else "raw")
+    name, averages = select_weights(checkpoint, weights, path)
     settings = (model_spec(checkpoint) or {"init_args": {}})["init_args"]
-    weights_of = {**uncompiled(checkpoint["state_dict"]), **averages}
+    weights_of = {**strip_compile_prefix(checkpoint["state_dict"]), **averages}
     return f"{name} weights of {path}", weights_of, settings
 
 
@@ -126,7 +125,9 @@ def match_weights(
     own: dict[str, Tensor], state: dict[str, Tensor]
 ) -> tuple[Outcome, dict[str, Tensor]]:
     """Sort the weights `state` for a module whose are `own`; those that fit, in its shapes."""
-    both = [name for name in own if name in state and kind_of(own[name]) == kind_of(state[name])]
+    both = [
+        name for name in own if name in state and number_kind(own[name]) == number_kind(state[name])
+    ]
     kept = [name for name in both if own[name].shape == state[name].shape]
     alike = [
         n for n in both if n not in kept and own[n].squeeze().shape == state[n].squeeze().shape

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from importlib import import_module
 
 from lit_diffusion import __version__
-from lit_diffusion.config.messages import is_meant, is_out_of_memory
+from lit_diffusion.config.messages import is_out_of_memory, is_user_error
 from lit_diffusion.signals import record_signals
 
 COMMANDS = {
@@ -104,7 +104,7 @@ With --debug, or {DEBUG}=1, a mistake is reported with its traceback."""
 
 def _report(command: str, error: Exception, debug: bool) -> int:
     """Print the message of an error, with its traceback if nobody raised it on purpose."""
-    on_purpose = is_meant(error)
+    on_purpose = is_user_error(error)
     if debug or not on_purpose:
         traceback.print_exception(error)
     message = str(error) or type(error).__name__

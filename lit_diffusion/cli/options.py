@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, NoReturn
 
-from lit_diffusion.config.messages import innermost
+from lit_diffusion.config.messages import explain_parse_error
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise a ValueError instead of printing the usage."""
         options = re.findall(r"--([\w.-]+)", self.format_usage())
-        raise ValueError(innermost(ValueError(message), options))
+        raise ValueError(explain_parse_error(ValueError(message), options))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 from lit_diffusion.callbacks.progress import pace
 from lit_diffusion.callbacks.sample_grid import class_captions, image_grid
-from lit_diffusion.checkpoints.content import is_count
+from lit_diffusion.checkpoints.reading import is_count
 from lit_diffusion.cli.generator import ImageGenerator
 from lit_diffusion.cli.trajectory import NUM_TRAJECTORIES, write_trajectory
 from lit_diffusion.files import atomic_write, atomic_write_text

@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lit_diffusion.callbacks.slurm import job_id
-from lit_diffusion.checkpoints.averages import averages_in
+from lit_diffusion.checkpoints.averages import find_averages
 from lit_diffusion.checkpoints.loading import checkpoint_file
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.loggers import read_evaluations
@@ -38,7 +38,7 @@ def summary(request: Request, trainer: Trainer, seconds: float) -> str:
 
 def _sample_command(root: Path, trust: Sequence[str]) -> str:
     file = checkpoint_file(root)
-    averaged = averages_in(read_checkpoint(file, mmap=True), file)
+    averaged = find_averages(read_checkpoint(file, mmap=True), file)
     options = [] if averaged else ["--weights", "raw"]
     options += [f"--trust={package}" for package in trust]
     options += ["--num", "64", "--out", f"{root}/out"]

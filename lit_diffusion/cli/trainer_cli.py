@@ -26,10 +26,9 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lit_diffusion.callbacks.rank_watch import RankWatch
 from lit_diffusion.callbacks.slurm import job_id
-from lit_diffusion.checkpoints.averages import averages_in
-from lit_diffusion.checkpoints.content import check_resumable, no_larger_than
-from lit_diffusion.checkpoints.loading import model_spec, wrong_types
-from lit_diffusion.checkpoints.reading import read_checkpoint
+from lit_diffusion.checkpoints.averages import find_averages
+from lit_diffusion.checkpoints.loading import dtype_mismatches, model_spec
+from lit_diffusion.checkpoints.reading import check_resumable, limit_parameters, read_checkpoint
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
 from lit_diffusion.cli.changed_settings import differences
 from lit_diffusion.cli.defaults import contains, run_callbacks, with_defaults, with_last_checkpoint
@@ -53,8 +52,8 @@ from lit_diffusion.cli.run_folder import (
 from lit_diffusion.cli.run_outputs import RunConfig
 from lit_diffusion.cli.summary import requeue_line, resume_line, summary
 from lit_diffusion.cli.trainer_settings import wrong_settings
-from lit_diffusion.config.messages import innermost
-from lit_diffusion.config.trust import trusting, within
+from lit_diffusion.config.messages import explain_parse_error
+from lit_diffusion.config.trust import allow_class_paths, is_within
 from lit_diffusion.protocols import WeightsProvider
 from lit_diffusion.signals import TERMINAL_SIGNALS, SavedOnSignal, print_error, redeliver_signal
 
@@ -82,7 +81,7 @@ def run_command(argv: Sequence[str], descriptions: Mapping[str, str] | None = No
         lambda record: "Tip: For seamless" not in record.getMessage()
     )
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
-    with trusting(request.trust), ExitStack() as held:
+    with allow_class_paths(request.trust), ExitStack() as held:
         RunCLI(request, held, descriptions)
 
 
@@ -100,7 +99,7 @@ class RunCLI(SubcommandCLI):
             check_resumable(saved, file)
         self._spec = model_spec(saved)
         self._data_spec = model_spec(saved, "datamodule_hyper_parameters")
-        self._averaged = bool(averages_in(saved, file or ""))
+        self._averaged = bool(find_averages(saved, file or ""))
         self._weights = saved.get("state_dict", {})
         self._restored_step = saved.get("global_step")
         self._restored_epochs = completed_epochs(saved)
@@ -157,7 +156,7 @@ class RunCLI(SubcommandCLI):
                 args = self._with_changed_callbacks(parser, args, changes)
             self.config = parser.parse_args(args)
         except ArgumentError as error:
-            message = innermost(error, self.options(self.request.command))
+            message = explain_parse_error(error, self.options(self.request.command))
             if message.startswith(f"{self.request.command}.model must"):
                 given = ", ".join(self.request.configs)
                 message = "needs --config FILE, such as --config configs/digits.yaml."
@@ -213,11 +212,11 @@ class RunCLI(SubcommandCLI):
     def instantiate_classes(self) -> None:
         """Also leave class paths and arguments where checkpoints take them from."""
         try:
-            with no_larger_than(self._weights) if self._weights else nullcontext():
+            with limit_parameters(self._weights) if self._weights else nullcontext():
                 super().instantiate_classes()
         except ValueError as error:  # jsonargparse wraps what a constructor says
-            raise ValueError(name_builder(error) + innermost(error)) from error
-        if cast := wrong_types(self.model, self._weights):  # which torch would cast to floats
+            raise ValueError(name_builder(error) + explain_parse_error(error)) from error
+        if cast := dtype_mismatches(self.model, self._weights):  # which torch would cast to floats
             raise ValueError(
                 f"{self.request.checkpoint} is of another architecture: {'; '.join(cast[:3])}. "
                 "Use the config that it was trained with."
@@ -368,7 +367,7 @@ def _with_atomic_saves(plugins: Any, trust: Sequence[str]) -> list[Any]:
     readers = [type(plugin) for plugin in given if isinstance(plugin, CheckpointIO)]
     for reader in readers:
         path = f"{reader.__module__}.{reader.__qualname__}"
-        if not (issubclass(reader, AtomicCheckpointIO) or within(path, trust)):
+        if not (issubclass(reader, AtomicCheckpointIO) or is_within(path, trust)):
             raise ValueError(
                 f"trainer.plugins: {path} may run code that a checkpoint holds; leave it out, or "
                 f"add --trust {reader.__module__}."

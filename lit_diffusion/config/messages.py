@@ -1,4 +1,4 @@
-"""What a person reads when a config or command line is wrong: the name, and what to write."""
+"""Short messages for a wrong config or command line: the name, and what to write instead."""
 
 import inspect
 import linecache
@@ -9,36 +9,111 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
-_KEY = re.compile(r'^Parser key "([^"]+)":')
-_CHOICES = re.compile(r"- Expected a typing\.Literal\[([^]]*)\]")
-_CLASS = re.compile(r"class_path[= ]'([\w.]+)'")
 
-
-def innermost(error: BaseException, options: Iterable[str] = ()) -> str:
-    """The innermost cause of an error of jsonargparse, with the path to it, in one or two lines.
+def explain_parse_error(error: BaseException, options: Iterable[str] = ()) -> str:
+    """The cause of an error of jsonargparse, with the path of keys to it, in one or two lines.
 
     jsonargparse reports a wrong name three classes deep as every alternative at every level; the
-    exception that started it says it in a line, and those between give the keys on the way. Of
-    `options`, which the parser accepts, some may be suggested.
+    exception that started it says it in a line, and those between have the keys on the way.
+
+    Args:
+        error: raised by a parser.
+        options: names that the parser accepts, of which close ones are suggested.
     """
-    chain = _chain(error)
-    keys = list(dict.fromkeys(m[1] for e in chain if (m := _KEY.match(str(e)))))
-    owners = [m for e in chain for m in _CLASS.findall(str(e))[-1:]]
-    where = ".".join(keys)
-    cause = _cause(chain, owners[-1] if owners else "", list(options))
-    return f"{where}: {cause}" if where else cause
+    chain: list[BaseException] = []  # the error and its causes, outermost first
+    cause: BaseException | None = error
+    while cause is not None:
+        chain.append(cause)
+        context = None if cause.__suppress_context__ else cause.__context__
+        cause = cause.__cause__ or context
+    texts = [str(each) for each in chain]
+    keys = [m[1] for text in texts if (m := re.match(r'^Parser key "([^"]+)":', text))]
+    classes = [
+        path for text in texts for path in re.findall(r"class_path[= ]'([\w.]+)'", text)[-1:]
+    ]
+    where = ".".join(dict.fromkeys(keys))
+    class_path = classes[-1] if classes else ""
+    message = _translate(texts[0], " ".join(texts[-1].split()), class_path, list(options))
+    return f"{where}: {message}" if where else message
 
 
-def is_meant(
+def _translate(outermost: str, innermost: str, class_path: str, options: list[str]) -> str:
+    """The innermost message of jsonargparse in plain words, with a suggestion."""
+    if m := re.match(r"Option '([^']+)' is not accepted", innermost):
+        return _suggest(m[1], parameter_names(class_path), f"{class_path} has no argument")
+    if m := re.search(r"does not accept option '([^']+)'", innermost):
+        return _suggest(m[1], options, "there is no setting")
+    if m := re.match(r"unrecognized arguments: (.*)", innermost):
+        name = m[1].split("=")[0].split()[0].lstrip("-")
+        if name.endswith((".yaml", ".yml")):
+            return f"{name} stands alone; write --config {name}."
+        return _suggest(name, options, "there is no option")
+    if m := re.match(r"the following arguments are required: (.*)", innermost):
+        return f"{m[1]} must be given{f', needed by {class_path}' if class_path else ''}."
+    if m := re.match(r"Expected a dot import path string: (\w+)", innermost):
+        from lit_diffusion.config.trust import short_names  # imports jsonargparse, which is slow
+
+        return _suggest(m[1], list(short_names()), "there is no class")
+    if m := re.match(r"Importing '([^']+)' is not allowed", innermost):
+        from lit_diffusion.config.trust import TRUSTED, is_within
+
+        root = m[1].split(".")[0]
+        if parts := [package for package in TRUSTED if is_within(package, [root])]:
+            return f"{m[1]} is not imported: of {root}, only classes in {', '.join(parts)} are."
+        return (
+            f"{m[1]} is not imported: class paths may name parts of lit_diffusion, torch, "
+            f"torchvision and lightning. If you trust it, add --trust {root}."
+        )
+    return _expected_type(outermost, innermost)
+
+
+def _expected_type(outermost: str, text: str) -> str:
+    """A message about a wrong value with all choices of a union, and types in Python's names."""
+    if choices := re.findall(r"- Expected a typing\.Literal\[([^]]*)\]", outermost):
+        listed = f"one of {', '.join(dict.fromkeys(choices))}"
+        text = re.sub(r"typing\.Literal\[[^]]*\]", listed, text)
+        if listed not in text:
+            text = re.sub(r"^(Expected a <class '\w+'>)", rf"\1 or {listed}", text)
+    text = re.sub(r"<class '([\w.]+)'>", r"\1", text)
+    text = text.replace("Expected a one of", "Expected one of")
+    text = text.replace("Expected a int", "Expected an int")
+    return re.sub(r"\. Got value: (.*)$", r", got \1.", text)
+
+
+def _suggest(name: str, names: list[str], rule: str) -> str:
+    for wrong in (name, name.split(".")[-1]):
+        if close := get_close_matches(wrong, names, n=1):
+            return f"{rule} '{name}'. Did you mean '{close[0]}'?"
+    if 0 < len(names) <= 30:
+        return f"{rule} '{name}'; it has {', '.join(names)}."
+    return f"{rule} '{name}'."
+
+
+def parameter_names(class_path: str) -> list[str]:
+    """Names of the arguments of a class and its bases; none if it is not imported already."""
+    module, _, name = class_path.rpartition(".")
+    target: Any = getattr(sys.modules.get(module), name, None)
+    if target is None:
+        return []
+    classes = inspect.getmro(target) if inspect.isclass(target) else (target,)
+    signatures = [inspect.signature(c) for c in classes if c is not object]
+    variadic = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    names = [p.name for s in signatures for p in s.parameters.values() if p.kind not in variadic]
+    return list(dict.fromkeys(names))
+
+
+def is_user_error(
     error: BaseException, packages: Sequence[str] = ("lit_diffusion", "lightning")
 ) -> bool:
-    """Whether an error is the message of a check in one of the packages, and no accident in code.
+    """Whether an error is the message of a check in one of the packages, and not a bug.
 
-    A check ends in a `raise` statement; an accident in whatever statement it befell. What the
-    system says of a file, with its name, or of memory, is as good as a check.
+    A check ends in a `raise` statement; a bug is raised from any other. Errors of the operating
+    system about a file, with its name, or about memory count as checks.
     """
-    of_system = isinstance(error, OSError) and error.filename is not None
-    if of_system or is_out_of_memory(error) or type(error).__name__ == "MisconfigurationException":
+    is_about_file = isinstance(error, OSError) and error.filename is not None
+    if is_about_file or is_out_of_memory(error):
+        return True
+    if type(error).__name__ == "MisconfigurationException":
         return True
     if error.__traceback__ is None:
         return False
@@ -49,86 +124,7 @@ def is_meant(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a machine or GPU has not enough memory for what was asked."""
-    named = {kind.__name__ for kind in type(error).__mro__} & {"MemoryError", "OutOfMemoryError"}
-    return bool(named) or "DefaultCPUAllocator: can't allocate memory" in str(error)
-
-
-def _chain(error: BaseException) -> list[BaseException]:
-    """The error and what caused it, outermost first."""
-    chain, seen = [], error
-    while seen is not None:
-        chain.append(seen)
-        before = None if seen.__suppress_context__ else seen.__context__
-        seen = seen.__cause__ or before  # type: ignore[assignment]
-    return chain
-
-
-def _cause(chain: list[BaseException], owner: str, options: list[str]) -> str:
-    text = " ".join(str(chain[-1]).split())
-    if m := re.match(r"Option '([^']+)' is not accepted", text):
-        return _unknown(m[1], parameters(owner), f"{owner} has no argument")
-    if m := re.search(r"does not accept option '([^']+)'", text):
-        return _unknown(m[1], options, "there is no setting")
-    if m := re.match(r"unrecognized arguments: (.*)", text):
-        name = m[1].split("=")[0].split()[0].lstrip("-")
-        if name.endswith((".yaml", ".yml")):
-            return f"{name} stands alone; write --config {name}."
-        return _unknown(name, options, "there is no option")
-    if m := re.match(r"the following arguments are required: (.*)", text):
-        whose = f" by {owner}" if owner else ""
-        return f"{m[1]} must be given{', needed' + whose if whose else ''}."
-    if m := re.match(r"Expected a dot import path string: (\w+)", text):
-        from lit_diffusion.config.short_names import short_names
-
-        return _unknown(m[1], list(short_names()), "there is no class")
-    if m := re.match(r"Importing '([^']+)' is not allowed", text):
-        return _distrusted(m[1])
-    if choices := _CHOICES.findall(str(chain[0])):
-        listed = f"one of {', '.join(dict.fromkeys(choices))}"
-        text = re.sub(r"typing\.Literal\[[^]]*\]", listed, text)
-        if listed not in text:
-            text = re.sub(r"^(Expected a <class '\w+'>)", rf"\1 or {listed}", text)
-    return _readable(text)
-
-
-def _distrusted(path: str) -> str:
-    from lit_diffusion.config.trust import TRUSTED, within
-
-    root = path.split(".")[0]
-    if parts := [package for package in TRUSTED if within(package, [root])]:
-        return f"{path} is not imported: of {root}, only classes in {', '.join(parts)} are."
-    return (
-        f"{path} is not imported: class paths may name parts of lit_diffusion, torch, torchvision "
-        f"and lightning. If you trust it, add --trust {root}."
-    )
-
-
-def _unknown(name: str, known: list[str], rule: str) -> str:
-    for wrong in (name, name.split(".")[-1]):
-        if close := get_close_matches(wrong, known, n=1):
-            return f"{rule} '{name}'. Did you mean '{close[0]}'?"
-    if 0 < len(known) <= 30:
-        return f"{rule} '{name}'; it has {', '.join(known)}."
-    return f"{rule} '{name}'."
-
-
-def parameters(class_path: str) -> list[str]:
-    """Names that a class takes, with its bases; none for one that is not imported already."""
-    module, _, name = class_path.rpartition(".")
-    found: Any = getattr(sys.modules.get(module), name, None)
-    if found is None:
-        return []
-    classes = inspect.getmro(found) if inspect.isclass(found) else (found,)
-    signatures = [inspect.signature(c) for c in classes if c is not object]
-    skip = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    taken = [p.name for s in signatures for p in s.parameters.values() if p.kind not in skip]
-    return list(dict.fromkeys(taken))
-
-
-def _readable(text: str) -> str:
-    """Python's names for types, without the angle brackets."""
-    text = re.sub(r"<class '([\w.]+)'>", r"\1", text)
-    text = text.replace("Expected a one of", "Expected one of")
-    text = text.replace("Expected a int", "Expected an int")
-    return re.sub(r"\. Got value: (.*)$", r", got \1.", text)
+    """Whether an error says that the machine or GPU does not have enough memory."""
+    types = {kind.__name__ for kind in type(error).__mro__}
+    is_typed = bool(types & {"MemoryError", "OutOfMemoryError"})
+    return is_typed or "DefaultCPUAllocator: can't allocate memory" in str(error)

@@ -1,14 +1,18 @@
-"""Which packages a config or a checkpoint may name.
+"""Which classes a config or a checkpoint may name, and our own by their names alone.
 
-A class path is code to import and call, so a file from a stranger could run anything. Here, a class
-path outside the packages below and those that the user names is refused before its module is
-imported. Of the packages below only classes are taken: among their functions are some that run
-their argument, and one that returns what a setting wants would pass for it.
+A class path is code to import and call, so a file from a stranger could run anything. Therefore a
+class path outside the packages below and those that the user names is refused before its module is
+imported. Of the packages below only classes are allowed: among their functions are some that run
+their argument, and a function that returns the type of a setting would be accepted for it.
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -16,7 +20,6 @@ from jsonargparse import _typehints, _util, get_loader, set_loader, set_parsing_
 from jsonargparse._common import ImportDenied, parsing_settings
 
 from lit_diffusion.config.renamed import rename_config
-from lit_diffusion.config.short_names import short_names
 
 TRUSTED = (
     "lit_diffusion",
@@ -36,16 +39,36 @@ TRUSTED = (
 )
 """Packages whose classes class paths may always name."""
 
+_WITH_PUBLIC_NAMES = ("callbacks", "solvers")  # class paths of these packages name no file
+_PACKAGES = ("networks", "modules", "data", "lab.gan")
+
 
 @contextmanager
-def trusting(packages: Iterable[str] = ()) -> Iterator[None]:
-    """Within this context, jsonargparse imports classes of `TRUSTED` and anything of `packages`.
+def allow_class_paths(packages: Iterable[str] = ()) -> Iterator[None]:
+    """Context in which jsonargparse imports classes of `TRUSTED` and anything of `packages`.
 
-    Those are dotted names of modules, or of packages with all below them.
+    It also replaces old names in configs, and completes names of our classes (`short_names`).
+
+    Args:
+        packages: dotted names of modules, or of packages with everything below them.
     """
-    before, packages = dict(parsing_settings), tuple(packages)
-    paths_of, resolve = _util.canonical_import_paths, _typehints.resolve_class_path_by_name
+    packages = tuple(packages)
+    old_settings = dict(parsing_settings)
+    find_paths, resolve_name = _util.canonical_import_paths, _typehints.resolve_class_path_by_name
     load_yaml = get_loader("yaml")
+
+    def find_allowed_paths(value: Any) -> set[str]:
+        paths = find_paths(value)
+        is_users = paths and all(is_within(path, packages) for path in paths)
+        if not (is_users or inspect.isclass(value)):
+            path = min(paths, default=repr(value))
+            raise ImportDenied(f"Importing '{path}' is not allowed: it is no class.")
+        return paths
+
+    def resolve_short_name(cls: Any, name: str) -> str:
+        path = resolve_name(cls, name)
+        return short_names().get(path, path)
+
     try:
         set_loader("yaml", lambda text: rename_config(load_yaml(text)), (yaml.YAMLError,))
         set_parsing_settings(
@@ -53,51 +76,46 @@ def trusting(packages: Iterable[str] = ()) -> Iterator[None]:
             import_path_allowlist=[*TRUSTED, *packages],
             instantiate_subclass_spec_in_any=False,
         )
-        # jsonargparse documents no way to take classes alone. This is what it asks, of each object
-        # that a value names, for paths that must be allowed; setup.cfg caps its version.
-        _util.canonical_import_paths = _classes_only(paths_of, packages)  # type: ignore[assignment]
-        # Nor one to name classes alone that do not inherit from the type of a setting.
-        _typehints.resolve_class_path_by_name = _or_ours(resolve)  # type: ignore[assignment]
+        # jsonargparse documents no way to allow classes alone. It calls the first function for each
+        # object that a value names, to learn which paths must be allowed; the second for a name
+        # without dots, which it completes for subclasses of a setting's type only. setup.cfg limits
+        # its version, and a test checks that both are called.
+        _util.canonical_import_paths = find_allowed_paths  # type: ignore[assignment]
+        _typehints.resolve_class_path_by_name = resolve_short_name  # type: ignore[assignment]
         yield
     finally:
         set_loader("yaml", load_yaml, (yaml.YAMLError,))
-        _util.canonical_import_paths = paths_of
-        _typehints.resolve_class_path_by_name = resolve
+        _util.canonical_import_paths = find_paths
+        _typehints.resolve_class_path_by_name = resolve_name
         parsing_settings.clear()
-        parsing_settings.update(before)
+        parsing_settings.update(old_settings)
 
 
-def within(path: str, packages: Iterable[str]) -> bool:
+def is_within(path: str, packages: Iterable[str]) -> bool:
     """Whether a dotted path is one of the packages or below it.
 
     Example:
-        >>> within("torch.nn.Module", ["torch.nn"]), within("torchvision.ops", ["torch"])
+        >>> is_within("torch.nn.Module", ["torch.nn"]), is_within("torchvision.ops", ["torch"])
         (True, False)
     """
     return any(f"{path}.".startswith(f"{package}.") for package in packages)
 
 
-def _or_ours(resolve: Callable[[Any, str], str]) -> Callable[[Any, str], str]:
-    """`resolve`, and what it leaves as it is by `short_names`."""
+@cache
+def short_names() -> dict[str, str]:
+    """Class paths by class names, of our classes that configs are made of.
 
-    def path(cls: Any, name: str) -> str:
-        found = resolve(cls, name)
-        return short_names().get(found, found)
-
-    return path
-
-
-def _classes_only(
-    paths_of: Callable[[Any], set[str]], packages: tuple[str, ...]
-) -> Callable[[Any], set[str]]:
-    """`paths_of`, which refuses what is no class and not of `packages`."""
-
-    def paths(named: Any) -> set[str]:
-        found = paths_of(named)
-        own = found and all(within(path, packages) for path in found)
-        if not (own or inspect.isclass(named)):
-            path = min(found, default=repr(named))
-            raise ImportDenied(f"Importing '{path}' is not allowed: it is no class.")
-        return found
-
+    Example:
+        >>> short_names()["CosineBetas"], short_names()["EMA"]
+        ('lit_diffusion.processes.CosineBetas', 'lit_diffusion.callbacks.EMA')
+    """
+    paths = dict[str, str]()
+    for package in _WITH_PUBLIC_NAMES:
+        text = files(f"lit_diffusion.{package}").joinpath("__init__.py").read_text()
+        names = re.findall(r'"([A-Z]\w+)"', text)  # of its __all__
+        paths |= {name: f"lit_diffusion.{package}.{name}" for name in names}
+    for package in ("lit_diffusion", *(f"lit_diffusion.{name}" for name in _PACKAGES)):
+        for file in sorted(Path(str(files(package))).glob("*.py")):
+            for name in re.findall(r"^class ([A-Z]\w+)", file.read_text(), re.MULTILINE):
+                paths[name] = f"{package}.{file.stem}.{name}"
     return paths

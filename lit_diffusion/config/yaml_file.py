@@ -1,4 +1,4 @@
-"""Reading YAML that somebody else may have written."""
+"""Reading YAML files that others may have written."""
 
 import json
 from pathlib import Path
@@ -9,33 +9,33 @@ import yaml
 from lit_diffusion.config.renamed import rename_config
 from lit_diffusion.files import require_regular_file
 
-MOST_BYTES = 10**5
-"""Of a config, for all that can be written in so many is read in no time."""
+MAX_BYTES = 10**5
+"""Size of a config at most: anything that fits is parsed at once."""
 
-MOST_ALIASES = 10
-"""Ten lines of aliases to aliases can stand for more than a machine has."""
+MAX_ALIASES = 10
+"""Number of aliases in a config at most: ten lines of aliases to aliases can expand to more than a
+machine has memory for."""
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Content of a YAML file, with present names for old ones (`renamed`).
+    """Content of a YAML file, with present names in place of old ones (`renamed`).
 
     Raises:
+        FileNotFoundError: if there is no file.
         ValueError: for a file that is not YAML, too large or nested too deep.
     """
     path = Path(path)
     if path.exists():
         require_regular_file(path)
-    if path.stat().st_size > MOST_BYTES:
-        raise ValueError(f"{path} has more than {MOST_BYTES:,} bytes: that is no config.")
+    if path.stat().st_size > MAX_BYTES:
+        raise ValueError(f"{path} has more than {MAX_BYTES:,} bytes: that is no config.")
     try:
         text = path.read_text()
         events = yaml.parse(text, yaml.SafeLoader)
-        if sum(isinstance(event, yaml.AliasEvent) for event in events) > MOST_ALIASES:
-            raise ValueError(
-                f"a config with more than {MOST_ALIASES} aliases (*name) is not taken for it"
-            )
+        if sum(isinstance(event, yaml.AliasEvent) for event in events) > MAX_ALIASES:
+            raise ValueError(f"a config with more than {MAX_ALIASES} aliases (*name) is refused")
         content = yaml.safe_load(text)
-        json.dumps(content, default=str, skipkeys=True)  # raises where something holds itself
+        json.dumps(content, default=str, skipkeys=True)  # raises for a value that contains itself
         return rename_config(content)
     except RecursionError:
         raise ValueError(f"{path} is not YAML: it is nested too deep.") from None

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from sklearn.svm import SVC
 from torch import Tensor, nn
 
-from lit_diffusion.checkpoints.loading import load_with_record
+from lit_diffusion.checkpoints.loading import load_module
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.lab.compare.found_runs import find_runs
 from lit_diffusion.metrics.small_classifier import load_small_classifier
@@ -94,7 +94,7 @@ def judge_of(data: str) -> Judge:
 
 @torch.no_grad()
 def measured(run: Any, judge: Judge) -> dict[str, Any]:
-    loaded = load_with_record(run.path, trust=TRUST)
+    loaded = load_module(run.path, trust=TRUST)
     module, known = loaded.module, loaded.checkpoint["hyper_parameters"]
     labels, start = torch.arange(SAMPLES) % 10, time.perf_counter()
     parts = zip(range(0, SAMPLES, 250), labels.split(250), strict=True)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lit_diffusion.checkpoints.loading import load_with_record
+from lit_diffusion.checkpoints.loading import load_module
 from lit_diffusion.cli.run_data import protocol_of_run
 from lit_diffusion.lab.analysis.fixed_losses import data_for
 from lit_diffusion.metrics.extractors import protocol_by_name
@@ -251,7 +251,7 @@ def gans(out: Path, num: int = 1000) -> None:
     for kind in ("dcgan", "biggan"):
         for seed in range(3):
             folder = out / kind / str(seed)
-            loaded = load_with_record(folder)
+            loaded = load_module(folder)
             module, data = loaded.module, data_for(loaded, Namespace(trust=[]))
             protocol = protocol_by_name(protocol_of_run(folder))
             features = protocol.build()

@@ -27,7 +27,7 @@ from stability_tables import Row, read, write
 from torch import Tensor, nn
 
 from lit_diffusion.callbacks.gradient_diagnostics import random_halves, signal_and_noise
-from lit_diffusion.checkpoints.loading import Loaded, load_with_record
+from lit_diffusion.checkpoints.loading import LoadedModule, load_module
 from lit_diffusion.cli.run_data import protocol_of_run
 from lit_diffusion.gaussian import FixedSmall
 from lit_diffusion.grids import Even
@@ -53,7 +53,7 @@ def options(images: int, levels: list[float]) -> Namespace:
     return Namespace(images=images, levels=levels, trust=[])
 
 
-def fixed(loaded: Loaded, num: int) -> tuple[Tensor, Tensor, Tensor]:
+def fixed(loaded: LoadedModule, num: int) -> tuple[Tensor, Tensor, Tensor]:
     """Encoded training images, their labels, and noise by their place in the set."""
     dataset = data_for(loaded, options(num, [])).dataset("train")
     x0, labels, index = fixed_batch(loaded.module, dataset, num)
@@ -64,7 +64,7 @@ def fixed(loaded: Loaded, num: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @torch.no_grad()
-def by_level(loaded: Loaded, num: int) -> Iterator[Row]:
+def by_level(loaded: LoadedModule, num: int) -> Iterator[Row]:
     """Loss, and the distance of the predicted noise from x_t, which "the identity" has at 0."""
     module: Any = loaded.module
     losses = fixed_losses(module, data_for(loaded, options(num, LEVELS)), options(num, LEVELS))
@@ -97,15 +97,15 @@ class Silent(nn.Module):
 
 def levels(out: Path) -> None:
     rows: list[Row] = []
-    is_small = load_with_record(out / "unet/0", "raw").module.image_shape[-1] == 8
+    is_small = load_module(out / "unet/0", "raw").module.image_shape[-1] == 8
     num, every, *ways = (512, 1, 200, 100) if is_small else (128, 2, 50, 50)  # MNIST is slow
     for seed in SEEDS:
         paths = sorted((out / f"unet/{seed}/steps").glob("*.ckpt"))
-        first = load_with_record(paths[0], "raw")
+        first = load_module(paths[0], "raw")
         first.module.network = Silent()
         rows += [{"seed": seed, **row, "step": 0} for row in by_level(first, num)]
         for path in paths[every - 1 :: every]:
-            loaded = load_with_record(path, "raw")
+            loaded = load_module(path, "raw")
             rows += [{"seed": seed, **row} for row in by_level(loaded, num)]
         print(f"looked at unet/{seed}", flush=True)
     write(out / "levels.csv", rows)
@@ -119,7 +119,7 @@ def levels(out: Path) -> None:
 @torch.no_grad()
 def decided(run: Path, num: int, steps: int) -> Iterator[Row]:
     """How alike two samples are that leave one x_t by ancestral steps of other noise."""
-    loaded = load_with_record(run, "ema")
+    loaded = load_module(run, "ema")
     module: Any = loaded.module
     x0, labels, noise = fixed(loaded, num)
     denoise = module.denoise_for(labels)
@@ -184,12 +184,12 @@ def gradient_noise(module: Any, x0: Tensor, labels: Tensor, noise: Tensor, u: fl
 def measured(folder: Path) -> Row:
     """Of a recipe after `EARLY` steps: what might tell how fast it is."""
     first, later = (
-        load_with_record(folder / f"steps/step={step:05d}.ckpt", "ema") for step in (EARLY, LATER)
+        load_module(folder / f"steps/step={step:05d}.ckpt", "ema") for step in (EARLY, LATER)
     )
     images = [each.module.generate(range(100)) for each in (first, later)]  # type: ignore[operator]
     scores = {row["step"]: row["value"] for row in evaluations(folder)}
     row: Row = {"fid": scores[EARLY], "self_consistency": psnr(*images).mean().item()}
-    raw = load_with_record(folder / f"steps/step={EARLY:05d}.ckpt", "raw")
+    raw = load_module(folder / f"steps/step={EARLY:05d}.ckpt", "raw")
     module: Any = raw.module
     chosen = [0.1, 0.5, 0.9]
     of = options(64, chosen)

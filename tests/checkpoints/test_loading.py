@@ -8,7 +8,7 @@ from support.small_digits import small_digits
 from support.tiny_checkpoint import checkpoint_of, tiny
 from torch.distributed import checkpoint as distributed_checkpoint
 
-from lit_diffusion.checkpoints.loading import build, load, load_with_record
+from lit_diffusion.checkpoints.loading import build_module, load, load_module
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.protocols import NonFiniteSamples
@@ -27,7 +27,7 @@ def digits_spec() -> dict:
     [("raw", 1, "raw"), ("ema", 2, "ema_0.5"), ("ema_0.5", 2, "ema_0.5"), ("ema_0.25", 3, None)],
 )
 def test_the_weights_asked_for_are_loaded_and_named(file, weights, value, name):
-    loaded = load_with_record(file, weights, module=tiny())
+    loaded = load_module(file, weights, module=tiny())
     assert all((p == value).all() for p in loaded.module.parameters())
     assert (loaded.weights, loaded.step) == (name or weights, 7)
     assert not loaded.module.training
@@ -73,7 +73,7 @@ def test_the_averages_of_two_callbacks_are_put_together(tmp_path):
         }
     content["state_dict"] |= {"network.layers.0.bias": torch.zeros(3)}
     write_checkpoint(content, tmp_path / "x.ckpt")
-    loaded = load_with_record(tmp_path / "x.ckpt", module=tiny())
+    loaded = load_module(tmp_path / "x.ckpt", module=tiny())
     assert loaded.weights == "ema_0.5+ema_0.25"
     assert all((p >= 2).all() for p in loaded.module.parameters())
 
@@ -91,7 +91,7 @@ def test_weights_saved_from_a_compiled_network_fit_one_that_is_not(tmp_path):
 
 
 def test_a_module_is_built_from_the_class_paths_in_the_file(tmp_path):
-    first = build({"hyper_parameters": digits_spec()}, "x")
+    first = build_module({"hyper_parameters": digits_spec()}, "x")
     content = checkpoint_of(first, hyper_parameters=digits_spec())
     content["state_dict"] = first.state_dict()
     write_checkpoint(content, tmp_path / "x.ckpt")
@@ -101,7 +101,7 @@ def test_a_module_is_built_from_the_class_paths_in_the_file(tmp_path):
 
 
 def test_samples_that_are_not_finite_are_told_without_a_step_that_is_not_theirs(tmp_path):
-    content = checkpoint_of(build({"hyper_parameters": digits_spec()}, "x"))
+    content = checkpoint_of(build_module({"hyper_parameters": digits_spec()}, "x"))
     content["state_dict"] = {k: v * torch.nan for k, v in content["state_dict"].items()}
     write_checkpoint({**content, "hyper_parameters": digits_spec()}, tmp_path / "x.ckpt")
     with pytest.raises(NonFiniteSamples, match=r"^2 samples are not finite, from t = "):
@@ -110,7 +110,7 @@ def test_samples_that_are_not_finite_are_told_without_a_step_that_is_not_theirs(
 
 def test_a_run_folder_stands_for_its_last_checkpoint(tmp_path):
     write_checkpoint(checkpoint_of(tiny()), tmp_path / "checkpoints" / "last.ckpt")
-    assert load_with_record(tmp_path, module=tiny()).path == tmp_path / "checkpoints" / "last.ckpt"
+    assert load_module(tmp_path, module=tiny()).path == tmp_path / "checkpoints" / "last.ckpt"
 
 
 def test_a_module_made_in_python_says_how_to_load_it(file):

@@ -4,9 +4,9 @@ from safetensors import safe_open
 from support.plain_module import assert_same_bits
 
 from lit_diffusion.checkpoints.snapshots import (
-    drop_after,
-    reconstructed,
-    snapshots_in,
+    delete_snapshots_after,
+    list_snapshots,
+    reconstruct_average,
     write_snapshot,
 )
 from lit_diffusion.ema_profiles import exponent
@@ -38,7 +38,7 @@ def test_widths_of_a_random_walk_are_the_direct_averages(tmp_path, width):
     weights = walk(3000)
     known = write_walk(tmp_path, weights, range(80, 3001, 80))
     for step in (2960, 2950):  # of a snapshot, and between
-        found = reconstructed(tmp_path, width, step, of_walk(weights, step), known)["a"]
+        found = reconstruct_average(tmp_path, width, step, of_walk(weights, step), known)["a"]
         expected = average(weights, width, step)
         other = (average(weights, 1.1 * width, step) - expected).norm()
         error = (found - expected).norm() / other
@@ -50,26 +50,26 @@ def test_what_the_snapshots_cannot_tell_is_refused(tmp_path):
     last = of_walk(weights, 800)
     known = write_walk(tmp_path, weights, range(25, 801, 25))
     for width in (0.02, 0.2):
-        reconstructed(tmp_path, width, 800, last, known)
+        reconstruct_average(tmp_path, width, 800, last, known)
     with pytest.raises(ValueError, match=r"width 0\.01 .* 31 snapshots .* is 17% off, above 10%"):
-        reconstructed(tmp_path, 0.01, 800, last, known)
-    assert drop_after(tmp_path, 0) == 32
+        reconstruct_average(tmp_path, 0.01, 800, last, known)
+    assert delete_snapshots_after(tmp_path, 0) == 32
     for width in (0.05, 0.07, 0.1):
-        reconstructed(tmp_path, width, 800, last, known)
+        reconstruct_average(tmp_path, width, 800, last, known)
     with pytest.raises(ValueError, match=r"from 0 snapshots .* to those tracked \(0\.05, 0\.1\)"):
-        reconstructed(tmp_path, 0.2, 800, last, known)
+        reconstruct_average(tmp_path, 0.2, 800, last, known)
 
 
 def test_snapshots_of_other_weights_are_not_mixed(tmp_path):
     known = {10: write_snapshot(tmp_path, 10, {0.05: {"a": torch.ones(2)}})}
     for last in ({"a": torch.ones(2), "b": torch.ones(2)}, {"a": torch.ones(3)}):
         with pytest.raises(ValueError, match=r"10\.safetensors holds averages of width 0\.05 of o"):
-            reconstructed(tmp_path, 0.05, 20, {0.05: last}, known)
-        drop_after(tmp_path, 10)
+            reconstruct_average(tmp_path, 0.05, 20, {0.05: last}, known)
+        delete_snapshots_after(tmp_path, 10)
     unlike = {0.05: {"a": torch.ones(2)}, 0.1: {"b": torch.ones(2)}}  # by two callbacks
     with pytest.raises(ValueError, match=r"the checkpoint holds averages of width 0\.1 of other w"):
-        reconstructed(tmp_path / "none", 0.05, 20, unlike, {})
-    found = reconstructed(tmp_path / "none", 0.05, 20, {0.05: {"a": torch.ones(2)}}, {})
+        reconstruct_average(tmp_path / "none", 0.05, 20, unlike, {})
+    found = reconstruct_average(tmp_path / "none", 0.05, 20, {0.05: {"a": torch.ones(2)}}, {})
     assert found["a"].tolist() == [1, 1]
 
 
@@ -80,16 +80,16 @@ def test_no_digit_or_part_of_a_number_is_lost(tmp_path, dtype):
     with safe_open(tmp_path / "step-000000010.safetensors", "pt") as file:
         assert_same_bits(file.get_tensor("0.05/a"), value)
     last = {0.05: {"a": value}, 0.06: {"a": value}}
-    found = reconstructed(tmp_path, 0.055, 20, last, known)["a"]
+    found = reconstruct_average(tmp_path, 0.055, 20, last, known)["a"]
     torch.testing.assert_close(found, value)
 
 
 def test_later_snapshots_can_be_dropped(tmp_path):
     for step in (10, 20, 30):
         write_snapshot(tmp_path, step, {0.05: {"a": torch.ones(2)}})
-    assert (drop_after(tmp_path, 10), drop_after(tmp_path, 10)) == (2, 0)
-    assert list(snapshots_in(tmp_path)) == [10]
-    assert drop_after(tmp_path / "none", 0) == 0
+    assert (delete_snapshots_after(tmp_path, 10), delete_snapshots_after(tmp_path, 10)) == (2, 0)
+    assert list(list_snapshots(tmp_path)) == [10]
+    assert delete_snapshots_after(tmp_path / "none", 0) == 0
 
 
 def test_a_snapshot_that_is_damaged_or_of_another_run_is_refused_by_name(tmp_path):
@@ -98,9 +98,9 @@ def test_a_snapshot_that_is_damaged_or_of_another_run_is_refused_by_name(tmp_pat
     told = r"step-000000010\.safetensors is not the snapshot .* at step 10: .* Delete it, or bring"
     for others in ({}, {20: known[10]}):
         with pytest.raises(ValueError, match=told):
-            reconstructed(tmp_path, 0.05, 20, last, others)
-    reconstructed(tmp_path, 0.05, 20, last, known)
-    reconstructed(tmp_path, 0.05, 10, last, {})  # needs none from before
+            reconstruct_average(tmp_path, 0.05, 20, last, others)
+    reconstruct_average(tmp_path, 0.05, 20, last, known)
+    reconstruct_average(tmp_path, 0.05, 10, last, {})  # needs none from before
     write_snapshot(tmp_path, 10, {0.05: {"a": torch.zeros(2)}})
     with pytest.raises(ValueError, match=told):
-        reconstructed(tmp_path, 0.05, 20, last, known)
+        reconstruct_average(tmp_path, 0.05, 20, last, known)

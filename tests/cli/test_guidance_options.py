@@ -8,7 +8,7 @@ from PIL import Image
 from support.commands import call
 from support.small_digits import hyper_parameters, small_digits, write_small_digits
 
-from lit_diffusion.checkpoints.loading import build, load
+from lit_diffusion.checkpoints.loading import build_module, load
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.gaussian import FixedSmall
 from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
@@ -56,7 +56,7 @@ def classifier(betas="LinearBetas", process=None):
     path = "lit_diffusion.modules.classifier.NoisyClassifier"
     hyper = hyper_parameters({"model": {"class_path": path, "init_args": arguments}}, "model")
     torch.manual_seed(1)
-    module = build({"hyper_parameters": hyper}, "this")
+    module = build_module({"hyper_parameters": hyper}, "this")
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     content = {"state_dict": module.state_dict(), "global_step": 5, "hyper_parameters": hyper}

@@ -12,7 +12,7 @@ from support.commands import call
 from support.small_digits import write_small_digits
 
 from lit_diffusion.callbacks.sample_grid import image_grid
-from lit_diffusion.checkpoints.loading import Loaded
+from lit_diffusion.checkpoints.loading import LoadedModule
 from lit_diffusion.cli import generator, sampling
 from lit_diffusion.cli.generator import load_generator, read_labels
 from lit_diffusion.cli.options import SamplingOptions, usable_device
@@ -227,8 +227,10 @@ class Captioned(torch.nn.Module):
 
 
 def test_any_conditioning_can_be_guided(monkeypatch):
-    loaded = Loaded(Captioned(), Path("a.ckpt"), 1, "raw", {"hyper_parameters": {"solver": {}}})
-    monkeypatch.setattr(generator, "load_with_record", lambda *args, **options: loaded)
+    loaded = LoadedModule(
+        Captioned(), Path("a.ckpt"), 1, "raw", {"hyper_parameters": {"solver": {}}}
+    )
+    monkeypatch.setattr(generator, "load_module", lambda *args, **options: loaded)
     options = SamplingOptions("a.ckpt", device="cpu", guidance=2.0)
     assert load_generator(options).loaded.module.guidance == ClassifierFree(2.0)
 

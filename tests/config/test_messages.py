@@ -6,8 +6,8 @@ from jsonargparse import ArgumentError, ArgumentParser
 from torch import nn
 from torch.optim import Optimizer
 
-from lit_diffusion.config.messages import innermost, is_meant, parameters
-from lit_diffusion.config.trust import trusting
+from lit_diffusion.config.messages import explain_parse_error, is_user_error, parameter_names
+from lit_diffusion.config.trust import allow_class_paths
 
 
 class Block(nn.Module):
@@ -28,9 +28,9 @@ def message(**init_args: object) -> str:
     spec = {"class_path": f"{__name__}.Model", "init_args": init_args}
     parser = ArgumentParser(exit_on_error=False)
     parser.add_subclass_arguments(nn.Module, "model")
-    with trusting([__name__.split(".")[0]]), pytest.raises(ArgumentError) as error:
+    with allow_class_paths([__name__.split(".")[0]]), pytest.raises(ArgumentError) as error:
         parser.parse_object({"model": spec})
-    return innermost(error.value)
+    return explain_parse_error(error.value)
 
 
 def block(**init_args: object) -> dict:
@@ -85,7 +85,10 @@ def test_all_choices_of_a_union_of_literals_are_told():
     parser.add_argument("--precision", type=Literal[16, 32] | Literal["bf16", "half"])
     with pytest.raises(ArgumentError) as error:
         parser.parse_args(["--precision=8"])
-    assert innermost(error.value) == "precision: Expected one of 16, 32, 'bf16', 'half', got 8."
+    assert (
+        explain_parse_error(error.value)
+        == "precision: Expected one of 16, 32, 'bf16', 'half', got 8."
+    )
 
 
 def test_an_unknown_option_is_told_with_the_nearest():
@@ -93,14 +96,14 @@ def test_an_unknown_option_is_told_with_the_nearest():
     parser.add_argument("--trainer.max_steps", type=int)
     with pytest.raises(ArgumentError) as error:
         parser.parse_args(["--trainer.max_stepz=3"])
-    assert innermost(error.value, ["trainer.max_steps", "config"]) == (
+    assert explain_parse_error(error.value, ["trainer.max_steps", "config"]) == (
         "there is no option 'trainer.max_stepz'. Did you mean 'trainer.max_steps'?"
     )
 
 
 def test_parameters_are_not_looked_up_by_importing():
-    assert parameters("this.is.not.imported") == []
-    assert "width" in parameters(PATH)
+    assert parameter_names("this.is.not.imported") == []
+    assert "width" in parameter_names(PATH)
 
 
 def check():
@@ -120,12 +123,12 @@ def caught(function: Callable) -> Exception:
 
 
 def test_a_check_of_ours_is_told_from_an_accident_and_from_checks_of_others():
-    assert is_meant(caught(check), [__name__.split(".")[0]])
-    assert not is_meant(caught(accident), [__name__.split(".")[0]])
-    assert not is_meant(caught(check))
-    assert not is_meant(ValueError("never raised"))
+    assert is_user_error(caught(check), [__name__.split(".")[0]])
+    assert not is_user_error(caught(accident), [__name__.split(".")[0]])
+    assert not is_user_error(caught(check))
+    assert not is_user_error(ValueError("never raised"))
 
 
 def test_what_the_system_says_of_files_and_memory_is_as_good_as_a_check():
-    assert is_meant(caught(Path("no such file").read_text))
-    assert is_meant(MemoryError())
+    assert is_user_error(caught(Path("no such file").read_text))
+    assert is_user_error(MemoryError())

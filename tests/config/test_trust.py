@@ -3,15 +3,19 @@ import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
-from jsonargparse import ArgumentError, ArgumentParser, _util
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, _typehints, _util
 from lightning.pytorch import Callback
+from support.commands import call
 from torch import nn
 
 from lit_diffusion.codecs import PixelCodec
-from lit_diffusion.config.trust import trusting
+from lit_diffusion.config.trust import allow_class_paths, short_names
 from lit_diffusion.solvers import DDIM
 
 
@@ -53,7 +57,7 @@ def parse(kind: object, value: str) -> object:
     ],
 )
 def test_a_class_path_of_a_stranger_is_refused_before_it_is_imported(stranger, kind, value):
-    with trusting(), pytest.raises(ArgumentError, match="not allowed"):
+    with allow_class_paths(), pytest.raises(ArgumentError, match="not allowed"):
         parse(kind, value)
     assert not stranger.exists()
 
@@ -67,20 +71,20 @@ def test_a_class_path_of_a_stranger_is_refused_before_it_is_imported(stranger, k
     ],
 )
 def test_a_package_that_the_user_names_is_imported(stranger, trust, value):
-    with trusting([trust]):
+    with allow_class_paths([trust]):
         assert type(parse(nn.Module, value)).__name__ == "Net"
 
 
 def test_trust_ends_with_its_context(stranger):
-    with trusting(["stranger_module"]):
+    with allow_class_paths(["stranger_module"]):
         pass
-    with trusting(), pytest.raises(ArgumentError, match="not allowed"):
+    with allow_class_paths(), pytest.raises(ArgumentError, match="not allowed"):
         parse(nn.Module, "stranger_module.Net")
     assert not stranger.exists()
 
 
 def test_a_program_that_uses_jsonargparse_itself_keeps_its_own_policy(stranger):
-    with trusting():
+    with allow_class_paths():
         pass
     assert type(parse(nn.Module, "stranger_module.Net")).__name__ == "Net"
 
@@ -104,7 +108,7 @@ def test_a_program_that_uses_jsonargparse_itself_keeps_its_own_policy(stranger):
     ],
 )
 def test_what_could_run_code_is_refused_in_packages_that_we_build_on(path):
-    with trusting(), pytest.raises(ArgumentError, match="not allowed"):
+    with allow_class_paths(), pytest.raises(ArgumentError, match="not allowed"):
         parse(Callable, path)
 
 
@@ -118,14 +122,14 @@ def test_a_function_that_returns_the_wanted_type_runs_nothing(tmp_path, kind):
     trace = tmp_path / "ran"
     evil = f"open({str(trace)!r}, 'w').close()\n"
     value = returning(path, body={"_code": "forward = print"}, import_block=evil)
-    with trusting(), contextlib.suppress(ArgumentError):
+    with allow_class_paths(), contextlib.suppress(ArgumentError):
         assert isinstance(parse(kind, value), dict)  # text for Any, which builds nothing
         assert kind is Any
     assert not trace.exists()
 
 
 def test_a_function_of_a_package_that_the_user_names_is_taken(stranger):
-    with trusting(["stranger_module"]):
+    with allow_class_paths(["stranger_module"]):
         assert parse(Callable[[str], bytes], "stranger_module.call").__name__ == "call"
 
 
@@ -139,7 +143,7 @@ def test_a_function_of_a_package_that_the_user_names_is_taken(stranger):
     ],
 )
 def test_class_paths_of_the_packages_that_we_build_on_are_imported(kind, path):
-    with trusting():
+    with allow_class_paths():
         assert issubclass(parse(type[kind], path), kind)
 
 
@@ -148,6 +152,56 @@ def test_what_is_replaced_in_jsonargparse_is_there_is_asked_and_is_put_back():
     assert list(inspect.signature(before).parameters) == ["obj"]
     assert before(PixelCodec) == {"lit_diffusion.codecs.PixelCodec"}
     assert "canonical_import_paths(obj)" in inspect.getsource(_util.import_object)
-    with trusting():
+    with allow_class_paths():
         assert _util.canonical_import_paths is not before
     assert _util.canonical_import_paths is before
+
+
+DIGITS = Path(__file__).parents[2] / "configs" / "digits.yaml"
+
+
+def test_each_name_is_that_of_its_class():
+    for name, path in short_names().items():
+        module, _, last = path.rpartition(".")
+        assert last == name
+        assert inspect.isclass(getattr(import_module(module), name))
+
+
+def test_names_of_what_configs_are_made_of_are_among_them():
+    assert short_names()["UNet"] == "lit_diffusion.networks.unet.UNet"
+    assert short_names()["Digits"] == "lit_diffusion.data.digits.Digits"
+    assert short_names()["DiffusionModule"] == "lit_diffusion.modules.diffusion.DiffusionModule"
+
+
+def test_a_config_may_have_them(capsys, tmp_path):
+    (tmp_path / "own.yaml").write_text(
+        yaml.safe_dump({"model": {"init_args": {"parameterization": "Epsilon"}}})
+    )
+    command = f"fit --config {DIGITS} --config {tmp_path / 'own.yaml'} --model.times=LogNormal"
+    assert call(f"{command} --trainer.callbacks+=MomentumDecay --data=Digits --print_config") == 0
+    said = yaml.safe_load(capsys.readouterr().out)
+    model = said["model"]["init_args"]
+    assert model["parameterization"]["class_path"] == "lit_diffusion.parameterizations.Epsilon"
+    assert model["times"]["class_path"] == "lit_diffusion.timesteps.LogNormal"
+    assert said["trainer"]["callbacks"][-1]["class_path"] == "lit_diffusion.callbacks.MomentumDecay"
+    assert said["data"]["class_path"] == "lit_diffusion.data.digits.Digits"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ("--model.parameterization=Velocty", "no class 'Velocty'. Did you mean 'Velocity'?"),
+        ("configs/x.yaml", "configs/x.yaml stands alone; write --config configs/x.yaml."),
+    ],
+)
+def test_mistakes_are_told(capsys, options, told):
+    assert call(f"fit --config {DIGITS} {options}") == 2
+    assert told in capsys.readouterr().err
+
+
+def test_what_is_replaced_in_jsonargparse_is_there_and_is_put_back():
+    before = _typehints.resolve_class_path_by_name
+    assert list(inspect.signature(before).parameters) == ["cls", "name"]
+    with allow_class_paths():
+        assert _typehints.resolve_class_path_by_name is not before
+    assert _typehints.resolve_class_path_by_name is before

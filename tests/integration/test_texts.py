@@ -14,7 +14,7 @@ from support.tiny_diffusion import tiny_diffusion
 from torchvision.io import ImageReadMode, read_image
 
 from lit_diffusion.callbacks import EMA
-from lit_diffusion.checkpoints.loading import build, load
+from lit_diffusion.checkpoints.loading import build_module, load
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.cli.main import main
 from lit_diffusion.conditioning import Embeddings, Words
@@ -126,7 +126,7 @@ def described(folder):
     model["network"]["init_args"]["condition"] = kind
     model["conditioning"] = {"class_path": "lit_diffusion.data.described.DigitWords"}
     hyper = hyper_parameters(config, "model")
-    module = build({"hyper_parameters": hyper}, "this")
+    module = build_module({"hyper_parameters": hyper}, "this")
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     content = {"state_dict": module.state_dict(), "global_step": 9, "hyper_parameters": hyper}

@@ -20,7 +20,7 @@ from urllib.error import URLError
 import yaml
 from PIL import Image
 
-from lit_diffusion.checkpoints.averages import averages_in
+from lit_diffusion.checkpoints.averages import find_averages
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.main import main
 from support.guard import Guard, guarded
@@ -195,7 +195,9 @@ def _is_ruined(checkpoint: Path) -> bool:
         return False
     try:
         content = read_checkpoint(checkpoint)
-        averages = [each for state in averages_in(content, checkpoint) for each in state["shadows"]]
+        averages = [
+            each for state in find_averages(content, checkpoint) for each in state["shadows"]
+        ]
     except ValueError:
         return True
     held = [content["state_dict"], *averages]

@@ -9,7 +9,7 @@ import yaml
 from lightning.pytorch import LightningModule
 from PIL import Image
 
-from lit_diffusion.checkpoints.loading import build
+from lit_diffusion.checkpoints.loading import build_module
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.data.digits import Digits
 
@@ -101,7 +101,7 @@ def _small_digits(classes: bool) -> tuple[dict[str, Any], LightningModule]:
         model["label_dropout"] = 0.0
     hyper = hyper_parameters(config, "model")
     torch.manual_seed(0)
-    raw, averaged = (build({"hyper_parameters": hyper}, "this") for _ in range(2))
+    raw, averaged = (build_module({"hyper_parameters": hyper}, "this") for _ in range(2))
     for module in (raw, averaged):  # networks begin with zeros in places
         for parameter in module.parameters():
             torch.nn.init.normal_(parameter, std=0.1)

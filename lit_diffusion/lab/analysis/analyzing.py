@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lit_diffusion.checkpoints.loading import Loaded
+from lit_diffusion.checkpoints.loading import LoadedModule
 from lit_diffusion.cli.options import usable_device
 from lit_diffusion.cli.run_data import protocol_of_run, read_data_settings
 from lit_diffusion.cli.work_queue import Arrays, compute_pieces, prepare_folder
@@ -74,7 +74,7 @@ def _say_minutes(what: str, seconds: float) -> None:
     print_error(f"{what}: about {seconds / 60:.1f} minutes by one process.")
 
 
-def _plan(kind: str, args: Namespace, *loaded: Loaded) -> dict[str, Any]:
+def _plan(kind: str, args: Namespace, *loaded: LoadedModule) -> dict[str, Any]:
     left_out = ("out", "device", "trust", "batch_size")
     options = {k: v for k, v in vars(args).items() if k not in left_out}
     of = [
@@ -144,7 +144,7 @@ def compare_images(args: Namespace) -> str:
     return _told_consistency(found, protocol.name)
 
 
-def _training_images(loaded: Sequence[Loaded], args: Namespace) -> Tensor:
+def _training_images(loaded: Sequence[LoadedModule], args: Namespace) -> Tensor:
     """uint8 (K, C, H, W) of all sets that a model was trained on."""
     sets = {}
     for each in loaded:
@@ -154,7 +154,7 @@ def _training_images(loaded: Sequence[Loaded], args: Namespace) -> Tensor:
     return torch.cat(list(sets.values()))
 
 
-def _classes(loaded: Sequence[Loaded], seeds: range) -> Tensor | None:
+def _classes(loaded: Sequence[LoadedModule], seeds: range) -> Tensor | None:
     """(N,) labels of seeds; None where a model has no classes, or other ones."""
     known = {getattr(each.module, "num_classes", None) for each in loaded}
     (num_classes, *others) = known
@@ -163,7 +163,7 @@ def _classes(loaded: Sequence[Loaded], seeds: range) -> Tensor | None:
     return torch.tensor(classes_of(seeds, num_classes))
 
 
-def _refuse_unlike(loaded: Sequence[Loaded]) -> None:
+def _refuse_unlike(loaded: Sequence[LoadedModule]) -> None:
     """Raise ValueError where images are of other shapes or classes."""
     made: dict[str, tuple[str, Any]] = {}
     for path, module in ((str(each.path), each.module) for each in loaded):
@@ -299,7 +299,7 @@ def _of_players(
 
 
 def _plane(
-    loaded: Loaded, on_the_way: Sequence[Loaded], seed: int
+    loaded: LoadedModule, on_the_way: Sequence[LoadedModule], seed: int
 ) -> tuple[list[Direction], Way | None]:
     """Two directions, and a run's way in them."""
     if not on_the_way:

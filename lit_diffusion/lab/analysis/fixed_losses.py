@@ -8,7 +8,7 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from lit_diffusion.checkpoints.loading import Loaded, load_with_record
+from lit_diffusion.checkpoints.loading import LoadedModule, load_module
 from lit_diffusion.cli.options import usable_device
 from lit_diffusion.cli.run_data import data_of_run
 from lit_diffusion.lab.analysis.interpolation import Losses
@@ -17,14 +17,14 @@ from lit_diffusion.metrics.images import evenly_spaced
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms
 
 
-def opened(path: str, args: Namespace) -> Loaded:
+def opened(path: str, args: Namespace) -> LoadedModule:
     """The module of a checkpoint, on its device."""
-    loaded = load_with_record(path, args.weights, trust=args.trust)
+    loaded = load_module(path, args.weights, trust=args.trust)
     loaded.module.to(usable_device(args.device))
     return loaded
 
 
-def movable(path: str, args: Namespace) -> Loaded:
+def movable(path: str, args: Namespace) -> LoadedModule:
     """As `opened`, for weights that move: spectral norm is exact, and follows them."""
     loaded = opened(path, args)
     exact_spectral_norms_(loaded.module)
@@ -34,7 +34,7 @@ def movable(path: str, args: Namespace) -> Loaded:
 KINDS = ("process", "parameterization", "loss", "codec", "image_shape", "num_classes")
 
 
-def refuse_other_losses(first: Loaded, others: Sequence[Loaded]) -> None:
+def refuse_other_losses(first: LoadedModule, others: Sequence[LoadedModule]) -> None:
     """Raise ValueError where a loss of the first means another one for the weights of others."""
     for other in others:
         between(state_of(first.module), state_of(other.module), 0.5)  # refuses other architectures
@@ -48,7 +48,7 @@ def refuse_other_losses(first: Loaded, others: Sequence[Loaded]) -> None:
                 )
 
 
-def training_data(loaded: Loaded, args: Namespace) -> Any:
+def training_data(loaded: LoadedModule, args: Namespace) -> Any:
     """The data of --data, or of the run of a checkpoint.
 
     Raises:

@@ -7,7 +7,7 @@ from support.commands import call
 from support.small_digits import write_small_digits
 from torch import nn
 
-from lit_diffusion.checkpoints.loading import load_with_record
+from lit_diffusion.checkpoints.loading import load_module
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.lab.analysis.fixed_losses import (
     fixed_batch,
@@ -29,7 +29,7 @@ def asked(images=6, levels=(0.3, 0.8)):
 @pytest.fixture
 def loaded(folder):
     write_small_digits(Path("a/checkpoints/last.ckpt"))
-    return load_with_record("a", "raw")
+    return load_module("a", "raw")
 
 
 def test_images_are_even_over_the_set_and_encoded(loaded):
@@ -81,7 +81,7 @@ def test_a_module_without_levels_is_told_what_it_lacks(loaded):
 
 
 def test_models_that_differ_in_how_times_are_drawn_alone_share_their_losses(loaded):
-    other = load_with_record("a", "raw")
+    other = load_module("a", "raw")
     kinds = other.checkpoint["hyper_parameters"]
     kinds["times"] = {"class_path": "lit_diffusion.timesteps.LogNormal"}
     refuse_other_losses(loaded, [other])
