@@ -20,7 +20,7 @@ from lit_diffusion.cli.doctor.checks import (
 from lit_diffusion.cli.doctor.run import ExaminedRun, FitOnOneProcess, describe_error
 from lit_diffusion.cli.options import Parser
 from lit_diffusion.cli.run_folder import read_command_line
-from lit_diffusion.config.trust import trusting
+from lit_diffusion.config.trust import allow_class_paths
 
 _DESCRIPTION = """Report what would go wrong with a long run, before it is started.
 
@@ -81,7 +81,7 @@ def examine(options: Sequence[str], seconds: float = 5.0) -> Iterator[Finding]:
     with ExitStack() as contexts:
         try:
             request = read_command_line(["fit", *options])
-            contexts.enter_context(trusting(request.trust))
+            contexts.enter_context(allow_class_paths(request.trust))
             folder = contexts.enter_context(tempfile.TemporaryDirectory())
             cli = FitOnOneProcess(request, contexts, folder)
         except Exception as error:  # constructors may raise anything

@@ -24,7 +24,7 @@ from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.explained import explain
 from lit_diffusion.cli.run_folder import Request
 from lit_diffusion.cli.trainer_cli import RunCLI
-from lit_diffusion.config.messages import innermost, is_meant
+from lit_diffusion.config.messages import explain_parse_error, is_user_error
 from lit_diffusion.data.base import Awaited, ImageDataModule
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.protocols import Denoise, NonFiniteSamples, Process
@@ -62,7 +62,7 @@ class FitOnOneProcess(RunCLI):
             trainer = super().instantiate_trainer(**kwargs)
             self.num_devices, self.num_nodes = trainer.num_devices, trainer.num_nodes
         except Exception as error:  # Lightning has no common class for its refusals
-            self.refusal = innermost(error)
+            self.refusal = explain_parse_error(error)
             devices = settings.devices
             number = str(len(devices) if isinstance(devices, list) else devices)
             self.num_devices = int(number) if number.isdigit() else 1
@@ -297,4 +297,4 @@ def dataset_length(loader: Any) -> int | None:
 
 def describe_error(error: BaseException) -> str:
     """The message of a check, or the kind of an accident with its message."""
-    return str(error) if is_meant(error) and str(error) else f"{type(error).__name__}: {error}"
+    return str(error) if is_user_error(error) and str(error) else f"{type(error).__name__}: {error}"
