@@ -43,9 +43,9 @@ def commands(page: str) -> list[list[str]]:
         r"^    ((?:grep|lit-diffusion compare|python).*\.csv.*)$", text, re.MULTILINE
     )
     shell = "".join(f"printf '%s\\t' {line.replace('>', '')}; echo; " for line in lines)
-    told = subprocess.run(["bash", "-c", shell], text=True, capture_output=True, check=True)
-    found = [line.split("\t")[:-1] for line in told.stdout.splitlines()]
-    return [words for words in found if "keep_runs" not in words[1]]
+    echo = subprocess.run(["bash", "-c", shell], text=True, capture_output=True, check=True)
+    lines = [line.split("\t")[:-1] for line in echo.stdout.splitlines()]
+    return [words for words in lines if "keep_runs" not in words[1]]
 
 
 def compared(words: list[str]) -> str:
@@ -59,7 +59,7 @@ def printed(monkeypatch, capsys, tmp_path):
     """What the commands of a page print."""
 
     def run(page: str) -> str:
-        found = []
+        outputs = []
         for program, *words in commands(page.replace("/tmp/", f"{tmp_path}/")):
             if program == "grep":
                 *grep, target = words
@@ -67,12 +67,12 @@ def printed(monkeypatch, capsys, tmp_path):
                     subprocess.run(["grep", *grep], text=True, capture_output=True).stdout
                 )
             elif program == "lit-diffusion":
-                found.append(compared(words[1:]))
+                outputs.append(compared(words[1:]))
             else:
                 monkeypatch.setattr(sys, "argv", words)
                 runpy.run_path(words[0], run_name="__main__")
-                found.append(capsys.readouterr().out)
-        return "\n".join(found)
+                outputs.append(capsys.readouterr().out)
+        return "\n".join(outputs)
 
     monkeypatch.chdir(ROOT)
     monkeypatch.syspath_prepend("tests/benchmarks")  # as of a script
@@ -81,8 +81,8 @@ def printed(monkeypatch, capsys, tmp_path):
 
 def tables(page: str) -> list[list[list[str]]]:
     """Cells of each table, its head first."""
-    found = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
-    return [[line.strip("| ").split(" | ") for line in table.splitlines()] for table in found]
+    texts = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
+    return [[line.strip("| ").split(" | ") for line in text.splitlines()] for text in texts]
 
 
 def figures(text: str) -> set[str]:
@@ -91,11 +91,11 @@ def figures(text: str) -> set[str]:
 
 def by_arm(output: str) -> dict[str, str]:
     """The rows of each arm."""
-    found: dict[str, str] = {}
+    rows: dict[str, str] = {}
     for line in output.splitlines():
         arm = line.split(" | ")[0].strip("| ")
-        found[arm] = f"{found.get(arm, '')}{line}\n"
-    return found
+        rows[arm] = f"{rows.get(arm, '')}{line}\n"
+    return rows
 
 
 @pytest.mark.parametrize("name", ALIKE)
@@ -107,9 +107,9 @@ def test_the_tables_of_a_page_come_from_its_csv_files(name, printed):
         columns = [name for name in head[1:] if not name.startswith(WORDS)]
         for row in rows if columns else ():
             expected = rows_of.get(row[0].strip("*"), output)
-            told = {name: cell for name, cell in zip(head, row, strict=False) if name in columns}
-            verdict = [cell.split(" ")[0] for name, cell in told.items() if "verdict" in name]
-            assert figures(" | ".join(told.values())) <= figures(expected), row
+            cells = {name: cell for name, cell in zip(head, row, strict=False) if name in columns}
+            verdict = [cell.split(" ")[0] for name, cell in cells.items() if "verdict" in name]
+            assert figures(" | ".join(cells.values())) <= figures(expected), row
             assert all(word in expected for word in verdict), row
             alike += f"| {' | '.join(row)} |" in output
     assert alike == ALIKE[name]
