@@ -13,12 +13,10 @@ import pytest
 from support.experiments import fids, write_arm, write_run
 
 from lit_diffusion.lab.compare.command import parser
-from lit_diffusion.lab.compare.curve_tables import read_arms
-from lit_diffusion.lab.compare.findings import arms_of
-from lit_diffusion.lab.compare.found_runs import find_runs
-from lit_diffusion.lab.compare.report.report import markdown
-from lit_diffusion.lab.compare.reporting import report_on_tables
-from lit_diffusion.lab.compare.selection import select
+from lit_diffusion.lab.compare.curves import read_arms
+from lit_diffusion.lab.compare.report import build_report, markdown
+from lit_diffusion.lab.compare.run_folders import collect_runs, select
+from lit_diffusion.lab.compare.run_tables import arms_of
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
@@ -51,7 +49,7 @@ def commands(page: str) -> list[list[str]]:
 def compared(words: list[str]) -> str:
     """What `lit-diffusion compare` reports."""
     args = parser().parse_args(words)
-    return markdown(report_on_tables(args.runs, args.baseline, args.target, args.arms))
+    return markdown(build_report(args.runs, args.baseline, args.target, only=args.arms))
 
 
 @pytest.fixture
@@ -122,5 +120,5 @@ def test_what_is_kept_of_a_sweep_is_what_is_read_of_its_folders(tmp_path, monkey
     table = tmp_path / "sweep.csv"
     monkeypatch.setattr(sys, "argv", ["keep_runs.py", str(tmp_path / "sweep"), str(table)])
     runpy.run_path(str(ROOT / "tests/benchmarks/keep_runs.py"), run_name="__main__")
-    runs = [run for run in find_runs([str(tmp_path / "sweep")]) if run.seed != "7"]
+    runs = [run for run in collect_runs([str(tmp_path / "sweep")]) if run.seed != "7"]
     assert read_arms([str(table)]) == arms_of(select(runs))

@@ -25,7 +25,7 @@ COMMANDS = {
     ),
     "encode": ("cli.encode", "write latents of a folder of images, to train on"),
     "sweep": (
-        "lab.compare.sweep_command",
+        "lab.compare.sweep",
         "train every arm of an experiment with every seed, restartable; compare them",
     ),
     "compare": (

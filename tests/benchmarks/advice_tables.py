@@ -17,12 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
 
-from lit_diffusion.lab.compare.by_seed import paired
-from lit_diffusion.lab.compare.curve_tables import read_arms
-from lit_diffusion.lab.compare.curves import Curve
-from lit_diffusion.lab.compare.report.wording import fid_text, p_text
-from lit_diffusion.lab.compare.speedup import TTest, holm, welch
-from lit_diffusion.lab.compare.stability import Stability
+from lit_diffusion.lab.compare.curves import Curve, Stability, read_arms
+from lit_diffusion.lab.compare.statistics import TTest, holm, paired, welch
+from lit_diffusion.lab.compare.tables import format_fid, format_p
 
 
 @dataclass(frozen=True)
@@ -111,8 +108,8 @@ def fids(runs: list[Run]) -> str:
     if not kept:
         return "-"
     lost = f", {len(kept)} of {len(runs)}" * (len(kept) < len(runs))
-    spread = f"{fid_text(kept[0])} to {fid_text(kept[-1])}"
-    return f"{fid_text(geometric_mean(kept))} ({spread}{lost})"
+    spread = f"{format_fid(kept[0])} to {format_fid(kept[-1])}"
+    return f"{format_fid(geometric_mean(kept))} ({spread}{lost})"
 
 
 def unstable(runs: list[Run]) -> str:
@@ -132,7 +129,8 @@ def against(runs: list[Run], baseline: list[Run]) -> tuple[TTest | None, TTest |
         return None, None
     shared = sorted(own.keys() & other.keys())
     logs = [[math.log(fid) for fid in fids.values()] for fids in (own, other)]
-    return welch(*logs), paired((own[seed], other[seed]) for seed in shared)
+    pairs = [[math.log(each[seed]) for seed in shared] for each in (own, other)]
+    return welch(*logs), paired(*pairs)
 
 
 def ratio(test: TTest | None) -> str:
@@ -155,7 +153,7 @@ def advice_table(found: Cells) -> None:
     row(*["---"] * 6)
     for name, text in ADVICE.items():
         test, pairs = tests.get(name, (None, None))
-        p = p_text(corrected.get(name))
+        p = format_p(corrected.get(name))
         row(name, text, fids(found[name, 1]), ratio(test), p, ratio(pairs))
 
 

@@ -8,20 +8,18 @@ import argparse
 from collections.abc import Callable
 from statistics import fmean, geometric_mean, stdev
 
-from lit_diffusion.lab.compare.comparison import Arm
-from lit_diffusion.lab.compare.curve_tables import read_arms
-from lit_diffusion.lab.compare.curves import Curve
-from lit_diffusion.lab.compare.report.wording import fid_text
+from lit_diffusion.lab.compare.curves import Arm, Curve, read_arms
+from lit_diffusion.lab.compare.tables import format_fid
 
 
 def mean(arm: Arm, fid: Callable[[Curve], float]) -> str:
     fids = [fid(curve) for curve in arm.curves]
-    return fid_text(fmean(fids), stdev(fids) if len(fids) > 1 else None)
+    return format_fid(fmean(fids), stdev(fids) if len(fids) > 1 else None)
 
 
 def cells(arm: Arm, target: float | None) -> list[str]:
     steps = "-" if target is None else "; ".join(map(str, arm.crossings(target)))
-    if arm.lost:
+    if arm.nonfinite_ends:
         return [arm.name, steps, "not finite", "", ""]
     last = mean(arm, lambda curve: curve.fids[-1])
     over_all = mean(arm, lambda curve: geometric_mean([curve.fids[-1], *curve.repeats]))

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from lit_diffusion.checkpoints.loading import load_module
 from lit_diffusion.data.digits import Digits
-from lit_diffusion.lab.compare.found_runs import find_runs
+from lit_diffusion.lab.compare.run_folders import collect_runs
 from lit_diffusion.metrics.small_classifier import load_small_classifier
 
 COLUMNS = ("parameters", "steps", "fid", "pixels", "recognised", "images_per_second")
@@ -162,7 +162,7 @@ def main() -> None:
     elif args.command == "table":
         print_table(args.file)
     else:
-        rows = [measured(run, judge_of(args.judge)) for run in find_runs(args.runs)]
+        rows = [measured(run, judge_of(args.judge)) for run in collect_runs(args.runs)]
         with args.out.open("w") if args.out else sys.stdout as file:
             writer = csv.DictWriter(file, rows[0], lineterminator="\n")
             writer.writeheader()

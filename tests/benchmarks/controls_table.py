@@ -9,18 +9,17 @@ import argparse
 import math
 from collections.abc import Sequence
 
-from lit_diffusion.lab.compare.by_seed import last_by_seed, speed_by_seed
-from lit_diffusion.lab.compare.comparison import Arm, Result, compare
-from lit_diffusion.lab.compare.curve_tables import read_arms
-from lit_diffusion.lab.compare.report.wording import fid_text, p_text, speedup_text
-from lit_diffusion.lab.compare.speedup import TTest, holm
+from lit_diffusion.lab.compare.comparison import Result, compare
+from lit_diffusion.lab.compare.curves import Arm, read_arms
+from lit_diffusion.lab.compare.statistics import TTest, holm, last_fid_by_seed, speedup_by_seed
+from lit_diffusion.lab.compare.tables import format_fid, format_p, format_speedup
 
 Tests = tuple[Result, TTest, TTest]
 
 
 def tests_of(arm: Arm, control: Arm) -> Tests:
     result = compare([arm, control], control.name).results[0]
-    speed, last = speed_by_seed(result, control), last_by_seed(arm, control)
+    speed, last = speedup_by_seed(arm, control, result.at), last_fid_by_seed(arm, control)
     if result.speedup.p is None or speed is None or last is None:
         raise SystemExit(f"{arm.name} and {control.name} cannot be tested.")
     return result, speed, last
@@ -28,7 +27,7 @@ def tests_of(arm: Arm, control: Arm) -> Tests:
 
 def text(test: TTest, p: float | None, unit: str = "") -> str:
     ratio, low, high = map(math.exp, (test.difference, test.low, test.high))
-    return f"{ratio:.2f}{unit} [{low:.2f}, {high:.2f}], p {p_text(p)}"
+    return f"{ratio:.2f}{unit} [{low:.2f}, {high:.2f}], p {format_p(p)}"
 
 
 def row(*cells: str) -> None:
@@ -47,7 +46,7 @@ def table(pairs: Sequence[tuple[Arm, Arm]]) -> None:
         pairs, found, first, second, third, strict=True
     ):
         seeds = f"{len(arm.curves)}, {len(control.curves)}"
-        told = f"{speedup_text(result.speedup)} to {fid_text(result.at)}, p {p_text(ps[0])}"
+        told = f"{format_speedup(result.speedup)} to {format_fid(result.at)}, p {format_p(ps[0])}"
         row(arm.name, control.name, seeds, told, text(speed, ps[1], "x"), text(last, ps[2]))
 
 

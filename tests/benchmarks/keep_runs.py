@@ -12,10 +12,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from lit_diffusion.lab.compare.comparison import Arm
-from lit_diffusion.lab.compare.found_runs import Run, find_runs
-from lit_diffusion.lab.compare.report.tables import curve_records, to_csv
-from lit_diffusion.lab.compare.stability import stability
+from lit_diffusion.lab.compare.curves import Arm, loss_stability
+from lit_diffusion.lab.compare.run_folders import Run, collect_runs
+from lit_diffusion.lab.compare.tables import curve_records, to_csv
 
 Row = dict[str, Any]
 
@@ -46,7 +45,7 @@ def rows(run: Run, shared: str, due: list[int]) -> list[Row]:
 
 def losses(run: Run) -> Row:
     steps, values = run.train_losses
-    found = stability(values)
+    found = loss_stability(values)
     return {
         "losses_every": min(later - step for step, later in pairwise(steps)),
         "spikes": found.spikes,
@@ -69,7 +68,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--losses", action="store_true")
     args = parser.parse_args()
-    found = find_runs([args.sweep])
+    found = collect_runs([args.sweep])
     runs = [run for run in found if finished(run)]
     for run in found:
         print("kept" if run in runs else "not finished:", run.path)

@@ -35,7 +35,7 @@ from lit_diffusion.lab.analysis.consistency import consistency
 from lit_diffusion.lab.analysis.fixed_losses import data_for, fixed_batch, fixed_losses
 from lit_diffusion.lab.analysis.hessian import hessian_product, spectrum
 from lit_diffusion.lab.compare.comparison import compare
-from lit_diffusion.lab.compare.curve_tables import read_arms
+from lit_diffusion.lab.compare.curves import read_arms
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.image_distances import psnr
 from lit_diffusion.seeding import PerSampleNoise

@@ -10,8 +10,8 @@ from support.small_digits import write_digits, write_small_digits
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.checkpoints.snapshots import write_snapshot
 from lit_diffusion.cli.loggers import read_evaluations
-from lit_diffusion.lab.compare.ema_widths import fids_by_width
-from lit_diffusion.lab.compare.found_runs import Run
+from lit_diffusion.lab.compare.run_folders import read_run
+from lit_diffusion.lab.compare.run_tables import fids_by_width
 
 RUN = "evaluate --checkpoint run --extractor digits-cnn --reference real --num 24 --steps 2"
 
@@ -57,7 +57,7 @@ def test_each_width_is_scored_as_if_alone_and_kept_for_compare(capsys):
         assert (known["num_fake"], known["num_real"], known["data"]) == (24, 40, alone["data"])
         assert known["sampling"] == alone["samples"]["sampling"]
         assert known["floor"] == alone["fid_floor"]
-    how, measured = fids_by_width(Run(Path("run")))
+    how, measured = fids_by_width(read_run(Path("run")))
     assert (how["step"], {str(width): fid for width, fid in measured.items()}) == (9, fids)
 
 

@@ -12,8 +12,7 @@ import yaml
 from PIL import Image
 
 from lit_diffusion.cli.loggers import AppendingCSVLogger
-from lit_diffusion.lab.compare.comparison import Arm
-from lit_diffusion.lab.compare.curves import Curve
+from lit_diffusion.lab.compare.curves import Arm, Curve
 from lit_diffusion.metrics.evaluation_record import FIDRecord
 from support.tiny_run import tiny_config
 

@@ -561,8 +561,8 @@ PATHS = (
         "pickle.loads",
     ),
     *(
-        "lit_diffusion.lab.compare.sweep_command.run",
-        "lit_diffusion.lab.compare.jobs.subprocess.Popen",
+        "lit_diffusion.lab.compare.sweep.run",
+        "lit_diffusion.lab.compare.processes.subprocess.Popen",
     ),
     *("lightning.pytorch.cli.LightningCLI", "lightning.pytorch.Trainer", "webbrowser.open"),
     *("lit_diffusion.data.cifar10.Source", "torchvision.datasets.CIFAR10", "runpy.run_path"),

@@ -1,21 +1,20 @@
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from support.experiments import STEPS, arm, fid_at
 from support.golden import FOLDER
 
 from lit_diffusion.lab.compare.comparison import (
-    FIRST_ROWS,
-    Arm,
     Verdict,
     by_images,
+    by_metric,
+    by_other_metrics,
     compare,
-    lead_over,
-    mean_crossing,
+    leads,
 )
-from lit_diffusion.lab.compare.curve_tables import read_arms
-from lit_diffusion.lab.compare.curves import Bound, Crossing, Curve
+from lit_diffusion.lab.compare.curves import Arm, Bound, Crossing, Curve, mean_crossing, read_arms
 
 NAN = math.nan
 
@@ -51,8 +50,8 @@ def test_the_papers_own_tables_give_what_they_hold_and_not_what_its_text_says(
     table, baseline, expected
 ):
     comparison = compare(read_arms([str(FOLDER / table)]), baseline)
-    found = {name: round(r.speedup.ratio, 2) for name, r in by_name(comparison).items()}
-    assert found == expected
+    ratios = {name: round(r.speedup.ratio, 2) for name, r in by_name(comparison).items()}
+    assert ratios == expected
     assert {r.verdict for r in comparison.results} == {Verdict.UNKNOWN}  # one seed each
 
 
@@ -69,27 +68,26 @@ def test_arms_without_noise_have_their_true_speedup(speed):
     assert compare(curves, "baseline").results[0].speedup.ratio == pytest.approx(speed, rel=0.02)
 
 
-@pytest.mark.parametrize("speed", [0.6, 1.0, 1.15, 2.0])
-@pytest.mark.parametrize("spread", [0.05, 0.15])
+@pytest.mark.parametrize(("speed", "spread"), [(0.6, 0.15), (1.0, 0.05), (2.0, 0.15)])
 def test_intervals_hold_the_true_speedup_in_95_of_100_experiments(speed, spread):
     """Also where seeds of one arm or the other never reach the baseline's FID."""
     covered, logs = [], []
     for k in range(800):
         seeds = [f"{k} {seed}" for seed in range(5)]
         arms = [arm("baseline", 1.0, seeds, spread), arm("other", speed, seeds, spread)]
-        found = compare(arms, "baseline").results[0].speedup
-        covered.append(found.low <= speed <= found.high)
-        logs.append(math.log(found.ratio))
+        gain = compare(arms, "baseline").results[0].speedup
+        covered.append(gain.low <= speed <= gain.high)
+        logs.append(math.log(gain.ratio))
     assert sum(covered) / len(covered) == pytest.approx(0.95, abs=0.025)  # 3 s.d.
     assert sum(logs) / len(logs) == pytest.approx(math.log(speed), abs=0.02)
 
 
 def test_verdicts_are_those_of_the_truth_where_the_effect_is_large():
     arms = [arm("baseline", 1.0), arm("fast", 2.0), arm("slow", 0.6), arm("same", 1.0)]
-    found = by_name(compare(arms, "baseline"))
-    assert found["fast"].verdict is Verdict.FASTER
-    assert found["slow"].verdict is Verdict.SLOWER
-    assert found["same"].verdict is Verdict.NO_DIFFERENCE
+    results = by_name(compare(arms, "baseline"))
+    assert results["fast"].verdict is Verdict.FASTER
+    assert results["slow"].verdict is Verdict.SLOWER
+    assert results["same"].verdict is Verdict.NO_DIFFERENCE
 
 
 # Laws
@@ -144,7 +142,7 @@ def test_the_target_is_the_lowest_fid_that_every_seed_of_the_baseline_reached():
     base = arm("baseline", 1.0)
     comparison = compare([base, arm("a", 1.2)], "baseline")
     assert comparison.target == max(min(curve.fids) for curve in base.curves)
-    assert all(c.bound is Bound.EXACT for c in comparison.crossings)
+    assert all(c.bound is Bound.EXACT for c in base.crossings(comparison.target))
 
 
 def test_a_given_target_that_the_baseline_misses_leaves_a_lower_bound():
@@ -229,9 +227,7 @@ def test_an_arm_that_stands_still_above_the_target_ends_worse():
     result = compare([base, still(level=4.0)], "baseline").results[0]
     assert result.verdict is Verdict.WORSE
     assert result.speedup.p > 0.05  # its speed alone would be called noise
-    assert result.end.fid == pytest.approx(3.8, rel=0.02)
-    assert result.end.baseline == pytest.approx(base.reached, rel=0.2)
-    assert result.sure == result.end.p < 0.05
+    assert result.end_p < 0.05
 
 
 def test_an_arm_that_was_trained_for_less_is_not_said_to_end_worse():
@@ -239,7 +235,7 @@ def test_an_arm_that_was_trained_for_less_is_not_said_to_end_worse():
         "still", tuple(Curve(c.seed, c.steps[:19], c.fids[:19]) for c in still(level=4.0).curves)
     )
     result = compare([arm("baseline", 1.0), short], "baseline").results[0]
-    assert (result.verdict, result.end) == (Verdict.NO_DIFFERENCE, None)
+    assert (result.verdict, result.end_p) == (Verdict.NO_DIFFERENCE, None)
 
 
 def test_an_arm_that_was_trained_for_more_may_end_worse():
@@ -263,7 +259,7 @@ def test_an_arm_is_not_said_to_end_worse_for_a_target_that_the_baseline_misses_t
 def test_an_arm_whose_last_fid_is_not_finite_has_no_end_to_compare(last):
     curves = [Curve(c.seed, STEPS, (*c.fids[:-1], last)) for c in still(level=4.0).curves]
     result = compare([arm("baseline", 1.0), Arm("still", tuple(curves))], "baseline").results[0]
-    assert result.end is None
+    assert result.end_p is None
 
 
 def test_the_number_of_arms_counts_against_one_that_ends_worse():
@@ -271,23 +267,17 @@ def test_the_number_of_arms_counts_against_one_that_ends_worse():
     others = [arm(f"other {k}", 1.0) for k in range(4)]
     alone = compare([base, worse], "baseline").results[0]
     among = by_name(compare([base, worse, *others], "baseline"))["still"]
-    assert among.end.p == pytest.approx(5 * alone.end.p)
+    assert among.end_p == pytest.approx(5 * alone.end_p)
 
 
 def test_arms_that_train_like_the_baseline_rarely_end_worse():
     """Fewer than the one in forty that a p-value of 0.05 allows for, as few miss the target too."""
-    found = []
+    verdicts = []
     for k in range(400):
         base, other = (arm(n, 1.0, [f"{n}{k}{i}" for i in range(3)], 0.2) for n in "ab")
-        found.append(compare([base, other], "a").results[0].verdict)
-    assert found.count(Verdict.WORSE) <= 10
-    assert found.count(Verdict.NO_DIFFERENCE) > 340
-
-
-def test_an_arm_has_each_seed_once():
-    curve = Curve("0", (1,), (2.0,))
-    with pytest.raises(ValueError, match="twice has a seed twice: 0, 0"):
-        Arm("twice", (curve, curve))
+        verdicts.append(compare([base, other], "a").results[0].verdict)
+    assert verdicts.count(Verdict.WORSE) <= 10
+    assert verdicts.count(Verdict.NO_DIFFERENCE) > 340
 
 
 # Many arms
@@ -309,30 +299,20 @@ def test_arms_without_a_test_are_not_counted_among_the_tests():
     assert by_name(comparison)["one seed"].holm_p is None
 
 
-def test_the_winners_lead_over_the_next_is_measured():
-    arms = [arm("baseline", 1.0), arm("a", 1.5), arm("b", 2.0), arm("c", 1.0)]
+def test_winners_are_those_that_are_faster_by_more_than_noise_the_fastest_first():
+    arms = [arm("baseline", 1.0), arm("a", 1.5), arm("b", 2.0), arm("c", 1.0), arm("slow", 0.5)]
     comparison = compare(arms, "baseline")
+    assert [result.arm.name for result in comparison.winners] == ["b", "a"]
     assert comparison.best.arm.name == "b"
-    lead = lead_over(*comparison.faster)
-    assert lead.low < 2.0 / 1.5 < lead.high
-    assert len(compare([arms[0], arms[1], arms[3]], "baseline").faster) == 1
-
-
-def test_nobody_wins_by_noise():
-    arms = [arm("baseline", 1.0), arm("a", 1.0, range(10, 15)), arm("slow", 0.5)]
-    assert compare(arms, "baseline").faster == []
+    assert compare([arms[0], *arms[3:]], "baseline").winners == []
 
 
 def test_an_arm_that_missed_the_target_does_not_win_before_one_that_reached_it():
     """It may be many times faster to a FID that is easy."""
-    early = [fid_at(step, 9.0) for step in STEPS]
-    stuck = [max(fid, 3.0 + 0.01 * seed) for seed in range(5) for fid in early]
-    curves = [Curve(f"{k}", STEPS, tuple(stuck[20 * k : 20 * k + 20])) for k in range(5)]
-    arms = [arm("baseline", 1.0), arm("true", 1.5), Arm("stuck", tuple(curves))]
-    comparison = compare(arms, "baseline")
+    comparison = compare([arm("baseline", 1.0), arm("true", 1.5), early(3.0, "stuck")], "baseline")
     assert [r.arm.name for r in comparison.results] == ["stuck", "true"]
-    assert [r.arm.name for r in comparison.faster] == ["true", "stuck"]
-    assert comparison.best.arm.name == "true"
+    assert {r.verdict for r in comparison.results} == {Verdict.FASTER}
+    assert [r.arm.name for r in comparison.winners] == ["true"]
 
 
 def stuck_baseline():
@@ -384,36 +364,22 @@ def test_without_a_winner_the_best_is_one_that_gets_there_if_there_is_one():
 # Means and images
 
 
-def test_a_mean_of_bounds_that_disagree_is_unknown():
-    mean = mean_crossing([Crossing(100, Bound.AT_MOST), Crossing(4000, Bound.MORE_THAN)])
-    assert mean.bound is Bound.UNKNOWN
-    assert math.isnan(mean.step)
-    assert str(mean) == "unknown"
-
-
-def test_a_mean_over_seeds_is_a_bound_where_one_of_them_is():
-    assert mean_crossing([Crossing(10), Crossing(1000)]).step == pytest.approx(100)
-    early, late = Crossing(10, Bound.AT_MOST), Crossing(10, Bound.MORE_THAN)
-    assert mean_crossing([Crossing(10), early]).bound is Bound.AT_MOST
-    assert mean_crossing([Crossing(10), late]).bound is Bound.MORE_THAN
-
-
-def seen(name, speed, images_a_step):
+def with_images(name, speed, images_a_step):
     plain = arm(name, speed)
     images = tuple(float(images_a_step * step) for step in STEPS)
     return Arm(name, tuple(Curve(c.seed, c.steps, c.fids, images) for c in plain.curves))
 
 
 def test_by_images_an_arm_pays_for_its_larger_batch():
-    arms = [seen("baseline", 1.0, 64), seen("large", 1.5, 128)]
+    arms = [with_images("baseline", 1.0, 64), with_images("large", 1.5, 128)]
     steps = compare(arms, "baseline").results[0].speedup
     images = compare(by_images(arms), "baseline").results[0].speedup
     assert images.ratio == pytest.approx(steps.ratio / 2)
 
 
 def test_images_are_left_aside_where_they_say_the_same_or_are_not_known():
-    assert by_images([seen("baseline", 1.0, 64), seen("a", 1.5, 64)]) is None
-    assert by_images([seen("baseline", 1.0, 64), arm("a", 1.5)]) is None
+    assert by_images([with_images("baseline", 1.0, 64), with_images("a", 1.5, 64)]) is None
+    assert by_images([with_images("baseline", 1.0, 64), arm("a", 1.5)]) is None
 
 
 # Mistakes
@@ -442,20 +408,65 @@ def test_what_cannot_be_compared_is_refused(arms, options, message):
         compare(arms, **options)
 
 
-def test_a_first_look_is_at_the_winners_and_the_fastest_with_a_test():
-    tested = [arm(f"tested {k}", 1 + k / 10, range(2)) for k in range(FIRST_ROWS + 3)]
-    single = [arm(f"single {k}", 5.0, [k]) for k in range(3)]
-    comparison = compare([arm("baseline", 1.0), *tested, *single], "baseline")
-    assert {result.arm.name for result in comparison.first()} == {
-        f"tested {k}" for k in range(3, FIRST_ROWS + 3)
-    }
-    ratios = [result.speedup.ratio for result in comparison.first()]
-    assert ratios == sorted(ratios, reverse=True)
-    few = compare([arm("baseline", 1.0), *tested[:2], *single], "baseline")
-    assert few.first() == few.results
+# Other metrics of the same samples
 
 
-def test_a_mean_with_a_bound_in_it_is_one_and_bounds_that_disagree_leave_none():
-    late, early = Crossing(4000, Bound.MORE_THAN), Crossing(1000, Bound.AT_MOST)
-    assert mean_crossing([Crossing(1000), late]) == Crossing(pytest.approx(2000), Bound.MORE_THAN)
-    assert mean_crossing([early, late]).bound is Bound.UNKNOWN
+def with_pixels(base_arm, speed, ends=math.inf):
+    """An arm with another speed by pixels, which fall to `ends` at most."""
+    other = arm(f"{base_arm.name} pixels", speed)
+    curves = []
+    for curve, values in zip(base_arm.curves, other.curves, strict=True):
+        metrics = tuple(
+            {"pixels": fid if ends == math.inf else max(fid, ends)} for fid in values.fids
+        )
+        curves.append(replace(curve, other_metrics=metrics))
+    return Arm(base_arm.name, tuple(curves))
+
+
+BASE = with_pixels(arm("baseline", 1.0), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("speed", "ends", "expected"),
+    [(2.0, math.inf, True), (1.0, math.inf, False), (0.5, math.inf, False), (2.0, 2.4, False)],
+)
+def test_an_arm_leads_by_another_metric_where_it_is_faster_and_ends_no_higher(
+    speed, ends, expected
+):
+    fast = with_pixels(arm("fast", 2.0), speed, ends)
+    comparison = compare([BASE, fast], "baseline")
+    (other,) = by_other_metrics(comparison).values()
+    assert other.metric == "pixels"
+    assert other.target == max(min(p["pixels"] for p in c.other_metrics) for c in BASE.curves)
+    assert leads("fast", other) is expected
+
+
+def test_further_arms_do_not_count_against_a_lead():
+    fast = with_pixels(arm("fast", 2.0), 1.15)
+    rest = [with_pixels(arm(f"arm{i}", 1.0), 1.0) for i in range(12)]
+    (alone,), (among,) = (
+        by_other_metrics(compare([BASE, fast, *others], "baseline")).values()
+        for others in ([], rest)
+    )
+    assert by_name(alone)["fast"].verdict is Verdict.FASTER
+    assert by_name(among)["fast"].verdict is Verdict.UNCLEAR
+    assert leads("fast", alone)
+    assert leads("fast", among)
+
+
+def test_arms_without_another_metric_are_left_out_of_its_comparison():
+    comparison = compare([BASE, arm("fast", 2.0), with_pixels(arm("slow", 0.5), 2.0)], "baseline")
+    (other,) = by_other_metrics(comparison).values()
+    assert [a.name for a in other.arms] == ["baseline", "slow"]
+    assert not leads("fast", other)
+    bare = compare([arm("baseline", 1.0), with_pixels(arm("fast", 2.0), 2.0)], "baseline")
+    assert by_other_metrics(bare) == {}
+
+
+def test_another_metric_has_nan_where_it_is_not_positive_or_not_recorded():
+    curve = Curve("0", (1, 2, 3), (3.0, 2.0, 1.0), repeats=(2.0,))
+    metrics = ({"pixels": 0.5}, {}, {"pixels": 0.0})
+    (other,) = by_metric([Arm("a", (replace(curve, other_metrics=metrics),))], "pixels")
+    assert other.curves[0].fids == pytest.approx((0.5, NAN, NAN), nan_ok=True)
+    assert other.curves[0].repeats == ()
+    assert by_metric([Arm("a", (curve,))], "pixels") == []

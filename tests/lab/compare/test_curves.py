@@ -4,21 +4,28 @@ from statistics import stdev
 
 import numpy as np
 import pytest
+from support.experiments import arm
 
 from lit_diffusion.lab.compare.curves import (
+    Arm,
     Bound,
     Crossing,
     Curve,
+    Stability,
     late_oscillation,
     late_wobble,
+    loss_stability,
+    mean_crossing,
     paired_spread,
+    read_arms,
     sampling_spread,
 )
+from lit_diffusion.lab.compare.tables import curve_records, to_csv
 
 NAN = math.nan
 
 
-def falling(step):
+def falling_fid(step):
     """Log FID is linear in the step."""
     return math.exp(3 - step / 1000)
 
@@ -36,9 +43,9 @@ def test_a_curve_that_is_linear_in_log_fid_is_crossed_exactly_whatever_the_spaci
     crossing, spacing
 ):
     steps = [100 + spacing * k for k in range(1 + math.ceil(1900 / spacing))]
-    found = first_crossing(steps, [falling(s) for s in steps], falling(crossing))
-    assert found.step == pytest.approx(crossing, rel=1e-9)
-    assert found.bound is Bound.EXACT
+    result = first_crossing(steps, [falling_fid(s) for s in steps], falling_fid(crossing))
+    assert result.step == pytest.approx(crossing, rel=1e-9)
+    assert result.bound is Bound.EXACT
 
 
 def test_a_crossing_is_that_of_the_running_minimum():
@@ -52,15 +59,15 @@ def test_the_first_of_several_crossings_counts():
 
 
 def test_a_target_that_is_never_reached_is_censored_at_the_last_evaluation():
-    found = first_crossing([100, 200], [9.0, 5.0], 4.999)
-    assert found == Crossing(200, Bound.MORE_THAN)
-    assert str(found) == "> 200"
+    crossing = first_crossing([100, 200], [9.0, 5.0], 4.999)
+    assert crossing == Crossing(200, Bound.MORE_THAN)
+    assert str(crossing) == "> 200"
 
 
 def test_a_target_that_the_first_evaluation_has_is_only_bounded():
-    found = first_crossing([100, 200], [9.0, 5.0], 9.0)
-    assert found == Crossing(100, Bound.AT_MOST)
-    assert str(found) == "<= 100"
+    crossing = first_crossing([100, 200], [9.0, 5.0], 9.0)
+    assert crossing == Crossing(100, Bound.AT_MOST)
+    assert str(crossing) == "<= 100"
 
 
 def test_a_target_that_the_untrained_network_has_is_only_bounded():
@@ -91,6 +98,16 @@ def test_a_crossing_scales_with_the_unit_of_steps_and_not_with_that_of_fid(unit,
     assert scaled.step == pytest.approx(unit * plain, rel=1e-12)
 
 
+def test_a_mean_over_seeds_is_a_bound_where_one_of_them_is_and_unknown_where_bounds_disagree():
+    early, late = Crossing(10, Bound.AT_MOST), Crossing(1000, Bound.MORE_THAN)
+    assert mean_crossing([Crossing(10), Crossing(1000)]) == Crossing(pytest.approx(100))
+    assert mean_crossing([Crossing(10), late]) == Crossing(pytest.approx(100), Bound.MORE_THAN)
+    assert mean_crossing([Crossing(10), early]).bound is Bound.AT_MOST
+    assert mean_crossing([early, late]).bound is Bound.UNKNOWN
+    assert math.isnan(mean_crossing([early, late]).step)
+    assert str(mean_crossing([early, late])) == "unknown"
+
+
 # Late oscillation
 
 
@@ -115,7 +132,7 @@ def test_late_oscillation_is_relative():
 
 def test_an_even_descent_oscillates_and_does_not_wobble():
     steps = tuple(range(150, 1501, 150))
-    even = Curve("0", steps, tuple(falling(step) for step in steps))
+    even = Curve("0", steps, tuple(falling_fid(step) for step in steps))
     assert late_oscillation(even) > 0.1
     assert late_wobble(even) == pytest.approx(0, abs=1e-9)
     power = Curve("0", steps, tuple(20 * (step / 150) ** -2.0 for step in steps))
@@ -150,12 +167,12 @@ def test_runs_without_repeats_do_not_count_for_the_spread_between_samples():
     assert sampling_spread([once, lost, again]) == sampling_spread([again])
 
 
-def drawn(sets, own, runs=40, seed=0):
+def drawn(sets, noise_sd, runs=40, seed=0):
     """Runs whose FIDs share what is due to each of three sets of samples.
 
     Args:
         sets: standard deviation of log FID over sets, the same for all runs.
-        own: of what is left to each FID.
+        noise_sd: of what is left to each FID.
         runs: how many.
         seed: of the draw.
     """
@@ -164,22 +181,24 @@ def drawn(sets, own, runs=40, seed=0):
     curves = []
     for k in range(runs):
         level = rng.gauss(0, 1)
-        fids = [math.exp(level + common + rng.gauss(0, own)) for common in shared]
+        fids = [math.exp(level + common + rng.gauss(0, noise_sd)) for common in shared]
         curves.append(Curve(str(k), (1,), (fids[0],), repeats=tuple(fids[1:])))
     return curves
 
 
 def test_what_all_runs_owe_to_a_set_of_samples_does_not_count_between_them():
-    alike = drawn(sets=0.3, own=0.0)
+    alike = drawn(sets=0.3, noise_sd=0.0)
     assert sampling_spread(alike).sd > 0.1
     assert paired_spread(alike).sd == pytest.approx(0, abs=1e-9)
-    assert paired_spread(drawn(sets=0.3, own=0.04)).sd == pytest.approx(0.04, rel=0.25)  # 3 s.d.
+    assert paired_spread(drawn(sets=0.3, noise_sd=0.04)).sd == pytest.approx(
+        0.04, rel=0.25
+    )  # 3 s.d.
 
 
 def test_runs_that_share_no_samples_have_the_same_spread_between_them_as_alone():
-    found = paired_spread(drawn(sets=0.0, own=0.1))
-    assert found.sd == pytest.approx(0.1, rel=0.25)  # 3 s.d. of 78 degrees of freedom
-    assert found.degrees == 39 * 2
+    spread = paired_spread(drawn(sets=0.0, noise_sd=0.1))
+    assert spread.sd == pytest.approx(0.1, rel=0.25)  # 3 s.d. of 78 degrees of freedom
+    assert spread.degrees == 39 * 2
 
 
 def test_the_spread_between_runs_needs_two_with_equal_numbers_of_finite_repeats():
@@ -206,3 +225,159 @@ def test_the_spread_between_runs_needs_two_with_equal_numbers_of_finite_repeats(
 def test_what_is_no_curve_is_refused_with_the_seed(options, message):
     with pytest.raises(ValueError, match=f"seed 7: .*{message}"):
         Curve("7", **options)
+
+
+def test_an_arm_has_each_seed_once():
+    curve = Curve("0", (1,), (2.0,))
+    with pytest.raises(ValueError, match="twice has a seed twice: 0, 0"):
+        Arm("twice", (curve, curve))
+
+
+# Training losses
+
+
+def falling_loss(n, seed=0, scatter=0.15):
+    """A loss that falls from 1 to 0.1, with the scatter of single batches."""
+    noise = random.Random(seed)
+    return [(0.1 + 0.9 * math.exp(-k / 100)) * math.exp(noise.gauss(0, scatter)) for k in range(n)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_loss_that_falls_with_scatter_is_stable(seed):
+    assert loss_stability(falling_loss(1500, seed)).stable
+
+
+def test_each_jump_counts_once_however_long_it_lasts():
+    losses = falling_loss(600)
+    for start, length in ((200, 1), (300, 15), (400, 40)):
+        losses[start : start + length] = [5.0] * length
+    assert loss_stability(losses) == Stability(spikes=3, diverged=False)
+
+
+def test_a_jump_right_after_the_start_counts():
+    losses = falling_loss(600)
+    losses[3:15] = [50.0] * 12
+    assert loss_stability(losses) == Stability(spikes=1, diverged=False)
+
+
+def test_a_loss_that_never_comes_back_diverged():
+    assert loss_stability(falling_loss(300) + [1.0] * 50) == Stability(spikes=1, diverged=True)
+
+
+@pytest.mark.parametrize("at", [1, 10, 30])
+def test_a_loss_that_ends_above_where_it_began_diverged(at):
+    """However early it blew up: no calm step came before."""
+    assert loss_stability([1.0] * at + [50.0] * 200).diverged
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_diverged(bad):
+    assert loss_stability([*falling_loss(300), bad, 0.1]).diverged
+
+
+def test_units_do_not_matter():
+    losses = [*falling_loss(300), 1.0, *falling_loss(300, 1)[200:]]
+    assert loss_stability(losses) == loss_stability([1000 * loss for loss in losses])
+
+
+def test_a_long_jump_does_not_become_the_new_normal():
+    """The window holds calm losses only, or a run that stays high would seem to have recovered."""
+    assert loss_stability([1.0] * 20 + [3.0] * 500).diverged
+
+
+# CSV files
+
+
+@pytest.fixture
+def table(tmp_path):
+    def write(text, name="numbers.csv"):
+        (tmp_path / name).write_text(text)
+        return str(tmp_path / name)
+
+    return write
+
+
+def test_what_a_report_writes_is_read_back(table):
+    arms = [arm("baseline", 1.0), arm("fast", 2.0)]
+    assert read_arms([table(to_csv(curve_records(arms)))]) == arms
+
+
+def test_further_sets_of_samples_are_read_back(table):
+    curve = Curve("0", (100, 200), (5.0, math.nan), (6400, 12800), repeats=(3.5, 4.5))
+    (only,) = read_arms([table(to_csv(curve_records([Arm("a", (curve,))])))])
+    assert only.curves[0].repeats == (3.5, 4.5)
+    assert only.curves[0].steps == (100, 200)
+    assert only.curves[0].images == (6400, 12800)
+
+
+def test_repeats_of_earlier_steps_do_not_count(table):
+    rows = "arm,step,fid,repeat\na,200,3,\na,200,4,2\na,200,5,1\na,100,6,0\na,100,7,1\n"
+    (only,) = read_arms([table(rows)])
+    assert only.curves[0].fids == (6, 3)
+    assert only.curves[0].repeats == (5, 4)
+
+
+def test_rows_may_be_in_any_order_and_in_several_files(table):
+    one = table("arm,seed,step,fid\na,0,200,3\na,1,100,4\n")
+    two = table("fid,arm,step,seed,comment\n5,a,100,0,x\n7,b,100,0,y\n", "two.csv")
+    first, second = read_arms([one, two])
+    assert [curve.seed for curve in first.curves] == ["0", "1"]
+    assert first.curves[0].steps == (100, 200)
+    assert first.curves[0].fids == (5, 3)
+    assert second.name == "b"
+
+
+def test_without_seeds_an_arm_is_one_run(table):
+    (only,) = read_arms([table("arm,step,fid\na,100,5\na,200,3\n")])
+    assert len(only.curves) == 1
+
+
+def test_what_spreadsheets_and_people_write_is_read(table):
+    (only,) = read_arms([table("\ufeffarm, step, fid\na, 100, 5\na, 200, 3\n")])
+    assert (only.name, only.curves[0].steps) == ("a", (100, 200))
+
+
+def test_a_table_in_another_encoding_is_refused(tmp_path):
+    (tmp_path / "old.csv").write_bytes("arm,step,fid\n\u00e4,1,2\n".encode("latin-1"))
+    with pytest.raises(ValueError, match=r"old\.csv is not UTF-8: .*; save it as that"):
+        read_arms([str(tmp_path / "old.csv")])
+
+
+@pytest.mark.parametrize("text", ["", "nan", "inf"])
+def test_an_fid_that_is_none_was_not_finite(table, text):
+    (only,) = read_arms([table(f"arm,step,fid\na,100,{text}\na,200,3\n")])
+    assert math.isnan(only.curves[0].fids[0])
+    assert only.curves[0].best == 3
+
+
+def test_images_count_where_all_rows_of_a_run_have_them(table):
+    (only,) = read_arms([table("arm,seed,step,fid,images\na,0,1,5,64\na,1,1,5,\n")])
+    assert [curve.images for curve in only.curves] == [(64,), None]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("arm,steps,fid\n", "needs the columns arm, step and fid, and has no step"),
+        ("arm,step,fid\n", "there are no rows in"),
+        ("arm,step,fid\na,ten,5\n", "numbers.csv, line 2: step must be a number, got 'ten'"),
+        ("arm,step,fid\na,1,5\na,2\n", "line 3: fid must be a number"),
+        ("arm,step,fid\na,1,5\nb,2,x\n", "line 3: fid must be a number, got 'x'"),
+        ("arm,step,fid\na,1,5\na,1,4\n", "arm a, seed 0: steps must increase, got 1 after 1"),
+        ("arm,step,fid\na,1,5\n,2,4\n", "line 3: the arm has no name"),
+        ("arm,step,fid\na,1,5\na,inf,4\n", "arm a, seed 0: steps must be finite"),
+        ("arm,step,fid\na,-1,5\na,1,4\n", "arm a, seed 0: steps must be finite and >= 0"),
+        ("arm,step,fid,repeat\na,1,5,1\n", "arm a, seed 0: a curve needs as many FIDs as steps"),
+        ("arm,step,fid,repeat\na,1,5,x\n", "line 2: repeat must be a number, got 'x'"),
+        ("arm,step,fid\na,1,-5\n", "arm a, seed 0: FIDs must be > 0, got -5"),
+    ],
+)
+def test_mistakes_are_told_with_their_place(table, text, message):
+    with pytest.raises(ValueError, match=message):
+        read_arms([table(text)])
+
+
+def test_a_cell_without_end_is_refused_with_its_file(tmp_path):
+    (tmp_path / "a.csv").write_text("arm,step,fid\n" + "x" * 200_000 + ",1,2\n")
+    with pytest.raises(ValueError, match=r"a\.csv is no CSV file: field larger"):
+        read_arms([str(tmp_path / "a.csv")])

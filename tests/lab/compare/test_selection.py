@@ -1,10 +1,11 @@
+"""Which runs of an experiment may be compared, and why the others may not."""
+
 from pathlib import Path
 
 import pytest
 from support.experiments import STEPS, fids, record, write_arm, write_run
 
-from lit_diffusion.lab.compare.found_runs import find_runs
-from lit_diffusion.lab.compare.selection import select, usual_metric
+from lit_diffusion.lab.compare.run_folders import collect_runs, most_frequent_metric, select
 
 
 @pytest.fixture(autouse=True)
@@ -15,7 +16,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def selected(**options):
-    return select(find_runs(["sweep"]), **options)
+    return select(collect_runs(["sweep"]), **options)
 
 
 def names(selection):
@@ -87,7 +88,7 @@ def test_the_protocol_is_that_of_most_runs_of_the_baseline():
     write_arm(Path("many/baseline"), 1.0, range(1), resize="other")
     write_arm(Path("many/baseline"), 1.0, range(1, 4))
     write_arm(Path("many/clts"), 1.3, range(2), lr=1.3)
-    selection = select(find_runs(["many"]))
+    selection = select(collect_runs(["many"]))
     assert left_out(selection) == {
         "many/baseline/seed-0": (
             "its FID is of another protocol than many/baseline/seed-1's: resize 'other', not 'none'"
@@ -97,22 +98,22 @@ def test_the_protocol_is_that_of_most_runs_of_the_baseline():
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "difference"),
     [
         ({"sampling": {"solver": "DDPM()", "steps": 20}}, "solver 'DDPM()', not 'DPMSolverPP("),
         ({"sampling": {"steps": 250}}, "steps 250, not 20"),
         ({"ema_decay": 0.5}, "ema_decay 0.5, not 0.9"),
     ],
 )
-def test_a_seed_that_is_sampled_otherwise_than_most_of_its_arm_is_left_out(changes, told):
+def test_a_seed_that_is_sampled_otherwise_than_most_of_its_arm_is_left_out(changes, difference):
     usual = {"ema_decay": 0.9}
     write_arm(Path("mixed/baseline"), 1.0, range(2), **usual)
     write_arm(Path("mixed/clts"), 1.3, range(1), lr=1.3, **usual | changes)
     write_arm(Path("mixed/clts"), 1.3, range(1, 4), lr=1.3, **usual)
-    ((run, why),) = select(find_runs(["mixed"])).left_out
+    ((run, why),) = select(collect_runs(["mixed"])).left_out
     assert run == "mixed/clts/seed-0"
     assert why.startswith("its samples are drawn otherwise than those of mixed/clts/seed-1: ")
-    assert told in why
+    assert difference in why
 
 
 def test_records_that_do_not_tell_the_decay_may_stand_beside_those_that_do():
@@ -122,7 +123,7 @@ def test_records_that_do_not_tell_the_decay_may_stand_beside_those_that_do():
     path.write_text(path.read_text().replace('"ema_decay": null, ', ""))
     path = Path("mixed/clts/seed-1/evaluations.jsonl")
     path.write_text(path.read_text().replace('"ema_decay": null', '"ema_decay": 0.9'))
-    assert select(find_runs(["mixed"])).left_out == []
+    assert select(collect_runs(["mixed"])).left_out == []
 
 
 def test_a_run_with_another_metric_is_left_out_with_what_it_has():
@@ -196,7 +197,7 @@ def test_protocols_that_leave_nothing_to_compare_are_refused_with_what_differs()
     write_run(Path("two/b"), [3.0], steps=(100,), num_real=99)
     message = r"only the arm a is left.\n  two/b: .*num_real 99, not 360"
     with pytest.raises(ValueError, match=message):
-        select(find_runs(["two"]))
+        select(collect_runs(["two"]))
 
 
 def test_a_baseline_of_which_no_run_is_left_is_refused():
@@ -210,7 +211,7 @@ def test_a_baseline_of_which_no_run_is_left_is_refused():
 
 def test_one_arm_alone_is_refused():
     with pytest.raises(ValueError, match="needs a baseline and another arm, and only the arm clts"):
-        select(find_runs(["sweep/clts"]))
+        select(collect_runs(["sweep/clts"]))
 
 
 def test_one_seed_twice_is_refused_as_it_would_count_as_two():
@@ -242,19 +243,19 @@ def test_runs_of_one_arm_in_one_place_need_no_config():
 
 
 def test_the_metric_that_most_runs_have_is_taken_before_that_on_test_data():
-    runs = find_runs(["sweep"])
-    assert usual_metric(runs) == "val/fid_360"
+    runs = collect_runs(["sweep"])
+    assert most_frequent_metric(runs) == "val/fid_360"
     for run in runs:
         run.records.append(record(2000, 3.0, metric="test/fid_360"))
-    assert usual_metric(runs) == "val/fid_360"
+    assert most_frequent_metric(runs) == "val/fid_360"
 
 
 def test_several_metrics_are_for_the_user_to_choose():
-    runs = find_runs(["sweep"])
+    runs = collect_runs(["sweep"])
     for run in runs:
         run.records.append(record(2000, 3.0, metric="val/fid_360_raw"))
     with pytest.raises(ValueError, match="choose --metric val/fid_360 or val/fid_360_raw"):
-        usual_metric(runs)
+        most_frequent_metric(runs)
     assert select(runs, metric="val/fid_360").metric == "val/fid_360"
 
 
@@ -262,6 +263,6 @@ def test_runs_without_any_fid_are_told_what_makes_one():
     Path("bare/a").mkdir(parents=True)
     Path("bare/a/metrics.csv").write_text("step,loss\n1,0.5\n")
     with pytest.raises(ValueError, match=r"none of these runs has an FID.*FIDEvaluation"):
-        select(find_runs(["bare"]))
+        select(collect_runs(["bare"]))
     with pytest.raises(ValueError, match=r"has a val/fid_9k to compare.*but val/fid_360"):
         selected(metric="val/fid_9k")

@@ -15,7 +15,7 @@ from typing import IO
 from lit_diffusion.signals import InterruptedBySignal, SignalRecorder
 
 PATIENCE = 30.0
-"""Seconds that a process may take to stop when asked, before it is killed."""
+"""Seconds that a process may take to stop after SIGTERM, before it is killed."""
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,26 @@ class Job:
     log: IO[bytes]
 
 
-def claim(path: Path) -> IO[bytes] | None:
+OnEnd = Callable[[Job, int, float], None]
+"""Called with a job that ended, its exit status (negative for a signal) and its seconds."""
+
+
+@dataclass(frozen=True)
+class _Running:
+    job: Job
+    process: subprocess.Popen[bytes]
+    start: float
+
+    def close(self, on_end: OnEnd) -> None:
+        self.job.log.close()
+        on_end(self.job, self.process.returncode, time.monotonic() - self.start)
+
+
+def claim_log(path: Path) -> IO[bytes] | None:
     """Open a log for appending, for one process in the world at a time.
 
-    The claim goes over to the process that writes the log and ends with it, so that a process whose
-    parent was killed is not joined by a second one.
+    The claim is inherited by the process that writes the log and ends with it, so that a process
+    whose parent was killed is not joined by a second one.
 
     Returns:
         The file, or None where another process has it.
@@ -46,60 +61,46 @@ def claim(path: Path) -> IO[bytes] | None:
     return file
 
 
-def run_jobs(
-    jobs: Iterable[Job | None], at_once: int, ended: Callable[[Job, int, float], None]
-) -> None:
+def run_jobs(jobs: Iterable[Job | None], at_once: int, on_end: OnEnd) -> None:
     """Run all jobs, and stop those that run if this process is interrupted or signalled.
 
     Each gets its share of the cores as OMP_NUM_THREADS, where that is not set already.
 
-    SIGUSR1, by which batch systems announce the end of a job, is passed on, and what the processes
-    then do is waited for. On other signals they get a SIGTERM. Ignored ones (nohup) stay ignored.
+    SIGUSR1, by which batch systems announce the end of a job, is passed on, and the processes may
+    take the time that they need. On other signals they get a SIGTERM. Ignored ones (nohup) stay
+    ignored.
 
     Args:
-        jobs: asked for the next one whenever there is room for it; asked again soon after a None.
+        jobs: the next one is taken whenever there is room for it; after a None again soon.
         at_once: processes at a time, >= 1.
-        ended: told of each that has ended, by itself or stopped: its exit status, negative for a
-            signal, and how many seconds it ran.
+        on_end: called for each process that has ended, by itself or stopped.
 
     Raises:
-        KeyboardInterrupt: where this process was interrupted; its subclass `InterruptedBySignal`
-            where it was signalled.
+        KeyboardInterrupt: if this process was interrupted; its subclass
+            `InterruptedBySignal` if it was signalled.
     """
     waiting, running = iter(jobs), list[_Running]()
     recorder = SignalRecorder((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))
     recorder.start()
     try:
-        while recorder.received is None and _fill(running, waiting, at_once):
-            for process in [r for r in running if r.popen.poll() is not None]:
-                running.remove(process)
-                process.tell(ended)
+        while recorder.received is None and _start_next(running, waiting, at_once):
+            for each in [each for each in running if each.process.poll() is not None]:
+                running.remove(each)
+                each.close(on_end)
             time.sleep(0.1)
         if recorder.received is not None:
             raise InterruptedBySignal(recorder.received)
     finally:
-        _stop([process.popen for process in running], recorder.received)
+        _stop([each.process for each in running], recorder.received)
         recorder.stop()
-        for process in running:
-            process.tell(ended)
+        for each in running:
+            each.close(on_end)
 
 
-@dataclass(frozen=True)
-class _Running:
-    job: Job
-    popen: subprocess.Popen[bytes]
-    began: float
-
-    def tell(self, ended: Callable[[Job, int, float], None]) -> None:
-        self.job.log.close()
-        ended(self.job, self.popen.returncode, time.monotonic() - self.began)
-
-
-def _fill(running: list[_Running], waiting: Iterator[Job | None], at_once: int) -> bool:
-    """Start processes until there are enough; whether there are any, or may be later."""
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+def _start_next(running: list[_Running], waiting: Iterator[Job | None], at_once: int) -> bool:
+    """Start processes until there are enough; whether any run, or may later."""
+    has_affinity = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
     threads = str(max(1, cores // at_once))
     while len(running) < at_once:
         try:
@@ -108,7 +109,7 @@ def _fill(running: list[_Running], waiting: Iterator[Job | None], at_once: int) 
             return bool(running)
         if job is None:
             return True
-        popen = subprocess.Popen(  # noqa: S603  the command is ours
+        process = subprocess.Popen(  # noqa: S603  the command is ours
             job.command,
             stdin=subprocess.DEVNULL,
             stdout=job.log,
@@ -116,15 +117,15 @@ def _fill(running: list[_Running], waiting: Iterator[Job | None], at_once: int) 
             env={"OMP_NUM_THREADS": threads} | dict(os.environ),
             start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
         )
-        running.append(_Running(job, popen, time.monotonic()))
+        running.append(_Running(job, process, time.monotonic()))
     return True
 
 
 def _stop(processes: Sequence[subprocess.Popen[bytes]], received: signal.Signals | None) -> None:
     """Ask all to stop, with the processes that they started; kill what is left after a while."""
-    announced = received == signal.SIGUSR1  # then the batch system has the patience
-    _signal_all(processes, signal.SIGUSR1 if announced else signal.SIGTERM)
-    deadline = time.monotonic() + (math.inf if announced else PATIENCE)
+    is_announced = received == signal.SIGUSR1  # then the batch system has the patience
+    _signal_all(processes, signal.SIGUSR1 if is_announced else signal.SIGTERM)
+    deadline = time.monotonic() + (math.inf if is_announced else PATIENCE)
     try:
         for process in processes:
             with suppress(subprocess.TimeoutExpired):

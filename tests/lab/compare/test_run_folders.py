@@ -6,12 +6,12 @@ import yaml
 from support.experiments import record, write_grid, write_run
 from support.tiny_run import tiny_config
 
-from lit_diffusion.lab.compare.found_runs import (
+from lit_diffusion.lab.compare.run_folders import (
     PROTOCOL,
-    Run,
-    find_runs,
-    flat,
-    settings_that_differ,
+    collect_runs,
+    differing_settings,
+    flatten_config,
+    read_run,
 )
 from lit_diffusion.metrics.evaluation_record import FIDRecord
 
@@ -23,7 +23,7 @@ def write_records(path, *records):
     folder.mkdir(parents=True, exist_ok=True)
     lines = "".join(json.dumps(r) + "\n" for r in records)
     (folder / "evaluations.jsonl").write_text(lines)
-    return Run(folder)
+    return read_run(folder)
 
 
 # Arms and seeds
@@ -42,26 +42,26 @@ def write_records(path, *records):
     ],
 )
 def test_arm_and_seed_are_told_by_the_name_of_the_folder(path, arm, seed):
-    run = Run(Path(path))
+    run = read_run(Path(path))
     assert (run.arm, run.seed) == (arm, seed)
 
 
 def test_a_run_folder_may_be_named_from_inside(folder, monkeypatch):
     run = write_run(folder / "clts" / "seed-4", [3.0], 4, steps=(100,))
     monkeypatch.chdir(run)
-    assert (Run(Path(".")).arm, Run(Path(".")).seed) == ("clts", "4")
+    assert (read_run(Path(".")).arm, read_run(Path(".")).seed) == ("clts", "4")
 
 
 def test_the_config_knows_the_seed_better_than_the_name(folder):
-    assert Run(write_run(folder / "a-seed7", [3.0], seed=2, steps=(100,))).seed == "2"
+    assert read_run(write_run(folder / "a-seed7", [3.0], seed=2, steps=(100,))).seed == "2"
 
 
 def test_runs_are_found_below_what_is_given_each_once(folder):
     for path in ("sweep/a/seed-0", "sweep/a/seed-1", "sweep/b/seed-0", "alone"):
         write_run(folder / path, [3.0], steps=(100,))
     (folder / "sweep" / "report").mkdir()
-    found = find_runs(["sweep", "alone", "sweep/b"])
-    assert [str(run.path) for run in found] == [
+    runs = collect_runs(["sweep", "alone", "sweep/b"])
+    assert [str(run.path) for run in runs] == [
         *("sweep/a/seed-0", "sweep/a/seed-1", "sweep/b/seed-0", "alone")
     ]
 
@@ -69,13 +69,13 @@ def test_runs_are_found_below_what_is_given_each_once(folder):
 def test_a_config_beside_run_folders_makes_no_run_of_the_folder_around_them(folder):
     write_run(folder / "sweep/a/seed-0", [3.0], steps=(100,))
     Path("sweep/config.yaml").write_text("{}")
-    assert [str(run.path) for run in find_runs(["sweep"])] == ["sweep/a/seed-0"]
+    assert [str(run.path) for run in collect_runs(["sweep"])] == ["sweep/a/seed-0"]
 
 
 def test_a_run_that_wrote_its_config_only_is_found():
     Path("a").mkdir()
     Path("a/config.yaml").write_text("{}")
-    assert [str(run.path) for run in find_runs(["a"])] == ["a"]
+    assert [str(run.path) for run in collect_runs(["a"])] == ["a"]
 
 
 def test_links_to_folders_around_them_end_nowhere(folder):
@@ -83,15 +83,15 @@ def test_links_to_folders_around_them_end_nowhere(folder):
     write_run(folder / "sweep" / "a" / "seed-0", [3.0], 0, steps=(100,))
     for n in range(12):
         (folder / "sweep" / f"link-{n}").symlink_to(folder / "sweep")
-    assert [str(run.path) for run in find_runs(["sweep"])] == ["sweep/a/seed-0"]
+    assert [str(run.path) for run in collect_runs(["sweep"])] == ["sweep/a/seed-0"]
 
 
 def test_what_is_not_there_or_holds_no_run_is_told():
     with pytest.raises(FileNotFoundError, match="no run folder nowhere"):
-        find_runs(["nowhere"])
+        collect_runs(["nowhere"])
     Path("empty").mkdir()
     with pytest.raises(ValueError, match="empty holds no run"):
-        find_runs(["empty"])
+        collect_runs(["empty"])
 
 
 # What a run folder holds
@@ -122,13 +122,11 @@ def test_repeats_are_those_of_the_same_weights_measured_alike():
     assert [r["value"] for r in run.repeats(last)] == [4.2, 4.3]
 
 
-def test_an_evaluation_that_was_made_otherwise_is_no_point_of_the_curve():
+def test_an_evaluation_that_was_measured_otherwise_is_no_point_of_the_curve():
     run = write_records(
         "a", record(100, 5.0), record(200, 4.0), record(200, 9.0, sampling={"steps": 2})
     )
     assert [p["value"] for p in run.points("val/fid_360")] == [5.0, 4.0]
-    assert run.ignored("val/fid_360") == 1
-    assert run.ignored("val/other") == 0
 
 
 def test_a_step_that_was_scored_again_has_its_last_score():
@@ -139,7 +137,7 @@ def test_a_step_that_was_scored_again_has_its_last_score():
 def test_logs_config_and_grids_are_read(folder):
     path = write_run(folder / "a", [5.0, 4.0], seed=3, steps=(100, 200), max_steps=250)
     write_grid(path, 200, 128)
-    run = Run(path)
+    run = read_run(path)
     assert run.last_logged["step"] == "199"
     assert (run.max_steps, run.seed) == (250, "3")
     assert list(run.grids) == [(200, "ema")]
@@ -150,38 +148,37 @@ def test_the_latest_config_counts_and_the_first_is_known(folder):
     config = yaml.safe_load((path / "config.yaml").read_text())
     config["trainer"]["max_steps"] = 900
     (path / "config.resume-1.yaml").write_text(yaml.safe_dump(config))
-    run = Run(path)
+    run = read_run(path)
     assert run.max_steps == 900
-    assert settings_that_differ(run.first_config, run.config) == {"trainer.max_steps": (100, 900)}
+    assert differing_settings(run.first_config, run.config) == {"trainer.max_steps": (100, 900)}
 
 
 def test_an_empty_folder_has_nothing_and_says_so():
-    run = Run(Path("a"))
+    run = read_run(Path("a"))
     assert (run.config, run.records, run.grids, run.max_steps) == ({}, [], {}, None)
 
 
-def test_files_that_are_broken_are_named():
+@pytest.mark.parametrize(
+    ("file", "text", "fault"),
+    [
+        ("evaluations.jsonl", "{'step'\n", "a/evaluations.jsonl is broken"),
+        ("evaluations.jsonl", "[1]\n", "a/evaluations.jsonl is broken"),
+        ("evaluations.jsonl", '{"metric": "val/fid_360", "step": 1}\n', "is no evaluation"),
+        ("ema-curve.jsonl", "[]\n", "a/ema-curve.jsonl is broken"),
+        ("metrics.csv", "step,train/loss\n1,abc\n", "a/metrics.csv is broken"),
+        ("config.yaml", "a: [1\n", "a/config.yaml is not YAML"),
+    ],
+)
+def test_a_broken_file_is_the_fault_of_its_run(file, text, fault):
     Path("a").mkdir()
-    Path("a/evaluations.jsonl").write_text("{'step'\n")
-    with pytest.raises(ValueError, match=r"a/evaluations\.jsonl is broken"):
-        _ = Run(Path("a")).records
-    Path("a/config.yaml").write_text("a: [1\n")
-    with pytest.raises(ValueError, match=r"a/config\.yaml is not YAML: "):
-        _ = Run(Path("a")).config
-
-
-@pytest.mark.parametrize("line", ["[1]", '{"metric": "val/fid_360", "step": 100}'])
-def test_lines_that_are_no_evaluations_are_named(line):
-    Path("a").mkdir()
-    Path("a/evaluations.jsonl").write_text(f"{line}\n")
-    with pytest.raises(ValueError, match=r"a/evaluations\.jsonl is broken: .* is no evaluation"):
-        _ = Run(Path("a")).records
+    (Path("a") / file).write_text(text)
+    assert fault in read_run(Path("a")).fault
 
 
 def test_a_config_of_something_else_has_no_length():
     Path("a").mkdir()
     Path("a/config.yaml").write_text("trainer: 3\n")
-    assert Run(Path("a")).max_steps is None
+    assert read_run(Path("a")).max_steps is None
 
 
 def test_fields_of_the_protocol_are_fields_of_the_record():
@@ -193,7 +190,7 @@ def test_fields_of_the_protocol_are_fields_of_the_record():
 
 def test_objects_in_lists_are_named_by_their_class():
     config = {"trainer": {"callbacks": [{"class_path": "x.EMA", "init_args": {"decays": [0.9]}}]}}
-    assert flat(config) == {
+    assert flatten_config(config) == {
         "trainer.callbacks.EMA": "EMA",
         "trainer.callbacks.EMA.decays": [0.9],
     }
@@ -202,20 +199,22 @@ def test_objects_in_lists_are_named_by_their_class():
 def test_two_objects_of_one_class_are_two_settings():
     ema = {"class_path": "x.EMA", "init_args": {"decays": [0.9]}}
     other = {"class_path": "x.EMA", "init_args": {"decays": [0.8]}}
-    assert flat({"callbacks": [ema, other]}) != flat({"callbacks": [other, other]})
-    assert len(flat({"callbacks": [ema, other]})) == 4
+    assert flatten_config({"callbacks": [ema, other]}) != flatten_config(
+        {"callbacks": [other, other]}
+    )
+    assert len(flatten_config({"callbacks": [ema, other]})) == 4
 
 
 def test_configs_that_differ_in_seed_and_paths_do_not_differ():
     one = tiny_config(default_root_dir="a") | {"seed_everything": 0, "ckpt_path": None}
     two = tiny_config(default_root_dir="b") | {"seed_everything": 1, "ckpt_path": "last"}
-    assert settings_that_differ(one, two) == {}
+    assert differing_settings(one, two) == {}
 
 
 def test_differences_name_settings_with_both_values():
     one, two = tiny_config(), tiny_config(callbacks=[{"class_path": "x.EMA"}])
     two["model"]["init_args"]["optimizer"]["init_args"]["lr"] = 0.2
-    assert settings_that_differ(one, two) == {
+    assert differing_settings(one, two) == {
         "model.optimizer.lr": (0.1, 0.2),
         "trainer.callbacks.EMA": (None, "EMA"),
     }
@@ -223,4 +222,4 @@ def test_differences_name_settings_with_both_values():
 
 def test_where_a_run_is_logged_makes_no_difference():
     one, other = ({"trainer": {"logger": {"init_args": {"id": name}}}} for name in "ab")
-    assert settings_that_differ(one, other) == {}
+    assert differing_settings(one, other) == {}

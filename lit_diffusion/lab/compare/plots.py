@@ -1,7 +1,8 @@
-"""Figures of a comparison: how sure each speed-up is, and the curves behind it."""
+"""Figures of a comparison: the speed-ups with their intervals, the curves, and samples."""
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from statistics import fmean
 from typing import Any
@@ -12,23 +13,13 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter, NullLocator
 
-from lit_diffusion.lab.compare.comparison import (
-    HEADLINE_SEEDS,
-    Arm,
-    Comparison,
-    Result,
-    Verdict,
-    mean_crossing,
-)
-from lit_diffusion.lab.compare.curves import Bound
-from lit_diffusion.lab.compare.report.report import SamplePicture
-from lit_diffusion.lab.compare.report.tables import common_steps
-from lit_diffusion.lab.compare.report.wording import (
-    fewest_seeds,
-    fid_text,
-    seeds_text,
-    speedup_text,
-    to_text,
+from lit_diffusion.lab.compare.comparison import HEADLINE_SEEDS, Comparison, Result, Verdict
+from lit_diffusion.lab.compare.curves import Arm, Bound, mean_crossing
+from lit_diffusion.lab.compare.tables import (
+    common_steps,
+    format_fid,
+    format_speedup,
+    format_target,
 )
 
 INK, FAINT, GREY = "#1d2733", "#8a94a0", "#c9ced4"
@@ -39,18 +30,18 @@ COLORS = {
     Verdict.FASTER: "#00734c",
     Verdict.UNCLEAR: "#8a6d00",
 }
-"""Of a verdict. Dark enough for text on white; the words stand beside them everywhere."""
+"""Color of a verdict, dark enough for text on white; the words stand beside it everywhere."""
 
-# Okabe and Ito's, which colour-blind people tell apart, without the yellow that white drowns.
+# Okabe and Ito's, which color-blind people tell apart, without the yellow that white drowns.
 _ARM_COLORS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7"),
     *("#e69f00", "#56b4e9", "#7a4fa3", "#8c564b"),
 )
-FEW_ROWS = 8
-"""Arms that are drawn at larger distances."""
+MAX_COLORED = 1 + len(_ARM_COLORS)
+"""Arms with colors among the curves, the baseline in black; more cannot be told apart."""
 
-COLORED = 1 + len(_ARM_COLORS)
-"""Arms with colours among the curves, the baseline in black; more cannot be told apart."""
+MAX_ROWS = 12
+"""Arms in the first figure, which fits on a screen of usual height."""
 
 _STYLE: Any = {
     "font.size": 10,
@@ -64,17 +55,28 @@ _STYLE: Any = {
 }
 
 
-def short_name(name: str) -> str:
+@dataclass(frozen=True)
+class SamplePicture:
+    """A PNG file with samples of one arm: of which step, training seed and weights (ema, raw)."""
+
+    arm: str
+    step: int
+    png: bytes
+    seed: str = "0"
+    weights: str = "raw"
+
+
+def shorten_name(name: str) -> str:
     """A name that leaves room for the figure; the tables have it in full.
 
     Example:
-        >>> short_name("mdlrc+clts"), short_name("a" * 30 + "b" * 30)
+        >>> shorten_name("mdlrc+clts"), shorten_name("a" * 30 + "b" * 30)
         ('mdlrc+clts', 'aaaaaaaaaaaaaaaaaa...bbbbbbbbbbbbbbbbbb')
     """
     return name if len(name) <= 40 else f"{name[:18]}...{name[-18:]}"
 
 
-def as_bytes(figure: Figure, kind: str) -> bytes:
+def figure_bytes(figure: Figure, kind: str) -> bytes:
     """A figure as a file of kind png or svg; the same bytes for the same figure."""
     file, metadata = BytesIO(), {"Date" if kind == "svg" else "Software": None}
     with rc_context(_STYLE):
@@ -84,22 +86,28 @@ def as_bytes(figure: Figure, kind: str) -> bytes:
     return file.getvalue()
 
 
+def first_rows(comparison: Comparison, limit: int = MAX_ROWS) -> list[Result]:
+    """The fastest arms for a first figure; those with a test come before others."""
+    order = sorted(comparison.results, key=lambda result: result.holm_p is None)[:limit]
+    return [result for result in comparison.results if result in order]
+
+
 def speedup_figure(
     comparison: Comparison, unit: str = "steps", results: Sequence[Result] | None = None
 ) -> Figure:
     """Forest plot: each arm's speed-up with its interval, against the line at 1."""
     results = comparison.results if results is None else results
     with rc_context(_STYLE):
-        height = 1.15 + len(results) * (0.4 if len(results) <= FEW_ROWS else 0.27)
+        height = 1.15 + len(results) * (0.4 if len(results) <= 8 else 0.27)
         figure = Figure(figsize=(9.6, height), layout="constrained")
-        low, high = _range(results)
+        low, high = _limits(results)
         axes = figure.add_subplot(xscale="log", xlim=(low, high), ylim=(len(results) - 0.4, -0.6))
         axes.axvspan(1, high, color=COLORS[Verdict.FASTER], alpha=0.06, lw=0)
         axes.axvspan(low, 1, color=COLORS[Verdict.SLOWER], alpha=0.06, lw=0)
         axes.axvline(1, color=INK, lw=1.4)
         for row, result in enumerate(results):
-            _interval(axes, row, result, comparison)
-        names = [short_name(result.arm.name) for result in results]
+            _draw_interval(axes, row, result, comparison)
+        names = [shorten_name(result.arm.name) for result in results]
         axes.set_yticks(range(len(results)), names, fontsize=11.5)
         axes.tick_params(axis="y", length=0)
         figure.draw_without_rendering()  # names of arms decide how wide the axis is
@@ -107,8 +115,9 @@ def speedup_figure(
         ticks = ratio_ticks(low, high, room)
         axes.set_xticks(ticks, [f"{tick:g}x" for tick in ticks])
         axes.xaxis.set_minor_locator(NullLocator())
-        base, target = short_name(comparison.baseline.name), fid_text(comparison.target)
-        axes.set_xlabel(f"speed-up: times fewer {unit} than {base} to FID {target} (log axis)")
+        target = f"{comparison.metric} {format_fid(comparison.target)}"
+        base = shorten_name(comparison.baseline.name)
+        axes.set_xlabel(f"speed-up: times fewer {unit} than {base} to {target} (log axis)")
         for x, side, verdict in ((0, "left", Verdict.SLOWER), (1, "right", Verdict.FASTER)):
             axes.annotate(
                 verdict.value, (x, 1), (0, 5), "axes fraction", "offset points", ha=side,
@@ -118,7 +127,7 @@ def speedup_figure(
     return figure
 
 
-def _range(results: Sequence[Result]) -> tuple[float, float]:
+def _limits(results: Sequence[Result]) -> tuple[float, float]:
     """Ends of the axis: 1, every ratio, and intervals as far as they leave those readable."""
     ratios = [1.0, *(result.speedup.ratio for result in results)]
     lowest, highest = min(ratios) / 4, max(ratios) * 4
@@ -129,35 +138,29 @@ def _range(results: Sequence[Result]) -> tuple[float, float]:
     return low / room, high * room
 
 
-def _interval(axes: Axes, row: int, result: Result, comparison: Comparison) -> None:
-    found, color = result.speedup, COLORS[result.verdict]
+def _draw_interval(axes: Axes, row: int, result: Result, comparison: Comparison) -> None:
+    speed, color = result.speedup, COLORS[result.verdict]
     left, right = axes.get_xlim()
-    is_hollow = result.at != comparison.target or found.low is None
-    if found.low is not None and found.high is not None:
-        is_provisional = fewest_seeds(result, comparison.baseline) < HEADLINE_SEEDS
-        low, high = max(found.low, left), min(found.high, right)
-        width = 1.5 if is_provisional else 5
+    seeds = min(len(result.arm.curves), len(comparison.baseline.curves))
+    if speed.low is not None and speed.high is not None:
+        low, high = max(speed.low, left), min(speed.high, right)
+        width = 1.5 if seeds < HEADLINE_SEEDS else 5
         axes.plot([low, high], [row, row], color=color, lw=width, solid_capstyle="butt", alpha=0.45)
-        markers = "<" if found.low < left else "|", ">" if found.high > right else "|"
+        markers = "<" if speed.low < left else "|", ">" if speed.high > right else "|"
         for end, marker in zip((low, high), markers, strict=True):
             axes.plot(end, row, marker, color=color, ms=11, mew=2, clip_on=False)
-    inside = "white" if is_hollow else color
-    axes.plot(found.ratio, row, "D", ms=8.5, color=color, mfc=inside, mew=1.8, clip_on=False)
+    is_hollow = result.at != comparison.target or speed.low is None
+    face = "white" if is_hollow else color
+    axes.plot(speed.ratio, row, "D", ms=8.5, color=color, mfc=face, mew=1.8, clip_on=False)
+    remarks = [f"{seeds} seeds"] if seeds < HEADLINE_SEEDS else []
+    if target := format_target(result, comparison):
+        remarks.append(target.strip())
+    elif result.verdict is Verdict.FASTER and comparison.ends_higher(result):
+        remarks.append("ends higher")
+    label = f"{format_speedup(speed)}  {result.verdict.value}"
+    label += f" ({', '.join(remarks)})" * bool(remarks)
     beside = axes.get_yaxis_transform()
-    label = _label(result, comparison)
     axes.text(1.02, row, label, transform=beside, color=color, va="center", fontsize=11)
-
-
-def _label(result: Result, comparison: Comparison) -> str:
-    count, remarks = fewest_seeds(result, comparison.baseline), []
-    if count < HEADLINE_SEEDS:
-        remarks.append(seeds_text(count))
-    if to := to_text(result, comparison):
-        remarks.append(to.strip())
-    elif result.verdict is Verdict.FASTER and comparison.falls_short(result):
-        remarks.append("higher lowest FID")
-    text = f"{speedup_text(result.speedup)}  {result.verdict.value}"
-    return text + f" ({', '.join(remarks)})" * bool(remarks)
 
 
 def ratio_ticks(low: float, high: float, room: float) -> list[float]:
@@ -174,15 +177,19 @@ def ratio_ticks(low: float, high: float, room: float) -> list[float]:
 
 
 def curves_figure(comparison: Comparison) -> Figure:
-    """FID over training: a thin line a seed, a thick one for their geometric mean.
+    """FID over training: a thin line per seed, a thick one for their geometric mean.
 
-    Of many arms, the baseline and the first of a first look have colours; the others are grey.
+    Of many arms, the baseline and the first have colors; the others are grey.
     """
-    first = [comparison.baseline, *(result.arm for result in comparison.first(COLORED - 1))]
+    rows = first_rows(comparison, MAX_COLORED - 1)
+    first = [comparison.baseline, *(result.arm for result in rows)]
     colors = dict(zip((arm.name for arm in first), (INK, *_ARM_COLORS), strict=False))
+    target, metric = comparison.target, comparison.metric
     with rc_context(_STYLE):
         figure = Figure(figsize=(9.6, 5.0), layout="constrained")
-        axes = figure.add_subplot(yscale="log", xlabel="optimizer steps", ylabel="FID (log axis)")
+        axes = figure.add_subplot(
+            yscale="log", xlabel="optimizer steps", ylabel=f"{metric} (log axis)"
+        )
         for arm in comparison.arms:
             if arm not in first:
                 axes.plot(*_mean_curve(arm), color=GREY, lw=1, zorder=1)
@@ -191,7 +198,16 @@ def curves_figure(comparison: Comparison) -> Figure:
             for curve in arm.curves:
                 axes.plot(*curve.finite, lw=0.8, alpha=0.35, color=color)
             axes.plot(*_mean_curve(arm), lw=2.4, label=arm.name, color=color)
-        _target_line(axes, comparison, colors)
+        axes.axhline(target, color=FAINT, lw=1.2, ls=(0, (4, 3)), zorder=0)
+        label = f"target: {metric} {format_fid(target)}"
+        axes.annotate(label, (0, target), (4, -5), textcoords="offset points", va="top", fontsize=9)
+        for arm in first:
+            mean = mean_crossing(arm.crossings(target))
+            if mean.bound is Bound.EXACT:
+                axes.plot(
+                    mean.step, target, "o", ms=8, color=colors[arm.name], mec="white", mew=1.3,
+                    zorder=5,
+                )  # fmt: skip
         axes.set_xlim(left=0)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
         axes.yaxis.set_major_locator(LogLocator(10, (1, 2, 3, 5, 7)))
@@ -199,7 +215,7 @@ def curves_figure(comparison: Comparison) -> Figure:
         axes.yaxis.set_minor_formatter(NullFormatter())
         axes.grid(color="#e6e9ec", lw=0.8)
         axes.spines[["top", "right"]].set_visible(False)
-        _legend(axes, comparison)
+        _add_legend(axes, comparison)
     return figure
 
 
@@ -210,26 +226,15 @@ def _mean_curve(arm: Arm) -> tuple[list[float], list[float]]:
     return steps, [math.exp(fmean(values)) for values in logs]
 
 
-def _target_line(axes: Axes, comparison: Comparison, colors: dict[str, str]) -> None:
-    target = comparison.target
-    axes.axhline(target, color=FAINT, lw=1.2, ls=(0, (4, 3)), zorder=0)
-    label = f"target: FID {fid_text(target)}"
-    axes.annotate(label, (0, target), (4, -5), textcoords="offset points", va="top", fontsize=9)
-    for name, crossings in comparison.crossings_by_arm().items():
-        mean = mean_crossing(crossings)
-        if mean.bound is Bound.EXACT and (color := colors.get(name)):
-            axes.plot(mean.step, target, "o", ms=8, color=color, mec="white", mew=1.3, zorder=5)
-
-
-def _legend(axes: Axes, comparison: Comparison) -> None:
-    """Beside the axes, in the order of the last FIDs, so that names stand near their lines."""
+def _add_legend(axes: Axes, comparison: Comparison) -> None:
+    """Beside the axes, in the order of the lowest FIDs, so that names stand near their lines."""
     handles, names = axes.get_legend_handles_labels()
-    last = {arm.name: fmean(c.best for c in arm.curves) for arm in comparison.arms}
-    ordered = sorted(zip(names, handles, strict=True), key=lambda pair: -last[pair[0]])
-    others = len(comparison.arms) - COLORED
+    best = {arm.name: fmean(c.best for c in arm.curves) for arm in comparison.arms}
+    ordered = sorted(zip(names, handles, strict=True), key=lambda pair: -best[pair[0]])
+    others = len(comparison.arms) - MAX_COLORED
     axes.legend(
         [handle for _, handle in ordered],
-        [short_name(name) for name, _ in ordered],
+        [shorten_name(name) for name, _ in ordered],
         title=f"grey: {others} other arm{'s' * (others > 1)}" if others > 0 else None,
         loc="center left",
         bbox_to_anchor=(1.01, 0.5),
@@ -238,22 +243,22 @@ def _legend(axes: Axes, comparison: Comparison) -> None:
 
 
 def samples_figure(pictures: Sequence[SamplePicture]) -> Figure:
-    """Pictures of samples: a row an arm, a column a step."""
+    """Pictures of samples: one row per arm, one column per step."""
     arms = list(dict.fromkeys(picture.arm for picture in pictures))
     steps = list(dict.fromkeys(picture.step for picture in pictures))
     with rc_context(_STYLE):
-        side = 2.6 if len(arms) <= FEW_ROWS else 1.3
+        side = 2.6 if len(arms) <= 8 else 1.3
         figure = Figure(figsize=(side * len(steps) + 2, side * len(arms)), layout="constrained")
         axes = figure.subplots(len(arms), len(steps), squeeze=False)
         for ax in axes.flat:
             ax.set(xticks=[], yticks=[])
             ax.spines[:].set_visible(False)
         for picture in pictures:
-            place = axes[arms.index(picture.arm), steps.index(picture.step)]
+            ax = axes[arms.index(picture.arm), steps.index(picture.step)]
             image = imread(BytesIO(picture.png))
-            place.imshow(image, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
+            ax.imshow(image, cmap="gray", vmin=0, vmax=1, interpolation="nearest")
         for ax, step in zip(axes[0], steps, strict=True):
             ax.set_title(f"step {step:,}", fontsize=10)
         for ax, arm in zip(axes[:, 0], arms, strict=True):
-            ax.set_ylabel(short_name(arm), rotation=0, ha="right", va="center", fontsize=11)
+            ax.set_ylabel(shorten_name(arm), rotation=0, ha="right", va="center", fontsize=11)
     return figure

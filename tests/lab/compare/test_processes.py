@@ -10,21 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from lit_diffusion.lab.compare import jobs
-from lit_diffusion.lab.compare.jobs import Job, claim, run_jobs
+from lit_diffusion.lab.compare import processes
+from lit_diffusion.lab.compare.processes import Job, claim_log, run_jobs
 from lit_diffusion.signals import InterruptedBySignal
 
 pytestmark = pytest.mark.usefixtures("terminal_signals")
 
 
 def job(folder: Path, code: str, name: str = "a") -> Job:
-    return Job(name, [sys.executable, "-c", code], claim(folder / f"{name}.log"))
+    return Job(name, [sys.executable, "-c", code], claim_log(folder / f"{name}.log"))
 
 
 def ended(work, at_once: int = 1) -> list[tuple[str, int]]:
-    seen = []
-    run_jobs(work, at_once, lambda job, code, _: seen.append((job.name, code)))
-    return seen
+    ends = []
+    run_jobs(work, at_once, lambda job, code, _: ends.append((job.name, code)))
+    return ends
 
 
 def wait_for(path: Path) -> None:
@@ -88,25 +88,25 @@ def test_the_next_job_is_asked_for_when_there_is_room_for_it(tmp_path):
 
 def test_none_is_no_end_and_holds_up_nothing(tmp_path):
     """As long as the second has nothing to start, the first is told of when it ends."""
-    seen = []
+    ends = []
 
     def work():
         yield job(tmp_path, "pass", "a")
-        while not seen:
+        while not ends:
             yield None
         yield None  # when nothing runs
         yield job(tmp_path, "pass", "b")
 
-    run_jobs(work(), 2, lambda job, *_: seen.append(job.name))
-    assert seen == ["a", "b"]
+    run_jobs(work(), 2, lambda job, *_: ends.append(job.name))
+    assert ends == ["a", "b"]
 
 
 def test_cores_are_shared_out_where_threads_are_not_set(tmp_path, monkeypatch):
     code = "import os, sys; sys.exit(int(os.environ['OMP_NUM_THREADS']))"
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    given = [ended([job(tmp_path, code)], at_once=n) for n in (1, 2, 3, 8, 9)]
-    assert given == [[("a", threads)] for threads in (8, 4, 2, 1, 1)]
+    threads = [ended([job(tmp_path, code)], at_once=n) for n in (1, 2, 3, 8, 9)]
+    assert threads == [[("a", n)] for n in (8, 4, 2, 1, 1)]
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     assert ended([job(tmp_path, code)]) == [("a", 7)]
 
@@ -130,17 +130,17 @@ def test_a_signal_stops_the_processes_and_starts_no_other(tmp_path, number, pass
     )
     work = [job(tmp_path, code, "a"), job(tmp_path, f"open({str(other)!r}, 'w')", "b")]
     interrupt(number, there)
-    seen = []
+    ends = []
     with pytest.raises(KeyboardInterrupt) as raised:
-        run_jobs(work, 1, lambda job, code, _: seen.append((job.name, code)))
-    assert seen == [("a", passed_on)]
+        run_jobs(work, 1, lambda job, code, _: ends.append((job.name, code)))
+    assert ends == [("a", passed_on)]
     assert not other.exists()
     assert getattr(raised.value, "signal", signal.SIGINT) == number
 
 
 def test_after_an_announcement_processes_have_the_time_that_they_need(tmp_path, monkeypatch):
     """The job that is being requeued gets a SIGTERM, too, while some still save."""
-    monkeypatch.setattr(jobs, "PATIENCE", 0.0)
+    monkeypatch.setattr(processes, "PATIENCE", 0.0)
     there, saving, done = (tmp_path / name for name in ("there", "saving", "done"))
     code = (
         "import pathlib, signal, time\n"
@@ -158,7 +158,7 @@ def test_after_an_announcement_processes_have_the_time_that_they_need(tmp_path, 
 
 
 def test_a_process_that_does_not_stop_is_killed_with_its_children(tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "PATIENCE", 0.2)
+    monkeypatch.setattr(processes, "PATIENCE", 0.2)
     child = "import signal, sys, time, os; signal.signal(15, signal.SIG_IGN)\n"
     write = "open(sys.argv[1] + '.tmp', 'w').write(str(os.getpid())); "
     write += "os.rename(sys.argv[1] + '.tmp', sys.argv[1]); time.sleep(60)"
@@ -189,18 +189,19 @@ def test_signals_that_are_ignored_stay_so(tmp_path):
 
 
 def test_a_log_is_claimed_once(tmp_path):
-    first = claim(tmp_path / "deep" / "a.log")
-    assert claim(tmp_path / "deep" / "a.log") is None
+    first = claim_log(tmp_path / "deep" / "a.log")
+    assert claim_log(tmp_path / "deep" / "a.log") is None
     first.close()
-    assert claim(tmp_path / "deep" / "a.log") is not None
+    assert claim_log(tmp_path / "deep" / "a.log") is not None
 
 
 def test_the_claim_lives_as_long_as_the_process_though_its_parent_was_killed(tmp_path):
     log = tmp_path / "a.log"
     child = "import time, sys; print('there', flush=True); time.sleep(60)"
     code = (
-        "import pathlib, sys; from lit_diffusion.lab.compare.jobs import Job, claim, run_jobs\n"
-        f"log = claim(pathlib.Path({str(log)!r}))\n"
+        "import pathlib, sys\n"
+        "from lit_diffusion.lab.compare.processes import Job, claim_log, run_jobs\n"
+        f"log = claim_log(pathlib.Path({str(log)!r}))\n"
         f"run_jobs([Job('a', [sys.executable, '-c', {child!r}], log)], 1, print)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code])
@@ -211,9 +212,9 @@ def test_the_claim_lives_as_long_as_the_process_though_its_parent_was_killed(tmp
     (pid,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
     parent.kill()
     parent.wait()
-    assert claim(log) is None
+    assert claim_log(log) is None
     os.kill(int(pid), signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while claim(log) is None:
+    while claim_log(log) is None:
         assert time.monotonic() < deadline
         time.sleep(0.02)

@@ -1,0 +1,310 @@
+"""A report on a comparison as a folder: one page to read, figures, tables and numbers.
+
+report.html                     everything, in one file that needs no network
+report.md                       the same for a repository, with the figures beside it
+speedups.png, curves.png, ...   the figures
+speedups.csv, fid.csv, ...      the numbers
+"""
+
+import re
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from importlib.resources import files
+from itertools import chain
+from pathlib import Path
+from typing import Any, TypeVar
+
+from markdown_it import MarkdownIt
+from matplotlib.figure import Figure
+
+from lit_diffusion.lab.compare import plots, run_tables, tables
+from lit_diffusion.lab.compare.comparison import (
+    HEADLINE_SEEDS,
+    Comparison,
+    Verdict,
+    by_images,
+    by_other_metrics,
+    compare,
+    leads,
+)
+from lit_diffusion.lab.compare.curves import read_arms
+from lit_diffusion.lab.compare.run_folders import collect_runs, is_fid, select
+from lit_diffusion.lab.compare.sweep import BASELINE
+from lit_diffusion.lab.compare.tables import (
+    Table,
+    escape_markdown,
+    format_equation,
+    format_fid,
+    format_speedup,
+    format_target,
+    format_verdict,
+)
+
+T = TypeVar("T")
+
+METHOD = """\
+Steps to the target: where the running minimum of FID first reaches it, with log FID interpolated
+linearly between evaluations. The target, unless given, is the lowest FID that every seed of the
+baseline reached. Speed-up: the baseline's steps over the arm's, geometric means over training
+seeds, with the 95% interval of Welch's t test on log steps. If a seed of an arm never reached the
+target, its steps are a bound (>), and its speed-up is to the lowest FID that all seeds of both
+arms reached. Faster and slower: p < 0.05 after Holm's correction for the number of arms tested. A
+faster arm wins if all its seeds reach the target and its median seed ends no higher than the
+baseline's. An arm that misses the target in every seed without a difference in speed is tested by
+its last FID as well (Welch on log FID, times the number of arms): it may end worse. Intervals are
+not corrected, nor is the best of many arms for being picked: expect less of it on fresh seeds."""
+
+_FOREST = (
+    "Bars: 95% intervals, thin for fewer than "
+    f"{HEADLINE_SEEDS} seeds. Hollow marks: no interval, or measured at another {{}}."
+)
+_CURVES = "Thin lines: one training seed each. Thick lines: geometric means. Dots: the target."
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a report shows.
+
+    Attributes:
+        by_images: the comparison by images seen; None if not recorded, or the same as by steps.
+        others: the comparison by other metrics of the same samples, by their names.
+        notes: what a reader should know before trusting the numbers.
+        left_out: run and reason, of runs that take no part.
+        protocol: how the FIDs were measured, by name.
+        tables: further ones, by title; None where there is nothing to show.
+    """
+
+    comparison: Comparison
+    by_images: Comparison | None = None
+    others: Mapping[str, Comparison] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    left_out: Sequence[tuple[str, str]] = ()
+    protocol: Mapping[str, str] = field(default_factory=dict)
+    tables: Mapping[str, Table | None] = field(default_factory=dict)
+    samples: Sequence[plots.SamplePicture] = ()
+
+    @property
+    def result(self) -> str:
+        """The result in one sentence: the best arm, its speed-up, and how sure that is."""
+        comparison, best, winners = self.comparison, self.comparison.best, self.comparison.winners
+        base, name = comparison.baseline.name, best.arm.name
+        speed = format_speedup(best.speedup) + format_target(best, comparison)
+        target = f"{comparison.metric} {format_fid(comparison.target)}"
+        p = f"{format_equation(best.holm_p)}, Holm for {comparison.num_tests} tests"
+        seeds = len(best.arm.curves), len(comparison.baseline.curves)
+        basis = (
+            f"{p if best.holm_p is not None else 'not tested'}; {seeds[0]} against {seeds[1]} seeds"
+        )
+        if not winners:
+            verdict = format_verdict(best, comparison)
+            return (
+                f"No arm is shown to win: to {target}, {name} is {speed} as fast as {base} "
+                f"({basis}; {verdict})."
+            )
+        among = f", the fastest of {len(winners)} winners" * (len(winners) > 1)
+        lagging = [metric for metric, other in self.others.items() if not leads(name, other)]
+        but = f", but does not lead by {', '.join(lagging)}" * bool(lagging)
+        basis += ", provisional" * (min(seeds) < HEADLINE_SEEDS)
+        return f"{name} wins{among}: {speed} as fast as {base} to {target} ({basis}){but}."
+
+
+def build_report(
+    paths: Sequence[str],
+    baseline: str | None = None,
+    target: float | None = None,
+    metric: str | None = None,
+    only: Sequence[str] | None = None,
+) -> Report:
+    """Compare the arms of run folders or CSV files.
+
+    Args:
+        paths: run folders, or folders around them; or CSV files, as `read_arms` reads them.
+        baseline: None is the arm called baseline, else the first.
+        target: FID to reach; None is the lowest that every seed of the baseline reached.
+        metric: such as val/fid_360, or a loss in metrics.csv; None is the FID that most runs have.
+        only: arms that take part; None is all.
+
+    Raises:
+        ValueError: for runs, files or arms that cannot be compared.
+    """
+    are_csv = [path.endswith(".csv") for path in paths]
+    if any(are_csv) and not all(are_csv):
+        raise ValueError(
+            "give either run folders or CSV files: how the FIDs of a CSV were measured is unknown."
+        )
+    if all(are_csv):
+        arms = _only(read_arms(paths), lambda arm: arm.name, only)
+        names = [arm.name for arm in arms]
+        baseline = baseline or (BASELINE if BASELINE in names else names[0])
+        note = "The numbers are from CSV files; how the FIDs were measured is not known."
+        return _report(compare(arms, baseline, target), notes=[note])
+    runs = _only(collect_runs(paths), lambda run: run.arm, only)
+    selection = select(runs, baseline, metric)
+    arms, notes, name = run_tables.arms_of(selection), [], "FID"
+    if not is_fid(selection.metric):
+        name = selection.metric.rpartition("/")[2]
+        notes = [f"Lower {name} is better; {selection.metric} compares arms of one objective."]
+    comparison = compare(arms, selection.baseline, target, name)
+    widths, notes_on_widths = run_tables.widths_table(selection)
+    return _report(
+        comparison,
+        notes=[*notes, *notes_on_widths, *run_tables.notes_on_runs(selection, arms)],
+        left_out=selection.left_out,
+        protocol=run_tables.protocol_facts(selection),
+        tables={
+            "At each arm's own best width of the average": widths,
+            "How steady training was": run_tables.training_table(r for r in runs if not r.fault),
+            "What each arm changes": run_tables.settings_table(selection),
+            "Runs": run_tables.runs_table(selection, comparison),
+        },
+        samples=run_tables.sample_pictures(selection, comparison.arms),
+    )
+
+
+def _only(items: list[T], arm_of: Callable[[T], str], arms: Sequence[str] | None) -> list[T]:
+    names = dict.fromkeys(map(arm_of, items))
+    if missing := [arm for arm in arms or () if arm not in names]:
+        raise ValueError(f"--arms: there is no {', '.join(missing)}; there are {', '.join(names)}.")
+    return [item for item in items if arm_of(item) in (arms or names)]
+
+
+def _report(comparison: Comparison, notes: Sequence[str], **parts: Any) -> Report:
+    base, arms = comparison.baseline, comparison.arms
+    with_images = by_images(arms)
+    images = with_images and compare(with_images, base.name, comparison.target, comparison.metric)
+    worst, best = (choose(base.curves, key=lambda curve: curve.best) for choose in (max, min))
+    common = []
+    if lost := [f"{arm.nonfinite_ends} of {arm.name}" for arm in arms if arm.nonfinite_ends]:
+        common.append(f"Seeds without a finite last {comparison.metric}: {', '.join(lost)}.")
+    if worst.best == comparison.target > 1.2 * best.best:
+        common.append(
+            f"Seed {worst.seed} of {base.name} makes the target an easy one: the median seed "
+            f"reaches {format_fid(base.median_best)}, the best {format_fid(best.best)}."
+        )
+    if images:
+        common.append("Arms differ in images per step; see the comparison by images seen.")
+    others = by_other_metrics(comparison)
+    return Report(comparison, images or None, others, [*common, *notes], **parts)
+
+
+# Files
+
+
+def markdown(report: Report) -> str:
+    """The report in Markdown, for a repository; its figures are PNG files beside it."""
+    comparison, metric = report.comparison, report.comparison.metric
+    parts = [
+        f"# {escape_markdown(report.result)}",
+        "![Speed-ups; the table below has the numbers](speedups.png)",
+        _FOREST.format(metric),
+        tables.speedup_table(comparison).markdown(),
+    ]
+    if notes := [*report.notes, *(f"Left out: {run}: {why}." for run, why in report.left_out)]:
+        parts += ["## Notes", _listed(notes)]
+    if len(comparison.results) > plots.MAX_ROWS:
+        parts += ["## Speed-ups of all arms", "![Speed-ups](speedups-all.png)"]
+    parts += [f"## {metric} over training", f"![{metric} over training](curves.png)", _CURVES]
+    parts.append(tables.fid_table(comparison).markdown())
+    if report.by_images is not None:
+        parts += ["## By images seen", "![Speed-ups by images](speedups-images.png)"]
+        parts.append(tables.speedup_table(report.by_images, "images").markdown())
+    if report.samples:
+        weights, seeds = report.samples[0].weights, {each.seed for each in report.samples}
+        parts += ["## Samples", "![Samples: a row per arm, a column per step](samples.png)"]
+        parts.append(
+            f"Same-seed samples by {escape_markdown(weights)} weights, of training seed "
+            f"{escape_markdown(' or '.join(sorted(seeds)))}."
+        )
+    last = tables.last_samples_table(comparison.arms) if report.others else None
+    sections = {
+        "Seed by seed": tables.by_seed_table(comparison),
+        "By other metrics": tables.other_metrics_table(report.others),
+        "All metrics of the last samples": last,
+        f"How steady the {metric} is": tables.steadiness_table(comparison),
+        **report.tables,
+    }
+    for title, table in sections.items():
+        parts += [f"## {title}", table.markdown()] if table is not None else []
+    facts = _listed(f"{name}: {value}" for name, value in report.protocol.items())
+    parts += ["## How this was computed", " ".join(METHOD.split()), facts]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _listed(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {escape_markdown(line)}" for line in lines)
+
+
+def html(text: str, images: Mapping[str, str]) -> str:
+    """A report's Markdown as one page that needs no network; `images`: an address for each."""
+    parser = MarkdownIt("commonmark", {"html": False, "xhtmlOut": False}).enable("table")
+    tokens = parser.parse(text.replace("+-", "\N{PLUS-MINUS SIGN}"))
+    title = "".join(child.content for child in tokens[1].children or ())
+    for token in chain.from_iterable(token.children or () for token in tokens):
+        if token.type == "image":
+            token.attrSet("src", images[str(token.attrGet("src"))])
+    verdicts = {verdict.value.split()[0] for verdict in Verdict}
+    for before, cell, content, end in zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False):
+        if cell.type == "td_open" and before.type == "tr_open":
+            cell.tag = end.tag = "th"
+            cell.attrSet("scope", "row")
+        elif cell.type == "td_open" and (word := re.split(r"[ ,]", content.content)[0]) in verdicts:
+            cell.attrSet("class", word)
+        elif cell.type == "th_open":
+            cell.attrSet("scope", "col")
+    body = parser.renderer.render(tokens, parser.options, {})
+    body = body.replace("<table>", '<div class="scroll"><table>')
+    body = body.replace("</table>", "</table></div>")
+    style = files("lit_diffusion.lab.compare").joinpath("report.css").read_text()
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n"
+        f"<main>\n{body}</main>\n</html>\n"
+    )
+
+
+def figures(report: Report) -> dict[str, Figure]:
+    """The figures of a report, by name."""
+    comparison = report.comparison
+    first = plots.first_rows(comparison)
+    drawn = {
+        "speedups": plots.speedup_figure(comparison, results=first),
+        "curves": plots.curves_figure(comparison),
+    }
+    if len(first) < len(comparison.results):
+        drawn["speedups-all"] = plots.speedup_figure(comparison)
+    if report.by_images is not None:
+        drawn["speedups-images"] = plots.speedup_figure(report.by_images, "images")
+    if report.samples:
+        drawn["samples"] = plots.samples_figure(report.samples)
+    return drawn
+
+
+def write_report(report: Report, folder: Path) -> Path:
+    """Write all files of a report.
+
+    Returns:
+        The page to open.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = figures(report)
+    for name, figure in drawn.items():
+        (folder / f"{name}.png").write_bytes(plots.figure_bytes(figure, "png"))
+    records = {
+        "speedups": tables.speedup_records(report.comparison),
+        "fid": tables.fid_records(report.comparison.arms),
+        "curves": tables.curve_records(report.comparison.arms),
+    }
+    if report.by_images is not None:
+        records["speedups-images"] = tables.speedup_records(report.by_images)
+    for name, rows in records.items():
+        (folder / f"{name}.csv").write_text(tables.to_csv(rows))
+    text = markdown(report)
+    (folder / "report.md").write_text(text)
+    svgs = {name: b64encode(plots.figure_bytes(figure, "svg")) for name, figure in drawn.items()}
+    images = {f"{n}.png": f"data:image/svg+xml;base64,{data.decode()}" for n, data in svgs.items()}
+    page = folder / "report.html"
+    page.write_text(html(text, images))
+    return page

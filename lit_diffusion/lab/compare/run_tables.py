@@ -1,0 +1,298 @@
+"""What a report shows of run folders besides their curves: settings, samples, and caveats."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from lit_diffusion.lab.compare.comparison import Comparison
+from lit_diffusion.lab.compare.curves import Arm, Stability, loss_stability
+from lit_diffusion.lab.compare.plots import SamplePicture
+from lit_diffusion.lab.compare.run_folders import (
+    PROTOCOL,
+    Record,
+    Run,
+    Selection,
+    differing_settings,
+    sampling_of,
+)
+from lit_diffusion.lab.compare.statistics import holm, welch
+from lit_diffusion.lab.compare.tables import Table, evenly_spaced, format_fid, format_p
+
+_MAX_SETTINGS = 12  # of an arm in the table
+_SAMPLE_COLUMNS = 3
+
+
+def arms_of(selection: Selection) -> list[Arm]:
+    """Curves of the selected runs, the baseline's first."""
+    names = sorted(selection.arms, key=lambda name: name != selection.baseline)
+    metric = selection.metric
+    base = [point for run in selection.arms[selection.baseline] for point in run.points(metric)]
+    due = sorted({point["step"] for point in base})
+    return [
+        Arm(name, tuple(run.curve(metric, due) for run in selection.arms[name])) for name in names
+    ]
+
+
+def protocol_facts(selection: Selection) -> dict[str, str]:
+    """How the FIDs were measured."""
+    record = selection.last_record(selection.baseline)
+    names = (*PROTOCOL, "ema_decay", "seeds", "reference", "floor", "floor_images")
+    facts = {name: record.get(name) for name in names}
+    facts |= {f"sampling {name}": value for name, value in (record.get("sampling") or {}).items()}
+    return {name: _as_text(value) for name, value in facts.items() if value is not None}
+
+
+def _as_text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# Caveats
+
+
+def notes_on_runs(selection: Selection, arms: Sequence[Arm]) -> list[str]:
+    """What a reader should know before trusting the numbers."""
+    notes = []
+    tuned: dict[str, list[str]] = {}
+    for name, runs in selection.arms.items():
+        if data := runs[0].config.get("tuned_on"):
+            tuned.setdefault(str(data), []).append(name)
+    record = selection.last_record(selection.baseline)
+    if tuned:
+        listed = "; ".join(f"{', '.join(names)} on {data}" for data, names in tuned.items())
+        by = f"{record.get('protocol')}, {record.get('reference')}"
+        notes.append(f"Tuned: {listed}. FID here is by {by}.")
+    usual = sampling_of(record)
+    for name in selection.arms:
+        way = sampling_of(selection.last_record(name))
+        changed = [key for key in way if key in usual and way[key] != usual[key]]
+        if changed:
+            listed = "; ".join(f"{key} {way[key]}, not {usual[key]}" for key in changed)
+            is_sampler = not {*changed} <= {"process", "ema_decay"}  # those are part of training
+            caveat = " A gain may be the sampler's, not the training's." * is_sampler
+            notes.append(
+                f"{name} draws its samples in another way than {selection.baseline}: {listed}."
+                f"{caveat}"
+            )
+    last = arms[0].curves[0].steps[-1]
+    lengths = {arm.name: arm.curves[0].steps[-1] for arm in arms}
+    if others := [f"{name} for {end:,.0f}" for name, end in lengths.items() if end != last]:
+        notes.append(
+            f"Trained for another number of steps than {arms[0].name}'s {last:,.0f}: "
+            f"{', '.join(others)}. Compare steps to the target, not last FIDs."
+        )
+    for runs in selection.arms.values():
+        notes += [note for run in runs for note in _notes_on_run(run, selection.metric)]
+    return notes
+
+
+def _notes_on_run(run: Run, metric: str) -> list[str]:
+    notes = []
+    lost = sorted({point["step"] for point in run.points(metric) if point["value"] is None})
+    if run.diverged:
+        notes.append("its training diverged, so it has no FID from then on")
+    elif lost:
+        steps = ", ".join(f"{step:,}" for step in lost)
+        notes.append(f"the FID is not finite at step {steps}")
+    if changes := differing_settings(run.first_config, run.config):
+        what = "; ".join(f"{name} {old!r}, then {new!r}" for name, (old, new) in changes.items())
+        notes.append(f"it was resumed with other settings: {what}")
+    return [f"{run.path}: {note}." for note in notes]
+
+
+# Tables
+
+
+def settings_table(selection: Selection) -> Table | None:
+    """Settings that each arm changes; None where the configs do not say."""
+    base = selection.arms[selection.baseline][0].config
+    rows = []
+    for name, runs in selection.arms.items():
+        config = runs[0].config
+        changes = list(differing_settings(base, config).items()) if base and config else []
+        for key, (old, new) in changes[:_MAX_SETTINGS]:
+            rows.append((name, key, _as_text(old), _as_text(new)))
+        if len(changes) > _MAX_SETTINGS:
+            rows.append((name, f"and {len(changes) - _MAX_SETTINGS} more", "", ""))
+    heads = ("arm", "setting", selection.baseline, "this arm")
+    caption = "Settings in which an arm differs from the baseline, but for seeds and paths."
+    return Table(caption, heads, tuple(rows), text_columns=heads[1:]) if rows else None
+
+
+def runs_table(selection: Selection, comparison: Comparison) -> Table:
+    """One row per run."""
+    rows = [
+        (
+            arm.name,
+            curve.seed,
+            f"{curve.steps[-1]:,.0f}",
+            str(curve.crossing(comparison.target)),
+            format_fid(curve.fids[-1]),
+            format_fid(curve.best),
+            f"{float(loss):.4g}" if (loss := run.last_logged.get("val/loss")) else "-",
+            str(run.path),
+        )
+        for arm in comparison.arms
+        for run, curve in zip(selection.arms[arm.name], arm.curves, strict=True)
+    ]
+    fids = (f"last {comparison.metric}", f"lowest {comparison.metric}")
+    heads = ("arm", "seed", "steps", "to target", *fids, "val/loss", "folder")
+    caption = """Every run that takes part. The loss is the last of metrics.csv; it does not compare
+        between arms with other losses or weightings."""
+    return Table(caption, heads, tuple(rows), text_columns=("folder",))
+
+
+def training_table(runs: Iterable[Run]) -> Table | None:
+    """Which arms' training losses diverged or spiked; None where no run logged them."""
+    by_arm: dict[str, list[tuple[Run, Stability]]] = {}
+    intervals: set[int] = set()
+    for run in runs:
+        steps, losses = run.train_losses
+        if losses:
+            by_arm.setdefault(run.arm, []).append((run, loss_stability(losses)))
+            intervals |= {min(b - a for a, b in pairwise(steps))} if steps[1:] else set()
+    rows = []
+    for arm, members in by_arm.items():
+        diverged = sum(each.diverged for _, each in members)
+        spiking = sum(each.spikes > 0 and not each.diverged for _, each in members)
+        counts = (len(members), diverged, spiking)
+        rows.append((arm, *map(str, counts), f"{diverged + spiking} of {len(members)}"))
+    every = " or ".join(map(str, sorted(intervals)))
+    caption = f"""From the training loss, logged every {every} steps, also of runs that take no part
+        above. Diverged: the loss was not finite, did not come back from a spike, or ended above
+        where it began. Spiking: it jumped above twice the median of the up to 20 losses before, and
+        came back."""
+    heads = ("arm", "runs", "diverged", "spiking", "unstable")
+    return Table(caption, heads, tuple(rows)) if rows else None
+
+
+# Last FIDs, each arm at its own best width of the average (`evaluate --ema`)
+
+_SHARED = ("step", "seeds", *(name for name in PROTOCOL if name not in ("metric", "weights")))
+
+FIDsByWidth = Mapping[float, float]
+"""FIDs of a run by the width of the average."""
+
+
+def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
+    """Last FIDs at each arm's own best width, and a note on arms that were not scored alike.
+
+    Nothing where no run has such scores.
+    """
+    base = selection.baseline
+    scores = {name: [fids_by_width(run) for run in runs] for name, runs in selection.arms.items()}
+    protocol, _ = scores[base][0]
+    arms = {
+        name: fids
+        for name, each in scores.items()
+        if protocol
+        and all(other == protocol for other, _ in each)
+        and _common_widths(fids := [fids for _, fids in each])
+    }
+    notes = []
+    if any(fids for each in scores.values() for _, fids in each) and len(arms) < len(scores):
+        names = ", ".join(name for name in scores if name not in arms)
+        notes = [f"Not scored by evaluate --ema in all seeds, alike, at {base}'s step: {names}."]
+    if base not in arms or len(arms) == 1:
+        return None, notes
+    names = sorted(arms, key=lambda name: name != base)
+    at_best = {name: best_widths(arms[name]) for name in names}
+    logs = {name: [math.log(fid) for _, fid in pairs] for name, pairs in at_best.items()}
+    tests = [None if name == base else welch(logs[name], logs[base]) for name in names]
+    ps = holm([test.p if test else None for test in tests])
+    rows = [
+        (
+            name,
+            ", ".join(
+                _mark_end(width, arms[name]) for width in sorted({w for w, _ in at_best[name]})
+            ),
+            ", ".join(f"{width:g}" for width in _common_widths(arms[name])),
+            str(len(arms[name])),
+            format_fid(math.exp(fmean(logs[name]))),
+            f"{math.exp(fmean(logs[name]) - fmean(logs[base])):.2f}",
+            format_p(p),
+        )
+        for name, p in zip(names, ps, strict=True)
+    ]
+    caption = """Last FIDs by evaluate --ema, geometric means over seeds. A seed is scored at the
+        width with the lowest mean log FID of its arm's other seeds, so that the choice does not use
+        the samples that it is scored on; an arm of one seed has no others, and is flattered. (end):
+        the lowest or highest width scored. p: Welch's t test on log FID, corrected (Holm)."""
+    heads = ("arm", "width", "of those scored", "seeds", "FID", f"over {base}'s", "p")
+    table = Table(caption, heads, tuple(rows), text_columns=("width", "of those scored"))
+    return table, notes
+
+
+def fids_by_width(run: Run) -> tuple[Record, FIDsByWidth]:
+    """Protocol of a run's last step scored by `evaluate --ema`, and its FIDs by width.
+
+    Scores that were measured in another way than most of that step are ignored.
+    """
+    records = [record for record in run.width_records if (record.get("value") or 0) > 0]
+    last = [r for r in records if r["step"] == max(record["step"] for record in records)]
+    if not last:
+        return {}, {}
+    ways = [({name: r.get(name) for name in _SHARED}, r.get("sampling")) for r in last]
+    usual = max(ways, key=ways.count)
+    pairs = zip(last, ways, strict=True)
+    fids = {
+        float(r["weights"].removeprefix("power_")): r["value"] for r, way in pairs if way == usual
+    }
+    return usual[0], fids
+
+
+def best_widths(fids: Sequence[FIDsByWidth]) -> list[tuple[float, float]]:
+    """For each seed, the width that is best for its arm's other seeds, and its FID there.
+
+    Example:
+        >>> best_widths([{0.05: 1.0, 0.1: 2.0}, {0.05: 4.0, 0.1: 3.0}])
+        [(0.1, 2.0), (0.05, 4.0)]
+    """
+    pairs = []
+    for k, seed_fids in enumerate(fids):
+        others = [*fids[:k], *fids[k + 1 :]] or [seed_fids]
+        means = {w: fmean(math.log(other[w]) for other in others) for w in _common_widths(fids)}
+        width = min(means, key=lambda w: means[w])
+        pairs.append((width, seed_fids[width]))
+    return pairs
+
+
+def _common_widths(fids: Sequence[FIDsByWidth]) -> list[float]:
+    """The widths that every seed has."""
+    return sorted(set.intersection(*map(set, fids)))
+
+
+def _mark_end(width: float, fids: Sequence[FIDsByWidth]) -> str:
+    widths = _common_widths(fids)
+    return f"{width:g}{' (end)' * (width in (widths[0], widths[-1]))}"
+
+
+# Samples
+
+
+def sample_pictures(selection: Selection, arms: Sequence[Arm]) -> list[SamplePicture]:
+    """Pictures of all arms at equal steps, from a training seed that all have if there is one.
+
+    They are of the weights that the FIDs are of, if there are such pictures. None of any arm where
+    one has none.
+    """
+    candidates = {arm.name: [run for run in selection.arms[arm.name] if run.grids] for arm in arms}
+    if not all(candidates.values()):
+        return []
+    seeds = set.intersection(*({run.seed for run in runs} for runs in candidates.values()))
+    runs = {
+        arm: min(runs, key=lambda run: (run.seed not in seeds, run.seed))
+        for arm, runs in candidates.items()
+    }
+    shared = sorted(set.intersection(*(set(run.grids) for run in runs.values())))
+    weights = selection.last_record(selection.baseline).get("weights")
+    keys = [key for key in shared if key[1] == weights]
+    keys = keys or [key for key in shared if key[1] == shared[0][1]]
+    return [
+        SamplePicture(arm, key[0], run.grids[key].read_bytes(), run.seed, key[1])
+        for arm, run in runs.items()
+        for key in evenly_spaced(keys, _SAMPLE_COLUMNS)
+    ]

@@ -1,0 +1,165 @@
+"""Tests of two arms: t tests on logs, so ratios of geometric means, and speed-ups to a target."""
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, geometric_mean, stdev, variance
+from typing import Any
+
+from scipy.stats import ttest_ind, ttest_rel
+
+from lit_diffusion.lab.compare.curves import Arm, Bound, Crossing, Curve
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class TTest:
+    """A two-sided t test: a difference of means, its 95% interval, and p of no difference."""
+
+    difference: float
+    low: float
+    high: float
+    p: float
+
+
+def welch(first: Sequence[float], second: Sequence[float]) -> TTest | None:
+    """Difference of the means of two samples of unequal variance, by scipy's `ttest_ind`.
+
+    None where that is not defined: a sample of one, or no variance in either.
+
+    Source: Welch 1947, "The generalization of Student's problem when several different population
+    variances are involved".
+    """
+    if min(len(first), len(second)) < 2 or variance(first) + variance(second) == 0:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # one sample without variance is fine
+        result = ttest_ind(first, second, equal_var=False)
+    return _as_test(result, fmean(first) - fmean(second))
+
+
+def paired(first: Sequence[float], second: Sequence[float]) -> TTest | None:
+    """Mean difference of two samples, pair by pair, by scipy's `ttest_rel`.
+
+    None where that is not defined: fewer than two pairs, or equal differences.
+
+    Source: Student 1908, "The probable error of a mean".
+    """
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    if len(differences) < 2 or stdev(differences) < 1e-12:  # but for rounding
+        return None
+    return _as_test(ttest_rel(first, second), fmean(differences))
+
+
+def _as_test(result: Any, difference: float) -> TTest:
+    interval = result.confidence_interval(CONFIDENCE)
+    return TTest(difference, float(interval.low), float(interval.high), float(result.pvalue))
+
+
+def holm(ps: Sequence[float | None]) -> list[float | None]:
+    """Adjust p-values for their number, so that one in twenty families errs; None is no test.
+
+    In rising order, p_(k) becomes max over j <= k of min((m - j + 1) p_(j), 1).
+
+    Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
+    """
+    rising = sorted((p, k) for k, p in enumerate(ps) if p is not None)
+    adjusted, highest = list(ps), 0.0
+    for rank, (p, k) in enumerate(rising):
+        highest = max(highest, min((len(rising) - rank) * p, 1.0))
+        adjusted[k] = highest
+    return adjusted
+
+
+@dataclass(frozen=True)
+class Speedup:
+    """Steps of the baseline over steps of an arm, both to the same FID.
+
+    Attributes:
+        ratio: of geometric means over seeds; 2 is half the steps.
+        low: lower end of the 95% interval; 0 if the truth may be any smaller, None without an
+            interval.
+        high: upper end; infinite if the truth may be any larger, None without an interval.
+        p: two-sided, of the hypothesis that the ratio is 1; None without an interval.
+        is_lower_bound: whether the truth may be larger: seeds of the baseline never reached the
+            FID, or seeds of the arm did before the first evaluation.
+        is_upper_bound: whether the truth may be smaller.
+    """
+
+    ratio: float
+    low: float | None
+    high: float | None
+    p: float | None
+    is_lower_bound: bool = False
+    is_upper_bound: bool = False
+
+
+def speedup(baseline: Sequence[Crossing], arm: Sequence[Crossing]) -> Speedup:
+    """How many times fewer steps an arm needs than the baseline.
+
+    The ratio of geometric means over seeds, with Welch's interval on log steps. A censored crossing
+    enters with its bound, which makes the ratio a bound too: the interval is open on the side where
+    the truth may lie further out. Where that leaves open who is faster, there is no interval.
+
+    Example:
+        >>> result = speedup([Crossing(4.0e6)], [Crossing(1.8928e6)])
+        >>> round(result.ratio, 2), result.low
+        (2.11, None)
+    """
+    bounds, other = ({crossing.bound for crossing in each} for each in (baseline, arm))
+    may_be_larger = Bound.MORE_THAN in bounds or Bound.AT_MOST in other
+    may_be_smaller = Bound.MORE_THAN in other or Bound.AT_MOST in bounds
+    slow, fast = ([math.log(crossing.step) for crossing in each] for each in (baseline, arm))
+    ratio = math.exp(fmean(slow) - fmean(fast))
+    test = welch(slow, fast)
+    leaves_direction_open = (may_be_smaller and ratio >= 1) or (may_be_larger and ratio <= 1)
+    if test is None or leaves_direction_open:
+        return Speedup(ratio, None, None, None, may_be_larger, may_be_smaller)
+    low = 0.0 if may_be_smaller else math.exp(test.low)
+    high = math.inf if may_be_larger else math.exp(test.high)
+    return Speedup(ratio, low, high, test.p, may_be_larger, may_be_smaller)
+
+
+# Seed by seed: runs of one seed share initial weights, data order and noise, which cancels
+
+
+def shared_seeds(arm: Arm, baseline: Arm) -> list[tuple[Curve, Curve]]:
+    """Curves of an arm and of the baseline, for each seed that both have."""
+    others = {curve.seed: curve for curve in baseline.curves}
+    curves = sorted(arm.curves, key=lambda curve: curve.seed)
+    return [(curve, others[curve.seed]) for curve in curves if curve.seed in others]
+
+
+def speedup_by_seed(arm: Arm, baseline: Arm, fid: float) -> TTest | None:
+    """Log speed-up to an FID, paired by seed.
+
+    None without a test, or where a shared seed did not reach the FID, or had it at its first
+    evaluation.
+    """
+    pairs = shared_seeds(arm, baseline)
+    slow = [other.crossing(fid) for _, other in pairs]
+    fast = [curve.crossing(fid) for curve, _ in pairs]
+    if any(crossing.bound is not Bound.EXACT for crossing in (*slow, *fast)):
+        return None
+    return paired(*([math.log(crossing.step) for crossing in each] for each in (slow, fast)))
+
+
+def last_fid_by_seed(arm: Arm, baseline: Arm) -> TTest | None:
+    """Log of the last FID over the baseline's, paired by seed.
+
+    An FID is the geometric mean over as many sets of samples as all these runs have. None without a
+    test, where last steps differ by more than 1%, or where an FID is not finite.
+    """
+    pairs = shared_seeds(arm, baseline)
+    if not all(math.isclose(a.steps[-1], b.steps[-1], rel_tol=0.01) for a, b in pairs):
+        return None
+    sets = min((len(curve.repeats) for pair in pairs for curve in pair), default=0)
+    fids = [
+        [(c.fids[-1], *c.repeats[:sets]) for c in curves] for curves in zip(*pairs, strict=True)
+    ]
+    if not all(math.isfinite(fid) for curves in fids for each in curves for fid in each):
+        return None
+    logs = [[math.log(geometric_mean(each)) for each in curves] for curves in fids]
+    return paired(*logs) if logs else None

@@ -1,0 +1,451 @@
+"""`lit-diffusion sweep`: every arm of an experiment with every seed, each an ordinary fit.
+
+All runs are planned and checked before the first is started. Each is then started, resumed or left
+alone, some at a time, to its end; the same command goes on where it was stopped.
+"""
+
+import argparse
+import io
+import itertools
+import os
+import reprlib
+import shlex
+import shutil
+import sys
+import time
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, redirect_stdout, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lit_diffusion.cli.options import Parser, integers
+from lit_diffusion.cli.run_folder import (
+    CLAIM,
+    OR_NONE,
+    InUse,
+    latest_config,
+    occupied,
+    read_config,
+)
+from lit_diffusion.config.yaml_file import read_yaml
+from lit_diffusion.lab.compare.command import run as compare
+from lit_diffusion.lab.compare.processes import Job, claim_log, run_jobs
+from lit_diffusion.signals import EXIT_SAVED, InterruptedBySignal, print_error, redeliver_signal
+
+LAST = Path("checkpoints", "last.ckpt")
+"""The checkpoint of a run folder that it resumes from."""
+
+LOG = "fit.log"
+RESUME = f"--ckpt_path={OR_NONE}"
+BASELINE = "baseline"
+"""Name of the arm that is the experiment's config alone."""
+
+_FREE = ("ckpt_path", "weights_only", "trainer.default_root_dir")
+"""Settings in which processes of one run may differ."""
+
+
+def parser() -> Parser:
+    """Options of the command."""
+    parser = Parser(
+        "sweep",
+        """Train every arm of an experiment with every seed, and compare them.
+
+    lit-diffusion sweep CONFIG --arms configs/arms/*.yaml --seeds 0,1,2 --jobs 2
+    lit-diffusion sweep CONFIG --arms md.yaml clts.yaml md.yaml+clts.yaml --trainer.max_steps=500
+
+An arm is CONFIG with one or more further configs, joined by +; its name is theirs. CONFIG alone is
+the arm baseline; an arm with the settings of one before it is left out. Each run is an ordinary
+`lit-diffusion fit` into OUT/<arm>/seed-<n>, with its output in fit.log there; options that are not
+listed below go to every fit. All arms of the first seed come first, so that a sweep that is cut
+short can be compared.
+
+The same command goes on where it was stopped: finished runs are left alone, others resume from
+their last checkpoint, or start over where there is none yet; those that another process runs are
+waited for. At the end, or at any time: `lit-diffusion compare OUT --out OUT/report`.
+
+On a cluster, each line of --print is an array task, which resumes when it is requeued:
+
+    lit-diffusion sweep CONFIG --arms ... --print > commands
+    sbatch --array=1-$(wc -l < commands) configs/cluster/array.sbatch commands""",
+    )
+    parser.add_argument("config", metavar="CONFIG", help="config of the experiment")
+    parser.add_argument(
+        "--arms", nargs="+", default=[], metavar="ARM", help="configs that are added to CONFIG"
+    )
+    parser.add_argument(
+        "--seeds", type=integers, default=[0, 1, 2], metavar="0,1,2", help="default 0,1,2"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="runs at a time (default 1)"
+    )
+    parser.add_argument("--out", metavar="DIR", help="default runs/<name of CONFIG>-sweep")
+    parser.add_argument(
+        "--print", action="store_true", help="print the commands, one a line, and run nothing"
+    )
+    return parser
+
+
+def run(argv: Sequence[str]) -> None:
+    """Run the command.
+
+    Raises:
+        ValueError: for options, arms or existing runs that do not fit; nothing is started then.
+        SystemExit: 75 if a fit has saved on a signal, to be started again; 1 if runs are left that
+            are not finished, or cannot be compared.
+    """
+    args, options = parser().parse_known_args(argv[1:])
+    runs, out = plan_sweep(args, options), _out_folder(args)
+    if args.print:
+        print("\n".join(shlex.join([*run.command, RESUME]) for run in runs))
+        return
+    sweep = Sweep(runs, args.jobs)
+    resume = f"The same command goes on:\n  {shlex.join(['lit-diffusion', *argv])}"
+    try:
+        sweep.run()
+    except KeyboardInterrupt as end:
+        print_status(f"stopped with {sweep.tally()}. {resume}")
+        if sweep.saved and isinstance(end, InterruptedBySignal):
+            raise SystemExit(EXIT_SAVED) from end
+        raise
+    if sweep.saved:
+        print_status(f"stopped with {sweep.tally()}. {resume}")
+        raise SystemExit(EXIT_SAVED)
+    redeliver_signal()
+    if sweep.unfinished:
+        print_status(f"{sweep.tally()}; not {', '.join(sweep.unfinished)}")
+    if len({run.arm for run in runs}) > 1:
+        try:
+            compare(["compare", str(out), "--out", str(out / "report")])
+        except ValueError as error:
+            print_status(f"no report: {error}")
+            raise SystemExit(1) from error
+    if sweep.unfinished:
+        raise SystemExit(1)
+
+
+def print_status(text: str) -> None:
+    """Print to stderr, with the time."""
+    print_error(f"{time.strftime('%H:%M:%S')}  {text}")
+
+
+# The plan
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One arm with one seed: a fit with these options, finished after `max_steps` updates."""
+
+    arm: str
+    seed: int
+    folder: Path
+    options: tuple[str, ...]
+    max_steps: int
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return f"{self.arm}/seed-{self.seed}"
+
+    @property
+    def command(self) -> list[str]:
+        """The command line that starts it."""
+        return ["lit-diffusion", "fit", *self.options]
+
+    def completed_steps(self) -> int | None:
+        """Optimizer steps of its last checkpoint.
+
+        Without one, those of its metrics.csv and evaluations if they cover the whole run, since
+        checkpoints of finished runs may be deleted; else None.
+        """
+        from lit_diffusion.checkpoints.reading import read_checkpoint
+        from lit_diffusion.cli.loggers import read_rows
+
+        file = self.folder / LAST
+        if file.exists():
+            return int(read_checkpoint(file, mmap=True)["global_step"])
+        logged = (int(row["step"]) + 1 for row in read_rows(self.folder / "metrics.csv"))
+        last = max([_last_evaluation(self.folder), *logged])
+        return last if last >= self.max_steps else None
+
+
+def plan_sweep(args: argparse.Namespace, options: Sequence[str]) -> list[PlannedRun]:
+    """All runs of a command line, each checked before the first is started.
+
+    Those of the first seed come first.
+
+    Args:
+        args: the command's options.
+        options: further ones, which go to every fit.
+
+    Raises:
+        ValueError: for options or configs that do not fit, or a folder that holds another run.
+    """
+    if args.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {args.jobs}.")
+    in_range = all(0 <= seed < 2**32 for seed in args.seeds)  # as of seed_everything
+    if not in_range or len(set(args.seeds)) < len(args.seeds):
+        raise ValueError(
+            f"--seeds must be different numbers from 0 to {2**32 - 1}, got {args.seeds}."
+        )
+    configs = arm_configs(args.config, args.arms)
+    settings = {arm: _fit_settings(arm, files, options) for arm, files in configs.items()}
+    for arm, files in configs.items():
+        for sentence in replaced_settings(files[1:]):
+            print_status(f"arm {arm}: {sentence}")
+    arms = []
+    for arm in configs:
+        # A copy shows nothing, and its test would take from the power of the others.
+        original = next(each for each in configs if settings[each] == settings[arm])
+        if original == arm:
+            arms.append(arm)
+        else:
+            print_status(f"arm {arm} is left out: its settings are those of {original}")
+    runs = []
+    for seed, arm in itertools.product(args.seeds, arms):
+        folder = _out_folder(args) / arm / f"seed-{seed}"
+        _refuse_other_run(folder, settings[arm] | {"seed_everything": seed})
+        files = [f"--config={file}" for file in configs[arm]]
+        of_run = (f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}")
+        max_steps = settings[arm]["trainer"]["max_steps"]
+        runs.append(PlannedRun(arm, seed, folder, (*files, *options, *of_run), max_steps))
+    return runs
+
+
+def _out_folder(args: argparse.Namespace) -> Path:
+    return Path(os.path.expanduser(args.out or f"runs/{Path(args.config).stem}-sweep"))
+
+
+def arm_configs(config: str, arms: Sequence[str]) -> dict[str, list[str]]:
+    """Config files of each arm by its name; `config` comes first, and alone is the baseline.
+
+    Args:
+        config: file of the experiment.
+        arms: files, or several joined by +.
+
+    Raises:
+        ValueError: where two arms have one name, or an arm has a file twice.
+
+    Example:
+        >>> arm_configs("run.yaml", ["arms/md.yaml", "arms/md.yaml+clts.yaml"])["md+clts"]
+        ['run.yaml', 'arms/md.yaml', 'clts.yaml']
+    """
+    configs = {BASELINE: [config]}
+    for arm in arms:
+        files = [arm] if Path(arm).is_file() else arm.split("+")
+        name = "+".join(Path(file).stem for file in files)
+        if name in configs:
+            raise ValueError(f"two arms are named {name}; rename {arm}, since folders go by name.")
+        configs[name] = [config, *files]
+        counts = Counter(Path(file).resolve() for file in configs[name])
+        if twice := [path.name for path, count in counts.items() if count > 1]:
+            raise ValueError(
+                f"arm {name} has {twice[0]} twice, which would add its callbacks twice; name it "
+                "once."
+            )
+    return configs
+
+
+def replaced_settings(files: Sequence[str]) -> Iterator[str]:
+    """A sentence for each setting of one file that a later one replaces."""
+    for first, second in itertools.combinations(files, 2):
+        for setting in _replaced(read_yaml(first) or {}, read_yaml(second) or {}):
+            yield f"{Path(second).name} replaces what {Path(first).name} sets: {setting}"
+
+
+def _replaced(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    for key, value in old.items():
+        name = key.removesuffix("+")  # of a list that is added to, not replaced
+        if name not in new or new[name] == value:
+            continue
+        both = isinstance(value, Mapping) and isinstance(new[name], Mapping)
+        kind = value.get("class_path") if both else None
+        if both and new[name].get("class_path", kind) == kind:
+            yield from _replaced(value, new[name], f"{prefix}{name}.")
+        elif both or not isinstance(new[name], Mapping):
+            yield prefix + name
+
+
+def _fit_settings(arm: str, files: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
+    """The whole config of a fit; a ValueError if the fit or a sweep would refuse it."""
+    from lit_diffusion.cli.trainer_cli import run_command
+
+    printed, configs = io.StringIO(), [f"--config={file}" for file in files]
+    try:
+        with redirect_stdout(printed), suppress(SystemExit):
+            run_command(["fit", *configs, *options, "--print_config"])
+        settings: dict[str, Any] = yaml.safe_load(printed.getvalue())
+        trainer = settings["trainer"]
+        if trainer["max_steps"] < 1:
+            raise ValueError(
+                "runs are finished after trainer.max_steps optimizer steps, got "
+                f"{trainer['max_steps']}; set it."
+            )
+        if trainer["enable_checkpointing"] is False or trainer["fast_dev_run"]:
+            raise ValueError(
+                "runs are resumed from checkpoints; leave out trainer.enable_checkpointing=false "
+                "and trainer.fast_dev_run."
+            )
+        if (checkpoint := settings["ckpt_path"]) is not None:
+            raise ValueError(f"runs start from scratch; leave out ckpt_path={checkpoint}.")
+    except ValueError as error:
+        raise ValueError(f"arm {arm}: {error}") from error
+    return settings
+
+
+def _refuse_other_run(folder: Path, settings: dict[str, Any]) -> None:
+    """Refuse to go on in a folder with a run of other settings, or one that lost its checkpoint."""
+    from lit_diffusion.cli.changed_settings import differences
+
+    config = latest_config(folder)
+    saved = settings if config is None else read_config(config)
+    changes: dict[str, tuple[Any, Any]] = {}
+    for key in sorted(saved.keys() | settings.keys()):
+        changes |= differences(saved.get(key), settings.get(key), key)
+    if listed := [
+        f"{key} was {reprlib.repr(old)}, is {reprlib.repr(new)}"
+        for key, (old, new) in changes.items()
+        if key not in _FREE
+    ]:
+        raise ValueError(
+            f"{folder} holds a run with other settings: {'; '.join(listed)}. Restore them, choose "
+            "another --out, or delete that folder."
+        )
+    if (folder / LAST).is_file():
+        return
+    if lost := sorted(folder.rglob("*.ckpt")):
+        raise ValueError(f"{folder} has {lost[0].name}, but no {LAST}: move or delete that folder.")
+    if 0 < (step := _last_evaluation(folder)) < settings["trainer"]["max_steps"]:
+        raise ValueError(
+            f"{folder} has evaluations up to step {step}, but no {LAST} to go on from: move or "
+            "delete that folder."
+        )
+
+
+def _last_evaluation(folder: Path) -> int:
+    from lit_diffusion.cli.loggers import read_evaluations
+
+    records = read_evaluations(folder / "evaluations.jsonl")
+    return max((record.get("step") or 0 for record in records), default=0)
+
+
+# The runs
+
+
+@dataclass
+class Sweep:
+    """Brings runs to their end, some at a time.
+
+    Attributes:
+        saved: whether a fit has saved on a signal; no other is started then.
+    """
+
+    runs: Sequence[PlannedRun]
+    at_once: int
+    saved: bool = field(default=False, init=False)
+    _finished: set[str] = field(default_factory=set, init=False)
+
+    def run(self) -> None:
+        """Start or resume every run that is not finished, and print what becomes of it."""
+        run_jobs(self._jobs(), self.at_once, self._on_end)
+
+    @property
+    def unfinished(self) -> list[str]:
+        """Names of runs that are not finished."""
+        return [run.name for run in self.runs if run.name not in self._finished]
+
+    def tally(self) -> str:
+        """How many runs are finished, for messages."""
+        return f"{len(self._finished)} of {len(self.runs)} runs finished"
+
+    def _jobs(self) -> Iterator[Job | None]:
+        """The jobs to start; None while all that is left is run by other processes."""
+        queue, left = deque(self.runs), set[str]()
+        while queue and not self.saved:
+            run = queue.popleft()
+            try:
+                job = self._prepare(run)
+            except InUse:
+                if run.name in left:
+                    yield None
+                else:
+                    print_status(f"{run.name} is being run by another process, and is waited for")
+                queue.append(run)
+                left.add(run.name)
+                continue
+            if job is not None:
+                yield job
+
+    def _prepare(self, run: PlannedRun) -> Job | None:
+        """The job that starts or resumes a run; None for one that is finished, or cannot go on.
+
+        Raises:
+            InUse: if another process runs it.
+        """
+        log = claim_log(run.folder / LOG)
+        if log is None:
+            raise InUse(f"{run.folder / LOG} is being written by another process.")
+        with ExitStack() as unless_started:
+            unless_started.enter_context(log)
+            with occupied(run.folder):  # raises if a fit that no sweep started has the folder
+                options = self._start_options(run)
+            if options is None:
+                return None
+            unless_started.pop_all()
+        program = shutil.which("lit-diffusion", path=Path(sys.executable).parent)
+        command = [program or "lit-diffusion", *run.command[1:], *options]
+        return Job(run.name, command, log)
+
+    def _start_options(self, run: PlannedRun) -> list[str] | None:
+        """Further options of a run that starts or resumes; None if it is not to be started."""
+        try:
+            steps = run.completed_steps()
+        except ValueError as error:  # a damaged checkpoint does not stop the others
+            print_status(f"{run.name} CANNOT GO ON: {error}")
+            return None
+        if steps is None:
+            if latest_config(run.folder):  # it died before its first checkpoint
+                for path in run.folder.iterdir():
+                    if path.name not in (LOG, CLAIM):
+                        shutil.rmtree(path) if path.is_dir() else path.unlink()
+            print_status(f"{run.name} starts")
+            return []
+        if steps >= run.max_steps:
+            self._finished.add(run.name)
+            print_status(f"{run.name} was finished before")
+            return None
+        print_status(f"{run.name} resumes at step {steps}")
+        return [RESUME]
+
+    def _on_end(self, job: Job, code: int, seconds: float) -> None:
+        self.saved |= code == EXIT_SAVED
+        name, duration = job.name, timedelta(seconds=round(seconds))
+        run = next(run for run in self.runs if run.name == name)
+        try:
+            steps = run.completed_steps() or 0
+        except ValueError as error:
+            print_status(f"{name} ended after {duration} with a damaged checkpoint: {error}")
+            return
+        if steps >= run.max_steps and code == 0:
+            self._finished.add(name)
+            print_status(f"{name} finished in {duration}; {self.tally()}")
+        elif code == EXIT_SAVED:
+            print_status(
+                f"{name} saved at step {steps} of {run.max_steps} on a signal, after {duration}, "
+                "to be started again; nothing else is started"
+            )
+        else:
+            how, log = (
+                f"FAILED with exit code {code}" if code else "STOPPED EARLY",
+                run.folder / LOG,
+            )
+            with log.open(errors="replace") as lines:
+                tail = "\n".join(f"  | {line.rstrip()}" for line in deque(lines, 15))
+            print_status(
+                f"{name} {how} after {duration}, saved at step {steps} of {run.max_steps}. "
+                f"The end of {log}:\n{tail}"
+            )

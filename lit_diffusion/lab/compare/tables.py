@@ -1,0 +1,434 @@
+"""The tables of a comparison: as Markdown for people, as CSV records for programs."""
+
+import csv
+import io
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, stdev
+from typing import Any, TypeVar
+
+from lit_diffusion.lab.compare.comparison import Comparison, Result, Verdict
+from lit_diffusion.lab.compare.curves import (
+    Arm,
+    Bound,
+    Crossing,
+    late_oscillation,
+    late_wobble,
+    mean_crossing,
+    paired_spread,
+    sampling_spread,
+)
+from lit_diffusion.lab.compare.statistics import (
+    Speedup,
+    TTest,
+    holm,
+    last_fid_by_seed,
+    shared_seeds,
+    speedup_by_seed,
+)
+from lit_diffusion.metrics.auxiliary_metrics import DISTANCES, FRACTIONS
+
+T = TypeVar("T")
+
+_MARKUP = re.compile(
+    r"""[\\`*~|]               # escapes, code, bold, strike-through, cells
+    | (?<![A-Za-z0-9])_        # italics; inside of a word an underscore is one
+    | _(?![A-Za-z0-9])
+    | <(?=[A-Za-z/!?])         # tags and addresses
+    | &(?=\#?\w+;)             # entities
+    | (?<=\])[(\[]             # links
+    | ^(?:\#|>(?!\s\d)|[+-](?=\s))  # titles, quotes (and no bounds), lists
+    """,
+    re.VERBOSE,
+)
+
+
+def escape_markdown(text: str) -> str:
+    r"""Escape text, such as the name of an arm, so that it shows as it is, in one line.
+
+    Example:
+        >>> print(escape_markdown("a|b **bold** <b> num_fake < 5 [1.2, 1.5]"))
+        a\|b \*\*bold\*\* \<b> num_fake < 5 [1.2, 1.5]
+    """
+    return _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of (C,) cells under (C,) heads; `text_columns` hold words, not numbers."""
+
+    caption: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    text_columns: tuple[str, ...] = ()
+
+    def markdown(self) -> str:
+        """The table in Markdown, under its caption.
+
+        Example:
+            >>> print(Table("FIDs.", ("arm", "FID"), (("a", "2.1"),)).markdown())
+            FIDs.
+            <BLANKLINE>
+            | arm | FID |
+            | --- | ---: |
+            | a | 2.1 |
+        """
+        words = {self.columns[0], *self.text_columns}
+        sides = ["---" if name in words else "---:" for name in self.columns]
+        head, *rows = (
+            [escape_markdown(cell) for cell in row] for row in (self.columns, *self.rows)
+        )
+        lines = ["| " + " | ".join(row) + " |" for row in (head, sides, *rows)]
+        return "\n".join([escape_markdown(self.caption), "", *lines])
+
+
+# Numbers as people read them
+
+
+def format_fid(fid: float, sd: float | None = None) -> str:
+    """An FID, to three or four digits, and its standard deviation to as many places.
+
+    Example:
+        >>> format_fid(0.40734), format_fid(6.04, 0.1234), format_fid(123.4)
+        ('0.407', '6.04 +- 0.12', '123.4')
+    """
+    if not math.isfinite(fid):
+        return "not finite"
+    places = 3 if fid < 1 else 2 if fid < 100 else 1
+    return f"{fid:.{places}f}" + ("" if sd is None else f" +- {sd:.{places}f}")
+
+
+def format_mean(values: Sequence[float]) -> str:
+    """Mean +- standard deviation over seeds; "-" where none is finite.
+
+    Example:
+        >>> format_mean([4.0, 6.0]), format_mean([2.0, math.nan])
+        ('5.00 +- 1.41', '2.00 (1 of 2 seeds)')
+    """
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite:
+        return "-"
+    lacking = f" ({len(finite)} of {len(values)} seeds)" * (len(finite) < len(values))
+    return format_fid(fmean(finite), stdev(finite) if len(finite) > 1 else None) + lacking
+
+
+def format_p(p: float | None) -> str:
+    """A p-value; "-" without a test."""
+    return "-" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+
+
+def format_equation(p: float | None) -> str:
+    """A p-value in a sentence, such as "p = 0.017" and "p < 0.001"."""
+    text = format_p(p)
+    return f"p {text}" if text[0] == "<" else f"p = {text}"
+
+
+def format_ratio(ratio: float) -> str:
+    """A ratio to three digits, such as 2.11 and 12.3."""
+    return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.3g}"
+
+
+def format_speedup(speedup: Speedup) -> str:
+    """A speed-up with its interval.
+
+    Example:
+        >>> format_speedup(Speedup(1.8, 1.5, 2.2, 0.01))
+        '1.80x [1.50, 2.20]'
+        >>> format_speedup(Speedup(1.8, 1.5, float("inf"), 0.01, is_lower_bound=True))
+        'at least 1.80x [1.50, -]'
+    """
+    if speedup.is_lower_bound and speedup.is_upper_bound:
+        return "unknown"
+    bound = "at least " * speedup.is_lower_bound + "at most " * speedup.is_upper_bound
+    text = f"{bound}{format_ratio(speedup.ratio)}x"
+    if speedup.low is None or speedup.high is None:
+        return text
+    low = "-" if speedup.low == 0 else format_ratio(speedup.low)
+    high = "-" if math.isinf(speedup.high) else format_ratio(speedup.high)
+    return f"{text} [{low}, {high}]"
+
+
+def format_target(result: Result, comparison: Comparison) -> str:
+    """Where a speed-up is measured if not at the target, such as " to 0.306".
+
+    Two values that look alike get as many digits as tell them apart: " to 0.2693, not 0.2691".
+    """
+    if result.at == comparison.target:
+        return ""
+    at, target, places = format_fid(result.at), format_fid(comparison.target), 3
+    if at != target:
+        return f" to {at}"
+    while at == target and places < 12:
+        places += 1
+        at, target = f"{result.at:.{places}f}", f"{comparison.target:.{places}f}"
+    return f" to {at}, not {target}"
+
+
+def format_verdict(result: Result, comparison: Comparison) -> str:
+    """What the seeds show of an arm, and why it does not win where it is faster."""
+    verdict, seeds = result.verdict, len(result.crossings)
+    if verdict is Verdict.WORSE:
+        return f"{verdict.value} ({format_equation(result.end_p)})"
+    if verdict is not Verdict.FASTER or not comparison.falls_short(result):
+        return verdict.value
+    if comparison.ends_higher(result):
+        return f"{verdict.value}, but ends higher"
+    return f"{verdict.value}, {result.num_reached} of {seeds} seeds reach " + format_fid(
+        comparison.target
+    )
+
+
+# Tables of a comparison
+
+
+def speedup_table(comparison: Comparison, unit: str = "steps") -> Table:
+    """One row per arm: steps to the target, speed-up over the baseline, p and verdict."""
+
+    def steps(name: str, crossings: Sequence[Crossing]) -> tuple[str, ...]:
+        reached = sum(crossing.bound is not Bound.MORE_THAN for crossing in crossings)
+        return name, f"{reached} of {len(crossings)}", str(mean_crossing(crossings))
+
+    base = comparison.baseline
+    first = (*steps(base.name, base.crossings(comparison.target)), "-", "-", "-", "baseline")
+    rows = [
+        (
+            *steps(result.arm.name, result.crossings),
+            format_speedup(result.speedup) + format_target(result, comparison),
+            format_p(result.speedup.p),
+            format_p(result.holm_p),
+            format_verdict(result, comparison),
+        )
+        for result in comparison.results
+    ]
+    return Table(
+        f"{unit.capitalize()} to {comparison.metric} {format_fid(comparison.target)}: geometric "
+        f"means over seeds. Speed-ups over {base.name} have 95% intervals. p (Holm) "
+        f"is corrected for the number of tests, {comparison.num_tests}.",
+        ("arm", "seeds that reach it", unit, "speed-up", "p", "p (Holm)", "verdict"),
+        (first, *rows),
+        text_columns=("verdict",),
+    )
+
+
+def other_metrics_table(others: Mapping[str, Comparison]) -> Table | None:
+    """Speed-ups by other distances of the same samples; None where there are none."""
+    if not others:
+        return None
+    base = next(iter(others.values())).baseline.name
+    cells: dict[str, dict[str, str]] = {}
+    for name, other in others.items():
+        for result in other.results:
+            speed = format_speedup(result.speedup) + format_target(result, other)
+            cells.setdefault(result.arm.name, {})[name] = f"{speed} {format_verdict(result, other)}"
+    rows = tuple((arm, *(by.get(name, "-") for name in others)) for arm, by in cells.items())
+    targets = ", ".join(f"{name} {format_fid(other.target)}" for name, other in others.items())
+    caption = f"""Speed-ups over {base} by Frechet distances of the same samples, to the lowest that
+        all its seeds reach: {targets}. held-out: FID against held-out images. pixels and random-cnn
+        (an untrained network): against the reference."""
+    return Table(caption, ("arm", *others), rows, text_columns=tuple(others))
+
+
+def last_samples_table(arms: Sequence[Arm]) -> Table | None:
+    """All metrics of the last samples of each arm; None where no other metric was recorded."""
+
+    def last(arm: Arm, name: str) -> list[float]:
+        metrics = [curve.other_metrics[-1] if curve.other_metrics else {} for curve in arm.curves]
+        return [each[name] for each in metrics] if all(name in each for each in metrics) else []
+
+    names = [name for name in (*DISTANCES, *FRACTIONS) if any(last(arm, name) for arm in arms)]
+    if not names:
+        return None
+    rows = [
+        (
+            arm.name,
+            format_mean([curve.fids[-1] for curve in arm.curves]),
+            *(format_mean(last(arm, name)) for name in names),
+        )
+        for arm in arms
+    ]
+    floors = {name: [last(arm, f"{name} floor") for arm in arms] for name in DISTANCES}
+    floors_by_name = {name: next(filter(None, values), []) for name, values in floors.items()}
+    real = ", ".join(f"{k} {format_fid(fmean(v))}" for k, v in floors_by_name.items() if v)
+    caption = f"""The last samples of each arm: mean +- standard deviation over seeds. Arms may have
+        been trained for different numbers of steps. Real images score: {real}. memorized: share of
+        samples nearer to a training image than the median held-out image is."""
+    return Table(caption, ("arm", "FID", *names), tuple(rows))
+
+
+def common_steps(arms: Sequence[Arm]) -> list[float]:
+    """Steps at which every run of every arm was evaluated; of the first arm, if there are none."""
+    shared = [set.intersection(*(set(c.steps) for c in arm.curves)) for arm in arms]
+    return sorted(set.intersection(*shared) or shared[0])
+
+
+def evenly_spaced(steps: Sequence[T], limit: int) -> list[T]:
+    """At most `limit` of the steps, the last among them, at equal distances if possible.
+
+    Example:
+        >>> evenly_spaced([1, 2, 3, 4, 5, 6, 7, 8], 5)
+        [2, 4, 6, 8]
+    """
+    even = (n for n in range(min(limit, len(steps)), 2, -1) if len(steps) % n == 0)
+    count = next(even, min(limit, len(steps)))
+    return [steps[round((k + 1) * len(steps) / count) - 1] for k in range(count)]
+
+
+def fid_table(comparison: Comparison) -> Table:
+    """FID by arm and step, in the manner of the paper's Tables 2 and 3."""
+    steps = evenly_spaced(common_steps(comparison.arms), 6)
+    rows = [
+        (arm.name, *(format_mean(arm.fids_at(step)) for step in steps)) for arm in comparison.arms
+    ]
+    heads = ("arm", *(f"{step:,.0f}" for step in steps))
+    caption = f"{comparison.metric} after so many steps: mean +- standard deviation over seeds."
+    return Table(caption, heads, tuple(rows))
+
+
+def steadiness_table(comparison: Comparison) -> Table:
+    """Late oscillation, and how much the metric varies with the samples and the training seed."""
+    metric, rows = comparison.metric, []
+    for arm in comparison.arms:
+        sampling = sampling_spread(arm.curves)
+        lasts = [math.log(c.fids[-1]) for c in arm.curves if math.isfinite(c.fids[-1])]
+        oscillation = _mean_percent(map(late_oscillation, arm.curves))
+        about_line = _mean_percent(map(late_wobble, arm.curves))
+        seeds = _mean_percent([stdev(lasts)] if len(lasts) > 1 else [])
+        sets = f"{100 * sampling.sd:.1f}% ({sampling.degrees} repeats)" if sampling else "-"
+        rows.append((arm.name, oscillation, about_line, seeds, sets))
+    caption = f"""Standard deviations of log {metric}, in percent. Late oscillation: over the last
+        third of the steps, mean over seeds; a steady descent counts too. About a line: about the
+        least-squares line there. Training seeds, sets of samples: of the last value."""
+    paired = paired_spread(curve for arm in comparison.arms for curve in arm.curves)
+    if paired is not None:
+        caption += (
+            f" Between runs on the same set of samples, {100 * paired.sd:.1f}% is left "
+            f"({paired.degrees} degrees of freedom)."
+        )
+    heads = ("late oscillation", "the same about a line", "between training seeds")
+    return Table(caption, ("arm", *heads, "between sets of samples"), tuple(rows))
+
+
+def _mean_percent(values: Iterable[float | None]) -> str:
+    numbers = [value for value in values if value is not None]
+    return f"{100 * fmean(numbers):.1f}%" if numbers else "-"
+
+
+def by_seed_table(comparison: Comparison) -> Table | None:
+    """Arms that share two seeds or more with the baseline; None where none has a test."""
+    base = comparison.baseline
+    results = [r for r in comparison.results if len(shared_seeds(r.arm, base)) > 1]
+    speeds = [speedup_by_seed(result.arm, base, result.at) for result in results]
+    lasts = [last_fid_by_seed(result.arm, base) for result in results]
+    if not any((*speeds, *lasts)):
+        return None
+    adjusted = (holm([test.p if test else None for test in tests]) for tests in (speeds, lasts))
+    rows = [
+        (
+            result.arm.name,
+            str(len(shared_seeds(result.arm, base))),
+            f"{_ratio(speed, 'x')}{format_target(result, comparison)}" if speed else "-",
+            format_p(speed_p),
+            _ratio(last) if last else "-",
+            format_p(last_p),
+        )
+        for result, speed, last, speed_p, last_p in zip(
+            results, speeds, lasts, *adjusted, strict=True
+        )
+    ]
+    metric = comparison.metric
+    caption = f"""Runs of one seed share initial weights, order of data, noise and seeds of samples,
+        unless their arms differ in these; what they share cancels. Paired t tests on logs, with 95%
+        intervals; p is corrected (Holm) within its column. The last {metric} is the geometric mean
+        of as many sets of samples as both have, after as many steps."""
+    last_head = f"last {metric} over {base.name}'s"
+    heads = ("arm", "shared seeds", "speed-up", "p (speed-up)", last_head, f"p (last {metric})")
+    return Table(caption, heads, tuple(rows))
+
+
+def _ratio(test: TTest, unit: str = "") -> str:
+    ratio, low, high = (
+        f"{value:.2g}" if value < 0.1 else format_ratio(value)
+        for value in map(math.exp, (test.difference, test.low, test.high))
+    )
+    return f"{ratio}{unit} [{low}, {high}]"
+
+
+# Records of the CSV files
+
+
+def speedup_records(comparison: Comparison) -> list[dict[str, Any]]:
+    """One row per arm, as numbers: what `speedup_table` shows."""
+    results = {result.arm.name: result for result in comparison.results}
+    rows = []
+    for arm in comparison.arms:
+        crossings = arm.crossings(comparison.target)
+        mean = mean_crossing(crossings)
+        row: dict[str, Any] = {
+            "arm": arm.name,
+            "seeds": len(crossings),
+            "reached": sum(crossing.bound is not Bound.MORE_THAN for crossing in crossings),
+            "steps": None if mean.bound is Bound.UNKNOWN else mean.step,
+            "bound": mean.bound.value.strip(),
+        }
+        if result := results.get(arm.name):
+            speed = asdict(result.speedup)
+            ratio, p = speed.pop("ratio"), speed.pop("p")
+            row |= {"speedup": ratio, **speed, "at_fid": result.at}
+            row |= {"p": p, "p_holm": result.holm_p, "p_end": result.end_p}
+        row["verdict"] = result.verdict.value if result else "baseline"
+        rows.append(row | {"target": comparison.target})
+    return rows
+
+
+def fid_records(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    """One row per arm and step: mean and sd over the seeds with a finite FID."""
+    rows = []
+    for arm in arms:
+        for step in sorted({step for curve in arm.curves for step in curve.steps}):
+            fids = arm.fids_at(step)
+            finite = [fid for fid in fids if math.isfinite(fid)]
+            row: dict[str, Any] = {"arm": arm.name, "step": step, "seeds": len(fids)}
+            if finite:
+                sd = stdev(finite) if len(finite) > 1 else None
+                row |= {"finite": len(finite), "mean": fmean(finite), "sd": sd}
+            rows.append(row)
+    return rows
+
+
+def curve_records(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+    """One row per evaluation: all that the comparison is computed from, as `read_arms` reads it."""
+    rows: list[dict[str, Any]] = []
+    for arm in arms:
+        for curve in arm.curves:
+            steps, who = curve.steps, {"arm": arm.name, "seed": curve.seed}
+            images = curve.images or (None,) * len(steps)
+            others = curve.other_metrics or ({},) * len(steps)
+            for step, count, fid, other in zip(steps, images, curve.fids, others, strict=True):
+                row = {"step": step, "images": count, "fid": fid, "repeat": 0}
+                rows.append({**who, **row, **other})
+            for k, fid in enumerate(curve.repeats, start=1):
+                row = {"step": steps[-1], "images": images[-1], "fid": fid, "repeat": k}
+                rows.append(who | row)
+    return rows
+
+
+def to_csv(records: Iterable[Mapping[str, Any]]) -> str:
+    """Records as CSV, with a column for every name; None is empty, whole numbers have no point.
+
+    Example:
+        >>> print(to_csv([{"arm": "a", "step": 100.0}, {"arm": "b", "fid": 2.5}]), end="")
+        arm,step,fid
+        a,100,
+        b,,2.5
+    """
+    rows = list(records)
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        is_whole = {k: isinstance(v, float) and v.is_integer() for k, v in row.items()}
+        writer.writerow({k: int(v) if is_whole[k] else v for k, v in row.items()})
+    return text.getvalue()

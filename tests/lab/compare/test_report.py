@@ -1,0 +1,278 @@
+import csv
+import io
+import math
+import re
+from dataclasses import replace
+from html import escape
+from html.parser import HTMLParser
+
+import pytest
+from PIL import Image
+from support.experiments import STEPS, arm, fids, write_run
+
+from lit_diffusion.lab.compare.comparison import by_other_metrics, compare
+from lit_diffusion.lab.compare.curves import Arm, Curve, read_arms
+from lit_diffusion.lab.compare.plots import MAX_ROWS, SamplePicture
+from lit_diffusion.lab.compare.report import (
+    Report,
+    build_report,
+    figures,
+    html,
+    markdown,
+    write_report,
+)
+from lit_diffusion.lab.compare.tables import (
+    Table,
+    curve_records,
+    format_speedup,
+    speedup_table,
+    to_csv,
+)
+
+IMAGES = {f"{name}.png": f"data:{name}" for name in ("speedups", "curves", "samples")}
+COMPARISON = compare([arm("baseline", 1.0), arm("fast", 2.0), arm("slow", 0.5)], "baseline")
+
+
+@pytest.fixture(scope="module")
+def report():
+    return Report(
+        COMPARISON,
+        notes=["Mind the <gap>."],
+        left_out=[("runs/<x>", "it has no FID")],
+        protocol={"num_fake": "360"},
+        tables={"Runs": Table("All.", ("arm", "seed"), (("a", "0 +- 1"),)), "None": None},
+    )
+
+
+# The result in one sentence
+
+
+def result_of(*arms, **options):
+    comparison = compare([arm("baseline", 1.0), *arms], "baseline", **options)
+    return Report(comparison, others=by_other_metrics(comparison)).result
+
+
+def test_the_result_names_the_winner_with_its_interval_p_and_seeds():
+    result, best = result_of(arm("fast", 2.0), arm("slow", 0.5)), COMPARISON.best
+    assert result.startswith("fast wins: ")
+    for part in (format_speedup(best.speedup), "p < 0.001", "2 tests", "5 against 5 seeds"):
+        assert part in result
+    assert "provisional" not in result
+
+
+def test_a_result_of_few_seeds_is_provisional_and_that_of_one_is_not_tested():
+    assert "3 against 5 seeds, provisional" in result_of(arm("fast", 2.0, range(3)))
+    single = result_of(arm("fast", 2.0, [0]))
+    assert single.startswith("No arm is shown to win")
+    assert "not tested" in single
+
+
+def test_noise_wins_nothing():
+    result = result_of(arm("same", 1.0, range(10, 15)))
+    assert result.startswith("No arm is shown to win")
+    assert "no difference shown" in result
+
+
+def test_of_several_winners_the_number_is_named():
+    assert "the fastest of 2 winners" in result_of(arm("a", 1.5), arm("b", 2.0), arm("c", 1.0))
+
+
+def test_an_arm_that_is_fast_without_a_finite_end_does_not_win():
+    curves = [Curve(c.seed, c.steps, (*c.fids[:-1], math.nan)) for c in arm("lost", 2.0).curves]
+    result = result_of(Arm("lost", tuple(curves)))
+    assert result.startswith("No arm is shown to win")
+    assert "not finite at the end" in result
+
+
+def test_a_winner_by_fid_alone_is_named_with_the_metrics_by_which_it_does_not_lead():
+    def with_pixels(base_arm, speed):
+        values = arm(f"{base_arm.name} pixels", speed).curves
+        metrics = (
+            [{"pixels": f, "held-out": g} for f, g in zip(v.fids, c.fids, strict=True)]
+            for c, v in zip(base_arm.curves, values, strict=True)
+        )
+        return Arm(
+            base_arm.name,
+            tuple(
+                replace(c, other_metrics=tuple(m))
+                for c, m in zip(base_arm.curves, metrics, strict=True)
+            ),
+        )
+
+    base = with_pixels(arm("baseline", 1.0), 1.0)
+    for speed, expected in ((2.0, False), (1.0, True)):
+        comparison = compare([base, with_pixels(arm("fast", 2.0), speed)], "baseline")
+        result = Report(comparison, others=by_other_metrics(comparison)).result
+        assert result.startswith("fast wins: ")
+        assert ("does not lead by pixels." in result) is expected
+
+
+# The page
+
+
+class Outline(HTMLParser):
+    """Elements in order, and those that were left open."""
+
+    def __init__(self, page):
+        super().__init__()
+        self.elements, self.open = [], []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        if tag not in {"meta", "img", "br"}:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def all(self, tag):
+        return [attrs for name, attrs in self.elements if name == tag]
+
+
+@pytest.fixture(scope="module")
+def page(report):
+    return html(markdown(report), IMAGES)
+
+
+def test_every_element_is_closed_where_it_was_opened(page):
+    outline = Outline(page)
+    assert outline.open == []
+    assert {len(outline.all(tag)) for tag in ("html", "main", "h1", "title")} == {1}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "<script>alert(1)</script>",
+        '"><img src=x onerror=alert(1)>',
+        "[a](javascript:alert(1))",
+        "![a](http://x/y.png)",
+        "<http://x.y>",
+        "**b** `c` ~~d~~ _e_",
+        "&lt; &#60;b&#62;",
+        "# 1",
+        "a|b [c](d",
+    ],
+)
+def test_whatever_an_arm_is_called_its_name_is_text(name):
+    arms = [arm("baseline", 1.0), arm(name, 2.0), arm(f"{name}2", 1.5)]
+    notes, left_out = [f"{name} is odd."], [(name, "no FID")]
+    report = Report(compare(arms, "baseline"), notes=notes, left_out=left_out)
+    page = html(markdown(report), IMAGES)
+    outline = Outline(page)
+    assert outline.open == []
+    assert not {"script", "a", "em", "del", "code"} & {tag for tag, _ in outline.elements}
+    assert {image["src"] for image in outline.all("img")} == {"data:speedups", "data:curves"}
+    for text in (f"{name} is odd.", f"Left out: {name}: no FID."):
+        assert f"<li>{escape(text)}</li>" in page
+    assert f'<th scope="row">{escape(name)}</th>' in page
+    assert f"<title>{escape(name)} wins" in page
+
+
+def test_a_page_needs_nothing_from_elsewhere(page):
+    addresses = re.findall(r"(?:src|href)=\"([^\"]+)\"", page)
+    assert addresses
+    assert all(address.startswith("data:") for address in addresses)
+    assert not any(word in page for word in ("<script", "url(", "@import"))
+
+
+def test_the_sentence_the_forest_plot_and_the_table_come_first(report):
+    text = markdown(report)
+    assert text.startswith("# fast wins: ")
+    table = speedup_table(COMPARISON).markdown()
+    order = [text.index(part) for part in ("# ", "](speedups.png)", table, "\n## ")]
+    assert order == sorted(order)
+
+
+def test_tables_have_heads_for_rows_and_columns_and_verdicts_their_colors(page):
+    assert {attrs.get("scope") for attrs in Outline(page).all("th")} == {"row", "col"}
+    assert '<td style="text-align:right">0 \N{PLUS-MINUS SIGN} 1</td>' in page
+    assert '<td class="faster">faster</td>' in page
+    assert '<td class="slower">slower</td>' in page
+
+
+def test_notes_runs_left_out_protocol_and_tables_are_there(report):
+    text = markdown(report)
+    for part in (
+        "- Mind the \\<gap>.",
+        "- Left out: runs/\\<x>: it has no FID.",
+        "## Runs\n",
+        "- num_fake: 360",
+    ):
+        assert part in text
+    assert "## None" not in text
+    assert "## Notes" not in markdown(Report(COMPARISON))
+
+
+def test_pictures_say_what_they_show_to_those_who_cannot_see_them(page):
+    assert all(attrs["alt"] for attrs in Outline(page).all("img"))
+
+
+# Files
+
+
+def test_a_report_is_a_page_and_its_figures_and_numbers_and_the_same_bytes_again(report, tmp_path):
+    folder = tmp_path / "new" / "folder"
+    assert write_report(report, folder) == folder / "report.html"
+    content = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert set(content) == {
+        *("report.html", "report.md", "speedups.png", "curves.png"),
+        *("speedups.csv", "fid.csv", "curves.csv"),
+    }
+    for name in ("speedups.png", "curves.png"):
+        with Image.open(folder / name) as image:
+            assert min(image.size) > 200
+    with (folder / "speedups.csv").open() as file:
+        assert [row["arm"] for row in csv.DictReader(file)] == ["baseline", "fast", "slow"]
+    write_report(report, folder)
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == content
+
+
+def test_every_picture_of_the_markdown_is_drawn_and_no_other(report):
+    file = io.BytesIO()
+    Image.new("L", (4, 4)).save(file, "PNG")
+    samples = [SamplePicture("fast", 100, file.getvalue())]
+    whole = replace(report, by_images=COMPARISON, samples=samples)
+    many = compare(
+        [arm("baseline", 1.0), *(arm(f"{k}", 1.5, range(2)) for k in range(MAX_ROWS + 1))],
+        "baseline",
+    )
+    for each, names in (
+        (report, {"speedups", "curves"}),
+        (whole, {"speedups", "curves", "speedups-images", "samples"}),
+        (Report(many), {"speedups", "curves", "speedups-all"}),
+    ):
+        assert set(re.findall(r"!\[[^\]]*\]\((.*)\.png\)", markdown(each))) == names
+        assert set(figures(each)) == names
+
+
+def test_csv_files_and_run_folders_give_the_same(tmp_path):
+    for name, speed in {"baseline": 1.0, "fast": 2.0}.items():
+        for seed in range(3):
+            other = {"pixels": 0.2 / speed, "pixels floor": 0.1, "recall": 0.9, "held-out": None}
+            folder = tmp_path / name / f"seed-{seed}"
+            write_run(folder, fids(speed, seed), seed, second_look=other)
+    report = build_report([str(tmp_path)])
+    assert list(report.others) == ["pixels"]
+    table = tmp_path / "table.csv"
+    table.write_text(to_csv(curve_records(report.comparison.arms)))
+    assert read_arms([str(table)]) == list(report.comparison.arms)
+    assert build_report([str(table)]).result == report.result
+
+
+@pytest.mark.parametrize(("arms", "baseline"), [("ab", "a"), (("a", "baseline"), "baseline")])
+def test_of_a_csv_the_arm_called_baseline_or_the_first_is_the_baseline(tmp_path, arms, baseline):
+    rows = "".join(f"{arm},1,9\n{arm},2,{k + 3}\n" for k, arm in enumerate(arms))
+    (tmp_path / "fids.csv").write_text(f"arm,step,fid\n{rows}")
+    assert build_report([str(tmp_path / "fids.csv")]).comparison.baseline.name == baseline
+
+
+def test_a_seed_of_the_baseline_that_makes_the_target_easy_is_noted(tmp_path):
+    bad = Curve("9", STEPS, (9.0,) * 19 + (5.0,))
+    base = Arm("baseline", (*arm("baseline", 1.0).curves, bad))
+    table = tmp_path / "fids.csv"
+    table.write_text(to_csv(curve_records([base, arm("fast", 2.0)])))
+    assert any(note.startswith("Seed 9 of baseline") for note in build_report([str(table)]).notes)
+    table.write_text(to_csv(curve_records([arm("baseline", 1.0), arm("fast", 2.0)])))
+    assert len(build_report([str(table)]).notes) == 1

@@ -1,0 +1,354 @@
+"""What a report shows of run folders besides their curves."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from support.experiments import STEPS, fids, record, write_arm, write_grid, write_run
+
+from lit_diffusion.lab.compare.comparison import compare
+from lit_diffusion.lab.compare.run_folders import collect_runs, read_run, select
+from lit_diffusion.lab.compare.run_tables import (
+    arms_of,
+    best_widths,
+    fids_by_width,
+    notes_on_runs,
+    protocol_facts,
+    runs_table,
+    sample_pictures,
+    settings_table,
+    training_table,
+    widths_table,
+)
+from lit_diffusion.metrics.evaluation_record import EMA_CURVE
+
+SAMPLING = {"solver": "DPMSolverPP(steps=20)", "steps": 20}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_arm(Path("sweep/baseline"), 1.0)
+    write_arm(Path("sweep/clts"), 1.3, lr=0.5)
+
+
+def selected(baseline=None):
+    selection = select(collect_runs(["sweep"]), baseline)
+    return selection, arms_of(selection)
+
+
+def notes():
+    return "\n".join(notes_on_runs(*selected()))
+
+
+def change(run, **changes):
+    """Change every record of a run."""
+    path = Path(run) / "evaluations.jsonl"
+    records = [json.loads(line) | changes for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def change_config(run, **changes):
+    config = yaml.safe_load((Path(run) / "config.yaml").read_text())
+    (Path(run) / "config.yaml").write_text(yaml.safe_dump(config | changes))
+
+
+# Curves
+
+
+def test_curves_have_steps_fids_images_and_repeats_of_the_records():
+    curve = read_run(Path("sweep/clts/seed-3")).curve("val/fid_360")
+    assert (curve.seed, curve.steps, list(curve.fids)) == ("3", STEPS, fids(1.3, 3))
+    assert curve.images == tuple(64 * step for step in STEPS)
+    assert len(curve.repeats) == 2
+    assert curve.fids[-1] not in curve.repeats
+
+
+def test_the_baseline_is_the_first_arm():
+    Path("sweep/baseline").rename("sweep/zero")
+    assert [arm.name for arm in selected("zero")[1]] == ["zero", "clts"]
+
+
+def test_records_without_images_have_curves_without_them():
+    change("sweep/clts/seed-3", images=None)
+    assert read_run(Path("sweep/clts/seed-3")).curve("val/fid_360").images is None
+
+
+def test_fids_that_are_not_finite_are_nan_and_noted():
+    values = [*fids(1.0, 9)]
+    values[3] = values[5] = None
+    write_run(Path("sweep/baseline/seed-9"), values, 9)
+    (curve,) = [c for c in selected()[1][0].curves if c.seed == "9"]
+    assert [math.isnan(fid) for fid in curve.fids] == [value is None for value in values]
+    assert "sweep/baseline/seed-9: the FID is not finite at step 400, 600." in notes()
+
+
+def test_a_run_that_diverged_has_no_fid_from_then_on_and_never_reaches_the_target():
+    run = write_run(Path("sweep/clts/seed-9"), fids(9.0, 9)[:7], 9, lr=0.5, max_steps=2000)
+    log_losses(run, [1.0, math.nan], every=400)
+    (curve,) = (curve for curve in selected()[1][1].curves if curve.seed == "9")
+    assert curve.steps == STEPS
+    assert curve.images == tuple(64 * step for step in STEPS)
+    assert [math.isfinite(fid) for fid in curve.fids] == [True] * 7 + [False] * 13
+    assert "sweep/clts/seed-9: its training diverged" in notes()
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"value": -1e-9}, "FIDs must be > 0, got -1e-09"),
+        ({"value": "good"}, "is no evaluation"),
+        ({"value": 10**400}, "int too large"),
+        ({"images": "many"}, "could not convert string to float: 'many'"),
+        ({"images": [1]}, "float() argument must be"),
+        ({"images": 64}, "images seen must increase, got 64 after 64"),
+    ],
+)
+def test_a_run_with_a_number_that_can_not_be_takes_no_part(changes, why):
+    change("sweep/clts/seed-3", **changes)
+    selection, arms = selected()
+    assert [len(arm.curves) for arm in arms] == [5, 4]
+    ((run, reason),) = selection.left_out
+    assert run.endswith("clts/seed-3")
+    assert why in reason
+
+
+def test_scores_besides_the_fid_may_be_below_zero():
+    path = Path("sweep/clts/seed-3/evaluations.jsonl")
+    other = record(100, -1.0, metric="val/log_fid_360")
+    path.write_text(path.read_text() + json.dumps(other) + "\n")
+    assert not selected()[0].left_out
+
+
+# Notes
+
+
+def test_runs_that_are_as_they_should_be_need_no_note():
+    assert notes() == ""
+
+
+def test_what_an_arm_was_tuned_on_is_noted_beside_what_the_fid_is_by():
+    for run in Path("sweep/clts").iterdir():
+        change_config(run, tuned_on="patches-cnn")
+    assert notes() == "Tuned: clts on patches-cnn. FID here is by digits-cnn, val."
+
+
+@pytest.mark.parametrize(
+    ("way", "is_sampler"),
+    [
+        ({"solver": "Heun()"}, True),
+        ({"steps": 50}, True),
+        ({"process": "EDMProcess()"}, False),
+        ({"process": "EDMProcess()", "steps": 1}, True),
+    ],
+)
+def test_another_way_to_sample_is_noted_and_whether_a_gain_may_be_due_to_it(way, is_sampler):
+    for name, changes in (("baseline", {}), ("clts", way)):
+        for run in Path("sweep", name).iterdir():
+            change(run, sampling=SAMPLING | {"process": "VP()"} | changes)
+    assert "clts draws its samples in another way than baseline" in notes()
+    assert all(f"{key} {value}, not " in notes() for key, value in way.items())
+    assert ("may be the sampler's" in notes()) is is_sampler
+
+
+@pytest.mark.parametrize("way", [{}, None])
+def test_a_way_to_sample_that_is_not_recorded_is_not_noted(way):
+    for run in Path("sweep/clts").iterdir():
+        change(run, sampling=way)
+    assert notes() == ""
+
+
+def test_an_arm_of_another_length_is_noted():
+    write_run(Path("sweep/short"), fids(1.0, 9)[:9], 9, steps=STEPS[:9])
+    assert "than baseline's 2,000: short for 900." in notes()
+
+
+def test_a_resume_with_other_settings_is_noted():
+    run = Path("sweep/clts/seed-3")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    (run / "config.resume-1.yaml").write_text(yaml.safe_dump(config | {"ckpt_path": "last"}))
+    assert notes() == ""
+    change_config(run, trainer=config["trainer"] | {"max_steps": 500})
+    assert "was resumed with other settings: trainer.max_steps 500, then 2000." in notes()
+
+
+# Tables and facts
+
+
+def test_what_an_arm_changes_is_read_from_the_configs():
+    table = settings_table(selected()[0])
+    assert table.rows == (("clts", "model.optimizer.lr", "0.001", "0.5"),)
+    assert table.columns[2] == "baseline"
+
+
+def test_arms_with_many_changes_are_cut_with_how_many_there_are():
+    run = write_run(Path("sweep/other"), fids(1.0, 9), 9)
+    trainer = yaml.safe_load((run / "config.yaml").read_text())["trainer"]
+    change_config(run, trainer=trainer | {f"setting_{k}": k for k in range(30)})
+    rows = [row for row in settings_table(selected()[0]).rows if row[0] == "other"]
+    assert rows[-1][1] == f"and {30 - len(rows) + 1} more"
+
+
+def test_without_configs_there_is_no_table_of_settings():
+    for config in Path("sweep").glob("*/*/config.yaml"):
+        config.unlink()
+    assert settings_table(selected()[0]) is None
+
+
+def test_every_run_has_a_row_with_its_loss_and_folder():
+    selection, arms = selected()
+    table = runs_table(selection, compare(arms, "baseline"))
+    assert len(table.rows) == 10
+    first = dict(zip(table.columns, table.rows[0], strict=True))
+    assert (first["arm"], first["seed"], first["val/loss"]) == ("baseline", "0", "0.1")
+    assert first["folder"] == "sweep/baseline/seed-0"
+
+
+def test_the_protocol_is_listed_whole():
+    facts = protocol_facts(selected()[0])
+    assert (facts["num_fake"], facts["protocol"]) == ("360", "digits-cnn")
+    assert facts["sampling solver"] == "DPMSolverPP(steps=20)"
+
+
+def log_losses(run, losses, every=20):
+    """Overwrite metrics.csv."""
+    Path(run).mkdir(parents=True, exist_ok=True)
+    (Path(run) / "config.yaml").touch()
+    lines = [f"{every * (k + 1) - 1},{loss}\n" for k, loss in enumerate(losses)]
+    (Path(run) / "metrics.csv").write_text("step,train/loss\n" + "".join(lines))
+
+
+def test_runs_whose_training_diverged_or_spiked_are_counted_once_also_without_any_fid():
+    calm = [1.0] * 40
+    assert training_table(collect_runs(["sweep"])) is None
+    log_losses("sweep/baseline/seed-0", calm)
+    log_losses("sweep/baseline/seed-1", [*calm, 5.0, *calm, 5.0, *calm])
+    log_losses("sweep/clts/seed-0", [*calm, 5.0, *calm, math.nan])
+    log_losses("sweep/clts/seed-1", [*calm, math.inf])
+    log_losses("sweep/dead/seed-0", [*calm, 9.0, math.nan])
+    table = training_table(collect_runs(["sweep"]))
+    assert table.rows == (
+        ("baseline", "2", "0", "1", "1 of 2"),
+        ("clts", "2", "2", "0", "2 of 2"),
+        ("dead", "1", "1", "0", "1 of 1"),
+    )
+    assert "every 20 steps" in table.caption
+    log_losses("sweep/clts/seed-0", calm, every=1)
+    assert "every 1 or 20 steps" in training_table(collect_runs(["sweep"])).caption
+
+
+# Samples
+
+
+def pictures():
+    return sample_pictures(*selected())
+
+
+def test_pictures_are_of_one_training_seed_and_equal_steps_of_all_arms():
+    steps = [(arm, step) for arm in ("baseline", "clts") for step in (500, 1000, 2000)]
+    assert [(picture.arm, picture.step) for picture in pictures()] == steps
+    expected = Path("sweep/clts/seed-0/samples/step-00001000-ema.png").read_bytes()
+    assert pictures()[4].png == expected
+
+
+def test_pictures_are_of_the_weights_of_the_fid_if_there_are_such():
+    for path in Path("sweep").glob("*/*/samples/*-ema.png"):
+        path.with_name(path.name.replace("ema", "raw")).write_bytes(path.read_bytes())
+    assert {(p.step, p.weights) for p in pictures()} == {(s, "ema") for s in (500, 1000, 2000)}
+    for path in Path("sweep").glob("*/*/samples/*-ema.png"):
+        path.unlink()
+    assert {picture.weights for picture in pictures()} == {"raw"}
+
+
+def test_pictures_of_other_weights_or_steps_are_not_set_side_by_side():
+    for path in Path("sweep/clts").glob("*/samples/*.png"):
+        path.rename(path.with_name(path.name.replace("ema", "raw")))
+    assert pictures() == []
+    write_grid(Path("sweep/clts/seed-0"), 500, 100)
+    assert [(p.arm, p.step) for p in pictures()] == [("baseline", 500), ("clts", 500)]
+
+
+def test_an_arm_without_pictures_leaves_the_others_without():
+    write_run(Path("sweep/md"), fids(1.0, 9), 9)
+    assert pictures() == []
+
+
+def test_arms_without_a_common_seed_show_different_ones():
+    for name, seeds in (("baseline", (0, 1, 2)), ("clts", (3, 4))):
+        for seed in seeds:
+            shutil.rmtree(f"sweep/{name}/seed-{seed}/samples")
+    assert {(p.arm, p.seed) for p in pictures()} == {("baseline", "3"), ("clts", "0")}
+
+
+# Widths of the average
+
+WIDTHS = {
+    "baseline": [{0.05: 2.0, 0.1: 1.0}, {0.05: 2.2, 0.1: 1.1}, {0.05: 2.1, 0.1: 1.05}],
+    "fast": [{0.05: 0.5, 0.1: 0.9}, {0.05: 0.55, 0.1: 0.9}, {0.05: 0.6, 0.1: 0.9}],
+}
+
+
+def write_widths(run, scores, step=2000, **changes):
+    lines = [record(step, v, weights=f"power_{w:g}", **changes) for w, v in scores.items()]
+    with (run / EMA_CURVE).open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+@pytest.fixture
+def scored(folder):
+    shutil.rmtree("sweep")
+    for k, (arm, scores) in enumerate(WIDTHS.items()):
+        for seed in range(3):
+            run = write_run(Path(f"sweep/{arm}/seed-{seed}"), fids(1.0, seed), seed, lr=1.0 + k)
+            write_widths(run, scores[seed])
+
+
+def test_each_seed_is_scored_at_the_width_that_the_others_choose():
+    lucky = [{0.05: 1.0, 0.1: 2.0}, {0.05: 3.0, 0.1: 2.0}, {0.05: 3.0, 0.1: 2.0}]
+    assert best_widths(lucky) == [(0.1, 2.0), (0.05, 3.0), (0.05, 3.0)]
+    assert best_widths(lucky[:1]) == [(0.05, 1.0)]
+    two = [{0.05: 1.0, 0.1: 2.0}, {0.05: 4.0, 0.1: 3.0, 0.2: 0.1}]  # not all have 0.2
+    assert best_widths(two) == [(0.1, 2.0), (0.05, 4.0)]
+
+
+def test_arms_are_compared_at_their_own_widths(scored):
+    table, notes = widths_table(selected()[0])
+    means = [math.prod(values) ** (1 / 3) for values in ((1.0, 1.1, 1.05), (0.5, 0.55, 0.6))]
+    base, fast = table.rows
+    assert base[:5] == ("baseline", "0.1 (end)", "0.05, 0.1", "3", f"{means[0]:.2f}")
+    assert fast[:2] == ("fast", "0.05 (end)")
+    assert fast[4:] == (f"{means[1]:.3f}", f"{means[1] / means[0]:.2f}", "0.002")
+    assert notes == []
+
+
+def test_a_width_within_those_scored_is_no_end(scored):
+    for run in Path("sweep").glob("*/*"):
+        write_widths(run, {0.01: 9.0, 0.2: 9.0})
+    assert [row[1] for row in widths_table(selected()[0])[0].rows] == ["0.1", "0.05"]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"step": 1900}, {"seeds": (360, 720)}, {"num_fake": 100}, {"data": "0" * 16}]
+)
+def test_an_arm_that_was_scored_otherwise_takes_no_part_and_is_noted(scored, changes):
+    (Path("sweep/fast/seed-1") / EMA_CURVE).unlink()
+    write_widths(Path("sweep/fast/seed-1"), WIDTHS["fast"][1], **changes)
+    table, (note,) = widths_table(selected()[0])
+    assert table is None
+    assert note.endswith(": fast.")
+
+
+def test_without_such_scores_there_is_no_table_and_no_note():
+    assert widths_table(selected()[0]) == (None, [])
+
+
+def test_the_last_step_counts_as_most_widths_of_it_were_measured():
+    run = write_run(Path("one"), fids(1.0, 0))
+    write_widths(run, {0.05: 9.0, 0.1: 9.0, 0.2: 9.0}, step=100)
+    write_widths(run, {0.05: 1.0, 0.1: 2.0})
+    write_widths(run, {0.05: 7.0}, sampling={"steps": 5})
+    protocol, scores = fids_by_width(read_run(run))
+    assert (protocol["step"], scores) == (2000, {0.05: 1.0, 0.1: 2.0})

@@ -1,0 +1,261 @@
+import math
+import random
+from statistics import fmean, stdev, variance
+
+import numpy as np
+import pytest
+from scipy import stats
+from support.experiments import STEPS
+
+from lit_diffusion.lab.compare.comparison import compare
+from lit_diffusion.lab.compare.curves import Arm, Bound, Crossing, Curve
+from lit_diffusion.lab.compare.statistics import (
+    holm,
+    last_fid_by_seed,
+    paired,
+    speedup,
+    speedup_by_seed,
+    welch,
+)
+
+NAN = math.nan
+NOT, EARLY = Bound.MORE_THAN, Bound.AT_MOST
+
+
+def drawn(seed, counts=(5, 5), spreads=(1.0, 1.0), shift=0.0):
+    rng = np.random.default_rng(seed)
+    first = rng.normal(shift, spreads[0], counts[0]).tolist()
+    return first, rng.normal(0, spreads[1], counts[1]).tolist()
+
+
+def crossings(logs):
+    return [Crossing(math.exp(log)) for log in logs]
+
+
+def interval(difference, error, degrees):
+    """Ends of the 95% interval, and p."""
+    reach = stats.t.ppf(0.975, degrees) * error
+    p = 2 * stats.t.sf(abs(difference) / error, degrees)
+    return difference - reach, difference + reach, p
+
+
+# t tests
+
+
+@pytest.mark.parametrize("counts", [(5, 5), (2, 2), (3, 9), (50, 2)])
+@pytest.mark.parametrize("spreads", [(1.0, 1.0), (0.01, 3.0), (0.0, 1.0)])
+def test_welch_is_the_formula(counts, spreads):
+    first, second = drawn(1, counts, spreads, shift=0.7)
+    v1, v2 = variance(first) / counts[0], variance(second) / counts[1]
+    degrees = (v1 + v2) ** 2 / (v1**2 / (counts[0] - 1) + v2**2 / (counts[1] - 1))
+    expected = interval(fmean(first) - fmean(second), math.sqrt(v1 + v2), degrees)
+    test = welch(first, second)
+    assert (test.low, test.high, test.p) == pytest.approx(expected, rel=1e-9)
+    assert test.difference == pytest.approx((test.low + test.high) / 2)
+
+
+def test_paired_is_the_formula():
+    first, second = drawn(2, (7, 7), shift=0.3)
+    differences = [a - b for a, b in zip(first, second, strict=True)]
+    expected = interval(fmean(differences), stdev(differences) / math.sqrt(7), 6)
+    test = paired(first, second)
+    assert (test.low, test.high, test.p) == pytest.approx(expected, rel=1e-9)
+    assert test.difference == pytest.approx(fmean(differences))
+
+
+def test_one_value_or_no_spread_at_all_leaves_no_test():
+    assert welch([1.0], [1.0, 2.0]) is None
+    assert welch([1.0, 1.0], [2.0, 2.0]) is None
+    assert paired([2.0], [1.0]) is None
+    assert paired([], []) is None
+    assert paired([0.3, 2.1, 3.3], [0.1, 1.9, 3.1]) is None  # equal but for rounding
+
+
+# Speed-ups
+
+
+def test_a_speedup_is_the_ratio_of_geometric_means_with_welchs_interval():
+    slow, fast = drawn(2, (5, 4), (0.1, 0.2), shift=0.5)
+    gain, test = speedup(crossings(slow), crossings(fast)), welch(slow, fast)
+    expected = [math.exp(end) for end in (test.difference, test.low, test.high)]
+    assert [gain.ratio, gain.low, gain.high] == pytest.approx(expected)
+    assert gain.p == pytest.approx(test.p)
+
+
+def test_an_interval_holds_one_exactly_where_p_is_above_one_in_twenty():
+    gains = [speedup(*map(crossings, drawn(seed, shift=1.0))) for seed in range(200)]
+    assert [g.low <= 1 <= g.high for g in gains] == [g.p >= 0.05 for g in gains]
+    assert len({g.p >= 0.05 for g in gains}) == 2
+
+
+def test_exchanging_the_arms_inverts_the_ratio():
+    slow, fast = map(crossings, drawn(3, shift=1.0))
+    one, other = speedup(slow, fast), speedup(fast, slow)
+    inverse = (1 / one.ratio, 1 / one.high, 1 / one.low)
+    assert (other.ratio, other.low, other.high) == pytest.approx(inverse)
+    assert other.p == pytest.approx(one.p)
+
+
+@pytest.mark.parametrize("unit", [1e-3, 64.0])
+def test_a_speedup_has_no_unit(unit):
+    slow, fast = map(crossings, drawn(4, shift=1.0))
+    scaled = [[Crossing(unit * c.step) for c in arm] for arm in (slow, fast)]
+    one, other = speedup(slow, fast), speedup(*scaled)
+    assert (other.ratio, other.low, other.high, other.p) == pytest.approx(
+        (one.ratio, one.low, one.high, one.p)
+    )
+
+
+def test_one_seed_has_a_ratio_and_no_interval():
+    gain = speedup([Crossing(4000)], [Crossing(2000)])
+    assert (gain.ratio, gain.low, gain.high, gain.p) == (2, None, None, None)
+
+
+def test_the_interval_holds_the_true_ratio_in_95_of_100_experiments():
+    gains = [speedup(*map(crossings, drawn(seed, (3, 8), (0.1, 0.3), 0.5))) for seed in range(2000)]
+    covered = sum(g.low <= math.exp(0.5) <= g.high for g in gains) / len(gains)
+    assert covered == pytest.approx(0.95, abs=0.015)  # 3 standard deviations
+
+
+# Censored crossings
+
+
+def test_a_baseline_that_never_gets_there_leaves_a_lower_bound():
+    gain = speedup([Crossing(3500), Crossing(4000, NOT)], [Crossing(2000), Crossing(1900)])
+    assert (gain.is_lower_bound, gain.is_upper_bound) == (True, False)
+    assert 1 < gain.low < gain.ratio < gain.high == math.inf
+
+
+def test_an_arm_that_never_gets_there_leaves_an_upper_bound():
+    gain = speedup([Crossing(2000), Crossing(1900)], [Crossing(3500), Crossing(4000, NOT)])
+    assert (gain.is_lower_bound, gain.is_upper_bound) == (False, True)
+    assert 0 == gain.low < gain.ratio < gain.high < 1
+
+
+def test_an_arm_that_is_there_before_the_first_evaluation_leaves_a_lower_bound():
+    gain = speedup([Crossing(2000), Crossing(1900)], [Crossing(100, EARLY), Crossing(110)])
+    assert gain.is_lower_bound
+    assert gain.high == math.inf
+
+
+@pytest.mark.parametrize(
+    ("baseline", "arm"),
+    [
+        ([Crossing(4000, NOT), Crossing(3900)], [Crossing(4000, NOT), Crossing(3000)]),
+        # That of a longer run: whether the baseline takes longer still is unknown.
+        ([Crossing(1000, NOT), Crossing(990)], [Crossing(1900), Crossing(1950)]),
+        ([Crossing(1900), Crossing(1950)], [Crossing(1000, NOT), Crossing(990)]),
+    ],
+)
+def test_there_is_no_interval_where_bounds_leave_open_who_is_faster(baseline, arm):
+    gain = speedup(baseline, arm)
+    assert (gain.low, gain.high, gain.p) == (None, None, None)
+
+
+def test_the_lower_end_of_a_bound_stays_below_the_truth():
+    """In 97.5 of 100 experiments, as that of a whole interval does."""
+    limit, holds = math.exp(0.5), []
+    for seed in range(2000):
+        slow, fast = drawn(seed, (5, 5), (0.2, 0.2), shift=0.5)
+        censored = [c if c.step < limit else Crossing(limit, NOT) for c in crossings(slow)]
+        gain = speedup(censored, crossings(fast))
+        holds.append(gain.low is None or gain.low <= math.exp(0.5))
+    assert sum(holds) / len(holds) > 0.965
+
+
+# Holm
+
+
+def test_holm_multiplies_the_smallest_by_the_number_of_tests_and_the_next_by_one_less():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.03, 0.01, None, 0.5]) == [0.06, 0.03, None, 0.5]
+    assert holm([]) == []
+
+
+def test_holm_lies_between_no_correction_and_bonferronis_and_keeps_the_order():
+    rng = np.random.default_rng(0)
+    for count in (1, 2, 7, 30):
+        ps = rng.uniform(size=count).tolist()
+        adjusted = holm(ps)
+        assert all(p <= a <= min(count * p, 1) for p, a in zip(ps, adjusted, strict=True))
+        order = sorted(range(count), key=lambda k: ps[k])
+        assert [adjusted[k] for k in order] == sorted(adjusted)
+
+
+def test_of_families_without_effect_one_in_twenty_rejects_after_holm():
+    rng = np.random.default_rng(1)
+    wrong = [min(holm(rng.uniform(size=6).tolist())) < 0.05 for _ in range(4000)]
+    assert sum(wrong) / len(wrong) == pytest.approx(0.05, abs=0.011)
+
+
+# Seed by seed
+
+
+def related(speed, name="arm", seeds=range(5)):
+    """An arm whose seeds are fast or slow (20%) as those of every other arm are, up to 2%."""
+    curves = []
+    for seed in seeds:
+        luck = math.exp(random.Random(seed).gauss(0, 0.2))
+        luck *= math.exp(random.Random(f"{name} {seed}").gauss(0, 0.02))
+        fids = [0.3 + 20 * (step * speed * luck / 100) ** -0.8 for step in STEPS]
+        curves.append(Curve(str(seed), STEPS, tuple(fids)))
+    return Arm(name, tuple(curves))
+
+
+BASE = related(1.0, "baseline")
+
+
+def test_what_seeds_share_cancels():
+    """An arm that is 10% faster, with seeds that differ by 20%: only seed by seed it is seen."""
+    arm = related(1.1)
+    (result,) = compare([BASE, arm], "baseline").results
+    test = speedup_by_seed(arm, BASE, result.at)
+    assert result.speedup.p > 0.1
+    assert test.p < 0.01
+    assert test.low < math.log(1.1) < test.high
+    assert math.exp(test.difference) == pytest.approx(result.speedup.ratio)
+
+
+def test_by_seed_five_in_a_hundred_equal_arms_differ():
+    ps = []
+    for k in range(300):
+        base, arm = (related(1.0, f"{name}{k}", [f"{k} {i}" for i in range(4)]) for name in "ab")
+        ps.append(speedup_by_seed(arm, base, max(arm.reached_by_all, base.reached_by_all)).p)
+    assert stats.binomtest(sum(p < 0.05 for p in ps), len(ps), 0.05).pvalue > 0.001
+    assert stats.kstest(ps, "uniform").pvalue > 0.001
+
+
+def test_seeds_that_one_arm_lacks_take_no_part():
+    arm, fewer = related(1.5, seeds=(9, 4, 1, 3)), related(1.5, seeds=(1, 3, 4))
+    fid = max(arm.reached_by_all, BASE.reached_by_all)
+    assert speedup_by_seed(arm, BASE, fid) == speedup_by_seed(fewer, BASE, fid)
+    assert last_fid_by_seed(arm, BASE) == last_fid_by_seed(fewer, BASE)
+    assert last_fid_by_seed(related(1.5, seeds=(8, 9)), BASE) is None
+
+
+def test_an_fid_that_a_seed_had_from_the_start_or_never_has_no_speed():
+    assert speedup_by_seed(related(1.5), BASE, 19.0) is None
+    assert speedup_by_seed(related(1.5), BASE, 0.1) is None
+
+
+def test_last_fids_are_geometric_means_over_the_sets_of_samples_that_all_have():
+    one = Arm("one", tuple(Curve(s, (1,), (2.0,), repeats=(8.0, 99.0)) for s in "abc"))
+    fids = zip("abc", (1, 2, 4), strict=True)
+    other = Arm("other", tuple(Curve(s, (1,), (f,), repeats=(1.0,)) for s, f in fids))
+    assert math.exp(last_fid_by_seed(one, other).difference) == pytest.approx(4 / 2**0.5)
+
+
+@pytest.mark.parametrize("last", [NAN, math.inf])
+def test_last_fids_that_are_not_finite_have_no_ratio(last):
+    ends = [Curve(c.seed, STEPS, (*c.fids[:-1], last)) for c in related(2.0).curves]
+    assert last_fid_by_seed(Arm("lost", tuple(ends)), BASE) is None
+    sets = [Curve(c.seed, STEPS, c.fids, repeats=(last,)) for c in related(2.0).curves]
+    base = [Curve(c.seed, STEPS, c.fids, repeats=(1.0,)) for c in BASE.curves]
+    assert last_fid_by_seed(Arm("lost", tuple(sets)), Arm("base", tuple(base))) is None
+
+
+def test_last_fids_after_unequal_numbers_of_steps_have_no_ratio():
+    short = [Curve(c.seed, c.steps[:-1], c.fids[:-1]) for c in related(2.0).curves]
+    assert last_fid_by_seed(Arm("short", tuple(short)), BASE) is None
+    almost = [Curve(c.seed, (*STEPS[:-1], 1990), c.fids) for c in related(2.0).curves]
+    assert last_fid_by_seed(Arm("almost", tuple(almost)), BASE) is not None

@@ -1,0 +1,456 @@
+"""A sweep: which runs it has, which it refuses, and real processes that are interrupted."""
+
+import io
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from support.commands import SCRIPT, call, checkpoint, equal, weights
+from support.small_digits import small_digits
+from support.sweeping import ARMS, TRUST, printed, refusal, write_configs
+from support.tiny_run import EMA, tiny_config, write_config
+
+from lit_diffusion.cli.loggers import read_rows
+from lit_diffusion.cli.main import main
+from lit_diffusion.cli.run_folder import occupied
+from lit_diffusion.lab.compare import sweep
+from lit_diffusion.lab.compare.processes import Job
+from lit_diffusion.lab.compare.sweep import (
+    LAST,
+    LOG,
+    Sweep,
+    arm_configs,
+    parser,
+    plan_sweep,
+    replaced_settings,
+)
+
+SHIPPED_ARMS = Path(__file__).parents[3] / "configs" / "arms"
+MIN_SNR = "lit_diffusion.losses.MinSNR"
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_configs()
+
+
+def test_all_arms_of_the_first_seed_come_first_and_the_config_alone_is_the_baseline(capsys):
+    lines = printed(capsys, "--arms slow.yaml ema.yaml --seeds 0,7")
+    roots = [line.partition("default_root_dir=")[2].split()[0] for line in lines]
+    arms = ["baseline", "slow", "ema"]
+    assert roots == [f"runs/tiny-sweep/{arm}/seed-{n}" for n in (0, 7) for arm in arms]
+    assert ["--seed_everything=7" in line for line in lines] == [False] * 3 + [True] * 3
+    assert sorted(Path().iterdir()) == sorted(Path(f"{n}.yaml") for n in ("tiny", "slow", "ema"))
+
+
+def test_configs_joined_by_a_plus_are_one_arm(capsys):
+    """Fed to a real fit, both are in force."""
+    (_, line) = printed(capsys, "--arms slow.yaml+ema.yaml --seeds 3 --out out")
+    assert main(shlex.split(line)[1:]) == 0
+    saved = yaml.safe_load(Path("out/slow+ema/seed-3/config.yaml").read_text())
+    assert saved["seed_everything"] == 3
+    assert saved["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.01
+    assert len(saved["trainer"]["callbacks"]) == 1
+
+
+def test_a_setting_that_a_joined_config_takes_back_is_told(capsys):
+    write_config(
+        {"model": {"init_args": {"optimizer": {"init_args": {"lr": 0.1}}}}}, Path("f.yaml")
+    )
+    assert call(f"sweep tiny.yaml --arms slow.yaml+f.yaml --seeds 0 --print {TRUST}") == 0
+    setting = "model.init_args.optimizer.init_args.lr"
+    expected = f"arm slow+f: f.yaml replaces what slow.yaml sets: {setting}"
+    assert expected in capsys.readouterr().err
+
+
+def test_an_arm_that_changes_nothing_is_left_out_and_told(capsys):
+    """As beta1-0.9 where the experiment has that: it would be one more test, of no difference."""
+    same = {"model": {"init_args": {"optimizer": {"init_args": {"lr": 0.1}}}}}
+    write_config(same, Path("same.yaml"))
+    write_config(ARMS["slow"], Path("copy.yaml"))
+    options = "--arms same.yaml slow.yaml copy.yaml+same.yaml same.yaml+copy.yaml --seeds 0,1"
+    assert call(f"sweep tiny.yaml {options} --print {TRUST}") == 0
+    out, err = capsys.readouterr()
+    roots = [line.partition("default_root_dir=")[2].split()[0] for line in out.splitlines()]
+    runs = [f"{arm}/seed-{n}" for n in (0, 1) for arm in ("baseline", "slow")]
+    assert roots == [f"runs/tiny-sweep/{run}" for run in runs]
+    left_out = [line.partition("  ")[2] for line in err.splitlines() if "left out" in line]
+    assert left_out == [
+        "arm same is left out: its settings are those of baseline",
+        "arm copy+same is left out: its settings are those of baseline",
+        "arm same+copy is left out: its settings are those of slow",
+    ]
+
+
+def test_a_file_with_a_plus_in_its_name_is_one_config(capsys):
+    shutil.copy("slow.yaml", "a+b.yaml")
+    assert "--config=a+b.yaml" in printed(capsys, "--arms a+b.yaml --seeds 0")[1]
+
+
+def test_a_printed_command_resumes_when_it_is_run_again(capsys):
+    """As an array task that was requeued; a finished one is left as it is."""
+    (_, line) = printed(capsys, "--arms ema.yaml --seeds 0 --out out --trainer.max_steps=4")
+    run = Path("out/ema/seed-0")
+    assert main(shlex.split(line)[1:]) == 0
+    before = weights(run)
+    assert main(shlex.split(line)[1:]) == 0
+    assert equal(before, weights(run))
+    assert main(shlex.split(line.replace("max_steps=4", "max_steps=6"))[1:]) == 0
+    steps = [int(row["step"]) for row in read_rows(run / "metrics.csv")]
+    assert sorted(set(steps)) == list(range(6))
+    saved = yaml.safe_load((run / "config.resume-1.yaml").read_text())  # none for the finished
+    assert len(saved["trainer"]["callbacks"]) == 1  # appended once, not once more at each resume
+
+
+@pytest.mark.parametrize(
+    ("options", "err"),
+    [
+        ("--jobs 0", "--jobs must be at least 1, got 0."),
+        ("--seeds 1,1", "--seeds must be different numbers from 0 to 4294967295, got [1, 1]."),
+        ("--seeds -1", "--seeds must be different numbers from 0 to 4294967295, got [-1]."),
+        ("--seeds 4294967296", "from 0 to 4294967295, got [4294967296]."),
+        ("--arms slow.yaml deep/slow.yaml", "two arms are named slow; rename deep/slow.yaml"),
+        ("--arms baseline.yaml", "two arms are named baseline; rename baseline.yaml"),
+        ("--arms slow.yaml missing.yaml", "arm missing: "),
+        ("--trainer.max_steps=-1", "arm baseline: runs are finished after trainer.max_steps"),
+        ("--trainer.enable_checkpointing=false", "runs are resumed from checkpoints"),
+        ("--trainer.fast_dev_run=true", "runs are resumed from checkpoints"),
+        ("--ckpt_path=last", "there is no file runs/tiny/checkpoints/last.ckpt"),
+        ("--trainer.max_stops=4", "max_stops"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_started(capsys, options, err):
+    assert err in refusal(capsys, options)
+
+
+def test_a_mistake_in_the_last_arm_is_found_before_the_first_is_started(capsys):
+    write_config({"model": {"init_args": {"shft": 1.0}}}, Path("wrong.yaml"))
+    err = refusal(capsys, "--arms slow.yaml wrong.yaml")
+    assert "arm wrong: " in err
+    assert "shft" in err
+
+
+def test_a_changed_arm_under_the_same_name_is_refused_by_the_names_of_its_keys(one_run, capsys):
+    arm = {"model": {"init_args": {"shift": 2.0, "optimizer": {"init_args": {"lr": 0.02}}}}}
+    write_config(arm, Path("slow.yaml"))
+    err = refusal(capsys, "--arms slow.yaml --seeds 0 --out out")
+    assert "out/slow/seed-0 holds a run with other settings" in err
+    assert "model.shift was 0.0, is 2.0" in err
+    assert "model.optimizer.lr was 0.01, is 0.02" in err
+    assert "data" not in err
+
+
+def test_a_changed_baseline_length_or_callback_is_refused(one_run, capsys):
+    same = "--arms slow.yaml --seeds 0 --out out"
+    assert "trainer.max_steps was 8, is 9" in refusal(capsys, f"{same} --trainer.max_steps=9")
+    write_config(tiny_config(callbacks=[EMA]))
+    assert "trainer.callbacks was None, is [" in refusal(capsys, same)
+
+
+def test_a_run_folder_may_be_named_in_another_way(one_run, capsys):
+    assert len(printed(capsys, f"--arms slow.yaml --seeds 0 --out {Path('out').resolve()}")) == 2
+
+
+def test_a_run_that_lost_its_last_checkpoint_is_never_started_over(one_run, capsys):
+    saved = Path("out/slow/seed-0/checkpoints/last.ckpt")
+    saved.rename(saved.with_name("best-fid.ckpt"))
+    err = refusal(capsys, "--arms slow.yaml --seeds 0 --out out")
+    assert "out/slow/seed-0 has best-fid.ckpt, but no checkpoints/last.ckpt" in err
+
+
+def test_finished_runs_are_left_alone_also_without_their_checkpoints(one_run, capsys):
+    """As where only results were kept."""
+    for folder in Path("out").glob("*/seed-0"):
+        shutil.rmtree(folder / "checkpoints")
+    before = {path: path.read_bytes() for path in Path("out").rglob("metrics.csv")}
+    assert len(before) == 2
+    assert call(f"sweep tiny.yaml --seeds 0 --out out {TRUST}") == 0
+    assert "baseline/seed-0 was finished before" in capsys.readouterr().err
+    assert {path: path.read_bytes() for path in Path("out").rglob("metrics.csv")} == before
+
+
+def test_results_without_a_checkpoint_to_go_on_from_are_never_deleted(one_run, capsys):
+    shutil.rmtree("out/slow/seed-0/checkpoints")
+    Path("out/slow/seed-0/evaluations.jsonl").write_text('{"step": 7}\n')
+    err = refusal(capsys, "--arms slow.yaml --seeds 0 --out out")
+    assert "out/slow/seed-0 has evaluations up to step 7, but no checkpoints/last.ckpt" in err
+
+
+def test_an_empty_config_in_a_run_folder_is_named(one_run, capsys):
+    Path("out/slow/seed-0/config.yaml").write_text("")
+    err = refusal(capsys, "--arms slow.yaml --seeds 0 --out out")
+    assert "out/slow/seed-0/config.yaml must hold settings" in err
+
+
+# Arms
+
+
+def replaced(*settings):
+    """What is err of files with these settings, a.yaml, b.yaml, ..., joined."""
+    files = []
+    for name, setting in zip("abc", settings, strict=False):
+        Path(f"{name}.yaml").write_text(yaml.safe_dump(setting))
+        files.append(f"{name}.yaml")
+    return list(replaced_settings(files))
+
+
+def test_two_arms_of_one_name_are_refused():
+    with pytest.raises(ValueError, match=r"two arms are named md; rename other/md\.yaml"):
+        arm_configs("tiny.yaml", ["md.yaml", "other/md.yaml"])
+
+
+@pytest.mark.parametrize("arm", ["md.yaml+clts.yaml+md.yaml", "md.yaml+./md.yaml", "tiny.yaml"])
+def test_a_file_that_an_arm_has_twice_is_refused(arm):
+    with pytest.raises(ValueError, match=r"arm .* has .* twice, .*; name it once"):
+        arm_configs("tiny.yaml", [arm])
+
+
+def test_a_setting_that_a_later_file_replaces_is_replaced():
+    expected = "b.yaml replaces what a.yaml sets: model.lr"
+    assert replaced({"model": {"lr": 1.0, "steps": 3}}, {"model": {"lr": 2.0}}) == [expected]
+
+
+def test_equal_and_other_settings_are_not_replaced():
+    assert replaced({"model": {"lr": 1.0}}, {"model": {"lr": 1.0}}, {"model": {"steps": 3}}) == []
+
+
+def test_a_value_in_place_of_a_section_replaces_it_and_a_section_adds_to_a_value():
+    section = {"loss": {"init_args": {"gamma": 5}}}
+    assert replaced(section, {"loss": "Simple"}) == ["b.yaml replaces what a.yaml sets: loss"]
+    assert replaced({"loss": "Simple"}, section) == []
+
+
+def test_a_list_that_is_added_to_is_kept_and_one_that_is_set_is_lost():
+    added = {"trainer": {"callbacks+": ["A"]}}
+    assert replaced(added, {"trainer": {"callbacks+": ["B"]}}) == []
+    expected = ["b.yaml replaces what a.yaml sets: trainer.callbacks"]
+    assert replaced(added, {"trainer": {"callbacks": ["B"]}}) == expected
+
+
+def test_every_pair_of_files_is_looked_at():
+    sentences = replaced({"lr": 1}, {"steps": 2}, {"lr": 3, "steps": 4})
+    assert [sentence.split()[3] for sentence in sentences] == ["a.yaml", "b.yaml"]
+
+
+def test_an_empty_file_replaces_nothing():
+    assert replaced({"lr": 1}, None) == []
+
+
+def test_of_the_shipped_arms_two_weightings_replace_each_other_and_the_papers_methods_do_not():
+    def files(*names):
+        return [str(SHIPPED_ARMS / name) for name in names]
+
+    assert len(list(replaced_settings(files("p2.yaml", "min-snr.yaml")))) == 1
+    assert list(replaced_settings(files("mdlrc.yaml", "digits/clts.yaml"))) == []
+
+
+# Runs that are finished or broken, or that another process has
+
+
+def small_sweep(options: str) -> Sweep:
+    args = parser().parse_args(shlex.split(f"tiny.yaml --out out {options}"))
+    return Sweep(plan_sweep(args, TRUST.split()), 1)
+
+
+def test_a_checkpoint_that_a_run_leaves_damaged_stops_no_other_run(one_run, capsys):
+    for name in ("baseline", "slow"):
+        shutil.rmtree(f"out/{name}")
+    over = small_sweep("--seeds 0")
+    file = Path("out/baseline/seed-0/checkpoints/last.ckpt")
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"PK")
+    over._on_end(Job("baseline/seed-0", [], io.BytesIO()), 0, 1.0)
+    assert over.unfinished == ["baseline/seed-0"]
+    assert "ended after 0:00:01 with a damaged checkpoint: out/baseline" in capsys.readouterr().err
+
+
+def test_the_folder_of_a_fit_that_no_sweep_started_is_left_alone_until_it_ends(one_run, capsys):
+    """Before its first checkpoint, it looks like a run that died."""
+    run = Path("out/baseline/seed-0")
+    shutil.rmtree(run / "checkpoints")
+    (run / "metrics.csv").unlink()
+    with occupied(run):
+        before, claimed = sorted(run.iterdir()), (run / ".lock").stat().st_ino
+        jobs = small_sweep("--seeds 0")._jobs()
+        assert [next(jobs) for _ in range(3)] == [None] * 3
+        assert sorted({*before, run / LOG}) == sorted(run.iterdir())
+    assert capsys.readouterr().err.count("baseline/seed-0 is being run by another process") == 1
+    (job,) = jobs
+    assert job.name == "baseline/seed-0"
+    assert sorted(path.name for path in run.iterdir()) == [".lock", LOG]
+    assert (run / ".lock").stat().st_ino == claimed  # a new file would be another claim
+
+
+def test_runs_of_others_come_last_and_count_as_finished_when_those_finish_them(one_run, tmp_path):
+    saved = Path("out/baseline/seed-0/checkpoints")
+    saved.rename("elsewhere")
+    shutil.rmtree("out/slow")
+    over = small_sweep("--arms slow.yaml --seeds 0")
+    jobs = over._jobs()
+    with occupied(saved.parent):
+        assert next(jobs).name == "slow/seed-0"
+        assert next(jobs) is None
+        Path("elsewhere").rename(saved)
+    assert list(jobs) == []
+    assert over.unfinished == ["slow/seed-0"]
+
+
+# The end
+
+
+def test_a_damaged_checkpoint_is_named_and_the_other_runs_go_on(one_run, capsys):
+    Path("out/baseline/seed-0/checkpoints/last.ckpt").write_bytes(b"PK")
+    assert call(f"sweep tiny.yaml --arms slow.yaml --seeds 0 --out out {TRUST}") == 1
+    err = capsys.readouterr().err
+    assert "baseline/seed-0 CANNOT GO ON: out/baseline/seed-0/checkpoints/last.ckpt " in err
+    assert "slow/seed-0 was finished before" in err
+    assert "1 of 2 runs finished; not baseline/seed-0" in err
+
+
+def test_runs_that_cannot_be_compared_are_no_report_and_no_success(one_run, capsys):
+    assert call(f"sweep tiny.yaml --arms slow.yaml --seeds 0 --out out {TRUST}") == 1
+    assert "no report: none of these runs has an FID" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arms", "out"), [("", "~/out"), ("--arms same.yaml", "out")])
+def test_a_baseline_alone_needs_no_comparison(one_run, capsys, monkeypatch, arms, out):
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    write_config({"trainer": {"max_steps": 8}}, Path("same.yaml"))
+    assert call(f"sweep tiny.yaml {arms} --seeds 0 --out {out} {TRUST}") == 0
+    assert "no report" not in capsys.readouterr().err
+
+
+# The processes
+
+
+def start(options: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [SCRIPT, "sweep", *shlex.split(options)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        preexec_fn=os.setsid,
+    )
+
+
+def stderr_of(process: subprocess.Popen, code: int) -> str:
+    err = process.communicate(timeout=600)[1]
+    assert process.returncode == code, err
+    return err
+
+
+def digits(steps: int) -> dict:
+    """A config with an FID that takes a moment."""
+    fid = {"num_samples": 20, "extractor": "digits-cnn", "every_n_steps": 50}
+    callback = {"class_path": "lit_diffusion.callbacks.FIDEvaluation", "init_args": fid}
+    config = small_digits(steps, log_every_n_steps=10)
+    config["trainer"]["callbacks"].append(callback)
+    return config
+
+
+@pytest.mark.system
+@pytest.mark.usefixtures("terminal_signals")
+def test_a_sweep_that_is_interrupted_goes_on_where_it_was():
+    """Ctrl-C in the middle; one run then has a checkpoint, the other died before its first."""
+    write_config(digits(150), Path("digits.yaml"))
+    weighted = {"model": {"init_args": {"loss": {"init_args": {"weighting": MIN_SNR}}}}}
+    write_config(weighted, Path("min-snr.yaml"))
+    broken = {"model": {"init_args": {"image_shape": [1, 9, 9]}}}  # the data tell only in fit
+    write_config(broken, Path("broken.yaml"))
+    options = "digits.yaml --arms min-snr.yaml --seeds 0 --jobs 2 --out out"
+    runs = [Path("out", arm, "seed-0") for arm in ("baseline", "min-snr")]
+
+    first = start(options)
+    while not all((run / LAST).exists() for run in runs):
+        assert first.poll() is None, first.communicate()[1]
+        time.sleep(0.05)
+    os.kill(first.pid, signal.SIGINT)
+    err = stderr_of(first, 130)
+    assert "stopped with 0 of 2 runs finished. The same command goes on:" in err
+    assert f"lit-diffusion sweep {options}" in err
+    assert "on SIGTERM." in (runs[0] / LOG).read_text()
+
+    reached = checkpoint(runs[0])["global_step"]
+    shutil.rmtree(runs[1] / "checkpoints")
+    err = stderr_of(start(f"{options.replace('--seeds', 'broken.yaml --seeds')}"), 1)
+    assert f"baseline/seed-0 resumes at step {reached}\n" in err
+    assert "min-snr/seed-0 starts\n" in err
+    assert "broken/seed-0 FAILED with exit code 2" in err
+    assert "image_shape" in err
+    assert "2 of 3 runs finished; not broken/seed-0\n" in err
+    assert all(checkpoint(run)["global_step"] == 150 for run in runs)
+    assert all((run / "config.yaml").is_file() for run in runs)
+
+    before = {p: p.read_bytes() for run in runs for p in run.rglob("*") if p.is_file()}
+    err = stderr_of(start(options), 0)
+    assert err.count("was finished before") == 2
+    assert {p: p.read_bytes() for run in runs for p in run.rglob("*") if p.is_file()} == before
+    assert Path("out/report/report.html").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.system
+@pytest.mark.usefixtures("terminal_signals")
+def test_a_sweep_that_was_killed_waits_for_the_run_that_it_left_behind():
+    write_config(digits(50), Path("digits.yaml"))
+    options, run = "digits.yaml --seeds 0 --out out", Path("out/baseline/seed-0")
+    first = start(options)
+    while not (run / "metrics.csv").exists():
+        assert first.poll() is None, first.communicate()[1]
+        time.sleep(0.05)
+    children = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+    signal_all(children, signal.SIGSTOP)  # so that it is still there when the second one looks
+    first.kill()
+    second = start(options)
+    assert "baseline/seed-0 is being run by another process" in second.stderr.readline()
+    signal_all(children, signal.SIGCONT)
+    assert "baseline/seed-0 was finished before" in stderr_of(second, 0)
+    assert not list(run.glob("config.resume-*"))
+
+
+def signal_all(processes: list[str], number: signal.Signals) -> None:
+    for process in processes:
+        os.kill(int(process), number)
+
+
+def until_saved(process: subprocess.Popen, run: Path) -> None:
+    while not (run / LAST).exists():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("whom", ["the sweep", "its fit"])
+def test_a_sweep_whose_time_is_up_leaves_nothing_running_and_is_to_be_started_again(whom):
+    """As SLURM announces it, to all processes or to one."""
+    write_config(small_digits(100_000), Path("digits.yaml"))
+    runs = [Path("out", "baseline", f"seed-{seed}") for seed in (0, 1)]
+    process = start("digits.yaml --seeds 0,1 --out out")
+    until_saved(process, runs[0])
+    (fit,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(process.pid if whom == "the sweep" else int(fit), signal.SIGUSR1)
+    err = stderr_of(process, 75)
+    assert f"baseline/seed-0 saved at step {checkpoint(runs[0])['global_step']} of 100000" in err
+    assert "stopped with 0 of 2 runs finished. The same command goes on:" in err
+    assert "FAILED" not in err
+    assert "on SIGUSR1." in (runs[0] / LOG).read_text()
+    assert not Path(f"/proc/{fit}").exists()
+    assert not runs[1].exists()
+
+
+def test_a_signal_while_a_sweep_is_planned_starts_nothing(monkeypatch):
+    def planned(*arguments):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return plan(*arguments)
+
+    plan = sweep.plan_sweep
+    monkeypatch.setattr(sweep, "plan_sweep", planned)
+    assert call(f"sweep tiny.yaml --out out {TRUST}") == 143
+    assert not Path("out").exists()

@@ -1,0 +1,232 @@
+import csv
+import io
+import math
+from dataclasses import replace
+
+import pytest
+from support.experiments import STEPS, arm
+
+from lit_diffusion.lab.compare.comparison import by_other_metrics, compare
+from lit_diffusion.lab.compare.curves import Arm, Curve
+from lit_diffusion.lab.compare.statistics import holm, last_fid_by_seed, speedup_by_seed
+from lit_diffusion.lab.compare.tables import (
+    Table,
+    by_seed_table,
+    common_steps,
+    curve_records,
+    escape_markdown,
+    evenly_spaced,
+    fid_records,
+    fid_table,
+    format_fid,
+    format_p,
+    format_target,
+    format_verdict,
+    last_samples_table,
+    other_metrics_table,
+    speedup_records,
+    speedup_table,
+    steadiness_table,
+    to_csv,
+)
+
+NAN = math.nan
+TWO = Arm("a", (Curve("0", (1, 2), (4.0, 2.0)), Curve("1", (1, 2), (6.0, NAN))))
+
+
+@pytest.fixture(scope="module")
+def comparison():
+    arms = [arm("baseline", 1.0), arm("fast", 2.0), arm("slow", 0.5)]
+    return compare(arms, "baseline")
+
+
+# Text
+
+
+@pytest.mark.parametrize(
+    ("text", "escaped"),
+    [
+        ("<script>alert(1)</script>", r"\<script>alert(1)\</script>"),
+        ("**bold** `code` ~~gone~~", r"\*\*bold\*\* \`code\` \~\~gone\~\~"),
+        ("_it_ num_fake", r"\_it\_ num_fake"),
+        ("a|b", r"a\|b"),
+        ("[l](http:x) [l][x]", r"[l]\(http:x) [l]\[x]"),
+        ("&lt; R&D", r"\&lt; R&D"),
+        ("new\nline\r\n# title", "new line # title"),
+        ("# a", r"\# a"),
+        ("> a", r"\> a"),
+        ("- a", r"\- a"),
+        ("> 2,000", "> 2,000"),
+        (r"a\_b", r"a\\\_b"),
+        ("1.80x [1.50, -], p < 0.001, +- 3", "1.80x [1.50, -], p < 0.001, +- 3"),
+    ],
+)
+def test_names_are_text_and_numbers_stay_as_they_are(text, escaped):
+    assert escape_markdown(text) == escaped
+
+
+def test_a_bar_in_a_cell_does_not_break_markdown():
+    assert Table("", ("a",), (("x|y",),)).markdown().endswith("| x\\|y |")
+
+
+def test_an_fid_that_looks_like_the_target_has_more_digits(comparison):
+    (result, *_), target = comparison.results, comparison.target
+    assert format_target(result, comparison) == ""
+    assert format_target(replace(result, at=2 * target), comparison) == f" to {2 * target:.2f}"
+    close = format_target(replace(result, at=target * 1.0001), comparison)
+    at, other = close.removeprefix(" to ").split(", not ")
+    assert at != other
+    assert float(at) == pytest.approx(target * 1.0001, rel=1e-4)
+    assert float(other) == pytest.approx(target, rel=1e-4)
+
+
+def test_a_verdict_says_why_an_arm_that_is_faster_does_not_win():
+    base = Arm("baseline", (*arm("x", 1.0).curves, Curve("9", STEPS, (9.0,) * 19 + (5.0,))))
+    early = [
+        Curve(c.seed, STEPS, tuple(max(f, 4 + 0.01 * k) for f in c.fids))
+        for k, c in enumerate(arm("early", 9.0).curves)
+    ]
+    comparison = compare([base, Arm("early", tuple(early)), arm("fast", 2.0)], "baseline")
+    verdicts = {r.arm.name: format_verdict(r, comparison) for r in comparison.results}
+    assert verdicts == {"early": "faster, but ends higher", "fast": "faster"}
+
+
+# Tables
+
+
+def test_a_cell_is_mean_and_standard_deviation_over_seeds():
+    table = fid_table(compare([TWO, Arm("b", (Curve("0", (1, 2), (NAN, 3.0)),))], "a", 5.0))
+    assert table.rows == (("a", "5.00 +- 1.41", "2.00 (1 of 2 seeds)"), ("b", "-", "3.00"))
+
+
+def test_the_fid_table_has_a_row_an_arm_and_ends_at_the_last_step(comparison):
+    table = fid_table(comparison)
+    assert table.columns == ("arm", "400", "800", "1,200", "1,600", "2,000")
+    assert [row[0] for row in table.rows] == ["baseline", "fast", "slow"]
+
+
+def test_steps_of_the_table_are_those_that_all_runs_have():
+    assert common_steps([TWO, Arm("b", (Curve("0", (2, 3), (4.0, 2.0)),))]) == [2]
+    assert common_steps([TWO, Arm("b", (Curve("0", (7,), (4.0,)),))]) == [1, 2]
+
+
+@pytest.mark.parametrize("limit", [1, 3, 6])
+def test_steps_are_evenly_spaced_up_to_the_last(limit):
+    for count in range(1, 40):
+        steps = evenly_spaced(range(count), limit)
+        assert steps[-1] == count - 1
+        assert steps == sorted(set(steps))
+        assert 1 <= len(steps) <= limit
+
+
+def test_the_main_table_has_steps_speedup_tests_and_verdict(comparison):
+    table = speedup_table(comparison)
+    baseline, fast, slow = table.rows
+    assert baseline[1] == fast[1] == "5 of 5"
+    assert baseline[3:] == ("-", "-", "-", "baseline")
+    assert fast[4:] == ("< 0.001", "< 0.001", "faster")
+    assert slow[1:3] == ("0 of 5", "> 2,000")
+    assert slow[3].endswith(f" to {format_fid(comparison.results[1].at)}")
+    assert "number of tests, 2." in table.caption
+
+
+def test_the_steadiness_table_sets_the_spread_of_samples_beside_that_of_seeds():
+    again = Curve("0", (4, 5, 6), (2.0, 2.0, 2.0), repeats=(2.2, 2.0))
+    table = steadiness_table(compare([Arm("b", (again,)), TWO], "b"))
+    assert table.rows[0] == ("b", "0.0%", "0.0%", "-", "5.5% (2 repeats)")
+    assert table.rows[1] == ("a", "-", "-", "-", "-")
+    shared = [
+        Arm(name, (Curve("0", (1,), (fid,), repeats=(1.2 * fid, 0.9 * fid)),))
+        for name, fid in (("a", 2.0), ("b", 3.0))
+    ]
+    assert "0.0% is left (2 degrees" in steadiness_table(compare(shared, "a")).caption
+
+
+def test_the_table_by_seed_corrects_p_within_each_column():
+    base, *arms = (arm(name, speed) for name, speed in zip("xabc", (1, 1.4, 1.2, 0.9), strict=True))
+    short = Arm("short", tuple(Curve(c.seed, c.steps[:-1], c.fids[:-1]) for c in arms[0].curves))
+    comparison = compare([base, *arms, short], "x")
+    rows = by_seed_table(comparison).rows
+    results = comparison.results
+    speeds = holm([speedup_by_seed(r.arm, base, r.at).p for r in results])
+    tests = [last_fid_by_seed(result.arm, base) for result in results]
+    lasts = holm([test.p if test else None for test in tests])
+    assert [row[3] for row in rows] == [format_p(p) for p in speeds]
+    assert [row[5] for row in rows] == [format_p(p) for p in lasts]
+    assert dict(zip((row[0] for row in rows), lasts, strict=True))["short"] is None
+
+
+def test_an_arm_without_any_test_stands_in_the_table_by_seed_too():
+    base, fast = arm("baseline", 1.0), arm("fast", 2.0)
+    lost = Arm("lost", tuple(Curve(c.seed, STEPS, (NAN,) * 20) for c in base.curves))
+    rows = by_seed_table(compare([base, fast, lost], "baseline")).rows
+    assert ("lost", "5", "-", "-", "-", "-") in rows
+    assert by_seed_table(compare([base, lost], "baseline")) is None
+    assert by_seed_table(compare([base, arm("a", 2.0, range(5, 8))], "baseline")) is None
+
+
+def with_metrics(base, **metrics):
+    curves = (replace(c, other_metrics=(metrics,) * len(c.steps)) for c in base.curves)
+    return Arm(base.name, tuple(curves))
+
+
+def test_other_metrics_have_a_table_of_speedups_and_one_of_the_last_samples():
+    base = with_metrics(arm("baseline", 1.0), **{"pixels": 0.3, "pixels floor": 0.1, "recall": 0.9})
+    arms = [base, with_metrics(arm("fast", 2.0), pixels=0.2), arm("bare", 0.5)]
+    comparison = compare(arms, "baseline")
+    others = by_other_metrics(comparison)
+    table, last = other_metrics_table(others), last_samples_table(comparison.arms)
+    assert (table.columns, [row[0] for row in table.rows]) == (("arm", "pixels"), ["fast"])
+    assert "pixels 0.300" in table.caption
+    assert last.columns == ("arm", "FID", "pixels", "recall")
+    assert [row[2:] for row in last.rows] == [
+        ("0.300 +- 0.000", "0.900 +- 0.000"),
+        ("0.200 +- 0.000", "-"),
+        ("-", "-"),
+    ]
+    assert "Real images score: pixels 0.100." in last.caption
+    assert other_metrics_table({}) is None
+    assert last_samples_table([arm("bare", 1.0)]) is None
+
+
+# CSV
+
+
+def rows_of(records):
+    return list(csv.DictReader(io.StringIO(to_csv(records))))
+
+
+def test_numbers_survive_the_csv(comparison):
+    rows = rows_of(speedup_records(comparison))
+    assert list(rows[0]) == [
+        *("arm", "seeds", "reached", "steps", "bound", "verdict", "target", "speedup", "low"),
+        *("high", "is_lower_bound", "is_upper_bound", "at_fid", "p", "p_holm", "p_end"),
+    ]
+    assert [row["arm"] for row in rows] == ["baseline", "fast", "slow"]
+    result = comparison.results[0]
+    assert float(rows[1]["speedup"]) == result.speedup.ratio
+    assert float(rows[1]["p_holm"]) == result.holm_p
+    assert (rows[2]["reached"], rows[2]["bound"]) == ("0", ">")
+    assert float(rows[2]["at_fid"]) > float(rows[2]["target"]) == comparison.target
+
+
+def test_a_mean_that_is_unknown_has_no_number_in_the_csv():
+    base = Arm("baseline", (Curve("0", (100, 200), (9.0, 4.0)),))
+    split = [Curve("0", (100, 200), (3.0, 2.0)), Curve("1", (100, 200), (9.0, 8.0))]
+    comparison = compare([base, Arm("split", tuple(split))], "baseline")
+    row = rows_of(speedup_records(comparison))[1]
+    assert (row["steps"], row["bound"]) == ("", "unknown")
+    assert speedup_table(comparison).rows[1][2] == "unknown"
+
+
+def test_every_evaluation_is_in_the_csv_of_curves(comparison):
+    rows = rows_of(curve_records(comparison.arms))
+    assert len(rows) == 3 * 5 * len(STEPS)
+    assert float(rows[-1]["fid"]) == comparison.arms[-1].curves[-1].fids[-1]
+
+
+def test_means_are_in_the_csv_with_how_many_seeds_they_are_of():
+    last = rows_of(fid_records([TWO]))[-1]
+    assert last == {
+        "arm": "a", "step": "2", "seeds": "2", "finite": "1", "mean": "2", "sd": ""
+    }  # fmt: skip
