@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,7 @@ import torch
 from torch import Tensor
 
 from lit_diffusion.checkpoints.loading import load_module
-from lit_diffusion.cli.run_data import protocol_of_run
-from lit_diffusion.lab.analysis.fixed_losses import data_for
+from lit_diffusion.cli.run_data import data_of_run, protocol_of_run
 from lit_diffusion.metrics.extractors import protocol_by_name
 
 ROOT = Path(__file__).parents[2]
@@ -204,7 +202,8 @@ def looks(out: Path, data: str) -> dict[str, list[str]]:
         found[f"line-{kind}-seeds"] = ["interpolate", last, other, "--align", *few]
         found[f"plane-{kind}"] = ["landscape", last, *few]
         before = dict.fromkeys(str(steps[i * (len(steps) - 1) // 7]) for i in range(7))
-        found[f"own-{kind}"] = ["consistency", last, *before, "--num", "100"]
+        config = ["--data", f"{last}/config.yaml"]  # the steps lie beside the run's checkpoints
+        found[f"own-{kind}"] = ["consistency", last, *before, "--num", "100", *config]
         kinks = [] if kind == "unet" else ["--kinks"]
         found[f"spectrum-{kind}"] = ["hessian", last, *many, *kinks]
     if "line-biggan-seeds" in found:
@@ -252,7 +251,7 @@ def gans(out: Path, num: int = 1000) -> None:
         for seed in range(3):
             folder = out / kind / str(seed)
             loaded = load_module(folder)
-            module, data = loaded.module, data_for(loaded, Namespace(trust=[]))
+            module, data = loaded.module, data_of_run(folder, None, [])
             protocol = protocol_by_name(protocol_of_run(folder))
             features = protocol.build()
             images, labels = train_images(data)

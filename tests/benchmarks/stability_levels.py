@@ -12,7 +12,6 @@ and seed, and goes on with the same command when it was stopped. `levels` begins
 import argparse
 import json
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -28,12 +27,12 @@ from torch import Tensor, nn
 
 from lit_diffusion.callbacks.gradient_diagnostics import random_halves, signal_and_noise
 from lit_diffusion.checkpoints.loading import LoadedModule, load_module
-from lit_diffusion.cli.run_data import protocol_of_run
+from lit_diffusion.cli.run_data import data_of_run, protocol_of_run
 from lit_diffusion.gaussian import FixedSmall
 from lit_diffusion.grids import Even
-from lit_diffusion.lab.analysis.consistency import consistency
-from lit_diffusion.lab.analysis.fixed_losses import data_for, fixed_batch, fixed_losses
-from lit_diffusion.lab.analysis.hessian import hessian_product, spectrum
+from lit_diffusion.lab.analysis.consistency import measure_consistency
+from lit_diffusion.lab.analysis.fixed_losses import fixed_batch, fixed_losses
+from lit_diffusion.lab.analysis.hessian import estimate_spectrum, hessian_product
 from lit_diffusion.lab.compare.comparison import compare
 from lit_diffusion.lab.compare.curves import read_arms
 from lit_diffusion.metrics.extractors import protocol_by_name
@@ -49,13 +48,9 @@ EARLY, LATER = 100, 200
 """Steps at which recipes are measured, and with which their samples are compared."""
 
 
-def options(images: int, levels: list[float]) -> Namespace:
-    return Namespace(images=images, levels=levels, trust=[])
-
-
 def fixed(loaded: LoadedModule, num: int) -> tuple[Tensor, Tensor, Tensor]:
     """Encoded training images, their labels, and noise by their place in the set."""
-    dataset = data_for(loaded, options(num, [])).dataset("train")
+    dataset = data_of_run(loaded.path.parents[1], None, []).dataset("train")
     x0, labels, index = fixed_batch(loaded.module, dataset, num)
     return x0, labels, PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
 
@@ -67,7 +62,8 @@ def fixed(loaded: LoadedModule, num: int) -> tuple[Tensor, Tensor, Tensor]:
 def by_level(loaded: LoadedModule, num: int) -> Iterator[Row]:
     """Loss, and the distance of the predicted noise from x_t, which "the identity" has at 0."""
     module: Any = loaded.module
-    losses = fixed_losses(module, data_for(loaded, options(num, LEVELS)), options(num, LEVELS))
+    dataset = data_of_run(loaded.path.parents[1], None, []).dataset("train")
+    losses = fixed_losses(module, dataset, num, LEVELS)
     x0, labels, noise = fixed(loaded, num)
     denoise = module.denoise_for(labels)
     for u in LEVELS:
@@ -135,7 +131,7 @@ def decided(run: Path, num: int, steps: int) -> Iterator[Row]:
     features = protocol.build()
     for u in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
         ends = torch.stack([ended(u, seed) for seed in (1, 2)])
-        found = consistency(ends, ["1", "2"], features_of=features, labels=labels)
+        found = measure_consistency(ends, ["1", "2"], features_of=features, labels=labels)
         yield {
             "run": str(run.relative_to(run.parents[1])),
             "u": u,
@@ -192,10 +188,10 @@ def measured(folder: Path) -> Row:
     raw = load_module(folder / f"steps/step={EARLY:05d}.ckpt", "raw")
     module: Any = raw.module
     chosen = [0.1, 0.5, 0.9]
-    of = options(64, chosen)
-    for name, loss in fixed_losses(module, data_for(raw, of), of).items():
+    dataset = data_of_run(folder, None, []).dataset("train")
+    for name, loss in fixed_losses(module, dataset, 64, chosen).items():
         product, like = hessian_product(loss, list(module.parameters()))
-        found = spectrum(product, like, steps=20, seeds=[0])
+        found = estimate_spectrum(product, like, steps=20, seeds=[0])
         short = name.replace("u = ", "u")
         row |= {f"top_{short}": float(found.top[0]), f"trace_{short}": found.trace}
     x0, labels, noise = fixed(raw, 1024)

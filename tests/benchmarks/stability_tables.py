@@ -21,6 +21,7 @@ from scipy.signal import find_peaks
 from stability import GROUPS, OWN_GROUPS, ROOT, slug
 
 from lit_diffusion.checkpoints.loading import load
+from lit_diffusion.lab.analysis.common import load_result
 from lit_diffusion.lab.analysis.consistency import Consistency
 from lit_diffusion.lab.analysis.hessian import Spectrum
 from lit_diffusion.lab.analysis.interpolation import Interpolation
@@ -71,7 +72,7 @@ def spectra(out: Path) -> Iterator[Row]:
         if hasattr(module, "generator"):
             names = ["discriminator", "generator"]
         for i, name in enumerate(names):
-            found = Spectrum.read(folder / f"hessian-{i}")
+            found = load_result(Spectrum, folder / f"hessian-{i}")
             network = getattr(module, name, module)
             length = torch.cat([p.flatten() for p in network.parameters()]).norm().item()
             yield {
@@ -91,7 +92,7 @@ def spectra(out: Path) -> Iterator[Row]:
 def lines(out: Path) -> Iterator[Row]:
     for folder in sorted(out.glob("looks/line-*/")):
         for file in sorted(folder.glob("interpolation*.json")):
-            found = Interpolation.read(file.with_suffix(""))
+            found = load_result(Interpolation, file.with_suffix(""))
             line = folder.name.removeprefix("line-") + "-aligned" * ("aligned" in file.stem)
             for name, values in zip(found.names, found.values, strict=True):
                 for alpha, value in zip(found.alphas, values, strict=True):
@@ -100,7 +101,8 @@ def lines(out: Path) -> Iterator[Row]:
 
 def own(out: Path) -> Iterator[Row]:
     for file in sorted(out.glob("looks/own-*/consistency.json")):
-        found, kind = Consistency.read(file.with_suffix("")), file.parent.name.removeprefix("own-")
+        kind = file.parent.name.removeprefix("own-")
+        found = load_result(Consistency, file.with_suffix(""))
         for name, value in zip(found.names[1:], found.pairs[0, 1:], strict=True):
             step = int(name.split("=")[1].split(".")[0])
             yield {"model": kind, "step": step, "psnr": value}

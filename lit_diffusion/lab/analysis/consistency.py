@@ -1,54 +1,67 @@
-"""Whether models make the same image of the same noise, and what chance would give.
+"""Whether models make the same images of the same noise, beside what chance would give.
 
 Source: "Why diffusion models are stable and how to make them faster" (2023), section 3.1.
 """
 
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from torch import Tensor
 
-from lit_diffusion.lab.analysis.saved import Saved
-from lit_diffusion.metrics.image_distances import MAX_PSNR, pairwise_psnr, psnr
-
-Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+from lit_diffusion.checkpoints.loading import LoadedModule
+from lit_diffusion.cli.options import usable_device
+from lit_diffusion.cli.run_data import protocol_of_run, read_data_settings
+from lit_diffusion.cli.work_queue import Arrays, compute_pieces
+from lit_diffusion.data.base import require_at_least
+from lit_diffusion.lab.analysis import common
+from lit_diffusion.lab.analysis.command import ConsistencyOptions
+from lit_diffusion.metrics.extractors import protocol_by_name
+from lit_diffusion.metrics.image_distances import MAX_PSNR, nearest_neighbors, pairwise_psnr, psnr
+from lit_diffusion.metrics.reference import Scorer
+from lit_diffusion.seeding import classes_of
 
 
 @dataclass(frozen=True)
-class Consistency(Saved):
-    """What images (M, N, C, H, W) of M models by N seeds have in common.
+class Consistency:
+    """How alike the images of M models by the same N seeds are.
 
     Attributes:
-        names: of the models.
-        paper: Eq. 1, in dB: the first model beside each of the others.
-        all_pairs: mean over all pairs of models, in dB.
-        pairs: (M, M) mean PSNR of each pair.
-        shuffled: as all_pairs, of each image beside the others' images of all other seeds.
-        same_class: as shuffled, of other seeds of the same class, which images share however they
-            were made; None without classes, or where none has two seeds.
-        nearest: mean PSNR of the images beside the training images nearest to them: models that
-            agree no better may only agree on these. None without training images.
-        same_nearest: share of pairs whose nearest training image is the same.
-        features: 1 - distance of features over that of other seeds, of the same class where there
-            are classes: 1 for the same, 0 for chance; None without an extractor.
-        per_seed: (N,) mean over pairs.
+        names: names of the models.
+        paper: Eq. 1, in dB: mean PSNR of the first model's images and each other model's.
+        all_pairs: mean PSNR over all pairs of models, in dB.
+        pairs: (M, M) mean PSNR of each pair, in dB.
+        shuffled: mean PSNR of each image and the other models' images of all other seeds, in dB.
+        same_class: as `shuffled`, of other seeds of the same class; None without classes, or if no
+            class has two seeds.
+        nearest: mean PSNR of the images and their nearest training images, in dB: models that agree
+            no better may agree only on these. None without training images.
+        same_nearest: fraction of pairs of images whose nearest training image is the same.
+        features: 1 - mean feature distance of the same seeds over that of other seeds (of the same
+            class, if there are classes): 1 for equal images, 0 for chance. None without features.
+        per_seed: (N,) mean PSNR over pairs of models, in dB.
     """
 
     names: list[str]
     paper: float
     all_pairs: float
-    pairs: Floats
+    pairs: NDArray[np.float64]
     shuffled: float
     same_class: float | None
     nearest: float | None
     same_nearest: float | None
     features: float | None
-    per_seed: Floats
+    per_seed: NDArray[np.float64]
 
 
-def consistency(
+def measure_consistency(
     images: Tensor,
     names: list[str],
     nearest_of: Callable[[Tensor], Tensor] | None = None,
@@ -59,59 +72,162 @@ def consistency(
 
     Args:
         images: uint8 (M, N, C, H, W) of M >= 2 models by the same N >= 2 seeds.
-        names: of the models.
-        nearest_of: uint8 (N, C, H, W) -> the training images nearest to these.
+        names: names of the models.
+        nearest_of: uint8 (N, C, H, W) -> the training images nearest to them, of the same shape.
         features_of: uint8 (N, C, H, W) -> (N, F).
-        labels: (N,) of the seeds.
+        labels: (N,) classes of the seeds.
 
     Raises:
         ValueError: for fewer models or seeds.
     """
-    if len(images) < 2 or images.shape[1] < 2:
+    num_models, num_seeds = images.shape[:2]
+    if num_models < 2 or num_seeds < 2:
         raise ValueError(
-            f"two models and two seeds are the least, got {len(images)} and {images.shape[1]}."
+            f"two models and two seeds are the least, got {num_models} and {num_seeds}."
         )
-    by_pair = {(i, j): psnr(images[i], images[j]) for i in range(len(images)) for j in range(i)}
-    pairs = np.full((len(images), len(images)), MAX_PSNR)
-    for (i, j), found in by_pair.items():
-        pairs[i, j] = pairs[j, i] = found.mean().item()
-    others = ~torch.eye(images.shape[1], dtype=torch.bool)
-    alike = None if labels is None else others & (labels[:, None] == labels)
-    alike = None if alike is None or not alike.any() else alike
-    nearest = same_nearest = None
+    by_pair = {(i, j): psnr(images[i], images[j]) for i in range(num_models) for j in range(i)}
+    pairs = np.full((num_models, num_models), MAX_PSNR)
+    for (i, j), values in by_pair.items():
+        pairs[i, j] = pairs[j, i] = values.mean().item()
+
+    other_seeds = ~torch.eye(num_seeds, dtype=torch.bool)
+    same_class = torch.zeros_like(other_seeds)
+    if labels is not None:
+        same_class = other_seeds & (labels[:, None] == labels)
+
+    def by_chance(mask: Tensor) -> float:
+        return _mean_of_pairs(images, lambda a, b: pairwise_psnr(a, b)[mask])
+
+    nearest = same_nearest = features = None
     if nearest_of is not None:
-        found = torch.stack([nearest_of(each) for each in images])
-        nearest = psnr(images.flatten(0, 1), found.flatten(0, 1)).mean().item()
-        same_nearest = _mean_of_pairs(found, _same)
+        copies = torch.stack([nearest_of(of_model) for of_model in images])
+        nearest = psnr(images.flatten(0, 1), copies.flatten(0, 1)).mean().item()
+        same_nearest = _mean_of_pairs(copies, lambda a, b: (a == b).flatten(1).all(1).double())
+    if features_of is not None:
+        points = torch.stack([features_of(of_model).double() for of_model in images])
+        chance = same_class if same_class.any() else other_seeds
+        same = _mean_of_pairs(points, lambda a, b: (a - b).norm(dim=1))
+        features = 1 - same / _mean_of_pairs(points, lambda a, b: torch.cdist(a, b)[chance])
     return Consistency(
         names=names,
         paper=float(pairs[0, 1:].mean()),
         all_pairs=torch.stack(list(by_pair.values())).mean().item(),
         pairs=pairs,
-        shuffled=_mean_of_pairs(images, lambda a, b: pairwise_psnr(a, b)[others]),
-        same_class=None
-        if alike is None
-        else _mean_of_pairs(images, lambda a, b: pairwise_psnr(a, b)[alike]),
+        shuffled=by_chance(other_seeds),
+        same_class=by_chance(same_class) if same_class.any() else None,
         nearest=nearest,
         same_nearest=same_nearest,
-        features=None
-        if features_of is None
-        else _by_features(images, features_of, others if alike is None else alike),
+        features=features,
         per_seed=torch.stack(list(by_pair.values())).mean(0).numpy(),
     )
 
 
-def _mean_of_pairs(images: Tensor, compare: Callable[[Tensor, Tensor], Tensor]) -> float:
-    pairs = [compare(images[i], images[j]).mean() for i in range(len(images)) for j in range(i)]
+def _mean_of_pairs(values: Tensor, compare: Callable[[Tensor, Tensor], Tensor]) -> float:
+    """Mean of what `compare` gives for all pairs of models (M, ...)."""
+    pairs = [compare(values[i], values[j]).mean() for i in range(len(values)) for j in range(i)]
     return torch.stack(pairs).mean().item()
 
 
-def _same(a: Tensor, b: Tensor) -> Tensor:
-    return (a == b).flatten(1).all(1).double()
+def draw_consistency(result: Consistency, images: Tensor, path: Path, seeds: int = 12) -> None:
+    """Draw the images (M, N, C, H, W) of the first seeds: a row a model, a column a seed."""
+    rows, columns = len(images), min(seeds, images.shape[1])
+    figure = Figure(figsize=(0.75 * columns + 2, 0.8 * rows + 0.6), layout="constrained")
+    title = f"{result.all_pairs:.1f} dB; shuffled seeds {result.shuffled:.1f} dB"
+    figure.suptitle(title, fontsize="medium")
+    panels = figure.subplots(rows, columns, squeeze=False)
+    for row, (name, of_model) in enumerate(zip(result.names, images, strict=True)):
+        for axes, image in zip(panels[row], of_model[:columns], strict=True):
+            pixels = image.movedim(0, -1).squeeze(-1).numpy()
+            axes.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
+            axes.set(xticks=[], yticks=[])
+        beside_first = "" if row == 0 else f"\n{result.pairs[0, row]:.1f} dB"
+        text = {"rotation": 0, "ha": "right", "va": "center", "fontsize": "small"}
+        panels[row, 0].set_ylabel(f"{name[-28:]}{beside_first}", **text)
+    common.save_figure(figure, path)
 
 
-def _by_features(images: Tensor, features_of: Callable[[Tensor], Tensor], others: Tensor) -> float:
-    """Of the way from the pairs that are `others` (N, N) to those of the same seeds."""
-    found = torch.stack([features_of(each).double() for each in images])
-    same = _mean_of_pairs(found, lambda a, b: (a - b).norm(dim=1))
-    return 1 - same / _mean_of_pairs(found, lambda a, b: torch.cdist(a, b)[others])
+def compare_images(options: ConsistencyOptions) -> str:
+    """Run `lit-diffusion analyze consistency`; returns the text to print."""
+    num_models, num = len(options.checkpoints), options.num
+    if min(num_models, num) < 2:
+        raise ValueError(f"two models and two seeds are the least, got {num_models} and {num}.")
+    require_at_least(1, batch_size=options.batch_size)
+    loaded = [common.load_checkpointed_module(path, options) for path in options.checkpoints]
+    protocol = protocol_by_name(options.extractor or protocol_of_run(options.checkpoints[0]))
+    protocol.check()
+    training_images = _load_training_images(loaded, options)
+    start = time.monotonic()
+    num_classes = _check_same_images(loaded)
+    seconds = (time.monotonic() - start) * num
+    common.print_cost(f"{num} images of each of {num_models} models", seconds)
+    out = common.plan_analysis("consistency", options, *loaded)
+    seeds = range(options.seed, options.seed + num)
+
+    def generate(number: str) -> Arrays:
+        module: Any = loaded[int(number)].module
+        batches = (seeds[i : i + options.batch_size] for i in range(0, num, options.batch_size))
+        return {"images": torch.cat([module.generate(batch).cpu() for batch in batches]).numpy()}
+
+    arrays = compute_pieces(out, [str(i) for i in range(num_models)], generate, "model")
+    if arrays is None:
+        return common.text_of_unfinished(out)
+    images = torch.stack([torch.from_numpy(each["images"]) for each in arrays])
+    device = usable_device(options.device)
+    scorer = Scorer(protocol, protocol.build().to(device), device, options.batch_size)
+    result = measure_consistency(
+        images,
+        _shorten(options.checkpoints),
+        lambda each: training_images[nearest_neighbors(each, training_images)[1]],
+        lambda each: scorer.features(each).cpu(),
+        torch.tensor(classes_of(seeds, num_classes)) if num_classes else None,
+    )
+    common.save_result(result, out / "consistency")
+    draw_consistency(result, images, out / "consistency.png")
+    same_class = f"; of the same class {result.same_class:.2f} dB" if result.same_class else ""
+    return (
+        f"consistency (Eq. 1)    {result.paper:.2f} dB\n"
+        f"over all pairs         {result.all_pairs:.2f} dB\n"
+        f"chance: other seeds    {result.shuffled:.2f} dB{same_class}\n"
+        f"to nearest training image {result.nearest:.2f} dB; "
+        f"the same one {result.same_nearest:.0%}\n"
+        f"in features            {result.features:.2f} of the way from chance to the same "
+        f"({protocol.name})"
+    )
+
+
+def _load_training_images(loaded: Sequence[LoadedModule], options: ConsistencyOptions) -> Tensor:
+    """uint8 (K, C, H, W) of all data sets that a model was trained on."""
+    sets = {}
+    for each in loaded:
+        settings = repr(read_data_settings(each.path, options.data)[0])
+        if settings not in sets:
+            sets[settings] = common.load_training_data(each, options).images("train")
+    return torch.cat(list(sets.values()))
+
+
+def _check_same_images(loaded: Sequence[LoadedModule]) -> int | None:
+    """Number of classes that all models have, or None if one has none.
+
+    Raises:
+        ValueError: if shapes of images or numbers of classes differ.
+    """
+    kinds: dict[str, tuple[str, int | None]] = {}
+    for path, module in ((str(each.path), each.module) for each in loaded):
+        if not hasattr(module, "generate"):
+            raise ValueError(f"{path}: {type(module).__name__} cannot generate images.")
+        shape = "x".join(map(str, module.generate([0]).shape[1:]))  # type: ignore[operator]
+        kinds[path] = shape, getattr(module, "num_classes", None)
+    shapes, classes = (set(each) for each in zip(*kinds.values(), strict=True))
+    if len(shapes) > 1 or len(classes - {None}) > 1:
+        listed = "; ".join(f"{path} {shape}, {number}" for path, (shape, number) in kinds.items())
+        rule = "all models must make images of one shape and number of classes"
+        raise ValueError(f"{rule}: {listed}.")
+    return None if None in classes else classes.pop()
+
+
+def _shorten(paths: Sequence[str]) -> list[str]:
+    """Paths without the folders that all have in common."""
+    absolute = [Path(path).absolute() for path in paths]
+    common_folder = os.path.commonpath(absolute)
+    short = [os.path.relpath(path, common_folder) for path in absolute]
+    return list(paths) if "." in short else short

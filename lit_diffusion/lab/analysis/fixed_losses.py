@@ -1,97 +1,167 @@
-"""Models of checkpoints, and losses that are functions of their weights alone."""
+"""Losses that are functions of a module's weights alone, and what moves these weights.
 
-from argparse import Namespace
-from collections.abc import Callable, Sequence
+Images, noise levels and noise are fixed, so a loss can be compared between weights and
+differentiated twice. Weights are points of a space: copied, mixed, set and put back.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.fabric.utilities import move_data_to_device
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
 
-from lit_diffusion.checkpoints.loading import LoadedModule, load_module
-from lit_diffusion.cli.options import usable_device
-from lit_diffusion.cli.run_data import data_of_run
-from lit_diffusion.lab.analysis.interpolation import Losses
-from lit_diffusion.lab.analysis.weights import between, exact_spectral_norms_, state_of
+from lit_diffusion.checkpoints.loading import LoadedModule
 from lit_diffusion.metrics.images import evenly_spaced
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms
 
+WeightState = dict[str, Tensor]
+"""Floating-point parameters and buffers of a module, by name."""
 
-def opened(path: str, args: Namespace) -> LoadedModule:
-    """The module of a checkpoint, on its device."""
-    loaded = load_module(path, args.weights, trust=args.trust)
-    loaded.module.to(usable_device(args.device))
-    return loaded
-
-
-def movable(path: str, args: Namespace) -> LoadedModule:
-    """As `opened`, for weights that move: spectral norm is exact, and follows them."""
-    loaded = opened(path, args)
-    exact_spectral_norms_(loaded.module)
-    return loaded
+Losses = Mapping[str, Callable[[], Tensor]]
+"""By name, a scalar loss of the weights that a module has now."""
 
 
-KINDS = ("process", "parameterization", "loss", "codec", "image_shape", "num_classes")
+def copy_weights(module: nn.Module) -> WeightState:
+    """Copy all floating-point parameters and buffers, running statistics included."""
+    return {
+        name: value.detach().clone()
+        for name, value in module.state_dict().items()
+        if value.is_floating_point()
+    }
 
 
-def refuse_other_losses(first: LoadedModule, others: Sequence[LoadedModule]) -> None:
-    """Raise ValueError where a loss of the first means another one for the weights of others."""
-    for other in others:
-        between(state_of(first.module), state_of(other.module), 0.5)  # refuses other architectures
-        kinds = [each.checkpoint.get("hyper_parameters", {}) for each in (first, other)]
-        for name in KINDS:
-            a, b = (each.get(name) for each in kinds)
-            if a != b:
-                raise ValueError(
-                    f"only weights of one kind of model lie on a line, and the {name} of "
-                    f"{other.path} is {b!r:.200}, that of {first.path} {a!r:.200}."
-                )
+@torch.no_grad()
+def set_weights_(module: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Overwrite the parameters and buffers that `state` names."""
+    current = module.state_dict()
+    for name, value in state.items():
+        current[name].copy_(value)
 
 
-def training_data(loaded: LoadedModule, args: Namespace) -> Any:
-    """The data of --data, or of the run of a checkpoint.
+@contextmanager
+def preserve_weights(module: nn.Module) -> Iterator[WeightState]:
+    """Context that yields a copy of the weights and puts it back at the end."""
+    before = copy_weights(module)
+    try:
+        yield before
+    finally:
+        set_weights_(module, before)
+
+
+@torch.no_grad()
+def evaluate_losses(
+    module: nn.Module, states: Iterable[Mapping[str, Tensor]], losses: Losses
+) -> NDArray[np.float64]:
+    """(number of losses, number of states) losses of a module at other weights, then restored."""
+    with preserve_weights(module):
+        columns = []
+        for state in states:
+            set_weights_(module, state)
+            columns.append([loss().item() for loss in losses.values()])
+    return np.array(columns).T
+
+
+def mix_weights(a: WeightState, b: WeightState, alpha: float) -> WeightState:
+    """Return alpha a + (1 - alpha) b.
 
     Raises:
-        ValueError: where neither names data with splits.
+        ValueError: if a and b differ in names or shapes.
     """
-    data = data_of_run(loaded.path, args.data, args.trust)
-    if data is None:
-        named = args.data or loaded.path
-        raise ValueError(f"{named} names no data with splits to take images from.")
-    return data
+    shapes = [{name: value.shape for name, value in state.items()} for state in (a, b)]
+    if shapes[0] != shapes[1]:
+        wrong = sorted({n for n in a.keys() | b.keys() if shapes[0].get(n) != shapes[1].get(n)})
+        raise ValueError(
+            f"only weights of one architecture lie on a line, and these differ in {wrong[0]} and "
+            f"{len(wrong) - 1} more."
+        )
+    return {name: torch.lerp(b[name], value, alpha) for name, value in a.items()}
 
 
-def fixed_batch(module: Any, dataset: Any, num: int) -> tuple[Tensor, Any, Tensor]:
-    """Images, evenly over a set and encoded, with labels and indices: (x0, labels, index)."""
-    chosen = evenly_spaced(len(dataset), num)
-    images, labels, index = dataset.fetch([0] * len(chosen), chosen)
+class ExactSpectralNorm(nn.Module):
+    """A weight divided by its largest singular value, which is differentiated too.
+
+    torch's own keeps the singular vectors of its last power iteration: when weights move they no
+    longer belong to the weights, and their part of the curvature is lost.
+
+    Args:
+        dim: dimension of the weight along which the rows of the matrix lie.
+    """
+
+    def __init__(self, dim: int = 0) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return the normalized weight, of the same shape."""
+        rows = weight.movedim(self.dim, 0).flatten(1)
+        out: Tensor = weight / torch.linalg.matrix_norm(rows, 2)
+        return out
+
+
+def use_exact_spectral_norm_(module: nn.Module) -> None:
+    """Replace each of torch's `parametrizations.spectral_norm` by `ExactSpectralNorm`.
+
+    Raises:
+        ValueError: if a part has the older `torch.nn.utils.spectral_norm`, which works by hooks.
+    """
+    for name, part in module.named_modules():
+        parameters = {key for key, _ in part.named_parameters(recurse=False)}
+        buffers = {key for key, _ in part.named_buffers(recurse=False)}
+        if any(f"{key[:-2]}_orig" in parameters for key in buffers if key.endswith("_u")):
+            raise ValueError(
+                f"{name} has torch.nn.utils.spectral_norm, which does not follow moved weights; "
+                "build it with torch.nn.utils.parametrizations.spectral_norm."
+            )
+        if isinstance(part, ParametrizationList):
+            for i, parametrization in enumerate(part):
+                if {"_u", "_v"} <= dict(parametrization.named_buffers()).keys():
+                    part[i] = ExactSpectralNorm(getattr(parametrization, "dim", 0))
+
+
+def fixed_batch(module: Any, dataset: Any, num_images: int) -> tuple[Tensor, Any, Tensor]:
+    """Images spread evenly over a data set, on the module's device.
+
+    Returns:
+        x0 (B, C, H, W), encoded by the module's codec; labels; indices (B,) int64 in the set.
+    """
+    rows = evenly_spaced(len(dataset), num_images)
+    images, labels, index = dataset.fetch([0] * len(rows), rows)
     x0 = module.codec.encode(images.to(module.device))
     return x0, move_data_to_device(labels, module.device), index
 
 
-def fixed_losses(module: Any, data: Any, args: Namespace) -> Losses:
-    """Losses of the weights in place on training images, with noise by their place in the set.
+def fixed_losses(module: Any, dataset: Any, num_images: int, levels: Sequence[float]) -> Losses:
+    """Mean losses over fixed images of a data set, with noise determined by their indices.
 
-    Of a diffusion model one for each of --levels, uniforms of which 1 is the noisiest, and one over
-    all levels. Of a GAN that of each network.
+    A diffusion model has one loss for each level, and "all", over levels determined by the indices.
+    A GAN has one for each network.
+
+    Args:
+        module: DiffusionModule, GANModule, or another with their methods.
+        dataset: training set with `fetch`.
+        num_images: number of images, 2 to the size of the set.
+        levels: noise levels in [0, 1], of which 1 is the noisiest.
 
     Raises:
-        ValueError: for a module that has neither, or more images than there are.
+        ValueError: if a number is out of range, or the module has no such losses.
     """
-    dataset = data.dataset("train")
-    if not 2 <= args.images <= len(dataset):
-        raise ValueError(f"--images must be 2 to {len(dataset)}, got {args.images}.")
-    if not (args.levels and all(0 <= u <= 1 for u in args.levels)) or len(
-        {f"{u:g}" for u in args.levels}
-    ) < len(args.levels):
-        raise ValueError(f"--levels must be different numbers in [0, 1], got {args.levels}.")
-    x0, labels, index = fixed_batch(module, dataset, args.images)
+    if not 2 <= num_images <= len(dataset):
+        raise ValueError(f"--images must be 2 to {len(dataset)}, got {num_images}.")
+    names = [f"u = {u:g}" for u in levels]
+    if not levels or not all(0 <= u <= 1 for u in levels) or len({*names}) < len(names):
+        raise ValueError(f"--levels must be different numbers in [0, 1], got {levels}.")
+    x0, labels, index = fixed_batch(module, dataset, num_images)
     if hasattr(module, "generator_losses"):
         z = module.latents(index.tolist(), "validation").to(module.device)
-        told = labels if module.num_classes else None
+        labels = labels if module.num_classes else None
         return {
-            "discriminator": lambda: module.discriminator_losses(x0, told, z).mean(),
-            "generator": lambda: module.generator_losses(told, z).mean(),
+            "discriminator": lambda: module.discriminator_losses(x0, labels, z).mean(),
+            "generator": lambda: module.generator_losses(labels, z).mean(),
         }
     if lacking := [n for n in ("per_sample_loss", "process", "codec") if not hasattr(module, n)]:
         raise ValueError(
@@ -101,9 +171,33 @@ def fixed_losses(module: Any, data: Any, args: Namespace) -> Losses:
     condition = labels if getattr(module, "conditioning", None) is not None else None
     noise = PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
 
-    def at(u: Tensor) -> Callable[[], Tensor]:
+    def loss_at(u: Tensor) -> Callable[[], Tensor]:
         t = module.process.from_unit(u.to(x0.device))
         return lambda: module.per_sample_loss(x0, condition, t, noise).mean()
 
-    levels = {f"u = {u:g}": at(torch.full((len(x0),), u).double()) for u in args.levels}
-    return {**levels, "all": at(index_uniforms(index))}
+    uniforms = [torch.full((len(x0),), u).double() for u in levels]
+    losses = {name: loss_at(u) for name, u in zip(names, uniforms, strict=True)}
+    return {**losses, "all": loss_at(index_uniforms(index))}
+
+
+def network_of_loss(module: Any, name: str) -> nn.Module | None:
+    """The network that minimizes a loss of `fixed_losses`; None if all parameters do."""
+    network = getattr(module, name, None)
+    return network if isinstance(network, nn.Module) else None
+
+
+LOSS_ARGUMENTS = ("process", "parameterization", "loss", "codec", "image_shape", "num_classes")
+
+
+def check_same_losses(first: LoadedModule, others: Sequence[LoadedModule]) -> None:
+    """Raise ValueError if the first module's losses mean others for the weights of `others`."""
+    for other in others:
+        mix_weights(copy_weights(first.module), copy_weights(other.module), 0.5)
+        ours, theirs = (x.checkpoint.get("hyper_parameters", {}) for x in (first, other))
+        for name in LOSS_ARGUMENTS:
+            if ours.get(name) != theirs.get(name):
+                raise ValueError(
+                    f"only weights of one kind of model lie on a line, and the {name} of "
+                    f"{other.path} is {theirs.get(name)!r:.200}, that of {first.path} "
+                    f"{ours.get(name)!r:.200}."
+                )

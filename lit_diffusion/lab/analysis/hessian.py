@@ -1,43 +1,54 @@
-"""The spectrum of a loss's Hessian by products with vectors, never the matrix itself.
+"""The spectrum of a loss's Hessian from products with vectors, never from the matrix itself.
 
 Source: Ghorbani et al. 2019, "An Investigation into Neural Net Optimization via Hessian Eigenvalue
 Density", section 2 (stochastic Lanczos quadrature); Golub & Welsch 1969 for the quadrature.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lit_diffusion.lab.analysis.consistency import Floats
-from lit_diffusion.lab.analysis.saved import Saved
+from lit_diffusion.cli.work_queue import Arrays, compute_pieces
+from lit_diffusion.data.base import require_at_least
+from lit_diffusion.lab.analysis import common
+from lit_diffusion.lab.analysis.command import HessianOptions
+from lit_diffusion.lab.analysis.fixed_losses import network_of_loss
+from lit_diffusion.signals import print_error
 
-Product = Callable[[Tensor], Tensor]
+MatrixProduct = Callable[[Tensor], Tensor]
 """(P,) -> (P,): a symmetric matrix times a vector."""
 
 
 @dataclass(frozen=True)
-class Spectrum(Saved):
-    """What Lanczos runs from random vectors tell of a symmetric matrix of P rows.
+class Spectrum:
+    """Estimates of the eigenvalues of a symmetric matrix with P rows by V Lanczos runs.
 
     Attributes:
         num_parameters: P.
-        nodes: (V, m) Ritz values of V random vectors, falling.
-        weights: (V, m) of the quadrature; each row sums to 1. nan beyond where a run ended early.
+        nodes: (V, m) Ritz values of each run, falling; nan past the end of a run that ended early.
+        weights: (V, m) quadrature weights of the nodes; each row sums to 1.
     """
 
     num_parameters: int
-    nodes: Floats
-    weights: Floats
+    nodes: NDArray[np.float64]
+    weights: NDArray[np.float64]
 
     @property
-    def top(self) -> Floats:
-        """Largest eigenvalues as each run has them, mean over runs; the first are converged."""
-        found: Floats = np.nanmean(self.nodes[:, ~np.isnan(self.nodes).all(axis=0)], axis=0)
-        return found
+    def top(self) -> NDArray[np.float64]:
+        """(m,) largest eigenvalues, mean over runs; the first ones are converged."""
+        columns = ~np.isnan(self.nodes).all(axis=0)
+        top: NDArray[np.float64] = np.nanmean(self.nodes[:, columns], axis=0)
+        return top
 
     @property
     def trace(self) -> float:
@@ -56,138 +67,152 @@ class Spectrum(Saved):
         return float(second - self.mean**2)
 
     @property
-    def expected_weights(self) -> Floats:
-        """(V, m) weights, which are 1 / P at the outer eigenvalues that all runs have.
+    def expected_weights(self) -> NDArray[np.float64]:
+        """(V, m) weights, replaced by 1 / P at the outer eigenvalues that all runs agree on.
 
-        A run's own weight there is the square of one normal number, and of large eigenvalues the
-        noisiest part of any sum. More than 4 / P by the mean of runs is an eigenvalue many times.
+        A run's own weight there is the square of one normal number, which makes large eigenvalues
+        the noisiest part of any sum. A mean weight above 4 / P is taken for an eigenvalue of
+        multiplicity more than 1, and kept.
         """
         lengths = np.abs(self.nodes).max(axis=0)
-        alike = np.ptp(self.nodes, axis=0) <= 1e-3 * lengths  # False for nan
-        alike &= self.weights.mean(axis=0) * self.num_parameters < 4
-        ends = [np.logical_and.accumulate(each) for each in (alike, alike[::-1])]
-        outer = ends[0] | ends[1][::-1]
+        agree = np.ptp(self.nodes, axis=0) <= 1e-3 * lengths  # False for nan
+        agree &= self.weights.mean(axis=0) * self.num_parameters < 4
+        from_left = np.logical_and.accumulate(agree)
+        from_right = np.logical_and.accumulate(agree[::-1])[::-1]
+        outer = from_left | from_right
         if len(self.nodes) < 2 or outer.all():
             return self.weights
-        rest = self.weights[:, ~outer]
-        found = np.full_like(self.weights, 1 / self.num_parameters)
+        inner = self.weights[:, ~outer]
+        weights = np.full_like(self.weights, 1 / self.num_parameters)
         share = 1 - outer.sum() / self.num_parameters
-        found[:, ~outer] = rest * share / np.nansum(rest, axis=1, keepdims=True)
-        return found
+        weights[:, ~outer] = inner * share / np.nansum(inner, axis=1, keepdims=True)
+        return weights
 
     @property
     def ritz_variance(self) -> float:
-        """Variance of the Ritz values, all alike: what the paper's figure seems to be.
+        """Variance of the Ritz values, equally weighted; the paper's figure seems to show this.
 
-        It says more of Lanczos, which finds extreme eigenvalues first, than of the matrix.
+        It says more about Lanczos, which finds extreme eigenvalues first, than about the matrix.
         """
         return float(np.nanvar(self.nodes))
 
-    def density(self, at: Floats, width: float) -> Floats:
-        """Spectral density at values (K,), smoothed by a Gaussian of this width."""
-        z = (at[:, None, None] - self.nodes) / width
+    def density(self, at: NDArray[np.float64], width: float) -> NDArray[np.float64]:
+        """(K,) spectral density at values (K,), smoothed by a Gaussian of this width."""
+        z = (at[:, None, None] - self.nodes) / width  # (K, V, m)
         bumps = np.exp(-0.5 * z**2) / (width * np.sqrt(2 * np.pi))
-        found: Floats = np.nansum(bumps * self.expected_weights, axis=2).mean(axis=1)
-        return found
+        density: NDArray[np.float64]
+        density = np.nansum(bumps * self.expected_weights, axis=2).mean(axis=1)
+        return density
 
 
 def hessian_product(
     loss: Callable[[], Tensor], parameters: Iterable[Tensor]
-) -> tuple[Product, Tensor]:
-    """The Hessian of a loss at the weights in place, and its gradient (P,).
+) -> tuple[MatrixProduct, Tensor]:
+    """Differentiate a loss once, and return what multiplies vectors by its Hessian.
 
-    The graph of the gradient is kept: memory of about three passes.
+    The graph of the gradient stays in memory: about that of three passes.
 
     Args:
-        loss: scalar, a function of the weights alone: fixed batch, times and noise.
-        parameters: that it is differentiated by.
+        loss: scalar function of the weights alone: images, noise levels and noise are fixed.
+        parameters: tensors to differentiate by; those without `requires_grad` are left out.
+
+    Returns:
+        The product with the Hessian at the present weights, and the gradient (P,).
 
     Raises:
-        RuntimeError: where a part of the network has no second derivative.
+        RuntimeError: if a part of the network has no second derivative.
     """
-    chosen = [p for p in parameters if p.requires_grad]
+    trained = [p for p in parameters if p.requires_grad]
     with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
-        first = torch.autograd.grad(loss(), chosen, create_graph=True, materialize_grads=True)
-        flat = torch.cat([g.flatten() for g in first])
+        first = torch.autograd.grad(loss(), trained, create_graph=True, materialize_grads=True)
+        gradient = torch.cat([g.flatten() for g in first])
 
     def product(vector: Tensor) -> Tensor:
-        found = torch.autograd.grad(
-            flat, chosen, vector.to(flat), retain_graph=True, materialize_grads=True
+        second = torch.autograd.grad(
+            gradient, trained, vector.to(gradient), retain_graph=True, materialize_grads=True
         )
-        return torch.cat([g.flatten() for g in found])
+        return torch.cat([g.flatten() for g in second])
 
-    return product, flat.detach()
+    return product, gradient.detach()
 
 
-def difference_error(
+def finite_difference_error(
     loss: Callable[[], Tensor], parameters: Iterable[Tensor], share: float = 1e-4
 ) -> float:
-    """How far the Hessian times the gradient is from the difference of gradients, relatively.
+    """Relative difference between the Hessian times the gradient and a difference of gradients.
 
-    Small where the loss is smooth. Where a part of the network has no second derivative, autograd
-    may take it for 0 and say nothing; where gradients jump, as with ReLU, its Hessian leaves that
-    out. Both show here. The weights are put back.
+    It is small for smooth losses, and large in two cases: a part of the network has no second
+    derivative, which autograd may silently take for 0; or gradients jump, as with ReLU, which the
+    Hessian leaves out. The weights are put back.
 
     Args:
-        loss: as of `hessian_product`.
-        parameters: as of `hessian_product`.
-        share: length of the difference, by that of the weights.
+        loss: scalar function of the weights alone: images, noise levels and noise are fixed.
+        parameters: tensors to differentiate by; those without `requires_grad` are left out.
+        share: length of the step, relative to the length of all weights.
     """
-    chosen = [p for p in parameters if p.requires_grad]
-    product, gradient = hessian_product(loss, chosen)
+    trained = [p for p in parameters if p.requires_grad]
+    product, gradient = hessian_product(loss, trained)
     if not gradient.any():
         return 0.0
-    before = [p.detach().clone() for p in chosen]
+    before = [p.detach().clone() for p in trained]
     length = torch.cat([p.flatten() for p in before]).norm()
     step = share * length * gradient / gradient.norm()
-    told = product(step)
-    sizes = [p.numel() for p in chosen]
-    parts = [s.view_as(p) for s, p in zip(step.split(sizes), chosen, strict=True)]
+    by_product = product(step)
+    sizes = [p.numel() for p in trained]
+    steps = [s.view_as(p) for s, p in zip(step.split(sizes), trained, strict=True)]
     ends = []
     try:
         for sign in (1, -1):
             with torch.no_grad():
-                for p, start, part in zip(chosen, before, parts, strict=True):
-                    p.copy_(start + sign * part)
-            ends.append(hessian_product(loss, chosen)[1])
+                for p, start, s in zip(trained, before, steps, strict=True):
+                    p.copy_(start + sign * s)
+            ends.append(hessian_product(loss, trained)[1])
     finally:
         with torch.no_grad():
-            for p, start in zip(chosen, before, strict=True):
+            for p, start in zip(trained, before, strict=True):
                 p.copy_(start)
-    found = (ends[0] - ends[1]) / 2
-    return float((found - told).norm() / torch.maximum(found.norm(), told.norm()))
+    by_difference = (ends[0] - ends[1]) / 2
+    scale = torch.maximum(by_difference.norm(), by_product.norm())
+    return float((by_difference - by_product).norm() / scale)
 
 
-def lanczos(product: Product, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """Ritz values (m,), rising, and weights (m,) of the quadrature that starts at a vector (P,).
+def lanczos(product: MatrixProduct, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """Run Lanczos from a vector, in float64, with each vector orthogonalized twice against all.
 
-    In float64, each vector orthogonalised twice against all before, which takes memory for `steps`
-    vectors; m is at most `steps`, less where the vectors reach no farther.
+    Memory holds `steps` vectors.
+
+    Args:
+        product: the matrix.
+        start: (P,) vector to start from.
+        steps: most products, m; fewer if the vectors span an invariant subspace before.
+
+    Returns:
+        Ritz values (m,), rising, and their quadrature weights (m,).
     """
     steps = min(steps, len(start))
     basis = start.new_empty(steps, len(start), dtype=torch.float64)
     basis[0] = start.double() / start.double().norm()
     diagonal: list[Tensor] = []
-    beside: list[Tensor] = []
+    off_diagonal: list[Tensor] = []
     for k in range(steps):
         w = product(basis[k].to(start.dtype)).double()
         diagonal.append(basis[k] @ w)
         for _ in range(2):
             w = w - basis[: k + 1].T @ (basis[: k + 1] @ w)
-        beside.append(w.norm())
-        if k + 1 == steps or beside[-1] <= 1e-10 * torch.stack(diagonal).abs().max():
+        off_diagonal.append(w.norm())
+        if k + 1 == steps or off_diagonal[-1] <= 1e-10 * torch.stack(diagonal).abs().max():
             break
-        basis[k + 1] = w / beside[-1]
+        basis[k + 1] = w / off_diagonal[-1]
     matrix = torch.diag(torch.stack(diagonal))
     if len(diagonal) > 1:
-        off = torch.diag(torch.stack(beside[: len(diagonal) - 1]), 1)
+        off = torch.diag(torch.stack(off_diagonal[: len(diagonal) - 1]), 1)
         matrix = matrix + off + off.T
     values, vectors = torch.linalg.eigh(matrix)
     return values, vectors[0].square()
 
 
-def spectrum(
-    product: Product,
+def estimate_spectrum(
+    product: MatrixProduct,
     like: Tensor,
     steps: int = 80,
     seeds: Sequence[int] = range(4),
@@ -196,15 +221,105 @@ def spectrum(
 
     Args:
         product: the matrix.
-        like: (P,) whose dtype and device the vectors have.
-        steps: of each run: products, and Ritz values.
-        seeds: of the random vectors.
+        like: (P,) tensor with the dtype and device of the vectors.
+        steps: products, and Ritz values, of each run.
+        seeds: seeds of the random vectors.
     """
     nodes, weights = (np.full((len(seeds), steps), np.nan) for _ in range(2))
     for row, seed in enumerate(seeds):
         generator = torch.Generator().manual_seed(seed)
         start = torch.randn(len(like), generator=generator, dtype=torch.float64).to(like)
-        values, shares = lanczos(product, start, steps)
-        nodes[row, : len(values)] = values.flip(0).cpu().numpy()
-        weights[row, : len(values)] = shares.flip(0).cpu().numpy()
+        ritz_values, shares = lanczos(product, start, steps)
+        nodes[row, : len(ritz_values)] = ritz_values.flip(0).cpu().numpy()
+        weights[row, : len(shares)] = shares.flip(0).cpu().numpy()
     return Spectrum(len(like), nodes, weights)
+
+
+def draw_spectra(spectra: Mapping[str, Spectrum], path: Path) -> None:
+    """Draw the density of eigenvalues of each loss, on a logarithmic axis."""
+    figure = Figure(figsize=(6, 3.6), layout="constrained")
+    axes = figure.add_subplot(yscale="log")
+    low = min(np.nanmin(each.nodes) for each in spectra.values())
+    high = max(np.nanmax(each.nodes) for each in spectra.values())
+    width = (high - low) / 100
+    at = np.linspace(low - 4 * width, high + 4 * width, 1000)
+    densities = {name: each.density(at, width) for name, each in spectra.items()}
+    most = max(density.max() for density in densities.values())
+    # a random vector has a hundredth of its mean share, or more, in nine of ten eigenvectors
+    least = min(0.01 / (each.num_parameters * width) for each in spectra.values())
+    for name, density in densities.items():
+        top = spectra[name].top[:5]
+        (line,) = axes.plot(at, density, label=f"{name}: largest {top[0]:.3g}")
+        axes.plot(top, [2 * least] * len(top), "|", color=line.get_color(), markersize=10)
+    axes.set(xlabel="eigenvalue", ylabel="density", ylim=(least, 3 * most))
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    common.save_figure(figure, path)
+
+
+def compute_spectra(options: HessianOptions) -> str:
+    """Run `lit-diffusion analyze hessian`; returns the text to print."""
+    require_at_least(1, steps=options.steps, vectors=options.vectors)
+    loaded = common.load_with_exact_spectral_norm(options.checkpoint, options)
+    losses = common.load_losses(loaded, options)
+    parameters = {
+        name: list((network_of_loss(loaded.module, name) or loaded.module).parameters())
+        for name in losses
+    }
+    for name, loss in losses.items():
+        _check_second_derivative(name, loss, parameters[name], options.kinks)
+    size = 8e-9 * options.steps * sum(p.numel() for p in loaded.module.parameters())
+    print_error(f"{options.steps} steps keep as many vectors of all weights: {size:.1f} GB.")
+    start, count = time.monotonic(), options.steps * options.vectors
+    for loss in losses.values():
+        product, like = hessian_product(loss, loaded.module.parameters())
+        product(torch.ones_like(like))
+    seconds = (time.monotonic() - start) * count
+    common.print_cost(f"{count} products with the Hessians of {len(losses)} losses", seconds)
+    out = common.plan_analysis("hessian", options, loaded)
+
+    def run_lanczos(piece: str) -> Arrays:
+        number, seed = map(int, piece.split("-"))
+        name = list(losses)[number]
+        product, like = hessian_product(losses[name], parameters[name])
+        spectrum = estimate_spectrum(product, like, options.steps, [seed])
+        return {"nodes": spectrum.nodes, "weights": spectrum.weights, "num": np.array(len(like))}
+
+    names = [f"{i}-{seed}" for i in range(len(losses)) for seed in range(options.vectors)]
+    arrays = compute_pieces(out, names, run_lanczos, "vector")
+    if arrays is None:
+        return common.text_of_unfinished(out)
+    spectra: dict[str, Spectrum] = {}
+    for i, name in enumerate(losses):
+        runs = arrays[i * options.vectors : (i + 1) * options.vectors]
+        nodes, weights = (np.concatenate([each[k] for each in runs]) for k in ("nodes", "weights"))
+        spectra[name] = Spectrum(int(runs[0]["num"]), nodes, weights)
+        common.save_result(spectra[name], out / f"hessian-{i}")
+    draw_spectra(spectra, out / "hessian.png")
+    return "\n".join(
+        f"{name}: largest {', '.join(f'{value:.4g}' for value in each.top[:5])}; "
+        f"smallest {np.nanmin(each.nodes):.4g}; trace {each.trace:.4g}; "
+        f"variance {each.variance:.4g} by quadrature, {each.ritz_variance:.4g} of Ritz values"
+        for name, each in spectra.items()
+    )
+
+
+def _check_second_derivative(
+    name: str, loss: Callable[[], Tensor], parameters: Sequence[Tensor], allows_jumps: bool
+) -> None:
+    """Raise ValueError if the Hessian of autograd is not the rate at which gradients change."""
+    rule = (
+        "a part of the network has no second derivative, such as a fused attention, or gradients "
+        "jump, as with ReLU. Take plain operations; or --kinks to have the Hessian without jumps"
+    )
+    try:
+        error = finite_difference_error(loss, parameters)
+    except RuntimeError as failure:
+        if not re.search("derivative|differentiate", str(failure)):
+            raise
+        raise ValueError(f"{rule}: {failure}") from failure
+    if error > 0.1 or math.isnan(error):
+        finding = f"the Hessian of {name} is {error:.0%} off the difference of gradients"
+        if not allows_jumps or math.isnan(error):
+            raise ValueError(f"{finding}: {rule}.")
+        print_error(f"{finding}, as gradients jump.")

@@ -1,41 +1,62 @@
-"""Losses on the line between two sets of weights.
+"""Losses on the line between two sets of weights, and hidden features put in the same order.
+
+Two runs may learn the same features in another order; a line between them then leads through
+mixtures of different features. Aligned are the hidden layers of residual blocks and MLPs, and all
+layers of a DCGAN. Features between blocks keep their order: skip connections tie them together.
 
 Source: "Why diffusion models are stable and how to make them faster" (2023), Eq. 2; Goodfellow et
-al. 2015, "Qualitatively characterizing neural network optimization problems".
+al. 2015, "Qualitatively characterizing neural network optimization problems"; Ainsworth et al.
+2023, "Git Re-Basin" (arXiv 2209.04836), section 3.2, for the order by matching weights.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
+from numpy.typing import NDArray
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from lit_diffusion.lab.analysis.consistency import Floats
-from lit_diffusion.lab.analysis.saved import Saved
-from lit_diffusion.lab.analysis.weights import State, between, put_, restored
-
-Losses = Mapping[str, Callable[[], Tensor]]
-"""By name, a loss of the weights in place on a fixed batch with fixed noise."""
+from lit_diffusion.cli.work_queue import Arrays, compute_pieces
+from lit_diffusion.data.base import require_at_least
+from lit_diffusion.lab.analysis import common
+from lit_diffusion.lab.analysis.command import InterpolationOptions
+from lit_diffusion.lab.analysis.fixed_losses import (
+    Losses,
+    WeightState,
+    check_same_losses,
+    copy_weights,
+    evaluate_losses,
+    mix_weights,
+)
+from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
+from lit_diffusion.networks.layers import MLP, TimestepMLP
+from lit_diffusion.networks.unet import ResBlock
+from lit_diffusion.signals import print_error
 
 
 @dataclass(frozen=True)
-class Interpolation(Saved):
+class Interpolation:
     """Losses at alpha a + (1 - alpha) b.
 
     Attributes:
-        names: of the losses.
+        names: names of the losses.
         alphas: (K,), 1 at a.
         values: (len(names), K).
     """
 
     names: list[str]
-    alphas: Floats
-    values: Floats
+    alphas: NDArray[np.float64]
+    values: NDArray[np.float64]
 
     @property
     def barriers(self) -> dict[str, float]:
-        """By how much each loss rises above the straight line between its ends, at most.
+        """The most that each loss rises above the straight line between its ends.
 
         Needs alphas that rise from 0 to 1.
         """
@@ -43,29 +64,213 @@ class Interpolation(Saved):
         return dict(zip(self.names, (self.values - line).max(axis=1).tolist(), strict=True))
 
 
-@torch.no_grad()
-def interpolate(
+def interpolate_losses(
     module: nn.Module,
-    a: State,
-    b: State,
+    a: WeightState,
+    b: WeightState,
     losses: Losses,
-    alphas: Sequence[float] | Floats,
+    alphas: Sequence[float] | NDArray[np.float64],
 ) -> Interpolation:
-    """Losses of a module at alpha a + (1 - alpha) b; its weights are put back.
+    """Evaluate losses of a module at alpha a + (1 - alpha) b; its weights are put back.
 
     Args:
-        module: that the losses are of.
-        a: weights, as `weights.state_of` gives them.
-        b: others of the same architecture.
-        losses: what to compute at each point.
+        module: module whose weights the losses depend on.
+        a: weights of `copy_weights`.
+        b: other weights of the same architecture.
+        losses: losses by name.
         alphas: points on the line, 1 at a.
 
     Raises:
-        ValueError: for weights of different architectures.
+        ValueError: if a and b are of different architectures.
     """
-    values = np.full((len(losses), len(alphas)), np.nan)
-    with restored(module):
-        for k, alpha in enumerate(alphas):
-            put_(module, between(a, b, alpha))
-            values[:, k] = [loss().item() for loss in losses.values()]
-    return Interpolation(list(losses), np.array(alphas), values)
+    points = (mix_weights(a, b, alpha) for alpha in alphas)
+    return Interpolation(list(losses), np.array(alphas), evaluate_losses(module, points, losses))
+
+
+@dataclass(frozen=True)
+class FeatureAxis:
+    """A dimension of a tensor along which hidden features lie.
+
+    Args:
+        name: name of the tensor in the state.
+        dim: the dimension.
+        copies: how often the features are repeated along it, such as 2 for scales and shifts.
+    """
+
+    name: str
+    dim: int
+    copies: int = 1
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """View a tensor as (copies, features, ...)."""
+        return torch.unflatten(tensor.movedim(self.dim, 0), 0, (self.copies, -1))
+
+    def reorder(self, tensor: Tensor, order: Tensor) -> Tensor:
+        """Put feature order[i] in the place of feature i."""
+        rows = self.rows(tensor)[:, order.to(tensor.device)]
+        return rows.flatten(0, 1).movedim(0, self.dim).contiguous()
+
+
+@dataclass(frozen=True)
+class HiddenFeatures:
+    """Features of a hidden layer, whose order changes no output.
+
+    Args:
+        axes: where the features lie in the tensors before, between and after them.
+        groups: groups of a group norm between them: features change places inside of their group,
+            and groups with groups.
+    """
+
+    axes: tuple[FeatureAxis, ...]
+    groups: int = 1
+
+
+def find_hidden_features(network: nn.Module) -> list[HiddenFeatures]:
+    """Find the hidden layers of a network whose features can be put in another order."""
+    features: list[HiddenFeatures] = []
+    for name, part in network.named_modules():
+        prefix = f"{name}." if name else ""
+        if isinstance(part, ResBlock):
+            emb, conv, norm = part.emb_layers[1], part.in_layers[2], part.out_layers[0]
+            copies = len(emb.weight) // len(conv.weight)  # type: ignore[arg-type]
+            before = {"in_layers.2": 1, "emb_layers.1": copies, "out_layers.0": 1}
+            features.append(_between(prefix, before, "out_layers.3", norm.num_groups))  # type: ignore[arg-type]
+        elif isinstance(part, MLP):
+            features.append(_between(prefix, {"fc1": 1}, "fc2"))
+        elif isinstance(part, TimestepMLP):
+            features.append(_between(prefix, {"0": 1}, "2"))
+        elif isinstance(part, DCGANGenerator | DCGANDiscriminator):
+            features += _between_convolutions(f"{prefix}layers.", part.layers)
+    return features
+
+
+def _between(prefix: str, before: dict[str, int], after: str, groups: int = 1) -> HiddenFeatures:
+    """Features that the layers `before`, name -> copies, write and the layer `after` reads."""
+    written = [
+        FeatureAxis(f"{prefix}{name}.{kind}", 0, copies)
+        for name, copies in before.items()
+        for kind in ("weight", "bias")
+    ]
+    return HiddenFeatures((*written, FeatureAxis(f"{prefix}{after}.weight", 1)), groups)
+
+
+def _between_convolutions(prefix: str, layers: nn.Sequential) -> list[HiddenFeatures]:
+    """Features between each two convolutions of a chain, with the batch norms between them."""
+    convolutions = [
+        (i, layer)
+        for i, layer in enumerate(layers)
+        if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d)
+    ]
+    features = []
+    for (i, before), (j, after) in pairwise(convolutions):
+        axes = [FeatureAxis(f"{prefix}{i}.weight", int(isinstance(before, nn.ConvTranspose2d)))]
+        if isinstance(layers[i + 1], nn.BatchNorm2d):
+            kinds = ("weight", "bias", "running_mean", "running_var")
+            axes += [FeatureAxis(f"{prefix}{i + 1}.{kind}", 0) for kind in kinds]
+        axes.append(FeatureAxis(f"{prefix}{j}.weight", int(isinstance(after, nn.Conv2d))))
+        features.append(HiddenFeatures(tuple(axes)))
+    return features
+
+
+def align_features(
+    state: WeightState, target: WeightState, features: Sequence[HiddenFeatures], rounds: int = 20
+) -> WeightState:
+    """Put hidden features in the order in which their weights are most like those of `target`.
+
+    Args:
+        state: weights to put in order; outputs of their network do not change.
+        target: weights of the same architecture.
+        features: hidden layers of `find_hidden_features`.
+        rounds: most passes over all layers, as the order of one depends on its neighbors'.
+    """
+    state = dict(state)
+    for _ in range(rounds):
+        has_changed = False
+        for layer in features:
+            order = _best_order(state, target, layer)
+            has_changed |= bool((order != torch.arange(len(order))).any())
+            for axis in layer.axes:
+                state[axis.name] = axis.reorder(state[axis.name], order)
+        if not has_changed:
+            break
+    return state
+
+
+def _best_order(state: WeightState, target: WeightState, layer: HiddenFeatures) -> Tensor:
+    """(n,) the feature of `state` to put in each place, by the largest sum of inner products."""
+    products: Any = 0
+    for axis in layer.axes:
+        ours, theirs = (
+            axis.rows(each[axis.name].detach().cpu().double()).movedim(0, 1).flatten(1)
+            for each in (state, target)
+        )  # (n, all else) each
+        products = products + theirs @ ours.T  # (n, n)
+    g, k = layer.groups, len(products) // layer.groups
+    blocks = products.numpy().reshape(g, k, g, k).swapaxes(1, 2)  # (g, g, k, k)
+    within = np.array([[_assign(blocks[i, j]) for j in range(g)] for i in range(g)])  # (g, g, k)
+    gains = np.take_along_axis(blocks, within[..., None], axis=3).sum(axis=(2, 3))  # (g, g)
+    order = [j * k + within[i, j] for i, j in enumerate(_assign(gains))]
+    return torch.from_numpy(np.concatenate(order).astype(np.int64))
+
+
+def _assign(gains: NDArray[Any]) -> NDArray[Any]:
+    """(n,) the column for each row, each used once, with the largest total gain."""
+    columns: NDArray[Any] = linear_sum_assignment(gains, maximize=True)[1]
+    return columns
+
+
+def draw_interpolations(lines: Mapping[str, Interpolation], path: Path) -> None:
+    """Draw a panel for each loss, with a curve for each of `lines`."""
+    names = next(iter(lines.values())).names
+    figure = Figure(figsize=(3.2 * len(names), 3), layout="constrained")
+    panels = figure.subplots(1, len(names), squeeze=False)[0]
+    for i, (axes, name) in enumerate(zip(panels, names, strict=True)):
+        for kind, line in lines.items():
+            axes.plot(line.alphas, line.values[i], label=kind)
+        scale = "log" if min(line.values[i].min() for line in lines.values()) > 0 else "linear"
+        axes.set(title=name, xlabel="alpha (0: second, 1: first)", yscale=scale)
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("loss")
+    if len(lines) > 1:
+        panels[0].legend(fontsize="small")
+    common.save_figure(figure, path)
+
+
+def interpolate_weights(options: InterpolationOptions) -> str:
+    """Run `lit-diffusion analyze interpolate`; returns the text to print."""
+    require_at_least(2, points=options.points)
+    first = common.load_with_exact_spectral_norm(options.first, options)
+    second = common.load_with_exact_spectral_norm(options.second, options)
+    check_same_losses(first, [second])
+    a, b = copy_weights(first.module), copy_weights(second.module)
+    ends = {"as they are": b}
+    if options.align:
+        features = find_hidden_features(first.module)
+        if not features:
+            raise ValueError("--align knows no hidden features of this network; leave it out.")
+        print_error(f"--align puts the features of {len(features)} hidden layers in order.")
+        ends["aligned"] = align_features(b, a, features)
+    losses = common.load_losses(first, options)
+    alphas = np.linspace(0, 1, options.points)
+    common.print_cost_of_losses(losses, len(alphas) * len(ends))
+    out = common.plan_analysis("interpolation", options, first, second)
+
+    def interpolate(kind: str) -> Arrays:
+        return {"values": interpolate_losses(first.module, a, ends[kind], losses, alphas).values}
+
+    arrays = compute_pieces(out, list(ends), interpolate, "line")
+    if arrays is None:
+        return common.text_of_unfinished(out)
+    lines = {
+        kind: Interpolation(list(losses), alphas, each["values"])
+        for kind, each in zip(ends, arrays, strict=True)
+    }
+    for kind, line in lines.items():
+        common.save_result(line, out / f"interpolation{'-aligned' * (kind == 'aligned')}")
+    draw_interpolations(lines, out / "interpolation.png")
+    return "\n".join(
+        f"{name}, {kind}: {line.values[i, 0]:.4g} ... {line.values[i].max():.4g} ... "
+        f"{line.values[i, -1]:.4g}; barrier {line.barriers[name]:.4g}"
+        for i, name in enumerate(losses)
+        for kind, line in lines.items()
+    )

@@ -1,21 +1,358 @@
+"""`lit-diffusion analyze`: what it writes, prints and refuses."""
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import numpy as np
 import pytest
-from support.commands import call
+import torch
+import yaml
+from support.commands import SCRIPT, call
+from support.small_digits import small_digits, write_small_digits
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-KINDS = ("consistency", "interpolate", "landscape", "hessian")
+from lit_diffusion.checkpoints.loading import build, load
+from lit_diffusion.checkpoints.saving import write_checkpoint
+from lit_diffusion.data.digits import Digits
+from lit_diffusion.lab.analysis.common import fingerprint
+from lit_diffusion.lab.analysis.fixed_losses import (
+    copy_weights,
+    fixed_batch,
+    mix_weights,
+    set_weights_,
+    use_exact_spectral_norm_,
+)
+from lit_diffusion.lab.analysis.landscape import normalize_filters, random_directions
+from lit_diffusion.metrics.image_distances import psnr
+from lit_diffusion.networks.unet import UNet
+from lit_diffusion.seeding import PerSampleNoise
+
+A, B = "a/checkpoints/last.ckpt", "b/checkpoints/last.ckpt"
+SCORED = json.dumps({"protocol": "digits-cnn", "step": 9}) + "\n"
 
 
-@pytest.mark.parametrize("kind", ["", *KINDS])
-def test_help_says_what_to_type(kind, capsys):
-    assert call(f"analyze {kind} --help") == 0
-    told = capsys.readouterr().out
-    if kind:
-        assert "--out DIR" in told
-        assert "--weights" in told
-    else:
-        assert all(f"lit-diffusion analyze {each} runs/a" in told for each in KINDS)
+@pytest.fixture(autouse=True)
+def runs(folder):
+    """Two runs of the same architecture, b with other weights."""
+    for path in (A, B):
+        write_small_digits(Path(path))
+        Path(path).parents[1].joinpath("evaluations.jsonl").write_text(SCORED)
+    rewrite(B, B, lambda content: scale_weights(content, 1.2))
 
 
-@pytest.mark.parametrize("given", ["", "spectrum runs/a --out out"])
-def test_what_to_do_is_asked_for(given, capsys):
-    assert call(f"analyze {given}") == 2
+def rewrite(source, target, change):
+    """Write a copy of a checkpoint, changed by a function of its content."""
+    content = torch.load(source, weights_only=True)
+    change(content)
+    Path(target).parent.mkdir(parents=True, exist_ok=True)
+    torch.save(content, target)
+
+
+def scale_weights(content, factor):
+    content["state_dict"] = {n: v * factor for n, v in content["state_dict"].items()}
+
+
+def analyze(command, out="out"):
+    return call(f"analyze {command} --out {out}")
+
+
+def numbers(name, out="out"):
+    return json.loads(Path(out, f"{name}.json").read_text())
+
+
+def arrays(name, out="out"):
+    with np.load(Path(out, f"{name}.npz")) as file:
+        return dict(file)
+
+
+def loss_at(module, u, num):
+    """As the command fixes it: images evenly over the training set, noise by their places."""
+    x0, labels, index = fixed_batch(module, Digits().dataset("train"), num)
+    noise = PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
+    t = module.process.from_unit(torch.full((num,), u).double())
+    return module.per_sample_loss(x0, labels, t, noise).mean()
+
+
+def test_help_names_the_analyses_and_their_options(capsys):
+    for name in ("consistency", "interpolate", "landscape", "hessian"):
+        assert call(f"analyze {name} --help") == 0
+        assert "--out DIR" in capsys.readouterr().out
+        assert call("analyze --help") == 0
+        assert f"lit-diffusion analyze {name} runs/a" in capsys.readouterr().out
+    assert call("analyze spectrum runs/a --out out") == 2
     assert "say consistency, interpolate, landscape, hessian first" in capsys.readouterr().err
+
+
+def test_images_of_the_same_seeds_are_compared(capsys):
+    assert analyze("consistency a b a --num 6 --weights raw") == 0
+    printed = capsys.readouterr().out
+    images = torch.stack([load(path, "raw").generate(range(6)) for path in (A, B, A)])
+    beside_first = [psnr(images[0], images[i]).mean().item() for i in (1, 2)]
+    result = numbers("consistency")
+    assert result["paper"] == pytest.approx(np.mean(beside_first))
+    assert result["names"] == ["a", "b", "a"]
+    assert f"consistency (Eq. 1)    {result['paper']:.2f} dB" in printed
+    assert 0 <= result["same_nearest"] <= 1
+    assert Path("out/consistency.png").is_file()
+
+
+def test_nearest_images_are_of_all_sets_that_models_were_trained_on():
+    for name, part in (("half-0", [0, 2]), ("half-1", [1, 2])):
+        write_small_digits(Path(f"{name}/checkpoints/last.ckpt"))
+        config = Path(name, "config.yaml")
+        settings = yaml.safe_load(config.read_text())
+        settings["data"]["init_args"]["part"] = part
+        config.write_text(yaml.safe_dump(settings))
+        Path(name, "evaluations.jsonl").write_text(SCORED)
+    for out, models in {"1": "half-0 half-1", "2": "a a"}.items():
+        assert analyze(f"consistency {models} --num 8", out) == 0
+    assert numbers("consistency", "1")["nearest"] == numbers("consistency", "2")["nearest"]
+
+
+def test_models_that_make_other_images_are_refused(capsys):
+    def change_classes(content):
+        content["hyper_parameters"]["num_classes"] = 5
+        content["hyper_parameters"]["network"]["init_args"]["num_classes"] = 5
+        shadows = content["callbacks"]["EMA{'prefix': ''}"]["shadows"][0]
+        for weights in (content["state_dict"], shadows):
+            for name in [name for name in weights if "label_emb" in name]:
+                weights[name] = weights[name][:5]
+
+    rewrite(B, "b/checkpoints/last.ckpt", change_classes)
+    assert analyze("consistency a b") == 2
+    assert "1x8x8, 5" in capsys.readouterr().err
+    rewrite(A, B, lambda content: content["hyper_parameters"].update(image_shape=[1, 16, 16]))
+    assert analyze("consistency a b") == 2
+    assert "1x16x16, 10" in capsys.readouterr().err
+
+
+def test_losses_on_a_line_are_those_of_the_weights_there(capsys):
+    assert analyze("interpolate a b --images 4 --levels 0.5 --points 3 --align") == 0
+    values = arrays("interpolation")["values"]
+    module = load(A, "raw")
+    a, b = copy_weights(module), copy_weights(load(B, "raw"))
+    for k, alpha in enumerate((0.0, 0.5, 1.0)):
+        set_weights_(module, mix_weights(a, b, alpha))
+        assert values[0, k] == pytest.approx(loss_at(module, 0.5, 4).item(), rel=1e-5)
+    assert "u = 0.5, aligned" in capsys.readouterr().out
+    assert Path("out/interpolation-aligned.npz").is_file()
+
+
+def test_a_plane_has_the_checkpoint_in_its_middle_and_is_completed_by_rows(capsys):
+    command = "landscape a --images 4 --levels 0.5 --points 3 --span 0.5"
+    assert analyze(command) == 0
+    values = arrays("landscape")["values"]
+    assert values[0, 1, 1] == pytest.approx(loss_at(load(A, "raw"), 0.5, 4).item(), rel=1e-5)
+    Path("out/pieces/1.npz").unlink()
+    before = Path("out/landscape.npz").read_bytes()
+    assert analyze(command) == 0
+    assert Path("out/landscape.npz").read_bytes() == before
+    Path("out/pieces/1.npz").write_bytes(b"no")
+    assert analyze(command) == 2
+    assert "1.npz" in capsys.readouterr().err
+    rewrite(A, A, lambda content: next(iter(content["state_dict"].values())).add_(0.1))
+    assert analyze(command) == 2  # of other weights
+    assert "choose another folder" in capsys.readouterr().err
+
+
+def test_the_trajectory_of_a_run_lies_in_its_plane(capsys):
+    def move(content):
+        generator = torch.Generator().manual_seed(0)
+        content["state_dict"] = {
+            n: v + 0.1 * torch.randn(v.shape, generator=generator)
+            for n, v in content["state_dict"].items()
+        }
+        content["global_step"] = 5
+
+    rewrite(B, "early.ckpt", move)
+    assert analyze("landscape a --images 4 --levels 0.5 --points 3 --path early.ckpt b a") == 0
+    assert "The plane holds 100.0%" in capsys.readouterr().out
+    points = arrays("way")["points"]
+    np.testing.assert_allclose(points[2], 0, atol=1e-6)
+    assert np.linalg.matrix_rank(points) == 2
+    assert numbers("way")["steps"] == [5, 9, 9]
+    # a fifth beyond the farthest checkpoint
+    assert arrays("landscape")["x"][-1] == pytest.approx(1.2 * np.abs(points).max())
+
+
+def test_lines_between_other_kinds_of_models_are_refused(capsys):
+    def predict_noise(content):
+        kind = {"class_path": "lit_diffusion.parameterizations.Epsilon"}
+        content["hyper_parameters"]["parameterization"] = kind
+
+    rewrite(B, "c/checkpoints/last.ckpt", predict_noise)
+    for command in ("interpolate a c", "landscape a --path c b"):
+        assert analyze(f"{command} --images 4") == 2
+        assert "the parameterization of c" in capsys.readouterr().err
+
+
+def test_weights_have_a_fingerprint_whatever_their_layout_in_memory():
+    torch.manual_seed(0)
+    usual = torch.nn.Conv2d(1, 4, 3)
+    other = copy.deepcopy(usual).to(memory_format=torch.channels_last)
+    assert fingerprint(usual) == fingerprint(other)
+    with torch.no_grad():
+        other.weight[0, 0, 0, 0] += 1e-6
+    assert fingerprint(usual) != fingerprint(other)
+
+
+def test_the_largest_eigenvalue_is_that_of_power_iteration():
+    assert analyze("hessian a --images 4 --levels 0.5 --steps 30 --vectors 1") == 0
+    largest = np.nanmax(np.abs(arrays("hessian-0")["nodes"]))
+    module = load(A, "raw")
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    with sdpa_kernel(SDPBackend.MATH):
+        first = torch.autograd.grad(loss_at(module, 0.5, 4), parameters, create_graph=True)
+    torch.manual_seed(0)
+    v = [torch.randn_like(p) for p in parameters]
+    for _ in range(60):
+        size = torch.stack([x.norm() for x in v]).norm()
+        v = [x / size for x in v]
+        inner = sum((g * x).sum() for g, x in zip(first, v, strict=True))
+        product = torch.autograd.grad(inner, parameters, retain_graph=True)
+        rayleigh = sum((x * y).sum() for x, y in zip(v, product, strict=True)).item()
+        v = list(product)
+    assert abs(rayleigh) == pytest.approx(largest, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("command", "rule"),
+    [
+        ("consistency a", "two models and two seeds are the least, got 1 and 32"),
+        ("consistency a nowhere", "nowhere"),
+        ("consistency a b --num 1", "got 2 and 1"),
+        ("consistency a b --batch-size 0", "batch_size must be >= 1, got 0"),
+        ("consistency a b --extractor unknown", "unknown"),
+        ("landscape a --images 1", "--images must be 2 to 1437, got 1"),
+        ("landscape a --points 1", "points must be >= 2, got 1"),
+        ("landscape a --span nan", "--span must be above 0 and finite, got nan"),
+        ("landscape a --path a a", "two places or more that differ"),
+        ("interpolate a b --points 1", "points must be >= 2, got 1"),
+        ("interpolate a", "B must be given"),
+        ("hessian a --levels 0.5,0.5", "--levels must be different numbers in [0, 1]"),
+        ("hessian a --steps 0", "steps must be >= 1, got 0"),
+        ("hessian a --vectors -1", "vectors must be >= 1, got -1"),
+        ("hessian a --weights ema_0.5", "ema_0.5"),
+    ],
+)
+def test_a_mistake_is_refused_before_work_starts(command, rule, capsys):
+    assert analyze(command) == 2
+    assert rule in capsys.readouterr().err
+
+
+def test_losses_that_are_not_finite_are_refused_before_work_starts(capsys):
+    rewrite(A, A, lambda content: scale_weights(content, float("nan")))
+    for number, command in enumerate(("hessian a", "landscape a", "interpolate a b")):
+        assert analyze(f"{command} --images 4", str(number)) == 2
+        assert "nan" in capsys.readouterr().err
+
+
+def test_data_that_a_config_does_not_name_are_asked_for(capsys):
+    Path("a/config.yaml").write_text("data: null")
+    assert analyze("hessian a") == 2
+    assert "a/checkpoints/last.ckpt names no data with splits" in capsys.readouterr().err
+
+
+def test_a_network_without_second_derivatives_is_refused(capsys, monkeypatch):
+    class Once(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        @torch.autograd.function.once_differentiable
+        def backward(ctx, gradient):
+            return gradient.clone()
+
+    forward = UNet.forward
+    monkeypatch.setattr(UNet, "forward", lambda *args: Once.apply(forward(*args)))
+    assert analyze("hessian a --images 4") == 2
+    assert "off the difference of gradients" in capsys.readouterr().err
+
+
+def write_small_gan(kind):
+    """A checkpoint of a new GAN with spectral norm (BigGAN) or without (DCGAN)."""
+    config = yaml.safe_load((Path(__file__).parents[3] / f"configs/digits-{kind}.yaml").read_text())
+    spec = config["model"]
+    hyper = {"_class_path": spec["class_path"], **spec["init_args"]}
+    torch.manual_seed(0)
+    module = build({"hyper_parameters": hyper}, "this")
+    content = {"state_dict": module.state_dict(), "global_step": 2, "hyper_parameters": hyper}
+    write_checkpoint(content, Path(kind, "checkpoints/last.ckpt"))
+    Path(kind, "config.yaml").write_text(yaml.safe_dump({"data": small_digits(1)["data"]}))
+    return module
+
+
+def test_gans_are_analyzed_by_both_of_their_losses(capsys):
+    write_small_gan("dcgan")
+    assert analyze("hessian dcgan --images 8") == 2
+    assert "gradients jump, as with ReLU" in capsys.readouterr().err
+    for out, (command, printed) in enumerate(
+        {
+            "interpolate dcgan dcgan --points 3": "generator, as they are",
+            "hessian dcgan --steps 5 --vectors 1 --kinks": "generator: largest",
+        }.items()
+    ):
+        assert analyze(f"{command} --images 8", str(out)) == 0
+        assert printed in capsys.readouterr().out
+    assert analyze("consistency dcgan a --num 4 --weights raw --extractor digits-cnn") == 0
+    assert numbers("consistency")["same_class"] is None  # a DCGAN has no classes
+
+
+@pytest.mark.parametrize("kind", ["dcgan", "biggan"])
+def test_each_loss_of_a_gan_is_on_a_plane_of_its_own_network(kind):
+    module = write_small_gan(kind).eval()
+    assert analyze(f"landscape {kind} --points 3 --images 8") == 0
+    values = arrays("landscape")["values"]
+    use_exact_spectral_norm_(module)
+    directions = [normalize_filters(each, module) for each in random_directions(module, 0)]
+    x0, labels, index = fixed_batch(module, Digits().dataset("train"), 8)
+    labels = labels if kind == "biggan" else None
+    z = module.latents(index.tolist(), "validation")
+    for i, name in enumerate(("discriminator", "generator")):
+        center = copy_weights(module)
+        corner = {n: center[n] - d - directions[1][n] for n, d in directions[0].items()}
+        set_weights_(module, {n: v for n, v in corner.items() if n.startswith(name)})
+        losses = module.discriminator_losses(x0, labels, z), module.generator_losses(labels, z)
+        set_weights_(module, center)
+        assert values[i, 0, 0] == pytest.approx(losses[i].mean().item(), rel=1e-4)
+
+
+@pytest.mark.system
+def test_processes_of_torchrun_make_one_result():
+    command = ["analyze", "hessian", "a", "--images=8", "--steps=5", "--vectors=3"]
+    launch = [f"{Path(SCRIPT).parent}/torchrun", "--standalone", "--nproc-per-node=2"]
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [*launch, SCRIPT, *command, "--out=two"], env=one_thread, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "largest" in ended.stdout
+    assert call(" ".join([*command, "--out=one"])) == 0
+    for file in Path("one").glob("hessian-*.npz"):
+        first, second = (arrays(file.stem, out)["nodes"] for out in ("one", "two"))
+        np.testing.assert_allclose(first, second, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.system
+@pytest.mark.usefixtures("terminal_signals")
+def test_an_analysis_that_is_stopped_keeps_its_pieces():
+    command = ("analyze", "landscape", "a", "--images=256", "--points=61", "--out=out")
+    process = subprocess.Popen(
+        [SCRIPT, *command], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while not list(Path("out/pieces").glob("*.npz")):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+    os.killpg(process.pid, signal.SIGINT)
+    printed = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    assert "Traceback" not in printed
+    number = len(list(Path("out/pieces").glob("*.npz")))
+    assert f"Stopped with {number} of 61 rows in out" in printed
+    assert not Path("out/landscape.npz").exists()

@@ -1,8 +1,9 @@
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
-from lit_diffusion.lab.analysis.consistency import Consistency, consistency
+from lit_diffusion.lab.analysis.consistency import draw_consistency, measure_consistency
 from lit_diffusion.metrics.image_distances import MAX_PSNR
 
 IMAGES = torch.randint(
@@ -15,22 +16,22 @@ def by_hand(a, b):
 
 
 def test_the_paper_compares_with_the_first_and_all_pairs_with_all():
-    found = consistency(IMAGES, ["a", "b", "c"])
+    result = measure_consistency(IMAGES, ["a", "b", "c"])
     mean = {
         (i, j): np.mean([by_hand(x, y) for x, y in zip(IMAGES[i], IMAGES[j], strict=True)])
         for i, j in ((0, 1), (0, 2), (1, 2))
     }
-    assert found.paper == pytest.approx((mean[0, 1] + mean[0, 2]) / 2, rel=1e-6)
-    assert found.all_pairs == pytest.approx(sum(mean.values()) / 3, rel=1e-6)
-    assert found.pairs[2, 1] == found.pairs[1, 2] == pytest.approx(mean[1, 2], rel=1e-6)
-    assert found.per_seed.mean() == pytest.approx(found.all_pairs)
+    assert result.paper == pytest.approx((mean[0, 1] + mean[0, 2]) / 2, rel=1e-6)
+    assert result.all_pairs == pytest.approx(sum(mean.values()) / 3, rel=1e-6)
+    assert result.pairs[2, 1] == result.pairs[1, 2] == pytest.approx(mean[1, 2], rel=1e-6)
+    assert result.per_seed.mean() == pytest.approx(result.all_pairs)
 
 
 def test_models_that_agree_stand_out_from_chance_and_others_do_not():
     noise = torch.randint(-3, 4, IMAGES.shape, generator=torch.Generator().manual_seed(1))
     alike = (IMAGES[:1].int() + noise).clamp(0, 255).to(torch.uint8)
     features = lambda images: images.flatten(1)[:, ::3].double()  # noqa: E731
-    same, other = (consistency(x, ["a", "b", "c"], None, features) for x in (alike, IMAGES))
+    same, other = (measure_consistency(x, ["a", "b", "c"], None, features) for x in (alike, IMAGES))
     assert same.all_pairs > 35 > 12 > same.shuffled
     assert other.all_pairs == pytest.approx(other.shuffled, abs=0.3)
     assert same.features > 0.95
@@ -44,44 +45,46 @@ def test_models_that_only_recall_are_told_by_what_they_recall():
         return bank[torch.cdist(images.flatten(1).float(), bank.flatten(1).float()).argmin(1)]
 
     near = torch.stack([bank, (bank.int() ^ 2).to(torch.uint8)])
-    found = consistency(near, ["a", "b"], nearest)
-    assert found.same_nearest == 1
-    assert found.nearest == pytest.approx((MAX_PSNR + by_hand(bank, near[1])) / 2)
-    assert consistency(near.flip(1)[:, :6], ["a", "b"], lambda x: x).same_nearest == 0
-    assert consistency(IMAGES[:2], ["a", "b"]).nearest is None
+    result = measure_consistency(near, ["a", "b"], nearest)
+    assert result.same_nearest == 1
+    assert result.nearest == pytest.approx((MAX_PSNR + by_hand(bank, near[1])) / 2)
+    assert measure_consistency(near.flip(1)[:, :6], ["a", "b"], lambda x: x).same_nearest == 0
+    assert measure_consistency(IMAGES[:2], ["a", "b"]).nearest is None
 
 
 def test_one_model_or_one_seed_is_refused():
     for images in (IMAGES[:1], IMAGES[:, :1]):
         with pytest.raises(ValueError, match="two models and two seeds are the least"):
-            consistency(images, ["a"])
+            measure_consistency(images, ["a"])
 
 
-def test_it_saves_and_reads(tmp_path):
-    found = consistency(IMAGES, ["a", "b", "c"])
-    found.save(tmp_path / "consistency")
-    again = Consistency.read(tmp_path / "consistency")
-    assert again.names == ["a", "b", "c"]
-    assert again.paper == found.paper
-    np.testing.assert_array_equal(again.pairs, found.pairs)
+@pytest.mark.parametrize("channels", [1, 3])
+def test_the_picture_has_a_row_a_model_and_a_column_a_seed(tmp_path, channels):
+    images = IMAGES[:, :5].expand(-1, -1, channels, -1, -1)
+    result = measure_consistency(images, ["a", "b", "c"])
+    draw_consistency(result, images, tmp_path / "five.png")
+    draw_consistency(result, images, tmp_path / "two.png", seeds=2)
+    five, two = (Image.open(tmp_path / f"{name}.png") for name in ("five", "two"))
+    assert five.width > two.width
+    assert (np.array(five.convert("L")) < 250).mean() > 0.2
 
 
 def test_images_of_one_class_are_compared_with_each_other_alone():
     labels = torch.arange(12) % 5
-    found = consistency(IMAGES[:2], ["a", "b"], labels=labels)
+    result = measure_consistency(IMAGES[:2], ["a", "b"], labels=labels)
     by_class = [
         by_hand(IMAGES[1, i], IMAGES[0, j])
         for i in range(12)
         for j in range(12)
         if i != j and labels[i] == labels[j]
     ]
-    assert found.same_class == pytest.approx(np.mean(by_class), rel=1e-6)
+    assert result.same_class == pytest.approx(np.mean(by_class), rel=1e-6)
     all_others = [
         by_hand(IMAGES[1, i], IMAGES[0, j]) for i in range(12) for j in range(12) if i != j
     ]
-    assert found.shuffled == pytest.approx(np.mean(all_others), rel=1e-6)
-    assert consistency(IMAGES[:2], ["a", "b"], labels=torch.arange(12)).same_class is None
-    assert consistency(IMAGES[:2], ["a", "b"]).same_class is None
+    assert result.shuffled == pytest.approx(np.mean(all_others), rel=1e-6)
+    assert measure_consistency(IMAGES[:2], ["a", "b"], labels=torch.arange(12)).same_class is None
+    assert measure_consistency(IMAGES[:2], ["a", "b"]).same_class is None
 
 
 def test_models_that_share_their_classes_alone_agree_by_chance():
@@ -90,8 +93,8 @@ def test_models_that_share_their_classes_alone_agree_by_chance():
     prototypes = torch.randint(0, 200, (10, 1, 8, 8), generator=generator)
     noise = torch.randint(0, 56, (2, 200, 1, 8, 8), generator=generator)
     images = (prototypes[labels] + noise).to(torch.uint8)
-    found = consistency(
+    result = measure_consistency(
         images, ["a", "b"], features_of=lambda x: x.flatten(1).double(), labels=labels
     )
-    assert found.all_pairs == pytest.approx(found.same_class, abs=0.1)
-    assert found.features == pytest.approx(0, abs=0.02)
+    assert result.all_pairs == pytest.approx(result.same_class, abs=0.1)
+    assert result.features == pytest.approx(0, abs=0.02)

@@ -1,29 +1,102 @@
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
-from support.commands import call
 from support.small_digits import write_small_digits
 from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
 
 from lit_diffusion.checkpoints.loading import load_module
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.lab.analysis.fixed_losses import (
+    check_same_losses,
+    copy_weights,
     fixed_batch,
     fixed_losses,
-    movable,
-    refuse_other_losses,
-    training_data,
+    mix_weights,
+    preserve_weights,
+    set_weights_,
+    use_exact_spectral_norm_,
 )
-from lit_diffusion.lab.analysis.weights import ExactSpectralNorm
+from lit_diffusion.lab.analysis.hessian import finite_difference_error, hessian_product
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms
 
 
-def asked(images=6, levels=(0.3, 0.8)):
-    return Namespace(
-        images=images, levels=list(levels), trust=[], weights="raw", device="cpu", data=None
-    )
+def network(width=3):
+    torch.manual_seed(width)
+    return nn.Sequential(nn.Linear(2, width), nn.BatchNorm1d(width))
+
+
+def test_copies_hold_running_statistics_and_no_counters():
+    module = network()
+    state = copy_weights(module)
+    assert "1.running_mean" in state
+    assert "1.num_batches_tracked" not in state
+    with torch.no_grad():
+        module[0].weight.zero_()
+    assert state["0.weight"].any()
+
+
+def test_points_of_a_line_end_at_its_ends():
+    a, b = copy_weights(network()), {n: v + 1 for n, v in copy_weights(network()).items()}
+    for alpha, end in ((1.0, a), (0.0, b)):
+        assert all(torch.equal(mix_weights(a, b, alpha)[n], v) for n, v in end.items())
+    mixed = mix_weights(a, b, 0.25)["1.running_mean"]
+    torch.testing.assert_close(mixed, 0.25 * a["1.running_mean"] + 0.75 * b["1.running_mean"])
+
+
+def test_weights_are_put_back_also_if_something_fails():
+    module = network()
+    before = copy_weights(module)
+
+    def fail():
+        with preserve_weights(module):
+            set_weights_(module, {name: value + 1 for name, value in before.items()})
+            assert not torch.equal(module[0].weight, before["0.weight"])
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fail()
+    assert all(torch.equal(value, before[name]) for name, value in copy_weights(module).items())
+
+
+def test_exact_spectral_norm_belongs_to_the_weights_wherever_they_are():
+    ends = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        ends.append(nn.Sequential(spectral_norm(nn.Linear(40, 30))).eval())
+        use_exact_spectral_norm_(ends[-1])
+    assert set(copy_weights(ends[0])) == {"0.bias", "0.parametrizations.weight.original"}
+    set_weights_(ends[0], mix_weights(*map(copy_weights, ends), 0.5))
+    largest = torch.linalg.matrix_norm(ends[0][0].weight, 2).item()
+    assert largest == pytest.approx(1, abs=1e-5)
+
+
+def test_the_norm_is_a_part_of_the_curvature():
+    """By differences of gradients of W / its norm, which torch's own takes for W / a constant."""
+    torch.manual_seed(0)
+    module = spectral_norm(nn.Linear(5, 4, bias=False).double())
+    use_exact_spectral_norm_(module)
+    x = torch.randn(20, 5).double()
+    loss = lambda: module(x).square().mean()  # noqa: E731
+    assert finite_difference_error(loss, module.parameters()) < 1e-5
+    w = module.parametrizations["weight"].original.detach().requires_grad_()
+    by_formula = (x @ (w / torch.linalg.svdvals(w)[0]).T).square().mean()
+    exact = torch.autograd.grad(by_formula, w)[0].flatten()
+    torch.testing.assert_close(hessian_product(loss, module.parameters())[1], exact)
+
+
+def test_transposed_convolutions_have_the_norm_of_torch_s_own():
+    torch.manual_seed(0)
+    layer = spectral_norm(nn.ConvTranspose2d(3, 6, 2), n_power_iterations=200)
+    expected = layer.weight.detach().clone()
+    use_exact_spectral_norm_(layer)
+    torch.testing.assert_close(layer.weight, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_the_older_spectral_norm_is_refused():
+    with pytest.raises(ValueError, match=r"0 has torch\.nn\.utils\.spectral_norm"):
+        use_exact_spectral_norm_(nn.Sequential(nn.utils.spectral_norm(nn.Linear(2, 2))))
 
 
 @pytest.fixture
@@ -32,76 +105,60 @@ def loaded(folder):
     return load_module("a", "raw")
 
 
+DIGITS = Digits().dataset("train")
+
+
 def test_images_are_even_over_the_set_and_encoded(loaded):
-    data = Digits().dataset("train")
-    x0, labels, index = fixed_batch(loaded.module, data, 5)
-    assert index.tolist() == [i * len(data) // 5 for i in range(5)]
-    images, expected, _ = data.fetch([0] * 5, index.tolist())
+    x0, labels, index = fixed_batch(loaded.module, DIGITS, 5)
+    assert index.tolist() == [i * len(DIGITS) // 5 for i in range(5)]
+    images, expected, _ = DIGITS.fetch([0] * 5, index.tolist())
     torch.testing.assert_close(x0, images / 127.5 - 1)
     assert torch.equal(labels, expected)
 
 
 def test_losses_are_of_their_level_or_of_a_level_by_index(loaded):
-    module, args = loaded.module, asked()
-    found = fixed_losses(module, training_data(loaded, args), args)
-    assert list(found) == ["u = 0.3", "u = 0.8", "all"]
-    x0, labels, index = fixed_batch(module, Digits().dataset("train"), 6)
+    module = loaded.module
+    losses = fixed_losses(module, DIGITS, 6, [0.3, 0.8])
+    assert list(losses) == ["u = 0.3", "u = 0.8", "all"]
+    x0, labels, index = fixed_batch(module, DIGITS, 6)
     noise = PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
     levels = (torch.full((6,), 0.3), torch.full((6,), 0.8), index_uniforms(index))
-    for loss, u in zip(found.values(), levels, strict=True):
+    for loss, u in zip(losses.values(), levels, strict=True):
         t = module.process.from_unit(u.double())
         expected = module.per_sample_loss(x0, labels, t, noise).mean()
         assert loss().item() == pytest.approx(expected.item())
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("num", "levels", "rule"),
     [
-        ({"images": 1}, "--images must be 2 to 1437, got 1"),
-        ({"images": 1438}, "--images must be 2 to 1437, got 1438"),
-        ({"levels": (0.5, 1.1)}, "--levels must be different numbers"),
-        ({"levels": (float("nan"),)}, "--levels must be different numbers"),
-        ({"levels": (0.1234567, 0.1234568)}, "--levels must be different numbers"),
-        ({"levels": ()}, "--levels must be different numbers"),
+        (1, [0.5], "--images must be 2 to 1437, got 1"),
+        (1438, [0.5], "--images must be 2 to 1437, got 1438"),
+        *(
+            (6, levels, "--levels must be different numbers")
+            for levels in ([0.5, 1.1], [float("nan")], [0.1234567, 0.1234568], [])
+        ),
     ],
 )
-def test_numbers_out_of_range_are_refused(loaded, options, told):
-    args = asked(**options)
-    with pytest.raises(ValueError, match=told):
-        fixed_losses(loaded.module, training_data(loaded, args), args)
+def test_numbers_out_of_range_are_refused(loaded, num, levels, rule):
+    with pytest.raises(ValueError, match=rule):
+        fixed_losses(loaded.module, DIGITS, num, levels)
 
 
-def test_a_module_without_levels_is_told_what_it_lacks(loaded):
+def test_the_methods_that_a_module_lacks_are_named(loaded):
     class Plain(nn.Module):
         device = torch.device("cpu")
         codec = loaded.module.codec
 
     with pytest.raises(ValueError, match="Plain lacks per_sample_loss and process"):
-        fixed_losses(Plain(), training_data(loaded, asked()), asked())
+        fixed_losses(Plain(), DIGITS, 6, [0.5])
 
 
 def test_models_that_differ_in_how_times_are_drawn_alone_share_their_losses(loaded):
     other = load_module("a", "raw")
-    kinds = other.checkpoint["hyper_parameters"]
-    kinds["times"] = {"class_path": "lit_diffusion.timesteps.LogNormal"}
-    refuse_other_losses(loaded, [other])
-    kinds["loss"] = {"class_path": "lit_diffusion.losses.HybridLoss"}
+    arguments = other.checkpoint["hyper_parameters"]
+    arguments["times"] = {"class_path": "lit_diffusion.timesteps.LogNormal"}
+    check_same_losses(loaded, [other])
+    arguments["loss"] = {"class_path": "lit_diffusion.losses.HybridLoss"}
     with pytest.raises(ValueError, match=r"the loss of a/checkpoints/last\.ckpt is"):
-        refuse_other_losses(loaded, [other])
-
-
-def test_data_that_a_config_does_not_name_are_asked_for(loaded):
-    Path("a/config.yaml").write_text("data: null")
-    with pytest.raises(ValueError, match=r"a/checkpoints/last\.ckpt names no data with splits"):
-        training_data(loaded, asked())
-
-
-@pytest.mark.usefixtures("folder")
-def test_spectral_norm_follows_weights_that_move():
-    config = Path(__file__).parents[2] / "configs/digits-biggan.yaml"
-    said = "--trainer.max_steps=2 --trainer.callbacks=null --trainer.default_root_dir=gan"
-    assert call(f"fit --config {config} {said}") == 0
-    module = movable("gan", asked()).module
-    kinds = [type(part).__name__ for part in module.modules()]
-    assert ExactSpectralNorm.__name__ in kinds
-    assert "_SpectralNorm" not in kinds
+        check_same_losses(loaded, [other])

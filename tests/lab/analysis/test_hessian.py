@@ -1,9 +1,19 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from lit_diffusion.lab.analysis.hessian import difference_error, hessian_product, lanczos, spectrum
+from lit_diffusion.lab.analysis.common import load_result, save_result
+from lit_diffusion.lab.analysis.hessian import (
+    Spectrum,
+    draw_spectra,
+    estimate_spectrum,
+    finite_difference_error,
+    hessian_product,
+    lanczos,
+)
 
 
 def matrix(values, seed=0):
@@ -13,46 +23,56 @@ def matrix(values, seed=0):
     return q @ torch.diag(torch.as_tensor(values, dtype=torch.float64)) @ q.T
 
 
-KNOWN = [-2.0, -0.5, *torch.linspace(0, 1, 44).tolist(), 3.0, 5.0, 9.0, 13.0]
+def spectrum_of(h, steps, seeds):
+    return estimate_spectrum(lambda v: h @ v, h[0], steps, seeds)
+
+
+EIGENVALUES = [-2.0, -0.5, *torch.linspace(0, 1, 44).tolist(), 3.0, 5.0, 9.0, 13.0]
 
 
 def test_all_steps_give_the_whole_spectrum():
-    h = matrix(KNOWN)
+    h = matrix(EIGENVALUES)
     values, weights = lanczos(lambda v: h @ v, torch.randn(50, dtype=torch.float64), 50)
     torch.testing.assert_close(
-        values, torch.tensor(KNOWN).double().sort().values, atol=1e-8, rtol=0
+        values, torch.tensor(EIGENVALUES).double().sort().values, atol=1e-8, rtol=0
     )
     assert weights.sum().item() == pytest.approx(1)
 
 
 def test_few_steps_give_the_ends_and_the_moments():
-    h = matrix(KNOWN)
-    found = spectrum(lambda v: h @ v, torch.zeros(50).double(), steps=16, seeds=range(200))
-    np.testing.assert_allclose(found.top[:3], [13, 9, 5], atol=1e-2)
-    assert found.nodes[:, -1].mean() == pytest.approx(-2, abs=1e-2)
-    known = np.array(KNOWN)
+    h = matrix(EIGENVALUES)
+    spectrum = estimate_spectrum(
+        lambda v: h @ v, torch.zeros(50).double(), steps=16, seeds=range(200)
+    )
+    np.testing.assert_allclose(spectrum.top[:3], [13, 9, 5], atol=1e-2)
+    assert spectrum.nodes[:, -1].mean() == pytest.approx(-2, abs=1e-2)
+    eigenvalues = np.array(EIGENVALUES)
     # 2 ||H||_F^2 / (P^2 n) is the variance of a Gaussian probe's mean, about
-    spread = np.sqrt(2 * (known**2).sum() / 200) / 50
-    assert found.mean == pytest.approx(known.mean(), abs=4 * spread)
-    assert found.trace == pytest.approx(50 * found.mean)
-    assert found.variance == pytest.approx(known.var(), rel=0.02)
+    deviation = np.sqrt(2 * (eigenvalues**2).sum() / 200) / 50
+    assert spectrum.mean == pytest.approx(eigenvalues.mean(), abs=4 * deviation)
+    assert spectrum.trace == pytest.approx(50 * spectrum.mean)
+    assert spectrum.variance == pytest.approx(eigenvalues.var(), rel=0.02)
 
 
 def test_outer_eigenvalues_count_once_each_whatever_the_vectors_hold_of_them():
-    h = matrix([1000.0, -300.0, *KNOWN])
-    found = spectrum(lambda v: h @ v, torch.zeros(52).double(), steps=16, seeds=range(2))
-    known = np.array([1000.0, -300.0, *KNOWN])
-    assert found.mean == pytest.approx(known.mean(), rel=0.03)
-    assert found.variance == pytest.approx(known.var(), rel=0.01)
+    h = matrix([1000.0, -300.0, *EIGENVALUES])
+    spectrum = estimate_spectrum(
+        lambda v: h @ v, torch.zeros(52).double(), steps=16, seeds=range(2)
+    )
+    eigenvalues = np.array([1000.0, -300.0, *EIGENVALUES])
+    assert spectrum.mean == pytest.approx(eigenvalues.mean(), rel=0.03)
+    assert spectrum.variance == pytest.approx(eigenvalues.var(), rel=0.01)
     at = np.array([1000.0])
-    assert found.density(at, width=1.0)[0] == pytest.approx(1 / 52 / np.sqrt(2 * np.pi))
+    assert spectrum.density(at, width=1.0)[0] == pytest.approx(1 / 52 / np.sqrt(2 * np.pi))
 
 
 def test_an_eigenvalue_that_is_there_many_times_has_its_whole_share():
-    known = np.array([9.0] * 20 + [1.0] * 10)
-    h = matrix(known)
-    found = spectrum(lambda v: h @ v, torch.zeros(30).double(), steps=10, seeds=range(200))
-    assert found.mean == pytest.approx(known.mean(), rel=0.05)
+    eigenvalues = np.array([9.0] * 20 + [1.0] * 10)
+    h = matrix(eigenvalues)
+    spectrum = estimate_spectrum(
+        lambda v: h @ v, torch.zeros(30).double(), steps=10, seeds=range(200)
+    )
+    assert spectrum.mean == pytest.approx(eigenvalues.mean(), rel=0.05)
 
 
 def test_a_random_vector_in_an_invariant_subspace_ends_early():
@@ -63,10 +83,12 @@ def test_a_random_vector_in_an_invariant_subspace_ends_early():
 
 
 def test_the_density_integrates_to_one_and_has_its_mass_where_the_eigenvalues_are():
-    h = matrix(KNOWN)
-    found = spectrum(lambda v: h @ v, torch.zeros(50).double(), steps=50, seeds=range(20))
+    h = matrix(EIGENVALUES)
+    spectrum = estimate_spectrum(
+        lambda v: h @ v, torch.zeros(50).double(), steps=50, seeds=range(20)
+    )
     at = np.linspace(-4, 15, 4000)
-    density = found.density(at, width=0.1)
+    density = spectrum.density(at, width=0.1)
     step = at[1] - at[0]
     assert density.sum() * step == pytest.approx(1, abs=1e-6)
     between = (at > 2) & (at < 20)
@@ -112,9 +134,9 @@ def test_top_eigenvalues_and_trace_are_those_of_the_dense_hessian():
     )
     eye = torch.eye(len(gradient)).double()
     torch.testing.assert_close(torch.stack([product(e) for e in eye]), dense, atol=1e-10, rtol=0)
-    found = spectrum(product, gradient, steps=len(gradient), seeds=[0])
+    spectrum = estimate_spectrum(product, gradient, steps=len(gradient), seeds=[0])
     expected = torch.linalg.eigvalsh(dense).flip(0)
-    np.testing.assert_allclose(found.top[:5], expected[:5], atol=1e-4)
+    np.testing.assert_allclose(spectrum.top[:5], expected[:5], atol=1e-4)
 
 
 def test_a_parameter_that_the_loss_does_not_see_has_no_curvature():
@@ -124,13 +146,22 @@ def test_a_parameter_that_the_loss_does_not_see_has_no_curvature():
     assert product(torch.tensor([1.0, 5.0])).tolist() == [12.0, 0.0]
 
 
-def test_it_saves_and_reads(tmp_path):
-    h = matrix(KNOWN)
-    found = spectrum(lambda v: h @ v, torch.zeros(50).double(), steps=5, seeds=[1, 2])
-    found.save(tmp_path / "spectrum")
-    again = type(found).read(tmp_path / "spectrum")
-    np.testing.assert_array_equal(again.nodes, found.nodes)
+def test_what_is_saved_is_loaded_again_and_half_of_it_is_not(tmp_path):
+    spectrum = Spectrum(50, np.array([[2.0, 1.0, np.nan]]), np.array([[0.5, 0.5, np.nan]]))
+    save_result(spectrum, tmp_path / "spectrum")
+    again = load_result(Spectrum, tmp_path / "spectrum")
+    np.testing.assert_array_equal(again.nodes, spectrum.nodes)
     assert again.num_parameters == 50
+    (tmp_path / "spectrum.npz").unlink()
+    with pytest.raises(FileNotFoundError):
+        load_result(Spectrum, tmp_path / "spectrum")
+
+
+def test_the_picture_shows_the_density(tmp_path):
+    spectrum = Spectrum(10, np.array([[3.0, 1.0, np.nan]]), np.array([[0.5, 0.5, np.nan]]))
+    draw_spectra({"u": spectrum}, tmp_path / "a.png")
+    draw_spectra({"u": replace(spectrum, weights=spectrum.weights / 2)}, tmp_path / "b.png")
+    assert (tmp_path / "a.png").read_bytes() != (tmp_path / "b.png").read_bytes()
 
 
 class Cut(torch.autograd.Function):
@@ -150,8 +181,8 @@ class Cut(torch.autograd.Function):
 def test_a_derivative_that_autograd_loses_shows_beside_differences():
     w = torch.linspace(-1, 2, 7, dtype=torch.float64, requires_grad=True)
     before = w.detach().clone()
-    assert difference_error(lambda: (w**3).sum(), [w]) < 1e-6
-    assert difference_error(lambda: Cut.apply(w).square().sum(), [w]) > 0.1
+    assert finite_difference_error(lambda: (w**3).sum(), [w]) < 1e-6
+    assert finite_difference_error(lambda: Cut.apply(w).square().sum(), [w]) > 0.1
     assert torch.equal(w, before)
 
 
@@ -159,5 +190,7 @@ def test_kinks_show_beside_differences():
     torch.manual_seed(0)
     network = torch.nn.Sequential(torch.nn.Linear(9, 500), torch.nn.ReLU(), torch.nn.Linear(500, 1))
     x = torch.randn(400, 9)
-    jumps = difference_error(lambda: network(x).abs().mean(), network.parameters(), share=0.01)
+    jumps = finite_difference_error(
+        lambda: network(x).abs().mean(), network.parameters(), share=0.01
+    )
     assert jumps > 0.1

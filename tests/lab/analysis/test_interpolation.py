@@ -3,8 +3,18 @@ import pytest
 import torch
 from torch import nn
 
-from lit_diffusion.lab.analysis.interpolation import interpolate
-from lit_diffusion.lab.analysis.weights import between, state_of
+from lit_diffusion.lab.analysis.fixed_losses import copy_weights, set_weights_
+from lit_diffusion.lab.analysis.interpolation import (
+    Interpolation,
+    align_features,
+    draw_interpolations,
+    find_hidden_features,
+    interpolate_losses,
+)
+from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
+from lit_diffusion.networks.dit import DiT
+from lit_diffusion.networks.unet import UNet
+from lit_diffusion.networks.uvit import UViT
 
 
 def network(seed):
@@ -12,57 +22,119 @@ def network(seed):
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
 
 
-def quadratic(a):
-    return lambda: sum((p - 1).square().sum() for p in a.parameters())
+def quadratic(module):
+    return lambda: sum((p - 1).square().sum() for p in module.parameters())
 
 
 def test_a_quadratic_is_a_parabola_between_its_ends_and_the_weights_are_put_back():
     a, b = network(0), network(1)
-    before = state_of(a)
-    found = interpolate(a, state_of(a), state_of(b), {"loss": quadratic(a)}, np.linspace(0, 1, 5))
-    assert all(torch.equal(value, before[name]) for name, value in state_of(a).items())
-    assert found.values[0, -1] == pytest.approx(quadratic(a)().item())  # alpha = 1 is at a
-    assert found.values[0, 0] == pytest.approx(quadratic(b)().item())
-    second = np.diff(found.values[0], 2)
-    apart = sum(
+    before, losses = copy_weights(a), {"loss": quadratic(a)}
+    line = interpolate_losses(a, before, copy_weights(b), losses, np.linspace(0, 1, 5))
+    assert all(torch.equal(value, before[name]) for name, value in copy_weights(a).items())
+    assert line.values[0, -1] == pytest.approx(quadratic(a)().item())  # alpha = 1 is at a
+    assert line.values[0, 0] == pytest.approx(quadratic(b)().item())
+    distance = sum(
         (p - q).square().sum().item() for p, q in zip(a.parameters(), b.parameters(), strict=True)
     )
-    np.testing.assert_allclose(second, 2 * apart / 16, rtol=1e-9)
-    assert found.barriers["loss"] == 0
+    np.testing.assert_allclose(np.diff(line.values[0], 2), 2 * distance / 16, rtol=1e-9)
+    assert line.barriers["loss"] == 0
 
 
 def test_a_barrier_is_how_far_it_rises_above_the_line():
-    a, b = network(0), network(0)
-    with torch.no_grad():
-        for p in b.parameters():
-            p.neg_()
-    norms = {"minus": lambda: -sum(p.square().sum() for p in a.parameters())}
-    found = interpolate(a, state_of(a), state_of(b), norms, np.linspace(0, 1, 11))
-    ends = -norms["minus"]().item()
-    assert found.barriers["minus"] == pytest.approx(ends)
-
-
-def test_running_statistics_are_on_the_line_too():
-    a, b = network(0), network(1)
-    a[1].running_mean += 2.0
-    mean = between(state_of(a), state_of(b), 0.25)["1.running_mean"]
-    assert mean.tolist() == [0.5] * 4
+    a = network(0)
+    state = copy_weights(a)
+    opposite = {name: -value for name, value in state.items()}
+    losses = {"minus": lambda: -sum(p.square().sum() for p in a.parameters())}
+    line = interpolate_losses(a, state, opposite, losses, np.linspace(0, 1, 11))
+    assert line.barriers["minus"] == pytest.approx(-losses["minus"]().item())
 
 
 def test_other_architectures_are_refused():
-    a = network(0)
-    other = nn.Sequential(nn.Linear(3, 5)).double()
-    with pytest.raises(ValueError, match=r"differ in 0\.bias and"):
-        interpolate(a, state_of(a), state_of(other), {"loss": quadratic(a)}, [0.5])
+    a, other = network(0), nn.Sequential(nn.Linear(3, 5)).double()
+    losses = {"loss": quadratic(a)}
+    with pytest.raises(ValueError, match=r"one architecture.*differ in 0\.bias and 7 more"):
+        interpolate_losses(a, copy_weights(a), copy_weights(other), losses, [0.5])
 
 
-def test_the_weights_are_put_back_after_an_error_too():
-    a, b = network(0), network(1)
-    before = state_of(a)
+SMALL = {"image_size": 8, "in_channels": 1, "out_channels": 1, "patch_size": 2, "width": 32}
+IMAGES = torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+LABEL = torch.tensor([0.0, 10.0, 900.0])
+NETWORKS = {
+    "unet": lambda: UNet(1, 1, 8, (1, 2), num_res_blocks=1, norm_groups=4, num_heads=2),
+    "unet without scale": lambda: UNet(
+        1, 1, 8, (1, 2), num_res_blocks=1, norm_groups=4, scale_shift_norm=False
+    ),
+    "uvit": lambda: UViT(**SMALL, depth=2, num_heads=2),
+    "dit": lambda: DiT(**SMALL, depth=2, num_heads=2),
+    "generator": lambda: DCGANGenerator(8, 1, 6, 8, smallest=1),
+    "discriminator": lambda: DCGANDiscriminator(8, 1, 8, smallest=1),
+}
+INPUTS = {"generator": (IMAGES.flatten(1)[:, :6],), "discriminator": (IMAGES,)}
 
-    def fails():
-        raise ArithmeticError
 
-    with pytest.raises(ArithmeticError):
-        interpolate(a, state_of(a), state_of(b), {"loss": fails}, [0.5])
-    assert all(torch.equal(value, before[name]) for name, value in state_of(a).items())
+def build(name):
+    """A network without weights that are 0 or equal, as those of new networks are."""
+    torch.manual_seed(0)
+    module = NETWORKS[name]()
+    with torch.no_grad():
+        for value in module.state_dict().values():
+            if value.is_floating_point():
+                value += 0.3 * torch.rand_like(value)
+    return module.double().eval()
+
+
+def outputs(module, name):
+    return module(*(x.double() for x in INPUTS.get(name, (IMAGES, LABEL))))
+
+
+def shuffle(state, features):
+    """The same network with its hidden features in a random order that its norms allow."""
+    state = dict(state)
+    for layer in features:
+        first = layer.axes[0]
+        size = first.rows(state[first.name]).shape[1] // layer.groups
+        groups = torch.randperm(layer.groups).tolist()
+        order = torch.cat([g * size + torch.randperm(size) for g in groups])
+        for axis in layer.axes:
+            rows = state[axis.name].movedim(axis.dim, 0).unflatten(0, (axis.copies, -1))[:, order]
+            state[axis.name] = rows.flatten(0, 1).movedim(0, axis.dim)
+    return state
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_whose_features_were_shuffled_is_put_in_order_again(name):
+    module = build(name)
+    state, features = copy_weights(module), find_hidden_features(module)
+    other = shuffle(state, features)
+    assert not all(torch.equal(other[n], state[n]) for n in state)
+    expected = outputs(module, name)
+    set_weights_(module, other)
+    torch.testing.assert_close(outputs(module, name), expected)
+    back = align_features(other, state, features)
+    for n, value in state.items():
+        torch.testing.assert_close(back[n], value)
+
+
+def test_aligning_changes_no_output_and_brings_weights_nearer():
+    module, target = build("uvit"), copy_weights(build("uvit"))
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.copy_(torch.randn_like(p))
+    expected, before = outputs(module, "uvit"), copy_weights(module)
+    aligned = align_features(before, target, find_hidden_features(module))
+    set_weights_(module, aligned)
+    torch.testing.assert_close(outputs(module, "uvit"), expected)
+
+    def distance(state):
+        return sum((state[n] - value).square().sum() for n, value in target.items())
+
+    assert distance(aligned) < distance(before)
+
+
+def test_each_line_is_drawn(tmp_path):
+    alphas = np.linspace(0, 1, 5)
+    line = Interpolation(["u", "v"], alphas, np.array([1 + alphas, 2 - alphas]))
+    draw_interpolations({"as they are": line}, tmp_path / "one.png")
+    draw_interpolations({"as they are": line, "aligned": line}, tmp_path / "two.png")
+    assert (tmp_path / "one.png").read_bytes() != (tmp_path / "two.png").read_bytes()

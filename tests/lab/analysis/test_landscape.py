@@ -3,14 +3,16 @@ import pytest
 import torch
 from torch import nn
 
+from lit_diffusion.lab.analysis.fixed_losses import copy_weights
 from lit_diffusion.lab.analysis.landscape import (
-    directions,
-    filter_normalised,
-    landscape,
+    Landscape,
+    draw_landscape,
+    loss_landscape,
+    normalize_filters,
     principal_plane,
-    projected,
+    project,
+    random_directions,
 )
-from lit_diffusion.lab.analysis.weights import state_of
 
 
 def network():
@@ -18,69 +20,70 @@ def network():
     return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(12, 2))
 
 
-def test_filters_are_as_long_as_the_weights_own_and_biases_and_norms_do_not_move():
+def test_filters_have_the_lengths_of_the_weights_and_biases_and_norms_do_not_move():
     net = network()
-    found = filter_normalised(directions(net, seed=5, num=1)[0], net)
+    direction = normalize_filters(random_directions(net, seed=5, num=1)[0], net)
     weights = dict(net.named_parameters())
     for name in ("0.weight", "3.weight"):
-        lengths = [each[name].flatten(1).norm(dim=1) for each in (found, weights)]
+        lengths = [each[name].flatten(1).norm(dim=1) for each in (direction, weights)]
         torch.testing.assert_close(*lengths)
-    assert all(found[name].abs().max() == 0 for name in ("0.bias", "1.weight", "1.bias"))
+    assert all(direction[name].abs().max() == 0 for name in ("0.bias", "1.weight", "1.bias"))
 
 
-def test_the_filters_of_a_deconvolution_are_its_columns():
+def test_the_filters_of_a_transposed_convolution_are_its_columns():
     net = nn.Sequential(nn.ConvTranspose2d(4, 3, 2))
     with torch.no_grad():
         net[0].weight[:, 0] *= 50
-    found = filter_normalised(directions(net, seed=5, num=1)[0], net)["0.weight"]
-    lengths = [each.square().sum((0, 2, 3)).sqrt() for each in (found, net[0].weight)]
+    direction = normalize_filters(random_directions(net, seed=5, num=1)[0], net)["0.weight"]
+    lengths = [each.square().sum((0, 2, 3)).sqrt() for each in (direction, net[0].weight)]
     torch.testing.assert_close(*lengths)
 
 
 def test_directions_are_a_function_of_the_seed_and_shared_by_networks_of_one_shape():
-    first, second = (directions(network(), seed=5) for _ in range(2))
+    first, second = (random_directions(network(), seed=5) for _ in range(2))
     assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
     assert not torch.equal(first[0]["0.weight"], first[1]["0.weight"])
 
 
-def surface(net):
-    plane = [filter_normalised(d, net) for d in directions(net, seed=1)]
-    loss = {"norm": lambda: sum(p.double().square().sum() for p in net.parameters())}
-    return plane, landscape(net, plane, loss, [-1.0, 0.0, 2.0], [-0.5, 0.5])
-
-
 def test_a_quadratic_is_what_it_is_on_the_plane_and_the_weights_are_put_back():
     net = network()
-    before = state_of(net)
-    plane, found = surface(net)
+    before = copy_weights(net)
+    plane = [normalize_filters(d, net) for d in random_directions(net, seed=1)]
+    loss = {"norm": lambda: sum(p.double().square().sum() for p in net.parameters())}
+    surface = loss_landscape(net, plane, loss, [-1.0, 0.0, 2.0], [-0.5, 0.5])
     for i, y in enumerate((-0.5, 0.5)):
         for j, x in enumerate((-1.0, 0.0, 2.0)):
             moved = [
                 p.detach() + x * plane[0][n] + y * plane[1][n] for n, p in net.named_parameters()
             ]
             expected = sum(p.double().square().sum().item() for p in moved)
-            assert found.values[0, i, j] == pytest.approx(expected, rel=1e-5)
-    assert all(torch.equal(value, before[name]) for name, value in state_of(net).items())
+            assert surface.values[0, i, j] == pytest.approx(expected, rel=1e-5)
+    assert all(torch.equal(value, before[name]) for name, value in copy_weights(net).items())
 
 
-def test_a_path_in_a_plane_is_found_with_its_share():
+def test_the_principal_plane_of_a_path_in_a_plane_is_that_plane():
     net = network()
-    center = state_of(net)
-    first, second = directions(net, seed=3)
+    center = copy_weights(net)
+    first, second = random_directions(net, seed=3)
     names = list(first)
     coordinates = np.array([[3.0, 0.5], [1.0, 1.0], [-2.0, 0.25]])
     states = [{n: center[n] + u * first[n] + v * second[n] for n in names} for u, v in coordinates]
-    np.testing.assert_allclose(projected(states, center, [first, second]), coordinates, atol=1e-5)
+    np.testing.assert_allclose(project(states, center, [first, second]), coordinates, atol=1e-5)
     plane, share = principal_plane(states, center, names)
     assert share == pytest.approx(1, abs=1e-9)
-    back = projected(states, center, plane)
-    for state, (u, v) in zip(states, back, strict=True):
+    for state, (u, v) in zip(states, project(states, center, plane), strict=True):
         for n in names:
-            torch.testing.assert_close(
-                center[n] + float(u) * plane[0][n] + float(v) * plane[1][n],
-                state[n],
-                atol=1e-4,
-                rtol=0,
-            )
-    off = [*states, {n: center[n] + d for n, d in directions(net, seed=9)[0].items()}]
+            point = center[n] + float(u) * plane[0][n] + float(v) * plane[1][n]
+            torch.testing.assert_close(point, state[n], atol=1e-4, rtol=0)
+    off = [*states, {n: center[n] + d for n, d in random_directions(net, seed=9)[0].items()}]
     assert principal_plane(off, center, names)[1] < 0.99
+
+
+def test_a_trajectory_is_drawn_on_the_contours_also_of_negative_losses(tmp_path):
+    axis = np.linspace(-1, 1, 4)
+    values = np.stack([1 + np.add.outer(axis**2, axis**2)] * 2)
+    points = np.array([[-0.5, 0.5], [0.5, -0.5]])
+    draw_landscape(Landscape(["u", "v"], axis, axis, values), tmp_path / "plain.png")
+    draw_landscape(Landscape(["u", "v"], axis, axis, values), tmp_path / "way.png", points)
+    draw_landscape(Landscape(["u", "v"], axis, axis, values - 2), tmp_path / "negative.png")
+    assert len({file.read_bytes() for file in tmp_path.iterdir()}) == 3
