@@ -16,7 +16,7 @@ from support.commands import SCRIPT, call
 from support.small_digits import small_digits, write_small_digits
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lit_diffusion.checkpoints.loading import build, load
+from lit_diffusion.checkpoints.loading import build_module, load
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.lab.analysis.common import fingerprint
@@ -281,7 +281,7 @@ def write_small_gan(kind):
     spec = config["model"]
     hyper = {"_class_path": spec["class_path"], **spec["init_args"]}
     torch.manual_seed(0)
-    module = build({"hyper_parameters": hyper}, "this")
+    module = build_module({"hyper_parameters": hyper}, "this")
     content = {"state_dict": module.state_dict(), "global_step": 2, "hyper_parameters": hyper}
     write_checkpoint(content, Path(kind, "checkpoints/last.ckpt"))
     Path(kind, "config.yaml").write_text(yaml.safe_dump({"data": small_digits(1)["data"]}))
