@@ -650,6 +650,15 @@ def test_null_can_be_given_to_parts_of_parts(capsys, init_args):
     assert (model["num_classes"], told["num_classes"], told["model_channels"]) == (None, None, 8)
 
 
+@pytest.mark.parametrize("condition", ["", "{0}=Classes {0}.num_classes=10"])
+def test_a_network_without_a_condition_gets_the_classes_of_its_module(condition):
+    write_config(small_digits(1))
+    network = f"--model.network.num_classes=null {condition.format('--model.network.condition')}"
+    assert call(f"{FIT} {network}") == 0
+    saved = yaml.safe_load(Path("runs/tiny/config.yaml").read_text())["model"]["init_args"]
+    assert saved["network"]["init_args"]["num_classes"] == (None if condition else 10)
+
+
 def test_a_checkpoint_of_another_architecture_is_told_by_name(capsys):
     call(f"{FIT} --trainer.max_steps=3")
     wider = "--model.init_args.network.init_args.width=9"

@@ -32,6 +32,7 @@ from lit_diffusion.callbacks.loss_resampler import (
 )
 from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange, posterior
 from lit_diffusion.grids import Sections, Stride
+from lit_diffusion.interchange.exported import build_network
 from lit_diffusion.interchange.published import infer
 from lit_diffusion.likelihood import bits_per_dim
 from lit_diffusion.losses import DenoisingLoss, HybridLoss, Simple
@@ -238,10 +239,9 @@ def sizes(draw: Random, in_channels: int = 3) -> dict[str, Any]:
     }
 
 
-def imported(theirs: Any, kind: str, **given: Any) -> Any:
-    """Their weights in the network that `convert import` makes for them."""
-    made, arguments = infer(theirs.state_dict(), kind, given)
-    network = made(**arguments).eval()
+def imported(theirs: Any, kind: str, **overrides: Any) -> Any:
+    """Their weights in the network that `convert import` builds for them."""
+    network = build_network(*infer(theirs.state_dict(), kind, overrides)).eval()
     network.load_state_dict(theirs.state_dict())
     return network
 
