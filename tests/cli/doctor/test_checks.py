@@ -425,7 +425,8 @@ def test_the_lr_must_fit_the_length(run, scheduler, level, text):
         (0.9999, True, 1000, Level.OK, "77 steps"),
         (0.9999, False, 2000, Level.WARNING, "82% of its final average"),
         (0.9999, False, 50_000, Level.WARNING, "13.9%"),
-        (0.9999, False, 500_000, Level.OK, "1.4%"),
+        (0.9999, False, 68_000, Level.WARNING, "10.2%"),
+        (0.9999, False, 70_000, Level.OK, "9.9%"),
         (0.0, False, 2000, Level.OK, "0 steps"),
     ],
 )
@@ -564,3 +565,18 @@ def test_checkpoints_are_counted(run, arguments, num):
         require(finding, Level.WARNING, "save_top_k")
     else:
         require(finding, Level.OK, f"{num} checkpoints")
+
+
+def test_the_best_by_fid_is_a_checkpoint_and_files_that_are_there_are_replaced(run):
+    run.callbacks = [*run.callbacks, FIDEvaluation(360, "digits-cnn")]
+    (finding,) = checks.check_disk(run)
+    require(finding, Level.OK, "2 checkpoints")
+    checkpoint, needed = (float(part.split()[-1]) for part in finding.text.split(" GB")[:2])
+    assert needed == pytest.approx(3 * checkpoint, rel=0.01)
+    folder = Path("runs/run/checkpoints")
+    folder.mkdir(parents=True)
+    (folder / "last.ckpt").write_bytes(bytes(int(checkpoint * 1e9)))
+    (finding,) = checks.check_disk(run)
+    assert float(finding.text.split("GB, ")[1].split()[0]) == pytest.approx(
+        2 * checkpoint, rel=0.01
+    )
