@@ -76,7 +76,7 @@ MAY_IMPORT = {
 KNOWN_PRIVATE = {
     *("_foreach_lerp_", "_foreach_copy_", "_foreach_norm"),  # torch's, used by every optimizer
     *("_version", "_current_frames", "_exit", "_replace", "_asdict"),  # documented
-    "_get_sequence_number_for_group",  # torch says it nowhere else; rank_watch/callback.py
+    "_get_sequence_number_for_group",  # torch says it nowhere else; rank_watch.py
     "_negative_number_matcher",  # of argparse, which has no other way; cli/options.py
 }
 PRIVATE_ALLOWED = {TRAINER, "cli.lightning_internals", "config.trust"}  # each name in a test

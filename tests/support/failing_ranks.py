@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_diffusion.callbacks.fid import FIDEvaluation
-from lit_diffusion.callbacks.rank_watch.callback import RankWatch
+from lit_diffusion.callbacks.rank_watch import RankWatch
 from support.forked_ranks import place
 from support.pixels import PixelProtocol
 from support.plain_module import make_trainer
