@@ -78,10 +78,8 @@ def print_rooms() -> None:
         print(f"{lines_of(rooms[each]):>7,} lines {len(rooms[each]):>4} files  {each}")
     core = sum(lines_of(rooms[each]) for each in CORE)
     print(f"{total:>7,} lines {len(TEXT):>4} files  in all; core {core:,}, {core / total:.0%}")
-    tests = [*ROOT.glob("tests/**/*.py")]
-    print(
-        f"{sum(len(f.read_text().splitlines()) for f in tests):>7,} lines {len(tests):>4} files  tests"
-    )
+    tests = [len(file.read_text().splitlines()) for file in ROOT.glob("tests/**/*.py")]
+    print(f"{sum(tests):>7,} lines {len(tests):>4} files  tests")
 
 
 def print_shards() -> None:
