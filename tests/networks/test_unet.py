@@ -11,118 +11,49 @@ from lit_diffusion.networks.unet import EncoderUNet, UNet
 
 TINY = {"model_channels": 64, "channel_mult": (1, 2), "num_res_blocks": 1}
 GD_A = {**TINY, "resblock_updown": True, "num_classes": 5}
+GD_B = {"model_channels": 64, "channel_mult": (1, 1, 2), "attention_downsample": (2, 4)}
+GD_B |= {"head_channels": 32, "scale_shift_norm": False, "split_heads_first": False}
+GD_C = {"model_channels": 128, "channel_mult": (0.5, 1), "num_res_blocks": 1}
+GD_C |= {"attention_downsample": (1, 2), "head_channels": 16, "scale_shift_norm": False}
+ID_B = {"model_channels": 64, "channel_mult": (1, 1), "attention_downsample": (1, 2)}
+ID_B |= {"num_heads": 2, "num_heads_upsample": 4, "scale_shift_norm": False, "num_classes": 5}
 GOLDEN = {
     "gd_A": lambda: UNet(3, 6, **GD_A),
     "gd_A_neworder": lambda: UNet(3, 6, **GD_A, split_heads_first=False),
-    "gd_B": lambda: UNet(
-        3,
-        3,
-        model_channels=64,
-        channel_mult=(1, 1, 2),
-        num_res_blocks=2,
-        attention_downsample=(2, 4),
-        head_channels=32,
-        scale_shift_norm=False,
-        split_heads_first=False,
-    ),
-    "gd_C": lambda: UNet(
-        3,
-        6,
-        model_channels=128,
-        channel_mult=(0.5, 1),
-        num_res_blocks=1,
-        attention_downsample=(1, 2),
-        head_channels=16,
-        scale_shift_norm=False,
-        resblock_updown=True,
-    ),
+    "gd_B": lambda: UNet(3, 3, **GD_B),
+    "gd_C": lambda: UNet(3, 6, **GD_C, resblock_updown=True),
     "gd_classifier": lambda: EncoderUNet(
         16, 3, 7, **TINY, attention_downsample=(2,), head_channels=32
     ),
     "id_A": lambda: UNet(3, 6, **TINY),
-    "id_B": lambda: UNet(
-        3,
-        3,
-        model_channels=64,
-        channel_mult=(1, 1),
-        num_res_blocks=2,
-        attention_downsample=(1, 2),
-        num_heads=2,
-        num_heads_upsample=4,
-        scale_shift_norm=False,
-        num_classes=5,
-    ),
+    "id_B": lambda: UNet(3, 3, **ID_B),
 }
 
+CLASSES, WIDE = {"num_classes": 1000}, {"model_channels": 192}
 ID_CIFAR10 = {"num_res_blocks": 3, "attention_downsample": (2, 4)}
-ID_IMAGENET64 = {
-    "channel_mult": (1, 2, 3, 4),
-    "num_res_blocks": 3,
-    "attention_downsample": (4, 8),
-}
-GD_IMAGENET256 = {
-    "model_channels": 256,
-    "channel_mult": (1, 1, 2, 2, 4, 4),
-    "attention_downsample": (8, 16, 32),
-    "head_channels": 64,
-    "resblock_updown": True,
-}
+ID_IMAGENET64 = {"channel_mult": (1, 2, 3, 4), "num_res_blocks": 3, "attention_downsample": (4, 8)}
+ID_LSUN256 = {"channel_mult": (1, 1, 2, 2, 4, 4), "attention_downsample": (16,)}
+ID_UPSAMPLER = {"channel_mult": (1, 1, 2, 2, 4, 4), "attention_downsample": (16, 32)}
+GD_IMAGENET64 = {"channel_mult": (1, 2, 3, 4), "num_res_blocks": 3}
+GD_IMAGENET64 |= {"attention_downsample": (2, 4, 8), "head_channels": 64, "resblock_updown": True}
+GD_IMAGENET128 = {"model_channels": 256, "channel_mult": (1, 1, 2, 3, 4)}
+GD_IMAGENET128 |= {"attention_downsample": (4, 8, 16), "resblock_updown": True}
+GD_IMAGENET256 = {"model_channels": 256, "channel_mult": (1, 1, 2, 2, 4, 4)}
+GD_IMAGENET256 |= {"attention_downsample": (8, 16, 32), "head_channels": 64}
+GD_IMAGENET512 = {"model_channels": 256, "channel_mult": (0.5, 1, 1, 2, 2, 4, 4)}
+GD_IMAGENET512 |= {"attention_downsample": (16, 32, 64), "head_channels": 64}
 PUBLISHED = {
     "id_cifar10_learn_sigma": lambda: UNet(3, 6, **ID_CIFAR10),
     "id_cifar10_no_learn_sigma": lambda: UNet(3, 3, **ID_CIFAR10),
     "id_imagenet64_uncond_128ch": lambda: UNet(3, 6, **ID_IMAGENET64),
-    "id_imagenet64_cond_192ch": lambda: UNet(
-        3, 6, model_channels=192, num_classes=1000, **ID_IMAGENET64
-    ),
-    "id_lsun256": lambda: UNet(
-        3,
-        6,
-        channel_mult=(1, 1, 2, 2, 4, 4),
-        attention_downsample=(16,),
-        num_heads=1,
-        scale_shift_norm=False,
-    ),
-    "id_upsampler_64_256": lambda: UNet(
-        6,
-        6,
-        model_channels=192,
-        channel_mult=(1, 1, 2, 2, 4, 4),
-        attention_downsample=(16, 32),
-        num_classes=1000,
-    ),
-    "gd_imagenet64_cond": lambda: UNet(
-        3,
-        6,
-        model_channels=192,
-        channel_mult=(1, 2, 3, 4),
-        num_res_blocks=3,
-        attention_downsample=(2, 4, 8),
-        head_channels=64,
-        num_classes=1000,
-        resblock_updown=True,
-        split_heads_first=False,
-    ),
-    "gd_imagenet128_cond": lambda: UNet(
-        3,
-        6,
-        model_channels=256,
-        channel_mult=(1, 1, 2, 3, 4),
-        attention_downsample=(4, 8, 16),
-        num_classes=1000,
-        resblock_updown=True,
-    ),
-    "gd_imagenet256_cond": lambda: UNet(3, 6, **GD_IMAGENET256, num_classes=1000),
-    "gd_imagenet256_uncond": lambda: UNet(3, 6, **GD_IMAGENET256),
-    "gd_imagenet512_cond": lambda: UNet(
-        3,
-        6,
-        model_channels=256,
-        channel_mult=(0.5, 1, 1, 2, 2, 4, 4),
-        attention_downsample=(16, 32, 64),
-        head_channels=64,
-        num_classes=1000,
-        resblock_updown=True,
-    ),
+    "id_imagenet64_cond_192ch": lambda: UNet(3, 6, **ID_IMAGENET64, **WIDE, **CLASSES),
+    "id_lsun256": lambda: UNet(3, 6, **ID_LSUN256, num_heads=1, scale_shift_norm=False),
+    "id_upsampler_64_256": lambda: UNet(6, 6, **ID_UPSAMPLER, **WIDE, **CLASSES),
+    "gd_imagenet64_cond": lambda: UNet(3, 6, **GD_IMAGENET64, **WIDE, **CLASSES),
+    "gd_imagenet128_cond": lambda: UNet(3, 6, **GD_IMAGENET128, **CLASSES),
+    "gd_imagenet256_cond": lambda: UNet(3, 6, **GD_IMAGENET256, **CLASSES, resblock_updown=True),
+    "gd_imagenet256_uncond": lambda: UNet(3, 6, **GD_IMAGENET256, resblock_updown=True),
+    "gd_imagenet512_cond": lambda: UNet(3, 6, **GD_IMAGENET512, **CLASSES, resblock_updown=True),
     "gd_classifier128": lambda: EncoderUNet(
         128, 3, 1000, channel_mult=(1, 1, 2, 3, 4), attention_downsample=(4, 8, 16)
     ),
