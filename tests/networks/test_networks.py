@@ -1,5 +1,7 @@
 """What holds for all four networks, with every kind of condition."""
 
+from dataclasses import asdict
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,7 @@ from support.small_networks import (
 from torch import nn
 from torch.testing import assert_close
 
-from lit_diffusion.networks.conditions import Classes, Tokens, WordIds
+from lit_diffusion.networks.conditions import Classes, WordIds
 from lit_diffusion.networks.layers import patchify
 from lit_diffusion.networks.unet import ResBlock
 
@@ -292,13 +294,15 @@ def test_labels_must_be_there_without_a_null_class(name):
 
 
 @each_network
-def test_a_network_can_be_written_in_yaml(name):
-    sizes = arguments(name, "none")
-    spec = {"class_path": f"{Tokens.__module__}.Tokens", "init_args": {"dim": 5}}
-    module = NETWORKS[name].__module__
-    path = f"{module}.{NETWORKS[name].__name__}"
+@each_condition
+def test_a_network_can_be_written_in_yaml(name, kind):
+    network_class, condition_kind = NETWORKS[name], KINDS[kind].get("condition", Classes(10))
+    path = f"{Classes.__module__}.{type(condition_kind).__name__}"
+    init_args = arguments(name, "none")
+    init_args["condition"] = {"class_path": path, "init_args": asdict(condition_kind)}
+    path = f"{network_class.__module__}.{network_class.__name__}"
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--network", type=nn.Module)
-    config = {"network": {"class_path": path, "init_args": sizes | {"condition": spec}}}
+    config = {"network": {"class_path": path, "init_args": init_args}}
     network = parser.instantiate(parser.parse_object(config)).network
-    assert network(*batch(), (torch.zeros(4, 2, 5), torch.ones(4, 2).bool())).shape == (4, 2, 8, 8)
+    assert network(*batch(), condition(kind)).shape == (4, 2, 8, 8)
