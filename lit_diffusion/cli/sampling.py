@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
-from lit_diffusion.callbacks.progress import pace
+from lit_diffusion.callbacks.progress import format_speed
 from lit_diffusion.callbacks.sample_grid import class_captions, image_grid
 from lit_diffusion.checkpoints.reading import is_count
 from lit_diffusion.cli.generator import ImageGenerator
@@ -87,7 +87,7 @@ def write_samples(
             atomic_write_text(folder / RECORD, json_text(record))
         if time.monotonic() - last_print > 10 and end < num:
             last_print = time.monotonic()
-            rate = pace("image", end - first, num - end, last_print - start)
+            rate = format_speed("image", end - first, num - end, last_print - start)
             print_error("  ".join([f"{end} of {num} images", *rate]))
     images = read_samples(folder, min(num, 256))
     names, labels = generator.class_names, generator.image_labels(len(images))

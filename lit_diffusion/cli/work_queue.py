@@ -9,7 +9,7 @@ from zipfile import BadZipFile
 
 import numpy as np
 
-from lit_diffusion.callbacks.progress import pace
+from lit_diffusion.callbacks.progress import format_speed
 from lit_diffusion.cli.encoding import launcher_rank_and_world_size
 from lit_diffusion.files import atomic_write, atomic_write_text
 from lit_diffusion.signals import print_error
@@ -71,7 +71,7 @@ def compute_pieces(
                 np.savez_compressed(file, allow_pickle=False, **arrays)
             if done == 1 < len(mine) or time.monotonic() - last_print > 10:
                 last_print = time.monotonic()
-                rate = pace(unit, done, len(mine) - done, last_print - start)
+                rate = format_speed(unit, done, len(mine) - done, last_print - start)
                 print_error("  ".join([f"{done} of {len(mine)} {unit}s", *rate]))
     except KeyboardInterrupt:
         num = sum(file.is_file() for file in files.values())

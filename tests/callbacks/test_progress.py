@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.tiny_run import TinyData, TinyModule, TinyNet
 
-from lit_diffusion.callbacks.progress import PlainProgress, StepBar, progress_line
+from lit_diffusion.callbacks.progress import PlainProgress, StepBar, format_progress
 
 
 def trainer_with(callback, **options):
@@ -29,30 +29,27 @@ def lines(capsys) -> list[str]:
     return [line for line in capsys.readouterr().err.split("\n") if line.startswith("step ")]
 
 
-def test_a_line_holds_step_metrics_rate_and_time_left():
-    line = progress_line(20, 100, 1, {"train/loss": 0.123456}, seconds=10.0, done=20)
-    assert line == "step 20/100  epoch 1  train/loss 0.1235  2.0 steps/s  0:00:40 left"
-
-
-def test_a_slow_run_is_told_in_seconds_a_step_and_an_open_one_without_an_end():
-    line = progress_line(30, float("inf"), 0, {}, seconds=40.0, done=10)
-    assert line == "step 30  epoch 0  4.0 s/step"
-
-
-def test_before_the_first_step_there_is_no_rate():
-    assert progress_line(0, 20, 0, {}, seconds=1.0, done=0) == "step 0/20  epoch 0"
-
-
-def test_the_rate_counts_only_steps_of_this_process():
-    line = progress_line(1010, 1020, 0, {}, seconds=5.0, done=10)
-    assert line.endswith("2.0 steps/s  0:00:05 left")
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (
+            (20, 100, 1, {"train/loss": 0.123456}, 10.0, 20),
+            "step 20/100  epoch 1  train/loss 0.1235  2.0 steps/s  0:00:40 left",
+        ),
+        ((30, float("inf"), 0, {}, 40.0, 10), "step 30  epoch 0  4.0 s/step"),
+        ((0, 20, 0, {}, 1.0, 0), "step 0/20  epoch 0"),
+        ((1010, 1020, 0, {}, 5.0, 10), "step 1010/1020  epoch 0  2.0 steps/s  0:00:05 left"),
+    ],
+)
+def test_a_line_holds_step_metrics_speed_of_this_process_and_time_left(arguments, line):
+    assert format_progress(*arguments) == line
 
 
 def test_first_and_last_step_and_validations_have_a_line_and_no_line_is_rewritten(capsys):
     fit(PlainProgress(every_n_seconds=1000), max_steps=10)
-    seen = lines(capsys)
-    assert [line.split()[1] for line in seen] == ["1/10", "4/10", "8/10", "10/10"]
-    assert not any("\r" in line for line in seen)
+    printed = lines(capsys)
+    assert [line.split()[1] for line in printed] == ["1/10", "4/10", "8/10", "10/10"]
+    assert not any("\r" in line for line in printed)
 
 
 def test_every_step_has_a_line_where_time_says_so(capsys):
