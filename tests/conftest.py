@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+# Tests run in parallel, one process a core.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Some virtual machines advertise AMX without granting it; oneDNN's bf16 matrix product then dies of
 # an illegal instruction. The limit is one step below.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
@@ -21,17 +24,39 @@ def pytest_addoption(parser):
     parser.addoption("--every", metavar="N", type=int, default=1, help=help)
 
 
-@pytest.hookimpl(trylast=True)  # what -m and -k leave
+def pytest_xdist_auto_num_workers(config):
+    """Named files run in this process, which starts sooner than workers; None: one a core."""
+    return 0 if all(".py" in argument for argument in config.args) else None
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # marks first; --every takes what -m and -k leave
 def pytest_collection_modifyitems(config, items):
+    mark_slow_cases(items)
+    yield
     if (seed := config.getoption("--shuffle")) is not None:
         random.Random(seed).shuffle(items)
-    seen, kept, left_out = Counter(), [], []
+    counts, selected, deselected = Counter(), [], []
     for item in items:
         name = item.nodeid.split("[")[0]
-        (left_out if seen[name] % config.getoption("--every") else kept).append(item)
-        seen[name] += 1
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = kept
+        (deselected if counts[name] % config.getoption("--every") else selected).append(item)
+        counts[name] += 1
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = selected
+
+
+def mark_slow_cases(items):
+    """Mark as slow the cases of a test that its `pytest.mark.quick(id, ...)` does not list."""
+    unused = {}
+    for item in items:
+        if quick := item.get_closest_marker("quick"):
+            ids = unused.setdefault(item.nodeid.split("[")[0], set(quick.args))
+            if item.callspec.id in quick.args:
+                ids.discard(item.callspec.id)
+            else:
+                item.add_marker("slow")
+    stale = {name: ids for name, ids in unused.items() if ids}
+    if stale and not any("::" in argument for argument in items[0].config.args):
+        raise pytest.UsageError(f"pytest.mark.quick lists cases that do not exist: {stale}")
 
 
 @pytest.fixture(autouse=True)
