@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -34,7 +35,8 @@ TOOLS = {"distributed", "files", "signals"}
 TRAINER = "callbacks.trainer_state"
 LIGHTNING = {"lightning"}
 FRAMEWORK = LIGHTNING | {"torchvision", "torchmetrics", "torch_fidelity", "PIL", "numpy"}
-ANY = {"packaging", "yaml", "jsonargparse", "matplotlib", "scipy", "pytorch_lightning"}
+LAB_EXTRA = {"markdown_it", "matplotlib", "scipy"}
+ANY = {"packaging", "yaml", "jsonargparse", "pytorch_lightning"} | LAB_EXTRA
 LIBRARY = MATHS | TOOLS | {"callbacks", "checkpoints", "config", "data", "interchange", "metrics"}
 LIBRARY |= {"modules", "networks"}
 
@@ -70,7 +72,7 @@ MAY_IMPORT = {
         FRAMEWORK | {"tqdm"},
     ),
     "cli": (LIBRARY | {"cli"}, FRAMEWORK | ANY),
-    "lab": (LIBRARY | {"cli", "lab"}, FRAMEWORK | ANY | {"markdown_it"}),
+    "lab": (LIBRARY | {"cli", "lab"}, FRAMEWORK | ANY),
     "": ({"checkpoints"}, set()),  # lit_diffusion/__init__.py, which imports late
 }
 KNOWN_PRIVATE = {
@@ -143,6 +145,39 @@ def test_files_import_only_what_their_place_allows(file):
     assert rule is not None, "a file without a rule: add its room to MAY_IMPORT"
     wrong = {i for i in imports_of(file) if not is_allowed(i, *MAY_IMPORT[rule])}
     assert wrong == set()
+
+
+def test_the_library_and_the_command_line_never_import_the_lab():
+    for file in SOURCES:
+        if not name_of(file).startswith("lab."):
+            lab = {i for i in imports_of(file) if f"{i}.".startswith(f"{OURS}.lab.")}
+            assert lab == set(), file
+
+
+def test_what_the_lab_alone_needs_is_its_extra_and_imported_nowhere_else_at_import_time():
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+
+    def packages(text):
+        return {re.split("[^a-z-]", line)[0] for line in text.split()}
+
+    extras = {name: packages(text) for name, text in setup["options.extras_require"].items()}
+    assert extras["lab"] == {"markdown-it-py", "matplotlib", "scipy"}
+    assert extras["lab"] <= extras["test"] & extras["dev"]
+    assert not extras["lab"] & packages(setup["options"]["install_requires"])
+    for file in SOURCES:
+        if not name_of(file).startswith("lab."):
+            top = {
+                alias.name
+                for node in ast.parse(file.read_text()).body
+                for alias in getattr(node, "names", ())
+            }
+            modules = {
+                node.module
+                for node in ast.parse(file.read_text()).body
+                if isinstance(node, ast.ImportFrom)
+            }
+            assert not {str(name).split(".")[0] for name in top | modules} & LAB_EXTRA, file
 
 
 def test_the_top_level_holds_only_what_a_researcher_comes_for():

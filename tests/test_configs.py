@@ -173,7 +173,7 @@ def test_mnist_starts_as_its_comments_say(monkeypatch, tmp_path, arm):
 @pytest.mark.parametrize("name", LATENTS)
 def test_latents_start(offline, tmp_path, name):
     """A narrow network on latents of four images, with a VAE of their shape."""
-    pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
     side, data = LATENTS[name][1], tmp_path / "data"
     small_vae.save(data / "sd-vae", channels=(8, 8, 8, 8))
     for split in ("train", "val"):

@@ -112,7 +112,7 @@ def test_the_foreign_project_shown_is_the_one_that_is_tested():
 def test_python_runs_as_shown(key, monkeypatch, tmp_path):
     for library in ("diffusers", "transformers"):
         if f"from {library}" in PYTHON[key]:
-            pytest.importorskip(library, reason="pip install lit-diffusion[diffusers]")
+            pytest.importorskip(library, reason="pip install -e '.[diffusers]'")
     code = PYTHON[key].replace("max_steps=2000", "max_steps=2").replace("500_000", "5")
     names = run(code, monkeypatch, tmp_path)
     if "images" in names:

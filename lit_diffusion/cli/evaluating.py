@@ -14,7 +14,7 @@ from lit_diffusion.checkpoints.averages import average_names, read_power_average
 from lit_diffusion.checkpoints.loading import checkpoint_file, select_weights
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.generator import load_generator
-from lit_diffusion.cli.options import SamplingOptions, usable_device
+from lit_diffusion.cli.options import SamplingOptions, require_lab, usable_device
 from lit_diffusion.cli.run_data import protocol_of_run, real_images
 from lit_diffusion.cli.run_folder import run_of
 from lit_diffusion.cli.sampling import RECORD, image_folder, write_samples
@@ -177,6 +177,7 @@ def score_widths(options: EvaluationOptions, widths: Sequence[float]) -> dict[st
     weights = {width: f"power_{width:g}" for width in sorted(set(widths))}
     for name in weights.values():
         select_weights(checkpoint, name, file)
+    require_lab()
     root = run_of(file) or file.parent
     records: dict[float, dict[str, Any]] = {}
     for width, name in weights.items():

@@ -97,6 +97,22 @@ class SamplingOptions:
         return bool(self.guidance_rescale) or any(value is not None for value in given)
 
 
+def require_lab() -> None:
+    """Refuse to start a command whose report cannot be written without the extra [lab].
+
+    Raises:
+        ModuleNotFoundError: if a package of the extra is not installed.
+    """
+    try:
+        import markdown_it  # noqa: F401
+        import matplotlib  # noqa: F401
+        import scipy  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"{error.name} is not installed; in lit-diffusion's folder: pip install -e '.[lab]'"
+        ) from error
+
+
 def parse_sampling(
     parser: Parser, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, tuple[str, ...]]:

@@ -247,9 +247,7 @@ def _address(url: str) -> str:
 def opened(url: str, process: int) -> Chunks:
     """The set at `url`, for one process: connections and mapped files are not shared."""
     if find_spec("litdata") is None:
-        raise ModuleNotFoundError(
-            "StreamedImages needs litdata: pip install 'lit-diffusion[streaming]'."
-        )
+        raise ModuleNotFoundError("StreamedImages needs litdata: pip install -e '.[streaming]'.")
     from litdata import StreamingDataset
 
     if not url.startswith(BUCKETS) and not (Path(url) / INDEX).is_file():

@@ -56,9 +56,7 @@ class VAECodec:
                 "folder of an AutoencoderKL, as its save_pretrained writes it."
             )
         if find_spec("diffusers") is None:
-            raise ModuleNotFoundError(
-                "VAECodec needs diffusers: pip install 'lit-diffusion[diffusers]'."
-            )
+            raise ModuleNotFoundError("VAECodec needs diffusers: pip install -e '.[diffusers]'.")
         config = json.loads((self.folder / "config.json").read_text())
         if config.get("_class_name") != "AutoencoderKL":
             raise ValueError(

@@ -1,4 +1,5 @@
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,13 @@ def test_each_width_is_scored_as_if_alone_and_kept_for_compare(capsys):
 def test_a_width_that_the_run_cannot_give_is_refused_before_any_is_scored(capsys):
     assert call(f"{RUN} --ema 0.05,0.27") == 2
     assert "the width 0.27 at step 9 cannot be told from 2 snapshots" in capsys.readouterr().err
+    assert not Path("run/ema-curve.jsonl").exists()
+
+
+def test_without_matplotlib_nothing_is_scored(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert call(f"{RUN} --ema 0.05") == 2
+    assert "pip install -e '.[lab]'" in capsys.readouterr().err
     assert not Path("run/ema-curve.jsonl").exists()
 
 

@@ -15,7 +15,7 @@ from support.pictures import class_folders
 from lit_diffusion import load
 from lit_diffusion.metrics.images import read_image
 
-pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
 
 CONFIG = """
 seed_everything: 0

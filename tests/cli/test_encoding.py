@@ -5,7 +5,7 @@ import torch
 from support import small_vae
 from support.pictures import class_folders, save
 
-pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
 
 from safetensors.torch import load_file, save_file
 

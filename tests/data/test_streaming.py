@@ -21,7 +21,7 @@ from lit_diffusion.data.image_folder import ImageFolder
 from lit_diffusion.data.streaming import StreamedImages, opened
 from lit_diffusion.metrics.images import open_split
 
-litdata = pytest.importorskip("litdata", reason="pip install lit-diffusion[streaming]")
+litdata = pytest.importorskip("litdata", reason="pip install -e '.[streaming]'")
 SUPPORT = Path(__file__).parents[1] / "support"
 
 
@@ -176,7 +176,7 @@ def test_what_holds_no_set_is_named(tmp_path, monkeypatch):
 
 def test_without_litdata_the_message_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "litdata", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lit-diffusion\[streaming\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install -e '\.\[streaming\]'"):
         StreamedImages(str(tmp_path), 2, 16).prepare_data()
 
 

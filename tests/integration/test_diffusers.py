@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lit_diffusion.callbacks import EMA, MomentumDecay, StepSeed, TimestepCurriculum
 from lit_diffusion.callbacks.momentum_decay import momentum_decay
 
-diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+diffusers = pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
 
 from support.recorded import Recorded  # noqa: E402
 

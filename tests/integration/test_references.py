@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
 SCRIPT = Path(__file__).parents[1] / "benchmarks/references.py"
 
 

@@ -170,9 +170,7 @@ def test_a_prompt_that_a_model_cannot_read_is_refused(described, options, messag
 
 
 def test_the_text_encoder_of_the_docs_conditions_a_module(tmp_path):
-    transformers = pytest.importorskip(
-        "transformers", reason="pip install lit-diffusion[diffusers]"
-    )
+    transformers = pytest.importorskip("transformers", reason="pip install -e '.[diffusers]'")
     letters = [chr(i) for i in range(97, 123)]
     vocabulary = [*letters, *(f"{letter}</w>" for letter in letters)]
     ends = {"<|startoftext|>": 52, "<|endoftext|>": 53}

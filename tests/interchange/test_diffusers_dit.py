@@ -32,7 +32,7 @@ class Pipeline:
 
 
 def converted(network, arguments):
-    diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    diffusers = pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
     other = diffusers.DiTTransformer2DModel(**to_config(arguments))
     missing, foreign = other.load_state_dict(to_diffusers(network.state_dict()), strict=False)
     assert (set(missing) <= {"pos_embed.pos_embed"}, foreign) == (True, [])

@@ -68,7 +68,7 @@ def write(folder, module, arguments=ARGUMENTS, vae=None):
 
 
 def pipeline_of(folder, kind="DDPMPipeline"):
-    diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    diffusers = pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
     pipeline = getattr(diffusers, kind).from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
@@ -136,7 +136,7 @@ def test_ddim_pipeline_makes_our_image_of_a_seed(solver, tmp_path):
 
 
 def test_dit_pipeline_makes_our_latents_of_a_seed(tmp_path):
-    diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    diffusers = pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
     torch.manual_seed(0)
     vae = diffusers.AutoencoderKL(3, 3, block_out_channels=(8,), norm_num_groups=4)
     vae.save_pretrained(tmp_path / "vae")

@@ -36,7 +36,7 @@ def small_unet(name):
 
 
 def converted(network, arguments):
-    diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    diffusers = pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
     other = diffusers.UNet2DModel(sample_size=8, **to_config(arguments))
     other.load_state_dict(to_diffusers(network.state_dict(), arguments))
     return other.eval()
@@ -61,7 +61,7 @@ def test_output_is_that_of_diffusers(name):
 
 @pytest.mark.parametrize("name", UNETS)
 def test_a_network_of_diffusers_comes_in(name):
-    diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    diffusers = pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
     torch.manual_seed(0)
     config = to_config(UNETS[name]) | {"num_class_embeds": UNETS[name].get("num_classes")}
     other = fill_(diffusers.UNet2DModel(sample_size=8, **config)).eval()
@@ -132,6 +132,6 @@ def test_norm_of_the_middle_attention_left_out_is_refused():
 
 
 def test_fixed_arguments_are_those_of_diffusers():
-    diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    diffusers = pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
     config = dict(diffusers.UNet2DModel(block_out_channels=(32,) * 4).config)
     assert {name: config[name] for name in FIXED} == FIXED

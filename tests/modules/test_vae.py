@@ -10,7 +10,7 @@ from support.plain_module import make_trainer
 from support.small_vae import SCALE
 from support.tiny_diffusion import TinyNetwork, tiny_diffusion
 
-pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
 
 from safetensors.torch import load_file, save_file
 
@@ -208,7 +208,7 @@ def test_what_is_missing_is_named(folder, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match="scale > 0 and batch_size >= 1"):
             VAECodec(folder, **arguments)
     monkeypatch.setattr(vae_file, "find_spec", lambda name: None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lit-diffusion\[diffusers\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install -e '\.\[diffusers\]'"):
         VAECodec(folder)
 
 

@@ -182,7 +182,7 @@ SCHEDULERS = [
 
 
 def scheduler_of(name, options, process, steps=9):
-    diffusers = pytest.importorskip("diffusers", reason="pip install lit-diffusion[diffusers]")
+    diffusers = pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
     betas = {"trained_betas": process.betas.betas().tolist()} if process is LINEAR else {}
     made = getattr(diffusers, name)(**options, **betas)
     made.set_timesteps(steps)

@@ -3,7 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lit_diffusion.cli.options import Parser, add_data, add_device, add_trust, numbers
+from lit_diffusion.cli.options import (
+    Parser,
+    add_data,
+    add_device,
+    add_trust,
+    numbers,
+    require_lab,
+)
 from lit_diffusion.signals import raise_on_signals
 
 HELP = """Analyze checkpoints: of diffusion models, of GANs, of any LightningModule with `generate`
@@ -98,6 +105,7 @@ def run(argv: Sequence[str]) -> None:
         Parser("analyze", HELP).parse_args([arg for arg in argv[1:] if arg in ("-h", "--help")])
         raise ValueError(f"say {', '.join(parsers)} first, got {' '.join(argv[1:]) or 'nothing'}.")
     options = vars(parsers[name]().parse_args(argv[2:]))
+    require_lab()
     from lit_diffusion.lab.analysis import consistency, hessian, interpolation, landscape
 
     with raise_on_signals():

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from lit_diffusion.cli.options import Parser
+from lit_diffusion.cli.options import Parser, require_lab
 
 
 def parser() -> Parser:
@@ -57,6 +57,7 @@ def run(argv: Sequence[str]) -> None:
         ValueError: for runs that cannot be compared.
     """
     args = parser().parse_args(argv[1:])
+    require_lab()
     out = Path(args.out)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out {out} is a file; name a folder.")

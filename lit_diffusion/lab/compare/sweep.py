@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from lit_diffusion.cli.options import Parser, integers
+from lit_diffusion.cli.options import Parser, integers, require_lab
 from lit_diffusion.cli.run_folder import (
     CLAIM,
     OR_NONE,
@@ -103,6 +103,8 @@ def run(argv: Sequence[str]) -> None:
     if args.print:
         print("\n".join(shlex.join([*run.command, RESUME]) for run in runs))
         return
+    if len({run.arm for run in runs}) > 1:
+        require_lab()  # before hours of training, not after them
     sweep = Sweep(runs, args.jobs)
     resume = f"The same command goes on:\n  {shlex.join(['lit-diffusion', *argv])}"
     try:
