@@ -79,5 +79,5 @@ def run(argv: Sequence[str]) -> None:
         print_error(f"Stopped; finished shards are in {folder}, and the same command goes on.")
         raise
     total = len(index.shards())
-    done = total - len(index.lacking(folder))
+    done = total - len(index.missing_shards(folder))
     print(f"{num} shards written to {folder}, which has {done} of {total}.")

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import DataLoader, Subset
 
-from lit_diffusion.data.base import as_it_is, require_at_least
+from lit_diffusion.data.base import identity_collate, require_at_least
 from lit_diffusion.data.image_folder import ImageFolder
 from lit_diffusion.data.latents import INDEX, LatentIndex
 from lit_diffusion.interchange.exported import create_folder
@@ -99,11 +99,14 @@ def encode_shards(
     dataset, num_workers = images.load("train"), images.num_workers
     if num_workers is None:
         num_workers = max(1, images.default_workers() // world_size)
-    lacking = index.lacking(folder)
+    lacking = index.missing_shards(folder)
     shards = [shard for shard in index.shards()[rank::world_size] if shard in lacking]
     for number, (name, part, flip) in enumerate(shards, start=1):
         loader = DataLoader(
-            Subset(dataset, part), codec.batch_size, collate_fn=as_it_is, num_workers=num_workers
+            Subset(dataset, part),
+            codec.batch_size,
+            collate_fn=identity_collate,
+            num_workers=num_workers,
         )
         batches = []
         for pixels, labels, _ in loader:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 CLASS_PATHS = {
+    "lit_diffusion.data.described": "lit_diffusion.data.digits",
     "lit_diffusion.networks.biggan": "lit_diffusion.lab.gan.biggan",
     "lit_diffusion.networks.dcgan": "lit_diffusion.lab.gan.dcgan",
     "lit_diffusion.networks.patched": "lit_diffusion.networks.layers",

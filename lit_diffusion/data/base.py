@@ -1,4 +1,4 @@
-"""What the data modules share: loaders whose every batch is a function of (seed, epoch, index)."""
+"""Base class of the data modules, whose batches are functions of (seed, epoch, index)."""
 
 import hashlib
 import sys
@@ -16,15 +16,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader, StackDataset, TensorDataset
 
 from lit_diffusion.data.datasets import Batch, ImageDataset
-from lit_diffusion.data.loaders import ResumableLoader, batches_of_epoch, recount, usable_cores
-from lit_diffusion.data.samplers import ShuffledSampler, even_batch_size
+from lit_diffusion.data.loaders import (
+    ResumableLoader,
+    ShuffledSampler,
+    batches_done_in_epoch,
+    even_batch_size,
+    rescale_progress,
+    usable_cores,
+)
 from lit_diffusion.seeding import classes_of, fold, run_seed
 
 Split: TypeAlias = Literal["train", "val", "test"]
 
 
-class Awaited(NamedTuple):
-    """What is yet to be done before data can be opened: a sentence without its full stop."""
+class PendingSetup(NamedTuple):
+    """What must happen before data can be opened: a sentence without its full stop."""
 
     text: str
     needs_network: bool
@@ -34,14 +40,14 @@ class ImageDataModule(LightningDataModule):
     """Base of the data modules: a subclass describes its images and loads a split.
 
     Training batches come in an order that is a function of (seed, epoch), without the ragged last
-    batch: the images left over are others in the next epoch. A run that resumes in the middle of an
-    epoch goes on there, also with another batch size or number of processes. Validation sees every
-    image once on any number of processes, and so does testing: see `tests_on`. Prediction yields
+    batch; the images left over differ from epoch to epoch. A run that resumes in the middle of an
+    epoch continues there, also with another batch size or number of processes. Validation and
+    testing (see `tests_on`) have every image once on any number of processes. Prediction yields
     (seeds (B,), labels (B,)), both int64, of images to generate.
 
     Args:
-        batch_size: images a batch on each process, >= 1. Validation on several processes may take
-            a few more (`even_batch_size`).
+        batch_size: images in a batch on each process, >= 1. Validation on several processes may
+            take a few more (`even_batch_size`).
         num_workers: loading processes of each process; None takes 0 for data in memory, where a
             batch costs microseconds, and what the CPU affinity allows for files.
         num_predict: number of seeds 0, 1, ... that prediction generates, >= 1; seed s has label
@@ -54,8 +60,8 @@ class ImageDataModule(LightningDataModule):
     """
 
     tests_on: Literal["val", "test"] = "val"
-    """Split that `test_dataloader` is of, by which its metrics are named; "test" where there is a
-    test split, which `load` then opens."""
+    """Split of `test_dataloader`, which names its metrics; "test" for data with a test split, which
+    `load` then opens."""
 
     def __init__(
         self,
@@ -72,14 +78,14 @@ class ImageDataModule(LightningDataModule):
         self.num_workers = num_workers
         self.num_predict = num_predict
         self._seed = seed
-        self._opened: dict[Split, ImageDataset] = {}
+        self._datasets: dict[Split, ImageDataset] = {}
 
     @property
     def seed(self) -> int:
-        """Of training order and augmentation."""
+        """Seed of training order and augmentation."""
         return (run_seed() or 0) if self._seed is None else self._seed
 
-    # What a subclass says.
+    # Subclasses define these.
 
     @property
     @abstractmethod
@@ -93,20 +99,20 @@ class ImageDataModule(LightningDataModule):
 
     @abstractmethod
     def load(self, split: Split) -> ImageDataset:
-        """Open a split, not augmented."""
+        """Open a split, without augmentation."""
 
     def check(self) -> None:
-        """Fetch the files or name what is wrong with them; runs once per node, before all else."""
+        """Fetch the files or raise an error that names what is wrong; runs once per node, first."""
 
-    def awaited(self) -> Awaited | None:
-        """What `check` would still fetch or unpack; None if nothing. Changes nothing itself."""
+    def pending_setup(self) -> PendingSetup | None:
+        """What `check` would still download or unpack; None if nothing. Changes nothing itself."""
         return None
 
     def default_workers(self) -> int:
-        """Number of loading processes where none is asked for."""
+        """Number of loading processes if `num_workers` is None."""
         return 0
 
-    # What a user has in Python, with no Trainer.
+    # For use in Python, without a Trainer.
 
     @property
     def num_classes(self) -> int | None:
@@ -117,19 +123,22 @@ class ImageDataModule(LightningDataModule):
         """A split without augmentation, opened once."""
         if split not in ("train", "val", self.tests_on):
             raise ValueError(f"split must be 'train' or 'val' (also for testing), got {split!r}.")
-        if split not in self._opened:
-            self._opened[split] = self.load(split)
-        return self._opened[split]
+        if split not in self._datasets:
+            self._datasets[split] = self.load(split)
+        return self._datasets[split]
 
     def in_order(self, split: Split, num_replicas: int = 1, rank: int = 0) -> "DataLoader[Batch]":
-        """Every image of a split once, without augmentation; a stream, so its size does not matter.
+        """Loader of every image of a split once, without augmentation.
 
-        Processes that share it, `num_replicas` of them, get the same number of batches.
+        Args:
+            split: to load.
+            num_replicas: number of processes that share it; they get equally many batches.
+            rank: of this process.
         """
         dataset = self.dataset(split)
         batch_size = even_batch_size(len(dataset), num_replicas, self.batch_size)
         sampler = UnrepeatedDistributedSampler(dataset, num_replicas, rank, shuffle=False)
-        return DataLoader(dataset, sampler=sampler, **self._options(batch_size))
+        return DataLoader(dataset, sampler=sampler, **self._loader_options(batch_size))
 
     def images(self, split: Split) -> Tensor:
         """All images of a split, (N, C, H, W) uint8, in order and without augmentation."""
@@ -138,15 +147,15 @@ class ImageDataModule(LightningDataModule):
     def fingerprint(self, split: Split) -> str:
         """16 hex digits that change when an image or label does: a key for caches of statistics."""
         pixels = hashlib.sha256(repr(self.image_shape).encode())
-        told: defaultdict[int, Any] = defaultdict(hashlib.sha256)
+        conditions: defaultdict[int, Any] = defaultdict(hashlib.sha256)  # by part
         for images, labels, _ in self.in_order(split):
             pixels.update(images.numpy().tobytes())
             for i, part in enumerate((labels,) if isinstance(labels, Tensor) else labels):
-                told[i].update(part.numpy().tobytes())
-        digests = [found.digest() for found in (pixels, *told.values())]
+                conditions[i].update(part.numpy().tobytes())
+        digests = [each.digest() for each in (pixels, *conditions.values())]
         return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
-    # What the Trainer calls.
+    # For the Trainer.
 
     def prepare_data(self) -> None:
         """Check the data, unless images are only generated."""
@@ -161,7 +170,7 @@ class ImageDataModule(LightningDataModule):
                 f"{self.num_workers}."
             )
         dataset = replace(self.dataset("train"), seed=self.seed)
-        num_replicas, rank = self._place()
+        num_replicas, rank = self._replicas_and_rank()
         if len(dataset) < self.batch_size * num_replicas:
             raise ValueError(
                 f"An epoch needs a full batch on every process: batch_size {self.batch_size} on"
@@ -170,25 +179,25 @@ class ImageDataModule(LightningDataModule):
         sampler = ShuffledSampler(dataset, self.seed, num_replicas, rank)
         return ResumableLoader(
             dataset,
-            lambda: batches_of_epoch(self.trainer) if self.trainer else 0,
+            lambda: batches_done_in_epoch(self.trainer) if self.trainer else 0,
             sampler=sampler,
             drop_last=True,
-            **self._options(self.batch_size),
+            **self._loader_options(self.batch_size),
         )
 
     def val_dataloader(self) -> "DataLoader[Batch]":
         """Every held-out image once, over all processes."""
-        return self.in_order("val", *self._place())
+        return self.in_order("val", *self._replicas_and_rank())
 
     def test_dataloader(self) -> "DataLoader[Batch]":
         """Every image of the split `tests_on` once, over all processes."""
         if self.tests_on == "val":
             rank_zero_info("The data have no test split: this is the validation split.")
-        return self.in_order(self.tests_on, *self._place())
+        return self.in_order(self.tests_on, *self._replicas_and_rank())
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """(seeds, labels) of the images to generate; Lightning shares them out without repeats."""
-        num_replicas, _ = self._place()
+        """(seeds, labels) of the images to generate; Lightning distributes them unrepeated."""
+        num_replicas, _ = self._replicas_and_rank()
         require_at_least(num_replicas, num_predict=self.num_predict)  # each process needs one
         seeds = torch.arange(self.num_predict)
         condition = self.condition_of(seeds)
@@ -197,42 +206,40 @@ class ImageDataModule(LightningDataModule):
         return DataLoader(StackDataset(*parts), batch_size=self.batch_size)
 
     def condition_of(self, seeds: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Labels (B,) int64, or another condition, that prediction generates from seeds (B,)."""
+        """Labels (B,) int64, or another condition, with which prediction generates seeds (B,)."""
         if not self.num_classes:
             return torch.full_like(seeds, -1)
         return torch.tensor(classes_of(seeds.tolist(), self.num_classes))
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint counts the done part of its epoch in, and what its labels mean."""
+        """Batch size, in which a checkpoint counts the progress of its epoch, and class names."""
+        num_replicas, _ = self._replicas_and_rank()
         names = list(self.class_names)
-        return {"images_of_a_batch": self._images_of_a_batch(), "class_names": names}
+        return {"images_of_a_batch": self.batch_size * num_replicas, "class_names": names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Have the Trainer count it in batches of this run."""
-        before, now = state_dict["images_of_a_batch"], self._images_of_a_batch()
-        trainer, names = self.trainer, list(self.class_names)
+        """Convert the Trainer's progress to the batch size of this run."""
+        trainer = self.trainer
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
-        if (old := state_dict.get("class_names", names)) != names:
-            rank_zero_warn(f"The classes were {old}, and labels now mean {names}.")
-        if before != now:
-            recount(trainer, before, now, len(self.train_dataloader()))
+        state = self.state_dict()
+        names = state["class_names"]
+        if (old_names := state_dict.get("class_names", names)) != names:
+            rank_zero_warn(f"The classes were {old_names}, and labels now mean {names}.")
+        sizes = state_dict["images_of_a_batch"], state["images_of_a_batch"]
+        if sizes[0] != sizes[1]:
+            rescale_progress(trainer, *sizes, len(self.train_dataloader()))
 
-    def _images_of_a_batch(self) -> int:
-        """Of training, on all processes."""
-        return self.batch_size * self._place()[0]
-
-    def _place(self) -> tuple[int, int]:
+    def _replicas_and_rank(self) -> tuple[int, int]:
         """Number of processes that share the data, and rank of this one."""
         sharing = self.trainer.distributed_sampler_kwargs if self.trainer else None
         return (sharing["num_replicas"], sharing["rank"]) if sharing else (1, 0)
 
-    def _options(self, batch_size: int) -> dict[str, Any]:
-        """Of every DataLoader."""
+    def _loader_options(self, batch_size: int) -> dict[str, Any]:
         workers = self.default_workers() if self.num_workers is None else self.num_workers
         return {
             "batch_size": batch_size,
-            "collate_fn": as_it_is,
+            "collate_fn": identity_collate,
             "num_workers": workers,
             "persistent_workers": workers > 0,
             # Processes that are started otherwise die of the signals of a batch system.
@@ -241,24 +248,27 @@ class ImageDataModule(LightningDataModule):
         }
 
 
-def as_it_is(batch: Any) -> Any:
-    """Collation of a data set that fetches whole batches."""
+def identity_collate(batch: Any) -> Any:
+    """Collate function for a dataset that fetches whole batches."""
     return batch
 
 
-def rows_of(split: Split, num: int, val: int, where: object) -> Tensor:
-    """Places (n,) int64, rising, of a split of the `num` images in `where` that holds out `val`.
+def split_rows(split: Split, num: int, num_val: int, source: object) -> Tensor:
+    """Ascending places (n,) int64 of a split of `num` images of which `num_val` are held out.
 
-    Held out are those whose places n have the least `fold("held out", n)`.
+    Held out are those whose places i have the least `fold("held out", i)`.
+
+    Raises:
+        ValueError: unless `num_val` < `num`; names the `source` of the images.
     """
-    if val >= num:
-        raise ValueError(f"val={val} cannot be held out of the {num} in {where}.")
-    order = torch.tensor([fold("held out", n) for n in range(num)]).argsort()
-    return (order[:val] if split == "val" else order[val:]).sort().values
+    if num_val >= num:
+        raise ValueError(f"val={num_val} cannot be held out of the {num} in {source}.")
+    order = torch.tensor([fold("held out", i) for i in range(num)]).argsort()
+    return (order[:num_val] if split == "val" else order[num_val:]).sort().values
 
 
 def require_at_least(least: int, **values: int) -> None:
-    """Raise ValueError if a named value is below `least`."""
+    """Raise ValueError if one of the values, passed by name, is below `least`."""
     for name, value in values.items():
         if value < least:
             raise ValueError(f"{name} must be >= {least}, got {value}.")

@@ -1,13 +1,13 @@
-"""CIFAR-10, whole in memory."""
+"""CIFAR-10, in memory."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
-from torchvision.datasets import CIFAR10 as Source
+from torchvision import datasets
 from torchvision.datasets.utils import check_integrity
 
-from lit_diffusion.data.base import Awaited, ImageDataModule, Split
+from lit_diffusion.data.base import ImageDataModule, PendingSetup, Split
 from lit_diffusion.data.datasets import TensorImages
 
 
@@ -18,13 +18,13 @@ class CIFAR10(ImageDataModule):
     against its published MD5 before it is opened.
 
     Args:
-        root: folder that holds, or will hold, `cifar-10-batches-py` or `cifar-10-python.tar.gz`.
-        flip: whether half of the training images, chosen anew every epoch, are mirrored.
+        root: folder with `cifar-10-batches-py` or `cifar-10-python.tar.gz`, or for a download.
+        flip: whether half of the training images, others in every epoch, are mirrored.
         **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
-        FileNotFoundError: If files are missing or damaged and cannot be downloaded; says which,
-            and where to put them.
+        FileNotFoundError: If files are missing or damaged and cannot be downloaded; names them, and
+            where to put them.
 
     Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
     """
@@ -34,8 +34,8 @@ class CIFAR10(ImageDataModule):
         *("airplane", "automobile", "bird", "cat", "deer"),
         *("dog", "frog", "horse", "ship", "truck"),
     )
-    source = Source
-    """Where files come from and what their MD5s are."""
+    source = datasets.CIFAR10
+    """Has the URL of the archive, and the names and MD5s of its files."""
 
     def __init__(self, root: str = "data", flip: bool = False, **loader: Any) -> None:
         super().__init__(**loader)
@@ -43,24 +43,24 @@ class CIFAR10(ImageDataModule):
         self.flip = flip
 
     def check(self) -> None:
-        """Download what is missing."""
+        """Download missing files."""
         try:
             self.source(self.root, download=True)
         except (OSError, RuntimeError) as error:
             raise self._not_found(f"could not be downloaded ({error})") from error
 
-    def awaited(self) -> Awaited | None:
-        """Whether the archive has yet to be unpacked, or downloaded."""
+    def pending_setup(self) -> PendingSetup | None:
+        """Whether the archive must still be unpacked or downloaded."""
         if not self._faults():
             return None
         archive = self.root / self.source.filename
         if check_integrity(archive, self.source.tgz_md5):
-            return Awaited(f"{archive} will be unpacked", needs_network=False)
+            return PendingSetup(f"{archive} will be unpacked", needs_network=False)
         text = f"{self.source.filename} will be downloaded from {self.source.url} into {self.root}"
-        return Awaited(text, needs_network=True)
+        return PendingSetup(text, needs_network=True)
 
     def load(self, split: Split) -> TensorImages:
-        """Open a split."""
+        """Open a split, without augmentation."""
         try:
             files = self.source(self.root, train=split == "train")
         except (OSError, RuntimeError) as error:
@@ -69,7 +69,7 @@ class CIFAR10(ImageDataModule):
         return TensorImages(images, torch.tensor(files.targets), self.flip)
 
     def _faults(self) -> list[str]:
-        """Files that are missing or damaged."""
+        """Files that are missing or damaged, a phrase each."""
         folder = self.root / self.source.base_folder
         meta = [self.source.meta["filename"], self.source.meta["md5"]]
         return [
@@ -78,9 +78,9 @@ class CIFAR10(ImageDataModule):
             if not check_integrity(folder / name, md5)
         ]
 
-    def _not_found(self, what_happened: str) -> FileNotFoundError:
+    def _not_found(self, reason: str) -> FileNotFoundError:
         return FileNotFoundError(
-            f"The files of CIFAR-10 {what_happened}. In {self.root / self.source.base_folder}:"
+            f"The files of CIFAR-10 {reason}. In {self.root / self.source.base_folder}:"
             f" {', '.join(self._faults())}. Put {self.source.filename} (MD5 {self.source.tgz_md5},"
             f" from {self.source.url}) into {self.root.resolve()}; it is unpacked by itself."
         )

@@ -1,4 +1,4 @@
-"""What every data set here is: batches fetched whole, by keys that say which epoch they are for.
+"""Datasets that fetch whole batches, by keys that tell the epoch.
 
 A key is `epoch * len(dataset) + index`. A worker process learns the epoch from the key itself, so a
 random flip or crop is a function of (seed, epoch, index) whatever the number of workers, and plain
@@ -17,30 +17,36 @@ from torch.utils.data import Dataset
 from lit_diffusion.seeding import fold
 
 Batch: TypeAlias = tuple[Tensor, Any, Tensor]
-"""(images, labels, index): (B, C, H, W) uint8; (B,) int64 in [0, num_classes), -1 where there is
-none, or another condition, a tensor or a tuple of them; (B,) int64, place of each image in its
-split."""
+"""(images, labels, index): images (B, C, H, W) uint8; labels (B,) int64 in [0, num_classes), or -1
+without a label, or another condition, which is a tensor or a tuple of tensors; index (B,) int64,
+the place of each image in its split."""
 
 
-def choose(sizes: Sequence[int], *key: int | str) -> list[int]:
-    """Independent integers, the k-th uniform in [0, sizes[k]), as a function of the key.
+def random_integers(sizes: Sequence[int], *key: int | str) -> list[int]:
+    """Independent random integers, the k-th uniform in [0, sizes[k]), as a function of the key.
 
-    One 63-bit number is spent in mixed radix; the bias is below prod(sizes) / 2^63.
+    They are the mixed-radix digits of one 63-bit number; the bias is below prod(sizes) / 2^63.
     """
     number = fold(*key)
-    chosen = []
+    integers = []
     for size in sizes:
         number, remainder = divmod(number, size)
-        chosen.append(remainder)
-    return chosen
+        integers.append(remainder)
+    return integers
+
+
+def is_mirrored(seed: int, epoch: int, index: int) -> bool:
+    """Whether random flips mirror the image `index` in `epoch`."""
+    return random_integers([2], "mirror", seed, epoch, index) == [1]
 
 
 @dataclass(frozen=True, eq=False)
 class ImageDataset(Dataset[Batch]):
     """Images of one split, by key.
 
-    `seed` is of random augmentation; None shows every image as it is. So
-    `dataclasses.replace(dataset, seed=0)` is the same data, augmented.
+    Args:
+        seed: of random augmentation; None leaves every image as it is. So
+            `dataclasses.replace(dataset, seed=0)` is the same data, augmented.
     """
 
     seed: int | None = field(default=None, kw_only=True)
@@ -51,10 +57,10 @@ class ImageDataset(Dataset[Batch]):
 
     @abstractmethod
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """Images `index` of the split as they look in `epochs`."""
+        """The batch of the images `index` of the split, augmented as in `epochs`."""
 
     def __getitems__(self, keys: Sequence[int]) -> Batch:
-        """The batch of these keys (the method that DataLoader calls once a batch)."""
+        """The batch of these keys. DataLoader calls this method once a batch."""
         size = len(self)
         return self.fetch([key // size for key in keys], [key % size for key in keys])
 
@@ -65,9 +71,12 @@ class ImageDataset(Dataset[Batch]):
 
 @dataclass(frozen=True, eq=False)
 class TensorImages(ImageDataset):
-    """Images (N, C, H, W) uint8 held in memory, with labels (N,) int64 or another condition.
+    """Images in memory, mirrored at random if `flip` and a seed are set.
 
-    With `flip` and a seed, half of them, chosen anew every epoch, are mirrored left to right.
+    Args:
+        images: (N, C, H, W) uint8.
+        labels: (N,) int64, or another condition: a tensor or a tuple of tensors of N rows.
+        flip: whether half of the images, others in every epoch, are mirrored left to right.
     """
 
     images: Tensor
@@ -78,28 +87,27 @@ class TensorImages(ImageDataset):
         return len(self.images)
 
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """Images `index` of the split as they look in `epochs`."""
+        """The batch of the images `index` of the split, augmented as in `epochs`."""
         rows = torch.tensor(index, dtype=torch.int64)
         images = self.images[rows]
         if self.flip and self.seed is not None:
-            mirrored = torch.tensor(
-                [mirror(self.seed, *key) for key in zip(epochs, index, strict=True)]
-            )
+            keys = zip(epochs, index, strict=True)
+            mirrored = torch.tensor([is_mirrored(self.seed, *key) for key in keys])
             images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
         if isinstance(self.labels, Tensor):
             return images, self.labels[rows], rows
         return images, tuple(part[rows] for part in self.labels), rows
 
 
-def part_of(data: TensorImages, part: tuple[int, int]) -> TensorImages:
-    """Every n-th image from the k-th on, for part = (k, n): parts of one n have none in common.
+def take_part(data: TensorImages, part: tuple[int, int]) -> TensorImages:
+    """Every n-th image from the k-th on, for part = (k, n). Parts of one n are disjoint.
 
     Raises:
         ValueError: unless 0 <= k < n, with k below the number of images.
 
     Example:
         >>> data = TensorImages(torch.arange(5), torch.arange(5))
-        >>> part_of(data, (0, 2)).images.tolist(), part_of(data, (1, 2)).images.tolist()
+        >>> take_part(data, (0, 2)).images.tolist(), take_part(data, (1, 2)).images.tolist()
         ([0, 2, 4], [1, 3])
     """
     first, step = part
@@ -108,8 +116,3 @@ def part_of(data: TensorImages, part: tuple[int, int]) -> TensorImages:
     if step == 1:
         return data
     return TensorImages(data.images[first::step], data.labels[first::step])
-
-
-def mirror(seed: int, epoch: int, index: int) -> bool:
-    """Whether image `index` is mirrored in `epoch`."""
-    return choose([2], "mirror", seed, epoch, index) == [1]

@@ -1,18 +1,21 @@
-"""The handwritten digits that ship inside scikit-learn: real images, no download."""
+"""The handwritten digits of scikit-learn: real images without a download, and descriptions."""
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor
 
+from lit_diffusion.conditioning import Words
 from lit_diffusion.data.base import ImageDataModule, Split
-from lit_diffusion.data.datasets import TensorImages, part_of
+from lit_diffusion.data.datasets import TensorImages, take_part
 from lit_diffusion.seeding import fold
 
 
 class Digits(ImageDataModule):
-    """1,797 handwritten digits of 8x8 pixels: 1,437 to train on, 360 held out, 36 of each class.
+    """1,797 handwritten digits of 8x8 pixels: 1,437 for training, 360 held out, 36 of each class.
 
     The 17 grey levels v = 0..16 become round(255 v / 16) in uint8.
 
@@ -40,23 +43,115 @@ class Digits(ImageDataModule):
         self.part = part
 
     def load(self, split: Split) -> TensorImages:
-        """Open a split."""
+        """Open a split, without augmentation."""
         pixels, classes = load_digits(return_X_y=True)
         levels = torch.from_numpy(pixels).long().view(-1, *self.image_shape)
         images, labels = (levels * 255 + 8) // 16, torch.from_numpy(classes).long()
-        chosen = is_held_out(labels) if split == "val" else ~is_held_out(labels)
-        found = TensorImages(images[chosen].to(torch.uint8), labels[chosen])
-        return found if split == "val" else part_of(found, self.part)
+        mask = is_held_out(labels) if split == "val" else ~is_held_out(labels)
+        data = TensorImages(images[mask].to(torch.uint8), labels[mask])
+        return data if split == "val" else take_part(data, self.part)
 
 
 def is_held_out(labels: Tensor) -> Tensor:
-    """Which digits of scikit-learn's file are held out, (N,) bool, by their labels (N,) in 0..9.
+    """Mask (N,) bool of the held-out digits of scikit-learn's file, by their labels (N,) in 0..9.
 
-    In each class, the 36 whose places i in the file have the least `fold("digits held out", i)`.
+    In each class, these are the 36 whose places i in the file have the least
+    `fold("digits held out", i)`.
     """
-    held_out = torch.zeros(len(labels), dtype=torch.bool)
+    mask = torch.zeros(len(labels), dtype=torch.bool)
     for label in range(10):
         places = (labels == label).nonzero().flatten().tolist()
         places.sort(key=lambda place: fold("digits held out", place))
-        held_out[places[:36]] = True
-    return held_out
+        mask[places[:36]] = True
+    return mask
+
+
+# Descriptions of ink and slant: "thick seven leaning right". Thin, medium, thick and leaning left,
+# upright, leaning right are terciles of all training digits. So the words mean the same for every
+# class, and some descriptions have no training image: no seven leans left.
+
+INKS = ("thin", "medium", "thick")
+NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+SLANTS = ("leaning left", "upright", "leaning right")
+DESCRIPTIONS = tuple(f"{ink} {name} {slant}" for name in NAMES for ink in INKS for slant in SLANTS)
+"""All 90 descriptions; the number of one is 9 class + 3 ink + slant."""
+
+
+@dataclass(frozen=True)
+class DigitWords(Words):
+    """The words of the descriptions; seeds take the 90 descriptions in turn.
+
+    Example:
+        >>> DigitWords().encode("thin one upright").tolist(), DigitWords().num_words
+        ([0, 4, 14, -1], 17)
+    """
+
+    vocabulary: tuple[str, ...] = (*INKS, *NAMES, "leaning", "upright", "left", "right")
+    length: int = 4
+    texts: tuple[str, ...] = DESCRIPTIONS
+
+
+class DescribedDigits(Digits):
+    """`Digits` with words (B, 4) int64 of `DigitWords` in place of labels.
+
+    Example:
+        >>> images, words, index = next(iter(DescribedDigits(batch_size=4).val_dataloader()))
+        >>> words.shape, words.dtype
+        (torch.Size([4, 4]), torch.int64)
+    """
+
+    class_names = ()
+
+    def load(self, split: Split) -> TensorImages:
+        """Open a split, without augmentation."""
+        digits = super().load(split)
+        numbers = number_descriptions(digits.images, digits.labels)
+        return TensorImages(digits.images, self.condition_of(numbers))
+
+    def condition_of(self, seeds: Tensor) -> Tensor:
+        """Words (B, 4) int64 with which prediction generates seeds (B,): descriptions in turn."""
+        words = DigitWords().for_seeds(seeds.tolist())
+        assert isinstance(words, Tensor)
+        return words
+
+
+def number_descriptions(images: Tensor, classes: Tensor) -> Tensor:
+    """Numbers (N,) int64 in `DESCRIPTIONS` of digits (N, 1, 8, 8) of these classes (N,)."""
+    ink, slant = (
+        torch.bucketize(values, cuts)
+        for values, cuts in zip(measure_ink_and_slant(images), _terciles(), strict=True)
+    )
+    return 9 * classes + 3 * ink + slant
+
+
+@cache
+def _terciles() -> tuple[Tensor, Tensor]:
+    """Terciles (2,) float64 of ink, and of slant, over the training digits."""
+    thirds = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64)
+    ink, slant = measure_ink_and_slant(Digits().load("train").images)
+    return ink.quantile(thirds), slant.quantile(thirds)
+
+
+def measure_ink_and_slant(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Measure ink and slant of bright figures on black.
+
+    With weights w of the pixels and r, c the row and column minus their means under w, ink is the
+    mean of w, and slant -sum(w r c) / sum(w r^2): pixels to the right for each pixel up.
+
+    Args:
+        images: (N, 1, H, W) uint8.
+
+    Returns:
+        (N,) float64 each; ink in [0, 1], slant 0 where all ink is in one row.
+
+    Example:
+        >>> diagonal = 255 * torch.eye(4, dtype=torch.uint8)[None, None]
+        >>> measure_ink_and_slant(torch.cat([diagonal, diagonal.flip(-1)]))
+        (tensor([0.2500, 0.2500], dtype=torch.float64), tensor([-1.,  1.], dtype=torch.float64))
+    """
+    w = images[:, 0].double() / 255  # (N, H, W)
+    total = w.sum((1, 2), keepdim=True).clamp(min=1e-12)
+    row, column = (torch.arange(size).double() for size in w.shape[1:])
+    r = row[:, None] - (w * row[:, None]).sum((1, 2), keepdim=True) / total  # (N, H, 1)
+    c = column - (w * column).sum((1, 2), keepdim=True) / total  # (N, 1, W)
+    return w.mean((1, 2)), -(w * r * c).sum((1, 2)) / (w * r * r).sum((1, 2)).clamp(min=1e-12)

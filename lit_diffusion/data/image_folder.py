@@ -1,31 +1,187 @@
-"""Folders of image files, and ImageNet."""
+"""Folders of image files, and ImageNet; bad files are named before training starts.
+
+The check decodes every file, several at a time. As that takes minutes for ImageNet, a folder that
+passed is remembered by the names, sizes and modification times of its files, in a cache outside of
+it.
+"""
 
 import hashlib
+import logging
 import os
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_info
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from lit_diffusion.data import folder_scan
 from lit_diffusion.data.base import Split, require_at_least
-from lit_diffusion.data.folder_scan import Listing, Requirements, class_folders
-from lit_diffusion.data.pictures import CroppedPictures, Pictures
+from lit_diffusion.data.cropped_images import (
+    CroppedImageDataModule,
+    CroppedImages,
+    Requirements,
+)
 from lit_diffusion.files import open_image, user_cache
 from lit_diffusion.seeding import fold
 
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
+MAX_NAMED = 10
+"""Number of files that a message names at most."""
+
+log = logging.getLogger(__name__)
+
+
+# Listing and checking the files of a folder
+
 
 @dataclass(frozen=True, eq=False)
-class FileImages(CroppedPictures):
-    """Those of image files."""
+class Listing:
+    """The image files of a folder, sorted by name.
+
+    Args:
+        root: the folder.
+        names: (N,) paths relative to it, as bytes: worker processes would copy a list of str, by
+            counting references.
+        labels: (N,) int64; -1 in a folder without class folders.
+        stamp: digest of names, sizes and modification times.
+    """
+
+    root: Path
+    names: NDArray[np.bytes_]
+    labels: Tensor
+    stamp: str
+
+    def path(self, index: int) -> Path:
+        """Path of one file."""
+        return self.root / os.fsdecode(self.names[index])
+
+    def subset(self, mask: Tensor) -> "Listing":
+        """The files where `mask` (N,) bool is true, with the stamp of the whole."""
+        return Listing(self.root, self.names[mask.numpy()], self.labels[mask], self.stamp)
+
+
+def list_class_folders(root: Path) -> tuple[str, ...]:
+    """Names of the folders in `root`, sorted, without hidden ones.
+
+    Raises:
+        FileNotFoundError: if `root` is not a folder.
+    """
+    if not root.is_dir():
+        raise FileNotFoundError(f"A folder of images is needed, {root.absolute()} is not one.")
+    return tuple(sorted(e.name for e in os.scandir(root) if e.is_dir() and e.name[0] != "."))
+
+
+def list_images(root: Path, classes: Sequence[str]) -> Listing:
+    """List all images below a folder.
+
+    Files whose names are not those of images are left out, and an info line names them.
+
+    Args:
+        root: the folder.
+        classes: names of the class folders of the training images, whose places are the labels;
+            empty if the images are in `root` itself.
+
+    Raises:
+        ValueError: if an image is in no class folder though there are classes, or if a folder is
+            empty or not of these classes; the message names them.
+    """
+    folders = list_class_folders(root)
+    if unknown := sorted(set(folders) - set(classes)):
+        raise ValueError(
+            f"{root / unknown[0]} is not among the {len(classes)} class folders of the training"
+            " images: remove it, or add it there."
+        )
+    all_files = list(_walk(root))
+    files = [file for file in all_files if file.lower().endswith(EXTENSIONS)]
+    extensions = ", ".join(EXTENSIONS)
+    if others := sorted(set(all_files) - set(files)):
+        rank_zero_info(f"Left out, as no images by their names ({extensions}): {_join(others)}.")
+    names = [file[len(os.path.join(root, "")) :] for file in files]
+    tops = [name.split(os.sep)[0] for name in names]
+    label_of = {name: label for label, name in enumerate(classes)}
+    stray = [file for file, top in zip(files, tops, strict=True) if top not in label_of]
+    if classes and stray:
+        raise ValueError(f"In no class folder: {_join(stray)}. Move such images into one.")
+    empty = sorted(set(folders) - set(tops)) if files else [""]
+    if empty:
+        raise ValueError(f"{root / empty[0]} holds no images ({extensions}).")
+    stamp = hashlib.sha256()
+    for file, name in zip(files, names, strict=True):
+        status = os.stat(file)
+        stamp.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="replace"))
+    labels = torch.tensor([label_of.get(top, -1) for top in tops])
+    return Listing(root, np.array([os.fsencode(n) for n in names]), labels, stamp.hexdigest())
+
+
+def check_images(listing: Listing, requirements: Requirements, cache: Path, threads: int) -> None:
+    """Check every file, unless a file in `cache` says that all of them passed before.
+
+    Args:
+        listing: of the files.
+        requirements: that they must meet.
+        cache: folder outside of the images.
+        threads: number of files that are read at a time; Pillow decodes without the interpreter
+            lock.
+
+    Raises:
+        ValueError: names the first ten files that fail.
+    """
+    key = hashlib.sha256(f"{listing.stamp} {requirements}".encode()).hexdigest()[:32]
+    marker = cache / f"checked-{key}"
+    if marker.exists():
+        return
+    num = len(listing.names)
+    log.info("Checking %d image files in %s, once.", num, listing.root)
+
+    def check_chunk(start: int) -> list[str]:
+        paths = [listing.path(i) for i in range(start, min(start + 256, num))]
+        faults = [(path, requirements.find_fault(path)) for path in paths]
+        return [f"{path.relative_to(listing.root)} {fault}" for path, fault in faults if fault]
+
+    with ThreadPoolExecutor(threads) as pool:
+        faults = list(chain(*pool.map(check_chunk, range(0, num, 256))))
+    if faults:
+        remedy = ", or convert and enlarge them with strict=False" if requirements.strict else ""
+        raise ValueError(
+            f"{len(faults)} of {num} files in {listing.root} cannot be used: {_join(faults)}. "
+            "Repair or remove unreadable files; choose channels and image_size to fit the others"
+            f"{remedy}."
+        )
+    cache.mkdir(parents=True, exist_ok=True)
+    marker.write_text(f"{listing.root}: {num} files, {requirements}\n")
+
+
+def _join(names: Sequence[str]) -> str:
+    more = f", and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
+
+
+def _walk(root: Path) -> Iterator[str]:
+    """Files below a folder, sorted, without hidden ones; links to a folder above are skipped."""
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        here = os.path.realpath(folder)
+        targets = {name: os.path.realpath(os.path.join(folder, name)) for name in subfolders}
+        loops = {name for name, target in targets.items() if f"{here}/".startswith(f"{target}/")}
+        subfolders[:] = sorted(name for name in targets if name[0] != "." and name not in loops)
+        yield from (os.path.join(folder, name) for name in sorted(names) if name[0] != ".")
+
+
+# Data
+
+
+@dataclass(frozen=True, eq=False)
+class FileImages(CroppedImages):
+    """Crops of image files."""
 
     listing: Listing
 
@@ -33,15 +189,20 @@ class FileImages(CroppedPictures):
         return len(self.listing.names)
 
     def read(self, index: Sequence[int]) -> tuple[Iterator[Image.Image], Tensor]:
-        """Pictures `index` of the split, and their labels."""
-        pictures = (_read(self.listing.path(each), self.mode) for each in index)
-        return pictures, self.listing.labels[torch.tensor(index)]
+        """Images `index` of the split, decoded one by one and in `mode`, and labels (B,)."""
+        images = (self._decode(self.listing.path(i)) for i in index)
+        return images, self.listing.labels[torch.tensor(index)]
+
+    def _decode(self, path: Path) -> Image.Image:
+        try:
+            with open_image(path) as image:
+                return image.convert(self.mode)
+        except Exception as error:  # Pillow's decoders raise anything on broken data
+            raise OSError(f"{path} cannot be read ({error}).") from error
 
 
-class PictureFiles(Pictures):
-    """Base of the data modules that read image files.
-
-    All files are checked before anything else happens, and remembered when they passed.
+class ImageFileDataModule(CroppedImageDataModule):
+    """Base of the data modules that read image files, which are checked before anything else.
 
     Args:
         image_size: pixels on each side of a crop, >= 1.
@@ -49,44 +210,44 @@ class PictureFiles(Pictures):
             reading their headers only.
         cache_dir: folder that remembers checked folders; None takes `lit-diffusion` in
             $XDG_CACHE_HOME or ~/.cache.
-        **pictures: as in `Pictures`: channels, flip, random_crop, and its `loader` too.
+        **options: as in `CroppedImageDataModule`: channels, flip, random_crop, and those of
+            `ImageDataModule`.
     """
 
     strict: bool = False
-    """Whether pictures of another mode, or smaller than `image_size`, are refused."""
+    """Whether images of another mode, or smaller than `image_size`, are refused."""
 
     def __init__(
         self,
         image_size: int,
         full_check: bool = True,
         cache_dir: str | None = None,
-        **pictures: Any,
+        **options: Any,
     ) -> None:
-        super().__init__(image_size, **pictures)
+        super().__init__(image_size, **options)
         self.full_check = full_check
         self.cache = Path(cache_dir).expanduser() if cache_dir else user_cache()
         self._listings: dict[Path, Listing] = {}
 
     @abstractmethod
     def folder(self, split: Split) -> Path:
-        """Where the files of a split lie."""
+        """Folder of the files of a split."""
 
     @cached_property
     def class_names(self) -> tuple[str, ...]:
         """Names of the class folders of the training images; empty if there are none."""
-        return class_folders(self.folder("train"))
+        return list_class_folders(self.folder("train"))
 
     def check(self) -> None:
-        """Name the files that cannot be used."""
+        """Raise an error that names the files that cannot be used."""
         requirements = Requirements(self.image_size, self.channels, self.strict, self.full_check)
         for folder in sorted({self.folder("train"), self.folder("val")}):
-            listing, threads = self._listing(folder), self.default_workers()
-            folder_scan.check_images(listing, requirements, self.cache, threads)
+            check_images(self._listing(folder), requirements, self.cache, self.default_workers())
 
     def load(self, split: Split) -> FileImages:
-        """Open a split, whose files are checked by now or else here."""
+        """Open a split, without augmentation. Its files are checked here if not before."""
         self.check()
-        return FileImages(**self.view(), listing=self.select(split))
+        return FileImages(**self.crop_options(), listing=self.select(split))
 
     def select(self, split: Split) -> Listing:
         """The files of a split."""
@@ -101,24 +262,25 @@ class PictureFiles(Pictures):
 
     def _listing(self, folder: Path) -> Listing:
         if folder not in self._listings:
-            self._listings[folder] = folder_scan.list_images(folder, self.class_names)
+            self._listings[folder] = list_images(folder, self.class_names)
         return self._listings[folder]
 
 
-class ImageFolder(PictureFiles):
-    """Pictures of one's own: class folders `cats/1.png`, `dogs/2.png`, or one flat folder.
+class ImageFolder(ImageFileDataModule):
+    """Images of one's own: class folders `cats/1.png`, `dogs/2.png`, or one flat folder.
 
     Class folders are labelled in the order of their names; files of a flat folder have label -1.
-    Files must be images of one mode and large enough, and lie where they belong; others are named.
+    Files must be images of one mode and large enough, and in the right folders.
 
     Args:
         train: folder of the training images.
         val: folder of the held-out images, in the same class folders; or how many training images
             to hold out: those whose names n have the least `fold("held out", n)`.
         image_size: pixels on each side of a crop, >= 1.
-        strict: whether pictures of another mode, or smaller than `image_size`, are refused;
+        strict: whether images of another mode, or smaller than `image_size`, are refused;
             otherwise they are converted (without alpha, if `channels` has none) and enlarged.
-        **pictures: as in `PictureFiles`, and its `loader` too.
+        **options: as in `ImageFileDataModule`: full_check, cache_dir; channels, flip, random_crop;
+            batch_size, num_workers, num_predict, seed.
 
     Raises:
         FileNotFoundError: If a folder does not exist.
@@ -126,9 +288,9 @@ class ImageFolder(PictureFiles):
     """
 
     def __init__(
-        self, train: str, val: int | str, image_size: int, strict: bool = True, **pictures: Any
+        self, train: str, val: int | str, image_size: int, strict: bool = True, **options: Any
     ) -> None:
-        super().__init__(image_size, **pictures)
+        super().__init__(image_size, **options)
         if isinstance(val, int):
             require_at_least(1, val=val)
         self.train = Path(train).expanduser()
@@ -136,7 +298,7 @@ class ImageFolder(PictureFiles):
         self.strict = strict
 
     def folder(self, split: Split) -> Path:
-        """Where the files of a split lie."""
+        """Folder of the files of a split."""
         return self.val if split == "val" and isinstance(self.val, Path) else self.train
 
     def select(self, split: Split) -> Listing:
@@ -144,27 +306,28 @@ class ImageFolder(PictureFiles):
         listing = super().select(split)
         if isinstance(self.val, Path):
             return listing
-        count = len(listing.names)
-        if self.val >= count:
+        num = len(listing.names)
+        if self.val >= num:
             raise ValueError(
-                f"val={self.val} images cannot be held out of the {count} in {listing.root}."
+                f"val={self.val} images cannot be held out of the {num} in {listing.root}."
             )
         rank = [fold("held out", os.fsdecode(name)) for name in listing.names]
-        held_out = torch.zeros(count, dtype=torch.bool)
-        held_out[np.argsort(rank)[: self.val]] = True
-        return listing.part(held_out if split == "val" else ~held_out)
+        is_held_out = torch.zeros(num, dtype=torch.bool)
+        is_held_out[np.argsort(rank)[: self.val]] = True
+        return listing.subset(is_held_out if split == "val" else ~is_held_out)
 
 
-class ImageNet(PictureFiles):
+class ImageNet(ImageFileDataModule):
     """ILSVRC 2012: `train/n01440764/*.JPEG` and `val/n01440764/*.JPEG`, or a subset of its classes.
 
     Its grey and CMYK files are converted, its small ones enlarged, as in guided-diffusion. Held out
     are the 50,000 validation images, which must be sorted into class folders.
 
     Args:
-        root: folder that holds `train` and `val`.
+        root: folder with `train` and `val`.
         image_size: pixels on each side of a crop, >= 1.
-        **pictures: as in `PictureFiles`, and its `loader` too.
+        **options: as in `ImageFileDataModule`: full_check, cache_dir; channels, flip, random_crop;
+            batch_size, num_workers, num_predict, seed.
 
     Raises:
         FileNotFoundError: If `train` or `val` does not exist.
@@ -173,18 +336,18 @@ class ImageNet(PictureFiles):
     Source: O. Russakovsky et al., "ImageNet Large Scale Visual Recognition Challenge", 2015.
     """
 
-    def __init__(self, root: str, image_size: int, **pictures: Any) -> None:
-        super().__init__(image_size, **pictures)
+    def __init__(self, root: str, image_size: int, **options: Any) -> None:
+        super().__init__(image_size, **options)
         self.root = Path(root).expanduser()
 
     def folder(self, split: Split) -> Path:
-        """Where the files of a split lie."""
+        """Folder of the files of a split."""
         return self.root / split
 
     @cached_property
     def class_names(self) -> tuple[str, ...]:
         """WordNet ids of the classes."""
-        names = class_folders(self.folder("train"))
+        names = list_class_folders(self.folder("train"))
         wrong = [name for name in names if not re.fullmatch(r"n\d{8}", name)]
         if wrong or not names:
             raise ValueError(
@@ -192,11 +355,3 @@ class ImageNet(PictureFiles):
                 f" {wrong[0] if wrong else 'none'}. For other names, use ImageFolder."
             )
         return names
-
-
-def _read(path: Path, mode: str) -> Image.Image:
-    try:
-        with open_image(path) as image:
-            return image.convert(mode)
-    except Exception as error:  # Pillow's decoders raise anything on broken data
-        raise OSError(f"{path} cannot be read ({error}).") from error

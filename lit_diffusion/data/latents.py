@@ -1,9 +1,9 @@
-"""Latents that `lit-diffusion encode` has written: one safetensors file a shard, and an index.
+"""Latents written by `lit-diffusion encode`: shards as safetensors files, and an index.
 
-A shard holds `moments` (n, 2C, h, w) float16, mean and logvar of each image's posterior as the VAE
-gives them, `labels` (n,) int64, and in its header a digest of what it was made of. Float16 halves
-the files and moves no pixel by more than its rounding to 8 bits does; neither scale nor shift is
-applied, so both remain the codec's.
+A shard holds `moments` (n, 2C, h, w) float16, mean and logvar of each image's posterior from the
+VAE, `labels` (n,) int64, and in its header a digest of what it was computed from. Float16 halves
+the files and changes no pixel by more than its rounding to 8 bits does. The moments are neither
+scaled nor shifted; the codec does that.
 """
 
 import hashlib
@@ -19,23 +19,23 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from lit_diffusion.data.base import ImageDataModule, Split, require_at_least, rows_of
-from lit_diffusion.data.datasets import Batch, ImageDataset, mirror
-from lit_diffusion.files import atomic_write
+from lit_diffusion.data.base import ImageDataModule, Split, require_at_least, split_rows
+from lit_diffusion.data.datasets import Batch, ImageDataset, is_mirrored
+from lit_diffusion.files import atomic_write, atomic_write_text
 
 INDEX = "index.json"
 
 
 @dataclass(frozen=True)
 class LatentIndex:
-    """What a folder of latents holds when it is finished; each shard is a file of its own.
+    """Content of a complete folder of latents.
 
     Args:
-        num: images.
+        num: number of images.
         image_shape: (C, H, W) of each, in pixels.
         classes: names of the labels.
-        shard_size: images of a shard; the last has the rest.
-        vae: name of the folder that encoded them.
+        shard_size: images in a shard; the last has the rest.
+        vae: name of the folder of the VAE that encoded them.
         vae_sha256: of its weights.
         images: fingerprint of the folder of images.
         flips: whether there is a second set of shards, of the mirrored images.
@@ -52,7 +52,12 @@ class LatentIndex:
 
     @classmethod
     def read(cls, folder: Path) -> "LatentIndex":
-        """That of a folder."""
+        """Read the index of a folder.
+
+        Raises:
+            FileNotFoundError: if there is none.
+            ValueError: if the file is something else.
+        """
         path = folder / INDEX
         if not path.is_file():
             raise FileNotFoundError(
@@ -60,16 +65,15 @@ class LatentIndex:
                 f"encode --out {folder}`."
             )
         try:
-            found = json.loads(path.read_text())
-            lists = {name: tuple(found[name]) for name in ("image_shape", "classes")}
-            return cls(**{**found, **lists})
+            fields = json.loads(path.read_text())
+            lists = {name: tuple(fields[name]) for name in ("image_shape", "classes")}
+            return cls(**{**fields, **lists})
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is no index of latents ({error}).") from error
 
     def write(self, folder: Path) -> None:
-        """In place of one that is there."""
-        with atomic_write(folder / INDEX, shared=True) as file:  # all processes write the same
-            file.write(f"{json.dumps(asdict(self), indent=1)}\n".encode())
+        """Write the index, in place of an old one. All processes may, as they write the same."""
+        atomic_write_text(folder / INDEX, f"{json.dumps(asdict(self), indent=1)}\n", shared=True)
 
     @property
     def starts(self) -> range:
@@ -84,50 +88,59 @@ class LatentIndex:
             for number, start in enumerate(self.starts)
         ]
 
-    def lacking(self, folder: Path) -> list[tuple[str, range, bool]]:
-        """Those of `shards` that are not in a folder whole, or are of other images or VAEs."""
-        return [shard for shard in self.shards() if not self._holds(folder / shard[0])]
+    def missing_shards(self, folder: Path) -> list[tuple[str, range, bool]]:
+        """Those of `shards` that a folder lacks, has in part, or has of other images or VAEs."""
+        missing = []
+        for shard in self.shards():
+            try:
+                with safe_open(folder / shard[0], "pt") as file:
+                    stamp = (file.metadata() or {}).get("of")
+            except (OSError, SafetensorError):
+                stamp = None
+            if stamp != self._stamp(shard[0]):
+                missing.append(shard)
+        return missing
 
     def write_shard(self, path: Path, moments: Tensor, labels: Tensor) -> None:
-        """Write a shard whole or not at all.
+        """Write a shard of moments (n, 2C, h, w) and labels (n,), atomically.
 
         Raises:
-            ValueError: for moments that are not finite, as a damaged VAE gives them.
+            ValueError: for moments that are not finite in float16, as from a damaged VAE.
         """
-        halved = moments.half().contiguous()
-        if not halved.isfinite().all():
+        half = moments.half().contiguous()
+        if not half.isfinite().all():
             raise ValueError(
                 f"{path.name} must hold finite numbers below 65504, and the VAE {self.vae} gives "
                 "others; name one whose weights are whole."
             )
         with atomic_write(path) as file:
-            file.write(save({"moments": halved, "labels": labels}, {"of": self._stamp(path.name)}))
-
-    def _holds(self, path: Path) -> bool:
-        try:
-            with safe_open(path, "pt") as shard:
-                return (shard.metadata() or {}).get("of") == self._stamp(path.name)
-        except (OSError, SafetensorError):
-            return False
+            file.write(save({"moments": half, "labels": labels}, {"of": self._stamp(path.name)}))
 
     def _stamp(self, name: str) -> str:
-        """Of what a shard's content follows from."""
+        """Digest of all that the content of a shard depends on."""
         parts = (self.images, self.image_shape, self.vae_sha256, self.shard_size, name)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 @cache
-def _mapped(path: str) -> Any:
-    """The moments of a shard, of which a row is read when it is asked for."""
+def _map_moments(path: str) -> Any:
+    """Moments of a shard, mapped into memory; a row is read when it is indexed."""
     shard: Any = safe_open(path, "pt")
     return shard.get_slice("moments")
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedLatents(ImageDataset):
-    """Moments (B, 2C, h, w) float16 in place of images: those of the images `rows` (N,).
+    """Moments (B, 2C, h, w) float16 in place of images.
 
-    With flips and a seed, half of them, chosen anew every epoch, are of mirrored images.
+    With flips in the folder and a seed, half of them, others in every epoch, are of mirrored
+    images.
+
+    Args:
+        folder: of the shards.
+        index: of the folder.
+        rows: (N,) int64 images of the folder that the split has.
+        labels: (N,) int64.
     """
 
     folder: Path
@@ -139,24 +152,22 @@ class ShardedLatents(ImageDataset):
         return len(self.rows)
 
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """Latents `index` of the split as they look in `epochs`."""
-        chosen = torch.tensor(index, dtype=torch.int64)
-        found = [self._row(*key) for key in zip(epochs, index, strict=True)]
-        return torch.stack(found), self.labels[chosen], chosen
-
-    def _row(self, epoch: int, index: int) -> Tensor:
-        shard, row = divmod(int(self.rows[index]), self.index.shard_size)
-        flips = self.index.flips and self.seed is not None and mirror(self.seed, epoch, index)
-        kind = "flipped" if flips else "latents"
-        row_of: Tensor = _mapped(f"{self.folder / kind}-{shard:05d}.safetensors")[row]
-        return row_of
+        """The batch of the latents `index` of the split, augmented as in `epochs`."""
+        places = torch.tensor(index, dtype=torch.int64)
+        moments = []
+        for epoch, i in zip(epochs, index, strict=True):
+            shard, row = divmod(int(self.rows[i]), self.index.shard_size)
+            flips = self.seed is not None and is_mirrored(self.seed, epoch, i)
+            kind = "flipped" if flips and self.index.flips else "latents"
+            moments.append(_map_moments(f"{self.folder / kind}-{shard:05d}.safetensors")[row])
+        return torch.stack(moments), self.labels[places], places
 
 
 class Latents(ImageDataModule):
     """Latents of a folder of images, as `lit-diffusion encode` writes them, for a `VAECodec`.
 
-    Files are mapped into memory and read row by row. Half of the training images, chosen anew every
-    epoch, are mirrored where the folder has flips.
+    Files are mapped into memory and read row by row. Half of the training images, others in every
+    epoch, are mirrored if the folder has flips.
 
     Args:
         train: folder of latents.
@@ -193,38 +204,41 @@ class Latents(ImageDataModule):
 
     @property
     def vae_sha256(self) -> str:
-        """Of the weights that encoded them; a module's codec must have the same."""
+        """SHA-256 of the weights that encoded them; a module's codec must have the same."""
         return self._indices[self.train].vae_sha256
 
     def check(self) -> None:
-        """Name the shards that are missing."""
+        """Raise an error that names the shards that are missing."""
+        train = self._indices[self.train]
         for folder, index in self._indices.items():
-            if lacking := index.lacking(folder):
+            if missing := index.missing_shards(folder):
                 raise ValueError(
-                    f"{folder} lacks {len(lacking)} of {len(index.shards())} shards, such as "
-                    f"{lacking[0][0]}, or holds those of other latents: the same `lit-diffusion "
+                    f"{folder} lacks {len(missing)} of {len(index.shards())} shards, such as "
+                    f"{missing[0][0]}, or holds those of other latents: the same `lit-diffusion "
                     "encode` again finishes it."
                 )
-            ours = self._indices[self.train]
             for name in ("image_shape", "vae_sha256", "classes"):
-                if (theirs := getattr(index, name)) != getattr(ours, name):
+                if getattr(index, name) != getattr(train, name):
                     raise ValueError(
-                        f"{name} is {getattr(ours, name)} in {self.train}, but {theirs} in {folder}"
-                        "; encode both alike."
+                        f"{name} is {getattr(train, name)} in {self.train}, but "
+                        f"{getattr(index, name)} in {folder}; encode both alike."
                     )
 
     def load(self, split: Split) -> ShardedLatents:
-        """Open a split, which is checked by now or else here."""
+        """Open a split, without augmentation. The folders are checked here if not before."""
         self.check()
         folder = self._folder(split)
         index = self._indices[folder]
-        rows = self._rows(split, index.num)
-        found = []
+        labels = []
         for name, _, flip in index.shards():
             if not flip:
                 with safe_open(folder / name, "pt") as shard:
-                    found.append(shard.get_tensor("labels"))
-        return ShardedLatents(folder, index, rows, torch.cat(found)[rows])
+                    labels.append(shard.get_tensor("labels"))
+        if isinstance(self.val, Path):
+            rows = torch.arange(index.num)
+        else:
+            rows = split_rows(split, index.num, self.val, self.train)
+        return ShardedLatents(folder, index, rows, torch.cat(labels)[rows])
 
     def fingerprint(self, split: Split) -> str:
         """16 hex digits that change with the images that were encoded, the VAE, or the split."""
@@ -233,13 +247,8 @@ class Latents(ImageDataModule):
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def default_workers(self) -> int:
-        """One: rows are copied, and no picture is decoded."""
+        """One: rows are copied, and no image is decoded."""
         return 1
 
     def _folder(self, split: Split) -> Path:
         return self.val if split == "val" and isinstance(self.val, Path) else self.train
-
-    def _rows(self, split: Split, num: int) -> Tensor:
-        if isinstance(self.val, Path):
-            return torch.arange(num)
-        return rows_of(split, num, self.val, self.train)

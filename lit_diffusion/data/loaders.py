@@ -1,33 +1,84 @@
-"""A DataLoader that goes on where a checkpoint was written, also in the middle of an epoch."""
+"""Which images each process loads in which order, and resuming in the middle of an epoch."""
 
 import os
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import count, islice
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lit_diffusion.callbacks.trainer_state import limited_batches, loaded_checkpoint
-from lit_diffusion.data.samplers import ShuffledSampler
+from lit_diffusion.seeding import fold
+
+
+class ShuffledSampler(DistributedSampler[Any]):
+    """A new order in every epoch, a function of (seed, epoch); yields keys `epoch * N + index`.
+
+    Ranks take turns in one common order, so step k of an epoch has the same images on one process
+    with batch B * R as on R processes with batch B. Each rank gets floor(N / R) images; the up to
+    R - 1 left over differ from epoch to epoch. N is the length of the dataset, R `num_replicas`.
+
+    The Trainer uses a DistributedSampler as it is. Any other sampler it would replace by one that
+    pads with repeated images or, if the sampler shards, shards a second time.
+    """
+
+    start = 0
+    """Number of this rank's keys to skip at the beginning of an epoch."""
+
+    def __init__(
+        self, dataset: Dataset[Any], seed: int, num_replicas: int = 1, rank: int = 0
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle=True, seed=seed, drop_last=True)
+
+    def __iter__(self) -> Iterator[int]:
+        size = len(self.dataset)  # type: ignore[arg-type]
+        generator = torch.Generator().manual_seed(fold("order", self.seed, self.epoch))
+        order = torch.randperm(size, generator=generator)
+        share = order[self.rank : self.total_size : self.num_replicas]
+        return iter((self.epoch * size + share[self.start :]).tolist())
+
+
+def even_batch_size(num_images: int, num_replicas: int, batch_size: int) -> int:
+    """The least size, from `batch_size` up, with which all processes have equally many batches.
+
+    Shares of an unrepeated split differ by up to one image, which can make one batch more. With a
+    sharded model (FSDP), whose every forward pass communicates, that process would hang.
+
+    Raises:
+        ValueError: if there are fewer images than processes.
+
+    Example:
+        >>> even_batch_size(360, 2, 64)
+        64
+        >>> even_batch_size(129, 2, 64)  # 65 + 64 images would be 2 batches and 1
+        65
+    """
+    if num_images < num_replicas:
+        raise ValueError(
+            f"Every process needs an image, got {num_images} images for {num_replicas} processes:"
+            " use fewer devices or more images."
+        )
+    least, most = num_images // num_replicas, -(-num_images // num_replicas)
+    return next(size for size in count(batch_size) if -(-least // size) == -(-most // size))
 
 
 class ResumableLoader(DataLoader[Any]):
-    """Training batches in the order of a ShuffledSampler, without those an epoch has had before.
+    """Training batches in the order of a ShuffledSampler, from where a checkpoint was written.
 
     A resumed Trainer knows how many batches of its epoch were trained on, but an ordinary loader
-    starts that epoch over. This one asks when the first batch of an epoch is wanted, no earlier:
-    Lightning makes iterators before it has restored the loops.
-
-    Nothing of it is kept in checkpoints, so any number of workers may resume what any other number
-    saved.
+    starts that epoch over. This one asks when the first batch of an epoch is requested, and no
+    earlier: Lightning creates iterators before it has restored its loops. It has no state of its
+    own, so a run may resume with another number of workers.
 
     Args:
-        dataset: as DataLoader's.
-        batches_done: called at the first batch of each epoch: how many of it come before.
-        options: as DataLoader's, with a ShuffledSampler as sampler. Where Lightning puts another in
-            its place, as `overfit_batches` does, batches that were done are loaded and left out.
+        dataset: as of DataLoader.
+        batches_done: called at the first batch of each epoch; returns the number of batches of that
+            epoch to skip.
+        **options: as of DataLoader, with a ShuffledSampler as `sampler`. If Lightning replaces it,
+            as with `overfit_batches`, the batches to skip are loaded and dropped.
 
     Example:
         >>> data, done = list("abcdefgh"), [0]
@@ -46,7 +97,7 @@ class ResumableLoader(DataLoader[Any]):
         self._batches_done = batches_done
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Batches of the rest of the epoch."""
+        """Yield the batches of the rest of the epoch."""
         done = self._batches_done()
         if isinstance(self.sampler, ShuffledSampler):
             assert self.batch_size is not None
@@ -54,44 +105,49 @@ class ResumableLoader(DataLoader[Any]):
         yield from islice(super().__iter__(), done, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: the place is a function of the Trainer's progress. Tells it that we can resume."""
+        """Empty. Its presence tells the Trainer that the loader can resume within an epoch."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing."""
+        """Does nothing: the position is a function of the Trainer's progress."""
 
 
-def batches_of_epoch(trainer: Trainer) -> int:
-    """Batches of the running epoch that were handed out to training, before a resume too."""
+def batches_done_in_epoch(trainer: Trainer) -> int:
+    """Batches of the running epoch that training has received, those before a resume included."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
-def recount(trainer: Trainer, before: int, now: int, length: int) -> None:
-    """Count the done batches of an interrupted epoch as batches of another size, when resuming.
+def rescale_progress(trainer: Trainer, old_size: int, new_size: int, num_batches: int) -> None:
+    """On resume, convert the done batches of an interrupted epoch to another batch size.
 
-    The epoch goes on after the images that it has had. Where they are no whole optimizer steps of
-    the new size, it goes on at the last whole one and warns of images that it has again.
+    The epoch continues after the images that it has had. If these are no whole number of optimizer
+    steps of the new size, it continues after the last whole one and warns of the repeated images.
 
     Args:
         trainer: that is about to restore its loops.
-        before: images of a batch on all processes when the checkpoint was saved.
-        now: the same in this run.
-        length: batches of an epoch in this run, before the Trainer's limit.
+        old_size: images in a batch, on all processes, of the run that wrote the checkpoint.
+        new_size: the same in this run.
+        num_batches: in an epoch of this run, before the Trainer's limit.
     """
     progress = loaded_checkpoint(trainer)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
-    done, batches = progress["current"], limited_batches(trainer, length)
-    seen, unfinished = done["processed"] * before, done["processed"] - done["completed"]
+    current, num_batches = progress["current"], limited_batches(trainer, num_batches)
+    images_done = current["processed"] * old_size
+    unfinished = current["processed"] - current["completed"]
     if progress["is_last_batch"]:
-        count = batches  # whatever is left over belongs to no epoch
+        batches = num_batches  # images left over belong to no epoch
     else:
-        each = trainer.accumulate_grad_batches
-        count = min(seen // (now * each), (batches - 1) // each) * each
-        if count * now != seen:
+        per_step = trainer.accumulate_grad_batches
+        steps = min(images_done // (new_size * per_step), (num_batches - 1) // per_step)
+        batches = steps * per_step
+        if batches * new_size != images_done:
             rank_zero_warn(
-                f"The checkpoint is {seen} images into an epoch, which are no whole number of this "
-                f"run's optimizer steps of {now * each} images: it goes on after {count * now}."
+                f"The checkpoint is {images_done} images into an epoch, which are no whole number "
+                f"of this run's optimizer steps of {new_size * per_step} images: it goes on after "
+                f"{batches * new_size}."
             )
-    done.update(ready=count, started=count, processed=count, completed=count - unfinished)
+    current.update(
+        ready=batches, started=batches, processed=batches, completed=batches - unfinished
+    )
 
 
 def usable_cores() -> int:

@@ -1,4 +1,4 @@
-"""MNIST and what is stored like it, whole in memory."""
+"""MNIST and FashionMNIST, in memory."""
 
 import shutil
 import tempfile
@@ -9,10 +9,8 @@ from torch import Tensor
 from torchvision import datasets
 from torchvision.datasets.mnist import read_image_file, read_label_file
 
-from lit_diffusion.data.base import Awaited, ImageDataModule, Split
-from lit_diffusion.data.datasets import TensorImages, part_of
-
-_PREFIX = {"train": "train", "val": "t10k"}
+from lit_diffusion.data.base import ImageDataModule, PendingSetup, Split
+from lit_diffusion.data.datasets import TensorImages, take_part
 
 
 class MNIST(ImageDataModule):
@@ -21,12 +19,12 @@ class MNIST(ImageDataModule):
     Downloaded once where there is a network, otherwise expected in `root`.
 
     Args:
-        root: folder that holds, or will hold, `MNIST/raw/train-images-idx3-ubyte` and so on.
+        root: folder with `MNIST/raw/train-images-idx3-ubyte` and so on, or for a download.
         part: (k, n) trains on every n-th training image from the k-th on.
         **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
-        FileNotFoundError: If files are missing and cannot be downloaded; says which, and where to
+        FileNotFoundError: If files are missing and cannot be downloaded; names them, and where to
             put them.
         ValueError: If a file is cut or holds something else, or unless 0 <= k < n.
 
@@ -43,52 +41,54 @@ class MNIST(ImageDataModule):
         self.root = Path(root).expanduser()
 
     def check(self) -> None:
-        """Download what is missing."""
+        """Download missing files."""
         if not self._missing():
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self._folder) as own:  # others may download too
-                self._source(own, download=True)
+            # A folder of this process's own, as others may download at the same time.
+            with tempfile.TemporaryDirectory(dir=self._folder) as temporary:
+                self._source(temporary, download=True)
                 for name in self._missing():
-                    shutil.move(Path(own, self._name, "raw", name), self._folder / name)
+                    shutil.move(Path(temporary, self._name, "raw", name), self._folder / name)
         except (OSError, RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())  # torchvision tells of each mirror in lines
+            reason = " ".join(str(error).split())  # torchvision has a line for each mirror
             raise FileNotFoundError(
                 f"The files of {self._name} could not be downloaded ({reason}). In {self._folder}: "
                 f"{', '.join(self._missing())} missing. Put these there, unpacked."
             ) from error
 
-    def awaited(self) -> Awaited | None:
-        """Whether files have yet to be downloaded."""
+    def pending_setup(self) -> PendingSetup | None:
+        """Whether files must still be downloaded."""
         if not self._missing():
             return None
-        return Awaited(f"{self._name} will be downloaded into {self.root}", needs_network=True)
+        return PendingSetup(f"{self._name} will be downloaded into {self.root}", needs_network=True)
 
     def load(self, split: Split) -> TensorImages:
-        """Open a split."""
-        images = self._read(f"{_PREFIX[split]}-images-idx3-ubyte")
-        labels = self._read(f"{_PREFIX[split]}-labels-idx1-ubyte")
+        """Open a split, without augmentation."""
+        prefix = "t10k" if split == "val" else "train"
+        images = self._read(f"{prefix}-images-idx3-ubyte")
+        labels = self._read(f"{prefix}-labels-idx1-ubyte")
         if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1] or labels.max() > 9:
             raise ValueError(
                 f"The {split} files of {self._name} in {self._folder} hold images "
                 f"{tuple(images.shape)} and labels {tuple(labels.shape)} up to {labels.max()}; "
                 "delete them."
             )
-        found = TensorImages(images.view(-1, *self.image_shape), labels.long())
-        return found if split == "val" else part_of(found, self.part)
+        data = TensorImages(images.view(-1, *self.image_shape), labels.long())
+        return data if split == "val" else take_part(data, self.part)
 
     def _read(self, name: str) -> Tensor:
         path = self._folder / name
         read = read_image_file if "images" in name else read_label_file
         try:
-            found: Tensor = read(str(path))
-            if found.numel() == 0 or found.min() < 0:
+            values: Tensor = read(str(path))
+            if values.numel() == 0 or values.min() < 0:
                 raise ValueError("no such numbers")
         except Exception as error:  # torchvision asserts, indexes and views as it reads
             reason = str(error) or type(error).__name__
             raise ValueError(f"{path} is no file of {self._name} ({reason}); delete it.") from error
-        return found
+        return values
 
     @property
     def _name(self) -> str:
@@ -104,14 +104,19 @@ class MNIST(ImageDataModule):
 
 
 class FashionMNIST(MNIST):
-    """60,000 training and 10,000 held-out grey pictures of clothes, of 28x28 pixels.
+    """60,000 training and 10,000 held-out grey images of clothes, of 28x28 pixels.
+
+    Downloaded once where there is a network, otherwise expected in `root`.
 
     Args:
-        root: folder that holds, or will hold, `FashionMNIST/raw/train-images-idx3-ubyte` and so on.
-        part, **loader: as of `MNIST`.
+        root: folder with `FashionMNIST/raw/train-images-idx3-ubyte` and so on, or for a download.
+        part: (k, n) trains on every n-th training image from the k-th on.
+        **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
-        FileNotFoundError, ValueError: as `MNIST`.
+        FileNotFoundError: If files are missing and cannot be downloaded; names them, and where to
+            put them.
+        ValueError: If a file is cut or holds something else, or unless 0 <= k < n.
 
     Source: Xiao, Rasul & Vollgraf 2017 (arXiv 1708.07747).
     """

@@ -1,4 +1,4 @@
-"""Crops of the two photographs that ship inside scikit-learn: colour without a download."""
+"""Crops of the two photographs that ship with scikit-learn: colour without a download."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from sklearn.datasets import load_sample_images
 from torch import Tensor
 
 from lit_diffusion.data.base import ImageDataModule, Split, require_at_least
-from lit_diffusion.data.datasets import Batch, ImageDataset, choose
+from lit_diffusion.data.datasets import Batch, ImageDataset, random_integers
 
 SIZE = 32
 TRAIN_ROWS = 284
@@ -17,10 +17,15 @@ TRAIN_ROWS = 284
 
 
 @dataclass(frozen=True, eq=False)
-class Crops(ImageDataset):
-    """32x32 crops, `count` an epoch, of photos (P, C, H, W) uint8, which are their labels.
+class RandomPatches(ImageDataset):
+    """Random 32x32 crops of photos, whose numbers are the labels.
 
-    Places are new in every epoch, and others by `stream`; without a seed, the same in every run.
+    Places change with the epoch; without a seed they are the same in every run.
+
+    Args:
+        photos: (P, C, H, W) uint8.
+        count: number of crops in an epoch.
+        stream: name of the random numbers; another one gives other places.
     """
 
     photos: Tensor
@@ -31,13 +36,14 @@ class Crops(ImageDataset):
         return self.count
 
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """Crops `index` of `epochs`."""
+        """The batch of the crops `index` of `epochs`."""
         windows = self.photos.unfold(2, SIZE, 1).unfold(3, SIZE, 1)  # a view (P, C, Y, X, 32, 32)
-        photos, _, rows, columns = windows.shape[:4]
+        num_photos, _, num_rows, num_columns = windows.shape[:4]
+        sizes = [num_photos, num_rows, num_columns]
         root = "fixed" if self.seed is None else self.seed
         places = [
-            choose([photos, rows, columns], self.stream, root, epoch, place)
-            for epoch, place in zip(epochs, index, strict=True)
+            random_integers(sizes, self.stream, root, epoch, i)
+            for epoch, i in zip(epochs, index, strict=True)
         ]
         photo, y, x = torch.tensor(places).unbind(1)
         return windows[photo, :, y, x], photo, torch.tensor(index)
@@ -73,11 +79,11 @@ class PhotoPatches(ImageDataModule):
         self.epoch_size = epoch_size
         self.num_val = num_val
 
-    def load(self, split: Split) -> Crops:
-        """Open a split."""
+    def load(self, split: Split) -> RandomPatches:
+        """Open a split, without augmentation."""
         photos = torch.stack(
             [torch.tensor(photo).permute(2, 0, 1) for photo in load_sample_images().images]
         )
         if split == "train":
-            return Crops(photos[:, :, :TRAIN_ROWS], self.epoch_size, "train crops")
-        return Crops(photos[:, :, TRAIN_ROWS:], self.num_val, "val crops")
+            return RandomPatches(photos[:, :, :TRAIN_ROWS], self.epoch_size, "train crops")
+        return RandomPatches(photos[:, :, TRAIN_ROWS:], self.num_val, "val crops")

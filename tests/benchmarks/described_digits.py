@@ -20,8 +20,7 @@ from sklearn.svm import SVC
 from torch import Tensor
 
 from lit_diffusion.checkpoints.loading import load
-from lit_diffusion.data.described import DESCRIPTIONS, DigitWords, described
-from lit_diffusion.data.digits import Digits
+from lit_diffusion.data.digits import DESCRIPTIONS, Digits, DigitWords, number_descriptions
 from lit_diffusion.guidance import ClassifierFree
 
 PARTS = ("class", "ink", "slant", "all")
@@ -29,7 +28,7 @@ PARTS = ("class", "ink", "slant", "all")
 
 def recognised(judge: SVC, images: Tensor, wanted: Tensor) -> Tensor:
     """(N, 4) bool by PARTS, of images (N, 1, 8, 8) and numbers in DESCRIPTIONS (N,)."""
-    found = described(images, torch.from_numpy(judge.predict(pixels(images))))
+    found = number_descriptions(images, torch.from_numpy(judge.predict(pixels(images))))
     parts = [found // 9 == wanted // 9, found % 9 // 3 == wanted % 9 // 3, found % 3 == wanted % 3]
     return torch.stack([*parts, found == wanted], dim=1)
 
@@ -50,14 +49,14 @@ def measure(checkpoint: Path, weights: str, each: int, guidance: float | None) -
     data = Digits()
     train, val = data.dataset("train"), data.dataset("val")
     judge = SVC(C=10).fit(pixels(train.images), train.labels)
-    seen = described(train.images, train.labels).bincount(minlength=len(DESCRIPTIONS))
+    seen = number_descriptions(train.images, train.labels).bincount(minlength=len(DESCRIPTIONS))
     model = load(checkpoint, weights=weights)
     model.guidance = None if guidance is None else ClassifierFree(guidance)
     images, wanted = samples(model, each, told=True)
     right = recognised(judge, images, wanted)
     model.guidance = None
     untold = recognised(judge, *samples(model, each, told=False))
-    held_out = recognised(judge, val.images, described(val.images, val.labels))
+    held_out = recognised(judge, val.images, number_descriptions(val.images, val.labels))
     is_seen = seen[wanted] > 0
     rows = {
         "descriptions with training images": right[is_seen],

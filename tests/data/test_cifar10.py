@@ -46,16 +46,16 @@ def test_an_archive_in_the_folder_is_unpacked_without_a_network(small, tmp_path)
         archive.add(tmp_path / FOLDER, FOLDER)
     small.source.tgz_md5 = md5(offline / "cifar-10-python.tar.gz")
     data = small(str(offline))
-    assert "will be unpacked" in data.awaited().text
-    assert not data.awaited().needs_network
+    assert "will be unpacked" in data.pending_setup().text
+    assert not data.pending_setup().needs_network
     data.prepare_data()
-    assert data.awaited() is None
+    assert data.pending_setup() is None
     assert len(data.images("train")) == 60
 
 
 def test_without_files_and_network_the_message_says_what_to_put_where(small, tmp_path):
     data = small(str(tmp_path / "empty"))
-    assert data.awaited().needs_network
+    assert data.pending_setup().needs_network
     assert not (tmp_path / "empty").exists()
     with pytest.raises(FileNotFoundError) as caught:
         data.prepare_data()

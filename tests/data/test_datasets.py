@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lit_diffusion.data.datasets import TensorImages, choose
+from lit_diffusion.data.datasets import TensorImages, random_integers
 
 IMAGES = torch.arange(500 * 12, dtype=torch.int64).remainder(251).to(torch.uint8).view(500, 1, 3, 4)
 LABELS = torch.arange(500) % 5
@@ -59,7 +59,7 @@ def test_flips_depend_on_the_seed_and_not_on_the_batch():
     [([2, 3], 20.5), ([7, 1, 2], 34.6)],
 )
 def test_choices_are_uniform_and_independent(sizes, bound):
-    draws = torch.tensor([choose(sizes, "test", i) for i in range(6000)])
+    draws = torch.tensor([random_integers(sizes, "test", i) for i in range(6000)])
     cell = torch.zeros(6000, dtype=torch.int64)
     for column, size in zip(draws.T, sizes, strict=True):
         assert ((column >= 0) & (column < size)).all()

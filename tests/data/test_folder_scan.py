@@ -7,8 +7,9 @@ import torch
 from PIL import Image
 from support.pictures import class_folders, picture, save, truncate
 
-from lit_diffusion.data.folder_scan import Requirements, check_images, list_images
-from lit_diffusion.data.folder_scan import class_folders as find_classes
+from lit_diffusion.data.cropped_images import Requirements
+from lit_diffusion.data.image_folder import check_images, list_images
+from lit_diffusion.data.image_folder import list_class_folders as find_classes
 
 
 def scan(root, cache, channels=3, strict=True, full=True, image_size=16):
@@ -170,7 +171,7 @@ def test_files_of_a_flat_folder_have_no_label(tmp_path):
 
 
 def test_part_keeps_files_and_labels_together(root):
-    part = list_images(root, ("a", "b")).part(torch.tensor([0, 1, 0, 0, 0, 1]).bool())
+    part = list_images(root, ("a", "b")).subset(torch.tensor([0, 1, 0, 0, 0, 1]).bool())
     assert [part.path(0).name, part.path(1).name] == ["1.png", "2.png"]
     assert part.labels.tolist() == [0, 1]
 

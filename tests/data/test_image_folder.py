@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image
 from support.pictures import class_folders, picture, save, truncate
 
-from lit_diffusion.data.crops import center_crop
+from lit_diffusion.data.cropped_images import center_crop
 from lit_diffusion.data.image_folder import ImageFolder, ImageNet
 
 WNIDS = ("n01440764", "n01443537")

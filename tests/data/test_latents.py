@@ -106,7 +106,7 @@ def test_folders_that_do_not_fit_together_are_refused(tmp_path, name, value):
 
 def test_a_row_is_read_and_not_the_file(tmp_path, monkeypatch):
     asked = []
-    mapped = latents_file._mapped
+    mapped = latents_file._map_moments
 
     class Shard:
         def __init__(self, path):
@@ -116,7 +116,7 @@ def test_a_row_is_read_and_not_the_file(tmp_path, monkeypatch):
             asked.append(row)
             return mapped(self.path)[row]
 
-    monkeypatch.setattr(latents_file, "_mapped", Shard)
+    monkeypatch.setattr(latents_file, "_map_moments", Shard)
     data = Latents(write(tmp_path / "a"), val=3, num_workers=0)
     data.dataset("train").fetch([0, 0], [4, 1])
     assert all(isinstance(row, int) for row in asked)

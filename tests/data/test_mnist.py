@@ -24,7 +24,7 @@ def root(tmp_path):
 
 def test_pixels_and_labels_are_those_of_the_files(root):
     data = MNIST(str(root), batch_size=7)
-    assert data.awaited() is None
+    assert data.pending_setup() is None
     data.prepare_data()
     for split, count in {"train": 50, "val": 20}.items():
         images, labels = digits(count, seed=count)
@@ -35,7 +35,7 @@ def test_pixels_and_labels_are_those_of_the_files(root):
 
 def test_without_files_and_network_the_message_says_what_to_put_where(tmp_path):
     data = MNIST(str(tmp_path / "empty"))
-    assert data.awaited().needs_network
+    assert data.pending_setup().needs_network
     assert not (tmp_path / "empty").exists()
     with pytest.raises(FileNotFoundError) as caught:
         data.prepare_data()
@@ -69,7 +69,7 @@ def test_files_that_do_not_go_together_are_refused(root):
 
 def test_one_missing_file_is_awaited(root):
     (root / "MNIST" / "raw" / "t10k-labels-idx1-ubyte").unlink()
-    assert MNIST(str(root)).awaited().needs_network
+    assert MNIST(str(root)).pending_setup().needs_network
     with pytest.raises(FileNotFoundError, match=r"raw: t10k-labels-idx1-ubyte missing"):
         MNIST(str(root)).prepare_data()
 

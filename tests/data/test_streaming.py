@@ -18,7 +18,7 @@ from support.spawn import spawn
 from support.streamed import digits, from_files, open_digits, png, write
 
 from lit_diffusion.data.image_folder import ImageFolder
-from lit_diffusion.data.streaming import StreamedImages, opened
+from lit_diffusion.data.streaming import StreamedImages, open_set
 from lit_diffusion.metrics.images import open_split
 
 litdata = pytest.importorskip("litdata", reason="pip install -e '.[streaming]'")
@@ -28,7 +28,7 @@ SUPPORT = Path(__file__).parents[1] / "support"
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    opened.cache_clear()
+    open_set.cache_clear()
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def test_code_in_a_set_is_not_run(tmp_path, data_format):
     index = json.loads((folder / "index.json").read_text())
     index["config"]["data_format"][0] = data_format
     (folder / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=f"format '{data_format}'.* write pictures as bytes"):
+    with pytest.raises(ValueError, match=f"format '{data_format}'.* write images as bytes"):
         StreamedImages(str(folder), 1, 2).prepare_data()
     assert not (tmp_path / "sprung").exists()
     reader = litdata.StreamingDataset(str(folder), str(tmp_path / "theirs"))

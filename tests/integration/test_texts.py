@@ -124,7 +124,7 @@ def described(folder):
     model["num_classes"] = model["network"]["init_args"]["num_classes"] = None
     kind = {"class_path": f"{WordIds.__module__}.WordIds", "init_args": {"num_words": 17}}
     model["network"]["init_args"]["condition"] = kind
-    model["conditioning"] = {"class_path": "lit_diffusion.data.described.DigitWords"}
+    model["conditioning"] = {"class_path": "lit_diffusion.data.digits.DigitWords"}
     hyper = hyper_parameters(config, "model")
     module = build_module({"hyper_parameters": hyper}, "this")
     for parameter in module.parameters():

@@ -1,12 +1,19 @@
 import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from sklearn.datasets import load_sample_image
 from support.pictures import picture
 
-from lit_diffusion.data.crops import center_crop, random_crop, resize_shorter_side
+from lit_diffusion.data.cropped_images import (
+    CroppedImages,
+    center_crop,
+    random_crop,
+    resize_shorter_side,
+)
 
 
 def box(x):
@@ -97,3 +104,56 @@ def test_a_random_crop_is_a_function_of_its_key():
     image = gradient(200, 100)
     assert random_crop(image, 50, 1, 2).tobytes() == random_crop(image, 50, 1, 2).tobytes()
     assert len({random_crop(image, 50, i).tobytes() for i in range(30)}) > 25
+
+
+INDEX = list(range(6))
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn(CroppedImages):
+    """Six pictures, of which number i has label i."""
+
+    image_size: int = 16
+    mode: str = "RGB"
+    flip: bool = False
+    random_crop: bool = False
+
+    def __len__(self):
+        return len(INDEX)
+
+    def read(self, index):
+        return (picture(i) for i in index), torch.tensor(index)
+
+
+def views(epoch, **options):
+    """All six as they look in an epoch."""
+    images, labels, index = Drawn(**options).fetch([epoch] * 6, INDEX)
+    assert images.shape == (6, 3, 16, 16)
+    assert labels.tolist() == index.tolist() == INDEX
+    return images
+
+
+def test_flips_mirror_the_crop_in_training_only():
+    plain = views(0)
+    assert torch.equal(views(0, flip=True, random_crop=True), plain)
+    mirrored = 0
+    for epoch in range(4):
+        images = views(epoch, flip=True, seed=0)
+        changed = (images != plain).flatten(1).any(1)
+        assert torch.equal(images[changed], plain[changed].flip(-1))
+        mirrored += changed.sum().item()
+    assert 0 < mirrored < 24
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_random_crops_differ_from_epoch_to_epoch_and_not_from_run_to_run(flip):
+    options = {"random_crop": True, "flip": flip, "seed": 0}
+    assert torch.equal(views(1, **options), views(1, **options))
+    assert (views(1, **options) != views(2, **options)).flatten(1).any(1).all()
+    assert (views(1, **options) != views(1, **options | {"seed": 1})).flatten(1).any(1).all()
+
+
+def test_a_view_does_not_depend_on_the_other_pictures_of_its_batch():
+    data = replace(Drawn(random_crop=True, flip=True), seed=3)
+    together = data.fetch([2] * 6, INDEX)[0]
+    assert torch.equal(data.fetch([2, 2], [4, 1])[0], together[[4, 1]])

@@ -1,0 +1,197 @@
+"""Square crops of images of any size, for the data modules that decode images.
+
+A crop is made as in the reference implementation of ADM: a box filter halves the image while it
+can, then a bicubic filter makes the shorter side exact. FID depends on the resize, so it is part of
+what makes figures comparable. EXIF orientation is ignored, as there.
+
+Source: guided_diffusion/image_datasets.py (`center_crop_arr`, `random_crop_arr`) of
+github.com/openai/guided-diffusion.
+"""
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from PIL import Image, ImageOps
+from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
+
+from lit_diffusion.data.base import ImageDataModule, require_at_least
+from lit_diffusion.data.datasets import Batch, ImageDataset, is_mirrored, random_integers
+from lit_diffusion.data.loaders import usable_cores
+from lit_diffusion.files import open_image
+
+MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
+"""Pillow's mode for each number of channels."""
+CONVERTIBLE_MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"}
+"""Modes of 8 bits or fewer; Pillow clips deeper ones when it converts them."""
+
+
+def resize_shorter_side(image: Image.Image, side: int) -> Image.Image:
+    """Resize an image to `side` pixels on its shorter side, with its proportions."""
+    while min(image.size) >= 2 * side:
+        width, height = image.size
+        image = image.resize((width // 2, height // 2), Image.Resampling.BOX)
+    scale = side / min(image.size)
+    width, height = image.size
+    return image.resize((round(width * scale), round(height * scale)), Image.Resampling.BICUBIC)
+
+
+def center_crop(image: Image.Image, size: int) -> Image.Image:
+    """The center square of an image, with all of its shorter side, as size x size pixels."""
+    image = resize_shorter_side(image, size)
+    width, height = image.size
+    left, upper = (width - size) // 2, (height - size) // 2
+    return image.crop((left, upper, left + size, upper + size))
+
+
+def random_crop(image: Image.Image, size: int, *key: int | str) -> Image.Image:
+    """A random square with at least 0.8 of the shorter side, as size x size pixels.
+
+    Scale and place are functions of the key.
+    """
+    (margin,) = random_integers([math.ceil(size / 0.8) - size + 1], "scale", *key)
+    image = resize_shorter_side(image, size + margin)
+    width, height = image.size
+    left, upper = random_integers([width - size + 1, height - size + 1], "place", *key)
+    return image.crop((left, upper, left + size, upper + size))
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """What makes an image usable. The repr is part of names in the cache of checked folders.
+
+    Args:
+        image_size: pixels of a crop.
+        channels: of the images, 1 to 4.
+        strict: whether an image must have the mode of so many channels and `image_size` pixels on
+            its shorter side; otherwise any mode that converts without clipping will do.
+        full: whether files are decoded, which finds truncated ones; else only headers are read.
+    """
+
+    image_size: int
+    channels: int
+    strict: bool
+    full: bool
+
+    def find_fault(self, path: Path) -> str | None:
+        """What is wrong with a file, as a predicate; None if it is usable."""
+        try:
+            with open_image(path) as image:
+                mode, side = image.mode, min(image.size)
+                if self.full:
+                    image.draft("L", (1, 1))  # a JPEG is read to its end, but at 1/8 of its scale
+                    image.load()
+        except Exception as error:  # Pillow's decoders raise anything on broken data
+            return f"cannot be read ({error})"
+        return self.find_mismatch(mode, side)
+
+    def find_mismatch(self, mode: str, side: int) -> str | None:
+        """What is wrong with an image of a Pillow mode, and pixels on its shorter side."""
+        expected = MODES[self.channels]
+        if mode not in ({expected} if self.strict else CONVERTIBLE_MODES):
+            return f"has mode {mode}, not {expected}"
+        if self.strict and side < self.image_size:
+            return f"is only {side} pixels on its shorter side, less than {self.image_size}"
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class CroppedImages(ImageDataset):
+    """Square crops of images; center crops without a seed.
+
+    Args:
+        image_size: pixels on each side of a crop.
+        mode: Pillow's mode of the images.
+        flip: whether half of the images, others in every epoch, are mirrored left to right.
+        random_crop: whether crops are random; otherwise of the center.
+    """
+
+    image_size: int
+    mode: str
+    flip: bool
+    random_crop: bool
+
+    @abstractmethod
+    def read(self, index: Sequence[int]) -> tuple[Iterator[Image.Image], Tensor]:
+        """Images `index` of the split, decoded one by one and in `mode`, and labels (B,)."""
+
+    def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
+        """The batch of the images `index` of the split, augmented as in `epochs`."""
+        images, labels = self.read(index)
+        crops = [
+            pil_to_tensor(self._crop(*each)) for each in zip(images, epochs, index, strict=True)
+        ]
+        return torch.stack(crops), labels, torch.tensor(index)
+
+    def _crop(self, image: Image.Image, epoch: int, index: int) -> Image.Image:
+        if self.seed is None:
+            return center_crop(image, self.image_size)
+        if self.random_crop:
+            crop = random_crop(image, self.image_size, self.seed, epoch, index)
+        else:
+            crop = center_crop(image, self.image_size)
+        is_flipped = self.flip and is_mirrored(self.seed, epoch, index)
+        return ImageOps.mirror(crop) if is_flipped else crop
+
+
+class CroppedImageDataModule(ImageDataModule):
+    """Base of the data modules that decode images and crop them.
+
+    Args:
+        image_size: pixels on each side of a crop, >= 1.
+        channels: 1 (grey), 3 (RGB), or 2 or 4 for these with alpha.
+        flip: whether half of the training images, others in every epoch, are mirrored.
+        random_crop: whether training crops are random, with at least 0.8 of the shorter side.
+        **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
+
+    Raises:
+        ValueError: for another number of channels, or an `image_size` below 1.
+    """
+
+    def __init__(
+        self,
+        image_size: int,
+        channels: int = 3,
+        flip: bool = False,
+        random_crop: bool = False,
+        **loader: Any,
+    ) -> None:
+        super().__init__(**loader)
+        require_at_least(1, image_size=image_size)
+        if channels not in MODES:
+            raise ValueError(
+                f"channels must be 1 (grey), 3 (RGB), 2 or 4 (with alpha), got {channels}."
+            )
+        self.image_size = image_size
+        self.channels = channels
+        self.flip = flip
+        self.random_crop = random_crop
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(C, H, W) of every image."""
+        return self.channels, self.image_size, self.image_size
+
+    def crop_options(self) -> dict[str, Any]:
+        """Arguments of `CroppedImages`."""
+        return {
+            "image_size": self.image_size,
+            "mode": MODES[self.channels],
+            "flip": self.flip,
+            "random_crop": self.random_crop,
+        }
+
+    def default_workers(self) -> int:
+        """Number of CPU cores for each process of this node, at most 16.
+
+        Slurm shows a process its own cores only; elsewhere processes share those that they see.
+        """
+        is_shared = self.trainer is not None and not SLURMEnvironment.detect()
+        processes = self.trainer.num_devices if self.trainer and is_shared else 1
+        return max(1, min(16, usable_cores() // processes))
