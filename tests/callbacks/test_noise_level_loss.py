@@ -30,36 +30,16 @@ def test_values_do_not_depend_on_the_batch_size_or_on_what_was_drawn_before(tmp_
     assert len({v.item() for v in first.values()}) == 4
 
 
-def test_names_of_ten_levels_are_those_of_the_documentation():
-    callback = NoiseLevelLoss()
-    assert [f"{u:.3g}" for u in callback.levels][:2] == ["0.05", "0.15"]
-    assert f"{callback.levels[-1]:.3g}" == "0.95"
-
-
 def test_each_value_is_the_mean_loss_of_its_level():
     module, codec = tiny_diffusion().eval(), PixelCodec()
     pixels, labels, indices = read_fixed_images(images(50, 7), 20)
     x0 = codec.encode(pixels)
     noise = PerSampleNoise(indices).randn_like(x0)
-    found = noise_level_losses(module, x0, labels, noise, [0.305, 0.705])
-    for value, t in zip(found, (30.0, 70.0), strict=True):
+    losses = noise_level_losses(module, x0, labels, noise, [0.305, 0.705])
+    for value, t in zip(losses, (30.0, 70.0), strict=True):
         times = torch.full((20,), t, dtype=torch.float64)
         expected = module.per_sample_loss(x0, labels, times, noise).double().mean()
         torch.testing.assert_close(value, expected)
-
-
-def test_images_are_spread_over_the_data_set_and_all_of_a_small_one():
-    assert read_fixed_images(images(50, 7), 5)[2] == [0, 10, 20, 30, 40]
-    found, labels, _ = read_fixed_images(images(3, 7), 64)
-    assert torch.equal(found, images(3, 3).dataset.tensors[0])
-    assert labels.tolist() == [0, 1, 2]
-
-
-def test_data_sets_of_images_alone_have_no_labels():
-    pixels = images(6, 2).dataset.tensors[0]
-    found, labels, _ = read_fixed_images(DataLoader(list(pixels), batch_size=2), 4)
-    assert labels is None
-    assert found.shape == (4, 1, 8, 8)
 
 
 def test_training_steps_measure_training_images_with_averaged_weights(tmp_path):
@@ -96,10 +76,10 @@ def test_validation_within_fit_measures_the_weights_that_it_uses(tmp_path):
         ema, levels = EMA((0.9,)), NoiseLevelLoss(2)
         trainer = make_trainer(tmp_path, *[ema, levels][order])
         trainer.fit(module := tiny_diffusion(), images(16, 4), images(12, 5))
-        found = {k: v for k, v in trainer.callback_metrics.items() if "loss_u" in k}
+        metrics = {k: v for k, v in trainer.callback_metrics.items() if "loss_u" in k}
         with ema.weights("ema"):
             expected = logged(tmp_path, module, images(12, 12), NoiseLevelLoss(2))
-        assert_same_bits(found, expected)
+        assert_same_bits(metrics, expected)
 
 
 def test_a_foreign_module_needs_four_attributes_one_of_them_may_be_a_submodule(tmp_path):

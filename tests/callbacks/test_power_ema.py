@@ -75,10 +75,10 @@ def saved(trainer, folder):
 def assert_widths(file, path, widths=(0.07, 0.15)):
     """Loaded from the file and its snapshots, they are nearly the direct averages."""
     for width in widths:
-        found = now(load(file, f"power_{width}", module=PlainModule()))
+        loaded = now(load(file, f"power_{width}", module=PlainModule()))
         expected, nearest = by_profile(path, width), by_profile(path, 0.1)
         for name, value in expected.items():
-            error = (found[name] - value).abs().max()
+            error = (loaded[name] - value).abs().max()
             assert error < 0.2 * (nearest[name] - value).abs().max() + 1e-6
 
 

@@ -119,11 +119,11 @@ def test_steps_of_several_optimizers_are_counted_as_the_trainer_does(capsys, opt
     options = {"max_epochs": 3} | options
     for callback in (PlainProgress(every_n_seconds=1e-9), StepBar()):
         trainer_with(callback, **options).fit(Two(TinyNet(3), torch.optim.Adam), TinyData())
-    said = capsys.readouterr()
-    *_, last = (line for line in said.err.split("\n") if line.startswith("step "))
+    output = capsys.readouterr()
+    *_, last = (line for line in output.err.split("\n") if line.startswith("step "))
     assert last.startswith(f"step {end}  ")
-    assert f" {end}" in said.out.replace("|", " ")
-    assert "-1 day" not in said.err + said.out
+    assert f" {end}" in output.out.replace("|", " ")
+    assert "-1 day" not in output.err + output.out
 
 
 class Failing(pl.Callback):
@@ -136,14 +136,18 @@ class Failing(pl.Callback):
 
 
 def test_the_log_goes_above_the_bar_while_there_is_one(capsys):
-    logger, console, seen = logging.getLogger("lightning.pytorch"), logging.StreamHandler(), []
+    logger, console, redirected = (
+        logging.getLogger("lightning.pytorch"),
+        logging.StreamHandler(),
+        [],
+    )
     logger.addHandler(console)
     try:
         trainer = trainer_with(StepBar(), max_steps=3)
-        trainer.callbacks.append(Failing(lambda: seen.append(console in logger.handlers)))
+        trainer.callbacks.append(Failing(lambda: redirected.append(console in logger.handlers)))
         with pytest.raises(RuntimeError, match="failed"):
             trainer.fit(TinyModule(TinyNet(3), torch.optim.Adam), TinyData())
-        assert seen == [False]
+        assert redirected == [False]
         assert console in logger.handlers
     finally:
         logger.removeHandler(console)

@@ -42,7 +42,7 @@ def rank(silent=0.0, still=0.0, collectives=40, end="", ended=0.0, text="ValueEr
     return RankState(heartbeat, NOW - silent, NOW - still, NOW - ended)
 
 
-def found(*ranks, lost=False):
+def name_culprit(*ranks, lost=False):
     """Number of the culprit and the message without it."""
     culprit = find_culprit(dict(enumerate(ranks)), NOW, TIMEOUT, lost)
     if culprit is None:
@@ -83,7 +83,7 @@ WAITS = rank(collectives=41, still=61.0)
     ],
 )
 def test_the_rank_that_ended_the_run_is_named(ranks, expected):
-    number, text = found(*ranks)
+    number, text = name_culprit(*ranks)
     assert number == expected[0]
     assert text.startswith(expected[1])
 
@@ -101,7 +101,7 @@ def test_the_rank_that_ended_the_run_is_named(ranks, expected):
     ],
 )
 def test_a_rank_that_works_for_long_or_is_done_is_no_failure(ranks):
-    assert found(*ranks) is None
+    assert name_culprit(*ranks) is None
 
 
 def test_once_a_collective_has_broken_less_is_enough():
@@ -111,8 +111,8 @@ def test_once_a_collective_has_broken_less_is_enough():
         (rank(still=99.0), "has kept the others waiting for 6 s"),
         (rank(end="left"), "left at step 17"),
     ):
-        assert found(broken, other) is None
-        number, message = found(broken, other, lost=True)
+        assert name_culprit(broken, other) is None
+        number, message = name_culprit(broken, other, lost=True)
         assert (number, message.startswith(text)) == (1, True)
 
 
@@ -130,13 +130,13 @@ def test_whatever_is_known_the_verdict_is_fair(seed):
         )
         for _ in range(draw.randrange(2, 6))
     ]
-    verdict = found(*ranks)
+    verdict = name_culprit(*ranks)
     assert verdict is None or ranks[verdict[0]].heartbeat.end in ("", "failed", "died", "left")
     order = draw.sample(range(len(ranks)), len(ranks))
-    other = found(*(ranks[i] for i in order))
+    other = name_culprit(*(ranks[i] for i in order))
     assert (other and order[other[0]]) == (verdict and verdict[0])
     moving = [rank(draw.uniform(0, 3), draw.uniform(0, 50), draw.randrange(40, 43)) for _ in ranks]
-    assert found(*moving) is None
+    assert name_culprit(*moving) is None
 
 
 # The callback
