@@ -71,6 +71,14 @@ def test_absent_words_get_no_gradient_and_ids_beyond_the_last_are_refused():
         embedding(torch.tensor([[5]]))
 
 
+@pytest.mark.parametrize("kind", [VectorEmbedding, TokenEmbedding, WordEmbedding])
+def test_null_embeddings_start_small(kind):
+    torch.manual_seed(0)
+    null = kind(5, 2048).null
+    assert null.std() == pytest.approx(0.02, rel=0.1)
+    assert abs(null.mean()) < 0.002
+
+
 @pytest.mark.parametrize("embedding", [VectorEmbedding(5, 6), TokenEmbedding(5, 6)])
 def test_embeddings_of_half_precision_as_text_encoders_give_them_fit(embedding):
     is_vector = isinstance(embedding, VectorEmbedding)

@@ -1,5 +1,7 @@
 """Outputs are compared with diffusers' DiT in tests/interchange/test_diffusers_dit.py."""
 
+from inspect import signature
+
 import pytest
 import torch
 from support.small_networks import batch, condition, small
@@ -36,6 +38,11 @@ def test_xl_2_has_the_published_number_of_parameters():
 def test_the_others_have_the_number_of_the_paper(size, patch_size, millions):
     """Table 1 and 4 of Peebles & Xie 2022, which round."""
     assert round(count(size, patch_size=patch_size)[1] / 1e6) in (millions, millions + 1)
+
+
+def test_the_default_is_size_s():
+    defaults = signature(DiT).parameters
+    assert {name: defaults[name].default for name in SIZES["S"]} == SIZES["S"]
 
 
 def test_parameters_have_the_names_of_the_published_checkpoints():

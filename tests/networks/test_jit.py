@@ -1,3 +1,5 @@
+from inspect import signature
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +25,11 @@ def test_sizes_have_the_number_of_parameters_of_the_paper(size, millions):
     with torch.device("meta"):
         network = JiT(256, 3, 3, 16, **SIZES[size], in_context_tokens=32, num_classes=1000)
     assert round(sum(p.numel() for p in network.parameters()) / 1e6) == millions
+
+
+def test_the_default_is_size_b():
+    defaults = signature(JiT).parameters
+    assert {name: defaults[name].default for name in SIZES["B"]} == SIZES["B"]
 
 
 def test_rope_keeps_lengths_and_is_a_product_of_complex_numbers():
@@ -118,6 +125,14 @@ def test_the_class_is_tokens_from_a_block_on():
     assert [tokens.shape[1] for tokens in inputs] == [16, 16, 19, 19]
     rows = network.condition(condition("labels")).vector
     assert torch.equal(inputs[2][:, 16:], rows[:, None] + network.in_context)
+
+
+def test_in_context_tokens_start_small():
+    torch.manual_seed(0)
+    sizes = {"width": 256, "depth": 1, "num_heads": 2, "in_context_start": 0}
+    network = JiT(8, 1, 1, 4, **sizes, in_context_tokens=8, num_classes=10)
+    assert network.in_context.std() == pytest.approx(0.02, rel=0.1)
+    assert abs(network.in_context.mean()) < 0.002
 
 
 @pytest.mark.parametrize(

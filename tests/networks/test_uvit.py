@@ -1,3 +1,5 @@
+from inspect import signature
+
 import pytest
 import torch
 from support.golden import Z, close, load, tensor
@@ -75,6 +77,11 @@ def test_parameters_have_the_names_and_shapes_of_the_reference(tag):
     names, sizes = load(CASE)[f"{tag}/names"], load(CASE)[f"{tag}/shapes"]
     expected = {str(n): tuple(int(k) for k in s if k) for n, s in zip(names, sizes, strict=True)}
     assert {n: tuple(v.shape) for n, v in GOLDEN[tag]().state_dict().items()} == expected
+
+
+def test_the_default_is_size_s():
+    defaults = signature(UViT).parameters
+    assert {name: defaults[name].default for name in SIZES["S"]} == SIZES["S"]
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
