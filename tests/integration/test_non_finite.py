@@ -8,21 +8,69 @@ import pytest
 import torch
 import yaml
 from support.commands import call, checkpoint
-from support.on_ranks import run_on_ranks
+from support.plain_module import make_trainer
 from support.small_digits import small_digits
+from support.spawn import spawn
+from support.tiny_diffusion import images, tiny_diffusion
 
 from lit_diffusion import load
+from lit_diffusion.callbacks import EMA, FiniteUpdates
 from lit_diffusion.cli.loggers import read_rows
+
+
+def train(folder, kind, rank, max_nonfinite_steps):
+    """Train on two ranks, one of which meets what is not finite in its third batch.
+
+    Args:
+        kind: "loss", "constant" (a loss that is not finite, with a gradient that is) or "gradient".
+        rank: that meets it.
+        max_nonfinite_steps: how many updates may be skipped.
+
+    Returns:
+        The error; how many updates were skipped; after each step the sums of weights, optimizer
+        state and averages.
+    """
+    module = tiny_diffusion()
+    original, states = module.per_sample_loss, []
+
+    def per_sample_loss(x0, labels, t, noise, step=None):
+        losses = original(x0, labels, t, noise, step)
+        if step != 2 or module.global_rank != rank:
+            return losses
+        first = torch.arange(len(losses)) == 1
+        if kind == "loss":
+            return torch.where(first, losses * math.nan, losses)
+        if kind == "constant":
+            return torch.where(first, math.inf, losses)
+        zero = module.network.leave.bias.sum() * 0
+        return losses + (zero * zero).sqrt()
+
+    def record_state(*hook_arguments):
+        optimizer = trainer.optimizers[0].state_dict()["state"]
+        tensors = [p.detach() for p in module.parameters()]
+        tensors += [value for entry in optimizer.values() for value in entry.values()]
+        tensors += ema.state_dict()["shadows"][0].values()
+        states.append([tensor.double().sum().item() for tensor in tensors])
+
+    module.per_sample_loss = per_sample_loss
+    module.on_train_batch_end = record_state
+    ema, guard = EMA((0.9,)), FiniteUpdates(max_nonfinite_steps)
+    trainer = make_trainer(folder, ema, guard, devices=2, strategy="ddp", max_epochs=1)
+    try:
+        trainer.fit(module, images(32, 4))
+    except FloatingPointError as error:
+        record_state()
+        return str(error), guard.skipped_updates, states
+    return None, guard.skipped_updates, states
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "rank"), [("loss", 0), ("constant", 1), ("gradient", 1)])
 def test_two_ranks_skip_an_update_that_is_bad_on_one(tmp_path, kind, rank):
-    ranks = run_on_ranks("non_finite_on_ranks.py", tmp_path, kind, str(rank), "1")
-    assert [found["error"] for found in ranks] == [None, None]
-    assert [found["skipped"] for found in ranks] == [1, 1]
-    assert ranks[0]["states"] == ranks[1]["states"]
-    states = ranks[0]["states"]
+    first, second = spawn(train, 2, tmp_path, kind, rank, 1)
+    assert first == second
+    error, skipped, states = first
+    assert (error, skipped) == (None, 1)
     assert states[2] == states[1]
     assert states[3] != states[2]
     assert all(math.isfinite(number) for number in states[-1])
@@ -33,18 +81,17 @@ def test_two_ranks_skip_an_update_that_is_bad_on_one(tmp_path, kind, rank):
 
 @pytest.mark.slow
 def test_two_ranks_stop_together_and_name_the_one_that_met_it(tmp_path):
-    ranks = run_on_ranks("non_finite_on_ranks.py", tmp_path, "constant", "1", "0")
-    assert ranks[0]["error"] == ranks[1]["error"]
-    index = torch.load(tmp_path / "non-finite-rank1.ckpt", weights_only=True)["non_finite"][
-        "batch"
-    ][2]
-    assert re.search(
-        rf"at optimizer step 2 \(batch 2, rank 1\): sample 1 \(data index {index[1]}\) at u = .* "
-        r"t = \d+\. \S*/non-finite-rank1.ckpt holds the batch",
-        ranks[0]["error"],
-    )
-    assert [found["steps"] for found in ranks] == [3, 3]
-    assert ranks[0]["states"][2] == ranks[0]["states"][1]
+    ranks = spawn(train, 2, tmp_path, "constant", 1, 0)
+    file = torch.load(tmp_path / "non-finite-rank1.ckpt", weights_only=True)
+    index = file["non_finite"]["batch"][2]
+    for error, _, states in ranks:
+        assert re.search(
+            rf"at optimizer step 2 \(batch 2, rank 1\): sample 1 \(data index {index[1]}\) at "
+            r"u = .* t = \d+\. \S*/non-finite-rank1.ckpt holds the batch",
+            error,
+        )
+        assert len(states) == 3
+        assert states[2] == states[1]
 
 
 @pytest.fixture

@@ -1,59 +1,150 @@
 """One of several ranks fails; the others end soon, with a message that names it."""
 
+import os
 import re
+from datetime import timedelta
 
 import pytest
-from support.forked_ranks import Forker
+from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.strategies import DDPStrategy
+from support.failing_ranks import STEP, WAYS
+from support.pixels import PixelProtocol
+from support.plain_module import make_trainer
+from support.spawn import rank_and_size, run_ranks
+from support.tiny_diffusion import images, tiny_diffusion
+from torch.utils.data import DataLoader, TensorDataset
+
+from lit_diffusion.callbacks.fid import FIDEvaluation
+from lit_diffusion.callbacks.rank_watch import RankWatch
 
 pytestmark = pytest.mark.system
 
 RANKS = 3
-CASE = "support.failing_ranks:main"
 FOREVER = 600.0  # seconds; a test whose limit is below does not wait for it
 
 
-@pytest.fixture(scope="module")
-def forker():
-    with Forker() as started:
-        yield started
+class Data(LightningDataModule):
+    def __init__(self, fail_at, workers):
+        super().__init__()
+        self.fail_at, self.workers = fail_at, workers
+
+    def setup(self, stage):
+        self.fail_at("data")
+
+    def train_dataloader(self):
+        self.fail_at("loader")
+        data = Stuck(images(60, 4).dataset, self.fail_at)
+        return DataLoader(data, batch_size=4, num_workers=self.workers)
+
+    def val_dataloader(self):
+        return images(12, 4)
+
+
+class Stuck(TensorDataset):
+    """Reads from a file system that may not answer, in a loading process."""
+
+    def __init__(self, data, fail_at):
+        super().__init__(*data.tensors)
+        self.fail_at = fail_at
+
+    def __getitem__(self, index):
+        if index > 20:
+            self.fail_at("worker")
+        return super().__getitem__(index)
+
+
+class Failing(Callback):
+    """Fails in training, in a validation, or on rank 0 where all ranks save a checkpoint."""
+
+    def __init__(self, fail_at):
+        self.fail_at = fail_at
+
+    def on_train_batch_start(self, trainer, *_):
+        if trainer.global_step == STEP:
+            self.fail_at("training")
+
+    def on_validation_batch_start(self, trainer, *_):
+        self.fail_at("validation")
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == STEP:
+            trainer.save_checkpoint(os.path.join(trainer.default_root_dir, "some.ckpt"))
+
+    def on_save_checkpoint(self, trainer, *_):
+        if trainer.is_global_zero:
+            self.fail_at("save")
+
+
+def train(folder, way, place, ranks, timeout, workers, gloo_timeout):
+    """Train on each rank; `ranks` (all of them: None) fail in a way, at a place."""
+    rank, size = rank_and_size()
+
+    def fail_at(here):
+        if here == place and (ranks is None or rank in ranks):
+            WAYS[way]()
+
+    module = tiny_diffusion()
+    generate = module.generate
+
+    def generate_or_fail(seeds, labels=None):
+        fail_at("fid")
+        return generate(seeds, labels)
+
+    module.generate = generate_or_fail
+    cache = str(folder / "cache")
+    options = {"timeout": timedelta(seconds=gloo_timeout)} if gloo_timeout else {}
+    trainer = make_trainer(
+        folder,
+        RankWatch(timeout),
+        Failing(fail_at),
+        FIDEvaluation(9, PixelProtocol([]), weights="raw", save_best=False, cache_dir=cache),
+        devices=size,
+        strategy=DDPStrategy(
+            **({"timeout": timedelta(seconds=gloo_timeout)} if gloo_timeout else {})
+        ),
+        max_epochs=1,
+        num_sanity_val_steps=0,
+    )
+    trainer.fit(module, datamodule=Data(fail_at, workers))
 
 
 @pytest.fixture
-def run(forker, tmp_path):
-    def started(way, place, ranks, **options):
-        """Ends of the run in which `ranks` fail; at the limit, who still runs is killed."""
-        limit = options.pop("limit", 60)
-        return forker.run(CASE, tmp_path, RANKS, way, place, ranks, *options.values(), limit=limit)
+def run(tmp_path):
+    def run(way, place, ranks, timeout, workers=0, gloo_timeout=None, limit=60):
+        """How the ranks ended of a run in which `ranks` fail; who runs at the limit is killed."""
+        options = timeout, workers, gloo_timeout
+        return run_ranks(train, RANKS, tmp_path, way, place, ranks, *options, timeout=limit)
 
-    return started
+    return run
 
 
-def lines(end):
-    return [line for line in end.said.splitlines() if re.match(r"(\[rank \d\] )?rank \d ", line)]
+def messages(end):
+    """The lines that RankWatch printed."""
+    return [line for line in end.output.splitlines() if re.match(r"(\[rank \d\] )?rank \d ", line)]
 
 
 def assert_others_tell(ends, rank, message):
-    """All ranks but this one ended with code 1 and the message, and left nothing behind."""
+    """All ranks but this one ended with code 1 and the message; no process outlived its rank."""
     for other, end in enumerate(ends):
-        assert not end.left
+        assert not end.outlived
         if other != rank:
-            assert end.code == 1, end.said
-            assert re.search(message, lines(end)[-1])
+            assert end.exit_code == 1, end.output
+            assert re.search(message, messages(end)[-1])
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_rank_that_raises_is_named_with_its_step_and_error(run, rank):
     ends = run("raise", "training", [rank], timeout=FOREVER)
     assert_others_tell(ends, rank, f"rank {rank} failed at step 3: ValueError: no such label; see")
-    assert ends[rank].code == 1
-    assert lines(ends[rank]) == []
+    assert ends[rank].exit_code == 1
+    assert messages(ends[rank]) == []
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_a_rank_that_is_killed_is_named(run, rank):
     ends = run("kill", "training", [rank], timeout=FOREVER)
     assert_others_tell(ends, rank, f"rank {rank} ended without a word, last heard of at step")
-    assert ends[rank].code == -9
+    assert ends[rank].exit_code == -9
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
@@ -61,8 +152,8 @@ def test_a_rank_that_hangs_is_named_with_its_place_and_ends_too(run, rank):
     ends = run("sleep", "training", [rank], timeout=4.0)
     message = rf"rank {rank} has kept the others waiting for \d s at step 3, in .*failing_ranks.py"
     assert_others_tell(ends, rank, message)
-    assert ends[rank].code == 1
-    assert "time.sleep(1000)" in ends[rank].said
+    assert ends[rank].exit_code == 1
+    assert "time.sleep(1000)" in ends[rank].output
 
 
 @pytest.mark.slow
@@ -73,7 +164,7 @@ def test_a_rank_that_stands_still_is_named(run, rank):
     assert_others_tell(
         ends, rank, rf"rank {rank} (was last heard of at step \d, \d s ago|.*stands still)"
     )
-    assert ends[rank].code is None
+    assert ends[rank].exit_code is None
 
 
 PLACES = [(rank, place) for rank in (0, 2) for place in ("data", "loader", "validation", "fid")]
@@ -98,7 +189,7 @@ def test_ranks_die_anywhere(run, rank, place):
 def test_ranks_hang_anywhere(run, place):
     ends = run("sleep", place, [0], timeout=4.0)
     assert_others_tell(ends, 0, "rank 0 has kept the others waiting")
-    assert ends[0].code == 1
+    assert ends[0].exit_code == 1
 
 
 @pytest.mark.slow
@@ -115,7 +206,7 @@ def test_loading_processes_that_are_stuck_are_ended(run):
     """By the rank whose main thread waits for them."""
     ends = run("sleep", "worker", [1], timeout=4.0, workers=2)
     assert_others_tell(ends, 1, "rank 1 has kept the others waiting for . s")
-    assert ends[1].code == 1
+    assert ends[1].exit_code == 1
 
 
 @pytest.mark.slow
@@ -123,16 +214,16 @@ def test_loading_processes_that_are_stuck_are_ended(run):
 def test_ranks_that_work_alone_for_long_are_not_taken_for_dead(run, timeout):
     """All generate for longer than the timeout; nobody waits for another."""
     ends = run("work", "fid", None, timeout=timeout)
-    assert [end.code for end in ends] == [0] * RANKS
-    assert [lines(end) for end in ends] == [[]] * RANKS
+    assert [end.exit_code for end in ends] == [0] * RANKS
+    assert [messages(end) for end in ends] == [[]] * RANKS
 
 
 @pytest.mark.parametrize(("way", "code"), [("leave", 75), ("interrupt", 1)])
 @pytest.mark.parametrize("place", ["training", "validation", "loader", "data"])
 def test_an_end_on_purpose_is_no_failure(run, way, code, place):
     ends = run(way, place, None, timeout=FOREVER)
-    assert [end.code for end in ends] == [code] * RANKS
-    assert [lines(end) for end in ends] == [[]] * RANKS
+    assert [end.exit_code for end in ends] == [code] * RANKS
+    assert [messages(end) for end in ends] == [[]] * RANKS
 
 
 @pytest.mark.parametrize("rank", range(RANKS))
@@ -140,18 +231,18 @@ def test_ranks_that_one_leaves_behind_tell_so(run, rank):
     ends = run("leave", "training", [rank], timeout=FOREVER)
     message = rf"rank {rank} left at step 3 \(SystemExit: 75\) without the others; see its output"
     assert_others_tell(ends, rank, message)
-    assert ends[rank].code == 75
+    assert ends[rank].exit_code == 75
 
 
 def test_ranks_that_make_the_same_mistake_tell_only_that(run):
     ends = run("raise", "loader", None, timeout=FOREVER)
     for end in ends:
-        assert end.code == 1
-        assert end.said.rstrip().endswith("ValueError: no such label")
-        assert lines(end) == []
+        assert end.exit_code == 1
+        assert end.output.rstrip().endswith("ValueError: no such label")
+        assert messages(end) == []
 
 
 @pytest.mark.slow
 def test_when_the_collectives_time_out_first_the_rank_that_hung_is_named(run):
-    ends = run("sleep", "training", [1], timeout=None, workers=0, collectives=12)
+    ends = run("sleep", "training", [1], timeout=None, gloo_timeout=12)
     assert_others_tell(ends, 1, "rank 1 has kept the others waiting for 1. s at step 3")
