@@ -106,6 +106,7 @@ def test_every_config_is_started_by_a_test():
     assert {f.name for f in CONFIGS.glob("arms/*") if f.is_dir()} == FOLDERS.keys()
 
 
+@pytest.mark.quick("digits-biggan", "mnist-dcgan")
 @pytest.mark.parametrize("name", GANS)
 def test_gans_start(offline, name):
     options = [] if "digits" in name else ["--trainer.devices=1", "--trainer.strategy=auto"]
@@ -124,6 +125,7 @@ def test_gans_start(offline, name):
     assert fit(f"{name}.yaml", *options) == 0
 
 
+@pytest.mark.quick("digits")
 @pytest.mark.parametrize("name", ["digits", "digits-classifier"])
 def test_digits_start(monkeypatch, tmp_path, name):
     monkeypatch.chdir(tmp_path)
@@ -140,18 +142,21 @@ def test_described_digits_start_and_are_the_digits_in_all_else(monkeypatch, tmp_
     assert {name for name in changed if not name.startswith("trainer.callbacks")} == expected
 
 
+@pytest.mark.slow
 def test_patches_start(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     few = ["--data.init_args.num_val=4", "--trainer.callbacks.SampleGrid.num=4"]
     assert fit("patches.yaml", NARROW, *few) == 0
 
 
+@pytest.mark.quick("fast")
 @pytest.mark.parametrize("name", ["fast", "patches-small"])
 def test_recipes_start(monkeypatch, tmp_path, name):
     monkeypatch.chdir(tmp_path)
     assert fit(f"{name}.yaml") == 0
 
 
+@pytest.mark.slow
 def test_a_folder_of_pictures_starts(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for i in range(8):
@@ -160,6 +165,7 @@ def test_a_folder_of_pictures_starts(monkeypatch, tmp_path):
     assert fit("folder.yaml", *options) == 0
 
 
+@pytest.mark.quick("")
 @pytest.mark.parametrize("arm", ["", *(f"digits/{arm}" for arm in RECIPES), *MNIST])
 def test_mnist_starts_as_its_comments_say(monkeypatch, tmp_path, arm):
     monkeypatch.chdir(tmp_path)
@@ -170,6 +176,7 @@ def test_mnist_starts_as_its_comments_say(monkeypatch, tmp_path, arm):
     assert fit("mnist.yaml", *options) == 0
 
 
+@pytest.mark.quick("imagenet512-latents")
 @pytest.mark.parametrize("name", LATENTS)
 def test_latents_start(offline, tmp_path, name):
     """A narrow network on latents of four images, with a VAE of their shape."""
@@ -236,6 +243,7 @@ def test_the_control_of_mdlrc_has_its_lr_and_the_betas_it_starts_from():
     assert callback("arms/lr-decay.yaml") == {"beta0": betas[0], "min_beta1": floor}
 
 
+@pytest.mark.quick("digits")
 @pytest.mark.parametrize("name", ["digits", "patches", "folder"])
 def test_the_decay_of_the_average_can_be_set_on_the_command_line(name, capsys):
     path, option = CONFIGS / f"{name}.yaml", "--trainer.callbacks.EMA.decays=[0.5]"
@@ -419,6 +427,7 @@ def test_experiments_start_with_the_methods_of_the_paper(offline, experiment):
     assert start(experiment, *both, width=quarter(experiment)) == 0
 
 
+@pytest.mark.slow
 def test_the_uvit_of_cifar10_starts_narrow(offline):
     narrow = {"width": 32, "depth": 2, "num_heads": 2}
     options = [f"--model.init_args.network.init_args.{k}={v}" for k, v in narrow.items()]
@@ -426,6 +435,7 @@ def test_the_uvit_of_cifar10_starts_narrow(offline):
     assert fit("cifar10-uvit.yaml", *options, "--trainer.fast_dev_run=1") == 0
 
 
+@pytest.mark.slow
 def test_arms_can_be_swept(monkeypatch, tmp_path):
     """Some; `test_every_arm_starts_on_its_experiments` has them all."""
     monkeypatch.chdir(tmp_path)

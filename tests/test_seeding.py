@@ -56,6 +56,7 @@ def test_the_numbers_of_a_seed_are_these():
     assert classes_of(range(9, 14), 4) == [1, 2, 3, 0, 1]
 
 
+@pytest.mark.slow
 def test_no_two_of_a_million_seeds_share_a_generator():
     offset = fold("sample")
     assert len({_scramble(seed, offset) for seed in range(1_000_000)}) == 1_000_000

@@ -169,6 +169,7 @@ def flat(batches):
     return [index for batch in batches for index in batch]
 
 
+@pytest.mark.quick("False-sizes0-6-0-None", "True-sizes3-6-600-goes on after 0")
 @pytest.mark.parametrize(
     ("sizes", "save", "again", "told"),
     [

@@ -52,6 +52,7 @@ def solid(numbers):
     return [{"image": png(Image.new("L", (2, 2), n))} for n in numbers]
 
 
+@pytest.mark.quick("folder-0", "bucket-0")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_are_those_of_the_files_in_a_folder(root, url, workers):
     options = {"image_size": 16, "flip": True, "random_crop": True, "batch_size": 3, "seed": 4}
@@ -132,6 +133,7 @@ def test_the_fingerprint_follows_the_set_and_the_crop_but_not_its_place(root, tm
     assert fingerprint(from_files(tmp_path / "c", root)) != before  # written at another time
 
 
+@pytest.mark.quick("3-workers0")
 @pytest.mark.parametrize(("batch", "workers"), [(3, (0, 0)), (8, (2, 0))])
 def test_a_run_that_died_ends_as_one_that_did_not(tmp_path, batch, workers):
     """Within its first or second epoch, of five batches."""
@@ -293,6 +295,7 @@ def shown(name):
     return PAGE.split(f"cat > {name} <<'END'\n")[1].split("END\n")[0]
 
 
+@pytest.mark.slow
 def test_the_settings_shown_train(folder, capfd):
     """The ten lines of the page beside another module, and a mistake in them."""
     settings = yaml.safe_load(shown("faces.yaml"))

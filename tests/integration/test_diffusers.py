@@ -66,6 +66,7 @@ def run(folder, epochs=STEPS, ckpt_path=None, **options):
     return module, ema, trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_methods_work_and_resume_exactly_in_a_module_with_a_diffusers_network(tmp_path, precision):
     whole, ema, trainer = run(tmp_path, precision=precision)

@@ -105,6 +105,7 @@ def edm_config(steps):
     return config
 
 
+@pytest.mark.slow
 def test_a_config_trains_and_its_run_resumes_and_samples(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     write_config(edm_config(3), Path("edm.yaml"))

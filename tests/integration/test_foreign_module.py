@@ -122,6 +122,7 @@ def compiled():
     return module
 
 
+@pytest.mark.quick("BusyPictures-True", "TwoOptimizers-False")
 @pytest.mark.parametrize("validation", [True, False])
 @pytest.mark.parametrize("make", [BusyPictures, TwoOptimizers, compiled])
 def test_all_callbacks_work_together(tmp_path, make, validation):

@@ -30,7 +30,7 @@ EVERY = [
     *hostile_runs.cases(),
 ]
 TRIED = 160
-QUICK = 40
+QUICK = 12
 AS_PROCESSES = 12
 
 

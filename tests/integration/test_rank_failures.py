@@ -99,9 +99,7 @@ def train(folder, way, place, ranks, timeout, workers, gloo_timeout):
         Failing(fail_at),
         FIDEvaluation(9, PixelProtocol([]), weights="raw", save_best=False, cache_dir=cache),
         devices=size,
-        strategy=DDPStrategy(
-            **({"timeout": timedelta(seconds=gloo_timeout)} if gloo_timeout else {})
-        ),
+        strategy=DDPStrategy(**options),
         max_epochs=1,
         num_sanity_val_steps=0,
     )

@@ -121,6 +121,7 @@ def left_behind(files: list[Path]) -> list[Path]:
     return [file for file in found if file not in files]
 
 
+@pytest.mark.quick("validate --ckpt_path=runs/tiny/checkpoints/last.ckpt")
 @pytest.mark.parametrize("command", KEEPS_NOTHING)
 def test_what_keeps_nothing_ends_on_a_sigterm_before_its_next_batch(files, command):
     assert call(signalled(command, "SIGTERM")) == 143

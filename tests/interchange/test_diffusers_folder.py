@@ -95,6 +95,7 @@ def assert_images_are(ours, pipeline, steps):
     close(pipeline(2, generators, steps, output_type="pt").images, our_images(ours))
 
 
+@pytest.mark.quick("parameterization0-betas0")
 @pytest.mark.parametrize("betas", [LinearBetas(40), CosineBetas(40)])
 @pytest.mark.parametrize("parameterization", [Epsilon(), Sample(), Velocity()])
 def test_ddpm_pipeline_makes_our_image_of_a_seed(betas, parameterization, tmp_path):
@@ -107,6 +108,7 @@ def test_ddpm_pipeline_makes_our_image_of_a_seed(betas, parameterization, tmp_pa
     assert_images_are(ours, pipeline_of(tmp_path), 40)
 
 
+@pytest.mark.quick("variance0")
 @pytest.mark.parametrize("variance", [FixedSmall(), FixedLarge(), LearnedRange()])
 def test_with_fewer_steps_and_any_variance_too(variance, tmp_path):
     changes, arguments = {}, ARGUMENTS
@@ -118,6 +120,7 @@ def test_with_fewer_steps_and_any_variance_too(variance, tmp_path):
     assert_images_are(ours, pipeline_of(tmp_path), 7)
 
 
+@pytest.mark.quick("solver1")
 @pytest.mark.parametrize(
     "solver", [DDIM(100), DDIM(10, times=Stride()), DDIM(10, times=Stride(), clip=False)]
 )
@@ -256,6 +259,7 @@ def test_another_folder_than_that_of_a_vae_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_export_needs_no_diffusers():
     code = (
         "import sys, lit_diffusion.interchange.diffusers_folder; print('diffusers' in sys.modules)"

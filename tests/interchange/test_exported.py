@@ -88,6 +88,7 @@ torch.save(load_network(sys.argv[1])(x, t, labels).detach(), sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_it_is_read_where_lightning_cannot_be_imported(tmp_path):
     network = write(tmp_path / "exported")
     torch.save((*batch(), condition("labels")), tmp_path / "x.pt")

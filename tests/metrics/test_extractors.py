@@ -94,6 +94,7 @@ def test_a_config_may_give_a_name_or_an_object(given, expected):
 # Inception
 
 
+@pytest.mark.quick("32")
 @pytest.mark.parametrize("size", [32, 320])
 def test_inception_equals_torchmetrics_without_antialiasing_and_differs_with_it(inception, size):
     images = random_images(2, 0, 3, size)
@@ -189,6 +190,7 @@ def blurred(images, strength):
     return images.float().lerp(smooth, strength).round().to(torch.uint8)
 
 
+@pytest.mark.quick("noisy-digits-cnn")
 @pytest.mark.parametrize("name", NAMES[1:])
 @pytest.mark.parametrize("harm", [noisy, blurred])
 def test_fid_grows_with_visible_harm(name, harm):
@@ -204,6 +206,7 @@ def test_fid_of_digits_overlooks_noise_below_their_own_grey_steps():
     assert dithered < 1.5 * clean
 
 
+@pytest.mark.quick("digits-cnn")
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_fid_grows_when_few_images_are_repeated(name):
     fake, real = DATA[name]()

@@ -63,6 +63,7 @@ def distance(network, fake, real):
     return metric.compute().item()
 
 
+@pytest.mark.quick("10")
 @pytest.mark.parametrize("num_classes", [10, None])
 def test_what_is_wrong_with_images_is_seen_with_classes_and_without(tmp_path, num_classes):
     data, path = Digits(), tmp_path / "own.safetensors"

@@ -128,6 +128,7 @@ def test_the_gradient_is_the_same_where_a_trainer_validates():
     assert torch.equal(within, gradient(*inputs))
 
 
+@pytest.mark.slow
 def test_digits_are_recognised_through_noise_and_every_fit_is_the_same(tmp_path):
     ends = []
     for _ in range(2):

@@ -212,6 +212,7 @@ def test_a_bfloat16_network_is_close(name, kind):
     assert (output.float() - expected).norm() < 0.05 * expected.norm()
 
 
+@pytest.mark.quick("labels-unet", "words-dit")
 @each_network
 @pytest.mark.parametrize("kind", ["labels", "words"])
 def test_torch_compile_captures_the_whole_network_in_one_graph(name, kind):
