@@ -10,7 +10,6 @@ if TYPE_CHECKING:  # the same as _FILES, for type checkers
     from .consistency_probe import ConsistencyProbe as ConsistencyProbe
     from .curriculum import CurriculumWeight as CurriculumWeight
     from .curriculum import ImportanceWeightedCurriculum as ImportanceWeightedCurriculum
-    from .curriculum import ShiftingGaussian as ShiftingGaussian
     from .curriculum import TimestepCurriculum as TimestepCurriculum
     from .ema import EMA as EMA
     from .fid import FIDEvaluation as FIDEvaluation
@@ -44,7 +43,6 @@ _FILES = {
     "RankWatch": "rank_watch",
     "SampleGrid": "sample_grid",
     "SaveOnSignal": "save_on_signal",
-    "ShiftingGaussian": "curriculum",
     "StepSeed": "step_seed",
     "TimestepCurriculum": "curriculum",
 }

@@ -1,6 +1,6 @@
 """Which noise levels are trained when: the curriculum timestep schedule (CLTS), and its controls.
 
-Densities are over u in [0, 1], the place of a noise level (1 the noisiest), as probabilities of
+Densities are over u in [0, 1], the rank of a noise level (1 the noisiest), as probabilities of
 equal bins. Bin i stands for its right edge u = (i + 1) / num_bins: the paper's t / T, t = 1..T.
 
 Source: "Why diffusion models are stable and how to make them faster" (2023), section 4.2. The
@@ -12,16 +12,20 @@ from math import inf, pi, sqrt
 from typing import Literal
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lit_diffusion.callbacks.trainer_state import Timesteps, TimestepWriter
+from .trainer_state import Timesteps, TimestepWriter, importance_weight, total_variation
+
+try:
+    import lightning.pytorch as pl
+except ImportError:
+    import pytorch_lightning as pl  # type: ignore[no-redef]
 
 Normalize = Literal["truncate", "mix"]
 
 
 def clts_gamma(step: int, num_steps: int) -> float:
-    """How far the curriculum has come after so many optimizer steps: min(step / num_steps, 1).
+    """Progress of the curriculum after `step` optimizer steps: min(step / num_steps, 1).
 
     Source: Eq. 8, held at 1 where it would make densities negative.
 
@@ -31,10 +35,26 @@ def clts_gamma(step: int, num_steps: int) -> float:
     """
     if not 1 <= num_steps < inf:
         raise ValueError(
-            f"num_steps must be at least 1 optimizer step, got {num_steps}: say how many the "
-            "change of the density takes, as a tenth of the run."
+            f"num_steps must be at least 1 optimizer step, got {num_steps}: pass how many the "
+            "change of the density takes, such as a tenth of the run."
         )
     return min(step / num_steps, 1.0)
+
+
+def gaussian_log_density(
+    mean: float, std: float, num_bins: int, device: torch.device | str | None = None
+) -> Tensor:
+    """(num_bins,) float64: log N(mean, std^2) at u, up to a constant: -(u - mean)^2 / 2 std^2."""
+    if num_bins < 1:
+        raise ValueError(f"num_bins must be at least 1, got {num_bins}.")
+    if not 0 <= mean <= 1:
+        raise ValueError(f"a mean is a noise level u in [0, 1], got {mean}; divide t by T.")
+    if not 1 <= std * num_bins < inf:
+        raise ValueError(
+            f"std must be at least the width of a bin, 1 / {num_bins}, and finite, got {std}."
+        )
+    u = torch.arange(1, num_bins + 1, dtype=torch.float64, device=device) / num_bins
+    return -((u - mean) ** 2) / (2 * std**2)
 
 
 def clts_density(
@@ -73,44 +93,11 @@ def clts_density(
     if normalize not in ("truncate", "mix"):
         raise ValueError(f"normalize must be 'truncate' or 'mix', got {normalize!r}.")
     gamma = clts_gamma(step, num_steps)
-    exponent = _exponent(mean, std, num_bins, device)
+    exponent = gaussian_log_density(mean, std, num_bins, device)
     if normalize == "truncate":
         return (1 - gamma) / num_bins + gamma * exponent.softmax(0)
     mixed = (1 - gamma) + gamma * exponent.exp() / (std * sqrt(2 * pi))
     return mixed / mixed.sum()
-
-
-def importance_weight(density: Tensor) -> Tensor:
-    """The factor on the loss that undoes an unnormalised density (num_bins,): 1 / (num_bins * p).
-
-    Example:
-        >>> importance_weight(torch.tensor([1.0, 3.0]))
-        tensor([2.0000, 0.6667])
-    """
-    return density.sum() / (len(density) * density)
-
-
-def total_variation(density: Tensor) -> Tensor:
-    """Distance of an unnormalised density from uniform: sum |p - 1 / num_bins| / 2.
-
-    Example:
-        >>> round(total_variation(clts_density(50_000, 50_000)).item(), 3)
-        0.028
-    """
-    return (density / density.sum() - 1 / len(density)).abs().sum() / 2
-
-
-def _exponent(mean: float, std: float, num_bins: int, device: torch.device | str | None) -> Tensor:
-    if num_bins < 1:
-        raise ValueError(f"num_bins must be at least 1, got {num_bins}.")
-    if not 0 <= mean <= 1:
-        raise ValueError(f"a mean is a noise level u in [0, 1], got {mean}; divide t by T.")
-    if not 1 <= std * num_bins < inf:
-        raise ValueError(
-            f"std must be at least the width of a bin, 1 / {num_bins}, and finite, got {std}."
-        )
-    u = torch.arange(1, num_bins + 1, dtype=torch.float64, device=device) / num_bins
-    return -((u - mean) ** 2) / (2 * std**2)
 
 
 @dataclass(eq=False)
@@ -152,12 +139,15 @@ class TimestepCurriculum(_Curriculum):
     Args:
         num_steps: optimizer steps until only the Gaussian is left. The paper reports 50,000 for
             CIFAR-10 and 300,000 for ImageNet-128.
-        mean, std, num_bins, normalize: as of `clts_density`.
+        mean: noise level u that is trained most, in [0, 1].
+        std: width of the Gaussian in units of u; 1.0 is the paper's sigma = T.
+        num_bins: number of equal bins over [0, 1]; T gives the paper's density over t.
+        normalize: "truncate" or "mix", how the Gaussian is mixed with uniform (`clts_density`).
 
     Raises:
         ValueError: bad arguments; at fit start, a module without `timestep_density` (see
-            `protocols.HasTimesteps`) or with two callbacks that set it; at the first batch, one
-            that something else sets.
+            `protocols.HasTimesteps`) or with two callbacks that set it; at the first batch, an
+            attribute that something else sets.
 
     Source: Eq. 7 and 8 of "Why diffusion models are stable and how to make them faster" (2023).
 
@@ -174,7 +164,7 @@ class TimestepCurriculum(_Curriculum):
 
 
 class CurriculumWeight(_Curriculum):
-    """Control: CLTS as a factor num_bins * p on the loss, under times as they are drawn anyway.
+    """Control: CLTS as a factor num_bins * p on the loss; times are drawn as without it.
 
     Under uniform times its gradients equal those of `TimestepCurriculum`, which has the same
     arguments, in expectation; only their variance differs.
@@ -214,7 +204,7 @@ class ImportanceWeightedCurriculum(_Curriculum):
         density = self.density_at(step, device)
         return Timesteps(density, importance_weight(density))
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what `TimestepCurriculum` refuses, and densities that can't be undone."""
         super().on_fit_start(trainer, pl_module)
         if not self.density_at(self.num_steps).all():
@@ -222,56 +212,3 @@ class ImportanceWeightedCurriculum(_Curriculum):
                 "importance weights need a density above 0 everywhere, and a Gaussian of std "
                 f"{self.std} at {self.mean} is 0 in some bins; use a larger std."
             )
-
-
-@dataclass(eq=False)
-class ShiftingGaussian(TimestepWriter):
-    """Comparator: times from a Gaussian whose mean moves from the noisiest level to the cleanest.
-
-    It moves evenly. Logs `shifting/mean` and `shifting/tv`. Steps are counted as by
-    `TimestepCurriculum`.
-
-    Args:
-        num_steps: optimizer steps until the mean is at `end`, where it stays.
-        start: first mean, a noise level u in [0, 1].
-        end: last mean, in [0, 1].
-        std: in units of u; the paper gives none.
-        num_bins: number of equal bins over [0, 1].
-
-    Source: section 4.2 of the paper, which tried it and dropped it; it gives no formula.
-
-    Example:
-        >>> shifting = ShiftingGaussian(num_steps=100, num_bins=8)
-        >>> [int(shifting.density_at(step).argmax()) for step in (0, 50, 100, 150)]
-        [7, 3, 0, 0]
-    """
-
-    writes = ("timestep_density",)
-
-    num_steps: int
-    start: float = 1.0
-    end: float = 0.0
-    std: float = 0.25
-    num_bins: int = 1000
-
-    def __post_init__(self) -> None:
-        for step in (0, self.num_steps):
-            self.density_at(step)  # refuses bad arguments
-
-    def density_at(self, step: int, device: torch.device | str | None = None) -> Tensor:
-        """(num_bins,) float64, with sum 1, after so many optimizer steps."""
-        return _exponent(self._mean_at(step), self.std, self.num_bins, device).softmax(0)
-
-    def _mean_at(self, step: int) -> float:
-        return self.start + (self.end - self.start) * clts_gamma(step, self.num_steps)
-
-    def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
-        """The density."""
-        return Timesteps(timestep_density=self.density_at(step, device))
-
-    def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
-        """The mean, and how far the density is from uniform."""
-        return {
-            "shifting/mean": self._mean_at(step),
-            "shifting/tv": total_variation(self.density_at(step, device)),
-        }

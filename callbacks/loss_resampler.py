@@ -1,60 +1,62 @@
-"""Noise levels drawn by how large their losses have been."""
+"""Draws noise levels by how large their losses have been."""
 
 from abc import abstractmethod
 from typing import Any, NamedTuple
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.nn.functional import pad
-from torchmetrics.utilities.distributed import gather_all_tensors
 
-from lit_diffusion.callbacks.curriculum import importance_weight, total_variation
-from lit_diffusion.callbacks.trainer_state import Timesteps, TimestepWriter
+from .trainer_state import Timesteps, TimestepWriter, importance_weight, total_variation
+
+try:
+    import lightning.pytorch as pl
+except ImportError:
+    import pytorch_lightning as pl  # type: ignore[no-redef]
 
 
 class LossHistory(NamedTuple):
     """The last losses of each bin of u."""
 
     losses: Tensor  # (num_bins, history) float64; the n-th loss of a bin is in column n % history
-    seen: Tensor  # (num_bins,) int64, how many losses each bin has had
+    counts: Tensor  # (num_bins,) int64, how many losses each bin has had
 
     @classmethod
-    def of(cls, num_bins: int, history: int) -> "LossHistory":
-        """An empty one."""
+    def empty(cls, num_bins: int, history: int) -> "LossHistory":
+        """A history without losses."""
         losses = torch.zeros(num_bins, history, dtype=torch.float64)
         return cls(losses, torch.zeros(num_bins, dtype=torch.int64))
 
     def to(self, device: torch.device | str) -> "LossHistory":
-        """On the device."""
-        return LossHistory(self.losses.to(device), self.seen.to(device))
+        """The history on another device."""
+        return LossHistory(self.losses.to(device), self.counts.to(device))
 
 
 def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHistory:
-    """With the losses of a batch, each in the place of the oldest of its bin.
+    """The history with the losses of a batch, each in place of the oldest one of its bin.
 
     Args:
-        history: so far.
-        bins: (B,) int64, each in any number; losses of bin num_bins are left out.
-        losses: (B,) in the order in which they count as seen.
+        history: the losses so far.
+        bins: (B,) int64, in any order; losses of bin num_bins are dropped.
+        losses: (B,) in the order in which they are counted.
 
     Example:
-        >>> history = LossHistory.of(num_bins=2, history=2)
+        >>> history = LossHistory.empty(num_bins=2, history=2)
         >>> update_history(history, torch.tensor([1, 1, 0, 1]), torch.tensor([5.0, 6, 7, 8])).losses
         tensor([[7., 0.],
                 [8., 6.]], dtype=torch.float64)
     """
     size = history.losses.shape[1]
-    kept, seen = pad(history.losses, (0, 0, 0, 1)), pad(history.seen, (0, 1))
+    columns, counts = pad(history.losses, (0, 0, 0, 1)), pad(history.counts, (0, 1))
     bins, order = bins.sort(stable=True)
     first = torch.searchsorted(bins, bins)
-    count = torch.searchsorted(bins, bins, right=True) - first
+    total = torch.searchsorted(bins, bins, right=True) - first
     nth = torch.arange(len(bins), device=bins.device) - first  # occurrence within its bin
     # Of losses that would land in one place only the last stays, so each of them writes that one.
-    last = first + nth + (count - 1 - nth) // size * size
-    kept.index_put_((bins, (seen[bins] + nth) % size), losses.to(kept)[order][last])
-    seen.index_add_(0, bins, torch.ones_like(bins))
-    return LossHistory(kept[:-1], seen[:-1])
+    last = first + nth + (total - 1 - nth) // size * size
+    columns.index_put_((bins, (counts[bins] + nth) % size), losses.to(columns)[order][last])
+    counts.index_add_(0, bins, torch.ones_like(bins))
+    return LossHistory(columns[:-1], counts[:-1])
 
 
 def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> Tensor:
@@ -70,25 +72,25 @@ def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> 
         [0.625, 0.375]
     """
     num_bins, size = history.losses.shape
-    full = (history.seen >= size).all()
+    full = (history.counts >= size).all()
     rms = torch.linalg.vector_norm(history.losses, dim=1)  # times sqrt(size), which cancels
     mixed = (1 - uniform_prob) * rms / rms.sum() + uniform_prob / num_bins
     return torch.where(full, mixed, torch.ones_like(mixed))
 
 
-class DensityOfLosses(TimestepWriter):
-    """Base of callbacks whose density of noise levels follows from the losses that these had.
+class LossBasedDensity(TimestepWriter):
+    """Base of callbacks that draw noise levels from a density of the losses these had.
 
     The module's training_step returns `u` (B,) in [0, 1] and `per_sample_loss` (B,), without
-    `timestep_weight`, beside the loss; u of a discrete t = 0 .. T - 1 is t / T. Losses of all ranks
-    are gathered, but for those that are not finite. The history is in the checkpoint: a resume is
-    exact. (List it before callbacks that save in `on_train_batch_end`, as
-    FIDEvaluation(every_n_steps) does its best; Lightning's own checkpoint callbacks come last.)
+    `timestep_weight`, beside the loss; u of a discrete t = 0 .. T - 1 is t / T. The losses of all
+    ranks are gathered; those that are not finite are dropped. The history is in the checkpoint, so
+    a resume is exact. List it before callbacks that save in `on_train_batch_end`, such as
+    FIDEvaluation(every_n_steps); Lightning's own checkpoint callbacks come last.
 
     Args:
-        num_bins: of equal bins over [0, 1]; fewer than a process has steps are full sooner.
-        history: losses that are remembered for each bin.
-        uniform_prob: share of draws that stay uniform, in (0, 1].
+        num_bins: number of equal bins over [0, 1]; fewer than a process has steps are full sooner.
+        history: losses that are kept for each bin.
+        uniform_prob: fraction of draws that stay uniform, in (0, 1].
 
     Raises:
         ValueError: bad arguments; at fit start, a module that is not `protocols.HasTimesteps`, or
@@ -97,8 +99,8 @@ class DensityOfLosses(TimestepWriter):
     """
 
     logged: str
-    """Of `<logged>/full`, the share of bins that have their history, and `<logged>/tv`, the
-    distance from uniform."""
+    """Prefix of the metrics `full`, the fraction of bins with a full history, and `tv`, the
+    distance of the density from uniform."""
 
     def __init__(self, num_bins: int, history: int, uniform_prob: float) -> None:
         if min(num_bins, history) < 1:
@@ -108,15 +110,15 @@ class DensityOfLosses(TimestepWriter):
         if not 0 < uniform_prob <= 1:
             raise ValueError(
                 f"uniform_prob must be in (0, 1], got {uniform_prob}; a bin with probability 0 "
-                "would never be seen again."
+                "would never be drawn again."
             )
         self.num_bins = num_bins
         self.history = history
         self.uniform_prob = uniform_prob
-        self._state = LossHistory.of(num_bins, history)
+        self._state = LossHistory.empty(num_bins, history)
         self._loaded = False  # since the run was set up
         self._checked = False  # what the module returns, in this fit
-        self._module: LightningModule | None = None
+        self._module: pl.LightningModule | None = None
 
     @abstractmethod
     def density(self, history: LossHistory) -> Tensor:
@@ -131,66 +133,74 @@ class DensityOfLosses(TimestepWriter):
 
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
         """How many bins are full, and how far the density is from uniform."""
-        full = (self._state.seen >= self.history).double().mean()
+        full = (self._state.counts >= self.history).double().mean()
         tv = total_variation(self.density(self._state))
         return {f"{self.logged}/full": full, f"{self.logged}/tv": tv}
 
     def state_dict(self) -> dict[str, Any]:
-        """`LossHistory` as tensors on the CPU."""
-        return self._state.to("cpu")._asdict()
+        """The history as tensors on the CPU: "losses" and, for their counts, "seen"."""
+        losses, counts = self._state.to("cpu")
+        return {"losses": losses, "seen": counts}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take up the history of the checkpoint."""
-        found, name = LossHistory(**state_dict), type(self).__name__
-        if found.losses.shape != self._state.losses.shape:
+        """Restore the history of the checkpoint."""
+        stored = LossHistory(state_dict["losses"], state_dict["seen"])
+        if stored.losses.shape != self._state.losses.shape:
+            num_bins, history = stored.losses.shape
             raise ValueError(
-                "the checkpoint's history is of {} bins with {} losses each, and this is "
-                "{}(num_bins={}, history={}); use its numbers.".format(
-                    *found.losses.shape, name, self.num_bins, self.history
-                )
+                f"the checkpoint's history is of {num_bins} bins with {history} losses each, and "
+                f"this is {type(self).__name__}(num_bins={self.num_bins}, history={self.history}); "
+                "use its numbers."
             )
-        self._state, self._loaded = found, True
+        self._state, self._loaded = stored, True
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """A checkpoint, if there is one, is read after this."""
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Forget an earlier checkpoint; that of this run is read after this."""
         self._loaded = False
 
-    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Go on with the history of the checkpoint or of this module's last fit, or begin one."""
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Continue the history of the checkpoint or of this module's last fit, or begin one."""
         super().on_fit_start(trainer, pl_module)
         if not self._loaded and (trainer.ckpt_path is not None or pl_module is not self._module):
-            self._state = LossHistory.of(self.num_bins, self.history)
+            self._state = LossHistory.empty(self.num_bins, self.history)
         self._module = pl_module
         self._checked = False
 
     def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
     ) -> None:
-        """Remember the losses of all ranks."""
+        """Record the losses of all ranks."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if not self._checked:
             _refuse_unfit(outputs, pl_module, type(self).__name__)
             self._checked = True
-        found = torch.stack([outputs["u"].double(), outputs["per_sample_loss"].double()]).detach()
+        pairs = torch.stack([outputs["u"].double(), outputs["per_sample_loss"].double()]).detach()
         if trainer.world_size > 1:
-            found = torch.cat(gather_all_tensors(found), dim=1)
+            pairs = _all_gather_columns(pairs, trainer.world_size)
+        u, losses = pairs
         # A float32 t / T may lie below its bin, by its rounding.
-        bins = ((found[0] + 1e-7) * self.num_bins).long().clamp(0, self.num_bins - 1)
-        bins = bins.masked_fill(~found[1].isfinite(), self.num_bins)
-        self._state = update_history(self._state, bins, found[1])
+        bins = ((u + 1e-7) * self.num_bins).long().clamp(0, self.num_bins - 1)
+        bins = bins.masked_fill(~losses.isfinite(), self.num_bins)
+        self._state = update_history(self._state, bins, losses)
 
 
-class LossSecondMomentResampler(DensityOfLosses):
+class LossSecondMomentResampler(LossBasedDensity):
     """Draws noise levels by the root mean square of their last losses, and undoes it with weights.
 
     Gradients stay unbiased. Until each bin has had `history` losses, times are uniform: 4,000 bins
-    take about 100,000 samples. Logs `resampler/full` and `resampler/tv`. What it needs of a module
-    and raises is as of `DensityOfLosses`.
+    take about 100,000 samples. Logs `resampler/full` and `resampler/tv`. Needs a module with
+    `timestep_density` and `timestep_weight` whose training_step returns `u` and `per_sample_loss`,
+    and raises what `LossBasedDensity` describes.
 
     Args:
-        num_bins: as of `DensityOfLosses`.
-        history: as of `DensityOfLosses`.
-        uniform_prob: as of `DensityOfLosses`.
+        num_bins: number of equal bins over [0, 1]; fewer than a process has steps are full sooner.
+        history: losses that are kept for each bin.
+        uniform_prob: fraction of draws that stay uniform, in (0, 1].
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), section 3.3.
 
@@ -211,18 +221,19 @@ class LossSecondMomentResampler(DensityOfLosses):
         return second_moment_density(history, self.uniform_prob)
 
 
-class LossDensity(DensityOfLosses):
-    """Draws noise levels in proportion to their mean loss of late, and does not undo it.
+class LossDensity(LossBasedDensity):
+    """Draws noise levels in proportion to the mean of their last losses, and does not undo it.
 
-    A level has as large a share of the draws as the objective, with the weights of its loss, has
-    left there. So the objective changes, and a level that costs nothing any more is hardly drawn.
-    Until each bin has had `history` losses, times are uniform. Logs `loss_density/full` and
-    `loss_density/tv`. What it needs of a module and raises is as of `DensityOfLosses`.
+    A level is drawn as often as its share of the weighted loss that is left. So the objective
+    changes, and a level whose loss is near 0 is hardly drawn. Until each bin has had `history`
+    losses, times are uniform. Logs `loss_density/full` and `loss_density/tv`. Needs a module with
+    `timestep_density` whose training_step returns `u` and `per_sample_loss`, and raises what
+    `LossBasedDensity` describes.
 
     Args:
-        num_bins: as of `DensityOfLosses`.
-        history: as of `DensityOfLosses`.
-        uniform_prob: as of `DensityOfLosses`.
+        num_bins: number of equal bins over [0, 1]; fewer than a process has steps are full sooner.
+        history: losses that are kept for each bin.
+        uniform_prob: fraction of draws that stay uniform, in (0, 1].
 
     Source: ours, measured in docs/results/stability.md.
 
@@ -240,14 +251,26 @@ class LossDensity(DensityOfLosses):
     def density(self, history: LossHistory) -> Tensor:
         """In proportion to mean losses, mixed with uniform."""
         means = history.losses.mean(1).clamp(min=0)
-        full = (history.seen >= self.history).all() & (means.sum() > 0)
+        full = (history.counts >= self.history).all() & (means.sum() > 0)
         mixed = (1 - self.uniform_prob) * means / means.sum() + self.uniform_prob / self.num_bins
         return torch.where(full, mixed, torch.ones_like(mixed))
 
 
-def _refuse_unfit(outputs: Any, module: LightningModule, name: str) -> None:
-    given = outputs if isinstance(outputs, dict) else {}
-    shapes = {key: tuple(v.shape) for key, v in given.items() if isinstance(v, Tensor)}
+def _all_gather_columns(tensor: Tensor, world_size: int) -> Tensor:
+    """(2, B) of each rank, which may differ in B, side by side in the order of the ranks."""
+    length = torch.tensor([tensor.shape[1]], device=tensor.device)
+    lengths = [torch.empty_like(length) for _ in range(world_size)]
+    torch.distributed.all_gather(lengths, length)
+    sizes = torch.cat(lengths).tolist()
+    padded = pad(tensor, (0, max(sizes) - tensor.shape[1]))
+    parts = [torch.empty_like(padded) for _ in sizes]
+    torch.distributed.all_gather(parts, padded)
+    return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
+
+
+def _refuse_unfit(outputs: Any, module: pl.LightningModule, name: str) -> None:
+    values = outputs if isinstance(outputs, dict) else {}
+    shapes = {key: tuple(v.shape) for key, v in values.items() if isinstance(v, Tensor)}
     shape = shapes.get("u", ())
     if len(shape) != 1 or shapes.get("per_sample_loss") != shape:
         raise ValueError(
@@ -255,7 +278,7 @@ def _refuse_unfit(outputs: Any, module: LightningModule, name: str) -> None:
             f"'per_sample_loss': (B,)}}, and that of {type(module).__name__} returned tensors of "
             f"shape {shapes}; add them."
         )
-    low, high = given["u"].aminmax()
+    low, high = values["u"].aminmax()
     if not 0 <= low <= high <= 1:
         raise ValueError(
             f"training_step must return u in [0, 1], got {low:g} to {high:g}; divide "

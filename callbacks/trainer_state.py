@@ -388,6 +388,26 @@ class Timesteps(NamedTuple):
     timestep_weight: Tensor | None = None
 
 
+def importance_weight(density: Tensor) -> Tensor:
+    """The factor on the loss that undoes an unnormalised density (num_bins,): 1 / (num_bins * p).
+
+    Example:
+        >>> importance_weight(torch.tensor([1.0, 3.0]))
+        tensor([2.0000, 0.6667])
+    """
+    return density.sum() / (len(density) * density)
+
+
+def total_variation(density: Tensor) -> Tensor:
+    """Distance of an unnormalised density (num_bins,) from uniform: sum |p - 1 / num_bins| / 2.
+
+    Example:
+        >>> total_variation(torch.tensor([1.0, 3.0]))
+        tensor(0.2500)
+    """
+    return (density / density.sum() - 1 / len(density)).abs().sum() / 2
+
+
 class TimestepWriter(pl.Callback, ABC):
     """Sets the attributes `writes` of a module to `timesteps_at(step)` in each training batch.
 

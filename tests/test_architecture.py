@@ -40,7 +40,14 @@ ANY = {"packaging", "yaml", "jsonargparse", "pytorch_lightning"} | LAB_EXTRA
 LIBRARY = MATHS | TOOLS | {"callbacks", "checkpoints", "config", "data", "interchange", "metrics"}
 LIBRARY |= {"modules", "networks"}
 
-PORTABLE = ("finite_updates", "momentum_decay")
+PORTABLE = (
+    "callbacks.curriculum",
+    "callbacks.ema",
+    "callbacks.finite_updates",
+    "callbacks.loss_resampler",
+    "callbacks.momentum_decay",
+    "callbacks.step_seed",
+)
 """Files of callbacks/ that can be copied, with trainer_state.py, into another package."""
 
 # room or file, the most particular first -> (of ours it may import, third parties besides torch)
@@ -53,7 +60,7 @@ MAY_IMPORT = {
     "modules": (MATHS | TOOLS | {"modules", TRAINER}, {"lightning", "torchmetrics"}),
     "config": ({"config"} | TOOLS, {"yaml", "jsonargparse"}),
     "checkpoints": (
-        {"checkpoints", "config", "ema_profiles", TRAINER} | TOOLS,
+        {"checkpoints", "config", "ema_profiles", "callbacks.ema", TRAINER} | TOOLS,
         LIGHTNING | {"yaml", "jsonargparse", "safetensors"},
     ),
     # reads what it wrote without Lightning: a test runs it so
@@ -64,7 +71,7 @@ MAY_IMPORT = {
     "data": ({"conditioning", "data", "seeding", TRAINER} | TOOLS, FRAMEWORK | {"sklearn"}),
     "metrics": ({"metrics", "seeding"} | TOOLS, FRAMEWORK | {"safetensors"}),
     TRAINER: (set(), LIGHTNING | {"lightning_fabric", "pytorch_lightning"}),
-    **{f"callbacks.{name}": ({TRAINER}, LIGHTNING | {"pytorch_lightning"}) for name in PORTABLE},
+    **dict.fromkeys(PORTABLE, ({TRAINER}, LIGHTNING | {"pytorch_lightning", "numpy"})),
     "callbacks": (
         {"callbacks", "checkpoints.averages", "checkpoints.snapshots", "ema_profiles"}
         | {"losses", "metrics", "protocols", "seeding"}

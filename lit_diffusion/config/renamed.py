@@ -10,6 +10,10 @@ from typing import Any
 
 CLASS_PATHS = {
     "lit_diffusion.data.described": "lit_diffusion.data.digits",
+    **{
+        f"lit_diffusion.callbacks.{path}": "lit_diffusion.lab.shifting_gaussian.ShiftingGaussian"
+        for path in ("ShiftingGaussian", "curriculum.ShiftingGaussian")
+    },
     "lit_diffusion.networks.biggan": "lit_diffusion.lab.gan.biggan",
     "lit_diffusion.networks.dcgan": "lit_diffusion.lab.gan.dcgan",
     "lit_diffusion.networks.patched": "lit_diffusion.networks.layers",

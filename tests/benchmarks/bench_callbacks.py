@@ -31,7 +31,6 @@ from lit_diffusion.callbacks import (
     MomentumDecay,
     NoiseLevelLoss,
     SampleGrid,
-    ShiftingGaussian,
     StepSeed,
     TimestepCurriculum,
 )
@@ -110,7 +109,6 @@ ARMS = {
     "TimestepCurriculum": lambda n: [TimestepCurriculum(n)],
     "CurriculumWeight": lambda n: [CurriculumWeight(n)],
     "ImportanceWeightedCurriculum": lambda n: [ImportanceWeightedCurriculum(n)],
-    "ShiftingGaussian": lambda n: [ShiftingGaussian(n)],
     "resampler, 1000 bins": lambda n: [LossSecondMomentResampler(1000)],
     "resampler, 4000 bins": lambda n: [LossSecondMomentResampler(4000)],
     "SampleGrid, not drawing": lambda n: [SampleGrid(16, every_n_steps=10 * n)],

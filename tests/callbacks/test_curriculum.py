@@ -14,7 +14,6 @@ from support.tiny_diffusion import TinyNetwork, images, tiny_diffusion
 from lit_diffusion.callbacks import (
     CurriculumWeight,
     ImportanceWeightedCurriculum,
-    ShiftingGaussian,
     StepSeed,
     TimestepCurriculum,
 )
@@ -25,6 +24,7 @@ from lit_diffusion.callbacks.curriculum import (
     total_variation,
 )
 from lit_diffusion.cli.loggers import read_rows
+from lit_diffusion.lab.shifting_gaussian import ShiftingGaussian
 from lit_diffusion.modules import diffusion
 from lit_diffusion.timesteps import Antithetic, Independent, Stratified, bin_of, draw_uniforms
 
@@ -140,8 +140,8 @@ def test_the_density_is_that_of_the_optimizer_steps_completed(tmp_path, accumula
     steps = [4 * e + b for e in range(4) for b in range(4)]
     if accumulate == 3:  # and one step for the last batch of an epoch
         steps = [2 * e + b // 3 for e in range(4) for b in range(4)]
-    assert [step for step, _, _ in module.told] == steps
-    for step, density, weight in module.told:
+    assert [step for step, _, _ in module.visible] == steps
+    for step, density, weight in module.visible:
         assert torch.equal(density, clts_density(step, 5, 0.2, 0.3, 40, "mix"))
         assert weight is None
 
@@ -150,7 +150,7 @@ def test_the_shifting_gaussian_follows_the_steps(tmp_path):
     module = ForeignTimes()
     shifting = ShiftingGaussian(3, 0.9, 0.1, 0.2, 30)
     make_trainer(tmp_path, shifting).fit(module, loader())
-    for step, density, _ in module.told:
+    for step, density, _ in module.visible:
         assert torch.equal(density, shifting.density_at(step))
 
 
@@ -171,7 +171,7 @@ def test_a_resumed_run_goes_on_to_the_last_bit_with_nothing_saved(tmp_path, make
     states = torch.load(saved, weights_only=True)["callbacks"]
     assert all(key.startswith("ModelCheckpoint") for key in states)
     resumed = train(tmp_path / "resumed", saved)
-    assert_same_bits(resumed.told, whole.told[saved_at:])
+    assert_same_bits(resumed.visible, whole.visible[saved_at:])
     assert_same_bits(dict(resumed.state_dict()), dict(whole.state_dict()))
 
 
@@ -218,8 +218,8 @@ class TwoOptimizers(ForeignTimes):
 def test_the_steps_of_two_optimizers_count_together(tmp_path, make):
     module = TwoOptimizers()
     make_trainer(tmp_path, make(8)).fit(module, loader())
-    assert [step for step, _, _ in module.told] == [0, 2, 4, 6]
-    for step, density, _ in module.told:
+    assert [step for step, _, _ in module.visible] == [0, 2, 4, 6]
+    for step, density, _ in module.visible:
         assert torch.equal(density, make(8).density_at(step))
 
 
@@ -273,7 +273,7 @@ def test_the_curriculum_equals_its_weight_in_expectation_and_undone_the_baseline
 BAD = [
     (
         {"num_steps": 0},
-        "num_steps must be at least 1 optimizer step, got 0: say how many",
+        "num_steps must be at least 1 optimizer step, got 0: pass how many",
     ),
     ({"num_steps": -5}, "got -5"),
     ({"num_steps": math.nan}, "got nan"),
@@ -312,7 +312,7 @@ def test_a_density_that_weights_cannot_undo_is_refused_at_fit_start(tmp_path):
     module = ForeignTimes()
     with pytest.raises(ValueError, match=r"need a density above 0 everywhere.*use a larger std"):
         make_trainer(tmp_path, ImportanceWeightedCurriculum(9, std=0.01)).fit(module, loader())
-    assert module.told == []
+    assert module.visible == []
 
 
 def test_the_module_must_have_timesteps(tmp_path):
@@ -323,10 +323,10 @@ def test_the_module_must_have_timesteps(tmp_path):
 @pytest.mark.system
 def test_two_ranks_have_one_density_and_draw_different_times(tmp_path):
     zero, one = run_on_ranks("times_on_ranks.py", tmp_path, "TimestepCurriculum")
-    steps = [step for step, _, _ in zero["told"]]
+    steps = [step for step, _, _ in zero["visible"]]
     assert steps == [0, 1, 2, 3]
     for rank in (zero, one):
-        for step, density, weight in rank["told"]:
+        for step, density, weight in rank["visible"]:
             assert density == clts_density(step, 3, num_bins=6).tolist()
             assert weight is None
     drawn = [tuple(u) for rank in (zero, one) for u, _ in rank["drawn"]]

@@ -1,6 +1,7 @@
 import copy
 import gc
 import logging
+import math
 import warnings
 
 import pytest
@@ -29,9 +30,235 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from lit_diffusion import load
 from lit_diffusion.callbacks import EMA, MomentumDecay, StepSeed
+from lit_diffusion.callbacks.ema import (
+    AveragedGroup,
+    RawWeights,
+    StoredAverage,
+    check_averages,
+    ema_update_,
+    overwrite_,
+    pack,
+    span_decay,
+    unpack,
+    warmup_decay,
+)
 from lit_diffusion.protocols import WeightsProvider
 
 DECAY = 0.9
+
+# The pure functions, and weights in place
+
+
+def test_the_average_of_a_constant_is_exactly_the_constant():
+    constant = [torch.randn(1000), torch.randn(3, 3) * 1e4]
+    shadow = [tensor.clone() for tensor in constant]
+    for n in range(2000):
+        ema_update_(shadow, constant, warmup_decay(0.9999, n))
+    assert all(torch.equal(s, c) for s, c in zip(shadow, constant, strict=True))
+
+
+@pytest.mark.parametrize("decay", [0.99, 0.999])
+def test_the_average_of_bfloat16_weights_follows_a_float64_reference(decay):
+    generator = torch.Generator().manual_seed(0)
+    shadow = [torch.ones(64)]
+    reference = torch.ones(64, dtype=torch.float64)
+    for n in range(2000):
+        param = (1 + 0.1 * torch.randn(64, generator=generator)).bfloat16()
+        d = warmup_decay(decay, n)
+        ema_update_(shadow, [param], d)
+        reference = d * reference + (1 - d) * param.double()
+    torch.testing.assert_close(shadow[0].double(), reference, rtol=1e-5, atol=0)
+
+
+def test_warmup_decay_rises_to_the_decay_and_stays():
+    values = [warmup_decay(0.99, n) for n in range(2000)]
+    assert values[0] == 0.1
+    assert values == sorted(values)
+    assert values[-1] == max(values) == 0.99
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+@pytest.mark.parametrize("first", [0, 7, 5000])
+def test_one_update_for_k_steps_equals_k_updates_on_weights_that_stand_still(first, warmup):
+    k, weights = 10, [torch.randn(100)]
+    one_by_one, at_once = [torch.zeros(100)], [torch.zeros(100)]
+    for n in range(first, first + k):
+        ema_update_(one_by_one, weights, warmup_decay(0.999, n) if warmup else 0.999)
+    ema_update_(at_once, weights, span_decay(0.999, first, first + k, warmup))
+    torch.testing.assert_close(at_once, one_by_one, rtol=1e-5, atol=1e-7)
+
+
+def test_span_without_warmup_is_the_power():
+    assert math.isclose(span_decay(0.999, 3, 13, warmup=False), 0.999**10, rel_tol=1e-14)
+
+
+def test_values_are_written_in_the_dtype_of_their_targets():
+    targets = [torch.zeros(2, dtype=torch.bfloat16), torch.zeros(1)]
+    overwrite_(targets, [torch.tensor([1.0, 1.001]), torch.tensor([3.0])])
+    assert [t.tolist() for t in targets] == [[1.0, 1.0], [3.0]]
+    assert targets[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wide"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_averages_are_float32_or_wider(dtype, wide):
+    group = AveragedGroup((0.9, 0.99))
+    group.add("w", torch.randn(5, dtype=dtype), None)
+    assert [column[0].dtype for column in group.shadows] == [wide, wide]
+
+
+@pytest.fixture
+def sequential():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 2).to(torch.bfloat16))
+
+
+def overwritten(sequential):
+    """The state before, and what keeps it, after every parameter has become 1."""
+    before = {name: value.clone() for name, value in sequential.state_dict().items()}
+    raw = RawWeights()
+    raw.save(sequential, sequential.parameters())
+    with torch.no_grad():
+        for param in sequential.parameters():
+            param.fill_(1.0)
+    return before, raw
+
+
+def test_weights_come_back_to_the_bit_in_their_own_dtypes(sequential):
+    before, raw = overwritten(sequential)
+    assert all((param == 1).all() for param in sequential.parameters())
+    raw.restore()
+    assert_same_bits(sequential.state_dict(), before)
+
+
+def test_state_dict_shows_the_kept_weights_and_nothing_is_left_behind(sequential):
+    before, raw = overwritten(sequential)
+    assert_same_bits(sequential.state_dict(), before)
+    raw.restore()
+    sequential[0].weight.data.fill_(1.0)
+    assert (sequential.state_dict()["0.weight"] == 1).all()
+    assert not sequential._state_dict_hooks
+
+
+def test_interrupted_before_the_copies_were_dropped_it_puts_back_once_more(sequential, monkeypatch):
+    before, raw = overwritten(sequential)
+
+    def half(targets, values):
+        targets[0].copy_(values[0])
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(torch, "_foreach_copy_", half)
+    with pytest.raises(KeyboardInterrupt):
+        raw.restore()
+    assert_same_bits(sequential.state_dict(), before)
+    raw.restore()
+    raw.restore()
+    assert_same_bits(sequential.state_dict(), before)
+
+
+def test_parameters_that_are_not_kept_are_shown_as_they_are(sequential):
+    raw = RawWeights()
+    raw.save(sequential, sequential[0].parameters())
+    with torch.no_grad():
+        sequential[2].bias.fill_(3.0)
+    assert (sequential.state_dict()["2.bias"] == 3).all()
+
+
+# The state in a checkpoint
+
+SOUND = {
+    "decays": [0.9, 0.5],
+    "steps": {"a": 3, "b": 0},
+    "shadows": [{"a": torch.zeros(2), "b": torch.zeros(1)} for _ in range(2)],
+}
+EDITS = {
+    "decays must be": [
+        lambda s: s.update(decays=[float("nan"), 0.5]),
+        lambda s: s.update(decays=[1.5, 0.5]),
+        lambda s: s.update(decays=["a", 0.5]),
+        lambda s: s.update(decays=[]),
+        lambda s: s.update(decays=7),
+    ],
+    "steps must be": [
+        lambda s: s["steps"].update(a=-10),
+        lambda s: s["steps"].update(a="a"),
+        lambda s: s["steps"].update(a=None),
+        lambda s: s.update(steps=[3, 0]),
+    ],
+    "average of each parameter": [
+        lambda s: s["steps"].update(c=3),
+        lambda s: s["steps"].pop("a"),
+        lambda s: s["shadows"][1].pop("a"),
+        lambda s: s["shadows"].__setitem__(1, None),
+    ],
+    "differ in shape": [lambda s: s["shadows"][1].update(a=torch.zeros(3))],
+    "of real numbers": [
+        lambda s: s["shadows"][1].update(a=torch.zeros(2, dtype=torch.int64)),
+        lambda s: s["shadows"][1].update(a=torch.zeros(2, dtype=torch.bool)),
+        lambda s: s["shadows"][0].update(a="text"),
+        lambda s: s["shadows"][0].update(a=torch.zeros(2).to_sparse()),
+    ],
+    "for each decay": [lambda s: s["shadows"].pop(), lambda s: s.update(shadows=None)],
+    "snapshots must be hashes": [
+        lambda s: s.update(snapshots={"a": "b"}),
+        lambda s: s.update(snapshots={4: 5}),
+        lambda s: s.update(snapshots=None),
+    ],
+    "must hold decays, steps": [lambda s: s.pop("steps"), lambda s: s.pop("decays")],
+}
+
+
+def test_what_an_ema_saves_passes():
+    check_averages({})
+    check_averages(SOUND)
+
+
+@pytest.mark.parametrize(("reason", "edit"), [(r, e) for r, edits in EDITS.items() for e in edits])
+def test_anything_else_is_refused(reason, edit):
+    state = copy.deepcopy(SOUND)
+    edit(state)
+    with pytest.raises(ValueError, match=reason):
+        check_averages(state)
+
+
+def test_what_is_no_dict_is_refused():
+    for state in (None, [], "text", 7):
+        with pytest.raises(ValueError, match="must hold decays"):
+            check_averages(state)
+
+
+def parameters(**values):
+    return {name: torch.nn.Parameter(value) for name, value in values.items()}
+
+
+def test_a_new_decay_starts_from_the_weights_and_others_go_on():
+    averages = {"w": StoredAverage(5, [torch.tensor([1.0]), torch.tensor([2.0])])}
+    params = parameters(w=torch.tensor([9.0]))
+    state = pack(averages, (0.9, 0.99))
+    stored = unpack(state, (0.99, 0.5, 0.4), params)["w"]
+    group = AveragedGroup((0.99, 0.5, 0.4))
+    group.add("w", params["w"], stored)
+    assert [column[0].item() for column in group.shadows] == [2.0, 1.0, 9.0]
+    assert stored.steps == 5
+
+
+@pytest.mark.parametrize(
+    "params", [parameters(v=torch.zeros(1)), parameters(w=torch.zeros(2))], ids=["name", "shape"]
+)
+def test_an_average_that_does_not_fit_is_refused_by_name(params):
+    state = pack({"w": StoredAverage(5, [torch.zeros(1)])}, (0.9,))
+    with pytest.raises(ValueError, match="'w'"):
+        unpack(state, (0.9,), params)
+
+
+# The callback
 
 
 def shadows(ema, which=0):

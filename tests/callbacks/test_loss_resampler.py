@@ -28,7 +28,7 @@ CASE = "case05_resampler"
 
 
 def after_rounds(n):
-    history = LossHistory.of(8, 10)
+    history = LossHistory.empty(8, 10)
     for ts, losses in zip(load(CASE)["ts"][:n], load(CASE)["losses"][:n], strict=True):
         history = update_history(history, torch.from_numpy(ts), torch.from_numpy(losses))
     return history
@@ -37,7 +37,7 @@ def after_rounds(n):
 def oldest_first(history):
     """Rows as the reference stores them, of full histories."""
     size = history.losses.shape[1]
-    columns = (history.seen[:, None] + torch.arange(size)) % size
+    columns = (history.counts[:, None] + torch.arange(size)) % size
     return history.losses.gather(1, columns)
 
 
@@ -47,7 +47,7 @@ def oldest_first(history):
 def test_histories_equal_improved_diffusion():
     assert torch.equal(oldest_first(after_rounds(25)), tensor(CASE, "history_after_25"))
     for n in (8, 10):
-        counts = after_rounds(n).seen.clamp(max=10)
+        counts = after_rounds(n).counts.clamp(max=10)
         assert torch.equal(counts, tensor(CASE, f"counts_after_{n}"))
 
 
@@ -64,7 +64,7 @@ def test_densities_equal_improved_diffusion():
 def test_a_batch_counts_as_its_samples_one_after_the_other(batch):
     """Also where it holds more samples of one bin than are remembered."""
     rng = np.random.default_rng(0)
-    history, rows = LossHistory.of(5, 4), [[] for _ in range(5)]
+    history, rows = LossHistory.empty(5, 4), [[] for _ in range(5)]
     for _ in range(12):
         bins, losses = rng.integers(0, 5, batch) ** 2 // 4, rng.random(batch)
         for i, loss in zip(bins, losses, strict=True):
@@ -75,12 +75,12 @@ def test_a_batch_counts_as_its_samples_one_after_the_other(batch):
                 assert oldest_first(history)[i].tolist() == row
             else:
                 assert history.losses[i, : len(row)].tolist() == row
-    assert history.seen.sum() == 12 * batch
+    assert history.counts.sum() == 12 * batch
 
 
 def test_the_arguments_of_an_update_are_left_as_they_are():
     before = after_rounds(12)
-    copy = LossHistory(before.losses.clone(), before.seen.clone())
+    copy = LossHistory(before.losses.clone(), before.counts.clone())
     update_history(before, torch.tensor([1, 1]), torch.tensor([5.0, 6.0]))
     assert_same_bits(before, copy)
 
@@ -94,9 +94,14 @@ def test_every_bin_keeps_its_share_of_uniform_draws():
 # On a module
 
 
+def stored(history):
+    """The state that a callback with this history saves."""
+    return {"losses": history.losses, "seen": history.counts}
+
+
 def replay(drawn, num_bins, size):
     """Histories before each of the batches that a module drew."""
-    histories = [LossHistory.of(num_bins, size)]
+    histories = [LossHistory.empty(num_bins, size)]
     for u, losses in drawn:
         bins = (u.double() * num_bins).long()
         histories.append(update_history(histories[-1], bins, losses))
@@ -109,13 +114,13 @@ def test_each_batch_is_drawn_by_the_losses_of_all_batches_before(tmp_path, accum
     options = {"max_epochs": 3, "accumulate_grad_batches": accumulate}
     make_trainer(tmp_path, resampler, **options).fit(module, loader())
     histories = replay(module.drawn, 3, 4)
-    for (_, density, weight), history in zip(module.told, histories, strict=False):
+    for (_, density, weight), history in zip(module.visible, histories, strict=False):
         assert torch.equal(density, second_moment_density(history))
         assert torch.equal(weight, importance_weight(density))
-    assert_same_bits(resampler.state_dict(), histories[-1]._asdict())
-    told = [density.tolist() for _, density, _ in module.told]
-    assert told[0] == [1, 1, 1]
-    assert len({tuple(row) for row in told}) > 5  # it was full in time
+    assert_same_bits(resampler.state_dict(), stored(histories[-1]))
+    visible = [density.tolist() for _, density, _ in module.visible]
+    assert visible[0] == [1, 1, 1]
+    assert len({tuple(row) for row in visible}) > 5  # it was full in time
 
 
 def test_discrete_times_in_single_precision_fill_every_bin(tmp_path):
@@ -185,9 +190,9 @@ def test_a_resumed_run_goes_on_to_the_last_bit(tmp_path, saved_at):
     whole, whole_state = train(tmp_path / "whole")
     saved = tmp_path / "whole" / f"step={saved_at}.ckpt"
     state = torch.load(saved, weights_only=True)["callbacks"]["LossSecondMomentResampler"]
-    assert_same_bits(state, replay(whole.drawn, 2, 3)[saved_at]._asdict())
+    assert_same_bits(state, stored(replay(whole.drawn, 2, 3)[saved_at]))
     resumed, resumed_state = train(tmp_path / "resumed", saved)
-    assert_same_bits(resumed.told, whole.told[saved_at:])
+    assert_same_bits(resumed.visible, whole.visible[saved_at:])
     assert_same_bits(dict(resumed.state_dict()), dict(whole.state_dict()))
     assert_same_bits(resumed_state.state_dict(), whole_state.state_dict())
 
@@ -225,7 +230,7 @@ def test_full_bins_and_the_distance_from_uniform_are_logged(tmp_path):
     make_trainer(tmp_path, resampler, **options).fit(module, loader())
     rows = read_rows(f"{logger.log_dir}/metrics.csv")
     before = replay(module.drawn, 3, 9)[1::2]
-    full = [(history.seen >= 9).double().mean().item() for history in before[:4]]
+    full = [(history.counts >= 9).double().mean().item() for history in before[:4]]
     assert [float(row["resampler/full"]) for row in rows] == pytest.approx(full)
     distances = [total_variation(second_moment_density(h)).item() for h in before[:4]]
     assert [float(row["resampler/tv"]) for row in rows] == pytest.approx(distances, abs=1e-6)
@@ -298,15 +303,15 @@ def test_the_module_must_have_timesteps(tmp_path):
 @pytest.mark.system
 def test_ranks_share_the_losses_of_batches_of_different_sizes(tmp_path):
     zero, one = run_on_ranks("times_on_ranks.py", tmp_path, "LossSecondMomentResampler")
-    assert zero["told"] == one["told"]
+    assert zero["visible"] == one["visible"]
     assert zero["state"] == one["state"]
     pairs = zip(zero["drawn"], one["drawn"], strict=True)
     drawn = [[torch.tensor(a + b) for a, b in zip(*pair, strict=True)] for pair in pairs]
     assert [len(u) for u, _ in drawn] == [13] * 4
     histories = replay(drawn, 2, 3)
-    for (_, density, _), history in zip(zero["told"], histories, strict=False):
+    for (_, density, _), history in zip(zero["visible"], histories, strict=False):
         assert density == second_moment_density(history).tolist()
-    assert len({tuple(density) for _, density, _ in zero["told"]}) > 1
+    assert len({tuple(density) for _, density, _ in zero["visible"]}) > 1
     assert zero["state"] == [value.tolist() for value in histories[-1]]
     assert zero["weights"] == one["weights"]
 
@@ -335,6 +340,6 @@ def test_times_are_drawn_by_it_and_the_weight_is_left_alone(tmp_path):
     assert all(weight is None for _, weight, _ in seen)
     assert (seen[0][0] == seen[0][0][0]).all()
     density, _, history = seen[-1]
-    assert (history.seen >= 4).all()
+    assert (history.counts >= 4).all()
     means = history.losses.mean(1)
     torch.testing.assert_close(density.double(), 0.9 * means / means.sum() + 0.1 / 4)

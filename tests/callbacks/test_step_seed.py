@@ -9,6 +9,7 @@ from support.plain_module import PlainModule, loader, make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
 
 from lit_diffusion.callbacks import EMA, NoiseLevelLoss, StepSeed
+from lit_diffusion.seeding import seed_step
 
 
 def losses(folder, *callbacks, before=lambda: None, **options):
@@ -24,6 +25,17 @@ def test_the_numbers_of_a_step_do_not_depend_on_what_was_drawn_before(tmp_path):
     second = losses(tmp_path, StepSeed(3), before=lambda: torch.manual_seed(1))
     assert first == second
     assert losses(tmp_path, StepSeed(4)) != first
+
+
+def test_the_numbers_are_those_of_a_module_of_ours(tmp_path):
+    class Draws(PlainModule):
+        def training_step(self, batch, batch_idx):
+            number = torch.rand(())
+            seed_step(5, self.global_rank, self.global_step, batch_idx)
+            assert torch.equal(number, torch.rand(()))
+            return super().training_step(batch, batch_idx)
+
+    make_trainer(tmp_path, StepSeed(5)).fit(Draws(), loader())
 
 
 def test_epochs_and_accumulated_batches_draw_different_numbers(tmp_path):

@@ -47,7 +47,6 @@ QUIET = {  # each with arguments under which it changes nothing of training
     "TimestepCurriculum": {"num_steps": 4},
     "CurriculumWeight": {"num_steps": 4},
     "ImportanceWeightedCurriculum": {"num_steps": 4},
-    "ShiftingGaussian": {"num_steps": 4},
     "LossSecondMomentResampler": {"num_bins": 2, "history": 1},
     "LossDensity": {"num_bins": 2, "history": 1},
     "ConsistencyProbe": {"num": 2},

@@ -7,7 +7,7 @@ from support.plain_module import PlainModule, loader
 
 
 class ForeignTimes(PlainModule):
-    """Denoises vectors at levels u from its own draws; remembers what it was told and drew."""
+    """Denoises vectors at levels u that it draws; records what was set on it, and its draws."""
 
     def __init__(self, lr=1e-2, optimizer=torch.optim.Adam):
         super().__init__(lr, optimizer)
@@ -15,10 +15,10 @@ class ForeignTimes(PlainModule):
         self.shared = self.inner[2]
         self.timestep_density = None
         self.timestep_weight = None
-        self.told, self.drawn = [], []
+        self.visible, self.drawn = [], []
 
     def training_step(self, batch, batch_idx):
-        self.told.append((self.global_step, self.timestep_density, self.timestep_weight))
+        self.visible.append((self.global_step, self.timestep_density, self.timestep_weight))
         x, n = batch[0], len(batch[0])
         u, factor = torch.rand(n), torch.ones(n)
         if self.timestep_density is not None:

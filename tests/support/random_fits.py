@@ -115,7 +115,7 @@ def _callbacks(rng, trainer, model, root):
             _made(f"{CALLBACKS}.TimestepCurriculum", num_steps=9, mean=0.3, std=0.2),
             _made(f"{CALLBACKS}.LossSecondMomentResampler", num_bins=4, history=3),
             _made(f"{CALLBACKS}.ImportanceWeightedCurriculum", num_steps=9, std=0.3),
-            _made(f"{CALLBACKS}.ShiftingGaussian", num_steps=9),
+            _made(f"{CALLBACKS}.CurriculumWeight", num_steps=9, std=0.3),
         ]
     )
     given = [

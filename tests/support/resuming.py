@@ -27,7 +27,6 @@ from lit_diffusion.callbacks import (
     PowerEMA,
     RankWatch,
     SampleGrid,
-    ShiftingGaussian,
     StepSeed,
     TimestepCurriculum,
 )
@@ -62,7 +61,6 @@ ALTERNATIVES = {  # each to another one above, beside which it is refused
     "LRCompensation": lambda: LRCompensation(min_beta1=0.4),
     "CurriculumWeight": lambda: CurriculumWeight(8, mean=0.3, std=0.2),
     "ImportanceWeightedCurriculum": lambda: ImportanceWeightedCurriculum(8, mean=0.3, std=0.2),
-    "ShiftingGaussian": lambda: ShiftingGaussian(8),
     "LossSecondMomentResampler": lambda: LossSecondMomentResampler(num_bins=4, history=3),
     "LossDensity": lambda: LossDensity(num_bins=4, history=3),
 }

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.func import functional_call
 
 from lit_diffusion.callbacks import EMA, MomentumDecay
-from lit_diffusion.callbacks.parts.averages import ema_update_, span_decay
+from lit_diffusion.callbacks.ema import ema_update_, span_decay
 from lit_diffusion.callbacks.trainer_state import is_dtensor
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
 from support.plain_module import assert_same_bits, loader, make_trainer

@@ -17,9 +17,8 @@ from torch.distributed.tensor.parallel import (
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from lit_diffusion.callbacks.parts.averages import Group
+from lit_diffusion.callbacks.ema import AveragedGroup, pack, unpack
 from lit_diffusion.callbacks.trainer_state import local_part
-from lit_diffusion.checkpoints.averages import pack, unpack
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from support.plain_module import assert_same_bits
@@ -36,7 +35,7 @@ def split(mesh):
 
 
 def followed(net, known=None):
-    group = Group((0.5,))
+    group = AveragedGroup((0.5,))
     for name, param in net.named_parameters():
         group.add(name, param, known and known[name])
     return group

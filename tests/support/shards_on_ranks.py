@@ -19,14 +19,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from lit_diffusion.callbacks.parts.averages import Group, RawWeights, ema_update_
+from lit_diffusion.callbacks.ema import AveragedGroup, RawWeights, ema_update_, pack, unpack
 from lit_diffusion.callbacks.trainer_state import (
     first_nonfinite,
     gather_state,
     is_dtensor,
     local_part,
 )
-from lit_diffusion.checkpoints.averages import pack, unpack
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO, write_checkpoint
 from support.plain_module import assert_same_bits
@@ -48,7 +47,7 @@ def whole(tensors):
 
 
 def followed(net, known=None):
-    group = Group(DECAYS)
+    group = AveragedGroup(DECAYS)
     for name, param in net.named_parameters():
         group.add(name, param, known and known[name])
     return group
@@ -107,13 +106,13 @@ def swapped_in_and_out(one):
             assert_same_bits(one.net(batch), plain(batch))
 
     computes_with(weights)
-    raw.keep(one.net, one.params)
+    raw.save(one.net, one.params)
     with torch.no_grad():
         for param, average in zip(one.params, one.group.shadows[0], strict=True):
             local_part(param).copy_(local_part(average))
     assert_same_bits(whole(one.net.state_dict().values()), weights)
     computes_with(averages)
-    raw.put_back()
+    raw.restore()
     computes_with(weights)
 
 

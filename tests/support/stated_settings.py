@@ -25,9 +25,11 @@ def flat(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(value, f"{name}.{key}".lstrip("."))
 
 
-def _added(callback: str, **arguments: Any) -> dict[str, Any]:
+def _added(
+    callback: str, package: str = "lit_diffusion.callbacks", **arguments: Any
+) -> dict[str, Any]:
     name = f"trainer.callbacks+.{callback}"
-    return {name: f"lit_diffusion.callbacks.{callback}"} | {
+    return {name: f"{package}.{callback}"} | {
         f"{name}.{key}": value for key, value in arguments.items()
     }
 
@@ -39,7 +41,8 @@ def _clts(num_steps: int, num_bins: int) -> dict[str, Any]:
 
 def _shifting(num_steps: int, num_bins: int) -> dict[str, Any]:
     arguments = {"start": 1.0, "end": 0.0, "std": 0.25, "num_bins": num_bins}
-    return _added("ShiftingGaussian", num_steps=num_steps, **arguments)
+    package = "lit_diffusion.lab.shifting_gaussian"
+    return _added("ShiftingGaussian", package, num_steps=num_steps, **arguments)
 
 
 def _linear(num_steps: int) -> dict[str, Any]:

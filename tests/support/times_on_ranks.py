@@ -1,4 +1,4 @@
-"""Trains on two gloo ranks with batches of 8 and 5; writes what each was told and drew."""
+"""Trains on two gloo ranks with batches of 8 and 5; writes what each was visible and drew."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def main(folder: Path, writer: str) -> None:
     )
     trainer.fit(module)
     found = {
-        "told": lists(module.told),
+        "visible": lists(module.visible),
         "drawn": lists(module.drawn),
         "weights": lists(module.parameters()),
         "state": lists(callback.state_dict().values()),

@@ -12,7 +12,7 @@ from support.toy import mixture_denoiser
 from torch import Tensor
 
 from beside.tools import SHAPE, fill_, images, noise, outputs, worst
-from lit_diffusion.callbacks.parts.averages import span_decay
+from lit_diffusion.callbacks.ema import span_decay
 from lit_diffusion.gaussian import FixedLarge, FixedSmall
 from lit_diffusion.interchange import diffusers_dit, diffusers_unet
 from lit_diffusion.networks.dit import DiT

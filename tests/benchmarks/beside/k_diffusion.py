@@ -11,7 +11,7 @@ from support.toy import CountedNoise
 from torch import Tensor
 
 from beside.tools import SHAPE, Net, counted_noise, fill_, images, module, noise, worst
-from lit_diffusion.callbacks.parts.averages import ema_update_
+from lit_diffusion.callbacks.ema import ema_update_
 from lit_diffusion.grids import Karras, LogSNR
 from lit_diffusion.likelihood import flow_bits_per_dim
 from lit_diffusion.losses import P2, DenoisingLoss, Simple, SoftMinSNR

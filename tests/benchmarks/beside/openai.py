@@ -215,7 +215,7 @@ def resampler(lib: Library, draw: Random) -> float:
     diffusion.num_timesteps = num
     with patch.dict(vars(np), int=int):  # which numpy had when it was written
         theirs = lib.resample.LossSecondMomentResampler(diffusion, size, share)
-    history, pairs = LossHistory.of(num, size), []
+    history, pairs = LossHistory.empty(num, size), []
     for _ in range(60):
         t, values = torch.randint(num, (16,)), torch.rand(16) ** 3
         theirs.update_with_all_losses(t.tolist(), values.tolist())
