@@ -1,5 +1,6 @@
 """Outputs are compared with diffusers' DiT in tests/interchange/test_diffusers_dit.py."""
 
+from functools import cache
 from inspect import signature
 
 import pytest
@@ -18,6 +19,7 @@ SIZES = {
 }
 
 
+@cache
 def count(size, latents=32, patch_size=2):
     """Trained parameters, and with the table of positions, as published."""
     with torch.device("meta"):
