@@ -43,7 +43,7 @@ def commands(page: str) -> list[list[str]]:
     shell = "".join(f"printf '%s\\t' {line.replace('>', '')}; echo; " for line in lines)
     echo = subprocess.run(["bash", "-c", shell], text=True, capture_output=True, check=True)
     lines = [line.split("\t")[:-1] for line in echo.stdout.splitlines()]
-    return [words for words in lines if "keep_runs" not in words[1]]
+    return [words for words in lines if "runs_to_csv" not in words[1]]
 
 
 def compared(words: list[str]) -> str:
@@ -118,7 +118,7 @@ def test_what_is_kept_of_a_sweep_is_what_is_read_of_its_folders(tmp_path, monkey
         write_arm(tmp_path / "sweep" / arm, speed, seeds=range(2))
     write_run(tmp_path / "sweep/fast/seed-7", fids(2.0, 7)[:8], 7)
     table = tmp_path / "sweep.csv"
-    monkeypatch.setattr(sys, "argv", ["keep_runs.py", str(tmp_path / "sweep"), str(table)])
-    runpy.run_path(str(ROOT / "tests/benchmarks/keep_runs.py"), run_name="__main__")
+    monkeypatch.setattr(sys, "argv", ["runs_to_csv.py", str(tmp_path / "sweep"), str(table)])
+    runpy.run_path(str(ROOT / "tests/benchmarks/runs_to_csv.py"), run_name="__main__")
     runs = [run for run in collect_runs([str(tmp_path / "sweep")]) if run.seed != "7"]
     assert read_arms([str(table)]) == arms_of(select(runs))

@@ -60,12 +60,12 @@ def cell(arm: str) -> tuple[str, float]:
         ValueError: for an arm that the tables have no place for.
     """
     parts = arm.split("+")
-    factors = [float(found[1]) for p in parts if (found := re.search(r"-x([\d.]+)$", p))]
+    factors = [float(match[1]) for p in parts if (match := re.search(r"-x([\d.]+)$", p))]
     names = [re.sub(r"-x[\d.]+$", "", p) for p in parts if not p.startswith("lr-x")]
     name, factor = (*names, "baseline")[0], (*factors, 1.0)[0]
-    is_known = (name in ADVICE and factor in FACTORS) or (is_beta(name) and factor in BETA_FACTORS)
+    is_listed = (name in ADVICE and factor in FACTORS) or (is_beta(name) and factor in BETA_FACTORS)
     is_absolute = "sgd" in parts and len(parts) > 1  # an lr-x* would be of Adam's lr
-    if not is_known or is_absolute or len(names) > 1 or len(factors) > 1:
+    if not is_listed or is_absolute or len(names) > 1 or len(factors) > 1:
         raise ValueError(f"{arm} is no piece of advice with a factor of its lr.")
     return name, factor
 
@@ -76,12 +76,12 @@ def is_beta(name: str) -> bool:
 
 
 def read(file: str) -> list[Run]:
-    found = {}
+    stabilities = {}
     for row in csv.DictReader(Path(file).read_text().splitlines()):
         steady = Stability(int(row["spikes"]), row["diverged"] == "1")
-        found[row["arm"], row["seed"]] = steady if row["losses_every"] == "1" else None
+        stabilities[row["arm"], row["seed"]] = steady if row["losses_every"] == "1" else None
     return [
-        Run(arm.name, run.seed, last_fid(run), found[arm.name, run.seed])
+        Run(arm.name, run.seed, last_fid(run), stabilities[arm.name, run.seed])
         for arm in read_arms([file])
         for run in arm.curves
     ]
@@ -94,42 +94,42 @@ def last_fid(run: Curve) -> float:
 
 def cells(advice: list[Run], ablation: list[Run]) -> Cells:
     """The runs by advice and factor; of a seed that is in both files, the first."""
-    known = {(run.arm, run.seed) for run in advice}
-    more = [run for run in ablation if is_beta(run.arm) and (run.arm, run.seed) not in known]
-    found: Cells = defaultdict(list)
+    in_advice = {(run.arm, run.seed) for run in advice}
+    more = [run for run in ablation if is_beta(run.arm) and (run.arm, run.seed) not in in_advice]
+    by_cell: Cells = defaultdict(list)
     for run in advice + more:
-        found[cell(run.arm)].append(run)
-    return found
+        by_cell[cell(run.arm)].append(run)
+    return by_cell
 
 
 def fids(runs: list[Run]) -> str:
     """The geometric mean over seeds, the lowest and the highest."""
-    kept = sorted(fid for run in runs if math.isfinite(fid := run.last_fid))
-    if not kept:
+    finite = sorted(fid for run in runs if math.isfinite(fid := run.last_fid))
+    if not finite:
         return "-"
-    lost = f", {len(kept)} of {len(runs)}" * (len(kept) < len(runs))
-    spread = f"{format_fid(kept[0])} to {format_fid(kept[-1])}"
-    return f"{format_fid(geometric_mean(kept))} ({spread}{lost})"
+    lost = f", {len(finite)} of {len(runs)}" * (len(finite) < len(runs))
+    spread = f"{format_fid(finite[0])} to {format_fid(finite[-1])}"
+    return f"{format_fid(geometric_mean(finite))} ({spread}{lost})"
 
 
 def unstable(runs: list[Run]) -> str:
     """Diverged and spiking runs of those that logged every step, as in compare's table."""
-    found = [run.stability for run in runs if run.stability]
-    if not found:
+    stabilities = [run.stability for run in runs if run.stability]
+    if not stabilities:
         return "-"
-    bad = sum(not one.stable for one in found)
-    diverged = sum(one.diverged for one in found)
-    return f"{bad} of {len(found)}" + (f" ({diverged} diverged)" if diverged else "")
+    bad = sum(not one.stable for one in stabilities)
+    diverged = sum(one.diverged for one in stabilities)
+    return f"{bad} of {len(stabilities)}" + (f" ({diverged} diverged)" if diverged else "")
 
 
 def against(runs: list[Run], baseline: list[Run]) -> tuple[TTest | None, TTest | None]:
     """Last FIDs beside those of the baseline, and by seed; None where a run has none."""
-    own, other = ({run.seed: run.last_fid for run in group} for group in (runs, baseline))
-    if not all(map(math.isfinite, (*own.values(), *other.values()))):
+    ours, theirs = ({run.seed: run.last_fid for run in group} for group in (runs, baseline))
+    if not all(map(math.isfinite, (*ours.values(), *theirs.values()))):
         return None, None
-    shared = sorted(own.keys() & other.keys())
-    logs = [[math.log(fid) for fid in fids.values()] for fids in (own, other)]
-    pairs = [[math.log(each[seed]) for seed in shared] for each in (own, other)]
+    shared = sorted(ours.keys() & theirs.keys())
+    logs = [[math.log(fid) for fid in fids.values()] for fids in (ours, theirs)]
+    pairs = [[math.log(each[seed]) for seed in shared] for each in (ours, theirs)]
     return welch(*logs), paired(*pairs)
 
 
@@ -144,34 +144,34 @@ def row(*texts: str) -> None:
     print("| " + " | ".join(texts) + " |")
 
 
-def advice_table(found: Cells) -> None:
+def advice_table(by_cell: Cells) -> None:
     """At the best lr."""
-    tests = {name: against(found[name, 1], found["baseline", 1]) for name in list(ADVICE)[1:]}
-    told = {name: test.p for name, (test, _) in tests.items() if test}
-    corrected = dict(zip(told, holm(list(told.values())), strict=True))
+    tests = {name: against(by_cell[name, 1], by_cell["baseline", 1]) for name in list(ADVICE)[1:]}
+    p_values = {name: test.p for name, (test, _) in tests.items() if test}
+    corrected = dict(zip(p_values, holm(list(p_values.values())), strict=True))
     row("arm", "what differs", "FID", "over the baseline's", "p (Holm)", "by seed")
     row(*["---"] * 6)
     for name, text in ADVICE.items():
         test, pairs = tests.get(name, (None, None))
         p = format_p(corrected.get(name))
-        row(name, text, fids(found[name, 1]), ratio(test), p, ratio(pairs))
+        row(name, text, fids(by_cell[name, 1]), ratio(test), p, ratio(pairs))
 
 
-def stability_table(found: Cells) -> None:
+def stability_table(by_cell: Cells) -> None:
     """At one, three and ten times the best lr."""
     row("arm", *(f"unstable at {k:g}x" for k in FACTORS), "FID at 3x", "FID at 10x")
     row(*["---"] * 6)
     for name in ADVICE:
-        each = [found[name, factor] for factor in FACTORS]
+        each = [by_cell[name, factor] for factor in FACTORS]
         row(name, *map(unstable, each), *map(fids, each[1:]))
 
 
-def momentum_table(found: Cells) -> None:
+def momentum_table(by_cell: Cells) -> None:
     row("beta1", "FID at 0.3x", "1x", "3x", "unstable at 0.3x", "3x")
     row(*["---"] * 6)
     for beta in BETAS:
         name = "baseline" if beta == "0.9" else f"beta1-{beta}"
-        each = [found[name, factor] for factor in BETA_FACTORS]
+        each = [by_cell[name, factor] for factor in BETA_FACTORS]
         row(beta, *map(fids, each), *map(unstable, (each[0], each[2])))
 
 
@@ -180,12 +180,12 @@ def main() -> None:
     parser.add_argument("advice")
     parser.add_argument("ablation")
     args = parser.parse_args()
-    found = cells(read(args.advice), read(args.ablation))
-    advice_table(found)
+    by_cell = cells(read(args.advice), read(args.ablation))
+    advice_table(by_cell)
     print()
-    stability_table(found)
+    stability_table(by_cell)
     print()
-    momentum_table(found)
+    momentum_table(by_cell)
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ def built(spec: Any) -> Any:
 
 
 def model_of(file: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(Path(file).read_text())["model"]["init_args"]
-    return found
+    model: dict[str, Any] = yaml.safe_load(Path(file).read_text())["model"]["init_args"]
+    return model
 
 
 def step_of(network: nn.Module, shape: tuple[int, ...], classes: int) -> Callable[[], float]:
@@ -95,7 +95,7 @@ def judge_of(data: str) -> Judge:
 @torch.no_grad()
 def measured(run: Any, judge: Judge) -> dict[str, Any]:
     loaded = load_module(run.path, trust=TRUST)
-    module, known = loaded.module, loaded.checkpoint["hyper_parameters"]
+    module, hyper_parameters = loaded.module, loaded.checkpoint["hyper_parameters"]
     labels, start = torch.arange(SAMPLES) % 10, time.perf_counter()
     parts = zip(range(0, SAMPLES, 250), labels.split(250), strict=True)
     images = torch.cat([module.generate(range(i, i + 250), part) for i, part in parts])
@@ -105,7 +105,7 @@ def measured(run: Any, judge: Judge) -> dict[str, Any]:
         "arm": run.arm,
         "seed": run.seed,
         "predicts": type(module.parameterization).__name__,
-        "lr": known["optimizer"]["init_args"]["lr"],
+        "lr": hyper_parameters["optimizer"]["init_args"]["lr"],
         "steps": run.max_steps,
         "parameters": sum(parameter.numel() for parameter in module.network.parameters()),
         "fid": statistics.geometric_mean(record["value"] for record in last),
@@ -136,7 +136,7 @@ def print_table(file: str) -> None:
     for row in csv.DictReader(Path(file).read_text().splitlines()):
         kinds.setdefault((row["predicts"], row["arm"]), []).append(row)
     fids = {kind: statistics.fmean(float(run["fid"]) for run in kinds[kind]) for kind in kinds}
-    rows = [cells_of(arm, kinds[told, arm], fids[told, "baseline"]) for told, arm in kinds]
+    rows = [cells_of(kind[1], kinds[kind], fids[kind[0], "baseline"]) for kind in kinds]
     for line in (HEADS, ["---"] * len(HEADS), *rows):
         print(f"| {' | '.join(line)} |")
 

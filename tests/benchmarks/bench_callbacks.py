@@ -130,8 +130,8 @@ def main():
         for name, make in ARMS.items():
             times[name].append(milliseconds_per_step(make(options.steps), options.steps))
     base = statistics.median(times["none"])
-    for name, found in times.items():
-        median = statistics.median(found)
+    for name, milliseconds in times.items():
+        median = statistics.median(milliseconds)
         print(
             f"{name:28} {median:7.3f} ms/step  {median - base:+7.3f} ms"
             f"  {median - base:+6.2f}% of 100 ms"

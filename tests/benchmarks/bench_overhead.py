@@ -35,7 +35,7 @@ WARM_UP = 10
 
 def network() -> UNet:
     torch.manual_seed(0)
-    made = UNet(
+    unet = UNet(
         1,
         1,
         model_channels=32,
@@ -44,7 +44,7 @@ def network() -> UNet:
         norm_groups=8,
         num_classes=10,
     )
-    return made.to(memory_format=torch.channels_last)
+    return unet.to(memory_format=torch.channels_last)
 
 
 def module() -> DiffusionModule:
@@ -77,9 +77,10 @@ def bare_loop(device: torch.device) -> Iterator[None]:
             t = (u * 1000).long().to(device)
             alpha, sigma = alphas[t].view(-1, 1, 1, 1), sigmas[t].view(-1, 1, 1, 1)
             noise = torch.randn_like(x0)
-            kept = labels.masked_fill(torch.rand(len(x0)) < 0.1, -1).to(device)
+            dropped = labels.masked_fill(torch.rand(len(x0)) < 0.1, -1).to(device)
             x_t = (alpha * x0 + sigma * noise).contiguous(memory_format=torch.channels_last)
-            error = (net(x_t, t, kept) - (alpha * noise - sigma * x0)).square().flatten(1).mean(1)
+            target = alpha * noise - sigma * x0
+            error = (net(x_t, t, dropped) - target).square().flatten(1).mean(1)
             snr = (alphas[t] / sigmas[t]) ** 2
             loss = (snr.clamp(max=5) / (snr + 1) * error).mean()
             optimizer.zero_grad()

@@ -35,19 +35,19 @@ def row(*cells: str) -> None:
 
 
 def table(pairs: Sequence[tuple[Arm, Arm]]) -> None:
-    found = [tests_of(*pair) for pair in pairs]
-    first = holm([result.speedup.p for result, _, _ in found])
-    second, third = (holm([tests[k].p for tests in found]) for k in (1, 2))
+    tests = [tests_of(*pair) for pair in pairs]
+    first = holm([result.speedup.p for result, _, _ in tests])
+    second, third = (holm([each[k].p for each in tests]) for k in (1, 2))
     row(
         "arm", "its control", "seeds", "speed-up", "by seed", "last FID over the control's, by seed"
     )
     row(*["---"] * 6)
     for (arm, control), (result, speed, last), *ps in zip(
-        pairs, found, first, second, third, strict=True
+        pairs, tests, first, second, third, strict=True
     ):
         seeds = f"{len(arm.curves)}, {len(control.curves)}"
-        told = f"{format_speedup(result.speedup)} to {format_fid(result.at)}, p {format_p(ps[0])}"
-        row(arm.name, control.name, seeds, told, text(speed, ps[1], "x"), text(last, ps[2]))
+        faster = f"{format_speedup(result.speedup)} to {format_fid(result.at)}, p {format_p(ps[0])}"
+        row(arm.name, control.name, seeds, faster, text(speed, ps[1], "x"), text(last, ps[2]))
 
 
 def main() -> None:

@@ -28,16 +28,20 @@ PARTS = ("class", "ink", "slant", "all")
 
 def recognised(judge: SVC, images: Tensor, wanted: Tensor) -> Tensor:
     """(N, 4) bool by PARTS, of images (N, 1, 8, 8) and numbers in DESCRIPTIONS (N,)."""
-    found = number_descriptions(images, torch.from_numpy(judge.predict(pixels(images))))
-    parts = [found // 9 == wanted // 9, found % 9 // 3 == wanted % 9 // 3, found % 3 == wanted % 3]
-    return torch.stack([*parts, found == wanted], dim=1)
+    numbers = number_descriptions(images, torch.from_numpy(judge.predict(pixels(images))))
+    parts = [
+        numbers // 9 == wanted // 9,
+        numbers % 9 // 3 == wanted % 9 // 3,
+        numbers % 3 == wanted % 3,
+    ]
+    return torch.stack([*parts, numbers == wanted], dim=1)
 
 
-def samples(model: torch.nn.Module, each: int, told: bool) -> tuple[Tensor, Tensor]:
+def samples(model: torch.nn.Module, each: int, with_words: bool) -> tuple[Tensor, Tensor]:
     """Images of every description `each` times, and its number; seeds 0, 1, ..."""
     seeds, words = range(len(DESCRIPTIONS) * each), DigitWords()
     condition = words.for_seeds(seeds)
-    condition = condition if told else words.null(condition)
+    condition = condition if with_words else words.null(condition)
     batches = [
         model.generate(seeds[i : i + 500], condition[i : i + 500])
         for i in range(0, len(seeds), 500)
@@ -49,24 +53,24 @@ def measure(checkpoint: Path, weights: str, each: int, guidance: float | None) -
     data = Digits()
     train, val = data.dataset("train"), data.dataset("val")
     judge = SVC(C=10).fit(pixels(train.images), train.labels)
-    seen = number_descriptions(train.images, train.labels).bincount(minlength=len(DESCRIPTIONS))
+    counts = number_descriptions(train.images, train.labels).bincount(minlength=len(DESCRIPTIONS))
     model = load(checkpoint, weights=weights)
     model.guidance = None if guidance is None else ClassifierFree(guidance)
-    images, wanted = samples(model, each, told=True)
+    images, wanted = samples(model, each, with_words=True)
     right = recognised(judge, images, wanted)
     model.guidance = None
-    untold = recognised(judge, *samples(model, each, told=False))
+    by_chance = recognised(judge, *samples(model, each, with_words=False))
     held_out = recognised(judge, val.images, number_descriptions(val.images, val.labels))
-    is_seen = seen[wanted] > 0
+    is_trained = counts[wanted] > 0
     rows = {
-        "descriptions with training images": right[is_seen],
-        "descriptions without": right[~is_seen],
+        "descriptions with training images": right[is_trained],
+        "descriptions without": right[~is_trained],
         "all descriptions": right,
-        "the same samples told nothing": untold,
+        "the same samples told nothing": by_chance,
         "held-out digits": held_out,
     }
     by_description = {
-        f"{text} ({seen[i]} training images)": right[wanted == i]
+        f"{text} ({counts[i]} training images)": right[wanted == i]
         for i, text in enumerate(DESCRIPTIONS)
     }
     return {"each": each, "guidance": guidance, **shares(rows | by_description)}
@@ -89,13 +93,13 @@ def main() -> None:
     parser.add_argument("--guidance", type=float, help="scale of classifier-free guidance")
     parser.add_argument("--out", type=Path, help="JSON file for the shares")
     args = parser.parse_args()
-    found = measure(args.checkpoint, args.weights, args.each, args.guidance)
+    figures = measure(args.checkpoint, args.weights, args.each, args.guidance)
     print(f"{'':>55}" + "".join(f"{part:>8}" for part in PARTS))
-    for name, row in found.items():
+    for name, row in figures.items():
         if isinstance(row, dict):
             print(f"{name:>55}" + "".join(f"{row[part]:>8.1%}" for part in PARTS))
     if args.out:
-        args.out.write_text(json.dumps(found, indent=2) + "\n")
+        args.out.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -16,5 +16,5 @@ class DiffusersUNet(torch.nn.Module):
         self.inner = UNet2DModel(num_class_embeds=num_classes + 1, **config)
 
     def forward(self, x: Tensor, noise_label: Tensor, labels: Tensor) -> Tensor:
-        known = torch.where(labels < 0, self.num_classes, labels)
-        return self.inner(x, noise_label, known).sample
+        classes = torch.where(labels < 0, self.num_classes, labels)
+        return self.inner(x, noise_label, classes).sample

@@ -46,19 +46,19 @@ def fid(extractor: torch.nn.Module, fake: Tensor, real: Tensor) -> float:
 def draw_with_labels(train: tuple[Tensor, Tensor], labels: Tensor, seed: int) -> Tensor:
     """As many training images of each class as `labels` has."""
     generator = torch.Generator().manual_seed(seed)
-    chosen = []
+    rows = []
     for label in labels.unique().tolist():
         candidates = (train[1] == label).nonzero().flatten()
         order = torch.randperm(len(candidates), generator=generator)
-        chosen.append(candidates[order[: int((labels == label).sum())]])
-    return train[0][torch.cat(chosen)]
+        rows.append(candidates[order[: int((labels == label).sum())]])
+    return train[0][torch.cat(rows)]
 
 
 def closeness(images: Tensor, train: Tensor) -> tuple[float, float]:
     """Shares of images with r < 0.5 and r < 1."""
-    own = torch.cdist(pixels(train), pixels(train)).fill_diagonal_(torch.inf).min(1).values
+    gap = torch.cdist(pixels(train), pixels(train)).fill_diagonal_(torch.inf).min(1).values
     distance, nearest = torch.cdist(pixels(images), pixels(train)).min(1)
-    r = distance / own[nearest]
+    r = distance / gap[nearest]
     return (r < 0.5).double().mean().item(), (r < 1).double().mean().item()
 
 

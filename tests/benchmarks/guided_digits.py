@@ -1,6 +1,6 @@
 """What guidance does to digits.
 
-    guided_digits.py measure_reference RUN WEAKER CLASSIFIER --out FILE.csv [--sets 3]
+    guided_digits.py measure RUN WEAKER CLASSIFIER --out FILE.csv [--sets 3]
     guided_digits.py table FILE.csv    as Markdown, mean and spread of the sets
 
 Samples of RUN with the labels of the 1,437 training digits, under each kind of guidance: FID
@@ -75,9 +75,9 @@ def scores(
     )
     samples = look.accumulator()
     samples.add(images)
-    fid, found = samples.compute()
-    known = (found[name] for name in COLUMNS[1:-1])
-    return [fid, *known, judge.score(pixels(images), labels)]
+    fid, metrics = samples.compute()
+    others = (metrics[name] for name in COLUMNS[1:-1])
+    return [fid, *others, judge.score(pixels(images), labels)]
 
 
 def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -95,8 +95,8 @@ def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         model.solver = ancestral if "DDPM" in name else usual
         for k in range(args.sets):
             seeds = range(k * num, (k + 1) * num)
-            found = scores(model, train.labels, seeds, look, judge)
-            yield {"guidance": name, "set": k, **dict(zip(COLUMNS, found, strict=True))}
+            values = scores(model, train.labels, seeds, look, judge)
+            yield {"guidance": name, "set": k, **dict(zip(COLUMNS, values, strict=True))}
 
 
 def print_table(file: Path) -> None:

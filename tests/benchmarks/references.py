@@ -22,11 +22,11 @@ from random import Random
 import torch
 
 sys.path.append(str(Path(__file__).parents[1]))  # tests, for `support`
-from beside.tools import Comparison, in_float64
+from reference_adapters.common import Comparison, in_float64
 
 REFERENCES = {
-    "improved-diffusion": "improved",
-    "guided-diffusion": "guided",
+    "improved-diffusion": "improved_diffusion",
+    "guided-diffusion": "guided_diffusion",
     "k-diffusion": "k_diffusion",
     "U-ViT": "uvit",
     "DiT": "dit",
@@ -42,24 +42,24 @@ def load(folder: Path, name: str) -> dict[str, Comparison]:
         package = types.ModuleType("k_diffusion")
         package.__path__ = [str(folder / name / "k_diffusion")]
         sys.modules["k_diffusion"] = package
-    return import_module(f"beside.{REFERENCES[name]}").COMPARISONS
+    return import_module(f"reference_adapters.{REFERENCES[name]}").COMPARISONS
 
 
 def commit(folder: Path, name: str) -> str:
     if name == "diffusers":
         return version("diffusers")
-    asked = ["git", "-C", str(folder / name), "rev-parse", "--show-toplevel", "HEAD"]
-    told = subprocess.run(asked, capture_output=True, text=True).stdout.split()
-    return told[1][:8] if told and Path(told[0]) == (folder / name).resolve() else "no clone"
+    command = ["git", "-C", str(folder / name), "rev-parse", "--show-toplevel", "HEAD"]
+    answer = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    return answer[1][:8] if answer and Path(answer[0]) == (folder / name).resolve() else "no clone"
 
 
 def rows(
     folder: Path, names: list[str], num: int, seed: int
 ) -> Iterator[tuple[str, str, int, float]]:
     """Reference, what is compared, in how many configurations, the worst deviation."""
-    found = [(name, what, run) for name in names for what, run in load(folder, name).items()]
-    for i, (name, what, run) in enumerate(found):
-        count, start = num // len(found) + (i < num % len(found)), time.perf_counter()
+    comparisons = [(name, what, run) for name in names for what, run in load(folder, name).items()]
+    for i, (name, what, run) in enumerate(comparisons):
+        count, start = num // len(comparisons) + (i < num % len(comparisons)), time.perf_counter()
         draw, offs = Random(f"{seed} {name} {what}"), []
         for _ in range(count):
             torch.manual_seed(draw.randrange(2**31))

@@ -104,7 +104,7 @@ GROUPS = {
     "U-ViT, other seeds": ["uvit/0", "uvit/1", "uvit/2"],
 }
 """What is compared: the first with the others, and all pairs."""
-OWN_GROUPS = {
+GROUPS_OF_DATA = {
     "digits": {
         "noise and x0": ["unet/0", "x0/1", "x0-min-snr/2"],
         "x0, Min-SNR, other seeds": ["x0-min-snr/0", "x0-min-snr/1", "x0-min-snr/2"],
@@ -119,7 +119,7 @@ OWN_GROUPS = {
 
 def groups(data: str) -> dict[str, list[str]]:
     """Those of this data."""
-    return GROUPS | OWN_GROUPS[data]
+    return GROUPS | GROUPS_OF_DATA[data]
 
 
 def slug(group: str) -> str:
@@ -145,25 +145,25 @@ def train(out: Path, data: str, kind: str, seed: int, options: list[str]) -> Non
         return
     is_gan = kind in ("dcgan", "biggan")
     config = f"{data}-{kind}" if is_gan else {"digits": "digits-ablation"}.get(data, data)
-    told = [f"--config={ROOT}/configs/{config}.yaml"]
+    words = [f"--config={ROOT}/configs/{config}.yaml"]
     if not is_gan:
         # on MNIST a step of a transformer takes less than half of the U-Net's
         steps = 1500 if data == "mnist" and kind in ("uvit", "dit") else STEPS[data]
-        told += [*options, f"--trainer.max_steps={steps}", f"--trainer.val_check_interval={steps}"]
+        words += [*options, f"--trainer.max_steps={steps}", f"--trainer.val_check_interval={steps}"]
     if kind in ("unet", "dcgan", "biggan"):
-        told += ["--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint"]
-        told += [f"--trainer.callbacks.dirpath={folder}/steps"]
-        told += ["--trainer.callbacks.filename={step:05d}", "--trainer.callbacks.save_top_k=-1"]
-        told += [f"--trainer.callbacks.every_n_train_steps={500 if is_gan else 25}"]
+        words += ["--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint"]
+        words += [f"--trainer.callbacks.dirpath={folder}/steps"]
+        words += ["--trainer.callbacks.filename={step:05d}", "--trainer.callbacks.save_top_k=-1"]
+        words += [f"--trainer.callbacks.every_n_train_steps={500 if is_gan else 25}"]
     if is_gan and data == "mnist":
-        told += [f"--trainer.max_steps={4800 if kind == 'dcgan' else 1600}"]  # for want of time
+        words += [f"--trainer.max_steps={4800 if kind == 'dcgan' else 1600}"]  # for want of time
     if data == "mnist":
-        told += ["--data.init_args.root=data", "--data.init_args.num_workers=0"]
+        words += ["--data.init_args.root=data", "--data.init_args.num_workers=0"]
     elif not is_gan:
-        told += ["--trainer.callbacks.FIDEvaluation.repeats_at_end=0"]
-    told += [f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}"]
-    told += ["--ckpt_path=last-or-none"]
-    if lit_diffusion(out / f"{kind}-{seed}.log", "fit", *told):
+        words += ["--trainer.callbacks.FIDEvaluation.repeats_at_end=0"]
+    words += [f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}"]
+    words += ["--ckpt_path=last-or-none"]
+    if lit_diffusion(out / f"{kind}-{seed}.log", "fit", *words):
         (folder / "done").touch()
         print(f"trained {kind} from seed {seed}", flush=True)
 
@@ -191,26 +191,26 @@ def looks(out: Path, data: str) -> dict[str, list[str]]:
     early = {"unet": "00100", "dcgan": "02000", "biggan": "00500"}
     if not of_digits:
         early |= {"unet": "00075", "dcgan": "00500"}
-    found: dict[str, list[str]] = {}
+    commands: dict[str, list[str]] = {}
     for kind, step in early.items():
         steps = sorted((out / kind / "0/steps").glob("*.ckpt"))
         if not steps:
             continue
         last, other = str(out / kind / "0"), str(out / kind / "1")
         first = str(out / kind / "0/steps" / f"step={step}.ckpt")
-        found[f"line-{kind}-times"] = ["interpolate", last, first, *few]
-        found[f"line-{kind}-seeds"] = ["interpolate", last, other, "--align", *few]
-        found[f"plane-{kind}"] = ["landscape", last, *few]
+        commands[f"line-{kind}-times"] = ["interpolate", last, first, *few]
+        commands[f"line-{kind}-seeds"] = ["interpolate", last, other, "--align", *few]
+        commands[f"plane-{kind}"] = ["landscape", last, *few]
         before = dict.fromkeys(str(steps[i * (len(steps) - 1) // 7]) for i in range(7))
         config = ["--data", f"{last}/config.yaml"]  # the steps lie beside the run's checkpoints
-        found[f"own-{kind}"] = ["consistency", last, *before, "--num", "100", *config]
+        commands[f"own-{kind}"] = ["consistency", last, *before, "--num", "100", *config]
         kinks = [] if kind == "unet" else ["--kinks"]
-        found[f"spectrum-{kind}"] = ["hessian", last, *many, *kinks]
-    if "line-biggan-seeds" in found:
-        found["line-biggan-seeds"].remove("--align")  # of whose blocks no order is known
+        commands[f"spectrum-{kind}"] = ["hessian", last, *many, *kinks]
+    if "line-biggan-seeds" in commands:
+        commands["line-biggan-seeds"].remove("--align")  # of whose blocks no order is known
     way = sorted(str(path) for path in (out / "unet/0/steps").glob("*.ckpt"))
-    found["way-unet"] = ["landscape", str(out / "unet/0"), *few, "--path", *way]
-    return found
+    commands["way-unet"] = ["landscape", str(out / "unet/0"), *few, "--path", *way]
+    return commands
 
 
 def look(out: Path, data: str, jobs: int, only: list[str]) -> None:
@@ -256,19 +256,19 @@ def gans(out: Path, num: int = 1000) -> None:
             features = protocol.build()
             images, labels = train_images(data)
             bank = features(images)
-            seen = features(module.generate(range(num)))
-            found = labels[torch.cdist(seen.float(), bank.float()).argmin(1)]
-            shares = torch.bincount(found, minlength=10) / num
-            told = f"classes {shares.min():.1%} to {shares.max():.1%}"
+            points = features(module.generate(range(num)))
+            classes = labels[torch.cdist(points.float(), bank.float()).argmin(1)]
+            shares = torch.bincount(classes, minlength=10) / num
+            text = f"classes {shares.min():.1%} to {shares.max():.1%}"
             if module.num_classes:
-                told += f", as asked for {(found == torch.arange(num) % 10).double().mean():.1%}"
-            print(f"{kind}/{seed}: {told}")
+                text += f", as asked for {(classes == torch.arange(num) % 10).double().mean():.1%}"
+            print(f"{kind}/{seed}: {text}")
 
 
 def train_images(data: Any, most: int = 5000) -> tuple[Tensor, Tensor]:
     dataset = data.dataset("train")
-    chosen = list(range(0, len(dataset), max(1, len(dataset) // most)))
-    images, labels, _ = dataset.fetch([0] * len(chosen), chosen)
+    rows = list(range(0, len(dataset), max(1, len(dataset) // most)))
+    images, labels, _ = dataset.fetch([0] * len(rows), rows)
     return images, labels
 
 

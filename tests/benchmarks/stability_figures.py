@@ -37,8 +37,8 @@ def draw_consistency(folder: Path) -> None:
     for axes, (data, rows) in zip(panels, tables.items(), strict=True):
         at = range(len(rows))[::-1]
         for name, (mark, color, label) in marks.items():
-            known = [(float(row[name]), y) for row, y in zip(rows, at, strict=True) if row[name]]
-            axes.plot(*zip(*known, strict=True), mark, color=color, label=label, markersize=8)
+            points = [(float(row[name]), y) for row, y in zip(rows, at, strict=True) if row[name]]
+            axes.plot(*zip(*points, strict=True), mark, color=color, label=label, markersize=8)
         axes.set_yticks(list(at), [row["group"] for row in rows])
         axes.set(title=data, xlabel="PSNR (dB)")
         axes.grid(alpha=0.3)
@@ -62,8 +62,8 @@ def draw_levels(folder: Path) -> None:
 
 def by_step(rows: list[Row], u: str, name: str) -> tuple[list[int], list[float]]:
     steps = sorted({int(row["step"]) for row in rows})
-    chosen = [[float(r[name]) for r in rows if r["u"] == u and int(r["step"]) == s] for s in steps]
-    return steps, [mean(each) for each in chosen]
+    values = [[float(r[name]) for r in rows if r["u"] == u and int(r["step"]) == s] for s in steps]
+    return steps, [mean(each) for each in values]
 
 
 def _draw_shares(axes: Any, rows: list[Row]) -> None:
@@ -81,8 +81,8 @@ def _draw_distances(axes: Any, rows: list[Row]) -> None:
     us = sorted({row["u"] for row in rows}, key=float)
     steps = sorted({int(row["step"]) for row in rows} - {0})
     for i, step in enumerate([steps[0], steps[len(steps) // 8], steps[len(steps) // 2], steps[-1]]):
-        found = [dict(zip(*by_step(rows, u, "from_x_t"), strict=True))[step] for u in us]
-        axes.plot([float(u) for u in us], found, color=_color(3 * i), label=f"step {step}")
+        distances = [dict(zip(*by_step(rows, u, "from_x_t"), strict=True))[step] for u in us]
+        axes.plot([float(u) for u in us], distances, color=_color(3 * i), label=f"step {step}")
     noise = [by_step(rows, u, "noise_from_x_t")[1][0] for u in us]
     axes.plot([float(u) for u in us], noise, "k:", label="the noise itself")
     axes.set(xlabel="noise level u", title="|eps - x_t| / |x_t|", yscale="log")
@@ -96,8 +96,8 @@ def _draw_decided(axes: Any, rows: list[Row]) -> None:
         ("psnr_to_image", "one way, and the image"),
         ("psnr_of_others", "other images of the class"),
     ):
-        found = [mean(float(row[name]) for row in rows if row["u"] == u) for u in us]
-        axes.plot([float(u) for u in us], found, ".-", label=label)
+        values = [mean(float(row[name]) for row in rows if row["u"] == u) for u in us]
+        axes.plot([float(u) for u in us], values, ".-", label=label)
     axes.set(xlabel="noise level u of x_t", title="PSNR (dB)")
     axes.legend(fontsize=6)
 
@@ -116,12 +116,12 @@ def draw_lines(folder: Path) -> None:
     figure = Figure(figsize=(3 * 5, 3 * len(tables)), layout="constrained")
     panels = figure.subplots(len(tables), 5, squeeze=False)
     for row, (data, rows) in zip(panels, tables.items(), strict=True):
-        shown = [("unet", "u = 0.1"), ("unet", "u = 0.5"), ("unet", "u = 0.9")]
-        shown += [("dcgan", "generator"), ("biggan", "generator")]
-        for axes, (kind, loss) in zip(row, shown, strict=True):
+        losses = [("unet", "u = 0.1"), ("unet", "u = 0.5"), ("unet", "u = 0.9")]
+        losses += [("dcgan", "generator"), ("biggan", "generator")]
+        for axes, (kind, loss) in zip(row, losses, strict=True):
             for i, (name, label) in enumerate(LINES.items()):
-                chosen = [r for r in rows if (r["line"], r["loss"]) == (f"{kind}-{name}", loss)]
-                xy = [(float(r["alpha"]), float(r["value"])) for r in chosen]
+                points = [r for r in rows if (r["line"], r["loss"]) == (f"{kind}-{name}", loss)]
+                xy = [(float(r["alpha"]), float(r["value"])) for r in points]
                 if xy:
                     axes.plot(*zip(*xy, strict=True), color=f"C{i}", label=label)
             scale = "log" if kind == "unet" else "linear"

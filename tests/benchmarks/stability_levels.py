@@ -123,22 +123,22 @@ def decided(run: Path, num: int, steps: int) -> Iterator[Row]:
 
     def ended(u: float, seed: int) -> Tensor:
         drawn = PerSampleNoise([seed * num + i for i in range(num)])
-        solver, begun = truncate_solver(whole, u), NoisedImagePrior(module.process, x0)
-        found = solver.sample(denoise, begun, noise, drawn.randn_like)
-        return module.codec.decode(found)
+        solver, prior = truncate_solver(whole, u), NoisedImagePrior(module.process, x0)
+        sample = solver.sample(denoise, prior, noise, drawn.randn_like)
+        return module.codec.decode(sample)
 
     protocol = protocol_by_name(protocol_of_run(run))
     features = protocol.build()
     for u in (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0):
         ends = torch.stack([ended(u, seed) for seed in (1, 2)])
-        found = measure_consistency(ends, ["1", "2"], features_of=features, labels=labels)
+        result = measure_consistency(ends, ["1", "2"], features_of=features, labels=labels)
         yield {
             "run": str(run.relative_to(run.parents[1])),
             "u": u,
-            "psnr": found.all_pairs,
-            "psnr_of_others": found.same_class,
+            "psnr": result.all_pairs,
+            "psnr_of_others": result.same_class,
             "psnr_to_image": psnr(ends[0], module.codec.decode(x0)).mean().item(),
-            "features": found.features,
+            "features": result.features,
         }
 
 
@@ -150,13 +150,13 @@ def train(out: Path, arm: str, seed: int, steps: int) -> None:
     folder = out / "early" / arm / str(seed)
     if (folder / "done").exists():
         return
-    own = [] if arm == "baseline" else [f"--config={ROOT}/configs/arms/digits/{arm}.yaml"]
+    recipe = [] if arm == "baseline" else [f"--config={ROOT}/configs/arms/digits/{arm}.yaml"]
     schedule = [] if arm == "baseline" else [f"--model.lr_scheduler.init_args.total_steps={steps}"]
     keeps = ["--trainer.callbacks+=lightning.pytorch.callbacks.ModelCheckpoint"]
     keeps += [f"--trainer.callbacks.dirpath={folder}/steps", "--trainer.callbacks.save_top_k=-1"]
     keeps += ["--trainer.callbacks.filename={step:05d}"]
     keeps += [f"--trainer.callbacks.every_n_train_steps={EARLY}"]
-    words = [f"--config={ROOT}/configs/digits-ablation.yaml", *own, *schedule, *keeps]
+    words = [f"--config={ROOT}/configs/digits-ablation.yaml", *recipe, *schedule, *keeps]
     words += [f"--trainer.max_steps={LATER}", f"--trainer.val_check_interval={EARLY}"]
     words += [f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}"]
     words += ["--ckpt_path=last-or-none", "--trainer.callbacks.FIDEvaluation.repeats_at_end=0"]
@@ -171,8 +171,8 @@ def gradient_noise(module: Any, x0: Tensor, labels: Tensor, noise: Tensor, u: fl
     halves = []
     for i in random_halves(len(x0)):
         loss = module.per_sample_loss(x0[i], labels[i], t[i], noise[i]).mean()
-        found = torch.autograd.grad(loss, list(module.parameters()), materialize_grads=True)
-        halves.append(torch.cat([g.flatten() for g in found]))
+        gradients = torch.autograd.grad(loss, list(module.parameters()), materialize_grads=True)
+        halves.append(torch.cat([g.flatten() for g in gradients]))
     signal, spread = signal_and_noise(halves[0], halves[1], len(x0) // 2)
     return spread / signal if signal > 0 else float("inf")
 
@@ -187,15 +187,17 @@ def measured(folder: Path) -> Row:
     row: Row = {"fid": scores[EARLY], "self_consistency": psnr(*images).mean().item()}
     raw = load_module(folder / f"steps/step={EARLY:05d}.ckpt", "raw")
     module: Any = raw.module
-    chosen = [0.1, 0.5, 0.9]
+    noise_levels = [0.1, 0.5, 0.9]
     dataset = data_of_run(folder, None, []).dataset("train")
-    for name, loss in fixed_losses(module, dataset, 64, chosen).items():
+    for name, loss in fixed_losses(module, dataset, 64, noise_levels).items():
         product, like = hessian_product(loss, list(module.parameters()))
-        found = estimate_spectrum(product, like, steps=20, seeds=[0])
+        estimate = estimate_spectrum(product, like, steps=20, seeds=[0])
         short = name.replace("u = ", "u")
-        row |= {f"top_{short}": float(found.top[0]), f"trace_{short}": found.trace}
+        row |= {f"top_{short}": float(estimate.top[0]), f"trace_{short}": estimate.trace}
     x0, labels, noise = fixed(raw, 1024)
-    row |= {f"noise_scale_u{u:g}": gradient_noise(module, x0, labels, noise, u) for u in chosen}
+    row |= {
+        f"noise_scale_u{u:g}": gradient_noise(module, x0, labels, noise, u) for u in noise_levels
+    }
     return row
 
 
@@ -223,8 +225,8 @@ def early(out: Path, jobs: int) -> None:
 
 def rank(table: Path) -> None:
     """Spearman's correlation of each measure, mean over seeds, with how fast the recipe was."""
-    found = compare(read_arms([str(ROOT / "docs/results/recipes.csv")]), "baseline")
-    speed = {each.arm.name: each.speedup.ratio for each in found.results} | {"baseline": 1.0}
+    comparison = compare(read_arms([str(ROOT / "docs/results/recipes.csv")]), "baseline")
+    speed = {each.arm.name: each.speedup.ratio for each in comparison.results} | {"baseline": 1.0}
     rows = read(table) or sys.exit(f"{table}: no such table; name that of `early`.")
     names = [name for name in rows[0] if name not in ("data", "arm", "seed")]
     print("| after 100 steps | rho | p |\n|---|---|---|")

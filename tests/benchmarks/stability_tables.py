@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from scipy.signal import find_peaks
-from stability import GROUPS, OWN_GROUPS, ROOT, slug
+from stability import GROUPS, GROUPS_OF_DATA, ROOT, slug
 
 from lit_diffusion.checkpoints.loading import load
 from lit_diffusion.lab.analysis.common import load_result
@@ -51,7 +51,7 @@ def rounded(value: Any) -> Any:
 
 # What is kept
 
-ALL_GROUPS = list(GROUPS | OWN_GROUPS["digits"] | OWN_GROUPS["mnist"])
+ALL_GROUPS = list(GROUPS | GROUPS_OF_DATA["digits"] | GROUPS_OF_DATA["mnist"])
 MEASURES = ("paper", "all_pairs", "shuffled", "same_class", "nearest", "features")
 
 
@@ -59,8 +59,8 @@ def consistencies(out: Path) -> Iterator[Row]:
     for group in ALL_GROUPS:
         file = out / "consistency" / slug(group) / "consistency.json"
         if file.is_file():
-            found = json.loads(file.read_text())
-            yield {"group": group} | {key: found[key] for key in MEASURES}
+            result = json.loads(file.read_text())
+            yield {"group": group} | {key: result[key] for key in MEASURES}
 
 
 def spectra(out: Path) -> Iterator[Row]:
@@ -72,38 +72,38 @@ def spectra(out: Path) -> Iterator[Row]:
         if hasattr(module, "generator"):
             names = ["discriminator", "generator"]
         for i, name in enumerate(names):
-            found = load_result(Spectrum, folder / f"hessian-{i}")
+            spectrum = load_result(Spectrum, folder / f"hessian-{i}")
             network = getattr(module, name, module)
             length = torch.cat([p.flatten() for p in network.parameters()]).norm().item()
             yield {
                 "model": kind,
                 "loss": name,
-                "weights": found.num_parameters,
-                "largest": found.top[0],
-                "second": found.top[1],
-                "smallest": np.nanmin(found.nodes),
-                "trace": found.trace,
-                "variance": found.variance,
-                "ritz_variance": found.ritz_variance,
-                "largest_by_length": found.top[0] * length**2,
+                "weights": spectrum.num_parameters,
+                "largest": spectrum.top[0],
+                "second": spectrum.top[1],
+                "smallest": np.nanmin(spectrum.nodes),
+                "trace": spectrum.trace,
+                "variance": spectrum.variance,
+                "ritz_variance": spectrum.ritz_variance,
+                "largest_by_length": spectrum.top[0] * length**2,
             }
 
 
 def lines(out: Path) -> Iterator[Row]:
     for folder in sorted(out.glob("looks/line-*/")):
         for file in sorted(folder.glob("interpolation*.json")):
-            found = load_result(Interpolation, file.with_suffix(""))
-            line = folder.name.removeprefix("line-") + "-aligned" * ("aligned" in file.stem)
-            for name, values in zip(found.names, found.values, strict=True):
-                for alpha, value in zip(found.alphas, values, strict=True):
-                    yield {"line": line, "loss": name, "alpha": alpha, "value": value}
+            line = load_result(Interpolation, file.with_suffix(""))
+            name_of_line = folder.name.removeprefix("line-") + "-aligned" * ("aligned" in file.stem)
+            for name, values in zip(line.names, line.values, strict=True):
+                for alpha, value in zip(line.alphas, values, strict=True):
+                    yield {"line": name_of_line, "loss": name, "alpha": alpha, "value": value}
 
 
-def own(out: Path) -> Iterator[Row]:
+def self_consistencies(out: Path) -> Iterator[Row]:
     for file in sorted(out.glob("looks/own-*/consistency.json")):
         kind = file.parent.name.removeprefix("own-")
-        found = load_result(Consistency, file.with_suffix(""))
-        for name, value in zip(found.names[1:], found.pairs[0, 1:], strict=True):
+        result = load_result(Consistency, file.with_suffix(""))
+        for name, value in zip(result.names[1:], result.pairs[0, 1:], strict=True):
             step = int(name.split("=")[1].split(".")[0])
             yield {"model": kind, "step": step, "psnr": value}
 
@@ -112,11 +112,11 @@ def models(out: Path) -> Iterator[Row]:
     """Its first FID at the last step, and minutes of training beside one other, of each model."""
     for done in sorted(out.glob("*/*/done")):
         kind, seed = done.parts[-3:-1]
-        found = (done.parent / "evaluations.jsonl").read_text().splitlines()
-        fids = {row["step"]: row["value"] for row in map(json.loads, reversed(found))}
+        evaluations = (done.parent / "evaluations.jsonl").read_text().splitlines()
+        fids = {row["step"]: row["value"] for row in map(json.loads, reversed(evaluations))}
         step = max(fids)
-        told = (out / f"{kind}-{seed}.log").read_text()
-        hours, minutes, seconds = map(int, re.findall(r"seen, in (\d+):(\d+):(\d+)", told)[-1])
+        log = (out / f"{kind}-{seed}.log").read_text()
+        hours, minutes, seconds = map(int, re.findall(r"seen, in (\d+):(\d+):(\d+)", log)[-1])
         took = hours * 60 + minutes + seconds / 60
         yield {"model": f"{kind}/{seed}", "step": step, "fid": fids[step], "minutes": took}
 
@@ -125,12 +125,12 @@ def as_written(name: str) -> Callable[[Path], Iterator[Row]]:
     return lambda out: iter(read(out / f"{name}.csv"))
 
 
-KEPT: dict[str, tuple[str, Callable[[Path], Iterable[Row]]]] = {
+FILES: dict[str, tuple[str, Callable[[Path], Iterable[Row]]]] = {
     "models": ("model", models),
     "consistency": ("group", consistencies),
     "spectra": ("model", spectra),
     "lines": ("line", lines),
-    "own": ("model", own),
+    "own": ("model", self_consistencies),
     "levels": ("seed", as_written("levels")),
     "decided": ("run", as_written("decided")),
     "early": ("arm", as_written("early")),
@@ -144,24 +144,24 @@ def in_order(row: Row, key: str) -> tuple[str, int, str]:
 
 
 def keep(out: Path, data: str) -> None:
-    for name, (key, find) in KEPT.items():
+    for name, (key, find) in FILES.items():
         path = RESULTS / f"stability-{name}.csv"
-        found = [{"data": data} | row for row in find(out)]
-        ours = {(row["data"], row[key]) for row in found}
+        rows = [{"data": data} | row for row in find(out)]
+        ours = {(row["data"], row[key]) for row in rows}
         others = [row for row in read(path) if (row["data"], row[key]) not in ours]
-        if found:
-            write(path, sorted(others + found, key=lambda row: in_order(row, key)))
-            print(f"{path.name}: {len(found)} rows")
+        if rows:
+            write(path, sorted(others + rows, key=lambda row: in_order(row, key)))
+            print(f"{path.name}: {len(rows)} rows")
 
 
 # What is printed
 
 
-def told_lines(rows: list[Row]) -> Iterator[Row]:
+def summarize_lines(rows: list[Row]) -> Iterator[Row]:
     """The barrier above the straight line between the ends, and how often the loss turns."""
     for data, line, loss in dict.fromkeys((r["data"], r["line"], r["loss"]) for r in rows):
-        chosen = [r for r in rows if (r["data"], r["line"], r["loss"]) == (data, line, loss)]
-        alpha, value = (np.array([float(r[k]) for r in chosen]) for k in ("alpha", "value"))
+        points = [r for r in rows if (r["data"], r["line"], r["loss"]) == (data, line, loss)]
+        alpha, value = (np.array([float(r[k]) for r in points]) for k in ("alpha", "value"))
         least = 0.01 * np.ptp(value)
         turns = sum(len(find_peaks(sign * value, prominence=least)[0]) for sign in (1, -1))
         ends = {"second": value[0], "highest": value.max(), "first": value[-1]}
@@ -176,7 +176,7 @@ def cell(value: Any) -> str:
         return str(value) or "-"
 
 
-def printed(rows: list[Row]) -> None:
+def print_table(rows: list[Row]) -> None:
     print(f"| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
     for row in rows:
         print(f"| {' | '.join(map(cell, row.values()))} |")
@@ -186,7 +186,7 @@ def main() -> None:
     if sys.argv[1:2] != ["keep"]:
         for name in sys.argv[1:]:
             rows = read(Path(name)) or sys.exit(f"{name}: no such table; name CSV files, or keep.")
-            printed(list(told_lines(rows)) if "alpha" in rows[0] else rows)
+            print_table(list(summarize_lines(rows)) if "alpha" in rows[0] else rows)
             print()
         return
     parser = argparse.ArgumentParser()

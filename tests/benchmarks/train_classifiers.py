@@ -55,8 +55,8 @@ def digits_recipe() -> Recipe:
     held_out, truth = data.dataset("val").fetch([0] * 360, range(360))[:2]
 
     def draw(count: int, generator: torch.Generator) -> LabelledBatch:
-        chosen = torch.randint(len(images), (count,), generator=generator)
-        return jitter(images[chosen].float() / 127.5 - 1, generator), labels[chosen]
+        rows = torch.randint(len(images), (count,), generator=generator)
+        return jitter(images[rows].float() / 127.5 - 1, generator), labels[rows]
 
     def score(network: SmallClassifier) -> dict[str, float]:
         return {
@@ -136,12 +136,12 @@ def main() -> None:
     torch.set_num_threads(1)  # sums in another order are other sums
     torch.use_deterministic_algorithms(True)
     record = arguments.out / "classifiers.json"
-    known = json.loads(record.read_text()) if record.exists() else {}
+    records = json.loads(record.read_text()) if record.exists() else {}
     for name in arguments.names or recipes:
         recipe = recipes[name]()
-        known[name] = write(name, train(name, recipe), recipe, arguments.out)
-        print(name, json.dumps(known[name]), flush=True)
-    record.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n")
+        records[name] = write(name, train(name, recipe), recipe, arguments.out)
+        print(name, json.dumps(records[name]), flush=True)
+    record.write_text(json.dumps(records, indent=2, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

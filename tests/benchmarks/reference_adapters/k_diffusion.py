@@ -10,7 +10,6 @@ from support.solving import NoiseOfStep, Recorder
 from support.toy import CountedNoise
 from torch import Tensor
 
-from beside.tools import SHAPE, Net, counted_noise, fill_, images, module, noise, worst
 from lit_diffusion.callbacks.ema import ema_update_
 from lit_diffusion.grids import Karras, LogSNR
 from lit_diffusion.likelihood import flow_bits_per_dim
@@ -19,6 +18,7 @@ from lit_diffusion.parameterizations import EDMPreconditioning, Epsilon, Velocit
 from lit_diffusion.processes import ContinuousVP, CosineBetas, DiscreteVP, EDMProcess, LinearBetas
 from lit_diffusion.protocols import Denoised
 from lit_diffusion.solvers import DPMSolverPP, DPMSolverPP2S, Euler, EulerAncestral, Heun
+from reference_adapters.common import SHAPE, Net, counted_noise, fill_, images, module, noise, worst
 
 
 class Case:
@@ -30,8 +30,10 @@ class Case:
             betas = draw.choice([LinearBetas, CosineBetas])(draw.randint(30, 300))
             self.process, velocity = DiscreteVP(betas), draw.random() < 0.5
             alpha_bar = (1 - betas.betas()).cumprod(0)
-            made = external.DiscreteVDDPMDenoiser if velocity else external.DiscreteEpsDDPMDenoiser
-            self.theirs = made(self.net, alpha_bar, quantize=False)
+            wrapper = (
+                external.DiscreteVDDPMDenoiser if velocity else external.DiscreteEpsDDPMDenoiser
+            )
+            self.theirs = wrapper(self.net, alpha_bar, quantize=False)
             self.ours = module(self.net, self.process, Velocity() if velocity else Epsilon())
         else:
             self.process = EDMProcess(draw.uniform(0.002, 0.05), draw.uniform(10, 80))
@@ -69,12 +71,12 @@ def sampler(draw: Random) -> float:
     solver, takes_eta = SAMPLERS[name]
     plain = {"steps": case.steps, "times": case.grid, "clip": False}
     ours = case.sampled(solver(**plain, **({"eta": eta} if takes_eta else {})), eps, first)
-    told = {"eta": eta} if takes_eta else {}
+    options = {"eta": eta} if takes_eta else {}
     if name in ("dpmpp_2m_sde", "dpmpp_2s_ancestral", "euler_ancestral"):
         counted = CountedNoise(first)
-        told["noise_sampler"] = lambda *_: counted(eps)
+        options["noise_sampler"] = lambda *_: counted(eps)
     run = getattr(sampling, f"sample_{name}")
-    theirs = run(case.theirs, case.start(eps), case.sigmas, disable=True, **told)
+    theirs = run(case.theirs, case.start(eps), case.sigmas, disable=True, **options)
     return worst((ours, theirs))
 
 
@@ -128,10 +130,10 @@ def churned(draw: Random) -> float:
             disable=True,
             **churn,
         )
-    seen = Recorder(case.ours.denoise_for(None))
+    denoise = Recorder(case.ours.denoise_for(None))
     solver = Heun(case.steps, case.grid, False, *churn.values())
     with torch.no_grad():
-        ours = solver.sample(seen, case.process, eps, NoiseOfStep(first, seen))
+        ours = solver.sample(denoise, case.process, eps, NoiseOfStep(first, denoise))
     return worst((ours, theirs))
 
 
@@ -147,8 +149,8 @@ def loss(draw: Random) -> float:
     ours, theirs = case.ours.per_sample_loss(x0, None, t, eps), case.theirs.loss(x0, eps, sigma)
     noised = x0 + sigma[:, None, None, None] * eps
     alpha = case.process.alpha_sigma(t)[0][:, None, None, None]
-    seen = case.ours.denoise_for(None)(alpha * noised, t)
-    return worst((ours, theirs), (seen.x0, case.theirs(noised, sigma)))
+    denoised = case.ours.denoise_for(None)(alpha * noised, t)
+    return worst((ours, theirs), (denoised.x0, case.theirs(noised, sigma)))
 
 
 def grids(draw: Random) -> float:

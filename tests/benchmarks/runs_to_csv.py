@@ -1,4 +1,4 @@
-"""Keep the FIDs of a sweep's finished runs as one table: keep_runs.py SWEEP FILE.csv [--losses].
+"""Keep the FIDs of a sweep's finished runs as one table: runs_to_csv.py SWEEP FILE.csv [--losses].
 
 A row an evaluation, as `lit-diffusion compare FILE.csv` reads it; a run whose training diverged has
 no FID from then on. Where runs have FIDs of several averages, each average is an arm of its own.
@@ -45,11 +45,11 @@ def rows(run: Run, shared: str, due: list[int]) -> list[Row]:
 
 def losses(run: Run) -> Row:
     steps, values = run.train_losses
-    found = loss_stability(values)
+    stability = loss_stability(values)
     return {
         "losses_every": min(later - step for step, later in pairwise(steps)),
-        "spikes": found.spikes,
-        "diverged": int(found.diverged),
+        "spikes": stability.spikes,
+        "diverged": int(stability.diverged),
     }
 
 
@@ -68,9 +68,9 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--losses", action="store_true")
     args = parser.parse_args()
-    found = collect_runs([args.sweep])
-    runs = [run for run in found if finished(run)]
-    for run in found:
+    collected = collect_runs([args.sweep])
+    runs = [run for run in collected if finished(run)]
+    for run in collected:
         print("kept" if run in runs else "not finished:", run.path)
     args.file.write_text(to_csv(table(runs, args.losses)))
 

@@ -7,14 +7,14 @@ import torch
 from guided_diffusion import gaussian_diffusion, resample, respace, unet
 from torch import Tensor, nn
 
-from beside import openai
-from beside.openai import Case, sampled
-from beside.tools import SHAPE, counted_noise, fill_, noise, worst
 from lit_diffusion.guidance import ClassifierScore, ClassifierShift
 from lit_diffusion.modules.classifier import NoisyClassifier
 from lit_diffusion.solvers import DDIM, DDPM
+from reference_adapters import openai_diffusion
+from reference_adapters.common import SHAPE, counted_noise, fill_, noise, worst
+from reference_adapters.openai_diffusion import Case, sampled
 
-LIBRARY = openai.Library(gaussian_diffusion, respace, resample, unet)
+LIBRARY = openai_diffusion.Library(gaussian_diffusion, respace, resample, unet)
 
 
 class Classifier(nn.Module):
@@ -24,8 +24,9 @@ class Classifier(nn.Module):
         super().__init__()
         self.linear = nn.Linear(3 * 8 * 8, 4)
 
-    def forward(self, x: Tensor, told: Tensor) -> Tensor:
-        return self.linear(torch.tanh(x + told.double()[:, None, None, None] / 1000).flatten(1))
+    def forward(self, x: Tensor, noise_label: Tensor) -> Tensor:
+        shift = noise_label.double()[:, None, None, None] / 1000
+        return self.linear(torch.tanh(x + shift).flatten(1))
 
 
 def guidance(draw: Random, implicit: bool = False) -> float:
@@ -40,13 +41,13 @@ def guidance(draw: Random, implicit: bool = False) -> float:
     def cond_fn(x: Tensor, t: Tensor, y: Tensor) -> Tensor:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            chosen = classifier(x, t).log_softmax(1)[range(2), y].sum()
-            return scale * torch.autograd.grad(chosen, x)[0]
+            log_probability = classifier(x, t).log_softmax(1)[range(2), y].sum()
+            return scale * torch.autograd.grad(log_probability, x)[0]
 
     loop = case.theirs.ddim_sample_loop if implicit else case.theirs.p_sample_loop
-    told = {"cond_fn": cond_fn, "model_kwargs": {"y": labels}} | case.loop
+    options = {"cond_fn": cond_fn, "model_kwargs": {"y": labels}} | case.loop
     with counted_noise(first):
-        theirs = loop(case.net, SHAPE, start, **told)
+        theirs = loop(case.net, SHAPE, start, **options)
     guide = ClassifierScore(ours, case.clip) if implicit else ClassifierShift(ours)
     denoise = guide.guide(case.ours.denoise_for, labels, case.process, None)
     solver = DDPM(case.variance, case.steps, case.times, case.clip)
@@ -54,10 +55,10 @@ def guidance(draw: Random, implicit: bool = False) -> float:
     return worst((sampled(case, solver, start, first, denoise), theirs))
 
 
-COMPARISONS = openai.of_diffusion(LIBRARY) | {
+COMPARISONS = openai_diffusion.of_diffusion(LIBRARY) | {
     "classifier guidance of DDPM": guidance,
     "classifier guidance of DDIM": partial(guidance, implicit=True),
-    "U-Net": partial(openai.guided_unet, LIBRARY),
-    "U-Net, upsampler": partial(openai.guided_unet, LIBRARY, upsampler=True),
-    "U-Net, classifier": partial(openai.classifier, LIBRARY),
+    "U-Net": partial(openai_diffusion.guided_unet, LIBRARY),
+    "U-Net, upsampler": partial(openai_diffusion.guided_unet, LIBRARY, upsampler=True),
+    "U-Net, classifier": partial(openai_diffusion.classifier, LIBRARY),
 }

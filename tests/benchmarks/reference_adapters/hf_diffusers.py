@@ -11,7 +11,6 @@ from support.schedulers import Given, both
 from support.toy import mixture_denoiser
 from torch import Tensor
 
-from beside.tools import SHAPE, fill_, images, noise, outputs, worst
 from lit_diffusion.callbacks.ema import span_decay
 from lit_diffusion.gaussian import FixedLarge, FixedSmall
 from lit_diffusion.interchange import diffusers_dit, diffusers_unet
@@ -38,6 +37,7 @@ from lit_diffusion.solvers import (
     UniPC,
 )
 from lit_diffusion.solvers.editing import RePaint
+from reference_adapters.common import SHAPE, fill_, images, noise, outputs, worst
 
 
 def discrete(draw: Random) -> tuple[DiscreteVP, dict[str, Any]]:
@@ -50,20 +50,20 @@ def discrete(draw: Random) -> tuple[DiscreteVP, dict[str, Any]]:
 def multistep(draw: Random) -> tuple[Any, ...]:
     order, eta = draw.choice([1, 2, 3]), draw.choice([0.0, 1.0])
     order = min(order, 2) if eta else order  # a sign is wrong in the third order of their SDE
-    made = {"solver_order": order, "lower_order_final": False}
-    made["algorithm_type"] = "sde-dpmsolver++" if eta else "dpmsolver++"
-    return "DPMSolverMultistepScheduler", made | spacing(draw), DPMSolverPP(order=order, eta=eta)
+    options = {"solver_order": order, "lower_order_final": False}
+    options["algorithm_type"] = "sde-dpmsolver++" if eta else "dpmsolver++"
+    return "DPMSolverMultistepScheduler", options | spacing(draw), DPMSolverPP(order=order, eta=eta)
 
 
 def singlestep(draw: Random) -> tuple[Any, ...]:
-    made = {"use_exponential_sigmas": True}
-    return "DPMSolverSinglestepScheduler", made | prediction(draw), DPMSolverPP2S()
+    options = {"use_exponential_sigmas": True}
+    return "DPMSolverSinglestepScheduler", options | prediction(draw), DPMSolverPP2S()
 
 
 def unipc(draw: Random) -> tuple[Any, ...]:
     order = draw.choice([1, 2, 3])
-    made = {"solver_order": order} | spacing(draw)
-    return "UniPCMultistepScheduler", made, UniPC(order=order)
+    options = {"solver_order": order} | spacing(draw)
+    return "UniPCMultistepScheduler", options, UniPC(order=order)
 
 
 def by_euler(draw: Random) -> tuple[Any, ...]:
@@ -71,8 +71,8 @@ def by_euler(draw: Random) -> tuple[Any, ...]:
 
 
 def by_ancestral(draw: Random) -> tuple[Any, ...]:
-    made = {"prediction_type": draw.choice(["epsilon", "v_prediction"])}
-    return "EulerAncestralDiscreteScheduler", made, EulerAncestral()
+    options = {"prediction_type": draw.choice(["epsilon", "v_prediction"])}
+    return "EulerAncestralDiscreteScheduler", options, EulerAncestral()
 
 
 def by_heun(draw: Random) -> tuple[Any, ...]:
@@ -116,13 +116,13 @@ def scheduler(draw: Random) -> float:
         steps += steps % 2 == 0
     if "DD" in name:
         options["clip_sample"] = clip
-    made = getattr(diffusers, name)(**betas, **options)
-    made.set_timesteps(steps)
+    scheduler = getattr(diffusers, name)(**betas, **options)
+    scheduler.set_timesteps(steps)
     called = {"eta": solver.eta} if name == "DDIMScheduler" else {}
     called |= {"use_clipped_model_output": True} if called and clip else {}
     solver = type(solver)(**{**vars(solver), "clip": clip})
     return worst(
-        both(made, solver, process, mixture_denoiser(process), noise(draw), **called)[::-1]
+        both(scheduler, solver, process, mixture_denoiser(process), noise(draw), **called)[::-1]
     )
 
 
@@ -131,7 +131,7 @@ def flow_and_edm(draw: Random) -> float:
     steps = draw.randint(4, 20)
     if draw.random() < 0.4:
         process, solver = LinearFlow(), Euler(clip=False)
-        made = diffusers.FlowMatchEulerDiscreteScheduler(shift=draw.uniform(0.5, 5))
+        scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=draw.uniform(0.5, 5))
     else:
         low, high = draw.uniform(0.002, 0.05), draw.uniform(10, 80)
         kind = draw.choice(["karras", "exponential"])
@@ -139,22 +139,22 @@ def flow_and_edm(draw: Random) -> float:
         options |= {"sigma_schedule": kind, "rho": draw.uniform(3, 9)}
         process, order = EDMProcess(low, high), draw.choice([0, 1, 2, 3])
         if order == 0:
-            made, solver = diffusers.EDMEulerScheduler(**options), Euler(clip=False)
+            scheduler, solver = diffusers.EDMEulerScheduler(**options), Euler(clip=False)
         else:
             eta = draw.choice([0.0, 1.0]) if order < 3 else 0.0
             options |= {"solver_order": order, "lower_order_final": False}
             options["algorithm_type"] = "sde-dpmsolver++" if eta else "dpmsolver++"
-            made = diffusers.EDMDPMSolverMultistepScheduler(**options)
+            scheduler = diffusers.EDMDPMSolverMultistepScheduler(**options)
             solver = DPMSolverPP(order=order, eta=eta, clip=False)
-    made.set_timesteps(steps)
-    theirs, ours = both(made, solver, process, mixture_denoiser(process), noise(draw))
+    scheduler.set_timesteps(steps)
+    theirs, ours = both(scheduler, solver, process, mixture_denoiser(process), noise(draw))
     return worst((ours, theirs))
 
 
 def training(draw: Random) -> float:
     """Noised images, velocities, SNR; betas, and those that end without signal."""
     process, betas = discrete(draw)
-    made = diffusers.DDPMScheduler(**betas)
+    scheduler = diffusers.DDPMScheduler(**betas)
     t = torch.tensor([0, draw.randrange(process.num_steps)])
     x0, eps = images(draw), noise(draw)
     alpha, sigma = (v[:, None, None, None] for v in process.alpha_sigma(t.double()))
@@ -162,9 +162,9 @@ def training(draw: Random) -> float:
     rescaled = rescale_zero_terminal_snr(process.betas.betas())
     cosine = diffusers.DDPMScheduler(process.num_steps, beta_schedule="squaredcos_cap_v2").betas
     return worst(
-        (alpha * x0 + sigma * eps, made.add_noise(x0, eps, t)),
-        (Velocity().target(x0, eps, alpha, sigma), made.get_velocity(x0, eps, t)),
-        (snr, compute_snr(made, t)),
+        (alpha * x0 + sigma * eps, scheduler.add_noise(x0, eps, t)),
+        (Velocity().target(x0, eps, alpha, sigma), scheduler.get_velocity(x0, eps, t)),
+        (snr, compute_snr(scheduler, t)),
         (ZeroTerminalSNR(process.betas).betas(), rescaled),
         (CosineBetas(process.num_steps).betas(), cosine),
     )
@@ -221,15 +221,15 @@ def compared(ours: Any, theirs: Any, draw: Random, num_classes: int | None) -> f
 def repaint(draw: Random) -> float:
     """Without resampling, and with eta = 1, which is our posterior variance."""
     process, betas = DiscreteVP(LinearBetas(60)), LinearBetas(60).betas().numpy()
-    made = diffusers.RePaintScheduler(60, eta=1.0, clip_sample=False, trained_betas=betas)
+    scheduler = diffusers.RePaintScheduler(60, eta=1.0, clip_sample=False, trained_betas=betas)
     steps, known, start = draw.choice([5, 10, 20, 60]), images(draw), noise(draw)
-    made.set_timesteps(steps, jump_length=1, jump_n_sample=1)
+    scheduler.set_timesteps(steps, jump_length=1, jump_n_sample=1)
     mask = (torch.rand(2, 1, 8, 8) < draw.random()).double()
     denoise, x = mixture_denoiser(process), start
     generator = torch.Generator().manual_seed(0)
-    for t in made.timesteps:
-        seen = denoise(x, t.double().expand(2))
-        x = made.step(seen.noise, t, x, known, mask, generator).prev_sample
+    for t in scheduler.timesteps:
+        denoised = denoise(x, t.double().expand(2))
+        x = scheduler.step(denoised.noise, t, x, known, mask, generator).prev_sample
     generator = torch.Generator().manual_seed(0)
     drawn: list[Tensor] = []
 
@@ -240,7 +240,7 @@ def repaint(draw: Random) -> float:
             return drawn[0]
         return drawn.pop()
 
-    solver = RePaint(known, mask, steps, 1, Given(tuple(made.timesteps.tolist())), clip=False)
+    solver = RePaint(known, mask, steps, 1, Given(tuple(scheduler.timesteps.tolist())), clip=False)
     return worst((solver.sample(denoise, process, start, twice), x))
 
 

@@ -13,18 +13,6 @@ from support.toy import CountedNoise
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from beside.tools import (
-    SHAPE,
-    Comparison,
-    Net,
-    counted_noise,
-    fill_,
-    images,
-    module,
-    noise,
-    outputs,
-    worst,
-)
 from lit_diffusion.callbacks.loss_resampler import (
     LossHistory,
     second_moment_density,
@@ -40,6 +28,18 @@ from lit_diffusion.parameterizations import Epsilon, Sample
 from lit_diffusion.processes import CosineBetas, DiscreteVP, LinearBetas
 from lit_diffusion.protocols import Prediction, TimeGrid
 from lit_diffusion.solvers import DDIM, DDPM
+from reference_adapters.common import (
+    SHAPE,
+    Comparison,
+    Net,
+    counted_noise,
+    fill_,
+    images,
+    module,
+    noise,
+    outputs,
+    worst,
+)
 
 MEANS = {"EPSILON": Epsilon(), "START_X": Sample()}
 VARIANCES = {
@@ -144,7 +144,7 @@ def bound(lib: Library, draw: Random) -> float:
     first = draw.randrange(1000)
     with counted_noise(first):
         theirs = case.theirs.calc_bpd_loop(case.net, x0, clip_denoised=case.clip)
-    found = bits_per_dim(
+    terms = bits_per_dim(
         case.ours.denoise_for(None),
         case.process,
         x0,
@@ -155,11 +155,11 @@ def bound(lib: Library, draw: Random) -> float:
         case.clip,
     )
     pairs = [
-        (found.total, theirs["total_bpd"]),
-        (found.prior, theirs["prior_bpd"]),
-        (found.terms, theirs["vb"]),
-        (found.x0_mse, theirs["xstart_mse"]),
-        (found.noise_mse, theirs["mse"]),
+        (terms.total, theirs["total_bpd"]),
+        (terms.prior, theirs["prior_bpd"]),
+        (terms.terms, theirs["vb"]),
+        (terms.x0_mse, theirs["xstart_mse"]),
+        (terms.noise_mse, theirs["mse"]),
     ]
     if case.variance.learned:
         alpha, sigma = case.process.alpha_sigma(t.double())
@@ -254,9 +254,9 @@ def unet(lib: Library, draw: Random, upsampler: bool = False) -> float:
         options["channel_mult"] = (1, 2)
     theirs = fill_((lib.unet.SuperResModel if upsampler else lib.unet.UNetModel)(**options))
     up = options["num_heads_upsample"]
-    given = {"num_heads": heads, "num_heads_upsample": None if up < 0 else up}
-    given["num_res_blocks"] = options["num_res_blocks"]
-    ours = imported(theirs, "improved-diffusion", **given)
+    arguments = {"num_heads": heads, "num_heads_upsample": None if up < 0 else up}
+    arguments["num_res_blocks"] = options["num_res_blocks"]
+    ours = imported(theirs, "improved-diffusion", **arguments)
     return compared(ours, theirs, options, draw, upsampler)
 
 
@@ -264,7 +264,7 @@ def guided_unet(lib: Library, draw: Random, upsampler: bool = False) -> float:
     """guided-diffusion's, with ResBlocks that resample and both orders of attention."""
     options = sizes(draw) | heads_of(draw)
     theirs = fill_((lib.unet.SuperResModel if upsampler else lib.unet.UNetModel)(8, **options))
-    ours = imported(theirs, "guided-diffusion", **given_heads(options))
+    ours = imported(theirs, "guided-diffusion", **unseen_arguments(options))
     return compared(ours, theirs, options, draw, upsampler)
 
 
@@ -278,12 +278,12 @@ def heads_of(draw: Random, by_channels: bool = False) -> dict[str, Any]:
     return heads | choices
 
 
-def given_heads(options: dict[str, Any]) -> dict[str, Any]:
+def unseen_arguments(options: dict[str, Any]) -> dict[str, Any]:
     """What no shape tells."""
     heads = {"num_heads": "num_heads", "num_head_channels": "head_channels"}
-    given = {ours: options[name] for name, ours in heads.items() if name in options}
-    given["split_heads_first"] = not options["use_new_attention_order"]
-    return given | {"num_res_blocks": options["num_res_blocks"]}
+    arguments = {ours: options[name] for name, ours in heads.items() if name in options}
+    arguments["split_heads_first"] = not options["use_new_attention_order"]
+    return arguments | {"num_res_blocks": options["num_res_blocks"]}
 
 
 def compared(
@@ -304,7 +304,7 @@ def classifier(lib: Library, draw: Random) -> float:
     del options["num_classes"]
     size = draw.choice([8, 16])
     theirs = fill_(lib.unet.EncoderUNetModel(size, **options, pool="attention"))
-    ours = imported(theirs, "guided-diffusion", **given_heads(options))
+    ours = imported(theirs, "guided-diffusion", **unseen_arguments(options))
     return outputs(ours, theirs, torch.randn(2, 3, size, size), torch.tensor([0.0, 777.5]))
 
 

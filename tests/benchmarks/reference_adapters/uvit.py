@@ -9,12 +9,12 @@ from sde import VPSDE, LSimple, ScoreModel
 from support.schedulers import Given
 from torch import Tensor
 
-from beside.openai import imported
-from beside.tools import SHAPE, Net, fill_, images, module, noise, outputs, worst
 from lit_diffusion.grids import LogSNR, Sections
 from lit_diffusion.parameterizations import Epsilon, Sample
 from lit_diffusion.processes import ContinuousVP, CosineBetas, DiscreteVP
 from lit_diffusion.solvers import DPMSolverPP, DPMSolverPP2S
+from reference_adapters.common import SHAPE, Net, fill_, images, module, noise, outputs, worst
+from reference_adapters.openai_diffusion import imported
 
 
 def network(draw: Random) -> float:
@@ -33,8 +33,8 @@ def network(draw: Random) -> float:
         conv=draw.random() < 0.5,
     )
     theirs.pos_embed.data.normal_()
-    given = {"num_heads": heads} | ({} if classes < 0 else {"null_class": draw.random() < 0.5})
-    ours = imported(fill_(theirs), "uvit", **given)
+    arguments = {"num_heads": heads} | ({} if classes < 0 else {"null_class": draw.random() < 0.5})
+    ours = imported(fill_(theirs), "uvit", **arguments)
     labels = () if classes < 0 else (torch.tensor([0, draw.randrange(4)]),)
     t = torch.tensor([draw.uniform(0, 999), 999.0])
     return outputs(ours, theirs, torch.randn(SHAPE), t, *labels)
@@ -74,10 +74,10 @@ class Case:
             self.theirs = solver.get_time_steps(kind, 1.0, self.eps, self.steps, "cpu")
             self.ours = LogSNR() if kind == "logSNR" else Given(tuple(self.theirs.tolist()))
         self.net = fill_(Net())
-        told = 1000 / num if kind == "discrete" else 999
+        scale = 1000 / num if kind == "discrete" else 999
 
         def model(x: Tensor, t: Tensor) -> Tensor:
-            return self.net(x, (t * num - 1) * told if kind == "discrete" else t * told)
+            return self.net(x, (t * num - 1) * scale if kind == "discrete" else t * scale)
 
         self.solver = DPM_Solver(model, self.schedule, predict_x0=True)
 
@@ -93,12 +93,15 @@ class Case:
 def multistep(draw: Random) -> float:
     """By its updates: the loop in `sample` stops at a variable that is not there."""
     case, start, order = Case(draw), noise(draw), draw.choice([1, 2, 3])
-    x, times, seen = start, [], []
+    x, times, outputs_before = start, [], []
     for t, after in zip(case.theirs[:-1], case.theirs[1:], strict=True):
-        times, seen = [*times, t.expand(2)][-order:], [*seen, case.solver.model_fn(x, t.expand(2))]
-        seen = seen[-order:]
+        times, outputs_before = (
+            [*times, t.expand(2)][-order:],
+            [*outputs_before, case.solver.model_fn(x, t.expand(2))],
+        )
+        outputs_before = outputs_before[-order:]
         x = case.solver.dpm_multistep_update(
-            x, seen, times, after.expand(2), len(seen), solver_type="dpm_solver"
+            x, outputs_before, times, after.expand(2), len(outputs_before), solver_type="dpm_solver"
         )
     end = case.solver.model_fn(x, case.theirs[-1].expand(2))
     return worst((case.sampled(DPMSolverPP, start, order=order), end))

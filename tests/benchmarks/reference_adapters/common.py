@@ -40,15 +40,15 @@ def in_float64() -> Iterator[None]:
 
 def worst(*pairs: tuple[Any, Any], each: bool = False) -> float:
     """Largest |ours - theirs|, over the largest |theirs|; `each`: over that of every entry."""
-    found = 0.0
+    largest = 0.0
     for ours, theirs in pairs:
         ours, theirs = (torch.as_tensor(v, dtype=torch.float64).detach() for v in (ours, theirs))
         assert ours.shape == theirs.shape, (ours.shape, theirs.shape)
         assert theirs.abs().max() > 0, "nothing is compared"
         size = theirs.abs() if each else theirs.abs().max()
         off = ((ours - theirs).abs() / size.clamp(min=1e-300)).max().item()
-        found = max(found, math.inf if math.isnan(off) else off)
-    return found
+        largest = max(largest, math.inf if math.isnan(off) else off)
+    return largest
 
 
 @contextmanager
@@ -84,11 +84,11 @@ class Net(nn.Module):
         self.conv, self.size = nn.Conv2d(3, channels, 3, padding=1), size
         self.labels = nn.Embedding(10, 3)
 
-    def forward(self, x: Tensor, told: Tensor, y: Tensor | None = None) -> Tensor:
-        told = torch.sin(told.double() / 100)[:, None, None, None]
-        seen = x if y is None else x + self.labels(y.clamp(min=0))[:, :, None, None]
-        h = 0.3 * torch.tanh(self.conv(seen) + told)
-        h[:, :3] += (self.size + 0.05 * told) * x
+    def forward(self, x: Tensor, noise_label: Tensor, y: Tensor | None = None) -> Tensor:
+        noise_label = torch.sin(noise_label.double() / 100)[:, None, None, None]
+        inner = x if y is None else x + self.labels(y.clamp(min=0))[:, :, None, None]
+        h = 0.3 * torch.tanh(self.conv(inner) + noise_label)
+        h[:, :3] += (self.size + 0.05 * noise_label) * x
         return h
 
 

@@ -7,16 +7,16 @@ from diffusion import gaussian_diffusion, respace, timestep_sampler
 from models import DiT
 from support.toy import CountedNoise
 
-from beside import openai
-from beside.openai import imported
-from beside.tools import counted_noise, fill_, module, outputs, worst
 from lit_diffusion.gaussian import LearnedRange
 from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.parameterizations import Epsilon
 from lit_diffusion.processes import DiscreteVP, LinearBetas
 from lit_diffusion.solvers import DDPM
+from reference_adapters import openai_diffusion
+from reference_adapters.common import counted_noise, fill_, module, outputs, worst
+from reference_adapters.openai_diffusion import imported
 
-LIBRARY = openai.Library(
+LIBRARY = openai_diffusion.Library(
     gaussian_diffusion,
     respace,
     timestep_sampler,
@@ -25,7 +25,7 @@ LIBRARY = openai.Library(
 )
 
 
-def made(draw: Random, learned: bool) -> tuple[DiT, int]:
+def build(draw: Random, learned: bool) -> tuple[DiT, int]:
     heads = draw.choice([1, 2, 4])
     theirs = DiT(
         input_size=8,
@@ -42,7 +42,7 @@ def made(draw: Random, learned: bool) -> tuple[DiT, int]:
 
 
 def network(draw: Random) -> float:
-    theirs, heads = made(draw, learned=draw.random() < 0.5)
+    theirs, heads = build(draw, learned=draw.random() < 0.5)
     ours = imported(theirs, "dit", num_heads=heads)
     label = draw.randrange(9)
     labels = {"ours": (torch.tensor([label, -1]),), "theirs": (torch.tensor([label, 9]),)}
@@ -53,7 +53,7 @@ def network(draw: Random) -> float:
 
 def guidance(draw: Random) -> float:
     """Its sample.py on three channels, which are those that it guides."""
-    theirs, heads = made(draw, learned=True)
+    theirs, heads = build(draw, learned=True)
     theirs.final_layer.linear.weight.data *= 0.3
     num, scale, first = draw.randint(50, 100), draw.uniform(1, 4), draw.randrange(1000)
     steps = draw.randint(5, 20)
@@ -66,14 +66,14 @@ def guidance(draw: Random) -> float:
     )
     start, labels = torch.randn(2, 3, 8, 8), torch.tensor([0, draw.randrange(9)])
     none, half = torch.full((2,), 9), CountedNoise(first)
-    told = {"y": torch.cat([labels, none]), "cfg_scale": scale}
+    model_kwargs = {"y": torch.cat([labels, none]), "cfg_scale": scale}
     with counted_noise(source=lambda x: half(x[:2]).repeat(2, 1, 1, 1)):
-        found = diffusion.p_sample_loop(
+        guided = diffusion.p_sample_loop(
             theirs.forward_with_cfg,
             (4, 3, 8, 8),
             start.repeat(2, 1, 1, 1),
             clip_denoised=False,
-            model_kwargs=told,
+            model_kwargs=model_kwargs,
             device="cpu",
         )
     process = DiscreteVP(LinearBetas(num))
@@ -82,10 +82,10 @@ def guidance(draw: Random) -> float:
     solver = DDPM(LearnedRange(), steps, clip=False)
     with torch.no_grad():
         sample = solver.sample(denoise, process, start, CountedNoise(first))
-    return worst((sample, found[:2]))
+    return worst((sample, guided[:2]))
 
 
-COMPARISONS = openai.of_diffusion(LIBRARY) | {
+COMPARISONS = openai_diffusion.of_diffusion(LIBRARY) | {
     "network": network,
     "classifier-free guidance of DDPM": guidance,
 }
