@@ -11,7 +11,7 @@ from lit_diffusion.cli.options import Parser, add_checkpoint
 KINDS = ("improved-diffusion", "guided-diffusion", "uvit", "dit", "diffusers-unet")
 
 
-def parser() -> Parser:
+def build_parser() -> Parser:
     """Help of `convert` without export or import."""
     return Parser(
         "convert",
@@ -26,7 +26,7 @@ def parser() -> Parser:
     )
 
 
-def export_parser() -> Parser:
+def build_export_parser() -> Parser:
     """Options of `convert export`."""
     parser = Parser(
         "convert export",
@@ -38,18 +38,14 @@ def export_parser() -> Parser:
                  diffusers cannot express is refused""",
     )
     add_checkpoint(parser, required=True)
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the files")
-    forms = ("safetensors", "diffusers")
-    parser.add_argument(
-        "--format", default="safetensors", choices=forms, help="as above (default safetensors)"
-    )
-    parser.add_argument(
-        "--vae", metavar="DIR", help="AutoencoderKL to put beside a DiT of latents (diffusers)"
-    )
+    add, forms = parser.add_argument, ("safetensors", "diffusers")
+    add("--out", required=True, metavar="DIR", help="folder for the files")
+    add("--format", default=forms[0], choices=forms, help="as above (default safetensors)")
+    add("--vae", metavar="DIR", help="AutoencoderKL to put beside a DiT of latents (diffusers)")
     return parser
 
 
-def import_parser() -> Parser:
+def build_import_parser() -> Parser:
     """Options of `convert import`."""
     parser = Parser(
         "convert import",
@@ -59,9 +55,10 @@ Most of how a network is built follows from the shapes of its weights. What does
 to be given as --network.NAME=VALUE: num_heads or head_channels, split_heads_first, null_class, ...
 No code in a file is run.""",
     )
-    parser.add_argument("file", metavar="FILE", help="file as published; of diffusers the folder")
-    parser.add_argument("--kind", required=True, choices=KINDS, help="program that wrote the file")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the files")
+    add = parser.add_argument
+    add("file", metavar="FILE", help="file as published; of diffusers the folder")
+    add("--kind", required=True, choices=KINDS, help="program that wrote the file")
+    add("--out", required=True, metavar="DIR", help="folder for the files")
     return parser
 
 
@@ -73,15 +70,13 @@ def run(argv: Sequence[str]) -> None:
     """
     match argv[1:2]:
         case ["export"]:
-            args = export_parser().parse_args(argv[2:])
-            notes = export(
-                args.checkpoint, args.out, args.weights, args.format, args.vae, args.trust
-            )
-            print("\n".join(notes))
+            args = build_export_parser().parse_args(argv[2:])
+            options = args.weights, args.format, args.vae, args.trust
+            print("\n".join(export(args.checkpoint, args.out, *options)))
         case ["import"]:
             _import(argv[2:])
         case _:
-            parser().parse_args([arg for arg in argv[1:] if arg in ("-h", "--help")])
+            build_parser().parse_args([arg for arg in argv[1:] if arg in ("-h", "--help")])
             raise ValueError(f"say export or import first, got {' '.join(argv[1:]) or 'nothing'}.")
 
 
@@ -136,7 +131,7 @@ def export(
 
 def _import(options: Sequence[str]) -> None:
     """Run `convert import`."""
-    parser = import_parser()
+    parser = build_import_parser()
     args, others = parser.parse_known_args(options)
     arguments: dict[str, Any] = {}
     for other in others:

@@ -7,7 +7,7 @@ from lit_diffusion.cli.options import Parser, add_device, usable_device
 from lit_diffusion.signals import print_error, raise_on_signals
 
 
-def parser() -> Parser:
+def build_parser() -> Parser:
     """Options of the command."""
     parser = Parser(
         "encode",
@@ -22,34 +22,26 @@ OUT gets index.json and shards, each written whole or not at all. A call that is
 shards that it has written; the same command continues it. Processes that torchrun or srun starts
 share the shards. VAE is a folder that diffusers' AutoencoderKL.save_pretrained has written.""",
     )
-    parser.add_argument("--images", required=True, metavar="DIR", help="folder of images")
-    parser.add_argument(
-        "--image-size", required=True, type=int, metavar="N", help="side of the crops, in pixels"
-    )
-    parser.add_argument("--vae", required=True, metavar="DIR", help="folder of an AutoencoderKL")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the latents")
-    parser.add_argument(
-        "--flips", action="store_true", help="encode every image mirrored, too (default: no)"
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=16, metavar="B", help="images at a time (default 16)"
-    )
-    parser.add_argument(
-        "--shard-size", type=int, default=4096, metavar="N", help="images in a file (default 4096)"
-    )
-    parser.add_argument(
-        "--num-workers",
-        type=int,
-        metavar="W",
-        help="processes that read images (default: by the number of cores)",
-    )
+    add = parser.add_argument
+    add("--images", required=True, metavar="DIR", help="folder of images")
+    text = "side of the crops, in pixels"
+    add("--image-size", required=True, type=int, metavar="N", help=text)
+    add("--vae", required=True, metavar="DIR", help="folder of an AutoencoderKL")
+    add("--out", required=True, metavar="DIR", help="folder for the latents")
+    add("--flips", action="store_true", help="encode every image mirrored, too (default: no)")
+    text = "images at a time (default 16)"
+    add("--batch-size", type=int, default=16, metavar="B", help=text)
+    text = "images in a file (default 4096)"
+    add("--shard-size", type=int, default=4096, metavar="N", help=text)
+    text = "processes that read images (default: by the number of cores)"
+    add("--num-workers", type=int, metavar="W", help=text)
     add_device(parser)
     return parser
 
 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "encode", then options."""
-    args = parser().parse_args(argv[1:])
+    args = build_parser().parse_args(argv[1:])
 
     from lit_diffusion.cli.encoding import (
         encode_shards,

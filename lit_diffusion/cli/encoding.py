@@ -32,14 +32,7 @@ def launcher_rank_and_world_size() -> tuple[int, int]:
 def plan_shards(
     images: ImageFolder, codec: VAECodec, folder: Path, shard_size: int, flips: bool
 ) -> LatentIndex:
-    """The index of a folder of latents, written unless it is there already.
-
-    Args:
-        images: to encode.
-        codec: encodes them.
-        folder: for the index and the shards.
-        shard_size: images in a file.
-        flips: whether mirrored images are encoded too; may be added to a folder without.
+    """The index of a folder of latents, written unless it is there; flips may be added to one.
 
     Raises:
         ValueError: where the folder holds latents of something else; says what differs.
@@ -82,19 +75,9 @@ def encode_shards(
     world_size: int = 1,
     say: Callable[[str], None] = lambda text: None,
 ) -> int:
-    """Write the missing shards of a folder, or this process's share of them; how many it wrote.
+    """Write this process's share of the missing shards of a folder; how many it wrote.
 
-    A shard depends on its images alone, whichever process writes it.
-
-    Args:
-        images: to encode.
-        codec: encodes them.
-        folder: for the shards.
-        index: of `plan_shards`.
-        device: that the codec runs on.
-        rank: number of this process, from 0.
-        world_size: number of processes that share the work.
-        say: is called with a line for each shard.
+    A shard depends on its images alone, whichever process writes it. `say` gets a line for each.
     """
     dataset, num_workers = images.load("train"), images.num_workers
     if num_workers is None:

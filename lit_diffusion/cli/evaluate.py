@@ -14,20 +14,14 @@ from lit_diffusion.cli.options import (
     sampling_options,
 )
 
-WITH_IMAGES = (
-    "--images",
-    "--checkpoint",
-    "--trust",
-    "--data",
-    "--reference",
-    "--extractor",
-    "--batch-size",
-    "--device",
-)
+WITH_IMAGES = {
+    *("--images", "--checkpoint", "--trust", "--data", "--reference", "--extractor"),
+    *("--batch-size", "--device"),
+}
 """Options that may stand beside --images; all others say how images are generated."""
 
 
-def parser() -> Parser:
+def build_parser() -> Parser:
     """Options of the command."""
     parser = Parser(
         "evaluate",
@@ -41,47 +35,29 @@ A table goes to the terminal (stderr), the record with the whole protocol to the
 Scores are torch-fidelity's on the PNG files. Compare only those of equal numbers of images.""",
     )
     add_checkpoint(parser, required=False)
-    parser.add_argument(
-        "--images",
-        metavar="DIR",
-        help="folder of images to score, instead of generating some; --checkpoint or --data beside "
-        "it names the real data",
-    )
-    parser.add_argument(
-        "--reference",
-        metavar="R",
-        help="real images: train, val (default) or test split of the run's data, or a folder or "
-        ".npz; for latents the default is what the run was scored against",
-    )
+    add = parser.add_argument
+    text = """folder of images to score, instead of generating some; --checkpoint or --data
+        beside it names the real data"""
+    add("--images", metavar="DIR", help=text)
+    text = """real images: train, val (default) or test split of the run's data, or a folder or
+        .npz; for latents the default is what the run was scored against"""
+    add("--reference", metavar="R", help=text)
     add_data(parser)
-    parser.add_argument(
-        "--extractor",
-        metavar="NAME",
-        help="FID protocol: inception-v3-compat, digits-cnn, ... or a file of `train-extractor` "
-        "(default: that of the run's evaluations, else inception-v3-compat)",
-    )
-    parser.add_argument(
-        "--num",
-        type=int,
-        metavar="N",
-        help="number of images to generate (default: as many as real images)",
-    )
-    parser.add_argument(
-        "--out", metavar="DIR", help="folder that keeps the generated images (default: none)"
-    )
-    parser.add_argument(
-        "--ema",
-        type=numbers,
-        metavar="0.02,0.05,0.1",
-        help="score averages of these relative widths, on the same seeds; for a run with PowerEMA",
-    )
+    text = """FID protocol: inception-v3-compat, digits-cnn, ... or a file of `train-extractor`
+        (default: that of the run's evaluations, else inception-v3-compat)"""
+    add("--extractor", metavar="NAME", help=text)
+    text = "number of images to generate (default: as many as real images)"
+    add("--num", type=int, metavar="N", help=text)
+    add("--out", metavar="DIR", help="folder that keeps the generated images (default: none)")
+    text = "score averages of these relative widths, on the same seeds; for a run with PowerEMA"
+    add("--ema", type=numbers, metavar="0.02,0.05,0.1", help=text)
     add_sampling(parser)
     return parser
 
 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "evaluate", then options."""
-    args, solver_options = parse_sampling(parser(), argv[1:])
+    args, solver_options = parse_sampling(build_parser(), argv[1:])
     from lit_diffusion.cli.evaluating import EvaluationOptions, evaluate, score_widths, table
     from lit_diffusion.cli.run_data import SPLITS
 

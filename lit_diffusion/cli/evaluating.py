@@ -42,32 +42,20 @@ from lit_diffusion.signals import print_error
 class EvaluationOptions:
     """What is scored, against what, and by which features.
 
-    Attributes:
-        sampling: how images are generated; None to score those in `images`.
-        images: folder of images to score; None generates some.
-        num: number of images to generate; None for as many as there are real ones.
-        out: folder that keeps the generated images; None for a temporary one.
-        checkpoint: whose run names the data and the FID protocol; None for neither.
-        reference: "train", "val" or "test" split of the data, or a folder or .npz of real images;
-            None for the default of `real_images`.
-        data: config that names the data in place of the run's.
-        extractor: FID protocol; None for that of the run.
-        trust: packages that class paths in checkpoint and config may name.
-        batch_size: images at a time.
-        device: "cpu", "cuda", "cuda:1", ...; None is a GPU if there is one.
+    The attributes are the options of `lit-diffusion evaluate`.
     """
 
-    sampling: SamplingOptions | None
-    images: str | None = None
-    num: int | None = None
-    out: str | None = None
-    checkpoint: str | None = None
-    reference: str | None = None
-    data: str | None = None
-    extractor: str | None = None
-    trust: Sequence[str] = ()
-    batch_size: int = 64
-    device: str | None = None
+    sampling: SamplingOptions | None  # how images are generated; None to score those in `images`
+    images: str | None = None  # folder of images to score; None generates some
+    num: int | None = None  # number of images to generate; None for as many as are real
+    out: str | None = None  # folder that keeps the generated images; None for a temporary one
+    checkpoint: str | None = None  # whose run names the data and the FID protocol
+    reference: str | None = None  # real images, as `real_images` takes them
+    data: str | None = None  # config that names the data in place of the run's
+    extractor: str | None = None  # FID protocol; None for that of the run
+    trust: Sequence[str] = ()  # packages that class paths in checkpoint and config may name
+    batch_size: int = 64  # images at a time
+    device: str | None = None  # as `usable_device` takes it
 
 
 def evaluate(options: EvaluationOptions) -> dict[str, Any]:

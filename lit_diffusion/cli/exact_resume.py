@@ -1,4 +1,4 @@
-"""What it takes to go on from a checkpoint as if the run had not been interrupted."""
+"""What a resume needs beyond Lightning to end as a run that was never interrupted."""
 
 import os
 from functools import partial
@@ -27,29 +27,25 @@ from lit_diffusion.cli.lightning_internals import (
     update_callback_metrics,
 )
 
-_BETWEEN = "between accumulated batches"
+BETWEEN_BATCHES = "between accumulated batches"
 
 
 class ExactResume(AccumulationTracker, Callback):
-    """Does at a resume what Lightning leaves out, and says where a run would not go on as it was.
+    """Restores what Lightning does not, and marks checkpoints that cannot be resumed exactly.
 
-    Lightning calls no `on_train_epoch_start` within an epoch, where GradientAccumulationScheduler
-    sets its factor. It updates ReduceLROnPlateau after the hooks that save, by metrics that it does
-    not save, and not at all at the end of an epoch that was interrupted. ModelCheckpoint and
-    EarlyStopping go by the last of such metrics too, and part of a ModelCheckpoint's state is in no
-    checkpoint.
+    Lightning does not call `on_train_epoch_start` in a resumed epoch, where
+    GradientAccumulationScheduler sets its factor. It updates ReduceLROnPlateau after the hooks in
+    which checkpoints are saved, by metrics that it does not save, and not at all at the end of an
+    interrupted epoch. ModelCheckpoint and EarlyStopping use the last of these metrics too, and part
+    of a ModelCheckpoint's state is not saved.
 
-    Checkpoints that others save elsewhere than `LastCheckpoint` are marked. Between accumulated
-    batches gradients would be lost, so the step would be made of the others alone: refused. Before
-    a validation that is due, that one would be left out; at the end of an epoch, Lightning counts a
-    step twice in what it logs: warned of. Such files are as good as others to sample from.
+    Checkpoints that other callbacks save than `LastCheckpoint` may be marked. One saved between
+    accumulated batches lacks their gradients: resuming from it is refused. One saved before the
+    validation of its step leaves that out, and one saved at the end of an epoch makes Lightning
+    count a step twice in its logs: resuming from these warns. All of them are good to sample from.
 
-    List it after other callbacks: GradientAccumulationScheduler wants to start from a factor of 1.
+    List it after other callbacks: GradientAccumulationScheduler must start from a factor of 1.
     """
-
-    _MARK = "resumes_inexactly"
-    _METRICS = "callback_metrics"
-    _SAVERS = "model_checkpoints"
 
     def __init__(self) -> None:
         self._metrics: dict[str, Tensor] = {}
@@ -58,38 +54,51 @@ class ExactResume(AccumulationTracker, Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Mark the file, and keep the metrics that schedules and callbacks go by."""
-        savers = _model_checkpoints(trainer)
-        checkpoint[self._SAVERS] = {each.state_key: unsaved_state(each) for each in savers}
-        if why := _inexact(trainer, self.is_accumulating(trainer)):
-            checkpoint[self._MARK] = why
+        """Save metrics and the rest of each ModelCheckpoint's state; mark an inexact file."""
+        checkpoint["model_checkpoints"] = {
+            saver.state_key: unsaved_state(saver) for saver in _model_checkpoints(trainer)
+        }
+        if reason := self._why_inexact(trainer):
+            checkpoint["resumes_inexactly"] = reason
         # Elsewhere, as after an error, metrics may not be computed on all ranks.
         if is_batch_ending(trainer) or trainer.validating:
-            known = trainer.callback_metrics
-            checkpoint[self._METRICS] = {k: known[k].cpu() for k in sorted(known)}
+            metrics = trainer.callback_metrics
+            checkpoint["callback_metrics"] = {name: metrics[name].cpu() for name in sorted(metrics)}
+
+    def _why_inexact(self, trainer: Trainer) -> str | None:
+        """When the checkpoint is saved, if no exact resume is possible from there."""
+        if self.is_accumulating(trainer):
+            if is_between_epochs(trainer):
+                return "after batches whose optimizer step was still to come, and does not come"
+            return BETWEEN_BATCHES
+        if is_batch_ending(trainer) and validation_follows(trainer):
+            return "before the validation of its step, which is left out"
+        if is_epoch_ending(trainer):
+            return "at the end of an epoch, after which Lightning counts a step twice"
+        return None
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuse or warn of a file that is marked; remember the metrics."""
-        why = checkpoint.get(self._MARK)
-        if why == _BETWEEN:
+        """Refuse a marked file, or warn of it; load the metrics."""
+        reason = checkpoint.get("resumes_inexactly")
+        if reason == BETWEEN_BATCHES:
             raise ValueError(
-                f"{trainer.ckpt_path} was saved {why}, whose gradients no file holds; resume from "
-                "checkpoints/last.ckpt, and have others saved at whole steps "
+                f"{trainer.ckpt_path} was saved {reason}, whose gradients no file holds; resume "
+                "from checkpoints/last.ckpt, and have others saved at whole steps "
                 "(trainer.val_check_interval a multiple of accumulate_grad_batches)."
             )
-        if why is not None:
+        if reason is not None:
             rank_zero_warn(
-                f"{trainer.ckpt_path} was saved {why}; from others, such as checkpoints/last.ckpt "
-                "of an interrupted run, a run goes on as if it had not been interrupted."
+                f"{trainer.ckpt_path} was saved {reason}; from others, such as "
+                "checkpoints/last.ckpt of an interrupted run, a run resumes bit-exactly."
             )
-        self._metrics = dict(checkpoint.get(self._METRICS, {}))
-        self._savers = checkpoint.get(self._SAVERS, {})
+        self._metrics = dict(checkpoint.get("callback_metrics", {}))
+        self._savers = checkpoint.get("model_checkpoints", {})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Catch up, before the first batch."""
-        with isolate_rng():  # ModelCheckpoint asks for its size, which only validations found out
+        """Restore metrics and savers, and do what Lightning left out before the first batch."""
+        with isolate_rng():  # ModelCheckpoint asks for the size of the validation set
             trainer.fit_loop.epoch_loop.val_loop.setup_data()
         if trainer.ckpt_path is not None:
             _restore_savers(trainer, self._savers)
@@ -100,33 +109,18 @@ class ExactResume(AccumulationTracker, Callback):
                 if isinstance(callback, GradientAccumulationScheduler):
                     callback.on_train_epoch_start(trainer, pl_module)
         if trainer.fit_loop.epoch_loop.restarted_on_train_batch_end:
-            _update_plateaus(trainer)
+            _update_plateau_schedulers(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have the epoch end as any other: the metrics are there."""
+        """Have Lightning end a resumed epoch as any other: the metrics are there."""
         forget_restart(trainer)
 
 
-def _inexact(trainer: Trainer, accumulates: bool) -> str | None:
-    if accumulates and is_between_epochs(trainer):
-        return "after batches whose optimizer step was still to come, and does not come"
-    if accumulates:
-        return _BETWEEN
-    if is_batch_ending(trainer) and validation_follows(trainer):
-        return "before the validation of its step, which is left out"
-    if is_epoch_ending(trainer):
-        return "at the end of an epoch, after which Lightning counts a step twice"
-    return None
-
-
-def _update_plateaus(trainer: Trainer) -> None:
-    """Make the updates that Lightning makes after `on_train_batch_end`, where the file was saved.
-
-    After that of the last batch of an epoch, Lightning has begun to count the next one.
-    """
+def _update_plateau_schedulers(trainer: Trainer) -> None:
+    """Make the updates that Lightning makes after `on_train_batch_end`, where it was saved."""
     loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
     loop.update_lr_schedulers("step", update_plateau_schedulers=True)
-    if loop.batch_progress.is_last_batch:
+    if loop.batch_progress.is_last_batch:  # Lightning has begun to count the next epoch
         epochs.completed -= 1
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         epochs.completed += 1
@@ -137,26 +131,25 @@ def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
 
 
 def _restore_savers(trainer: Trainer, states: dict[str, dict[str, Any]]) -> None:
-    """Put in place what each `ModelCheckpoint` saves of itself in no file, and find its old files.
+    """Restore each ModelCheckpoint, and let it overwrite the files saved after the checkpoint.
 
-    Those that the run saved before it was interrupted, after the checkpoint from which it goes on,
-    pass for others' files there: the same step would be saved beside its old file, as -v1. Here
-    that one is replaced.
+    Files that the interrupted run saved after the checkpoint from which it resumes are unknown to
+    ModelCheckpoint, which would save the same step again beside them, as -v1.
     """
-    found = _model_checkpoints(trainer)
-    for each in found:
-        restore_unsaved_state(each, states.get(each.state_key, {}))
-    known = {os.path.abspath(file) for each in found for file in saved_files(each)}
-    folders = {os.path.abspath(each.dirpath) for each in found if each.dirpath}
-    files = {str(file) for folder in folders for file in Path(folder).glob("*.ckpt")} - known
-    undone = {file for file in files if read_step(file) >= trainer.global_step}
-    for each in found:
-        vars(each)["file_exists"] = partial(_exists, undone, each.file_exists)
+    savers = _model_checkpoints(trainer)
+    for saver in savers:
+        restore_unsaved_state(saver, states.get(saver.state_key, {}))
+    tracked = {os.path.abspath(file) for saver in savers for file in saved_files(saver)}
+    folders = {os.path.abspath(saver.dirpath) for saver in savers if saver.dirpath}
+    files = {str(file) for folder in folders for file in Path(folder).glob("*.ckpt")} - tracked
+    obsolete = {file for file in files if read_step(file) >= trainer.global_step}
+    for saver in savers:
+        vars(saver)["file_exists"] = partial(_file_exists, obsolete, saver.file_exists)
 
 
-def _exists(undone: set[str], exists: Any, filepath: str, trainer: Trainer) -> bool:
-    """`exists`, but for files that are about to be replaced."""
-    path = os.path.abspath(filepath)
-    is_undone = trainer.strategy.broadcast(path in undone)
-    undone.discard(path)
-    return bool(exists(filepath, trainer)) and not is_undone
+def _file_exists(obsolete: set[str], file_exists: Any, path: str, trainer: Trainer) -> bool:
+    """ModelCheckpoint's `file_exists`, except for obsolete files, which it may overwrite once."""
+    path = os.path.abspath(path)
+    is_obsolete = trainer.strategy.broadcast(path in obsolete)
+    obsolete.discard(path)
+    return bool(file_exists(path, trainer)) and not is_obsolete

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from lit_diffusion.cli.options import Parser
 
 
-def parser() -> Parser:
+def build_parser() -> Parser:
     """Options of the command."""
     parser = Parser(
         "fetch-weights",
@@ -14,16 +14,15 @@ def parser() -> Parser:
 Run it once where there is internet access, such as on the login node of a cluster. The protocols
 digits-cnn and patches-cnn need no download.""",
     )
-    parser.add_argument(
-        "--to", metavar="PATH", help="file or folder (default: the cache where FID looks)"
-    )
+    text = "file or folder (default: the cache where FID looks)"
+    parser.add_argument("--to", metavar="PATH", help=text)
     parser.add_argument("--url", help="URL of a mirror (default: torch-fidelity's)")
     return parser
 
 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "fetch-weights", then options."""
-    args = parser().parse_args(argv[1:])
+    args = build_parser().parse_args(argv[1:])
     from lit_diffusion.metrics.extractors import fetch_weights
 
     path = fetch_weights(args.to, **({"url": args.url} if args.url else {}))

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-_HELP = {
+DESCRIPTIONS = {
     "fit": """Train a model, or resume a run.
 
     lit-diffusion fit --config configs/digits.yaml
@@ -33,7 +33,7 @@ To write images, use `lit-diffusion sample`.""",
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run a command of the Trainer: fit, validate, test or predict, then options."""
+    """Run a command of the Trainer: "fit", "validate", "test" or "predict", then options."""
     from lit_diffusion.cli.trainer_cli import run_command
 
-    run_command(argv, _HELP)
+    run_command(argv, DESCRIPTIONS)

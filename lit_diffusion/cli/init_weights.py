@@ -1,8 +1,7 @@
-"""`fit --init_weights`: a training that begins with the weights of another."""
+"""`fit --init_weights`: training that starts from the weights of another run."""
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,83 +19,22 @@ from lit_diffusion.checkpoints.reading import number_kind, read_checkpoint, stri
 from lit_diffusion.cli.changed_settings import differences
 from lit_diffusion.interchange.exported import NETWORKS, is_exported, read_exported
 
-_NAMES = 5  # of weights that are said, of each sort
-_MEANING = ("network", "process", "parameterization")
-"""Settings that say what weights of the same names and shapes mean, as `split_heads_first` does."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of the weights of a file, by name.
-
-    Attributes:
-        kept: in the module now.
-        reshaped: likewise, with axes of length 1 added or left out.
-        left: of another shape than the module's, which begin as they are initialised.
-        dropped: in the file alone.
-        new: in the module alone.
-    """
-
-    kept: Sequence[str]
-    reshaped: Sequence[str]
-    left: Sequence[str]
-    dropped: Sequence[str]
-    new: Sequence[str]
-
-    def __str__(self) -> str:
-        sorts = {
-            "kept": (self.kept, False),
-            "reshaped": (self.reshaped, True),
-            "of another shape, left as they were": (self.left, True),
-            "dropped, as the model has none such": (self.dropped, True),
-            "new, as the file has none such": (self.new, True),
-        }
-        return "; ".join(
-            f"{len(names)} {sort}{_listed(names) if said else ''}"
-            for sort, (names, said) in sorts.items()
-            if names
-        )
-
-
-def read_init(source: str) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
-    """What --init_weights names, in words; its weights by a module's names; and its settings.
-
-    Args:
-        source: checkpoint, run folder or exported network; with ":raw", ":ema", ":ema_<decay>" or
-            ":power_<width>" a choice of a checkpoint's weights, whose default is the average if
-            there is one.
-    """
-    named_path, weights = split_weights_suffix(source)
-    path = Path(named_path)
-    if is_exported(path):
-        record, state = read_exported(path)
-        named = record.get("weights", "raw")
-        if weights not in (None, named, named.split("_")[0]):
-            raise ValueError(f"--init_weights {source}: {path} holds {named} weights alone.")
-        return f"{named} weights of {path}", {f"network.{n}": v for n, v in state.items()}, record
-    path = checkpoint_file(path)
-    checkpoint = read_checkpoint(path)
-    weights = weights or ("ema" if find_averages(checkpoint, path) else "raw")
-    name, averages = select_weights(checkpoint, weights, path)
-    settings = (model_spec(checkpoint) or {"init_args": {}})["init_args"]
-    weights_of = {**strip_compile_prefix(checkpoint["state_dict"]), **averages}
-    return f"{name} weights of {path}", weights_of, settings
-
 
 def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) -> str:
-    """Copy what fits of --init_weights into a module; what became of it, in a line.
+    """Copy what fits of --init_weights into a module; a line that says what became of it.
 
     Args:
-        module: begins with the weights.
-        source: as of `read_init`.
-        used: arguments of the module, as a config has them.
+        module: starts with the weights.
+        source: checkpoint, run folder or exported network; with ":raw", ":ema", ":ema_<decay>" or
+            ":power_<width>" one of a checkpoint's weights.
+        used: arguments of the module in the config.
 
     Raises:
         FileNotFoundError: where there is nothing of that name.
         ValueError: where nothing of it fits.
     """
-    said, state, settings = read_init(source)
-    outcome, fitting = match_weights(module.state_dict(), state)
+    text, state, settings = read_init(source)
+    fitting, outcome = match_weights(module.state_dict(), state)
     if not fitting:
         theirs, ours = (", ".join(list(names)[:3]) for names in (state, module.state_dict()))
         raise ValueError(
@@ -104,50 +42,84 @@ def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) ->
             f"are {ours}, ...; name a file of this architecture."
         )
     module.load_state_dict(fitting, strict=False)
-    changed = differences(_meaning(settings), _meaning(used))
-    others = [f"{name} {old} for {new}" for name, (old, new) in changed.items()]
-    told = f" They were trained with other settings{_listed(others)}." if others else ""
-    return f"Starting from the {said}: {outcome}.{told}"
+    counts = [
+        f"{len(names)} {what}{_list_names(names) if what != 'kept' else ''}"
+        for what, names in outcome.items()
+        if names
+    ]
+    text = f"Starting from the {text}: {'; '.join(counts)}."
+    if changed := differences(_meaning(settings), _meaning(used)):
+        others = [f"{name} {old} for {new}" for name, (old, new) in changed.items()]
+        text += f" They were trained with other settings{_list_names(others)}."
+    return text
+
+
+def read_init(source: str) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
+    """What `source` of `start_from` names in words, its weights by name, and its settings.
+
+    Without a choice of weights they are the average if there is one.
+    """
+    name, weights = split_weights_suffix(source)
+    path = Path(name)
+    if is_exported(path):
+        record, state = read_exported(path)
+        exported = record.get("weights", "raw")
+        if weights not in (None, exported, exported.split("_")[0]):
+            raise ValueError(f"--init_weights {source}: {path} holds {exported} weights alone.")
+        state = {f"network.{name}": value for name, value in state.items()}
+        return f"{exported} weights of {path}", state, record
+    path = checkpoint_file(path)
+    checkpoint = read_checkpoint(path)
+    weights = weights or ("ema" if find_averages(checkpoint, path) else "raw")
+    weights, averages = select_weights(checkpoint, weights, path)
+    settings = (model_spec(checkpoint) or {"init_args": {}})["init_args"]
+    state = {**strip_compile_prefix(checkpoint["state_dict"]), **averages}
+    return f"{weights} weights of {path}", state, settings
 
 
 def _meaning(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What weights were made for, with the defaults of a network that `convert import` found."""
-    found = {name: settings[name] for name in _MEANING if name in settings}
-    kind = NETWORKS.get(str((found.get("network") or {}).get("class_path")))
+    """Settings on which the meaning of weights of the same names and shapes depends.
+
+    The network's with their defaults, which `convert import` leaves out.
+    """
+    names = ("network", "process", "parameterization")
+    meaning = {name: settings[name] for name in names if name in settings}
+    kind = NETWORKS.get(str((meaning.get("network") or {}).get("class_path")))
     if kind is not None:
         defaults = {p.name: p.default for p in inspect.signature(kind).parameters.values()}
-        given = found["network"].get("init_args", {})
-        found["network"] = found["network"] | {"init_args": defaults | given}
-    return found
+        init_args = defaults | meaning["network"].get("init_args", {})
+        meaning["network"] = meaning["network"] | {"init_args": init_args}
+    return meaning
 
 
 def match_weights(
-    own: dict[str, Tensor], state: dict[str, Tensor]
-) -> tuple[Outcome, dict[str, Tensor]]:
-    """Sort the weights `state` for a module whose are `own`; those that fit, in its shapes."""
-    both = [
-        name for name in own if name in state and number_kind(own[name]) == number_kind(state[name])
-    ]
-    kept = [name for name in both if own[name].shape == state[name].shape]
-    alike = [
-        n for n in both if n not in kept and own[n].squeeze().shape == state[n].squeeze().shape
-    ]
-    outcome = Outcome(
-        kept,
-        alike,
-        left=[
-            f"{n} {_shape(state[n])} for {_shape(own[n])}" for n in both if n not in kept + alike
+    target: dict[str, Tensor], state: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
+    """Match the weights `state` of a file with the weights `target` of a module.
+
+    Axes of length 1 may differ. Weights that do not fit are left as they are in the module.
+
+    Returns:
+        The weights that fit, in the module's shapes; and the names of all, by what becomes of them.
+    """
+    both = [n for n in target if n in state and number_kind(target[n]) == number_kind(state[n])]
+    equal = [n for n in both if target[n].shape == state[n].shape]
+    others = [n for n in both if target[n].shape != state[n].shape]
+    reshaped = [n for n in others if target[n].squeeze().shape == state[n].squeeze().shape]
+    fitting = {name: state[name].reshape(target[name].shape) for name in equal + reshaped}
+    return fitting, {
+        "kept": equal,
+        "reshaped": reshaped,
+        "of another shape, left as they were": [
+            f"{name} {tuple(state[name].shape)} for {tuple(target[name].shape)}"
+            for name in others
+            if name not in reshaped
         ],
-        dropped=[name for name in state if name not in both],
-        new=[name for name in own if name not in both],
-    )
-    return outcome, {name: state[name].reshape(own[name].shape) for name in kept + alike}
+        "dropped, as the model has none such": [name for name in state if name not in both],
+        "new, as the file has none such": [name for name in target if name not in both],
+    }
 
 
-def _shape(tensor: Tensor) -> str:
-    return str(tuple(tensor.shape))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f", and {len(names) - _NAMES} more" if len(names) > _NAMES else ""
-    return f" ({', '.join(names[:_NAMES])}{more})"
+def _list_names(names: Sequence[str], most: int = 5) -> str:
+    more = f", and {len(names) - most} more" if len(names) > most else ""
+    return f" ({', '.join(names[:most])}{more})"

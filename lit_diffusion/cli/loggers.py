@@ -1,7 +1,4 @@
-"""What a run leaves behind as text: metrics.csv and evaluations.jsonl.
-
-After a resume both end up as those of an undisturbed run.
-"""
+"""metrics.csv and evaluations.jsonl of a run; after a resume, as those of an uninterrupted run."""
 
 import csv
 import io
@@ -22,16 +19,16 @@ Row = dict[str, str]
 
 
 class AppendingCSVLogger(Logger):
-    """Writes `save_dir`/metrics.csv, and appends to the one that is there.
+    """Writes `save_dir`/metrics.csv, and appends to one that is there.
 
     A row is on disk when `log_metrics` returns. New metrics become new columns at the right. A
     resumed run says by `rewind`, or else by its first row, how far its checkpoint had come: rows of
-    later steps are those of the run that died, and are dropped; rows of that very step, and those
-    of `log_ahead`, give way to those that log their metrics anew. (Lightning's CSVLogger deletes
+    later steps, which the interrupted run wrote, are deleted; rows of that very step, and those of
+    `log_ahead`, are replaced by those that log their metrics again. (Lightning's CSVLogger deletes
     the file instead.)
 
     Args:
-        save_dir: folder of the run; made when the first row comes.
+        save_dir: folder of the run, created with the first row.
 
     Example:
         >>> import tempfile
@@ -50,11 +47,11 @@ class AppendingCSVLogger(Logger):
         self.save_dir = str(save_dir)
         self.path = Path(save_dir) / "metrics.csv"
         self._columns: list[str] | None = None
-        self._doubtful: list[Row] = []
+        self._replaceable: list[Row] = []  # on the disk, and perhaps logged again
         self._last: Row | None = None
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: the run folder holds config.yaml."""
+        """Do nothing: the run folder holds config.yaml."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -63,14 +60,14 @@ class AppendingCSVLogger(Logger):
         if self._columns is None:
             self.rewind(_step(row))
         assert self._columns is not None
-        if row in self._doubtful and self._last in (None, row):
-            self._doubtful.remove(row)
+        if row in self._replaceable and self._last in (None, row):
+            self._replaceable.remove(row)
             return
         self._last = row
-        double = [old for old in self._doubtful if _is_same(old, row)]
-        if double or row.keys() - self._columns:
-            rows = [old for old in read_rows(self.path) if old not in double]
-            self._doubtful = [old for old in self._doubtful if old not in double]
+        replaced = [old for old in self._replaceable if _logs_again(old, row)]
+        if replaced or row.keys() - self._columns:
+            rows = [old for old in read_rows(self.path) if old not in replaced]
+            self._replaceable = [old for old in self._replaceable if old not in replaced]
             self._rewrite([*rows, row])
             return
         with self.path.open("a") as file:
@@ -78,93 +75,26 @@ class AppendingCSVLogger(Logger):
 
     @rank_zero_only
     def log_ahead(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Have a row on the disk, synced, that will be logged in a moment; it is written once."""
+        """Write and sync a row that will be logged in a moment; it is in the file once."""
         self.log_metrics(metrics, step)
-        self._doubtful.append(_row(metrics, step))
+        self._replaceable.append(_row(metrics, step))
         with self.path.open("a") as file:
             os.fsync(file.fileno())
 
     def rewind(self, step: int) -> int:
-        """Drop the rows of steps after `step`, from which a run goes on; how many there were."""
-        found = read_rows(self.path)
-        rows = [row for row in found if _step(row) <= step]
-        self._doubtful = [row for row in rows if _step(row) == step]
+        """Delete the rows of steps after `step`, from which a run resumes; their number."""
+        old_rows = read_rows(self.path)
+        rows = [row for row in old_rows if _step(row) <= step]
+        self._replaceable = [row for row in rows if _step(row) == step]
         self._rewrite(rows)
-        return len(found) - len(rows)
+        return len(old_rows) - len(rows)
 
     def _rewrite(self, rows: Sequence[Row]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # A row's in alphabetical order: Lightning has them in that of their first in a process.
+        # Sorted within a row: Lightning orders metrics by when they first came in this process.
         self._columns = list(dict.fromkeys(["step", *chain(*map(sorted, rows))]))
         header = dict(zip(self._columns, self._columns, strict=True))
         atomic_write_text(self.path, _csv(self._columns, [header, *rows]))
-
-
-def read_rows(path: str | Path) -> list[Row]:
-    """Rows of a metrics.csv without empty cells and a half-written last row; none without a file.
-
-    Raises:
-        ValueError: for a file that is no CSV, or a step that is no number.
-    """
-    try:
-        rows = list(csv.DictReader(io.StringIO(_whole_lines(path))))
-    except csv.Error as error:
-        raise ValueError(f"{path} is broken: {error}.") from error
-    found = [{k: v for k, v in row.items() if v and isinstance(k, str)} for row in rows]
-    for row in found:
-        if not re.fullmatch(r"-?\d{1,18}", row.get("step", "0")):
-            raise ValueError(f"{path} is broken: a step must be a number, got {row['step']!r:.50}.")
-    return found
-
-
-def read_evaluations(path: str | Path) -> list[dict[str, Any]]:
-    """Records of evaluations.jsonl without a half-written last line; none without a file.
-
-    Raises:
-        ValueError: for a line that is no evaluation.
-    """
-    found: list[dict[str, Any]] = []
-    for line in filter(None, _whole_lines(path).splitlines()):
-        try:
-            found.append(json.loads(line))
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} is broken: {str(error)[:200]}.") from error
-        if not _is_record(found[-1]):
-            raise ValueError(f"{path} is broken: {line[:50]!r} is no evaluation.")
-    return found
-
-
-def _is_record(record: Any) -> bool:
-    """Whether what others compute with is of its type."""
-    if not isinstance(record, dict):
-        return False
-    match record.get("seeds", [0, 0]), record.get("step", 0), record.get("metric", ""):
-        case [int(), int()], int() | None, str():
-            return isinstance(record.get("value"), float | int | None)
-    return False
-
-
-def _whole_lines(path: str | Path) -> str:
-    """Text of a file but a half-written last line; none without a file."""
-    path = Path(path)
-    if not os.path.lexists(path):
-        return ""
-    if not path.is_file():
-        raise ValueError(f"{path} is no regular file.")
-    try:
-        text = path.read_text()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is broken: it is not UTF-8: {error.reason}.") from error
-    return text[: text.rfind("\n") + 1]
-
-
-def rewind_evaluations(path: str | Path, step: int) -> int:
-    """Drop the records of steps after `step`, from which a run goes on; how many there were."""
-    records = read_evaluations(path)
-    kept = [record for record in records if (record.get("step") or 0) <= step]
-    if len(kept) < len(records):
-        atomic_write_text(path, "".join(json.dumps(record) + "\n" for record in kept))
-    return len(records) - len(kept)
 
 
 def _row(metrics: Mapping[str, float], step: int | None) -> Row:
@@ -175,7 +105,7 @@ def _step(row: Row) -> int:
     return int(row["step"]) if row.get("step") else -1
 
 
-def _is_same(old: Row, new: Row) -> bool:
+def _logs_again(old: Row, new: Row) -> bool:
     """Whether two rows hold a metric of the same step."""
     return old["step"] == new["step"] and bool((old.keys() & new.keys()) - {"step", "epoch"})
 
@@ -184,3 +114,71 @@ def _csv(columns: list[str], rows: Iterable[Row]) -> str:
     text = io.StringIO()
     csv.DictWriter(text, columns, lineterminator="\n").writerows(rows)
     return text.getvalue()
+
+
+def read_rows(path: str | Path) -> list[Row]:
+    """Rows of a metrics.csv, without empty cells and a half-written last row; [] without a file.
+
+    Raises:
+        ValueError: for a file that is no CSV, or a step that is no number.
+    """
+    try:
+        rows = list(csv.DictReader(io.StringIO(_whole_lines(path))))
+    except csv.Error as error:
+        raise ValueError(f"{path} is broken: {error}.") from error
+    rows = [{k: v for k, v in row.items() if v and isinstance(k, str)} for row in rows]
+    for row in rows:
+        if not re.fullmatch(r"-?\d{1,18}", row.get("step", "0")):
+            raise ValueError(f"{path} is broken: a step must be a number, got {row['step']!r:.50}.")
+    return rows
+
+
+def read_evaluations(path: str | Path) -> list[dict[str, Any]]:
+    """Records of evaluations.jsonl, without a half-written last line; [] without a file.
+
+    Raises:
+        ValueError: for a line that is no evaluation.
+    """
+    records: list[dict[str, Any]] = []
+    for line in filter(None, _whole_lines(path).splitlines()):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is broken: {str(error)[:200]}.") from error
+        if not _is_evaluation(record):
+            raise ValueError(f"{path} is broken: {line[:50]!r} is no evaluation.")
+        records.append(record)
+    return records
+
+
+def _is_evaluation(record: Any) -> bool:
+    """Whether the values that are computed with have their types."""
+    if not isinstance(record, dict):
+        return False
+    match record.get("seeds", [0, 0]), record.get("step", 0), record.get("metric", ""):
+        case [int(), int()], int() | None, str():
+            return isinstance(record.get("value"), float | int | None)
+    return False
+
+
+def rewind_evaluations(path: str | Path, step: int) -> int:
+    """Delete the records of steps after `step`, from which a run resumes; their number."""
+    old_records = read_evaluations(path)
+    records = [record for record in old_records if (record.get("step") or 0) <= step]
+    if len(records) < len(old_records):
+        atomic_write_text(path, "".join(json.dumps(record) + "\n" for record in records))
+    return len(old_records) - len(records)
+
+
+def _whole_lines(path: str | Path) -> str:
+    """Text of a file without a half-written last line; "" without a file."""
+    path = Path(path)
+    if not os.path.lexists(path):
+        return ""
+    if not path.is_file():
+        raise ValueError(f"{path} is no regular file.")
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is broken: it is not UTF-8: {error.reason}.") from error
+    return text[: text.rfind("\n") + 1]

@@ -93,8 +93,8 @@ class SamplingOptions:
     @property
     def changes_guidance(self) -> bool:
         """Whether images are guided in another way than that of the checkpoint."""
-        given = (self.guidance, self.guidance_interval, self.weaker, self.classifier)
-        return bool(self.guidance_rescale) or any(value is not None for value in given)
+        options = (self.guidance, self.guidance_interval, self.weaker, self.classifier)
+        return bool(self.guidance_rescale) or any(option is not None for option in options)
 
 
 def require_lab() -> None:

@@ -19,11 +19,7 @@ SPLITS = ("train", "val", "test")
 
 
 def read_data_settings(checkpoint: str | Path | None, config: str | None) -> tuple[Any, Path]:
-    """What a config has under data:, and the path of that config.
-
-    Args:
-        checkpoint: file or run folder, whose config is read.
-        config: read in its place where it is given.
+    """What the config of a checkpoint's run has under data:, or else `config`, and its path.
 
     Raises:
         FileNotFoundError: where there is no such config.
@@ -46,13 +42,9 @@ def read_data_settings(checkpoint: str | Path | None, config: str | None) -> tup
 def build_data(
     settings: Any, trust: Sequence[str], path: str | Path, options: Sequence[str] = ()
 ) -> Any:
-    """The prepared data module of a config; None where it has no splits.
+    """The prepared data module of a config, whose `path` is for messages; None without splits.
 
-    Args:
-        settings: class path and arguments, or None.
-        trust: packages that class paths may name.
-        path: of the config, for messages.
-        options: --data.init_args.NAME=VALUE, which win over the settings.
+    `options`, as --data.init_args.NAME=VALUE, win over the settings.
     """
     if not settings:
         return None
@@ -72,12 +64,9 @@ def real_images(
 ) -> tuple[ImageSet, ImageSet | None]:
     """Real images to compare with, and others of the same kind for the floor of the FID.
 
-    Args:
-        reference: "train", "val" or "test" split of the data, a folder or an .npz, for which there
-            are no others; None is "val", or for latents what the run was scored against.
-        checkpoint: whose run names the data.
-        config: names the data in its place where it is given.
-        trust: packages that class paths in the config may name.
+    `reference` is the split "train", "val" or "test" of the data of `data_of_run`, or a folder or
+    .npz, for which there are no others. None is "val", or for latents what the run was scored
+    against.
     """
     if reference is not None and reference not in SPLITS:
         return ImageSet(reference, open_images(reference)), None

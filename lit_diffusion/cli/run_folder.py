@@ -1,6 +1,6 @@
 """The run folder: where a command reads and writes, found before anything heavy is built.
 
-What is in it is listed in docs/runs.md.
+Its files are listed in docs/runs.md.
 """
 
 import fcntl
@@ -36,8 +36,8 @@ class InUse(ValueError):
 class Request:
     """What a command line asks for, as far as it must be known before the config is parsed.
 
-    A later start of the SLURM job that trains in the run folder is `requeued`: it goes on from its
-    last checkpoint, whatever the command line names.
+    A job that SLURM has started again is `requeued`: it goes on from the last checkpoint of its run
+    folder, whatever the command line says.
     """
 
     command: str  # fit, validate, test or predict
@@ -47,7 +47,7 @@ class Request:
     root: Path  # the run folder
     checkpoint: Path | None  # file that --ckpt_path means; None without
     requeued: bool = False
-    repeated: bool = False  # the command is, until the run is finished
+    repeated: bool = False  # the command is repeated until the run is finished
 
     @property
     def holds_checkpoint(self) -> bool:
@@ -59,46 +59,82 @@ class Request:
 def read_command_line(argv: Sequence[str]) -> Request:
     """Find run folder and checkpoint of a command line.
 
-    The run folder is what --trainer.default_root_dir says on the command line or in a config, where
-    one that a run wrote stands for the folder that it is in; else that of the checkpoint; else
-    runs/<name of the first config>.
+    The run folder is --trainer.default_root_dir of the command line or of a config (of a config
+    that a run wrote, the folder that it is in); else that of the checkpoint; else runs/<name of the
+    first config>.
+
+    Args:
+        argv: the command, then its options.
 
     Raises:
         FileNotFoundError: where --ckpt_path names a file that is not there.
         ValueError: for a config that is no YAML mapping, or an option without its value.
     """
-    own = Parser(argv[0], add_help=False)
-    own.add_argument("--trust", action="append", default=[], metavar="PACKAGE")
-    found, options = own.parse_known_args(list(argv[1:]))
-    peek = Parser(argv[0], add_help=False)
-    peek.add_argument("-c", "--config", action="append", default=[])
-    peek.add_argument("--ckpt_path")
-    peek.add_argument("--trainer.default_root_dir", dest="root")
-    seen, _ = peek.parse_known_args(options)
-    settings = [read_config(config) for config in seen.config]
-    stated = seen.root or _last(settings, "trainer", "default_root_dir")
-    wanted = seen.ckpt_path or _last(settings, "ckpt_path")
-    wanted = None if wanted in (None, "null", "None") else str(wanted).removeprefix("file://")
-    root = _root(stated, wanted, seen.config)
-    fits = argv[0] == "fit"
-    requeued, repeated = fits and is_requeue_of(root / "checkpoints"), fits and wanted == OR_NONE
+    command = argv[0]
+    parser = Parser(command, add_help=False)
+    parser.add_argument("--trust", action="append", default=[], metavar="PACKAGE")
+    trusted, options = parser.parse_known_args(list(argv[1:]))
+    parser = Parser(command, add_help=False)
+    parser.add_argument("-c", "--config", action="append", default=[])
+    parser.add_argument("--ckpt_path")
+    parser.add_argument("--trainer.default_root_dir", dest="root")
+    args, _ = parser.parse_known_args(options)  # which stay in `options`
+    settings = [read_config(config) for config in args.config]
+    ckpt_path = args.ckpt_path or _last_value(settings, "ckpt_path")
+    ckpt_path = None if ckpt_path in (None, "null", "None") else str(ckpt_path)
+    ckpt_path = ckpt_path and ckpt_path.removeprefix("file://")
+    root = args.root or _last_value(settings, "trainer", "default_root_dir")
+    if root is not None:
+        root = Path(os.path.expanduser(str(root)))
+    elif not (root := run_of(Path(ckpt_path)) if ckpt_path else None):
+        root = Path("runs") / (Path(args.config[0]).stem if args.config else "unnamed")
+    last = root / "checkpoints" / "last.ckpt"
+    requeued = command == "fit" and is_requeue_of(last.parent)
+    repeated = command == "fit" and ckpt_path == OR_NONE
     if requeued or repeated:
-        is_there = (root / "checkpoints" / "last.ckpt").is_file()
-        wanted = "last" if is_there else None if wanted in (OR_NONE, "last") else wanted
-        options.append(f"--ckpt_path={wanted or 'null'}")
-    checkpoint = _checkpoint(wanted, root)
-    if checkpoint and not checkpoint.is_file():
-        start = f", or {OR_NONE} to start where there is none" if wanted == "last" else ""
-        raise FileNotFoundError(f"--ckpt_path: there is no file {checkpoint}; name another{start}.")
-    configs, trust = tuple(seen.config), tuple(found.trust)
-    options = [_inlined(option, seen.config) for option in options]
-    return Request(argv[0], tuple(options), configs, trust, root, checkpoint, requeued, repeated)
+        if last.is_file():
+            ckpt_path = "last"
+        elif ckpt_path in (OR_NONE, "last"):
+            ckpt_path = None
+        options.append(f"--ckpt_path={ckpt_path or 'null'}")
+    checkpoint = None
+    # Lightning understands other names.
+    others = (None, "best", "hpc", "registry")
+    if ckpt_path not in others and "://" not in ckpt_path:
+        checkpoint = last if ckpt_path == "last" else Path(ckpt_path)
+        if not checkpoint.is_file():
+            start = f", or {OR_NONE} to start where there is none" if ckpt_path == "last" else ""
+            raise FileNotFoundError(
+                f"--ckpt_path: there is no file {checkpoint}; name another{start}."
+            )
+    options = [_inlined(option, args.config) for option in options]
+    configs, trust = tuple(args.config), tuple(trusted.trust)
+    return Request(command, tuple(options), configs, trust, root, checkpoint, requeued, repeated)
+
+
+def _last_value(settings: Sequence[Any], *keys: str) -> Any:
+    """The value of nested keys in the last of the settings that have it; None without."""
+    value = None
+    for setting in settings:
+        for key in keys:
+            setting = setting.get(key) if isinstance(setting, dict) else None
+        value = setting if setting is not None else value
+    return value
+
+
+def _inlined(option: str, configs: Sequence[str]) -> str:
+    """An option, or its value, with the content of a config that a run wrote for its name."""
+    prefix, value = ("--config=", option[9:]) if option.startswith("--config=") else ("", option)
+    if value not in configs or not _is_of_run(value):
+        return option
+    return f"{prefix}{yaml.safe_dump(read_config(value))}"
 
 
 def read_config(config: str | Path) -> Any:
     """Content of a config; {} for one that is not there, which the real parser will report.
 
-    What names the folder that a run was trained in names the one that its config is in now.
+    In a config that a run wrote, the run folder is replaced by the folder that the file is in: the
+    run may have been moved.
     """
     try:
         settings = read_yaml(config)
@@ -107,8 +143,10 @@ def read_config(config: str | Path) -> Any:
     if not isinstance(settings, dict):
         raise ValueError(f"{config} must hold settings such as 'model: ...', got {settings!r:.50}.")
     _refuse_files(settings, Path(config))
-    old = _last([settings], "trainer", "default_root_dir")
-    return _moved(settings, str(old), str(Path(config).parent)) if _is_of_run(config) else settings
+    if not _is_of_run(config):
+        return settings
+    root = str(_last_value([settings], "trainer", "default_root_dir"))
+    return _moved(settings, root, str(Path(config).parent))
 
 
 def _is_of_run(config: str | Path) -> bool:
@@ -118,7 +156,7 @@ def _is_of_run(config: str | Path) -> bool:
 
 
 def _moved(value: Any, old: str, new: str) -> Any:
-    """Settings with what is in one folder in another."""
+    """Settings with the paths below one folder moved to another."""
     if isinstance(value, str) and (value == old or value.startswith(f"{old}/")):
         return new + value[len(old) :]
     if isinstance(value, dict):
@@ -126,57 +164,20 @@ def _moved(value: Any, old: str, new: str) -> Any:
     return [_moved(item, old, new) for item in value] if isinstance(value, list) else value
 
 
-def _inlined(option: str, configs: Sequence[str]) -> str:
-    """An option, or its value, with a config that a run wrote in place of that file's name."""
-    name, value = option.split("=", 1) if option.startswith("--config=") else ("", option)
-    if value not in configs or not _is_of_run(value):
-        return option
-    return f"{name}{'=' * bool(name)}{yaml.safe_dump(read_config(value))}"
-
-
-def _refuse_files(settings: dict[str, Any], config: Path) -> None:
-    """jsonargparse would open configs within a config, and pipes, without a look at them."""
-    for value in _texts(settings):
-        for file in (Path(value), config.parent / value):
-            opened = value.endswith((".yaml", ".yml", ".json")) or not os.path.isfile(file)
-            if opened and os.path.exists(file) and not file.is_dir():
+def _refuse_files(value: Any, config: Path) -> None:
+    """Raise ValueError for a file that jsonargparse would open: a config in a config, a pipe."""
+    for part in value.values() if isinstance(value, dict) else value:
+        if isinstance(part, dict | list):
+            _refuse_files(part, config)
+        if not isinstance(part, str):
+            continue
+        for file in (Path(part), config.parent / part):
+            is_read = part.endswith((".yaml", ".yml", ".json")) or not os.path.isfile(file)
+            if is_read and os.path.exists(file) and not file.is_dir():
                 raise ValueError(
                     f"{config} names the file {file}, and configs are not read from within "
                     "configs: write its settings there, or give it as another --config."
                 )
-
-
-def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    inside = value.values() if isinstance(value, dict) else value
-    for part in inside if isinstance(value, dict | list) else ():
-        yield from _texts(part)
-
-
-def _last(settings: Sequence[Any], *keys: str) -> Any:
-    """The value of nested keys in the last of the settings that have it."""
-    value = None
-    for setting in settings:
-        for key in keys:
-            setting = setting.get(key) if isinstance(setting, dict) else None
-        value = setting if setting is not None else value
-    return value
-
-
-def _root(stated: Any, wanted: str | None, configs: Sequence[str]) -> Path:
-    if stated is not None:
-        return Path(os.path.expanduser(str(stated)))
-    if wanted and (run := run_of(Path(wanted))):
-        return run
-    return Path("runs") / (Path(configs[0]).stem if configs else "unnamed")
-
-
-def _checkpoint(wanted: str | None, root: Path) -> Path | None:
-    """The file that --ckpt_path means; names other than last are Lightning's to understand."""
-    if wanted is None or wanted in ("best", "hpc", "registry") or "://" in wanted:
-        return None
-    return root / "checkpoints" / "last.ckpt" if wanted == "last" else Path(wanted)
 
 
 def run_of(checkpoint: Path) -> Path | None:
@@ -186,67 +187,73 @@ def run_of(checkpoint: Path) -> Path | None:
 
 def latest_config(root: Path) -> Path | None:
     """The config that a run was last started or resumed with."""
-    configs = [*root.glob("config.yaml"), *_resumes(root)]
+    configs = [*root.glob("config.yaml"), *_resume_configs(root)]
     return configs[-1] if configs else None
 
 
 def next_config(root: Path) -> Path:
-    """Where the config of a fit that starts now goes: a resume leaves those before it alone."""
+    """Path for the config of a fit that starts now; those of earlier starts stay."""
     if traces(root):
-        return root / f"config.resume-{len(_resumes(root)) + 1}.yaml"
+        return root / f"config.resume-{len(_resume_configs(root)) + 1}.yaml"
     return root / "config.yaml"
 
 
+def _resume_configs(root: Path) -> list[Path]:
+    """In order: config.resume-9.yaml before config.resume-10.yaml."""
+    return sorted(root.glob("config.resume-*.yaml"), key=lambda file: (len(file.name), file))
+
+
 def traces(root: Path) -> list[Path]:
-    """What shows that a folder holds a run: curves, scores and checkpoints."""
-    rows = {root / "metrics.csv": 1, root / "evaluations.jsonl": 0}  # beside the header
-    files = [file for file, header in rows.items() if _has_lines(file, header + 1)]
+    """Files by which a folder holds a run: curves, scores and checkpoints.
+
+    A metrics.csv alone that says that the first steps were not finite is no run.
+    """
+    min_lines = {root / "metrics.csv": 2, root / "evaluations.jsonl": 1}
+    files = [file for file, num in min_lines.items() if _has_lines(file, num)]
     files += sorted(root.glob("checkpoints/*.ckpt"))
-    return files if len(files) != 1 or not _is_of_a_false_start(files[0]) else []
-
-
-def _is_of_a_false_start(file: Path) -> bool:
-    """Whether a metrics.csv holds nothing but that a loss or gradient was not finite."""
-    with file.open("rb") as lines:
-        return next(lines, b"").strip() == b"step,train/loss,train/nonfinite_steps"
+    if len(files) == 1:
+        with files[0].open("rb") as lines:
+            if next(lines, b"").strip() == b"step,train/loss,train/nonfinite_steps":
+                return []
+    return files
 
 
 def _has_lines(file: Path, num: int) -> bool:
+    """Whether a file has `num` lines; True for what is no regular file, which is told later."""
     if not file.is_file():
-        return file.exists()  # and is no run's, which will be said
+        return file.exists()
     with file.open("rb") as lines:
         return len(list(islice(lines, num))) == num
 
 
 def refuse_mixing(request: Request) -> None:
     """Refuse a fresh start, or one from a checkpoint elsewhere, in a folder that holds a run."""
-    found = traces(request.root)
-    begins = request.repeated and not any(file.suffix == ".ckpt" for file in found)
-    if not found or begins or request.requeued or request.holds_checkpoint:
+    files = traces(request.root)
+    begins = request.repeated and not any(file.suffix == ".ckpt" for file in files)
+    if not files or begins or request.requeued or request.holds_checkpoint:
         return
-    what = ", ".join(str(file.relative_to(request.root)) for file in found[:3])
+    names = ", ".join(str(file.relative_to(request.root)) for file in files[:3])
     last = request.root / "checkpoints" / "last.ckpt"
-    way = "Continue it with --ckpt_path=last"
+    fix = "Continue it with --ckpt_path=last"
     if not last.is_file():
-        way = f"There is no {last}: continue it with --ckpt_path and another file, delete it"
+        fix = f"There is no {last}: continue it with --ckpt_path and another file, delete it"
     raise ValueError(
-        f"{request.root} already holds a run ({what}). {way}, or start another with "
+        f"{request.root} already holds a run ({names}). {fix}, or start another with "
         f"--trainer.default_root_dir={request.root}-2."
     )
 
 
 @contextmanager
 def occupied(root: Path) -> Iterator[None]:
-    """Context in which no other process may train into the run folder, which is made if need be.
+    """Context in which no other process may train into a run folder, which is created.
 
-    The kernel holds the claim, on a file: it ends with the process, however that ends, and holds
-    for other nodes where the file system has locks.
+    The kernel holds the lock, on a file: it ends with the process, however that ends, and holds for
+    other nodes where the file system has locks.
 
     Raises:
         InUse: where another process has it.
-        OSError: where it cannot be written to.
+        OSError: where the folder cannot be written to.
     """
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         root.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=root).close()
@@ -255,6 +262,7 @@ def occupied(root: Path) -> Iterator[None]:
             f"The run folder {root} cannot be written to: {error.strerror}. "
             "Choose another with --trainer.default_root_dir."
         ) from error
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
     with os.fdopen(os.open(root / CLAIM, flags, 0o666), "rb", buffering=0) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -270,8 +278,3 @@ def occupied(root: Path) -> Iterator[None]:
                 stacklevel=2,
             )
         yield
-
-
-def _resumes(root: Path) -> list[Path]:
-    """In order: config.resume-9.yaml before config.resume-10.yaml."""
-    return sorted(root.glob("config.resume-*.yaml"), key=lambda file: (len(file.name), file))

@@ -1,5 +1,9 @@
-"""What a fit keeps beside its checkpoints: its config, its curves, its count of images."""
+"""What a fit writes beside its checkpoints: config, curves, the count of images, a summary."""
 
+import shlex
+import signal
+from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,23 +14,32 @@ from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.utilities import rank_zero_info
 
+from lit_diffusion.callbacks.slurm import job_id
 from lit_diffusion.callbacks.trainer_state import isinstance_lightning, logger_step, should_log
+from lit_diffusion.checkpoints.averages import find_averages
+from lit_diffusion.checkpoints.loading import checkpoint_file
+from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.lightning_internals import (
     count_validated_step,
     is_row_pending,
     metrics_to_log,
 )
-from lit_diffusion.cli.loggers import AppendingCSVLogger, rewind_evaluations
-from lit_diffusion.cli.run_folder import next_config
+from lit_diffusion.cli.loggers import AppendingCSVLogger, read_evaluations, rewind_evaluations
+from lit_diffusion.cli.run_folder import Request, next_config
 from lit_diffusion.files import atomic_write_text
-from lit_diffusion.metrics.evaluation_record import ImageCount, parse_image_count, start_image_count
+from lit_diffusion.metrics.evaluation_record import (
+    ImageCount,
+    count_training_images,
+    is_repeat,
+    parse_image_count,
+    start_image_count,
+)
 
 
 class RunConfig(SaveConfigCallback):
     """Writes config.yaml, and at a resume config.resume-N.yaml, into the run folder of a fit.
 
-    It is written when all of a checkpoint is restored: a config with which that failed must not be
-    taken for the run's.
+    It is written after a checkpoint is restored: the config of a failed attempt is not the run's.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -35,7 +48,7 @@ class RunConfig(SaveConfigCallback):
             self._path = next_config(Path(trainer.default_root_dir))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Write the config, and give it to the loggers."""
+        """Write the config, and log it as hyperparameters."""
         if trainer.is_global_zero and not self.already_saved:
             text = self.parser.dump(self.config, skip_unset=False)
             atomic_write_text(self._path, text)
@@ -43,19 +56,19 @@ class RunConfig(SaveConfigCallback):
             settings.pop("ckpt_path", None)
             settings["trainer"].pop("logger", None)  # which may hold the key of an account
             for logger in trainer.loggers:
-                is_mlflow = isinstance_lightning(logger, MLFlowLogger)  # keeps the first values
-                if trainer.ckpt_path is None or not is_mlflow:
+                # MLflow cannot change the hyperparameters of a run
+                if trainer.ckpt_path is None or not isinstance_lightning(logger, MLFlowLogger):
                     logger.log_hyperparams(settings)
         self.already_saved = True
 
     on_sanity_check_start = on_train_start
 
 
-class CurvesInStep(Callback):
-    """Keeps metrics.csv and evaluations.jsonl in step with the checkpoint that a run goes on from.
+class RewindLogs(Callback):
+    """Keeps metrics.csv and evaluations.jsonl consistent with the checkpoint of a resume.
 
-    A checkpoint is written when all rows of its step are on the disk, and a resume takes out what
-    was logged after it.
+    A checkpoint is written after all rows of its step are on the disk; a resume deletes the rows
+    of later steps.
     """
 
     def on_save_checkpoint(self, trainer: Trainer, *_: Any) -> None:
@@ -69,45 +82,117 @@ class CurvesInStep(Callback):
                 logger.log_ahead(metrics, int(step))
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Rewind to the step that was restored."""
+        """Delete the rows of steps after the one that was restored."""
         count_validated_step(trainer)
         if not trainer.is_global_zero:
             return
         evaluations = Path(trainer.default_root_dir) / "evaluations.jsonl"
-        step = trainer.global_step
-        dropped = {evaluations: rewind_evaluations(evaluations, step)}
+        num_deleted = {evaluations: rewind_evaluations(evaluations, trainer.global_step)}
         for logger in _csv_loggers(trainer):
-            dropped[logger.path] = logger.rewind(logger_step(trainer))
-        for file, count in dropped.items():
-            if count:
-                rank_zero_info(f"Took {count} rows of steps after {step} out of {file}.")
+            num_deleted[logger.path] = logger.rewind(logger_step(trainer))
+        for file, num in num_deleted.items():
+            if num:
+                step = trainer.global_step
+                rank_zero_info(f"Took {num} rows of steps after {step} out of {file}.")
+
+
+def _csv_loggers(trainer: Trainer) -> list[AppendingCSVLogger]:
+    return [logger for logger in trainer.loggers if isinstance(logger, AppendingCSVLogger)]
 
 
 class ImagesSeen(Callback):
     """Counts training images, also of a run whose resumes change the batch size."""
 
-    _KEY = "images_seen"
-
     def __init__(self) -> None:
-        self.image_count: ImageCount | None = None  # of the fit, which `images_seen` asks for
+        self.image_count: ImageCount | None = None  # of the fit, which `images_seen` reads
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count on from what a checkpoint brought."""
+        """Continue the count of the checkpoint."""
         self.image_count = start_image_count(trainer, self.image_count)
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Save the count, where commands that do not count need not know of it."""
+        """Save the count."""
         if self.image_count is not None:
-            checkpoint[self._KEY] = list(self.image_count)
+            checkpoint["images_seen"] = list(self.image_count)
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Go on from a saved count."""
-        self.image_count = parse_image_count(checkpoint.get(self._KEY))
+        """Load the count."""
+        self.image_count = parse_image_count(checkpoint.get("images_seen"))
 
 
-def _csv_loggers(trainer: Trainer) -> list[AppendingCSVLogger]:
-    return [logger for logger in trainer.loggers if isinstance(logger, AppendingCSVLogger)]
+# Lines for a person at the end of a fit
+
+
+def summary(request: Request, trainer: Trainer, seconds: float) -> str:
+    """Where the run folder is, what was trained, its FIDs, and the command that samples from it."""
+    root = request.root
+    text = f"{trainer.global_step} steps"
+    if images := count_training_images(trainer):
+        text += f", {images:,} images seen"
+    duration = timedelta(seconds=round(seconds))
+    rows = [("run folder", str(root)), ("trained", f"{text}, in {duration}")]
+    if trainer.should_stop:  # by EarlyStopping
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        reasons = (getattr(each, "stopping_reason_message", None) for each in callbacks)
+        rows += [("stopped", reason) for reason in reasons if reason]
+    records = read_evaluations(root / "evaluations.jsonl")
+    rows += fid_rows([record for record in records if not is_repeat(record)])
+    if (file := checkpoint_file(root)).is_file():
+        command = ["lit-diffusion", "sample", "--checkpoint", str(root)]
+        if not find_averages(read_checkpoint(file, mmap=True), file):
+            command += ["--weights", "raw"]
+        command += [f"--trust={package}" for package in request.trust]
+        rows.append(("sample", shlex.join([*command, "--num", "64", "--out", f"{root}/out"])))
+    width = max(len(name) for name, _ in rows) + 2
+    return "\n" + "\n".join(f"{name:<{width}}{text}" for name, text in rows)
+
+
+def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
+    """(metric, text) for each FID in evaluations.jsonl: the last, the best, and the floor."""
+
+    def number(value: float | None) -> str:
+        return "NaN" if value is None else f"{value:.4g}"
+
+    rows = []
+    for metric in dict.fromkeys(r["metric"] for r in records if "fid" in str(r.get("metric"))):
+        scored = [record for record in records if record["metric"] == metric]
+        last, finite = scored[-1], [record for record in scored if record["value"] is not None]
+        text = f"{number(last['value'])} at step {last['step']}"
+        if finite:
+            best = min(finite, key=lambda record: float(record["value"]))
+            text += f", best {number(best['value'])} at step {best['step']}"
+        rows.append((metric, f"{text}; real images in their place: {number(last.get('floor'))}"))
+    return rows
+
+
+def requeue_line(request: Request) -> str:
+    """A line for a fit that a batch system has started again."""
+    last = checkpoint_file(request.root)
+    how = f"goes on from {last}" if last.is_file() else f"begins anew, as there is no {last}"
+    return f"SLURM job {job_id()} was requeued, and {how}."
+
+
+def resume_line(request: Request, step: int, number: signal.Signals, saved: bool) -> str:
+    """A line for a fit that a signal stopped: what is lost, and the command that resumes it.
+
+    Args:
+        request: the command line.
+        step: optimizer steps that were made.
+        number: the signal.
+        saved: whether the last of them is in last.ckpt.
+    """
+    last = checkpoint_file(request.root)
+    text = f"Stopped by {number.name} at step {step}. "
+    if not last.is_file():
+        return f"{text}There is no {last} to go on from: {step} steps are lost."
+    saved_step = step if saved else int(read_checkpoint(last, mmap=True)["global_step"])
+    if (lost := step - saved_step) > 0:
+        steps = "step since" if lost == 1 else f"{lost} steps since"
+        text += f"The {steps} step {saved_step} {'is' if lost == 1 else 'are'} lost. "
+    # The folder of a checkpoint that the command names is not where it would look for `last`.
+    again = shlex.quote(str(last)) if request.holds_checkpoint else "last"
+    return f"{text}The same command with --ckpt_path={again} goes on from {last}."

@@ -15,7 +15,7 @@ from lit_diffusion.cli.options import (
 from lit_diffusion.signals import print_error, raise_on_signals
 
 
-def parser() -> Parser:
+def build_parser() -> Parser:
     """Options of the command."""
     parser = Parser(
         "sample",
@@ -40,30 +40,18 @@ steps, each in its own folder, and writes comparison.png, .csv and .json: the fi
 and the FID of each.""",
     )
     add_checkpoint(parser, required=True)
-    parser.add_argument("--num", type=int, default=64, help="number of images (default 64)")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for the images")
-    parser.add_argument(
-        "--trajectory",
-        action="store_true",
-        help="draw the first four images at each step of the solver",
-    )
-    parser.add_argument(
-        "--compare",
-        metavar="S",
-        help="'solvers' for every solver that the process allows, or some by name: DDIM,Heun,UniPC",
-    )
-    parser.add_argument(
-        "--compare_steps",
-        type=integers,
-        metavar="N,N",
-        help="numbers of steps of --compare (default 5,10,20,50)",
-    )
-    parser.add_argument(
-        "--reference",
-        metavar="R",
-        help="real images for the FIDs of --compare: train, val (default) or test split of the "
-        "run's data, or a folder or .npz",
-    )
+    add = parser.add_argument
+    add("--num", type=int, default=64, metavar="N", help="number of images (default 64)")
+    add("--out", required=True, metavar="DIR", help="folder for the images")
+    text = "draw the first four images at each step of the solver"
+    add("--trajectory", action="store_true", help=text)
+    text = "'solvers' for every solver that the process allows, or some by name: DDIM,Heun,UniPC"
+    add("--compare", metavar="S", help=text)
+    text = "numbers of steps of --compare (default 5,10,20,50)"
+    add("--compare_steps", type=integers, metavar="N,N", help=text)
+    text = """real images for the FIDs of --compare: train, val (default) or test split of the run's
+        data, or a folder or .npz"""
+    add("--reference", metavar="R", help=text)
     add_data(parser)
     add_sampling(parser)
     return parser
@@ -71,7 +59,7 @@ and the FID of each.""",
 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "sample", then options."""
-    args, solver_options = parse_sampling(parser(), argv[1:])
+    args, solver_options = parse_sampling(build_parser(), argv[1:])
     sampling = sampling_options(args, solver_options)
     if args.compare is not None:
         _refuse_with_compare(sampling, args.trajectory)

@@ -45,42 +45,26 @@ COLUMNS = ("solver", "steps", "grid", "evaluations", "fid", "left_out")
 
 @dataclass(frozen=True)
 class ComparisonOptions:
-    """What is compared.
+    """Which solvers are compared on how many images."""
 
-    Attributes:
-        solvers: "solvers" for all of this library, or names separated by commas.
-        steps: numbers of steps; None for 5, 10, 20 and 50.
-        num: number of images.
-        reference: real images, as `real_images` takes it.
-        data: config that names the data in place of the run's.
-    """
-
-    solvers: str = "solvers"
-    steps: Sequence[int] | None = None
-    num: int = 64
-    reference: str | None = None
-    data: str | None = None
+    solvers: str  # "solvers" for all of this library, or names separated by commas
+    steps: Sequence[int] | None  # numbers of steps; None for 5, 10, 20 and 50
+    num: int  # number of images
+    reference: str | None  # real images, as `real_images` takes them
+    data: str | None  # config that names the data in place of the run's
 
 
 @dataclass
 class Cell:
-    """A solver with a number of steps, and what became of it.
-
-    Attributes:
-        grid: the solver's times.
-        evaluations: number of function evaluations (NFE); guidance may double each.
-        fid: of the images; None where it could not be computed.
-        left_out: why there are no images; None if there are.
-        sampling: `sampling_record` of the module.
-    """
+    """A solver with a number of steps, and what became of it."""
 
     solver: str
     steps: int
-    grid: str | None = None
-    evaluations: int | None = None
-    fid: float | None = None
-    left_out: str | None = None
-    sampling: dict[str, Any] | None = None
+    grid: str | None = None  # the solver's times
+    evaluations: int | None = None  # number of function evaluations (NFE); guidance may double it
+    fid: float | None = None  # of the images; None where it could not be computed
+    left_out: str | None = None  # why there are no images; None if there are
+    sampling: dict[str, Any] | None = None  # the module's `sampling_record`
 
     @property
     def name(self) -> str:

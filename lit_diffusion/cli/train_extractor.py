@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from lit_diffusion.cli.options import Parser, add_device, add_trust, usable_device
 
 
-def parser() -> Parser:
+def build_parser() -> Parser:
     """Options of the command."""
     parser = Parser(
         "train-extractor",
@@ -20,14 +20,12 @@ It learns the classes, or without classes to distinguish the images, and how blu
 are. An FID by it can be compared with others by the same file only: keep the file. Options
 --data.NAME=VALUE are those of fit.""",
     )
-    parser.add_argument("--config", required=True, metavar="FILE", help="YAML with the data")
-    parser.add_argument("--out", required=True, metavar="FILE.safetensors", help="file to write")
-    parser.add_argument(
-        "--steps", type=int, default=1500, metavar="N", help="training steps (default 1500)"
-    )
-    parser.add_argument(
-        "--batch-size", type=int, default=128, metavar="B", help="images in a step (default 128)"
-    )
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE", help="YAML with the data")
+    add("--out", required=True, metavar="FILE.safetensors", help="file to write")
+    add("--steps", type=int, default=1500, metavar="N", help="training steps (default 1500)")
+    text = "images in a step (default 128)"
+    add("--batch-size", type=int, default=128, metavar="B", help=text)
     add_device(parser)
     add_trust(parser, "the config")
     return parser
@@ -35,9 +33,9 @@ are. An FID by it can be compared with others by the same file only: keep the fi
 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "train-extractor", then options."""
-    args, others = parser().parse_known_args(argv[1:])
+    args, others = build_parser().parse_known_args(argv[1:])
     if others and not others[0].startswith("--data."):
-        parser().error(f"unrecognized arguments: {' '.join(others)}")
+        build_parser().error(f"unrecognized arguments: {' '.join(others)}")
     from lit_diffusion.cli.run_data import build_data
     from lit_diffusion.config.yaml_file import read_yaml
     from lit_diffusion.metrics.extractors import TrainedCNN

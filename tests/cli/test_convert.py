@@ -4,14 +4,23 @@ import pytest
 import torch
 from support.commands import call
 from support.golden_weights import fill_
-from support.small_digits import write_small_digits
+from support.small_digits import hyper_parameters, small_digits, write_small_digits
 
+from lit_diffusion import __version__
+from lit_diffusion.checkpoints import load
+from lit_diffusion.cli.convert import export
 from lit_diffusion.interchange import load_network
+from lit_diffusion.interchange.exported import read_exported
 from lit_diffusion.networks.dit import DiT
 
 pytestmark = pytest.mark.usefixtures("folder")
 
 IMPORT = "convert import dit.pt --kind dit --out out"
+
+
+@pytest.fixture
+def run(folder):
+    return write_small_digits(Path("run/checkpoints/last.ckpt"))
 
 
 @pytest.fixture
@@ -21,19 +30,18 @@ def dit(folder):
     return network
 
 
-def test_a_run_goes_out_as_weights_and_as_a_folder_of_diffusers(folder, capsys):
-    averaged = write_small_digits(Path("run/checkpoints/last.ckpt"))
+def test_a_run_goes_out_as_weights_and_as_a_folder_of_diffusers(run, capsys):
     assert call("convert export --checkpoint run --out out") == 0
     assert "ema_0.9 weights of run/checkpoints/last.ckpt are in out." in capsys.readouterr().out
     x, t, labels = torch.randn(2, 1, 8, 8), torch.tensor([0.0, 700]), torch.tensor([3, -1])
     with torch.no_grad():
-        assert torch.equal(load_network("out")(x, t, labels), averaged.network(x, t, labels))
+        assert torch.equal(load_network("out")(x, t, labels), run.network(x, t, labels))
     assert call("convert export --checkpoint run --out pipe --format diffusers") == 0
     assert "The network takes labels" in capsys.readouterr().out
     assert call("convert import pipe --kind diffusers-unet --out back") == 0
     with torch.no_grad():
         output = load_network("back")(x, t, labels)
-        torch.testing.assert_close(output, averaged.network(x, t, labels), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(output, run.network(x, t, labels), rtol=1e-5, atol=1e-5)
 
 
 def test_a_published_file_comes_in(dit, capsys):
@@ -45,7 +53,37 @@ def test_a_published_file_comes_in(dit, capsys):
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("weights", "named"), [("ema", "ema_0.9"), ("ema_0.9", "ema_0.9"), ("raw", "raw")]
+)
+def test_the_weights_asked_for_are_those_exported(run, weights, named):
+    export("run", "out", weights)
+    state = load_network("out").state_dict()
+    expected = load("run", weights).network.state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+    assert read_exported("out")[0]["weights"] == named
+
+
+def test_the_record_says_what_the_network_is_and_belongs_to(run):
+    export("run", "out")
+    record, _ = read_exported("out")
+    model = small_digits(1)["model"]["init_args"]
+    for name in ("network", "process", "parameterization", "image_shape"):
+        assert record[name] == model[name]
+    assert (record["step"], record["library"]) == (9, f"lit-diffusion {__version__}")
+
+
+def test_a_checkpoint_of_another_sort_is_refused(run):
+    hyper = hyper_parameters(small_digits(1), "model") | {"network": None}
+    content = torch.load("run/checkpoints/last.ckpt", weights_only=True)
+    torch.save(content | {"hyper_parameters": hyper}, "x.ckpt")
+    with pytest.raises(ValueError, match=r"x\.ckpt"):
+        export("x.ckpt", "out")
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
     [
         ("convert", "say export or import first, got nothing."),
         ("convert exprot --out x", "say export or import first, got exprot --out x."),
@@ -64,12 +102,11 @@ def test_a_published_file_comes_in(dit, capsys):
         ("convert import dit.pt --kind uvit --out out", "not of --kind uvit: it lacks patch_embed"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(dit, capsys, command, told):
-    write_small_digits(Path("run/checkpoints/last.ckpt"))
+def test_a_mistake_ends_in_one_line_and_exit_code_2(dit, run, capsys, command, message):
     assert call(command) == 2
-    said = capsys.readouterr().err.strip()
-    assert told in said
-    assert len(said.split("\n")) == 1
+    err = capsys.readouterr().err.strip()
+    assert message in err
+    assert len(err.split("\n")) == 1
     assert not Path("out").exists()
 
 

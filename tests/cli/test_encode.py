@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,12 +9,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from support import small_vae
 from support.commands import SCRIPT, call, checkpoint
-from support.pictures import class_folders
+from support.pictures import class_folders, save
 
 from lit_diffusion import load
+from lit_diffusion.cli.encoding import encode_shards, launcher_rank_and_world_size, plan_shards
+from lit_diffusion.data.image_folder import ImageFolder
+from lit_diffusion.data.latents import LatentIndex, Latents
 from lit_diffusion.metrics.images import read_image
+from lit_diffusion.modules.vae import WEIGHTS, VAECodec
 
 pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
 
@@ -54,118 +60,281 @@ trainer:
 """
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    small_vae.save("vae")
-    class_folders(tmp_path / "pictures", "ab", each=8, size=(40, 32))
-    class_folders(tmp_path / "crops", "ab", each=8, size=(32, 32))
-
-
 ENCODE = "encode --images pictures --image-size 32 --vae vae --out latents --shard-size 5 --flips"
+pytestmark = pytest.mark.filterwarnings("ignore:.*cannot fill a covariance")
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot fill a covariance")
-def test_a_model_is_trained_scored_and_sampled_on_what_it_writes(capsys, caplog):
-    assert call(ENCODE) == 0
-    assert "8 shards written to latents, which has 8 of 8." in capsys.readouterr().out
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder with pictures, a VAE, latents and a run on them."""
+    folder = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        small_vae.save("vae")
+        class_folders(folder / "pictures", "ab", each=8, size=(40, 32))
+        class_folders(folder / "crops", "ab", each=8, size=(32, 32))
+        assert call(ENCODE) == 0
+        Path("latents.yaml").write_text(CONFIG)
+        assert call("fit --config latents.yaml") == 0
+    return folder
+
+
+@pytest.fixture
+def folder(trained, tmp_path, monkeypatch):
+    """A copy of it, which is the current folder."""
+    shutil.copytree(trained, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "copy" / "cache"))
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_model_is_trained_scored_and_sampled_on_what_it_writes(capsys):
+    assert call(ENCODE.replace("latents", "others")) == 0
+    assert "8 shards written to others, which has 8 of 8." in capsys.readouterr().out
     assert call(ENCODE) == 0
     assert "0 shards written" in capsys.readouterr().out
-    Path("latents.yaml").write_text(CONFIG)
-    assert call("fit --config latents.yaml") == 0
-    told = "SampleGrid shows no nearest training images: train: the data are latents"
-    assert told in caplog.text
     record = json.loads(Path("run/evaluations.jsonl").read_text().splitlines()[-1])
     assert (record["reference"], record["non_finite"]) == ("crops", 0)
     assert record["value"] > 0
     assert set(checkpoint("run")["codec"]) == {"name", "sha256"}
     assert call("sample --checkpoint run --num 2 --out samples") == 0
-    samples = json.loads(Path("samples/samples.json").read_text())
-    assert samples["num"] == 2
-    assert call("evaluate --checkpoint run --num 4 --extractor patches-cnn") == 0  # beside crops
-    compare = (
-        "sample --checkpoint run --num 4 --compare DPMSolverPP --compare_steps 2 --out compared"
-    )
-    assert call(f"{compare} --reference crops") == 0
+    assert json.loads(Path("samples/samples.json").read_text())["num"] == 2
+    evaluate = "evaluate --checkpoint run --num 4 --extractor patches-cnn"
+    assert call(evaluate) == 0  # beside crops
+    compare = "sample --checkpoint run --num 4 --compare DPMSolverPP --compare_steps 2"
+    assert call(f"{compare} --out compared --reference crops") == 0
     assert '"reference": "crops"' in Path("compared/comparison.json").read_text()
     Path("run/evaluations.jsonl").unlink()
     capsys.readouterr()
-    assert call("evaluate --checkpoint run --num 4 --extractor patches-cnn") == 2
+    assert call(evaluate) == 2
     assert "run was trained on latents; pass --reference DIR, a folder" in capsys.readouterr().err
     weights = Path("vae/diffusion_pytorch_model.safetensors")
     state = bytearray(weights.read_bytes())
     state[-1] ^= 1
     weights.write_bytes(state)
-    capsys.readouterr()
     assert call("sample --checkpoint run --num 2 --out others") == 2
     assert "the checkpoint is of latents of the VAE vae with SHA-256" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("folder")
 def test_a_reference_of_latents_is_refused_before_the_first_step(capsys):
-    assert call(ENCODE) == 0
     Path("latents.yaml").write_text(CONFIG.replace("reference: crops", "reference: val"))
-    assert call("fit --config latents.yaml") == 2
-    told = "val: the data are latents, and images are compared with images. Or name a folder or an"
-    assert told in capsys.readouterr().err
-    assert not Path("run/checkpoints/last.ckpt").exists()
+    assert call("fit --config latents.yaml --trainer.default_root_dir=other") == 2
+    assert "val: the data are latents, and images are compared with images" in (
+        capsys.readouterr().err
+    )
+    assert not Path("other/checkpoints/last.ckpt").exists()
 
 
 @pytest.mark.system
 @pytest.mark.slow
+@pytest.mark.usefixtures("folder")
 def test_two_processes_share_the_shards():
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [*launcher, "--no-python", SCRIPT, *ENCODE.split()]
+    encode = ENCODE.replace("--out latents", "--out together")
+    command = [*launcher, "--no-python", SCRIPT, *encode.split()]
     subprocess.run(command, check=True, env=environment)
-    assert call(ENCODE.replace("--out latents", "--out alone")) == 0
     together, alone = (
         {path.name: path.read_bytes() for path in Path(out).iterdir()}
-        for out in ("latents", "alone")
+        for out in ("together", "latents")
     )
     assert together == alone
 
 
+@pytest.mark.usefixtures("folder")
 def test_a_picture_that_cannot_be_read_is_named(capsys):
     Path("pictures/a/3.png").write_bytes(b"no picture")
-    assert call(ENCODE) == 2
+    assert call(ENCODE.replace("--out latents", "--out others")) == 2
     assert "3.png" in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore:.*cannot fill a covariance")
-def test_latents_are_made_of_pictures_and_a_mask_in_pixels(capsys):
-    assert call(ENCODE) == 0
-    Path("latents.yaml").write_text(CONFIG)
-    assert call("fit --config latents.yaml") == 0
+@pytest.mark.usefixtures("folder")
+def test_latents_are_edited_by_pictures_and_a_mask_in_pixels(capsys):
     mask = np.zeros((32, 32), dtype=np.uint8)
     mask[:, 15:] = 255  # of the latent of pixels 14 and 15 one pixel is not kept
     Image.fromarray(mask).save("mask.png")
     module, keep = load("run"), torch.zeros(1, 1, 16, 16)
     keep[..., 8:] = 1
-    begin = read_image(Path("crops/a/0.png")).expand(2, -1, -1, -1)
-    sample = "sample --checkpoint run --num 2 --init crops/a/0.png"
+    init = read_image(Path("crops/a/0.png")).expand(2, -1, -1, -1)
     for out, option, expected in (
-        ("half", "--strength 0.5", module.edit(begin, range(2), strength=0.5)),
-        ("kept", "--mask mask.png", module.inpaint(begin, keep, range(2))),
+        ("half", "--strength 0.5", module.edit(init, range(2), strength=0.5)),
+        ("filled", "--mask mask.png", module.inpaint(init, keep, range(2))),
     ):
-        assert call(f"{sample} {option} --out {out}") == 0
+        options = f"--init crops/a/0.png {option} --out {out}"
+        assert call(f"sample --checkpoint run --num 2 {options}") == 0
         files = sorted(Path(out).glob("[0-9]*.png"))
-        made = torch.stack([read_image(file) for file in files])
-        assert (made.int() - expected.int()).abs().max() <= 1  # of sums in another order
-
-
-@pytest.mark.filterwarnings("ignore:.*cannot fill a covariance")
-@pytest.mark.parametrize(
-    ("init", "told"),
-    [
+        images = torch.stack([read_image(file) for file in files])
+        assert (images.int() - expected.int()).abs().max() <= 1  # of sums in another order
+    Image.new("L", (32, 32)).save("grey.png")
+    for init, message in (
         ("pictures/a/0.png", "0.png is (3, 32, 40), and must be (3, 32, 32)"),
         ("grey.png", "grey.png: VAECodec('vae', scale=0.5, shift=0.0) takes images of 3 channels"),
-    ],
-)
-def test_a_picture_that_latents_cannot_begin_at_is_named_in_pixels(capsys, init, told):
-    assert call(ENCODE) == 0
-    Path("latents.yaml").write_text(CONFIG)
-    assert call("fit --config latents.yaml") == 0
-    Image.new("L", (32, 32)).save("grey.png")
-    assert call(f"sample --checkpoint run --num 1 --out out --init {init}") == 2
-    assert told in capsys.readouterr().err
+    ):
+        assert call(f"sample --checkpoint run --num 1 --out out --init {init}") == 2
+        assert message in capsys.readouterr().err
+
+
+# Shards
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A folder of seven pictures, and a VAE."""
+    folder = tmp_path_factory.mktemp("source")
+    class_folders(folder / "pictures", "ab", each=3)
+    save(folder / "pictures" / "b" / "9.png", seed=9, size=(16, 30))
+    small_vae.save(folder / "vae")
+    return folder
+
+
+def open_source(source, size=16):
+    cache = str(source / "cache")
+    folder = str(source / "pictures")
+    images = ImageFolder(folder, folder, size, strict=False, num_workers=0, cache_dir=cache)
+    return images, VAECodec(str(source / "vae"), batch_size=2)
+
+
+def encode(source, out, place=(0, 1), flips=True, shard_size=3):
+    images, codec = open_source(source)
+    index = plan_shards(images, codec, out, shard_size, flips)
+    return encode_shards(images, codec, out, index, CPU, *place)
+
+
+def content(out):
+    return {path.name: path.read_bytes() for path in sorted(out.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def whole(source):
+    assert encode(source, source / "whole") == 6
+    return source / "whole"
+
+
+def test_shards_hold_the_moments_of_the_crops_that_training_on_images_sees(source, whole):
+    images, codec = open_source(source)
+    pixels = images.images("train")
+    shards = [load_file(whole / f"latents-{i:05d}.safetensors") for i in range(3)]
+    assert [len(shard["labels"]) for shard in shards] == [3, 3, 1]
+    moments = torch.cat([shard["moments"] for shard in shards])
+    torch.testing.assert_close(moments.float(), codec.moments(pixels), rtol=1e-3, atol=1e-3)
+    assert torch.cat([shard["labels"] for shard in shards]).tolist() == [0, 0, 0, 1, 1, 1, 1]
+    mirrored = load_file(whole / "flipped-00001.safetensors")["moments"].float()
+    expected = codec.moments(pixels[3:6].flip(-1))
+    torch.testing.assert_close(mirrored, expected, rtol=1e-3, atol=1e-3)
+    data = Latents(str(whole), val=2)
+    data.check()
+    assert (data.image_shape, data.class_names) == ((3, 16, 16), ("a", "b"))
+    assert data.vae_sha256 == codec.sha256
+
+
+def test_a_call_that_was_stopped_goes_on_and_gives_the_same_files(
+    source, whole, tmp_path, monkeypatch
+):
+    written = []
+
+    def write_shard(self, path, *tensors):
+        if len(written) == 3:
+            raise KeyboardInterrupt
+        written.append(path.name)
+        unpatched(self, path, *tensors)
+
+    unpatched = LatentIndex.write_shard
+    monkeypatch.setattr(LatentIndex, "write_shard", write_shard)
+    with pytest.raises(KeyboardInterrupt):
+        encode(source, tmp_path / "out")
+    monkeypatch.setattr(LatentIndex, "write_shard", unpatched)
+    (tmp_path / "out" / written[0]).write_bytes(b"cut")
+    before = (tmp_path / "out" / written[1]).stat().st_mtime_ns
+    assert encode(source, tmp_path / "out") == 4
+    assert content(tmp_path / "out") == content(whole)
+    assert (tmp_path / "out" / written[1]).stat().st_mtime_ns == before
+
+
+def test_two_processes_write_what_one_does(source, whole, tmp_path):
+    assert [encode(source, tmp_path / "out", (rank, 2)) for rank in (1, 0)] == [3, 3]
+    assert content(tmp_path / "out") == content(whole)
+
+
+def test_flips_can_be_added_and_stay(source, whole, tmp_path):
+    assert encode(source, tmp_path / "out", flips=False) == 3
+    assert not LatentIndex.read(tmp_path / "out").flips
+    assert encode(source, tmp_path / "out") == 3
+    assert encode(source, tmp_path / "out", flips=False) == 0
+    assert content(tmp_path / "out") == content(whole)
+
+
+def test_a_folder_of_other_latents_is_left_alone(source, whole, tmp_path):
+    before = content(whole)
+    with pytest.raises(ValueError, match="whose shard_size is 3, and this call's is 2; choose"):
+        encode(source, whole, shard_size=2)
+    images, codec = open_source(source, size=8)
+    with pytest.raises(ValueError, match="choose another --out"):
+        plan_shards(images, codec, whole, 3, True)
+    small_vae.save(tmp_path / "vae", channels=(8, 16))
+    with pytest.raises(ValueError, match="whose vae_sha256 is"):
+        plan_shards(open_source(source)[0], VAECodec(str(tmp_path / "vae")), whole, 3, True)
+    assert content(whole) == before
+
+
+@pytest.mark.parametrize("stranger", ["others/latents-00001", "out/latents-00000"])
+def test_a_shard_of_other_latents_or_another_place_is_written_again(
+    source, whole, tmp_path, stranger
+):
+    """As where an index is removed, and another VAE encodes into the folder."""
+    shutil.copytree(whole, tmp_path / "out")
+    small_vae.save(tmp_path / "vae", channels=(8, 32))
+    images, codec = open_source(source)[0], VAECodec(str(tmp_path / "vae"))
+    index = plan_shards(images, codec, tmp_path / "others", 3, True)
+    assert encode_shards(images, codec, tmp_path / "others", index, CPU) == 6
+    shutil.copy(tmp_path / f"{stranger}.safetensors", tmp_path / "out/latents-00001.safetensors")
+    with pytest.raises(ValueError, match=r"lacks 1 of 6 shards.* such as latents-00001"):
+        Latents(str(tmp_path / "out"), val=2).check()
+    assert encode(source, tmp_path / "out") == 1
+    assert content(tmp_path / "out") == content(whole)
+
+
+def test_moments_that_are_not_finite_are_refused(source, tmp_path):
+    """Of an encoder that has a weight that is none."""
+    small_vae.save(tmp_path / "vae")
+    state = load_file(tmp_path / "vae" / WEIGHTS)
+    state["encoder.conv_out.bias"][0] = float("nan")
+    save_file(state, tmp_path / "vae" / WEIGHTS, metadata={"format": "pt"})
+    images, codec = open_source(source)[0], VAECodec(str(tmp_path / "vae"))
+    index = plan_shards(images, codec, tmp_path / "out", 3, False)
+    with pytest.raises(ValueError, match=r"latents-00000.* finite .*the VAE vae gives others"):
+        encode_shards(images, codec, tmp_path / "out", index, CPU)
+    assert list(content(tmp_path / "out")) == ["index.json"]
+
+
+def test_a_file_in_the_place_of_the_folder_is_kept(source, tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ValueError, match="out is a file; name a folder"):
+        encode(source, tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_sizes_that_the_vae_cannot_halve_are_refused(source, tmp_path):
+    with pytest.raises(ValueError, match="multiples of 2"):
+        plan_shards(*open_source(source, size=15), tmp_path / "out", 3, False)
+    assert not (tmp_path / "out").exists()
+
+
+def test_launchers_say_which_share_is_ours(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name, raising=False)
+    assert launcher_rank_and_world_size() == (0, 1)
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    monkeypatch.setenv("SLURM_NTASKS", "4")
+    assert launcher_rank_and_world_size() == (
+        0,
+        1,
+    )  # the job's script, which nobody shares shards with
+    monkeypatch.setenv("SLURM_STEP_ID", "0")
+    assert launcher_rank_and_world_size() == (1, 4)
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert launcher_rank_and_world_size() == (2, 3)

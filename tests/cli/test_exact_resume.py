@@ -28,7 +28,7 @@ def test_what_was_saved_between_accumulated_batches_is_no_place_to_go_on_from(
     tmp_path, batch, ends
 ):
     class SaveAt(pl.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, given, batch_idx):
+        def on_train_batch_end(self, trainer, pl_module, outputs, data, batch_idx):
             if batch_idx + 1 == batch and trainer.current_epoch == 0:
                 trainer.save_checkpoint(tmp_path / "some.ckpt")
 
@@ -39,7 +39,7 @@ def test_what_was_saved_between_accumulated_batches_is_no_place_to_go_on_from(
 
 
 @pytest.mark.parametrize(
-    ("hook", "step", "said"),
+    ("hook", "step", "reason"),
     [
         ("on_train_batch_end", 2, "before the validation of its step, which is left out"),
         ("on_train_batch_end", 3, None),
@@ -48,7 +48,7 @@ def test_what_was_saved_between_accumulated_batches_is_no_place_to_go_on_from(
         ("on_train_end", 8, None),
     ],
 )
-def test_a_file_from_which_a_run_would_not_go_on_as_it_was_says_so(tmp_path, hook, step, said):
+def test_a_file_from_which_a_run_would_not_go_on_as_it_was_says_so(tmp_path, hook, step, reason):
     class SaveAt(pl.Callback):
         def save(self, trainer, *args):
             if trainer.global_step == step:
@@ -61,9 +61,9 @@ def test_a_file_from_which_a_run_would_not_go_on_as_it_was_says_so(tmp_path, hoo
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         again()
-    told = [str(w.message) for w in caught if "some.ckpt was saved" in str(w.message)]
-    assert len(told) == (said is not None)
-    assert all(f"some.ckpt was saved {said}" in text for text in told)
+    warned = [str(w.message) for w in caught if "some.ckpt was saved" in str(w.message)]
+    assert len(warned) == (reason is not None)
+    assert all(f"some.ckpt was saved {reason}" in text for text in warned)
 
 
 class AccumulatesItself(TinyModule):
@@ -90,14 +90,14 @@ def test_batches_that_a_module_accumulates_by_itself_are_no_place_to_go_on_from(
             if trainer.fit_loop.total_batch_idx + 1 == batch:
                 trainer.save_checkpoint(tmp_path / "some.ckpt")
 
-    saver, kept = SaveAt(), Saves(tmp_path, first=1, every_n_seconds=0.0)
+    saver, last = SaveAt(), Saves(tmp_path, first=1, every_n_seconds=0.0)
     setattr(saver, hook, saver.save)
     options = {"max_steps": 2, "val_check_interval": 1, "limit_val_batches": 1}
     module = AccumulatesItself()
-    fit(kept, tmp_path, callbacks=[ExactResume(), saver], module=module, **options)
+    fit(last, tmp_path, callbacks=[ExactResume(), saver], module=module, **options)
     marked = torch.load(tmp_path / "some.ckpt", weights_only=True).get("resumes_inexactly")
     assert (marked == "between accumulated batches") == refused
-    assert kept.steps == [1, 2]
+    assert last.steps == [1, 2]
     assert "resumes_inexactly" not in saved(tmp_path)
 
 
@@ -188,10 +188,10 @@ def run(tmp_path, monkeypatch):
         fit(last, Path(), ckpt_path, others, **options)
 
     def done():
-        found = {file.name: torch.load(file, weights_only=True) for file in LAST.parent.iterdir()}
+        content = {file.name: torch.load(file, weights_only=True) for file in LAST.parent.iterdir()}
         for file in list(LAST.parent.iterdir()):
             file.unlink()
-        return found
+        return content
 
     return run, done
 
@@ -242,6 +242,6 @@ def test_a_strangers_file_of_the_same_name_stays(run):
         run(keeper, DieAt(4))
     torch.save({"global_step": 2}, "checkpoints/mine.ckpt")
     run(keeper, ckpt_path=LAST, max_steps=5)
-    found = done()
-    assert found["mine.ckpt"] == {"global_step": 2}
-    assert found["mine-v1.ckpt"]["global_step"] == 5
+    files = done()
+    assert files["mine.ckpt"] == {"global_step": 2}
+    assert files["mine-v1.ckpt"]["global_step"] == 5

@@ -19,12 +19,12 @@ def folder(tmp_path, monkeypatch):
     config(lr=0.0)
 
 
-def config(lr=0.002, steps=2, **network):
-    made = small_digits(steps)
-    model = made["model"]["init_args"]
+def config(lr=0.002, steps=1, **network):
+    config = small_digits(steps)
+    model = config["model"]["init_args"]
     model["optimizer"]["init_args"]["lr"] = lr
     model["network"]["init_args"] |= network
-    write_config(made, Path("new.yaml"))
+    write_config(config, Path("new.yaml"))
 
 
 def fit(options):
@@ -41,7 +41,7 @@ def same(a, b):
 
 @pytest.mark.parametrize(
     ("source", "which"),
-    [("old", "ema"), ("old:ema", "ema"), ("old:ema_0.9", "ema"), ("old:raw", "raw")],
+    [("old", "ema"), ("old:ema_0.9", "ema"), ("old:raw", "raw")],
 )
 def test_a_run_begins_with_the_weights_and_so_does_its_average(source, which):
     """With an lr of 0, where it ends is where it began."""
@@ -65,10 +65,10 @@ def test_an_exported_network_does_as_well(capsys, caplog):
 def test_what_does_not_fit_is_told_and_left(caplog):
     config(lr=0.0, channel_mult=[1, 2, 2])
     assert fit("--init_weights old:raw") == 0
-    (said,) = [message for message in caplog.messages if message.startswith("Starting from")]
-    assert "raw weights of old/checkpoints/last.ckpt" in said
-    assert "left as they were (network.output_blocks.1.0.in_layers.0.weight (24,) for (32,)" in said
-    assert "new, as the file has none such (network.input_blocks." in said
+    (line,) = [message for message in caplog.messages if message.startswith("Starting from")]
+    assert "raw weights of old/checkpoints/last.ckpt" in line
+    assert "left as they were (network.output_blocks.1.0.in_layers.0.weight (24,) for (32,)" in line
+    assert "new, as the file has none such (network.input_blocks." in line
     new, old = weights("runs/new"), weights("old")
     assert torch.equal(new["network.time_embed.0.weight"], old["network.time_embed.0.weight"])
 
@@ -84,23 +84,25 @@ def test_settings_under_which_the_same_weights_mean_something_else_are_told(sour
     assert "split_heads_first" not in record["network"]["init_args"]
     config(lr=0.0, split_heads_first=False)
     assert fit(f"--init_weights {source}") == 0
-    (said,) = [message for message in caplog.messages if message.startswith("Starting from")]
-    told = "They were trained with other settings (model.network.split_heads_first True for False)."
-    assert said.endswith(f": 129 kept. {told}")
+    (line,) = [message for message in caplog.messages if message.startswith("Starting from")]
+    message = (
+        "They were trained with other settings (model.network.split_heads_first True for False)."
+    )
+    assert line.endswith(f": 129 kept. {message}")
 
 
 def test_a_resume_goes_on_and_does_not_begin_again(caplog):
     config()
     assert fit("--init_weights old") == 0
     caplog.clear()
-    assert fit("--ckpt_path=last --trainer.max_steps=3") == 0
-    assert call("fit --ckpt_path=runs/new/checkpoints/last.ckpt --trainer.max_steps=4") == 0
+    assert fit("--ckpt_path=last --trainer.max_steps=2") == 0
+    assert call("fit --ckpt_path=runs/new/checkpoints/last.ckpt --trainer.max_steps=3") == 0
     assert not any("Starting from" in message for message in caplog.messages)
     assert not same(network_of(weights("runs/new")), network_of(load("old").state_dict()))
 
 
 @pytest.mark.parametrize(
-    ("source", "told"),
+    ("source", "message"),
     [
         ("nowhere", "There is no checkpoint at nowhere"),
         ("old:ema_0.5", "has no weights 'ema_0.5'; it has raw, ema_0.9"),
@@ -108,23 +110,23 @@ def test_a_resume_goes_on_and_does_not_begin_again(caplog):
         ("foreign.ckpt", "none of its weights (wings.weight, ...) fits the model"),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_trained(source, told, capsys):
+def test_a_mistake_is_told_before_anything_is_trained(source, message, capsys):
     torch.save({"state_dict": {"wings.weight": torch.ones(3)}}, "foreign.ckpt")
     assert fit(f"--init_weights {source}") == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not Path("runs/new/checkpoints").exists()
 
 
 def test_raw_weights_are_taken_where_there_are_no_averages():
     content = torch.load("old/checkpoints/last.ckpt", weights_only=True)
     torch.save(content | {"callbacks": {}}, "raw.ckpt")
-    said, state, _ = read_init("raw.ckpt")
-    assert said == "raw weights of raw.ckpt"
+    text, state, _ = read_init("raw.ckpt")
+    assert text == "raw weights of raw.ckpt"
     assert same(state, content["state_dict"])
 
 
 def test_weights_are_sorted_by_name_shape_and_kind():
-    own = {
+    target = {
         "kept": torch.zeros(2),
         "convolution": torch.zeros(3, 2, 1),
         "wider": torch.zeros(4),
@@ -140,11 +142,14 @@ def test_weights_are_sorted_by_name_shape_and_kind():
         "count": torch.ones(2),
         "dropped": torch.ones(1),
     }
-    outcome, fitting = match_weights(own, state)
+    fitting, outcome = match_weights(target, state)
     assert {name: value.shape for name, value in fitting.items()} == {
-        name: own[name].shape for name in ("kept", "convolution")
+        name: target[name].shape for name in ("kept", "convolution")
     }
-    assert (outcome.kept, outcome.reshaped) == (["kept"], ["convolution"])
-    assert outcome.left == ["wider (5,) for (4,)", "turned (3, 2) for (2, 3)"]
-    assert (outcome.dropped, outcome.new) == (["count", "dropped"], ["count", "new"])
-    assert str(outcome).startswith("1 kept; 1 reshaped (convolution); 2 of another shape")
+    assert list(outcome.values()) == [
+        ["kept"],
+        ["convolution"],
+        ["wider (5,) for (4,)", "turned (3, 2) for (2, 3)"],
+        ["count", "dropped"],
+        ["count", "new"],
+    ]

@@ -1,7 +1,6 @@
 import math
 import os
 import time
-from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
@@ -10,7 +9,7 @@ from support.saving import Saves, fit, saved
 
 from lit_diffusion.callbacks import FiniteUpdates
 from lit_diffusion.cli.exact_resume import ExactResume
-from lit_diffusion.cli.last_checkpoint import CheckpointBefore, LastCheckpoint
+from lit_diffusion.cli.last_checkpoint import LastCheckpoint, PreviousCheckpoint
 from lit_diffusion.files import atomic_write_text
 
 
@@ -44,21 +43,16 @@ def test_what_a_run_that_died_at_its_end_had_yet_to_do_is_done_at_the_resume(tmp
 
 def test_what_a_kill_at_the_end_has_left_is_gone_before_the_first_batch(tmp_path):
     """It must never take the place of a later checkpoint."""
-    found = []
+    names = []
 
-    class Looks(pl.Callback):
+    class ListsFolder(pl.Callback):
         def on_train_batch_start(self, *args):
-            found.extend(os.listdir(tmp_path))
+            names.extend(os.listdir(tmp_path))
 
     for name in (".last.ckpt.end", "..last.ckpt.end.part", ".last.ckpt.part"):
         (tmp_path / name).write_text("old")
-    fit(Saves(tmp_path), tmp_path, callbacks=[Looks()], max_steps=1)
-    assert found == []
-
-
-class SlowBatches(pl.Callback):
-    def on_train_batch_start(self, *args):
-        time.sleep(0.02)
+    fit(Saves(tmp_path), tmp_path, callbacks=[ListsFolder()], max_steps=1)
+    assert names == []
 
 
 @pytest.mark.parametrize(
@@ -103,9 +97,12 @@ def test_a_resume_from_any_end_is_exact(tmp_path, steps, options):
 
 
 def test_the_first_save_comes_early_and_then_time_decides(tmp_path):
+    class SlowBatches(pl.Callback):
+        def on_train_batch_start(self, *args):
+            time.sleep(0.02)
+
     callback = Saves(tmp_path, first=2, every_n_seconds=0.1)
-    callback.steps = []
-    fit(callback, tmp_path, callbacks=[SlowBatches()], max_steps=60, limit_val_batches=0)
+    fit(callback, tmp_path, callbacks=[SlowBatches()], max_steps=30, limit_val_batches=0)
     assert callback.steps[0] == 2
     pauses = [b - a for a, b in zip(callback.steps[:-1], callback.steps[1:-1], strict=False)]
     assert pauses
@@ -127,20 +124,20 @@ def test_saving_that_is_slow_is_done_less_often(tmp_path, monkeypatch):
 
 def test_a_checkpoint_that_is_due_with_a_validation_holds_what_follows_it(tmp_path):
     """Validation of the step that is saved is over, so a resume need not repeat it."""
-    seen = []
+    events = []
 
     class Order(pl.Callback):
         def on_validation_end(self, trainer, pl_module):
-            seen.append(("validated", trainer.global_step))
+            events.append(("validated", trainer.global_step))
 
     class Noting(Saves):
         def _save(self, trainer):
             super()._save(trainer)
-            seen.append(("saved", trainer.global_step))
+            events.append(("saved", trainer.global_step))
 
     options = {"max_steps": 3, "val_check_interval": 2}
     fit(Noting(tmp_path, first=2), tmp_path, callbacks=[Order()], **options)
-    assert seen == [("validated", 2), ("saved", 2), ("saved", 3)]
+    assert events == [("validated", 2), ("saved", 2), ("saved", 3)]
 
 
 def test_no_save_is_made_between_the_last_batch_of_an_epoch_and_its_end(tmp_path):
@@ -249,53 +246,33 @@ def test_no_save_is_made_between_accumulated_batches(tmp_path):
     assert "resumes_inexactly" not in saved(tmp_path)
 
 
-@pytest.fixture
-def last(tmp_path) -> Path:
-    atomic_write_text(tmp_path / "last.ckpt", "first")
-    return tmp_path / "last.ckpt"
+def test_the_previous_file_comes_back_until_it_is_discarded(tmp_path):
+    """Also after the process died that linked it. No bytes are copied."""
+    path = tmp_path / "last.ckpt"
+    previous = PreviousCheckpoint(path)
+    previous.keep()
+    assert not previous.restore()  # without a file there is nothing to keep
+    for content in ("first", "second", "third"):
+        atomic_write_text(path, content)
+        previous.keep()
+        if content == "first":
+            assert os.path.samefile(path, tmp_path / "before-last.ckpt")
+    assert PreviousCheckpoint(path).restore()
+    assert path.read_text() == "first"
+    previous.keep()
+    atomic_write_text(path, "fourth")
+    previous.discard()
+    assert not previous.restore()
+    assert path.read_text() == "fourth"
 
 
-def test_what_was_kept_first_comes_back_until_it_is_let_go(last):
-    before = CheckpointBefore(last)
-    before.keep()
-    atomic_write_text(last, "second")
-    before.keep()
-    atomic_write_text(last, "third")
-    assert before.bring_back()
-    assert last.read_text() == "first"
-    before.keep()
-    atomic_write_text(last, "fourth")
-    before.let_go()
-    assert not before.bring_back()
-    assert last.read_text() == "fourth"
-
-
-def test_without_a_file_there_is_nothing_to_keep(tmp_path):
-    before = CheckpointBefore(tmp_path / "last.ckpt")
-    before.keep()
-    before.let_go()
-    assert not before.bring_back()
-    assert not list(tmp_path.iterdir())
-
-
-def test_another_object_finds_what_a_process_that_died_has_kept(last):
-    CheckpointBefore(last).keep()
-    atomic_write_text(last, "second")
-    assert CheckpointBefore(last).bring_back()
-    assert last.read_text() == "first"
-
-
-def test_no_bytes_are_copied(last):
-    CheckpointBefore(last).keep()
-    assert os.path.samefile(last, last.with_name("before-last.ckpt"))
-
-
-def test_a_file_system_without_hard_links_is_told(last, monkeypatch):
+def test_a_file_system_without_hard_links_warns(tmp_path, monkeypatch):
     def link(*paths):
         raise OSError("Operation not supported")
 
     monkeypatch.setattr(os, "link", link)
-    before = CheckpointBefore(last)
+    (tmp_path / "last.ckpt").touch()
+    previous = PreviousCheckpoint(tmp_path / "last.ckpt")
     with pytest.warns(UserWarning, match=r"without its old content being kept .*not supported"):
-        before.keep()
-    assert not before.bring_back()
+        previous.keep()
+    assert not previous.restore()

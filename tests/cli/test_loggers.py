@@ -26,16 +26,11 @@ def test_a_row_is_on_disk_when_log_metrics_returns(tmp_path):
 
 def test_reopening_keeps_the_rows_that_are_there(tmp_path):
     log_steps(AppendingCSVLogger(tmp_path), range(5))
-    before = read_rows(tmp_path / "metrics.csv")
-    log_steps(AppendingCSVLogger(tmp_path), range(5, 6))
-    assert read_rows(tmp_path / "metrics.csv")[:-1] == before
-
-
-def test_opening_without_logging_changes_nothing(tmp_path):
-    log_steps(AppendingCSVLogger(tmp_path), range(5))
     before = (tmp_path / "metrics.csv").read_text()
     AppendingCSVLogger(tmp_path).save()
     assert (tmp_path / "metrics.csv").read_text() == before
+    log_steps(AppendingCSVLogger(tmp_path), range(5, 6))
+    assert (tmp_path / "metrics.csv").read_text().startswith(before)
 
 
 @pytest.mark.parametrize("died_at", range(9, 13))
@@ -82,21 +77,14 @@ def test_a_score_of_the_step_that_a_run_goes_on_from_is_kept(tmp_path):
     resumed.rewind(20)
     for row in rows[1:]:
         resumed.log_metrics(row, step=20)
-    kept = [{"step": "20"} | {k: str(v) for k, v in row.items()} for row in rows]
-    assert read_rows(tmp_path / "metrics.csv") == kept
+    expected = [{"step": "20"} | {k: str(v) for k, v in row.items()} for row in rows]
+    assert read_rows(tmp_path / "metrics.csv") == expected
 
 
 def test_rewinding_drops_rows_even_where_nothing_is_logged_afterwards(tmp_path):
     log_steps(AppendingCSVLogger(tmp_path), range(16))
     AppendingCSVLogger(tmp_path).rewind(4)
     assert {int(row["step"]) for row in read_rows(tmp_path / "metrics.csv")} == {0, 1, 2, 3, 4}
-
-
-def test_rewinding_a_new_run_makes_an_empty_file_that_can_be_logged_to(tmp_path):
-    logger = AppendingCSVLogger(tmp_path)
-    logger.rewind(0)
-    logger.log_metrics({"a": 1.0}, step=0)
-    assert read_rows(logger.path) == [{"step": "0", "a": "1.0"}]
 
 
 def test_new_metrics_become_columns_and_old_rows_stay_readable(tmp_path):
@@ -114,6 +102,7 @@ def test_new_metrics_become_columns_and_old_rows_stay_readable(tmp_path):
 def test_columns_do_not_depend_on_the_order_in_which_a_process_first_logged_them(tmp_path):
     """Lightning's rows have that order, and a resumed run may begin with another metric."""
     logger = AppendingCSVLogger(tmp_path)
+    logger.rewind(0)  # an empty file
     logger.log_metrics({"b": 1.0, "a": 2.0}, step=0)
     logger.log_metrics({"d": 1.0, "c": 2.0}, step=1)
     assert logger.path.read_text().splitlines()[0] == "step,a,b,c,d"
@@ -134,14 +123,10 @@ def test_logging_outside_the_run_adds_no_folder_of_name_or_version(tmp_path):
 
 def test_evaluations_are_rewound_to_the_step_of_the_checkpoint(tmp_path):
     path = tmp_path / "evaluations.jsonl"
-    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (10, 20, 30)))
-    rewind_evaluations(path, 20)
+    path.write_text("".join(json.dumps({"step": step}) + "\n" for step in (10, 20, 30)) + '{"st')
+    assert [record["step"] for record in read_evaluations(path)] == [10, 20, 30]  # not the last
+    assert rewind_evaluations(path, 20) == 1
     assert read_evaluations(path) == [{"step": 10}, {"step": 20}]
-
-
-def test_a_line_cut_off_by_a_crash_is_not_an_evaluation(tmp_path):
-    (tmp_path / "e.jsonl").write_text('{"step": 1}\n{"st')
-    assert read_evaluations(tmp_path / "e.jsonl") == [{"step": 1}]
 
 
 def test_without_a_file_there_are_no_rows_and_no_evaluations(tmp_path):

@@ -1,3 +1,5 @@
+import linecache
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +10,7 @@ from support.commands import SCRIPT, call
 
 from lit_diffusion import __version__
 from lit_diffusion.cli import main as cli
+from lit_diffusion.signals import InterruptedBySignal
 
 
 @pytest.fixture
@@ -27,8 +30,6 @@ def raising(error: Exception, module: str = "lit_diffusion.somewhere"):
     """A function, as of some module, that raises on purpose."""
     source = "def function(argv):\n    raise error\n"
     scope = {"error": error, "__name__": module}
-    import linecache
-
     linecache.cache["<raising>"] = (len(source), None, source.splitlines(True), "<raising>")
     exec(compile(source, "<raising>", "exec"), scope)
     return scope["function"]
@@ -37,16 +38,13 @@ def raising(error: Exception, module: str = "lit_diffusion.somewhere"):
 @pytest.mark.parametrize("argv", [["--help"], ["-h"]])
 def test_help_names_every_command(argv, capsys):
     assert cli.main(argv) == 0
-    told = capsys.readouterr().out
-    assert all(f"  {name} " in told for name in cli.COMMANDS)
+    out = capsys.readouterr().out
+    assert all(f"  {name} " in out for name in cli.COMMANDS)
 
 
-def test_no_command_is_a_mistake_that_shows_them(capsys):
+def test_no_command_or_an_unknown_one_is_a_mistake_that_names_them(capsys):
     assert cli.main([]) == 2
     assert "evaluate" in capsys.readouterr().out
-
-
-def test_an_unknown_command_is_told_with_those_there_are(capsys):
     assert call("smaple") == 2
     assert "there is no command 'smaple'; there are fit, " in capsys.readouterr().err
 
@@ -56,10 +54,10 @@ def test_version(capsys):
     assert __version__ in capsys.readouterr().out
 
 
-def test_every_command_exists_and_has_help(capsys):
-    for name in cli.COMMANDS:
-        assert call(f"{name} --help") == 0
-        assert f"lit-diffusion {name}" in capsys.readouterr().out
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_every_command_exists_and_has_help(name, capsys):
+    assert call(f"{name} --help") == 0
+    assert f"lit-diffusion {name}" in capsys.readouterr().out
 
 
 LIGHTNINGS_OWN = {"fit", "validate", "test", "predict"}
@@ -122,17 +120,17 @@ def test_what_the_system_says_of_a_file_is_told_without_a_traceback(stub, capsys
 
     stub(unreadable)
     assert cli.main(["stub"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("lit-diffusion stub: ")
-    assert "/proc/nowhere/x" in said
+    err = capsys.readouterr().err
+    assert err.startswith("lit-diffusion stub: ")
+    assert "/proc/nowhere/x" in err
 
 
-def test_an_interrupted_command_ends_with_130(stub):
-    def interrupted(argv):
-        raise KeyboardInterrupt
-
-    stub(interrupted)
-    assert cli.main(["stub"]) == 130
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), 130), (InterruptedBySignal(signal.SIGTERM), 143)]
+)
+def test_a_command_that_a_signal_ends_has_the_code_of_the_signal(stub, error, code):
+    stub(raising(error))
+    assert cli.main(["stub"]) == code
 
 
 @pytest.mark.parametrize(("end", "code"), [(0, 0), (3, 3), (None, 0), ("message", 1)])

@@ -12,6 +12,9 @@ from lit_diffusion.cli.run_folder import (
 )
 
 pytestmark = pytest.mark.usefixtures("folder")
+LAST = "runs/digits/checkpoints/last.ckpt"
+OTHER = "runs/other/checkpoints/last.ckpt"
+DIGITS = "fit --config configs/digits.yaml"
 
 
 def write(path: str, content: str = "") -> Path:
@@ -20,125 +23,100 @@ def write(path: str, content: str = "") -> Path:
     return Path(path)
 
 
-def request(command: str):
+def read(command: str):
     return read_command_line(command.split())
 
 
-LAST = "runs/other/checkpoints/last.ckpt"
+def refuses(command: str, message: str = "runs/digits already holds a run"):
+    with pytest.raises(ValueError, match=message):
+        refuse_mixing(read(command))
 
 
 @pytest.mark.parametrize(
     ("command", "root"),
     [
-        ("fit --config configs/digits.yaml", "runs/digits"),
+        (DIGITS, "runs/digits"),
         ("fit --config=configs/digits.yaml --config callbacks/clts.yaml", "runs/digits"),
         ("fit -c digits.yaml --trainer.default_root_dir elsewhere", "elsewhere"),
-        ("fit --trainer.default_root_dir=here/x", "here/x"),
         ("fit --trainer.default_root_dir=~/x", Path.home() / "x"),
         ("fit --trainer.default_root_dir=~nobody-of-this-name/x", "~nobody-of-this-name/x"),
         ("fit --config rooted.yaml", "from/config"),
         ("fit --config rooted.yaml --trainer.default_root_dir=cli", "cli"),
         ("fit --config digits.yaml --config rooted.yaml", "from/config"),
-        (f"test --ckpt_path {LAST}", "runs/other"),
-        (f"test --config digits.yaml --ckpt_path={LAST}", "runs/other"),
-        (f"fit --config rooted.yaml --ckpt_path={LAST}", "from/config"),
+        (f"test --config digits.yaml --ckpt_path={OTHER}", "runs/other"),
+        (f"fit --config rooted.yaml --ckpt_path={OTHER}", "from/config"),
         ("fit --config digits.yaml --ckpt_path=loose.ckpt", "runs/digits"),
         ("fit --config digits.yaml --ckpt_path=last", "runs/digits"),
+        ("fit --config nowhere.yaml", "runs/nowhere"),  # which the real parser will report
         ("fit", "runs/unnamed"),
     ],
 )
-def test_the_run_folder_is_the_one_stated_else_the_checkpoints_else_named_after_the_config(
+def test_the_run_folder_is_the_stated_one_else_the_checkpoints_else_named_after_the_config(
     command, root
 ):
     write("rooted.yaml", yaml.safe_dump({"trainer": {"default_root_dir": "from/config"}}))
-    write(LAST), write("loose.ckpt"), write("runs/digits/checkpoints/last.ckpt")
-    assert request(command).root == Path(root)
+    write(OTHER), write("loose.ckpt"), write(LAST)
+    assert read(command).root == Path(root)
 
 
 def test_last_is_the_last_checkpoint_of_the_run_folder():
-    last = Path("runs/digits/checkpoints/last.ckpt")
-    with pytest.raises(FileNotFoundError, match=f"there is no file {last}; name another, or last-"):
-        request("fit --config digits.yaml --ckpt_path=last")
-    started = request("fit --config digits.yaml --ckpt_path=last-or-none")
-    assert (started.checkpoint, started.options[-1]) == (None, "--ckpt_path=null")
-    write(str(last))
+    with pytest.raises(FileNotFoundError, match=f"there is no file {LAST}; name another, or last-"):
+        read(f"{DIGITS} --ckpt_path=last")
+    request = read(f"{DIGITS} --ckpt_path=last-or-none")
+    assert (request.checkpoint, request.options[-1]) == (None, "--ckpt_path=null")
+    write(LAST)
     for name in ("last", "last-or-none"):
-        asked = request(f"fit --config digits.yaml --ckpt_path={name}")
-        assert asked.checkpoint == last
-        assert asked.holds_checkpoint
+        request = read(f"{DIGITS} --ckpt_path={name}")
+        assert (request.checkpoint, request.holds_checkpoint) == (Path(LAST), True)
 
 
 def test_the_checkpoint_may_be_named_in_a_config():
-    write("resuming.yaml", "ckpt_path: last")
-    write("runs/resuming/checkpoints/last.ckpt")
-    assert request("fit --config resuming.yaml").checkpoint == Path(
-        "runs/resuming/checkpoints/last.ckpt"
-    )
-    assert request("fit --config resuming.yaml --ckpt_path=null").checkpoint is None
-
-
-def test_a_checkpoint_that_is_not_there_is_named():
+    write("digits.yaml", "ckpt_path: last")
+    write(LAST)
+    assert read("fit --config digits.yaml").checkpoint == Path(LAST)
+    assert read("fit --config digits.yaml --ckpt_path=null").checkpoint is None
     with pytest.raises(FileNotFoundError, match=r"--ckpt_path: there is no file x/no\.ckpt"):
-        request("fit --config digits.yaml --ckpt_path x/no.ckpt")
+        read("fit --config digits.yaml --ckpt_path x/no.ckpt")
 
 
 def test_trust_is_taken_out_of_the_options_and_all_else_stays_in_order():
-    asked = request("fit --trust a --config x.yaml --model.lr=1 --trust=b --config y.yaml")
-    assert asked.trust == ("a", "b")
-    assert asked.options == ("--config", "x.yaml", "--model.lr=1", "--config", "y.yaml")
+    request = read("fit --trust a --config x.yaml --model.lr=1 --trust=b --config y.yaml")
+    assert request.trust == ("a", "b")
+    assert request.options == ("--config", "x.yaml", "--model.lr=1", "--config", "y.yaml")
 
 
 def test_a_config_that_is_not_yaml_is_named():
     write("broken.yaml", "a: [")
     with pytest.raises(ValueError, match=r"broken\.yaml is not YAML: .* line 1"):
-        request("fit --config broken.yaml")
-
-
-def test_a_missing_config_is_left_to_the_real_parser_to_report():
-    assert request("fit --config nowhere.yaml").root == Path("runs/nowhere")
+        read("fit --config broken.yaml")
 
 
 @pytest.mark.parametrize("trace", ["metrics.csv", "evaluations.jsonl", "checkpoints/best-fid.ckpt"])
-def test_a_fresh_fit_into_the_folder_of_a_run_is_refused_with_both_ways_out(trace):
+def test_a_fit_into_the_folder_of_another_run_is_refused_with_both_ways_out(trace):
     write(f"runs/digits/{trace}", "step\n0\n")
-    with pytest.raises(ValueError, match=r"runs/digits already holds a run.*delete it") as error:
-        refuse_mixing(request("fit --config digits.yaml"))
-    assert trace in str(error.value)
-    assert "--trainer.default_root_dir=runs/digits-2" in str(error.value)
-    write("runs/digits/checkpoints/last.ckpt")
-    with pytest.raises(ValueError, match="Continue it with --ckpt_path=last"):
-        refuse_mixing(request("fit --config digits.yaml"))
-
-
-def test_a_checkpoint_from_elsewhere_does_not_open_the_folder_of_a_run():
-    write("runs/digits/metrics.csv", "step\n0\n"), write("loose.ckpt")
-    with pytest.raises(ValueError, match="already holds a run"):
-        refuse_mixing(request("fit --config digits.yaml --ckpt_path loose.ckpt"))
-
-
-@pytest.mark.parametrize("path", ["last", "runs/digits/checkpoints/last.ckpt"])
-def test_a_resume_in_its_own_folder_is_let_through(path):
-    write("runs/digits/metrics.csv"), write("runs/digits/checkpoints/last.ckpt")
-    refuse_mixing(request(f"fit --config digits.yaml --ckpt_path={path}"))
+    refuses(DIGITS, rf"{trace}.*delete it, or .*--trainer\.default_root_dir=runs/digits-2")
+    write(LAST), write("loose.ckpt")
+    refuses(DIGITS, "Continue it with --ckpt_path=last")
+    refuses(f"{DIGITS} --ckpt_path loose.ckpt")
+    for path in ("last", LAST):
+        refuse_mixing(read(f"{DIGITS} --ckpt_path={path}"))
 
 
 def test_a_folder_without_a_row_or_a_checkpoint_holds_no_run():
     write("runs/digits/config.yaml"), write("runs/digits/metrics.csv", "step\n")
     write("runs/digits/evaluations.jsonl"), write("runs/digits/tensorboard/events.1")
-    refuse_mixing(request("fit --config digits.yaml"))
+    refuse_mixing(read(DIGITS))
     assert next_config(Path("runs/digits")) == Path("runs/digits/config.yaml")
 
 
 def test_a_first_step_that_was_not_finite_is_no_run():
-    row = "step,train/loss,train/nonfinite_steps\n0,nan,1.0\n"
-    write("runs/digits/metrics.csv", row)
-    refuse_mixing(request("fit --config digits.yaml"))
+    write("runs/digits/metrics.csv", "step,train/loss,train/nonfinite_steps\n0,nan,1.0\n")
+    refuse_mixing(read(DIGITS))
     write("runs/digits/checkpoints/best-fid.ckpt")
-    with pytest.raises(ValueError, match="already holds a run"):
-        refuse_mixing(request("fit --config digits.yaml"))
+    refuses(DIGITS)
 
 
-def test_every_resume_gets_a_config_of_its_own_and_the_latest_is_found():
+def test_every_resume_gets_a_config_of_its_own_and_the_latest_counts():
     root = Path("runs/digits")
     assert latest_config(root) is None
     assert next_config(root) == root / "config.yaml"
@@ -149,23 +127,23 @@ def test_every_resume_gets_a_config_of_its_own_and_the_latest_is_found():
         assert latest_config(root) == root / f"config.resume-{n}.yaml"
 
 
-def test_a_config_that_a_run_wrote_stands_for_the_folder_that_it_is_in():
+@pytest.mark.parametrize("separator", [" ", "="])
+def test_a_config_that_a_run_wrote_stands_for_the_folder_that_it_is_in(separator):
     """Whatever that was called when it was written, and whoever looks from wherever."""
     saver = {"class_path": "Saver", "init_args": {"dirpath": "runs/old/best"}}
     trainer = {"default_root_dir": "runs/old", "callbacks": [saver]}
     write("new/config.resume-1.yaml", yaml.safe_dump({"trainer": trainer}))
-    assert request("fit --config new/config.resume-1.yaml").root == Path("runs/old")
+    command = f"fit --config{separator}new/config.resume-1.yaml"
+    assert read(command).root == Path("runs/old")
     write("new/checkpoints/last.ckpt")
-    for form in ("--config new/config.resume-1.yaml", "--config=new/config.resume-1.yaml"):
-        asked = request(f"fit {form} --ckpt_path=last")
-        assert (asked.root, asked.checkpoint) == (Path("new"), Path("new/checkpoints/last.ckpt"))
-        (given,) = [option for option in asked.options if "trainer" in option]
-        assert "dirpath: new/best" in given
-        assert "old" not in given
+    request = read(f"{command} --ckpt_path=last")
+    assert (request.root, request.checkpoint) == (Path("new"), Path("new/checkpoints/last.ckpt"))
+    (config,) = [option for option in request.options if "trainer" in option]
+    assert "dirpath: new/best" in config
+    assert "old" not in config
 
 
 def test_a_folder_is_for_one_process_at_a_time_and_free_again_after_any_end():
-    Path("run").mkdir()
     with occupied(Path("run")):
         with pytest.raises(ValueError, match=r"run is in use.*default_root_dir=run-2"):
             occupied(Path("run")).__enter__()
@@ -175,6 +153,9 @@ def test_a_folder_is_for_one_process_at_a_time_and_free_again_after_any_end():
         raise KeyError
     with occupied(Path("run")):
         assert [file.name for file in Path("run").iterdir()] == [".lock"]
+
+
+# A job that SLURM starts again, and a command that is repeated
 
 
 @pytest.fixture
@@ -188,48 +169,37 @@ def requeued(folder, monkeypatch):
     write("configs/digits.yaml", "trainer: {}")
 
 
-@pytest.mark.usefixtures("requeued")
 @pytest.mark.parametrize("option", ["", " --ckpt_path=last", " --ckpt_path=pretrained.ckpt"])
-def test_a_requeued_job_goes_on_from_where_it_was(option):
+def test_a_requeued_job_goes_on_from_where_it_was(requeued, option):
     """The command is that of its first start, which may have named what to begin with."""
     write("pretrained.ckpt")
-    last = write("runs/digits/checkpoints/last.ckpt")
-    found = request(f"fit --config configs/digits.yaml{option}")
-    assert (found.checkpoint, found.requeued) == (last, True)
-    refuse_mixing(found)
+    if option == "":  # it had saved nothing
+        request = read(DIGITS)
+        assert (request.checkpoint, request.requeued) == (None, True)
+        refuse_mixing(request)
+    last = write(LAST)
+    request = read(f"{DIGITS}{option}")
+    assert (request.checkpoint, request.requeued) == (last, True)
+    refuse_mixing(request)
+    best = write("runs/digits/checkpoints/best-fid.ckpt")
+    assert read(f"validate --ckpt_path {best}").checkpoint == best
 
 
-@pytest.mark.usefixtures("requeued")
-def test_a_requeued_job_that_had_saved_nothing_begins_anew():
-    found = request("fit --config configs/digits.yaml")
-    assert (found.checkpoint, found.requeued) == (None, True)
-    refuse_mixing(found)
+@pytest.mark.parametrize("changed", [{"SLURM_JOB_ID": "8"}, {"SLURM_RESTART_COUNT": ""}])
+def test_another_job_in_its_folder_is_refused(requeued, monkeypatch, changed):
+    write(LAST)
+    for name, value in changed.items():
+        monkeypatch.setenv(name, value)
+    request = read(DIGITS)
+    assert (request.checkpoint, request.requeued) == (None, False)
+    refuses(DIGITS)
 
 
 def test_a_command_that_is_repeated_begins_anew_where_nothing_was_saved():
     write("runs/digits/metrics.csv", "step\n0\n"), write("runs/digits/evaluations.jsonl", "{}\n")
-    found = request("fit --config digits.yaml --ckpt_path=last-or-none")
-    assert (found.checkpoint, found.repeated) == (None, True)
-    refuse_mixing(found)
+    command = f"{DIGITS} --ckpt_path=last-or-none"
+    request = read(command)
+    assert (request.checkpoint, request.repeated) == (None, True)
+    refuse_mixing(request)
     write("runs/digits/checkpoints/best-fid.ckpt")  # of a run that has lost its last
-    with pytest.raises(ValueError, match="already holds a run"):
-        refuse_mixing(found)
-
-
-@pytest.mark.usefixtures("requeued")
-@pytest.mark.parametrize("changed", [{"SLURM_JOB_ID": "8"}, {"SLURM_RESTART_COUNT": ""}])
-def test_another_job_in_its_folder_is_refused(monkeypatch, changed):
-    write("runs/digits/checkpoints/last.ckpt")
-    for name, value in changed.items():
-        monkeypatch.setenv(name, value)
-    found = request("fit --config configs/digits.yaml")
-    assert (found.checkpoint, found.requeued) == (None, False)
-    with pytest.raises(ValueError, match="already holds a run"):
-        refuse_mixing(found)
-
-
-@pytest.mark.usefixtures("requeued")
-def test_other_commands_of_a_requeued_job_read_what_they_are_told_to():
-    write("runs/digits/checkpoints/last.ckpt")
-    best = write("runs/digits/checkpoints/best-fid.ckpt")
-    assert request(f"validate --ckpt_path {best}").checkpoint == best
+    refuses(command)

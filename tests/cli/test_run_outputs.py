@@ -1,4 +1,6 @@
 import os
+import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +10,10 @@ from support.tiny_run import TinyData, TinyModule, TinyNet
 
 from lit_diffusion.cli.last_checkpoint import LastCheckpoint
 from lit_diffusion.cli.loggers import AppendingCSVLogger, read_rows
-from lit_diffusion.cli.run_outputs import CurvesInStep, ImagesSeen, RunConfig
+from lit_diffusion.cli.run_folder import read_command_line
+from lit_diffusion.cli.run_outputs import ImagesSeen, RewindLogs, RunConfig, fid_rows, resume_line
+
+RECORD = {"metric": "val/fid_360", "value": 4.0, "step": 20, "floor": 2.0}
 
 
 def test_a_config_is_written_as_a_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -36,18 +41,18 @@ def test_counts_of_images_that_are_none_are_refused(images):
 @pytest.mark.parametrize("interval", [2, 3, 5])
 def test_another_interval_of_validation_at_a_resume_shifts_no_row(tmp_path, interval):
     def run(max_steps, val_check_interval, ckpt_path=None):
-        callbacks = [CurvesInStep(), LastCheckpoint(tmp_path)]
-        logger = AppendingCSVLogger(tmp_path)
-        options = {"check_val_every_n_epoch": None, "val_check_interval": val_check_interval}
-        options |= {"log_every_n_steps": 1, "enable_progress_bar": False, "accelerator": "cpu"}
         trainer = Trainer(
             max_steps=max_steps,
-            callbacks=callbacks,
-            logger=logger,
+            callbacks=[RewindLogs(), LastCheckpoint(tmp_path)],
+            logger=AppendingCSVLogger(tmp_path),
             default_root_dir=tmp_path,
+            check_val_every_n_epoch=None,
+            val_check_interval=val_check_interval,
             num_sanity_val_steps=0,
+            log_every_n_steps=1,
             enable_model_summary=False,
-            **options,
+            enable_progress_bar=False,
+            accelerator="cpu",
         )
         trainer.fit(TinyModule(TinyNet(3), torch.optim.Adam), TinyData(), ckpt_path=ckpt_path)
 
@@ -55,3 +60,63 @@ def test_another_interval_of_validation_at_a_resume_shifts_no_row(tmp_path, inte
     run(10, interval, tmp_path / "last.ckpt")
     steps = [row["step"] for row in read_rows(tmp_path / "metrics.csv") if "train/loss" in row]
     assert steps == [str(step) for step in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("records", "expected"),
+    [
+        ([], {}),
+        (
+            [RECORD | {"value": 3.5, "step": 10}, RECORD],
+            {"val/fid_360": "4 at step 20, best 3.5 at step 10; real images in their place: 2"},
+        ),
+        (  # those of other numbers of images are not compared
+            [RECORD, RECORD | {"metric": "val/fid_5k", "value": 1.0}],
+            {
+                "val/fid_360": "4 at step 20, best 4 at step 20; real images in their place: 2",
+                "val/fid_5k": "1 at step 20, best 1 at step 20; real images in their place: 2",
+            },
+        ),
+        (  # of samples that were not finite
+            [RECORD, RECORD | {"value": None, "step": 30}],
+            {"val/fid_360": "NaN at step 30, best 4 at step 20; real images in their place: 2"},
+        ),
+        (
+            [RECORD | {"value": None}],
+            {"val/fid_360": "NaN at step 20; real images in their place: 2"},
+        ),
+    ],
+)
+def test_a_summary_has_the_last_the_best_and_the_floor_of_each_fid(records, expected):
+    assert dict(fid_rows(records)) == expected
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--config digits.yaml",
+        "--config digits.yaml --ckpt_path=last",
+        "--config digits.yaml --trainer.default_root_dir=elsewhere",
+        "--ckpt_path=runs/digits/checkpoints/best.ckpt",
+        "--config digits.yaml --ckpt_path=other/checkpoints/best.ckpt",
+        "--config digits.yaml --ckpt_path=best.ckpt --trainer.default_root_dir=elsewhere",
+    ],
+)
+def test_a_fit_that_was_stopped_resumes_as_it_says(options, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for root in ("runs/digits", "other", "elsewhere"):
+        for name in ("last", "best"):
+            file = Path(root, "checkpoints", f"{name}.ckpt")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            torch.save({"state_dict": {}, "global_step": 1}, file)
+    Path("best.ckpt").touch()
+    request = read_command_line(["fit", *options.split()])
+    line = resume_line(request, 3, signal.SIGTERM, True)
+    assert line.startswith("Stopped by SIGTERM at step 3. The same command with --ckpt_path=")
+    again = next(word for word in line.split() if word.startswith("--ckpt_path"))
+    resumed = read_command_line(["fit", *options.split(), again])
+    assert resumed.root == request.root
+    assert resumed.checkpoint == request.root / "checkpoints" / "last.ckpt"
+    assert line.endswith(f" goes on from {resumed.checkpoint}.")
+    line = resume_line(request, 3, signal.SIGINT, False)
+    assert "SIGINT at step 3. The 2 steps since step 1 are lost. The same" in line

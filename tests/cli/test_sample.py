@@ -1,8 +1,19 @@
+import json
+import os
+import signal
+from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from PIL import Image
 from support.commands import call
 from support.small_digits import write_small_digits
+
+from lit_diffusion.callbacks.sample_grid import image_grid
+from lit_diffusion.cli import sampling
+from lit_diffusion.modules.diffusion import DiffusionModule
 
 LAST = "run/checkpoints/last.ckpt"
 
@@ -15,8 +26,144 @@ def averaged(folder):
     return write_small_digits(Path(LAST))
 
 
+def pngs(out: str = "out") -> torch.Tensor:
+    """The numbered images, uint8 (N, 1, H, W)."""
+    paths = sorted(Path(out).glob("0*.png"))
+    return torch.stack([torch.from_numpy(np.array(Image.open(p))) for p in paths])[:, None]
+
+
+def record(out: str = "out") -> dict:
+    return json.loads(Path(out, "samples.json").read_text())
+
+
+def test_the_files_are_the_images_that_the_averaged_module_generates(averaged):
+    assert call(f"sample --checkpoint {LAST} --num 5 --out out --batch-size 2 --seed 7") == 0
+    assert sorted(p.name for p in Path("out").iterdir()) == [
+        *(f"00000{i}.png" for i in range(5)),
+        "grid.png",
+        "samples.json",
+    ]
+    assert torch.equal(pngs(), averaged.generate(range(7, 12)))
+
+
+@pytest.mark.parametrize("labels", [[3, 1], [-1, 2]])
+def test_labels_are_repeated_in_turn_and_minus_one_is_no_class(averaged, labels):
+    options = f"--num 5 --out out --labels {','.join(map(str, labels))}"
+    assert call(f"sample --checkpoint run {options}") == 0
+    expected = averaged.generate(range(5), torch.tensor([labels[i % 2] for i in range(5)]))
+    assert torch.equal(pngs(), expected)
+
+
+def test_the_record_says_how_the_images_were_made(averaged):
+    call("sample --checkpoint run --num 3 --out out --labels 3 --steps 2 --guidance 2")
+    content = record()
+    assert content["checkpoint"] == LAST
+    assert (content["step"], content["weights"], content["seeds"]) == (9, "ema_0.9", [0, 3])
+    assert content["labels"] == [3]
+    assert content["sampling"]["steps"] == 2
+    assert "ClassifierFree(scale=2.0," in content["sampling"]["guidance"]
+
+
+@pytest.mark.usefixtures("terminal_signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_call_that_is_stopped_keeps_what_it_has_and_goes_on(
+    averaged, monkeypatch, number, capsys
+):
+    command = "sample --checkpoint run --num 9 --batch-size 2 --labels 3,1,4"
+    assert call(f"{command} --out whole") == 0
+    generate, calls = DiffusionModule.generate, []
+
+    def stopped(*args):
+        calls.append(args)
+        if len(calls) == 3:
+            os.kill(os.getpid(), number)
+        return generate(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiffusionModule, "generate", stopped)
+        assert call(f"{command} --out out") == 128 + number
+    assert "Stopped with 4 of 9 images in out; the same command goes on." in capsys.readouterr().err
+    assert torch.equal(pngs("out"), pngs("whole")[:4])
+    content = record("out")
+    assert (content["num"], content["of"], content["seeds"]) == (4, 9, [0, 4])
+
+    for other in ("--seed 1", "--num 8", "--steps 2", "--labels 3", "--weights raw"):
+        assert call(f"{command} --out out {other}") == 2
+        assert "holds 4 of 9 images of another call" in capsys.readouterr().err
+    assert record("out") == content
+    assert call(f"{command} --out out") == 0
+    for file in Path("whole").iterdir():
+        assert (Path("out") / file.name).read_bytes() == file.read_bytes()
+    assert call(f"{command} --out out") == 2
+
+
+@pytest.mark.parametrize("when", ["first batch", "grid"])
+def test_a_call_that_is_killed_while_it_writes_goes_on(averaged, monkeypatch, when):
+    command = "sample --checkpoint run --num 4 --batch-size 2 --out"
+    assert call(f"{command} whole") == 0
+    save, saved = Image.Image.save, []
+
+    def dies(image, file, *args):
+        saved.append(file)
+        if len(saved) == {"first batch": 2, "grid": 5}[when]:
+            raise MemoryError
+        save(image, file, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Image.Image, "save", dies)
+        assert call(f"{command} out") != 0
+    assert call(f"{command} out") == 0
+    for file in Path("whole").iterdir():
+        assert (Path("out") / file.name).read_bytes() == file.read_bytes()
+
+
+def test_a_call_that_made_nothing_is_in_no_ones_way(averaged, capsys):
+    sample = "sample --checkpoint run --num 2 --out out"
+    assert call(f"{sample} --solver.eta 9") == 2
+    assert "eta = 9.0 is more noise than" in capsys.readouterr().err
+    assert call(sample) == 0
+
+
+def test_progress_has_a_rate_and_an_end(averaged, monkeypatch, capsys):
+    clock = count(step=20)
+    monkeypatch.setattr(sampling.time, "monotonic", lambda: next(clock))
+    assert call("sample --checkpoint run --num 6 --batch-size 2 --out out") == 0
+    lines = capsys.readouterr().err.strip().split("\n")
+    assert lines[-2] == "2 of 6 images  20.0 s/image  0:01:20 left"
+
+
+def test_raw_weights_give_other_images(averaged):
+    call("sample --checkpoint run --num 2 --out a --weights raw")
+    call("sample --checkpoint run --num 2 --out b --weights ema_0.9")
+    assert not torch.equal(pngs("a"), pngs("b"))
+    assert (record("a")["weights"], record("b")["weights"]) == ("raw", "ema_0.9")
+
+
+def test_classes_are_named_as_the_folders_of_their_training_images_are(averaged, capsys):
+    file = torch.load(LAST, weights_only=True)
+    names = ["cat", "dog", *"cdefghij"]
+    torch.save(file | {"Digits": {"class_names": names}}, LAST)
+    assert call("sample --checkpoint run --num 3 --out out --labels dog,2,-1") == 0
+    assert (record()["labels"], record()["class_names"]) == ([1, 2, -1], names)
+    grid = torch.from_numpy(np.array(Image.open("out/grid.png"))).permute(2, 0, 1)
+    assert torch.equal(grid, image_grid(pngs(), ["dog", "c", ""]))
+    assert call("sample --checkpoint run --num 3 --out other --labels bird") == 2
+    rule = "--labels must be in 0..9 or one of cat, dog, c, d, e, f, g, h, i, j or -1, got 'bird'."
+    assert rule in capsys.readouterr().err
+
+
+def test_the_grid_shows_the_images_enlarged_in_rows(averaged):
+    call("sample --checkpoint run --num 5 --out out")
+    grid = np.array(Image.open("out/grid.png"))
+    scale = round(512 / (3 * 8))
+    tile = 8 * scale + 2  # with a line between, and around
+    assert grid.shape == (2 * tile + 2, 3 * tile + 2, 3)
+    second = grid[2:tile:scale, tile + 2 : 2 * tile : scale]
+    assert (second == pngs()[1, 0].numpy()[..., None]).all()
+
+
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ("--labels 3,x", "--labels must be in 0..9 or -1, got 'x'."),
         ("--labels 3,10", "--labels must be in 0..9 or -1, got '10'."),
@@ -62,11 +209,11 @@ def averaged(folder):
         ("--solver lit_diffusion.grids.Karras", "does not implement protocol Solver"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(averaged, capsys, options, told):
+def test_a_mistake_ends_in_one_line_and_exit_code_2(averaged, capsys, options, message):
     assert call(f"sample --checkpoint run --out out {options}") == 2
-    said = [s for s in capsys.readouterr().err.strip().split("\n") if not s.startswith("Loaded")]
-    assert told in said[-1]
-    assert len(said) == 1
+    lines = [s for s in capsys.readouterr().err.strip().split("\n") if not s.startswith("Loaded")]
+    assert message in lines[-1]
+    assert len(lines) == 1
 
 
 def test_images_of_two_calls_are_never_mixed(averaged, capsys):

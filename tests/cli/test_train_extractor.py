@@ -66,14 +66,14 @@ def test_a_run_is_scored_by_its_own_network_and_takes_it_along(capsys):
     assert call(command) == 0
     scored = json.loads(capsys.readouterr().out)
     assert (scored["protocol"], scored["extractor_sha256"]) == (name, record["extractor_sha256"])
-    assert call("sample --checkpoint moved --weights raw --num 9 --out made --device cpu") == 0
+    assert call("sample --checkpoint moved --weights raw --num 9 --out images --device cpu") == 0
     capsys.readouterr()
-    assert call("evaluate --checkpoint moved --images made --device cpu") == 0
+    assert call("evaluate --checkpoint moved --images images --device cpu") == 0
     assert json.loads(capsys.readouterr().out)["protocol"] == name
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "told"),
+    ("config", "options", "message"),
     [
         ("model: {}", "", "names no data"),
         ("data: lit_diffusion.networks.unet.UNet", "", "UNet"),
@@ -87,13 +87,13 @@ def test_a_run_is_scored_by_its_own_network_and_takes_it_along(capsys):
         (CONFIG.replace("train: photos, ", ""), "", "train must be given"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(capsys, config, options, told):
+def test_a_mistake_is_told_in_one_line(capsys, config, options, message):
     Path("other.yaml").write_text(config)
     Path("there.safetensors").touch()
     assert call(f"train-extractor --config other.yaml --out mine.safetensors {options}") == 2
-    said = capsys.readouterr().err.strip().split("\n")
-    assert told in said[-1]
-    assert not any("Traceback" in line for line in said)
+    lines = capsys.readouterr().err.strip().split("\n")
+    assert message in lines[-1]
+    assert not any("Traceback" in line for line in lines)
 
 
 def test_a_config_without_the_file_names_the_command_that_makes_it(capsys):

@@ -11,6 +11,7 @@ from support.pictures_module import PicturesModule
 from support.small_digits import write_small_digits
 
 from lit_diffusion.checkpoints.loading import load
+from lit_diffusion.cli.image_grids import GAP, table, text_image, tile
 from lit_diffusion.cli.trajectory import MAX_GIF_STEPS, Trajectory, write_trajectory
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.metrics.images import FolderImages
@@ -33,35 +34,35 @@ class Diffusing:
     process, codec = EDMProcess(), PixelCodec()
 
 
-def seen_of(steps, scale=1.0):
-    seen, x = Trajectory(Diffusing()), scale * torch.randn(2, 1, 8, 8)
+def frames_of(steps, scale=1.0):
+    trajectory, x = Trajectory(Diffusing()), scale * torch.randn(2, 1, 8, 8)
     for step in range(steps):
-        seen(step, torch.tensor(scale, dtype=torch.float64), x, x)
-    return seen.frames
+        trajectory(step, torch.tensor(scale, dtype=torch.float64), x, x)
+    return trajectory.frames
 
 
-def test_few_steps_are_all_kept_and_many_evenly_from_the_first_to_the_last():
-    assert [moment.step for moment in seen_of(MAX_GIF_STEPS - 1)] == list(range(MAX_GIF_STEPS - 1))
+def test_few_steps_are_all_drawn_and_many_evenly_from_the_first_to_the_last():
+    assert [frame.step for frame in frames_of(MAX_GIF_STEPS - 1)] == list(range(MAX_GIF_STEPS - 1))
     for steps in (MAX_GIF_STEPS, 250, 1000):
-        kept = [moment.step for moment in seen_of(steps)]
-        assert MAX_GIF_STEPS / 2 <= len(kept) < MAX_GIF_STEPS
-        (stride,) = set(np.diff(kept))
-        assert (kept[0], kept[-1] + stride >= steps) == (0, True)
+        steps_kept = [frame.step for frame in frames_of(steps)]
+        assert MAX_GIF_STEPS / 2 <= len(steps_kept) < MAX_GIF_STEPS
+        (stride,) = set(np.diff(steps_kept))
+        assert (steps_kept[0], steps_kept[-1] + stride >= steps) == (0, True)
 
 
-def test_x_t_is_seen_at_the_scale_of_images_at_any_noise():
-    noise = seen_of(1, scale=80.0)[0].x_t.float() / 127.5 - 1
+def test_x_t_has_the_scale_of_images_at_any_noise():
+    noise = frames_of(1, scale=80.0)[0].x_t.float() / 127.5 - 1
     assert 0.5 < noise.std() < 0.9  # of a standard normal, clamped to [-1, 1]
 
 
-def test_the_way_leads_from_the_noise_of_the_seeds_to_their_images(module):
-    module.watch = seen = Trajectory(module)
+def test_a_trajectory_leads_from_the_noise_of_the_seeds_to_their_images(module):
+    module.watch = trajectory = Trajectory(module)
     images = module.generate([7, 8], torch.tensor([3, 1]))
-    assert [moment.step for moment in seen.frames] == [0, 1, 2, 3]
+    assert [frame.step for frame in trajectory.frames] == [0, 1, 2, 3]
     noise = PixelCodec().decode(PerSampleNoise([7, 8]).draw((1, 8, 8)))
-    assert (seen.frames[0].x_t.int() - noise.int()).abs().max() <= 1
-    assert torch.equal(seen.frames[-1].x0, images)
-    levels = [moment.noise for moment in seen.frames]
+    assert (trajectory.frames[0].x_t.int() - noise.int()).abs().max() <= 1
+    assert torch.equal(trajectory.frames[-1].x0, images)
+    levels = [frame.noise for frame in trajectory.frames]
     assert levels == sorted(levels, reverse=True)
 
 
@@ -89,7 +90,7 @@ def test_strip_and_gif_end_in_the_images_which_are_as_without_them(module):
 
 
 @pytest.mark.parametrize("options", ["--strength 0.5", "--mask mask.png"])
-def test_edited_and_inpainted_images_have_a_way_too(module, options):
+def test_edited_and_inpainted_images_have_a_trajectory_too(module, options):
     Image.new("L", (8, 8)).save("mask.png")
     Image.new("L", (8, 8), 128).save("begin.png")
     assert call(f"{SAMPLE} --init begin.png {options} --num 1 --out out --trajectory") == 0
@@ -98,13 +99,13 @@ def test_edited_and_inpainted_images_have_a_way_too(module, options):
 
 
 @pytest.mark.usefixtures("terminal_signals")
-def test_a_call_that_is_stopped_on_the_way_goes_on(module, monkeypatch):
+def test_a_call_that_is_stopped_goes_on(module, monkeypatch):
     assert call(f"{SAMPLE} --num 3 --batch-size 2 --out whole --trajectory") == 0
     generate, calls = DiffusionModule.generate, []
 
     def stopped(*args):
         calls.append(args)
-        if len(calls) == 3:  # the way, the first batch, the second
+        if len(calls) == 3:  # the trajectory, the first batch, the second
             os.kill(os.getpid(), signal.SIGINT)
         return generate(*args)
 
@@ -116,6 +117,40 @@ def test_a_call_that_is_stopped_on_the_way_goes_on(module, monkeypatch):
         assert (Path("out") / file.name).read_bytes() == file.read_bytes()
 
 
-def test_a_module_that_tells_of_no_steps_is_named():
+def test_a_module_without_a_watch_is_named():
     with pytest.raises(ValueError, match="PicturesModule has none"):
         write_trajectory(PicturesModule(), lambda: None, [], Path())
+
+
+# Tables of images and text
+
+
+def test_small_images_are_enlarged_and_large_ones_shrunk_to_twice_the_width():
+    image = torch.randint(0, 256, (1, 1, 8, 8)).to(torch.uint8)
+    block = np.kron(image[0, 0].numpy(), np.ones((8, 8), dtype=np.uint8))
+    assert (np.array(tile(image, 64)) == block[..., None]).all()
+    assert tile(torch.zeros(1, 3, 512, 256, dtype=torch.uint8), 64).size == (64, 128)
+
+
+def test_every_picture_is_whole_and_in_the_middle_of_its_cell():
+    sizes = [[(3, 9), (20, 2)], [(11, 4), (5, 5)]]
+    colours = [["red", "green"], ["blue", "black"]]
+    rows = [
+        [Image.new("RGB", *each) for each in zip(*row, strict=True)]
+        for row in zip(sizes, colours, strict=True)
+    ]
+    whole = np.array(table(rows))
+    assert whole.shape == (9 + 5 + 2 * GAP, 11 + 20 + 2 * GAP, 3)
+    for row, middle_y in zip(rows, (8.5, 23.5), strict=True):
+        for each, middle_x in zip(row, (9.5, 33.0), strict=True):
+            ys, xs = np.where((whole == np.array(each)[0, 0]).all(-1))
+            assert len(xs) == each.width * each.height
+            assert abs((xs.min() + xs.max() + 1) / 2 - middle_x) <= 1
+            assert abs((ys.min() + ys.max() + 1) / 2 - middle_y) <= 1
+
+
+def test_nothing_of_a_text_is_cut_off():
+    text = "DPMSolverPP2S, jpgq\n0.123"
+    small = np.array(text_image(text))
+    roomy = np.array(text_image(f"{text} \n "))[: small.shape[0] + 4]
+    assert (small < 128).sum() == (roomy < 128).sum() > 100

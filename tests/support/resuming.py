@@ -30,9 +30,9 @@ from lit_diffusion.callbacks import (
     StepSeed,
     TimestepCurriculum,
 )
-from lit_diffusion.cli.defaults import run_callbacks
 from lit_diffusion.cli.last_checkpoint import LastCheckpoint
 from lit_diffusion.cli.loggers import AppendingCSVLogger, read_rows
+from lit_diffusion.cli.run_callbacks import logging_and_resume_callbacks
 from lit_diffusion.data.base import ImageDataModule
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.lr_schedules import WarmupCosine
@@ -154,7 +154,7 @@ class Recipe:
             folder,
             *extra,
             *((CALLBACKS | ALTERNATIVES | FOREIGN)[name]() for name in self.callbacks),
-            *run_callbacks({}),
+            *logging_and_resume_callbacks({}),
             logger=AppendingCSVLogger(folder),
             **{
                 "max_steps": STEPS,

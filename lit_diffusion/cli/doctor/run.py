@@ -21,7 +21,7 @@ from lit_diffusion.callbacks.fid import FIDEvaluation
 from lit_diffusion.callbacks.sample_grid import SampleGrid
 from lit_diffusion.callbacks.trainer_state import limited_batches
 from lit_diffusion.checkpoints.reading import read_checkpoint
-from lit_diffusion.cli.explained import explain
+from lit_diffusion.cli.error_messages import explain
 from lit_diffusion.cli.run_folder import Request
 from lit_diffusion.cli.trainer_cli import RunCLI
 from lit_diffusion.config.messages import explain_parse_error, is_user_error

@@ -15,7 +15,6 @@ from torch import nn
 from lit_diffusion.checkpoints.loading import LoadedModule, load_module
 from lit_diffusion.cli.options import usable_device
 from lit_diffusion.cli.run_data import data_of_run
-from lit_diffusion.cli.work_queue import prepare_folder
 from lit_diffusion.files import atomic_write, atomic_write_text
 from lit_diffusion.lab.analysis.command import AnalysisOptions, LossOptions
 from lit_diffusion.lab.analysis.fixed_losses import (
@@ -24,6 +23,7 @@ from lit_diffusion.lab.analysis.fixed_losses import (
     fixed_losses,
     use_exact_spectral_norm_,
 )
+from lit_diffusion.lab.analysis.work_queue import prepare_folder
 from lit_diffusion.signals import print_error
 
 Result = TypeVar("Result")

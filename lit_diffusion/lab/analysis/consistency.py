@@ -19,10 +19,10 @@ from torch import Tensor
 from lit_diffusion.checkpoints.loading import LoadedModule
 from lit_diffusion.cli.options import usable_device
 from lit_diffusion.cli.run_data import protocol_of_run, read_data_settings
-from lit_diffusion.cli.work_queue import Arrays, compute_pieces
 from lit_diffusion.data.base import require_at_least
 from lit_diffusion.lab.analysis import common
 from lit_diffusion.lab.analysis.command import ConsistencyOptions
+from lit_diffusion.lab.analysis.work_queue import Arrays, compute_pieces
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.image_distances import MAX_PSNR, nearest_neighbors, pairwise_psnr, psnr
 from lit_diffusion.metrics.reference import Scorer

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lit_diffusion.cli.work_queue import Arrays, compute_pieces
 from lit_diffusion.data.base import require_at_least
 from lit_diffusion.lab.analysis import common
 from lit_diffusion.lab.analysis.command import HessianOptions
 from lit_diffusion.lab.analysis.fixed_losses import network_of_loss
+from lit_diffusion.lab.analysis.work_queue import Arrays, compute_pieces
 from lit_diffusion.signals import print_error
 
 MatrixProduct = Callable[[Tensor], Tensor]

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 
-from lit_diffusion.cli.work_queue import Arrays, compute_pieces
 from lit_diffusion.data.base import require_at_least
 from lit_diffusion.lab.analysis import common
 from lit_diffusion.lab.analysis.command import InterpolationOptions
@@ -34,6 +33,7 @@ from lit_diffusion.lab.analysis.fixed_losses import (
     evaluate_losses,
     mix_weights,
 )
+from lit_diffusion.lab.analysis.work_queue import Arrays, compute_pieces
 from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
 from lit_diffusion.networks.layers import MLP, TimestepMLP
 from lit_diffusion.networks.unet import ResBlock

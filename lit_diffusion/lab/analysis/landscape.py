@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lit_diffusion.checkpoints.loading import LoadedModule
-from lit_diffusion.cli.work_queue import Arrays, compute_pieces
 from lit_diffusion.data.base import require_at_least
 from lit_diffusion.lab.analysis import common
 from lit_diffusion.lab.analysis.command import LandscapeOptions
@@ -29,6 +28,7 @@ from lit_diffusion.lab.analysis.fixed_losses import (
     evaluate_losses,
     network_of_loss,
 )
+from lit_diffusion.lab.analysis.work_queue import Arrays, compute_pieces
 
 Direction = dict[str, Tensor]
 """A step of each trained parameter, by name."""

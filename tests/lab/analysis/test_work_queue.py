@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from lit_diffusion.cli.work_queue import compute_pieces, prepare_folder
+from lit_diffusion.lab.analysis.work_queue import compute_pieces, prepare_folder
 
 NAMES = ["a", "b", "c"]
 

@@ -1,0 +1,159 @@
+from pathlib import Path
+
+import pytest
+import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint, TQDMProgressBar
+from support.commands import call
+
+from lit_diffusion.callbacks import EMA, FiniteUpdates, RankWatch, SaveOnSignal
+from lit_diffusion.callbacks.progress import PlainProgress
+from lit_diffusion.cli.last_checkpoint import LastCheckpoint
+from lit_diffusion.cli.run_callbacks import (
+    EndPredictions,
+    apply_callback_options,
+    split_callback_options,
+    with_defaults,
+    with_last_checkpoint,
+)
+
+FOLDER = Path("runs/tiny/checkpoints")
+DIGITS = Path(__file__).parents[2] / "configs" / "digits.yaml"
+
+
+def kinds(callbacks):
+    return [type(callback) for callback in callbacks]
+
+
+@pytest.mark.parametrize(
+    ("fits", "expected"),
+    [
+        (True, [RankWatch, EMA, PlainProgress, FiniteUpdates]),
+        (False, [RankWatch, EMA, PlainProgress, EndPredictions]),
+    ],
+)
+def test_ranks_are_watched_first_and_other_commands_update_nothing(fits, expected):
+    assert kinds(with_defaults([EMA()], fits=fits, shows_progress=True)) == expected
+
+
+def test_what_a_config_names_is_not_added():
+    callbacks = [FiniteUpdates(3), TQDMProgressBar(), RankWatch(60)]
+    assert with_defaults(callbacks, fits=True, shows_progress=True) == callbacks
+    alone = RankWatch(60)
+    assert with_defaults(alone, fits=True, shows_progress=False)[0] is alone
+
+
+def test_a_fit_keeps_its_last_checkpoint_also_on_a_signal():
+    savers = with_last_checkpoint([], FOLDER)
+    assert kinds(savers) == [LastCheckpoint, SaveOnSignal]
+    assert {saver.path for saver in savers} == {FOLDER / "last.ckpt"}
+    assert with_last_checkpoint(savers, FOLDER) == savers
+
+
+def test_last_ckpt_is_saved_after_all_that_other_callbacks_do_at_a_step():
+    """Their state would be that of the save before, and what they did would not be done again."""
+    callbacks = [SaveOnSignal(FOLDER), LastCheckpoint(FOLDER), ModelCheckpoint("kept"), EMA()]
+    expected = [ModelCheckpoint, EMA, SaveOnSignal, LastCheckpoint]
+    assert kinds(with_last_checkpoint(callbacks, FOLDER)) == expected
+
+
+@pytest.mark.parametrize("dirpath", [None, FOLDER])
+def test_two_that_write_last_ckpt_are_refused(dirpath):
+    """Lightning's takes the file of the other for a stranger's, and writes last-v1.ckpt."""
+    with pytest.raises(ValueError, match="leave save_last out"):
+        with_last_checkpoint([ModelCheckpoint(dirpath, save_last=True)], FOLDER)
+    elsewhere = ModelCheckpoint("kept", save_last=True)
+    assert kinds(with_last_checkpoint([elsewhere], FOLDER))[1:] == [LastCheckpoint, SaveOnSignal]
+
+
+def test_saves_on_signals_go_where_a_resume_looks():
+    with pytest.raises(ValueError, match="has the folder saved; leave that out"):
+        with_last_checkpoint([SaveOnSignal("saved")], FOLDER)
+    for folder in (None, FOLDER):
+        savers = with_last_checkpoint([SaveOnSignal(folder)], FOLDER)
+        assert kinds(savers) == [SaveOnSignal, LastCheckpoint]
+
+
+# Callbacks by the names of their classes
+
+
+def callbacks():
+    ema = {"class_path": "lit_diffusion.callbacks.EMA"}
+    return [
+        ema | {"init_args": {"decays": [0.9], "warmup": True}},
+        {"class_path": "lit_diffusion.callbacks.FIDEvaluation", "init_args": {"extractor": "x"}},
+        {"class_path": "lightning.pytorch.callbacks.LearningRateMonitor"},
+    ]
+
+
+def apply(callbacks, *options):
+    by_name = split_callback_options(f"--trainer.callbacks.{option}" for option in options)[1]
+    return apply_callback_options(callbacks, by_name)
+
+
+def test_other_options_stay_in_their_order():
+    options = ["--config", "a.yaml", "--trainer.callbacks.EMA.warmup", "false", "--data.x=1"]
+    options += ["--trainer.callbacks+=EMA", "--trainer.callbacks.decays=[0.5]"]
+    others, by_name = split_callback_options(options)
+    assert others == [*options[:2], *options[4:]]
+    assert by_name == [("EMA", "warmup", "false")]
+
+
+def test_a_callback_is_changed_wherever_it_stands():
+    monitor = "LearningRateMonitor.init_args.logging_interval=step"
+    first, second, third = apply(callbacks(), "EMA.decays=[0.5, 1e-3]", monitor)
+    assert first["init_args"] == {"decays": [0.5, 0.001], "warmup": True}
+    assert third["init_args"] == {"logging_interval": "step"}
+    assert second == callbacks()[1]
+
+
+@pytest.mark.parametrize("option", ["B.c.f=2", "B.init_args.c.init_args.f=2"])
+def test_arguments_of_arguments_are_reached(option):
+    nested = [{"class_path": "a.B", "init_args": {"c": {"class_path": "d.E", "init_args": {}}}}]
+    (callback,) = apply(nested, option)
+    assert callback["init_args"]["c"]["init_args"] == {"f": 2}
+
+
+def test_null_leaves_one_out():
+    assert apply(callbacks(), "EMA=null") == callbacks()[1:]
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("Timer.duration=3", "has EMA, FIDEvaluation, LearningRateMonitor; .*=Timer adds one"),
+        ("EAM.decays=[0.5]", "LearningRateMonitor; did you mean EMA[?]$"),
+        ("EMA=3", "EMA=3: =null leaves EMA out"),
+        ("FIDEvaluation.extractor.a=2", "extractor is 'x', which has no a"),
+        ("EMA.decays", "needs a value"),
+        ("EMA.decays=", "name an argument and its value"),
+        ("EMA.decays=[0.9", "the value is no YAML"),
+        ("EMA.init_args={decays: [0.5]}", "name an argument and its value"),
+    ],
+)
+def test_mistakes_name_the_option_and_the_fix(option, message):
+    with pytest.raises(ValueError, match=message):
+        apply(callbacks(), option)
+
+
+def test_of_two_of_a_class_none_is_meant():
+    with pytest.raises(ValueError, match="has several EMA; change them in a file"):
+        apply([*callbacks(), *callbacks()], "EMA.warmup=false")
+
+
+def test_callbacks_are_set_dropped_and_added_in_one_command(capsys):
+    """One that is added is set at once, as it may need its arguments to be parsed."""
+    options = [
+        "--trainer.callbacks+=EarlyStopping --trainer.callbacks.EarlyStopping.monitor=val/loss",
+        "--trainer.callbacks.FIDEvaluation=null --trainer.callbacks.SampleGrid.num 10",
+        "--print_config",
+    ]
+    assert call(" ".join([f"fit --config {DIGITS}", *options])) == 0
+    grid, ema, stopping = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]
+    assert grid["init_args"]["num"] == 10
+    assert ema["class_path"] == "lit_diffusion.callbacks.EMA"
+    assert stopping["init_args"]["monitor"] == "val/loss"
+
+
+def test_a_wrong_argument_is_a_mistake_as_any_other(capsys):
+    assert call(f"fit --config {DIGITS} --trainer.callbacks.EMA.decay=0.5") == 2
+    assert "EMA has no argument 'decay'. Did you mean 'decays'?" in capsys.readouterr().err
