@@ -36,4 +36,4 @@ def run(argv: Sequence[str]) -> None:
     """Run a command of the Trainer: "fit", "validate", "test" or "predict", then options."""
     from lit_diffusion.cli.trainer_cli import run_command
 
-    run_command(argv, DESCRIPTIONS)
+    run_command(argv)

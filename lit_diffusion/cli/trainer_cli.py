@@ -34,6 +34,7 @@ from lit_diffusion.checkpoints.reading import check_resumable, limit_parameters,
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
 from lit_diffusion.cli.changed_settings import differences
 from lit_diffusion.cli.error_messages import explain, failed_class
+from lit_diffusion.cli.fit import DESCRIPTIONS
 from lit_diffusion.cli.init_weights import start_from
 from lit_diffusion.cli.lightning_internals import (
     SubcommandCLI,
@@ -63,16 +64,9 @@ from lit_diffusion.config.trust import allow_class_paths, is_within
 from lit_diffusion.protocols import WeightsProvider
 from lit_diffusion.signals import TERMINAL_SIGNALS, SavedOnSignal, print_error, redeliver_signal
 
-STRICT = {"exit_on_error": False, "allow_abbrev": False}
-"""For every parser: errors are raised, and options have their whole names, as in `run_folder`."""
 
-
-def run_command(argv: Sequence[str], descriptions: Mapping[str, str] | None = None) -> None:
-    """Run fit, validate, test or predict.
-
-    Args:
-        argv: the command, then its options.
-        descriptions: for the help of each command.
+def run_command(argv: Sequence[str]) -> None:
+    """Run a command line whose first word is fit, validate, test or predict.
 
     Raises:
         ValueError: for a config that is wrong, a run folder that holds another run, or a checkpoint
@@ -86,7 +80,7 @@ def run_command(argv: Sequence[str], descriptions: Mapping[str, str] | None = No
     )
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     with allow_class_paths(request.trust), ExitStack() as stack:
-        RunCLI(request, stack, descriptions)
+        RunCLI(request, stack)
 
 
 def wrong_trainer_settings(
@@ -113,12 +107,9 @@ class RunCLI(SubcommandCLI):
     Args:
         request: the command line.
         stack: contexts that the run is in until it ends, to which the lock on its folder is added.
-        descriptions: for the help of each command.
     """
 
-    def __init__(
-        self, request: Request, stack: ExitStack, descriptions: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, request: Request, stack: ExitStack) -> None:
         self.request = request
         self.changed: dict[str, tuple[Any, Any]] = {}  # settings: (in the checkpoint, used)
         self._stack = stack
@@ -133,15 +124,13 @@ class RunCLI(SubcommandCLI):
         self._weights = checkpoint.get("state_dict", {})
         self._saved_step = checkpoint.get("global_step")
         self._saved_epochs = completed_epochs(checkpoint)
-        parser_options: dict[str, Any] = {
-            "prog": "lit-diffusion",
-            "formatter_class": _HelpFormatter,
-            **STRICT,
-        }
-        for name in self.subcommands():
+        # Errors are raised, and options have their whole names, as in `run_folder`.
+        strict = {"exit_on_error": False, "allow_abbrev": False}
+        parser_options: dict[str, Any] = {"prog": "lit-diffusion", **strict}
+        parser_options["formatter_class"] = _HelpFormatter
+        for name, description in DESCRIPTIONS.items():
             usage = f"lit-diffusion {name} --config FILE [options]"
-            description = (descriptions or {}).get(name)
-            parser_options[name] = {"description": description, "usage": usage, **STRICT}
+            parser_options[name] = {"description": description, "usage": usage, **strict}
         super().__init__(
             save_config_callback=RunConfig,
             seed_everything_default=0,

@@ -298,7 +298,7 @@ def test_each_width_is_scored_as_if_alone_and_kept_for_compare(power_run, capsys
 
 def test_a_width_that_the_run_cannot_give_is_refused_before_any_is_scored(power_run, capsys):
     assert call(f"{WIDTHS} --ema 0.05,0.27") == 2
-    assert "the width 0.27 at step 9 cannot be message from 2 snapshots" in capsys.readouterr().err
+    assert "the width 0.27 at step 9 cannot be told from 2 snapshots" in capsys.readouterr().err
     assert not Path("run/ema-curve.jsonl").exists()
 
 
