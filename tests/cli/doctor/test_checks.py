@@ -18,9 +18,9 @@ from torch import optim
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from lit_diffusion.callbacks import EMA, FIDEvaluation, PowerEMA, SampleGrid, TimestepCurriculum
-from lit_diffusion.cli.doctor import checks, command
+from lit_diffusion.cli.doctor import checks, examination
 from lit_diffusion.cli.doctor.checks import Level
-from lit_diffusion.cli.doctor.command import examine
+from lit_diffusion.cli.doctor.examination import examine
 from lit_diffusion.cli.run_folder import occupied
 from lit_diffusion.data.cifar10 import CIFAR10
 from lit_diffusion.grids import LogSNR
@@ -77,7 +77,7 @@ def examined_run(config, *options):
     """The run that the checks read."""
     runs = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(command, "CHECKS", (lambda run: iter(runs.append(run) or ()),))
+        patch.setattr(examination, "CHECKS", (lambda run: iter(runs.append(run) or ()),))
         findings(config, *options)
     return runs[0]
 

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 from support.commands import call
 
-from lit_diffusion.cli.doctor import checks, command
+from lit_diffusion.cli.doctor import checks, examination
 from lit_diffusion.cli.doctor.checks import Finding, Level, check_machine, check_ranks
-from lit_diffusion.cli.doctor.command import examine, report
+from lit_diffusion.cli.doctor.examination import examine, report
 from lit_diffusion.metrics.extractors import INCEPTION_FILE
 
 DIGITS = str(Path(__file__).parents[3] / "configs" / "digits.yaml")
@@ -50,9 +50,9 @@ def test_exit_codes(options, code, text, capsys):
 
 
 def test_only_problems_fail(monkeypatch, capsys):
-    monkeypatch.setattr(command, "examine", lambda _: [Finding(Level.WARNING, "a", "odd")])
+    monkeypatch.setattr(examination, "examine", lambda _: [Finding(Level.WARNING, "a", "odd")])
     assert call("doctor") == 0
-    monkeypatch.setattr(command, "examine", lambda _: [Finding(Level.PROBLEM, "a", "bad")])
+    monkeypatch.setattr(examination, "examine", lambda _: [Finding(Level.PROBLEM, "a", "bad")])
     assert call("doctor") == 2
     monkeypatch.setenv("SLURM_PROCID", "1")
     capsys.readouterr()
@@ -64,7 +64,7 @@ def test_a_check_that_fails_leaves_the_others(monkeypatch):
     def check_nothing(run):
         raise KeyError("x")
 
-    monkeypatch.setattr(command, "CHECKS", (check_nothing, checks.check_length))
+    monkeypatch.setattr(examination, "CHECKS", (check_nothing, checks.check_length))
     broken, length = list(examine(["--config", DIGITS, NARROW], seconds=0.0))
     assert (broken.level, broken.topic) == (Level.PROBLEM, "check_nothing")
     assert length.topic == "length"
@@ -80,7 +80,7 @@ def test_a_check_that_fails_leaves_the_others(monkeypatch):
 )
 def test_configs_may_come_first_without_their_option(arguments, options, monkeypatch):
     calls = []
-    monkeypatch.setattr(command, "examine", lambda options: calls.append(options) or [])
+    monkeypatch.setattr(examination, "examine", lambda options: calls.append(options) or [])
     assert call(f"doctor {arguments}") == 0
     assert calls == [options.split()]
 
