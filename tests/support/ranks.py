@@ -124,7 +124,7 @@ def resume(folder, names, step):
     strategy = "ddp_find_unused_parameters_true"
     trainer = (("devices", size), ("strategy", strategy), ("accumulate_grad_batches", 2))
     # An epoch has five batches of the ranks, as of the one elsewhere.
-    recipe = Recipe(tuple(names), trainer=trainer, batch_size=-(-280 // size))
+    recipe = Recipe(tuple(names), trainer=trainer, batch_size=-(-56 // size))
     assert_undisturbed(folder, recipe, step)
     saved = torch.load(folder / "whole" / "end.ckpt", weights_only=True)
     return digest(saved["state_dict"])

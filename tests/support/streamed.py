@@ -39,10 +39,10 @@ def png(image):
 
 
 def digits(folder):
-    """Data module by batch_size, num_workers and seed, of all training digits."""
+    """Data module by batch_size, num_workers and seed, of a quarter of the training digits."""
     samples = [
         {"image": png(Image.fromarray(image[0].numpy())), "label": label}
-        for images, labels, _ in Digits().in_order("train")
+        for images, labels, _ in Digits(part=(0, 4)).in_order("train")
         for image, label in zip(images, labels.tolist(), strict=True)
     ]
     return open_digits(write(folder, samples, chunk_size=100))
