@@ -1,23 +1,21 @@
-"""What callbacks do to weights that fully_shard splits over gloo ranks, without a Trainer.
+"""Averages of weights that fully_shard splits over ranks, without a Trainer.
 
 Beside them, on each rank, the same network with whole weights and the same batches.
 """
 
-import json
-import os
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import pytest
 import torch
 import torch.distributed as dist
+from support.plain_module import assert_same_bits
+from support.sharded import network
+from support.spawn import spawn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     set_model_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from lit_diffusion.callbacks.ema import AveragedGroup, RawWeights, ema_update_, pack, unpack
 from lit_diffusion.callbacks.trainer_state import (
@@ -28,8 +26,6 @@ from lit_diffusion.callbacks.trainer_state import (
 )
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO, write_checkpoint
-from support.plain_module import assert_same_bits
-from support.sharded import network
 
 DECAYS = (0.9, 0.5)
 STEPS = 6
@@ -161,7 +157,8 @@ def refused_on_every_rank_though_one_has_it(one):
         one.group.refuse_nonfinite()
 
 
-def main(folder: Path) -> None:
+def train_and_compare(folder):
+    """Train split and whole weights on each rank and compare them at every turn."""
     dist.init_process_group("gloo")
     one, other = Training(split()), Training(network())
     for batch in torch.randn(STEPS, 4, 4, generator=torch.Generator().manual_seed(0)):
@@ -172,11 +169,47 @@ def main(folder: Path) -> None:
     swapped_in_and_out(one)
     saved_and_read_by_any_number_of_ranks(one, other, folder)
     refused_on_every_rank_though_one_has_it(one)
-    (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps("done"))
     dist.barrier()
-    # Leaves without taking the process group apart: gloo aborts there one time in about twenty.
-    os._exit(0)
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+@pytest.mark.system
+def test_two_ranks_average_save_and_load_as_one_does(tmp_path):
+    spawn(train_and_compare, 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_three_ranks_average_save_and_load_as_one_does(tmp_path):
+    spawn(train_and_compare, 3, tmp_path)
+
+
+def split_twice(net):
+    """The network split by tensor parallelism, then by fully_shard, over a grid of 2 x 2 ranks."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    return fully_shard(parallelize_module(net, mesh["tensor"], plan), mesh=mesh["data"])
+
+
+def average_on_a_grid(folder):
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    net = split_twice(nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)))
+    group, expected = followed(net), {}
+    with torch.no_grad():
+        for name, param in net.named_parameters():
+            before = param.full_tensor()
+            param.mul_(3)  # half of it and of the weight before is twice that one, exactly
+            expected[name] = 2 * before
+    group.advance(every_n_steps=1)
+    write_checkpoint({"state_dict": {}, **pack(group.averages(), DECAYS)}, folder / "x.ckpt")
+    dist.barrier()
+    content = read_checkpoint(folder / "x.ckpt")
+    assert_same_bits(content["shadows"][1], expected)  # of decay 0.5
+    again = followed(net, unpack(content, DECAYS, dict(net.named_parameters())))
+    for one, other in zip(again.shadows[1], group.shadows[1], strict=True):
+        assert_same_bits(local_part(one), local_part(other))
+    dist.barrier()
+
+
+@pytest.mark.slow
+def test_weights_that_are_split_twice_are_averaged_saved_and_loaded_too(tmp_path):
+    spawn(average_on_a_grid, 4, tmp_path)
