@@ -29,7 +29,7 @@ EVERY = [
     *hostile_images.cases(),
     *hostile_runs.cases(),
 ]
-TRIED = 160
+TRIED = 100
 QUICK = 12
 AS_PROCESSES = 12
 

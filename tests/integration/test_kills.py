@@ -116,6 +116,7 @@ def killed(kind, folder, rng):
     return left[0] if left else "at random"
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 def test_a_fit_that_is_killed_anywhere_ends_as_if_it_never_was(tmp_path, monkeypatch):
     """Also in the middle of a save, and of a validation."""

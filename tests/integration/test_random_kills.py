@@ -15,6 +15,7 @@ COUNT, FIRST = int(os.environ.get("KILLS", "12")), int(os.environ.get("FIRST_SEE
 AT_ONCE = 2
 
 
+@pytest.mark.rare
 @pytest.mark.slow
 @pytest.mark.system
 def test_fits_that_are_killed_anywhere_end_with_the_files_of_undisturbed_ones(tmp_path):
