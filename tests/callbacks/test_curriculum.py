@@ -5,10 +5,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from support.foreign_times import ForeignTimes, InOrder
+from support.foreign_times import ForeignTimes, InOrder, train_on_two_ranks
 from support.golden import close, load, tensor
-from support.on_ranks import run_on_ranks
 from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer
+from support.spawn import spawn
 from support.tiny_diffusion import TinyNetwork, images, tiny_diffusion
 
 from lit_diffusion.callbacks import (
@@ -322,7 +322,7 @@ def test_the_module_must_have_timesteps(tmp_path):
 
 @pytest.mark.system
 def test_two_ranks_have_one_density_and_draw_different_times(tmp_path):
-    zero, one = run_on_ranks("times_on_ranks.py", tmp_path, "TimestepCurriculum")
+    zero, one = spawn(train_on_two_ranks, 2, tmp_path, TimestepCurriculum(3, num_bins=6))
     steps = [step for step, _, _ in zero["visible"]]
     assert steps == [0, 1, 2, 3]
     for rank in (zero, one):

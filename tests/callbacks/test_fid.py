@@ -1,10 +1,6 @@
 import json
 import math
-import os
-import subprocess
-import sys
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +11,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from support.memory_logger import MemoryLogger
 from support.pixels import FEATURES, PixelProtocol, random_images
 from support.rising import Rising, loader, trainer
+from support.spawn import rank_and_size, run_ranks, spawn
 from torch import nn
 from torchvision.transforms.functional import to_pil_image
 
@@ -774,27 +771,46 @@ def test_a_state_that_was_not_saved_by_it_is_refused(name, value):
 # Several processes
 
 
-def run_on(processes, folder):
-    script = Path(__file__).parents[1] / "support" / "fid_on_processes.py"
+class LastValidation(Rising):
+    """Records the seeds and calls of the last validation."""
+
+    def on_validation_start(self):
+        self.seeds.clear()
+        self.levels.clear()
+
+
+def evaluate_on_ranks(folder):
+    """Evaluate 10 samples and 2; returns the seeds that a rank scored, and its calls."""
+    processes = rank_and_size()[1]
+    options = {"weights": "raw", "batch_size": 3, "cache_dir": str(folder / "cache")}
+    callbacks = [
+        FIDEvaluation(num, PixelProtocol([]), save_best=num == 10, **options) for num in (10, 2)
+    ]
+    ddp = {"strategy": "ddp", "devices": processes} if processes > 1 else {}
+    module = LastValidation(best=2)
+    run = trainer(folder, callbacks, max_epochs=2, limit_train_batches=2, **ddp)
+    run.fit(module, loader(12), loader(31, seed=1))
+    scored = [seed for seed in module.seeds if seed % run.world_size == run.global_rank]
+    return scored, len(module.levels)
+
+
+def evaluate_on(processes, folder):
+    """(records of the evaluations, what each rank returned)"""
     folder.mkdir(exist_ok=True)
-    environment = os.environ | {"PYTHONPATH": str(script.parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, script, str(processes), str(folder)]
-    subprocess.run(command, check=True, timeout=180, env=environment, capture_output=True)
-    ranks = [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+    ranks = spawn(evaluate_on_ranks, processes, folder)
     return records(folder), ranks
 
 
 @pytest.mark.system
 def test_one_two_and_three_processes_make_the_same_evaluations(tmp_path):
     """Of 10 samples and of 2, so that there are shares that differ and shares that are empty."""
-    runs = {processes: run_on(processes, tmp_path / str(processes)) for processes in (1, 2, 3)}
+    runs = {processes: evaluate_on(processes, tmp_path / str(processes)) for processes in (1, 2, 3)}
     expected = runs[1][0]
     assert [record["num_fake"] for record in expected] == [10, 2, 10, 2]
     for processes, (evaluations, ranks) in runs.items():
-        assert len(ranks) == processes
-        scored = sorted(seed for rank in ranks for seed in rank["scored"])
+        scored = sorted(seed for seeds, _ in ranks for seed in seeds)
         assert scored == sorted([*range(10), *range(2)])
-        assert len({rank["calls"] for rank in ranks}) == 1
+        assert len({calls for _, calls in ranks}) == 1
         for record, reference in zip(evaluations, expected, strict=True):
             assert record["value"] == pytest.approx(reference["value"], rel=1e-12)
             assert record["floor"] == pytest.approx(reference["floor"], rel=1e-12)
@@ -805,9 +821,9 @@ def test_one_two_and_three_processes_make_the_same_evaluations(tmp_path):
 
 @pytest.mark.system
 def test_an_error_of_the_first_process_stops_all_instead_of_leaving_them_waiting(tmp_path):
-    run_on(2, tmp_path / "run")
-    for path in (tmp_path / "run" / "cache").iterdir():
+    evaluate_on(2, tmp_path)
+    for path in (tmp_path / "cache").iterdir():
         path.write_bytes(b"broken")
-    with pytest.raises(subprocess.CalledProcessError) as error:
-        run_on(2, tmp_path / "run")
-    assert error.value.stderr.count(b"is not a file of statistics") >= 2  # each process says it
+    for rank in run_ranks(evaluate_on_ranks, 2, tmp_path):
+        assert rank.exit_code == 1
+        assert "is not a file of statistics" in rank.output

@@ -3,10 +3,10 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from support.foreign_times import ForeignTimes, InOrder
+from support.foreign_times import ForeignTimes, InOrder, train_on_two_ranks
 from support.golden import close, load, tensor
-from support.on_ranks import run_on_ranks
 from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer
+from support.spawn import spawn
 from support.tiny_diffusion import images, tiny_diffusion
 
 from lit_diffusion.callbacks import (
@@ -302,7 +302,8 @@ def test_the_module_must_have_timesteps(tmp_path):
 
 @pytest.mark.system
 def test_ranks_share_the_losses_of_batches_of_different_sizes(tmp_path):
-    zero, one = run_on_ranks("times_on_ranks.py", tmp_path, "LossSecondMomentResampler")
+    resampler = LossSecondMomentResampler(2, history=3)
+    zero, one = spawn(train_on_two_ranks, 2, tmp_path, resampler)
     assert zero["visible"] == one["visible"]
     assert zero["state"] == one["state"]
     pairs = zip(zero["drawn"], one["drawn"], strict=True)

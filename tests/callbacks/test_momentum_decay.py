@@ -1,6 +1,5 @@
 import copy
 import itertools
-import json
 import logging
 import math
 import random
@@ -20,7 +19,6 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
 from support.golden import load
-from support.on_ranks import run_on_ranks
 from support.plain_module import (
     PlainModule,
     Watch,
@@ -30,6 +28,7 @@ from support.plain_module import (
     trainable,
 )
 from support.recorded import ADAM, Recorded, TwoRecorded
+from support.spawn import spawn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, Adam, AdamW, lr_scheduler
 from torch.utils.data import IterableDataset
@@ -920,15 +919,29 @@ def test_a_search_for_the_lr_is_not_disturbed_and_leaves_no_trace(tmp_path):
 # Several processes
 
 
+def train_on_two_ranks(folder):
+    """The module of a rank after training: what its updates used, its losses and weights."""
+    module = Recorded(schedule=partial(lr_scheduler.CosineAnnealingLR, T_max=STEPS))
+    options = {"devices": 2, "strategy": "ddp", "accumulate_grad_batches": 2}
+    trainer = make_trainer(folder, StepSeed(0), MomentumDecay(), max_epochs=2, **options)
+    trainer.fit(module, loader(64, 4))
+    return {
+        "used": module.used,
+        "visible": module.visible,
+        "losses": module.losses,
+        "weights": [p.tolist() for p in module.parameters()],
+    }
+
+
 @pytest.mark.system
 def test_two_ranks_use_the_same_options_and_end_with_the_same_weights(tmp_path):
-    zero, one = run_on_ranks("mdlrc_on_ranks.py", tmp_path)
+    zero, one = spawn(train_on_two_ranks, 2, tmp_path)
     assert zero["losses"] != one["losses"]
     assert zero["weights"] == one["weights"]
     assert zero["used"] == one["used"]
     alone = Recorded(schedule=partial(lr_scheduler.CosineAnnealingLR, T_max=STEPS))
     fit(tmp_path, alone, MomentumDecay())
-    assert zero["used"] == json.loads(json.dumps(alone.used))
+    assert zero["used"] == alone.used
     assert {tuple(options[0]) for _, options in zero["visible"][:2]} == {(1e-2, 0.8)}
 
 

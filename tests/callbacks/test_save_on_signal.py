@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from contextlib import nullcontext
 from copy import deepcopy
 
@@ -9,9 +10,9 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from support.on_ranks import run_on_ranks
 from support.plain_module import PlainModule, loader, make_trainer
 from support.resuming import CALLBACKS, Death, Recipe, assert_goes_on
+from support.spawn import rank_and_size, spawn
 
 from lit_diffusion import signals
 from lit_diffusion.callbacks import EMA, SampleGrid, SaveOnSignal, save_on_signal
@@ -312,11 +313,32 @@ def test_only_a_requeue_of_the_very_job_goes_on_by_itself(tmp_path, monkeypatch)
     assert saver.checkpoint_of_requeue() is None
 
 
+class SlowOnRankZero(PlainModule):
+    """The last rank is sent a SIGUSR1 in its step 3."""
+
+    def training_step(self, batch, batch_idx):
+        rank, ranks = rank_and_size()
+        if rank == 0:
+            time.sleep(0.1)
+        if rank == ranks - 1 and self.global_step == 3:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return super().training_step(batch, batch_idx)
+
+
+def train_until_signalled(folder):
+    """(step of the file, exit code) with which a rank ended."""
+    ranks = rank_and_size()[1]
+    options = {"devices": ranks, "strategy": "ddp", "enable_checkpointing": True}
+    trainer = make_trainer(folder, SaveOnSignal(folder), max_epochs=9, **options)
+    with pytest.raises(SavedOnSignal) as end:
+        trainer.fit(SlowOnRankZero(), loader(32 * ranks))
+    return end.value.step, end.value.code
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_save_after_the_same_step_whichever_gets_the_signal(tmp_path, ranks):
     """One rank is slow, so that the others wait for it in a collective when the signal comes."""
-    ends = run_on_ranks("signal_on_ranks.py", tmp_path, ranks=ranks)
-    assert {end["step"] for end in ends} == {saved_at(tmp_path)}
-    assert {end["code"] for end in ends} == {EXIT_SAVED}
-    assert ends[0]["step"] >= 4
+    ends = spawn(train_until_signalled, ranks, tmp_path)
+    assert set(ends) == {(saved_at(tmp_path), EXIT_SAVED)}
+    assert ends[0][0] >= 4

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import seed_everything
-from support.on_ranks import run_on_ranks
 from support.plain_module import PlainModule, loader, make_trainer
+from support.spawn import spawn
 from support.tiny_diffusion import images, tiny_diffusion
 
-from lit_diffusion.callbacks import EMA, NoiseLevelLoss, StepSeed
+from lit_diffusion.callbacks import EMA, NoiseLevelLoss, SampleGrid, StepSeed
 from lit_diffusion.seeding import seed_step
 
 
@@ -76,15 +76,33 @@ def test_the_seed_of_seed_everything_is_taken_or_missed_at_fit_start(tmp_path, m
     assert losses(tmp_path, StepSeed()) == losses(tmp_path, StepSeed(5))
 
 
-def run_on_two_ranks(folder):
-    """What tests/support/two_ranks.py wrote for each rank."""
-    folder.mkdir()
-    return run_on_ranks("two_ranks.py", folder)
+def train_on_two_ranks(folder):
+    """What a rank drew and measured; the checkpoint is end.ckpt."""
+    module = tiny_diffusion()
+    step, drawn = module.training_step, []
+
+    def training_step(batch, batch_idx):
+        drawn.append(torch.rand(1).item())
+        return step(batch, batch_idx)
+
+    module.training_step = training_step
+    module.on_train_batch_start = lambda batch, batch_idx: None  # leave seeding to StepSeed
+    ema, levels = EMA((0.9,)), NoiseLevelLoss(num_levels=3, num_images=10)
+    options = {"devices": 2, "strategy": "ddp", "max_epochs": 1}
+    trainer = make_trainer(folder, StepSeed(0), ema, levels, SampleGrid(3), **options)
+    trainer.fit(module, images(32, 4), images(12, 4))
+    trainer.save_checkpoint(folder / "end.ckpt")
+    return {
+        "drawn": drawn,
+        "average": [v.tolist() for v in ema.state_dict()["shadows"][0].values()],
+        "levels": {k: v.item() for k, v in trainer.callback_metrics.items() if "loss_u" in k},
+        "memorized": trainer.callback_metrics["val/memorized"].item(),
+    }
 
 
 @pytest.mark.system
 def test_two_ranks_draw_different_numbers_and_runs_repeat(tmp_path):
-    first, second = run_on_two_ranks(tmp_path / "1"), run_on_two_ranks(tmp_path / "2")
+    first, second = (spawn(train_on_two_ranks, 2, tmp_path / name) for name in ("1", "2"))
     assert first == second
     drawn = first[0]["drawn"] + first[1]["drawn"]
     assert len(set(drawn)) == len(drawn) == 8
@@ -92,7 +110,7 @@ def test_two_ranks_draw_different_numbers_and_runs_repeat(tmp_path):
 
 @pytest.mark.system
 def test_two_ranks_share_averages_and_losses_and_one_writes_the_grid(tmp_path):
-    zero, one = run_on_two_ranks(folder := tmp_path / "1")
+    zero, one = spawn(train_on_two_ranks, 2, folder := tmp_path / "1")
     assert zero["average"] == one["average"]
     assert zero["memorized"] == one["memorized"]  # which any rank's ModelCheckpoint may monitor
     files = sorted(path.name for path in (folder / "samples").iterdir())

@@ -2,8 +2,10 @@
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from support.plain_module import PlainModule, loader
+from lit_diffusion.callbacks import StepSeed
+from support.plain_module import PlainModule, loader, make_trainer
 
 
 class ForeignTimes(PlainModule):
@@ -48,3 +50,30 @@ class InOrder:
     def __iter__(self):
         done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
         yield from self.batches[done:] if done < len(self) else self.batches
+
+
+class Ragged(ForeignTimes):
+    """Batches of 8 on rank 0 and of 5 on rank 1."""
+
+    def train_dataloader(self):
+        size = (8, 5)[self.global_rank]
+        return DataLoader(TensorDataset(torch.randn(4 * size, 4)), batch_size=size)
+
+
+def to_lists(value):
+    """Tensors as lists of numbers, at any depth."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    return value if value is None or isinstance(value, int) else [to_lists(v) for v in value]
+
+
+def train_on_two_ranks(folder, callback):
+    """What a rank saw set on its module and drew, its weights at the end, the callback's state."""
+    module, options = Ragged(), {"devices": 2, "strategy": "ddp", "use_distributed_sampler": False}
+    make_trainer(folder, StepSeed(0), callback, max_epochs=1, **options).fit(module)
+    return {
+        "visible": to_lists(module.visible),
+        "drawn": to_lists(module.drawn),
+        "weights": to_lists(module.parameters()),
+        "state": to_lists(callback.state_dict().values()),
+    }

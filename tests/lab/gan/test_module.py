@@ -3,9 +3,10 @@ from functools import partial
 
 import pytest
 import torch
-from support.on_ranks import run_on_ranks
+from lightning.pytorch.strategies import DDPStrategy
 from support.plain_module import assert_same_bits, make_trainer
 from support.resuming import Death, DieAfter, Recipe, assert_undisturbed, curves
+from support.spawn import rank_and_size, spawn
 from support.tiny_diffusion import images
 from torch import nn
 
@@ -202,12 +203,40 @@ def test_what_does_not_fit_is_refused():
         broken.generate([1, 2])
 
 
+class RecordsIndices(GANModule):
+    def on_train_start(self):
+        self.indices = []
+
+    def training_step(self, batch, batch_idx):
+        self.indices += batch[2].tolist()
+        return super().training_step(batch, batch_idx)
+
+
+def train_on_ranks(folder):
+    """The global step, indices of the images and weights of a rank."""
+    rank, ranks = rank_and_size()
+    torch.manual_seed(rank)  # DDP gives all ranks the weights of the first
+    networks = (
+        DCGANGenerator(8, 1, latent_dim=6, width=8, smallest=2),
+        DCGANDiscriminator(8, 1, width=8, smallest=2),
+    )
+    adam = partial(torch.optim.Adam, lr=1e-3, betas=(0.5, 0.999))
+    module = RecordsIndices(*networks, NonSaturating(), adam, adam, image_shape=(1, 8, 8), r1=0.1)
+    strategy = DDPStrategy(process_group_backend="gloo", find_unused_parameters=True)
+    ema = EMA((0.9,), prefix="generator", buffers=True)
+    options = {"strategy": strategy, "devices": ranks, "max_steps": 8, "max_epochs": -1}
+    trainer = make_trainer(folder, ema, **options)
+    trainer.fit(module, images(32, 4))
+    weights = {name: p.double().sum().item() for name, p in module.named_parameters()}
+    return trainer.global_step, module.indices, weights
+
+
 @pytest.mark.system
 def test_ranks_see_other_images_and_have_the_same_weights(tmp_path):
-    first, second = run_on_ranks("gan_on_ranks.py", tmp_path)
-    assert first["step"] == second["step"] == 8
-    assert not set(first["seen"]) & set(second["seen"])
-    assert first["weights"] == second["weights"]
+    (step, first, weights), (other_step, second, other_weights) = spawn(train_on_ranks, 2, tmp_path)
+    assert step == other_step == 8
+    assert not set(first) & set(second)
+    assert weights == other_weights
 
 
 MEASURING = ("ConsistencyProbe", "FIDEvaluation", "SampleGrid")
