@@ -45,14 +45,19 @@ def pytest_collection_modifyitems(config, items):
 
 
 def mark_slow_cases(items):
-    """Mark as slow the cases of a test that its `pytest.mark.quick(id, ...)` does not list."""
-    unused = {}
+    """Mark as slow the cases of a test that its `pytest.mark.quick(id, ...)` does not list.
+
+    Without ids, the first case is quick.
+    """
+    quick, unused = {}, {}
     for item in items:
-        if quick := item.get_closest_marker("quick"):
-            ids = unused.setdefault(item.nodeid.split("[")[0], set(quick.args))
-            if item.callspec.id in quick.args:
-                ids.discard(item.callspec.id)
-            else:
+        if marker := item.get_closest_marker("quick"):
+            name = item.nodeid.split("[")[0]
+            if name not in quick:
+                quick[name] = marker.args or (item.callspec.id,)
+                unused[name] = set(quick[name])
+            unused[name].discard(item.callspec.id)
+            if item.callspec.id not in quick[name]:
                 item.add_marker("slow")
     stale = {name: ids for name, ids in unused.items() if ids}
     if stale and not any("::" in argument for argument in items[0].config.args):

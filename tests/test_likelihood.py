@@ -70,6 +70,7 @@ def expected_bits(x0, std):
     return bits.flatten(1).mean(1)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("process", FLOWS, ids=repr)
 @pytest.mark.parametrize("probes", [None, 1])
 def test_the_flow_finds_the_density_of_a_gaussian(process, probes):

@@ -231,6 +231,7 @@ def test_draws_follow_the_density(rule):
     assert chi_square(counts[keep], expected[keep]) < 16.3  # 0.1% point of chi-square with 3 df
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("n", [1, 7, 8])
 @pytest.mark.parametrize("rule", DRAWS)
 def test_each_position_of_a_batch_is_uniform(rule, n):

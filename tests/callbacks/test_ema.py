@@ -606,6 +606,7 @@ def test_parameters_unfrozen_or_added_later_are_averaged_from_then_on(tmp_path):
     assert_close({k: shadows(ema)[k] for k in late}, late)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("in_place", [True, False])
 def test_compiled_modules_are_averaged_under_the_names_of_uncompiled_ones(tmp_path, in_place):
     def compiled():

@@ -548,6 +548,7 @@ def test_the_loggers_have_it_in_the_row_of_the_batch_that_made_the_weights(tmp_p
     assert rows_at_saves == [1, 4, 5, 6]  # the second and third are no better
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("every_n_steps", "validate_every", "step"),
     [(None, 8, 8), (None, 3, 11), (3, 8, 12), (4, 4, 8)],

@@ -187,11 +187,12 @@ def test_a_validation_that_a_run_dies_in_after_a_signal_is_done_again(tmp_path):
     assert saved_at(died) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "recipe",
     [
         pytest.param(Recipe(trainer=(("accumulate_grad_batches", 2),)), id="by the Trainer"),
-        pytest.param(Recipe(accumulates_itself=True), marks=pytest.mark.slow, id="by the module"),
+        pytest.param(Recipe(accumulates_itself=True), id="by the module"),
     ],
 )
 def test_gradients_of_accumulated_batches_are_not_lost(tmp_path, recipe):

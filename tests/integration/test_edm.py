@@ -53,6 +53,7 @@ def quiet_trainer(**options):
     )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("changes", FAMILY.values(), ids=FAMILY)
 def test_a_member_of_the_family_learns_and_samples(changes):
     module = tiny_diffusion(**changes)

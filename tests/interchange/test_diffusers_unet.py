@@ -59,6 +59,7 @@ def test_output_is_that_of_diffusers(name):
     assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", UNETS)
 def test_a_network_of_diffusers_comes_in(name):
     diffusers = pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
@@ -77,6 +78,7 @@ def test_a_network_of_diffusers_comes_in(name):
     assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", UNETS)
 def test_there_and_back_is_the_same_network(name):
     ours = small_unet(name)

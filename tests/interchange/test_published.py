@@ -102,6 +102,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_the_arguments_of_published_networks_are_found(name):
     expected_class, arguments = PUBLISHED[name]

@@ -552,6 +552,7 @@ def test_clipping_limits_the_update():
     assert update(0.01) == pytest.approx(0.01, rel=1e-3)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop]
 )

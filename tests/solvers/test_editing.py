@@ -113,6 +113,7 @@ def repainted(resamples, n=20_000):
     return x[..., 1].flatten()
 
 
+@pytest.mark.slow
 def test_resampling_makes_what_is_missing_fit_what_is_known():
     """Beside a 1 the other pixel is N(0.9, 0.19); replacement alone hears of it too late."""
     plain, resampled = repainted(1), repainted(10)

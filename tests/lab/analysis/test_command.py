@@ -101,6 +101,7 @@ def test_images_of_the_same_seeds_are_compared(capsys):
     assert Path("out/consistency.png").is_file()
 
 
+@pytest.mark.slow
 def test_nearest_images_are_of_all_sets_that_models_were_trained_on():
     for name, part in (("half-0", [0, 2]), ("half-1", [1, 2])):
         write_small_digits(Path(f"{name}/checkpoints/last.ckpt"))

@@ -190,6 +190,7 @@ def test_notes_are_printed(capsys):
     assert any("without a finite last FID: 1 of lost" in note for note in notes)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("file", "line"),
     [

@@ -68,6 +68,7 @@ def test_arms_without_noise_have_their_true_speedup(speed):
     assert compare(curves, "baseline").results[0].speedup.ratio == pytest.approx(speed, rel=0.02)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(("speed", "spread"), [(0.6, 0.15), (1.0, 0.05), (2.0, 0.15)])
 def test_intervals_hold_the_true_speedup_in_95_of_100_experiments(speed, spread):
     """Also where seeds of one arm or the other never reach the baseline's FID."""

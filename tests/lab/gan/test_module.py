@@ -151,6 +151,7 @@ def test_a_run_that_died_ends_as_one_that_did_not(tmp_path):
         assert_same_bits(again[key], whole[key])
 
 
+@pytest.mark.slow
 def test_a_gan_of_one_pixel_learns_where_the_data_are(tmp_path):
     """Data at -0.6 and a generator that only shifts noise: its mean must come to be there."""
 
@@ -251,6 +252,7 @@ def two_paces(*callbacks, **options):
     return Recipe(callbacks, trainer=tuple(options.items()), module=make)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("batch", [1, 3, 5])
 def test_a_gan_that_died_has_the_rows_scores_and_pictures_of_one_that_did_not(
     tmp_path, monkeypatch, batch
