@@ -111,7 +111,6 @@ def test_one_seed_has_a_ratio_and_no_interval():
     assert (gain.ratio, gain.low, gain.high, gain.p) == (2, None, None, None)
 
 
-@pytest.mark.quick
 def test_the_interval_holds_the_true_ratio_in_95_of_100_experiments():
     gains = [speedup(*map(crossings, drawn(seed, (3, 8), (0.1, 0.3), 0.5))) for seed in range(2000)]
     covered = sum(g.low <= math.exp(0.5) <= g.high for g in gains) / len(gains)
