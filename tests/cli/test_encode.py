@@ -88,6 +88,7 @@ def folder(trained, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "copy" / "cache"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_a_model_is_trained_scored_and_sampled_on_what_it_writes(capsys):
     assert call(ENCODE.replace("latents", "others")) == 0

@@ -196,6 +196,7 @@ def run(tmp_path, monkeypatch):
     return run, done
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "keeper",
     [

@@ -74,6 +74,7 @@ def test_images_of_each_batch_size_are_counted(capsys):
     assert "8 steps, 28 images seen" in capsys.readouterr().err
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("callbacks", [[], [EMA]])
 def test_the_sample_command_that_a_fit_ends_with_works(callbacks, capsys):
     """Without averages, with a module from elsewhere, in a folder with a space."""
@@ -346,6 +347,7 @@ def test_the_changed_decay_is_the_one_inside_the_first_step(caplog):
     assert any("had 0.5, using 0.75" in message for message in caplog.messages)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("schedule", "option"),
     [

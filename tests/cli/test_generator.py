@@ -171,6 +171,7 @@ def test_a_weaker_model_is_recorded_with_its_step_and_its_weights(module, weak, 
     assert record["sampling"]["guidance"] == "Autoguidance(scale=1.5, interval=(0.0, inf))"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("solver", ["DDIM", "DDPM"])
 def test_a_classifier_moves_means_of_ddpm_and_scores_of_others(module, solver):
     """Its weights may be others than the model's."""
@@ -211,6 +212,7 @@ def flow(module):
     classifier(process=flow)
 
 
+@pytest.mark.slow
 def test_a_classifier_guides_every_solver_that_is_compared(flow, capsys):
     options = "--classifier classifier.ckpt --weights raw --compare solvers --compare_steps 3"
     assert call(f"sample --checkpoint run --num 4 --out out {options}") == 0
@@ -266,6 +268,7 @@ def pictures():
     Image.new("L", (8, 8)).save("mask.png")
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("pictures")
 @pytest.mark.parametrize("options", ["--init {}", "--init begin --mask {}"])
 @pytest.mark.parametrize(

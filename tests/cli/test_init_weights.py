@@ -39,6 +39,7 @@ def same(a, b):
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("source", "which"),
     [("old", "ema"), ("old:ema_0.9", "ema"), ("old:raw", "raw")],
@@ -73,6 +74,7 @@ def test_what_does_not_fit_is_told_and_left(caplog):
     assert torch.equal(new["network.time_embed.0.weight"], old["network.time_embed.0.weight"])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("source", ["old", "exported"])
 def test_settings_under_which_the_same_weights_mean_something_else_are_told(source, caplog):
     """All shapes fit, and the heads of attention would be read in another order.
@@ -91,6 +93,7 @@ def test_settings_under_which_the_same_weights_mean_something_else_are_told(sour
     assert line.endswith(f": 129 kept. {message}")
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_and_does_not_begin_again(caplog):
     config()
     assert fit("--init_weights old") == 0
@@ -101,6 +104,7 @@ def test_a_resume_goes_on_and_does_not_begin_again(caplog):
     assert not same(network_of(weights("runs/new")), network_of(load("old").state_dict()))
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("source", "message"),
     [

@@ -85,6 +85,7 @@ def test_a_run_that_another_callback_stops_keeps_its_last_step(tmp_path, limit_v
     assert callback.steps == [6]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}, {"accumulate_grad_batches": 2}])
 @pytest.mark.parametrize("steps", range(1, 7))
 def test_a_resume_from_any_end_is_exact(tmp_path, steps, options):

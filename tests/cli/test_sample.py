@@ -64,6 +64,7 @@ def test_the_record_says_how_the_images_were_made(averaged):
     assert "ClassifierFree(scale=2.0," in content["sampling"]["guidance"]
 
 
+@pytest.mark.quick
 @pytest.mark.usefixtures("terminal_signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_call_that_is_stopped_keeps_what_it_has_and_goes_on(
@@ -97,6 +98,7 @@ def test_a_call_that_is_stopped_keeps_what_it_has_and_goes_on(
     assert call(f"{command} --out out") == 2
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("when", ["first batch", "grid"])
 def test_a_call_that_is_killed_while_it_writes_goes_on(averaged, monkeypatch, when):
     command = "sample --checkpoint run --num 4 --batch-size 2 --out"

@@ -92,6 +92,7 @@ def test_all_solvers_take_the_grid_that_the_run_names():
     assert {cell["grid"] for cell in cells()} == {"LogSNR(noisiest=-4.0)"}
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("process", "solver"),
     [("LinearFlow", "Euler"), ("ContinuousVP", "DDIM"), ("EDMProcess", "Heun")],
@@ -130,6 +131,7 @@ def test_solvers_take_arguments_and_names_in_any_case():
     assert same_images("one", "out/DPMSolverPP-4")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("terminal_signals")
 def test_a_call_that_is_stopped_goes_on_with_what_is_left(monkeypatch, capsys):
     command = "DDIM,Euler --compare_steps 2,3 --batch-size 8"

@@ -41,7 +41,7 @@ def test_died_with_any_callback(tmp_path, name):
     assert_undisturbed(tmp_path, Recipe((name,)), 7)
 
 
-@pytest.mark.quick("8")
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [3, 5, 8])
 def test_died_with_callbacks_together(tmp_path, step):
     assert_undisturbed(tmp_path, Recipe(tuple(CALLBACKS)), step)
@@ -60,7 +60,7 @@ def test_died_between_accumulated_batches(tmp_path, batch):
     assert_undisturbed(tmp_path, Recipe(trainer=(("accumulate_grad_batches", 2),)), batch)
 
 
-@pytest.mark.quick("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3, 5, 6])
 def test_died_between_batches_that_the_module_accumulates(tmp_path, batch):
     assert_undisturbed(tmp_path, Recipe(accumulates_itself=True), batch)
@@ -85,14 +85,14 @@ def test_died_under_settings_of_the_trainer(tmp_path, trainer, step):
     assert_undisturbed(tmp_path, Recipe(trainer=trainer), step)
 
 
-@pytest.mark.quick("7")
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [6, 7, 8, 9])
 def test_died_in_an_epoch_that_accumulates_more_than_the_first(tmp_path, step):
     recipe = Recipe(("GradientAccumulationScheduler",))
     assert_undisturbed(tmp_path, recipe, step)
 
 
-@pytest.mark.quick("death0-plateau of epochs", "death0-plateau of steps")
+@pytest.mark.quick("death0-plateau of epochs")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(
     "death",

@@ -141,6 +141,7 @@ def fit(folder, *extra, **options):
     return torch.load(folder / "end.ckpt", weights_only=True)
 
 
+@pytest.mark.slow
 def test_a_run_that_died_ends_as_one_that_did_not(tmp_path):
     died = tmp_path / "died"
     whole = fit(tmp_path / "whole")
