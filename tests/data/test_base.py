@@ -75,29 +75,6 @@ def test_fit_shuffles_anew_every_epoch_and_validates_each_image_once():
     assert places(module.seen["val"]) == 2 * list(range(360))
 
 
-def test_without_a_test_split_the_validation_split_is_tested_under_its_own_name(caplog):
-    module = Recorder()
-    trainer().test(module, Digits(), verbose=False)
-    trainer().validate(module, Digits(), verbose=False)
-    assert places(module.seen["test"]) == places(module.seen["val"]) == list(range(360))
-    assert "The data have no test split: this is the validation split." in caplog.messages
-    with pytest.raises(ValueError, match="also for testing"):
-        Digits().dataset("test")
-
-
-def test_a_data_module_with_a_test_split_says_so(caplog):
-    class Held(Digits):
-        tests_on = "test"
-
-        def load(self, split):
-            return super().load("train" if split == "test" else split)
-
-    module = Recorder()
-    trainer().test(module, Held(), verbose=False)
-    assert places(module.seen["test"]) == list(range(1437))
-    assert not any("no test split" in message for message in caplog.messages)
-
-
 @pytest.mark.parametrize(("data", "label"), [(Digits, lambda s: s % 10), (Pictures, lambda s: -1)])
 def test_predict_yields_each_seed_once_with_its_label(data, label):
     module = Recorder()
@@ -132,13 +109,6 @@ def test_a_condition_may_have_parts():
     values, there = (torch.cat(part) for part in zip(*conditions, strict=True))
     assert values.flatten().tolist() == pytest.approx([seed / 10 for seed in range(7)])
     assert there.tolist() == [seed % 3 > 0 for seed in range(7)]
-
-
-def test_one_changed_number_of_a_condition_changes_the_fingerprint():
-    data, other = InParts(), InParts()
-    other.condition_of = lambda seeds: (seeds[:, None] / 10, seeds % 4 > 0)
-    assert data.fingerprint("val") == InParts(batch_size=3).fingerprint("val")
-    assert data.fingerprint("val") != other.fingerprint("val")
 
 
 def test_predict_needs_no_data(tmp_path):
@@ -242,13 +212,6 @@ def test_without_a_seed_the_run_decides(monkeypatch):
     assert Digits().seed == 0
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-def test_in_order_shares_a_split_among_processes(rank):
-    loader = Pictures(batch_size=4).in_order("val", num_replicas=3, rank=rank)
-    assert places(loader) == list(range(rank, 10, 3))
-    assert [images[0, 0, 0, 0].item() for images, _, _ in loader] == [rank]
-
-
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 @pytest.mark.parametrize(("data", "num_images"), [(Pictures, 10), (Digits, 360)])
 def test_processes_see_each_image_once_in_any_epoch(data, num_images, num_replicas):
@@ -260,46 +223,6 @@ def test_processes_see_each_image_once_in_any_epoch(data, num_images, num_replic
         *(index for r in range(num_replicas) for index in range(r, num_images, num_replicas))
     ]
     assert [len(share) for share in shares] == [len(loader.sampler) for loader in loaders]
-
-
-def test_one_changed_pixel_changes_the_fingerprint():
-    data, changed = Pictures(), Pictures()
-    images = data.images("val").clone()
-    images[3, 0, 1, 1] += 1
-    changed.load = lambda split: TensorImages(images, torch.full((10,), -1))
-    assert data.fingerprint("val") == Pictures(batch_size=3).fingerprint("val")
-    assert data.fingerprint("val") != changed.fingerprint("val")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
-        ({"num_workers": -1}, "num_workers must be >= 0, got -1"),
-        ({"num_predict": 0}, "num_predict must be >= 1, got 0"),
-    ],
-)
-def test_numbers_out_of_range_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        Digits(**arguments)
-
-
-def test_more_loading_processes_than_a_machine_can_hold_are_refused():
-    data = Digits(num_workers=10**6)  # which may evaluate on another machine
-    with pytest.raises(ValueError, match="num_workers must be at most 16 for each of the"):
-        data.train_dataloader()
-
-
-def test_a_batch_larger_than_the_training_set_is_refused():
-    with pytest.raises(
-        ValueError, match=r"batch_size 2000 on 1 process\(es\) is more than the 1437"
-    ):
-        Digits(batch_size=2000).train_dataloader()
-
-
-def test_an_unknown_split_is_refused():
-    with pytest.raises(ValueError, match="'train' or 'val'"):
-        Digits().images("test")
 
 
 @pytest.mark.system
@@ -318,3 +241,47 @@ def test_several_processes_count_every_image_once(num_images, batch_size, proces
         assert len(set(trained)) == len(trained)
         assert {len(share) for share in shares} == {num_images // processes // 2 * 2}
     assert sorted([place for rank in ranks for place in rank["predict"]]) == list(range(64))
+
+
+def test_one_changed_pixel_or_number_of_a_condition_changes_the_fingerprint():
+    images = Pictures().images("val").clone()
+    images[3, 0, 1, 1] += 1
+    pixels, parts = Pictures(), InParts()
+    pixels.load = lambda split: TensorImages(images, torch.full((10,), -1))
+    parts.condition_of = lambda seeds: (seeds[:, None] / 10, seeds % 4 > 0)
+    for changed, kind in ((pixels, Pictures), (parts, InParts)):
+        assert kind().fingerprint("val") == kind(batch_size=3).fingerprint("val")
+        assert changed.fingerprint("val") != kind().fingerprint("val")
+
+
+def test_the_split_that_is_tested_is_named(caplog):
+    class Held(Digits):
+        tests_on = "test"
+
+        def load(self, split):
+            return super().load("train" if split == "test" else split)
+
+    for data, length in ((Held(), 1437), (Digits(), 360)):
+        module = Recorder()
+        caplog.clear()
+        trainer().test(module, data, verbose=False)
+        assert places(module.seen["test"]) == list(range(length))
+        told = "The data have no test split: this is the validation split." in caplog.messages
+        assert told == (length == 360)
+    with pytest.raises(ValueError, match="also for testing"):
+        Digits().dataset("test")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"batch_size": 0}, "batch_size must be >= 1, got 0"),
+        ({"num_workers": -1}, "num_workers must be >= 0, got -1"),
+        ({"num_predict": 0}, "num_predict must be >= 1, got 0"),
+        ({"num_workers": 10**6}, "num_workers must be at most 16 for each of the"),
+        ({"batch_size": 2000}, r"batch_size 2000 on 1 process\(es\) is more than the 1437"),
+    ],
+)
+def test_numbers_out_of_range_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Digits(**arguments).train_dataloader()

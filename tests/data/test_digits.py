@@ -53,12 +53,6 @@ def test_labels_belong_to_their_digits():
     assert (nearest == val.labels).double().mean() > 0.97  # 1-nearest-neighbour knows digits
 
 
-def test_the_description_is_there_before_any_data_is_read():
-    data = Digits()
-    assert (data.image_shape, data.num_classes) == ((1, 8, 8), 10)
-    assert data.class_names[7] == "7"
-
-
 def test_two_halves_have_no_training_digit_in_common_and_the_same_held_out():
     whole, halves = Digits(), [Digits(part=(k, 2)) for k in (0, 1)]
     assert sum(len(half.dataset("train")) for half in halves) == 1437

@@ -1,7 +1,7 @@
+import logging
 import os
 import shutil
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,8 +11,14 @@ from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image
 from support.pictures import class_folders, picture, save, truncate
 
-from lit_diffusion.data.cropped_images import center_crop
-from lit_diffusion.data.image_folder import ImageFolder, ImageNet
+from lit_diffusion.data.cropped_images import Requirements, center_crop
+from lit_diffusion.data.image_folder import (
+    ImageFolder,
+    ImageNet,
+    check_images,
+    list_class_folders,
+    list_images,
+)
 
 WNIDS = ("n01440764", "n01443537")
 
@@ -37,61 +43,208 @@ def imagenet(tmp_path):
     for split in ("train", "val"):
         for label, wnid in enumerate(WNIDS):
             for i in range(2):
-                save(
-                    tmp_path / "ilsvrc" / split / wnid / f"{wnid}_{i}.JPEG",
-                    seed=label,
-                    size=(70, 50),
-                )
+                file = tmp_path / "ilsvrc" / split / wnid / f"{wnid}_{i}.JPEG"
+                save(file, seed=label, size=(70, 50))
     return tmp_path / "ilsvrc"
 
 
 def folder(root, val, **kwargs):
-    return ImageFolder(
-        str(root), val if isinstance(val, int) else str(val), 16, num_workers=0, **kwargs
-    )
+    val = val if isinstance(val, int) else str(val)
+    return ImageFolder(str(root), val, 16, num_workers=0, **kwargs)
+
+
+def check(root, channels=3, strict=True, full=True, image_size=16):
+    requirements = Requirements(image_size, channels, strict, full)
+    listing = list_images(root, list_class_folders(root))
+    check_images(listing, requirements, root.parent / "cache", threads=2)
+
+
+# Files that are refused
+
+
+def text_named_png(folder):
+    (folder / "odd.png").write_text("no picture")
+
+
+def truncated_jpeg(folder):
+    truncate(save(folder / "odd.jpg", size=(200, 200)))
+
+
+def truncated_png(folder):
+    truncate(save(folder / "odd.png", size=(200, 200)))
+
+
+def empty_file(folder):
+    (folder / "odd.png").touch()
+
+
+def sixteen_bit_png(folder):
+    levels = np.arange(1600, dtype=np.uint16).reshape(40, 40) * 40
+    Image.fromarray(levels).save(folder / "odd.png")
+
+
+def palette_png(folder):
+    picture(0).convert("P").save(folder / "odd.png")
+
+
+def cmyk_jpeg(folder):
+    save(folder / "odd.jpg", mode="CMYK")
+
+
+def grey_png(folder):
+    save(folder / "odd.png", mode="L")
+
+
+def small_png(folder):
+    save(folder / "odd.png", size=(40, 15))
+
+
+UNUSABLE = [text_named_png, truncated_jpeg, truncated_png, empty_file, sixteen_bit_png]
+CONVERTIBLE = [palette_png, cmyk_jpeg, grey_png, small_png]
+
+
+@pytest.mark.parametrize("add", UNUSABLE + CONVERTIBLE)
+def test_odd_files_are_named_and_converted_only_on_demand_and_without_loss(root, add):
+    add(root / "b")
+    with pytest.raises(ValueError, match=r"1 of 7 files .*: b/odd\.(png|jpg) (cannot|has|is)"):
+        check(root)
+    if add in CONVERTIBLE:
+        check(root, strict=False)
+        assert folder(root, root, strict=False).images("train").shape == (7, 3, 16, 16)
+    else:
+        with pytest.raises(ValueError, match=r"b/odd\."):
+            check(root, strict=False)
+
+
+@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3), ("RGBA", 4)])
+def test_a_mode_passes_for_its_number_of_channels_only(tmp_path, mode, channels):
+    root = class_folders(tmp_path / mode, mode=mode)
+    check(root, channels=channels)
+    with pytest.raises(ValueError, match=f"has mode {mode}, not"):
+        check(root, channels={1: 3, 3: 4, 4: 1}[channels])
+
+
+def test_only_a_full_check_finds_truncated_files(root):
+    truncated_jpeg(root / "a")
+    check(root, full=False)
+    with pytest.raises(ValueError, match=r"a/odd\.jpg cannot be read"):
+        check(root, full=True)
+
+
+def test_ten_bad_files_are_named_and_the_others_counted(root):
+    for i in range(13):
+        (root / "a" / f"bad{i:02}.png").touch()
+    with pytest.raises(ValueError, match=r"13 of 19 files .*bad09\.png.*, and 3 more") as caught:
+        check(root)
+    assert "bad10.png" not in str(caught.value)
+
+
+def test_a_folder_that_passed_is_not_read_again_until_it_or_the_requirements_change(root, caplog):
+    caplog.set_level(logging.INFO)
+
+    def reads(**requirements):
+        caplog.clear()
+        check(root, **requirements)
+        return bool(caplog.records)
+
+    assert [reads(), reads()] == [True, False]
+    assert [reads(image_size=8), reads(image_size=8)] == [True, False]
+    os.utime(root / "a" / "0.png", ns=(0, 1))
+    assert [reads(), reads()] == [True, False]
+    save(root / "a" / "new.png")
+    assert [reads(), reads()] == [True, False]
+    with pytest.raises(ValueError, match="only 30 pixels on its shorter side, less than 31"):
+        check(root, image_size=31)
+    text_named_png(root / "a")
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"odd\.png"):
+            check(root)
+
+
+# Listing
+
+
+def test_files_are_sorted_and_labelled_by_their_class_folder(root):
+    path = save(root / "b" / "Zw\u00f6lf" / "\u732b.PNG")
+    (root / "a" / ".hidden").touch()
+    listing = list_images(root, ("0", "a", "aa", "b"))
+    names = [os.fsdecode(name) for name in listing.names]
+    assert names[:6] == ["a/0.png", "a/1.png", "a/2.png", "b/0.png", "b/1.png", "b/2.png"]
+    assert listing.labels.tolist() == [1, 1, 1, 3, 3, 3, 3]
+    assert listing.path(6) == path
+
+
+def test_missing_empty_and_unknown_folders_are_named(root, tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        list_class_folders(tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="holds no images"):
+        list_images(tmp_path / "empty", ())
+    with pytest.raises(ValueError, match="train/b is not among the 1 class folders"):
+        list_images(root, ("a",))
+    (root / "c").mkdir()
+    with pytest.raises(ValueError, match="train/c holds no images"):
+        list_images(root, ("a", "b", "c"))
+
+
+def test_files_that_are_no_images_by_their_names_are_left_out_and_named(root, caplog):
+    before = list_images(root, ("a", "b"))
+    assert "Left out" not in caplog.text
+    for name in ("a/notes.txt", "labels.csv"):
+        (root / name).touch()
+    with caplog.at_level("INFO"):
+        after = list_images(root, ("a", "b"))
+    assert f"{root}/a/notes.txt, {root}/labels.csv." in caplog.text
+    assert (after.names.tolist(), after.stamp) == (before.names.tolist(), before.stamp)
+
+
+def test_files_beside_class_folders_are_named_together(root):
+    save(root / "stray.png"), save(root / "other.png")
+    with pytest.raises(ValueError, match=r"In no class folder: .*other\.png, .*stray\.png\. Move"):
+        list_images(root, ("a", "b"))
+
+
+@pytest.mark.parametrize("target", [".", ".."])
+def test_a_folder_with_a_link_to_itself_is_read_once(root, target):
+    before = list_images(root, ("a", "b"))
+    (root / "a" / "again").symlink_to(root / "a" / target, target_is_directory=True)
+    assert list_images(root, ("a", "b")).names.tolist() == before.names.tolist()
+
+
+# ImageFolder
 
 
 @pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3), ("RGBA", 4)])
 def test_images_are_centre_crops_of_the_files(tmp_path, mode, channels):
     root = class_folders(tmp_path / "train", mode=mode)
-    data = folder(root, root, channels=channels)
+    data = folder(root, root, channels=channels, batch_size=6)
     images, labels, index = next(iter(data.val_dataloader()))
     assert images.shape == (6, *data.image_shape) == (6, channels, 16, 16)
     for image, label, i in zip(images, labels.tolist(), index.tolist(), strict=True):
-        crop = np.array(center_crop(picture(100 * label + i % 3, mode), 16)).reshape(
-            16, 16, channels
-        )
-        assert np.array_equal(image.permute(1, 2, 0).numpy(), crop)
-    assert images.dtype == torch.uint8
+        crop = np.array(center_crop(picture(100 * label + i % 3, mode), 16))
+        assert np.array_equal(image.permute(1, 2, 0).numpy(), crop.reshape(16, 16, channels))
+    images, _, index = next(iter(data.train_dataloader()))  # without augmentation
+    assert torch.equal(images, data.images("train")[index])
 
 
-def test_labels_and_classes_follow_the_folders(root, val):
+def test_labels_and_classes_follow_the_folders(root, val, tmp_path):
     data = folder(root, val)
     assert (data.class_names, data.num_classes) == (("a", "b"), 2)
     assert next(iter(data.val_dataloader()))[1].tolist() == [0, 0, 1, 1]
-
-
-def test_a_flat_folder_has_no_classes(tmp_path):
     for i in range(4):
         save(tmp_path / "flat" / f"{i}.png", seed=i)
-    data = folder(tmp_path / "flat", 1)
-    assert (data.class_names, data.num_classes) == ((), None)
-    assert data.dataset("train")[0][1].tolist() == [-1]
-    assert [len(data.dataset(split)) for split in ("train", "val")] == [3, 1]
+    flat = folder(tmp_path / "flat", 1)
+    assert (flat.class_names, flat.num_classes) == ((), None)
+    assert flat.dataset("train")[0][1].tolist() == [-1]
+    assert [len(flat.dataset(split)) for split in ("train", "val")] == [3, 1]
 
 
 def test_held_out_images_are_no_training_images_and_always_the_same(root):
-    data = folder(root, 2)
-    names = {split: {*data.select(split).names} for split in ("train", "val")}
-    assert len(names["val"]) == 2
+    names = {split: {*folder(root, 2).select(split).names} for split in ("train", "val")}
     assert len(names["train"] | names["val"]) == 6
     assert names["val"] == {b"a/2.png", b"b/0.png"}
-
-
-def test_without_augmentation_training_images_are_their_centre_crops(root, val):
-    data = folder(root, val, batch_size=6)
-    images, _, index = next(iter(data.train_dataloader()))
-    assert torch.equal(images, data.images("train")[index])
+    with pytest.raises(ValueError, match="val=6 images cannot be held out of the 6"):
+        folder(root, 6).images("val")
 
 
 def test_bad_files_of_either_split_are_named_before_training(root, val):
@@ -102,24 +255,14 @@ def test_bad_files_of_either_split_are_named_before_training(root, val):
         folder(root, val).images("train")  # also where nobody called prepare_data
 
 
-def test_mixed_modes_are_refused_unless_conversion_is_asked_for(root, val):
+def test_the_remedy_for_mixed_modes_is_named(root, val):
     save(root / "a" / "grey.png", mode="L")
     with pytest.raises(ValueError, match=r"a/grey\.png has mode L, not RGB.*strict=False"):
         folder(root, val).prepare_data()
-    grey = folder(root, val, strict=False).dataset("train")[3][0]
-    assert torch.equal(grey[0, 0], grey[0, 2])
-
-
-def test_small_pictures_are_enlarged_only_on_demand(root, val):
-    save(root / "b" / "small.png", size=(12, 9))
-    with pytest.raises(ValueError, match=r"small\.png is only 9 pixels"):
-        folder(root, val).prepare_data()
-    assert folder(root, val, strict=False).images("train").shape == (7, 3, 16, 16)
 
 
 def test_a_file_that_breaks_after_the_check_is_named_when_it_is_read(root, val):
-    data = folder(root, val)
-    dataset = data.dataset("train")
+    dataset = folder(root, val).dataset("train")
     truncate(root / "b" / "0.png")
     with pytest.raises(OSError, match=r"b/0\.png cannot be read"):
         dataset[3]
@@ -163,17 +306,27 @@ def test_wrong_arguments_are_refused(root, arguments, message):
         ImageFolder(**{"train": str(root), "val": 1, "image_size": 16} | arguments)
 
 
-def test_holding_out_everything_is_refused(root):
-    with pytest.raises(ValueError, match="val=6 images cannot be held out of the 6"):
-        folder(root, 6).images("val")
-
-
 def test_files_are_loaded_by_several_processes_by_default(root):
-    assert 1 <= folder(root, 2).default_workers() <= 16
     data = ImageFolder(str(root), 2, 16)
+    assert 1 <= data.default_workers() <= 16
     assert data.val_dataloader().num_workers == data.default_workers()
     data.trainer = Trainer(accelerator="cpu", devices=1000, logger=False)
     assert data.default_workers() == 1  # the processes of a node share its CPUs
+
+
+def test_other_classes_at_a_resume_are_named(root, val):
+    data = folder(root, val, batch_size=2)
+    state = data.state_dict()
+    data.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    data.trainer.state.fn = TrainerFn.FITTING
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data.load_state_dict(state)
+    with pytest.warns(UserWarning, match=r"classes were \['x'\], and labels now mean"):
+        data.load_state_dict(state | {"class_names": ["x"]})
+
+
+# ImageNet
 
 
 def test_imagenet_is_read_from_its_two_folders(imagenet):
@@ -195,41 +348,14 @@ def test_imagenet_converts_grey_and_cmyk_and_enlarges_small_files(imagenet):
     assert data.images("train").shape == (7, 3, 32, 32)
 
 
-def test_imagenet_refuses_folders_that_are_not_its_classes(tmp_path):
+def test_imagenet_refuses_other_folders_than_its_classes(tmp_path, imagenet):
     with pytest.raises(FileNotFoundError, match="train"):
         ImageNet(str(tmp_path), 32).prepare_data()
     class_folders(tmp_path / "train")
     for _ in range(2):
         with pytest.raises(ValueError, match=r"such as n01440764 in .*train, got a"):
             ImageNet(str(tmp_path), 32).prepare_data()
-
-
-def test_imagenet_wants_its_validation_files_sorted(imagenet):
     shutil.rmtree(imagenet / "val")
     save(imagenet / "val" / "ILSVRC2012_val_00000001.JPEG")
     with pytest.raises(ValueError, match=r"In no class folder: .*00000001\.JPEG\. Move"):
         ImageNet(str(imagenet), 32).prepare_data()
-
-
-def test_imagenet_is_restored_from_its_hyperparameters(imagenet):
-    data = ImageNet(str(imagenet), image_size=32, flip=True, batch_size=3)
-    again = ImageNet(**data.hparams)
-    assert (again.root, again.image_size, again.flip, again.batch_size) == (
-        Path(imagenet),
-        32,
-        True,
-        3,
-    )
-
-
-def test_other_classes_at_a_resume_are_told(root, val):
-    data = folder(root, val, batch_size=2)
-    state = data.state_dict()
-    data.trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    data.trainer.state.fn = TrainerFn.FITTING
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        data.load_state_dict(state)
-    told = r"classes were \['x'\], and labels now mean"
-    with pytest.warns(UserWarning, match=told):
-        data.load_state_dict(state | {"class_names": ["x"]})
