@@ -66,12 +66,9 @@ def random_crop(image: Image.Image, size: int, *key: int | str) -> Image.Image:
 class Requirements:
     """What makes an image usable. The repr is part of names in the cache of checked folders.
 
-    Args:
-        image_size: pixels of a crop.
-        channels: of the images, 1 to 4.
-        strict: whether an image must have the mode of so many channels and `image_size` pixels on
-            its shorter side; otherwise any mode that converts without clipping will do.
-        full: whether files are decoded, which finds truncated ones; else only headers are read.
+    `strict` asks for the mode of so many channels, and `image_size` pixels on the shorter side;
+    otherwise any mode that converts without clipping will do. `full` decodes files, which finds
+    truncated ones; otherwise only headers are read.
     """
 
     image_size: int
@@ -103,19 +100,12 @@ class Requirements:
 
 @dataclass(frozen=True, eq=False)
 class CroppedImages(ImageDataset):
-    """Square crops of images; center crops without a seed.
+    """Square crops of images; center crops without a seed."""
 
-    Args:
-        image_size: pixels on each side of a crop.
-        mode: Pillow's mode of the images.
-        flip: whether half of the images, others in every epoch, are mirrored left to right.
-        random_crop: whether crops are random; otherwise of the center.
-    """
-
-    image_size: int
-    mode: str
-    flip: bool
-    random_crop: bool
+    image_size: int  # pixels on each side of a crop
+    mode: str  # Pillow's
+    flip: bool  # whether half of the images, others in every epoch, are mirrored left to right
+    random_crop: bool  # whether crops are random; otherwise of the center
 
     @abstractmethod
     def read(self, index: Sequence[int]) -> tuple[Iterator[Image.Image], Tensor]:

@@ -44,9 +44,8 @@ def is_mirrored(seed: int, epoch: int, index: int) -> bool:
 class ImageDataset(Dataset[Batch]):
     """Images of one split, by key.
 
-    Args:
-        seed: of random augmentation; None leaves every image as it is. So
-            `dataclasses.replace(dataset, seed=0)` is the same data, augmented.
+    `seed` is of random augmentation; None leaves every image as it is. So
+    `dataclasses.replace(dataset, seed=0)` is the same data, augmented.
     """
 
     seed: int | None = field(default=None, kw_only=True)
@@ -71,17 +70,11 @@ class ImageDataset(Dataset[Batch]):
 
 @dataclass(frozen=True, eq=False)
 class TensorImages(ImageDataset):
-    """Images in memory, mirrored at random if `flip` and a seed are set.
+    """Images in memory, mirrored at random if `flip` and a seed are set."""
 
-    Args:
-        images: (N, C, H, W) uint8.
-        labels: (N,) int64, or another condition: a tensor or a tuple of tensors of N rows.
-        flip: whether half of the images, others in every epoch, are mirrored left to right.
-    """
-
-    images: Tensor
-    labels: Any
-    flip: bool = False
+    images: Tensor  # (N, C, H, W) uint8
+    labels: Any  # (N,) int64, or another condition: a tensor or a tuple of tensors of N rows
+    flip: bool = False  # whether half of the images, others in every epoch, are mirrored
 
     def __len__(self) -> int:
         return len(self.images)

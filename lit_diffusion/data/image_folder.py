@@ -46,20 +46,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Listing:
-    """The image files of a folder, sorted by name.
-
-    Args:
-        root: the folder.
-        names: (N,) paths relative to it, as bytes: worker processes would copy a list of str, by
-            counting references.
-        labels: (N,) int64; -1 in a folder without class folders.
-        stamp: digest of names, sizes and modification times.
-    """
+    """The image files of a folder, sorted by name."""
 
     root: Path
-    names: NDArray[np.bytes_]
-    labels: Tensor
-    stamp: str
+    names: NDArray[np.bytes_]  # (N,) relative paths; a list of str would be copied by each worker
+    labels: Tensor  # (N,) int64; -1 in a folder without class folders
+    stamp: str  # digest of names, sizes and modification times
 
     def path(self, index: int) -> Path:
         """Path of one file."""

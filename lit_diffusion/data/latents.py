@@ -28,27 +28,16 @@ INDEX = "index.json"
 
 @dataclass(frozen=True)
 class LatentIndex:
-    """Content of a complete folder of latents.
+    """Content of a complete folder of latents."""
 
-    Args:
-        num: number of images.
-        image_shape: (C, H, W) of each, in pixels.
-        classes: names of the labels.
-        shard_size: images in a shard; the last has the rest.
-        vae: name of the folder of the VAE that encoded them.
-        vae_sha256: of its weights.
-        images: fingerprint of the folder of images.
-        flips: whether there is a second set of shards, of the mirrored images.
-    """
-
-    num: int
-    image_shape: tuple[int, int, int]
-    classes: tuple[str, ...]
-    shard_size: int
-    vae: str
-    vae_sha256: str
-    images: str
-    flips: bool
+    num: int  # number of images
+    image_shape: tuple[int, int, int]  # (C, H, W) of each, in pixels
+    classes: tuple[str, ...]  # names of the labels
+    shard_size: int  # images in a shard; the last has the rest
+    vae: str  # name of the folder of the VAE that encoded them
+    vae_sha256: str  # of its weights
+    images: str  # fingerprint of the folder of images
+    flips: bool  # whether there is a second set of shards, of the mirrored images
 
     @classmethod
     def read(cls, folder: Path) -> "LatentIndex":
@@ -135,18 +124,12 @@ class ShardedLatents(ImageDataset):
 
     With flips in the folder and a seed, half of them, others in every epoch, are of mirrored
     images.
-
-    Args:
-        folder: of the shards.
-        index: of the folder.
-        rows: (N,) int64 images of the folder that the split has.
-        labels: (N,) int64.
     """
 
     folder: Path
     index: LatentIndex
-    rows: Tensor
-    labels: Tensor
+    rows: Tensor  # (N,) int64 images of the folder that the split has
+    labels: Tensor  # (N,) int64
 
     def __len__(self) -> int:
         return len(self.rows)

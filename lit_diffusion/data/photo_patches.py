@@ -21,16 +21,11 @@ class RandomPatches(ImageDataset):
     """Random 32x32 crops of photos, whose numbers are the labels.
 
     Places change with the epoch; without a seed they are the same in every run.
-
-    Args:
-        photos: (P, C, H, W) uint8.
-        count: number of crops in an epoch.
-        stream: name of the random numbers; another one gives other places.
     """
 
-    photos: Tensor
-    count: int
-    stream: str
+    photos: Tensor  # (P, C, H, W) uint8
+    count: int  # number of crops in an epoch
+    stream: str  # name of the random numbers; another one gives other places
 
     def __len__(self) -> int:
         return self.count

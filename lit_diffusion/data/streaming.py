@@ -70,17 +70,11 @@ class ChunkedSet(NamedTuple):
 
 @dataclass(frozen=True)
 class Fields:
-    """Keys of image and label in samples. The repr is part of fingerprints.
-
-    Args:
-        image: key of the image.
-        label: key of the label.
-        num_classes: labels are in [0, num_classes); None reads none.
-    """
+    """Keys of image and label in samples. The repr is part of fingerprints."""
 
     image: str
     label: str
-    num_classes: int | None
+    num_classes: int | None  # labels are in [0, num_classes); None reads none
 
     def extract(self, sample: Any, name: str) -> tuple[Any, int]:
         """Image of a sample as it was written, and its label; -1 without labels.
@@ -112,19 +106,11 @@ class Fields:
 
 @dataclass(frozen=True, eq=False)
 class StreamedDataset(CroppedImages):
-    """Crops of the images of a set.
-
-    Args:
-        url: of the set.
-        num: number of its samples.
-        rows: (N,) int64 samples that the split has; None for all.
-        fields: keys in a sample.
-        requirements: that images must meet.
-    """
+    """Crops of the images of a set."""
 
     url: str
-    num: int
-    rows: Tensor | None
+    num: int  # number of its samples
+    rows: Tensor | None  # (N,) int64 samples that the split has; None for all
     fields: Fields
     requirements: Requirements
 
@@ -321,10 +307,8 @@ def find_unsafe(
 ) -> str | None:
     """What in the index of a set makes it unsafe to read a sample; None for plain data.
 
-    Args:
-        formats: of the values in a sample.
-        spec: of the containers in a sample, a tree.
-        filenames: of the chunks.
+    The index has the formats of the values in a sample, a tree of its containers (`spec`), and the
+    file names of the chunks.
     """
     for name in formats:
         if not PLAIN_FORMATS.fullmatch(name):

@@ -38,17 +38,13 @@ FRACTIONS = ("precision", "recall", "pixel precision", "pixel recall", "memorize
 
 @dataclass(frozen=True)
 class FeatureComparison:
-    """A Frechet distance to measure: one extractor and one set of real images.
+    """A Frechet distance to measure, by one extractor against one set of real images.
 
-    Args:
-        name: of the metric; "" for the FID itself.
-        scorer: extracts the features.
-        reference: statistics of the real images.
-        real_features: features (N, F) of up to `MAX_NEIGHBORS` real images, for precision and
-            recall; None without these, and on all processes but the first.
+    `real_features` (N, F) are of up to `MAX_NEIGHBORS` real images, for precision and recall; None
+    without these, and on all processes but the first.
     """
 
-    name: str
+    name: str  # of the metric; "" for the FID itself
     scorer: Scorer
     reference: Reference
     real_features: Tensor | None = None
@@ -56,17 +52,11 @@ class FeatureComparison:
 
 @dataclass(frozen=True)
 class AuxiliaryMetrics:
-    """The FID and the metrics beside it, ready to score samples.
+    """The FID and the metrics beside it, ready to score samples."""
 
-    Args:
-        comparisons: the FID's own first.
-        memorization: of training images, on the first process; None without.
-        num_samples: number of samples of an evaluation.
-    """
-
-    comparisons: tuple[FeatureComparison, ...]
-    memorization: Memorization | None = None
-    num_samples: int = 0
+    comparisons: tuple[FeatureComparison, ...]  # the FID's first
+    memorization: Memorization | None = None  # of training images, on the first process
+    num_samples: int = 0  # of an evaluation
 
     def accumulator(self) -> "MetricAccumulator":
         """A new, empty accumulator for the samples of one evaluation."""

@@ -31,21 +31,13 @@ POOL_FACTOR = 4
 
 @dataclass(frozen=True)
 class Reference:
-    """Statistics of real images under one FID protocol.
+    """Statistics of real images under one FID protocol."""
 
-    Args:
-        name: split or path of the images.
-        fingerprint: of their pixels.
-        sums: of their features, from `FrechetDistance.real_sums`.
-        floors: FIDs of real images in place of samples, one for each draw of them.
-        floor_images: which images were drawn and compared, in words.
-    """
-
-    name: str
-    fingerprint: str
-    sums: dict[str, Tensor]
-    floors: tuple[float, ...]
-    floor_images: str
+    name: str  # split or path of the images
+    fingerprint: str  # of their pixels
+    sums: dict[str, Tensor]  # of their features, from `FrechetDistance.real_sums`
+    floors: tuple[float, ...]  # FIDs of real images in place of samples, one for each draw of them
+    floor_images: str  # which images were drawn and compared, in words
 
     @property
     def floor(self) -> float:
@@ -236,16 +228,10 @@ def draw_by_labels(
 ) -> list[int]:
     """Draw `size` images at random, with as many of each label as `wanted`.
 
-    Where there are fewer of a label, images of any label fill up.
-
-    Args:
-        labels: of the images to draw from.
-        wanted: number of images by label.
-        size: number of images to draw.
-        number: of the draw; another number gives another draw.
+    Where there are fewer of a label, images of any label fill up. Another `number` is another draw.
 
     Returns:
-        Their places in `labels`.
+        Places of the images in `labels`, which are those of the images to draw from.
     """
     left = Counter(wanted)
     matching, others = [], []
@@ -259,13 +245,7 @@ def draw_by_labels(
 
 
 def describe_draw(size: int, name: str, num_matched: int | None) -> str:
-    """A draw of images in words.
-
-    Args:
-        size: number of images.
-        name: of the set that they are from.
-        num_matched: number of them with the labels of samples; None if samples have no labels.
-    """
+    """A draw of images in words; `num_matched` have labels of samples, if those have labels."""
     if num_matched is None:
         return f"{size} {name} images"
     how = " with" if num_matched == size else f", {num_matched} with"

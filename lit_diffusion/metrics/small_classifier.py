@@ -86,11 +86,7 @@ class SmallClassifier(nn.Module):
 def load_small_classifier(
     state: Mapping[str, Tensor], size: int | Sequence[int]
 ) -> SmallClassifier:
-    """Build the `SmallClassifier` that has these weights, in eval mode and frozen.
-
-    Args:
-        state: its state_dict.
-        size: height and width of the images in pixels; one number if they are equal.
+    """Build the `SmallClassifier` of a state_dict, for images of this size, frozen, in eval mode.
 
     Raises:
         KeyError, RuntimeError: for weights that are not a SmallClassifier's.
@@ -198,20 +194,16 @@ def stage_widths(side: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class ExtractorTask:
-    """The training task of an extractor.
+    """The training task of an extractor, on images in [-1, 1].
 
-    Args:
-        steps: of the optimizer.
-        noise: standard deviation of visible noise at its strongest, in images of [-1, 1].
-        dither: standard deviation of noise in all images. It makes the network ignore what nobody
-            sees, such as the steps between the few grey levels of some data.
-        by_class: whether images are told apart by their classes, rather than each from all others.
+    Dither makes the network ignore what nobody sees, such as the steps between the few grey levels
+    of some data.
     """
 
-    steps: int
-    noise: float
-    dither: float
-    by_class: bool = True
+    steps: int  # of the optimizer
+    noise: float  # standard deviation of visible noise at its strongest
+    dither: float  # standard deviation of noise in all images
+    by_class: bool = True  # learn classes, rather than to tell each image from all others
 
 
 def fit(
