@@ -54,14 +54,6 @@ def lines(path):
     return [strict(line) for line in path.read_text().splitlines()]
 
 
-def test_evaluations_are_appended_one_line_each(tmp_path):
-    path = tmp_path / "run" / "evaluations.jsonl"
-    for step in (100, 200, 300):
-        write_evaluation(path, record(step=step))
-    assert [line["step"] for line in lines(path)] == [100, 200, 300]
-    assert lines(path)[0]["sampling"] == {"solver": "DDIM", "steps": 20}
-
-
 def test_a_step_that_is_scored_again_replaces_its_own_metric_only(tmp_path):
     path = tmp_path / "evaluations.jsonl"
     write_evaluation(path, record(step=100, value=9.0))
@@ -118,19 +110,6 @@ def test_a_line_of_an_earlier_version_is_superseded_not_doubled(tmp_path):
     assert (found["images"], found["ema_decay"], found["floor_sd"]) == (6400, 0.99, 0.1)
 
 
-def test_lines_of_others_are_kept(tmp_path):
-    path = tmp_path / "evaluations.jsonl"
-    path.write_text('{"command": "evaluate"}\n')
-    write_evaluation(path, record())
-    assert lines(path)[0] == {"command": "evaluate"}
-
-
-def test_nan_is_null_as_json_has_none(tmp_path):
-    path = tmp_path / "evaluations.jsonl"
-    write_evaluation(path, record(value=finite_or_none(float("nan")), non_finite=3))
-    assert lines(path)[0]["value"] is None
-
-
 def test_a_measurement_with_other_samples_is_a_repeat_and_stands_beside_the_first(tmp_path):
     path = tmp_path / "evaluations.jsonl"
     write_evaluation(path, record())
@@ -154,34 +133,10 @@ def test_images_before_a_resume_count(tmp_path):
     assert count_training_images(second) == 36
 
 
-def test_batches_of_another_size_count_from_where_they_begin():
-    first = ImageCount(0, 0, 64)
-    assert first.resumed(100, 64) == first
-    assert first.resumed(100, 32).resumed(110, 16).at(111) == 6400 + 320 + 16
-
-
-def test_images_that_are_not_known_once_are_not_known_any_more():
-    assert ImageCount(0, 0, None).at(10) is None
-    assert ImageCount(0, 0, None).resumed(10, 64).at(20) is None
-    assert ImageCount(0, 0, 64).resumed(10, None).at(20) is None
-
-
 def test_images_of_a_loader_without_a_batch_size_are_not_known(tmp_path):
     run = trainer(tmp_path, [])
     run.fit(Rising(), list(loader(4)))
     assert count_training_images(run) is None
-
-
-def test_a_count_is_read_as_a_checkpoint_holds_it():
-    count = ImageCount(100, 7, None)
-    assert parse_image_count(list(count)) == count
-    assert parse_image_count(None) is None
-
-
-@pytest.mark.parametrize("state", [[1, 2], [1, 2, "3"], [-1, 0, 4], [True, 0, 4], "123", {}])
-def test_what_is_no_count_is_refused(state):
-    with pytest.raises(ValueError, match="images_seen must be three counts"):
-        parse_image_count(state)
 
 
 def work(clock, batches, seconds):
@@ -199,15 +154,35 @@ def test_the_estimate_after_the_first_batch_is_within_a_factor_of_two():
     assert seconds["generate"] == pytest.approx(seconds["total"], rel=0.2)
 
 
-def test_a_process_without_samples_estimates_nothing():
-    clock = EvaluationClock("val/fid_2", total=2)
-    clock.tick(0)
-    assert clock.seconds()["estimated"] == 0
-
-
 def test_long_evaluations_say_how_far_they_are(caplog):
     caplog.set_level("INFO")
     clock = EvaluationClock("val/fid_40", total=40, interval=0.05)
     work(clock, [10, 10, 10], seconds=0.06)
     assert "40 samples take about" in caplog.text
     assert "20 of 40" in caplog.text
+
+
+def test_lines_of_others_stay_and_nan_is_null(tmp_path):
+    path = tmp_path / "run" / "evaluations.jsonl"
+    write_evaluation(path, record())
+    path.write_text('{"command": "evaluate"}\n')
+    write_evaluation(path, record(value=finite_or_none(float("nan")), non_finite=3))
+    first, second = lines(path)
+    assert first == {"command": "evaluate"}
+    assert (second["value"], second["sampling"]) == (None, {"solver": "DDIM", "steps": 20})
+
+
+def test_batches_of_another_size_count_from_where_they_begin():
+    first, unknown = ImageCount(0, 0, 64), ImageCount(0, 0, None)
+    assert first.resumed(100, 64) == first
+    assert first.resumed(100, 32).resumed(110, 16).at(111) == 6400 + 320 + 16
+    for count in (unknown, unknown.resumed(10, 64), first.resumed(10, None)):
+        assert count.at(20) is None
+
+
+def test_a_count_is_parsed_as_a_checkpoint_holds_it():
+    assert parse_image_count([100, 7, None]) == ImageCount(100, 7, None)
+    assert parse_image_count(None) is None
+    for state in ([1, 2], [1, 2, "3"], [-1, 0, 4], [True, 0, 4], [2**63, 0, 4], "123", {}):
+        with pytest.raises(ValueError, match="images_seen must be three counts"):
+            parse_image_count(state)

@@ -50,21 +50,6 @@ def distance(protocol, fake, real):
 # Protocols by name
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_protocol_has_its_name_and_fits_the_seam(name):
-    protocol = protocol_by_name(name)
-    assert protocol.name == name
-    assert isinstance(protocol, FIDProtocol)
-    assert len(protocol.sha256) == 64
-
-
-def test_an_unknown_name_is_answered_with_the_known_ones():
-    with pytest.raises(ValueError, match=", ".join(NAMES)):
-        protocol_by_name("inception")
-    with pytest.raises(ValueError, match="digits-cnn, patches-cnn"):
-        EmbeddedCNN("faces-cnn")
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -107,12 +92,6 @@ def test_inception_equals_torchmetrics_without_antialiasing_and_differs_with_it(
     found = inception.build()(images)
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-6)
     assert (found - antialiased).abs().max() > 0.01 * found.abs().max()
-
-
-def test_inception_takes_colour_only_as_it_is_built_for(inception):
-    assert inception.channels == 3
-    with pytest.raises(ValueError, match="Bx3xHxW"):
-        inception.build()(random_images(2, 0, channels=1, size=32))
 
 
 def test_the_extractor_is_frozen_and_in_eval_mode(inception):
@@ -217,27 +196,6 @@ def test_fid_grows_when_few_images_are_repeated(name):
 # Channels
 
 
-def test_grey_is_repeated_where_colour_is_wanted_and_only_there():
-    grey = random_images(4, 0, channels=1)
-    assert torch.equal(match_channels(grey, 3), torch.cat([grey] * 3, dim=1))
-    assert match_channels(grey, 1) is grey
-
-
-def test_colour_becomes_grey_only_if_it_is_grey():
-    grey = random_images(4, 0, channels=1)
-    assert torch.equal(match_channels(match_channels(grey, 3), 1), grey)
-    with pytest.raises(ValueError, match=r"1 channel\(s\), got 3"):
-        match_channels(random_images(4, 0, channels=3), 1)
-
-
-@pytest.mark.parametrize("channels", [2, 4])
-def test_other_numbers_of_channels_are_refused(channels):
-    with pytest.raises(ValueError, match=f"got {channels}"):
-        match_channels(random_images(4, 0, channels=channels), 3)
-    with pytest.raises(ValueError, match="got 1"):
-        match_channels(random_images(4, 0, channels=1), channels)
-
-
 CONTENT = b"stands for 96 MB of weights"
 
 
@@ -250,20 +208,6 @@ def mirror(tmp_path, monkeypatch):
     return (tmp_path / "mirror.pth").as_uri()
 
 
-def test_fetching_puts_the_file_where_the_protocol_looks(mirror):
-    assert fetch_weights(url=mirror) == inception_path()
-    assert inception_path().read_bytes() == CONTENT
-
-
-def test_fetching_into_a_folder_keeps_the_name(mirror, tmp_path):
-    assert fetch_weights(tmp_path, mirror) == tmp_path / extractors.INCEPTION_FILE
-
-
-def test_what_is_there_already_is_not_fetched_again(mirror):
-    fetch_weights(url=mirror)
-    assert fetch_weights(url="file:///nowhere").exists()
-
-
 def test_another_file_than_the_expected_one_is_refused_and_not_kept(mirror, tmp_path, monkeypatch):
     monkeypatch.setattr(extractors, "INCEPTION_SHA256", "0" * 64)
     with pytest.raises(ValueError, match="nothing was kept"):
@@ -274,21 +218,6 @@ def test_another_file_than_the_expected_one_is_refused_and_not_kept(mirror, tmp_
 def test_without_a_network_the_message_says_where_to_put_the_file(mirror):
     with pytest.raises(ConnectionError, match=str(inception_path())):
         fetch_weights(url="file:///nowhere.pth")
-
-
-def test_missing_weights_are_named_with_the_way_to_get_them(tmp_path):
-    path = tmp_path / "some.pth"
-    with pytest.raises(FileNotFoundError, match="lit-diffusion fetch-weights") as error:
-        require_sha256(path, "0" * 64, extractors.FETCH_HINT)
-    assert str(path) in str(error.value)
-    assert extractors.INCEPTION_FILE in str(error.value)
-
-
-def test_a_truncated_download_is_told_by_its_hash(mirror, tmp_path):
-    path = fetch_weights(tmp_path, mirror)
-    path.write_bytes(CONTENT[:-1])
-    with pytest.raises(ValueError, match="SHA-256"):
-        require_sha256(path, extractors.INCEPTION_SHA256, extractors.FETCH_HINT)
 
 
 @pytest.mark.parametrize("kind", [Pixels, RandomCNN])
@@ -323,19 +252,6 @@ def test_an_untrained_network_is_the_same_wherever_it_is_built():
     assert first.sha256 != hashlib.sha256().hexdigest()
 
 
-def test_pixels_of_other_channels_are_known_by_another_hash():
-    assert Pixels(1).sha256 == Pixels(1).sha256 != Pixels(3).sha256
-
-
-def test_an_untrained_network_sees_more_than_the_mean_of_an_image():
-    images = random_images(64, 0, size=16)
-    shuffled = images.flatten(1).gather(1, torch.rand(64, 256).argsort(1)).view_as(images)
-    smooth = images.flatten(1).sort(dim=1).values.view_as(images)
-    build = RandomCNN(1).build()
-    own, same, other = (build(each).mean(0) for each in (images, shuffled, smooth))
-    assert (own - other).norm() > 3 * (own - same).norm()
-
-
 def test_an_untrained_network_sees_what_the_means_of_areas_hide():
     stripes = torch.zeros(1, 1, 32, 32, dtype=torch.uint8)
     stripes[..., ::2] = 200
@@ -343,3 +259,40 @@ def test_an_untrained_network_sees_what_the_means_of_areas_hide():
     torch.testing.assert_close(*(Pixels(1).build()(each) for each in (stripes, flat)))
     own, other = (RandomCNN(1).build()(each) for each in (stripes, flat))
     assert (own - other).norm() > 0.1 * own.norm()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_protocols_are_found_by_name(name):
+    protocol = protocol_by_name(name)
+    assert isinstance(protocol, FIDProtocol)
+    assert (protocol.name, len(protocol.sha256)) == (name, 64)
+    with pytest.raises(ValueError, match=", ".join(NAMES)):
+        protocol_by_name("inception")
+    with pytest.raises(ValueError, match="digits-cnn, patches-cnn"):
+        EmbeddedCNN("faces-cnn")
+
+
+def test_channels_are_matched_where_no_colour_is_lost_or_invented():
+    grey, colour = random_images(4, 0, channels=1), random_images(4, 0, channels=3)
+    assert match_channels(grey, 1) is grey
+    assert torch.equal(match_channels(grey, 3), torch.cat([grey] * 3, dim=1))
+    assert torch.equal(match_channels(match_channels(grey, 3), 1), grey)
+    odd = (random_images(4, 0, channels=2), random_images(4, 0, channels=4))
+    refused = [(colour, 1), (grey, 2), (grey, 4), *((images, 3) for images in odd)]
+    for images, channels in refused:
+        with pytest.raises(ValueError, match=rf"{channels} channel\(s\), got {images.shape[1]}"):
+            match_channels(images, channels)
+
+
+def test_weights_are_fetched_once_to_where_the_protocol_looks(mirror, tmp_path):
+    assert fetch_weights(url=mirror) == inception_path()
+    assert inception_path().read_bytes() == CONTENT
+    assert fetch_weights(url="file:///nowhere") == inception_path()
+    path = fetch_weights(tmp_path, mirror)
+    assert path == tmp_path / extractors.INCEPTION_FILE
+    path.write_bytes(CONTENT[:-1])
+    with pytest.raises(ValueError, match=rf"{path.name} has SHA-256"):
+        fetch_weights(tmp_path, mirror)
+    path.unlink()
+    with pytest.raises(FileNotFoundError, match=rf"{path}.*lit-diffusion fetch-weights"):
+        require_sha256(path, "0" * 64, extractors.FETCH_HINT)

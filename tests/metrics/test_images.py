@@ -7,10 +7,13 @@ import pytest
 import torch
 from PIL import Image
 from support.pixels import random_images
+from torch.utils.data import IterableDataset, TensorDataset
 from torchvision.transforms.functional import to_pil_image
 
 from lit_diffusion.metrics.images import (
     FolderImages,
+    ImageSet,
+    as_image_set,
     open_images,
     read_image,
     select_images,
@@ -104,63 +107,12 @@ def test_a_folder_gives_the_pixels_that_were_written_in_order(tmp_path, channels
     assert torch.equal(torch.stack(list(open_images(tmp_path))), images)
 
 
-def test_the_overview_beside_samples_is_no_sample(tmp_path):
-    write(tmp_path, random_images(3, 0, size=7))
-    to_pil_image(random_images(1, 1, size=30)[0]).save(tmp_path / "grid.png")
-    assert len(FolderImages(tmp_path)) == 3
-
-
-def test_a_folder_without_images_is_refused(tmp_path):
-    (tmp_path / "notes.txt").write_text("nothing here")
-    with pytest.raises(ValueError, match=str(tmp_path)):
-        open_images(tmp_path)
-
-
-def test_the_file_that_is_unreadable_is_named(tmp_path):
-    write(tmp_path, random_images(3, 0, size=7))
-    (tmp_path / "0001.png").write_bytes(b"not a picture")
-    with pytest.raises(ValueError, match=r"0001\.png is not a readable image"):
-        list(open_images(tmp_path))
-
-
-def test_the_file_of_another_mode_is_named(tmp_path):
-    write(tmp_path, random_images(3, 0, size=7))
-    to_pil_image(random_images(1, 1, size=7)[0]).convert("1").save(tmp_path / "0002.png")
-    with pytest.raises(ValueError, match=r"0002\.png has mode 1; images must be of mode L, LA"):
-        list(open_images(tmp_path))
-
-
-def test_the_file_of_another_size_is_named(tmp_path):
-    write(tmp_path, random_images(3, 0, size=7))
-    to_pil_image(random_images(1, 1, size=9)[0]).save(tmp_path / "0002.png")
-    with pytest.raises(ValueError, match=r"0002\.png is \(1, 9, 9\)"):
-        list(open_images(tmp_path))
-
-
 def test_an_npz_of_images_is_read_channels_first(tmp_path):
     images = random_images(4, 0, channels=3, size=5)
     np.savez(tmp_path / "some.npz", images.permute(0, 2, 3, 1).numpy())
     assert torch.equal(
         torch.stack([image for (image,) in open_images(tmp_path / "some.npz")]), images
     )
-
-
-@pytest.mark.parametrize("array", [np.zeros((4, 5, 5, 3), np.float32), np.zeros((4, 5), np.uint8)])
-def test_an_npz_of_something_else_is_refused(tmp_path, array):
-    np.savez(tmp_path / "some.npz", array)
-    with pytest.raises(ValueError, match=r"must hold arr_0, uint8 \(N, H, W, C\)"):
-        open_images(tmp_path / "some.npz")
-
-
-def test_an_npz_with_a_pickle_inside_is_not_unpickled(tmp_path):
-    np.savez(tmp_path / "some.npz", np.array([{"a": 1}], dtype=object))
-    with pytest.raises(ValueError, match="allow_pickle"):
-        open_images(tmp_path / "some.npz")
-
-
-def test_another_path_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="neither a folder"):
-        open_images(tmp_path / "missing")
 
 
 def test_a_decompression_bomb_and_what_is_no_file_are_refused_by_name(tmp_path):
@@ -177,8 +129,103 @@ def test_a_decompression_bomb_and_what_is_no_file_are_refused_by_name(tmp_path):
         read_image(tmp_path / "pipe.png")
 
 
-def test_a_broken_npz_is_refused_by_name(tmp_path):
-    for content in (b"", b"text", b"PK\x03\x04"):
-        (tmp_path / "real.npz").write_bytes(content)
-        with pytest.raises(ValueError, match=r"real\.npz cannot be read as \.npz"):
-            open_images(tmp_path / "real.npz")
+def unreadable(folder):
+    (folder / "0001.png").write_bytes(b"not a picture")
+
+
+def bilevel(folder):
+    to_pil_image(random_images(1, 1, size=7)[0]).convert("1").save(folder / "0002.png")
+
+
+def larger(folder):
+    to_pil_image(random_images(1, 1, size=9)[0]).save(folder / "0002.png")
+
+
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        (unreadable, r"0001\.png is not a readable image"),
+        (bilevel, r"0002\.png has mode 1; images must be of mode L, LA"),
+        (larger, r"0002\.png is \(1, 9, 9\)"),
+    ],
+)
+def test_a_file_that_does_not_fit_is_named_and_the_overview_is_no_sample(tmp_path, add, message):
+    write(tmp_path, random_images(3, 0, size=7))
+    to_pil_image(random_images(1, 1, size=30)[0]).save(tmp_path / "grid.png")
+    assert len(list(FolderImages(tmp_path))) == 3
+    add(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        list(open_images(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (np.zeros((4, 5, 5, 3), np.float32), r"must hold arr_0, uint8 \(N, H, W, C\)"),
+        (np.zeros((4, 5), np.uint8), r"must hold arr_0, uint8 \(N, H, W, C\)"),
+        (np.array([{"a": 1}], dtype=object), "allow_pickle"),
+        (b"", r"some\.npz cannot be read as \.npz"),
+        (b"text", r"some\.npz cannot be read as \.npz"),
+        (b"PK\x03\x04", r"some\.npz cannot be read as \.npz"),
+    ],
+)
+def test_an_npz_of_something_else_is_refused_and_not_unpickled(tmp_path, content, message):
+    path = tmp_path / "some.npz"
+    path.write_bytes(content) if isinstance(content, bytes) else np.savez(path, content)
+    with pytest.raises(ValueError, match=message):
+        open_images(path)
+
+
+def test_a_path_without_images_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("nothing here")
+    with pytest.raises(ValueError, match=f"{tmp_path} holds no"):
+        open_images(tmp_path)
+    with pytest.raises(ValueError, match="neither a folder"):
+        open_images(tmp_path / "missing")
+
+
+# Sets of images
+
+
+def test_the_fingerprint_changes_with_one_pixel_and_with_the_shape_only():
+    images = random_images(300, 0)
+    changed = images.clone()
+    changed[299, 0, 1, 1] ^= 1
+    prints = [
+        as_image_set(v, "x").fingerprint()
+        for v in (images, images.clone(), changed, images.view(300, 1, 4, 1))
+    ]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+
+
+@pytest.mark.parametrize("name", ["label", "labels", "cls", None])
+def test_batches_have_every_image_once_with_its_label_wherever_it_is(name):
+    images, labels = random_images(7, 0), torch.arange(7) % 3
+    if name is None:
+        images_set = ImageSet("x", TensorDataset(images, labels))
+    else:
+        samples = [{"image": x, name: k % 3, "index": k} for k, x in enumerate(images)]
+        images_set = ImageSet("x", samples)
+    batches, batch_labels = zip(*images_set.batches(3), strict=True)
+    assert torch.equal(torch.cat(batches), images)
+    assert batch_labels == ([0, 1, 2], [0, 1, 2], [0])
+    assert [labels for _, labels in images_set.batches(3, [4, 1])] == [[1, 1]]
+
+
+@pytest.mark.parametrize("second", [torch.rand(6), torch.zeros(6, 2, dtype=torch.int64)])
+def test_what_is_no_integer_is_no_label(second):
+    nameless = [{"image": x, "index": k} for k, x in enumerate(random_images(6, 0))]
+    for dataset in (TensorDataset(random_images(6, 0), second), nameless):
+        assert [labels for _, labels in ImageSet("x", dataset).batches(4)] == [[-1] * 4, [-1] * 2]
+
+
+def test_sets_that_cannot_be_scored_are_refused_by_name():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([])
+
+    with pytest.raises(TypeError, match="Stream has no length"):
+        len(ImageSet("x", Stream()))
+    with pytest.raises(TypeError, match=r"x: images are .* Or name a folder"):
+        list(as_image_set(torch.rand(5, 1, 2, 2), "x").batches(2))

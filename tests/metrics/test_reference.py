@@ -3,14 +3,13 @@ from collections import Counter
 import pytest
 import torch
 from support.pixels import FEATURES, PixelProtocol, random_images
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from lit_diffusion.metrics.frechet import FrechetDistance
 from lit_diffusion.metrics.images import ImageSet
 from lit_diffusion.metrics.reference import (
     NUM_DRAWS,
     Scorer,
-    describe_draw,
     draw_by_labels,
     load_statistics,
     measure_reference,
@@ -38,39 +37,6 @@ def distance(fake, real):
 
 
 # Real images
-
-
-def test_batches_cover_every_image_once_in_order():
-    images = random_images(20, 0)
-    batches = ImageSet("x", TensorDataset(images)).batches(6)
-    assert torch.equal(torch.cat([batch for batch, _ in batches]), images)
-
-
-def test_the_fingerprint_changes_with_one_pixel_and_with_the_shape_only():
-    images = random_images(300, 0)
-    changed = images.clone()
-    changed[299, 0, 1, 1] ^= 1
-    prints = [
-        ImageSet("x", TensorDataset(v)).fingerprint()
-        for v in (images, images.clone(), changed, images.view(300, 1, 4, 1))
-    ]
-    assert prints[0] == prints[1]
-    assert len(set(prints)) == 3
-
-
-def test_floats_are_refused_for_their_range_is_unknown():
-    floats = ImageSet("x", TensorDataset(torch.rand(5, 1, 2, 2)))
-    with pytest.raises(TypeError, match=r"x: images are .* Or name a folder"):
-        list(floats.batches(2))
-
-
-def test_a_stream_without_length_is_refused_by_name():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter([])
-
-    with pytest.raises(TypeError, match="Stream has no length"):
-        len(ImageSet("x", Stream()))
 
 
 # Statistics
@@ -179,13 +145,6 @@ def test_labels_that_a_split_has_not_enough_of_are_told(tmp_path):
     assert again.floor_images == told
 
 
-def test_a_second_entry_that_is_no_class_is_no_label():
-    images = random_images(6, 0)
-    for second in (torch.rand(6), torch.zeros(6, 2, dtype=torch.int64)):
-        pairs = ImageSet("x", TensorDataset(images, second)).batches(4)
-        assert [labels for _, labels in pairs] == [[-1] * 4, [-1] * 2]
-
-
 def test_the_floor_is_taken_at_the_number_of_samples(tmp_path):
     floors = [
         measure_reference(
@@ -203,18 +162,6 @@ def test_without_other_images_one_half_is_compared_with_the_other(tmp_path):
     assert reference.num_images == 400
 
 
-def test_too_few_images_are_refused_with_their_number(tmp_path):
-    with pytest.raises(ValueError, match="got 3 of val"):
-        measure_reference(pixel_scorer(), random_set(3, 0), None, 10, tmp_path)
-
-
-def test_an_extractor_that_gives_nan_on_real_images_is_refused(tmp_path):
-    scorer = pixel_scorer()
-    scorer.extractor.forward = lambda images: torch.full((len(images), FEATURES), torch.nan)
-    with pytest.raises(ValueError, match="not finite"):
-        measure_reference(scorer, random_set(30, 0), None, 10, tmp_path)
-
-
 def test_features_are_float32_under_autocast(tmp_path):
     protocol = PixelProtocol([])
     scorer = Scorer(protocol, torch.nn.Flatten(), torch.device("cpu"), 4)
@@ -230,39 +177,25 @@ def test_features_are_float32_under_autocast(tmp_path):
 # Draws
 
 
+def test_too_few_images_and_features_that_are_not_finite_are_refused(tmp_path):
+    scorer = pixel_scorer()
+    with pytest.raises(ValueError, match="got 3 of val"):
+        measure_reference(scorer, random_set(3, 0), None, 10, tmp_path)
+    scorer.extractor.forward = lambda images: torch.full((len(images), FEATURES), torch.nan)
+    with pytest.raises(ValueError, match="not finite"):
+        measure_reference(scorer, random_set(30, 0), None, 10, tmp_path)
+
+
 @pytest.mark.parametrize("number", range(3))
-def test_a_draw_has_the_wanted_labels_and_no_image_twice(number):
-    chosen = draw_by_labels(LABELS, {0: 5, 1: 5, 2: 5}, 15, number)
-    assert len(set(chosen)) == 15
-    assert Counter(LABELS[i] for i in chosen) == {0: 5, 1: 5, 2: 5}
-
-
-def test_labels_that_are_too_few_are_all_taken_and_others_fill_the_draw():
-    wanted = {0: 10, 1: 10, 2: 10}
-    chosen = draw_by_labels(LABELS, wanted, 30, 0)
-    found = Counter(LABELS[i] for i in chosen)
-    assert len(set(chosen)) == found.total() == 30
-    assert found[2] == 5
-    assert min(found[0], found[1]) >= 10
-
-
-def test_without_labels_a_draw_is_random_and_always_the_same():
-    chosen = draw_by_labels(LABELS, {}, 20, 0)
-    assert chosen == draw_by_labels([-1] * 75, {}, 20, 0) == shuffled_range(75, 0)[:20]
-    assert chosen != draw_by_labels(LABELS, {}, 20, 1)
-
-
-def test_what_was_drawn_is_told_describe_draw():
-    assert describe_draw(20, "train", 20) == "20 train images with the samples' labels"
-    assert describe_draw(20, "train", 0) == "20 train images, 0 with the samples' labels,"
-    assert describe_draw(20, "train", None) == "20 train images"
-
-
-@pytest.mark.parametrize("name", ["label", "labels", "cls"])
-def test_labels_are_found_in_dictionaries(name):
-    samples = [{"image": x, name: k % 3, "index": k} for k, x in enumerate(random_images(6, 0))]
-    (_, labels), *_ = ImageSet("train", samples).batches(6)
-    assert labels == [0, 1, 2, 0, 1, 2]
-    nameless = [{"image": sample["image"], "index": sample["index"]} for sample in samples]
-    (_, labels), *_ = ImageSet("train", nameless).batches(6)
-    assert labels == [-1] * 6
+def test_a_draw_has_the_wanted_labels_as_far_as_there_are_enough(number):
+    drawn = draw_by_labels(LABELS, {0: 5, 1: 5, 2: 5}, 15, number)
+    assert len(set(drawn)) == 15
+    assert Counter(LABELS[i] for i in drawn) == {0: 5, 1: 5, 2: 5}
+    drawn = draw_by_labels(LABELS, {0: 10, 1: 10, 2: 10}, 30, number)
+    counts = Counter(LABELS[i] for i in drawn)
+    assert len(set(drawn)) == 30
+    assert counts[2] == 5
+    assert min(counts[0], counts[1]) >= 10
+    drawn = draw_by_labels(LABELS, {}, 20, number)
+    assert drawn == draw_by_labels([-1] * 75, {}, 20, number) == shuffled_range(75, number)[:20]
+    assert drawn != draw_by_labels(LABELS, {}, 20, number + 1)

@@ -32,24 +32,6 @@ def test_features_of_an_image_do_not_depend_on_the_others():
     torch.testing.assert_close(alone, together, rtol=1e-5, atol=1e-6)
 
 
-def test_the_number_of_features_is_the_last_width():
-    assert network()(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)).shape == (
-        2,
-        network().num_features,
-    )
-
-
-def test_floats_are_refused_for_their_range_is_unknown():
-    with pytest.raises(TypeError, match="uint8"):
-        network()(torch.zeros(2, 1, 8, 8))
-
-
-@pytest.mark.parametrize("shape", [(1, 16, 16), (3, 8, 8)])
-def test_images_of_another_shape_are_refused_with_both_shapes(shape):
-    with pytest.raises(ValueError, match=r"\(1, 8, 8\), got"):
-        network()(torch.zeros(2, *shape, dtype=torch.uint8))
-
-
 def random(*shape):
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, 256, shape, generator=generator).byte()
@@ -214,3 +196,11 @@ def test_a_file_that_changes_is_refused(tmp_path):
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(ValueError, match="Train the extractor again"):
         protocol.build()
+
+
+def test_floats_and_images_of_another_shape_are_refused():
+    with pytest.raises(TypeError, match="uint8"):
+        network()(torch.zeros(2, 1, 8, 8))
+    for shape in ((1, 16, 16), (3, 8, 8)):
+        with pytest.raises(ValueError, match=r"\(1, 8, 8\), got"):
+            network()(torch.zeros(2, *shape, dtype=torch.uint8))
