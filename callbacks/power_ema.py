@@ -8,7 +8,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info
 
 from lit_diffusion.callbacks.ema import EMA
-from lit_diffusion.checkpoints.snapshots import (
+from lit_diffusion.checkpoints.averages import (
     SNAPSHOT_FOLDER,
     delete_snapshots_after,
     write_snapshot,

@@ -73,7 +73,7 @@ MAY_IMPORT = {
     TRAINER: (set(), LIGHTNING | {"lightning_fabric", "pytorch_lightning"}),
     **dict.fromkeys(PORTABLE, ({TRAINER}, LIGHTNING | {"pytorch_lightning", "numpy"})),
     "callbacks": (
-        {"callbacks", "checkpoints.averages", "checkpoints.snapshots", "ema_profiles"}
+        {"callbacks", "checkpoints.averages", "ema_profiles"}
         | {"losses", "metrics", "protocols", "seeding"}
         | TOOLS,
         FRAMEWORK | {"tqdm"},

@@ -1,85 +1,223 @@
-"""Reads the averages of weights that EMA callbacks saved in a checkpoint.
+"""Averages of weights on the disk: those that EMA callbacks saved in checkpoints, and snapshots.
 
-Their state is {} or {"decays": [float], "steps": {name: int}, "shadows": one {name: Tensor} for
-each decay} (callbacks/ema.py); of PowerEMA with "snapshots": {int: str}, the SHA-256 of each
-snapshot file by number of updates.
+The state of EMA is {} or {"decays": [float], "steps": {name: int}, "shadows": one {name: Tensor}
+for each decay} (callbacks/ema.py). That of PowerEMA also has "snapshots": {int: str}, the SHA-256
+of each snapshot file by number of updates; averages of other widths are reconstructed from these.
 """
 
 from collections.abc import Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
 from torch import Tensor
 
 from lit_diffusion.callbacks.ema import check_averages
+from lit_diffusion.ema_profiles import coefficients, exponent
+from lit_diffusion.files import atomic_write
 
-_KINDS = {"EMA": "ema", "PowerEMA": "power"}
-"""Callback -> what the names of its averages begin with."""
+_PREFIXES = {"EMA": "ema", "PowerEMA": "power"}
+"""What the names of averages begin with, by callback."""
+
+Averages = Mapping[float, Mapping[str, Tensor]]
+"""Average of each parameter, by relative width and name of the parameter."""
+
+SNAPSHOT_FOLDER = "ema-snapshots"
+
+MAX_PROFILE_ERROR = 0.1
+"""Relative distance from a requested profile at which snapshots still give it; that of a width
+that is an eighth off."""
+
+
+# In checkpoints
 
 
 def find_averages(checkpoint: Mapping[str, Any], path: str | Path) -> list[dict[str, Any]]:
-    """The states of EMA callbacks that hold averages in the checkpoint of the file `path`."""
-    return [state for _, state in _averages_in(checkpoint, path)]
+    """States of the EMA callbacks that have averages in a checkpoint.
+
+    Args:
+        checkpoint: content of the file.
+        path: of the file, for messages.
+
+    Raises:
+        ValueError: if a state is damaged.
+    """
+    return [state for _, state in _prefixes_and_states(checkpoint, path)]
 
 
-def _averages_in(
+def average_names(checkpoint: Mapping[str, Any], path: str | Path) -> list[str]:
+    """Names of the averages in the checkpoint of the file `path`, such as "ema_0.999"."""
+    states = _prefixes_and_states(checkpoint, path)
+    return [f"{prefix}_{decay:g}" for prefix, state in states for decay in state["decays"]]
+
+
+def select_averages(
+    checkpoint: Mapping[str, Any], weights: str, path: str | Path
+) -> tuple[str, dict[str, Tensor]]:
+    """Select averages of a checkpoint by name.
+
+    Args:
+        checkpoint: content of the file.
+        weights: "raw", "ema" for the first average, or the name of one.
+        path: of the file, for messages.
+
+    Returns:
+        The full name of the weights, and the averages by name of the parameter; none for "raw".
+
+    Raises:
+        ValueError: if there are no such averages; names those that there are.
+    """
+    if weights == "raw":
+        return "raw", {}
+    averages: dict[str, Tensor] = {}
+    selected, available = [], ["raw"]
+    for prefix, state in _prefixes_and_states(checkpoint, path):
+        names = [f"{prefix}_{decay:g}" for decay in state["decays"]]
+        available += names
+        name = names[0] if weights == "ema" else weights
+        if name in names:
+            averages.update(state["shadows"][names.index(name)])
+            selected.append(name)
+    if not selected:
+        raise ValueError(f"{path} has no weights {weights!r}; it has {', '.join(available)}.")
+    return "+".join(dict.fromkeys(selected)), averages
+
+
+def read_power_averages(
+    checkpoint: Mapping[str, Any], path: str | Path
+) -> tuple[int, dict[float, dict[str, Tensor]], dict[int, str]]:
+    """Averages of PowerEMA in the checkpoint of the file `path`.
+
+    Returns:
+        Number of updates, averages by width and name of the parameter, and SHA-256 of the snapshots
+        by number of updates; 0, {} and {} without PowerEMA.
+    """
+    states = [s for prefix, s in _prefixes_and_states(checkpoint, path) if prefix == "power"]
+    averages: dict[float, dict[str, Tensor]] = {}
+    for state in states:
+        for width, shadow in zip(state["decays"], state["shadows"], strict=True):
+            averages.setdefault(width, {}).update(shadow)
+    step = max((n for state in states for n in state["steps"].values()), default=0)
+    hashes = {n: sha for state in states for n, sha in state.get("snapshots", {}).items()}
+    return step, averages, hashes
+
+
+def _prefixes_and_states(
     checkpoint: Mapping[str, Any], path: str | Path
 ) -> list[tuple[str, dict[str, Any]]]:
-    """What the names of averages begin with, and the averages."""
-    found = []
+    pairs = []
     for key, state in checkpoint.get("callbacks", {}).items():
-        kind = _KINDS.get(key.partition("{")[0])
-        if kind is not None:
+        prefix = _PREFIXES.get(key.partition("{")[0])
+        if prefix is not None:
             try:
                 check_averages(state)
             except ValueError as error:
                 raise ValueError(
                     f"{path} is damaged: the state of {key} in it holds no averages, as {error}."
                 ) from None
-            found.append((kind, state))
-    return [(kind, state) for kind, state in found if state]
+            pairs.append((prefix, state))
+    return [(prefix, state) for prefix, state in pairs if state]
 
 
-def average_names(checkpoint: Mapping[str, Any], path: str | Path) -> list[str]:
-    """Names of the averages in a checkpoint."""
-    found = _averages_in(checkpoint, path)
-    return [f"{kind}_{decay:g}" for kind, state in found for decay in state["decays"]]
+# In snapshots
 
 
-def read_power_averages(
-    checkpoint: Mapping[str, Any], path: str | Path
-) -> tuple[int, dict[float, dict[str, Tensor]], dict[int, str]]:
-    """How often the averages of PowerEMA were updated, these by width, and the known snapshots.
+def write_snapshot(folder: Path, step: int, averages: Averages) -> str:
+    """Write averages after `step` updates, atomically; returns the SHA-256 of the file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        f"{width:g}/{name}": value.detach().cpu().contiguous()
+        for width, parameters in averages.items()
+        for name, value in parameters.items()
+    }
+    content = save(tensors)
+    with atomic_write(folder / f"step-{step:09d}.safetensors") as file:
+        file.write(content)
+    return sha256(content).hexdigest()
 
-    0, {} and {} without.
+
+def list_snapshots(folder: Path) -> dict[int, Path]:
+    """Files by their number of updates, in ascending order."""
+    return {int(f.stem[5:]): f for f in sorted(folder.glob("step-" + 9 * "[0-9]" + ".safetensors"))}
+
+
+def delete_snapshots_after(folder: Path, step: int) -> int:
+    """Delete snapshots of more than `step` updates; returns their number."""
+    later = [file for number, file in list_snapshots(folder).items() if number > step]
+    for file in later:
+        file.unlink()
+    return len(later)
+
+
+def reconstruct_average(
+    folder: Path, width: float, step: int, last: Averages, hashes: Mapping[int, str]
+) -> dict[str, Tensor]:
+    """The average of a relative width after `step` updates, by name of the parameter.
+
+    It is a linear combination of the averages of other widths at that step and in earlier
+    snapshots.
+
+    Args:
+        folder: of the snapshots.
+        width: relative width of the average.
+        step: number of updates.
+        last: averages of other widths at that step.
+        hashes: SHA-256 of the run's snapshots, by number of updates.
+
+    Raises:
+        ValueError: for a width that no profile has or that cannot be reconstructed, a snapshot that
+            is damaged or of another run, or snapshots of different weights.
     """
-    states = [state for kind, state in _averages_in(checkpoint, path) if kind == "power"]
-    averages: dict[float, dict[str, Tensor]] = {}
-    for state in states:
-        for width, shadow in zip(state["decays"], state["shadows"], strict=True):
-            averages.setdefault(width, {}).update(shadow)
-    steps = max((n for state in states for n in state["steps"].values()), default=0)
-    taken = {step: sha for state in states for step, sha in state.get("snapshots", {}).items()}
-    return steps, averages, taken
+    files = {number: file for number, file in list_snapshots(folder).items() if number < step}
+    for number, file in files.items():
+        if hashes.get(number) != sha256(file.read_bytes()).hexdigest():
+            raise ValueError(
+                f"{file} is not the snapshot that the run of the checkpoint took at step {number}: "
+                "it is damaged, or another run's. Delete it, or bring the right one back."
+            )
+    sources = [(number, tracked) for number, file in files.items() for tracked in _widths(file)]
+    sources += [(step, tracked) for tracked in last]
+    steps, widths = zip(*sources, strict=True)
+    factors, distance = coefficients(steps, list(map(exponent, widths)), step, exponent(width))
+    if distance > MAX_PROFILE_ERROR:
+        raise ValueError(
+            f"the width {width:g} at step {step} cannot be told from {len(files)} snapshots in "
+            f"{folder}: the nearest profile is {distance:.0%} off, above {MAX_PROFILE_ERROR:.0%}. "
+            f"Take one nearer to those tracked ({', '.join(map('{:g}'.format, last))}), or train "
+            "with PowerEMA(snapshot_every_n_steps=...) of more snapshots."
+        )
+    like = next(iter(last.values()))
+    # In float64: factors may be large, and of both signs.
+    total = {
+        name: torch.zeros(value.shape, dtype=torch.promote_types(value.dtype, torch.float64))
+        for name, value in like.items()
+    }
+    for (number, tracked), factor in zip(sources, factors.tolist(), strict=True):
+        average = last[tracked] if number == step else _read_average(files[number], tracked)
+        if _shapes(average) != _shapes(total):
+            raise ValueError(
+                f"{files.get(number, 'the checkpoint')} holds averages of width {tracked:g} of "
+                f"other weights than the checkpoint of width {next(iter(last)):g}; delete the "
+                "snapshots of before the change."
+            )
+        for name, value in average.items():
+            total[name] += factor * value.to(total[name])
+    return {name: value.to(like[name].dtype) for name, value in total.items()}
 
 
-def select_averages(
-    checkpoint: Mapping[str, Any], weights: str, path: str | Path
-) -> tuple[str, dict[str, Tensor]]:
-    """The unambiguous name of the weights "raw", "ema" or "ema_<decay>", and the averages in them.
+def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in tensors.items()}
 
-    `path` is of the file, for messages.
-    """
-    if weights == "raw":
-        return "raw", {}
-    averages, chosen, known = {}, [], ["raw"]
-    for kind, state in _averages_in(checkpoint, path):
-        names = [f"{kind}_{decay:g}" for decay in state["decays"]]
-        known += names
-        name = names[0] if weights == "ema" else weights
-        if name in names:
-            averages.update(state["shadows"][names.index(name)])
-            chosen.append(name)
-    if not chosen:
-        raise ValueError(f"{path} has no weights {weights!r}; it has {', '.join(known)}.")
-    return "+".join(dict.fromkeys(chosen)), averages
+
+def _widths(path: Path) -> list[float]:
+    with safe_open(path, "pt") as file:
+        return sorted({float(key.partition("/")[0]) for key in file.keys()})  # noqa: SIM118
+
+
+def _read_average(path: Path, width: float) -> dict[str, Tensor]:
+    with safe_open(path, "pt") as file:
+        keys = [key for key in file.keys() if float(key.partition("/")[0]) == width]  # noqa: SIM118
+        return {key.partition("/")[2]: file.get_tensor(key) for key in keys}

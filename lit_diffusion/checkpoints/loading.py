@@ -14,8 +14,10 @@ from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
 from lit_diffusion.checkpoints.averages import (
+    SNAPSHOT_FOLDER,
     average_names,
     read_power_averages,
+    reconstruct_average,
     select_averages,
 )
 from lit_diffusion.checkpoints.reading import (
@@ -27,7 +29,6 @@ from lit_diffusion.checkpoints.reading import (
     read_checkpoint,
     strip_compile_prefix,
 )
-from lit_diffusion.checkpoints.snapshots import SNAPSHOT_FOLDER, reconstruct_average
 from lit_diffusion.config.messages import explain_parse_error
 from lit_diffusion.config.trust import allow_class_paths
 

@@ -98,7 +98,7 @@ class InParts(Pictures):
 
 def test_a_condition_may_have_parts():
     module, data = Recorder(), InParts(batch_size=4, num_predict=7)
-    trainer().fit(module, data)
+    trainer(max_epochs=1).fit(module, data)
     for _, condition, index in module.seen["train"] + module.seen["val"]:
         expected = data.condition_of(index)
         assert isinstance(condition, tuple)

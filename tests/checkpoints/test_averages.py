@@ -3,7 +3,7 @@ import torch
 from safetensors import safe_open
 from support.plain_module import assert_same_bits
 
-from lit_diffusion.checkpoints.snapshots import (
+from lit_diffusion.checkpoints.averages import (
     delete_snapshots_after,
     list_snapshots,
     reconstruct_average,
