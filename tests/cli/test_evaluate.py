@@ -12,8 +12,8 @@ from support.fidelity import fidelity_arguments
 from support.small_digits import write_digits, write_small_digits
 from torch_fidelity import calculate_metrics
 
+from lit_diffusion.checkpoints.averages import write_snapshot
 from lit_diffusion.checkpoints.saving import write_checkpoint
-from lit_diffusion.checkpoints.snapshots import write_snapshot
 from lit_diffusion.cli import evaluate, solver_comparison
 from lit_diffusion.cli.loggers import read_evaluations
 from lit_diffusion.lab.compare.run_folders import read_run
