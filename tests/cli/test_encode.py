@@ -151,6 +151,7 @@ def test_a_picture_that_cannot_be_read_is_named(capsys):
     assert "3.png" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_latents_are_edited_by_pictures_and_a_mask_in_pixels(capsys):
     mask = np.zeros((32, 32), dtype=np.uint8)

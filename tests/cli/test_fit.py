@@ -166,6 +166,7 @@ def whole(tmp_path_factory) -> Path:
     return root
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("died_at", [3, 4, 5, 8])
 def test_a_resumed_run_ends_as_an_uninterrupted_one(whole, died_at):
     """In an epoch and at the end of one: weights, averages, counters and curves."""

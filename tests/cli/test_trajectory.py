@@ -89,6 +89,7 @@ def test_strip_and_gif_end_in_the_images_which_are_as_without_them(module):
     assert np.abs(begin[-336:-176:20, -168:-8:20] - noise).max() <= 8
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("options", ["--strength 0.5", "--mask mask.png"])
 def test_edited_and_inpainted_images_have_a_trajectory_too(module, options):
     Image.new("L", (8, 8)).save("mask.png")
