@@ -1,8 +1,9 @@
 """What a callback can read of a running fit, beyond Lightning's public API.
 
 Where the fit stands, which strategy holds the weights, whether tensors are finite or split over
-ranks, and how noise levels are set on a module. The other files in this folder that are listed in
-docs/callbacks.md as portable need this file and nothing else besides torch and Lightning.
+ranks, and how noise levels are set on a module. ema.py, momentum_decay.py, curriculum.py,
+loss_resampler.py, step_seed.py and finite_updates.py need this file and nothing else besides torch
+and Lightning: copy one of them with this one into a package of your own.
 
 The library uses private names of Lightning here and nowhere else; a test asserts that each exists
 with the expected signature, and setup.cfg caps lightning below the next minor version.
