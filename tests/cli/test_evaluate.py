@@ -19,6 +19,7 @@ from lit_diffusion.cli.loggers import read_evaluations
 from lit_diffusion.lab.compare.run_folders import read_run
 from lit_diffusion.lab.compare.run_tables import fids_by_width
 from lit_diffusion.metrics.extractors import EmbeddedCNN
+from lit_diffusion.metrics.small_classifier import SmallClassifier
 
 RUN = "evaluate --checkpoint run --extractor digits-cnn"
 
@@ -61,6 +62,21 @@ def test_scores_are_torch_fidelitys_on_the_same_pngs(run, capsys):
         "inception_score": "inception_score_mean",
     }.items():
         assert record[name] == pytest.approx(expected[theirs], rel=1e-3, abs=1e-6)
+
+
+def test_each_image_passes_the_extractor_once(run, monkeypatch, capsys):
+    write_digits("real", "val", 40)
+    passed, forward = [], SmallClassifier.forward
+
+    def count(network, images):
+        passed.append(len(images))
+        return forward(network, images)
+
+    monkeypatch.setattr(SmallClassifier, "forward", count)
+    for extra in (40, 0):  # the first floor draws real images, the second is in the cache
+        passed.clear()
+        assert call(f"{RUN} --reference real --num 20 --steps 2") == 0
+        assert sum(passed) == 40 + 20 + extra
 
 
 def test_the_floor_has_the_labels_of_the_samples_and_the_table_other_metrics(run, capsys):
