@@ -335,7 +335,7 @@ def test_best_fid_holds_raw_weights_of_a_provider_that_only_swaps(tmp_path):
         def on_validation_end(self, trainer, module):
             self.level.data.fill_(self.raw)
 
-    module, _ = fit(tmp_path, Swaps(), fid(tmp_path, weights="minus one"))
+    module, _ = fit(tmp_path, fid(tmp_path, weights="minus one"), Swaps())
     assert set(module.levels) == {-1}
     assert best(tmp_path)["state_dict"]["level"] == 8
 

@@ -73,10 +73,23 @@ def save(folder, *callbacks, batches=5, **options):
     ],
 )
 def test_a_run_saves_after_the_step_in_which_the_signal_comes(tmp_path, hook, number):
-    """In batch 4, which validation follows."""
-    ended = save(tmp_path, Sends(hook, 4, number), val_check_interval=2)
+    """In batch 4, and after the validation that follows it."""
+
+    class Order(Callback):
+        def __init__(self):
+            self.events = []
+
+        def on_validation_end(self, trainer, *args):
+            self.events.append(("validated", trainer.global_step))
+
+        def on_save_checkpoint(self, trainer, *args):
+            self.events.append(("saved", trainer.global_step))
+
+    order = Order()
+    ended = save(tmp_path, Sends(hook, 4, number), order, val_check_interval=2)
     assert (ended.code, ended.signal, ended.step) == (75, number, 4)
     assert saved_at(tmp_path) == 4
+    assert order.events.index(("validated", 4)) < order.events.index(("saved", 4))
 
 
 @pytest.mark.parametrize(("batches", "step"), [(5, 6), (1, 2)])
