@@ -18,7 +18,7 @@ from support.stated_settings import ARMS, EXPERIMENTS, flat
 
 from lit_diffusion.cli.main import main
 from lit_diffusion.data.cifar10 import CIFAR10
-from lit_diffusion.lab.compare.sweep import parser, plan_sweep
+from lit_diffusion.lab.compare.sweep import plan_sweep
 from lit_diffusion.metrics.extractors import InceptionV3Compat
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.jit import JiT
@@ -443,7 +443,7 @@ def test_arms_can_be_swept(monkeypatch, tmp_path):
     arms = [str(CONFIGS / "arms" / f"{kind}.yaml") for kind in kinds]
     crossed = "+".join(arms[-2:])
     config = str(CONFIGS / "digits-ablation.yaml")
-    runs = plan_sweep(parser().parse_args([config, "--seeds", "0,1", "--arms", *arms, crossed]), [])
+    runs = plan_sweep(config, [*arms, crossed], [0, 1], Path("out"))
     assert [run.max_steps for run in runs] == [1500] * 2 * (1 + len(arms) + 1)
 
 

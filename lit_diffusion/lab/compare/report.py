@@ -157,7 +157,6 @@ def build_report(
             "At each arm's own best width of the average": widths,
             "How steady training was": run_tables.training_table(r for r in runs if not r.fault),
             "What each arm changes": run_tables.settings_table(selection),
-            "Runs": run_tables.runs_table(selection, comparison),
         },
         samples=run_tables.sample_pictures(selection, comparison.arms),
     )

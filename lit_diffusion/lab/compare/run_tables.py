@@ -7,7 +7,6 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from lit_diffusion.lab.compare.comparison import Comparison
 from lit_diffusion.lab.compare.curves import Arm, Stability, loss_stability
 from lit_diffusion.lab.compare.plots import SamplePicture
 from lit_diffusion.lab.compare.run_folders import (
@@ -120,29 +119,6 @@ def settings_table(selection: Selection) -> Table | None:
     heads = ("arm", "setting", selection.baseline, "this arm")
     caption = "Settings in which an arm differs from the baseline, but for seeds and paths."
     return Table(caption, heads, tuple(rows), text_columns=heads[1:]) if rows else None
-
-
-def runs_table(selection: Selection, comparison: Comparison) -> Table:
-    """One row per run."""
-    rows = [
-        (
-            arm.name,
-            curve.seed,
-            f"{curve.steps[-1]:,.0f}",
-            str(curve.crossing(comparison.target)),
-            format_fid(curve.fids[-1]),
-            format_fid(curve.best),
-            f"{float(loss):.4g}" if (loss := run.last_logged.get("val/loss")) else "-",
-            str(run.path),
-        )
-        for arm in comparison.arms
-        for run, curve in zip(selection.arms[arm.name], arm.curves, strict=True)
-    ]
-    fids = (f"last {comparison.metric}", f"lowest {comparison.metric}")
-    heads = ("arm", "seed", "steps", "to target", *fids, "val/loss", "folder")
-    caption = """Every run that takes part. The loss is the last of metrics.csv; it does not compare
-        between arms with other losses or weightings."""
-    return Table(caption, heads, tuple(rows), text_columns=("folder",))
 
 
 def training_table(runs: Iterable[Run]) -> Table | None:

@@ -4,7 +4,6 @@ All runs are planned and checked before the first is started. Each is then start
 alone, some at a time, to its end; the same command goes on where it was stopped.
 """
 
-import argparse
 import io
 import itertools
 import os
@@ -14,7 +13,7 @@ import shutil
 import sys
 import time
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -32,7 +31,6 @@ from lit_diffusion.cli.run_folder import (
     occupied,
     read_config,
 )
-from lit_diffusion.config.yaml_file import read_yaml
 from lit_diffusion.lab.compare.command import run as compare
 from lit_diffusion.lab.compare.processes import Job, claim_log, run_jobs
 from lit_diffusion.signals import EXIT_SAVED, InterruptedBySignal, print_error, redeliver_signal
@@ -99,35 +97,45 @@ def run(argv: Sequence[str]) -> None:
             are not finished, or cannot be compared.
     """
     args, options = parser().parse_known_args(argv[1:])
-    runs, out = plan_sweep(args, options), _out_folder(args)
+    if args.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {args.jobs}.")
+    out = Path(os.path.expanduser(args.out or f"runs/{Path(args.config).stem}-sweep"))
+    runs = plan_sweep(args.config, args.arms, args.seeds, out, options)
     if args.print:
         print("\n".join(shlex.join([*run.command, RESUME]) for run in runs))
         return
-    if len({run.arm for run in runs}) > 1:
+    has_arms = len({run.arm for run in runs}) > 1
+    if has_arms:
         require_lab()  # before hours of training, not after them
-    sweep = Sweep(runs, args.jobs)
-    resume = f"The same command goes on:\n  {shlex.join(['lit-diffusion', *argv])}"
+    sweep, interrupt = Sweep(runs, args.jobs), None
     try:
         sweep.run()
-    except KeyboardInterrupt as end:
-        print_status(f"stopped with {sweep.tally()}. {resume}")
-        if sweep.saved and isinstance(end, InterruptedBySignal):
-            raise SystemExit(EXIT_SAVED) from end
-        raise
-    if sweep.saved:
-        print_status(f"stopped with {sweep.tally()}. {resume}")
-        raise SystemExit(EXIT_SAVED)
+    except KeyboardInterrupt as error:
+        interrupt = error
+    if interrupt or sweep.saved:
+        print_status(
+            f"stopped with {sweep.tally()}. The same command goes on:\n"
+            f"  {shlex.join(['lit-diffusion', *argv])}"
+        )
+        if interrupt and not (sweep.saved and isinstance(interrupt, InterruptedBySignal)):
+            raise interrupt
+        raise SystemExit(EXIT_SAVED) from interrupt
     redeliver_signal()
     if sweep.unfinished:
         print_status(f"{sweep.tally()}; not {', '.join(sweep.unfinished)}")
-    if len({run.arm for run in runs}) > 1:
-        try:
-            compare(["compare", str(out), "--out", str(out / "report")])
-        except ValueError as error:
-            print_status(f"no report: {error}")
-            raise SystemExit(1) from error
-    if sweep.unfinished:
+    is_compared = not has_arms or _write_report(out)
+    if sweep.unfinished or not is_compared:
         raise SystemExit(1)
+
+
+def _write_report(out: Path) -> bool:
+    """Compare the arms of a sweep's folder; whether that was possible."""
+    try:
+        compare(["compare", str(out), "--out", str(out / "report")])
+    except ValueError as error:
+        print_status(f"no report: {error}")
+        return False
+    return True
 
 
 def print_status(text: str) -> None:
@@ -175,51 +183,44 @@ class PlannedRun:
         return last if last >= self.max_steps else None
 
 
-def plan_sweep(args: argparse.Namespace, options: Sequence[str]) -> list[PlannedRun]:
-    """All runs of a command line, each checked before the first is started.
+def plan_sweep(
+    config: str, arms: Sequence[str], seeds: Sequence[int], out: Path, options: Sequence[str] = ()
+) -> list[PlannedRun]:
+    """All runs of a sweep, each checked before the first is started.
 
     Those of the first seed come first.
 
     Args:
-        args: the command's options.
+        config: file of the experiment.
+        arms: files that are added to it, or several joined by +.
+        seeds: of training.
+        out: folder of the sweep.
         options: further ones, which go to every fit.
 
     Raises:
         ValueError: for options or configs that do not fit, or a folder that holds another run.
     """
-    if args.jobs < 1:
-        raise ValueError(f"--jobs must be at least 1, got {args.jobs}.")
-    in_range = all(0 <= seed < 2**32 for seed in args.seeds)  # as of seed_everything
-    if not in_range or len(set(args.seeds)) < len(args.seeds):
-        raise ValueError(
-            f"--seeds must be different numbers from 0 to {2**32 - 1}, got {args.seeds}."
-        )
-    configs = arm_configs(args.config, args.arms)
+    if not all(0 <= seed < 2**32 for seed in seeds) or len(set(seeds)) < len(seeds):
+        raise ValueError(f"--seeds must be different numbers from 0 to {2**32 - 1}, got {seeds}.")
+    configs = arm_configs(config, arms)
     settings = {arm: _fit_settings(arm, files, options) for arm, files in configs.items()}
-    for arm, files in configs.items():
-        for sentence in replaced_settings(files[1:]):
-            print_status(f"arm {arm}: {sentence}")
-    arms = []
+    names = []
     for arm in configs:
         # A copy shows nothing, and its test would take from the power of the others.
         original = next(each for each in configs if settings[each] == settings[arm])
         if original == arm:
-            arms.append(arm)
+            names.append(arm)
         else:
             print_status(f"arm {arm} is left out: its settings are those of {original}")
     runs = []
-    for seed, arm in itertools.product(args.seeds, arms):
-        folder = _out_folder(args) / arm / f"seed-{seed}"
+    for seed, arm in itertools.product(seeds, names):
+        folder = out / arm / f"seed-{seed}"
         _refuse_other_run(folder, settings[arm] | {"seed_everything": seed})
         files = [f"--config={file}" for file in configs[arm]]
         of_run = (f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}")
         max_steps = settings[arm]["trainer"]["max_steps"]
         runs.append(PlannedRun(arm, seed, folder, (*files, *options, *of_run), max_steps))
     return runs
-
-
-def _out_folder(args: argparse.Namespace) -> Path:
-    return Path(os.path.expanduser(args.out or f"runs/{Path(args.config).stem}-sweep"))
 
 
 def arm_configs(config: str, arms: Sequence[str]) -> dict[str, list[str]]:
@@ -250,26 +251,6 @@ def arm_configs(config: str, arms: Sequence[str]) -> dict[str, list[str]]:
                 "once."
             )
     return configs
-
-
-def replaced_settings(files: Sequence[str]) -> Iterator[str]:
-    """A sentence for each setting of one file that a later one replaces."""
-    for first, second in itertools.combinations(files, 2):
-        for setting in _replaced(read_yaml(first) or {}, read_yaml(second) or {}):
-            yield f"{Path(second).name} replaces what {Path(first).name} sets: {setting}"
-
-
-def _replaced(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    for key, value in old.items():
-        name = key.removesuffix("+")  # of a list that is added to, not replaced
-        if name not in new or new[name] == value:
-            continue
-        both = isinstance(value, Mapping) and isinstance(new[name], Mapping)
-        kind = value.get("class_path") if both else None
-        if both and new[name].get("class_path", kind) == kind:
-            yield from _replaced(value, new[name], f"{prefix}{name}.")
-        elif both or not isinstance(new[name], Mapping):
-            yield prefix + name
 
 
 def _fit_settings(arm: str, files: Sequence[str], options: Sequence[str]) -> dict[str, Any]:

@@ -9,8 +9,6 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from PIL import Image
-from support.browser import CHROMIUM, look, screenshot
 from support.commands import call
 from support.experiments import STEPS, fids, write_arm, write_run
 from support.golden import FOLDER
@@ -85,12 +83,6 @@ def test_runs_that_take_no_part_are_named_on_the_page_and_in_no_number(report):
     assert "num_fake 100, not 360" in text
     assert rows("report/speedups.csv")["fast"]["seeds"] == "5"
     assert "few" not in rows("report/speedups.csv")
-
-
-def test_comparing_again_makes_the_same_report_in_its_place(sweep, report):
-    first = Path("report/report.html").read_bytes()
-    assert call("compare sweep") == 0
-    assert Path("report/report.html").read_bytes() == first
 
 
 @pytest.mark.parametrize(
@@ -211,21 +203,6 @@ def test_a_run_with_a_broken_line_is_left_out_by_name(capsys, file, line):
     assert rows("report/speedups.csv")["fast"]["seeds"] == "2"
 
 
-def test_runs_of_which_none_can_be_read_are_refused(capsys):
-    write_arm(Path("sweep/baseline"), 1.0, range(2))
-    for path in Path("sweep").rglob("evaluations.jsonl"):
-        path.write_text("[1\n")
-    assert call("compare sweep") == 2
-    message = capsys.readouterr().err
-    assert "none of these runs can be read. The first: sweep/baseline/seed-0/evaluations" in message
-
-
-def test_a_target_that_all_have_at_once_tells_nothing(sweep, capsys):
-    assert call("compare sweep --target 1000") == 0
-    assert capsys.readouterr().out.startswith("No arm is shown to win")
-    assert "| 5 of 5 | <= 100 |" in Path("report/report.md").read_text()
-
-
 @pytest.mark.parametrize(
     ("command", "message"),
     [
@@ -250,13 +227,6 @@ def test_a_mistake_is_told_in_one_message_and_leaves_nothing(sweep, capsys, comm
     assert not Path("report").exists()
 
 
-def test_help_tells_what_it_compares(capsys):
-    assert call("compare --help") == 0
-    message = capsys.readouterr().out
-    for words in ("lit-diffusion compare runs/digits-sweep", "five seeds", "--target FID", "CSV"):
-        assert words in message
-
-
 @pytest.mark.parametrize("code", ["command.parser()", "command"])
 def test_help_imports_nothing_heavy(code):
     program = (
@@ -267,43 +237,3 @@ def test_help_imports_nothing_heavy(code):
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert printed.stdout.strip() == "set()"
-
-
-# With a person's eyes
-
-
-@pytest.fixture
-def page(report):
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed")
-    return Path("report/report.html")
-
-
-@pytest.mark.system
-def test_the_first_screen_has_the_sentence_in_big_type_and_the_whole_forest_plot(page):
-    screen = look(page)
-    assert screen["title"].startswith("fast wins: 2.")
-    assert screen["titleBox"][0] >= 0
-    assert screen["figureBox"][0] > screen["titleBox"][1]
-    assert screen["figureBox"][1] < screen["fold"]
-    assert screen["figureBox"][2] > 800
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("width", [1280, 500])
-def test_every_picture_is_shown_nothing_is_cut_off_and_nothing_is_fetched(page, width):
-    screen = look(page, width)
-    assert len(screen["pictures"]) == 3  # speed-ups, curves, samples
-    assert all(complete and natural > 0 and alt for complete, natural, alt in screen["pictures"])
-    assert screen["width"] <= screen["window"]
-    assert screen["loaded"] == []
-
-
-@pytest.mark.system
-def test_a_screenshot_is_mostly_white_and_shows_each_colour_of_a_verdict(page, tmp_path):
-    screenshot(page, tmp_path / "shot.png")
-    with Image.open(tmp_path / "shot.png") as image:
-        colors = {color: count for count, color in image.convert("RGB").getcolors(2**24)}
-    assert colors[255, 255, 255] > 0.5 * 1280 * 900
-    for verdict in ((0x00, 0x73, 0x4C), (0xB3, 0x40, 0x0B), (0x5C, 0x67, 0x73)):
-        assert colors.get(verdict, 0) > 50

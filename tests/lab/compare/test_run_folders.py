@@ -66,12 +66,6 @@ def test_runs_are_found_below_what_is_given_each_once(folder):
     ]
 
 
-def test_a_config_beside_run_folders_makes_no_run_of_the_folder_around_them(folder):
-    write_run(folder / "sweep/a/seed-0", [3.0], steps=(100,))
-    Path("sweep/config.yaml").write_text("{}")
-    assert [str(run.path) for run in collect_runs(["sweep"])] == ["sweep/a/seed-0"]
-
-
 def test_a_run_that_wrote_its_config_only_is_found():
     Path("a").mkdir()
     Path("a/config.yaml").write_text("{}")
@@ -173,12 +167,6 @@ def test_a_broken_file_is_the_fault_of_its_run(file, text, fault):
     Path("a").mkdir()
     (Path("a") / file).write_text(text)
     assert fault in read_run(Path("a")).fault
-
-
-def test_a_config_of_something_else_has_no_length():
-    Path("a").mkdir()
-    Path("a/config.yaml").write_text("trainer: 3\n")
-    assert read_run(Path("a")).max_steps is None
 
 
 def test_fields_of_the_protocol_are_fields_of_the_record():

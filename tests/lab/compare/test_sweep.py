@@ -26,12 +26,9 @@ from lit_diffusion.lab.compare.sweep import (
     LOG,
     Sweep,
     arm_configs,
-    parser,
     plan_sweep,
-    replaced_settings,
 )
 
-SHIPPED_ARMS = Path(__file__).parents[3] / "configs" / "arms"
 MIN_SNR = "lit_diffusion.losses.MinSNR"
 
 
@@ -58,16 +55,6 @@ def test_configs_joined_by_a_plus_are_one_arm(capsys):
     assert saved["seed_everything"] == 3
     assert saved["model"]["init_args"]["optimizer"]["init_args"]["lr"] == 0.01
     assert len(saved["trainer"]["callbacks"]) == 1
-
-
-def test_a_setting_that_a_joined_config_takes_back_is_told(capsys):
-    write_config(
-        {"model": {"init_args": {"optimizer": {"init_args": {"lr": 0.1}}}}}, Path("f.yaml")
-    )
-    assert call(f"sweep tiny.yaml --arms slow.yaml+f.yaml --seeds 0 --print {TRUST}") == 0
-    setting = "model.init_args.optimizer.init_args.lr"
-    expected = f"arm slow+f: f.yaml replaces what slow.yaml sets: {setting}"
-    assert expected in capsys.readouterr().err
 
 
 def test_an_arm_that_changes_nothing_is_left_out_and_told(capsys):
@@ -192,15 +179,6 @@ def test_an_empty_config_in_a_run_folder_is_named(one_run, capsys):
 # Arms
 
 
-def replaced(*settings):
-    """What is err of files with these settings, a.yaml, b.yaml, ..., joined."""
-    files = []
-    for name, setting in zip("abc", settings, strict=False):
-        Path(f"{name}.yaml").write_text(yaml.safe_dump(setting))
-        files.append(f"{name}.yaml")
-    return list(replaced_settings(files))
-
-
 def test_two_arms_of_one_name_are_refused():
     with pytest.raises(ValueError, match=r"two arms are named md; rename other/md\.yaml"):
         arm_configs("tiny.yaml", ["md.yaml", "other/md.yaml"])
@@ -212,57 +190,17 @@ def test_a_file_that_an_arm_has_twice_is_refused(arm):
         arm_configs("tiny.yaml", [arm])
 
 
-def test_a_setting_that_a_later_file_replaces_is_replaced():
-    expected = "b.yaml replaces what a.yaml sets: model.lr"
-    assert replaced({"model": {"lr": 1.0, "steps": 3}}, {"model": {"lr": 2.0}}) == [expected]
-
-
-def test_equal_and_other_settings_are_not_replaced():
-    assert replaced({"model": {"lr": 1.0}}, {"model": {"lr": 1.0}}, {"model": {"steps": 3}}) == []
-
-
-def test_a_value_in_place_of_a_section_replaces_it_and_a_section_adds_to_a_value():
-    section = {"loss": {"init_args": {"gamma": 5}}}
-    assert replaced(section, {"loss": "Simple"}) == ["b.yaml replaces what a.yaml sets: loss"]
-    assert replaced({"loss": "Simple"}, section) == []
-
-
-def test_a_list_that_is_added_to_is_kept_and_one_that_is_set_is_lost():
-    added = {"trainer": {"callbacks+": ["A"]}}
-    assert replaced(added, {"trainer": {"callbacks+": ["B"]}}) == []
-    expected = ["b.yaml replaces what a.yaml sets: trainer.callbacks"]
-    assert replaced(added, {"trainer": {"callbacks": ["B"]}}) == expected
-
-
-def test_every_pair_of_files_is_looked_at():
-    sentences = replaced({"lr": 1}, {"steps": 2}, {"lr": 3, "steps": 4})
-    assert [sentence.split()[3] for sentence in sentences] == ["a.yaml", "b.yaml"]
-
-
-def test_an_empty_file_replaces_nothing():
-    assert replaced({"lr": 1}, None) == []
-
-
-def test_of_the_shipped_arms_two_weightings_replace_each_other_and_the_papers_methods_do_not():
-    def files(*names):
-        return [str(SHIPPED_ARMS / name) for name in names]
-
-    assert len(list(replaced_settings(files("p2.yaml", "min-snr.yaml")))) == 1
-    assert list(replaced_settings(files("mdlrc.yaml", "digits/clts.yaml"))) == []
-
-
 # Runs that are finished or broken, or that another process has
 
 
-def small_sweep(options: str) -> Sweep:
-    args = parser().parse_args(shlex.split(f"tiny.yaml --out out {options}"))
-    return Sweep(plan_sweep(args, TRUST.split()), 1)
+def small_sweep(*arms: str) -> Sweep:
+    return Sweep(plan_sweep("tiny.yaml", arms, [0], Path("out"), TRUST.split()), 1)
 
 
 def test_a_checkpoint_that_a_run_leaves_damaged_stops_no_other_run(one_run, capsys):
     for name in ("baseline", "slow"):
         shutil.rmtree(f"out/{name}")
-    over = small_sweep("--seeds 0")
+    over = small_sweep()
     file = Path("out/baseline/seed-0/checkpoints/last.ckpt")
     file.parent.mkdir(parents=True)
     file.write_bytes(b"PK")
@@ -278,7 +216,7 @@ def test_the_folder_of_a_fit_that_no_sweep_started_is_left_alone_until_it_ends(o
     (run / "metrics.csv").unlink()
     with occupied(run):
         before, claimed = sorted(run.iterdir()), (run / ".lock").stat().st_ino
-        jobs = small_sweep("--seeds 0")._jobs()
+        jobs = small_sweep()._jobs()
         assert [next(jobs) for _ in range(3)] == [None] * 3
         assert sorted({*before, run / LOG}) == sorted(run.iterdir())
     assert capsys.readouterr().err.count("baseline/seed-0 is being run by another process") == 1
@@ -292,7 +230,7 @@ def test_runs_of_others_come_last_and_count_as_finished_when_those_finish_them(o
     saved = Path("out/baseline/seed-0/checkpoints")
     saved.rename("elsewhere")
     shutil.rmtree("out/slow")
-    over = small_sweep("--arms slow.yaml --seeds 0")
+    over = small_sweep("slow.yaml")
     jobs = over._jobs()
     with occupied(saved.parent):
         assert next(jobs).name == "slow/seed-0"
