@@ -65,6 +65,7 @@ def test_every_interval_is_inside_the_axis_and_one_too(comparison):
     assert low < 1 < high
     for result in comparison.results:
         assert low < result.speedup.low < result.speedup.high < high
+    assert not {"<", ">"} & {line.get_marker() for line in axes.lines}
 
 
 @pytest.mark.parametrize("ratios", [(0.3,), (0.9, 1.4), (1.05,), (0.8, 3.0)])
