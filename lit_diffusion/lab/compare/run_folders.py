@@ -285,9 +285,9 @@ def flatten_config(config: Any, name: str = "") -> dict[str, Any]:
         counts, items = Counter[str](), config
         config = {}
         for k, item in enumerate(items):
-            kind = _class_name(item) or str(k)
-            counts[kind] += 1
-            config[kind if counts[kind] == 1 else f"{kind}#{counts[kind]}"] = item
+            key = _class_name(item) or str(k)
+            counts[key] += 1
+            config[key if counts[key] == 1 else f"{key}#{counts[key]}"] = item
     if not isinstance(config, dict):
         return {name: config}
     settings = {name: kind} if name and (kind := _class_name(config)) else {}
@@ -381,8 +381,9 @@ def most_frequent_metric(runs: Iterable[Run]) -> str:
     Raises:
         ValueError: where no run has one, or several are as frequent.
     """
-    counts = Counter(metric for run in runs for metric in run.fid_metrics)
-    counts = {name: n for name, n in counts.items() if name.startswith("val/")} or counts
+    all_counts = Counter(metric for run in runs for metric in run.fid_metrics)
+    validation = {name: n for name, n in all_counts.items() if name.startswith("val/")}
+    counts = validation or all_counts
     most = [metric for metric, count in counts.items() if count == max(counts.values())]
     if not most:
         raise ValueError(

@@ -170,8 +170,8 @@ def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
     }
     notes = []
     if any(fids for each in scores.values() for _, fids in each) and len(arms) < len(scores):
-        names = ", ".join(name for name in scores if name not in arms)
-        notes = [f"Not scored by evaluate --ema in all seeds, alike, at {base}'s step: {names}."]
+        others = ", ".join(name for name in scores if name not in arms)
+        notes = [f"Not scored by evaluate --ema in all seeds, alike, at {base}'s step: {others}."]
     if base not in arms or len(arms) == 1:
         return None, notes
     names = sorted(arms, key=lambda name: name != base)

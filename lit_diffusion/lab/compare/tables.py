@@ -168,16 +168,15 @@ def format_target(result: Result, comparison: Comparison) -> str:
 
 def format_verdict(result: Result, comparison: Comparison) -> str:
     """What the seeds show of an arm, and why it does not win where it is faster."""
-    verdict, seeds = result.verdict, len(result.crossings)
-    if verdict is Verdict.WORSE:
-        return f"{verdict.value} ({format_equation(result.end_p)})"
-    if verdict is not Verdict.FASTER or not comparison.falls_short(result):
-        return verdict.value
+    text = str(result.verdict.value)
+    if result.verdict is Verdict.WORSE:
+        return f"{text} ({format_equation(result.end_p)})"
+    if result.verdict is not Verdict.FASTER or not comparison.falls_short(result):
+        return text
     if comparison.ends_higher(result):
-        return f"{verdict.value}, but ends higher"
-    return f"{verdict.value}, {result.num_reached} of {seeds} seeds reach " + format_fid(
-        comparison.target
-    )
+        return f"{text}, but ends higher"
+    reached = f"{result.num_reached} of {len(result.crossings)} seeds"
+    return f"{text}, {reached} reach {format_fid(comparison.target)}"
 
 
 # Tables of a comparison
