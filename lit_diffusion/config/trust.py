@@ -57,11 +57,11 @@ def allow_class_paths(packages: Iterable[str] = ()) -> Iterator[None]:
     find_paths, resolve_name = _util.canonical_import_paths, _typehints.resolve_class_path_by_name
     load_yaml = get_loader("yaml")
 
-    def find_allowed_paths(value: Any) -> set[str]:
-        paths = find_paths(value)
+    def find_allowed_paths(obj: Any) -> set[str]:
+        paths = find_paths(obj)
         is_users = paths and all(is_within(path, packages) for path in paths)
-        if not (is_users or inspect.isclass(value)):
-            path = min(paths, default=repr(value))
+        if not (is_users or inspect.isclass(obj)):
+            path = min(paths, default=repr(obj))
             raise ImportDenied(f"Importing '{path}' is not allowed: it is no class.")
         return paths
 
@@ -80,8 +80,8 @@ def allow_class_paths(packages: Iterable[str] = ()) -> Iterator[None]:
         # object that a value names, to learn which paths must be allowed; the second for a name
         # without dots, which it completes for subclasses of a setting's type only. setup.cfg limits
         # its version, and a test checks that both are called.
-        _util.canonical_import_paths = find_allowed_paths  # type: ignore[assignment]
-        _typehints.resolve_class_path_by_name = resolve_short_name  # type: ignore[assignment]
+        _util.canonical_import_paths = find_allowed_paths
+        _typehints.resolve_class_path_by_name = resolve_short_name
         yield
     finally:
         set_loader("yaml", load_yaml, (yaml.YAMLError,))

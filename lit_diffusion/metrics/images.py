@@ -234,8 +234,12 @@ class ImageSet:
             labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
             if isinstance(batch, Mapping):
                 labels = next((batch[key] for key in LABEL_KEYS if key in batch), None)
-            is_integer = isinstance(labels, Tensor) and not labels.is_floating_point()
-            if is_integer and labels.shape == (len(images),):
+            shape = (len(images),)
+            if (
+                isinstance(labels, Tensor)
+                and labels.shape == shape
+                and not labels.is_floating_point()
+            ):
                 yield images, labels.long().tolist()
             else:
                 yield images, [-1] * len(images)

@@ -177,7 +177,7 @@ def _measure(
     metric = scorer.metric()
     rank, world_size = rank_and_world_size()
     if real_features is not None:
-        for features in real_features.split(scorer.batch_size):
+        for features in torch.split(real_features, scorer.batch_size):
             metric.update(features.to(metric.device), real=True)
     else:
         for batch, _ in real.batches(scorer.batch_size, range(len(real))[rank::world_size]):

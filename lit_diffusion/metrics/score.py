@@ -87,7 +87,7 @@ def score_features(scorer: Scorer, fake: Tensor, real: Tensor) -> dict[str, Any]
     logits = torch.cat(
         [
             scorer.extractor.logits(features.to(scorer.device)).cpu()  # type: ignore[operator]
-            for features in fake.split(scorer.batch_size)
+            for features in torch.split(fake, scorer.batch_size)
         ]
     )
     scores = {
