@@ -661,8 +661,8 @@ class EMA(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Create the averages on the module's device, or take those of the checkpoint."""
         for callback in trainer.checkpoint_callbacks:
-            is_saver = isinstance_lightning(callback, pl.callbacks.ModelCheckpoint)
-            if is_saver and callback.save_weights_only:
+            kind = pl.callbacks.ModelCheckpoint
+            if isinstance_lightning(callback, kind) and callback.save_weights_only:
                 pl.utilities.rank_zero_warn(
                     "ModelCheckpoint(save_weights_only=True) writes the raw weights only; the "
                     "averages of EMA will not be in its files."

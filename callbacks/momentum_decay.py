@@ -133,7 +133,7 @@ class MomentumDecay(pl.Callback):
         self._length: int | None = None  # the total_steps in effect
         self._counts: list[int] = []  # steps completed by each optimizer; see `_completed`
         self._turn = 0  # position of the optimizer that takes the next step
-        self._own: list[tuple[ParamGroup, ParamGroup]] = []  # (group, options to restore in it)
+        self._base: list[tuple[ParamGroup, ParamGroup]] = []  # (group, options to restore in it)
         self._last: dict[int, tuple[int, list[ParamGroup]]] = {}  # step, options of last updates
         self._hooks: list[RemovableHandle] = []
         self._loaded: dict[str, Any] = {}  # state of a checkpoint, until training starts
@@ -160,13 +160,13 @@ class MomentumDecay(pl.Callback):
         if closure is None:
             return None
 
-        def run_with_own_options() -> Any:  # Lightning's closure runs the training step
+        def run_with_base_options() -> Any:  # Lightning's closure runs the training step
             self._restore()
             result = closure()
             self._apply(optimizer)
             return result
 
-        return args, {**kwargs, "closure": run_with_own_options}
+        return args, {**kwargs, "closure": run_with_base_options}
 
     def _apply(self, optimizer: Optimizer) -> None:
         self._restore()
@@ -181,13 +181,13 @@ class MomentumDecay(pl.Callback):
             )
         for group in optimizer.param_groups:
             options = self.update_options(step, self._length, group)
-            self._own.append((group, {name: group[name] for name in options}))
+            self._base.append((group, {name: group[name] for name in options}))
             group.update(options)
 
     def _restore(self) -> None:
-        for group, options in self._own:
+        for group, options in self._base:
             group.update(options)
-        self._own = []
+        self._base = []
 
     def _after_step(self, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
         if is_state_init_step(optimizer, kwargs):
@@ -198,10 +198,10 @@ class MomentumDecay(pl.Callback):
         self._last[index] = self._completed()[index], groups
         self._restore()
 
-    def _save_own_options(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        own = {id(group): options for group, options in self._own}
+    def _show_base_options(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        base = {id(group): options for group, options in self._base}
         for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
-            packed.update(own.get(id(group), {}))
+            packed.update(base.get(id(group), {}))
 
     def _completed(self) -> list[int]:
         """Steps completed by each optimizer; their sum is `global_step`."""
@@ -232,12 +232,12 @@ class MomentumDecay(pl.Callback):
         self._counts = self._restore_counts(trainer)
         self._trainer, self._turn, self._last = trainer, 0, {}
         self._unhook()
-        for index in self._chosen(trainer):
+        for index in self._positions(trainer):
             optimizer = trainer.optimizers[index]
             self._hooks += [
                 optimizer.register_step_pre_hook(self._before_step),
                 optimizer.register_step_post_hook(self._after_step),
-                optimizer.register_state_dict_post_hook(self._save_own_options),
+                optimizer.register_state_dict_post_hook(self._show_base_options),
             ]
 
     def on_before_optimizer_step(
@@ -254,7 +254,7 @@ class MomentumDecay(pl.Callback):
         """Log what the batch's update used."""
         if is_accumulating(trainer) or not should_log(trainer):
             return
-        for index, (_, groups) in self._last.items():
+        for index, (_step, groups) in self._last.items():
             for number, group in enumerate(groups):
                 suffix = f"_optimizer{index}" if len(trainer.optimizers) > 1 else ""
                 suffix += f"_group{number}" if len(groups) > 1 else ""
@@ -276,26 +276,26 @@ class MomentumDecay(pl.Callback):
 
     # At the start of a fit
 
-    def _chosen(self, trainer: pl.Trainer) -> set[int]:
+    def _positions(self, trainer: pl.Trainer) -> set[int]:
         every = {*range(len(trainer.optimizers))}
-        chosen = every if self.optimizers is None else {*self.optimizers}
-        if not chosen or not chosen <= every:
+        positions = every if self.optimizers is None else {*self.optimizers}
+        if not positions or not positions <= every:
             raise ValueError(
                 f"optimizers must be positions among the {len(every)} of the module, the first "
                 f"being 0, got {self.optimizers}."
             )
-        return chosen
+        return positions
 
     def _refuse(self, trainer: pl.Trainer) -> None:
-        name, chosen = type(self).__name__, self._chosen(trainer)
+        name, positions = type(self).__name__, self._positions(trainer)
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             is_another = isinstance(other, MomentumDecay) and other is not self
-            if is_another and (both := chosen & other._chosen(trainer)):
+            if is_another and (both := positions & other._positions(trainer)):
                 raise ValueError(
                     f"{name} and {type(other).__name__} would both change optimizer {min(both)}; "
                     "keep one of them, or give each other optimizers."
                 )
-        for optimizer in (trainer.optimizers[index] for index in chosen):
+        for optimizer in (trainer.optimizers[index] for index in positions):
             refuse_unhooked(optimizer)
             if any(group.get("capturable") for group in optimizer.param_groups):
                 raise ValueError(

@@ -25,12 +25,8 @@ from torch.optim import Optimizer
 
 try:
     import lightning.pytorch as pl
-    from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 except ImportError:
     import pytorch_lightning as pl  # type: ignore[no-redef]
-    from lightning_fabric.utilities.distributed import (  # type: ignore[no-redef]
-        DistributedSamplerWrapper,
-    )
 
 _HAS_DISTRIBUTED = torch.distributed.is_available()
 
@@ -48,8 +44,7 @@ def isinstance_lightning(value: object, kind: type[T]) -> TypeGuard[T]:
     """
 
     def qualified_name(c: type) -> str:
-        module = c.__module__.replace("lightning.pytorch", "pytorch_lightning", 1)
-        return f"{module.replace('lightning.fabric', 'lightning_fabric', 1)}.{c.__qualname__}"
+        return f"{c.__module__}.{c.__qualname__}".replace("lightning.pytorch", "pytorch_lightning")
 
     return qualified_name(kind) in map(qualified_name, type(value).__mro__)
 
@@ -167,7 +162,8 @@ def loaded_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
 
 def limited_batches(trainer: pl.Trainer, length: int) -> int:
     """Training batches of an epoch of `length` under `trainer.limit_train_batches`."""
-    connector, stage = pl.trainer.connectors.data_connector, pl.trainer.states.RunningStage.TRAINING
+    connector: Any = pl.trainer.connectors.data_connector  # type: ignore[attr-defined]
+    stage = pl.trainer.states.RunningStage.TRAINING
     return int(connector._parse_num_batches(stage, length, trainer.limit_train_batches))
 
 
@@ -183,14 +179,9 @@ def enable_signal_handlers(trainer: pl.Trainer) -> None:
 
 def undivided_sampler(loader: Any) -> Any:
     """The sampler that a loader was created with, where Lightning divides it among ranks."""
-    sampler: Any = loader.sampler
-    wrappers = (
-        DistributedSamplerWrapper,
-        pl.overrides.distributed.UnrepeatedDistributedSamplerWrapper,
-    )
-    is_wrapped = any(isinstance_lightning(sampler, kind) for kind in wrappers)
-    divided: Any = sampler.dataset if is_wrapped else None
-    return sampler if divided is None else divided._sampler
+    divided: Any = getattr(loader.sampler, "dataset", None)
+    is_wrapped = type(divided).__name__ == "_DatasetSamplerWrapper"
+    return divided._sampler if is_wrapped else loader.sampler
 
 
 def is_built_from_config() -> bool:
@@ -215,13 +206,10 @@ def eval_mode(module: nn.Module) -> Iterator[None]:
 
 def refuse_strategy(trainer: pl.Trainer, name: str) -> None:
     """Raise ValueError if callback `name` cannot follow updates under the Trainer's strategy."""
-    strategy, kinds = trainer.strategy, pl.strategies
-    if isinstance_lightning(strategy, kinds.ModelParallelStrategy):
+    strategy = trainer.strategy
+    if isinstance_lightning(strategy, pl.strategies.ModelParallelStrategy):
         return
-    traces = any(
-        isinstance_lightning(strategy, kind)
-        for kind in (kinds.XLAStrategy, kinds.SingleDeviceXLAStrategy)
-    )
+    traces = any("XLA" in kind.__name__ for kind in type(strategy).__mro__)
     # True for all of Lightning's that split weights, such as FSDPStrategy and DeepSpeedStrategy.
     if traces or strategy.restore_checkpoint_after_setup:
         raise ValueError(

@@ -50,7 +50,8 @@ def count_validated_step(trainer: Trainer) -> None:
     """
     loop, automatic = trainer.fit_loop.epoch_loop, trainer.lightning_module.automatic_optimization
     if loop.restarted_on_last and not validation_follows(trainer):
-        done = trainer.global_step if automatic else loop.batch_progress.total.processed
+        batches: Any = loop.batch_progress.total
+        done = trainer.global_step if automatic else batches.processed
         loop._batches_that_stepped += loop._batches_that_stepped < done
 
 
