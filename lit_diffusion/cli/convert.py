@@ -88,15 +88,10 @@ def export(
     vae: str | None = None,
     trust: Iterable[str] = (),
 ) -> list[str]:
-    """Write the network of a checkpoint into a folder; lines to print about it.
+    """Write the network of a checkpoint (file or run folder) into a folder; lines to print about it.
 
-    Args:
-        checkpoint: file, or run folder.
-        folder: for the files.
-        weights: "ema", "ema_<decay>", "power_<width>" or "raw".
-        form: "safetensors", see `interchange.exported`; "diffusers", see `diffusers_folder`.
-        vae: folder of the AutoencoderKL of a latent DiT, for the form "diffusers".
-        trust: packages that class paths in the checkpoint may name.
+    The form "safetensors" is that of `interchange.exported`, "diffusers" of `diffusers_folder`, for
+    which `vae` is the folder of the AutoencoderKL of a latent DiT.
 
     Raises:
         ValueError: for a checkpoint that does not describe a network, or one that diffusers cannot

@@ -106,8 +106,8 @@ def compare_solvers(sampling: SamplingOptions, comparison: ComparisonOptions, fo
     if all(cell.left_out for cell in cells):
         raise ValueError(f"no solver can run. {left_out[0]}")
     _write_comparison(generator, comparison.num, cells, scored, folder)
-    text = f"{comparison.num} images a solver and number of steps, and comparison.png, in {folder}."
-    return "\n".join([text, *left_out])
+    summary = f"{comparison.num} images for each solver and number of steps"
+    return "\n".join([f"{summary}, and comparison.png, are in {folder}.", *left_out])
 
 
 def _solver_names(text: str) -> list[str]:
@@ -127,7 +127,19 @@ def _generate_cell(generator: ImageGenerator, num: int, cell: Cell, folder: Path
     """Generate the images of a cell unless they are there, or set `left_out`."""
     module: Any = generator.loaded.module
     try:
-        _set_solver(generator, cell)
+        options = replace(generator.options, solver=cell.solver, steps=cell.steps)
+        module.solver = build_solver(generator.loaded, options)
+        if options.classifier:  # guides DDPM in another way than other solvers
+            module.guidance, _ = build_guidance(module, options)
+
+        def check(solver: Solver) -> None:
+            check_sampling(module.process, module.loss, solver, module.guidance)
+
+        module.solver = with_fitting_grid(module.solver, check)
+        cell.grid = str(time_grid_of(module.solver))
+        parts = module.process, module.parameterization, module.loss
+        check_objective(*parts, module.solver, module.guidance)
+        check_clipping(module.codec, module.solver, module.guidance)
     except ValueError as error:
         cell.left_out = str(error)
         return
@@ -140,24 +152,6 @@ def _generate_cell(generator: ImageGenerator, num: int, cell: Cell, folder: Path
         write_samples(generator, num, image_folder(folder))
     except NonFiniteSamples as error:
         cell.left_out = str(error)
-
-
-def _set_solver(generator: ImageGenerator, cell: Cell) -> None:
-    """Give the module the solver of a cell; ValueError where it does not fit the rest."""
-    module: Any = generator.loaded.module
-    options = replace(generator.options, solver=cell.solver, steps=cell.steps)
-    module.solver = build_solver(generator.loaded, options)
-    if options.classifier:  # guides DDPM in another way than other solvers
-        module.guidance, _ = build_guidance(module, options)
-
-    def check(solver: Solver) -> None:
-        check_sampling(module.process, module.loss, solver, module.guidance)
-
-    module.solver = with_fitting_grid(module.solver, check)
-    cell.grid = str(time_grid_of(module.solver))
-    parts = module.process, module.parameterization, module.loss
-    check_objective(*parts, module.solver, module.guidance)
-    check_clipping(module.codec, module.solver, module.guidance)
 
 
 def with_fitting_grid(solver: Any, check: Callable[[Any], None]) -> Any:

@@ -320,14 +320,11 @@ class RunCLI(SubcommandCLI):
 
     def before_fit(self) -> None:
         """Lock the run folder, and check that a resume can append to its files."""
-        if not self.is_trial:
-            rank_zero_only(self._open_folder)()
-
-    def _open_folder(self) -> None:
         root = self.request.root
-        self._stack.enter_context(occupied(root))
-        read_rows(root / "metrics.csv")
-        read_evaluations(root / "evaluations.jsonl")
+        if not self.is_trial and rank_zero_only.rank == 0:
+            self._stack.enter_context(occupied(root))
+            read_rows(root / "metrics.csv")
+            read_evaluations(root / "evaluations.jsonl")
 
     def run_trainer(self, run: Callable[[], None]) -> None:
         """Run the command, and raise what ended it in words."""
@@ -335,7 +332,11 @@ class RunCLI(SubcommandCLI):
             run()
         except (SystemExit, Exception) as error:
             if number := self._signal_behind(error):
-                self._print_how_to_resume(error, number)
+                saved, step = isinstance(error, SavedOnSignal), self.trainer.global_step
+                requeued = saved and number not in TERMINAL_SIGNALS and job_id()
+                fits = self.request.command == "fit" and not self.is_trial
+                if fits and not requeued and self.trainer.is_global_zero:
+                    print_error(resume_line(self.request, step, number, saved))
                 code = error.code if isinstance(error, SavedOnSignal) else 128 + number
                 raise SystemExit(code) from error
             for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
@@ -356,14 +357,6 @@ class RunCLI(SubcommandCLI):
         # Batch systems signal the workers too, whose death may be what the Trainer hears of first.
         worker = terminated and str(error).startswith("DataLoader worker")
         return signal.SIGTERM if worker or isinstance(error, SIGTERMException) else None
-
-    def _print_how_to_resume(self, error: BaseException, number: signal.Signals) -> None:
-        """Print how a stopped fit is resumed; one that SLURM requeues needs nobody."""
-        fits = self.request.command == "fit" and not self.is_trial
-        saved, step = isinstance(error, SavedOnSignal), self.trainer.global_step
-        requeued = saved and number not in TERMINAL_SIGNALS and job_id()
-        if fits and not requeued and self.trainer.is_global_zero:
-            print_error(resume_line(self.request, step, number, saved))
 
     def after_fit(self) -> None:
         """Print where things are and how good they are."""

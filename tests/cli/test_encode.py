@@ -256,13 +256,9 @@ def test_a_call_that_was_stopped_goes_on_and_gives_the_same_files(
     assert (tmp_path / "out" / written[1]).stat().st_mtime_ns == before
 
 
-def test_two_processes_write_what_one_does(source, whole, tmp_path):
-    assert [encode(source, tmp_path / "out", (rank, 2)) for rank in (1, 0)] == [3, 3]
-    assert content(tmp_path / "out") == content(whole)
-
-
-def test_flips_can_be_added_and_stay(source, whole, tmp_path):
-    assert encode(source, tmp_path / "out", flips=False) == 3
+def test_two_processes_write_what_one_does_and_flips_can_be_added(source, whole, tmp_path):
+    ranks = [encode(source, tmp_path / "out", (rank, 2), flips=False) for rank in (1, 0)]
+    assert ranks == [1, 2]
     assert not LatentIndex.read(tmp_path / "out").flips
     assert encode(source, tmp_path / "out") == 3
     assert encode(source, tmp_path / "out", flips=False) == 0
@@ -312,31 +308,28 @@ def test_moments_that_are_not_finite_are_refused(source, tmp_path):
     assert list(content(tmp_path / "out")) == ["index.json"]
 
 
-def test_a_file_in_the_place_of_the_folder_is_kept(source, tmp_path):
+def test_a_file_in_the_place_of_the_folder_and_odd_sizes_are_refused(source, tmp_path):
     (tmp_path / "out").write_text("mine")
     with pytest.raises(ValueError, match="out is a file; name a folder"):
         encode(source, tmp_path / "out")
     assert (tmp_path / "out").read_text() == "mine"
-
-
-def test_sizes_that_the_vae_cannot_halve_are_refused(source, tmp_path):
     with pytest.raises(ValueError, match="multiples of 2"):
-        plan_shards(*open_source(source, size=15), tmp_path / "out", 3, False)
-    assert not (tmp_path / "out").exists()
+        plan_shards(*open_source(source, size=15), tmp_path / "other", 3, False)
+    assert not (tmp_path / "other").exists()
 
 
-def test_launchers_say_which_share_is_ours(monkeypatch):
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (0, 1)),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}, (0, 1)),  # a job's script shares with nobody
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}, (1, 4)),
+        ({"RANK": "2", "WORLD_SIZE": "3", "SLURM_PROCID": "1", "SLURM_NTASKS": "4"}, (2, 3)),
+    ],
+)
+def test_launchers_say_which_share_is_ours(monkeypatch, variables, expected):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
-    assert launcher_rank_and_world_size() == (0, 1)
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    monkeypatch.setenv("SLURM_NTASKS", "4")
-    assert launcher_rank_and_world_size() == (
-        0,
-        1,
-    )  # the job's script, which nobody shares shards with
-    monkeypatch.setenv("SLURM_STEP_ID", "0")
-    assert launcher_rank_and_world_size() == (1, 4)
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert launcher_rank_and_world_size() == (2, 3)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert launcher_rank_and_world_size() == expected
