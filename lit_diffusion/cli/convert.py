@@ -88,7 +88,7 @@ def export(
     vae: str | None = None,
     trust: Iterable[str] = (),
 ) -> list[str]:
-    """Write the network of a checkpoint (file or run folder) into a folder; lines to print about it.
+    """Write the network of a checkpoint, a file or run folder; lines to print about it.
 
     The form "safetensors" is that of `interchange.exported`, "diffusers" of `diffusers_folder`, for
     which `vae` is the folder of the AutoencoderKL of a latent DiT.

@@ -77,7 +77,8 @@ class ImageGenerator:
 
     def record(self, num: int, total: int) -> dict[str, Any]:
         """The content of samples.json when `num` of `total` images are written."""
-        module, options = self.loaded.module, self.options
+        module: Any = self.loaded.module
+        options = self.options
         sampling = module.sampling_record() if hasattr(module, "sampling_record") else {}
         if options.init is not None:
             solver = editing_solver(module, options)
@@ -137,7 +138,8 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
             check_sampling(module.process, module.loss, solver, module.guidance)
             check_clipping(module.codec, module.solver, module.guidance)
     class_names = read_class_names(loaded.checkpoint)
-    labels, condition = None, None
+    labels: list[int] | None = None
+    condition: Condition = None
     if options.labels is not None:
         num_classes = getattr(module, "num_classes", None)
         labels = read_labels(options.labels, num_classes, class_names)
@@ -286,6 +288,7 @@ def editing_solver(module: Any, options: SamplingOptions) -> Any:
         return module.solver
     if options.mask:
         return repaint_solver(module.solver, torch.empty(0), torch.empty(0))
+    assert options.strength is not None
     return truncate_solver(module.solver, options.strength)
 
 

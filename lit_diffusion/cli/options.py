@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lit_diffusion.config.messages import explain_parse_error
 
@@ -131,7 +131,8 @@ def parse_sampling(
 
 def sampling_options(args: argparse.Namespace, solver_options: Sequence[str]) -> SamplingOptions:
     """What `parse_sampling` returned, as the options of sampling."""
-    values = {f.name: getattr(args, f.name, None) for f in fields(SamplingOptions)}
+    names = [field.name for field in fields(SamplingOptions)]
+    values: dict[str, Any] = {name: getattr(args, name, None) for name in names}
     values["solver_options"] = solver_options
     if args.init and not args.mask and args.strength is None:
         values["strength"] = STRENGTH

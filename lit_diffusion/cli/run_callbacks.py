@@ -28,9 +28,11 @@ def contains(callbacks: Sequence[Callback], kind: Any) -> bool:
     return any(isinstance(callback, kind) for callback in callbacks)
 
 
-def with_defaults(callbacks: Any, *, fits: bool, shows_progress: bool) -> list[Callback]:
+def with_defaults(config: Any, *, fits: bool, shows_progress: bool) -> list[Callback]:
     """The callbacks of a config (a list, one or None), and the defaults that it does not name."""
-    callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks] * bool(callbacks)
+    callbacks: list[Callback] = (
+        list(config) if isinstance(config, list) else [config] * bool(config)
+    )
     if not contains(callbacks, RankWatch):
         callbacks.insert(0, RankWatch())
     if shows_progress and not contains(callbacks, ProgressBar):
@@ -56,7 +58,8 @@ def with_last_checkpoint(callbacks: Sequence[Callback], folder: Path) -> list[Ca
     """
     for callback in callbacks:
         saves_last = isinstance(callback, ModelCheckpoint) and callback.save_last
-        if saves_last and Path(callback.dirpath or folder).absolute() == folder.absolute():
+        dirpath = getattr(callback, "dirpath", None) or folder
+        if saves_last and Path(dirpath).absolute() == folder.absolute():
             raise ValueError(
                 "trainer.callbacks: ModelCheckpoint(save_last=True) would write last.ckpt, which "
                 "fit does by itself where a run resumes bit-exactly; leave save_last out."

@@ -318,10 +318,11 @@ class RunCLI(SubcommandCLI):
 
     # Running
 
+    @rank_zero_only
     def before_fit(self) -> None:
         """Lock the run folder, and check that a resume can append to its files."""
         root = self.request.root
-        if not self.is_trial and rank_zero_only.rank == 0:
+        if not self.is_trial:
             self._stack.enter_context(occupied(root))
             read_rows(root / "metrics.csv")
             read_evaluations(root / "evaluations.jsonl")
