@@ -97,7 +97,7 @@ class RankWatch(Callback):
 class Heartbeat(NamedTuple):
     """What a rank writes into the store several times a second."""
 
-    count: int = 0  # grows with each heartbeat; 0 before the first
+    beats: int = 0  # grows with each heartbeat; 0 before the first
     step: int = 0
     collectives: int = 0  # entered so far; the others wait for a rank that has entered fewer
     location: str = ""  # of the main thread in the code
@@ -119,7 +119,7 @@ class RankState:
     def update(self, heartbeat: Heartbeat, now: float) -> None:
         """Replace the heartbeat."""
         before, self.heartbeat = self.heartbeat, heartbeat
-        self.heard = now if heartbeat.count != before.count else self.heard
+        self.heard = now if heartbeat.beats != before.beats else self.heard
         self.moved = now if heartbeat.collectives != before.collectives else self.moved
         self.ended = now if heartbeat.end != before.end else self.ended
 
@@ -139,7 +139,7 @@ def find_culprit(
     for rank, state in ranks.items():
         beat, silent, at = state.heartbeat, now - state.heard, f"at step {state.heartbeat.step}"
         ahead = [now - s.moved for s in running if s.heartbeat.collectives > beat.collectives]
-        waited = min(now - state.moved, max(ahead)) if ahead and beat.count else 0.0
+        waited = min(now - state.moved, max(ahead)) if ahead and beat.beats else 0.0
         if beat.end == "failed":
             causes.append((0, state.ended, rank, f"failed {at}: {beat.text}"))
         elif beat.end == "died":
@@ -148,7 +148,7 @@ def find_culprit(
         elif not beat.end and silent > limit:
             text = f"was last heard of {at}, {silent:.0f} s ago: killed, stopped or stuck"
             absent = f"has not come to the start of the run in {silent:.0f} s"
-            causes.append((2, -silent, rank, text if beat.count else absent))
+            causes.append((2, -silent, rank, text if beat.beats else absent))
         elif not beat.end and waited > limit:
             text = f"has kept the others waiting for {waited:.0f} s {at}, in {beat.location}"
             causes.append((3, beat.collectives, rank, text))
@@ -252,7 +252,7 @@ class _Watch(threading.Thread):
         if end in ("", "lost") and self._culprit not in (None, self._rank):
             end = "informed"
         self._heartbeat = self._heartbeat._replace(
-            count=self._heartbeat.count + 1,
+            beats=self._heartbeat.beats + 1,
             step=self._trainer.global_step,
             collectives=_count_collectives(),
             location=_location(self._main),
@@ -274,9 +274,9 @@ class _Watch(threading.Thread):
             return
         self._store_is_gone = False
         for state, heartbeat in zip(self._ranks.values(), heartbeats, strict=True):
-            if heartbeat.count != state.heartbeat.count:
+            if heartbeat.beats != state.heartbeat.beats:
                 state.update(heartbeat, self._now)
-        if all(state.heartbeat.count for state in self._ranks.values()):
+        if all(state.heartbeat.beats for state in self._ranks.values()):
             self._has_met.set()
 
     def _act(self) -> None:

@@ -6,7 +6,7 @@ Notation: x_t = alpha_t x0 + sigma_t noise, and s is a less noisy time than t.
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,8 +79,7 @@ def posterior(process: Process, times: Tensor) -> Posterior:
 
 
 @lru_cache(maxsize=8)
-def _posteriors_of_every_step(process: Process, device: torch.device) -> Posterior:
-    assert process.num_steps is not None
+def _posteriors_of_every_step(process: Any, device: torch.device) -> Posterior:
     times = torch.arange(process.num_steps - 1, -2, -1, device=device, dtype=torch.float64)
     return posterior(process, times)
 

@@ -111,12 +111,13 @@ class NoisyClassifier(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer, and the schedule that is stepped with it."""
-        return optimizer_and_schedule(
+        configured: OptimizerLRScheduler = optimizer_and_schedule(
             [p for p in self.parameters() if p.requires_grad],
             self._make_optimizer,
             self._make_lr_scheduler,
             lambda: total_steps(self.trainer),
         )
+        return configured
 
     def logits(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
         """(B, num_classes) of x0 (B, C, H, W) with this noise at times (B,)."""

@@ -247,12 +247,13 @@ class DiffusionModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """The optimizer, and the schedule that is stepped with it."""
-        return optimizer_and_schedule(
+        configured: OptimizerLRScheduler = optimizer_and_schedule(
             [p for p in self.parameters() if p.requires_grad],
             self._make_optimizer,
             self._make_lr_scheduler,
             lambda: total_steps(self.trainer),
         )
+        return configured
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add a record of the codec, whose weights are not in the file."""

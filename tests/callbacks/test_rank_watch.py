@@ -307,8 +307,8 @@ def test_rank_0_is_missed_when_its_store_is(start, monkeypatch):
 
 def test_a_store_that_answers_again_ends_nothing(start):
     watch = (run := start(2)).watches[1]
-    watch._store, count = Gone(), watch._heartbeat.count
-    until(lambda: run.watches[0]._ranks[1].heartbeat.count > count + 2)
+    watch._store, count = Gone(), watch._heartbeat.beats
+    until(lambda: run.watches[0]._ranks[1].heartbeat.beats > count + 2)
     assert not watch._store_is_gone
     assert run.messages == {}
 

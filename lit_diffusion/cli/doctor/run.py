@@ -154,7 +154,7 @@ class ExaminedRun:
             return (synchronized_time() - start) / num
 
         batch_size = self.batch_size or 1
-        sampled = [each.batch_size for each in [*self.evaluations, *self.grids]]
+        sampled = [e.batch_size for e in self.evaluations] + [g.batch_size for g in self.grids]
         module.solver = SimpleNamespace(sample=denoise_once)
         try:
             trainer.precision_plugin.convert_module(module).to(trainer.strategy.root_device)
