@@ -6,7 +6,7 @@ Notation: x_t = alpha_t x0 + sigma_t noise, and s is a less noisy time than t.
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -79,14 +79,15 @@ def posterior(process: Process, times: Tensor) -> Posterior:
 
 
 @lru_cache(maxsize=8)
-def _posteriors_of_every_step(process: Any, device: torch.device) -> Posterior:
+def _posteriors_of_every_step(process: Process, device: torch.device) -> Posterior:
+    assert process.num_steps is not None
     times = torch.arange(process.num_steps - 1, -2, -1, device=device, dtype=torch.float64)
     return posterior(process, times)
 
 
 def step_posterior(process: Process, t: Tensor) -> Posterior:
     """Posteriors of the steps from whole times t (B,) to t - 1, of a process in discrete steps."""
-    every = _posteriors_of_every_step(process, t.device)
+    every = _posteriors_of_every_step(cast(Any, process), t.device)
     return every.at(len(every.last) - 1 - t.long())
 
 
