@@ -236,11 +236,11 @@ class _Watch(threading.Thread):
                 threading.Thread(target=self._act, daemon=True).start()
 
     def _judge(self) -> tuple[int, str] | None:
-        own, zero = self._ranks[self._rank], self._ranks[0]
+        this_rank, zero = self._ranks[self._rank], self._ranks[0]
         lost = self._end[0] == "lost" and self._now - self._end_time > PATIENCE
         # While this rank cannot even read its own heartbeat, the silence of others means nothing,
         # except that of rank 0, with which the store may have disappeared.
-        verdict = find_culprit(self._ranks, own.heard, self._timeout, lost)
+        verdict = find_culprit(self._ranks, this_rank.heard, self._timeout, lost)
         if verdict is None and self._rank:
             lost = lost or self._store_is_gone
             verdict = find_culprit({0: zero}, self._now, self._timeout, lost)

@@ -32,14 +32,14 @@ def requeue_job(job: str, number: signal.Signals) -> str:
     may have other work in the job. Other signals mean so as long as the job runs. A job that was
     cancelled or has run out of its time stays ended.
     """
-    shown = _run(["scontrol", "show", "job", "--oneliner", job])
-    states = set(re.findall(r"\bJobState=(\S+)", shown.stdout))
+    status = _run(["scontrol", "show", "job", "--oneliner", job])
+    states = set(re.findall(r"\bJobState=(\S+)", status.stdout))
     if not states:
-        return f"SLURM job {job} could not be asked for: {_error(shown)}"
+        return f"SLURM job {job} could not be asked for: {_error(status)}"
     if states != {"RUNNING"}:
         listed = ", ".join(sorted(states))
         return f"SLURM job {job} is not requeued, as it is not running: {listed}"
-    preempted = set(re.findall(r"\bPreemptTime=(\S+)", shown.stdout)) - {"None"}
+    preempted = set(re.findall(r"\bPreemptTime=(\S+)", status.stdout)) - {"None"}
     if number == signal.SIGTERM and not preempted:
         return f"SLURM job {job} is not requeued, as SIGTERM came from elsewhere"
     requeued = _run(["scontrol", "requeue", job])

@@ -148,14 +148,14 @@ class Embeddings:
     """Embeddings with what of them is there: (values (B, *shape), there (B, *shape[:-1]) bool).
 
     For shape (L, D) these are tokens and their mask, for (D,) vectors. Dropped ones are not there,
-    for which networks have a learned embedding; or, with `given_null`, they are that.
+    for which networks have a learned embedding; or, with `null_embedding`, they are that.
 
     Args:
         shape: of the values of an image.
         examples: (values (N, *shape), there (N, *shape[:-1])), which seeds take in turn; without
             them seeds get none.
-        given_null: (values (*shape), there (*shape[:-1])) that stand for none, such as those of the
-            empty text in Stable Diffusion; None for what the network learns.
+        null_embedding: (values (*shape), there (*shape[:-1])) for no condition, such as those of
+            the empty text in Stable Diffusion; None for what the network learns.
 
     Raises:
         ValueError: for examples or a null of another shape or type.
@@ -168,22 +168,24 @@ class Embeddings:
 
     shape: tuple[int, ...]
     examples: tuple[Tensor, Tensor] | None = None
-    given_null: tuple[Tensor, Tensor] | None = None
+    null_embedding: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
         """Refuse examples and nulls that are no embeddings of this shape."""
         if self.examples is not None:
             self._refuse_others("examples", self.examples, len(self.examples[0]))
-        if self.given_null is not None:
-            self._refuse_others("given_null", tuple(part[None] for part in self.given_null), 1)
+        if self.null_embedding is not None:
+            self._refuse_others(
+                "null_embedding", tuple(part[None] for part in self.null_embedding), 1
+            )
 
     def drop(self, condition: Condition, where: Tensor, /) -> Condition:
         """No embeddings where `where` (B,) is true."""
         values, there = cast(tuple[Tensor, Tensor], condition)
         rows = where.view(-1, *[1] * (there.ndim - 1))
-        if self.given_null is None:
+        if self.null_embedding is None:
             return values, there & ~rows
-        null_values, null_there = (part.to(there.device) for part in self.given_null)
+        null_values, null_there = (part.to(there.device) for part in self.null_embedding)
         values = torch.where(rows[..., None], null_values.to(values.dtype), values)
         return values, torch.where(rows, null_there, there)
 

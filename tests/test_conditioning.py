@@ -152,11 +152,11 @@ def test_dropped_embeddings_are_not_there_and_the_others_stay(shape):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_given_null_takes_the_place_of_what_is_dropped(shape):
+def test_a_null_embedding_takes_the_place_of_what_is_dropped(shape):
     (values, there), (null, null_there) = embedded(3, shape), embedded(1, shape)
     values[1], drop = torch.nan, torch.tensor([False, True, False])
     null_there = torch.ones_like(null_there)
-    conditioning = Embeddings(shape, given_null=(null[0].double(), null_there[0]))
+    conditioning = Embeddings(shape, null_embedding=(null[0].double(), null_there[0]))
     dropped_values, dropped_there = conditioning.drop((values, there), drop)
     assert torch.equal(dropped_values[drop], null)
     assert torch.equal(dropped_values[~drop], values[~drop])
@@ -202,5 +202,5 @@ def test_examples_and_a_null_of_another_shape_are_refused():
     with pytest.raises(ValueError, match=r"examples must be a pair \(values \(3, 4, 5\) float"):
         Embeddings((4, 5), examples=embedded(3, (5,)))
     null = tuple(part[0] for part in embedded(1, (3, 5)))
-    with pytest.raises(ValueError, match=r"given_null must be .*torch.bool \(1, 3\)\): change"):
-        Embeddings((4, 5), given_null=null)
+    with pytest.raises(ValueError, match=r"null_embedding must be .*torch.bool \(1, 3\)\): change"):
+        Embeddings((4, 5), null_embedding=null)

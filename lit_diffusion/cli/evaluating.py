@@ -71,8 +71,8 @@ def evaluate(options: EvaluationOptions) -> dict[str, Any]:
     protocol.check()
     real, others = real_images(options.reference, options.checkpoint, options.data, options.trust)
     scorer = Scorer(protocol, protocol.build().to(device), device, options.batch_size)
-    kept_folder = options.images or options.out
-    with nullcontext(kept_folder) if kept_folder else tempfile.TemporaryDirectory() as folder:
+    image_dir = options.images or options.out
+    with nullcontext(image_dir) if image_dir else tempfile.TemporaryDirectory() as folder:
         if generator is None:
             samples, labels = _read_record(Path(folder)), None
         else:

@@ -28,6 +28,7 @@ CLASS_PATHS = {
 ARGUMENTS: dict[str, dict[str, str | Callable[[Any], tuple[str, Any]]]] = {
     "FIDEvaluation": {"second_look": "auxiliary_metrics"},
     "DiffusionModule": {"draws": "uniforms"},
+    "Embeddings": {"given_null": "null_embedding"},
 }
 """Class name now -> {old argument: new argument, or a function of the old value that returns the
 new argument and its value}."""

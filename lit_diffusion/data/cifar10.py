@@ -47,7 +47,7 @@ class CIFAR10(ImageDataModule):
         try:
             self.source(self.root, download=True)
         except (OSError, RuntimeError) as error:
-            raise self._not_found(f"could not be downloaded ({error})") from error
+            raise self._missing_files_error(f"could not be downloaded ({error})") from error
 
     def pending_setup(self) -> PendingSetup | None:
         """Whether the archive must still be unpacked or downloaded."""
@@ -64,7 +64,7 @@ class CIFAR10(ImageDataModule):
         try:
             files = self.source(self.root, train=split == "train")
         except (OSError, RuntimeError) as error:
-            raise self._not_found("are not complete") from error
+            raise self._missing_files_error("are not complete") from error
         images = torch.from_numpy(files.data).permute(0, 3, 1, 2).contiguous()
         return TensorImages(images, torch.tensor(files.targets), self.flip)
 
@@ -78,7 +78,7 @@ class CIFAR10(ImageDataModule):
             if not check_integrity(folder / name, md5)
         ]
 
-    def _not_found(self, reason: str) -> FileNotFoundError:
+    def _missing_files_error(self, reason: str) -> FileNotFoundError:
         return FileNotFoundError(
             f"The files of CIFAR-10 {reason}. In {self.root / self.source.base_folder}:"
             f" {', '.join(self._faults())}. Put {self.source.filename} (MD5 {self.source.tgz_md5},"
