@@ -33,19 +33,6 @@ def test_the_weights_asked_for_are_loaded_and_named(file, weights, value, name):
     assert not loaded.module.training
 
 
-def test_weights_that_are_not_there_are_refused_with_those_that_are(file):
-    with pytest.raises(ValueError, match=r"no weights 'ema_0.9'; it has raw, ema_0.5, ema_0.25"):
-        load(file, "ema_0.9", module=tiny())
-
-
-def test_a_file_without_averages_is_not_taken_for_one_with(tmp_path):
-    content = checkpoint_of(tiny())
-    del content["callbacks"]
-    write_checkpoint(content, tmp_path / "x.ckpt")
-    with pytest.raises(ValueError, match=r"no weights 'ema'; it has raw\."):
-        load(tmp_path / "x.ckpt", module=tiny())
-
-
 def test_weights_that_are_not_averaged_are_loaded_beside_those_that_are(tmp_path):
     content = checkpoint_of(tiny())
     averages = content["callbacks"]["EMA{'prefix': ''}"]
@@ -108,36 +95,7 @@ def test_samples_that_are_not_finite_are_told_without_a_step_that_is_not_theirs(
         load(tmp_path / "x.ckpt", "raw").generate([0, 1])
 
 
-def test_a_run_folder_stands_for_its_last_checkpoint(tmp_path):
-    write_checkpoint(checkpoint_of(tiny()), tmp_path / "checkpoints" / "last.ckpt")
-    assert load_module(tmp_path, module=tiny()).path == tmp_path / "checkpoints" / "last.ckpt"
-
-
-def test_a_module_made_in_python_says_how_to_load_it(file):
-    with pytest.raises(ValueError, match=r"was made in Python; build it and call load\(path, mod"):
-        load(file)
-
-
 # What is refused
-
-
-def test_another_architecture_is_refused_with_the_first_differences(file):
-    first = r"network\.layers\.0\.weight is \(3, 2\) in the file, \(5, 2\) in the module"
-    with pytest.raises(ValueError, match=rf"last\.ckpt is of another architecture: {first}"):
-        load(file, module=tiny(width=5))
-
-
-def test_missing_and_unknown_weights_are_refused_by_name(tmp_path):
-    content = checkpoint_of(tiny())
-    content["state_dict"]["other"] = content["state_dict"].pop("network.layers.0.bias")
-    write_checkpoint(content, tmp_path / "x.ckpt")
-    with pytest.raises(ValueError, match=r"lacks network\.layers\.0\.bias; the module lacks oth"):
-        load(tmp_path / "x.ckpt", "raw", module=tiny())
-
-
-def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no\.ckpt"):
-        load(tmp_path / "no.ckpt")
 
 
 def test_a_class_path_of_a_stranger_in_a_file_is_not_imported(tmp_path, monkeypatch):
@@ -186,3 +144,23 @@ def test_that_command_makes_a_file_of_a_folder_of_parts(split, tmp_path):
     assert_same_bits(
         state, {name: value.full_tensor() for name, value in split.state_dict().items()}
     )
+
+
+def test_what_does_not_fit_or_is_not_there_is_refused_by_name(file, tmp_path):
+    first = r"network\.layers\.0\.weight is \(3, 2\) in the file, \(5, 2\) in the module"
+    with pytest.raises(ValueError, match=rf"last\.ckpt is of another architecture: {first}"):
+        load(file, module=tiny(width=5))
+    with pytest.raises(ValueError, match=r"no weights 'ema_0.9'; it has raw, ema_0.5, ema_0.25"):
+        load(file, "ema_0.9", module=tiny())
+    with pytest.raises(ValueError, match=r"was made in Python; build it and call load\(path, mod"):
+        load(file)
+    with pytest.raises(FileNotFoundError, match=r"no\.ckpt"):
+        load(tmp_path / "no.ckpt")
+    content = checkpoint_of(tiny())
+    del content["callbacks"]
+    content["state_dict"]["other"] = content["state_dict"].pop("network.layers.0.bias")
+    write_checkpoint(content, tmp_path / "checkpoints" / "last.ckpt")
+    with pytest.raises(ValueError, match=r"no weights 'ema'; it has raw\."):
+        load(tmp_path, module=tiny())  # a run folder
+    with pytest.raises(ValueError, match=r"lacks network\.layers\.0\.bias; the module lacks oth"):
+        load(tmp_path, "raw", module=tiny())
