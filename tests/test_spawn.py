@@ -5,6 +5,7 @@ import signal
 import sys
 import time
 
+import pytest
 import torch
 from support.spawn import rank_and_size, run_ranks, spawn
 from torch import distributed
@@ -44,6 +45,7 @@ def test_ranks_see_each_other_and_return_values():
     assert spawn(summed_ranks, 3) == [6, 6, 6]
 
 
+@pytest.mark.slow
 def test_each_end_is_reported():
     ended = run_ranks(ends, 3)
     assert [rank.exit_code for rank in ended] == [75, -9, 1]
@@ -51,6 +53,7 @@ def test_each_end_is_reported():
     assert "ValueError: rank 2 fails" in ended[2].output
 
 
+@pytest.mark.slow
 def test_ranks_that_hang_are_killed_with_their_workers():
     (ended,) = run_ranks(hangs, 1, timeout=10)
     assert ended.exit_code is None

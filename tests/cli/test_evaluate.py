@@ -177,6 +177,7 @@ def touched(folder):
     return paths
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["image_folder.ImageFolder", "streaming.StreamedImages"])
 @pytest.mark.parametrize("command", LONE)
 def test_data_that_a_checkpoint_alone_names_are_not_touched(

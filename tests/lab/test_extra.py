@@ -36,6 +36,7 @@ def call_without_lab(*arguments):
     return subprocess.run(command, capture_output=True, text=True, env=env)
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     "command",
     [
@@ -54,6 +55,7 @@ def test_a_command_that_needs_the_extra_names_it_before_any_work(command):
     assert sorted(Path().iterdir()) == before
 
 
+@pytest.mark.slow
 def test_help_needs_no_extra():
     assert call_without_lab("compare", "--help").returncode == 0
 
