@@ -66,6 +66,9 @@ def spawn(function, ranks, *arguments, timeout=300):
 
 def run_ranks(function, ranks, *arguments, timeout=120):
     """How each rank of `function(*arguments)` ended; those that run longer are killed."""
+    imports = _server.Process(target=int)  # the first process waits for the server's imports
+    imports.start()
+    imports.join()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
