@@ -137,7 +137,7 @@ class LearnedRange:
     def log_variance(
         self, log_beta: Tensor, log_posterior: Tensor, last: Tensor, frac: Tensor | None, /
     ) -> Tensor:
-        """Frac log_beta + (1 - frac) log_posterior."""
+        """log_posterior at frac 0, log_beta at frac 1."""
         if frac is None:
             raise ValueError(
                 "LearnedRange needs a network that outputs a variance, and this one outputs none; "

@@ -50,7 +50,7 @@ def bin_of(u: Tensor, num_bins: int) -> Tensor:
 
 
 def _inverse_cdf(u: Tensor, density: Tensor) -> Tensor:
-    """TimestepDistribution function of a piecewise constant density, linear within a bin."""
+    """Quantile function of a piecewise constant density, linear within a bin."""
     weights = density.to(device=u.device, dtype=torch.float64)
     # CUDA has no cumulative sum that Trainer(deterministic=True) lets pass.
     summed = weights.cpu() if torch.are_deterministic_algorithms_enabled() else weights
