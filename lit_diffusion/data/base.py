@@ -4,8 +4,9 @@ import hashlib
 import sys
 from abc import abstractmethod
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -29,27 +30,19 @@ from lit_diffusion.seeding import classes_of, fold, run_seed
 Split: TypeAlias = Literal["train", "val", "test"]
 
 
-class PendingSetup(NamedTuple):
-    """What must happen before data can be opened: a sentence without its full stop."""
-
-    text: str
-    needs_network: bool
-
-
 class ImageDataModule(LightningDataModule):
     """Base of the data modules: a subclass describes its images and loads a split.
 
     Training batches come in an order that is a function of (seed, epoch), without the ragged last
-    batch; the images left over differ from epoch to epoch. A run that resumes in the middle of an
-    epoch continues there, also with another batch size or number of processes. Validation and
-    testing (see `tests_on`) have every image once on any number of processes. Prediction yields
-    (seeds (B,), labels (B,)), both int64, of images to generate.
+    batch. A run that resumes in the middle of an epoch continues there, also with another batch
+    size or number of processes. Validation and testing have every image once on any number of
+    processes. Prediction yields (seeds (B,), labels (B,)), both int64, of images to generate.
 
     Args:
         batch_size: images in a batch on each process, >= 1. Validation on several processes may
             take a few more (`even_batch_size`).
-        num_workers: loading processes of each process; None takes 0 for data in memory, where a
-            batch costs microseconds, and what the CPU affinity allows for files.
+        num_workers: loading processes of each process; None takes 0 for data in memory, and what
+            the CPU affinity allows for files.
         num_predict: number of seeds 0, 1, ... that prediction generates, >= 1; seed s has label
             s mod num_classes, or -1 without labels.
         seed: of training order and augmentation; None takes the run's (`seed_everything`), else 0.
@@ -85,8 +78,6 @@ class ImageDataModule(LightningDataModule):
         """Seed of training order and augmentation."""
         return (run_seed() or 0) if self._seed is None else self._seed
 
-    # Subclasses define these.
-
     @property
     @abstractmethod
     def image_shape(self) -> tuple[int, int, int]:
@@ -104,15 +95,13 @@ class ImageDataModule(LightningDataModule):
     def check(self) -> None:
         """Fetch the files or raise an error that names what is wrong; runs once per node, first."""
 
-    def pending_setup(self) -> PendingSetup | None:
-        """What `check` would still download or unpack; None if nothing. Changes nothing itself."""
+    def pending_setup(self) -> str | None:
+        """What `check` would still download or unpack, as a clause; None if nothing."""
         return None
 
     def default_workers(self) -> int:
         """Number of loading processes if `num_workers` is None."""
         return 0
-
-    # For use in Python, without a Trainer.
 
     @property
     def num_classes(self) -> int | None:
@@ -130,10 +119,7 @@ class ImageDataModule(LightningDataModule):
     def in_order(self, split: Split, num_replicas: int = 1, rank: int = 0) -> "DataLoader[Batch]":
         """Loader of every image of a split once, without augmentation.
 
-        Args:
-            split: to load.
-            num_replicas: number of processes that share it; they get equally many batches.
-            rank: of this process.
+        Of `num_replicas` processes that share it, each gets equally many batches.
         """
         dataset = self.dataset(split)
         batch_size = even_batch_size(len(dataset), num_replicas, self.batch_size)
@@ -253,17 +239,22 @@ def identity_collate(batch: Any) -> Any:
     return batch
 
 
-def split_rows(split: Split, num: int, num_val: int, source: object) -> Tensor:
-    """Ascending places (n,) int64 of a split of `num` images of which `num_val` are held out.
+def split_rows(
+    split: Split, keys: Sequence[int] | Sequence[str], num_val: int, source: object
+) -> Tensor:
+    """Ascending places (n,) int64 of a split of the images `keys`, of which `num_val` are held out.
 
-    Held out are those whose places i have the least `fold("held out", i)`.
+    Held out are the images whose keys have the least `fold("held out", key)`.
 
     Raises:
-        ValueError: unless `num_val` < `num`; names the `source` of the images.
+        ValueError: unless 0 < `num_val` < the number of images; names their `source`.
     """
-    if num_val >= num:
-        raise ValueError(f"val={num_val} cannot be held out of the {num} in {source}.")
-    order = torch.tensor([fold("held out", i) for i in range(num)]).argsort()
+    if not 0 < num_val < len(keys):
+        raise ValueError(
+            f"val={num_val} images cannot be held out of the {len(keys)} in {source}: choose from "
+            f"1 to {len(keys) - 1}."
+        )
+    order = torch.tensor([fold("held out", key) for key in keys]).argsort()
     return (order[:num_val] if split == "val" else order[num_val:]).sort().values
 
 

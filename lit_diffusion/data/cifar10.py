@@ -7,7 +7,7 @@ import torch
 from torchvision import datasets
 from torchvision.datasets.utils import check_integrity
 
-from lit_diffusion.data.base import ImageDataModule, PendingSetup, Split
+from lit_diffusion.data.base import ImageDataModule, Split
 from lit_diffusion.data.datasets import TensorImages
 
 
@@ -49,15 +49,14 @@ class CIFAR10(ImageDataModule):
         except (OSError, RuntimeError) as error:
             raise self._missing_files_error(f"could not be downloaded ({error})") from error
 
-    def pending_setup(self) -> PendingSetup | None:
+    def pending_setup(self) -> str | None:
         """Whether the archive must still be unpacked or downloaded."""
         if not self._faults():
             return None
         archive = self.root / self.source.filename
         if check_integrity(archive, self.source.tgz_md5):
-            return PendingSetup(f"{archive} will be unpacked", needs_network=False)
-        text = f"{self.source.filename} will be downloaded from {self.source.url} into {self.root}"
-        return PendingSetup(text, needs_network=True)
+            return f"{archive} will be unpacked"
+        return f"{archive.name} will be downloaded into {self.root}, which needs a network"
 
     def load(self, split: Split) -> TensorImages:
         """Open a split, without augmentation."""

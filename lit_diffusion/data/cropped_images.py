@@ -114,20 +114,16 @@ class CroppedImages(ImageDataset):
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
         """The batch of the images `index` of the split, augmented as in `epochs`."""
         images, labels = self.read(index)
-        crops = [
-            pil_to_tensor(self._crop(*each)) for each in zip(images, epochs, index, strict=True)
-        ]
+        crops = []
+        for image, epoch, i in zip(images, epochs, index, strict=True):
+            if self.random_crop and self.seed is not None:
+                crop = random_crop(image, self.image_size, self.seed, epoch, i)
+            else:
+                crop = center_crop(image, self.image_size)
+            if self.flip and self.seed is not None and is_mirrored(self.seed, epoch, i):
+                crop = ImageOps.mirror(crop)
+            crops.append(pil_to_tensor(crop))
         return torch.stack(crops), labels, torch.tensor(index)
-
-    def _crop(self, image: Image.Image, epoch: int, index: int) -> Image.Image:
-        if self.seed is None:
-            return center_crop(image, self.image_size)
-        if self.random_crop:
-            crop = random_crop(image, self.image_size, self.seed, epoch, index)
-        else:
-            crop = center_crop(image, self.image_size)
-        is_flipped = self.flip and is_mirrored(self.seed, epoch, index)
-        return ImageOps.mirror(crop) if is_flipped else crop
 
 
 class CroppedImageDataModule(ImageDataModule):
@@ -170,12 +166,8 @@ class CroppedImageDataModule(ImageDataModule):
 
     def crop_options(self) -> dict[str, Any]:
         """Arguments of `CroppedImages`."""
-        return {
-            "image_size": self.image_size,
-            "mode": MODES[self.channels],
-            "flip": self.flip,
-            "random_crop": self.random_crop,
-        }
+        options = {"flip": self.flip, "random_crop": self.random_crop}
+        return {"image_size": self.image_size, "mode": MODES[self.channels], **options}
 
     def default_workers(self) -> int:
         """Number of CPU cores for each process of this node, at most 16.

@@ -106,6 +106,4 @@ def take_part(data: TensorImages, part: tuple[int, int]) -> TensorImages:
     first, step = part
     if not 0 <= first < min(step, len(data)):
         raise ValueError(f"part must be (k, n) with 0 <= k < n, of {len(data)}, got {tuple(part)}.")
-    if step == 1:
-        return data
     return TensorImages(data.images[first::step], data.labels[first::step])

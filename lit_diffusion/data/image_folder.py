@@ -1,8 +1,7 @@
 """Folders of image files, and ImageNet; bad files are named before training starts.
 
-The check decodes every file, several at a time. As that takes minutes for ImageNet, a folder that
-passed is remembered by the names, sizes and modification times of its files, in a cache outside of
-it.
+The check decodes every file, which takes minutes for ImageNet, so a cache outside of the folder
+remembers the names, sizes and modification times of files that passed.
 """
 
 import hashlib
@@ -12,7 +11,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -25,23 +24,19 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from lit_diffusion.data.base import Split, require_at_least
+from lit_diffusion.data.base import Split, split_rows
 from lit_diffusion.data.cropped_images import (
     CroppedImageDataModule,
     CroppedImages,
     Requirements,
 )
 from lit_diffusion.files import open_image, user_cache
-from lit_diffusion.seeding import fold
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 MAX_NAMED = 10
-"""Number of files that a message names at most."""
+"""Most files that a message names."""
 
 log = logging.getLogger(__name__)
-
-
-# Listing and checking the files of a folder
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,15 +46,11 @@ class Listing:
     root: Path
     names: NDArray[np.bytes_]  # (N,) relative paths; a list of str would be copied by each worker
     labels: Tensor  # (N,) int64; -1 in a folder without class folders
-    stamp: str  # digest of names, sizes and modification times
+    stamp: str  # digest of names, sizes and modification times of all files of the folder
 
     def path(self, index: int) -> Path:
         """Path of one file."""
         return self.root / os.fsdecode(self.names[index])
-
-    def subset(self, mask: Tensor) -> "Listing":
-        """The files where `mask` (N,) bool is true, with the stamp of the whole."""
-        return Listing(self.root, self.names[mask.numpy()], self.labels[mask], self.stamp)
 
 
 def list_class_folders(root: Path) -> tuple[str, ...]:
@@ -80,12 +71,12 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
 
     Args:
         root: the folder.
-        classes: names of the class folders of the training images, whose places are the labels;
-            empty if the images are in `root` itself.
+        classes: names of the class folders, whose places are the labels; empty if the images are in
+            `root` itself.
 
     Raises:
         ValueError: if an image is in no class folder though there are classes, or if a folder is
-            empty or not of these classes; the message names them.
+            empty or not of these classes; names them.
     """
     folders = list_class_folders(root)
     if unknown := sorted(set(folders) - set(classes)):
@@ -116,14 +107,7 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
 
 
 def check_images(listing: Listing, requirements: Requirements, cache: Path, threads: int) -> None:
-    """Check every file, unless a file in `cache` says that all of them passed before.
-
-    Args:
-        listing: of the files.
-        requirements: that they must meet.
-        cache: folder outside of the images.
-        threads: number of files that are read at a time; Pillow decodes without the interpreter
-            lock.
+    """Check every file, `threads` at a time, unless a file in the folder `cache` says they passed.
 
     Raises:
         ValueError: names the first ten files that fail.
@@ -140,7 +124,7 @@ def check_images(listing: Listing, requirements: Requirements, cache: Path, thre
         faults = [(path, requirements.find_fault(path)) for path in paths]
         return [f"{path.relative_to(listing.root)} {fault}" for path, fault in faults if fault]
 
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(threads) as pool:  # Pillow decodes without the interpreter lock
         faults = list(chain(*pool.map(check_chunk, range(0, num, 256))))
     if faults:
         remedy = ", or convert and enlarge them with strict=False" if requirements.strict else ""
@@ -166,9 +150,6 @@ def _walk(root: Path) -> Iterator[str]:
         loops = {name for name, target in targets.items() if f"{here}/".startswith(f"{target}/")}
         subfolders[:] = sorted(name for name in targets if name[0] != "." and name not in loops)
         yield from (os.path.join(folder, name) for name in sorted(names) if name[0] != ".")
-
-
-# Data
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,8 +264,6 @@ class ImageFolder(ImageFileDataModule):
         self, train: str, val: int | str, image_size: int, strict: bool = True, **options: Any
     ) -> None:
         super().__init__(image_size, **options)
-        if isinstance(val, int):
-            require_at_least(1, val=val)
         self.train = Path(train).expanduser()
         self.val = val if isinstance(val, int) else Path(val).expanduser()
         self.strict = strict
@@ -298,15 +277,9 @@ class ImageFolder(ImageFileDataModule):
         listing = super().select(split)
         if isinstance(self.val, Path):
             return listing
-        num = len(listing.names)
-        if self.val >= num:
-            raise ValueError(
-                f"val={self.val} images cannot be held out of the {num} in {listing.root}."
-            )
-        rank = [fold("held out", os.fsdecode(name)) for name in listing.names]
-        is_held_out = torch.zeros(num, dtype=torch.bool)
-        is_held_out[np.argsort(rank)[: self.val]] = True
-        return listing.subset(is_held_out if split == "val" else ~is_held_out)
+        names = [os.fsdecode(name) for name in listing.names]
+        rows = split_rows(split, names, self.val, listing.root)
+        return replace(listing, names=listing.names[rows.numpy()], labels=listing.labels[rows])
 
 
 class ImageNet(ImageFileDataModule):

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from lit_diffusion.data.base import ImageDataModule, Split, require_at_least, split_rows
+from lit_diffusion.data.base import ImageDataModule, Split, split_rows
 from lit_diffusion.data.datasets import Batch, ImageDataset, is_mirrored
 from lit_diffusion.files import atomic_write, atomic_write_text
 
@@ -165,8 +165,6 @@ class Latents(ImageDataModule):
 
     def __init__(self, train: str, val: int | str, **loader: Any) -> None:
         super().__init__(**loader)
-        if isinstance(val, int):
-            require_at_least(1, val=val)
         self.train = Path(train).expanduser()
         self.val = val if isinstance(val, int) else Path(val).expanduser()
 
@@ -220,7 +218,7 @@ class Latents(ImageDataModule):
         if isinstance(self.val, Path):
             rows = torch.arange(index.num)
         else:
-            rows = split_rows(split, index.num, self.val, self.train)
+            rows = split_rows(split, range(index.num), self.val, self.train)
         return ShardedLatents(folder, index, rows, torch.cat(labels)[rows])
 
     def fingerprint(self, split: Split) -> str:

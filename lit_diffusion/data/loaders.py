@@ -69,9 +69,8 @@ class ResumableLoader(DataLoader[Any]):
     """Training batches in the order of a ShuffledSampler, from where a checkpoint was written.
 
     A resumed Trainer knows how many batches of its epoch were trained on, but an ordinary loader
-    starts that epoch over. This one asks when the first batch of an epoch is requested, and no
-    earlier: Lightning creates iterators before it has restored its loops. It has no state of its
-    own, so a run may resume with another number of workers.
+    starts that epoch over. This one asks when the first batch of an epoch is requested, as
+    Lightning creates iterators before it has restored its loops.
 
     Args:
         dataset: as of DataLoader.

@@ -5,11 +5,9 @@ import tempfile
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor
 from torchvision import datasets
-from torchvision.datasets.mnist import read_image_file, read_label_file
 
-from lit_diffusion.data.base import ImageDataModule, PendingSetup, Split
+from lit_diffusion.data.base import ImageDataModule, Split
 from lit_diffusion.data.datasets import TensorImages, take_part
 
 
@@ -58,37 +56,27 @@ class MNIST(ImageDataModule):
                 f"{', '.join(self._missing())} missing. Put these there, unpacked."
             ) from error
 
-    def pending_setup(self) -> PendingSetup | None:
+    def pending_setup(self) -> str | None:
         """Whether files must still be downloaded."""
         if not self._missing():
             return None
-        return PendingSetup(f"{self._name} will be downloaded into {self.root}", needs_network=True)
+        return f"{self._name} will be downloaded into {self.root}, which needs a network"
 
     def load(self, split: Split) -> TensorImages:
         """Open a split, without augmentation."""
-        prefix = "t10k" if split == "val" else "train"
-        images = self._read(f"{prefix}-images-idx3-ubyte")
-        labels = self._read(f"{prefix}-labels-idx1-ubyte")
-        if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1] or labels.max() > 9:
-            raise ValueError(
-                f"The {split} files of {self._name} in {self._folder} hold images "
-                f"{tuple(images.shape)} and labels {tuple(labels.shape)} up to {labels.max()}; "
-                "delete them."
-            )
-        data = TensorImages(images.view(-1, *self.image_shape), labels.long())
-        return data if split == "val" else take_part(data, self.part)
-
-    def _read(self, name: str) -> Tensor:
-        path = self._folder / name
-        read = read_image_file if "images" in name else read_label_file
         try:
-            values: Tensor = read(str(path))
-            if values.numel() == 0 or values.min() < 0:
-                raise ValueError("no such numbers")
+            files = self._source(self.root, train=split == "train")
+            images, labels = files.data, files.targets
+            if images.shape != (len(labels), 28, 28) or not 0 <= labels.min() <= labels.max() <= 9:
+                raise ValueError(f"images {tuple(images.shape)}, labels {tuple(labels.shape)}")
         except Exception as error:  # torchvision asserts, indexes and views as it reads
+            prefix = "t10k" if split == "val" else "train"
             reason = str(error) or type(error).__name__
-            raise ValueError(f"{path} is no file of {self._name} ({reason}); delete it.") from error
-        return values
+            raise ValueError(
+                f"{self._folder}/{prefix}-* are no files of {self._name} ({reason}); delete them."
+            ) from error
+        data = TensorImages(images.view(-1, *self.image_shape), labels)
+        return data if split == "val" else take_part(data, self.part)
 
     @property
     def _name(self) -> str:

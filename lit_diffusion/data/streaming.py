@@ -1,9 +1,7 @@
 """Sets of images that fit no disk: read from buckets or mounted folders, in litdata's chunks.
 
-litdata resumes its own loader only with the workers, ranks and samples of the run before, and a
-Trainer does not ask it to. Here it only reads single samples: by two range requests to a bucket, or
-from a memory-mapped file of a folder. Which images are read is a function of (seed, epoch), as in
-all data modules here, so a resume is exact.
+litdata only reads single samples here: by two range requests to a bucket, or from a memory-mapped
+file of a folder. Its own loader resumes only with the workers and ranks of the run before.
 """
 
 import hashlib
@@ -13,7 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
@@ -49,19 +47,15 @@ that the index names."""
 
 
 class ChunkedSet(NamedTuple):
-    """An open set: litdata's reader, bytes of each file, number of samples, digest of the index."""
+    """A set of litdata that is open."""
 
-    reader: Any
-    sizes: dict[str, int]
-    num: int
-    stamp: str
+    reader: Any  # litdata's
+    sizes: dict[str, int]  # bytes of each file
+    num: int  # number of samples
+    stamp: str  # digest of the index
 
     def read_sample(self, place: int, name: str) -> Any:
-        """Read a sample.
-
-        Raises:
-            OSError: if it cannot be read; names it by `name`.
-        """
+        """Read a sample; an OSError names it by `name`."""
         try:
             return self.reader[place]
         except Exception as error:  # litdata and the clients of stores raise anything
@@ -82,13 +76,13 @@ class Fields:
         Raises:
             ValueError: if the sample has other keys or another label; names it by `name`.
         """
-        required = [self.image] if self.num_classes is None else [self.image, self.label]
         keys = list(sample) if isinstance(sample, dict) else []
-        if missing := [key for key in required if key not in keys]:
-            raise ValueError(
-                f"{name} has no {missing[0]!r}, but {keys or type(sample).__name__}: samples must"
-                " be dictionaries; name their keys by `image` and `label`."
-            )
+        for key in (self.image,) if self.num_classes is None else (self.image, self.label):
+            if key not in keys:
+                raise ValueError(
+                    f"{name} has no {key!r}, but {keys or type(sample).__name__}: samples must be "
+                    "dictionaries; name their keys by `image` and `label`."
+                )
         label = -1 if self.num_classes is None else sample[self.label]
         if self.num_classes is not None and label not in range(self.num_classes):
             raise ValueError(
@@ -109,49 +103,40 @@ class StreamedDataset(CroppedImages):
     """Crops of the images of a set."""
 
     url: str
-    num: int  # number of its samples
-    rows: Tensor | None  # (N,) int64 samples that the split has; None for all
+    rows: Tensor  # (N,) int64 samples that the split has
     fields: Fields
     requirements: Requirements
 
     def __len__(self) -> int:
-        return self.num if self.rows is None else len(self.rows)
+        return len(self.rows)
 
     def read(self, index: Sequence[int]) -> tuple[Iterator[Image.Image], Tensor]:
         """Images `index` of the split, decoded one by one and in `mode`, and labels (B,)."""
-        places = list(index) if self.rows is None else self.rows[torch.tensor(index)].tolist()
-        fetch_sample = partial(self._fetch_sample, open_set(self.url, os.getpid()))
-        if self.url.startswith(BUCKETS):
-            with ThreadPoolExecutor(MAX_REQUESTS) as pool:
-                samples = list(pool.map(fetch_sample, places))
-        else:
-            samples = list(map(fetch_sample, places))
-        images = (
-            self._decode(image, place) for place, (image, _) in zip(places, samples, strict=True)
-        )
-        return images, torch.tensor([label for _, label in samples])
+        places = self.rows[torch.tensor(index)].tolist()
+        names = [f"Sample {place} of {self.url}" for place in places]
+        chunks = open_set(self.url, os.getpid())
 
-    def _fetch_sample(self, chunks: ChunkedSet, place: int) -> tuple[Any, int]:
-        name = self._sample_name(place)
-        return self.fields.extract(chunks.read_sample(place, name), name)
+        def fetch_sample(place: int, name: str) -> tuple[Any, int]:
+            return self.fields.extract(chunks.read_sample(place, name), name)
 
-    def _decode(self, image: Any, place: int) -> Image.Image:
+        with ThreadPoolExecutor(MAX_REQUESTS if self.url.startswith(BUCKETS) else 1) as pool:
+            images, labels = zip(*pool.map(fetch_sample, places, names), strict=True)
+        return map(self._decode, images, names), torch.tensor(labels)
+
+    def _decode(self, image: Any, name: str) -> Image.Image:
         try:
             decoded = open_image(BytesIO(image)) if isinstance(image, bytes) else image
             decoded = to_pil_image(decoded) if isinstance(decoded, Tensor) else decoded
             fault = self.requirements.find_mismatch(decoded.mode, min(decoded.size))
             converted: Image.Image = decoded.convert(self.mode)
         except Exception as error:  # Pillow's decoders raise anything on broken data
-            raise OSError(f"{self._sample_name(place)} cannot be read ({error}).") from error
+            raise OSError(f"{name} cannot be read ({error}).") from error
         if fault is not None:
             raise ValueError(
-                f"{self._sample_name(place)} {fault}: choose channels and image_size to fit, or "
-                "convert and enlarge such with strict=False."
+                f"{name} {fault}: choose channels and image_size to fit, or convert and enlarge "
+                "such with strict=False."
             )
         return converted
-
-    def _sample_name(self, place: int) -> str:
-        return f"Sample {place} of {self.url}"
 
 
 class StreamedImages(CroppedImageDataModule):
@@ -195,8 +180,6 @@ class StreamedImages(CroppedImageDataModule):
     ) -> None:
         super().__init__(image_size, **options)
         require_at_least(1, num_classes=1 if num_classes is None else num_classes)
-        if isinstance(val, int):
-            require_at_least(1, val=val)
         self.train = _address(train)
         self.val = val if isinstance(val, int) else _address(val)
         self.fields = Fields(image, label, num_classes)
@@ -226,15 +209,12 @@ class StreamedImages(CroppedImageDataModule):
         """Open a split, without augmentation."""
         url = self._url(split)
         num = open_set(url, os.getpid()).num
-        rows = split_rows(split, num, self.val, url) if isinstance(self.val, int) else None
-        return StreamedDataset(
-            **self.crop_options(),
-            url=url,
-            num=num,
-            rows=rows,
-            fields=self.fields,
-            requirements=self.requirements,
-        )
+        if isinstance(self.val, int):
+            rows = split_rows(split, range(num), self.val, url)
+        else:
+            rows = torch.arange(num)
+        source = {"url": url, "rows": rows, "fields": self.fields}
+        return StreamedDataset(**self.crop_options(), **source, requirements=self.requirements)
 
     def fingerprint(self, split: Split) -> str:
         """16 hex digits that change when the set is written anew, with the split, or the crop."""

@@ -106,7 +106,8 @@ CONVERTIBLE = [palette_png, cmyk_jpeg, grey_png, small_png]
 @pytest.mark.parametrize("add", UNUSABLE + CONVERTIBLE)
 def test_odd_files_are_named_and_converted_only_on_demand_and_without_loss(root, add):
     add(root / "b")
-    with pytest.raises(ValueError, match=r"1 of 7 files .*: b/odd\.(png|jpg) (cannot|has|is)"):
+    message = r"1 of 7 files .*: b/odd\.(png|jpg) (cannot|has|is).*strict=False"
+    with pytest.raises(ValueError, match=message):
         check(root)
     if add in CONVERTIBLE:
         check(root, strict=False)
@@ -243,8 +244,9 @@ def test_held_out_images_are_no_training_images_and_always_the_same(root):
     names = {split: {*folder(root, 2).select(split).names} for split in ("train", "val")}
     assert len(names["train"] | names["val"]) == 6
     assert names["val"] == {b"a/2.png", b"b/0.png"}
-    with pytest.raises(ValueError, match="val=6 images cannot be held out of the 6"):
-        folder(root, 6).images("val")
+    for num in (0, 6):
+        with pytest.raises(ValueError, match=f"val={num} images cannot be held out of the 6"):
+            folder(root, num).images("val")
 
 
 def test_bad_files_of_either_split_are_named_before_training(root, val):
@@ -253,12 +255,6 @@ def test_bad_files_of_either_split_are_named_before_training(root, val):
         folder(root, val).prepare_data()
     with pytest.raises(ValueError, match=r"odd\.jpg"):
         folder(root, val).images("train")  # also where nobody called prepare_data
-
-
-def test_the_remedy_for_mixed_modes_is_named(root, val):
-    save(root / "a" / "grey.png", mode="L")
-    with pytest.raises(ValueError, match=r"a/grey\.png has mode L, not RGB.*strict=False"):
-        folder(root, val).prepare_data()
 
 
 def test_a_file_that_breaks_after_the_check_is_named_when_it_is_read(root, val):
@@ -298,7 +294,6 @@ def test_a_home_folder_is_understood(root, monkeypatch):
     [
         ({"channels": 5}, r"channels must be 1 \(grey\), 3 \(RGB\), 2 or 4 \(with alpha\), got 5"),
         ({"image_size": 0}, "image_size must be >= 1, got 0"),
-        ({"val": 0}, "val must be >= 1, got 0"),
     ],
 )
 def test_wrong_arguments_are_refused(root, arguments, message):

@@ -135,7 +135,7 @@ def test_what_is_missing_is_named(tmp_path):
     (tmp_path / "a" / "index.json").write_text(json.dumps({"num": 3}))
     with pytest.raises(ValueError, match="is no index of latents"):
         Latents(folder, val=2).check()
-    with pytest.raises(ValueError, match="val=23 cannot be held out of the 23"):
+    with pytest.raises(ValueError, match="val=23 images cannot be held out of the 23"):
         Latents(write(tmp_path / "b"), val=23).dataset("val")
 
 

@@ -5,14 +5,13 @@ import pytest
 import torch
 from support.mnist_files import digits, write
 from torchvision import datasets
-from torchvision.datasets import MNIST as Source
 
 from lit_diffusion.data.mnist import MNIST, FashionMNIST
 
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch):
-    for source in (Source, datasets.FashionMNIST):
+    for source in (datasets.MNIST, datasets.FashionMNIST):
         monkeypatch.setattr(source, "mirrors", ["http://127.0.0.1:9/"])  # nobody listens there
 
 
@@ -23,7 +22,7 @@ def root(tmp_path):
 
 
 def test_pixels_and_labels_are_those_of_the_files(root):
-    data = MNIST(str(root), batch_size=7)
+    data, half = MNIST(str(root), batch_size=7), MNIST(str(root), part=(1, 2))
     assert data.pending_setup() is None
     data.prepare_data()
     for split, count in {"train": 50, "val": 20}.items():
@@ -31,62 +30,8 @@ def test_pixels_and_labels_are_those_of_the_files(root):
         assert torch.equal(data.images(split), images)
         assert torch.equal(data.dataset(split).labels, labels)
     assert data.num_classes == 10
-
-
-def test_without_files_and_network_the_message_says_what_to_put_where(tmp_path):
-    data = MNIST(str(tmp_path / "empty"))
-    assert data.pending_setup().needs_network
-    assert not (tmp_path / "empty").exists()
-    with pytest.raises(FileNotFoundError) as caught:
-        data.prepare_data()
-    for part in ("t10k-labels-idx1-ubyte", str(tmp_path / "empty" / "MNIST" / "raw")):
-        assert part in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_root_that_cannot_be_a_folder_ends_with_the_same_message(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(FileNotFoundError, match=r"train-images-idx3-ubyte, .* missing"):
-        MNIST(str(tmp_path / "file")).prepare_data()
-
-
-@pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "train-labels-idx1-ubyte"])
-@pytest.mark.parametrize("content", [b"", b"no digits at all", None])
-def test_a_damaged_file_ends_with_a_message(root, name, content):
-    path = root / "MNIST" / "raw" / name
-    path.write_bytes(path.read_bytes()[:-28] if content is None else content)
-    with pytest.raises(ValueError, match=rf"{name} is no file of MNIST \(.+\); delete it"):
-        MNIST(str(root)).images("train")
-    assert len(MNIST(str(root)).images("val")) == 20
-
-
-def test_files_that_do_not_go_together_are_refused(root):
-    raw = root / "MNIST" / "raw"
-    (raw / "train-labels-idx1-ubyte").write_bytes((raw / "t10k-labels-idx1-ubyte").read_bytes())
-    with pytest.raises(ValueError, match=r"hold images \(50, 28, 28\) and labels \(20,\)"):
-        MNIST(str(root)).images("train")
-
-
-def test_one_missing_file_is_awaited(root):
-    (root / "MNIST" / "raw" / "t10k-labels-idx1-ubyte").unlink()
-    assert MNIST(str(root)).pending_setup().needs_network
-    with pytest.raises(FileNotFoundError, match=r"raw: t10k-labels-idx1-ubyte missing"):
-        MNIST(str(root)).prepare_data()
-
-
-def test_a_download_puts_whole_files_in_their_place(root, tmp_path_factory, monkeypatch):
-    """Into a folder of its own first: another process may download at the same time."""
-    place = tmp_path_factory.mktemp("place")
-
-    def download(self, root, download):
-        assert Path(root).is_relative_to(place)
-        shutil.copytree(source / "MNIST", Path(root) / "MNIST")
-
-    source = root
-    monkeypatch.setattr(Source, "__init__", download)
-    MNIST(str(place)).prepare_data()
-    assert torch.equal(MNIST(str(place)).images("val"), MNIST(str(root)).images("val"))
-    assert len(list((place / "MNIST" / "raw").iterdir())) == 4
+    assert torch.equal(half.images("train"), data.images("train")[1::2])
+    assert torch.equal(half.images("val"), data.images("val"))
 
 
 def test_clothes_are_read_from_a_folder_of_their_own(tmp_path):
@@ -100,8 +45,48 @@ def test_clothes_are_read_from_a_folder_of_their_own(tmp_path):
     assert (data.num_classes, data.class_names[0]) == (10, "T-shirt/top")
 
 
-def test_a_part_of_the_training_images_can_be_taken(tmp_path):
-    write(tmp_path, train=50, val=20)
-    whole, half = MNIST(str(tmp_path)), MNIST(str(tmp_path), part=(1, 2))
-    assert torch.equal(half.images("train"), whole.images("train")[1::2])
-    assert torch.equal(half.images("val"), whole.images("val"))
+def test_without_a_network_missing_files_are_named(root, tmp_path_factory):
+    (root / "MNIST" / "raw" / "t10k-labels-idx1-ubyte").unlink()
+    (root / "file").touch()
+    empty = tmp_path_factory.mktemp("other") / "empty"
+    for folder, missing in (
+        (root, rf"{root}/MNIST/raw: t10k-labels-idx1-ubyte missing"),
+        (root / "file", r"train-images-idx3-ubyte, .* missing"),
+        (empty, rf"{empty}/MNIST/raw: train-images-idx3-ubyte, .* missing"),
+    ):
+        data = MNIST(str(folder))
+        assert "needs a network" in data.pending_setup()
+        assert not empty.exists()
+        with pytest.raises(FileNotFoundError, match=missing) as caught:
+            data.prepare_data()
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "train-labels-idx1-ubyte"])
+@pytest.mark.parametrize("content", [b"", b"no digits at all", "cut", "val"])
+def test_damaged_files_and_those_of_another_split_are_refused(root, name, content):
+    path = root / "MNIST" / "raw" / name
+    if content == "cut":
+        content = path.read_bytes()[:-28]
+    elif content == "val":
+        content = path.with_name(name.replace("train", "t10k")).read_bytes()
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"raw/train-\* are no files of MNIST \(.+\); delete them"):
+        MNIST(str(root)).images("train")
+    assert len(MNIST(str(root)).images("val")) == 20
+
+
+def test_a_download_puts_whole_files_in_their_place(root, tmp_path_factory, monkeypatch):
+    """Into a folder of its own first: another process may download at the same time."""
+    target, initialize = tmp_path_factory.mktemp("target"), datasets.MNIST.__init__
+
+    def download(self, folder, train=True, download=False):
+        if download:
+            assert Path(folder).is_relative_to(target)
+            shutil.copytree(root / "MNIST", Path(folder) / "MNIST")
+        initialize(self, folder, train)
+
+    monkeypatch.setattr(datasets.MNIST, "__init__", download)
+    MNIST(str(target)).prepare_data()
+    assert torch.equal(MNIST(str(target)).images("val"), MNIST(str(root)).images("val"))
+    assert len(list((target / "MNIST" / "raw").iterdir())) == 4

@@ -11,6 +11,7 @@ import yaml
 from PIL import Image
 from support.bucket import bucket
 from support.commands import call
+from support.count_images import count_images
 from support.pictures import class_folders, picture
 from support.resuming import Recipe, assert_undisturbed, resume_on_two_ranks
 from support.small_digits import small_digits
@@ -22,7 +23,6 @@ from lit_diffusion.data.streaming import StreamedImages, open_set
 from lit_diffusion.metrics.images import open_split
 
 litdata = pytest.importorskip("litdata", reason="pip install -e '.[streaming]'")
-SUPPORT = Path(__file__).parents[1] / "support"
 
 
 @pytest.fixture(autouse=True)
@@ -150,15 +150,10 @@ def test_a_run_that_died_on_two_ranks_ends_as_one_that_did_not(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_train_on_each_picture_at_most_once_an_epoch_and_validate_each_once(tmp_path, ranks):
-    write(tmp_path / "set", solid(range(13)))
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    given = [SUPPORT / "count_images.py", tmp_path, "13", "4", tmp_path / "set"]
-    command = [sys.executable, *launch, *map(str, given)]
-    subprocess.run(command, check=True, timeout=300)
-    seen = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
-    assert sorted(place for each in seen for place in each["validate"]) == list(range(13))
+    shares = spawn(count_images, ranks, tmp_path, write(tmp_path / "set", solid(range(13))), 4)
+    assert sorted(place for share in shares for place in share["validate"]) == list(range(13))
     for epoch in range(2):
-        trained = [place for each in seen for place in each["train"][epoch]]
+        trained = [place for share in shares for place in share["train"][epoch]]
         assert len(set(trained)) == len(trained) == 12
 
 
@@ -195,7 +190,7 @@ SOLID = solid(range(9))
         ([{**s, "label": "a"} for s in SOLID], {"num_classes": 2}, "has the label 'a'"),
         (SOLID, {"image_size": 3}, "is only 2 pixels on its shorter side, less than 3"),
         (SOLID, {"channels": 3}, "has mode L, not RGB: choose channels"),
-        (SOLID, {"val": 9}, "val=9 cannot be held out of the 9"),
+        (SOLID, {"val": 9}, "val=9 images cannot be held out of the 9"),
         ([{"image": {1, 2}}] * 9, {}, "samples of the format 'pickle'"),
         ([{"image": b"no picture"}] * 9, {}, r"Sample \d of .*set cannot be read \(cannot"),
     ],

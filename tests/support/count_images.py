@@ -1,81 +1,75 @@
-"""Run under torchrun: what each process sees of a data set, in a file per rank.
-
-Arguments: output folder, number of images, validation batch size; perhaps a set to stream, in place
-of blank images.
-"""
-
-import os
-import sys
-from pathlib import Path
+"""The images of a data set that a rank gets."""
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 
 from lit_diffusion.data.base import ImageDataModule
 from lit_diffusion.data.datasets import TensorImages
 from lit_diffusion.data.streaming import StreamedImages
-
-OUT, NUM_IMAGES, BATCH_SIZE = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-STREAMED = sys.argv[4:]
+from support.plain_module import make_trainer
+from support.spawn import rank_and_size
 
 
 class Numbers(ImageDataModule):
+    """So many blank images, all of them in both splits."""
+
     image_shape = (1, 2, 2)
     class_names = ("only",)
 
+    def __init__(self, num_images, **options):
+        super().__init__(**options)
+        self.num_images = num_images
+
     def load(self, split):
-        images = torch.zeros(NUM_IMAGES, 1, 2, 2, dtype=torch.uint8)
-        return TensorImages(images, torch.zeros(NUM_IMAGES, dtype=torch.int64))
-
-
-def data(**options):
-    """All images for both splits."""
-    one = {"image_size": 2, "channels": 1}
-    return StreamedImages(*STREAMED * 2, **one, **options) if STREAMED else Numbers(**options)
+        images = torch.zeros(self.num_images, 1, 2, 2, dtype=torch.uint8)
+        return TensorImages(images, torch.zeros(self.num_images, dtype=torch.int64))
 
 
 class Recorder(LightningModule):
-    """Processes that must meet in every step, as those of a sharded model do."""
+    """Its ranks must meet in every step, as those of a sharded model do."""
 
     def __init__(self):
         super().__init__()
         self.net = nn.Conv2d(1, 2, 1)
-        self.seen = {"train": {}, "validate": [], "test": [], "predict": []}
+        self.train_index = {}
+        self.index = []
 
     def training_step(self, batch, batch_idx):
         images, _, index = batch
-        self.seen["train"].setdefault(self.current_epoch, []).extend(index.tolist())
+        self.train_index.setdefault(self.current_epoch, []).extend(index.tolist())
         return self.net(images.float()).square().mean()
 
     def validation_step(self, batch, batch_idx):
         self.all_gather(self.net(batch[0].float()).mean())
-        self.seen["validate"] += batch[2].tolist()
+        self.index += batch[2].tolist()
 
-    def test_step(self, batch, batch_idx):
-        self.all_gather(self.net(batch[0].float()).mean())
-        self.seen["test"] += batch[2].tolist()
+    test_step = validation_step
 
     def predict_step(self, batch, batch_idx):
-        self.seen["predict"] += batch[0].tolist()
+        self.index += batch[0].tolist()
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), 0.1)
 
 
-def main():
-    module = Recorder()
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    devices = int(os.environ["WORLD_SIZE"])
-    trainer = Trainer(accelerator="cpu", devices=devices, strategy="ddp", max_epochs=2, **quiet)
+def count_images(folder, images, batch_size):
+    """Places of the images that this rank trains on, by epoch, and that other stages give it.
+
+    `images` is a number of blank ones, or the path of a set to stream.
+    """
+
+    def data(**options):
+        if isinstance(images, int):
+            return Numbers(images, **options)
+        return StreamedImages(images, images, image_size=2, channels=1, num_workers=1, **options)
+
+    module, options = Recorder(), {"devices": rank_and_size()[1], "strategy": "ddp"}
+    trainer = make_trainer(folder, max_epochs=2, **options)
     trainer.fit(module, data(batch_size=2))
-    module.seen["validate"].clear()
-    trainer.validate(module, data(batch_size=BATCH_SIZE), verbose=False)
-    trainer.test(module, data(batch_size=BATCH_SIZE), verbose=False)
-    trainer.predict(module, data(), return_predictions=False)
-    torch.save(module.seen, OUT / f"{trainer.global_rank}.pt")
-
-
-if __name__ == "__main__":
-    main()
-    os._exit(0)  # torch aborts at times while it takes groups apart
+    stages = {"train": [module.train_index[epoch] for epoch in range(2)]}
+    for stage in (trainer.validate, trainer.test, trainer.predict):
+        module.index = []
+        stage(module, data(batch_size=batch_size))
+        stages[stage.__name__] = module.index
+    return stages

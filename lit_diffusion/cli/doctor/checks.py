@@ -63,11 +63,8 @@ def check_start(run: ExaminedRun) -> Iterator[Finding]:
         yield problem("trainer", run.cli.refusal)
     for topic, message in run.failures:
         yield problem(topic, message)
-    if run.missing_data is not None and run.missing_data.needs_network:
-        text = "fit fails on a node without a network; the run was not started here."
-        yield warning("data", f"{run.missing_data.text}: {text}")
-    elif run.missing_data is not None:
-        yield note("data", f"{run.missing_data.text}; the run was not started here.")
+    if run.missing_data is not None:
+        yield warning("data", f"{run.missing_data}; the run was not started here.")
 
 
 def check_run_folder(run: ExaminedRun) -> Iterator[Finding]:

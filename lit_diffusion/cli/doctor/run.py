@@ -25,7 +25,7 @@ from lit_diffusion.cli.error_messages import explain
 from lit_diffusion.cli.run_folder import Request
 from lit_diffusion.cli.trainer_cli import RunCLI
 from lit_diffusion.config.messages import explain_parse_error, is_user_error
-from lit_diffusion.data.base import ImageDataModule, PendingSetup
+from lit_diffusion.data.base import ImageDataModule
 from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.protocols import Denoise, NonFiniteSamples, Process
 from lit_diffusion.solvers.steps import solver_times
@@ -278,13 +278,13 @@ def synchronized_time() -> float:
     return time.monotonic()
 
 
-def find_missing_data(data: Any) -> PendingSetup | None:
+def find_missing_data(data: Any) -> str | None:
     """What `fit` fetches before data can be read, and the doctor does not."""
     if isinstance(data, ImageDataModule):
         return data.pending_setup()
     if data is None or not is_overridden("prepare_data", data):
         return None
-    return PendingSetup(f"{type(data).__name__}.prepare_data may download", needs_network=True)
+    return f"{type(data).__name__}.prepare_data may need a network"
 
 
 def dataset_length(loader: Any) -> int | None:
