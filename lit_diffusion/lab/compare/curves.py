@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate, pairwise
 from statistics import fmean, linear_regression, median, stdev
+from typing import NamedTuple
 
 from lit_diffusion.metrics.auxiliary_metrics import DISTANCES, FRACTIONS
 
@@ -180,39 +181,26 @@ class Arm:
 # How steady curves are, and how sure one FID is
 
 
-def late_oscillation(curve: Curve) -> float | None:
-    """Standard deviation of log FID over the last third of the steps, trend included.
+def late_spreads(curve: Curve) -> tuple[float, float] | None:
+    """Standard deviation of log FID over the last third of the steps, and that about its trend.
 
-    None with fewer than three finite FIDs there.
+    The first counts a steady descent too. The second, about the line of least squares, is
+    sqrt(sum of squared residuals / (n - 2)), and 0 for a curve that keeps falling evenly. None with
+    fewer than three finite FIDs there.
 
     Source: the claim under Fig. 5 of "Why Diffusion Models are Stable and How to Make Them Faster".
     """
-    _, logs = _last_third(curve)
-    return stdev(logs) if len(logs) >= 3 else None
-
-
-def late_wobble(curve: Curve) -> float | None:
-    """Standard deviation of log FID about its least-squares line over the last third of the steps.
-
-    sqrt(sum of squared residuals / (n - 2)), which is 0 for a curve that keeps falling evenly.
-    None with fewer than three finite FIDs there.
-    """
-    steps, logs = _last_third(curve)
-    if len(logs) < 3:
-        return None
-    line = linear_regression(steps, logs)
-    residuals = [y - line.slope * x - line.intercept for x, y in zip(steps, logs, strict=True)]
-    return math.sqrt(sum(value**2 for value in residuals) / (len(logs) - 2))
-
-
-def _last_third(curve: Curve) -> tuple[list[float], list[float]]:
     points = zip(*curve.finite, strict=True)
     late = [(step, math.log(fid)) for step, fid in points if step >= 2 / 3 * curve.steps[-1]]
-    return [step for step, _ in late], [value for _, value in late]
+    if len(late) < 3:
+        return None
+    steps, logs = zip(*late, strict=True)
+    line = linear_regression(steps, logs)
+    residuals = [y - line.slope * x - line.intercept for x, y in late]
+    return stdev(logs), math.sqrt(sum(value**2 for value in residuals) / (len(logs) - 2))
 
 
-@dataclass(frozen=True)
-class Spread:
+class Spread(NamedTuple):
     """A standard deviation of log FID (about that of FID, relative) and its degrees of freedom."""
 
     sd: float

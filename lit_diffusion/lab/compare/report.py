@@ -6,24 +6,19 @@ speedups.png, curves.png, ...   the figures
 speedups.csv, fid.csv, ...      the numbers
 """
 
-import re
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from importlib.resources import files
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 from markdown_it import MarkdownIt
-from matplotlib.figure import Figure
 
 from lit_diffusion.lab.compare import plots, run_tables, tables
 from lit_diffusion.lab.compare.comparison import (
     HEADLINE_SEEDS,
     Comparison,
-    Verdict,
     by_images,
     by_other_metrics,
     compare,
@@ -56,12 +51,6 @@ baseline's. An arm that misses the target in every seed without a difference in 
 its last FID as well (Welch on log FID, times the number of arms): it may end worse. Intervals are
 not corrected, nor is the best of many arms for being picked: expect less of it on fresh seeds."""
 
-_FOREST = (
-    "Bars: 95% intervals, thin for fewer than "
-    f"{HEADLINE_SEEDS} seeds. Hollow marks: no interval, or measured at another {{}}."
-)
-_CURVES = "Thin lines: one training seed each. Thick lines: geometric means. Dots: the target."
-
 
 @dataclass(frozen=True)
 class Report:
@@ -88,26 +77,24 @@ class Report:
     @property
     def result(self) -> str:
         """The result in one sentence: the best arm, its speed-up, and how sure that is."""
-        comparison, best, winners = self.comparison, self.comparison.best, self.comparison.winners
+        comparison, best = self.comparison, self.comparison.best
         base, name = comparison.baseline.name, best.arm.name
+        seeds = len(best.arm.curves), len(comparison.baseline.curves)
+        test = f"{format_equation(best.holm_p)}, Holm for {comparison.num_tests} tests"
+        test = test if best.holm_p is not None else "not tested"
+        basis = f"{test}; {seeds[0]} against {seeds[1]} seeds"
         speed = format_speedup(best.speedup) + format_target(best, comparison)
         target = f"{comparison.metric} {format_fid(comparison.target)}"
-        p = f"{format_equation(best.holm_p)}, Holm for {comparison.num_tests} tests"
-        seeds = len(best.arm.curves), len(comparison.baseline.curves)
-        basis = (
-            f"{p if best.holm_p is not None else 'not tested'}; {seeds[0]} against {seeds[1]} seeds"
-        )
-        if not winners:
+        if not comparison.winners:
             verdict = format_verdict(best, comparison)
             return (
                 f"No arm is shown to win: to {target}, {name} is {speed} as fast as {base} "
                 f"({basis}; {verdict})."
             )
-        among = f", the fastest of {len(winners)} winners" * (len(winners) > 1)
+        provisional = ", provisional" * (min(seeds) < HEADLINE_SEEDS)
         lagging = [metric for metric, other in self.others.items() if not leads(name, other)]
         but = f", but does not lead by {', '.join(lagging)}" * bool(lagging)
-        basis += ", provisional" * (min(seeds) < HEADLINE_SEEDS)
-        return f"{name} wins{among}: {speed} as fast as {base} to {target} ({basis}){but}."
+        return f"{name} wins: {speed} as fast as {base} to {target} ({basis}{provisional}){but}."
 
 
 def build_report(
@@ -197,27 +184,30 @@ def markdown(report: Report) -> str:
     parts = [
         f"# {escape_markdown(report.result)}",
         "![Speed-ups; the table below has the numbers](speedups.png)",
-        _FOREST.format(metric),
+        f"Bars: 95% intervals, thin for fewer than {HEADLINE_SEEDS} seeds. Hollow marks: no "
+        f"interval, or measured at another {metric}.",
         tables.speedup_table(comparison).markdown(),
     ]
     if notes := [*report.notes, *(f"Left out: {run}: {why}." for run, why in report.left_out)]:
         parts += ["## Notes", _listed(notes)]
-    if len(comparison.results) > plots.MAX_ROWS:
-        parts += ["## Speed-ups of all arms", "![Speed-ups](speedups-all.png)"]
-    parts += [f"## {metric} over training", f"![{metric} over training](curves.png)", _CURVES]
-    parts.append(tables.fid_table(comparison).markdown())
-    if report.by_images is not None:
-        parts += ["## By images seen", "![Speed-ups by images](speedups-images.png)"]
-        parts.append(tables.speedup_table(report.by_images, "images").markdown())
+    parts += [
+        f"## {metric} over training",
+        f"![{metric} over training](curves.png)",
+        "Thin lines: one training seed each. Thick lines: geometric means.",
+        tables.fid_table(comparison).markdown(),
+    ]
     if report.samples:
         weights, seeds = report.samples[0].weights, {each.seed for each in report.samples}
-        parts += ["## Samples", "![Samples: a row per arm, a column per step](samples.png)"]
-        parts.append(
+        parts += [
+            "## Samples",
+            "![Samples: a row per arm, a column per step](samples.png)",
             f"Same-seed samples by {escape_markdown(weights)} weights, of training seed "
-            f"{escape_markdown(' or '.join(sorted(seeds)))}."
-        )
+            f"{escape_markdown(' or '.join(sorted(seeds)))}.",
+        ]
+    images = report.by_images
     last = tables.last_samples_table(comparison.arms) if report.others else None
     sections = {
+        "By images seen": images and tables.speedup_table(images, "images"),
         "Seed by seed": tables.by_seed_table(comparison),
         "By other metrics": tables.other_metrics_table(report.others),
         "All metrics of the last samples": last,
@@ -225,60 +215,33 @@ def markdown(report: Report) -> str:
         **report.tables,
     }
     for title, table in sections.items():
-        parts += [f"## {title}", table.markdown()] if table is not None else []
+        parts += [f"## {title}", table.markdown()] if table else []
     facts = _listed(f"{name}: {value}" for name, value in report.protocol.items())
     parts += ["## How this was computed", " ".join(METHOD.split()), facts]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def _listed(lines: Iterable[str]) -> str:
     return "\n".join(f"- {escape_markdown(line)}" for line in lines)
 
 
-def html(text: str, images: Mapping[str, str]) -> str:
-    """A report's Markdown as one page that needs no network; `images`: an address for each."""
+def html(text: str, pngs: Mapping[str, bytes]) -> str:
+    """A report's Markdown as one page that needs no network; `pngs`: the pictures by file name."""
     parser = MarkdownIt("commonmark", {"html": False, "xhtmlOut": False}).enable("table")
-    tokens = parser.parse(text.replace("+-", "\N{PLUS-MINUS SIGN}"))
-    title = "".join(child.content for child in tokens[1].children or ())
-    for token in chain.from_iterable(token.children or () for token in tokens):
-        if token.type == "image":
-            token.attrSet("src", images[str(token.attrGet("src"))])
-    verdicts = {verdict.value.split()[0] for verdict in Verdict}
-    for before, cell, content, end in zip(tokens, tokens[1:], tokens[2:], tokens[3:], strict=False):
-        if cell.type == "td_open" and before.type == "tr_open":
-            cell.tag = end.tag = "th"
-            cell.attrSet("scope", "row")
-        elif cell.type == "td_open" and (word := re.split(r"[ ,]", content.content)[0]) in verdicts:
-            cell.attrSet("class", word)
-        elif cell.type == "th_open":
-            cell.attrSet("scope", "col")
-    body = parser.renderer.render(tokens, parser.options, {})
+    body = str(parser.render(text.replace("+-", "\N{PLUS-MINUS SIGN}")))
+    for name, png in pngs.items():  # quotes in the text are &quot;
+        address = f"data:image/png;base64,{b64encode(png).decode()}"
+        body = body.replace(f'src="{name}"', f'src="{address}"')
     body = body.replace("<table>", '<div class="scroll"><table>')
     body = body.replace("</table>", "</table></div>")
     style = files("lit_diffusion.lab.compare").joinpath("report.css").read_text()
+    title = body.partition("<h1>")[2].partition("</h1>")[0]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n"
+        f"<title>{title}</title>\n<style>\n{style}</style>\n"
         f"<main>\n{body}</main>\n</html>\n"
     )
-
-
-def figures(report: Report) -> dict[str, Figure]:
-    """The figures of a report, by name."""
-    comparison = report.comparison
-    first = plots.first_rows(comparison)
-    drawn = {
-        "speedups": plots.speedup_figure(comparison, results=first),
-        "curves": plots.curves_figure(comparison),
-    }
-    if len(first) < len(comparison.results):
-        drawn["speedups-all"] = plots.speedup_figure(comparison)
-    if report.by_images is not None:
-        drawn["speedups-images"] = plots.speedup_figure(report.by_images, "images")
-    if report.samples:
-        drawn["samples"] = plots.samples_figure(report.samples)
-    return drawn
 
 
 def write_report(report: Report, folder: Path) -> Path:
@@ -288,22 +251,27 @@ def write_report(report: Report, folder: Path) -> Path:
         The page to open.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    drawn = figures(report)
-    for name, figure in drawn.items():
-        (folder / f"{name}.png").write_bytes(plots.figure_bytes(figure, "png"))
-    records = {
-        "speedups": tables.speedup_records(report.comparison),
-        "fid": tables.fid_records(report.comparison.arms),
-        "curves": tables.curve_records(report.comparison.arms),
+    comparison, images = report.comparison, report.by_images
+    figures = {
+        "speedups.png": plots.speedup_figure(comparison),
+        "curves.png": plots.curves_figure(comparison),
     }
-    if report.by_images is not None:
-        records["speedups-images"] = tables.speedup_records(report.by_images)
-    for name, rows in records.items():
-        (folder / f"{name}.csv").write_text(tables.to_csv(rows))
+    if report.samples:
+        figures["samples.png"] = plots.samples_figure(report.samples)
+    pngs = {name: plots.png_bytes(figure) for name, figure in figures.items()}
+    records = {
+        "speedups.csv": tables.speedup_records(comparison),
+        "fid.csv": tables.fid_records(comparison.arms),
+        "curves.csv": tables.curve_records(comparison.arms),
+        "speedups-images.csv": tables.speedup_records(images) if images else [],
+    }
     text = markdown(report)
+    for name, png in pngs.items():
+        (folder / name).write_bytes(png)
+    for name, rows in records.items():
+        if rows:
+            (folder / name).write_text(tables.to_csv(rows))
     (folder / "report.md").write_text(text)
-    svgs = {name: b64encode(plots.figure_bytes(figure, "svg")) for name, figure in drawn.items()}
-    images = {f"{n}.png": f"data:image/svg+xml;base64,{data.decode()}" for n, data in svgs.items()}
     page = folder / "report.html"
-    page.write_text(html(text, images))
+    page.write_text(html(text, pngs))
     return page

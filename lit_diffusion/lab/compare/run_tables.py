@@ -118,7 +118,7 @@ def settings_table(selection: Selection) -> Table | None:
             rows.append((name, f"and {len(changes) - _MAX_SETTINGS} more", "", ""))
     heads = ("arm", "setting", selection.baseline, "this arm")
     caption = "Settings in which an arm differs from the baseline, but for seeds and paths."
-    return Table(caption, heads, tuple(rows), text_columns=heads[1:]) if rows else None
+    return Table(caption, heads, tuple(rows)) if rows else None
 
 
 def training_table(runs: Iterable[Run]) -> Table | None:
@@ -198,8 +198,7 @@ def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
         the samples that it is scored on; an arm of one seed has no others, and is flattered. (end):
         the lowest or highest width scored. p: Welch's t test on log FID, corrected (Holm)."""
     heads = ("arm", "width", "of those scored", "seeds", "FID", f"over {base}'s", "p")
-    table = Table(caption, heads, tuple(rows), text_columns=("width", "of those scored"))
-    return table, notes
+    return Table(caption, heads, tuple(rows)), notes
 
 
 def fids_by_width(run: Run) -> tuple[Record, FIDsByWidth]:

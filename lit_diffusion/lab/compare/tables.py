@@ -5,17 +5,16 @@ import io
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from statistics import fmean, stdev
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from lit_diffusion.lab.compare.comparison import Comparison, Result, Verdict
 from lit_diffusion.lab.compare.curves import (
     Arm,
     Bound,
     Crossing,
-    late_oscillation,
-    late_wobble,
+    late_spreads,
     mean_crossing,
     paired_spread,
     sampling_spread,
@@ -55,14 +54,12 @@ def escape_markdown(text: str) -> str:
     return _MARKUP.sub(r"\\\g<0>", " ".join(text.split()))
 
 
-@dataclass(frozen=True)
-class Table:
-    """Rows of (C,) cells under (C,) heads; `text_columns` hold words, not numbers."""
+class Table(NamedTuple):
+    """Rows of (C,) cells under (C,) heads."""
 
     caption: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
-    text_columns: tuple[str, ...] = ()
 
     def markdown(self) -> str:
         """The table in Markdown, under its caption.
@@ -72,15 +69,13 @@ class Table:
             FIDs.
             <BLANKLINE>
             | arm | FID |
-            | --- | ---: |
+            | --- | --- |
             | a | 2.1 |
         """
-        words = {self.columns[0], *self.text_columns}
-        sides = ["---" if name in words else "---:" for name in self.columns]
-        head, *rows = (
-            [escape_markdown(cell) for cell in row] for row in (self.columns, *self.rows)
-        )
-        lines = ["| " + " | ".join(row) + " |" for row in (head, sides, *rows)]
+        head, *rows = [map(escape_markdown, row) for row in (self.columns, *self.rows)]
+        lines = [
+            "| " + " | ".join(row) + " |" for row in (head, ["---"] * len(self.columns), *rows)
+        ]
         return "\n".join([escape_markdown(self.caption), "", *lines])
 
 
@@ -115,7 +110,7 @@ def format_mean(values: Sequence[float]) -> str:
 
 
 def format_p(p: float | None) -> str:
-    """A p-value; "-" without a test."""
+    """A p-value, such as "0.017" and "< 0.001"; "-" without a test."""
     return "-" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
@@ -207,7 +202,6 @@ def speedup_table(comparison: Comparison, unit: str = "steps") -> Table:
         f"is corrected for the number of tests, {comparison.num_tests}.",
         ("arm", "seeds that reach it", unit, "speed-up", "p", "p (Holm)", "verdict"),
         (first, *rows),
-        text_columns=("verdict",),
     )
 
 
@@ -215,7 +209,6 @@ def other_metrics_table(others: Mapping[str, Comparison]) -> Table | None:
     """Speed-ups by other distances of the same samples; None where there are none."""
     if not others:
         return None
-    base = next(iter(others.values())).baseline.name
     cells: dict[str, dict[str, str]] = {}
     for name, other in others.items():
         for result in other.results:
@@ -223,10 +216,10 @@ def other_metrics_table(others: Mapping[str, Comparison]) -> Table | None:
             cells.setdefault(result.arm.name, {})[name] = f"{speed} {format_verdict(result, other)}"
     rows = tuple((arm, *(by.get(name, "-") for name in others)) for arm, by in cells.items())
     targets = ", ".join(f"{name} {format_fid(other.target)}" for name, other in others.items())
-    caption = f"""Speed-ups over {base} by Frechet distances of the same samples, to the lowest that
-        all its seeds reach: {targets}. held-out: FID against held-out images. pixels and random-cnn
-        (an untrained network): against the reference."""
-    return Table(caption, ("arm", *others), rows, text_columns=tuple(others))
+    caption = f"""Speed-ups over the baseline by Frechet distances of the same samples, to the
+        lowest that all its seeds reach: {targets}. held-out: FID against held-out images. pixels
+        and random-cnn (an untrained network): against the reference."""
+    return Table(caption, ("arm", *others), rows)
 
 
 def last_samples_table(arms: Sequence[Arm]) -> Table | None:
@@ -247,9 +240,10 @@ def last_samples_table(arms: Sequence[Arm]) -> Table | None:
         )
         for arm in arms
     ]
-    floors = {name: [last(arm, f"{name} floor") for arm in arms] for name in DISTANCES}
-    floors_by_name = {name: next(filter(None, values), []) for name, values in floors.items()}
-    real = ", ".join(f"{k} {format_fid(fmean(v))}" for k, v in floors_by_name.items() if v)
+    floors = {
+        name: next(filter(None, (last(a, f"{name} floor") for a in arms)), []) for name in names
+    }
+    real = ", ".join(f"{k} {format_fid(fmean(floor))}" for k, floor in floors.items() if floor)
     caption = f"""The last samples of each arm: mean +- standard deviation over seeds. Arms may have
         been trained for different numbers of steps. Real images score: {real}. memorized: share of
         samples nearer to a training image than the median held-out image is."""
@@ -287,15 +281,19 @@ def fid_table(comparison: Comparison) -> Table:
 
 def steadiness_table(comparison: Comparison) -> Table:
     """Late oscillation, and how much the metric varies with the samples and the training seed."""
+
+    def percent(spread: float | None) -> str:
+        return "-" if spread is None else f"{100 * spread:.1f}%"
+
     metric, rows = comparison.metric, []
     for arm in comparison.arms:
-        sampling = sampling_spread(arm.curves)
+        late = [spreads for curve in arm.curves if (spreads := late_spreads(curve))]
+        oscillation, about_line = map(fmean, zip(*late, strict=True)) if late else (None, None)
         lasts = [math.log(c.fids[-1]) for c in arm.curves if math.isfinite(c.fids[-1])]
-        oscillation = _mean_percent(map(late_oscillation, arm.curves))
-        about_line = _mean_percent(map(late_wobble, arm.curves))
-        seeds = _mean_percent([stdev(lasts)] if len(lasts) > 1 else [])
-        sets = f"{100 * sampling.sd:.1f}% ({sampling.degrees} repeats)" if sampling else "-"
-        rows.append((arm.name, oscillation, about_line, seeds, sets))
+        seeds = stdev(lasts) if len(lasts) > 1 else None
+        sampling = sampling_spread(arm.curves)
+        sets = f"{percent(sampling.sd)} ({sampling.degrees} repeats)" if sampling else "-"
+        rows.append((arm.name, *map(percent, (oscillation, about_line, seeds)), sets))
     caption = f"""Standard deviations of log {metric}, in percent. Late oscillation: over the last
         third of the steps, mean over seeds; a steady descent counts too. About a line: about the
         least-squares line there. Training seeds, sets of samples: of the last value."""
@@ -309,14 +307,9 @@ def steadiness_table(comparison: Comparison) -> Table:
     return Table(caption, ("arm", *heads, "between sets of samples"), tuple(rows))
 
 
-def _mean_percent(values: Iterable[float | None]) -> str:
-    numbers = [value for value in values if value is not None]
-    return f"{100 * fmean(numbers):.1f}%" if numbers else "-"
-
-
 def by_seed_table(comparison: Comparison) -> Table | None:
     """Arms that share two seeds or more with the baseline; None where none has a test."""
-    base = comparison.baseline
+    base, metric = comparison.baseline, comparison.metric
     results = [r for r in comparison.results if len(shared_seeds(r.arm, base)) > 1]
     speeds = [speedup_by_seed(result.arm, base, result.at) for result in results]
     lasts = [last_fid_by_seed(result.arm, base) for result in results]
@@ -336,7 +329,6 @@ def by_seed_table(comparison: Comparison) -> Table | None:
             results, speeds, lasts, *adjusted, strict=True
         )
     ]
-    metric = comparison.metric
     caption = f"""Runs of one seed share initial weights, order of data, noise and seeds of samples,
         unless their arms differ in these; what they share cancels. Paired t tests on logs, with 95%
         intervals; p is corrected (Holm) within its column. The last {metric} is the geometric mean

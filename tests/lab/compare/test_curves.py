@@ -12,8 +12,7 @@ from lit_diffusion.lab.compare.curves import (
     Crossing,
     Curve,
     Stability,
-    late_oscillation,
-    late_wobble,
+    late_spreads,
     loss_stability,
     mean_crossing,
     paired_spread,
@@ -111,42 +110,35 @@ def test_a_mean_over_seeds_is_a_bound_where_one_of_them_is_and_unknown_where_bou
 # Late oscillation
 
 
-def test_late_oscillation_is_the_spread_of_log_fid_over_the_last_third():
+def test_late_oscillation_is_the_spread_of_log_fid_over_the_last_third_and_has_no_unit():
     late = [2.0, 3.0, 2.5, 2.0]
     curve = Curve("0", tuple(range(1, 13)), (*[99.0, 1.0] * 3, 50.0, 7.0, *late))
     values = [math.log(fid) for fid in (7.0, *late)]  # step 8 of 12 begins the last third
-    assert late_oscillation(curve) == pytest.approx(stdev(values))
+    assert late_spreads(curve)[0] == pytest.approx(stdev(values))
+    scaled = Curve("0", curve.steps, tuple(100 * fid for fid in curve.fids))
+    assert late_spreads(scaled) == pytest.approx(late_spreads(curve))
 
 
-def test_late_oscillation_needs_three_finite_evaluations():
-    assert late_oscillation(Curve("0", (1, 2, 3), (3.0, 2.0, 1.0))) is None
-    assert late_oscillation(Curve("0", (3, 4, 5, 6), (9.0, 3.0, NAN, 1.0))) is None
-    assert late_oscillation(Curve("0", (3, 4, 5, 6), (9.0, 3.0, 3.0, 3.0))) == 0
+def test_late_spreads_need_three_finite_evaluations():
+    assert late_spreads(Curve("0", (1, 2, 3), (3.0, 2.0, 1.0))) is None
+    assert late_spreads(Curve("0", (3, 4, 5, 6), (9.0, 3.0, NAN, 1.0))) is None
+    assert late_spreads(Curve("0", (3, 4, 5, 6), (9.0, 3.0, 3.0, 3.0))) == (0, 0)
 
 
-def test_late_oscillation_is_relative():
-    one = Curve("0", (1, 2, 3, 4, 5, 6), (9.0, 8.0, 7.0, 3.0, 2.0, 3.0))
-    other = Curve("0", one.steps, tuple(100 * fid for fid in one.fids))
-    assert late_oscillation(one) == pytest.approx(late_oscillation(other))
-
-
-def test_an_even_descent_oscillates_and_does_not_wobble():
+def test_an_even_descent_oscillates_but_not_about_its_line():
     steps = tuple(range(150, 1501, 150))
     even = Curve("0", steps, tuple(falling_fid(step) for step in steps))
-    assert late_oscillation(even) > 0.1
-    assert late_wobble(even) == pytest.approx(0, abs=1e-9)
-    power = Curve("0", steps, tuple(20 * (step / 150) ** -2.0 for step in steps))
-    assert late_wobble(power) < 0.1 * late_oscillation(power)
+    oscillation, about_line = late_spreads(even)
+    assert oscillation > 0.1
+    assert about_line == pytest.approx(0, abs=1e-9)
 
 
-def test_wobble_is_the_spread_about_the_line_of_least_squares():
+def test_the_second_spread_is_about_the_line_of_least_squares():
     steps, noise = (6.0, 7.0, 8.0, 9.0), (0.3, -0.1, 0.2, -0.2)
-    curve = Curve(
-        "0", steps, tuple(math.exp(2 - s / 3 + e) for s, e in zip(steps, noise, strict=True))
-    )
+    fids = (math.exp(2 - s / 3 + e) for s, e in zip(steps, noise, strict=True))
+    curve = Curve("0", steps, tuple(fids))
     fit = np.polyfit(steps, np.log(curve.fids), 1, full=True)
-    assert late_wobble(curve) == pytest.approx(math.sqrt(fit[1][0] / 2))
-    assert late_wobble(Curve("0", (1, 2, 3), (3.0, 2.0, 1.0))) is None
+    assert late_spreads(curve)[1] == pytest.approx(math.sqrt(fit[1][0] / 2))
 
 
 # Spread between sets of samples
