@@ -9,7 +9,7 @@ import re
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -66,11 +66,6 @@ class Run:
     fault: str | None = None
 
     @property
-    def last_logged(self) -> Mapping[str, str]:
-        """The last value of everything in metrics.csv."""
-        return {name: value for row in self.rows for name, value in row.items()}
-
-    @property
     def train_losses(self) -> tuple[list[int], list[float]]:
         """Steps and values of train/loss in metrics.csv; nan at last where it stopped the run."""
         rows = [row for row in self.rows if "train/loss" in row]
@@ -104,16 +99,14 @@ class Run:
         if is_fid(metric):
             points = [r for r in self.records if r.get("metric") == metric and not is_repeat(r)]
         else:
-            logged = [
-                (int(row["step"]) + 1, float(row[metric])) for row in self.rows if metric in row
+            points = [
+                {"metric": metric, "step": int(row["step"]) + 1, "value": float(row[metric])}
+                for row in self.rows
+                if metric in row
             ]
-            points = [{"metric": metric, "step": step, "value": fid} for step, fid in logged]
-        counts = Counter(map(_measurement, points))
-        by_step = {
-            point["step"]: point
-            for point in points
-            if _measurement(point) == counts.most_common(1)[0][0]
-        }
+        counts = Counter(map(_measurement, points)).most_common(1)
+        alike = [point for point in points if _measurement(point) == counts[0][0]]
+        by_step = {point["step"]: point for point in alike}
         return [by_step[step] for step in sorted(by_step)]
 
     def repeats(self, point: Record) -> list[Record]:
@@ -157,22 +150,22 @@ class Run:
 
 def read_run(path: Path) -> Run:
     """Read the files of a run folder; what is broken is its `fault`."""
-    name = path.resolve().name
+    name, parent = path.resolve().name, path.resolve().parent.name
     match = _SEED.fullmatch(name)
-    arm = name if match is None else match["arm"] or path.resolve().parent.name
-    run = Run(path, arm, match["seed"] if match else path.name)
+    arm, seed = (match["arm"] or parent, match["seed"]) if match else (name, path.name)
     try:
         config = _read_mapping(latest_config(path))
-        seed = config.get("seed_everything")
-        if isinstance(seed, int) and not isinstance(seed, bool):
-            run = replace(run, seed=str(seed))
+        number = config.get("seed_everything")
+        is_number = isinstance(number, int) and not isinstance(number, bool)
         grids = {
             file: re.fullmatch(r"step-(\d+)-(.+)", file.stem)
             for file in (path / "samples").glob("step-*.png")
         }
-        run = replace(
-            run,
-            config=config,
+        run = Run(
+            path,
+            arm,
+            str(number) if is_number else seed,
+            config,
             first_config=_read_mapping(path / "config.yaml") or config,
             rows=read_rows(path / "metrics.csv"),
             records=_evaluations(path / "evaluations.jsonl"),
@@ -185,7 +178,7 @@ def read_run(path: Path) -> Run:
             file = path / "metrics.csv"
             raise ValueError(f"{file} is broken: no step or loss in a row: {error}.") from error
     except (ValueError, OSError) as error:
-        return replace(run, rows=[], fault=str(error).rstrip("."))
+        return Run(path, arm, seed, fault=str(error).rstrip("."))
     return run
 
 
@@ -354,7 +347,12 @@ def select(
         raise ValueError(
             f"none of these runs has a {fid} to compare. The first: {left_out[first]}."
         )
-    base = _baseline_of(runs_left, baseline)
+    names = list(_by_arm(runs_left))
+    if baseline is not None and baseline not in names:
+        raise ValueError(
+            f"there is no arm {baseline!r} with an FID for --baseline; there are {names}."
+        )
+    base = baseline or (BASELINE if BASELINE in names else names[0])
     usual = _typical([run for run in runs_left if run.arm == base], _other_protocol, fid)
     runs_left = keep(runs_left, lambda run: _other_protocol(run, usual, fid))
     typical = {
@@ -365,11 +363,11 @@ def select(
     arms = _by_arm(keep(runs_left, lambda run: _cut_short(run, whole_arms[run.arm], fid)))
     reasons = [(str(run.path), why) for run, why in left_out.items()]
     if len(arms) < 2 or base not in arms:
-        what = f"no run of the baseline {base} is" if len(arms) >= 2 else "no arm is"
-        if len(arms) == 1:
-            what = f"only the arm {next(iter(arms))} is"
         listed = "".join(f"\n  {run}: {why}" for run, why in reasons[:_MAX_LISTED])
-        raise ValueError(f"a comparison needs a baseline and another arm, and {what} left.{listed}")
+        raise ValueError(
+            f"a comparison needs the baseline {base} and another arm; what is left is "
+            f"{', '.join(arms) or 'nothing'}.{listed}"
+        )
     for arm, members in arms.items():
         _refuse_unequal(arm, members)
     return Selection(fid, base, arms, reasons)
@@ -402,13 +400,6 @@ def _by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
     return arms
 
 
-def _baseline_of(runs: Sequence[Run], name: str | None) -> str:
-    arms = list(_by_arm(runs))
-    if name is not None and name not in arms:
-        raise ValueError(f"there is no arm {name!r} with an FID for --baseline; there are {arms}.")
-    return name or (BASELINE if BASELINE in arms else arms[0])
-
-
 def _lacks(run: Run, metric: str) -> str | None:
     try:
         if run.points(metric):
@@ -416,12 +407,13 @@ def _lacks(run: Run, metric: str) -> str | None:
             return None
     except ValueError as error:
         return str(error).rstrip(".")
-    logged = [] if is_fid(metric) else [name for name in run.last_logged if "loss" in name]
+    last_row = {name: value for row in run.rows for name, value in row.items()}
+    logged = [] if is_fid(metric) else [name for name in last_row if "loss" in name]
     if others := run.fid_metrics + logged:
         return f"it has no {metric}, but {', '.join(others)}"
     if run.diverged:
         return "its training diverged before its first FID, which flatters its arm"
-    step, what = run.last_logged.get("step"), "FID" if is_fid(metric) else metric
+    step, what = last_row.get("step"), "FID" if is_fid(metric) else metric
     return f"it has no {what}" + (f"; metrics.csv ends at step {step}" if step else "")
 
 

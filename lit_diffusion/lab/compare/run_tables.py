@@ -67,8 +67,7 @@ def notes_on_runs(selection: Selection, arms: Sequence[Arm]) -> list[str]:
     usual = sampling_of(record)
     for name in selection.arms:
         way = sampling_of(selection.last_record(name))
-        changed = [key for key in way if key in usual and way[key] != usual[key]]
-        if changed:
+        if changed := [key for key in way if key in usual and way[key] != usual[key]]:
             listed = "; ".join(f"{key} {way[key]}, not {usual[key]}" for key in changed)
             is_sampler = not {*changed} <= {"process", "ema_decay"}  # those are part of training
             caveat = " A gain may be the sampler's, not the training's." * is_sampler
@@ -76,8 +75,8 @@ def notes_on_runs(selection: Selection, arms: Sequence[Arm]) -> list[str]:
                 f"{name} draws its samples in another way than {selection.baseline}: {listed}."
                 f"{caveat}"
             )
-    last = arms[0].curves[0].steps[-1]
     lengths = {arm.name: arm.curves[0].steps[-1] for arm in arms}
+    last = lengths[arms[0].name]
     if others := [f"{name} for {end:,.0f}" for name, end in lengths.items() if end != last]:
         notes.append(
             f"Trained for another number of steps than {arms[0].name}'s {last:,.0f}: "
@@ -150,7 +149,6 @@ def training_table(runs: Iterable[Run]) -> Table | None:
 _SHARED = ("step", "seeds", *(name for name in PROTOCOL if name not in ("metric", "weights")))
 
 FIDsByWidth = Mapping[float, float]
-"""FIDs of a run by the width of the average."""
 
 
 def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
@@ -178,25 +176,22 @@ def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
     at_best = {name: best_widths(arms[name]) for name in names}
     logs = {name: [math.log(fid) for _, fid in pairs] for name, pairs in at_best.items()}
     tests = [None if name == base else welch(logs[name], logs[base]) for name in names]
-    ps = holm([test.p if test else None for test in tests])
     rows = [
         (
             name,
-            ", ".join(
-                _mark_end(width, arms[name]) for width in sorted({w for w, _ in at_best[name]})
-            ),
+            ", ".join(f"{width:g}" for width in sorted({width for width, _ in at_best[name]})),
             ", ".join(f"{width:g}" for width in _common_widths(arms[name])),
             str(len(arms[name])),
             format_fid(math.exp(fmean(logs[name]))),
             f"{math.exp(fmean(logs[name]) - fmean(logs[base])):.2f}",
             format_p(p),
         )
-        for name, p in zip(names, ps, strict=True)
+        for name, p in zip(names, holm([test.p if test else None for test in tests]), strict=True)
     ]
     caption = """Last FIDs by evaluate --ema, geometric means over seeds. A seed is scored at the
         width with the lowest mean log FID of its arm's other seeds, so that the choice does not use
-        the samples that it is scored on; an arm of one seed has no others, and is flattered. (end):
-        the lowest or highest width scored. p: Welch's t test on log FID, corrected (Holm)."""
+        the samples that it is scored on; an arm of one seed has no others, and is flattered. p:
+        Welch's t test on log FID, corrected (Holm)."""
     heads = ("arm", "width", "of those scored", "seeds", "FID", f"over {base}'s", "p")
     return Table(caption, heads, tuple(rows)), notes
 
@@ -238,11 +233,6 @@ def best_widths(fids: Sequence[FIDsByWidth]) -> list[tuple[float, float]]:
 def _common_widths(fids: Sequence[FIDsByWidth]) -> list[float]:
     """The widths that every seed has."""
     return sorted(set.intersection(*map(set, fids)))
-
-
-def _mark_end(width: float, fids: Sequence[FIDsByWidth]) -> str:
-    widths = _common_widths(fids)
-    return f"{width:g}{' (end)' * (width in (widths[0], widths[-1]))}"
 
 
 # Samples

@@ -215,7 +215,7 @@ def test_a_run_with_a_broken_line_is_left_out_by_name(capsys, file, line):
         ("compare sweep --arms fast x", "--arms: there is no x; there are baseline, dead,"),
         ("compare sweep --target nine", "argument --target: invalid float value: 'nine'"),
         ("compare sweep --target -1", "the target must be a positive FID, got -1."),
-        ("compare sweep/fast", "only the arm fast is left"),
+        ("compare sweep/fast", "what is left is fast."),
     ],
 )
 def test_a_mistake_is_told_in_one_message_and_leaves_nothing(sweep, capsys, command, message):

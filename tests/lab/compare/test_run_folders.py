@@ -132,7 +132,7 @@ def test_logs_config_and_grids_are_read(folder):
     path = write_run(folder / "a", [5.0, 4.0], seed=3, steps=(100, 200), max_steps=250)
     write_grid(path, 200, 128)
     run = read_run(path)
-    assert run.last_logged["step"] == "199"
+    assert run.rows[-1]["step"] == "199"
     assert (run.max_steps, run.seed) == (250, "3")
     assert list(run.grids) == [(200, "ema")]
 

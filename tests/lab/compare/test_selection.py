@@ -182,7 +182,7 @@ def test_a_run_is_whole_when_no_further_fid_was_due(max_steps, is_whole):
 def test_protocols_that_leave_nothing_to_compare_are_refused_with_what_differs():
     write_run(Path("two/a"), [3.0], steps=(100,))
     write_run(Path("two/b"), [3.0], steps=(100,), num_real=99)
-    message = r"only the arm a is left.\n  two/b: .*num_real 99, not 360"
+    message = r"what is left is a\.\n  two/b: .*num_real 99, not 360"
     with pytest.raises(ValueError, match=message):
         select(collect_runs(["two"]))
 
@@ -192,12 +192,14 @@ def test_a_baseline_of_which_no_run_is_left_is_refused():
         lines = (run / "evaluations.jsonl").read_text().splitlines(keepends=True)
         (run / "evaluations.jsonl").write_text("".join(lines[:3]))
     write("md/seed-7")
-    with pytest.raises(ValueError, match=r"no run of the baseline baseline is left\.\n.*cut short"):
+    with pytest.raises(
+        ValueError, match=r"needs the baseline baseline .*left is clts, md\.\n.*cut short"
+    ):
         selected()
 
 
 def test_one_arm_alone_is_refused():
-    with pytest.raises(ValueError, match="needs a baseline and another arm, and only the arm clts"):
+    with pytest.raises(ValueError, match="and another arm; what is left is clts"):
         select(collect_runs(["sweep/clts"]))
 
 
