@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from lit_diffusion.lab.compare.curves import Arm, Bound, Crossing, Curve
+from lit_diffusion.lab.compare.curves import Arm, Bound, Crossing
 from lit_diffusion.lab.compare.statistics import CONFIDENCE, Speedup, holm, speedup, welch
 from lit_diffusion.metrics.auxiliary_metrics import DISTANCES
 
@@ -120,6 +120,7 @@ def compare(
             not positive or cannot be determined.
 
     Example:
+        >>> from lit_diffusion.lab.compare.curves import Curve
         >>> slow = Arm("GD", (Curve("0", (1e6, 2e6, 3e6, 4e6), (17.18, 8.14, 6.63, 6.04)),))
         >>> fast = Arm("ours", (Curve("0", (1e6, 2e6, 3e6, 4e6), (7.24, 5.91, 5.48, 5.40)),))
         >>> round(compare([slow, fast], "GD").results[0].speedup.ratio, 2)
@@ -187,16 +188,14 @@ def _judge_end(result: Result, base: Arm, target: float, num_arms: int) -> Resul
     they stay at steps far apart. It must have been trained for as long, with finite last FIDs, and
     is worse if log FID is above the baseline's (Welch, Bonferroni for the number of arms).
     """
-    little = (Verdict.NO_DIFFERENCE, Verdict.UNCLEAR, Verdict.UNKNOWN)
+    arm, shows = result.arm, result.verdict
     missed = not _any_reached(result.crossings) and _any_reached(base.crossings(target))
-    if result.verdict not in little or not missed:
+    if not missed or shows not in (Verdict.NO_DIFFERENCE, Verdict.UNCLEAR, Verdict.UNKNOWN):
         return result
-    shortest = min(curve.steps[-1] for curve in result.arm.curves)
-    is_as_long = shortest >= 0.99 * max(curve.steps[-1] for curve in base.curves)
-    if not is_as_long or result.arm.nonfinite_ends or base.nonfinite_ends:
+    shortest, longest = min(c.steps[-1] for c in arm.curves), max(c.steps[-1] for c in base.curves)
+    if shortest < 0.99 * longest or arm.nonfinite_ends or base.nonfinite_ends:
         return result
-    logs = [[math.log(curve.fids[-1]) for curve in arm.curves] for arm in (result.arm, base)]
-    test = welch(*logs)
+    test = welch(*([math.log(curve.fids[-1]) for curve in each.curves] for each in (arm, base)))
     if test is None or test.difference <= 0 or num_arms * test.p >= 1 - CONFIDENCE:
         return result
     return replace(result, verdict=Verdict.WORSE, end_p=num_arms * test.p)
@@ -221,15 +220,16 @@ def by_metric(arms: Sequence[Arm], name: str) -> list[Arm]:
 
     Left out are arms of which a seed has no finite value of it.
     """
-    others = [Arm(arm.name, tuple(_by_metric(c, name) for c in arm.curves)) for arm in arms]
+    others = []
+    for arm in arms:
+        curves = []
+        for curve in arm.curves:
+            metrics = curve.other_metrics or ({},) * len(curve.steps)
+            values = (each.get(name, math.nan) for each in metrics)
+            fids = tuple(value if value > 0 else math.nan for value in values)
+            curves.append(replace(curve, fids=fids, repeats=(), other_metrics=()))
+        others.append(Arm(arm.name, tuple(curves)))
     return [arm for arm in others if math.isfinite(arm.reached_by_all)]
-
-
-def _by_metric(curve: Curve, name: str) -> Curve:
-    metrics = curve.other_metrics or ({},) * len(curve.steps)
-    values = (each.get(name, math.nan) for each in metrics)
-    fids = tuple(value if value > 0 else math.nan for value in values)
-    return replace(curve, fids=fids, repeats=(), other_metrics=())
 
 
 def by_other_metrics(comparison: Comparison) -> dict[str, Comparison]:
@@ -245,7 +245,6 @@ def by_other_metrics(comparison: Comparison) -> dict[str, Comparison]:
 
 def leads(name: str, comparison: Comparison) -> bool:
     """Whether an arm wins beside the baseline alone, so that no further arm counts against it."""
-    arms = [arm for arm in comparison.arms if arm.name in (name, comparison.baseline.name)]
-    if len(arms) < 2:
-        return False
-    return bool(compare(arms, comparison.baseline.name, comparison.target).winners)
+    base, target = comparison.baseline.name, comparison.target
+    arms = [arm for arm in comparison.arms if arm.name in (name, base)]
+    return len(arms) == 2 and bool(compare(arms, base, target).winners)

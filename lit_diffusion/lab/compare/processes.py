@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,17 +29,6 @@ class Job:
 
 OnEnd = Callable[[Job, int, float], None]
 """Called with a job that ended, its exit status (negative for a signal) and its seconds."""
-
-
-@dataclass(frozen=True)
-class _Running:
-    job: Job
-    process: subprocess.Popen[bytes]
-    start: float
-
-    def close(self, on_end: OnEnd) -> None:
-        self.job.log.close()
-        on_end(self.job, self.process.returncode, time.monotonic() - self.start)
 
 
 def claim_log(path: Path) -> IO[bytes] | None:
@@ -79,49 +68,53 @@ def run_jobs(jobs: Iterable[Job | None], at_once: int, on_end: OnEnd) -> None:
         KeyboardInterrupt: if this process was interrupted; its subclass
             `InterruptedBySignal` if it was signalled.
     """
-    waiting, running = iter(jobs), list[_Running]()
+    waiting, running = iter(jobs), dict[subprocess.Popen[bytes], tuple[Job, float]]()
+
+    def close(process: subprocess.Popen[bytes]) -> None:
+        job, start = running.pop(process)
+        job.log.close()
+        on_end(job, process.returncode, time.monotonic() - start)
+
     recorder = SignalRecorder((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))
     recorder.start()
     try:
-        while recorder.received is None and _start_next(running, waiting, at_once):
-            for each in [each for each in running if each.process.poll() is not None]:
-                running.remove(each)
-                each.close(on_end)
+        is_waiting = True
+        while recorder.received is None and (is_waiting or running):
+            while is_waiting and len(running) < at_once:
+                try:
+                    job = next(waiting)
+                except StopIteration:
+                    is_waiting = False
+                    break
+                if job is None:
+                    break
+                running[_start(job, at_once)] = job, time.monotonic()
+            for process in [process for process in running if process.poll() is not None]:
+                close(process)
             time.sleep(0.1)
         if recorder.received is not None:
             raise InterruptedBySignal(recorder.received)
     finally:
-        _stop([each.process for each in running], recorder.received)
+        _stop(running, recorder.received)
         recorder.stop()
-        for each in running:
-            each.close(on_end)
+        for process in list(running):
+            close(process)
 
 
-def _start_next(running: list[_Running], waiting: Iterator[Job | None], at_once: int) -> bool:
-    """Start processes until there are enough; whether any run, or may later."""
+def _start(job: Job, at_once: int) -> subprocess.Popen[bytes]:
     has_affinity = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
-    threads = str(max(1, cores // at_once))
-    while len(running) < at_once:
-        try:
-            job = next(waiting)
-        except StopIteration:
-            return bool(running)
-        if job is None:
-            return True
-        process = subprocess.Popen(  # noqa: S603  the command is ours
-            job.command,
-            stdin=subprocess.DEVNULL,
-            stdout=job.log,
-            stderr=subprocess.STDOUT,
-            env={"OMP_NUM_THREADS": threads} | dict(os.environ),
-            start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
-        )
-        running.append(_Running(job, process, time.monotonic()))
-    return True
+    return subprocess.Popen(  # noqa: S603  the command is ours
+        job.command,
+        stdin=subprocess.DEVNULL,
+        stdout=job.log,
+        stderr=subprocess.STDOUT,
+        env={"OMP_NUM_THREADS": str(max(1, cores // at_once))} | dict(os.environ),
+        start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+    )
 
 
-def _stop(processes: Sequence[subprocess.Popen[bytes]], received: signal.Signals | None) -> None:
+def _stop(processes: Collection[subprocess.Popen[bytes]], received: signal.Signals | None) -> None:
     """Ask all to stop, with the processes that they started; kill what is left after a while."""
     is_announced = received == signal.SIGUSR1  # then the batch system has the patience
     _signal_all(processes, signal.SIGUSR1 if is_announced else signal.SIGTERM)
