@@ -1,6 +1,7 @@
 """MDLRC: beta1 decays over the run, and the lr with it; and a control, with the lr alone."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
@@ -67,8 +68,8 @@ def momentum_decay(
         raise ValueError(f"step must be >= 0 and total_steps >= 1, got {step} and {total_steps}.")
     if not 0 <= min_beta1 <= beta0 < 1:
         raise ValueError(
-            f"0 <= min_beta1 <= beta0 < 1 must hold, got min_beta1={min_beta1} and beta0={beta0}; "
-            "lower min_beta1, 0 being no floor."
+            f"0 <= min_beta1 <= beta0 < 1 must hold, got min_beta1={min_beta1} and beta0={beta0}, "
+            "the beta1 or momentum of the optimizer; lower min_beta1, 0 being no floor."
         )
     tau = min(step / total_steps, 1.0)
     beta1 = max(beta0 * (1 - tau) / (1 - beta0 * tau), float(min_beta1))
@@ -78,9 +79,9 @@ def momentum_decay(
 class MomentumDecay(pl.Callback):
     """Momentum decay with learning rate compensation (MDLRC), or Demon without the latter.
 
-    Update after `step` completed ones: beta1, lr_factor = `momentum_decay`(step, total_steps,
-    beta0, min_beta1), and the lr is lr_factor times the optimizer's own. beta0 is each param
-    group's own beta1, so a config sets it where it sets the optimizer.
+    The update after `step` completed ones uses beta1 and lr_factor of `momentum_decay`(step,
+    total_steps, beta0, min_beta1), with the lr multiplied by lr_factor. beta0 is each param group's
+    own beta1, so a config sets it where it sets the optimizer.
 
     - beta1 and lr differ inside the update alone: schedulers, LearningRateMonitor, the training
       step and checkpoints, whenever they are written, see the optimizer's own.
@@ -140,9 +141,7 @@ class MomentumDecay(pl.Callback):
 
     def update_options(self, step: int, total_steps: int, group: ParamGroup) -> ParamGroup:
         """Options of the update after `step` completed ones, in place of the group's own."""
-        beta0 = _beta1(group)
-        assert beta0 is not None
-        beta1, lr_factor = momentum_decay(step, total_steps, beta0, self.min_beta1)
+        beta1, lr_factor = momentum_decay(step, total_steps, _beta1(group) or 0.0, self.min_beta1)
         options: ParamGroup = {"momentum": beta1}
         if "betas" in group:
             options = {"betas": (beta1, *group["betas"][1:])}
@@ -152,10 +151,10 @@ class MomentumDecay(pl.Callback):
 
     # Inside optimizer.step()
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if is_state_init_step(optimizer, kwargs):
             return None
-        self._apply(optimizer)  # before the closure, as some optimizers read options first
+        self._apply(index, optimizer)  # also before the closure: some optimizers read options first
         closure = kwargs.get("closure")
         if closure is None:
             return None
@@ -163,22 +162,20 @@ class MomentumDecay(pl.Callback):
         def run_with_base_options() -> Any:  # Lightning's closure runs the training step
             self._restore()
             result = closure()
-            self._apply(optimizer)
+            self._apply(index, optimizer)
             return result
 
         return args, {**kwargs, "closure": run_with_base_options}
 
-    def _apply(self, optimizer: Optimizer) -> None:
+    def _apply(self, index: int, optimizer: Optimizer) -> None:
         self._restore()
-        assert self._trainer is not None
-        assert self._length is not None
-        index = self._trainer.optimizers.index(optimizer)
         step = self._completed()[index]
         if index in self._last and step == self._last[index][0]:
             raise RuntimeError(
                 f"{type(optimizer).__name__} steps, and Lightning counts no step; step what "
                 "self.optimizers() returns, not the optimizer inside it."
             )
+        assert self._length is not None
         for group in optimizer.param_groups:
             options = self.update_options(step, self._length, group)
             self._base.append((group, {name: group[name] for name in options}))
@@ -189,14 +186,11 @@ class MomentumDecay(pl.Callback):
             group.update(options)
         self._base = []
 
-    def _after_step(self, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
-        if is_state_init_step(optimizer, kwargs):
-            return
-        assert self._trainer is not None
-        index = self._trainer.optimizers.index(optimizer)
-        groups = [dict(group) for group in optimizer.param_groups]
-        self._last[index] = self._completed()[index], groups
-        self._restore()
+    def _after_step(self, index: int, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
+        if not is_state_init_step(optimizer, kwargs):
+            groups = [dict(group) for group in optimizer.param_groups]
+            self._last[index] = self._completed()[index], groups
+            self._restore()
 
     def _show_base_options(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         base = {id(group): options for group, options in self._base}
@@ -220,14 +214,52 @@ class MomentumDecay(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse what cannot work, before the first batch."""
-        refuse_split_weights(trainer, pl_module, type(self).__name__)
-        self._refuse(trainer)
-        if self.total_steps is None and trainer.ckpt_path is None and _is_endless(trainer):
-            raise self._unknown_length(trainer)
+        name, positions = type(self).__name__, self._positions(trainer)
+        refuse_split_weights(trainer, pl_module, name)
+        for other in trainer.callbacks:  # type: ignore[attr-defined]
+            is_another = isinstance(other, MomentumDecay) and other is not self
+            if is_another and (both := positions & other._positions(trainer)):
+                raise ValueError(
+                    f"{name} and {type(other).__name__} would both change optimizer {min(both)}; "
+                    "keep one of them, or give each other optimizers."
+                )
+        for optimizer in (trainer.optimizers[index] for index in positions):
+            refuse_unhooked(optimizer)
+            self._refuse_momentum(trainer, optimizer)
+
+    def _positions(self, trainer: pl.Trainer) -> set[int]:
+        every = {*range(len(trainer.optimizers))}
+        positions = every if self.optimizers is None else {*self.optimizers}
+        if not positions or not positions <= every:
+            raise ValueError(
+                f"optimizers must be positions among the {len(every)} of the module, the first "
+                f"being 0, got {self.optimizers}."
+            )
+        return positions
+
+    def _refuse_momentum(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
+        name = type(optimizer).__name__
+        if any(_cycles_momentum(c.scheduler, optimizer) for c in trainer.lr_scheduler_configs):
+            raise ValueError(
+                f"MomentumDecay decays the momentum that the lr schedule of {name} cycles; pass "
+                "cycle_momentum=False to it."
+            )
+        for group in optimizer.param_groups:
+            if _beta1(group) is None or "ScheduleFree" in name:  # whose beta1 interpolates averages
+                raise ValueError(
+                    f"MomentumDecay needs an optimizer with momentum, and {name} has none; use "
+                    "Adam or AdamW, or leave MomentumDecay out."
+                )
+            if self.compensate_lr and not {"betas", "eps"} <= group.keys():  # Lion has no eps
+                raise ValueError(
+                    "The compensation keeps lr * (1 - beta1), with which the newest gradient "
+                    f"enters an update of Adam's; the momentum of {name} enters its updates in "
+                    "another way: pass compensate_lr=False or use Adam."
+                )
+            self.update_options(0, 1, group)  # refuses a floor above beta0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find length and counts, and hook the optimizers as the checkpoint has left them."""
-        self._refuse(trainer)
         self._length = self._choose_length(trainer)
         self._counts = self._restore_counts(trainer)
         self._trainer, self._turn, self._last = trainer, 0, {}
@@ -235,10 +267,44 @@ class MomentumDecay(pl.Callback):
         for index in self._positions(trainer):
             optimizer = trainer.optimizers[index]
             self._hooks += [
-                optimizer.register_step_pre_hook(self._before_step),
-                optimizer.register_step_post_hook(self._after_step),
+                optimizer.register_step_pre_hook(partial(self._before_step, index)),
+                optimizer.register_step_post_hook(partial(self._after_step, index)),
                 optimizer.register_state_dict_post_hook(self._show_base_options),
             ]
+
+    def _choose_length(self, trainer: pl.Trainer) -> int:
+        name, stored = type(self).__name__, self._loaded.get("total_steps")
+        steps = self.total_steps
+        if steps is None and trainer.lightning_module.automatic_optimization:
+            steps = total_steps(trainer)
+        length = self.total_steps or stored or steps
+        if length is None:
+            raise ValueError(
+                f"{name} needs the number of steps of each optimizer, which is unknown for "
+                f"Trainer(max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}) or under "
+                "manual optimization; pass total_steps=500000 or the like."
+            )
+        if stored not in (None, steps):
+            text = f"{name} total_steps: the checkpoint has {stored}, this run "
+            text += f"{steps or 'no known number'}, using {length}."
+            if self.total_steps:
+                pl.utilities.rank_zero_info(text)
+            else:
+                pl.utilities.rank_zero_warn(f"{text} Pass total_steps to change the schedule.")
+        return int(length)
+
+    def _restore_counts(self, trainer: pl.Trainer) -> list[int]:
+        count, step = len(trainer.optimizers), trainer.global_step
+        if count == 1 or step == 0:
+            return [step] * count
+        counts = list(self._loaded.get("steps", self._counts))  # else of an earlier fit
+        if len(counts) != count or sum(counts) != step:
+            raise ValueError(
+                f"{type(self).__name__} needs the steps that each of {count} optimizers has "
+                f"completed, and the checkpoint has {counts or 'only their sum'} ({step}). Resume "
+                f"one that was written with {type(self).__name__} and these optimizers."
+            )
+        return counts
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -258,9 +324,9 @@ class MomentumDecay(pl.Callback):
             for number, group in enumerate(groups):
                 suffix = f"_optimizer{index}" if len(trainer.optimizers) > 1 else ""
                 suffix += f"_group{number}" if len(groups) > 1 else ""
-                beta1 = _beta1(group)
-                metrics = {} if beta1 is None else {f"mdlrc/beta1{suffix}": beta1}
-                pl_module.log_dict({**metrics, f"mdlrc/lr{suffix}": group["lr"]})
+                pl_module.log(f"mdlrc/lr{suffix}", group["lr"])
+                if (beta1 := _beta1(group)) is not None:
+                    pl_module.log(f"mdlrc/beta1{suffix}", beta1)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: object) -> None:
         """Restore the optimizers and remove the hooks."""
@@ -273,103 +339,6 @@ class MomentumDecay(pl.Callback):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-    # At the start of a fit
-
-    def _positions(self, trainer: pl.Trainer) -> set[int]:
-        every = {*range(len(trainer.optimizers))}
-        positions = every if self.optimizers is None else {*self.optimizers}
-        if not positions or not positions <= every:
-            raise ValueError(
-                f"optimizers must be positions among the {len(every)} of the module, the first "
-                f"being 0, got {self.optimizers}."
-            )
-        return positions
-
-    def _refuse(self, trainer: pl.Trainer) -> None:
-        name, positions = type(self).__name__, self._positions(trainer)
-        for other in trainer.callbacks:  # type: ignore[attr-defined]
-            is_another = isinstance(other, MomentumDecay) and other is not self
-            if is_another and (both := positions & other._positions(trainer)):
-                raise ValueError(
-                    f"{name} and {type(other).__name__} would both change optimizer {min(both)}; "
-                    "keep one of them, or give each other optimizers."
-                )
-        for optimizer in (trainer.optimizers[index] for index in positions):
-            refuse_unhooked(optimizer)
-            if any(group.get("capturable") for group in optimizer.param_groups):
-                raise ValueError(
-                    f"{name} cannot change options that a captured graph repeats; give "
-                    f"{type(optimizer).__name__} capturable=False."
-                )
-            self._refuse_optimizer(trainer, optimizer)
-
-    def _refuse_optimizer(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
-        name = type(optimizer).__name__
-        for config in trainer.lr_scheduler_configs:
-            if _cycles_momentum(config.scheduler, optimizer):
-                raise ValueError(
-                    f"MomentumDecay decays the momentum that the lr schedule of {name} cycles; "
-                    "pass cycle_momentum=False to it."
-                )
-        for group in optimizer.param_groups:
-            beta0 = _beta1(group)
-            if beta0 is None or "ScheduleFree" in name:  # whose beta1 interpolates averages
-                raise ValueError(
-                    f"MomentumDecay needs an optimizer with momentum, and {name} has none; use "
-                    "Adam or AdamW, or leave MomentumDecay out."
-                )
-            if self.compensate_lr and not {"betas", "eps"} <= group.keys():  # Lion has no eps
-                raise ValueError(
-                    "The compensation keeps lr * (1 - beta1), with which the newest gradient "
-                    f"enters an update of Adam's; the momentum of {name} enters its updates in "
-                    "another way: pass compensate_lr=False or use Adam."
-                )
-            if not self.min_beta1 <= beta0:
-                raise ValueError(
-                    "min_beta1 must be at most the beta1 or momentum of the optimizer, got "
-                    f"{self.min_beta1} and {beta0} ({name}); lower min_beta1, 0 being no floor."
-                )
-
-    def _choose_length(self, trainer: pl.Trainer) -> int:
-        name, stored = type(self).__name__, self._loaded.get("total_steps")
-        if self.total_steps is not None:
-            if stored not in (None, self.total_steps):
-                pl.utilities.rank_zero_info(
-                    f"{name} total_steps: the checkpoint had {stored}, using {self.total_steps}."
-                )
-            return self.total_steps
-        steps = None if _is_endless(trainer) else total_steps(trainer)
-        if steps is None and stored is None:
-            raise self._unknown_length(trainer)
-        if stored not in (None, steps):
-            pl.utilities.rank_zero_warn(
-                f"{name}(total_steps=None) keeps the {stored} steps of the checkpoint, while this "
-                f"run has {steps or 'no known number'}; pass total_steps to change the schedule."
-            )
-        return int(stored or steps or 0)
-
-    def _unknown_length(self, trainer: pl.Trainer) -> ValueError:
-        limits = f"Trainer(max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs})"
-        if not trainer.lightning_module.automatic_optimization:
-            limits = "a Trainer under manual optimization"
-        return ValueError(
-            f"{type(self).__name__} needs the number of steps of each optimizer, of which {limits} "
-            "knows none; pass total_steps=500000 or the like."
-        )
-
-    def _restore_counts(self, trainer: pl.Trainer) -> list[int]:
-        count, step = len(trainer.optimizers), trainer.global_step
-        if count == 1 or step == 0:
-            return [step] * count
-        counts = list(self._loaded.get("steps", self._counts))  # else of an earlier fit
-        if len(counts) != count or sum(counts) != step:
-            raise ValueError(
-                f"{type(self).__name__} needs the steps that each of {count} optimizers has "
-                f"completed, and the checkpoint has {counts or 'only their sum'} ({step}). Resume "
-                f"one that was written with {type(self).__name__} and these optimizers."
-            )
-        return counts
 
     # State
 
@@ -432,7 +401,7 @@ class LRCompensation(MomentumDecay):
         lr_factor = momentum_decay(step, total_steps, self.beta0, self.min_beta1).lr_factor
         return {"lr": group["lr"] * lr_factor}
 
-    def _refuse_optimizer(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
+    def _refuse_momentum(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
         pass  # any momentum, or none
 
 
@@ -446,8 +415,3 @@ def _cycles_momentum(scheduler: object, optimizer: Optimizer) -> bool:
     if getattr(scheduler, "cycle_momentum", False):
         return getattr(scheduler, "optimizer", None) is optimizer
     return any(_cycles_momentum(part, optimizer) for part in getattr(scheduler, "_schedulers", ()))
-
-
-def _is_endless(trainer: pl.Trainer) -> bool:
-    manual = not trainer.lightning_module.automatic_optimization
-    return manual or trainer.max_epochs == trainer.max_steps == -1

@@ -28,14 +28,13 @@ from support.plain_module import (
     trainable,
 )
 from support.recorded import ADAM, Recorded, TwoRecorded
-from support.spawn import spawn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import SGD, Adam, AdamW, lr_scheduler
 from torch.utils.data import IterableDataset
 
 from lit_diffusion.callbacks import LRCompensation, MomentumDecay, StepSeed
 from lit_diffusion.callbacks.momentum_decay import momentum_decay
-from lit_diffusion.lr_schedules import WarmupConstant, WarmupCosine
+from lit_diffusion.lr_schedules import WarmupCosine
 from lit_diffusion.seeding import seed_step
 
 STEPS = 8
@@ -89,27 +88,20 @@ def arguments(seed):
     return draw.randint(0, total), total, beta0, draw.uniform(0, beta0)
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_until_the_floor_the_lr_falls_linearly_by_beta0_and_the_momentum_as_demon_says(seed):
-    step, total, beta0, floor = arguments(seed)
-    beta1, lr_factor = momentum_decay(step, total, beta0, floor)
-    left = 1 - step / total
-    unclipped, linear = momentum_decay(step, total, beta0, min_beta1=0.0)
-    assert linear == pytest.approx(1 - beta0 * step / total, rel=0, abs=1e-14)
-    assert unclipped / (1 - unclipped) == pytest.approx(left * beta0 / (1 - beta0), rel=1e-10)
-    assert beta1 == max(unclipped, floor)
-    if unclipped >= floor:
-        assert lr_factor == linear
+def test_until_the_floor_the_lr_falls_linearly_by_beta0_and_the_momentum_as_demon_says():
+    for step, total, beta0, floor in map(arguments, range(50)):
+        beta1, lr_factor = momentum_decay(step, total, beta0, floor)
+        left = 1 - step / total
+        unclipped, linear = momentum_decay(step, total, beta0, min_beta1=0.0)
+        assert linear == pytest.approx(1 - beta0 * step / total, rel=0, abs=1e-14)
+        assert unclipped / (1 - unclipped) == pytest.approx(left * beta0 / (1 - beta0), rel=1e-10)
+        assert beta1 == max(unclipped, floor)
+        assert lr_factor == linear or unclipped < floor
+        # a new gradient enters the update with the same weight, also at the floor
+        assert lr_factor * (1 - beta1) == pytest.approx(1 - beta0, rel=1e-14)
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_a_new_gradient_enters_the_update_with_the_same_weight_also_at_the_floor(seed):
-    step, total, beta0, floor = arguments(seed)
-    beta1, lr_factor = momentum_decay(step, total, beta0, floor)
-    assert lr_factor * (1 - beta1) == pytest.approx(1 - beta0, rel=1e-14)
-
-
-@pytest.mark.parametrize("beta0", [0, 0.0, 0.5, 0.8, 0.9, 0.95, 0.99])
+@pytest.mark.parametrize("beta0", [0, 0.5, 0.99])
 def test_the_first_update_is_as_without_and_both_only_fall_and_then_rest(beta0):
     floor = min(beta0, 0.4)
     decays = [momentum_decay(step, 500, beta0, floor) for step in range(1000)]
@@ -122,25 +114,17 @@ def test_the_first_update_is_as_without_and_both_only_fall_and_then_rest(beta0):
     assert all(isinstance(number, float) for number in decays[-1])
 
 
-def test_the_paper_rests_at_a_third_of_the_lr_for_the_last_sixth_of_the_run():
-    factors = [momentum_decay(step, 6000, beta0=0.8).lr_factor for step in range(6000)]
-    assert factors[-1] == pytest.approx(1 / 3, rel=1e-15)
-    assert factors.count(factors[-1]) == 1000
-    assert sum(factors) / 6000 == pytest.approx(0.611, abs=1e-3)
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
         {"step": -1},
         {"total_steps": 0},
-        {"total_steps": float("nan")},
-        {"total_steps": float("inf")},
+        {"total_steps": math.nan},
+        {"total_steps": math.inf},
         {"min_beta1": 0.9},
         {"min_beta1": -0.1},
         {"beta0": 1.0},
-        {"beta0": 0.3},
-        {"beta0": float("nan")},
+        {"beta0": math.nan},
     ],
 )
 def test_what_the_formula_does_not_cover_is_refused(wrong):
@@ -156,12 +140,9 @@ def test_what_the_formula_does_not_cover_is_refused(wrong):
     "optimizer",
     [
         partial(AdamW, betas=(0.8, 0.99), weight_decay=0.1),
-        partial(torch.optim.NAdam, betas=(0.8, 0.99)),
-        partial(torch.optim.RAdam, betas=(0.8, 0.99)),
-        partial(torch.optim.Adamax, betas=(0.8, 0.99)),
         partial(AdamW, betas=(0.8, 0.99), fused=True),
     ],
-    ids=["AdamW", "NAdam", "RAdam", "Adamax", "fused"],
+    ids=["AdamW", "fused"],
 )
 def test_training_equals_a_plain_loop_with_the_formula_bit_for_bit(tmp_path, optimizer):
     module = PlainModule(optimizer=optimizer)
@@ -188,15 +169,11 @@ def chained(optimizer):
 
 
 SCHEDULES = {
-    "none": None,
     "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=STEPS + 1),
-    "exponential": partial(lr_scheduler.ExponentialLR, gamma=0.9),
-    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 1 / (1 + step)),
     "one cycle": partial(
         lr_scheduler.OneCycleLR, max_lr=1e-2, total_steps=STEPS + 1, cycle_momentum=False
     ),
     "chained": chained,
-    "warm-up": partial(WarmupConstant, warmup_steps=3),
     "warm-up, cosine": partial(WarmupCosine, warmup_steps=3, total_steps=STEPS + 1),
 }
 
@@ -214,10 +191,10 @@ def test_with_any_schedule_lr_times_1_minus_beta1_is_as_without_also_after_a_res
     assert whole.visible == reference.visible  # schedules go on from the optimizer's own lr
     assert first.used + second.used == whole.used
     for step, (lr, beta1) in enumerate(zip(lrs(whole.used), momenta(whole.used), strict=True)):
-        own = lrs(reference.used)[step]
+        base_lr = lrs(reference.used)[step]
         decayed = momentum_decay(step, STEPS, beta0=0.8)
-        assert (beta1, lr) == (decayed.beta1, own * decayed.lr_factor)
-        assert lr * (1 - beta1) == pytest.approx(own * (1 - 0.8), rel=1e-14)
+        assert (beta1, lr) == (decayed.beta1, base_lr * decayed.lr_factor)
+        assert lr * (1 - beta1) == pytest.approx(base_lr * (1 - 0.8), rel=1e-14)
     assert step == STEPS - 1
 
 
@@ -234,10 +211,10 @@ def test_several_groups_decay_from_their_own_beta1_and_lr(tmp_path, compensate_l
     module = Groups()
     trainer = fit(tmp_path, module, MomentumDecay(compensate_lr=compensate_lr))
     for step, options in module.used:
-        for (lr, beta1), own, beta0 in zip(options, (0.1, 1e-2), (0.9, 0.8), strict=True):
+        for (lr, beta1), base_lr, beta0 in zip(options, (0.1, 1e-2), (0.9, 0.8), strict=True):
             decayed = momentum_decay(step, STEPS, beta0)
             assert beta1 == decayed.beta1
-            assert lr == own * (decayed.lr_factor if compensate_lr else 1)
+            assert lr == base_lr * (decayed.lr_factor if compensate_lr else 1)
     assert {k for k in trainer.callback_metrics if "mdlrc" in k} == {
         f"mdlrc/{name}_group{number}" for name in ("beta1", "lr") for number in (0, 1)
     }
@@ -254,9 +231,8 @@ class Lion(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
 
 
-@pytest.mark.parametrize("optimizer", [SGD, torch.optim.RMSprop, muon])
-def test_demon_decays_the_momentum_of_others_than_adam_and_leaves_the_lr(tmp_path, optimizer):
-    module = Recorded(partial(optimizer, momentum=0.9))
+def test_demon_decays_the_momentum_of_others_than_adam_and_leaves_the_lr(tmp_path):
+    module = Recorded(partial(SGD, momentum=0.9))
     fit(tmp_path, module, MomentumDecay(min_beta1=0.2, compensate_lr=False))
     for step, ((lr, momentum),) in module.used:
         tau = step / STEPS
@@ -286,22 +262,13 @@ def test_a_step_that_the_grad_scaler_skips_counts_and_changes_nothing_else(tmp_p
     module, watch = Overflows(partial(ADAM, fused=fused)), Watch()
     scaler = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
     fit(tmp_path, module, MomentumDecay(), watch, plugins=[scaler])
-    made = [(s, options) for s, options in module.used if s not in (0, 2)]
-    assert [step for step, _ in made] == [1, 3, 4, 5, 6, 7]
-    for step, ((lr, beta1),) in made:
+    updates = [(s, options) for s, options in module.used if s not in (0, 2)]
+    assert [step for step, _ in updates] == [1, 3, 4, 5, 6, 7]
+    for step, ((lr, beta1),) in updates:
         assert (beta1, lr / 1e-2) == pytest.approx(momentum_decay(step, STEPS, 0.8), rel=1e-15)
     assert_same_bits(watch.history[1], watch.history[0])
     assert_same_bits(watch.history[3], watch.history[2])
     assert {options[0] for _, options in module.visible} == {(1e-2, 0.8)}
-
-
-@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
-def test_lower_precisions_train_with_the_same_options(tmp_path, precision):
-    module = Recorded()
-    fit(tmp_path, module, MomentumDecay(), precision=precision)
-    reference = Recorded()
-    fit(tmp_path, reference, MomentumDecay())
-    assert module.used == reference.used
 
 
 def test_an_lr_that_is_a_tensor_is_compensated_and_stays_the_schedulers(tmp_path):
@@ -368,48 +335,6 @@ def test_monitors_log_the_optimizers_own_lr_and_the_callback_what_updates_used(t
     assert table["mdlrc/beta1"] == pytest.approx(momenta(module.used), rel=1e-6)
 
 
-class SavesEverywhere(Recorded):
-    """Also in the middle of an update, from a hook of the optimizer and one of Lightning's."""
-
-    def __init__(self, folder):
-        super().__init__(schedule=SCHEDULES["cosine"])
-        self.folder, self.places = folder, set()
-
-    def save(self, place):
-        self.places.add(place)
-        self.trainer.save_checkpoint(self.folder / f"{place}-{self.global_step}.ckpt")
-
-    def make_optimizer(self, params):
-        optimizer = super().make_optimizer(params)
-        optimizer.register_step_post_hook(lambda *_: self.save("update"))
-        return optimizer
-
-    def training_step(self, batch, batch_idx):
-        self.save("step")
-        return super().training_step(batch, batch_idx)
-
-    def on_before_optimizer_step(self, optimizer):
-        self.save("before")
-
-    def on_train_batch_end(self, *_):
-        self.save("end")
-
-
-def test_a_checkpoint_from_anywhere_holds_the_optimizers_own_options(tmp_path):
-    plain, module = SavesEverywhere(tmp_path / "plain"), SavesEverywhere(tmp_path / "mdlrc")
-    fit(tmp_path, plain)
-    fit(tmp_path, module, MomentumDecay())
-    files = sorted((tmp_path / "plain").iterdir())
-    assert len(files) == 4 * STEPS
-    for file in files:
-        expected, found = (
-            torch.load(tmp_path / run / file.name, weights_only=True) for run in ("plain", "mdlrc")
-        )
-        assert found["lr_schedulers"] == expected["lr_schedulers"]
-        (own,), (packed,) = (run["optimizer_states"] for run in (expected, found))
-        assert packed["param_groups"] == own["param_groups"]
-
-
 def test_the_state_is_the_length_and_the_count_as_builtins(tmp_path):
     decay = MomentumDecay()
     assert decay.state_dict() == {}
@@ -445,8 +370,8 @@ def test_after_an_exception_the_own_options_are_back_and_the_checkpoint_resumes_
     with pytest.raises(ArithmeticError):
         fit(tmp_path, module, *([decay, Saves()] if first else [Saves(), decay]))
     optimizer = module.trainer.optimizers[0]
-    own = optimizer.param_groups[0]
-    assert (own["lr"], own["betas"]) == (1e-2, (0.8, 0.999))
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["betas"]) == (1e-2, (0.8, 0.999))
     assert len(optimizer._optimizer_step_pre_hooks) == 0
     stored = torch.load(tmp_path / "c.ckpt", weights_only=True)
     packed = stored["optimizer_states"][0]["param_groups"][0]
@@ -460,7 +385,7 @@ def test_a_run_interrupted_after_any_step_and_resumed_equals_the_whole_one(tmp_p
     saves = ModelCheckpoint(tmp_path / "c", "{step}", save_top_k=-1)
     end = fit(tmp_path, whole, callback(), saves, enable_checkpointing=True)
     expected = copy.deepcopy(end.optimizers[0].state_dict())
-    for step in range(1, STEPS):
+    for step in (1, 4, STEPS - 1):
         module = Recorded(schedule=SCHEDULES["warm-up, cosine"])
         again = fit(tmp_path, module, callback(), ckpt_path=tmp_path / "c" / f"step={step}.ckpt")
         assert module.used == whole.used[step:]
@@ -471,8 +396,10 @@ def test_a_run_interrupted_after_any_step_and_resumed_equals_the_whole_one(tmp_p
 # The control
 
 
-@pytest.mark.parametrize(("beta0", "floor"), [(0.8, 0.4), (0.9, 0.0), (0.99, 0.5)])
-@pytest.mark.parametrize("schedule", [None, SCHEDULES["warm-up, cosine"], chained])
+@pytest.mark.parametrize(
+    ("beta0", "floor", "schedule"),
+    [(0.8, 0.4, None), (0.9, 0.0, SCHEDULES["warm-up, cosine"]), (0.99, 0.5, chained)],
+)
 def test_the_control_has_the_lr_of_every_update_and_constant_momentum(
     tmp_path, schedule, beta0, floor
 ):
@@ -485,7 +412,7 @@ def test_the_control_has_the_lr_of_every_update_and_constant_momentum(
     assert len(set(momenta(decayed.used))) > 5
 
 
-@pytest.mark.parametrize("optimizer", [SGD, partial(SGD, momentum=0.9), torch.optim.Adagrad])
+@pytest.mark.parametrize("optimizer", [partial(SGD, momentum=0.9), torch.optim.Adagrad])
 def test_the_control_takes_optimizers_with_any_momentum_or_none(tmp_path, optimizer):
     module = Recorded(optimizer)
     trainer = fit(tmp_path, module, LRCompensation())
@@ -507,22 +434,13 @@ def test_a_control_for_momentum_below_its_floor_is_refused():
 @pytest.mark.parametrize(
     ("optimizer", "arguments", "message"),
     [
-        (partial(Adam, betas=(0.3, 0.9)), {}, r"0\.4 and 0\.3 \(Adam\); lower min_beta1"),
-        (partial(Adam, betas=(0.0, 0.9)), {}, r"0\.4 and 0\.0 \(Adam\); lower min_beta1"),
+        (partial(Adam, betas=(0.3, 0.9)), {}, "min_beta1=0.4 and beta0=0.3, .*lower min_beta1"),
         (SGD, {}, "momentum of SGD .* compensate_lr=False or use Adam"),
-        (SGD, {"compensate_lr": False}, r"0\.4 and 0 \(SGD\)"),
-        (partial(SGD, momentum=0.9), {}, "momentum of SGD .* compensate_lr=False or use Adam"),
-        (partial(torch.optim.RMSprop, momentum=0.9), {}, "RMSprop .* compensate_lr=False"),
-        (
-            partial(muon, momentum=0.9),
-            {},
-            "momentum of Muon enters .* in another way: pass compensate_lr",
-        ),
+        (SGD, {"compensate_lr": False}, "min_beta1=0.4 and beta0=0"),
+        (partial(muon, momentum=0.9), {}, "momentum of Muon .* compensate_lr=False"),
         (Lion, {}, "momentum of Lion enters .* in another way: pass compensate_lr"),
         (type("AdamWScheduleFree", (Adam,), {}), {}, "AdamWScheduleFree has none"),
         (torch.optim.Adagrad, {}, "Adagrad has none; use Adam"),
-        (partial(torch.optim.LBFGS), {"compensate_lr": False}, "LBFGS has none"),
-        (partial(Adam, capturable=True), {}, "capturable=False"),
         (ADAM, {"optimizers": [1]}, r"among the 1 of the module, the first being 0, got \[1\]"),
         (ADAM, {"optimizers": []}, r"among the 1 of the module"),
         (ADAM, {"optimizers": [-1]}, r"among the 1 of the module"),
@@ -535,21 +453,20 @@ def test_optimizers_that_do_not_fit_are_refused(tmp_path, optimizer, arguments, 
     assert module.visible == []
 
 
-def test_momentum_that_a_checkpoint_brings_is_looked_at_too(tmp_path):
+def test_momentum_that_a_checkpoint_brings_is_refused_before_the_first_update(tmp_path):
     fit(tmp_path, Recorded(partial(Adam, betas=(0.3, 0.9))), max_epochs=3).save_checkpoint(
         tmp_path / "c.ckpt"
     )
     module = Recorded()
-    with pytest.raises(ValueError, match=r"0\.4 and 0\.3 \(Adam\)"):
+    with pytest.raises(ValueError, match=r"min_beta1=0\.4 and beta0=0\.3"):
         fit(tmp_path, module, MomentumDecay(), ckpt_path=tmp_path / "c.ckpt")
-    assert module.visible == []
+    assert module.used == []
 
 
 @pytest.mark.parametrize(
     "schedule",
     [
         partial(lr_scheduler.OneCycleLR, max_lr=1e-2, total_steps=20),
-        partial(lr_scheduler.CyclicLR, base_lr=1e-3, max_lr=1e-2),
         lambda optimizer: lr_scheduler.SequentialLR(
             optimizer,
             [
@@ -559,7 +476,7 @@ def test_momentum_that_a_checkpoint_brings_is_looked_at_too(tmp_path):
             milestones=[3],
         ),
     ],
-    ids=["OneCycleLR", "CyclicLR", "in SequentialLR"],
+    ids=["OneCycleLR", "in SequentialLR"],
 )
 def test_schedules_that_cycle_the_momentum_are_refused_and_the_control_takes_them(
     tmp_path, schedule
@@ -571,13 +488,7 @@ def test_schedules_that_cycle_the_momentum_are_refused_and_the_control_takes_the
     assert len(module.used) == STEPS
 
 
-@pytest.mark.parametrize("min_beta1", [-0.1, 1.0])
-def test_a_floor_that_is_no_momentum_is_refused(min_beta1):
-    with pytest.raises(ValueError, match="min_beta1 must be in"):
-        MomentumDecay(min_beta1=min_beta1)
-
-
-# Length and counts of the schedule
+# The length of the schedule
 
 
 def expected(steps, total, beta0=0.8, floor=0.4):
@@ -590,52 +501,32 @@ def first_group(module):
     return [options[0] for _, options in module.used]
 
 
-# The length of the schedule
-
-
-@pytest.mark.parametrize(
-    ("options", "total"),
-    [
-        ({"max_epochs": 5}, 5),
-        ({"max_epochs": -1, "max_steps": 6}, 6),
-        ({"max_epochs": 9, "max_steps": 3}, 3),
-        ({"max_epochs": 3, "batches": loader(40, 8), "accumulate_grad_batches": 2}, 9),
-        ({"max_epochs": 3, "batches": loader(40, 8), "limit_train_batches": 2}, 6),
-    ],
-)
-def test_without_total_steps_the_length_is_the_trainers(tmp_path, options, total):
-    module = Recorded()
-    fit(tmp_path, module, MomentumDecay(), **options)
-    assert first_group(module) == expected(range(total), total)
-
-
 class Endless(IterableDataset):
     def __iter__(self):
         while True:
             yield [torch.ones(4)]
 
 
-@pytest.mark.parametrize("callback", [MomentumDecay, LRCompensation])
-def test_an_unknown_length_is_refused_before_the_first_step(tmp_path, callback):
-    unknown = [
-        ({"max_epochs": -1}, r"max_steps=-1, max_epochs=-1\) knows none; pass total_steps"),
-        ({"batches": torch.utils.data.DataLoader(Endless(), 8)}, "max_epochs=8. knows none"),
-    ]
-    for options, message in unknown:
-        module = Recorded()
-        with pytest.raises(ValueError, match=message):
-            fit(tmp_path, module, callback(), **options)
-        assert module.visible == []
-    with pytest.raises(ValueError, match="manual optimization knows none"):
-        fit(tmp_path, TwoRecorded(), callback())
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (Recorded, {"max_epochs": -1}),
+        (Recorded, {"batches": torch.utils.data.DataLoader(Endless(), 8)}),
+        (TwoRecorded, {}),
+    ],
+    ids=["no limit", "endless data", "manual optimization"],
+)
+def test_an_unknown_length_is_refused_before_the_first_step(tmp_path, module, options):
+    module = module()
+    with pytest.raises(ValueError, match=r"unknown for Trainer.*; pass total_steps"):
+        fit(tmp_path, module, MomentumDecay(), **options)
+    assert module.visible == []
 
 
 @pytest.mark.parametrize(
     ("scheduling", "options", "total"),
     [
-        ({0: 4}, {"max_epochs": 4}, 8),
         ({0: 1, 1: 2, 3: 9}, {"max_epochs": 4}, 5 + 3 + 3 + 1),
-        ({2: 2}, {"max_epochs": 3}, 5 + 5 + 3),
         ({0: 1, 1: 2}, {"max_epochs": 4, "max_steps": 7}, 7),
         ({0: 1, 1: 2}, {"max_epochs": -1, "max_steps": 7}, 7),
     ],
@@ -647,10 +538,19 @@ def test_accumulation_that_changes_with_the_epochs_is_counted(tmp_path, scheduli
     assert first_group(module) == expected(range(total), total)
 
 
-@pytest.mark.parametrize("total_steps", [0, -5, math.nan, math.inf])
-def test_a_length_that_is_none_is_refused(total_steps):
-    with pytest.raises(ValueError, match=f"got {total_steps}"):
-        MomentumDecay(total_steps=total_steps)
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"total_steps": 0},
+        {"total_steps": math.nan},
+        {"total_steps": math.inf},
+        {"min_beta1": -0.1},
+        {"min_beta1": 1.0},
+    ],
+)
+def test_a_length_or_a_floor_that_is_none_is_refused(wrong):
+    with pytest.raises(ValueError, match=f"got {next(iter(wrong.values()))}"):
+        MomentumDecay(**wrong)
 
 
 @pytest.fixture
@@ -670,15 +570,14 @@ def resume(folder, checkpoint, decay, **options):
 def test_on_resume_an_explicit_total_wins_and_the_change_is_printed(tmp_path, checkpoint, caplog):
     with caplog.at_level(logging.INFO):
         updates = resume(tmp_path, checkpoint, MomentumDecay(total_steps=20))
-    assert "MomentumDecay total_steps: the checkpoint had 8, using 20." in caplog.text
+    assert "MomentumDecay total_steps: the checkpoint has 8, this run 20, using 20." in caplog.text
     assert updates == expected(range(3, 8), 20)
 
 
 def test_on_resume_none_keeps_the_length_of_the_checkpoint_and_warns_of_another(
     tmp_path, checkpoint
 ):
-    message = r"keeps the 8 steps of the checkpoint, while this run has 12; pass total_steps"
-    with pytest.warns(UserWarning, match=message):
+    with pytest.warns(UserWarning, match=r"has 8, this run 12, using 8\. Pass total_steps"):
         updates = resume(tmp_path, checkpoint, MomentumDecay(), max_epochs=12)
     assert updates == expected(range(3, 12), 8)
 
@@ -687,7 +586,7 @@ def test_on_resume_none_keeps_the_length_of_the_checkpoint_and_warns_of_another(
             self.trainer.should_stop = self.global_step == STEPS
 
     module = Stops()
-    with pytest.warns(UserWarning, match="while this run has no known number"):
+    with pytest.warns(UserWarning, match="this run no known number, using 8"):
         fit(tmp_path, module, MomentumDecay(), ckpt_path=checkpoint, max_epochs=-1)
     assert first_group(module) == expected(range(3, 8), 8)
 
@@ -708,7 +607,7 @@ def test_the_length_goes_on_through_several_resumes_and_saves_before_the_first_s
             self.trainer.save_checkpoint(tmp_path / "early.ckpt")
 
     decay = MomentumDecay()
-    with pytest.warns(UserWarning, match="keeps the 8 steps"):
+    with pytest.warns(UserWarning, match="has 8, this run 4"):
         fit(tmp_path, SavesFirst(optimizer=ADAM), decay, ckpt_path=checkpoint, max_epochs=4)
     early = torch.load(tmp_path / "early.ckpt", weights_only=True)["callbacks"]
     assert early[decay.state_key] == {"total_steps": 8, "steps": [3]}
@@ -745,18 +644,18 @@ def test_data_is_read_as_often_as_without(tmp_path):
     """A loader whose place in the data is restored must not be asked before that."""
 
     class Counted(torch.utils.data.DataLoader):
-        asked = 0
+        count = 0
 
         def __iter__(self):
-            self.asked += 1
+            self.count += 1
             return super().__iter__()
 
-    def asked(*callbacks):
+    def count_iterations(*callbacks):
         batches = Counted(loader(32, 8).dataset, batch_size=8)
         fit(tmp_path, Recorded(), *callbacks, batches=batches, max_epochs=2)
-        return batches.asked
+        return batches.count
 
-    assert asked(MomentumDecay()) == asked()
+    assert count_iterations(MomentumDecay()) == count_iterations()
 
 
 # Several optimizers
@@ -794,7 +693,7 @@ def test_counts_of_two_optimizers_resume_exactly_after_any_batch(tmp_path):
     saves = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1)
     whole = TwoRecorded()
     fit(tmp_path, whole, MomentumDecay(total_steps=8), saves, enable_checkpointing=True)
-    for epoch in range(STEPS - 1):
+    for epoch in (0, 3, STEPS - 2):
         module, saved = TwoRecorded(), tmp_path / f"epoch={epoch}.ckpt"
         fit(tmp_path, module, MomentumDecay(total_steps=8), ckpt_path=saved)
         assert module.used["often"] == whole.used["often"][epoch + 1 :]
@@ -819,44 +718,19 @@ def test_a_step_that_the_grad_scaler_skips_counts_as_it_does_in_global_step(tmp_
     assert [len(used) for used in module.used.values()] == [5, 2]
 
 
-def test_counts_that_a_checkpoint_lacks_are_missed(tmp_path):
-    fit(tmp_path, TwoRecorded(), max_epochs=3).save_checkpoint(tmp_path / "c.ckpt")
-    with pytest.raises(ValueError, match=r"each of 2 optimizers .* has only their sum \(5\)"):
-        fit(tmp_path, TwoRecorded(), MomentumDecay(total_steps=8), ckpt_path=tmp_path / "c.ckpt")
-
-
-@pytest.mark.parametrize("steps", [[5], [3, 2, 0], [3, 3], [2, 2]])
-def test_counts_that_are_not_those_of_the_run_are_refused(tmp_path, steps):
+@pytest.mark.parametrize("steps", [None, [5], [3, 2, 0], [3, 3], [2, 2]])
+def test_counts_that_are_missing_or_not_those_of_the_run_are_refused(tmp_path, steps):
     decay = MomentumDecay(total_steps=8)
     fit(tmp_path, TwoRecorded(), decay, max_epochs=3).save_checkpoint(tmp_path / "c.ckpt")
     state = torch.load(tmp_path / "c.ckpt", weights_only=True)
     assert state["callbacks"][decay.state_key]["steps"] == [3, 2]
-    state["callbacks"][decay.state_key]["steps"] = steps
+    state["callbacks"][decay.state_key] |= {"steps": steps}
+    if steps is None:
+        del state["callbacks"][decay.state_key]
     torch.save(state, tmp_path / "c.ckpt")
-    message = rf"each of 2 optimizers .* has {re.escape(str(steps))} \(5\)"
+    message = rf"each of 2 optimizers .* has {re.escape(str(steps or 'only their sum'))} \(5\)"
     with pytest.raises(ValueError, match=message):
         fit(tmp_path, TwoRecorded(), MomentumDecay(8), ckpt_path=tmp_path / "c.ckpt")
-
-
-# Logs and warnings
-
-
-def test_two_optimizers_that_step_at_their_own_pace_are_logged_when_lightning_logs(tmp_path):
-    decay = MomentumDecay(total_steps=8)
-    fit(tmp_path, TwoRecorded(), decay, logger=CSVLogger(tmp_path), log_every_n_steps=4)
-    header, *rows = (next(tmp_path.glob("**/metrics.csv"))).read_text().split()
-    for name, steps in (("optimizer0", (3, 7)), ("optimizer1", (1, 3))):
-        column = header.split(",").index(f"mdlrc/lr_{name}")
-        assert [float(row.split(",")[column]) for row in rows] == pytest.approx(
-            [lr for lr, _ in expected(steps, 8)], rel=1e-6
-        )
-
-
-def test_a_trainer_that_never_logs_trains_the_same(tmp_path):
-    module = Recorded()
-    trainer = fit(tmp_path, module, MomentumDecay(), log_every_n_steps=0)
-    assert first_group(module) == expected(range(8), 8)
-    assert not any("mdlrc" in name for name in trainer.callback_metrics)
 
 
 # Accidents
@@ -875,11 +749,10 @@ class Wrapped:
         return self.inside.step(closure)
 
 
-@pytest.mark.parametrize("callback", [MomentumDecay, LRCompensation])
-def test_a_wrapped_optimizer_is_refused_before_the_first_step(tmp_path, callback):
+def test_a_wrapped_optimizer_is_refused_before_the_first_step(tmp_path):
     module = PlainModule(optimizer=Wrapped)
-    with pytest.raises(ValueError, match="followed; Wrapped is something else, or has not"):
-        fit(tmp_path, module, callback())
+    with pytest.raises(ValueError, match="Wrapped is something else, or has not"):
+        fit(tmp_path, module, LRCompensation())
     assert module.losses == []
 
 
@@ -916,35 +789,6 @@ def test_a_search_for_the_lr_is_not_disturbed_and_leaves_no_trace(tmp_path):
     ]
 
 
-# Several processes
-
-
-def train_on_two_ranks(folder):
-    """The module of a rank after training: what its updates used, its losses and weights."""
-    module = Recorded(schedule=partial(lr_scheduler.CosineAnnealingLR, T_max=STEPS))
-    options = {"devices": 2, "strategy": "ddp", "accumulate_grad_batches": 2}
-    trainer = make_trainer(folder, StepSeed(0), MomentumDecay(), max_epochs=2, **options)
-    trainer.fit(module, loader(64, 4))
-    return {
-        "used": module.used,
-        "visible": module.visible,
-        "losses": module.losses,
-        "weights": [p.tolist() for p in module.parameters()],
-    }
-
-
-@pytest.mark.system
-def test_two_ranks_use_the_same_options_and_end_with_the_same_weights(tmp_path):
-    zero, one = spawn(train_on_two_ranks, 2, tmp_path)
-    assert zero["losses"] != one["losses"]
-    assert zero["weights"] == one["weights"]
-    assert zero["used"] == one["used"]
-    alone = Recorded(schedule=partial(lr_scheduler.CosineAnnealingLR, T_max=STEPS))
-    fit(tmp_path, alone, MomentumDecay())
-    assert zero["used"] == alone.used
-    assert {tuple(options[0]) for _, options in zero["visible"][:2]} == {(1e-2, 0.8)}
-
-
 @pytest.mark.parametrize(
     "state",
     [
@@ -952,7 +796,6 @@ def test_two_ranks_use_the_same_options_and_end_with_the_same_weights(tmp_path):
         {"total_steps": "9", "steps": [1]},
         {"total_steps": 9, "steps": [-1]},
         {"total_steps": 9, "steps": 1},
-        {"total_steps": 9, "steps": [1.5]},
     ],
 )
 def test_a_state_that_was_not_saved_by_it_is_refused(state):

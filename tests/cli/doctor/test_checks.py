@@ -164,7 +164,7 @@ def test_tasks_that_lightning_refuses_are_a_problem(monkeypatch):
     [
         (
             digits(callbacks=[spec("lit_diffusion.callbacks.MomentumDecay", min_beta1=0.95)]),
-            "min_beta1 must be",
+            "min_beta1=0.95 and beta0=0.9",
         ),
         (digits(callbacks=[fid(weights="ema_2")]), "the callbacks provide"),
         (digits(callbacks=[fid()], limit_val_batches=0), "no validation"),
