@@ -6,7 +6,7 @@ torch.compile.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -88,181 +88,7 @@ def overwrite_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
     torch._foreach_copy_([local_part(t) for t in targets], [local_part(v) for v in values])
 
 
-@dataclass
-class StoredAverage:
-    """Averages of one parameter after `steps` optimizer steps, one for each decay.
-
-    None stands for a decay without an average, which starts from the parameter's value.
-    """
-
-    steps: int
-    shadows: list[Tensor | None]
-
-
-@dataclass
-class AveragedGroup:
-    """The averaged parameters of one optimizer: shadows[d][i] is params[i] averaged by decays[d].
-
-    `span(decay, first, last)` is the decay of one update for steps first, ..., last - 1. With
-    `on_cpu` the averages are kept in the CPU's memory.
-    """
-
-    decays: tuple[float, ...]
-    steps: int = 0
-    on_cpu: bool = False
-    span: Callable[[float, int, int], float] = span_decay
-    names: list[str] = field(default_factory=list)
-    params: list[Tensor] = field(default_factory=list)
-    shadows: list[list[Tensor]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.shadows = [[] for _ in self.decays]
-
-    def add(self, name: str, param: Tensor, stored: StoredAverage | None) -> None:
-        """Average `param` from now on, in float32 or wider, from what is stored or its value."""
-        dtype = torch.promote_types(param.dtype, torch.float32)
-        starts = stored.shadows if stored else [None for _ in self.decays]
-        for column, start in zip(self.shadows, starts, strict=True):
-            part = param if start is None else distribute_like(start, param)
-            device = torch.device("cpu") if self.on_cpu else param.device
-            column.append(part.detach().to(device, dtype, copy=True))
-        self.names.append(name)
-        self.params.append(param)
-
-    def restart(self) -> None:
-        """Set every average to the current weights."""
-        for column in self.shadows if self.params else ():
-            overwrite_(column, self.params)
-
-    def advance(self, every_n_steps: int, start: int = 0) -> None:
-        """Count an optimizer step, and update the averages if one is due."""
-        self.steps += bool(self.params)
-        if not self.params or self.steps % every_n_steps:
-            return
-        last = self.steps - start
-        if last <= 0:
-            self.restart()
-            return
-        for decay, column in zip(self.decays, self.shadows, strict=True):
-            span = self.span(decay, max(last - every_n_steps, 0), last)
-            ema_update_(column, self.params, span)
-
-    def averages(self) -> dict[str, StoredAverage]:
-        """The averages by name of the parameter."""
-        return {
-            name: StoredAverage(self.steps, [column[i] for column in self.shadows])
-            for i, name in enumerate(self.names)
-        }
-
-    def refuse_nonfinite(self) -> None:
-        """Raise FloatingPointError that names the first parameter whose average is not finite."""
-        for decay, column in zip(self.decays, self.shadows, strict=True):
-            bad = first_nonfinite(column)
-            if bad is not None:
-                raise FloatingPointError(
-                    f"EMA: the average of {self.names[bad]!r} (decay {decay:g}) is not finite "
-                    f"after {self.steps} optimizer steps, because the weight was not. Resume from "
-                    "an earlier checkpoint with a lower learning rate or gradient clipping."
-                )
-
-
-class RawWeights:
-    """Copies of parameters that are about to be overwritten.
-
-    While there are copies, `module.state_dict()` returns them instead of the parameters: every
-    checkpoint, full or weights-only, whoever saves it, holds the raw weights.
-    """
-
-    def __init__(self) -> None:
-        self._copies: dict[Tensor, Tensor] = {}
-        self._module: nn.Module | None = None
-        self._hook: RemovableHandle | None = None
-
-    @torch.no_grad()
-    def save(self, module: nn.Module, params: Iterable[Tensor]) -> None:
-        """Copy the parameters, in their own dtype, before they are overwritten."""
-        self._module = module
-        reshard(module)
-        self._copies |= {p: p.detach().clone() for p in params}
-        register: Any = module.register_state_dict_post_hook
-        self._hook = register(partial(self._put_raw))  # torch sets an attribute on it
-
-    def restore(self) -> None:
-        """Write the copies back and drop them; may be called again after an interruption."""
-        if self._copies:
-            assert self._module is not None
-            reshard(self._module)
-            overwrite_(list(self._copies), list(self._copies.values()))
-        self._copies.clear()
-        if self._hook is not None:
-            self._hook.remove()
-
-    def _put_raw(
-        self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
-    ) -> None:
-        buffers = module.named_buffers(remove_duplicate=False)
-        for name, param in chain(module.named_parameters(remove_duplicate=False), buffers):
-            if param in self._copies and prefix + name in state:
-                state[prefix + name] = self._copies[param]
-
-
 # The state in a checkpoint
-
-
-def pack(averages: Mapping[str, StoredAverage], decays: Sequence[float]) -> dict[str, Any]:
-    """The state of an EMA callback, of averages by name."""
-    return {
-        "decays": list(decays),
-        "steps": {name: average.steps for name, average in averages.items()},
-        "shadows": [
-            {name: average.shadows[d] for name, average in averages.items()}
-            for d in range(len(decays))
-        ],
-    }
-
-
-def unpack(
-    state: Mapping[str, Any], decays: Sequence[float], params: Mapping[str, Tensor]
-) -> dict[str, StoredAverage]:
-    """Averages by name from the result of `pack`, rearranged for `decays` by `match_decays`.
-
-    Raises:
-        ValueError: an average without a parameter, or one of another shape or kind of dtype.
-    """
-    matches = match_decays(state["decays"], decays)
-    for name, shadow in state["shadows"][0].items():
-        param = params.get(name)
-        if param is None or shadow.shape != param.shape or _kind(shadow) != _kind(param):
-            raise ValueError(
-                f"The checkpoint's average of {name!r}, {shadow.dtype} {tuple(shadow.shape)}, fits "
-                "no parameter of the module. Resume with the module that wrote it."
-            )
-    return {
-        name: StoredAverage(
-            steps, [None if i is None else state["shadows"][i][name] for i in matches]
-        )
-        for name, steps in state["steps"].items()
-    }
-
-
-def _kind(tensor: Tensor) -> tuple[bool, bool]:
-    return tensor.is_floating_point(), tensor.is_complex()
-
-
-def match_decays(stored: Sequence[float], wanted: Sequence[float]) -> list[int | None]:
-    """For each wanted decay, the position of the stored average that it continues.
-
-    That is the one of equal decay, else the next one that no wanted decay equals, else None.
-
-    Example:
-        >>> match_decays([0.999, 0.9999], [0.9999, 0.99, 0.9])
-        [1, 0, None]
-    """
-    unclaimed = [i for i, decay in enumerate(stored) if decay not in wanted]
-    return [
-        stored.index(decay) if decay in stored else (unclaimed.pop(0) if unclaimed else None)
-        for decay in wanted
-    ]
 
 
 def check_averages(state: Any) -> None:  # noqa: C901 - a list of conditions
@@ -304,6 +130,14 @@ def _is_dense_of_real_numbers(value: Any) -> bool:
 
 
 # The callback
+
+
+@dataclass
+class _Group:
+    """The averaged tensors that one optimizer trains, by name, and the steps that it has made."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    steps: int = 0
 
 
 class EMA(pl.Callback):
@@ -381,19 +215,24 @@ class EMA(pl.Callback):
         if self.start < 0:
             raise ValueError(f"start must be at least 0, got {self.start}.")
         self._module: pl.LightningModule | None = None
-        self._groups: list[AveragedGroup] = []  # one for each optimizer
-        self._pending: dict[str, StoredAverage] = {}  # of parameters that are not trained yet
+        self._shadows: list[dict[str, Tensor]] = [{} for _ in self.decays]  # by name
+        self._groups: list[_Group] = []  # one for each optimizer
+        self._waiting: dict[str, int] = {}  # steps of averages that no optimizer moves (yet)
         self._loaded: dict[str, Any] = {}  # state of a checkpoint, until a run starts
         self._handled: dict[int, Tensor] = {}  # parameters that no group has to adopt, by id
         self._hooks: list[RemovableHandle] = []
         self._active = self._outside = RAW  # weights in place: now, and outside of the evaluation
-        self._raw = RawWeights()
+        self._raw: dict[Tensor, Tensor] = {}  # copies of what averages have overwritten
+        self._raw_hook: RemovableHandle | None = None
 
     @property
     def steps(self) -> int:
         """Optimizer steps since the averages began; of several optimizers, the most."""
-        steps = [group.steps for group in self._groups]
-        return max([*steps, *(average.steps for average in self._pending.values())], default=0)
+        return max([*self._waiting.values(), *(g.steps for g in self._groups)], default=0)
+
+    def _steps_by_name(self) -> dict[str, int]:
+        followed = {name: group.steps for group in self._groups for name in group.tensors}
+        return self._waiting | followed
 
     def _span(self, decay: float, first: int, last: int) -> float:
         return span_decay(decay, first, last, self.warmup)
@@ -413,7 +252,7 @@ class EMA(pl.Callback):
         """
         if name not in self._names:
             raise ValueError(f"EMA knows the weights {self._names}, got {name!r}.")
-        if name != RAW and not self._groups:
+        if name != RAW and not (self._groups or self._waiting):
             raise RuntimeError(
                 f"EMA holds no averages, so there is no {name!r}: fit first, or give the Trainer a "
                 "checkpoint that was written with EMA."
@@ -425,25 +264,52 @@ class EMA(pl.Callback):
         finally:
             self._activate(previous)
 
+    @torch.no_grad()
     def _activate(self, name: str) -> None:
         """Put the named weights in place; `_activate(RAW)` also repairs an interrupted call."""
         if name == self._active:
             return
+        assert self._module is not None
+        tensors = self._named_tensors()
         if name == RAW:
-            self._raw.restore()
+            if self._raw:
+                overwrite_(list(self._raw), list(self._raw.values()))
+            self._raw = {}
+            if self._raw_hook is not None:
+                self._raw_hook.remove()
             self._active = RAW
             return
-        self._refresh_buffers()
-        updated = [group for group in self._groups if group.steps >= self.every_n_steps]
-        for group in updated:
-            group.refuse_nonfinite()
+        updated = [n for n, steps in self._steps_by_name().items() if steps >= self.every_n_steps]
+        self._refuse_nonfinite(updated)
+        targets = [tensors[n] for n in updated]
         previous, self._active = self._active, name
         if previous == RAW:
-            assert self._module is not None
-            self._raw.save(self._module, [p for group in updated for p in group.params])
-        which = max(self._names.index(name) - 2, 0)
-        for group in updated:
-            overwrite_(group.params, group.shadows[which])
+            self._raw = {target: target.detach().clone() for target in targets}
+            register: Any = self._module.register_state_dict_post_hook
+            self._raw_hook = register(partial(self._put_raw))  # torch sets an attribute on it
+        shadow = self._shadows[max(self._names.index(name) - 2, 0)]
+        if targets:
+            overwrite_(targets, [shadow[n] for n in updated])
+
+    def _put_raw(
+        self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
+    ) -> None:
+        """Have `module.state_dict()`, and with it every checkpoint, hold the raw weights."""
+        buffers = module.named_buffers(remove_duplicate=False)
+        for name, tensor in chain(module.named_parameters(remove_duplicate=False), buffers):
+            if tensor in self._raw and prefix + name in state:
+                state[prefix + name] = self._raw[tensor]
+
+    def _refuse_nonfinite(self, names: Sequence[str]) -> None:
+        """Raise FloatingPointError that names the first parameter whose average is not finite."""
+        for decay, shadow in zip(self.decays, self._shadows, strict=True):
+            bad = first_nonfinite([shadow[name] for name in names])
+            if bad is not None:
+                raise FloatingPointError(
+                    f"EMA: the average of {names[bad]!r} (decay {decay:g}) is not finite after "
+                    f"{self.steps} optimizer steps, because the weight was not. Resume from an "
+                    "earlier checkpoint with a lower learning rate or gradient clipping."
+                )
 
     def _refuse_averages_in_place(self) -> None:
         if self._active != RAW:
@@ -458,16 +324,15 @@ class EMA(pl.Callback):
         """Average what the optimizers hold, starting from stored averages where there are any."""
         self._forget_if_replaced(trainer)
         from_checkpoint = bool(self._loaded)
-        self._pending = self._take_stored(module)
-        stored_names = set(self._pending)
         self._unfollow()
-        self._groups = [self._new_group() for _ in trainer.optimizers]
-        self._handled = {}
+        self._take_stored(module)
+        stored = set(self._waiting)
+        self._groups = [_Group() for _ in trainer.optimizers]
         for optimizer, group in zip(trainer.optimizers, self._groups, strict=True):
             refuse_unhooked(optimizer)
             self._adopt(optimizer, group)
-            pairs = zip(group.names, group.params, strict=True)
-            missing = [n for n, p in pairs if n not in stored_names and isinstance(p, Parameter)]
+            params = [name for name, t in group.tensors.items() if isinstance(t, Parameter)]
+            missing = [name for name in params if name not in stored]
             if from_checkpoint and missing:
                 raise ValueError(
                     f"The checkpoint's EMA holds no average of the parameter {missing[0]!r}, which "
@@ -478,7 +343,7 @@ class EMA(pl.Callback):
                 optimizer.register_step_pre_hook(partial(self._before_step, group)),
                 optimizer.register_step_post_hook(partial(self._after_step, group)),
             ]
-        if not any(group.params for group in self._groups):
+        if not any(group.tensors for group in self._groups):
             pl.utilities.rank_zero_warn(
                 f"No optimizer holds a trainable parameter under EMA(prefix={self.prefix!r}) yet: "
                 "there is nothing to average until one does."
@@ -489,41 +354,75 @@ class EMA(pl.Callback):
             hook.remove()
         self._hooks = []
 
-    def _new_group(self, steps: int = 0) -> AveragedGroup:
-        return AveragedGroup(self.decays, steps, self.on_cpu, self._span)
-
-    def _take_stored(self, module: pl.LightningModule) -> dict[str, StoredAverage]:
-        """Averages of the checkpoint, else of an earlier run on the same module, by name."""
+    def _forget(self) -> None:
         self._refuse_averages_in_place()
+        self._module, self._shadows = None, [{} for _ in self.decays]
+        self._groups, self._handled, self._waiting = [], {}, {}
+
+    def _forget_if_replaced(self, trainer: pl.Trainer) -> None:
+        """Drop averages in memory if the weights come from a checkpoint without averages."""
+        if trainer.ckpt_path is not None and not self._loaded:
+            self._forget()
+
+    def _take_stored(self, module: pl.LightningModule) -> None:
+        """Take averages from the checkpoint, else from an earlier run on the same module."""
         state = self._loaded or (self._packed() if module is self._module else {})
-        self._module = module
-        params = self._averaged_tensors()
-        self._loaded = {}
+        self._forget()
+        self._loaded, self._module = {}, module
+        tensors, averaged = self._named_tensors(), self._averaged_tensors()
         if not state:
-            return {}
-        self._print_changes(state["decays"])
-        stored = unpack(state, self.decays, self._named_buffers() | params)
-        if dropped := stored.keys() - params.keys():
+            return
+        for name, value in state["shadows"][0].items():
+            tensor = tensors.get(name)
+            is_float = value.is_floating_point()  # else complex
+            if (
+                tensor is None
+                or value.shape != tensor.shape
+                or is_float != tensor.is_floating_point()
+            ):
+                raise ValueError(
+                    f"The checkpoint's average of {name!r}, {value.dtype} {tuple(value.shape)}, "
+                    "fits no parameter of the module. Resume with the module that wrote it."
+                )
+        if dropped := state["steps"].keys() - averaged.keys():
             text = f"EMA averages no such buffers: {len(dropped)} averages are dropped."
             pl.utilities.rank_zero_info(text)
-        buffers = [name for name, p in params.items() if not isinstance(p, Parameter)]
-        if new := [name for name in buffers if name not in stored]:
+        if new := self._averaged_buffers().keys() - state["steps"].keys():
             text = f"EMA(buffers=True): averages of {len(new)} buffers start from these."
             pl.utilities.rank_zero_info(text)
-        return {name: average for name, average in stored.items() if name in params}
+        self._waiting = {name: n for name, n in state["steps"].items() if name in averaged}
+        for shadow, i in zip(self._shadows, self._match_decays(state["decays"]), strict=True):
+            for name in self._waiting:
+                start = averaged[name] if i is None else state["shadows"][i][name]
+                shadow[name] = self._copy_as_average(start, averaged[name])
 
-    def _print_changes(self, stored: Sequence[float]) -> None:
-        matches, changes = match_decays(stored, self.decays), []
-        for decay, i in zip(self.decays, matches, strict=True):
-            if i is None:
-                changes.append(f"EMA decay {decay:g} is new: its average starts from the weights.")
-            elif stored[i] != decay:
-                changes.append(f"EMA decay: the checkpoint had {stored[i]:g}, using {decay:g}.")
-        dropped = [stored[i] for i in range(len(stored)) if i not in matches]
-        for change in changes + [f"EMA decay {d:g} of the checkpoint is dropped." for d in dropped]:
-            pl.utilities.rank_zero_info(change)
+    def _match_decays(self, stored: Sequence[float]) -> Iterator[int | None]:
+        """For each decay, the position of the stored average that it continues; prints changes.
 
-    def _adopt(self, optimizer: Optimizer, group: AveragedGroup) -> None:
+        That is the one of equal decay, else the next one that no decay equals, else None.
+        """
+        unclaimed = [i for i, decay in enumerate(stored) if decay not in self.decays]
+        info = pl.utilities.rank_zero_info
+        for decay in self.decays:
+            if decay in stored:
+                yield stored.index(decay)
+            elif unclaimed:
+                i = unclaimed.pop(0)
+                info(f"EMA decay: the checkpoint had {stored[i]:g}, using {decay:g}.")
+                yield i
+            else:
+                info(f"EMA decay {decay:g} is new: its average starts from the weights.")
+                yield None
+        for i in unclaimed:
+            info(f"EMA decay {stored[i]:g} of the checkpoint is dropped.")
+
+    def _copy_as_average(self, value: Tensor, tensor: Tensor) -> Tensor:
+        """A copy of `value`, split as `tensor` is, in float32 or wider."""
+        dtype = torch.promote_types(tensor.dtype, torch.float32)
+        device = torch.device("cpu") if self.on_cpu else tensor.device
+        return distribute_like(value, tensor).detach().to(device, dtype, copy=True)
+
+    def _adopt(self, optimizer: Optimizer, group: _Group) -> None:
         """Start to average parameters that the optimizer trains and no group has."""
         new = {
             id(param): param
@@ -534,25 +433,33 @@ class EMA(pl.Callback):
         if not new:
             return
         self._handled |= new
-        for name, param in self._averaged_tensors().items():
-            if id(param) in new:
-                stored = self._pending.pop(name, None)
-                if stored:
-                    group.steps = max(group.steps, stored.steps)
-                group.add(name, param, stored)
-        averaged = {name for each in self._groups for name in each.names}
-        for name, buffer in self._averaged_buffers().items() if group.params else ():
-            if name not in averaged:
-                group.add(name, buffer, self._pending.pop(name, None))
+        averaged = self._averaged_tensors()
+        adopted = {name: tensor for name, tensor in averaged.items() if id(tensor) in new}
+        if group.tensors or adopted:
+            followed = {name for each in self._groups for name in each.tensors}
+            buffers = self._averaged_buffers()
+            adopted |= {name: buffers[name] for name in buffers.keys() - followed}
+        for name, tensor in adopted.items():
+            group.tensors[name] = tensor
+            group.steps = max(group.steps, self._waiting.pop(name, 0))
+            for shadow in self._shadows:
+                if name not in shadow:
+                    shadow[name] = self._copy_as_average(tensor, tensor)
 
-    def _averaged_tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers under the prefix, by the name without torch.compile."""
+    def _named_tensors(self) -> dict[str, Tensor]:
+        """All parameters and buffers, by the name without torch.compile."""
         assert self._module is not None
         reshard(self._module)
-        params: dict[str, Tensor] = {
-            _uncompiled(name): param for name, param in self._module.named_parameters()
+        named = chain(self._module.named_buffers(), self._module.named_parameters())
+        return {_uncompiled(name): tensor for name, tensor in named}
+
+    def _averaged_tensors(self) -> dict[str, Tensor]:
+        """Parameters and buffers under the prefix."""
+        assert self._module is not None
+        params = {_uncompiled(name): param for name, param in self._module.named_parameters()}
+        averaged: dict[str, Tensor] = {
+            name: param for name, param in params.items() if _is_under(name, self.prefix)
         }
-        averaged = {name: param for name, param in params.items() if _is_under(name, self.prefix)}
         if not averaged:
             children = sorted({name.split(".")[0] for name in params})
             raise ValueError(
@@ -569,45 +476,48 @@ class EMA(pl.Callback):
         if not self.buffers:
             return {}
         saved = {_uncompiled(name) for name in self._module.state_dict()}
+        buffers = {_uncompiled(name): buffer for name, buffer in self._module.named_buffers()}
         return {
             name: buffer
-            for name, buffer in self._named_buffers().items()
+            for name, buffer in buffers.items()
             if name in saved and _is_under(name, self.prefix)
             if buffer.is_floating_point() and buffer.isfinite().all()
             if not _is_singular_vector(name, saved)
         }
 
-    def _named_buffers(self) -> dict[str, Tensor]:
-        assert self._module is not None
-        return {_uncompiled(name): buffer for name, buffer in self._module.named_buffers()}
-
-    def _refresh_buffers(self) -> None:
-        """Find buffers again that the module has replaced, as `.to(device)` does, by name."""
-        if self.buffers:
-            now = self._named_buffers()
-            for group in self._groups:
-                pairs = zip(group.names, group.params, strict=True)
-                group.params = [now.get(name, param) for name, param in pairs]
-
-    def _before_step(
-        self, group: AveragedGroup, optimizer: Optimizer, _args: Any, kwargs: Any
-    ) -> None:
+    def _before_step(self, group: _Group, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
         if is_state_init_step(optimizer, kwargs):
             return
         self._refuse_averages_in_place()
         self._adopt(optimizer, group)
         if group.steps == 0:
-            group.restart()  # weights may have been loaded after fit start
+            self._restart(group)  # weights may have been loaded after fit start
 
-    def _after_step(
-        self, group: AveragedGroup, optimizer: Optimizer, _args: Any, kwargs: Any
-    ) -> None:
+    def _restart(self, group: _Group) -> None:
+        """Set the averages to the current weights."""
+        for shadow in self._shadows if group.tensors else ():
+            overwrite_([shadow[name] for name in group.tensors], list(group.tensors.values()))
+
+    def _after_step(self, group: _Group, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
         # A GradScaler has fused optimizers skip a step inside, and does not call step() of others.
         params = (param for entry in optimizer.param_groups for param in entry["params"])
         skipped = getattr(optimizer, "found_inf", None) or all(p.grad is None for p in params)
-        if not skipped and not is_state_init_step(optimizer, kwargs):
-            self._refresh_buffers()
-            group.advance(self.every_n_steps, self.start)
+        if skipped or is_state_init_step(optimizer, kwargs) or not group.tensors:
+            return
+        group.steps += 1
+        if group.steps % self.every_n_steps:
+            return
+        if self.buffers:  # modules may have replaced them, as `.to(device)` does
+            tensors = self._named_tensors()
+            group.tensors = {name: tensors[name] for name in group.tensors}
+        last = group.steps - self.start
+        if last <= 0:
+            self._restart(group)
+            return
+        for decay, shadow in zip(self.decays, self._shadows, strict=True):
+            span = self._span(decay, max(last - self.every_n_steps, 0), last)
+            averages = [shadow[name] for name in group.tensors]
+            ema_update_(averages, list(group.tensors.values()), span)
 
     # State
 
@@ -617,20 +527,19 @@ class EMA(pl.Callback):
         return f"{type(self).__qualname__}{ {'prefix': self.prefix} }"
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages as `pack` arranges them; empty where there are none.
+        """The averages by name and decay; empty where there are none.
 
         Of split weights, whole averages on rank 0 and {} on the others; then collective.
         """
         return gather_state(self._packed())
 
     def _packed(self) -> dict[str, Any]:
-        if self._loaded or not self._groups:
+        if self._loaded or not (self._groups or self._waiting):
             return self._loaded  # unchanged, if a save comes before the run begins
-        averages = dict(self._pending)
-        for group in self._groups:
-            group.refuse_nonfinite()
-            averages |= group.averages()
-        return pack(averages, self.decays)
+        steps = self._steps_by_name()
+        self._refuse_nonfinite(list(steps))
+        shadows = [dict(shadow) for shadow in self._shadows]
+        return {"decays": list(self.decays), "steps": steps, "shadows": shadows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the averages for the run that starts; during a run, go back to them."""
@@ -684,8 +593,7 @@ class EMA(pl.Callback):
     ) -> None:
         """Log the decay, and check the averages, as often as Lightning logs."""
         if self.steps and should_log(trainer):
-            for group in self._groups:
-                group.refuse_nonfinite()
+            self._refuse_nonfinite(list(self._steps_by_name()))
             n = self.steps - self.start
             decay = self._span(self.decays[0], n - 1, n) if n > 0 else 0.0
             pl_module.log(f"ema/decay_{self.prefix}" if self.prefix else "ema/decay", decay)
@@ -704,9 +612,9 @@ class EMA(pl.Callback):
         if trainer.state.fn != pl.trainer.states.TrainerFn.FITTING:
             self._forget_if_replaced(trainer)
             if self._loaded or pl_module is not self._module:
-                self._take_stored_to_evaluate(pl_module)
+                self._take_stored(pl_module)
         self._outside = self._active
-        if not self._groups:
+        if not (self._groups or self._waiting):
             pl.utilities.rank_zero_warn(
                 "EMA holds no averages (none in the checkpoint, or neither a checkpoint nor a fit "
                 "before): the weights are used as they are."
@@ -729,21 +637,6 @@ class EMA(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Release the optimizers."""
         self._unfollow()
-
-    def _forget_if_replaced(self, trainer: pl.Trainer) -> None:
-        """Drop averages in memory if the weights come from a checkpoint without averages."""
-        if trainer.ckpt_path is not None and not self._loaded:
-            self._module, self._groups, self._pending = None, [], {}
-
-    def _take_stored_to_evaluate(self, module: pl.LightningModule) -> None:
-        stored = self._take_stored(module)
-        params = self._averaged_tensors()
-        groups: dict[int, AveragedGroup] = {}  # by steps, as there are no optimizers
-        for name, average in stored.items():
-            group = groups.setdefault(average.steps, self._new_group(average.steps))
-            group.add(name, params[name], average)
-        self._groups = list(groups.values())
-        self._pending = {}
 
 
 def _uncompiled(name: str) -> str:

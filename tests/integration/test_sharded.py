@@ -100,8 +100,8 @@ def fit_power_ema(folder, epochs, ckpt_path=None, **options):
 def fit_split_power_ema(folder, epochs, ckpt_path):
     """The step at the end; the averages of a rank are split as its weights are."""
     trainer = fit_power_ema(folder, epochs, ckpt_path, **strategy(rank_and_size()[1]))
-    groups = trainer.callbacks[0]._groups
-    assert all(is_dtensor(tensor) for g in groups for column in g.shadows for tensor in column)
+    shadows = trainer.callbacks[0]._shadows
+    assert all(is_dtensor(average) for shadow in shadows for average in shadow.values())
     return trainer.global_step
 
 
