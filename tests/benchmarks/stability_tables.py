@@ -21,10 +21,8 @@ from scipy.signal import find_peaks
 from stability import GROUPS, GROUPS_OF_DATA, ROOT, slug
 
 from lit_diffusion.checkpoints.loading import load
-from lit_diffusion.lab.analysis.common import load_result
-from lit_diffusion.lab.analysis.consistency import Consistency
 from lit_diffusion.lab.analysis.hessian import Spectrum
-from lit_diffusion.lab.analysis.interpolation import Interpolation
+from lit_diffusion.lab.analysis.interpolation import barrier
 
 Row = dict[str, Any]
 RESULTS = ROOT / "docs/results"
@@ -55,6 +53,12 @@ ALL_GROUPS = list(GROUPS | GROUPS_OF_DATA["digits"] | GROUPS_OF_DATA["mnist"])
 MEASURES = ("paper", "all_pairs", "shuffled", "same_class", "nearest", "features")
 
 
+def load_result(path: Path) -> Row:
+    """Arrays of `path`.npz and numbers of `path`.json."""
+    with np.load(path.with_suffix(".npz")) as arrays:
+        return json.loads(path.with_suffix(".json").read_text()) | dict(arrays)
+
+
 def consistencies(out: Path) -> Iterator[Row]:
     for group in ALL_GROUPS:
         file = out / "consistency" / slug(group) / "consistency.json"
@@ -72,7 +76,7 @@ def spectra(out: Path) -> Iterator[Row]:
         if hasattr(module, "generator"):
             names = ["discriminator", "generator"]
         for i, name in enumerate(names):
-            spectrum = load_result(Spectrum, folder / f"hessian-{i}")
+            spectrum = Spectrum(**load_result(folder / f"hessian-{i}"))
             network = getattr(module, name, module)
             length = torch.cat([p.flatten() for p in network.parameters()]).norm().item()
             yield {
@@ -92,18 +96,18 @@ def spectra(out: Path) -> Iterator[Row]:
 def lines(out: Path) -> Iterator[Row]:
     for folder in sorted(out.glob("looks/line-*/")):
         for file in sorted(folder.glob("interpolation*.json")):
-            line = load_result(Interpolation, file.with_suffix(""))
+            line = load_result(file)
             name_of_line = folder.name.removeprefix("line-") + "-aligned" * ("aligned" in file.stem)
-            for name, values in zip(line.names, line.values, strict=True):
-                for alpha, value in zip(line.alphas, values, strict=True):
+            for name, values in zip(line["names"], line["values"], strict=True):
+                for alpha, value in zip(line["alphas"], values, strict=True):
                     yield {"line": name_of_line, "loss": name, "alpha": alpha, "value": value}
 
 
 def self_consistencies(out: Path) -> Iterator[Row]:
     for file in sorted(out.glob("looks/own-*/consistency.json")):
         kind = file.parent.name.removeprefix("own-")
-        result = load_result(Consistency, file.with_suffix(""))
-        for name, value in zip(result.names[1:], result.pairs[0, 1:], strict=True):
+        result = load_result(file)
+        for name, value in zip(result["names"][1:], result["pairs"][0, 1:], strict=True):
             step = int(name.split("=")[1].split(".")[0])
             yield {"model": kind, "step": step, "psnr": value}
 
@@ -165,8 +169,8 @@ def summarize_lines(rows: list[Row]) -> Iterator[Row]:
         least = 0.01 * np.ptp(value)
         turns = sum(len(find_peaks(sign * value, prominence=least)[0]) for sign in (1, -1))
         ends = {"second": value[0], "highest": value.max(), "first": value[-1]}
-        barrier = Interpolation([loss], alpha, value[None]).barriers[loss]
-        yield {"data": data, "line": line, "loss": loss, **ends, "barrier": barrier, "turns": turns}
+        ends["barrier"] = barrier(alpha, value)
+        yield {"data": data, "line": line, "loss": loss, **ends, "turns": turns}
 
 
 def cell(value: Any) -> str:

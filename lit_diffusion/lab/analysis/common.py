@@ -1,46 +1,57 @@
-"""What the analyses share: checkpoints, losses on training images, plans, costs, files."""
+"""What the analyses share: loading, the folder of the results, and work in pieces.
+
+Long work is split into pieces, whose arrays are saved as soon as each is computed. A call that was
+stopped computes the missing ones alone, and processes of torchrun or srun share them.
+"""
 
 import hashlib
 import json
 import math
 import time
-from dataclasses import asdict, fields
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
+from lit_diffusion.callbacks.progress import format_speed
 from lit_diffusion.checkpoints.loading import LoadedModule, load_module
+from lit_diffusion.cli.encoding import launcher_rank_and_world_size
 from lit_diffusion.cli.options import usable_device
 from lit_diffusion.cli.run_data import data_of_run
 from lit_diffusion.files import atomic_write, atomic_write_text
-from lit_diffusion.lab.analysis.command import AnalysisOptions, LossOptions
+from lit_diffusion.lab.analysis.command import AnalysisOptions
 from lit_diffusion.lab.analysis.fixed_losses import (
     Losses,
     copy_weights,
     fixed_losses,
     use_exact_spectral_norm_,
 )
-from lit_diffusion.lab.analysis.work_queue import prepare_folder
 from lit_diffusion.signals import print_error
 
-Result = TypeVar("Result")
-"""A dataclass whose fields are arrays, or what JSON can hold."""
+Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
-def load_checkpointed_module(path: str, options: AnalysisOptions) -> LoadedModule:
-    """Load the module of a checkpoint to its device."""
+class UnfinishedAnalysis(Exception):
+    """Other processes have not computed all of their pieces yet; the message says what to do."""
+
+
+def load_analyzed_module(path: str, options: AnalysisOptions, moves: bool = True) -> LoadedModule:
+    """Load the module of a checkpoint to its device.
+
+    Args:
+        path: checkpoint file or run folder.
+        options: name the weights and the device.
+        moves: whether its weights will be changed, which spectral norms must then follow.
+    """
     loaded = load_module(path, options.weights, trust=options.trust)
     loaded.module.to(usable_device(options.device))
-    return loaded
-
-
-def load_with_exact_spectral_norm(path: str, options: AnalysisOptions) -> LoadedModule:
-    """Load the module of a checkpoint, with spectral norms that follow weights that move."""
-    loaded = load_checkpointed_module(path, options)
-    use_exact_spectral_norm_(loaded.module)
+    if moves:
+        use_exact_spectral_norm_(loaded.module)
     return loaded
 
 
@@ -57,10 +68,12 @@ def load_training_data(loaded: LoadedModule, options: AnalysisOptions) -> Any:
     return data
 
 
-def load_losses(loaded: LoadedModule, options: LossOptions) -> Losses:
-    """Build the losses of a module on its training images that the options name."""
+def load_losses(
+    loaded: LoadedModule, options: AnalysisOptions, images: int, levels: Sequence[float]
+) -> Losses:
+    """Build the losses of a module on `images` training images at noise levels."""
     dataset = load_training_data(loaded, options).dataset("train")
-    return fixed_losses(loaded.module, dataset, options.images, options.levels)
+    return fixed_losses(loaded.module, dataset, images, levels)
 
 
 def print_cost(what: str, seconds: float) -> None:
@@ -83,20 +96,18 @@ def print_cost_of_losses(losses: Losses, times: int) -> None:
 
 
 def plan_analysis(kind: str, options: AnalysisOptions, *loaded: LoadedModule) -> Path:
-    """Make the folder of the results, or check that it holds a part of the same analysis.
+    """Create the folder of the results with a plan.json, or check that it is of the same analysis.
 
     Raises:
-        ValueError: if it holds something else.
+        ValueError: if the folder holds something else, with what differs.
     """
     checkpoints = [
         f"{each.path} at step {each.step}, {each.weights}, {fingerprint(each.module)}"
         for each in loaded
     ]
-    settings = asdict(options)
-    for name in ("out", "device", "trust", "batch_size"):  # without effect on the results
-        settings.pop(name, None)
-    prepare_folder(Path(options.out), {"analysis": kind, "of": checkpoints, **settings})
-    return Path(options.out)
+    folder = Path(options.out)
+    prepare_folder(folder, {"analysis": kind, "of": checkpoints, **options.settings})
+    return folder
 
 
 def fingerprint(module: nn.Module) -> str:
@@ -107,33 +118,96 @@ def fingerprint(module: nn.Module) -> str:
     return digest.hexdigest()[:12]
 
 
-def text_of_unfinished(out: Path) -> str:
-    """What to print if other processes have not computed all of their pieces."""
-    return f"Other processes are at work for {out}; the same command, after them, ends it."
+def prepare_folder(folder: Path, plan: Mapping[str, Any]) -> None:
+    """Create a folder with plan.json for this work, or check that it was created for the same.
+
+    Raises:
+        ValueError: if the folder holds something else, with what differs.
+    """
+    path = folder / "plan.json"
+    # Asked before the plan: another process may write that meanwhile, hidden until it is whole.
+    holds_something = folder.is_file() or (folder.is_dir() and any(folder.glob("[!.]*")))
+    text = json.dumps(plan, indent=1, default=str) + "\n"
+    if not path.is_file():
+        if holds_something:
+            raise ValueError(f"--out {folder} holds something else; choose another folder.")
+        folder.mkdir(parents=True, exist_ok=True)
+        atomic_write_text(path, text, shared=True)
+        return
+    try:
+        earlier = dict(json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}); delete the folder.") from None
+    for name, value in json.loads(text).items():
+        if earlier.get(name) != value:
+            raise ValueError(
+                f"--out {folder} holds an analysis whose {name} is {earlier.get(name)}, and this "
+                f"call's is {value}; choose another folder."
+            )
 
 
-def save_result(result: Any, path: str | Path) -> None:
-    """Write arrays to `path`.npz and all else to `path`.json; others may write the same."""
-    values = {field.name: getattr(result, field.name) for field in fields(result)}
-    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
-    others = {name: value for name, value in values.items() if name not in arrays}
-    with atomic_write(Path(f"{path}.npz"), shared=True) as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
+def compute_pieces(
+    folder: Path, names: Sequence[str], compute: Callable[[str], Arrays], unit: str
+) -> list[Arrays]:
+    """Compute the arrays of the pieces without a file, and return those of all.
+
+    Each process of torchrun or srun computes its share.
+
+    Args:
+        folder: where pieces/NAME.npz are.
+        names: of the pieces.
+        compute: from a name to the arrays of its piece.
+        unit: what a piece is called where progress is printed.
+
+    Raises:
+        UnfinishedAnalysis: if other processes have not computed theirs.
+    """
+    rank, world_size = launcher_rank_and_world_size()
+    (folder / "pieces").mkdir(exist_ok=True)
+    files = {name: folder / "pieces" / f"{name}.npz" for name in names}
+    mine = [name for name in names[rank::world_size] if not files[name].is_file()]
+    start = last_print = time.monotonic()
+    try:
+        for done, name in enumerate(mine, start=1):
+            save_arrays(files[name], compute(name))
+            if done == 1 < len(mine) or time.monotonic() - last_print > 10:
+                last_print = time.monotonic()
+                rate = format_speed(unit, done, len(mine) - done, last_print - start)
+                print_error("  ".join([f"{done} of {len(mine)} {unit}s", *rate]))
+    except KeyboardInterrupt:
+        num = sum(file.is_file() for file in files.values())
+        print_error(
+            f"Stopped with {num} of {len(names)} {unit}s in {folder}; the same command goes on."
+        )
+        raise
+    if not all(file.is_file() for file in files.values()):
+        raise UnfinishedAnalysis(
+            f"Other processes are at work for {folder}; the same command, after them, ends it."
+        )
+    arrays: list[Arrays] = []
+    for file in files.values():
+        try:
+            arrays.append(dict(np.load(file)))
+        except (ValueError, OSError, BadZipFile) as error:
+            raise ValueError(f"{file} is damaged ({error}); delete it.") from None
+    return arrays
+
+
+def save_result(path: Path, result: Mapping[str, Any]) -> None:
+    """Write the arrays of a result to `path`.npz and all else to `path`.json."""
+    arrays = {name: value for name, value in result.items() if isinstance(value, np.ndarray)}
+    others = {name: value for name, value in result.items() if name not in arrays}
+    save_arrays(Path(f"{path}.npz"), arrays)
     atomic_write_text(Path(f"{path}.json"), json.dumps(others, indent=1) + "\n", shared=True)
 
 
-def load_result(kind: type[Result], path: str | Path) -> Result:
-    """Read the result of class `kind` that `save_result` has written.
-
-    Raises:
-        FileNotFoundError: if one of the two files is missing.
-    """
-    others = json.loads(Path(f"{path}.json").read_text())
-    with np.load(f"{path}.npz") as arrays:
-        return kind(**others, **{name: arrays[name] for name in arrays.files})
+def save_arrays(path: Path, arrays: Arrays) -> None:
+    """Write an .npz; other processes may write the same."""
+    with atomic_write(path, shared=True) as file:
+        np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
-def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure of matplotlib as PNG; other processes may write the same."""
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a PNG; other processes may write the same."""
     with atomic_write(path, shared=True) as file:
         figure.savefig(file, format="png", dpi=120)

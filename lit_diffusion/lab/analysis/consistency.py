@@ -21,8 +21,8 @@ from lit_diffusion.cli.options import usable_device
 from lit_diffusion.cli.run_data import protocol_of_run, read_data_settings
 from lit_diffusion.data.base import require_at_least
 from lit_diffusion.lab.analysis import common
-from lit_diffusion.lab.analysis.command import ConsistencyOptions
-from lit_diffusion.lab.analysis.work_queue import Arrays, compute_pieces
+from lit_diffusion.lab.analysis.command import AnalysisOptions
+from lit_diffusion.lab.analysis.common import Arrays
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.image_distances import MAX_PSNR, nearest_neighbors, pairwise_psnr, psnr
 from lit_diffusion.metrics.reference import Scorer
@@ -76,56 +76,48 @@ def measure_consistency(
         nearest_of: uint8 (N, C, H, W) -> the training images nearest to them, of the same shape.
         features_of: uint8 (N, C, H, W) -> (N, F).
         labels: (N,) classes of the seeds.
-
-    Raises:
-        ValueError: for fewer models or seeds.
     """
     num_models, num_seeds = images.shape[:2]
-    if num_models < 2 or num_seeds < 2:
-        raise ValueError(
-            f"two models and two seeds are the least, got {num_models} and {num_seeds}."
-        )
-    by_pair = {(i, j): psnr(images[i], images[j]) for i in range(num_models) for j in range(i)}
+    psnrs = {(i, j): psnr(images[i], images[j]) for i in range(num_models) for j in range(i)}
     pairs = np.full((num_models, num_models), MAX_PSNR)
-    for (i, j), values in by_pair.items():
+    for (i, j), values in psnrs.items():
         pairs[i, j] = pairs[j, i] = values.mean().item()
+    per_pair = torch.stack(list(psnrs.values()))  # (pairs, N)
 
     other_seeds = ~torch.eye(num_seeds, dtype=torch.bool)
     same_class = torch.zeros_like(other_seeds)
     if labels is not None:
         same_class = other_seeds & (labels[:, None] == labels)
 
+    def mean_of_pairs(values: Tensor, compare: Callable[[Tensor, Tensor], Tensor]) -> float:
+        """Mean of what `compare` gives for all pairs of models (M, ...)."""
+        return torch.stack([compare(values[i], values[j]).mean() for i, j in psnrs]).mean().item()
+
     def by_chance(mask: Tensor) -> float:
-        return _mean_of_pairs(images, lambda a, b: pairwise_psnr(a, b)[mask])
+        return mean_of_pairs(images, lambda a, b: pairwise_psnr(a, b)[mask])
 
     nearest = same_nearest = features = None
     if nearest_of is not None:
         copies = torch.stack([nearest_of(of_model) for of_model in images])
         nearest = psnr(images.flatten(0, 1), copies.flatten(0, 1)).mean().item()
-        same_nearest = _mean_of_pairs(copies, lambda a, b: (a == b).flatten(1).all(1).double())
+        same_nearest = mean_of_pairs(copies, lambda a, b: (a == b).flatten(1).all(1).double())
     if features_of is not None:
         points = torch.stack([features_of(of_model).double() for of_model in images])
         chance = same_class if same_class.any() else other_seeds
-        same = _mean_of_pairs(points, lambda a, b: (a - b).norm(dim=1))
-        features = 1 - same / _mean_of_pairs(points, lambda a, b: torch.cdist(a, b)[chance])
+        same = mean_of_pairs(points, lambda a, b: (a - b).norm(dim=1))
+        features = 1 - same / mean_of_pairs(points, lambda a, b: torch.cdist(a, b)[chance])
     return Consistency(
         names=names,
         paper=float(pairs[0, 1:].mean()),
-        all_pairs=torch.stack(list(by_pair.values())).mean().item(),
+        all_pairs=per_pair.mean().item(),
         pairs=pairs,
         shuffled=by_chance(other_seeds),
         same_class=by_chance(same_class) if same_class.any() else None,
         nearest=nearest,
         same_nearest=same_nearest,
         features=features,
-        per_seed=torch.stack(list(by_pair.values())).mean(0).numpy(),
+        per_seed=per_pair.mean(0).numpy(),
     )
-
-
-def _mean_of_pairs(values: Tensor, compare: Callable[[Tensor, Tensor], Tensor]) -> float:
-    """Mean of what `compare` gives for all pairs of models (M, ...)."""
-    pairs = [compare(values[i], values[j]).mean() for i in range(len(values)) for j in range(i)]
-    return torch.stack(pairs).mean().item()
 
 
 def draw_consistency(result: Consistency, images: Tensor, path: Path, seeds: int = 12) -> None:
@@ -146,42 +138,48 @@ def draw_consistency(result: Consistency, images: Tensor, path: Path, seeds: int
     common.save_figure(figure, path)
 
 
-def compare_images(options: ConsistencyOptions) -> str:
+def compare_images(
+    options: AnalysisOptions,
+    checkpoints: Sequence[str],
+    num: int,
+    seed: int,
+    extractor: str | None,
+    batch_size: int,
+) -> str:
     """Run `lit-diffusion analyze consistency`; returns the text to print."""
-    num_models, num = len(options.checkpoints), options.num
+    num_models = len(checkpoints)
     if min(num_models, num) < 2:
         raise ValueError(f"two models and two seeds are the least, got {num_models} and {num}.")
-    require_at_least(1, batch_size=options.batch_size)
-    loaded = [common.load_checkpointed_module(path, options) for path in options.checkpoints]
-    protocol = protocol_by_name(options.extractor or protocol_of_run(options.checkpoints[0]))
+    require_at_least(1, batch_size=batch_size)
+    loaded = [common.load_analyzed_module(path, options, moves=False) for path in checkpoints]
+    protocol = protocol_by_name(extractor or protocol_of_run(checkpoints[0]))
     protocol.check()
     training_images = _load_training_images(loaded, options)
     start = time.monotonic()
-    num_classes = _check_same_images(loaded)
+    num_classes = check_same_images(loaded)
     seconds = (time.monotonic() - start) * num
     common.print_cost(f"{num} images of each of {num_models} models", seconds)
     out = common.plan_analysis("consistency", options, *loaded)
-    seeds = range(options.seed, options.seed + num)
+    seeds = range(seed, seed + num)
 
     def generate(number: str) -> Arrays:
         module: Any = loaded[int(number)].module
-        batches = (seeds[i : i + options.batch_size] for i in range(0, num, options.batch_size))
+        batches = (seeds[i : i + batch_size] for i in range(0, num, batch_size))
         return {"images": torch.cat([module.generate(batch).cpu() for batch in batches]).numpy()}
 
-    arrays = compute_pieces(out, [str(i) for i in range(num_models)], generate, "model")
-    if arrays is None:
-        return common.text_of_unfinished(out)
+    names = [str(i) for i in range(num_models)]
+    arrays = common.compute_pieces(out, names, generate, "model")
     images = torch.stack([torch.from_numpy(each["images"]) for each in arrays])
     device = usable_device(options.device)
-    scorer = Scorer(protocol, protocol.build().to(device), device, options.batch_size)
+    scorer = Scorer(protocol, protocol.build().to(device), device, batch_size)
     result = measure_consistency(
         images,
-        _shorten(options.checkpoints),
+        _shorten(checkpoints),
         lambda each: training_images[nearest_neighbors(each, training_images)[1]],
         lambda each: scorer.features(each).cpu(),
         torch.tensor(classes_of(seeds, num_classes)) if num_classes else None,
     )
-    common.save_result(result, out / "consistency")
+    common.save_result(out / "consistency", vars(result))
     draw_consistency(result, images, out / "consistency.png")
     same_class = f"; of the same class {result.same_class:.2f} dB" if result.same_class else ""
     return (
@@ -195,7 +193,7 @@ def compare_images(options: ConsistencyOptions) -> str:
     )
 
 
-def _load_training_images(loaded: Sequence[LoadedModule], options: ConsistencyOptions) -> Tensor:
+def _load_training_images(loaded: Sequence[LoadedModule], options: AnalysisOptions) -> Tensor:
     """uint8 (K, C, H, W) of all data sets that a model was trained on."""
     sets = {}
     for each in loaded:
@@ -205,8 +203,8 @@ def _load_training_images(loaded: Sequence[LoadedModule], options: ConsistencyOp
     return torch.cat(list(sets.values()))
 
 
-def _check_same_images(loaded: Sequence[LoadedModule]) -> int | None:
-    """Number of classes that all models have, or None if one has none.
+def check_same_images(loaded: Sequence[LoadedModule]) -> int | None:
+    """Return the number of classes that all models have, or None if one has none.
 
     Raises:
         ValueError: if shapes of images or numbers of classes differ.

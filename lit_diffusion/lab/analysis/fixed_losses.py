@@ -1,11 +1,10 @@
 """Losses that are functions of a module's weights alone, and what moves these weights.
 
 Images, noise levels and noise are fixed, so a loss can be compared between weights and
-differentiated twice. Weights are points of a space: copied, mixed, set and put back.
+differentiated twice. Weights are points of a space: copied, mixed, loaded and put back.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,50 +35,28 @@ def copy_weights(module: nn.Module) -> WeightState:
 
 
 @torch.no_grad()
-def set_weights_(module: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Overwrite the parameters and buffers that `state` names."""
-    current = module.state_dict()
-    for name, value in state.items():
-        current[name].copy_(value)
-
-
-@contextmanager
-def preserve_weights(module: nn.Module) -> Iterator[WeightState]:
-    """Context that yields a copy of the weights and puts it back at the end."""
-    before = copy_weights(module)
-    try:
-        yield before
-    finally:
-        set_weights_(module, before)
-
-
-@torch.no_grad()
 def evaluate_losses(
     module: nn.Module, states: Iterable[Mapping[str, Tensor]], losses: Losses
 ) -> NDArray[np.float64]:
-    """(number of losses, number of states) losses of a module at other weights, then restored."""
-    with preserve_weights(module):
-        columns = []
-        for state in states:
-            set_weights_(module, state)
-            columns.append([loss().item() for loss in losses.values()])
-    return np.array(columns).T
+    """Evaluate losses of a module at other weights; its own are put back.
 
+    Args:
+        module: module whose weights the losses depend on.
+        states: weights by name; those that a state does not name stay as they are.
+        losses: losses by name.
 
-def mix_weights(a: WeightState, b: WeightState, alpha: float) -> WeightState:
-    """Return alpha a + (1 - alpha) b.
-
-    Raises:
-        ValueError: if a and b differ in names or shapes.
+    Returns:
+        (number of losses, number of states).
     """
-    shapes = [{name: value.shape for name, value in state.items()} for state in (a, b)]
-    if shapes[0] != shapes[1]:
-        wrong = sorted({n for n in a.keys() | b.keys() if shapes[0].get(n) != shapes[1].get(n)})
-        raise ValueError(
-            f"only weights of one architecture lie on a line, and these differ in {wrong[0]} and "
-            f"{len(wrong) - 1} more."
-        )
-    return {name: torch.lerp(b[name], value, alpha) for name, value in a.items()}
+    before = copy_weights(module)
+    columns = []
+    try:
+        for state in states:
+            module.load_state_dict(state, strict=False)
+            columns.append([loss().item() for loss in losses.values()])
+    finally:
+        module.load_state_dict(before, strict=False)
+    return np.array(columns).T
 
 
 class ExactSpectralNorm(nn.Module):
@@ -189,15 +166,22 @@ def network_of_loss(module: Any, name: str) -> nn.Module | None:
 LOSS_ARGUMENTS = ("process", "parameterization", "loss", "codec", "image_shape", "num_classes")
 
 
-def check_same_losses(first: LoadedModule, others: Sequence[LoadedModule]) -> None:
+def check_same_losses(first: LoadedModule, *others: LoadedModule) -> None:
     """Raise ValueError if the first module's losses mean others for the weights of `others`."""
+    shapes = {name: value.shape for name, value in copy_weights(first.module).items()}
+    ours = first.checkpoint.get("hyper_parameters", {})
     for other in others:
-        mix_weights(copy_weights(first.module), copy_weights(other.module), 0.5)
-        ours, theirs = (x.checkpoint.get("hyper_parameters", {}) for x in (first, other))
+        theirs = {name: value.shape for name, value in copy_weights(other.module).items()}
+        if wrong := sorted(n for n in shapes | theirs if shapes.get(n) != theirs.get(n)):
+            raise ValueError(
+                "only weights of one architecture lie on a line, and these differ in "
+                f"{wrong[0]} and {len(wrong) - 1} more."
+            )
+        arguments = other.checkpoint.get("hyper_parameters", {})
         for name in LOSS_ARGUMENTS:
-            if ours.get(name) != theirs.get(name):
+            if ours.get(name) != arguments.get(name):
                 raise ValueError(
                     f"only weights of one kind of model lie on a line, and the {name} of "
-                    f"{other.path} is {theirs.get(name)!r:.200}, that of {first.path} "
+                    f"{other.path} is {arguments.get(name)!r:.200}, that of {first.path} "
                     f"{ours.get(name)!r:.200}."
                 )

@@ -15,14 +15,15 @@ import numpy as np
 import torch
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+from scipy.linalg import eigh_tridiagonal
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lit_diffusion.data.base import require_at_least
 from lit_diffusion.lab.analysis import common
-from lit_diffusion.lab.analysis.command import HessianOptions
+from lit_diffusion.lab.analysis.command import AnalysisOptions
+from lit_diffusion.lab.analysis.common import Arrays
 from lit_diffusion.lab.analysis.fixed_losses import network_of_loss
-from lit_diffusion.lab.analysis.work_queue import Arrays, compute_pieces
 from lit_diffusion.signals import print_error
 
 MatrixProduct = Callable[[Tensor], Tensor]
@@ -51,14 +52,14 @@ class Spectrum:
         return top
 
     @property
-    def trace(self) -> float:
-        """P times the mean eigenvalue."""
-        return self.num_parameters * self.mean
-
-    @property
     def mean(self) -> float:
         """Mean eigenvalue, by quadrature."""
         return float(np.nansum(self.nodes * self.expected_weights, axis=1).mean())
+
+    @property
+    def trace(self) -> float:
+        """P times the mean eigenvalue."""
+        return self.num_parameters * self.mean
 
     @property
     def variance(self) -> float:
@@ -158,25 +159,24 @@ def finite_difference_error(
     length = torch.cat([p.flatten() for p in before]).norm()
     step = share * length * gradient / gradient.norm()
     by_product = product(step)
-    sizes = [p.numel() for p in trained]
-    steps = [s.view_as(p) for s, p in zip(step.split(sizes), trained, strict=True)]
+    parts = step.split([p.numel() for p in trained])
+    steps = [part.view_as(p) for part, p in zip(parts, trained, strict=True)]
     ends = []
-    try:
-        for sign in (1, -1):
-            with torch.no_grad():
-                for p, start, s in zip(trained, before, steps, strict=True):
-                    p.copy_(start + sign * s)
-            ends.append(hessian_product(loss, trained)[1])
-    finally:
-        with torch.no_grad():
-            for p, start in zip(trained, before, strict=True):
-                p.copy_(start)
+    with torch.no_grad():
+        try:
+            for sign in (1, -1):
+                torch._foreach_copy_(trained, torch._foreach_add(before, steps, alpha=sign))
+                ends.append(hessian_product(loss, trained)[1])
+        finally:
+            torch._foreach_copy_(trained, before)
     by_difference = (ends[0] - ends[1]) / 2
     scale = torch.maximum(by_difference.norm(), by_product.norm())
     return float((by_difference - by_product).norm() / scale)
 
 
-def lanczos(product: MatrixProduct, start: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+def lanczos(
+    product: MatrixProduct, start: Tensor, steps: int
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Run Lanczos from a vector, in float64, with each vector orthogonalized twice against all.
 
     Memory holds `steps` vectors.
@@ -192,30 +192,24 @@ def lanczos(product: MatrixProduct, start: Tensor, steps: int) -> tuple[Tensor, 
     steps = min(steps, len(start))
     basis = start.new_empty(steps, len(start), dtype=torch.float64)
     basis[0] = start.double() / start.double().norm()
-    diagonal: list[Tensor] = []
-    off_diagonal: list[Tensor] = []
+    diagonal: list[float] = []
+    off_diagonal: list[float] = []
     for k in range(steps):
         w = product(basis[k].to(start.dtype)).double()
-        diagonal.append(basis[k] @ w)
+        diagonal.append((basis[k] @ w).item())
         for _ in range(2):
             w = w - basis[: k + 1].T @ (basis[: k + 1] @ w)
-        off_diagonal.append(w.norm())
-        if k + 1 == steps or off_diagonal[-1] <= 1e-10 * torch.stack(diagonal).abs().max():
+        norm = w.norm().item()
+        if k + 1 == steps or norm <= 1e-10 * max(map(abs, diagonal)):
             break
-        basis[k + 1] = w / off_diagonal[-1]
-    matrix = torch.diag(torch.stack(diagonal))
-    if len(diagonal) > 1:
-        off = torch.diag(torch.stack(off_diagonal[: len(diagonal) - 1]), 1)
-        matrix = matrix + off + off.T
-    values, vectors = torch.linalg.eigh(matrix)
-    return values, vectors[0].square()
+        off_diagonal.append(norm)
+        basis[k + 1] = w / norm
+    values, vectors = eigh_tridiagonal(diagonal, off_diagonal)
+    return values, vectors[0] ** 2
 
 
 def estimate_spectrum(
-    product: MatrixProduct,
-    like: Tensor,
-    steps: int = 80,
-    seeds: Sequence[int] = range(4),
+    product: MatrixProduct, like: Tensor, steps: int = 80, seeds: Sequence[int] = range(4)
 ) -> Spectrum:
     """Stochastic Lanczos quadrature: a run of Lanczos from a random vector for each seed.
 
@@ -230,8 +224,8 @@ def estimate_spectrum(
         generator = torch.Generator().manual_seed(seed)
         start = torch.randn(len(like), generator=generator, dtype=torch.float64).to(like)
         ritz_values, shares = lanczos(product, start, steps)
-        nodes[row, : len(ritz_values)] = ritz_values.flip(0).cpu().numpy()
-        weights[row, : len(shares)] = shares.flip(0).cpu().numpy()
+        nodes[row, : len(ritz_values)] = ritz_values[::-1]
+        weights[row, : len(shares)] = shares[::-1]
     return Spectrum(len(like), nodes, weights)
 
 
@@ -257,44 +251,50 @@ def draw_spectra(spectra: Mapping[str, Spectrum], path: Path) -> None:
     common.save_figure(figure, path)
 
 
-def compute_spectra(options: HessianOptions) -> str:
+def compute_spectra(
+    options: AnalysisOptions,
+    checkpoint: str,
+    images: int,
+    levels: Sequence[float],
+    steps: int,
+    vectors: int,
+    kinks: bool,
+) -> str:
     """Run `lit-diffusion analyze hessian`; returns the text to print."""
-    require_at_least(1, steps=options.steps, vectors=options.vectors)
-    loaded = common.load_with_exact_spectral_norm(options.checkpoint, options)
-    losses = common.load_losses(loaded, options)
+    require_at_least(1, steps=steps, vectors=vectors)
+    loaded = common.load_analyzed_module(checkpoint, options)
+    losses = common.load_losses(loaded, options, images, levels)
     parameters = {
         name: list((network_of_loss(loaded.module, name) or loaded.module).parameters())
         for name in losses
     }
     for name, loss in losses.items():
-        _check_second_derivative(name, loss, parameters[name], options.kinks)
-    size = 8e-9 * options.steps * sum(p.numel() for p in loaded.module.parameters())
-    print_error(f"{options.steps} steps keep as many vectors of all weights: {size:.1f} GB.")
-    start, count = time.monotonic(), options.steps * options.vectors
+        check_second_derivative(name, loss, parameters[name], kinks)
+    start = time.monotonic()
     for loss in losses.values():
         product, like = hessian_product(loss, loaded.module.parameters())
         product(torch.ones_like(like))
-    seconds = (time.monotonic() - start) * count
-    common.print_cost(f"{count} products with the Hessians of {len(losses)} losses", seconds)
+    seconds = (time.monotonic() - start) * steps * vectors
+    size = 8e-9 * steps * sum(p.numel() for p in loaded.module.parameters())
+    what = f"{steps * vectors} products with the Hessians of {len(losses)} losses"
+    common.print_cost(f"{what}, keeping {steps} vectors of all weights, {size:.1f} GB", seconds)
     out = common.plan_analysis("hessian", options, loaded)
 
     def run_lanczos(piece: str) -> Arrays:
         number, seed = map(int, piece.split("-"))
         name = list(losses)[number]
         product, like = hessian_product(losses[name], parameters[name])
-        spectrum = estimate_spectrum(product, like, options.steps, [seed])
+        spectrum = estimate_spectrum(product, like, steps, [seed])
         return {"nodes": spectrum.nodes, "weights": spectrum.weights, "num": np.array(len(like))}
 
-    names = [f"{i}-{seed}" for i in range(len(losses)) for seed in range(options.vectors)]
-    arrays = compute_pieces(out, names, run_lanczos, "vector")
-    if arrays is None:
-        return common.text_of_unfinished(out)
+    names = [f"{i}-{seed}" for i in range(len(losses)) for seed in range(vectors)]
+    arrays = common.compute_pieces(out, names, run_lanczos, "vector")
     spectra: dict[str, Spectrum] = {}
     for i, name in enumerate(losses):
-        runs = arrays[i * options.vectors : (i + 1) * options.vectors]
+        runs = arrays[i * vectors : (i + 1) * vectors]
         nodes, weights = (np.concatenate([each[k] for each in runs]) for k in ("nodes", "weights"))
         spectra[name] = Spectrum(int(runs[0]["num"]), nodes, weights)
-        common.save_result(spectra[name], out / f"hessian-{i}")
+        common.save_result(out / f"hessian-{i}", vars(spectra[name]))
     draw_spectra(spectra, out / "hessian.png")
     return "\n".join(
         f"{name}: largest {', '.join(f'{value:.4g}' for value in each.top[:5])}; "
@@ -304,7 +304,7 @@ def compute_spectra(options: HessianOptions) -> str:
     )
 
 
-def _check_second_derivative(
+def check_second_derivative(
     name: str, loss: Callable[[], Tensor], parameters: Sequence[Tensor], allows_jumps: bool
 ) -> None:
     """Raise ValueError if the Hessian of autograd is not the rate at which gradients change."""
@@ -319,7 +319,7 @@ def _check_second_derivative(
             raise
         raise ValueError(f"{rule}: {failure}") from failure
     if error > 0.1 or math.isnan(error):
-        finding = f"the Hessian of {name} is {error:.0%} off the difference of gradients"
+        difference = f"the Hessian of {name} is {error:.0%} off the difference of gradients"
         if not allows_jumps or math.isnan(error):
-            raise ValueError(f"{finding}: {rule}.")
-        print_error(f"{finding}, as gradients jump.")
+            raise ValueError(f"{difference}: {rule}.")
+        print_error(f"{difference}, as gradients jump.")

@@ -24,44 +24,19 @@ from torch import Tensor, nn
 
 from lit_diffusion.data.base import require_at_least
 from lit_diffusion.lab.analysis import common
-from lit_diffusion.lab.analysis.command import InterpolationOptions
+from lit_diffusion.lab.analysis.command import AnalysisOptions
+from lit_diffusion.lab.analysis.common import Arrays
 from lit_diffusion.lab.analysis.fixed_losses import (
     Losses,
     WeightState,
     check_same_losses,
     copy_weights,
     evaluate_losses,
-    mix_weights,
 )
-from lit_diffusion.lab.analysis.work_queue import Arrays, compute_pieces
 from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
 from lit_diffusion.networks.layers import MLP, TimestepMLP
 from lit_diffusion.networks.unet import ResBlock
 from lit_diffusion.signals import print_error
-
-
-@dataclass(frozen=True)
-class Interpolation:
-    """Losses at alpha a + (1 - alpha) b.
-
-    Attributes:
-        names: names of the losses.
-        alphas: (K,), 1 at a.
-        values: (len(names), K).
-    """
-
-    names: list[str]
-    alphas: NDArray[np.float64]
-    values: NDArray[np.float64]
-
-    @property
-    def barriers(self) -> dict[str, float]:
-        """The most that each loss rises above the straight line between its ends.
-
-        Needs alphas that rise from 0 to 1.
-        """
-        line = self.alphas * self.values[:, -1:] + (1 - self.alphas) * self.values[:, :1]
-        return dict(zip(self.names, (self.values - line).max(axis=1).tolist(), strict=True))
 
 
 def interpolate_losses(
@@ -70,7 +45,7 @@ def interpolate_losses(
     b: WeightState,
     losses: Losses,
     alphas: Sequence[float] | NDArray[np.float64],
-) -> Interpolation:
+) -> NDArray[np.float64]:
     """Evaluate losses of a module at alpha a + (1 - alpha) b; its weights are put back.
 
     Args:
@@ -78,13 +53,21 @@ def interpolate_losses(
         a: weights of `copy_weights`.
         b: other weights of the same architecture.
         losses: losses by name.
-        alphas: points on the line, 1 at a.
+        alphas: K points on the line, 1 at a.
 
-    Raises:
-        ValueError: if a and b are of different architectures.
+    Returns:
+        (number of losses, K).
     """
-    points = (mix_weights(a, b, alpha) for alpha in alphas)
-    return Interpolation(list(losses), np.array(alphas), evaluate_losses(module, points, losses))
+    points = (
+        {name: torch.lerp(b[name], value, alpha) for name, value in a.items()} for alpha in alphas
+    )
+    return evaluate_losses(module, points, losses)
+
+
+def barrier(alphas: NDArray[np.float64], values: NDArray[np.float64]) -> float:
+    """The most that values (K,) at alphas (K,), 0 to 1, rise above the line between their ends."""
+    line = alphas * values[-1] + (1 - alphas) * values[0]
+    return float((values - line).max())
 
 
 @dataclass(frozen=True)
@@ -157,17 +140,17 @@ def _between(prefix: str, before: dict[str, int], after: str, groups: int = 1) -
 def _between_convolutions(prefix: str, layers: nn.Sequential) -> list[HiddenFeatures]:
     """Features between each two convolutions of a chain, with the batch norms between them."""
     convolutions = [
-        (i, layer)
+        (i, isinstance(layer, nn.ConvTranspose2d))
         for i, layer in enumerate(layers)
         if isinstance(layer, nn.Conv2d | nn.ConvTranspose2d)
     ]
     features = []
-    for (i, before), (j, after) in pairwise(convolutions):
-        axes = [FeatureAxis(f"{prefix}{i}.weight", int(isinstance(before, nn.ConvTranspose2d)))]
+    for (i, is_transposed), (j, reader_is_transposed) in pairwise(convolutions):
+        axes = [FeatureAxis(f"{prefix}{i}.weight", int(is_transposed))]
         if isinstance(layers[i + 1], nn.BatchNorm2d):
             kinds = ("weight", "bias", "running_mean", "running_var")
             axes += [FeatureAxis(f"{prefix}{i + 1}.{kind}", 0) for kind in kinds]
-        axes.append(FeatureAxis(f"{prefix}{j}.weight", int(isinstance(after, nn.Conv2d))))
+        axes.append(FeatureAxis(f"{prefix}{j}.weight", int(not reader_is_transposed)))
         features.append(HiddenFeatures(tuple(axes)))
     return features
 
@@ -205,29 +188,32 @@ def _best_order(state: WeightState, target: WeightState, layer: HiddenFeatures) 
             for each in (state, target)
         )  # (n, all else) each
         products = products + theirs @ ours.T  # (n, n)
+
+    def assign(gains: NDArray[Any]) -> NDArray[Any]:
+        columns: NDArray[Any] = linear_sum_assignment(gains, maximize=True)[1]
+        return columns
+
     g, k = layer.groups, len(products) // layer.groups
     blocks = products.numpy().reshape(g, k, g, k).swapaxes(1, 2)  # (g, g, k, k)
-    within = np.array([[_assign(blocks[i, j]) for j in range(g)] for i in range(g)])  # (g, g, k)
+    within = np.array([[assign(blocks[i, j]) for j in range(g)] for i in range(g)])  # (g, g, k)
     gains = np.take_along_axis(blocks, within[..., None], axis=3).sum(axis=(2, 3))  # (g, g)
-    order = [j * k + within[i, j] for i, j in enumerate(_assign(gains))]
+    order = [j * k + within[i, j] for i, j in enumerate(assign(gains))]
     return torch.from_numpy(np.concatenate(order).astype(np.int64))
 
 
-def _assign(gains: NDArray[Any]) -> NDArray[Any]:
-    """(n,) the column for each row, each used once, with the largest total gain."""
-    columns: NDArray[Any] = linear_sum_assignment(gains, maximize=True)[1]
-    return columns
-
-
-def draw_interpolations(lines: Mapping[str, Interpolation], path: Path) -> None:
-    """Draw a panel for each loss, with a curve for each of `lines`."""
-    names = next(iter(lines.values())).names
+def draw_interpolations(
+    names: Sequence[str],
+    alphas: NDArray[np.float64],
+    lines: Mapping[str, NDArray[np.float64]],
+    path: Path,
+) -> None:
+    """Draw a panel for each loss, with a curve for each of `lines` (number of losses, K)."""
     figure = Figure(figsize=(3.2 * len(names), 3), layout="constrained")
     panels = figure.subplots(1, len(names), squeeze=False)[0]
     for i, (axes, name) in enumerate(zip(panels, names, strict=True)):
-        for kind, line in lines.items():
-            axes.plot(line.alphas, line.values[i], label=kind)
-        scale = "log" if min(line.values[i].min() for line in lines.values()) > 0 else "linear"
+        for kind, values in lines.items():
+            axes.plot(alphas, values[i], label=kind)
+        scale = "log" if min(values[i].min() for values in lines.values()) > 0 else "linear"
         axes.set(title=name, xlabel="alpha (0: second, 1: first)", yscale=scale)
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("loss")
@@ -236,41 +222,44 @@ def draw_interpolations(lines: Mapping[str, Interpolation], path: Path) -> None:
     common.save_figure(figure, path)
 
 
-def interpolate_weights(options: InterpolationOptions) -> str:
+def interpolate_weights(
+    options: AnalysisOptions,
+    first: str,
+    second: str,
+    images: int,
+    levels: Sequence[float],
+    points: int,
+    align: bool,
+) -> str:
     """Run `lit-diffusion analyze interpolate`; returns the text to print."""
-    require_at_least(2, points=options.points)
-    first = common.load_with_exact_spectral_norm(options.first, options)
-    second = common.load_with_exact_spectral_norm(options.second, options)
-    check_same_losses(first, [second])
-    a, b = copy_weights(first.module), copy_weights(second.module)
+    require_at_least(2, points=points)
+    at_one, at_zero = (common.load_analyzed_module(path, options) for path in (first, second))
+    check_same_losses(at_one, at_zero)
+    a, b = copy_weights(at_one.module), copy_weights(at_zero.module)
     ends = {"as they are": b}
-    if options.align:
-        features = find_hidden_features(first.module)
+    if align:
+        features = find_hidden_features(at_one.module)
         if not features:
             raise ValueError("--align knows no hidden features of this network; leave it out.")
         print_error(f"--align puts the features of {len(features)} hidden layers in order.")
         ends["aligned"] = align_features(b, a, features)
-    losses = common.load_losses(first, options)
-    alphas = np.linspace(0, 1, options.points)
-    common.print_cost_of_losses(losses, len(alphas) * len(ends))
-    out = common.plan_analysis("interpolation", options, first, second)
+    losses = common.load_losses(at_one, options, images, levels)
+    names, alphas = list(losses), np.linspace(0, 1, points)
+    common.print_cost_of_losses(losses, points * len(ends))
+    out = common.plan_analysis("interpolation", options, at_one, at_zero)
 
     def interpolate(kind: str) -> Arrays:
-        return {"values": interpolate_losses(first.module, a, ends[kind], losses, alphas).values}
+        return {"values": interpolate_losses(at_one.module, a, ends[kind], losses, alphas)}
 
-    arrays = compute_pieces(out, list(ends), interpolate, "line")
-    if arrays is None:
-        return common.text_of_unfinished(out)
-    lines = {
-        kind: Interpolation(list(losses), alphas, each["values"])
-        for kind, each in zip(ends, arrays, strict=True)
-    }
-    for kind, line in lines.items():
-        common.save_result(line, out / f"interpolation{'-aligned' * (kind == 'aligned')}")
-    draw_interpolations(lines, out / "interpolation.png")
+    arrays = common.compute_pieces(out, list(ends), interpolate, "line")
+    lines = {kind: each["values"] for kind, each in zip(ends, arrays, strict=True)}
+    for kind, values in lines.items():
+        file = out / f"interpolation{'-aligned' * (kind == 'aligned')}"
+        common.save_result(file, {"names": names, "alphas": alphas, "values": values})
+    draw_interpolations(names, alphas, lines, out / "interpolation.png")
     return "\n".join(
-        f"{name}, {kind}: {line.values[i, 0]:.4g} ... {line.values[i].max():.4g} ... "
-        f"{line.values[i, -1]:.4g}; barrier {line.barriers[name]:.4g}"
-        for i, name in enumerate(losses)
-        for kind, line in lines.items()
+        f"{name}, {kind}: {values[i, 0]:.4g} ... {values[i].max():.4g} ... "
+        f"{values[i, -1]:.4g}; barrier {barrier(alphas, values[i]):.4g}"
+        for i, name in enumerate(names)
+        for kind, values in lines.items()
     )

@@ -6,7 +6,6 @@ Source: Li et al. 2018, "Visualizing the Loss Landscape of Neural Nets", section
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lit_diffusion.checkpoints.loading import LoadedModule
 from lit_diffusion.data.base import require_at_least
 from lit_diffusion.lab.analysis import common
-from lit_diffusion.lab.analysis.command import LandscapeOptions
+from lit_diffusion.lab.analysis.command import AnalysisOptions
+from lit_diffusion.lab.analysis.common import Arrays
 from lit_diffusion.lab.analysis.fixed_losses import (
     Losses,
     WeightState,
@@ -28,27 +27,9 @@ from lit_diffusion.lab.analysis.fixed_losses import (
     evaluate_losses,
     network_of_loss,
 )
-from lit_diffusion.lab.analysis.work_queue import Arrays, compute_pieces
 
 Direction = dict[str, Tensor]
 """A step of each trained parameter, by name."""
-
-
-@dataclass(frozen=True)
-class Landscape:
-    """Losses at center + x first + y second.
-
-    Attributes:
-        names: names of the losses.
-        x: (K,) coordinates along the first direction.
-        y: (L,) coordinates along the second direction.
-        values: (len(names), L, K).
-    """
-
-    names: list[str]
-    x: NDArray[np.float64]
-    y: NDArray[np.float64]
-    values: NDArray[np.float64]
 
 
 def random_directions(module: nn.Module, seed: int, num: int = 2) -> list[Direction]:
@@ -56,13 +37,8 @@ def random_directions(module: nn.Module, seed: int, num: int = 2) -> list[Direct
     drawn = []
     for k in range(num):
         generator = torch.Generator().manual_seed(seed + k)
-        drawn.append(
-            {
-                name: torch.randn(p.shape, generator=generator).to(p)
-                for name, p in module.named_parameters()
-                if p.requires_grad
-            }
-        )
+        trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
+        drawn.append({n: torch.randn(p.shape, generator=generator).to(p) for n, p in trained})
     return drawn
 
 
@@ -93,15 +69,18 @@ def loss_landscape(
     losses: Losses,
     x: Sequence[float] | NDArray[np.float64],
     y: Sequence[float] | NDArray[np.float64],
-) -> Landscape:
-    """Evaluate losses of a module on a plane through its weights, which are put back.
+) -> NDArray[np.float64]:
+    """Evaluate losses of a module at its weights + x first + y second; they are put back.
 
     Args:
         module: module at the center of the plane.
-        plane: two directions with the same names.
+        plane: the first and the second direction, with the same names.
         losses: losses by name.
-        x: coordinates along the first direction.
-        y: coordinates along the second direction.
+        x: K coordinates along the first direction.
+        y: L coordinates along the second direction.
+
+    Returns:
+        (number of losses, L, K).
     """
     center, (first, second) = copy_weights(module), plane
     points = (
@@ -109,24 +88,7 @@ def loss_landscape(
         for v in y
         for u in x
     )
-    values = evaluate_losses(module, points, losses).reshape(len(losses), len(y), len(x))
-    return Landscape(list(losses), np.array(x), np.array(y), values)
-
-
-@dataclass(frozen=True)
-class WeightTrajectory:
-    """A run's weights, projected on a plane.
-
-    Attributes:
-        steps: steps of the checkpoints.
-        points: (len(steps), 2) coordinates.
-        share: part of the squared distance from the center, summed over the checkpoints, that lies
-            in the plane.
-    """
-
-    steps: list[int]
-    points: NDArray[np.float64]
-    share: float
+    return evaluate_losses(module, points, losses).reshape(len(losses), len(y), len(x))
 
 
 def project(
@@ -172,96 +134,95 @@ def _flatten(state: WeightState, names: Sequence[str]) -> Tensor:
 
 
 def draw_landscape(
-    result: Landscape, path: Path, trajectory: NDArray[np.float64] | None = None
+    names: Sequence[str],
+    axis: NDArray[np.float64],
+    values: NDArray[np.float64],
+    path: Path,
+    trajectory: NDArray[np.float64] | None = None,
 ) -> None:
-    """Draw each loss as contours, with a trajectory (n, 2) on them, above its surface."""
-    count = len(result.names)
+    """Draw each loss (K, K) as contours, with a trajectory (n, 2) on them, above its surface."""
+    count = len(names)
     figure = Figure(figsize=(4 * count, 6), layout="constrained")
-    for i, name in enumerate(result.names):
-        is_positive = result.values[i].min() > 0
-        values = np.log10(result.values[i]) if is_positive else result.values[i]
+    for i, name in enumerate(names):
+        is_positive = values[i].min() > 0
+        heights = np.log10(values[i]) if is_positive else values[i]
         flat = figure.add_subplot(2, count, i + 1)
-        contours = flat.contourf(result.x, result.y, values, levels=24)
+        contours = flat.contourf(axis, axis, heights, levels=24)
         label = "log10 loss" if is_positive else "loss"
         figure.colorbar(contours, ax=flat, label=label, shrink=0.6)
         if trajectory is not None:
             flat.plot(*trajectory.T, "w.-", linewidth=1)
         flat.set(title=name, aspect="equal", xlabel="first direction", ylabel="second")
         surface: Any = figure.add_subplot(2, count, count + i + 1, projection="3d")
-        surface.plot_surface(*np.meshgrid(result.x, result.y), values, cmap="viridis")
+        surface.plot_surface(*np.meshgrid(axis, axis), heights, cmap="viridis")
     common.save_figure(figure, path)
 
 
-def plot_landscape(options: LandscapeOptions) -> str:
+def plot_landscape(
+    options: AnalysisOptions,
+    checkpoint: str,
+    images: int,
+    levels: Sequence[float],
+    points: int,
+    span: float,
+    seed: int,
+    path: Sequence[str] | None,
+) -> str:
     """Run `lit-diffusion analyze landscape`; returns the text to print."""
-    require_at_least(2, points=options.points)
-    if not 0 < options.span < math.inf:
-        raise ValueError(f"--span must be above 0 and finite, got {options.span}.")
-    loaded = common.load_with_exact_spectral_norm(options.checkpoint, options)
-    losses = common.load_losses(loaded, options)
-    on_path = [common.load_with_exact_spectral_norm(path, options) for path in options.path or ()]
+    require_at_least(2, points=points)
+    if not 0 < span < math.inf:
+        raise ValueError(f"--span must be above 0 and finite, got {span}.")
+    loaded = common.load_analyzed_module(checkpoint, options)
+    module, losses = loaded.module, common.load_losses(loaded, options, images, levels)
+    on_path = [common.load_analyzed_module(file, options) for file in path or ()]
     trajectory = None
     if on_path:
-        plane, trajectory = _plane_of_path(loaded, on_path)
-        reach = 1.2 * float(np.abs(trajectory.points).max())
-        surfaces = [(plane, losses)]
+        check_same_losses(loaded, *on_path)
+        center, states = copy_weights(module), [copy_weights(each.module) for each in on_path]
+        trained = [name for name, p in module.named_parameters() if p.requires_grad]
+        plane, share = principal_plane(states, center, trained)
+        trajectory = project(states, center, plane)
+        reach = 1.2 * float(np.abs(trajectory).max())
+        planes = dict.fromkeys(losses, plane)
     else:
-        random = random_directions(loaded.module, options.seed)
-        plane = [normalize_filters(each, loaded.module) for each in random]
-        reach = options.span
-        surfaces = _split_by_network(loaded.module, plane, losses)
-    axis = np.linspace(-reach, reach, options.points)
-    common.print_cost_of_losses(losses, options.points**2)
+        directions = random_directions(module, seed)
+        plane, reach = [normalize_filters(each, module) for each in directions], span
+        planes = {name: [of_network(each, module, name) for each in plane] for name in losses}
+    axis = np.linspace(-reach, reach, points)
+    common.print_cost_of_losses(losses, points**2)
     out = common.plan_analysis("landscape", options, loaded, *on_path)
 
     def compute_row(number: str) -> Arrays:
         y = [axis[int(number)]]
-        parts = [loss_landscape(loaded.module, p, each, axis, y).values for p, each in surfaces]
-        return {"values": np.concatenate(parts)}
+        rows = [
+            loss_landscape(module, planes[name], {name: loss}, axis, y)
+            for name, loss in losses.items()
+        ]
+        return {"values": np.concatenate(rows)}
 
-    arrays = compute_pieces(out, [str(i) for i in range(len(axis))], compute_row, "row")
-    if arrays is None:
-        return common.text_of_unfinished(out)
+    arrays = common.compute_pieces(out, [str(i) for i in range(points)], compute_row, "row")
     values = np.concatenate([each["values"] for each in arrays], axis=1)
-    result = Landscape(list(losses), axis, axis, values)
-    common.save_result(result, out / "landscape")
-    draw_landscape(result, out / "landscape.png", trajectory.points if trajectory else None)
+    names = list(losses)
+    common.save_result(out / "landscape", {"names": names, "x": axis, "y": axis, "values": values})
+    draw_landscape(names, axis, values, out / "landscape.png", trajectory)
     lines = [
         f"{name}: {np.nanmin(each):.4g} to {np.nanmax(each):.4g}"
         + (f"; {bad} points are not finite" if (bad := (~np.isfinite(each)).sum()) else "")
-        for name, each in zip(losses, values, strict=True)
+        for name, each in zip(names, values, strict=True)
     ]
-    if trajectory:
-        common.save_result(trajectory, out / "way")
-        share = f"{trajectory.share:.1%}"
-        lines.append(f"The plane holds {share} of the run's squared distance from its end.")
+    if trajectory is not None:
+        steps = [each.step for each in on_path]
+        common.save_result(out / "way", {"steps": steps, "points": trajectory, "share": share})
+        lines.append(f"The plane holds {share:.1%} of the run's squared distance from its end.")
     return "\n".join(lines)
 
 
-def _plane_of_path(
-    loaded: LoadedModule, on_path: Sequence[LoadedModule]
-) -> tuple[list[Direction], WeightTrajectory]:
-    """The principal plane of checkpoints around `loaded`, and their points in it."""
-    check_same_losses(loaded, on_path)
-    center = copy_weights(loaded.module)
-    states = [copy_weights(each.module) for each in on_path]
-    names = [name for name, p in loaded.module.named_parameters() if p.requires_grad]
-    plane, share = principal_plane(states, center, names)
-    steps = [each.step for each in on_path]
-    return plane, WeightTrajectory(steps, project(states, center, plane), share)
+def of_network(direction: Direction, module: nn.Module, loss: str) -> Direction:
+    """The part of a direction along the weights of the network that minimizes a loss.
 
-
-def _split_by_network(
-    module: nn.Module, plane: list[Direction], losses: Losses
-) -> list[tuple[list[Direction], Losses]]:
-    """Pair each loss of a GAN with the part of the plane along its own network's weights.
-
-    Along the weights of both, what one loss gains the other pays, and no center is lowest.
+    Along the weights of both networks of a GAN, what one loss gains the other pays, and no center
+    is lowest.
     """
-    surfaces: list[tuple[list[Direction], Losses]] = []
-    for name, loss in losses.items():
-        if network_of_loss(module, name) is None:
-            return [(plane, losses)]
-        part = [{n: d for n, d in each.items() if n.startswith(f"{name}.")} for each in plane]
-        surfaces.append((part, {name: loss}))
-    return surfaces
+    if network_of_loss(module, loss) is None:
+        return direction
+    return {name: d for name, d in direction.items() if name.startswith(f"{loss}.")}

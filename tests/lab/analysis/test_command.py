@@ -1,6 +1,5 @@
 """`lit-diffusion analyze`: what it writes, prints and refuses."""
 
-import copy
 import json
 import os
 import signal
@@ -19,12 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lit_diffusion.checkpoints.loading import build_module, load
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.data.digits import Digits
-from lit_diffusion.lab.analysis.common import fingerprint
+from lit_diffusion.lab.analysis import common
 from lit_diffusion.lab.analysis.fixed_losses import (
     copy_weights,
     fixed_batch,
-    mix_weights,
-    set_weights_,
     use_exact_spectral_norm_,
 )
 from lit_diffusion.lab.analysis.landscape import normalize_filters, random_directions
@@ -37,12 +34,13 @@ SCORED = json.dumps({"protocol": "digits-cnn", "step": 9}) + "\n"
 
 
 @pytest.fixture(autouse=True)
-def runs(folder):
-    """Two runs of the same architecture, b with other weights."""
+def runs(folder, monkeypatch):
+    """Two runs of the same architecture, b with other weights; figures are not rendered."""
     for path in (A, B):
         write_small_digits(Path(path))
         Path(path).parents[1].joinpath("evaluations.jsonl").write_text(SCORED)
     rewrite(B, B, lambda content: scale_weights(content, 1.2))
+    monkeypatch.setattr(common, "save_figure", lambda figure, path: path.touch())
 
 
 def rewrite(source, target, change):
@@ -79,19 +77,20 @@ def loss_at(module, u, num):
 
 
 def test_help_names_the_analyses_and_their_options(capsys):
+    assert call("analyze --help") == 0
+    overview = capsys.readouterr().out
     for name in ("consistency", "interpolate", "landscape", "hessian"):
+        assert f"lit-diffusion analyze {name} runs/a" in overview
         assert call(f"analyze {name} --help") == 0
         assert "--out DIR" in capsys.readouterr().out
-        assert call("analyze --help") == 0
-        assert f"lit-diffusion analyze {name} runs/a" in capsys.readouterr().out
     assert call("analyze spectrum runs/a --out out") == 2
     assert "say consistency, interpolate, landscape, hessian first" in capsys.readouterr().err
 
 
 def test_images_of_the_same_seeds_are_compared(capsys):
-    assert analyze("consistency a b a --num 6 --weights raw") == 0
+    assert analyze("consistency a b a --num 3 --weights raw") == 0
     printed = capsys.readouterr().out
-    images = torch.stack([load(path, "raw").generate(range(6)) for path in (A, B, A)])
+    images = torch.stack([load(path, "raw").generate(range(3)) for path in (A, B, A)])
     beside_first = [psnr(images[0], images[i]).mean().item() for i in (1, 2)]
     result = numbers("consistency")
     assert result["paper"] == pytest.approx(np.mean(beside_first))
@@ -115,49 +114,28 @@ def test_nearest_images_are_of_all_sets_that_models_were_trained_on():
     assert numbers("consistency", "1")["nearest"] == numbers("consistency", "2")["nearest"]
 
 
-def test_models_that_make_other_images_are_refused(capsys):
-    def change_classes(content):
-        content["hyper_parameters"]["num_classes"] = 5
-        content["hyper_parameters"]["network"]["init_args"]["num_classes"] = 5
-        shadows = content["callbacks"]["EMA{'prefix': ''}"]["shadows"][0]
-        for weights in (content["state_dict"], shadows):
-            for name in [name for name in weights if "label_emb" in name]:
-                weights[name] = weights[name][:5]
-
-    rewrite(B, "b/checkpoints/last.ckpt", change_classes)
-    assert analyze("consistency a b") == 2
-    assert "1x8x8, 5" in capsys.readouterr().err
-    rewrite(A, B, lambda content: content["hyper_parameters"].update(image_shape=[1, 16, 16]))
-    assert analyze("consistency a b") == 2
-    assert "1x16x16, 10" in capsys.readouterr().err
-
-
 def test_losses_on_a_line_are_those_of_the_weights_there(capsys):
     assert analyze("interpolate a b --images 4 --levels 0.5 --points 3 --align") == 0
     values = arrays("interpolation")["values"]
     module = load(A, "raw")
     a, b = copy_weights(module), copy_weights(load(B, "raw"))
     for k, alpha in enumerate((0.0, 0.5, 1.0)):
-        set_weights_(module, mix_weights(a, b, alpha))
+        point = {name: alpha * a[name] + (1 - alpha) * b[name] for name in a}
+        module.load_state_dict(point, strict=False)
         assert values[0, k] == pytest.approx(loss_at(module, 0.5, 4).item(), rel=1e-5)
     assert "u = 0.5, aligned" in capsys.readouterr().out
     assert Path("out/interpolation-aligned.npz").is_file()
 
 
-def test_a_plane_has_the_checkpoint_in_its_middle_and_is_completed_by_rows(capsys):
+def test_a_plane_has_the_checkpoint_in_its_middle_and_its_folder_is_of_these_weights(capsys):
     command = "landscape a --images 4 --levels 0.5 --points 3 --span 0.5"
     assert analyze(command) == 0
-    values = arrays("landscape")["values"]
-    assert values[0, 1, 1] == pytest.approx(loss_at(load(A, "raw"), 0.5, 4).item(), rel=1e-5)
-    Path("out/pieces/1.npz").unlink()
-    before = Path("out/landscape.npz").read_bytes()
-    assert analyze(command) == 0
-    assert Path("out/landscape.npz").read_bytes() == before
-    Path("out/pieces/1.npz").write_bytes(b"no")
-    assert analyze(command) == 2
-    assert "1.npz" in capsys.readouterr().err
+    result = arrays("landscape")
+    assert result["x"].tolist() == result["y"].tolist() == [-0.5, 0, 0.5]
+    center = loss_at(load(A, "raw"), 0.5, 4).item()
+    assert result["values"][0, 1, 1] == pytest.approx(center, rel=1e-5)
     rewrite(A, A, lambda content: next(iter(content["state_dict"].values())).add_(0.1))
-    assert analyze(command) == 2  # of other weights
+    assert analyze(command) == 2
     assert "choose another folder" in capsys.readouterr().err
 
 
@@ -171,7 +149,7 @@ def test_the_trajectory_of_a_run_lies_in_its_plane(capsys):
         content["global_step"] = 5
 
     rewrite(B, "early.ckpt", move)
-    assert analyze("landscape a --images 4 --levels 0.5 --points 3 --path early.ckpt b a") == 0
+    assert analyze("landscape a --images 4 --levels 0.5 --points 2 --path early.ckpt b a") == 0
     assert "The plane holds 100.0%" in capsys.readouterr().out
     points = arrays("way")["points"]
     np.testing.assert_allclose(points[2], 0, atol=1e-6)
@@ -192,33 +170,20 @@ def test_lines_between_other_kinds_of_models_are_refused(capsys):
         assert "the parameterization of c" in capsys.readouterr().err
 
 
-def test_weights_have_a_fingerprint_whatever_their_layout_in_memory():
-    torch.manual_seed(0)
-    usual = torch.nn.Conv2d(1, 4, 3)
-    other = copy.deepcopy(usual).to(memory_format=torch.channels_last)
-    assert fingerprint(usual) == fingerprint(other)
-    with torch.no_grad():
-        other.weight[0, 0, 0, 0] += 1e-6
-    assert fingerprint(usual) != fingerprint(other)
-
-
-def test_the_largest_eigenvalue_is_that_of_power_iteration():
-    assert analyze("hessian a --images 4 --levels 0.5 --steps 30 --vectors 1") == 0
-    largest = np.nanmax(np.abs(arrays("hessian-0")["nodes"]))
+def test_one_step_of_lanczos_gives_the_curvature_along_a_random_vector():
+    assert analyze("hessian a --images 4 --levels 0.5 --steps 1 --vectors 2") == 0
     module = load(A, "raw")
     parameters = [p for p in module.parameters() if p.requires_grad]
     with sdpa_kernel(SDPBackend.MATH):
         first = torch.autograd.grad(loss_at(module, 0.5, 4), parameters, create_graph=True)
-    torch.manual_seed(0)
-    v = [torch.randn_like(p) for p in parameters]
-    for _ in range(60):
-        size = torch.stack([x.norm() for x in v]).norm()
-        v = [x / size for x in v]
-        inner = sum((g * x).sum() for g, x in zip(first, v, strict=True))
-        product = torch.autograd.grad(inner, parameters, retain_graph=True)
-        rayleigh = sum((x * y).sum() for x, y in zip(v, product, strict=True)).item()
-        v = list(product)
-    assert abs(rayleigh) == pytest.approx(largest, rel=1e-2)
+    gradient = torch.cat([g.flatten() for g in first])
+    for seed in (0, 1):
+        generator = torch.Generator().manual_seed(seed)
+        v = torch.randn(len(gradient), generator=generator, dtype=torch.float64).float()
+        product = torch.autograd.grad(gradient, parameters, v, retain_graph=True)
+        curvature = v @ torch.cat([g.flatten() for g in product]) / (v @ v)
+        nodes = arrays("hessian-0")["nodes"]
+        assert nodes[seed, 0] == pytest.approx(curvature.item(), rel=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -234,8 +199,6 @@ def test_the_largest_eigenvalue_is_that_of_power_iteration():
         ("landscape a --span nan", "--span must be above 0 and finite, got nan"),
         ("landscape a --path a a", "two places or more that differ"),
         ("interpolate a b --points 1", "points must be >= 2, got 1"),
-        ("interpolate a", "B must be given"),
-        ("hessian a --levels 0.5,0.5", "--levels must be different numbers in [0, 1]"),
         ("hessian a --steps 0", "steps must be >= 1, got 0"),
         ("hessian a --vectors -1", "vectors must be >= 1, got -1"),
         ("hessian a --weights ema_0.5", "ema_0.5"),
@@ -246,11 +209,11 @@ def test_a_mistake_is_refused_before_work_starts(command, rule, capsys):
     assert rule in capsys.readouterr().err
 
 
-def test_losses_that_are_not_finite_are_refused_before_work_starts(capsys):
+@pytest.mark.parametrize("command", ["hessian a", "landscape a", "interpolate a b"])
+def test_losses_that_are_not_finite_are_refused_before_work_starts(command, capsys):
     rewrite(A, A, lambda content: scale_weights(content, float("nan")))
-    for number, command in enumerate(("hessian a", "landscape a", "interpolate a b")):
-        assert analyze(f"{command} --images 4", str(number)) == 2
-        assert "nan" in capsys.readouterr().err
+    assert analyze(f"{command} --images 4 --levels 0.5") == 2
+    assert "nan" in capsys.readouterr().err
 
 
 def test_data_that_a_config_does_not_name_are_asked_for(capsys):
@@ -289,38 +252,29 @@ def write_small_gan(kind):
     return module
 
 
-def test_gans_are_analyzed_by_both_of_their_losses(capsys):
+def test_the_hessian_of_relus_is_refused_or_goes_on_without_jumps(capsys):
     write_small_gan("dcgan")
     assert analyze("hessian dcgan --images 8") == 2
     assert "gradients jump, as with ReLU" in capsys.readouterr().err
-    for out, (command, printed) in enumerate(
-        {
-            "interpolate dcgan dcgan --points 3": "generator, as they are",
-            "hessian dcgan --steps 5 --vectors 1 --kinks": "generator: largest",
-        }.items()
-    ):
-        assert analyze(f"{command} --images 8", str(out)) == 0
-        assert printed in capsys.readouterr().out
-    assert analyze("consistency dcgan a --num 4 --weights raw --extractor digits-cnn") == 0
-    assert numbers("consistency")["same_class"] is None  # a DCGAN has no classes
+    assert analyze("hessian dcgan --images 8 --steps 2 --vectors 1 --kinks") == 0
+    assert "generator: largest" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("kind", ["dcgan", "biggan"])
-def test_each_loss_of_a_gan_is_on_a_plane_of_its_own_network(kind):
-    module = write_small_gan(kind).eval()
-    assert analyze(f"landscape {kind} --points 3 --images 8") == 0
+def test_each_loss_of_a_gan_is_on_a_plane_of_its_own_network():
+    module = write_small_gan("biggan").eval()
+    assert analyze("landscape biggan --points 2 --images 8") == 0
     values = arrays("landscape")["values"]
     use_exact_spectral_norm_(module)
     directions = [normalize_filters(each, module) for each in random_directions(module, 0)]
     x0, labels, index = fixed_batch(module, Digits().dataset("train"), 8)
-    labels = labels if kind == "biggan" else None
     z = module.latents(index.tolist(), "validation")
     for i, name in enumerate(("discriminator", "generator")):
         center = copy_weights(module)
         corner = {n: center[n] - d - directions[1][n] for n, d in directions[0].items()}
-        set_weights_(module, {n: v for n, v in corner.items() if n.startswith(name)})
+        part = {n: v for n, v in corner.items() if n.startswith(name)}
+        module.load_state_dict(part, strict=False)
         losses = module.discriminator_losses(x0, labels, z), module.generator_losses(labels, z)
-        set_weights_(module, center)
+        module.load_state_dict(center, strict=False)
         assert values[i, 0, 0] == pytest.approx(losses[i].mean().item(), rel=1e-4)
 
 

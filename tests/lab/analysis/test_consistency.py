@@ -1,9 +1,15 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from lit_diffusion.lab.analysis.consistency import draw_consistency, measure_consistency
+from lit_diffusion.lab.analysis.consistency import (
+    check_same_images,
+    draw_consistency,
+    measure_consistency,
+)
 from lit_diffusion.metrics.image_distances import MAX_PSNR
 
 IMAGES = torch.randint(
@@ -38,7 +44,7 @@ def test_models_that_agree_stand_out_from_chance_and_others_do_not():
     assert other.features == pytest.approx(0, abs=0.05)
 
 
-def test_models_that_only_recall_are_told_by_what_they_recall():
+def test_models_that_only_recall_have_the_same_nearest_images():
     bank = IMAGES[0]
 
     def nearest(images):
@@ -52,10 +58,21 @@ def test_models_that_only_recall_are_told_by_what_they_recall():
     assert measure_consistency(IMAGES[:2], ["a", "b"]).nearest is None
 
 
-def test_one_model_or_one_seed_is_refused():
-    for images in (IMAGES[:1], IMAGES[:, :1]):
-        with pytest.raises(ValueError, match="two models and two seeds are the least"):
-            measure_consistency(images, ["a"])
+def test_models_that_make_other_images_are_refused():
+    def model(name, shape, num_classes):
+        generate = lambda seeds: torch.zeros(len(seeds), *shape)  # noqa: E731
+        module = SimpleNamespace(generate=generate, num_classes=num_classes)
+        return SimpleNamespace(path=name, module=module)
+
+    ten, five = model("ten", (1, 8, 8), 10), model("five", (1, 8, 8), 5)
+    no_classes, large = model("none", (1, 8, 8), None), model("large", (1, 16, 16), 10)
+    assert check_same_images([ten, ten]) == 10
+    assert check_same_images([ten, no_classes]) is None
+    for other, rule in ((five, "five 1x8x8, 5"), (large, "large 1x16x16, 10")):
+        with pytest.raises(ValueError, match=rule):
+            check_same_images([ten, other])
+    with pytest.raises(ValueError, match="classifier: SimpleNamespace cannot generate"):
+        check_same_images([SimpleNamespace(path="classifier", module=SimpleNamespace())])
 
 
 @pytest.mark.parametrize("channels", [1, 3])

@@ -11,11 +11,9 @@ from lit_diffusion.data.digits import Digits
 from lit_diffusion.lab.analysis.fixed_losses import (
     check_same_losses,
     copy_weights,
+    evaluate_losses,
     fixed_batch,
     fixed_losses,
-    mix_weights,
-    preserve_weights,
-    set_weights_,
     use_exact_spectral_norm_,
 )
 from lit_diffusion.lab.analysis.hessian import finite_difference_error, hessian_product
@@ -37,26 +35,19 @@ def test_copies_hold_running_statistics_and_no_counters():
     assert state["0.weight"].any()
 
 
-def test_points_of_a_line_end_at_its_ends():
-    a, b = copy_weights(network()), {n: v + 1 for n, v in copy_weights(network()).items()}
-    for alpha, end in ((1.0, a), (0.0, b)):
-        assert all(torch.equal(mix_weights(a, b, alpha)[n], v) for n, v in end.items())
-    mixed = mix_weights(a, b, 0.25)["1.running_mean"]
-    torch.testing.assert_close(mixed, 0.25 * a["1.running_mean"] + 0.75 * b["1.running_mean"])
-
-
 def test_weights_are_put_back_also_if_something_fails():
     module = network()
     before = copy_weights(module)
+    states = [{"0.weight": before["0.weight"] + 1}, {"0.bias": torch.full((3,), torch.nan)}]
 
-    def fail():
-        with preserve_weights(module):
-            set_weights_(module, {name: value + 1 for name, value in before.items()})
-            assert not torch.equal(module[0].weight, before["0.weight"])
+    def loss():
+        if module[0].bias.isnan().any():
             raise RuntimeError("stop")
+        return (module[0].weight - before["0.weight"]).mean()
 
+    assert evaluate_losses(module, states[:1], {"loss": loss}) == pytest.approx(1)
     with pytest.raises(RuntimeError, match="stop"):
-        fail()
+        evaluate_losses(module, states, {"loss": loss})
     assert all(torch.equal(value, before[name]) for name, value in copy_weights(module).items())
 
 
@@ -67,7 +58,8 @@ def test_exact_spectral_norm_belongs_to_the_weights_wherever_they_are():
         ends.append(nn.Sequential(spectral_norm(nn.Linear(40, 30))).eval())
         use_exact_spectral_norm_(ends[-1])
     assert set(copy_weights(ends[0])) == {"0.bias", "0.parametrizations.weight.original"}
-    set_weights_(ends[0], mix_weights(*map(copy_weights, ends), 0.5))
+    a, b = map(copy_weights, ends)
+    ends[0].load_state_dict({name: (a[name] + b[name]) / 2 for name in a})
     largest = torch.linalg.matrix_norm(ends[0][0].weight, 2).item()
     assert largest == pytest.approx(1, abs=1e-5)
 
@@ -154,11 +146,17 @@ def test_the_methods_that_a_module_lacks_are_named(loaded):
         fixed_losses(Plain(), DIGITS, 6, [0.5])
 
 
+def test_models_of_other_shapes_have_no_line_between_them(loaded):
+    wide = loaded._replace(module=network(5))
+    with pytest.raises(ValueError, match=r"one architecture.*differ in 0\.bias and 5 more"):
+        check_same_losses(loaded._replace(module=network(3)), wide)
+
+
 def test_models_that_differ_in_how_times_are_drawn_alone_share_their_losses(loaded):
     other = load_module("a", "raw")
     arguments = other.checkpoint["hyper_parameters"]
     arguments["times"] = {"class_path": "lit_diffusion.timesteps.LogNormal"}
-    check_same_losses(loaded, [other])
+    check_same_losses(loaded, other)
     arguments["loss"] = {"class_path": "lit_diffusion.losses.HybridLoss"}
     with pytest.raises(ValueError, match=r"the loss of a/checkpoints/last\.ckpt is"):
-        check_same_losses(loaded, [other])
+        check_same_losses(loaded, other)

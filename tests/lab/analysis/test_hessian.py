@@ -5,7 +5,6 @@ import pytest
 import torch
 from torch import nn
 
-from lit_diffusion.lab.analysis.common import load_result, save_result
 from lit_diffusion.lab.analysis.hessian import (
     Spectrum,
     draw_spectra,
@@ -33,17 +32,13 @@ EIGENVALUES = [-2.0, -0.5, *torch.linspace(0, 1, 44).tolist(), 3.0, 5.0, 9.0, 13
 def test_all_steps_give_the_whole_spectrum():
     h = matrix(EIGENVALUES)
     values, weights = lanczos(lambda v: h @ v, torch.randn(50, dtype=torch.float64), 50)
-    torch.testing.assert_close(
-        values, torch.tensor(EIGENVALUES).double().sort().values, atol=1e-8, rtol=0
-    )
-    assert weights.sum().item() == pytest.approx(1)
+    np.testing.assert_allclose(values, sorted(EIGENVALUES), atol=1e-8)
+    assert weights.sum() == pytest.approx(1)
 
 
 def test_few_steps_give_the_ends_and_the_moments():
     h = matrix(EIGENVALUES)
-    spectrum = estimate_spectrum(
-        lambda v: h @ v, torch.zeros(50).double(), steps=16, seeds=range(200)
-    )
+    spectrum = spectrum_of(h, 16, range(200))
     np.testing.assert_allclose(spectrum.top[:3], [13, 9, 5], atol=1e-2)
     assert spectrum.nodes[:, -1].mean() == pytest.approx(-2, abs=1e-2)
     eigenvalues = np.array(EIGENVALUES)
@@ -56,9 +51,7 @@ def test_few_steps_give_the_ends_and_the_moments():
 
 def test_outer_eigenvalues_count_once_each_whatever_the_vectors_hold_of_them():
     h = matrix([1000.0, -300.0, *EIGENVALUES])
-    spectrum = estimate_spectrum(
-        lambda v: h @ v, torch.zeros(52).double(), steps=16, seeds=range(2)
-    )
+    spectrum = spectrum_of(h, 16, range(2))
     eigenvalues = np.array([1000.0, -300.0, *EIGENVALUES])
     assert spectrum.mean == pytest.approx(eigenvalues.mean(), rel=0.03)
     assert spectrum.variance == pytest.approx(eigenvalues.var(), rel=0.01)
@@ -69,9 +62,7 @@ def test_outer_eigenvalues_count_once_each_whatever_the_vectors_hold_of_them():
 def test_an_eigenvalue_that_is_there_many_times_has_its_whole_share():
     eigenvalues = np.array([9.0] * 20 + [1.0] * 10)
     h = matrix(eigenvalues)
-    spectrum = estimate_spectrum(
-        lambda v: h @ v, torch.zeros(30).double(), steps=10, seeds=range(200)
-    )
+    spectrum = spectrum_of(h, 10, range(200))
     assert spectrum.mean == pytest.approx(eigenvalues.mean(), rel=0.05)
 
 
@@ -84,9 +75,7 @@ def test_a_random_vector_in_an_invariant_subspace_ends_early():
 
 def test_the_density_integrates_to_one_and_has_its_mass_where_the_eigenvalues_are():
     h = matrix(EIGENVALUES)
-    spectrum = estimate_spectrum(
-        lambda v: h @ v, torch.zeros(50).double(), steps=50, seeds=range(20)
-    )
+    spectrum = spectrum_of(h, 50, range(20))
     at = np.linspace(-4, 15, 4000)
     density = spectrum.density(at, width=0.1)
     step = at[1] - at[0]
@@ -144,17 +133,6 @@ def test_a_parameter_that_the_loss_does_not_see_has_no_curvature():
     product, gradient = hessian_product(lambda: a.pow(3).sum(), [a, b])
     assert gradient.tolist() == [12.0, 0.0]
     assert product(torch.tensor([1.0, 5.0])).tolist() == [12.0, 0.0]
-
-
-def test_what_is_saved_is_loaded_again_and_half_of_it_is_not(tmp_path):
-    spectrum = Spectrum(50, np.array([[2.0, 1.0, np.nan]]), np.array([[0.5, 0.5, np.nan]]))
-    save_result(spectrum, tmp_path / "spectrum")
-    again = load_result(Spectrum, tmp_path / "spectrum")
-    np.testing.assert_array_equal(again.nodes, spectrum.nodes)
-    assert again.num_parameters == 50
-    (tmp_path / "spectrum.npz").unlink()
-    with pytest.raises(FileNotFoundError):
-        load_result(Spectrum, tmp_path / "spectrum")
 
 
 def test_the_picture_shows_the_density(tmp_path):

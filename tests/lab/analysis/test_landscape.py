@@ -5,7 +5,6 @@ from torch import nn
 
 from lit_diffusion.lab.analysis.fixed_losses import copy_weights
 from lit_diffusion.lab.analysis.landscape import (
-    Landscape,
     draw_landscape,
     loss_landscape,
     normalize_filters,
@@ -57,7 +56,7 @@ def test_a_quadratic_is_what_it_is_on_the_plane_and_the_weights_are_put_back():
                 p.detach() + x * plane[0][n] + y * plane[1][n] for n, p in net.named_parameters()
             ]
             expected = sum(p.double().square().sum().item() for p in moved)
-            assert surface.values[0, i, j] == pytest.approx(expected, rel=1e-5)
+            assert surface[0, i, j] == pytest.approx(expected, rel=1e-5)
     assert all(torch.equal(value, before[name]) for name, value in copy_weights(net).items())
 
 
@@ -81,9 +80,8 @@ def test_the_principal_plane_of_a_path_in_a_plane_is_that_plane():
 
 def test_a_trajectory_is_drawn_on_the_contours_also_of_negative_losses(tmp_path):
     axis = np.linspace(-1, 1, 4)
-    values = np.stack([1 + np.add.outer(axis**2, axis**2)] * 2)
+    values = np.add.outer(axis**2, axis**2)[None] - 1
     points = np.array([[-0.5, 0.5], [0.5, -0.5]])
-    draw_landscape(Landscape(["u", "v"], axis, axis, values), tmp_path / "plain.png")
-    draw_landscape(Landscape(["u", "v"], axis, axis, values), tmp_path / "way.png", points)
-    draw_landscape(Landscape(["u", "v"], axis, axis, values - 2), tmp_path / "negative.png")
-    assert len({file.read_bytes() for file in tmp_path.iterdir()}) == 3
+    draw_landscape(["u"], axis, values, tmp_path / "plain.png")
+    draw_landscape(["u"], axis, values, tmp_path / "way.png", points)
+    assert (tmp_path / "plain.png").read_bytes() != (tmp_path / "way.png").read_bytes()
