@@ -159,16 +159,17 @@ def finite_difference_error(
     length = torch.cat([p.flatten() for p in before]).norm()
     step = share * length * gradient / gradient.norm()
     by_product = product(step)
-    parts = step.split([p.numel() for p in trained])
-    steps = [part.view_as(p) for part, p in zip(parts, trained, strict=True)]
+    steps = step.split([p.numel() for p in trained])
     ends = []
     with torch.no_grad():
         try:
             for sign in (1, -1):
-                torch._foreach_copy_(trained, torch._foreach_add(before, steps, alpha=sign))
+                for p, start, part in zip(trained, before, steps, strict=True):
+                    p.copy_(start + sign * part.view_as(p))
                 ends.append(hessian_product(loss, trained)[1])
         finally:
-            torch._foreach_copy_(trained, before)
+            for p, start in zip(trained, before, strict=True):
+                p.copy_(start)
     by_difference = (ends[0] - ends[1]) / 2
     scale = torch.maximum(by_difference.norm(), by_product.norm())
     return float((by_difference - by_product).norm() / scale)
