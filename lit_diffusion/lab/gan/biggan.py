@@ -165,13 +165,8 @@ class BigGANGenerator(nn.Module):
         self.blocks = nn.ModuleList(
             GeneratorBlock(channels[i], channels[i + 1], label_dim + part) for i in range(blocks)
         )
-        self.attention = nn.ModuleDict(
-            {
-                str(i): SelfAttention(channels[i + 1])
-                for i, side in enumerate(sides)
-                if side == attention_at
-            }
-        )
+        attended = [i for i, side in enumerate(sides) if side == attention_at]
+        self.attention = nn.ModuleDict({str(i): SelfAttention(channels[i + 1]) for i in attended})
         self.norm = nn.BatchNorm2d(channels[-1])
         self.out = _conv(channels[-1], out_channels, 3)
 

@@ -9,10 +9,55 @@ from lit_diffusion.lab.gan.biggan import (
     SelfAttention,
     orthogonal_spectral_norm,
 )
+from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator, count_halvings
 
 
 def count(network):
     return sum(p.numel() for p in network.parameters())
+
+
+def test_dcgan_has_as_many_parameters_as_pytorch_s_example():
+    assert count(DCGANGenerator(64, 3)) == 3_576_704
+    assert count(DCGANDiscriminator(64, 3)) == 2_765_568
+    assert count(DCGANGenerator(32, 3)) == 1_068_928
+    assert count(DCGANDiscriminator(32, 3)) == 663_296
+
+
+@torch.no_grad()
+def test_dcgan_is_what_its_formulas_say():
+    torch.manual_seed(0)
+    generator = DCGANGenerator(16, 1, latent_dim=5, width=4).eval()
+    first, second = generator.layers[0].weight, generator.layers[3].weight
+    norm = generator.layers[1]
+    z = torch.randn(3, 5)
+    h = F.conv_transpose2d(z[:, :, None, None], first)
+    h = F.relu(F.batch_norm(h, norm.running_mean, norm.running_var, norm.weight, norm.bias))
+    h = F.conv_transpose2d(h, second, stride=2, padding=1)
+    norm = generator.layers[4]
+    h = F.relu(F.batch_norm(h, norm.running_mean, norm.running_var, norm.weight, norm.bias))
+    h = F.conv_transpose2d(h, generator.layers[6].weight, stride=2, padding=1)
+    images = generator(z)
+    torch.testing.assert_close(images, torch.tanh(h))
+    network = DCGANDiscriminator(16, 1, width=4).eval()
+    one, two, last = network.layers[0], network.layers[2], network.layers[5]
+    h = F.leaky_relu(F.conv2d(images, one.weight, stride=2, padding=1), 0.2)
+    h, norm = F.conv2d(h, two.weight, stride=2, padding=1), network.layers[3]
+    h = F.batch_norm(h, norm.running_mean, norm.running_var, norm.weight, norm.bias)
+    logits = F.conv2d(F.leaky_relu(h, 0.2), last.weight).flatten()
+    torch.testing.assert_close(network(images), logits)
+
+
+def test_weights_of_dcgan_begin_as_in_the_paper():
+    torch.manual_seed(0)
+    generator = DCGANGenerator(64, 3)
+    stds = [p.std().item() for p in generator.parameters() if p.ndim == 4]
+    assert stds == pytest.approx([0.02] * len(stds), rel=0.1)
+
+
+@pytest.mark.parametrize("sizes", [(30, 7), (7, 7), (28, 0)])
+def test_sizes_that_are_no_doublings_are_refused(sizes):
+    with pytest.raises(ValueError, match="image_size must be smallest times 2, 4, 8"):
+        count_halvings(*sizes)
 
 
 @pytest.mark.slow  # the first operation on meta tensors imports much
@@ -74,7 +119,7 @@ def randomize(network):
 
 
 @torch.no_grad()
-def test_the_generator_is_what_its_formulas_say():
+def test_biggan_s_generator_is_what_its_formulas_say():
     network = randomize(
         BigGANGenerator(3, 1, (2, 2, 1), 8, latent_dim=6, label_dim=5, attention_at=8)
     )
@@ -95,7 +140,7 @@ def test_the_generator_is_what_its_formulas_say():
 
 
 @torch.no_grad()
-def test_the_discriminator_is_what_its_formulas_say():
+def test_biggan_s_discriminator_is_what_its_formulas_say():
     network = randomize(BigGANDiscriminator(3, 1, (1, 2, 2), 8, image_size=16, attention_at=8))
     x, labels = torch.randn(4, 1, 16, 16), torch.tensor([0, 2, 1, 2])
     first, attention, second, third = network.layers
