@@ -65,8 +65,8 @@ def run(argv: Sequence[str]) -> None:
     try:
         with raise_on_signals():
             index = plan_shards(images, codec, folder, args.shard_size, args.flips)
-            rank, size = launcher_rank_and_world_size()
-            num = encode_shards(images, codec, folder, index, device, rank, size, print_error)
+            share = launcher_rank_and_world_size()
+            num = encode_shards(images, codec, folder, index, device, *share)
     except KeyboardInterrupt:
         print_error(f"Stopped; finished shards are in {folder}, and the same command goes on.")
         raise

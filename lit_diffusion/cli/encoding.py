@@ -1,7 +1,6 @@
 """Latents of a folder of images, written shard by shard."""
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from lit_diffusion.data.image_folder import ImageFolder
 from lit_diffusion.data.latents import INDEX, LatentIndex
 from lit_diffusion.interchange.exported import create_folder
 from lit_diffusion.modules.vae import VAECodec
+from lit_diffusion.signals import print_error
 
 
 def launcher_rank_and_world_size() -> tuple[int, int]:
@@ -20,12 +20,10 @@ def launcher_rank_and_world_size() -> tuple[int, int]:
 
     The batch script of a SLURM job is one process, however many tasks the job has.
     """
-    variables = [("RANK", "WORLD_SIZE")]
-    if "SLURM_STEP_ID" in os.environ:
-        variables.append(("SLURM_PROCID", "SLURM_NTASKS"))
-    for rank, size in variables:
-        if {rank, size} <= os.environ.keys():
-            return int(os.environ[rank]), int(os.environ[size])
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if {"SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS"} <= os.environ.keys():
+        return int(os.environ["SLURM_PROCID"]), int(os.environ["SLURM_NTASKS"])
     return 0, 1
 
 
@@ -73,11 +71,10 @@ def encode_shards(
     device: torch.device,
     rank: int = 0,
     world_size: int = 1,
-    say: Callable[[str], None] = lambda text: None,
 ) -> int:
     """Write this process's share of the missing shards of a folder; how many it wrote.
 
-    A shard depends on its images alone, whichever process writes it. `say` gets a line for each.
+    A shard depends on its images alone, whichever process writes it.
     """
     dataset, num_workers = images.load("train"), images.num_workers
     if num_workers is None:
@@ -97,5 +94,5 @@ def encode_shards(
             batches.append((codec.moments(pixels).cpu(), labels))
         moments, all_labels = (torch.cat(each) for each in zip(*batches, strict=True))
         index.write_shard(folder / name, moments, all_labels)
-        say(f"{name} is written, {number} of {len(shards)}.")
+        print_error(f"{name} is written, {number} of {len(shards)}.")
     return len(shards)

@@ -57,13 +57,13 @@ Scores are torch-fidelity's on the PNG files. Compare only those of equal number
 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "evaluate", then options."""
-    args, solver_options = parse_sampling(build_parser(), argv[1:])
+    args = parse_sampling(build_parser(), argv[1:])
     from lit_diffusion.cli.evaluating import EvaluationOptions, evaluate, score_widths, table
     from lit_diffusion.cli.run_data import SPLITS
 
     if args.images is not None:
-        names = dict.fromkeys(arg.split("=")[0] for arg in argv if arg.startswith("--"))
-        if generating := [name for name in names if name not in WITH_IMAGES]:
+        passed = dict.fromkeys(arg.split("=")[0] for arg in argv if arg.startswith("--"))
+        if generating := [name for name in passed if name not in WITH_IMAGES]:
             raise ValueError(
                 f"--images scores images as they are; leave out {', '.join(generating)}, which "
                 "would say how to generate some."
@@ -76,19 +76,8 @@ def run(argv: Sequence[str]) -> None:
             )
     elif args.checkpoint is None:
         raise ValueError("give --checkpoint C, --images DIR, or both.")
-    options = EvaluationOptions(
-        sampling=sampling_options(args, solver_options) if args.images is None else None,
-        images=args.images,
-        num=args.num,
-        out=args.out,
-        checkpoint=args.checkpoint,
-        reference=args.reference,
-        data=args.data,
-        extractor=args.extractor,
-        trust=args.trust,
-        batch_size=args.batch_size,
-        device=args.device,
-    )
+    names = ("images", "num", "out", "reference", "data", "extractor")
+    options = EvaluationOptions(sampling_options(args), **{n: getattr(args, n) for n in names})
     if args.ema:
         print(json.dumps(score_widths(options, args.ema), indent=1))
         return

@@ -40,22 +40,15 @@ from lit_diffusion.signals import print_error
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What is scored, against what, and by which features.
+    """What is scored, against what, and by which features: options of `lit-diffusion evaluate`."""
 
-    The attributes are the options of `lit-diffusion evaluate`.
-    """
-
-    sampling: SamplingOptions | None  # how images are generated; None to score those in `images`
+    sampling: SamplingOptions  # how images are generated, and which run names data and protocol
     images: str | None = None  # folder of images to score; None generates some
     num: int | None = None  # number of images to generate; None for as many as are real
     out: str | None = None  # folder that keeps the generated images; None for a temporary one
-    checkpoint: str | None = None  # whose run names the data and the FID protocol
     reference: str | None = None  # real images, as `real_images` takes them
     data: str | None = None  # config that names the data in place of the run's
     extractor: str | None = None  # FID protocol; None for that of the run
-    trust: Sequence[str] = ()  # packages that class paths in checkpoint and config may name
-    batch_size: int = 64  # images at a time
-    device: str | None = None  # as `usable_device` takes it
 
 
 def evaluate(options: EvaluationOptions) -> dict[str, Any]:
@@ -65,27 +58,28 @@ def evaluate(options: EvaluationOptions) -> dict[str, Any]:
         The scores of `metrics.score`, the FID of real images (the floor), auxiliary metrics, and
         how the images were generated, as plain builtins for JSON.
     """
-    device = usable_device(options.device)
-    generator = None if options.sampling is None else load_generator(options.sampling)
-    protocol = protocol_by_name(options.extractor or protocol_of_run(options.checkpoint))
-    protocol.check()
-    real, others = real_images(options.reference, options.checkpoint, options.data, options.trust)
-    scorer = Scorer(protocol, protocol.build().to(device), device, options.batch_size)
+    sampling = options.sampling
+    device = usable_device(sampling.device)
+    generator = load_generator(sampling) if options.images is None else None
+    protocol = protocol_by_name(options.extractor or protocol_of_run(sampling.checkpoint))
+    scorer = Scorer(protocol, protocol.build().to(device), device, sampling.batch_size)
+    settings = sampling.checkpoint, options.data, sampling.trust
+    real, others = real_images(options.reference, *settings)
     image_dir = options.images or options.out
     with nullcontext(image_dir) if image_dir else tempfile.TemporaryDirectory() as folder:
         if generator is None:
-            samples, labels = _read_record(Path(folder)), None
+            samples, labels = _read_samples_record(Path(folder)), None
         else:
             samples = write_samples(generator, options.num or len(real), image_folder(folder))
             labels = generator.image_labels(samples["num"])
         fake = as_image_set(folder, "fake")
-        settings = (real, others, len(fake), user_cache(), labels)
+        compared = (real, others, len(fake), user_cache(), labels)
         real_features = extract_features(scorer, real)
-        floor = measure_reference(scorer, *settings, real_features)
+        floor = measure_reference(scorer, *compared, real_features)
         subset = real_features[evenly_spaced(len(real), MAX_NEIGHBORS)]
         comparison = FeatureComparison("", scorer, floor, subset)
-        auxiliary = build_auxiliary_metrics(comparison, *settings).accumulator()
-        batches = fake.batches(options.batch_size)
+        auxiliary = build_auxiliary_metrics(comparison, *compared).accumulator()
+        batches = fake.batches(sampling.batch_size)
         fake_features = torch.cat([auxiliary.add(images).cpu() for images, _ in batches])
     return score_features(scorer, fake_features, real_features) | {
         "fid_floor": floor.floor,
@@ -98,7 +92,7 @@ def evaluate(options: EvaluationOptions) -> dict[str, Any]:
     }
 
 
-def _read_record(folder: Path) -> dict[str, Any]:
+def _read_samples_record(folder: Path) -> dict[str, Any]:
     """samples.json of a folder of images, or the folder's name where there is none."""
     path = folder / RECORD
     if not path.is_file():
@@ -147,14 +141,15 @@ def score_widths(options: EvaluationOptions, widths: Sequence[float]) -> dict[st
         Records by width, the best width, and the paths of figure and records.
 
     Raises:
-        ValueError: before the first is scored: with --images, --out or --weights, or for a width
-            that the run cannot give.
+        ValueError: before the first is scored: with --out or --weights, or for a width that the run
+            cannot give.
     """
     sampling = options.sampling
-    if sampling is None or options.out:
-        raise ValueError("--ema makes samples for each width; leave out --images and --out.")
+    if options.out:
+        raise ValueError("--ema makes samples for each width; leave out --out.")
     if sampling.weights != "ema":
         raise ValueError(f"--ema names the averages; leave out --weights {sampling.weights}.")
+    assert sampling.checkpoint is not None
     file = checkpoint_file(sampling.checkpoint)
     checkpoint = read_checkpoint(file)
     if not read_power_averages(checkpoint, file)[1]:
@@ -185,7 +180,6 @@ def score_widths(options: EvaluationOptions, widths: Sequence[float]) -> dict[st
 def _as_evaluation(record: Mapping[str, Any]) -> FIDRecord:
     """A record of `evaluate` in the form that `FIDEvaluation` writes."""
     samples = record["samples"]
-    optional = ("prompts", "init", "strength", "mask", "guided_by")
     values = {
         **record,
         **samples,
@@ -193,12 +187,14 @@ def _as_evaluation(record: Mapping[str, Any]) -> FIDRecord:
         "value": finite_or_none(record["fid"]),
         "images": None,
         "labels": ",".join(map(str, samples["labels"])) if samples["labels"] else None,
-        "sampling": samples["sampling"] | {k: samples[k] for k in optional if k in samples},
         "floor": record["fid_floor"],
         "non_finite": 0,
         "non_finite_seeds": [],
         "seconds": {},
     }
+    for name in ("prompts", "init", "strength", "mask", "guided_by"):
+        if name in samples:
+            values["sampling"] = values["sampling"] | {name: samples[name]}
     return FIDRecord(**{f.name: values[f.name] for f in fields(FIDRecord) if f.name in values})
 
 

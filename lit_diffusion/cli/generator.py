@@ -2,7 +2,7 @@
 
 import json
 from argparse import ArgumentError
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from operator import itemgetter
@@ -15,15 +15,22 @@ from jsonargparse import ArgumentParser
 from torch import Tensor
 from torch.nn.functional import max_pool2d
 
-from lit_diffusion.checkpoints.loading import LoadedModule, load_module, read_class_names
-from lit_diffusion.cli.guidance_options import build_guidance
+from lit_diffusion.checkpoints.loading import (
+    LoadedModule,
+    load_module,
+    read_class_names,
+    split_weights_suffix,
+)
 from lit_diffusion.cli.options import SamplingOptions, usable_device
 from lit_diffusion.config.messages import explain_parse_error
 from lit_diffusion.config.trust import allow_class_paths, short_names
+from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
 from lit_diffusion.metrics.images import OVERVIEWS, read_image
-from lit_diffusion.modules.checks import check_clipping, check_sampling
-from lit_diffusion.protocols import Condition, Solver, by_part
+from lit_diffusion.modules.checks import check_clipping, check_codec, check_sampling
+from lit_diffusion.modules.classifier import NoisyClassifier
+from lit_diffusion.protocols import Condition, Guidance, Solver, by_part
 from lit_diffusion.seeding import classes_of
+from lit_diffusion.solvers import DDPM
 from lit_diffusion.solvers.editing import repaint_solver, truncate_solver
 
 
@@ -115,9 +122,8 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
         FileNotFoundError: where there is no checkpoint.
         ValueError: for options that the model cannot follow.
     """
+    assert options.checkpoint is not None
     device = usable_device(options.device)
-    if options.solver is not None:
-        parse_solver(options.solver)  # a wrong name is told before the checkpoint is read
     loaded = load_module(options.checkpoint, options.weights, trust=options.trust)
     module: Any = loaded.module
     kind = f"{type(module).__name__} in {loaded.path}"
@@ -146,11 +152,10 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
         condition = torch.tensor(labels)
     elif options.prompt:
         condition = _encode_prompts(module, options.prompt)
-    init, mask = _read_init_and_mask(module, options)
+    init = mask = None
+    if options.init is not None:
+        init, mask = _read_init_and_mask(module, options.init, options.mask)
     return ImageGenerator(loaded, options, labels, condition, class_names, init, mask, guided_by)
-
-
-# Labels and prompts
 
 
 def read_labels(text: str, num_classes: int | None, names: Sequence[str]) -> list[int]:
@@ -195,11 +200,8 @@ def _encode_prompts(module: Any, prompts: Sequence[str]) -> Condition:
 
 def shipped_solvers() -> dict[str, str]:
     """Class paths of the solvers of this library, by class name."""
-    return {
-        name: path
-        for name, path in short_names().items()
-        if path == f"lit_diffusion.solvers.{name}"
-    }
+    package = "lit_diffusion.solvers"
+    return {n: path for n, path in short_names().items() if path == f"{package}.{n}"}
 
 
 def parse_solver(text: str) -> dict[str, Any]:
@@ -215,8 +217,8 @@ def parse_solver(text: str) -> dict[str, Any]:
     paths["dpmpp"] = shipped["DPMSolverPP"]
     if name.lower() not in paths:
         raise ValueError(
-            f"--solver must be one of {', '.join(shipped)}, or a class path with arguments as in "
-            f"YAML, got {text}."
+            f"a solver must be one of {', '.join(shipped)}, or a class path with arguments as in "
+            f"YAML, got {text!r}."
         )
     return spec | {"class_path": paths[name.lower()]}
 
@@ -233,53 +235,38 @@ def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
     """The solver that --solver, --solver.NAME and --steps describe, as `fit` would build it.
 
     What they leave open is as in the checkpoint. A solver of another class inherits the number of
-    steps, clip and a grid that is named, and nothing else; DDPM gets the variance that the loss
-    trains.
+    steps, clip and a grid that is named, as far as it takes them, and nothing else; DDPM gets the
+    variance that the loss trains.
     """
+    module: Any = loaded.module
     current = trained_solver(loaded)
-    spec = parse_solver(options.solver) if options.solver is not None else None
+    spec = current if options.solver is None else parse_solver(options.solver)
     arguments = list(options.solver_options)
     if options.steps is not None:
         arguments.append(f"--solver.steps={options.steps}")
-    is_other = spec is not None and spec["class_path"] != current["class_path"]
+    is_other = spec["class_path"] != current["class_path"]
     parser = ArgumentParser(exit_on_error=False)
     with allow_class_paths(options.trust):
-        # with `current` as the default, another class would get the defaults of its arguments too
+        # With `current` as the default, another class would get the defaults of its arguments too.
         parser.add_argument("--solver", type=Solver, default=None if is_other else current)
         try:
-            if spec is not None and is_other:
-                spec = _with_inherited(spec, current, parser, arguments, loaded.module)
-            if spec is not None:
-                arguments.insert(0, f"--solver={json.dumps(spec)}")
-            solver: Solver = parser.instantiate(parser.parse_args(arguments)).solver
+            if is_other:
+                init_args = dict(spec.get("init_args", {}))
+                if spec["class_path"] == short_names()["DDPM"]:
+                    learned = module.loss.output_factor == 2
+                    init_args.setdefault("variance", "LearnedRange" if learned else "FixedSmall")
+                spec = spec | {"init_args": init_args}
+                parsed = parser.parse_args([f"--solver={json.dumps(spec)}", *arguments])
+                accepted, trained = (each.get("init_args", {}) for each in (parsed.solver, current))
+                names = [n for n in ("steps", "times", "clip") if n in accepted and n in trained]
+                spec = spec | {"init_args": {n: trained[n] for n in names} | init_args}
+            parsed = parser.parse_args([f"--solver={json.dumps(spec)}", *arguments])
+            solver: Solver = parser.instantiate(parsed).solver
         except (ArgumentError, ValueError) as error:
             message = explain_parse_error(error)
             dashes = "--" if message.startswith("solver") else ""
             raise ValueError(dashes + message) from error
     return solver
-
-
-def _with_inherited(
-    spec: dict[str, Any],
-    current: dict[str, Any],
-    parser: ArgumentParser,
-    arguments: Sequence[str],
-    module: Any,
-) -> dict[str, Any]:
-    """A solver of another class, with what it inherits of the current one as far as it takes it."""
-    init_args = dict(spec.get("init_args", {}))
-    if spec["class_path"] == short_names()["DDPM"]:
-        variance = "LearnedRange" if module.loss.output_factor == 2 else "FixedSmall"
-        init_args = {"variance": variance, **init_args}
-    option = f"--solver={json.dumps(spec | {'init_args': init_args})}"
-    accepted = parser.parse_args([option, *arguments]).solver.get("init_args", {})
-    current_args = current.get("init_args", {})
-    inherited = {
-        name: current_args[name]
-        for name in ("steps", "times", "clip")
-        if name in current_args and name in accepted
-    }
-    return spec | {"init_args": inherited | init_args}
 
 
 def editing_solver(module: Any, options: SamplingOptions) -> Any:
@@ -292,41 +279,88 @@ def editing_solver(module: Any, options: SamplingOptions) -> Any:
     return truncate_solver(module.solver, options.strength)
 
 
+# Guidance
+
+
+def build_guidance(
+    module: Any, options: SamplingOptions
+) -> tuple[Guidance | None, dict[str, Any] | None]:
+    """The guidance that --guidance, --weaker and --classifier describe.
+
+    Args:
+        module: that is to be guided, on its device, with the solver that it will use.
+        options: of which `changes_guidance` is True.
+
+    Returns:
+        The guidance, and a record of the second model that it uses, if any.
+
+    Raises:
+        ValueError: for a module that cannot be guided so, or a second model that does not fit it.
+    """
+    scale = options.guidance
+    interval = {"interval": options.guidance_interval} if options.guidance_interval else {}
+    if options.weaker:
+        weaker, record = _load_second("weaker", options.weaker, module, options)
+        return Autoguidance(weaker.denoise_for, 2.0 if scale is None else scale, **interval), record
+    if options.classifier:
+        scale = 1.0 if scale is None else scale
+        classifier, record = _load_second("classifier", options.classifier, module, options)
+        gradient = classifier.gradient(scale)
+        guidance: Guidance = ClassifierScore(gradient, clip=module.codec.bounded)
+        if isinstance(module.solver, DDPM) and not options.mask:  # RePaint takes its place
+            guidance = ClassifierShift(gradient)
+        return guidance, record | {"scale": scale}
+    assert scale is not None
+    conditioning = getattr(module, "conditioning", getattr(module, "num_classes", None))
+    if conditioning is None or module.label_dropout == 0:
+        raise ValueError(
+            "--guidance needs a model with classes, or another conditioning, that was trained "
+            f"with label_dropout, got {conditioning} and label_dropout={module.label_dropout}."
+        )
+    if scale == 1:
+        return None, None
+    return ClassifierFree(scale, rescale=options.guidance_rescale, **interval), None
+
+
+def _load_second(
+    kind: str, source: str, module: Any, options: SamplingOptions
+) -> tuple[Any, dict[str, Any]]:
+    """The model of --weaker or --classifier, on the device of the module, and its record."""
+    path, weights = split_weights_suffix(source)
+    loaded = load_module(path, weights or options.weights, trust=options.trust)
+    if kind == "classifier" and not isinstance(loaded.module, NoisyClassifier):
+        raise ValueError(f"--classifier {source} is a {type(loaded.module).__name__}.")
+    for name in ("process", "image_shape", "num_classes"):
+        ours, theirs = (repr(getattr(each, name, None)) for each in (module, loaded.module))
+        if ours != theirs:
+            raise ValueError(f"--{kind} {source} has the {name} {theirs}, but the model {ours}.")
+    check_codec(module.codec, loaded.checkpoint)
+    record = {kind: str(loaded.path), "step": loaded.step, "weights": loaded.weights}
+    return loaded.module.to(module.device), record
+
+
 # Images to start from
 
 
-def _read_init_and_mask(
-    module: Any, options: SamplingOptions
-) -> tuple[Tensor | None, Tensor | None]:
+def _read_init_and_mask(module: Any, init: str, mask: str | None) -> tuple[Tensor, Tensor | None]:
     """`ImageGenerator.init` and `mask` from the files of --init and --mask."""
-    if options.init is None:
-        return None, None
-
-    def in_pixels(shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape that an image must have, given the shape that it has; also of latents."""
-        channels, height, width = module.image_shape
-        factor = shape[1] // module.codec.encoded_shape(shape)[1]
-        channels = getattr(module.codec, "image_channels", channels)
-        return channels, factor * height, factor * width
-
-    init = _read_images(Path(options.init), in_pixels)
-    if options.mask is None:
-        return init, None
-    if Path(options.mask).is_dir():
-        raise ValueError(f"--mask {options.mask} is a folder; name one picture, for all images.")
-    mask = _read_images(Path(options.mask), lambda _: (1, *init.shape[2:]))
+    channels, height, width = module.image_shape
+    channels = getattr(module.codec, "image_channels", channels)
+    # A multiple of any factor by which a codec makes images smaller.
+    _, encoded_height, _ = module.codec.encoded_shape((channels, 64 * height, 64 * width))
+    factor = 64 * height // encoded_height
+    images = _read_images(Path(init), (channels, factor * height, factor * width))
+    if mask is None:
+        return images, None
+    if Path(mask).is_dir():
+        raise ValueError(f"--mask {mask} is a folder; name one picture, for all images.")
+    pixels = _read_images(Path(mask), (1, *images.shape[2:]))
     # Latents are kept where all their pixels are white.
-    factor = mask.shape[-1] // module.image_shape[-1]
-    return init, 1 - max_pool2d((mask <= 127).float(), factor)
+    return images, 1 - max_pool2d((pixels <= 127).float(), factor)
 
 
-def _read_images(path: Path, expected: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Tensor:
-    """uint8 (N, C, H, W) of an image, or of the PNG files of a folder.
-
-    Args:
-        path: of the file, or folder.
-        expected: the shape (C, H, W) that an image must have, given that it has.
-    """
+def _read_images(path: Path, shape: tuple[int, ...]) -> Tensor:
+    """uint8 (N, *shape) of an image, or of the PNG files of a folder."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.glob("*.png") if file.name not in OVERVIEWS)
@@ -334,14 +368,9 @@ def _read_images(path: Path, expected: Callable[[tuple[int, ...]], tuple[int, ..
         raise ValueError(f"{path} is no picture, and no folder of PNG files.")
     images = [read_image(file) for file in files]
     for file, image in zip(files, images, strict=True):
-        shape = tuple(image.shape)
-        try:
-            wanted = expected(shape)
-        except ValueError as error:  # of the codec, which does not know the file
-            raise ValueError(f"{file}: {error}") from error
-        if shape != wanted:
+        if image.shape != shape:
             raise ValueError(
-                f"{file} is {shape}, and must be {wanted}, as the model's images are "
+                f"{file} is {tuple(image.shape)}, and must be {shape}, as the model's images are "
                 "(channels, height, width; a mask has one channel): resize or convert it."
             )
     return torch.stack(images)

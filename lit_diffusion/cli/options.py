@@ -4,6 +4,7 @@ Nothing heavy is imported at the top, so that `--help` of every command answers 
 """
 
 import argparse
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -44,13 +45,13 @@ class SamplingOptions:
     """How images are generated: the options of `add_checkpoint` and `add_sampling`, by name.
 
     None leaves it as it is in the checkpoint. `solver_options` are those of the form
-    --solver.NAME=VALUE.
+    --solver.NAME=VALUE. Without a checkpoint, images that are there are read in such batches.
 
     Raises:
         ValueError: for options that exclude each other.
     """
 
-    checkpoint: str
+    checkpoint: str | None
     weights: str = "ema"
     trust: Sequence[str] = ()
     labels: str | None = None
@@ -71,10 +72,13 @@ class SamplingOptions:
     device: str | None = None
 
     def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"--batch-size must be at least 1, got {self.batch_size}.")
         if self.prompt and self.labels is not None:
             raise ValueError("give --labels or --prompt, not both.")
-        if self.weaker and self.classifier:
-            raise ValueError("give --weaker or --classifier, not both.")
+        if self.steps is not None and any("--solver.steps" in o for o in self.solver_options):
+            raise ValueError("give --steps or --solver.steps, not both.")
+        self._check_guidance()
         if self.init is None and (self.mask or self.strength is not None):
             raise ValueError("--mask and --strength need --init, an image or a folder of them.")
         if self.mask and self.strength is not None:
@@ -84,6 +88,19 @@ class SamplingOptions:
                 "--mask fills in by RePaint, on the steps and times of the checkpoint's own "
                 "solver; leave out --solver. --steps may be given."
             )
+
+    def _check_guidance(self) -> None:
+        if self.guidance is not None and not math.isfinite(self.guidance):
+            raise ValueError(f"--guidance must be finite, got {self.guidance}.")
+        if self.weaker and self.classifier:
+            raise ValueError("give --weaker or --classifier, not both.")
+        if self.guidance_rescale and (self.weaker or self.classifier):
+            raise ValueError("--guidance_rescale goes with classifier-free --guidance alone.")
+        if self.guidance_interval and self.classifier:
+            raise ValueError("--guidance_interval goes with --guidance or --weaker.")
+        has_scale = self.guidance is not None or self.weaker or self.classifier
+        if self.changes_guidance and not has_scale:
+            raise ValueError("--guidance_interval and --guidance_rescale need --guidance S.")
 
     @property
     def changes_solver(self) -> bool:
@@ -113,27 +130,21 @@ def require_lab() -> None:
         ) from error
 
 
-def parse_sampling(
-    parser: Parser, argv: Sequence[str]
-) -> tuple[argparse.Namespace, tuple[str, ...]]:
-    """The options of a parser with `add_sampling`, and those of the form --solver.NAME=VALUE."""
+def parse_sampling(parser: Parser, argv: Sequence[str]) -> argparse.Namespace:
+    """Options of a parser with `add_sampling`; --solver.NAME=VALUE are in `solver_options`."""
     args, others = parser.parse_known_args(argv)
-    if wrong := [o for o in others if o.startswith("--") and not o.startswith("--solver.")]:
-        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
-    if others and not others[0].startswith("--"):
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
-    if args.steps is not None and any(o.startswith("--solver.steps") for o in others):
-        raise ValueError("give --steps or --solver.steps, not both.")
-    if args.batch_size < 1:
-        raise ValueError(f"--batch-size must be at least 1, got {args.batch_size}.")
-    return args, tuple(others)
+    wrong = [o for o in others if o.startswith("--") and not o.startswith("--solver.")]
+    if wrong or (others and not others[0].startswith("--")):
+        parser.error(f"unrecognized arguments: {' '.join(wrong or others)}")
+    args.solver_options = tuple(others)
+    return args
 
 
-def sampling_options(args: argparse.Namespace, solver_options: Sequence[str]) -> SamplingOptions:
-    """What `parse_sampling` returned, as the options of sampling."""
-    names = [field.name for field in fields(SamplingOptions)]
-    values: dict[str, Any] = {name: getattr(args, name, None) for name in names}
-    values["solver_options"] = solver_options
+def sampling_options(args: argparse.Namespace) -> SamplingOptions:
+    """How images are generated, of what `parse_sampling` returned."""
+    values: dict[str, Any] = {
+        each.name: getattr(args, each.name) for each in fields(SamplingOptions)
+    }
     if args.init and not args.mask and args.strength is None:
         values["strength"] = STRENGTH
     return SamplingOptions(**values)

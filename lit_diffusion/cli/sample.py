@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from lit_diffusion.cli.options import (
     Parser,
-    SamplingOptions,
     add_checkpoint,
     add_data,
     add_sampling,
@@ -59,12 +58,21 @@ and the FID of each.""",
 
 def run(argv: Sequence[str]) -> None:
     """Run the command: "sample", then options."""
-    args, solver_options = parse_sampling(build_parser(), argv[1:])
-    sampling = sampling_options(args, solver_options)
-    if args.compare is not None:
-        _refuse_with_compare(sampling, args.trajectory)
-    elif args.compare_steps or args.reference or args.data:
-        raise ValueError("--compare_steps, --reference and --data need --compare.")
+    args = parse_sampling(build_parser(), argv[1:])
+    sampling = sampling_options(args)
+    if args.compare is None:
+        if args.compare_steps or args.reference or args.data:
+            raise ValueError("--compare_steps, --reference and --data need --compare.")
+    else:
+        names = ("solver", "steps", "init", "mask")
+        excluded = [f"--{name}" for name in names if getattr(sampling, name) is not None]
+        excluded += ["--trajectory"] * args.trajectory
+        excluded += [o for o in sampling.solver_options if o.startswith("--solver.steps")]
+        if excluded:
+            raise ValueError(
+                "--compare tries solvers and numbers of steps, from noise; leave out "
+                f"{', '.join(excluded)}."
+            )
     from lit_diffusion.cli.generator import load_generator
     from lit_diffusion.cli.sampling import image_folder, unfinished_record, write_samples
     from lit_diffusion.cli.solver_comparison import ComparisonOptions, compare_solvers
@@ -73,13 +81,11 @@ def run(argv: Sequence[str]) -> None:
     try:
         with raise_on_signals():
             if args.compare is not None:
-                comparison = ComparisonOptions(
-                    args.compare, args.compare_steps, args.num, args.reference, args.data
-                )
+                real = args.reference, args.data
+                comparison = ComparisonOptions(args.compare, args.compare_steps, args.num, *real)
                 print(compare_solvers(sampling, comparison, folder))
                 return
-            generator = load_generator(sampling)
-            record = write_samples(generator, args.num, folder, args.trajectory)
+            record = write_samples(load_generator(sampling), args.num, folder, args.trajectory)
     except KeyboardInterrupt:
         num = unfinished_record(folder).get("num", 0)
         progress = "" if args.compare else f" with {num} of {args.num} images in {folder}"
@@ -87,16 +93,3 @@ def run(argv: Sequence[str]) -> None:
         raise
     source = f"{record['weights']} weights of {record['checkpoint']}"
     print(f"{args.num} images in {folder}, from {source}.")
-
-
-def _refuse_with_compare(sampling: SamplingOptions, trajectory: bool) -> None:
-    """Raise ValueError for options that --compare sets itself, or that begin at an image."""
-    names = ("solver", "steps", "init", "mask")
-    options = [f"--{name}" for name in names if getattr(sampling, name) is not None]
-    options += ["--trajectory"] * trajectory
-    options += [each for each in sampling.solver_options if each.startswith("--solver.steps")]
-    if options:
-        raise ValueError(
-            "--compare tries solvers and numbers of steps, from noise; leave out "
-            f"{', '.join(options)}."
-        )

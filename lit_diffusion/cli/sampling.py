@@ -57,7 +57,8 @@ def write_samples(
         trajectory: whether to write the trajectories of the first images too.
 
     Raises:
-        ValueError: for less than one image, or a folder with images that other options made.
+        ValueError: for less than one image, a folder with images of other options, and a trajectory
+            of a module without a `watch`.
     """
     if num < 1:
         raise ValueError(f"--num must be at least 1, got {num}.")
@@ -71,10 +72,7 @@ def write_samples(
         )
     atomic_write_text(folder / RECORD, json_text(record))  # before any image
     if trajectory:
-        numbers = range(min(num, NUM_TRAJECTORIES))
-        names = [f"seed {generator.options.seed + i}" for i in numbers]
-        module = generator.loaded.module
-        write_trajectory(module, lambda: generator.generate(numbers), names, folder)
+        write_trajectory(generator, min(num, NUM_TRAJECTORIES), folder)
     start = last_print = time.monotonic()
     batch_size = generator.options.batch_size
     for begin in range(first, num, batch_size):

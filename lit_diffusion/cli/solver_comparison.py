@@ -11,12 +11,12 @@ from PIL import Image
 
 from lit_diffusion.cli.generator import (
     ImageGenerator,
+    build_guidance,
     build_solver,
     load_generator,
     shipped_solvers,
     trained_solver,
 )
-from lit_diffusion.cli.guidance_options import build_guidance
 from lit_diffusion.cli.image_grids import table, text_image, tile
 from lit_diffusion.cli.options import SamplingOptions
 from lit_diffusion.cli.run_data import protocol_of_run, real_images
@@ -32,8 +32,8 @@ from lit_diffusion.grids import LogSNR
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.images import as_image_set
 from lit_diffusion.metrics.reference import MIN_IMAGES, Scorer, measure_reference
-from lit_diffusion.modules.checks import check_clipping, check_objective, check_sampling
-from lit_diffusion.protocols import NonFiniteSamples, Process, Solver
+from lit_diffusion.modules.checks import check_clipping, check_sampling
+from lit_diffusion.protocols import NonFiniteSamples, Solver
 from lit_diffusion.signals import defer_signals, print_error
 from lit_diffusion.solvers.steps import check_steps, solver_times, time_grid_of
 
@@ -90,7 +90,7 @@ def compare_solvers(sampling: SamplingOptions, comparison: ComparisonOptions, fo
     # --solver.NAME goes to each solver of the comparison, and not to that of the checkpoint
     loading = replace(sampling, solver_options=())
     generator = replace(load_generator(loading, check=False), options=sampling)
-    trained_solver(generator.loaded)
+    trained_solver(generator.loaded)  # refuses a module without
     steps = sorted(set(comparison.steps or (5, 10, 20, 50)))
     check_steps(steps[0])
     cells = [Cell(name, num) for name in _solver_names(comparison.solvers) for num in steps]
@@ -102,7 +102,14 @@ def compare_solvers(sampling: SamplingOptions, comparison: ComparisonOptions, fo
             cell.fid = compute_fid(folder / cell.name)
         text = f"{cell.solver}, {cell.steps} steps: {cell.caption}"
         print_error(f"{text}  ({number} of {len(cells)})")
-    left_out = _reasons(cells)
+    steps_by_reason: dict[tuple[str, str], list[str]] = {}
+    for cell in cells:
+        if cell.left_out:
+            steps_by_reason.setdefault((cell.solver, cell.left_out), []).append(str(cell.steps))
+    left_out = [
+        f"Left out: {solver} in {', '.join(steps)} steps: {reason}"
+        for (solver, reason), steps in steps_by_reason.items()
+    ]
     if all(cell.left_out for cell in cells):
         raise ValueError(f"no solver can run. {left_out[0]}")
     _write_comparison(generator, comparison.num, cells, scored, folder)
@@ -137,13 +144,12 @@ def _generate_cell(generator: ImageGenerator, num: int, cell: Cell, folder: Path
 
         module.solver = with_fitting_grid(module.solver, check)
         cell.grid = str(time_grid_of(module.solver))
-        parts = module.process, module.parameterization, module.loss
-        check_objective(*parts, module.solver, module.guidance)
+        check(module.solver)
         check_clipping(module.codec, module.solver, module.guidance)
     except ValueError as error:
         cell.left_out = str(error)
         return
-    cell.evaluations = num_evaluations(module.solver, module.process)
+    cell.evaluations = len(solver_times(module.solver, module.process))
     record = generator.record(num, num)
     cell.sampling = record["sampling"]
     if (folder / "grid.png").exists() and (folder / RECORD).read_text() == json_text(record):
@@ -174,18 +180,6 @@ def with_fitting_grid(solver: Any, check: Callable[[Any], None]) -> Any:
     return solver
 
 
-def num_evaluations(solver: Solver, process: Process) -> int:
-    """Number of function evaluations (NFE) of a solver for an image.
-
-    Example:
-        >>> from lit_diffusion.processes import CosineBetas, DiscreteVP
-        >>> from lit_diffusion.solvers import Heun
-        >>> num_evaluations(Heun(10), DiscreteVP(CosineBetas(100)))
-        19
-    """
-    return len(solver_times(solver, process))
-
-
 def _prepare_fid(
     generator: ImageGenerator, comparison: ComparisonOptions
 ) -> tuple[Callable[[Path], float] | None, dict[str, Any]]:
@@ -198,7 +192,6 @@ def _prepare_fid(
         if num < MIN_IMAGES:
             raise ValueError(f"it needs {MIN_IMAGES} images or more, got --num {num}.")
         protocol = protocol_by_name(protocol_of_run(options.checkpoint))
-        protocol.check()
         device: Any = generator.loaded.module.device
         scorer = Scorer(protocol, protocol.build().to(device), device, options.batch_size)
         real, others = real_images(
@@ -262,15 +255,3 @@ def _draw_cells(cells: list[Cell], folder: Path, num: int) -> Image.Image:
             row.append(table(lines))
         rows.append(row)
     return table(rows)
-
-
-def _reasons(cells: list[Cell]) -> list[str]:
-    """A line for each solver and reason why cells of it are left out."""
-    steps_by_reason: dict[tuple[str, str], list[str]] = {}
-    for cell in cells:
-        if cell.left_out:
-            steps_by_reason.setdefault((cell.solver, cell.left_out), []).append(str(cell.steps))
-    return [
-        f"Left out: {solver} in {', '.join(steps)} steps: {reason}"
-        for (solver, reason), steps in steps_by_reason.items()
-    ]

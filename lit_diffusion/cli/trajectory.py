@@ -1,12 +1,13 @@
 """Trajectories of the first samples from noise to image, as trajectory.png and trajectory.gif."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from PIL import Image
 from torch import Tensor
 
+from lit_diffusion.cli.generator import ImageGenerator
 from lit_diffusion.cli.image_grids import table, text_image, tile
 from lit_diffusion.files import atomic_write
 from lit_diffusion.metrics.images import evenly_spaced
@@ -56,20 +57,13 @@ class Trajectory:
             self._every *= 2
 
 
-def write_trajectory(
-    module: Any, generate: Callable[[], Tensor], names: Sequence[str], folder: Path
-) -> None:
-    """Write trajectory.png and trajectory.gif of N samples.
-
-    Args:
-        module: its `watch` is called by the solver at every step.
-        generate: makes the module generate N images, uint8 (N, C, H, W).
-        names: of the N samples.
-        folder: for the files.
+def write_trajectory(generator: ImageGenerator, num: int, folder: Path) -> None:
+    """Write trajectory.png and trajectory.gif of the first `num` images.
 
     Raises:
-        ValueError: for a module without a `watch`.
+        ValueError: for a module without a `watch`, which the solver calls at every step.
     """
+    module: Any = generator.loaded.module
     if not hasattr(module, "watch"):
         raise ValueError(
             f"--trajectory needs a module that tells its `watch` of each step, as DiffusionModule "
@@ -77,14 +71,15 @@ def write_trajectory(
         )
     module.watch = trajectory = Trajectory(module)
     try:
-        images = generate()
+        images = generator.generate(range(num))
     finally:
         module.watch = None
     frames = [*trajectory.frames, Frame("end", 0.0, images, images)]
-    with defer_signals(), atomic_write(folder / "trajectory.png") as file:
-        _draw_strip(frames, names).save(file, "PNG")
+    names = [f"seed {generator.options.seed + i}" for i in range(num)]
     pictures = [_draw_frame(frame, names) for frame in frames]
     durations = [1000 * GIF_SECONDS // len(frames)] * (len(frames) - 1) + [1500]
+    with defer_signals(), atomic_write(folder / "trajectory.png") as file:
+        _draw_strip(frames, names).save(file, "PNG")
     with defer_signals(), atomic_write(folder / "trajectory.gif") as file:
         pictures[0].save(
             file, "GIF", save_all=True, append_images=pictures[1:], duration=durations, loop=0

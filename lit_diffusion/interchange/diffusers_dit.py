@@ -21,8 +21,10 @@ _OUTSIDE = {
 _SHARED = {
     "t_embedder.mlp.0": "norm1.emb.timestep_embedder.linear_1",
     "t_embedder.mlp.2": "norm1.emb.timestep_embedder.linear_2",
+    "y_embedder.embedding_table": "norm1.emb.class_embedder.embedding_table",
 }
 _BLOCK = {
+    "attn.qkv": "attn1.to_q attn1.to_k attn1.to_v",
     "attn.proj": "attn1.to_out.0",
     "mlp.fc1": "ff.net.0.proj",
     "mlp.fc2": "ff.net.2",
@@ -62,22 +64,22 @@ def to_config(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Convert weights of our DiT to theirs, in which each block has an embedding of its own."""
+    """Convert weights of our DiT to theirs, in which each block has an embedding of its own.
+
+    The table of positions is left out, as they compute it.
+    """
     depth = len({name.split(".")[1] for name in state if name.startswith("blocks.")})
-    labels = state["y_embedder.embedding_table.weight"]
     converted: dict[str, Tensor] = {}
-    for kind in ("weight", "bias"):
-        for ours, theirs in _OUTSIDE.items():
-            converted[f"{theirs}.{kind}"] = state[f"{ours}.{kind}"]
-        for i in range(depth):
-            block, other = f"blocks.{i}", f"transformer_blocks.{i}"
-            names = _SHARED | {f"{block}.{ours}": theirs for ours, theirs in _BLOCK.items()}
-            for ours, theirs in names.items():
-                converted[f"{other}.{theirs}.{kind}"] = state[f"{ours}.{kind}"].clone()
-            qkv = state[f"{block}.attn.qkv.{kind}"].chunk(3)
-            for name, part in zip("qkv", qkv, strict=True):
-                converted[f"{other}.attn1.to_{name}.{kind}"] = part
-    for i in range(depth):
-        table = f"transformer_blocks.{i}.norm1.emb.class_embedder.embedding_table.weight"
-        converted[table] = labels.clone()
+    for name, value in state.items():
+        layer, _, kind = name.rpartition(".")
+        if layer in _OUTSIDE:
+            converted[f"{_OUTSIDE[layer]}.{kind}"] = value
+        elif layer in _SHARED:
+            for i in range(depth):
+                converted[f"transformer_blocks.{i}.{_SHARED[layer]}.{kind}"] = value.clone()
+        elif layer.startswith("blocks."):
+            _, block, within = layer.split(".", 2)
+            theirs = _BLOCK[within].split()
+            for other, part in zip(theirs, value.chunk(len(theirs)), strict=True):
+                converted[f"transformer_blocks.{block}.{other}.{kind}"] = part
     return converted

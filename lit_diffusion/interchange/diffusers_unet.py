@@ -6,7 +6,8 @@ Their labels have no "no class": an export has a last row of zeros for it, after
 """
 
 import inspect
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -32,21 +33,24 @@ FIXED: Json = {
 }
 """Arguments of UNet2DModel that have these values, their defaults, in every network of ours."""
 
-# Our names of layers -> theirs: within a residual block, and outside of all blocks.
-_RES_BLOCK = {
-    "in_layers.0": "norm1",
-    "in_layers.2": "conv1",
-    "emb_layers.1": "time_emb_proj",
-    "out_layers.0": "norm2",
-    "out_layers.3": "conv2",
-    "skip_connection": "conv_shortcut",
-}
+# Our names of layers -> theirs: outside of blocks, and within one.
 _OUTSIDE = {
     "time_embed.0": "time_embedding.linear_1",
     "time_embed.2": "time_embedding.linear_2",
     "input_blocks.0.0": "conv_in",
     "out.0": "conv_norm_out",
     "out.2": "conv_out",
+}
+_ATTENTION = {"norm": "group_norm", "qkv": "to_q to_k to_v", "proj_out": "to_out.0"}
+_LAYERS = _ATTENTION | {
+    "in_layers.0": "norm1",
+    "in_layers.2": "conv1",
+    "emb_layers.1": "time_emb_proj",
+    "out_layers.0": "norm2",
+    "out_layers.3": "conv2",
+    "skip_connection": "conv_shortcut",
+    "op": "conv",
+    "conv": "conv",
 }
 
 
@@ -132,23 +136,21 @@ def to_diffusers(state: Mapping[str, Tensor], arguments: Mapping[str, Any]) -> d
     """
     a = _with_defaults(arguments)
     converted: dict[str, Tensor] = {}
-    for kind in ("weight", "bias"):
-        for ours, theirs in _plain_layers(a):
-            if f"{ours}.{kind}" in state:  # no skip_connection between equal widths
-                converted[f"{theirs}.{kind}"] = state[f"{ours}.{kind}"]
-        for ours, theirs in _attention_blocks(a):
-            qkv, out = (state[f"{ours}.{part}.{kind}"] for part in ("qkv", "proj_out"))
-            if kind == "weight":  # of 1x1 convolutions
-                qkv, out = qkv.squeeze(-1), out.squeeze(-1)
-            if a["split_heads_first"]:  # (heads, q k v, head_channels) to (q k v, heads, ...)
-                heads = qkv.reshape(-1, 3, _head_channels(a), *qkv.shape[1:])
-                qkv = heads.transpose(0, 1).flatten(0, 2)
-            for name, part in zip("qkv", qkv.chunk(3), strict=True):
-                converted[f"{theirs}.to_{name}.{kind}"] = part
-            converted[f"{theirs}.to_out.0.{kind}"] = out
-    if "label_emb.weight" in state:
-        rows = state["label_emb.weight"]
-        converted["class_embedding.weight"] = torch.cat([rows, torch.zeros_like(rows[:1])])
+    for name, value in state.items():
+        layer, _, kind = name.rpartition(".")
+        if layer == "label_emb":
+            no_class = torch.zeros_like(value[:1])
+            converted["class_embedding.weight"] = torch.cat([value, no_class])
+            continue
+        theirs = _their_layers(layer, a["num_res_blocks"])
+        if _is_linear(theirs[0]) and kind == "weight":
+            value = value.squeeze(-1)
+        if len(theirs) == 3 and a["split_heads_first"]:
+            # (heads, q k v, head_channels, ...) to (q k v, heads, head_channels, ...)
+            heads = value.reshape(-1, 3, _head_channels(a), *value.shape[1:])
+            value = heads.transpose(0, 1).flatten(0, 2)
+        for their_layer, part in zip(theirs, value.chunk(len(theirs)), strict=True):
+            converted[f"{their_layer}.{kind}"] = part
     return converted
 
 
@@ -162,23 +164,50 @@ def from_diffusers(
     Args:
         state: their weights by name.
         config: arguments of UNet2DModel.
+
+    Raises:
+        KeyError: if an argument or a weight is missing.
     """
     arguments = from_config(config)
-    converted: dict[str, Tensor] = {}
-    for kind in ("weight", "bias"):
-        for ours, theirs in _plain_layers(arguments):
-            if f"{theirs}.{kind}" in state:
-                converted[f"{ours}.{kind}"] = state[f"{theirs}.{kind}"]
-        for ours, theirs in _attention_blocks(arguments):
-            qkv = torch.cat([state[f"{theirs}.to_{name}.{kind}"] for name in "qkv"])
-            out = state[f"{theirs}.to_out.0.{kind}"]
-            converted[f"{ours}.qkv.{kind}"] = qkv[..., None] if kind == "weight" else qkv
-            converted[f"{ours}.proj_out.{kind}"] = out[..., None] if kind == "weight" else out
     if arguments["num_classes"] is not None:
         rows = state["class_embedding.weight"]
-        arguments["num_classes"] = num_classes = len(rows) - (not rows[-1].any())
-        converted["label_emb.weight"] = rows[:num_classes]
+        arguments["num_classes"] = len(rows) - (not rows[-1].any())
+    with torch.device("meta"):
+        names = UNet(**arguments).state_dict()
+    converted: dict[str, Tensor] = {}
+    for name in names:
+        layer, _, kind = name.rpartition(".")
+        if layer == "label_emb":
+            converted[name] = rows[: arguments["num_classes"]]
+            continue
+        theirs = _their_layers(layer, arguments["num_res_blocks"])
+        value = torch.cat([state[f"{their_layer}.{kind}"] for their_layer in theirs])
+        converted[name] = value[..., None] if _is_linear(theirs[0]) and kind == "weight" else value
     return arguments, converted
+
+
+def _their_layers(layer: str, num_res_blocks: int) -> list[str]:
+    """Name of our layer in UNet2DModel, or of three where ours has q, k and v in one."""
+    if layer in _OUTSIDE:
+        return [_OUTSIDE[layer]]
+    match = re.fullmatch(r"(input|middle|output)_blocks?\.(?:(\d+)\.)?(\d)\.(.+)", layer)
+    assert match is not None
+    stack, i, j, within = match.groups()
+    kind = "attentions" if within in _ATTENTION else "resnets"
+    if stack == "middle":
+        block = f"mid_block.{kind}.{int(j) // 2}"
+    else:
+        side = "down" if stack == "input" else "up"
+        level, k = divmod(int(i) - (side == "down"), num_res_blocks + 1)
+        # The last part of a level is smaller or larger than the others.
+        resamples = k == num_res_blocks and kind == "resnets" and (side == "down" or j != "0")
+        block = f"{side}_blocks.{level}.{f'{side}samplers.0' if resamples else f'{kind}.{k}'}"
+    return [f"{block}.{name}" for name in _LAYERS[within].split()]
+
+
+def _is_linear(their_layer: str) -> bool:
+    """Whether a layer is a linear map of attention, which is a convolution of one pixel in ours."""
+    return ".to_" in their_layer
 
 
 def _with_defaults(arguments: Mapping[str, Any]) -> Json:
@@ -212,50 +241,3 @@ def _refuse(name: str, value: object, supported: str) -> NoReturn:
         f"{name}={value}: diffusers' UNet2DModel has {supported}; export with --format "
         "safetensors, or train a network that it has."
     )
-
-
-def _plain_layers(a: Json) -> Iterator[tuple[str, str]]:
-    """(our name, their name) of all layers but labels and the linear maps of attention."""
-    yield from _OUTSIDE.items()
-    for kind, ours, theirs in _blocks(a):
-        if kind == "res":
-            yield from (
-                (f"{ours}.{name}", f"{theirs}.{other}") for name, other in _RES_BLOCK.items()
-            )
-        elif kind == "attention":
-            yield f"{ours}.norm", f"{theirs}.group_norm"
-        else:
-            yield ours, theirs
-
-
-def _attention_blocks(a: Json) -> list[tuple[str, str]]:
-    return [(ours, theirs) for kind, ours, theirs in _blocks(a) if kind == "attention"]
-
-
-def _blocks(a: Json) -> Iterator[tuple[str, str, str]]:
-    """(kind, our name, their name) of all blocks; a kind is "res", "attention" or "conv"."""
-    attends, per_level = _attention_levels(a), a["num_res_blocks"] + 1
-    last, updown = len(attends) - 1, a["resblock_updown"]
-    for level, attend in enumerate(attends):
-        theirs = f"down_blocks.{level}"
-        for j in range(per_level - 1):
-            yield from _stage(f"input_blocks.{1 + level * per_level + j}", theirs, j, attend)
-        if level < last:
-            ours, theirs = f"input_blocks.{(level + 1) * per_level}.0", f"{theirs}.downsamplers.0"
-            yield ("res", ours, theirs) if updown else ("conv", f"{ours}.op", f"{theirs}.conv")
-    yield from _stage("middle_block", "mid_block", 0, attend=True)
-    yield "res", "middle_block.2", "mid_block.resnets.1"
-    for up, attend in enumerate(reversed(attends)):
-        theirs = f"up_blocks.{up}"
-        for j in range(per_level):
-            ours = f"output_blocks.{up * per_level + j}"
-            yield from _stage(ours, theirs, j, attend)
-        if up < last:
-            ours, theirs = f"{ours}.{1 + attend}", f"{theirs}.upsamplers.0"
-            yield ("res", ours, theirs) if updown else ("conv", f"{ours}.conv", f"{theirs}.conv")
-
-
-def _stage(ours: str, theirs: str, i: int, attend: bool) -> Iterator[tuple[str, str, str]]:
-    yield "res", f"{ours}.0", f"{theirs}.resnets.{i}"
-    if attend:
-        yield "attention", f"{ours}.1", f"{theirs}.attentions.{i}"

@@ -176,18 +176,10 @@ def check_state_dict(
     name = network_class.__name__
     try:
         with torch.device("meta"):
-            expected = build_network(network_class, arguments).state_dict()
+            network = build_network(network_class, arguments)
+        network.load_state_dict(state, assign=True)
     except (TypeError, KeyError) as error:  # an argument or condition that does not exist
         raise ValueError(f"{source}: {name} cannot be built: {error}.") from None
-    mismatches = [f"the file lacks {name}" for name in expected if name not in state]
-    mismatches += [f"the network lacks {name}" for name in state if name not in expected]
-    mismatches += [
-        f"{name} is {tuple(state[name].shape)} in the file, {tuple(value.shape)} in the network"
-        for name, value in expected.items()
-        if name in state and state[name].shape != value.shape
-    ]
-    if mismatches:
-        more = f" and {len(mismatches) - 3} more" if len(mismatches) > 3 else ""
-        raise ValueError(
-            f"{source} is no {name} of {dict(arguments)}: {'; '.join(mismatches[:3])}{more}."
-        )
+    except RuntimeError as error:  # names the weights
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{source} is no {name} of {dict(arguments)}: {reason:.300}") from None

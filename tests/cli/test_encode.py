@@ -18,7 +18,7 @@ from lit_diffusion import load
 from lit_diffusion.cli.encoding import encode_shards, launcher_rank_and_world_size, plan_shards
 from lit_diffusion.data.image_folder import ImageFolder
 from lit_diffusion.data.latents import LatentIndex, Latents
-from lit_diffusion.metrics.images import read_image
+from lit_diffusion.metrics.images import open_split, read_image
 from lit_diffusion.modules.vae import WEIGHTS, VAECodec
 
 pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
@@ -64,37 +64,28 @@ ENCODE = "encode --images pictures --image-size 32 --vae vae --out latents --sha
 pytestmark = pytest.mark.filterwarnings("ignore:.*cannot fill a covariance")
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """A folder with pictures, a VAE, latents and a run on them."""
-    folder = tmp_path_factory.mktemp("trained")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        small_vae.save("vae")
-        class_folders(folder / "pictures", "ab", each=8, size=(40, 32))
-        class_folders(folder / "crops", "ab", each=8, size=(32, 32))
-        assert call(ENCODE) == 0
-        Path("latents.yaml").write_text(CONFIG)
-        assert call("fit --config latents.yaml") == 0
-    return folder
-
-
 @pytest.fixture
-def folder(trained, tmp_path, monkeypatch):
-    """A copy of it, which is the current folder."""
-    shutil.copytree(trained, tmp_path / "copy")
-    monkeypatch.chdir(tmp_path / "copy")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "copy" / "cache"))
+def folder(tmp_path, monkeypatch):
+    """The current folder, with pictures, a VAE, and latents."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    small_vae.save("vae")
+    class_folders(tmp_path / "pictures", "ab", each=8, size=(40, 32))
+    class_folders(tmp_path / "crops", "ab", each=8, size=(32, 32))
+    assert call(ENCODE) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
-def test_a_model_is_trained_scored_and_sampled_on_what_it_writes(capsys):
-    assert call(ENCODE.replace("latents", "others")) == 0
-    assert "8 shards written to others, which has 8 of 8." in capsys.readouterr().out
+def test_a_model_is_trained_scored_edited_and_sampled_on_what_it_writes(capsys):
     assert call(ENCODE) == 0
-    assert "0 shards written" in capsys.readouterr().out
+    assert "0 shards written to latents, which has 8 of 8." in capsys.readouterr().out
+    Path("latents.yaml").write_text(CONFIG.replace("reference: crops", "reference: val"))
+    assert call("fit --config latents.yaml") == 2
+    assert "val: the data are latents, and images are compared" in capsys.readouterr().err
+    assert not Path("run/checkpoints/last.ckpt").exists()
+    Path("latents.yaml").write_text(CONFIG)
+    assert call("fit --config latents.yaml") == 0
     record = json.loads(Path("run/evaluations.jsonl").read_text().splitlines()[-1])
     assert (record["reference"], record["non_finite"]) == ("crops", 0)
     assert record["value"] > 0
@@ -110,22 +101,13 @@ def test_a_model_is_trained_scored_and_sampled_on_what_it_writes(capsys):
     capsys.readouterr()
     assert call(evaluate) == 2
     assert "run was trained on latents; pass --reference DIR, a folder" in capsys.readouterr().err
+    check_edits(capsys)
     weights = Path("vae/diffusion_pytorch_model.safetensors")
     state = bytearray(weights.read_bytes())
     state[-1] ^= 1
     weights.write_bytes(state)
     assert call("sample --checkpoint run --num 2 --out others") == 2
     assert "the checkpoint is of latents of the VAE vae with SHA-256" in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("folder")
-def test_a_reference_of_latents_is_refused_before_the_first_step(capsys):
-    Path("latents.yaml").write_text(CONFIG.replace("reference: crops", "reference: val"))
-    assert call("fit --config latents.yaml --trainer.default_root_dir=other") == 2
-    assert "val: the data are latents, and images are compared with images" in (
-        capsys.readouterr().err
-    )
-    assert not Path("other/checkpoints/last.ckpt").exists()
 
 
 @pytest.mark.system
@@ -144,16 +126,8 @@ def test_two_processes_share_the_shards():
     assert together == alone
 
 
-@pytest.mark.usefixtures("folder")
-def test_a_picture_that_cannot_be_read_is_named(capsys):
-    Path("pictures/a/3.png").write_bytes(b"no picture")
-    assert call(ENCODE.replace("--out latents", "--out others")) == 2
-    assert "3.png" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("folder")
-def test_latents_are_edited_by_pictures_and_a_mask_in_pixels(capsys):
+def check_edits(capsys):
+    """By pictures, and by a mask in pixels."""
     mask = np.zeros((32, 32), dtype=np.uint8)
     mask[:, 15:] = 255  # of the latent of pixels 14 and 15 one pixel is not kept
     Image.fromarray(mask).save("mask.png")
@@ -172,7 +146,7 @@ def test_latents_are_edited_by_pictures_and_a_mask_in_pixels(capsys):
     Image.new("L", (32, 32)).save("grey.png")
     for init, message in (
         ("pictures/a/0.png", "0.png is (3, 32, 40), and must be (3, 32, 32)"),
-        ("grey.png", "grey.png: VAECodec('vae', scale=0.5, shift=0.0) takes images of 3 channels"),
+        ("grey.png", "grey.png is (1, 32, 32), and must be (3, 32, 32)"),
     ):
         assert call(f"sample --checkpoint run --num 1 --out out --init {init}") == 2
         assert message in capsys.readouterr().err
@@ -229,6 +203,8 @@ def test_shards_hold_the_moments_of_the_crops_that_training_on_images_sees(sourc
     torch.testing.assert_close(mirrored, expected, rtol=1e-3, atol=1e-3)
     data = Latents(str(whole), val=2)
     data.check()
+    with pytest.raises(TypeError, match="latents, and images are compared with images"):
+        list(open_split(data, "val").batches(2))
     assert (data.image_shape, data.class_names) == ((3, 16, 16), ("a", "b"))
     assert data.vae_sha256 == codec.sha256
 
@@ -245,10 +221,10 @@ def test_a_call_that_was_stopped_goes_on_and_gives_the_same_files(
         unpatched(self, path, *tensors)
 
     unpatched = LatentIndex.write_shard
-    monkeypatch.setattr(LatentIndex, "write_shard", write_shard)
-    with pytest.raises(KeyboardInterrupt):
-        encode(source, tmp_path / "out")
-    monkeypatch.setattr(LatentIndex, "write_shard", unpatched)
+    with monkeypatch.context() as patch:
+        patch.setattr(LatentIndex, "write_shard", write_shard)
+        with pytest.raises(KeyboardInterrupt):
+            encode(source, tmp_path / "out")
     (tmp_path / "out" / written[0]).write_bytes(b"cut")
     before = (tmp_path / "out" / written[1]).stat().st_mtime_ns
     assert encode(source, tmp_path / "out") == 4
@@ -295,6 +271,13 @@ def test_a_shard_of_other_latents_or_another_place_is_written_again(
     assert content(tmp_path / "out") == content(whole)
 
 
+def test_a_picture_that_cannot_be_read_is_named(source, tmp_path):
+    shutil.copytree(source, tmp_path / "copy")
+    (tmp_path / "copy" / "pictures" / "a" / "1.png").write_bytes(b"no picture")
+    with pytest.raises(ValueError, match=r"1\.png"):
+        encode(tmp_path / "copy", tmp_path / "out")
+
+
 def test_moments_that_are_not_finite_are_refused(source, tmp_path):
     """Of an encoder that has a weight that is none."""
     small_vae.save(tmp_path / "vae")
@@ -318,18 +301,15 @@ def test_a_file_in_the_place_of_the_folder_and_odd_sizes_are_refused(source, tmp
     assert not (tmp_path / "other").exists()
 
 
-@pytest.mark.parametrize(
-    ("variables", "expected"),
-    [
-        ({}, (0, 1)),
-        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}, (0, 1)),  # a job's script shares with nobody
-        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}, (1, 4)),
-        ({"RANK": "2", "WORLD_SIZE": "3", "SLURM_PROCID": "1", "SLURM_NTASKS": "4"}, (2, 3)),
-    ],
-)
-def test_launchers_say_which_share_is_ours(monkeypatch, variables, expected):
+def test_launchers_say_which_share_is_ours(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert launcher_rank_and_world_size() == expected
+    for variables, expected in (
+        ({}, (0, 1)),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4"}, (0, 1)),  # a job's script shares with nobody
+        ({"SLURM_STEP_ID": "0"}, (1, 4)),
+        ({"RANK": "2", "WORLD_SIZE": "3"}, (2, 3)),
+    ):
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert launcher_rank_and_world_size() == expected

@@ -3,7 +3,6 @@ import os
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -25,9 +24,9 @@ RUN = "evaluate --checkpoint run --extractor digits-cnn"
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path, tmp_path_factory, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
     return tmp_path
 
 
@@ -38,11 +37,11 @@ def run(folder):
 
 def test_scores_are_torch_fidelitys_on_the_same_pngs(run, capsys):
     write_digits("real", "val", 40)
-    assert call(f"{RUN} --reference real --num 30 --out made") == 0
+    assert call(f"{RUN} --reference real --num 30 --steps 2 --out fake") == 0
     record = json.loads(capsys.readouterr().out)
-    Path("made/grid.png").unlink()
+    Path("fake/grid.png").unlink()
     expected = calculate_metrics(
-        input1="made",
+        input1="fake",
         input2="real",
         fid=True,
         kid=True,
@@ -64,7 +63,8 @@ def test_scores_are_torch_fidelitys_on_the_same_pngs(run, capsys):
         assert record[name] == pytest.approx(expected[theirs], rel=1e-3, abs=1e-6)
 
 
-def test_each_image_passes_the_extractor_once(run, monkeypatch, capsys):
+def test_each_image_passes_the_extractor_once(run, monkeypatch, folder):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     write_digits("real", "val", 40)
     passed, forward = [], SmallClassifier.forward
 
@@ -79,11 +79,17 @@ def test_each_image_passes_the_extractor_once(run, monkeypatch, capsys):
         assert sum(passed) == 40 + 20 + extra
 
 
-def test_the_floor_has_the_labels_of_the_samples_and_the_table_other_metrics(run, capsys):
-    assert call(f"{RUN} --num 20 --steps 2") == 0
+def test_the_record_has_everything_that_the_scores_depend_on(run, capsys):
+    assert call(f"{RUN} --num 20 --steps 2 --labels 3,-1 --seed 5 --weights raw") == 0
     output = capsys.readouterr()
     record = json.loads(output.out)
-    assert record["floor_images"] == "20 train images with the samples' labels against val"
+    assert (record["num_fake"], record["num_real"], record["reference"]) == (20, 360, "val")
+    assert (record["protocol"], len(record["extractor_sha256"])) == ("digits-cnn", 64)
+    assert record["floor_images"] == "20 train images, 3 with the samples' labels, against val"
+    assert 0 < record["floor_sd"] < record["fid_floor"]
+    samples = record["samples"]
+    assert (samples["weights"], samples["seeds"], samples["labels"]) == ("raw", [5, 25], [3, -1])
+    assert samples["sampling"]["steps"] == 2
     assert f"FID 20     {record['fid']:.4g}   (floor " in output.err
     others = record["second_look"]
     for name in ("pixels", "random-cnn"):
@@ -93,22 +99,10 @@ def test_the_floor_has_the_labels_of_the_samples_and_the_table_other_metrics(run
     assert f"in pixels {others['pixel recall']:.3f}" in output.err
 
 
-def test_the_record_has_everything_that_the_scores_depend_on(run, capsys):
-    assert call(f"{RUN} --num 20 --steps 2 --labels 3,-1 --seed 5 --weights raw") == 0
-    record = json.loads(capsys.readouterr().out)
-    assert (record["num_fake"], record["num_real"], record["reference"]) == (20, 360, "val")
-    assert (record["protocol"], len(record["extractor_sha256"])) == ("digits-cnn", 64)
-    assert record["floor_images"] == "20 train images, 3 with the samples' labels, against val"
-    assert 0 < record["floor_sd"] < record["fid_floor"]
-    samples = record["samples"]
-    assert (samples["weights"], samples["seeds"], samples["labels"]) == ("raw", [5, 25], [3, -1])
-    assert samples["sampling"]["steps"] == 2
-
-
 def test_as_many_images_as_are_real_are_generated_with_the_protocol_of_the_run(run, capsys):
     write_digits("real", "val", 12)
     Path("run/evaluations.jsonl").write_text('{"protocol": "digits-cnn", "step": 3}\n')
-    assert call("evaluate --checkpoint run --reference real --out images") == 0
+    assert call("evaluate --checkpoint run --reference real --steps 1 --out images") == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["num_fake"], record["protocol"]) == (12, "digits-cnn")
     assert call("evaluate --images images --reference real --extractor digits-cnn") == 0
@@ -117,39 +111,26 @@ def test_as_many_images_as_are_real_are_generated_with_the_protocol_of_the_run(r
     assert again["fid"] == record["fid"]
 
 
-def test_a_checkpoint_beside_images_names_their_data_and_makes_none(run, capsys):
-    call("sample --checkpoint run --num 12 --out made")
+def test_a_checkpoint_or_config_beside_images_names_their_data(run, capsys):
+    call("sample --checkpoint run --num 12 --steps 1 --out images")
     content = torch.load("run/checkpoints/last.ckpt", weights_only=True)
     del content["hyper_parameters"]  # nothing is built of the module
     torch.save(content, "run/checkpoints/data.ckpt")
-    capsys.readouterr()
-    images = "evaluate --images made --extractor digits-cnn"
-    record = {}
-    for split, num in (("train", 1437), ("val", 360)):
-        option = "" if split == "val" else f"--reference {split}"
-        assert call(f"{images} --checkpoint run/checkpoints/data.ckpt {option}") == 0
-        record = json.loads(capsys.readouterr().out)
-        assert call(f"{images} --data run/config.yaml {option}") == 0
-        assert json.loads(capsys.readouterr().out) == record
-        assert (record["reference"], record["num_real"], record["num_fake"]) == (split, num, 12)
     write_digits("real", "val", 360)
-    assert call(f"{images} --reference real") == 0
-    assert record["fid"] == pytest.approx(json.loads(capsys.readouterr().out)["fid"], rel=1e-6)
-    assert record["samples"]["checkpoint"] == "run/checkpoints/last.ckpt"
-
-
-def test_real_images_score_better_than_noise(capsys):
-    write_digits("real", "val", 60)
-    write_digits("train", "train", 60)
-    Path("noise").mkdir()
-    for i in range(60):
-        pixels = torch.randint(256, (8, 8), generator=torch.Generator().manual_seed(i))
-        Image.fromarray(pixels.numpy().astype(np.uint8)).save(f"noise/{i:04d}.png")
-    fids = []
-    for images in ("train", "noise"):
-        call(f"evaluate --images {images} --reference real --extractor digits-cnn")
-        fids.append(json.loads(capsys.readouterr().out)["fid"])
-    assert fids[0] < fids[1] / 4
+    records = []
+    for source in (
+        "--data run/config.yaml --reference train",
+        "--checkpoint run/checkpoints/data.ckpt",
+        "--reference real",
+    ):
+        capsys.readouterr()
+        assert call(f"evaluate --images images --extractor digits-cnn {source}") == 0
+        records.append(json.loads(capsys.readouterr().out))
+    train, val, real = records
+    assert (train["reference"], train["num_real"], train["num_fake"]) == ("train", 1437, 12)
+    assert (val["reference"], val["num_real"]) == ("val", 360)
+    assert val["fid"] == pytest.approx(real["fid"], rel=1e-6)
+    assert val["samples"]["checkpoint"] == "run/checkpoints/last.ckpt"
 
 
 LONE = {
@@ -178,14 +159,14 @@ def touched(folder):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", ["image_folder.ImageFolder", "streaming.StreamedImages"])
 @pytest.mark.parametrize("command", LONE)
 def test_data_that_a_checkpoint_alone_names_are_not_touched(
-    run, capsys, monkeypatch, touched, name, command
+    run, capsys, monkeypatch, touched, command
 ):
     monkeypatch.setattr(solver_comparison, "protocol_of_run", lambda _: "digits-cnn")
     content = torch.load("run/checkpoints/last.ckpt", weights_only=True)
-    data = {"_class_path": f"lit_diffusion.data.{name}", "train": "elsewhere", "val": "elsewhere"}
+    path = "lit_diffusion.data.image_folder.ImageFolder"
+    data = {"_class_path": path, "train": "elsewhere", "val": "elsewhere"}
     content["datamodule_hyper_parameters"] = data | {"image_size": 8, "channels": 1}
     torch.save(content, "lone.ckpt")
     write_digits("real", "val", 8)
@@ -205,40 +186,24 @@ def test_data_that_a_checkpoint_alone_names_are_not_touched(
 # Mistakes
 
 
-MAKING = {
-    "--num": 5,
-    "--out": "other",
-    "--weights": "ema",
-    "--labels": 1,
-    "--prompt": "seven",
-    "--steps": 2,
-    "--solver": "ddim",
-    "--guidance": 1,
-    "--guidance_interval": "0.1,2",
-    "--guidance_rescale": 0.7,
-    "--weaker": "run",
-    "--classifier": "run",
-    "--init": "full",
-    "--strength": 0.5,
-    "--mask": "mask.png",
-    "--seed": 0,
-    "--ema": 0.05,
-}
+GENERATING = (
+    *("--num", "--out", "--weights", "--labels", "--prompt", "--steps", "--solver", "--guidance"),
+    *("--guidance_interval", "--guidance_rescale", "--weaker", "--classifier", "--init"),
+    *("--strength", "--mask", "--seed", "--ema"),
+)
 
 
-def test_options_for_making_images_are_refused_beside_images_by_name(run, capsys):
-    for name, value in MAKING.items():
-        for option in (f"{name} {value}", f"{name}={value}"):
-            assert call(f"evaluate --images x --checkpoint run {option}") == 2
-            assert f"leave out {name}, which would" in capsys.readouterr().err
+def test_options_for_generating_images_are_refused_beside_images_by_name(run, capsys):
+    for name in GENERATING:
+        value = "0.1,2" if name == "--guidance_interval" else 1
+        assert call(f"evaluate --images x --checkpoint run {name}={value}") == 2
+        assert f"leave out {name}, which would" in capsys.readouterr().err
     assert call("evaluate --images x --seed 3 --reference real --steps 2") == 2
-    message = "--images scores images as they are; leave out --seed, --steps, which would say how"
-    assert message in capsys.readouterr().err
-
-
-def test_every_option_is_for_images_or_for_making_them():
-    names = {name for action in evaluate.build_parser()._actions for name in action.option_strings}
-    assert names - {"-h", "--help"} == {*evaluate.WITH_IMAGES, *MAKING}
+    assert "leave out --seed, --steps, which would say how" in capsys.readouterr().err
+    options = {
+        name for action in evaluate.build_parser()._actions for name in action.option_strings
+    }
+    assert options - {"-h", "--help"} == {*evaluate.WITH_IMAGES, *GENERATING}
 
 
 @pytest.mark.parametrize(
@@ -247,7 +212,6 @@ def test_every_option_is_for_images_or_for_making_them():
         ("evaluate", "give --checkpoint C, --images DIR, or both."),
         ("evaluate --images x", "--images needs either --reference, a folder"),
         ("evaluate --images x --reference val", "--images needs either --reference, a folder"),
-        ("evaluate --images x --checkpoint run --reference full", "--images needs either --refer"),
         ("evaluate --images x --data run/config.yaml --reference full", "--images needs either --"),
         ("evaluate --data nowhere.yaml --images full --extractor digits-cnn", "There is no config"),
         ("evaluate --images full --checkpoint nowhere --extractor digits-cnn", "no checkpoint at"),
@@ -284,60 +248,43 @@ def power_run(run):
     write_checkpoint(content, file)
 
 
-WIDTHS = f"{RUN} --reference real --num 24 --steps 2"
+WIDTHS = f"{RUN} --reference real --num 12 --steps 1"
 
 
-def scored(options, capsys):
-    assert call(f"{WIDTHS} {options}") == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_each_width_is_scored_as_if_alone_and_kept_for_compare(power_run, capsys):
-    record = scored("--ema 0.1,0.05,0.07 --labels 3,1", capsys)
-    assert list(record["widths"]) == ["0.05", "0.07", "0.1"]
-    fids = {width: record["fid"] for width, record in record["widths"].items()}
-    assert len(set(fids.values())) == 3
-    assert str(record["best"]) == min(fids, key=lambda width: fids[width])
-    alone = scored("--weights power_0.07 --labels 3,1", capsys)
-    assert alone["fid"] == fids["0.07"]
+def test_each_width_is_scored_as_if_alone_and_recorded_for_compare(power_run, capsys):
+    records = []
+    for option in ("--ema 0.1,0.07", "--weights power_0.07"):
+        assert call(f"{WIDTHS} {option} --labels 3,1") == 0
+        records.append(json.loads(capsys.readouterr().out))
+    record, alone = records
+    assert list(record["widths"]) == ["0.07", "0.1"]
     assert record["widths"]["0.07"] == alone
+    fids = {width: record["fid"] for width, record in record["widths"].items()}
+    assert fids["0.07"] != fids["0.1"]
+    assert str(record["best"]) == min(fids, key=lambda width: fids[width])
     assert Image.open(record["figure"]).size[0] > 400
     curve = read_evaluations("run/ema-curve.jsonl")
     assert {str(float(r["weights"][6:])): r["value"] for r in curve} == fids
-    for row in curve:
-        assert (row["step"], row["seeds"], row["labels"]) == (9, [0, 24], "3,1")
-        assert (row["num_fake"], row["num_real"], row["data"]) == (24, 40, alone["data"])
-        assert row["sampling"] == alone["samples"]["sampling"]
-        assert row["floor"] == alone["fid_floor"]
+    row = curve[0]
+    assert (row["step"], row["seeds"], row["labels"]) == (9, [0, 12], "3,1")
+    assert (row["num_fake"], row["num_real"], row["data"]) == (12, 40, alone["data"])
+    assert row["sampling"] == alone["samples"]["sampling"]
+    assert row["floor"] == alone["fid_floor"]
     settings, measured = fids_by_width(read_run(Path("run")))
     assert (settings["step"], {str(width): fid for width, fid in measured.items()}) == (9, fids)
 
 
-def test_a_width_that_the_run_cannot_give_is_refused_before_any_is_scored(power_run, capsys):
-    assert call(f"{WIDTHS} --ema 0.05,0.27") == 2
-    assert "the width 0.27 at step 9 cannot be told from 2 snapshots" in capsys.readouterr().err
-    assert not Path("run/ema-curve.jsonl").exists()
-
-
-def test_what_goes_with_one_average_alone_is_refused(power_run, capsys):
-    assert call(f"{WIDTHS} --ema 0.05 --out made") == 2
-    assert "leave out --images and --out" in capsys.readouterr().err
-    assert call(f"{WIDTHS} --ema 0.05 --weights raw") == 2
-    assert "--ema names the averages; leave out --weights raw." in capsys.readouterr().err
-    assert call(f"{WIDTHS} --ema wide") == 2
-    assert "must be numbers such as 0.05,0.1, got 'wide'" in capsys.readouterr().err
-
-
-def test_a_run_without_power_averages_is_told_what_it_has(capsys):
+def test_what_widths_exclude_is_refused_before_any_is_scored(power_run, capsys, monkeypatch):
     write_small_digits(Path("plain/checkpoints/last.ckpt"))
-    assert call("evaluate --checkpoint plain --extractor digits-cnn --ema 0.05") == 2
-    message = (
-        "--ema needs averages by PowerEMA, of which plain/checkpoints/last.ckpt has none; train "
-    )
-    assert message + "with PowerEMA, or score --weights raw or ema_0.9." in capsys.readouterr().err
-
-
-def test_without_matplotlib_nothing_is_scored(power_run, capsys, monkeypatch):
+    for command, message in {
+        f"{WIDTHS} --ema 0.05,0.27": "the width 0.27 at step 9 cannot be told from 2 snapshots",
+        f"{WIDTHS} --ema 0.05 --out fake": "leave out --out.",
+        f"{WIDTHS} --ema 0.05 --weights raw": "leave out --weights raw.",
+        f"{WIDTHS} --ema wide": "must be numbers such as 0.05,0.1, got 'wide'",
+        "evaluate --checkpoint plain --ema 0.05": "or score --weights raw or ema_0.9.",
+    }.items():
+        assert call(command) == 2
+        assert message in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert call(f"{WIDTHS} --ema 0.05") == 2
     assert "pip install -e '.[lab]'" in capsys.readouterr().err

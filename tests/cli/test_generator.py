@@ -1,19 +1,18 @@
 """Solver, guidance, labels and edits of the images that a checkpoint generates."""
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from support.commands import call
+from support.commands import call, sampling
 from support.small_digits import hyper_parameters, small_digits, write_digits, write_small_digits
 
-from lit_diffusion.checkpoints.loading import LoadedModule, build_module, load
+from lit_diffusion.checkpoints.loading import LoadedModule, build_module, load, load_module
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.cli import generator
-from lit_diffusion.cli.generator import load_generator, read_labels
+from lit_diffusion.cli.generator import build_solver, load_generator, read_labels
 from lit_diffusion.cli.options import SamplingOptions
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.data.digits import Digits
@@ -33,15 +32,10 @@ def module(folder):
     return load(LAST)
 
 
-def sampled(options):
-    """Images uint8 (N, 1, H, W), and samples.json."""
-    assert call(f"sample --checkpoint run --num 3 --out out {options}") == 0
-    files = sorted(Path("out").glob("0*.png"))
-    images = torch.stack([torch.from_numpy(np.array(Image.open(file))) for file in files])
-    return images[:, None], json.loads(Path("out/samples.json").read_text())
-
-
-# Labels
+def generate(options, num=3):
+    """Images uint8 (N, 1, H, W), and the content of samples.json."""
+    generator = load_generator(sampling(options))
+    return generator.generate(range(num)), generator.record(num, num)
 
 
 def test_names_that_are_other_numbers_leave_no_doubt():
@@ -52,37 +46,25 @@ def test_names_that_are_other_numbers_leave_no_doubt():
     assert read_labels("2,0", 3, ["0", "1", "2"]) == [2, 0]
 
 
-# The solver
-
-
-@pytest.mark.parametrize(
-    ("options", "solver"),
-    [
-        ("", "DDIM(steps=4, eta=0.0, times=None, clip=True)"),
-        ("--steps 3", "DDIM(steps=3, eta=0.0, times=None, clip=True)"),
-        ("--solver ddpm", "DDPM(variance=FixedSmall(), steps=4, times=None, clip=True)"),
-        (
-            "--solver dpmpp --steps 2",
-            "DPMSolverPP(steps=2, times=None, clip=True, order=2, eta=0.0)",
+def test_another_solver_inherits_steps_and_clipping():
+    loaded = load_module(LAST)
+    for options, solver in {
+        "--steps 3": "DDIM(steps=3, eta=0.0, times=None, clip=True)",
+        "--solver ddpm": "DDPM(variance=FixedSmall(), steps=4, times=None, clip=True)",
+        "--solver dpmpp --steps 2": "DPMSolverPP(steps=2, times=None, clip=True, order=2, eta=0.0)",
+        "--solver Euler": "Euler(steps=4, eta=0.0, times=None, clip=True)",
+        "--solver DDIM --solver.eta 0.5": "DDIM(steps=4, eta=0.5, times=None, clip=True)",
+        "--solver '{class_path: lit_diffusion.solvers.DDIM, init_args: {steps: 2, eta: 1}}'": (
+            "DDIM(steps=2, eta=1.0, times=None, clip=True)"
         ),
-        ("--solver Euler", "Euler(steps=4, eta=0.0, times=None, clip=True)"),
-        ("--solver DDIM --solver.eta 0.5", "DDIM(steps=4, eta=0.5, times=None, clip=True)"),
-        (
-            "--solver '{class_path: lit_diffusion.solvers.DDIM, init_args: {steps: 2, eta: 1}}'",
-            "DDIM(steps=2, eta=1.0, times=None, clip=True)",
+        "--solver DPMSolverPP --solver.times=lit_diffusion.grids.LogSNR": (
+            "DPMSolverPP(steps=4, times=LogSNR(noisiest=-inf), clip=True, order=2, eta=0.0)"
         ),
-        (
-            "--solver DPMSolverPP --solver.times=lit_diffusion.grids.LogSNR",
-            "DPMSolverPP(steps=4, times=LogSNR(noisiest=-inf), clip=True, order=2, eta=0.0)",
+        "--solver DDPM --solver.variance FixedLarge --solver.clip=false": (
+            "DDPM(variance=FixedLarge(), steps=4, times=None, clip=False)"
         ),
-        (
-            "--solver DDPM --solver.variance lit_diffusion.gaussian.FixedLarge --solver.clip=false",
-            "DDPM(variance=FixedLarge(), steps=4, times=None, clip=False)",
-        ),
-    ],
-)
-def test_another_solver_inherits_steps_and_clipping(options, solver):
-    assert sampled(f"--num 1 {options}")[1]["sampling"]["solver"] == solver
+    }.items():
+        assert repr(build_solver(loaded, sampling(options))) == solver
 
 
 # Guidance
@@ -105,23 +87,11 @@ def test_any_conditioning_can_be_guided(monkeypatch):
     assert load_generator(options).loaded.module.guidance == ClassifierFree(2.0)
 
 
-def test_a_model_without_classes_takes_neither_labels_nor_guidance(capsys):
+def test_a_model_without_classes_takes_neither_labels_nor_guidance():
     write_small_digits(Path(LAST), classes=False)
     for option in ("--labels 1", "--guidance 2"):
-        assert call(f"sample --checkpoint run --out out {option}") == 2
-        assert f"{option.split()[0]} needs a model with classes" in capsys.readouterr().err
-
-
-@pytest.fixture
-def weak(module):
-    """The same module with other weights, as "weak.ckpt"."""
-    content = torch.load(LAST, weights_only=True)
-    shadows = content["callbacks"]["EMA{'prefix': ''}"]["shadows"]
-    content["callbacks"]["EMA{'prefix': ''}"]["shadows"] = [
-        {name: 0.9 * value for name, value in shadow.items()} for shadow in shadows
-    ]
-    write_checkpoint(content, "weak.ckpt")
-    return load("weak.ckpt")
+        with pytest.raises(ValueError, match=f"{option.split()[0]} needs a model with classes"):
+            load_generator(sampling(option))
 
 
 def classifier(betas="LinearBetas", process=None):
@@ -153,7 +123,7 @@ def classifier(betas="LinearBetas", process=None):
 
 
 def test_the_options_of_classifier_free_guidance_are_taken(module):
-    images, record = sampled("--guidance 3 --guidance_interval 0.2,5 --guidance_rescale 0.7")
+    images, record = generate("--guidance 3 --guidance_interval 0.2,5 --guidance_rescale 0.7")
     module.guidance = ClassifierFree(3.0, (0.2, 5.0), 0.7)
     assert torch.equal(images, module.generate(range(3)))
     assert record["sampling"]["guidance"] == repr(module.guidance)
@@ -161,8 +131,12 @@ def test_the_options_of_classifier_free_guidance_are_taken(module):
 
 
 @pytest.mark.parametrize(("suffix", "weights"), [("", "ema_0.9"), (":raw", "raw")])
-def test_a_weaker_model_is_recorded_with_its_step_and_its_weights(module, weak, suffix, weights):
-    images, record = sampled(f"--weaker weak.ckpt{suffix} --guidance 1.5")
+def test_a_weaker_model_is_recorded_with_its_step_and_its_weights(module, suffix, weights):
+    content = torch.load(LAST, weights_only=True)
+    (shadow,) = content["callbacks"]["EMA{'prefix': ''}"]["shadows"]
+    shadow |= {name: 0.9 * value for name, value in shadow.items()}
+    write_checkpoint(content, "weak.ckpt")
+    images, record = generate(f"--weaker weak.ckpt{suffix} --guidance 1.5")
     weak = load("weak.ckpt", weights)
     module.guidance = Autoguidance(weak.denoise_for, 1.5)
     assert torch.equal(images, module.generate(range(3)))
@@ -171,12 +145,11 @@ def test_a_weaker_model_is_recorded_with_its_step_and_its_weights(module, weak, 
     assert record["sampling"]["guidance"] == "Autoguidance(scale=1.5, interval=(0.0, inf))"
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("solver", ["DDIM", "DDPM"])
 def test_a_classifier_moves_means_of_ddpm_and_scores_of_others(module, solver):
     """Its weights may be others than the model's."""
     gradient = classifier().gradient(2.0)
-    images, record = sampled(f"--classifier classifier.ckpt:raw --guidance 2 --solver {solver}")
+    images, record = generate(f"--classifier classifier.ckpt:raw --guidance 2 --solver {solver}")
     module.guidance = ClassifierScore(gradient)
     if solver == "DDPM":
         module.solver, module.guidance = DDPM(FixedSmall(), 4), ClassifierShift(gradient)
@@ -185,20 +158,10 @@ def test_a_classifier_moves_means_of_ddpm_and_scores_of_others(module, solver):
     assert record["guided_by"] == second
 
 
-@pytest.mark.parametrize(
-    ("betas", "scale", "message"),
-    [
-        ("CosineBetas", 1, "--classifier classifier.ckpt:raw has the process"),
-        ("LinearBetas", "nan", "--guidance must be finite, got nan"),
-    ],
-)
-def test_a_classifier_of_another_process_or_without_a_finite_scale_is_refused(
-    capsys, betas, scale, message
-):
-    classifier(betas)
-    options = f"--classifier classifier.ckpt:raw --guidance {scale}"
-    assert call(f"sample --checkpoint run --num 1 --out out {options}") == 2
-    assert message in capsys.readouterr().err
+def test_a_classifier_of_another_process_is_refused():
+    classifier("CosineBetas")
+    with pytest.raises(ValueError, match="has the process"):
+        load_generator(sampling("--classifier classifier.ckpt:raw"))
 
 
 @pytest.fixture
@@ -213,38 +176,42 @@ def flow(module):
 
 
 @pytest.mark.slow
-def test_a_classifier_guides_every_solver_that_is_compared(flow, capsys):
+def test_a_classifier_guides_every_solver_that_is_compared(flow):
     options = "--classifier classifier.ckpt --weights raw --compare solvers --compare_steps 3"
-    assert call(f"sample --checkpoint run --num 4 --out out {options}") == 0
-    cells = json.loads(Path("out/comparison.json").read_text())["cells"]
-    assert not any(cell["left_out"] for cell in cells)
-    assert {cell["grid"] for cell in cells if cell["solver"] in ("DDIM", "Euler")} == {
+    assert call(f"sample --checkpoint run --num 3 --out out {options}") == 0
+    rows = Path("out/comparison.csv").read_text().splitlines()
+    assert all(row.endswith(",") for row in rows[1:])  # none is left out
+    assert {row.split(",")[2] for row in rows if row.startswith(("DDIM", "Euler,"))} == {
         "LogSNR(noisiest=-10.0)"
     }
 
 
-def test_a_classifier_guides_from_an_image_where_noise_would_have_no_signal(flow, capsys):
-    sample = "sample --checkpoint run --num 1 --classifier classifier.ckpt --weights raw"
-    assert call(f"{sample} --out out") == 2
-    assert "needs signal in x_t" in capsys.readouterr().err
-    assert call(f"{sample} --out edited --init begin --strength 0.5") == 0
+def test_a_classifier_guides_from_an_image_where_noise_would_have_no_signal(flow):
+    options = "--classifier classifier.ckpt --weights raw"
+    with pytest.raises(ValueError, match="needs signal in x_t"):
+        load_generator(sampling(options))
+    generate(f"{options} --init begin --strength 0.5", num=1)
 
 
 # Images to start from
 
 
 def test_samples_start_from_the_pictures_of_a_folder_in_turn(module):
-    images, record = sampled("--num 5 --init begin --strength 0.5 --batch-size 2")
+    images, record = generate("--init begin --strength 0.5", num=5)
     init = Digits().images("val")[torch.tensor([0, 1, 2, 0, 1])]
     assert torch.equal(images, module.edit(init, range(5), strength=0.5))
     assert (record["init"], record["strength"]) == ("begin", 0.5)
+    assert (record["sampling"]["solver"][:23], record["sampling"]["steps"]) == (
+        "DDIM(steps=2, eta=0.0, ",
+        2,
+    )
 
 
 def test_what_is_white_in_the_mask_is_kept_of_one_picture():
     mask = np.zeros((8, 8), dtype=np.uint8)
     mask[:, 4:] = 255
     Image.fromarray(mask).save("mask.png")
-    images, record = sampled("--num 5 --init begin/0001.png --mask mask.png")
+    images, record = generate("--init begin/0001.png --mask mask.png", num=5)
     picture = Digits().images("val")[1]
     assert (images[..., 4:] == picture[..., 4:]).all()
     assert (images[..., :4] != picture[..., :4]).any()
@@ -252,49 +219,22 @@ def test_what_is_white_in_the_mask_is_kept_of_one_picture():
     assert record["sampling"]["solver"].startswith("RePaint(steps=4, resamples=10, ")
 
 
-def test_the_record_says_how_images_were_edited():
-    _, record = sampled("--init begin")
-    assert (record["strength"], record["sampling"]["steps"]) == (0.6, 2)
-    assert "Tail(base=Sections" in record["sampling"]["solver"]
-
-
-@pytest.fixture
-def pictures():
+def test_a_picture_that_does_not_fit_is_named(capsys):
     Image.new("L", (9, 8)).save("wide.png")
     Image.new("RGB", (8, 8)).save("colour.png")
-    Image.new("LA", (8, 8)).save("alpha.png")
     Image.new("I;16", (8, 8)).save("deep.png")
-    Path("text.png").write_text("no picture")
-    Image.new("L", (8, 8)).save("mask.png")
-
-
-@pytest.mark.quick
-@pytest.mark.usefixtures("pictures")
-@pytest.mark.parametrize("options", ["--init {}", "--init begin --mask {}"])
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [
-        ("wide.png", "wide.png is (1, 8, 9), and must be (1, 8, 8), as the model's images are"),
-        ("colour.png", "colour.png is (3, 8, 8), and must be (1, 8, 8), as the model's images"),
-        ("alpha.png", "alpha.png is (2, 8, 8), and must be (1, 8, 8), as the model's images"),
-        ("deep.png", "deep.png has mode I;16; images must be of mode L, LA, RGB or RGBA"),
-        ("text.png", "text.png is not a readable image"),
-        ("nowhere.png", "nowhere.png is no picture, and no folder of PNG files."),
-    ],
-)
-def test_a_picture_that_does_not_fit_is_named_and_the_right_one_taken_then(
-    capsys, options, file, message
-):
-    command = "sample --checkpoint run --num 1 --out out "
-    assert call(command + options.format(file)) == 2
-    assert message in capsys.readouterr().err
-    fitting = "--init begin --mask mask.png" if "mask" in options else "--init begin"
-    assert call(command + fitting) == 0  # nothing of the mistake is in the way
-
-
-def test_a_folder_of_masks_and_a_mask_for_another_solver_are_refused(capsys):
-    assert call("sample --checkpoint run --out out --init begin --mask begin") == 2
-    assert "--mask begin is a folder; name one picture" in capsys.readouterr().err
-    for solver in ("--solver Heun", "--solver.eta 1"):
-        assert call(f"sample --checkpoint run --out out --init begin --mask m.png {solver}") == 2
-        assert "--mask fills in by RePaint, on the steps" in capsys.readouterr().err
+    for options, message in {
+        "--init wide.png": "wide.png is (1, 8, 9), and must be (1, 8, 8)",
+        "--init colour.png": "colour.png is (3, 8, 8), and must be (1, 8, 8)",
+        "--init deep.png": "deep.png has mode I;16; images must be of mode L, LA, RGB or RGBA",
+        "--init nowhere.png": "nowhere.png is no picture, and no folder of PNG files.",
+        "--init begin --mask colour.png": "colour.png is (3, 8, 8), and must be (1, 8, 8)",
+        "--init begin --mask nowhere.png": "nowhere.png is no picture",
+        "--init begin --mask begin": "--mask begin is a folder; name one picture",
+        "--init begin --mask m.png --solver Heun": "--mask fills in by RePaint, on the steps",
+        "--init begin --mask m.png --solver.eta 1": "--mask fills in by RePaint, on the steps",
+    }.items():
+        assert call(f"sample --checkpoint run --num 1 --out out {options}") == 2
+        assert message in capsys.readouterr().err
+    # Nothing of the mistakes is in the way.
+    assert call("sample --checkpoint run --num 1 --out out --init begin") == 0

@@ -1,23 +1,8 @@
 import pytest
 import torch
+from support.commands import sampling
 
-from lit_diffusion.cli.options import (
-    Parser,
-    SamplingOptions,
-    add_checkpoint,
-    add_sampling,
-    integers,
-    parse_sampling,
-    sampling_options,
-    usable_device,
-)
-
-
-def parse(command):
-    parser = Parser("x")
-    add_checkpoint(parser, required=True)
-    add_sampling(parser)
-    return sampling_options(*parse_sampling(parser, ["--checkpoint", "run", *command.split()]))
+from lit_diffusion.cli.options import Parser, SamplingOptions, integers, usable_device
 
 
 def test_a_parser_raises_instead_of_printing_usage(capsys):
@@ -30,45 +15,60 @@ def test_a_parser_raises_instead_of_printing_usage(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("text", ["", "a", "1,,2", "1.5", "1 2"])
-def test_integers_are_separated_by_commas(text):
+def test_integers_are_separated_by_commas():
     parser = Parser("x")
     parser.add_argument("--steps", type=integers)
     assert parser.parse_args(["--steps", "-1,3"]).steps == [-1, 3]
-    with pytest.raises(ValueError, match="must be integers such as 0,1,2"):
-        parser.parse_args(["--steps", text])
+    for text in ("", "a", "1,,2", "1.5", "1 2"):
+        with pytest.raises(ValueError, match="must be integers such as 0,1,2"):
+            parser.parse_args(["--steps", text])
 
 
-def test_options_that_are_not_given_are_the_defaults_of_sampling():
-    assert parse("") == SamplingOptions("run", trust=[])
+def test_options_of_sampling():
+    assert sampling("") == SamplingOptions("run", trust=[])
+    for labels in ("-1", "-1,2"):
+        assert sampling(f"--labels {labels}").labels == sampling(f"--labels={labels}").labels
+    options = ("", "--init a", "--init a --mask b", "--init a --strength 0.3")
+    assert [sampling(each).strength for each in options] == [None, 0.6, None, 0.3]
+    heun = sampling("--solver Heun --solver.steps 3 --seed 1 --solver.clip=false")
+    assert heun.solver_options == ("--solver.steps", "3", "--solver.clip=false")
+    assert (heun.solver, heun.seed) == ("Heun", 1)
 
 
-@pytest.mark.parametrize("labels", ["-1", "-1,2", "2,-1"])
-def test_labels_may_begin_with_none(labels):
-    assert parse(f"--labels {labels}").labels == parse(f"--labels={labels}").labels == labels
-
-
-def test_strength_has_a_default_where_it_is_used():
-    strengths = [parse(o).strength for o in ("", "--init a", "--init a --mask b")]
-    assert strengths == [None, 0.6, None]
-    assert parse("--init a --strength 0.3").strength == 0.3
-
-
-def test_arguments_of_solvers_are_left_as_they_are():
-    options = parse("--solver Heun --solver.steps 3 --seed 1 --solver.clip=false")
-    assert options.solver_options == ("--solver.steps", "3", "--solver.clip=false")
-    assert (options.solver, options.seed) == ("Heun", 1)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--batch-size 0", "--batch-size must be at least 1, got 0."),
+        ("--stepz 3", "no option 'stepz'. Did you mean 'steps'?"),
+        ("--solver.steps 3 --foo 3", "there is no option 'foo'"),
+        ("--solver.steps 3 --steps 4", "give --steps or --solver.steps, not both"),
+        ("--labels 1 --prompt a", "give --labels or --prompt, not both"),
+        ("--guidance nan", "--guidance must be finite, got nan."),
+        ("--guidance_interval 1,2", "need --guidance S."),
+        ("--guidance_rescale 0.5", "need --guidance S."),
+        ("--guidance 2 --guidance_interval 2", "must be two numbers, LOW,HIGH, got '2'"),
+        ("--weaker run --classifier run", "give --weaker or --classifier, not both."),
+        ("--weaker run --guidance_rescale 0.7", "goes with classifier-free --guidance alone."),
+        ("--classifier run --guidance_interval 1,2", "goes with --guidance or --weaker."),
+        ("--strength 0.5", "--mask and --strength need --init"),
+        ("--mask m.png", "--mask and --strength need --init"),
+        ("--init run --strength 0.5 --mask m.png", "give --strength, or --mask, not both."),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(options, message):
+    with pytest.raises(ValueError, match=message.replace(".", r"\.").replace("?", r"\?")):
+        sampling(options)
 
 
 def test_each_process_of_a_launcher_takes_its_own_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for place, device in (("97", "cuda:97"), ("", "cuda:0")):
-        monkeypatch.setenv("LOCAL_RANK", place)
-        asked = []
+    for rank, device in (("97", "cuda:97"), ("", "cuda:0")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        names = []
         monkeypatch.setattr(
-            torch, "empty", lambda *_, device, asked=asked: asked.append(device) or torch.zeros(0)
+            torch, "empty", lambda *_, device, names=names: names.append(device) or torch.zeros(0)
         )
         usable_device(None)
-        assert asked == [device]
+        assert names == [device]
     monkeypatch.undo()
     assert usable_device("cpu") == torch.device("cpu")

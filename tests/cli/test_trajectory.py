@@ -1,5 +1,3 @@
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -10,12 +8,13 @@ from support.commands import call
 from support.pictures_module import PicturesModule
 from support.small_digits import write_small_digits
 
-from lit_diffusion.checkpoints.loading import load
+from lit_diffusion.checkpoints.loading import LoadedModule, load
+from lit_diffusion.cli.generator import ImageGenerator
 from lit_diffusion.cli.image_grids import GAP, table, text_image, tile
+from lit_diffusion.cli.options import SamplingOptions
 from lit_diffusion.cli.trajectory import MAX_GIF_STEPS, Trajectory, write_trajectory
 from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.metrics.images import FolderImages
-from lit_diffusion.modules.diffusion import DiffusionModule
 from lit_diffusion.processes import EDMProcess
 from lit_diffusion.seeding import PerSampleNoise
 
@@ -43,11 +42,11 @@ def frames_of(steps, scale=1.0):
 
 def test_few_steps_are_all_drawn_and_many_evenly_from_the_first_to_the_last():
     assert [frame.step for frame in frames_of(MAX_GIF_STEPS - 1)] == list(range(MAX_GIF_STEPS - 1))
-    for steps in (MAX_GIF_STEPS, 250, 1000):
-        steps_kept = [frame.step for frame in frames_of(steps)]
-        assert MAX_GIF_STEPS / 2 <= len(steps_kept) < MAX_GIF_STEPS
-        (stride,) = set(np.diff(steps_kept))
-        assert (steps_kept[0], steps_kept[-1] + stride >= steps) == (0, True)
+    for steps in (MAX_GIF_STEPS, 250):
+        drawn = [frame.step for frame in frames_of(steps)]
+        assert MAX_GIF_STEPS / 2 <= len(drawn) < MAX_GIF_STEPS
+        (stride,) = set(np.diff(drawn))
+        assert (drawn[0], drawn[-1] + stride >= steps) == (0, True)
 
 
 def test_x_t_has_the_scale_of_images_at_any_noise():
@@ -99,28 +98,11 @@ def test_edited_and_inpainted_images_have_a_trajectory_too(module, options):
         assert gif.n_frames == {"--strength 0.5": 2, "--mask mask.png": 4}[options] + 1
 
 
-@pytest.mark.usefixtures("terminal_signals")
-def test_a_call_that_is_stopped_goes_on(module, monkeypatch):
-    assert call(f"{SAMPLE} --num 3 --batch-size 2 --out whole --trajectory") == 0
-    generate, calls = DiffusionModule.generate, []
-
-    def stopped(*args):
-        calls.append(args)
-        if len(calls) == 3:  # the trajectory, the first batch, the second
-            os.kill(os.getpid(), signal.SIGINT)
-        return generate(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(DiffusionModule, "generate", stopped)
-        assert call(f"{SAMPLE} --num 3 --batch-size 2 --out out --trajectory") == 130
-    assert call(f"{SAMPLE} --num 3 --batch-size 2 --out out --trajectory") == 0
-    for file in Path("whole").iterdir():
-        assert (Path("out") / file.name).read_bytes() == file.read_bytes()
-
-
 def test_a_module_without_a_watch_is_named():
+    loaded = LoadedModule(PicturesModule(), Path("a.ckpt"), 1, "raw", {})
+    generator = ImageGenerator(loaded, SamplingOptions("a.ckpt"), None, None, [])
     with pytest.raises(ValueError, match="PicturesModule has none"):
-        write_trajectory(PicturesModule(), lambda: None, [], Path())
+        write_trajectory(generator, 1, Path())
 
 
 # Tables of images and text

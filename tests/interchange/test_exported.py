@@ -44,26 +44,18 @@ def test_a_classifier_comes_back_bit_exactly(tmp_path):
     assert torch.equal(load_network(tmp_path)(*batch()), network(*batch()))
 
 
-@pytest.mark.parametrize("name", ["unet", "dit"])
-@pytest.mark.parametrize(
-    "spec",
-    [
-        {
-            "condition": {
-                "class_path": f"{WordIds.__module__}.WordIds",
-                "init_args": {"num_words": 7},
-            }
-        },
+def test_a_condition_comes_back(tmp_path):
+    network = small("unet", "words").eval()
+    words = {"class_path": f"{WordIds.__module__}.WordIds", "init_args": {"num_words": 7}}
+    for spec in (
+        {"condition": words},
         {"context_dim": None, "vector_dim": None, "num_words": 7},  # of an earlier version
-    ],
-)
-def test_a_condition_comes_back(name, spec, tmp_path):
-    network = small(name, "words").eval()
-    path = f"lit_diffusion.networks.{name}.{NETWORKS[name].__name__}"
-    spec = {"class_path": path, "init_args": arguments(name, "none") | spec}
-    write_network(tmp_path, network.state_dict(), {"network": spec})
-    inputs = *batch(), condition("words")
-    assert torch.equal(load_network(tmp_path)(*inputs), network(*inputs))
+    ):
+        path = "lit_diffusion.networks.unet.UNet"
+        spec = {"class_path": path, "init_args": arguments("unet", "none") | spec}
+        write_network(tmp_path, network.state_dict(), {"network": spec})
+        inputs = *batch(), condition("words")
+        assert torch.equal(load_network(tmp_path)(*inputs), network(*inputs))
 
 
 WITHOUT_LIGHTNING = """
@@ -110,9 +102,9 @@ def test_weights_of_another_export_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"channel_mult": [1, 3]}, r"label_emb|input_blocks.3.0.in_layers.2.weight is \(32, 16"),
-        ({"num_res_blocks": 2}, "the file lacks input_blocks"),
-        ({"num_classes": None}, "the network lacks label_emb.weight"),
+        ({"channel_mult": [1, 3]}, "size mismatch for input_blocks.3.0.in_layers.2.weight"),
+        ({"num_res_blocks": 2}, "Missing key.*input_blocks"),
+        ({"num_classes": None}, "Unexpected key.*label_emb.weight"),
         ({"model_channels": 99968}, "model_channels"),  # many times the memory there is
         ({"wings": 2}, r"UNet cannot be built: .*'wings'"),
         ({"condition": {"class_path": "this.prints", "init_args": {}}}, "cannot be built"),
@@ -161,17 +153,14 @@ class Code:
     """What a pickle would run."""
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [(Code(), "holds pickled code, which is never run"), ([1], "holds no state_dict")],
-)
-def test_only_tensors_are_read(content, message, tmp_path):
-    torch.save({"opt": content} if isinstance(content, Code) else content, tmp_path / "x.pt")
-    with pytest.raises(ValueError, match=message):
-        read_state_dict(tmp_path / "x.pt")
-
-
-def test_a_damaged_file_is_said_to_be_one(tmp_path):
-    (tmp_path / "x.pt").write_bytes(b"PK" + bytes(40))
-    with pytest.raises(ValueError, match="is damaged or of no such format"):
-        read_state_dict(tmp_path / "x.pt")
+def test_only_tensors_are_read(tmp_path):
+    for content, message in (
+        ({"opt": Code()}, "holds pickled code, which is never run"),
+        ([1], "holds no state_dict"),
+        (None, "is damaged or of no such format"),
+    ):
+        torch.save(content, tmp_path / "x.pt")
+        if content is None:
+            (tmp_path / "x.pt").write_bytes(b"PK" + bytes(40))
+        with pytest.raises(ValueError, match=message):
+            read_state_dict(tmp_path / "x.pt")

@@ -8,6 +8,14 @@ from typing import Any
 import torch
 
 from lit_diffusion.cli.main import main
+from lit_diffusion.cli.options import (
+    Parser,
+    SamplingOptions,
+    add_checkpoint,
+    add_sampling,
+    parse_sampling,
+    sampling_options,
+)
 
 SCRIPT = str(Path(sys.executable).parent / "lit-diffusion")
 """The console script of the environment that the tests run in."""
@@ -16,6 +24,14 @@ SCRIPT = str(Path(sys.executable).parent / "lit-diffusion")
 def call(command: str) -> int:
     """Exit code of `lit-diffusion <command>`."""
     return main(shlex.split(command))
+
+
+def sampling(options: str) -> SamplingOptions:
+    """Options of `lit-diffusion sample --checkpoint run <options>`."""
+    parser = Parser("sample")
+    add_checkpoint(parser, required=True)
+    add_sampling(parser)
+    return sampling_options(parse_sampling(parser, ["--checkpoint", "run", *shlex.split(options)]))
 
 
 def weights(root: str | Path) -> dict[str, torch.Tensor]:
