@@ -106,26 +106,21 @@ def _read_samples_record(folder: Path) -> dict[str, Any]:
 
 def table(record: Mapping[str, Any]) -> str:
     """The scores of a record as lines of text."""
-    floor = f"{record['fid_floor']:.4g}: {record['floor_images']}"
     auxiliary = record["second_look"]
-    rows = [(f"FID {record['num_fake']}", f"{record['fid']:.4g}   (floor {floor})")]
+    floor = f"{record['fid_floor']:.4g}: {record['floor_images']}"
+    rows = {f"FID {record['num_fake']}": f"{record['fid']:.4g}   (floor {floor})"}
     for name in DISTANCES:
         if name in auxiliary:
             floor = f"{auxiliary[f'{name} floor']:.4g}"
-            rows.append((name, f"{auxiliary[name]:.4g}   (floor {floor})"))
-    precision, recall = (auxiliary[f"pixel {name}"] for name in ("precision", "recall"))
-    rows += [
-        ("KID", f"{record['kid']:.4g} +- {record['kid_std']:.2g}"),
-        ("precision", f"{record['precision']:.3f}, in pixels {precision:.3f}"),
-        ("recall", f"{record['recall']:.3f}, in pixels {recall:.3f}"),
-    ]
+            rows[name] = f"{auxiliary[name]:.4g}   (floor {floor})"
+    rows["KID"] = f"{record['kid']:.4g} +- {record['kid_std']:.2g}"
+    for name in ("precision", "recall"):
+        rows[name] = f"{record[name]:.3f}, in pixels {auxiliary[f'pixel {name}']:.3f}"
     if auxiliary.get("memorized") is not None:
-        rows.append(("memorized", f"{auxiliary['memorized']:.3f}"))
-    rows += [
-        ("IS", f"{record['inception_score']:.4g} +- {record['inception_score_std']:.2g}"),
-        ("protocol", f"{record['protocol']}, {record['num_real']} real ({record['reference']})"),
-    ]
-    return "\n".join(f"{name:<11}{text}" for name, text in rows)
+        rows["memorized"] = f"{auxiliary['memorized']:.3f}"
+    rows["IS"] = f"{record['inception_score']:.4g} +- {record['inception_score_std']:.2g}"
+    rows["protocol"] = f"{record['protocol']}, {record['num_real']} real ({record['reference']})"
+    return "\n".join(f"{name:<11}{text}" for name, text in rows.items())
 
 
 # FID by the width of the average (--ema)

@@ -15,6 +15,7 @@ from jsonargparse import ArgumentParser
 from torch import Tensor
 from torch.nn.functional import max_pool2d
 
+from lit_diffusion import solvers
 from lit_diffusion.checkpoints.loading import (
     LoadedModule,
     load_module,
@@ -23,14 +24,13 @@ from lit_diffusion.checkpoints.loading import (
 )
 from lit_diffusion.cli.options import SamplingOptions, usable_device
 from lit_diffusion.config.messages import explain_parse_error
-from lit_diffusion.config.trust import allow_class_paths, short_names
+from lit_diffusion.config.trust import allow_class_paths
 from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
 from lit_diffusion.metrics.images import OVERVIEWS, read_image
 from lit_diffusion.modules.checks import check_clipping, check_codec, check_sampling
 from lit_diffusion.modules.classifier import NoisyClassifier
 from lit_diffusion.protocols import Condition, Guidance, Solver, by_part
 from lit_diffusion.seeding import classes_of
-from lit_diffusion.solvers import DDPM
 from lit_diffusion.solvers.editing import repaint_solver, truncate_solver
 
 
@@ -198,29 +198,22 @@ def _encode_prompts(module: Any, prompts: Sequence[str]) -> Condition:
 # The solver
 
 
-def shipped_solvers() -> dict[str, str]:
-    """Class paths of the solvers of this library, by class name."""
-    package = "lit_diffusion.solvers"
-    return {n: path for n, path in short_names().items() if path == f"{package}.{n}"}
-
-
 def parse_solver(text: str) -> dict[str, Any]:
     """Class path and arguments of a solver from YAML, a class path, or a name in any case."""
     spec = {"class_path": text}
     if text.lstrip().startswith("{"):
         with suppress(yaml.YAMLError):
             spec = yaml.safe_load(text)
-    name, shipped = str(spec.get("class_path")), shipped_solvers()
+    name = str(spec.get("class_path"))
     if "." in name:
         return spec
-    paths = {each.lower(): path for each, path in shipped.items()}
-    paths["dpmpp"] = shipped["DPMSolverPP"]
-    if name.lower() not in paths:
+    names = {each.lower(): each for each in solvers.__all__} | {"dpmpp": "DPMSolverPP"}
+    if name.lower() not in names:
         raise ValueError(
-            f"a solver must be one of {', '.join(shipped)}, or a class path with arguments as in "
-            f"YAML, got {text!r}."
+            f"a solver must be one of {', '.join(solvers.__all__)}, or a class path with arguments "
+            f"as in YAML, got {text!r}."
         )
-    return spec | {"class_path": paths[name.lower()]}
+    return spec | {"class_path": f"lit_diffusion.solvers.{names[name.lower()]}"}
 
 
 def trained_solver(loaded: LoadedModule) -> dict[str, Any]:
@@ -252,7 +245,7 @@ def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
         try:
             if is_other:
                 init_args = dict(spec.get("init_args", {}))
-                if spec["class_path"] == short_names()["DDPM"]:
+                if spec["class_path"] == "lit_diffusion.solvers.DDPM":
                     learned = module.loss.output_factor == 2
                     init_args.setdefault("variance", "LearnedRange" if learned else "FixedSmall")
                 spec = spec | {"init_args": init_args}
@@ -307,7 +300,7 @@ def build_guidance(
         classifier, record = _load_second("classifier", options.classifier, module, options)
         gradient = classifier.gradient(scale)
         guidance: Guidance = ClassifierScore(gradient, clip=module.codec.bounded)
-        if isinstance(module.solver, DDPM) and not options.mask:  # RePaint takes its place
+        if isinstance(module.solver, solvers.DDPM) and not options.mask:  # RePaint takes its place
             guidance = ClassifierShift(gradient)
         return guidance, record | {"scale": scale}
     assert scale is not None

@@ -9,12 +9,12 @@ from typing import Any
 
 from PIL import Image
 
+from lit_diffusion import solvers
 from lit_diffusion.cli.generator import (
     ImageGenerator,
     build_guidance,
     build_solver,
     load_generator,
-    shipped_solvers,
     trained_solver,
 )
 from lit_diffusion.cli.image_grids import table, text_image, tile
@@ -119,14 +119,12 @@ def compare_solvers(sampling: SamplingOptions, comparison: ComparisonOptions, fo
 
 def _solver_names(text: str) -> list[str]:
     """Names of the solvers that --compare lists, in any case."""
-    shipped = shipped_solvers()
     if text == "solvers":
-        return list(shipped)
-    names = {name.lower(): name for name in shipped}
+        return solvers.__all__
+    names = {name.lower(): name for name in solvers.__all__}
     if unknown := [name for name in text.split(",") if name.lower() not in names]:
-        raise ValueError(
-            f"--compare must be solvers, or some of {','.join(shipped)}, got {unknown[0]!r}."
-        )
+        shipped = ",".join(solvers.__all__)
+        raise ValueError(f"--compare must be solvers, or some of {shipped}, got {unknown[0]!r}.")
     return list(dict.fromkeys(names[name.lower()] for name in text.split(",")))
 
 

@@ -1,18 +1,17 @@
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support import small_vae
-from support.commands import SCRIPT, call, checkpoint
+from support.commands import call, checkpoint
 from support.pictures import class_folders, save
+from support.small_digits import small_digits
 
 from lit_diffusion import load
 from lit_diffusion.cli.encoding import encode_shards, launcher_rank_and_world_size, plan_shards
@@ -22,43 +21,6 @@ from lit_diffusion.metrics.images import open_split, read_image
 from lit_diffusion.modules.vae import WEIGHTS, VAECodec
 
 pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
-
-CONFIG = """
-seed_everything: 0
-data:
-  class_path: lit_diffusion.data.latents.Latents
-  init_args: {train: latents, val: 4, batch_size: 4, num_workers: 0}
-model:
-  class_path: lit_diffusion.modules.diffusion.DiffusionModule
-  init_args:
-    image_shape: [4, 16, 16]
-    num_classes: 2
-    codec: {class_path: VAECodec, init_args: {folder: vae, scale: 0.5}}
-    network:
-      class_path: UNet
-      init_args:
-        {in_channels: 4, out_channels: 4, model_channels: 4, channel_mult: [1], num_res_blocks: 1,
-         attention_downsample: [], norm_groups: 2, num_classes: 2}
-    process: ContinuousVP
-    parameterization: Velocity
-    loss: {class_path: DenoisingLoss, init_args: {weighting: Simple}}
-    times: Uniform
-    solver: {class_path: DPMSolverPP, init_args: {steps: 2, clip: false}}
-    optimizer: {class_path: torch.optim.Adam, init_args: {lr: 1.0e-3}}
-trainer:
-  max_steps: 4
-  default_root_dir: run
-  callbacks:
-    - class_path: lit_diffusion.callbacks.EMA
-    - class_path: lit_diffusion.callbacks.SampleGrid
-      init_args: {num: 2}
-    - class_path: lit_diffusion.callbacks.NoiseLevelLoss
-      init_args: {num_images: 4}
-    - class_path: lit_diffusion.callbacks.FIDEvaluation
-      init_args:
-        {num_samples: 8, extractor: patches-cnn, reference: crops, auxiliary_metrics: false}
-"""
-
 
 ENCODE = "encode --images pictures --image-size 32 --vae vae --out latents --shard-size 5 --flips"
 pytestmark = pytest.mark.filterwarnings("ignore:.*cannot fill a covariance")
@@ -75,16 +37,37 @@ def folder(tmp_path, monkeypatch):
     assert call(ENCODE) == 0
 
 
+def write_config(reference):
+    """latents.yaml, whose images are scored against `reference`."""
+    fid = {"num_samples": 8, "extractor": "patches-cnn", "auxiliary_metrics": False}
+    callbacks = {
+        "EMA": {},
+        "SampleGrid": {"num": 2},
+        "NoiseLevelLoss": {"num_images": 4},
+        "FIDEvaluation": fid | {"reference": reference},
+    }
+    specs = [{"class_path": name, "init_args": args} for name, args in callbacks.items()]
+    config = small_digits(4, default_root_dir="run", callbacks=specs)
+    data = {"train": "latents", "val": 4, "batch_size": 4, "num_workers": 0}
+    config["data"] = {"class_path": "Latents", "init_args": data}
+    model = config["model"]["init_args"]
+    model["codec"] = {"class_path": "VAECodec", "init_args": {"folder": "vae", "scale": 0.5}}
+    model["solver"] = {"class_path": "DPMSolverPP", "init_args": {"steps": 2, "clip": False}}
+    model |= {"image_shape": [4, 16, 16], "num_classes": 2}
+    model["network"]["init_args"] |= {"in_channels": 4, "out_channels": 4, "num_classes": 2}
+    Path("latents.yaml").write_text(yaml.safe_dump(config))
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_a_model_is_trained_scored_edited_and_sampled_on_what_it_writes(capsys):
     assert call(ENCODE) == 0
     assert "0 shards written to latents, which has 8 of 8." in capsys.readouterr().out
-    Path("latents.yaml").write_text(CONFIG.replace("reference: crops", "reference: val"))
+    write_config(reference="val")
     assert call("fit --config latents.yaml") == 2
     assert "val: the data are latents, and images are compared" in capsys.readouterr().err
     assert not Path("run/checkpoints/last.ckpt").exists()
-    Path("latents.yaml").write_text(CONFIG)
+    write_config(reference="crops")
     assert call("fit --config latents.yaml") == 0
     record = json.loads(Path("run/evaluations.jsonl").read_text().splitlines()[-1])
     assert (record["reference"], record["non_finite"]) == ("crops", 0)
@@ -108,22 +91,6 @@ def test_a_model_is_trained_scored_edited_and_sampled_on_what_it_writes(capsys):
     weights.write_bytes(state)
     assert call("sample --checkpoint run --num 2 --out others") == 2
     assert "the checkpoint is of latents of the VAE vae with SHA-256" in capsys.readouterr().err
-
-
-@pytest.mark.system
-@pytest.mark.slow
-@pytest.mark.usefixtures("folder")
-def test_two_processes_share_the_shards():
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    encode = ENCODE.replace("--out latents", "--out together")
-    command = [*launcher, "--no-python", SCRIPT, *encode.split()]
-    subprocess.run(command, check=True, env=environment)
-    together, alone = (
-        {path.name: path.read_bytes() for path in Path(out).iterdir()}
-        for out in ("together", "latents")
-    )
-    assert together == alone
 
 
 def check_edits(capsys):

@@ -9,18 +9,13 @@ from PIL import Image
 from support.commands import call, sampling
 from support.small_digits import hyper_parameters, small_digits, write_digits, write_small_digits
 
-from lit_diffusion.checkpoints.loading import LoadedModule, build_module, load, load_module
+from lit_diffusion.checkpoints.loading import build_module, load, load_module
 from lit_diffusion.checkpoints.saving import write_checkpoint
-from lit_diffusion.cli import generator
 from lit_diffusion.cli.generator import build_solver, load_generator, read_labels
-from lit_diffusion.cli.options import SamplingOptions
-from lit_diffusion.codecs import PixelCodec
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.gaussian import FixedSmall
 from lit_diffusion.guidance import Autoguidance, ClassifierFree, ClassifierScore, ClassifierShift
-from lit_diffusion.losses import DenoisingLoss, Simple
-from lit_diffusion.processes import EDMProcess
-from lit_diffusion.solvers import DDPM, Heun
+from lit_diffusion.solvers import DDPM
 
 LAST = "run/checkpoints/last.ckpt"
 
@@ -68,23 +63,6 @@ def test_another_solver_inherits_steps_and_clipping():
 
 
 # Guidance
-
-
-class Captioned(torch.nn.Module):
-    """Conditioned on something that is no class."""
-
-    conditioning, num_classes, label_dropout, guidance = "captions", None, 0.1, None
-    process, loss, solver, codec = EDMProcess(), DenoisingLoss(Simple()), Heun(), PixelCodec()
-    generate = None
-
-
-def test_any_conditioning_can_be_guided(monkeypatch):
-    loaded = LoadedModule(
-        Captioned(), Path("a.ckpt"), 1, "raw", {"hyper_parameters": {"solver": {}}}
-    )
-    monkeypatch.setattr(generator, "load_module", lambda *args, **options: loaded)
-    options = SamplingOptions("a.ckpt", device="cpu", guidance=2.0)
-    assert load_generator(options).loaded.module.guidance == ClassifierFree(2.0)
 
 
 def test_a_model_without_classes_takes_neither_labels_nor_guidance():

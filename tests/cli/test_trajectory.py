@@ -10,7 +10,7 @@ from support.small_digits import write_small_digits
 
 from lit_diffusion.checkpoints.loading import LoadedModule, load
 from lit_diffusion.cli.generator import ImageGenerator
-from lit_diffusion.cli.image_grids import GAP, table, text_image, tile
+from lit_diffusion.cli.image_grids import tile
 from lit_diffusion.cli.options import SamplingOptions
 from lit_diffusion.cli.trajectory import MAX_GIF_STEPS, Trajectory, write_trajectory
 from lit_diffusion.codecs import PixelCodec
@@ -113,27 +113,3 @@ def test_small_images_are_enlarged_and_large_ones_shrunk_to_twice_the_width():
     block = np.kron(image[0, 0].numpy(), np.ones((8, 8), dtype=np.uint8))
     assert (np.array(tile(image, 64)) == block[..., None]).all()
     assert tile(torch.zeros(1, 3, 512, 256, dtype=torch.uint8), 64).size == (64, 128)
-
-
-def test_every_picture_is_whole_and_in_the_middle_of_its_cell():
-    sizes = [[(3, 9), (20, 2)], [(11, 4), (5, 5)]]
-    colours = [["red", "green"], ["blue", "black"]]
-    rows = [
-        [Image.new("RGB", *each) for each in zip(*row, strict=True)]
-        for row in zip(sizes, colours, strict=True)
-    ]
-    whole = np.array(table(rows))
-    assert whole.shape == (9 + 5 + 2 * GAP, 11 + 20 + 2 * GAP, 3)
-    for row, middle_y in zip(rows, (8.5, 23.5), strict=True):
-        for each, middle_x in zip(row, (9.5, 33.0), strict=True):
-            ys, xs = np.where((whole == np.array(each)[0, 0]).all(-1))
-            assert len(xs) == each.width * each.height
-            assert abs((xs.min() + xs.max() + 1) / 2 - middle_x) <= 1
-            assert abs((ys.min() + ys.max() + 1) / 2 - middle_y) <= 1
-
-
-def test_nothing_of_a_text_is_cut_off():
-    text = "DPMSolverPP2S, jpgq\n0.123"
-    small = np.array(text_image(text))
-    roomy = np.array(text_image(f"{text} \n "))[: small.shape[0] + 4]
-    assert (small < 128).sum() == (roomy < 128).sum() > 100

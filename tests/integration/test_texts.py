@@ -16,7 +16,9 @@ from torchvision.io import ImageReadMode, read_image
 from lit_diffusion.callbacks import EMA
 from lit_diffusion.checkpoints.loading import build_module, load
 from lit_diffusion.checkpoints.saving import write_checkpoint
+from lit_diffusion.cli.generator import load_generator
 from lit_diffusion.cli.main import main
+from lit_diffusion.cli.options import SamplingOptions
 from lit_diffusion.conditioning import Embeddings, Words
 from lit_diffusion.data.datasets import TensorImages
 from lit_diffusion.data.digits import Digits
@@ -156,6 +158,8 @@ def test_a_described_model_comes_back_and_is_prompted_in_turn(described, capsys)
     files = sorted(Path("out").glob("0*"))
     images = [read_image(str(file), ImageReadMode.GRAY) for file in files]
     assert torch.equal(torch.stack(images), expected)
+    options = SamplingOptions("described.ckpt", "raw", prompt=prompts, guidance=2.0)
+    assert load_generator(options).loaded.module.guidance == ClassifierFree(2.0)
     assert call(f"{SAMPLE} other --prompt sevn") == 2
     message = "'sevn' is not in the vocabulary; the nearest is 'seven'"
     assert message in capsys.readouterr().err

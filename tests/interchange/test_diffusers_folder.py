@@ -88,34 +88,32 @@ def close(images, expected):
     assert_close(images, expected.float(), rtol=0, atol=1e-5)
 
 
-def assert_images_are(ours, pipeline, steps):
-    generators = PerSampleNoise(SEEDS).generators
-    close(pipeline(2, generators, steps, output_type="pt").images, our_images(ours))
-
-
-@pytest.mark.quick("parameterization0-betas0")
-@pytest.mark.parametrize("betas", [LinearBetas(40), CosineBetas(40)])
-@pytest.mark.parametrize("parameterization", [Epsilon(), Sample(), Velocity()])
-def test_ddpm_pipeline_makes_our_image_of_a_seed(betas, parameterization, tmp_path):
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("parameterization", "betas", "variance", "steps"),
+    [
+        (Epsilon(), LinearBetas(40), FixedSmall(), 40),
+        (Sample(), CosineBetas(40), FixedSmall(), 40),
+        (Velocity(), CosineBetas(40), FixedSmall(), 7),
+        (Epsilon(), CosineBetas(40), FixedLarge(), 7),
+        (Epsilon(), LinearBetas(40), LearnedRange(), 7),
+    ],
+)
+def test_ddpm_pipeline_makes_our_image_of_a_seed(
+    parameterization, betas, variance, steps, tmp_path
+):
+    factor = 1 + variance.learned
     ours = module(
+        unet(out_channels=factor),
         process=DiscreteVP(betas),
         parameterization=parameterization,
-        solver=DDPM(FixedSmall(), steps=40),
+        solver=DDPM(variance, steps=steps),
+        **({"loss": HybridLoss(Simple())} if variance.learned else {}),
     )
-    assert write(tmp_path, ours) == []
-    assert_images_are(ours, pipeline_of(tmp_path), 40)
-
-
-@pytest.mark.quick("variance0")
-@pytest.mark.parametrize("variance", [FixedSmall(), FixedLarge(), LearnedRange()])
-def test_with_fewer_steps_and_any_variance_too(variance, tmp_path):
-    changes, arguments = {}, ARGUMENTS
-    if variance.learned:
-        arguments = ARGUMENTS | {"out_channels": 2}
-        changes = {"loss": HybridLoss(Simple()), "network": unet(out_channels=2)}
-    ours = module(solver=DDPM(variance, steps=7), parameterization=Epsilon(), **changes)
-    write(tmp_path, ours, arguments)
-    assert_images_are(ours, pipeline_of(tmp_path), 7)
+    assert write(tmp_path, ours, ARGUMENTS | {"out_channels": factor}) == []
+    generators = PerSampleNoise(SEEDS).generators
+    pipeline = pipeline_of(tmp_path)
+    close(pipeline(2, generators, steps, output_type="pt").images, our_images(ours))
 
 
 @pytest.mark.quick("solver1")
