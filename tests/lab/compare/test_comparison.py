@@ -23,19 +23,6 @@ def by_name(comparison):
     return {result.arm.name: result for result in comparison.results}
 
 
-def scaled(arms, steps=1.0, fids=1.0):
-    return [
-        Arm(
-            a.name,
-            tuple(
-                Curve(c.seed, tuple(steps * s for s in c.steps), tuple(fids * f for f in c.fids))
-                for c in a.curves
-            ),
-        )
-        for a in arms
-    ]
-
-
 # The paper's own tables
 
 
@@ -58,7 +45,7 @@ def test_the_papers_own_tables_give_what_they_hold_and_not_what_its_text_says(
 # Against a truth that is known
 
 
-@pytest.mark.parametrize("speed", [0.5, 0.9, 1.0, 1.5, 3.0])
+@pytest.mark.parametrize("speed", [0.5, 1.0, 3.0])
 def test_arms_without_noise_have_their_true_speedup(speed):
     """Up to what is lost by drawing a power law as straight lines between evaluations."""
     curves = [
@@ -68,7 +55,7 @@ def test_arms_without_noise_have_their_true_speedup(speed):
     assert compare(curves, "baseline").results[0].speedup.ratio == pytest.approx(speed, rel=0.02)
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 @pytest.mark.parametrize(("speed", "spread"), [(0.6, 0.15), (1.0, 0.05), (2.0, 0.15)])
 def test_intervals_hold_the_true_speedup_in_95_of_100_experiments(speed, spread):
     """Also where seeds of one arm or the other never reach the baseline's FID."""
@@ -94,36 +81,31 @@ def test_verdicts_are_those_of_the_truth_where_the_effect_is_large():
 # Laws
 
 
-@pytest.mark.parametrize("units", [{"steps": 64.0}, {"fids": 0.01}, {"steps": 0.5, "fids": 30.0}])
-def test_speedups_do_not_depend_on_the_units_of_steps_and_fid(units):
-    arms = [arm("baseline", 1.0), arm("fast", 1.4), arm("slow", 0.7)]
-    plain, other = compare(arms, "baseline"), compare(scaled(arms, **units), "baseline")
+def test_speedups_do_not_depend_on_units_nor_on_the_order_of_arms_and_seeds():
+    arms = [arm("baseline", 1.0), arm("b", 1.1), arm("c", 0.7), arm("a", 1.4)]
+    others = [
+        Arm(
+            a.name,
+            tuple(
+                Curve(c.seed, tuple(0.5 * s for s in c.steps), tuple(30 * f for f in c.fids))
+                for c in reversed(a.curves)
+            ),
+        )
+        for a in reversed(arms)
+    ]
+    plain, other = compare(arms, "baseline"), compare(others, "baseline")
+    names = [arm.name for arm in plain.arms]
+    assert names == [arm.name for arm in other.arms] == ["baseline", "a", "b", "c"]
     for one, two in zip(plain.results, other.results, strict=True):
-        assert two.arm.name == one.arm.name
         assert (two.speedup.ratio, two.speedup.p) == pytest.approx(
             (one.speedup.ratio, one.speedup.p), rel=1e-9
         )
-
-
-def test_the_order_of_arms_and_seeds_does_not_matter():
-    arms = [arm("baseline", 1.0), arm("a", 1.4), arm("b", 1.1), arm("c", 0.7)]
-    mixed = [Arm(a.name, a.curves[::-1]) for a in arms]
-    random.Random(0).shuffle(mixed)
-    plain, other = compare(arms, "baseline"), compare(mixed, "baseline")
-    assert [r.arm.name for r in plain.results] == [r.arm.name for r in other.results]
-    for one, two in zip(plain.results, other.results, strict=True):
-        assert two.speedup.p == pytest.approx(one.speedup.p)
 
 
 def test_an_arm_beside_a_copy_of_itself_makes_no_difference():
     copy = Arm("copy", arm("baseline", 1.0).curves)
     (result,) = compare([arm("baseline", 1.0), copy], "baseline").results
     assert (result.speedup.ratio, result.speedup.p) == pytest.approx((1, 1))
-
-
-def test_results_are_ordered_from_the_fastest():
-    arms = [arm("baseline", 1.0), arm("b", 1.1), arm("c", 0.7), arm("a", 1.4)]
-    assert [a.name for a in compare(arms, "baseline").arms] == ["baseline", "a", "b", "c"]
 
 
 def test_a_ratio_that_may_be_any_smaller_stands_last():
@@ -186,18 +168,10 @@ def test_an_arm_that_diverged_is_never_called_noise(fids, seeds):
     assert result.speedup.is_upper_bound
 
 
-def test_an_arm_is_not_said_to_miss_what_the_baseline_misses_too():
+def test_an_arm_does_not_miss_what_the_baseline_misses_too():
     lost = Arm("lost", (Curve("0", STEPS, (NAN,) * len(STEPS)),))
     (result,) = compare([arm("baseline", 1.0), lost], "baseline", target=0.1).results
     assert result.verdict is Verdict.UNKNOWN
-
-
-def test_an_fid_that_untrained_networks_have_does_not_stop_a_comparison():
-    curves = [
-        Arm(name, (Curve("0", (0, 100, 200), fids),))
-        for name, fids in (("baseline", (300.0, 20.0, 10.0)), ("lost", (300.0, 400.0, 500.0)))
-    ]
-    assert compare(curves, "baseline").results[0].verdict is Verdict.MISSED
 
 
 # Arms that stand still
@@ -207,20 +181,14 @@ def still(level, name="still", seeds=range(3)):
     """Fast at first, then at a level for good: when it is passed there is chance."""
     rng = random.Random(name)
     passed = [rng.choice([300, 1000, 1900]) for _ in seeds]
-    return Arm(
-        name,
-        tuple(
-            Curve(
-                c.seed,
-                c.steps,
-                tuple(
-                    max(fid, level * math.exp(rng.gauss(0, 0.01)) * (1 - 0.05 * (step >= first)))
-                    for step, fid in zip(c.steps, c.fids, strict=True)
-                ),
-            )
-            for c, first in zip(arm(name, 9.0, seeds).curves, passed, strict=True)
-        ),
-    )
+    curves = []
+    for curve, first in zip(arm(name, 9.0, seeds).curves, passed, strict=True):
+        levels = (
+            level * math.exp(rng.gauss(0, 0.01)) * (1 - 0.05 * (step >= first)) for step in STEPS
+        )
+        fids = tuple(max(pair) for pair in zip(curve.fids, levels, strict=True))
+        curves.append(Curve(curve.seed, STEPS, fids))
+    return Arm(name, tuple(curves))
 
 
 def test_an_arm_that_stands_still_above_the_target_ends_worse():
@@ -231,29 +199,25 @@ def test_an_arm_that_stands_still_above_the_target_ends_worse():
     assert result.end_p < 0.05
 
 
-def test_an_arm_that_was_trained_for_less_is_not_said_to_end_worse():
-    short = Arm(
-        "still", tuple(Curve(c.seed, c.steps[:19], c.fids[:19]) for c in still(level=4.0).curves)
-    )
-    result = compare([arm("baseline", 1.0), short], "baseline").results[0]
-    assert (result.verdict, result.end_p) == (Verdict.NO_DIFFERENCE, None)
-
-
-def test_an_arm_that_was_trained_for_more_may_end_worse():
-    """By images seen, too, where it saw more of them."""
-    longer = Arm(
-        "still",
-        tuple(
-            Curve(c.seed, (*c.steps, 4000), (*c.fids, c.fids[-1])) for c in still(level=4.0).curves
-        ),
-    )
-    result = compare([arm("baseline", 1.0), longer], "baseline").results[0]
-    assert result.verdict is Verdict.WORSE
-
-
-def test_an_arm_is_not_said_to_end_worse_for_a_target_that_the_baseline_misses_too():
-    result = compare([arm("baseline", 1.0), still(level=4.0)], "baseline", target=0.01).results[0]
-    assert result.verdict is Verdict.NO_DIFFERENCE
+@pytest.mark.parametrize(
+    ("last_steps", "target", "verdict"),
+    [
+        ((1900,), None, Verdict.NO_DIFFERENCE),  # trained for less
+        ((1900, 2000, 4000), None, Verdict.WORSE),  # for more, as by images seen
+        ((1900, 2000), 0.01, Verdict.NO_DIFFERENCE),  # the baseline misses the target, too
+    ],
+)
+def test_an_arm_ends_worse_only_after_as_many_steps_and_where_the_baseline_got_there(
+    last_steps, target, verdict
+):
+    curves = [
+        Curve(c.seed, (*STEPS[:18], *last_steps), (*c.fids, c.fids[-1])[: 18 + len(last_steps)])
+        for c in still(level=4.0).curves
+    ]
+    comparison = compare([arm("baseline", 1.0), Arm("still", tuple(curves))], "baseline", target)
+    (result,) = comparison.results
+    assert result.verdict is verdict
+    assert (result.end_p is not None) == (verdict is Verdict.WORSE)
 
 
 @pytest.mark.parametrize("last", [NAN, math.inf])
@@ -271,6 +235,7 @@ def test_the_number_of_arms_counts_against_one_that_ends_worse():
     assert among.end_p == pytest.approx(5 * alone.end_p)
 
 
+@pytest.mark.slow
 def test_arms_that_train_like_the_baseline_rarely_end_worse():
     """Fewer than the one in forty that a p-value of 0.05 allows for, as few miss the target too."""
     verdicts = []
@@ -308,24 +273,6 @@ def test_winners_are_those_that_are_faster_by_more_than_noise_the_fastest_first(
     assert compare([arms[0], *arms[3:]], "baseline").winners == []
 
 
-def test_an_arm_that_missed_the_target_does_not_win_before_one_that_reached_it():
-    """It may be many times faster to a FID that is easy."""
-    comparison = compare([arm("baseline", 1.0), arm("true", 1.5), early(3.0, "stuck")], "baseline")
-    assert [r.arm.name for r in comparison.results] == ["stuck", "true"]
-    assert {r.verdict for r in comparison.results} == {Verdict.FASTER}
-    assert [r.arm.name for r in comparison.winners] == ["true"]
-
-
-def stuck_baseline():
-    """Four seeds come to an FID of 2.1; the last one stays at 5."""
-    good = [
-        Curve(str(k), STEPS, tuple(2.1 + 0.01 * k + 1500 / step for step in STEPS))
-        for k in range(4)
-    ]
-    bad = Curve("4", STEPS, tuple(max(5.0, fid_at(step, 0.9)) for step in STEPS))
-    return Arm("baseline", (*good, bad))
-
-
 def early(level, name="early"):
     """Fast down to a level, and no further."""
     return Arm(
@@ -337,22 +284,29 @@ def early(level, name="early"):
     )
 
 
-def test_an_arm_that_ends_worse_than_most_seeds_of_the_baseline_falls_short():
-    comparison = compare([stuck_baseline(), early(4.0)], "baseline")
-    (result,) = comparison.results
-    assert (comparison.target, result.at) == (5.0, 5.0)
-    assert result.verdict is Verdict.FASTER
+def stuck_baseline():
+    """Four seeds come to an FID of 2.1; the last one stays at 5."""
+    fids = [[2.1 + 0.01 * k + 1500 / step for step in STEPS] for k in range(4)]
+    fids.append([max(5.0, fid_at(step, 0.9)) for step in STEPS])
+    return Arm("baseline", tuple(Curve(str(k), STEPS, tuple(v)) for k, v in enumerate(fids)))
+
+
+def test_an_arm_that_missed_the_target_does_not_win_before_one_that_reached_it():
+    """It may be many times faster to a FID that is easy."""
+    comparison = compare([arm("baseline", 1.0), arm("true", 1.5), early(3.0, "stuck")], "baseline")
+    assert [r.arm.name for r in comparison.results] == ["stuck", "true"]
+    assert {r.verdict for r in comparison.results} == {Verdict.FASTER}
+    assert [r.arm.name for r in comparison.winners] == ["true"]
+
+
+@pytest.mark.parametrize("other", [early(1.5, "true"), arm("true", 2.5)])
+def test_an_arm_that_ends_worse_than_most_seeds_of_the_baseline_falls_short(other):
+    comparison = compare([stuck_baseline(), early(4.0), other], "baseline")
+    result = by_name(comparison)["early"]
+    assert (comparison.target, result.at, result.verdict) == (5.0, 5.0, Verdict.FASTER)
     assert comparison.falls_short(result)
-    good = compare([stuck_baseline(), early(2.0)], "baseline")
-    assert not good.falls_short(good.results[0])
-
-
-def test_an_arm_that_ends_worse_than_the_baseline_does_not_win_before_one_that_does_not():
-    comparison = compare([stuck_baseline(), early(4.0), early(1.5, "true")], "baseline")
-    slower = compare([stuck_baseline(), early(4.0), arm("true", 2.5)], "baseline")
+    assert not comparison.falls_short(by_name(comparison)["true"])
     assert comparison.best.arm.name == "true"
-    assert [r.arm.name for r in slower.results] == ["early", "true"]
-    assert slower.best.arm.name == "true"
 
 
 def test_without_a_winner_the_best_is_one_that_gets_there_if_there_is_one():
@@ -389,7 +343,6 @@ def test_images_are_left_aside_where_they_say_the_same_or_are_not_known():
 @pytest.mark.parametrize(
     ("arms", "options", "message"),
     [
-        ([arm("a", 1.0)], {"baseline": "a"}, r"two arms or more, each once, got \['a'\]"),
         ([arm("a", 1.0)] * 2, {"baseline": "a"}, r"each once, got \['a', 'a'\]"),
         ([arm("a", 1.0), arm("b", 1.0)], {"baseline": "c"}, "no arm 'c' for the baseline"),
         (

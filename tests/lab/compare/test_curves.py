@@ -36,8 +36,8 @@ def first_crossing(steps, fids, target):
     return Curve("0", tuple(steps), tuple(fids)).crossing(target)
 
 
-@pytest.mark.parametrize("crossing", [150.0, 1000.0, 1234.5, 1999.0, 2000.0])
-@pytest.mark.parametrize("spacing", [1, 7, 100, 950])
+@pytest.mark.parametrize("crossing", [150.0, 1234.5, 2000.0])
+@pytest.mark.parametrize("spacing", [7, 950])
 def test_a_curve_that_is_linear_in_log_fid_is_crossed_exactly_whatever_the_spacing(
     crossing, spacing
 ):
@@ -57,20 +57,19 @@ def test_the_first_of_several_crossings_counts():
     assert first_crossing([1, 2, 3, 4], [10.0, 5.0, 10.0, 5.0], 5.0).step == 2
 
 
-def test_a_target_that_is_never_reached_is_censored_at_the_last_evaluation():
-    crossing = first_crossing([100, 200], [9.0, 5.0], 4.999)
-    assert crossing == Crossing(200, Bound.MORE_THAN)
-    assert str(crossing) == "> 200"
-
-
-def test_a_target_that_the_first_evaluation_has_is_only_bounded():
-    crossing = first_crossing([100, 200], [9.0, 5.0], 9.0)
-    assert crossing == Crossing(100, Bound.AT_MOST)
-    assert str(crossing) == "<= 100"
-
-
-def test_a_target_that_the_untrained_network_has_is_only_bounded():
-    assert first_crossing([0, 100], [9.0, 5.0], 9.0) == Crossing(100, Bound.AT_MOST)
+@pytest.mark.parametrize(
+    ("steps", "target", "expected", "text"),
+    [
+        ((100, 200), 4.999, Crossing(200, Bound.MORE_THAN), "> 200"),
+        ((100, 200), 9.0, Crossing(100, Bound.AT_MOST), "<= 100"),
+        ((0, 1000), 9.0, Crossing(1000, Bound.AT_MOST), "<= 1,000"),  # 0 has no logarithm
+    ],
+)
+def test_a_target_that_is_never_reached_or_had_from_the_start_is_only_bounded(
+    steps, target, expected, text
+):
+    crossing = first_crossing(steps, [9.0, 5.0], target)
+    assert (crossing, str(crossing)) == (expected, text)
 
 
 @pytest.mark.parametrize("steps", [(0,), (-100, 100), (100, math.inf), (math.nan,)])
@@ -86,15 +85,6 @@ def test_evaluations_that_are_not_finite_are_neither_good_nor_bad():
     assert first_crossing([1, 2, 3], [NAN, 8.0, 7.0], 8.0) == Crossing(2, Bound.AT_MOST)
     assert first_crossing([1, 2, 3], [5.0, NAN, NAN], 4.0) == Crossing(3, Bound.MORE_THAN)
     assert first_crossing([1, 2], [NAN, NAN], 4.0) == Crossing(2, Bound.MORE_THAN)
-
-
-@pytest.mark.parametrize("unit", [1e-3, 64.0])
-@pytest.mark.parametrize("scale", [0.01, 30.0])
-def test_a_crossing_scales_with_the_unit_of_steps_and_not_with_that_of_fid(unit, scale):
-    steps, fids = [1.0, 2.0, 5.0], [9.0, 6.0, 2.0]
-    plain = first_crossing(steps, fids, 3.0).step
-    scaled = first_crossing([unit * s for s in steps], [scale * f for f in fids], scale * 3.0)
-    assert scaled.step == pytest.approx(unit * plain, rel=1e-12)
 
 
 def test_a_mean_over_seeds_is_a_bound_where_one_of_them_is_and_unknown_where_bounds_disagree():
@@ -234,7 +224,7 @@ def falling_loss(n, seed=0, scatter=0.15):
     return [(0.1 + 0.9 * math.exp(-k / 100)) * math.exp(noise.gauss(0, scatter)) for k in range(n)]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_loss_that_falls_with_scatter_is_stable(seed):
     assert loss_stability(falling_loss(1500, seed)).stable
 
@@ -244,12 +234,6 @@ def test_each_jump_counts_once_however_long_it_lasts():
     for start, length in ((200, 1), (300, 15), (400, 40)):
         losses[start : start + length] = [5.0] * length
     assert loss_stability(losses) == Stability(spikes=3, diverged=False)
-
-
-def test_a_jump_right_after_the_start_counts():
-    losses = falling_loss(600)
-    losses[3:15] = [50.0] * 12
-    assert loss_stability(losses) == Stability(spikes=1, diverged=False)
 
 
 def test_a_loss_that_never_comes_back_diverged():
@@ -265,11 +249,6 @@ def test_a_loss_that_ends_above_where_it_began_diverged(at):
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_diverged(bad):
     assert loss_stability([*falling_loss(300), bad, 0.1]).diverged
-
-
-def test_units_do_not_matter():
-    losses = [*falling_loss(300), 1.0, *falling_loss(300, 1)[200:]]
-    assert loss_stability(losses) == loss_stability([1000 * loss for loss in losses])
 
 
 def test_a_long_jump_does_not_become_the_new_normal():
@@ -319,14 +298,9 @@ def test_rows_may_be_in_any_order_and_in_several_files(table):
     assert second.name == "b"
 
 
-def test_without_seeds_an_arm_is_one_run(table):
-    (only,) = read_arms([table("arm,step,fid\na,100,5\na,200,3\n")])
-    assert len(only.curves) == 1
-
-
 def test_what_spreadsheets_and_people_write_is_read(table):
     (only,) = read_arms([table("\ufeffarm, step, fid\na, 100, 5\na, 200, 3\n")])
-    assert (only.name, only.curves[0].steps) == ("a", (100, 200))
+    assert (only.name, only.curves[0].steps, len(only.curves)) == ("a", (100, 200), 1)
 
 
 def test_a_table_in_another_encoding_is_refused(tmp_path):

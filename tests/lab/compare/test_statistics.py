@@ -96,32 +96,25 @@ def test_exchanging_the_arms_inverts_the_ratio():
     assert other.p == pytest.approx(one.p)
 
 
-@pytest.mark.parametrize("unit", [1e-3, 64.0])
-def test_a_speedup_has_no_unit(unit):
-    slow, fast = map(crossings, drawn(4, shift=1.0))
-    scaled = [[Crossing(unit * c.step) for c in arm] for arm in (slow, fast)]
-    one, other = speedup(slow, fast), speedup(*scaled)
-    assert (other.ratio, other.low, other.high, other.p) == pytest.approx(
-        (one.ratio, one.low, one.high, one.p)
-    )
-
-
 def test_one_seed_has_a_ratio_and_no_interval():
     gain = speedup([Crossing(4000)], [Crossing(2000)])
     assert (gain.ratio, gain.low, gain.high, gain.p) == (2, None, None, None)
 
 
-def test_the_interval_holds_the_true_ratio_in_95_of_100_experiments():
-    gains = [speedup(*map(crossings, drawn(seed, (3, 8), (0.1, 0.3), 0.5))) for seed in range(2000)]
-    covered = sum(g.low <= math.exp(0.5) <= g.high for g in gains) / len(gains)
-    assert covered == pytest.approx(0.95, abs=0.015)  # 3 standard deviations
-
-
 # Censored crossings
 
 
-def test_a_baseline_that_never_gets_there_leaves_a_lower_bound():
-    gain = speedup([Crossing(3500), Crossing(4000, NOT)], [Crossing(2000), Crossing(1900)])
+@pytest.mark.parametrize(
+    ("baseline", "arm"),
+    [
+        ([Crossing(3500), Crossing(4000, NOT)], [Crossing(2000), Crossing(1900)]),
+        ([Crossing(2000), Crossing(1900)], [Crossing(100, EARLY), Crossing(110)]),
+    ],
+)
+def test_a_baseline_that_never_gets_there_or_an_arm_from_the_start_leaves_a_lower_bound(
+    baseline, arm
+):
+    gain = speedup(baseline, arm)
     assert (gain.is_lower_bound, gain.is_upper_bound) == (True, False)
     assert 1 < gain.low < gain.ratio < gain.high == math.inf
 
@@ -130,12 +123,6 @@ def test_an_arm_that_never_gets_there_leaves_an_upper_bound():
     gain = speedup([Crossing(2000), Crossing(1900)], [Crossing(3500), Crossing(4000, NOT)])
     assert (gain.is_lower_bound, gain.is_upper_bound) == (False, True)
     assert 0 == gain.low < gain.ratio < gain.high < 1
-
-
-def test_an_arm_that_is_there_before_the_first_evaluation_leaves_a_lower_bound():
-    gain = speedup([Crossing(2000), Crossing(1900)], [Crossing(100, EARLY), Crossing(110)])
-    assert gain.is_lower_bound
-    assert gain.high == math.inf
 
 
 @pytest.mark.parametrize(
@@ -152,6 +139,7 @@ def test_there_is_no_interval_where_bounds_leave_open_who_is_faster(baseline, ar
     assert (gain.low, gain.high, gain.p) == (None, None, None)
 
 
+@pytest.mark.slow
 def test_the_lower_end_of_a_bound_stays_below_the_truth():
     """In 97.5 of 100 experiments, as that of a whole interval does."""
     limit, holds = math.exp(0.5), []
@@ -182,12 +170,6 @@ def test_holm_lies_between_no_correction_and_bonferronis_and_keeps_the_order():
         assert [adjusted[k] for k in order] == sorted(adjusted)
 
 
-def test_of_families_without_effect_one_in_twenty_rejects_after_holm():
-    rng = np.random.default_rng(1)
-    wrong = [min(holm(rng.uniform(size=6).tolist())) < 0.05 for _ in range(4000)]
-    assert sum(wrong) / len(wrong) == pytest.approx(0.05, abs=0.011)
-
-
 # Seed by seed
 
 
@@ -216,6 +198,7 @@ def test_what_seeds_share_cancels():
     assert math.exp(test.difference) == pytest.approx(result.speedup.ratio)
 
 
+@pytest.mark.slow
 def test_by_seed_five_in_a_hundred_equal_arms_differ():
     ps = []
     for k in range(300):
