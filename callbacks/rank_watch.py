@@ -1,6 +1,7 @@
 """When one of several ranks fails, dies or hangs, the others end too and say which one it was.
 
-A thread of each rank writes heartbeats into the store of the process group and reads the others'.
+A thread of each rank writes heartbeats into the store of the process group. That of rank 0 reads
+them all, the others read those of rank 0; who finds a culprit leaves a message there for all.
 """
 
 import json
@@ -15,13 +16,16 @@ import time
 import traceback
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.distributed_c10d import PrefixStore, Store
+
+INTERVAL = 0.25
+"""Seconds between heartbeats."""
 
 PATIENCE = 5.0
 """Seconds for a cause to become known, and for a main thread to end by itself."""
@@ -36,9 +40,9 @@ class RankWatch(Callback):
     waiting for 60 s at step 17, in data.py:33 (read)". A collective that breaks because of it
     raises in the main thread, with the message as a note; where nothing is raised within five
     seconds, as on a rank that hangs, the process ends with exit code 1. A death on another machine
-    is noticed when it breaks a collective, or after the timeout. A rank that works alone for long
-    is not taken for dead. `SystemExit` and `KeyboardInterrupt` are no failures: only ranks that
-    they leave behind report them.
+    than that of rank 0 is noticed when it breaks a collective, or after the timeout. A rank that
+    works alone for long is not taken for dead. `SystemExit` and `KeyboardInterrupt` are no
+    failures: only ranks whose collectives they break report them.
 
     All ranks need the callback, best as the first in their list.
 
@@ -66,14 +70,13 @@ class RankWatch(Callback):
         if trainer.world_size > 1 and dist.is_initialized():
             try:
                 self._watch = _Watch(trainer, self.timeout)
-                self._watch.meet()
             except Exception as error:  # no reason to end a run, or to hide what ended it
                 print(f"this rank is not watched: {error!r}.", file=sys.stderr)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Stop watching, since this rank is done."""
         if self._watch is not None:
-            self._watch.leave("done")
+            self._watch.leave("ended")
             self._watch = None
 
     def on_exception(
@@ -83,214 +86,170 @@ class RankWatch(Callback):
         if self._watch is None:  # raised before `setup`
             self.setup(trainer, pl_module, "")
         watch, self._watch = self._watch, None
+        if watch is None:
+            return
         broken = isinstance(exception, RuntimeError) and _CONNECTION.search(str(exception))
-        end = "lost" if broken or isinstance(exception, dist.DistError) else "failed"
-        if isinstance(exception, SystemExit | KeyboardInterrupt):
-            end = "left"
-        text = " ".join("".join(traceback.format_exception_only(exception)).split())[:300]
-        verdict = watch.leave(end, text) if watch is not None else None
-        if verdict is not None and end == "lost":
-            self.verdict = verdict
-            exception.add_note(verdict)
+        if broken or isinstance(exception, dist.DistError):
+            self.verdict = watch.leave("lost") or None
+            if self.verdict is not None:
+                exception.add_note(self.verdict)
+        elif isinstance(exception, SystemExit | KeyboardInterrupt):
+            watch.leave("ended")
+        else:
+            text = " ".join("".join(traceback.format_exception_only(exception)).split())[:300]
+            failure = f"rank {trainer.global_rank} failed at step {trainer.global_step}: {text}"
+            watch.leave("ended", f"{failure}; see its output.")
 
 
-class Heartbeat(NamedTuple):
-    """What a rank writes into the store several times a second."""
+@dataclass
+class Heartbeat:
+    """State of a rank, which it writes into the store several times a second."""
 
     beats: int = 0  # grows with each heartbeat; 0 before the first
     step: int = 0
     collectives: int = 0  # entered so far; the others wait for a rank that has entered fewer
-    location: str = ""  # of the main thread in the code
+    age: float = 0.0  # seconds since it entered the last of them, or since `state` changed
+    place: str = ""  # of the main thread in the code
     process: str = ""  # machine and process id
-    # "done", "failed", "died", "left" on purpose, "lost" the others, or "informed" why they ended
-    end: str = ""
-    text: str = ""  # the exception that ended it
-
-
-@dataclass
-class RankState:
-    """The last heartbeat of a rank, and when parts of it changed on the clock of the reader."""
-
-    heartbeat: Heartbeat = field(default_factory=Heartbeat)
-    heard: float = 0.0
-    moved: float = 0.0  # into its last collective
-    ended: float = 0.0
-
-    def update(self, heartbeat: Heartbeat, now: float) -> None:
-        """Replace the heartbeat."""
-        before, self.heartbeat = self.heartbeat, heartbeat
-        self.heard = now if heartbeat.beats != before.beats else self.heard
-        self.moved = now if heartbeat.collectives != before.collectives else self.moved
-        self.ended = now if heartbeat.end != before.end else self.ended
+    state: str = "running"  # or "lost": its collective broke, "ended", "died"
+    heard: float = 0.0  # time at which it was read
 
 
 def find_culprit(
-    ranks: Mapping[int, RankState], now: float, timeout: float, lost: bool = False
-) -> tuple[int, str] | None:
-    """The rank that ended the run for all, and a message that says how; None while none has.
+    ranks: Mapping[int, Heartbeat], now: float, timeout: float, lost: bool = False
+) -> str:
+    """Message that names the rank that ended the run for all; "" while none has.
 
-    A failure outweighs a death, that a rank that is silent, and that one that others wait for. The
-    last two have `timeout` seconds, or `PATIENCE` if a collective has broken (`lost`) without a
-    cause that is known; then a rank that left on purpose is the last to be named.
+    A death outweighs silence, and that a rank that the others wait for; both have `timeout`
+    seconds, or `PATIENCE` once a collective has broken (`lost`). Then a rank that ended without a
+    failure is the last to be named.
     """
     limit = PATIENCE if lost else timeout
-    running = [s for s in ranks.values() if s.heartbeat.end in ("", "lost", "informed")]
+    running = [beat for beat in ranks.values() if beat.state in ("running", "lost")]
     causes: list[tuple[int, float, int, str]] = []  # severity, order within it, rank, text
-    for rank, state in ranks.items():
-        beat, silent, at = state.heartbeat, now - state.heard, f"at step {state.heartbeat.step}"
-        ahead = [now - s.moved for s in running if s.heartbeat.collectives > beat.collectives]
-        waited = min(now - state.moved, max(ahead)) if ahead and beat.beats else 0.0
-        if beat.end == "failed":
-            causes.append((0, state.ended, rank, f"failed {at}: {beat.text}"))
-        elif beat.end == "died":
+    for rank, beat in ranks.items():
+        silent, at = now - beat.heard, f"at step {beat.step}"
+        ahead = [other.age for other in running if other.collectives > beat.collectives]
+        waited = min(beat.age, max(ahead, default=0.0))
+        if beat.state == "died":
             text = f"ended without a word, last heard of {at}: killed, crashed or out of memory"
-            causes.append((1, state.ended, rank, text))
-        elif not beat.end and silent > limit:
+            causes.append((0, beat.heard, rank, text))
+        elif beat.state == "running" and silent > limit:
             text = f"was last heard of {at}, {silent:.0f} s ago: killed, stopped or stuck"
-            absent = f"has not come to the start of the run in {silent:.0f} s"
-            causes.append((2, -silent, rank, text if beat.beats else absent))
-        elif not beat.end and waited > limit:
-            text = f"has kept the others waiting for {waited:.0f} s {at}, in {beat.location}"
-            causes.append((3, beat.collectives, rank, text))
-        elif beat.end == "left" and running and (lost or now - state.ended > limit):
-            text = f"left {at} ({beat.text}) without the others"
-            causes.append((4, state.ended, rank, text))
-    if not causes:
-        return None
-    _, _, rank, text = min(causes)
-    return rank, f"rank {rank} {text}; see its output."
+            causes.append((1, -silent, rank, text))
+        elif beat.state == "running" and waited > limit:
+            text = f"has kept the others waiting for {waited:.0f} s {at}, in {beat.place}"
+            causes.append((2, beat.collectives, rank, text))
+        elif beat.state == "ended" and lost:
+            causes.append((3, -beat.age, rank, f"ended {at} without the others"))
+    return "rank {2} {3}; see its output.".format(*min(causes)) if causes else ""
 
 
-class _Watch(threading.Thread):
+class _Watch:
     """Exchanges heartbeats, finds a culprit, and ends this process if its main thread does not."""
 
     def __init__(self, trainer: Trainer, timeout: float | None) -> None:
-        super().__init__(name="rank-watch", daemon=True)
         world: Any = dist.group.WORLD
         self._group_store = world.get_group_store()
-        self._store: Store | None = None
         self._timeout = timeout or self._group_store.timeout.total_seconds()
         self._trainer, self._rank, self._main = trainer, dist.get_rank(), threading.get_ident()
-        self._ranks = {rank: RankState() for rank in range(dist.get_world_size())}
-        self._interval = 0.25 * max(1.0, len(self._ranks) / 64)
-        self._heartbeat = Heartbeat(process=_process_name())
-        self._end, self._end_time, self._now = ("", ""), 0.0, 0.0
-        self._run_number, self._store_is_gone = 0, False
-        self._culprit: int | None = None
-        self._message: str | None = None  # that names it
-        self._has_met, self._has_left = threading.Event(), threading.Event()
-        self._is_closing = threading.Event()
+        watched = range(dist.get_world_size()) if self._rank == 0 else (0, self._rank)
+        self._ranks = {rank: Heartbeat() for rank in watched}
+        self._store: Store | None = None  # a connection of its own; None while it is broken
+        self._run_number = 0
+        self._beat, self._now, self._changed = Heartbeat(process=_process_name()), 0.0, 0.0
+        self._state, self._message = "running", ""
+        self._has_left, self._is_closing = threading.Event(), threading.Event()
+        self._exchange()  # so that the others know the process, should it die at once
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-    def meet(self) -> None:
-        """Start, and wait for a heartbeat of each rank: without one a dead rank seems late."""
-        self.start()
-        self._has_met.wait(PATIENCE)
-
-    def leave(self, end: str, text: str = "") -> str | None:
-        """Report how the main thread ended, and stop; the message that names the culprit, if any.
+    def leave(self, state: str, failure: str = "") -> str:
+        """Report how the main thread ended, and stop; the message that names a culprit, or "".
 
         Waits until this is in the store; on rank 0, with which the store may disappear, until no
-        rank needs it. A rank that has lost the others waits for a culprit.
+        rank needs it. A rank that has lost the others waits for a message.
         """
-        self._end, self._end_time = (end, text), self._now
+        self._state, self._message = state, self._message or failure
         self._has_left.set()
-        watched = self._ranks if self._rank == 0 else {self._rank: self._ranks[self._rank]}
+        watched = list(self._ranks) if self._rank == 0 else [self._rank]
         deadline = time.monotonic() + 2 * PATIENCE
-        while self.is_alive() and time.monotonic() < deadline:
-            others = [state for rank, state in watched.items() if rank != self._culprit]
-            is_read = all(state.heartbeat.end not in ("", "lost") for state in others)
-            if (is_read or self._store_is_gone) and (end != "lost" or self._message):
+        while self._thread.is_alive() and time.monotonic() < deadline:
+            is_store_gone = self._store is None and (state != "lost" or self._message)
+            if is_store_gone or all(self._ranks[r].state in ("ended", "died") for r in watched):
                 break
             time.sleep(0.02)
         self._is_closing.set()
-        self.join(PATIENCE)
+        self._thread.join(PATIENCE)
         return self._message
-
-    def run(self) -> None:
-        """Watch until closed; an error in here is no reason to end a run."""
-        try:
-            self._run()
-        except Exception as error:
-            print(f"rank {self._rank} is watched no more: {error!r}.", file=sys.stderr)
-            self._end = "done", ""
-            self._exchange()
-            self._has_met.set()
 
     def _run(self) -> None:
         exchange, last = threading.Thread(), time.monotonic()
-        while not self._is_closing.wait(self._interval if self._has_met.is_set() else 0.02):
-            dead = [s for s in self._ranks.values() if _has_died(s.heartbeat.process)]
-            if begins := not exchange.is_alive():
+        while not self._is_closing.wait(INTERVAL):
+            if not exchange.is_alive():
                 exchange = threading.Thread(target=self._exchange, daemon=True)
                 exchange.start()
-            exchange.join(self._interval)  # it hangs if the process with the store does
+            exchange.join(INTERVAL)  # it hangs if the process with the store does
             # Time in which this process was stopped, as in a suspended job, does not count.
             now = time.monotonic()
-            self._now, last = self._now + min(now - last, 4 * self._interval), now
-            if self._store_is_gone or (begins and not exchange.is_alive()):
-                for state in dead:  # whose last heartbeat, which may tell of an end, is read by now
-                    if not state.heartbeat.end:
-                        state.update(state.heartbeat._replace(end="died"), self._now)
-            if self._culprit is None and (verdict := self._judge()):
-                self._culprit, self._message = verdict
-                threading.Thread(target=self._act, daemon=True).start()
+            self._now, last = self._now + min(now - last, 4 * INTERVAL), now
+            if self._message:
+                self._end_process()
+            self._message = self._message or self._judge()
 
-    def _judge(self) -> tuple[int, str] | None:
-        this_rank, zero = self._ranks[self._rank], self._ranks[0]
-        lost = self._end[0] == "lost" and self._now - self._end_time > PATIENCE
-        # While this rank cannot even read its own heartbeat, the silence of others means nothing,
-        # except that of rank 0, with which the store may have disappeared.
-        verdict = find_culprit(self._ranks, this_rank.heard, self._timeout, lost)
-        if verdict is None and self._rank:
-            lost = lost or self._store_is_gone
-            verdict = find_culprit({0: zero}, self._now, self._timeout, lost)
-        return verdict
+    def _judge(self) -> str:
+        lost = any(b.state == "lost" and b.age > PATIENCE for b in self._ranks.values())
+        if self._rank == 0:  # silence means nothing while it cannot even read its own heartbeat
+            return find_culprit(self._ranks, self._ranks[0].heard, self._timeout, lost)
+        # The store is in the process of rank 0, or of what started it.
+        lost = lost or self._store is None
+        return find_culprit({0: self._ranks[0]}, self._now, self._timeout, lost)
 
     def _exchange(self) -> None:
-        """Write a heartbeat and read those of all ranks."""
-        end, text = self._end
-        if end in ("", "lost") and self._culprit not in (None, self._rank):
-            end = "informed"
-        self._heartbeat = self._heartbeat._replace(
-            beats=self._heartbeat.beats + 1,
-            step=self._trainer.global_step,
-            collectives=_count_collectives(),
-            location=_location(self._main),
-            end=end,
-            text=text,
-        )
-        keys = [str(rank) for rank in self._ranks]
+        """Write a heartbeat, and read those of others and the message that one of them found."""
+        dead = [rank for rank, beat in self._ranks.items() if _has_died(beat.process)]
         try:
             if self._store is None:
                 store = self._group_store.clone()  # a connection of its own
                 self._run_number = self._run_number or store.add(f"rank_watch/{self._rank}", 1)
                 self._store = PrefixStore(f"rank_watch/{self._run_number}", store)
-                for key in keys:
-                    self._store.compare_set(key, "", "[]")  # reading a missing key would block
-            self._store.set(str(self._rank), json.dumps(self._heartbeat))
-            heartbeats = [Heartbeat(*json.loads(each)) for each in self._store.multi_get(keys)]
-        except Exception:  # the process with the store has ended, or the connection is broken
-            self._store, self._store_is_gone = None, True
-            return
-        self._store_is_gone = False
-        for state, heartbeat in zip(self._ranks.values(), heartbeats, strict=True):
-            if heartbeat.beats != state.heartbeat.beats:
-                state.update(heartbeat, self._now)
-        if all(state.heartbeat.beats for state in self._ranks.values()):
-            self._has_met.set()
+            # `compare_set` writes where there is nothing, and returns what is there.
+            self._message = self._store.compare_set("message", "", self._message).decode()
+            self._store.set(str(self._rank), json.dumps(asdict(self._next_heartbeat())))
+            for rank, before in self._ranks.items():
+                beat = Heartbeat(**json.loads(self._store.compare_set(str(rank), "", "{}")))
+                if beat.beats != before.beats:
+                    self._ranks[rank] = replace(beat, heard=self._now)
+        except RuntimeError:  # the process with the store has ended, or the connection is broken
+            self._store = None
+        for rank in dead:  # whose last heartbeat, which may tell of an end, is read by now
+            if self._ranks[rank].state == "running":
+                self._ranks[rank] = replace(self._ranks[rank], state="died")
 
-    def _act(self) -> None:
+    def _next_heartbeat(self) -> Heartbeat:
+        collectives, before = 0, self._beat
+        with suppress(AttributeError, RuntimeError):  # torch has no public name for it
+            collectives = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
+        state = "ended" if self._message else self._state
+        if (collectives, state) != (before.collectives, before.state):
+            self._changed = self._now
+        age, place = self._now - self._changed, _location(self._main)
+        step, beats = self._trainer.global_step, before.beats + 1
+        self._beat = Heartbeat(beats, step, collectives, age, place, before.process, state)
+        return self._beat
+
+    def _end_process(self) -> None:
         """Print the message and end this process, unless its main thread raises by itself."""
         if not self._has_left.wait(0.5):
-            hangs = self._culprit == self._rank
-            stack = traceback.format_stack(sys._current_frames()[self._main]) if hangs else []
-            print(f"[rank {self._rank}] {self._message}\n", *stack, sep="", file=sys.stderr)
+            print(f"[rank {self._rank}] {self._message}", file=sys.stderr)
+            if self._message.startswith(f"rank {self._rank} "):
+                traceback.print_stack(sys._current_frames()[self._main])
         if self._has_left.wait(PATIENCE):
             return
         for child in multiprocessing.active_children():  # that load data
             child.kill()
         launcher: Any = self._trainer.strategy.launcher
-        if self._trainer.is_global_zero and hasattr(launcher, "kill"):
+        if self._rank == 0 and hasattr(launcher, "kill"):
             time.sleep(1.0)  # the other ranks are about to end, but for one that can't
             with suppress(OSError):
                 launcher.kill(signal.SIGKILL)
@@ -299,7 +258,7 @@ class _Watch(threading.Thread):
 
 
 def _process_name() -> str:
-    """Name of this process among those of all machines; "" where the system has none."""
+    """Machine and id of this process; "" where the system does not name them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()}"
@@ -317,18 +276,10 @@ def _has_died(process: str) -> bool:
     return True
 
 
-def _count_collectives() -> int:
-    """Collectives of the default group that this process has entered; 0 if it does not say."""
-    with suppress(AttributeError, RuntimeError):  # torch has no public name for it
-        return int(dist.group.WORLD._get_sequence_number_for_group())  # type: ignore[union-attr]
-    return 0
-
-
 def _location(thread: int) -> str:
     """The line that a thread executes, of the innermost code that is not installed."""
-    if (frame := sys._current_frames().get(thread)) is None:
-        return "an unknown place"
-    lines = [(f.f_code.co_filename, n, f.f_code.co_name) for f, n in traceback.walk_stack(frame)]
+    stack = traceback.walk_stack(sys._current_frames()[thread])
+    lines = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in stack]
     installed = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
     users = [line for line in lines if not line[0].startswith(("<", *installed))]
     return "{}:{} ({})".format(*(users or lines)[0])

@@ -3,6 +3,7 @@
 Ranks that are processes and fail are in integration/test_rank_failures.py.
 """
 
+import os
 import pickle
 import random
 import subprocess
@@ -20,8 +21,6 @@ from lit_diffusion.callbacks import RankWatch, rank_watch
 from lit_diffusion.callbacks.rank_watch import (
     PATIENCE,
     Heartbeat,
-    RankState,
-    _count_collectives,
     _has_died,
     _location,
     _process_name,
@@ -36,50 +35,41 @@ NOW = 1000.0
 # The rule
 
 
-def rank(silent=0.0, still=0.0, collectives=40, end="", ended=0.0, text="ValueError: bad"):
-    """A rank that was heard of, entered its last collective and ended so many seconds ago."""
-    heartbeat = Heartbeat(9, 17, collectives, "train.py:3 (step)", "", end, text)
-    return RankState(heartbeat, NOW - silent, NOW - still, NOW - ended)
+def rank(silent=0.0, age=0.0, collectives=40, state="running"):
+    """A rank that was heard of, and entered its last collective or ended, so many seconds ago."""
+    return Heartbeat(9, 17, collectives, age, "train.py:3 (step)", "", state, NOW - silent)
 
 
 def name_culprit(*ranks, lost=False):
     """Number of the culprit and the message without it."""
-    culprit = find_culprit(dict(enumerate(ranks)), NOW, TIMEOUT, lost)
-    if culprit is None:
+    message = find_culprit(dict(enumerate(ranks)), NOW, TIMEOUT, lost)
+    if not message:
         return None
-    number, message = culprit
-    assert message.startswith(f"rank {number} ")
-    assert message.endswith("; see its output.")
-    return number, message.removeprefix(f"rank {number} ").removesuffix("; see its output.")
+    _, number, text = message.split(maxsplit=2)
+    assert text.endswith("; see its output.")
+    return int(number), text
 
 
-NEVER_CAME = RankState(heard=NOW - 61)
-WAITS = rank(collectives=41, still=61.0)
+WAITS = rank(collectives=41, age=61.0)
 
 
 @pytest.mark.parametrize(
     ("ranks", "expected"),
     [
-        ([rank(), rank(end="failed")], (1, "failed at step 17: ValueError: bad")),
         ([rank(), rank(silent=61)], (1, "was last heard of at step 17, 61 s ago")),
-        ([rank(), NEVER_CAME], (1, "has not come to the start of the run in 61 s")),
+        ([rank(), Heartbeat(heard=NOW - 61)], (1, "was last heard of at step 0, 61 s ago")),
         (
-            [WAITS, rank(still=300.0), WAITS],
+            [WAITS, rank(age=300.0), WAITS],
             (1, "has kept the others waiting for 61 s at step 17, in train.py:3 (step)"),
         ),
-        ([rank(), rank(end="died")], (1, "ended without a word, last heard of at step 17")),
-        (
-            [rank(), rank(end="left", ended=61, text="SystemExit: 1")],
-            (1, "left at step 17 (SystemExit: 1) without the others"),
-        ),
+        ([rank(), rank(state="died")], (1, "ended without a word, last heard of at step 17")),
         # The first of those that ended alike, the longest silent, the one furthest behind.
-        ([rank(), rank(end="failed"), rank(end="failed", ended=1)], (2, "failed")),
-        ([rank(), rank(end="died", ended=2), rank(end="died", ended=1)], (1, "ended")),
+        ([rank(), rank(1, state="died"), rank(2, state="died")], (2, "ended")),
         ([rank(), rank(silent=61), rank(silent=99)], (2, "was last")),
-        ([WAITS, rank(collectives=40, still=99), rank(collectives=39, still=99)], (2, "has kept")),
-        # A failure outweighs what it did to the others.
-        ([rank(silent=99), rank(end="died"), rank(end="failed"), rank(end="lost")], (2, "failed")),
-        ([rank(silent=99), rank(end="died"), rank(end="lost"), WAITS], (1, "ended")),
+        ([WAITS, rank(collectives=40, age=99), rank(collectives=39, age=99)], (2, "has kept")),
+        # A death outweighs what it did to the others.
+        ([rank(silent=99), rank(state="died"), rank(state="lost"), WAITS], (1, "ended")),
+        ([rank(silent=61), rank(age=99), rank(state="lost"), WAITS], (0, "was last")),
     ],
 )
 def test_the_rank_that_ended_the_run_is_named(ranks, expected):
@@ -91,13 +81,12 @@ def test_the_rank_that_ended_the_run_is_named(ranks, expected):
 @pytest.mark.parametrize(
     "ranks",
     [
-        [rank(), rank(end="done"), rank(end="left", ended=5)],
-        [rank(end="done"), rank(end="left", ended=99)],
+        [rank(), rank(state="ended", age=99)],
         [rank(silent=TIMEOUT), rank()],
-        [rank(still=5000.0), rank(still=5000.0)],  # all work alone, as in an FID
-        [rank(still=5000.0), rank(collectives=41, still=59.0)],  # waited for, not too long
-        [rank(still=59.0), rank(collectives=99, still=5000.0)],  # only just fell behind
-        [rank(still=5000.0), rank(end="done", ended=5000.0, collectives=41, still=5000.0)],
+        [rank(age=5000.0), rank(age=5000.0)],  # all work alone, as in an FID
+        [rank(age=5000.0), rank(collectives=41, age=59.0)],  # waited for, not too long
+        [rank(age=59.0), rank(collectives=99, age=5000.0)],  # only just fell behind
+        [rank(age=5000.0), rank(state="ended", age=5000.0, collectives=41)],
     ],
 )
 def test_a_rank_that_works_for_long_or_is_done_is_no_failure(ranks):
@@ -105,44 +94,42 @@ def test_a_rank_that_works_for_long_or_is_done_is_no_failure(ranks):
 
 
 def test_once_a_collective_has_broken_less_is_enough():
-    broken = rank(end="lost", collectives=41, still=PATIENCE + 1)
+    broken = rank(state="lost", collectives=41, age=PATIENCE + 1)
     for other, text in (
         (rank(silent=PATIENCE + 1), "was last heard of"),
-        (rank(still=99.0), "has kept the others waiting for 6 s"),
-        (rank(end="left"), "left at step 17"),
+        (rank(age=99.0), "has kept the others waiting for 6 s"),
+        (rank(state="ended"), "ended at step 17 without the others"),
     ):
         assert name_culprit(broken, other) is None
         number, message = name_culprit(broken, other, lost=True)
         assert (number, message.startswith(text)) == (1, True)
+    assert name_culprit(broken, rank(silent=PATIENCE), rank(age=PATIENCE), lost=True) is None
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_whatever_is_known_the_verdict_is_fair(seed):
+@pytest.mark.parametrize("seed", range(10))
+def test_the_verdict_is_fair_and_does_not_depend_on_the_order(seed):
     draw = random.Random(seed)
-    ends = ["", "", "", "failed", "died", "left", "lost", "informed", "done"]
-    ranks = [
-        rank(
-            draw.uniform(0, 2 * TIMEOUT),
-            draw.uniform(0, 2 * TIMEOUT),
-            draw.randrange(40, 43),
-            draw.choice(ends),
-            draw.uniform(0, 2 * TIMEOUT),
-        )
-        for _ in range(draw.randrange(2, 6))
-    ]
-    verdict = name_culprit(*ranks)
-    assert verdict is None or ranks[verdict[0]].heartbeat.end in ("", "failed", "died", "left")
-    order = draw.sample(range(len(ranks)), len(ranks))
-    other = name_culprit(*(ranks[i] for i in order))
-    assert (other and order[other[0]]) == (verdict and verdict[0])
-    moving = [rank(draw.uniform(0, 3), draw.uniform(0, 50), draw.randrange(40, 43)) for _ in ranks]
-    assert name_culprit(*moving) is None
+    for _ in range(10):
+        ranks = [
+            rank(
+                draw.uniform(0, 2 * TIMEOUT),
+                draw.uniform(0, 2 * TIMEOUT),
+                draw.randrange(40, 43),
+                draw.choice(["running", "running", "running", "died", "lost", "ended"]),
+            )
+            for _ in range(draw.randrange(2, 6))
+        ]
+        verdict = name_culprit(*ranks)
+        assert verdict is None or ranks[verdict[0]].state in ("running", "died")
+        order = draw.sample(range(len(ranks)), len(ranks))
+        other = name_culprit(*(ranks[i] for i in order))
+        assert (other and order[other[0]]) == (verdict and verdict[0])
 
 
 # The callback
 
 
-@pytest.mark.parametrize("timeout", [0, -1.0, 2.9, float("nan")])
+@pytest.mark.parametrize("timeout", [2.9, float("nan")])
 def test_a_time_too_short_for_signs_of_life_is_refused(timeout):
     with pytest.raises(ValueError, match="timeout must be at least 3 seconds, got"):
         RankWatch(timeout)
@@ -154,9 +141,8 @@ def test_a_single_rank_is_left_alone(tmp_path):
             raise RuntimeError("[gloo] Connection closed by peer")
 
     threads = threading.active_count()
-    make_trainer(tmp_path, watch := RankWatch()).fit(PlainModule(), loader())
     with pytest.raises(RuntimeError) as raised:
-        make_trainer(tmp_path, watch).fit(Failing(), loader())
+        make_trainer(tmp_path, watch := RankWatch()).fit(Failing(), loader())
     assert not hasattr(raised.value, "__notes__")
     assert watch.verdict is None
     assert threading.active_count() == threads
@@ -188,27 +174,28 @@ def test_an_end_is_reported_and_gets_the_verdict_where_the_others_were_lost(
 ):
     calls = []
 
-    class Recorded(_Watch):
+    class Recorded:
         def __init__(self, trainer, timeout):
             calls.append(timeout)
 
-        def meet(self):
-            calls.append("meet")
-
-        def leave(self, end, text=""):
-            calls.append(end)
-            assert "\n" not in text
-            assert len(text) <= 300
+        def leave(self, state, failure=""):
+            calls.append("failed" if failure else "left" if state == "ended" else state)
+            assert failure == "" or failure.startswith(
+                f"rank 0 failed at step 3: {type(error)}"[:25]
+            )
+            assert "\n" not in failure
+            assert len(failure) < 400
             return "rank 1 failed"
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(rank_watch, "_Watch", Recorded)
-    watch, trainer = RankWatch(3.0), SimpleNamespace(world_size=2)
+    watch = RankWatch(3.0)
+    trainer = SimpleNamespace(world_size=2, global_rank=0, global_step=3)
     watch.setup(trainer, None, "fit")
     watch.teardown(trainer, None, "fit")
     watch.on_exception(trainer, None, error)  # before a `setup`
     watch.teardown(trainer, None, "fit")
-    assert calls == [3.0, "meet", "done", 3.0, "meet", end]
+    assert calls == [3.0, "left", 3.0, end]
     assert watch.verdict == ("rank 1 failed" if end == "lost" else None)
     assert getattr(error, "__notes__", []) == ["rank 1 failed"] * (end == "lost")
 
@@ -223,32 +210,31 @@ def test_it_can_be_sent_to_processes_that_are_spawned():
 @pytest.fixture
 def start(monkeypatch):
     """Starts the watches of a run; `messages` are what they would have ended their ranks by."""
+    monkeypatch.setattr(rank_watch, "INTERVAL", 0.02)
+    monkeypatch.setattr(rank_watch, "PATIENCE", 0.5)
+    monkeypatch.setattr(_Watch, "_end_process", lambda w: w.ended.update({w._rank: w._message}))
     runs = []
 
     def start_run(size, timeout=60.0, store=None):
-        run = SimpleNamespace(store=store or HashStore(), messages={})
+        run = SimpleNamespace(store=store or HashStore(), messages={}, watches=[])
+        monkeypatch.setattr(_Watch, "ended", run.messages, raising=False)
         group = SimpleNamespace(
             get_group_store=lambda: run.store, _get_sequence_number_for_group=lambda: 40
         )
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=group))
         monkeypatch.setattr(dist, "get_world_size", lambda: size)
-        monkeypatch.setattr(_Watch, "_act", lambda w: w.acted.update({w._rank: w._message}))
-        run.watches = []
         for number in range(size):
             monkeypatch.setattr(dist, "get_rank", lambda number=number: number)
             run.watches.append(_Watch(SimpleNamespace(global_step=3), timeout))
-            run.watches[-1].acted = run.messages
-        meeting = [threading.Thread(target=watch.meet) for watch in run.watches]
-        [thread.start() for thread in meeting]
-        [thread.join() for thread in meeting]
+        until(lambda: all(beat.beats for beat in run.watches[0]._ranks.values()))
         runs.append(run)
         return run
 
     yield start_run
     for watch in (watch for run in runs for watch in run.watches):
         watch._is_closing.set()
-        watch.join(20)
-        assert not watch.is_alive()
+        watch._thread.join(20)
+        assert not watch._thread.is_alive()
 
 
 def until(condition):
@@ -259,7 +245,7 @@ def until(condition):
 
 
 def leave(*ends):
-    """Watches that leave at the same time, each with what it says; their messages."""
+    """Watches that leave at the same time, each with what it reports; their messages."""
     messages = []
     threads = [
         threading.Thread(target=lambda w=w, end=end: messages.append(w.leave(*end)))
@@ -271,22 +257,48 @@ def leave(*ends):
 
 
 def test_all_hear_of_a_failure(start):
-    run = start(3)
-    message = "rank 1 failed at step 3: ValueError: bad; see its output."
-    leave((run.watches[1], ("failed", "ValueError: bad")))
+    run, message = start(3), "rank 1 failed at step 3: ValueError: bad; see its output."
+    leave((run.watches[1], ("ended", message)))
     until(lambda: run.messages.keys() >= {0, 2})
     assert {*run.messages.values()} == {message}
-    assert leave((run.watches[0], ("lost", "")), (run.watches[2], ("lost", ""))) == [message] * 2
+    assert leave((run.watches[0], ("lost",)), (run.watches[2], ("lost",))) == [message] * 2
 
 
-@pytest.mark.parametrize("end", ["done", "left", "failed"])
-def test_nobody_is_blamed_when_all_end_on_purpose_and_runs_do_not_mix(start, end):
+def test_nobody_is_blamed_when_all_end_on_purpose_and_runs_do_not_mix(start):
     first = start(2)
-    messages = leave(*((watch, (end, "SystemExit: 75")) for watch in first.watches))
-    assert (messages == [None] * 2) == (end != "failed")
-    second = start(2, store=first.store)
-    time.sleep(1)
-    assert second.messages == {}
+    assert leave(*((watch, ("ended",)) for watch in first.watches)) == ["", ""]
+    leave(*((watch, ("ended", "rank 0 failed")) for watch in start(2, store=first.store).watches))
+    third = start(2, store=first.store)
+    time.sleep(0.2)
+    assert third.messages == {}
+
+
+@pytest.mark.parametrize("leaver", [0, 1])
+def test_a_rank_that_ends_alone_is_named_by_those_whose_collective_it_breaks(start, leaver):
+    run, other = start(2), 1 - leaver
+    threading.Thread(target=run.watches[leaver].leave, args=["ended"]).start()
+    until(lambda: run.watches[other]._ranks[leaver].state == "ended")
+    message = run.watches[other].leave("lost")
+    assert message == f"rank {leaver} ended at step 3 without the others; see its output."
+
+
+@pytest.mark.parametrize("ends_well", [False, True])
+def test_a_rank_whose_process_dies_is_named_unless_it_had_ended(start, ends_well):
+    run = start(3)
+    watch = run.watches[2]
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    watch._beat.process = _process_name().rpartition(" ")[0] + f" {child.pid}"
+    until(lambda: run.watches[0]._ranks[2].process == watch._beat.process)
+    if ends_well:
+        watch.leave("ended")
+    child.stdin.close()
+    child.wait()
+    if ends_well:
+        time.sleep(0.3)
+        assert run.messages == {}
+    else:
+        until(lambda: run.messages.keys() >= {0, 1})
+        assert run.messages[1].startswith("rank 2 ended without a word, last heard of at step 3")
 
 
 class Gone:
@@ -296,48 +308,43 @@ class Gone:
         raise dist.DistNetworkError("Connection reset by peer")
 
 
-def test_rank_0_is_missed_when_its_store_is(start, monkeypatch):
-    monkeypatch.setattr(rank_watch, "PATIENCE", 2.0)
+def test_rank_0_is_missed_when_its_store_is(start):
     watch = (run := start(2)).watches[1]
-    watch._group_store = SimpleNamespace(clone=Gone)
-    watch._store = Gone()
+    watch._group_store = watch._store = Gone()
     until(lambda: 1 in run.messages)
-    assert run.messages[1].startswith("rank 0 was last heard of at step 3, 2 s ago")
+    assert run.messages[1].startswith("rank 0 was last heard of at step 3")
 
 
 def test_a_store_that_answers_again_ends_nothing(start):
     watch = (run := start(2)).watches[1]
-    watch._store, count = Gone(), watch._heartbeat.beats
-    until(lambda: run.watches[0]._ranks[1].heartbeat.beats > count + 2)
-    assert not watch._store_is_gone
+    watch._store, count = Gone(), watch._beat.beats
+    until(lambda: run.watches[0]._ranks[1].beats > count + 2)
+    assert watch._store is not None
     assert run.messages == {}
+
+
+class Stuck(Gone):
+    """A store that does not answer until an event, and is gone then."""
+
+    def __init__(self, event):
+        self.compare_set = lambda *_: event.wait(60) and self.get("")
 
 
 def test_a_store_that_does_not_return_makes_rank_0_the_culprit_for_others_alone(start):
-    run, stuck = start(2, timeout=3.0), threading.Event()
+    run, stuck = start(2, timeout=1.0), threading.Event()
     for watch in run.watches:
-        watch._store = SimpleNamespace(set=lambda *_: stuck.wait(60))
+        watch._store = Stuck(stuck)
     until(lambda: 1 in run.messages)
-    time.sleep(1)
+    time.sleep(0.2)
     stuck.set()
     assert list(run.messages) == [1]
-    assert run.messages[1].startswith("rank 0 was last heard of at step 3, 3 s ago")
-
-
-@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_mistake_in_a_watch_ends_no_run(start, monkeypatch, capsys, number):
-    run = start(2, timeout=3.0)
-    monkeypatch.setattr(run.watches[number], "_judge", lambda: 1 / 0)
-    until(lambda: not run.watches[number].is_alive())
-    time.sleep(4)
-    assert run.messages == {}
-    assert f"rank {number} is watched no more: ZeroDivisionError" in capsys.readouterr().err
+    assert run.messages[1].startswith("rank 0 was last heard of at step 3, 1 s ago")
 
 
 def test_time_in_which_the_process_stood_still_does_not_count(start, monkeypatch):
     run, real = start(2), time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: real() + 3600)
-    time.sleep(1)
+    time.sleep(0.2)
     assert all(watch._now < 30 for watch in run.watches)
     monkeypatch.undo()
     assert run.messages == {}
@@ -376,7 +383,10 @@ def test_the_location_of_a_thread_is_the_innermost_code_of_the_users_own():
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_what_is_asked_of_torch_is_there():
+def test_torch_has_what_is_read_of_it():
     dist.barrier()
-    assert _count_collectives() == dist.group.WORLD._get_sequence_number_for_group() == 1
-    assert dist.group.WORLD.get_group_store().clone() is not None
+    watch = _Watch(SimpleNamespace(global_step=3), None)
+    assert watch._beat.collectives == dist.group.WORLD._get_sequence_number_for_group() == 1
+    assert watch._beat.process.endswith(f" {os.getpid()}")
+    assert watch._timeout > 60
+    assert watch.leave("ended") == ""
