@@ -3,26 +3,26 @@
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import IntEnum
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import torch
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
-from packaging.requirements import Requirement
 from torch import Tensor
 
 from lit_diffusion.callbacks.ema import EMA
 from lit_diffusion.callbacks.power_ema import PowerEMA
-from lit_diffusion.cli.doctor.run import ExaminedRun
+from lit_diffusion.cli.doctor.run import ExaminedRun, FitOnOneProcess, describe_error
 from lit_diffusion.cli.lightning_internals import save_intervals
-from lit_diffusion.cli.run_folder import CLAIM, occupied
+from lit_diffusion.cli.run_folder import read_command_line
+from lit_diffusion.config.trust import allow_class_paths
 from lit_diffusion.data.loaders import usable_cores
 from lit_diffusion.guidance import ClassifierFree
 from lit_diffusion.metrics.extractors import InceptionV3Compat
@@ -67,21 +67,6 @@ def check_start(run: ExaminedRun) -> Iterator[Finding]:
         yield warning("data", f"{run.missing_data}; the run was not started here.")
 
 
-def check_run_folder(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether the run may write into its folder, and where it resumes."""
-    root = run.request.root
-    parent = existing_parent(root)
-    try:
-        if not (parent.is_dir() and os.access(parent, os.W_OK)):
-            raise ValueError(f"{parent} is no folder that can be written to.")
-        with occupied(root) if (root / CLAIM).is_file() else nullcontext():
-            yield ok("run folder", str(root))
-    except (ValueError, OSError) as error:
-        yield problem("run folder", f"{error} Change --trainer.default_root_dir.")
-    if run.request.checkpoint is not None:
-        yield ok("resume", f"from step {run.start_step:,} of {run.request.checkpoint}")
-
-
 def check_devices(run: ExaminedRun) -> Iterator[Finding]:
     """Whether each process on CPUs has a core, and whether a GPU was expected."""
     processes, cores = run.cli.num_devices, usable_cores()
@@ -95,14 +80,9 @@ def check_devices(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_ranks(num_devices: int, num_nodes: int, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether a launcher starts as many processes as the Trainer waits for.
+    """Whether SLURM starts as many processes as the config asks for: devices on each of the nodes.
 
     What Lightning itself refuses, as it does most of what torchrun gets wrong, is in `check_start`.
-
-    Args:
-        num_devices: processes on each node that the config asks for.
-        num_nodes: nodes that the config asks for.
-        environ: variables of this process, those of SLURM among them.
     """
     ranks, tasks = num_devices * num_nodes, environ.get("SLURM_NTASKS", "")
     is_shell = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")  # to Lightning
@@ -145,6 +125,8 @@ def check_length(run: ExaminedRun) -> Iterator[Finding]:
         if run.batch_size is not None:
             images = run.batch_size * run.ranks * run.trainer.accumulate_grad_batches
             text += f" of {images:,} images"
+        if run.start_step:
+            text += f", of which {run.start_step:,} are done"
         if run.steps_per_epoch and run.num_images:
             text += f", {steps / run.steps_per_epoch:,.1f} epochs of {run.num_images:,}"
         if run.settings["max_epochs"] is None and run.trainer.max_epochs == 1000:
@@ -266,19 +248,9 @@ def check_label_dropout(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_fid(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether FIDs can be measured, and on more images than their extractor has features."""
-    for evaluation in run.evaluations:
-        protocol, message = evaluation.protocol, run.missing_weights.get(evaluation)
-        if message is not None:
-            yield problem("FID weights", f"{protocol.name}: {message}")
-        features: Any = 0 if message else protocol.build().num_features
-        if isinstance(protocol, InceptionV3Compat):
-            features = 2048  # also without the weights
-        real = {"train": run.num_images, "val": run.num_held_out}.get(evaluation.reference)
-        images = min(evaluation.num_samples, real or evaluation.num_samples)
-        if images <= features:
-            text = f"{images:,} images for {features:,} features: the FID is mostly bias; take more"
-            yield warning("FID", f"{text} samples (num_samples) and real images (reference).")
+    """Whether the extractors of FID have their weights."""
+    for evaluation, message in run.missing_weights.items():
+        yield problem("FID weights", f"{evaluation.protocol.name}: {message}")
 
 
 # Time and disk
@@ -324,9 +296,6 @@ def check_disk(run: ExaminedRun) -> Iterator[Finding]:
     for ema in emas:
         if every := getattr(ema, "snapshot_every_n_steps", None):
             needed += run.count_rounds(every) * len(ema.decays) * trained
-    for grid in run.grids:
-        pixels = math.prod(getattr(module, "image_shape", (0,)))
-        needed += run.count_rounds(grid.every_n_steps) * grid.num * pixels
     needed = max(needed - sum(f.stat().st_size for f in root.glob("checkpoints/*.ckpt")), 0)
     free, gb = shutil.disk_usage(existing_parent(root)).free, 1e9
     text = f"{num:.0f} checkpoints of {checkpoint / gb:.3g} GB, {needed / gb:.3g} GB more needed, "
@@ -335,8 +304,6 @@ def check_disk(run: ExaminedRun) -> Iterator[Finding]:
         yield warning("disk", f"{text}: none is ever deleted; set save_top_k of ModelCheckpoint.")
     elif needed > free:
         yield problem("disk", f"{text}; choose another --trainer.default_root_dir.")
-    elif needed > 0.5 * free:
-        yield warning("disk", f"{text}: more than half, and others may write there.")
     else:
         yield ok("disk", text)
 
@@ -357,7 +324,7 @@ def count_checkpoints(run: ExaminedRun) -> float:
 
 
 CHECKS: tuple[Callable[[ExaminedRun], Iterator[Finding]], ...]
-CHECKS = (check_start, check_run_folder, check_devices, check_length, check_intervals, check_lr)
+CHECKS = (check_start, check_devices, check_length, check_intervals, check_lr)
 CHECKS += (check_ema, check_terminal_snr, check_label_dropout, check_fid, check_time, check_disk)
 
 
@@ -365,12 +332,7 @@ CHECKS += (check_ema, check_terminal_snr, check_label_dropout, check_fid, check_
 
 
 def check_machine(folder: Path) -> Iterator[Finding]:
-    """Packages, GPUs, shared memory, FID weights, and disk of the folder where runs would go."""
-    for each in map(Requirement, metadata.requires("lit-diffusion") or []):
-        version = "" if each.marker else metadata.version(each.name)
-        if version and not each.specifier.contains(version, prereleases=True):
-            text = f"{each.name} {version} is not {each.specifier}; pip install '{each}'."
-            yield problem("versions", text)
+    """GPUs, shared memory, FID weights, and disk of the folder where runs would go."""
     yield ok("versions", f"torch {torch.__version__}, lightning {metadata.version('lightning')}")
     if num_gpus := torch.cuda.device_count():
         yield ok("devices", f"{num_gpus} GPU(s), {torch.cuda.get_device_name(0)}")
@@ -397,3 +359,59 @@ def existing_parent(path: Path) -> Path:
     """The path, or the nearest one above it that exists."""
     path = path.absolute()
     return next(each for each in (path, *path.parents) if each.exists())
+
+
+# All of them
+
+
+def examine(options: Sequence[str], seconds: float = 5.0) -> Iterator[Finding]:
+    """Findings on this machine, and on the run of `fit` with these options if there are any.
+
+    Each measurement of time may take some `seconds`.
+    """
+    least = Level.WARNING if options else Level.OK
+    yield from (finding for finding in check_machine(Path.cwd()) if finding.level >= least)
+    if not options:
+        ranks = int(os.environ.get("SLURM_NTASKS", "1"))
+        yield from check_ranks(ranks, 1, os.environ) if "SLURM_JOB_ID" in os.environ else ()
+        return
+    with ExitStack() as contexts:
+        try:
+            request = read_command_line(["fit", *options])
+            contexts.enter_context(allow_class_paths(request.trust))
+            folder = contexts.enter_context(tempfile.TemporaryDirectory())
+            cli = FitOnOneProcess(request, contexts, folder)
+        except Exception as error:  # constructors may raise anything
+            yield problem("config", describe_error(error))
+            return
+        run = ExaminedRun(cli, seconds)
+        yield from check_ranks(cli.num_devices, cli.num_nodes, os.environ)
+        for check in CHECKS:
+            try:
+                yield from check(run)
+            except Exception as error:  # objects of other packages have any attributes
+                yield problem(check.__name__, describe_error(error))
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """A line for each finding, the most serious first, and one on all of them.
+
+    Example:
+        >>> print(report([Finding(Level.OK, "data", "here"), problem("disk", "full.")]))
+        problem  disk  full.
+        OK       data  here
+        <BLANKLINE>
+        1 problem(s), 0 warning(s): the run would fail or be wasted.
+    """
+    ordered = sorted(findings, key=lambda finding: -finding.level)
+    width = max((len(finding.topic) for finding in ordered), default=0)
+    lines = []
+    for finding in ordered:
+        level = "OK" if finding.level is Level.OK else finding.level.name.lower()
+        lines.append(f"{level:<7}  {finding.topic:<{width}}  {' '.join(finding.text.split())}")
+    levels = [finding.level for finding in ordered]
+    problems, num_warnings = levels.count(Level.PROBLEM), levels.count(Level.WARNING)
+    verdict = f"{problems} problem(s), {num_warnings} warning(s)"
+    if problems:
+        verdict += ": the run would fail or be wasted."
+    return "\n".join([*lines, "", verdict])

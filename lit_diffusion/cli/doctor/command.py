@@ -39,8 +39,7 @@ def run(argv: Sequence[str]) -> None:
     ranks = [os.environ.get(name, "0") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK")]
     if any(rank != "0" for rank in ranks):
         return  # one process of several reports
-    from lit_diffusion.cli.doctor.checks import Level
-    from lit_diffusion.cli.doctor.examination import examine, report
+    from lit_diffusion.cli.doctor.checks import Level, examine, report
 
     logging.disable(logging.WARNING)  # fit shows these messages again
     try:

@@ -18,10 +18,8 @@ from torch import optim
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
 from lit_diffusion.callbacks import EMA, FIDEvaluation, PowerEMA, SampleGrid, TimestepCurriculum
-from lit_diffusion.cli.doctor import checks, examination
-from lit_diffusion.cli.doctor.checks import Level
-from lit_diffusion.cli.doctor.examination import examine
-from lit_diffusion.cli.run_folder import occupied
+from lit_diffusion.cli.doctor import checks
+from lit_diffusion.cli.doctor.checks import Level, examine
 from lit_diffusion.data.cifar10 import CIFAR10
 from lit_diffusion.grids import LogSNR
 from lit_diffusion.guidance import ClassifierFree
@@ -77,7 +75,7 @@ def examined_run(config, *options):
     """The run that the checks read."""
     runs = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(examination, "CHECKS", (lambda run: iter(runs.append(run) or ()),))
+        patch.setattr(checks, "CHECKS", (lambda run: iter(runs.append(run) or ()),))
         findings(config, *options)
     return runs[0]
 
@@ -110,7 +108,7 @@ def test_a_sound_config_has_no_problem_and_no_warning():
         by_topic["length"], Level.OK, "2,000 optimizer steps of 64 images, 90.9 epochs of 1,437"
     )
     require(by_topic["time"], Level.NOTE, "measured on")
-    expected = {"run folder", "validation", "lr", "EMA", "terminal SNR", "label dropout", "disk"}
+    expected = {"validation", "lr", "EMA", "terminal SNR", "label dropout", "disk"}
     assert expected <= by_topic.keys()
     assert [path.name for path in Path().iterdir()] == ["run.yaml"]
     assert torch.is_grad_enabled()
@@ -131,12 +129,9 @@ def test_a_module_of_another_package_is_examined():
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["--config", "nowhere.yaml"], "nowhere.yaml"),
         (["--trainer.max_stepz=3"], "Did you mean 'trainer.max_steps'?"),
         (["--ckpt_path=x.ckpt"], "x.ckpt"),
-        (["--ckpt_path=best"], "best-fid.ckpt"),
         (["--trainer.precision=64-false"], "precision"),
-        (["--trainer.accumulate_grad_batches=0"], "at least 1"),
     ],
 )
 def test_a_config_that_cannot_be_built_is_the_only_problem(options, text):
@@ -167,10 +162,7 @@ def test_tasks_that_lightning_refuses_are_a_problem(monkeypatch):
             "min_beta1=0.95 and beta0=0.9",
         ),
         (digits(callbacks=[fid(weights="ema_2")]), "the callbacks provide"),
-        (digits(callbacks=[fid()], limit_val_batches=0), "no validation"),
-        (digits(model={"image_shape": [1, 16, 16]}), "image_shape is (1, 16, 16)"),
         (digits(limit_train_batches=0.0001), "limit_train_batches"),
-        (digits(model={"optimizer": spec("torch.optim.Adam", lr=-1)}), "Invalid learning rate"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -235,20 +227,18 @@ def test_weights_of_fid_that_are_missing_are_a_problem_and_the_run_is_started():
     by_topic = findings(digits(callbacks=callbacks), seconds=30.0)
     assert topics(by_topic) == {"FID weights"}
     assert "lit-diffusion fetch-weights" in by_topic["FID weights"].text
-    require(by_topic["FID"], Level.WARNING, "360 images for 2,048 features")
     require(by_topic["time"], Level.NOTE, "measured on")
 
 
-def test_a_folder_that_holds_a_run_is_a_problem_unless_it_is_resumed():
+def test_a_resume_counts_what_is_left_and_leaves_the_folder_alone():
     Path("run.yaml").write_text(yaml.safe_dump(digits(4, val_check_interval=4)))
     assert call("fit --config run.yaml") == 0
     before = {path: path.stat().st_mtime_ns for path in Path("runs").rglob("*")}
     saved = torch.load("runs/run/checkpoints/last.ckpt", weights_only=True)
     assert "already holds a run" in findings(digits(90))["config"].text
-    assert "raise that to train on" in findings(digits(4), "--ckpt_path=last")["config"].text
     by_topic = findings(digits(12), "--ckpt_path=last", seconds=30.0)
     assert topics(by_topic) == set()
-    require(by_topic["resume"], Level.OK, "from step 4")
+    require(by_topic["length"], Level.OK, "of which 4 are done")
     require(by_topic["time"], Level.NOTE, "measured on")
     predicted = float(by_topic["disk"].text.split("checkpoints of ")[1].split()[0])
     assert predicted == pytest.approx(tensor_bytes(saved) / 1e9, rel=0.01)
@@ -281,8 +271,6 @@ class Count(Callback):
         {"max_epochs": 4, "accumulate_grad_batches": 3},
         {"max_epochs": 6, "check_val_every_n_epoch": 2, "val_check_interval": 0.5},
         {"max_epochs": 3, "val_check_interval": 3},
-        {"max_epochs": 2, "limit_train_batches": 3},
-        {"max_epochs": 2, "overfit_batches": 2},
         {"max_steps": 9, "limit_val_batches": 0},
         {
             "max_steps": 9,
@@ -324,18 +312,6 @@ def test_rounds_before_a_resume_do_not_count(run):
 # Single checks
 
 
-def test_a_folder_that_another_process_trains_into_is_a_problem(run):
-    require(next(checks.check_run_folder(run)), Level.OK, "runs/run")
-    root = Path("runs/run")
-    root.mkdir(parents=True)
-    with occupied(root):
-        require(next(checks.check_run_folder(run)), Level.PROBLEM, "in use")
-    require(next(checks.check_run_folder(run)), Level.OK, "runs/run")
-    shutil.rmtree("runs")
-    Path("runs").write_text("")
-    require(next(checks.check_run_folder(run)), Level.PROBLEM, "runs")
-
-
 @pytest.mark.parametrize(("setting", "level"), [("auto", Level.NOTE), ("cpu", None)])
 def test_a_gpu_that_is_not_found_is_noted(run, setting, level):
     run.settings["accelerator"] = setting
@@ -343,20 +319,28 @@ def test_a_gpu_that_is_not_found_is_noted(run, setting, level):
 
 
 @pytest.mark.parametrize(
-    ("settings", "level", "text"),
+    ("settings", "num_steps", "level", "text"),
     [
-        ({"max_steps": -1, "max_epochs": 3}, Level.OK, "66 optimizer steps"),
-        ({"max_steps": -1, "max_epochs": -1}, Level.WARNING, "never stops"),
-        ({"max_steps": -1}, Level.WARNING, "22,000 optimizer steps"),
-        ({"max_steps": -1, "max_time": "00:01:00:00"}, Level.NOTE, "unknown"),
-        ({"limit_train_batches": 0}, Level.PROBLEM, "no step"),
+        ({"max_steps": -1, "max_epochs": 3}, 66, Level.OK, "66 optimizer steps"),
+        ({"max_steps": -1, "max_epochs": -1}, None, Level.WARNING, "never stops"),
+        ({"max_steps": -1, "max_epochs": 1000}, 22_000, Level.WARNING, "22,000 optimizer steps"),
+        ({"max_steps": 0, "max_epochs": 3}, 0, Level.PROBLEM, "no step"),
+        ({"max_steps": 9, "max_epochs": 3}, None, Level.NOTE, "unknown"),
     ],
 )
-def test_length(settings, level, text):
-    config = digits(**settings)
-    config["model"]["init_args"].pop("lr_scheduler")
-    (finding,) = checks.check_length(examined_run(config))
+def test_length(run, settings, num_steps, level, text):
+    run.trainer.fit_loop = SimpleNamespace(max_epochs=settings["max_epochs"])
+    run.trainer.fit_loop.epoch_loop = SimpleNamespace(max_steps=settings["max_steps"])
+    run.settings["max_epochs"] = None if settings["max_epochs"] == 1000 else settings["max_epochs"]
+    run.num_steps = num_steps
+    (finding,) = checks.check_length(run)
     require(finding, level, text)
+
+
+def test_a_time_limit_makes_the_length_unknown():
+    run = examined_run(tiny_config(max_steps=-1, max_time="00:01:00:00"), *TRUST)
+    (finding,) = checks.check_length(run)
+    require(finding, Level.NOTE, "unknown")
 
 
 @pytest.mark.parametrize(
@@ -424,7 +408,6 @@ def test_the_lr_must_fit_the_length(run, scheduler, level, text):
         (0.99, True, 2000, Level.OK, "69 steps, 3.4%"),
         (0.9999, True, 1000, Level.OK, "77 steps"),
         (0.9999, False, 2000, Level.WARNING, "82% of its final average"),
-        (0.9999, False, 50_000, Level.WARNING, "13.9%"),
         (0.9999, False, 68_000, Level.WARNING, "10.2%"),
         (0.9999, False, 70_000, Level.OK, "9.9%"),
         (0.0, False, 2000, Level.OK, "0 steps"),
@@ -444,10 +427,8 @@ def test_the_half_life_of_averages_must_fit_the_length(run, decay, warmup, steps
     ("process", "times", "level", "text"),
     [
         (DiscreteVP(LinearBetas(1000)), None, Level.OK, "noisiest time"),
-        (DiscreteVP(CosineBetas(4000)), None, Level.OK, ""),
         (EDMProcess(), LogSNR(), Level.OK, "sigma 80"),
         (ContinuousVP(beta_d=9.0), LogSNR(), Level.WARNING, "of the image remain"),
-        (EDMProcess(sigma_max=10.0), LogSNR(), Level.WARNING, "of the image remain"),
         (DiscreteVP(CosineBetas(1000)), LogSNR(noisiest=-7.0), Level.OK, ""),
         (DiscreteVP(CosineBetas(1000)), LogSNR(noisiest=-4.0), Level.WARNING, "should remain"),
     ],
@@ -479,25 +460,6 @@ def test_guidance_needs_label_dropout(run, dropout, guidance, level):
     assert list(checks.check_label_dropout(run)) == []
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "reference", "num_held_out", "text"),
-    [
-        (65, "val", 360, None),
-        (64, "val", 360, "64 images for 64 features"),
-        (360, "val", 63, "63 images"),
-        (360, "train", 63, None),
-        (360, "val", None, None),
-    ],
-)
-def test_fids_need_more_images_than_features(run, num_samples, reference, num_held_out, text):
-    run.evaluations = [FIDEvaluation(num_samples, "digits-cnn", reference)]
-    run.num_held_out = num_held_out
-    warnings = list(checks.check_fid(run))
-    assert len(warnings) == bool(text)
-    for finding in warnings:
-        require(finding, Level.WARNING, text)
-
-
 def test_time_adds_up_training_validation_and_sampling(run):
     run.step_seconds, run.sample_seconds = 1.0, 2.0
     run.evaluations = [FIDEvaluation(360, "digits-cnn", every_n_steps=500, repeats_at_end=1)]
@@ -526,27 +488,22 @@ def test_validation_that_takes_most_of_the_time_is_warned_of(run):
     assert list(checks.check_time(run)) == []
 
 
-@pytest.mark.parametrize(
-    ("free", "level"), [(10**7, Level.OK), (2 * 10**6, Level.WARNING), (10**6, Level.PROBLEM)]
-)
+@pytest.mark.parametrize(("free", "level"), [(2 * 10**6, Level.OK), (10**6, Level.PROBLEM)])
 def test_checkpoints_must_fit_on_the_disk(run, free, level, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     (finding,) = checks.check_disk(run)
     require(finding, level, "1 checkpoints")
 
 
-def test_snapshots_and_samples_count(run):
+def test_snapshots_count(run):
     def gigabytes(*callbacks):
         run.callbacks = list(callbacks)
-        run.grids = [each for each in callbacks if isinstance(each, SampleGrid)]
         (finding,) = checks.check_disk(run)
         return float(finding.text.split("GB, ")[1].split()[0])
 
     size = 4e-9 * sum(p.numel() for p in run.module.parameters())
     rare = PowerEMA((0.05, 0.1), snapshot_every_n_steps=100)
     assert gigabytes(rare) == pytest.approx(20 * 2 * size, rel=0.01)
-    grid = SampleGrid(10_000, every_n_steps=100)
-    assert gigabytes(grid) == pytest.approx(20 * 10_000 * 64 / 1e9, rel=0.01)
 
 
 @pytest.mark.parametrize(
