@@ -47,7 +47,6 @@ class ConsistencyProbe(PeriodicEvaluation):
             raise ValueError(f"num must be at least 1, got {num}.")
         self.num = num
         self._last_images: Tensor | None = None
-        self._is_restored = False  # since the run was set up
 
     def metric_names(self) -> list[str]:
         """The one metric that it logs."""
@@ -59,19 +58,18 @@ class ConsistencyProbe(PeriodicEvaluation):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the last images."""
-        self._last_images, self._is_restored = state_dict.get("images"), True
+        self._last_images = state_dict.get("images")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Prepare for a checkpoint, which is loaded after this if there is one."""
+        """Forget the images of another run; a checkpoint is loaded after this."""
         super().setup(trainer, pl_module, stage)
-        self._is_restored = False
+        if stage == "fit":
+            self._last_images = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a module that cannot generate; forget the images of another run."""
+        """Refuse a module that cannot generate."""
         require_generate(pl_module, "ConsistencyProbe")
         super().on_fit_start(trainer, pl_module)
-        if not self._is_restored:
-            self._last_images = None
 
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Mean PSNR to the images of last time; {} the first time."""

@@ -181,6 +181,16 @@ def require_generate(module: LightningModule, callback: str) -> None:
         ) from error
 
 
+def require_noise_levels(module: LightningModule, callback: str) -> None:
+    """Raise TypeError, in the name of a callback, for a module without `HasNoiseLevels`."""
+    needed = ("per_sample_loss", "process", "codec", "num_classes")
+    if lacking := [name for name in needed if not hasattr(module, name)]:
+        raise TypeError(
+            f"{callback} needs a module with {', '.join(needed)} (protocols.HasNoiseLevels); "
+            f"{type(module).__name__} lacks {', '.join(lacking)}."
+        )
+
+
 def generate_images(
     module: LightningModule, seeds: Sequence[int]
 ) -> tuple[Tensor | None, list[int]]:

@@ -14,6 +14,7 @@ from lit_diffusion.callbacks.evaluation import (
     FixedImages,
     PeriodicEvaluation,
     read_fixed_images,
+    require_noise_levels,
 )
 from lit_diffusion.callbacks.trainer_state import eval_mode
 from lit_diffusion.metrics.images import BatchKey
@@ -104,12 +105,7 @@ class GradientDiagnostics(PeriodicEvaluation):
         """Refuse modules without a loss at given noise levels."""
         super().setup(trainer, pl_module, stage)
         self._fixed = None  # the data may have changed since the last run
-        if lacking := [n for n in ("per_sample_loss", "process") if not hasattr(pl_module, n)]:
-            raise TypeError(
-                "GradientDiagnostics needs a module with per_sample_loss and process "
-                f"(protocols.HasNoiseLevels); {type(pl_module).__name__} lacks "
-                f"{' and '.join(lacking)}."
-            )
+        require_noise_levels(pl_module, "GradientDiagnostics")
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer

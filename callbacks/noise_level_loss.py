@@ -14,6 +14,7 @@ from lit_diffusion.callbacks.evaluation import (
     averaged_weights,
     inference_mode,
     read_fixed_images,
+    require_noise_levels,
 )
 from lit_diffusion.metrics.images import BatchKey
 from lit_diffusion.protocols import Condition, HasNoiseLevels, by_part
@@ -67,12 +68,7 @@ class NoiseLevelLoss(PeriodicEvaluation):
         """Refuse modules without a loss at given noise levels."""
         super().setup(trainer, pl_module, stage)
         self._fixed = None  # the data may have changed since the last run
-        needed = ("per_sample_loss", "process", "codec", "num_classes")
-        if lacking := [name for name in needed if not hasattr(pl_module, name)]:
-            raise TypeError(
-                f"NoiseLevelLoss needs a module with {', '.join(needed)} (protocols.HasNoiseLevels)"
-                f"; {type(pl_module).__name__} lacks {', '.join(lacking)}."
-            )
+        require_noise_levels(pl_module, "NoiseLevelLoss")
 
     def metric_names(self) -> list[str]:
         """One for each level; of training images where it runs every n steps."""

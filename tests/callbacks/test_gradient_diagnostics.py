@@ -91,5 +91,5 @@ def test_bad_numbers_and_modules_are_refused(tmp_path):
     for options in ({"num_levels": 0}, {"num_images": 7}, {"num_images": 0}):
         with pytest.raises(ValueError, match="num_images even"):
             GradientDiagnostics(**options)
-    with pytest.raises(TypeError, match="lacks per_sample_loss and process"):
+    with pytest.raises(TypeError, match="lacks per_sample_loss, process, codec"):
         make_trainer(tmp_path, GradientDiagnostics()).fit(PlainModule(), images(16, 4))

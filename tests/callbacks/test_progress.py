@@ -52,11 +52,6 @@ def test_first_and_last_step_and_validations_have_a_line_and_no_line_is_rewritte
     assert not any("\r" in line for line in printed)
 
 
-def test_every_step_has_a_line_where_time_says_so(capsys):
-    fit(PlainProgress(every_n_seconds=1e-9), max_steps=3)
-    assert [line.split()[1] for line in lines(capsys)] == ["1/3", "2/3", "3/3"]
-
-
 def test_metrics_of_the_bar_are_in_the_line(capsys):
     fit(PlainProgress(), max_steps=1)
     assert "train/loss " in lines(capsys)[0]

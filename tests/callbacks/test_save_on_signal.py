@@ -4,18 +4,17 @@ import os
 import signal
 import time
 from contextlib import nullcontext
-from copy import deepcopy
 
 import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.plain_module import PlainModule, loader, make_trainer
-from support.resuming import CALLBACKS, Death, Recipe, assert_goes_on
+from support.resuming import Death, Recipe, assert_goes_on
 from support.spawn import rank_and_size, spawn
 
 from lit_diffusion import signals
-from lit_diffusion.callbacks import EMA, SampleGrid, SaveOnSignal, save_on_signal
+from lit_diffusion.callbacks import EMA, SaveOnSignal, save_on_signal
 from lit_diffusion.cli.last_checkpoint import LastCheckpoint
 from lit_diffusion.signals import EXIT_SAVED, SavedOnSignal
 
@@ -137,51 +136,7 @@ def test_what_was_saved_goes_on_bit_for_bit(tmp_path, hook, batch):
     assert ended.code == EXIT_SAVED
 
 
-class SendsWhileSampling(Callback):
-    """Sends this process a SIGTERM in the first `generate` from step 3 on."""
-
-    def on_train_start(self, trainer, pl_module):
-        generate, self.sent_at = pl_module.generate, None
-
-        def signalled(seeds, labels=None):
-            if self.sent_at is None and trainer.global_step >= 3:
-                self.sent_at = (trainer.global_step, trainer.validating)
-                os.kill(os.getpid(), signal.SIGTERM)
-            return generate(seeds, labels)
-
-        pl_module.generate = signalled
-
-
 VALIDATES = (("val_check_interval", 3),)
-
-
-@pytest.mark.parametrize(
-    ("sampler", "trainer", "sent_at"),
-    [
-        pytest.param(
-            SampleGrid(4, every_n_steps=3), (), (3, False), marks=pytest.mark.slow, id="a grid"
-        ),
-        pytest.param(SampleGrid(4), VALIDATES, (3, True), id="a grid in a validation"),
-        pytest.param(
-            SampleGrid(4, every_n_steps=3),
-            VALIDATES,
-            (3, False),
-            marks=pytest.mark.slow,
-            id="a grid that a validation follows",
-        ),
-        pytest.param(None, (), (4, False), marks=pytest.mark.slow, id="an FID"),
-    ],
-)
-def test_a_signal_while_it_samples_goes_on_bit_for_bit(
-    tmp_path, monkeypatch, sampler, trainer, sent_at
-):
-    monkeypatch.setitem(CALLBACKS, "SampleGrid", lambda: deepcopy(sampler))
-    kind = "FIDEvaluation" if sampler is None else "SampleGrid"
-    sends, saver = SendsWhileSampling(), SaveOnSignal(tmp_path / "died")
-    recipe = Recipe(("EMA", kind), trainer=trainer)
-    ended = assert_goes_on(tmp_path, recipe, sends, saver, error=SavedOnSignal)
-    assert (ended.code, ended.step) == (EXIT_SAVED, sent_at[0])
-    assert sends.sent_at == sent_at
 
 
 @pytest.mark.slow
@@ -277,7 +232,7 @@ def test_lightning_sets_no_handler_that_saves_inside_of_it(tmp_path):
     assert {handler.__self__ for handler in handlers} == {saver._recorder}
 
 
-@pytest.mark.parametrize("name", ["SIGKILL", "TERM", "sigterm"])
+@pytest.mark.parametrize("name", ["SIGKILL", "sigterm"])
 def test_names_that_are_no_signals_to_handle_are_refused(tmp_path, name):
     with pytest.raises(ValueError, match=f"SIGTERM or SIGUSR1, got '{name}'"):
         SaveOnSignal(tmp_path, signals=[name])

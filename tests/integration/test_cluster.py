@@ -235,15 +235,6 @@ def test_a_cancelled_job_saves_and_stays_cancelled(slurm):
     assert end("runs/digits")["global_step"] >= 30
 
 
-def test_a_new_job_in_the_folder_of_another_is_refused(slurm):
-    config(Path("digits.yaml"), 20)
-    submit = (*NO_GPU, CLUSTER / "single-node.sbatch", "--config=digits.yaml")
-    assert slurm.end_of(slurm.submit(*submit))["JobState"] == "COMPLETED"
-    said = slurm.end_of(slurm.submit(*submit))
-    assert (said["JobState"], said["ExitCode"]) == ("FAILED", "2:0")
-    assert "runs/digits already holds a run" in output()
-
-
 def test_the_tasks_of_an_array_are_requeued_each_by_itself(slurm):
     config(Path("digits.yaml"), 300)
     commands = subprocess.run(

@@ -24,13 +24,13 @@ LAUNCHERS = {"lightning": [SCRIPT], "torchrun": [*TORCHRUN, SCRIPT]}
 
 def config(way, rank, timeout):
     fails = {"class_path": "support.failing_ranks.FailAt", "init_args": {"way": way, "rank": rank}}
-    made = small_digits(200, devices=2, strategy="ddp", enable_progress_bar=False)
-    made["trainer"]["callbacks"].append(fails)
+    contents = small_digits(200, devices=2, strategy="ddp", enable_progress_bar=False)
+    contents["trainer"]["callbacks"].append(fails)
     if timeout is not None:
         path = "lit_diffusion.callbacks.RankWatch"
         watch = {"class_path": path, "init_args": {"timeout": timeout}}
-        made["trainer"]["callbacks"].insert(0, watch)
-    return write_config(made, Path("digits.yaml").resolve())
+        contents["trainer"]["callbacks"].insert(0, watch)
+    return write_config(contents, Path("digits.yaml").resolve())
 
 
 def fit(launcher, way, rank, timeout=None):
@@ -74,30 +74,30 @@ def _processes():
 
 @pytest.mark.parametrize(("launcher", "rank"), [("lightning", 0), ("torchrun", 1)])
 def test_a_rank_that_raises_ends_a_fit_with_its_name(launcher, rank):
-    code, said, left = fit(launcher, "raise", rank)
+    code, output, left = fit(launcher, "raise", rank)
     assert code not in (0, 2)
     # As the error of the others, or by their watch where they are ended before they can tell.
-    assert f"rank {rank} failed at step 3: ValueError: no such label; see its" in said
-    assert "Connection closed by peer" not in said
+    assert f"rank {rank} failed at step 3: ValueError: no such label; see its" in output
+    assert "Connection closed by peer" not in output
     assert left == []
 
 
 @pytest.mark.parametrize(("launcher", "rank"), [("lightning", 1), ("torchrun", 0)])
 def test_a_rank_that_is_killed_ends_a_fit_with_its_name(launcher, rank):
-    code, said, left = fit(launcher, "kill", rank)
+    code, output, left = fit(launcher, "kill", rank)
     assert code not in (0, 2)
-    assert f"lit-diffusion fit: rank {rank} ended without a word, last heard of at step" in said
+    assert f"lit-diffusion fit: rank {rank} ended without a word, last heard of at step" in output
     assert left == []
 
 
 @pytest.mark.parametrize(
     ("launcher", "way", "rank"),
-    [("lightning", "sleep", 0), ("lightning", "stop", 1), ("torchrun", "sleep", 1)],
+    [("lightning", "stop", 1), ("torchrun", "sleep", 0)],
 )
 def test_a_rank_that_hangs_ends_a_fit_with_its_name(launcher, way, rank):
     """One that stands still can't end by itself: its launcher kills it."""
-    code, said, left = fit(launcher, way, rank, timeout=4.0)
+    code, output, left = fit(launcher, way, rank, timeout=4.0)
     assert code not in (0, 2)
     message = {"sleep": "has kept the others waiting for", "stop": "was last heard of at step"}
-    assert re.search(rf"rank {rank} {message[way]}", said)
+    assert re.search(rf"rank {rank} {message[way]}", output)
     assert left == []

@@ -230,6 +230,7 @@ def test_weights_of_fid_that_are_missing_are_a_problem_and_the_run_is_started():
     require(by_topic["time"], Level.NOTE, "measured on")
 
 
+@pytest.mark.slow
 def test_a_resume_counts_what_is_left_and_leaves_the_folder_alone():
     Path("run.yaml").write_text(yaml.safe_dump(digits(4, val_check_interval=4)))
     assert call("fit --config run.yaml") == 0
@@ -329,8 +330,7 @@ def test_a_gpu_that_is_not_found_is_noted(run, setting, level):
     ],
 )
 def test_length(run, settings, num_steps, level, text):
-    run.trainer.fit_loop = SimpleNamespace(max_epochs=settings["max_epochs"])
-    run.trainer.fit_loop.epoch_loop = SimpleNamespace(max_steps=settings["max_steps"])
+    run.trainer.fit_loop = SimpleNamespace(**settings)
     run.settings["max_epochs"] = None if settings["max_epochs"] == 1000 else settings["max_epochs"]
     run.num_steps = num_steps
     (finding,) = checks.check_length(run)
