@@ -4,7 +4,7 @@ What shapes cannot tell must be passed: the heads of attention, their order, whe
 row for no class. The result is checked against the names and shapes of all weights.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from math import isqrt
 from pathlib import Path
 from typing import Any
@@ -125,7 +125,7 @@ def _require_arguments(
             raise ValueError(f"shapes cannot tell {names[0]}: give {options}. {_HINTS[names[0]]}")
 
 
-def _infer_unet(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClass, Iterator[Json]]:
+def _infer_unet(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClass, list[Json]]:
     """UNet or EncoderUNet, with candidates for every possible number of blocks per level."""
     is_classifier = "out.2.positional_embedding" in state
     block = "middle_block.0"
@@ -139,29 +139,25 @@ def _infer_unet(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClas
     }
     if not is_classifier and "label_emb.weight" in state:
         fixed["num_classes"] = len(state["label_emb.weight"])
-    return (EncoderUNet if is_classifier else UNet), _unet_candidates(state, fixed)
-
-
-def _unet_candidates(state: State, fixed: Json) -> Iterator[Json]:
+    candidates = []
     num_inputs = 1 + max(int(n.split(".")[1]) for n in state if n.startswith("input_blocks."))
     for per_level in range(2, num_inputs + 1):  # ResBlocks of a level, and its downsampling
-        if num_inputs % per_level:
-            continue
         firsts = [f"input_blocks.{i}" for i in range(1, num_inputs, per_level)]
-        weights = [state.get(f"{first}.0.in_layers.2.weight") for first in firsts]
-        if any(weight is None for weight in weights):
+        names = [f"{first}.0.in_layers.2.weight" for first in firsts]
+        if num_inputs % per_level or not state.keys() >= set(names):
             continue
-        mults = [len(w) / fixed["model_channels"] for w in weights if w is not None]
+        mults = [len(state[name]) / fixed["model_channels"] for name in names]
         attends = [f"{first}.1.qkv.weight" in state for first in firsts]
         arguments = fixed | {
             "num_res_blocks": per_level - 1,
             "channel_mult": [int(mult) if mult == int(mult) else mult for mult in mults],
             "attention_downsample": [2**i for i, attend in enumerate(attends) if attend],
         }
-        pool = state.get("out.2.positional_embedding")
-        if pool is not None:
+        if is_classifier:
+            pool = state["out.2.positional_embedding"]
             arguments["image_size"] = isqrt(pool.shape[1] - 1) * 2 ** (len(firsts) - 1)
-        yield arguments
+        candidates.append(arguments)
+    return (EncoderUNet if is_classifier else UNet), candidates
 
 
 def _infer_transformer(
@@ -181,7 +177,7 @@ def _infer_transformer(
     }, num_blocks
 
 
-def _infer_uvit(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClass, Iterator[Json]]:
+def _infer_uvit(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClass, list[Json]]:
     table = state.get("label_emb.weight")
     num_prefix = 1 + (table is not None)
     arguments, half = _infer_transformer(
@@ -199,18 +195,18 @@ def _infer_uvit(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClas
         labels = {"num_classes": len(table), "null_class": False}
         path = f"{Classes.__module__}.{Classes.__name__}"
         arguments["condition"] = {"class_path": path, "init_args": labels}
-    return UViT, iter([arguments])
+    return UViT, [arguments]
 
 
-def _infer_dit(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClass, Iterator[Json]]:
+def _infer_dit(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClass, list[Json]]:
     arguments, depth = _infer_transformer(
         state, "x_embedder.proj", "final_layer.linear", "blocks", 0
     )
     num_rows = len(state["y_embedder.embedding_table.weight"])
-    return DiT, iter([arguments | {"depth": depth, "num_classes": num_rows - 1}])
+    return DiT, [arguments | {"depth": depth, "num_classes": num_rows - 1}]
 
 
-KINDS: dict[str, Callable[[State, Mapping[str, Any]], tuple[NetworkClass, Iterator[Json]]]] = {
+KINDS: dict[str, Callable[[State, Mapping[str, Any]], tuple[NetworkClass, list[Json]]]] = {
     "improved-diffusion": _infer_unet,
     "guided-diffusion": _infer_unet,
     "uvit": _infer_uvit,

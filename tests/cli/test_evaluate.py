@@ -7,9 +7,7 @@ import pytest
 import torch
 from PIL import Image
 from support.commands import call
-from support.fidelity import fidelity_arguments
 from support.small_digits import write_digits, write_small_digits
-from torch_fidelity import calculate_metrics
 
 from lit_diffusion.checkpoints.averages import write_snapshot
 from lit_diffusion.checkpoints.saving import write_checkpoint
@@ -18,6 +16,7 @@ from lit_diffusion.cli.loggers import read_evaluations
 from lit_diffusion.lab.compare.run_folders import read_run
 from lit_diffusion.lab.compare.run_tables import fids_by_width
 from lit_diffusion.metrics.extractors import EmbeddedCNN
+from lit_diffusion.metrics.score import score_images
 from lit_diffusion.metrics.small_classifier import SmallClassifier
 
 RUN = "evaluate --checkpoint run --extractor digits-cnn"
@@ -35,32 +34,13 @@ def run(folder):
     write_small_digits(Path("run/checkpoints/last.ckpt"))
 
 
-def test_scores_are_torch_fidelitys_on_the_same_pngs(run, capsys):
+def test_scores_are_those_of_the_pngs(run, capsys):
+    """Of which torch-fidelity's are in tests/metrics/test_score.py."""
     write_digits("real", "val", 40)
     assert call(f"{RUN} --reference real --num 30 --steps 2 --out fake") == 0
     record = json.loads(capsys.readouterr().out)
-    Path("fake/grid.png").unlink()
-    expected = calculate_metrics(
-        input1="fake",
-        input2="real",
-        fid=True,
-        kid=True,
-        prc=True,
-        isc=True,
-        kid_subset_size=15,
-        cuda=False,
-        cache=False,
-        verbose=False,
-        **fidelity_arguments(EmbeddedCNN("digits-cnn")),
-    )
-    for name, theirs in {
-        "fid": "frechet_inception_distance",
-        "kid": "kernel_inception_distance_mean",
-        "precision": "precision",
-        "recall": "recall",
-        "inception_score": "inception_score_mean",
-    }.items():
-        assert record[name] == pytest.approx(expected[theirs], rel=1e-3, abs=1e-6)
+    scores = score_images("fake", "real", EmbeddedCNN("digits-cnn"))
+    assert {name: record[name] for name in scores} == scores
 
 
 def test_each_image_passes_the_extractor_once(run, monkeypatch, folder):
@@ -201,8 +181,6 @@ def test_options_for_generating_images_are_refused_beside_images_by_name(run, ca
     [
         ("evaluate", "give --checkpoint C, --images DIR, or both."),
         ("evaluate --images x", "--images needs either --reference, a folder"),
-        ("evaluate --images x --reference val", "--images needs either --reference, a folder"),
-        ("evaluate --images x --data run/config.yaml --reference full", "--images needs either --"),
         ("evaluate --data nowhere.yaml --images full --extractor digits-cnn", "There is no config"),
         ("evaluate --images full --checkpoint nowhere --extractor digits-cnn", "no checkpoint at"),
         ("evaluate --images full --checkpoint run --batch-size 0", "--batch-size must be at"),

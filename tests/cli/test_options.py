@@ -28,6 +28,7 @@ def test_options_of_sampling():
     assert sampling("") == SamplingOptions("run", trust=[])
     for labels in ("-1", "-1,2"):
         assert sampling(f"--labels {labels}").labels == sampling(f"--labels={labels}").labels
+    assert sampling("--prompt a --prompt 'b c'").prompt == ["a", "b c"]
     options = ("", "--init a", "--init a --mask b", "--init a --strength 0.3")
     assert [sampling(each).strength for each in options] == [None, 0.6, None, 0.3]
     heun = sampling("--solver Heun --solver.steps 3 --seed 1 --solver.clip=false")

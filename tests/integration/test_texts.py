@@ -1,23 +1,20 @@
 """Texts through all that a module does: words, embeddings, and the text encoder shown in docs/."""
 
-import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from support.commands import call
 from support.plain_module import assert_same_bits, make_trainer, trainable
 from support.resuming import Death, DieAfter
 from support.small_digits import hyper_parameters, small_digits
 from support.tiny_diffusion import tiny_diffusion
-from torchvision.io import ImageReadMode, read_image
 
 from lit_diffusion.callbacks import EMA
-from lit_diffusion.checkpoints.loading import build_module, load
+from lit_diffusion.checkpoints.loading import build_module
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.cli.generator import load_generator
-from lit_diffusion.cli.main import main
 from lit_diffusion.cli.options import SamplingOptions
 from lit_diffusion.conditioning import Embeddings, Words
 from lit_diffusion.data.datasets import TensorImages
@@ -95,11 +92,8 @@ def test_a_run_on_texts_that_is_resumed_ends_with_the_same_bits(kind, tmp_path):
     takes, conditioning = KINDS[kind]
 
     def run(*extra, ckpt_path=None):
-        module, ema, data = (
-            with_texts(takes, conditioning, label_dropout=0.5),
-            EMA((0.9,)),
-            DescribedDigits(16),
-        )
+        module = with_texts(takes, conditioning, label_dropout=0.5)
+        ema, data = EMA((0.9,)), DescribedDigits(16)
         data.conditioning = conditioning
         options = {"max_steps": 6, "max_epochs": -1, "enable_checkpointing": bool(extra)}
         trainer = make_trainer(tmp_path, ema, *extra, **options)
@@ -123,9 +117,7 @@ def test_words_beyond_those_of_the_network_are_refused():
         with_texts({"condition": WordIds(4)}, WORDS)
 
 
-@pytest.fixture
-def described(folder):
-    """A checkpoint of a small model of described digits, untrained."""
+def test_a_described_model_comes_back_and_is_prompted_in_turn(folder):
     config = small_digits(1)
     model = config["model"]["init_args"]
     model["num_classes"] = model["network"]["init_args"]["num_classes"] = None
@@ -133,36 +125,25 @@ def described(folder):
     model["network"]["init_args"]["condition"] = kind
     model["conditioning"] = {"class_path": "lit_diffusion.data.digits.DigitWords"}
     hyper = hyper_parameters(config, "model")
-    module = build_module({"hyper_parameters": hyper}, "this")
-    for parameter in module.parameters():
+    described = build_module({"hyper_parameters": hyper}, "this").eval()
+    for parameter in described.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
-    content = {"state_dict": module.state_dict(), "global_step": 9, "hyper_parameters": hyper}
+    content = {"state_dict": described.state_dict(), "global_step": 9, "hyper_parameters": hyper}
     write_checkpoint(content, Path("described.ckpt"))
-    return module.eval()
 
-
-SAMPLE = "sample --checkpoint described.ckpt --weights raw --num 3 --out"
-
-
-def test_a_described_model_comes_back_and_is_prompted_in_turn(described, capsys):
-    loaded = load("described.ckpt", weights="raw")
-    assert loaded.conditioning == described.conditioning
     prompts = ["thick seven leaning right", ""]
+    options = SamplingOptions("described.ckpt", "raw", prompt=prompts)
+    generator = load_generator(options)
     rows = torch.stack([described.conditioning.encode(prompts[i % 2]) for i in range(3)])
     expected = described.generate(range(3), rows)
-    assert torch.equal(loaded.generate(range(3), rows), expected)
+    assert torch.equal(generator.generate(range(3)), expected)
     assert not torch.equal(expected[0], described.generate([0], rows[1:2])[0])
-    options = [*SAMPLE.split(), "out", "--prompt", prompts[0], "--prompt", prompts[1]]
-    assert main(options) == 0
-    assert json.loads(Path("out/samples.json").read_text())["prompts"] == prompts
-    files = sorted(Path("out").glob("0*"))
-    images = [read_image(str(file), ImageReadMode.GRAY) for file in files]
-    assert torch.equal(torch.stack(images), expected)
-    options = SamplingOptions("described.ckpt", "raw", prompt=prompts, guidance=2.0)
-    assert load_generator(options).loaded.module.guidance == ClassifierFree(2.0)
-    assert call(f"{SAMPLE} other --prompt sevn") == 2
-    message = "'sevn' is not in the vocabulary; the nearest is 'seven'"
-    assert message in capsys.readouterr().err
+    assert generator.loaded.module.conditioning == described.conditioning
+    assert generator.record(3, 3)["prompts"] == prompts
+    guided = load_generator(replace(options, guidance=2.0))
+    assert guided.loaded.module.guidance == ClassifierFree(2.0)
+    with pytest.raises(ValueError, match="'sevn' is not in the vocabulary; the nearest is 'seven'"):
+        load_generator(replace(options, prompt=["sevn"]))
 
 
 def test_the_text_encoder_of_the_docs_conditions_a_module(tmp_path):

@@ -8,7 +8,7 @@ from support.golden import Z
 from support.golden_weights import fill_
 from torch.testing import assert_close
 
-from lit_diffusion.interchange.diffusers_dit import FIX_FREQUENCIES, to_config, to_diffusers
+from lit_diffusion.interchange.diffusers_dit import to_config, to_diffusers
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.layers import timestep_embedding
 
@@ -27,49 +27,29 @@ def filled(arguments):
     return network.eval()
 
 
-class Pipeline:
-    """As far as `FIX_FREQUENCIES` needs one."""
-
-
 def converted(network, arguments):
     diffusers = pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
     other = diffusers.DiTTransformer2DModel(**to_config(arguments))
     missing, foreign = other.load_state_dict(to_diffusers(network.state_dict()), strict=False)
     assert (set(missing) <= {"pos_embed.pos_embed"}, foreign) == (True, [])
-    return other.eval()
-
-
-def in_float64(network):
-    """Sinusoids too, of which diffusers' are in float32."""
-    for block in network.transformer_blocks:
+    for block in other.transformer_blocks:  # theirs has other frequencies, in float32
         del block.norm1.emb.time_proj
         block.norm1.emb.time_proj = partial(timestep_embedding, dim=256)
-    return network.double()
+    return other.double().eval()
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_output_is_that_of_diffusers_after_the_lines_that_are_printed(sizes):
-    arguments = BASE | sizes
-    ours = filled(arguments)
-    other = converted(ours, arguments)
-    labels = torch.tensor([0, 9, -1])
-    x, t = Z((3, 3, 8, 8), 1), torch.tensor([0, 123, 999])
-
-    def outputs(dtype=torch.float32):
-        with torch.no_grad():
-            theirs = other(x.to(dtype), t, labels.where(labels >= 0, 10)).sample
-            return ours.to(dtype)(x.to(dtype), t, labels), theirs
-
-    output, before = outputs()
-    assert (output - before).abs().max() > 1e-3  # why they are printed
-    pipeline = Pipeline()
-    pipeline.transformer = other
-    exec(FIX_FREQUENCIES, {"pipeline": pipeline})
-    output, expected = outputs()
+def test_output_is_that_of_diffusers_at_our_frequencies(sizes):
+    """A pipeline with theirs is in test_diffusers_folder."""
+    ours = filled(BASE | sizes)
+    other = converted(ours, BASE | sizes)
+    labels, t = torch.tensor([0, 9, -1]), torch.tensor([0, 123, 999])
+    x = Z((3, 3, 8, 8), 1).double()
+    with torch.no_grad():
+        expected = other(x, t, labels.where(labels >= 0, 10)).sample
+        output = ours.double()(x, t, labels)
     assert expected.std() > 0.05
-    assert_close(output, expected, rtol=1e-5, atol=1e-5)
-    other = in_float64(other)
-    assert_close(*outputs(torch.float64), rtol=1e-9, atol=1e-9)
+    assert_close(output, expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -65,21 +65,19 @@ def test_output_is_that_of_diffusers_and_of_what_comes_back(name):
     assert arguments["num_classes"] == UNETS[name].get("num_classes")
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("name", UNETS)
-def test_a_network_of_diffusers_comes_in(name):
+def test_a_network_of_diffusers_comes_in():
+    """Whose labels have no row for no class."""
     diffusers = pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
     torch.manual_seed(0)
-    config = to_config(UNETS[name]) | {"num_class_embeds": UNETS[name].get("num_classes")}
+    config = to_config(UNETS["labels, learned variance"]) | {"num_class_embeds": 5}
     other = fill_(diffusers.UNet2DModel(sample_size=8, **config)).eval()
     arguments, state = from_diffusers(other.state_dict(), dict(other.config))
     network = UNet(**arguments).eval()
     network.load_state_dict(state)
-    x, t, labels = inputs(UNETS[name])
-    labels = None if labels is None else labels.abs()
+    x, t, labels = inputs({"num_classes": 5})
     with torch.no_grad():
-        expected = other(x, t, *(() if labels is None else (labels,))).sample
-        output = network(x, t, labels)
+        expected = other(x, t, labels.abs()).sample
+        output = network(x, t, labels.abs())
     assert expected.std() > 0.05
     assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
