@@ -384,12 +384,6 @@ class EMA(pl.Callback):
                     f"The checkpoint's average of {name!r}, {value.dtype} {tuple(value.shape)}, "
                     "fits no parameter of the module. Resume with the module that wrote it."
                 )
-        if dropped := state["steps"].keys() - averaged.keys():
-            text = f"EMA averages no such buffers: {len(dropped)} averages are dropped."
-            pl.utilities.rank_zero_info(text)
-        if new := self._averaged_buffers().keys() - state["steps"].keys():
-            text = f"EMA(buffers=True): averages of {len(new)} buffers start from these."
-            pl.utilities.rank_zero_info(text)
         self._waiting = {name: n for name, n in state["steps"].items() if name in averaged}
         for shadow, i in zip(self._shadows, self._match_decays(state["decays"]), strict=True):
             for name in self._waiting:
