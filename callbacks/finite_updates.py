@@ -230,12 +230,8 @@ class FiniteUpdates(pl.Callback):
         if trainer.global_rank in ranks[:_MAX_FILES]:
             text = _write_file(worst, trainer, module)
         text = _all_gather(text, trainer.world_size)[ranks[0]]
-        if others := ", ".join(map(str, ranks[1:])):
-            is_summed = max(severities) == 1
-            text += f" Likewise on rank {others}"
-            text += (
-                "; gradients are checked after the ranks have summed them." if is_summed else "."
-            )
+        if others := ", ".join(map(str, ranks[1:])):  # of a gradient all, which is summed
+            text += f" Likewise on rank {others}."
         stops = self.skipped_updates > self.max_nonfinite_steps
         metrics = {"train/nonfinite_steps": float(self.skipped_updates)}
         _log(trainer, metrics | ({"train/loss": math.nan} if stops else {}))

@@ -353,18 +353,16 @@ def first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
 
     Collective if tensors are split: every rank over which they are gets the same answer.
     """
-    flags = any_shard(is_nonfinite(tensors), tensors).cpu() if tensors else torch.zeros(0)
-    return int(flags.nonzero()[0]) if flags.any() else None
-
-
-def any_shard(flags: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Flags (n,) bool, true if true on any rank over which `tensors` are split; then collective."""
+    if not tensors:
+        return None
+    flags = is_nonfinite(tensors)
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if is_dtensor(tensor)):
         raised = flags.to(mesh.device_type, torch.int32)
         for group in mesh.get_all_groups():
             torch.distributed.all_reduce(raised, torch.distributed.ReduceOp.MAX, group)
         flags = raised.to(flags.device, torch.bool)
-    return flags
+    flags = flags.cpu()
+    return int(flags.nonzero()[0]) if flags.any() else None
 
 
 # Noise levels, set on the module for the length of a batch

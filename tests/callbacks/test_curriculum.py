@@ -1,14 +1,12 @@
 import math
 
-import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from support.foreign_times import ForeignTimes, InOrder, train_on_two_ranks
+from support.foreign_times import ForeignTimes, InOrder
 from support.golden import close, load, tensor
-from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer
-from support.spawn import spawn
+from support.plain_module import assert_same_bits, loader, make_trainer
 from support.tiny_diffusion import TinyNetwork, images, tiny_diffusion
 
 from lit_diffusion.callbacks import (
@@ -26,7 +24,6 @@ from lit_diffusion.callbacks.curriculum import (
 from lit_diffusion.cli.loggers import read_rows
 from lit_diffusion.lab.shifting_gaussian import ShiftingGaussian
 from lit_diffusion.modules import diffusion
-from lit_diffusion.timesteps import Antithetic, Independent, Stratified, bin_of, draw_uniforms
 
 CASE = "case12_seed_formulas"
 CURRICULA = [TimestepCurriculum, CurriculumWeight, ImportanceWeightedCurriculum]
@@ -45,18 +42,19 @@ def test_densities_equal_the_papers_formula(num_bins, gamma):
 
 @pytest.mark.parametrize("num_bins", [1000, 50])
 def test_distances_from_uniform_equal_the_papers_formula(num_bins):
-    found = total_variation(clts_density(7, 7, num_bins=num_bins))
-    close(found, tensor(CASE, f"clts_T{num_bins}/tv_to_uniform_gamma1"), rtol=1e-12, atol=1e-15)
+    distance = total_variation(clts_density(7, 7, num_bins=num_bins))
+    expected = tensor(CASE, f"clts_T{num_bins}/tv_to_uniform_gamma1")
+    close(distance, expected, rtol=1e-12, atol=1e-15)
 
 
 def test_gamma_equals_the_papers_formula_and_stays_at_one():
-    found = [clts_gamma(step, 50_000) for step in load(CASE)["clts/iter"].tolist()]
-    assert found == load(CASE)["clts/gamma_target50000"].tolist()
+    gammas = [clts_gamma(step, 50_000) for step in load(CASE)["clts/iter"].tolist()]
+    assert gammas == load(CASE)["clts/gamma_target50000"].tolist()
     assert clts_gamma(500_000, 50_000) == 1
 
 
 @pytest.mark.parametrize("normalize", ["truncate", "mix"])
-@pytest.mark.parametrize("std", [1 / 200, 0.25, 1.0, 100.0])
+@pytest.mark.parametrize("std", [1 / 200, 1.0, 100.0])
 @pytest.mark.parametrize("mean", [0.0, 0.3, 1.0])
 def test_densities_are_probabilities_whose_mode_is_the_mean(normalize, std, mean):
     for step in (0, 1, 250, 999, 1000, 10**7):
@@ -78,16 +76,6 @@ def test_the_share_of_the_gaussian_is_gamma_if_truncated_and_less_if_mixed():
         assert share == pytest.approx(mixed, abs=0.005)
 
 
-@pytest.mark.parametrize("rule", [Independent(), Stratified(), Antithetic()])
-def test_draws_follow_the_density(rule):
-    density = clts_density(1, 1, mean=0.3, std=0.25, num_bins=10)
-    generator = torch.Generator().manual_seed(0)
-    draws = [draw_uniforms(50, density, rule, generator=generator) for _ in range(400)]
-    counts = np.bincount(bin_of(torch.cat(draws), 10).numpy(), minlength=10)
-    expected = 20_000 * density.numpy()
-    assert ((counts - expected) ** 2 / expected).sum() < 33.7  # 0.01% point of chi-square, 9 df
-
-
 def test_distance_from_uniform_is_the_share_that_falls_elsewhere():
     assert total_variation(torch.ones(5)) == 0
     assert total_variation(torch.tensor([0.0, 8.0, 0.0, 0.0])) == 0.75
@@ -102,8 +90,8 @@ def test_the_distance_of_many_bins_is_that_of_the_continuous_density(std):
     half = std * math.sqrt(-2 * math.log(mass * std * math.sqrt(2 * math.pi)))
     low, high = max(0.3 - half, 0), min(0.3 + half, 1)  # where the density is above uniform
     expected = (below(high) - below(low)) / mass - (high - low)
-    found = total_variation(clts_density(1, 1, std=std, num_bins=10**6)).item()
-    assert found == pytest.approx(expected, abs=1e-5)
+    distance = total_variation(clts_density(1, 1, std=std, num_bins=10**6)).item()
+    assert distance == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_importance_weight_undoes_any_density():
@@ -122,11 +110,6 @@ def test_the_shifting_gaussian_goes_from_the_noisiest_level_to_the_cleanest_and_
     close(first.sum(), torch.tensor(1.0))
     ratio = math.exp(-((1 - 0.001) ** 2) / (2 * 0.25**2))
     assert (first[0] / first[-1]).item() == pytest.approx(ratio, rel=1e-9)
-
-
-def test_the_shifting_gaussian_can_go_the_other_way():
-    there, back = ShiftingGaussian(100, 1.0, 0.2), ShiftingGaussian(100, 0.2, 1.0)
-    close(there.density_at(30), back.density_at(70))
 
 
 # On a module
@@ -154,8 +137,9 @@ def test_the_shifting_gaussian_follows_the_steps(tmp_path):
         assert torch.equal(density, shifting.density_at(step))
 
 
-@pytest.mark.parametrize("make", [*CURRICULA, ShiftingGaussian])
-@pytest.mark.parametrize("saved_at", [1, 2, 4, 5])
+@pytest.mark.parametrize(
+    ("make", "saved_at"), [(TimestepCurriculum, 1), (ImportanceWeightedCurriculum, 5)]
+)
 def test_a_resumed_run_goes_on_to_the_last_bit_with_nothing_saved(tmp_path, make, saved_at):
     def train(folder, ckpt_path=None):
         module = ForeignTimes()
@@ -184,12 +168,10 @@ def test_gamma_and_the_distance_from_uniform_are_logged_as_often_as_lightning_lo
         trainer.fit(ForeignTimes(), loader())
         return read_rows(f"{logger.log_dir}/metrics.csv")
 
-    for make in CURRICULA:
-        rows = logged(make(4))
-        assert [float(row["clts/gamma"]) for row in rows] == [0.25, 0.75, 1, 1]
-        ends = [0.25, 0.75, 1.0, 1.0]
-        expected = [g * total_variation(clts_density(1, 1)).item() for g in ends]
-        assert [float(row["clts/tv"]) for row in rows] == pytest.approx(expected, rel=1e-4)
+    rows, gammas = logged(TimestepCurriculum(4)), [0.25, 0.75, 1, 1]
+    assert [float(row["clts/gamma"]) for row in rows] == gammas
+    expected = [gamma * total_variation(clts_density(1, 1)).item() for gamma in gammas]
+    assert [float(row["clts/tv"]) for row in rows] == pytest.approx(expected, rel=1e-4)
     rows = logged(ShiftingGaussian(4))
     assert [float(row["shifting/mean"]) for row in rows] == [0.75, 0.25, 0, 0]
     densities = [ShiftingGaussian(4).density_at(step) for step in (1, 3, 5, 7)]
@@ -214,13 +196,12 @@ class TwoOptimizers(ForeignTimes):
         return [torch.optim.SGD(layer.parameters(), 0.1) for layer in layers]
 
 
-@pytest.mark.parametrize("make", [TimestepCurriculum, ShiftingGaussian])
-def test_the_steps_of_two_optimizers_count_together(tmp_path, make):
+def test_the_steps_of_two_optimizers_count_together(tmp_path):
     module = TwoOptimizers()
-    make_trainer(tmp_path, make(8)).fit(module, loader())
+    make_trainer(tmp_path, TimestepCurriculum(8)).fit(module, loader())
     assert [step for step, _, _ in module.visible] == [0, 2, 4, 6]
     for step, density, _ in module.visible:
-        assert torch.equal(density, make(8).density_at(step))
+        assert torch.equal(density, clts_density(step, 8))
 
 
 # What the controls are equal to, by enumeration of the bins
@@ -246,13 +227,12 @@ def expected_gradient(module, monkeypatch, timesteps):
         monkeypatch.setattr(diffusion, "draw_uniforms", lambda *_, u=u, **__: u)
         torch.manual_seed(i)  # of the noise
         loss = module.training_step(batch, 0)["loss"]
-        found = torch.autograd.grad(loss, list(module.parameters()))
-        gradient += density[i] / density.sum() * torch.cat([g.flatten() for g in found]).double()
+        parts = torch.autograd.grad(loss, list(module.parameters()))
+        gradient += density[i] / density.sum() * torch.cat([g.flatten() for g in parts]).double()
     return gradient
 
 
-@pytest.mark.parametrize("normalize", ["truncate", "mix"])
-@pytest.mark.parametrize("step", [0, 40, 100])
+@pytest.mark.parametrize(("step", "normalize"), [(0, "mix"), (40, "mix"), (100, "truncate")])
 def test_the_curriculum_equals_its_weight_in_expectation_and_undone_the_baseline(
     module, monkeypatch, step, normalize
 ):
@@ -271,18 +251,12 @@ def test_the_curriculum_equals_its_weight_in_expectation_and_undone_the_baseline
 # What is refused
 
 BAD = [
-    (
-        {"num_steps": 0},
-        "num_steps must be at least 1 optimizer step, got 0: pass how many",
-    ),
-    ({"num_steps": -5}, "got -5"),
+    ({"num_steps": 0}, "num_steps must be at least 1 optimizer step, got 0"),
     ({"num_steps": math.nan}, "got nan"),
     ({"num_steps": math.inf}, "got inf"),
     ({"mean": 300}, "a mean is a noise level u in .* got 300; divide"),
     ({"mean": -0.1}, "got -0.1"),
-    ({"mean": math.nan}, "got nan"),
     ({"std": 0.0}, "std must be at least the width of a bin, 1 / 1000"),
-    ({"std": -1.0}, "got -1.0"),
     ({"std": 0.0009}, "got 0.0009"),
     ({"std": math.nan}, "got nan"),
     ({"std": math.inf}, "and finite, got inf"),
@@ -313,22 +287,3 @@ def test_a_density_that_weights_cannot_undo_is_refused_at_fit_start(tmp_path):
     with pytest.raises(ValueError, match=r"need a density above 0 everywhere.*use a larger std"):
         make_trainer(tmp_path, ImportanceWeightedCurriculum(9, std=0.01)).fit(module, loader())
     assert module.visible == []
-
-
-def test_the_module_must_have_timesteps(tmp_path):
-    with pytest.raises(ValueError, match=r"protocols\.HasTimesteps"):
-        make_trainer(tmp_path, TimestepCurriculum(9)).fit(PlainModule(), loader())
-
-
-@pytest.mark.system
-def test_two_ranks_have_one_density_and_draw_different_times(tmp_path):
-    zero, one = spawn(train_on_two_ranks, 2, tmp_path, TimestepCurriculum(3, num_bins=6))
-    steps = [step for step, _, _ in zero["visible"]]
-    assert steps == [0, 1, 2, 3]
-    for rank in (zero, one):
-        for step, density, weight in rank["visible"]:
-            assert density == clts_density(step, 3, num_bins=6).tolist()
-            assert weight is None
-    drawn = [tuple(u) for rank in (zero, one) for u, _ in rank["drawn"]]
-    assert len(set(drawn)) == 8
-    assert zero["weights"] == one["weights"]

@@ -11,7 +11,7 @@ from support.plain_module import PlainModule, assert_same_bits, loader, make_tra
 from support.tiny_diffusion import TinyNetwork, images, tiny_diffusion
 from torch import nn
 
-from lit_diffusion.callbacks import EMA, FiniteUpdates, MomentumDecay
+from lit_diffusion.callbacks import EMA, FiniteUpdates
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO
 
 
@@ -62,11 +62,9 @@ def dump(folder, rank=0):
     return torch.load(folder / f"non-finite-rank{rank}.ckpt", weights_only=True)
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("where", ["losses", "gradients"])
-def test_an_update_that_is_not_finite_is_skipped_as_a_whole(tmp_path, where, optimizer):
-    options = {"momentum": 0.9} if optimizer is torch.optim.SGD else {}
-    module = Spoilt(optimizer=lambda p, lr: optimizer(p, lr=lr, **options), **{where: (1, 3)})
+def test_an_update_that_is_not_finite_is_skipped_as_a_whole(tmp_path, where):
+    module = Spoilt(optimizer=torch.optim.AdamW, **{where: (1, 3)})
     ema = EMA((0.9,))
     state, guard = State(ema), FiniteUpdates(max_nonfinite_steps=2)
     trainer = fit(tmp_path, module, guard, ema, state)
@@ -126,24 +124,20 @@ def test_skipped_updates_are_counted_across_a_resume(tmp_path):
     assert torch.load(tmp_path / "end.ckpt", weights_only=True)["callbacks"]["FiniteUpdates"] == {
         "skipped_updates": 1
     }
+    assert FiniteUpdates().state_dict() == {}  # as without the callback, until there are some
     again = make_trainer(tmp_path, FiniteUpdates(1), max_epochs=2, plugins=[AtomicCheckpointIO()])
     with pytest.raises(FloatingPointError, match="2 of at most 1"):
         again.fit(Spoilt(losses=(1,)), loader(48, 8), ckpt_path=tmp_path / "end.ckpt")
 
 
-def test_a_run_without_any_saves_what_it_saved_without_the_callback():
-    assert FiniteUpdates().state_dict() == {}
-
-
 def test_training_is_the_same_to_the_last_bit_with_it(tmp_path):
     ends = []
-    for guards in ([], [FiniteUpdates()], [FiniteUpdates(3)]):
+    for guards in ([], [FiniteUpdates(3)]):
         torch.manual_seed(1)
         module = PlainModule()
         make_trainer(tmp_path, *guards, gradient_clip_val=0.1).fit(module, loader())
         ends.append(trainable(module))
     assert_same_bits(ends[1], ends[0])
-    assert_same_bits(ends[2], ends[0])
 
 
 class Overflowing(TinyNetwork):
@@ -195,7 +189,6 @@ NAN = math.nan
     ("outputs", "text"),
     [
         ({}, r"rank 0\)\. "),
-        ({"per_sample_loss": torch.tensor([1.0, 1.0])}, r"rank 0\)\. "),
         ({"per_sample_loss": torch.tensor([1.0, NAN])}, r": sample 1\. "),
         (
             {"per_sample_loss": torch.tensor([1.0, math.inf]), "u": torch.tensor([0.1, 1.0])},
@@ -288,12 +281,10 @@ def test_a_clean_update_after_accumulated_bad_ones_is_made(tmp_path):
 class Two(Spoilt):
     """Steps one optimizer for each end of the network."""
 
-    def __init__(self, *args, raw=False, **options):
-        super().__init__(*args, **options)
-        self.automatic_optimization, self.raw = False, raw
+    automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
-        for i, optimizer in enumerate(self.optimizers(use_pl_optimizer=not self.raw)):
+        for i, optimizer in enumerate(self.optimizers()):
             self.inner.zero_grad()
             loss = PlainModule.training_step(self, batch, batch_idx)
             self.manual_backward(loss * (math.nan if (batch_idx, i) in self.bad_losses else 1))
@@ -387,28 +378,6 @@ def test_a_gradient_that_no_scale_makes_finite_counts_once_the_scale_is_one(tmp_
     assert scales.scales == [4.0, 2.0, 1.0]
 
 
-def test_it_goes_with_decayed_momentum(tmp_path):
-    state, guard = State(), FiniteUpdates(1)
-    fit(tmp_path, Spoilt(losses=(2,)), guard, MomentumDecay(6), state)
-    assert_same_bits(state.snapshots[3], state.snapshots[2])
-    assert state.snapshots[-1][1][0]["param_groups"][0]["betas"] == (0.9, 0.999)
-
-
-def test_running_averages_of_a_bad_batch_are_restored(tmp_path):
-    """BatchNorm would keep the NaN for good, and save it."""
-
-    class NaNInput(PlainModule):
-        def training_step(self, batch, batch_idx):
-            bad = [batch[0] * math.nan] if self.global_step == 2 else batch
-            return super().training_step(bad, batch_idx)
-
-    module = NaNInput()
-    fit(tmp_path, module, FiniteUpdates(1))
-    buffers = dict(module.named_buffers())
-    assert buffers
-    assert all(value.isfinite().all() for value in buffers.values())
-
-
 def test_what_a_later_part_of_a_bad_batch_does_to_buffers_is_restored(tmp_path):
     class Manual(PlainModule):
         automatic_optimization = False
@@ -491,13 +460,6 @@ def test_a_trial_leaves_no_file(tmp_path):
     with pytest.raises(FloatingPointError, match="step 0"):
         fit(tmp_path, Spoilt(losses=(0,)), FiniteUpdates(), fast_dev_run=True)
     assert not list(tmp_path.glob("*.ckpt"))
-
-
-def test_batches_and_optimizers_are_let_go_of(tmp_path):
-    guard = FiniteUpdates(1)
-    fit(tmp_path, Spoilt(losses=(5,)), guard)
-    assert (guard._window, guard._failed, guard._now) == ([], [], None)
-    assert guard.skipped_updates == 1
 
 
 def test_a_module_without_optimizers_is_left_alone(tmp_path):

@@ -1,5 +1,4 @@
 import pytest
-import torch
 from support.plain_module import (
     PlainModule,
     assert_close,
@@ -94,16 +93,6 @@ def test_any_width_is_loaded_from_a_run_and_its_snapshots(tmp_path):
         load(file, "power_wide", module=PlainModule())
 
 
-def test_accumulated_batches_are_one_step(tmp_path):
-    module, ema = Recorded(), PowerEMA(snapshot_every_n_steps=2)
-    options = {"max_steps": 16, "max_epochs": -1, "accumulate_grad_batches": 2}
-    file = saved(fit(tmp_path, module, ema, **options), tmp_path)
-    assert snapshots(tmp_path) == list(range(2, 17, 2))
-    assert len(module.path) == 16
-    assert_close(now(load(file, module=PlainModule())), by_profile(module.path, 0.05))
-    assert_widths(file, module.path)
-
-
 def test_averages_that_begin_in_the_middle_count_from_there(tmp_path):
     before = fit(tmp_path, PlainModule(), max_steps=20, max_epochs=-1)
     before.save_checkpoint(tmp_path / "before.ckpt")
@@ -149,13 +138,6 @@ def test_a_run_that_goes_on_from_before_a_snapshot_takes_it_anew(tmp_path):
     assert snapshots(tmp_path) == [1, 2, 3]
 
 
-def test_one_callback_may_follow_two_runs(tmp_path):
-    ema = PowerEMA(snapshot_every_n_steps=4)
-    for name, steps in {"one": [4, 8], "two": [4]}.items():
-        fit(tmp_path / name, PlainModule(), ema, max_steps=steps[-1], max_epochs=-1)
-        assert snapshots(tmp_path / name) == list(ema.state_dict()["snapshots"]) == steps
-
-
 def test_without_snapshots_other_widths_are_refused(tmp_path):
     file = saved(fit(tmp_path, PlainModule(), PowerEMA(), max_steps=4), tmp_path)
     with pytest.raises(ValueError, match=r"width 0\.2 at step 4 cannot be told from 0 snapshots"):
@@ -184,9 +166,3 @@ def test_what_can_not_be_averaged_is_refused(tmp_path):
     two = (PowerEMA(prefix=f"inner.{i}", snapshot_every_n_steps=1) for i in (0, 3))
     with pytest.raises(ValueError, match="two PowerEMA would write snapshots of equal names"):
         fit(tmp_path, PlainModule(), *two, max_steps=1)
-
-
-def test_checkpoints_hold_the_weights_that_were_trained(tmp_path):
-    module = Recorded()
-    fit(tmp_path, module, PowerEMA(), max_steps=5)
-    assert all(torch.equal(p, module.path[-1][n]) for n, p in module.named_parameters())
