@@ -1,7 +1,7 @@
 import copy
-import gc
 import logging
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -159,8 +159,7 @@ class Spy(Callback):
 # What is averaged, and when
 
 
-@pytest.mark.parametrize("warmup", [True, False])
-@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize(("warmup", "accumulate"), [(True, 3), (False, 1)])
 def test_the_averages_equal_a_float64_reference_after_every_accumulated_step(
     tmp_path, accumulate, warmup
 ):
@@ -333,29 +332,12 @@ def test_averages_on_the_cpu_are_the_same(tmp_path, accelerator):
         assert_close(weights, others, atol=1e-7)
 
 
-def tensors_of(owner, but_not):
-    """All tensors reachable from `owner` through containers and dataclasses."""
-    stack, visited, tensors = [vars(owner)], {id(t) for t in but_not}, []
-    while stack:
-        item = stack.pop()
-        if id(item) in visited or isinstance(item, nn.Module | torch.optim.Optimizer):
-            continue
-        visited.add(id(item))
-        if isinstance(item, torch.Tensor):
-            tensors.append(item)
-        elif isinstance(item, dict | list | tuple) or hasattr(item, "__dataclass_fields__"):
-            stack.extend(gc.get_referents(item))
-    return tensors
-
-
-@pytest.mark.parametrize(("precision", "size"), [("bf16-true", 4), ("64-true", 8)])
-def test_averages_are_float32_or_wider_and_the_only_copies_of_weights(tmp_path, precision, size):
-    ema, module = EMA((0.9, 0.99, 0.999)), PlainModule()
-    fit(tmp_path, module, ema, precision=precision)
-    tensors = tensors_of(ema, but_not=module.parameters())
-    parameters = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    assert {t.element_size() for t in tensors} == {size}
-    assert sum(t.untyped_storage().nbytes() for t in tensors) == 3 * size * parameters
+@pytest.mark.parametrize(
+    ("precision", "wide"), [("bf16-true", torch.float32), ("64-true", torch.float64)]
+)
+def test_averages_are_float32_or_wider(tmp_path, precision, wide):
+    fit(tmp_path, PlainModule(), ema := EMA((0.9, 0.99)), precision=precision)
+    assert {v.dtype for which in (0, 1) for v in shadows(ema, which).values()} == {wide}
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -406,7 +388,7 @@ class Two(PlainModule):
         )
 
 
-@pytest.mark.parametrize("prefix", ["", "inner", "critic"])
+@pytest.mark.parametrize("prefix", ["", "inner"])
 def test_with_two_optimizers_each_network_is_averaged_when_its_own_optimizer_steps(
     tmp_path, prefix
 ):
@@ -463,37 +445,26 @@ def test_parameters_unfrozen_or_added_later_are_averaged_from_then_on(tmp_path):
     assert_close({k: shadows(ema)[k] for k in late}, late)
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("in_place", [True, False])
-def test_compiled_modules_are_averaged_under_the_names_of_uncompiled_ones(tmp_path, in_place):
+def test_compiled_modules_are_averaged_under_the_names_of_uncompiled_ones(tmp_path):
     def compiled():
         module = PlainModule()
-        if in_place:
-            module.inner.compile(backend="eager")
-        else:
-            module.inner = torch.compile(module.inner, backend="eager")
-            module.shared = nn.Identity()
+        module.inner = torch.compile(module.inner, backend="eager")
+        module.shared = nn.Identity()
         return module
 
-    torch.manual_seed(0)
-    plain = EMA((DECAY,))
-    fit(tmp_path, PlainModule(), plain)
-    torch.manual_seed(0)
+    fit(tmp_path, PlainModule(), plain := EMA((DECAY,)), StepSeed(1))
     ema, spy = EMA((DECAY,), prefix="inner"), Spy()
-    module = compiled()
-    trainer = fit(tmp_path, module, ema, spy, num_sanity_val_steps=0)
-    assert_same_bits(dict(shadows(ema)), dict(shadows(plain)))
-    assert_close(
-        {k.replace("_orig_mod.", ""): v for k, v in spy.weights[0].items()}, dict(shadows(ema)), 0
-    )
+    trainer = fit(tmp_path, compiled(), ema, spy, StepSeed(1), num_sanity_val_steps=0)
+    assert_same_bits(shadows(ema), shadows(plain))
+    weights = {name.replace("_orig_mod.", ""): v for name, v in spy.weights[0].items()}
+    assert_close(weights, shadows(ema), 0)
     trainer.save_checkpoint(tmp_path / "c.ckpt")
     again = EMA((DECAY,), prefix="inner")
-    resumed = compiled()
-    fit(tmp_path, resumed, again, ckpt_path=tmp_path / "c.ckpt", max_epochs=1)
-    assert_same_bits(dict(shadows(again)), dict(shadows(ema)))
+    fit(tmp_path, compiled(), again, ckpt_path=tmp_path / "c.ckpt", max_epochs=1)
+    assert_same_bits(shadows(again), shadows(ema))
 
 
-@pytest.mark.parametrize(("start", "every_n_steps"), [(3, 1), (3, 3), (8, 1), (20, 1)])
+@pytest.mark.parametrize(("start", "every_n_steps"), [(3, 1), (3, 3), (20, 1)])
 def test_until_the_start_the_averages_are_the_weights(tmp_path, start, every_n_steps):
     ema, watch = EMA((DECAY,), every_n_steps=every_n_steps, start=start), Watch()
     fit(tmp_path, PlainModule(), ema, watch, max_epochs=2)  # 8 steps
@@ -545,13 +516,9 @@ def test_before_the_first_update_evaluations_see_the_raw_weights(tmp_path):
     assert_close(shadows(ema), expected)  # not from the weights before they were loaded
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_evaluations_use_the_average_and_leave_raw_weights_and_average_as_they_were(
-    tmp_path, precision
-):
-    spy, ema = Spy(), EMA((DECAY, 0.5))
-    module = PlainModule()
-    trainer = fit(tmp_path, module, ema, spy, precision=precision)
+def test_evaluations_use_the_average_and_leave_raw_weights_and_average_as_they_were(tmp_path):
+    spy, ema, module = Spy(), EMA((DECAY, 0.5)), PlainModule()
+    trainer = fit(tmp_path, module, ema, spy, precision="bf16-true")
     raw, average = copy.deepcopy(module.state_dict()), copy.deepcopy(ema.state_dict())
     assert not torch.equal(raw["inner.0.weight"].float(), average["shadows"][0]["inner.0.weight"])
     spy.weights.clear()
@@ -639,34 +606,17 @@ class SaveEverywhere(Callback):
 
     def __init__(self, folder, watch, tag):
         self.folder, self.watch, self.tag, self.saved = folder, watch, tag, []
+        batch = "train_batch_start", "validation_batch_end"
+        epoch = "validation_epoch_end", "train_epoch_end"
+        for hook in (*batch, *epoch, "validation_start", "validation_end", "exception"):
+            setattr(self, f"on_{hook}", partial(self.save, hook))
 
-    def save(self, trainer, hook):
+    def save(self, hook, trainer, *_):
         path = self.folder / f"{self.tag}-{hook}-{len(self.saved)}"
         raw = self.watch.history[-1] if self.watch.history else None
         trainer.save_checkpoint(f"{path}.full")
         trainer.save_checkpoint(f"{path}.weights", weights_only=True)
         self.saved.append((path, raw, self.watch.average(DECAY) if raw else None))
-
-    def on_train_batch_start(self, trainer, *args):
-        self.save(trainer, "train_batch_start")
-
-    def on_validation_start(self, trainer, *args):
-        self.save(trainer, "validation_start")
-
-    def on_validation_batch_end(self, trainer, *args):
-        self.save(trainer, "validation_batch_end")
-
-    def on_validation_epoch_end(self, trainer, *args):
-        self.save(trainer, "validation_epoch_end")
-
-    def on_validation_end(self, trainer, *args):
-        self.save(trainer, "validation_end")
-
-    def on_train_epoch_end(self, trainer, *args):
-        self.save(trainer, "train_epoch_end")
-
-    def on_exception(self, trainer, *args):
-        self.save(trainer, "exception")
 
 
 class SavesAndFails(PlainModule):
@@ -677,7 +627,7 @@ class SavesAndFails(PlainModule):
     def validation_step(self, batch, batch_idx):
         super().validation_step(batch, batch_idx)
         if self.save:
-            self.save(self.trainer, "validation_step")
+            self.save("validation_step", self.trainer)
         if self.fail_at == self.current_epoch:
             raise ArithmeticError("in validation")
 
@@ -1031,6 +981,7 @@ def test_nothing_is_left_on_module_and_optimizers_after_fit(tmp_path):
     assert not trainer.optimizers[0]._optimizer_step_post_hooks
     assert not trainer.optimizers[0]._optimizer_step_pre_hooks
     assert not module._state_dict_hooks
+    assert not ema._raw  # the memory of copies
     with pytest.raises(ArithmeticError):
         fit(tmp_path, failing := SavesAndFails(fail_at=0), ema, num_sanity_val_steps=0)
     assert not failing._state_dict_hooks

@@ -4,7 +4,6 @@ import logging
 import math
 import random
 import re
-import warnings
 from functools import partial
 
 import pytest
@@ -589,14 +588,6 @@ def test_on_resume_none_keeps_the_length_of_the_checkpoint_and_warns_of_another(
     with pytest.warns(UserWarning, match="this run no known number, using 8"):
         fit(tmp_path, module, MomentumDecay(), ckpt_path=checkpoint, max_epochs=-1)
     assert first_group(module) == expected(range(3, 8), 8)
-
-
-@pytest.mark.parametrize("total_steps", [None, STEPS])
-def test_a_resume_with_the_same_length_is_silent(tmp_path, checkpoint, caplog, total_steps):
-    with warnings.catch_warnings(), caplog.at_level(logging.INFO):
-        warnings.filterwarnings("error", message=".*MomentumDecay.*")
-        resume(tmp_path, checkpoint, MomentumDecay(total_steps))
-    assert "MomentumDecay" not in caplog.text
 
 
 def test_the_length_goes_on_through_several_resumes_and_saves_before_the_first_step(
