@@ -5,7 +5,6 @@ import random
 import shutil
 import signal
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,6 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 def pytest_addoption(parser):
     parser.addoption("--shuffle", metavar="SEED", help="run the tests in a random order")
-    help = "of each test with many cases, run the first and every N-th after it"
-    parser.addoption("--every", metavar="N", type=int, default=1, help=help)
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -29,19 +26,12 @@ def pytest_xdist_auto_num_workers(config):
     return 0 if all(".py" in argument for argument in config.args) else None
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # marks first; --every takes what -m and -k leave
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before -m asks for the marks
 def pytest_collection_modifyitems(config, items):
     mark_slow_cases(items)
     yield
     if (seed := config.getoption("--shuffle")) is not None:
         random.Random(seed).shuffle(items)
-    counts, selected, deselected = Counter(), [], []
-    for item in items:
-        name = item.nodeid.split("[")[0]
-        (deselected if counts[name] % config.getoption("--every") else selected).append(item)
-        counts[name] += 1
-    config.hook.pytest_deselected(items=deselected)
-    items[:] = selected
 
 
 def mark_slow_cases(items):

@@ -130,22 +130,6 @@ def is_allowed(imported: str, ours: set[str], others: set[str]) -> bool:
     return top in others | {"torch"} or top in sys.stdlib_module_names
 
 
-def library_files_that_import(room: str, besides: tuple[str, ...]) -> list[str]:
-    """Files outside `room` and `besides` that import from it."""
-    names = {name_of(file): file for file in SOURCES}
-    outside = [name for name in names if name.split(".")[0] not in (room, *besides)]
-    inside = f"{OURS}.{room}."
-    return [n for n in outside if any(f"{i}.".startswith(inside) for i in imports_of(names[n]))]
-
-
-def test_the_library_never_imports_the_lab():
-    assert library_files_that_import("lab", besides=()) == []
-
-
-def test_the_library_other_than_cli_never_imports_cli():
-    assert library_files_that_import("cli", besides=("lab",)) == []
-
-
 @pytest.mark.parametrize("file", SOURCES, ids=name_of)
 def test_files_import_only_what_their_place_allows(file):
     rule = rule_of(name_of(file))

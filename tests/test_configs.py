@@ -14,11 +14,10 @@ from support.commands import call
 from support.mnist_files import write as write_mnist
 from support.pictures import class_folders, save
 from support.spawn import run_ranks
-from support.stated_settings import ARMS, EXPERIMENTS, flat
+from support.stated_settings import EXPERIMENTS, flat
 
 from lit_diffusion.cli.main import main
 from lit_diffusion.data.cifar10 import CIFAR10
-from lit_diffusion.lab.compare.sweep import plan_sweep
 from lit_diffusion.metrics.extractors import InceptionV3Compat
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.jit import JiT
@@ -47,8 +46,8 @@ PAIRS = [
         *sorted(CONFIGS.glob(f"arms/{folder}/*.yaml")),
     ]
 ]
-RECIPES = ("decayed", "textbook", "fast")
-MNIST = sorted(f"mnist/{path.stem}" for path in CONFIGS.glob("arms/mnist/*.yaml"))
+RECIPES = [*(f"digits/{arm}" for arm in ("decayed", "textbook", "fast"))]
+RECIPES += sorted(f"mnist/{path.stem}" for path in CONFIGS.glob("arms/mnist/*.yaml"))
 NUMBERED = [
     (str(path.relative_to(CONFIGS)), match[1], float(match[2]) * (1000 if match[3] else 1))
     for path in sorted(CONFIGS.rglob("arms/**/*.yaml"))
@@ -84,6 +83,16 @@ def settings(path):
     return yaml.safe_load((CONFIGS / path).read_text())
 
 
+def arms_of_each_kind():
+    """(experiment, arm) with the first arm of those that differ in numbers alone."""
+    kinds = {}
+    for experiment, arm in PAIRS:
+        settings_of_arm = dict(flat(settings(arm)))
+        classes = {name: v if isinstance(v, str) else None for name, v in settings_of_arm.items()}
+        kinds.setdefault(tuple(sorted(classes.items())), (experiment, arm))
+    return list(kinds.values())
+
+
 def callback(path):
     """The arguments of the one callback that an arm appends."""
     (added,) = settings(path)["trainer"]["callbacks+"]
@@ -106,7 +115,7 @@ def test_every_config_is_started_by_a_test():
     assert {f.name for f in CONFIGS.glob("arms/*") if f.is_dir()} == FOLDERS.keys()
 
 
-@pytest.mark.quick("digits-biggan", "mnist-dcgan")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GANS)
 def test_gans_start(offline, name):
     options = [] if "digits" in name else ["--trainer.devices=1", "--trainer.strategy=auto"]
@@ -125,16 +134,15 @@ def test_gans_start(offline, name):
     assert fit(f"{name}.yaml", *options) == 0
 
 
-@pytest.mark.quick("digits")
-@pytest.mark.parametrize("name", ["digits", "digits-classifier"])
-def test_digits_start(monkeypatch, tmp_path, name):
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["digits", "digits-classifier", "digits-described", "fast", "patches-small"]
+)
+def test_what_needs_no_files_starts(folder, name):
     assert fit(f"{name}.yaml") == 0
 
 
-def test_described_digits_start_and_are_the_digits_in_all_else(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    assert fit("digits-described.yaml") == 0
+def test_described_digits_are_the_digits_in_all_else():
     plain, described = (dict(flat(settings(f"digits{end}.yaml"))) for end in ("", "-described"))
     changed = {name for name in plain | described if plain.get(name) != described.get(name)}
     expected = {"data", "model.conditioning", "model.num_classes", "model.network.num_classes"}
@@ -143,40 +151,30 @@ def test_described_digits_start_and_are_the_digits_in_all_else(monkeypatch, tmp_
 
 
 @pytest.mark.slow
-def test_patches_start(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_patches_start(folder):
     few = ["--data.init_args.num_val=4", "--trainer.callbacks.SampleGrid.num=4"]
     assert fit("patches.yaml", NARROW, *few) == 0
 
 
-@pytest.mark.quick("fast")
-@pytest.mark.parametrize("name", ["fast", "patches-small"])
-def test_recipes_start(monkeypatch, tmp_path, name):
-    monkeypatch.chdir(tmp_path)
-    assert fit(f"{name}.yaml") == 0
-
-
 @pytest.mark.slow
-def test_a_folder_of_pictures_starts(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
+def test_a_folder_of_pictures_starts(folder):
     for i in range(8):
-        save(tmp_path / "pictures" / f"{i}.jpg", seed=i, size=(80, 70))
+        save(folder / "pictures" / f"{i}.jpg", seed=i, size=(80, 70))
     options = [EMPTY, NARROW, "--data.init_args.train=pictures", "--data.init_args.val=3"]
     assert fit("folder.yaml", *options) == 0
 
 
-@pytest.mark.quick("")
-@pytest.mark.parametrize("arm", ["", *(f"digits/{arm}" for arm in RECIPES), *MNIST])
-def test_mnist_starts_as_its_comments_say(monkeypatch, tmp_path, arm):
-    monkeypatch.chdir(tmp_path)
-    write_mnist(tmp_path / "data", train=40, val=20)
+@pytest.mark.slow
+@pytest.mark.parametrize("arm", ["", *RECIPES])
+def test_mnist_starts_as_its_comments_say(folder, arm):
+    write_mnist(folder / "data", train=40, val=20)
     out = f"--config {CONFIGS / 'mnist.yaml'} --out mnist-cnn.safetensors --steps 1"
     assert call(f"train-extractor {out}") == 0
     options = [f"--config={CONFIGS}/arms/{arm}.yaml"] if arm else []
     assert fit("mnist.yaml", *options) == 0
 
 
-@pytest.mark.quick("imagenet512-latents")
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LATENTS)
 def test_latents_start(offline, tmp_path, name):
     """A narrow network on latents of four images, with a VAE of their shape."""
@@ -241,17 +239,6 @@ def test_the_control_of_mdlrc_has_its_lr_and_the_betas_it_starts_from():
     assert control["model"] == mdlrc["model"] == settings("arms/beta1-0.8.yaml")["model"]
     floor = callback("arms/mdlrc.yaml")["min_beta1"]
     assert callback("arms/lr-decay.yaml") == {"beta0": betas[0], "min_beta1": floor}
-
-
-@pytest.mark.quick("digits")
-@pytest.mark.parametrize("name", ["digits", "patches", "folder"])
-def test_the_decay_of_the_average_can_be_set_on_the_command_line(name, capsys):
-    path, option = CONFIGS / f"{name}.yaml", "--trainer.callbacks.EMA.decays=[0.5]"
-    data = "--data.init_args.train=pictures" if name == "folder" else ""
-    assert call(f"fit --config {path} {option} {data} --print_config") == 0
-    *_, last = yaml.safe_load(capsys.readouterr().out)["trainer"]["callbacks"]
-    assert last["class_path"] == "lit_diffusion.callbacks.EMA"
-    assert last["init_args"]["decays"] == [0.5]
 
 
 def parsed(capsys, *names):
@@ -320,11 +307,6 @@ def test_the_controls_of_clts_have_its_density(folder):
 def test_reproductions_have_the_numbers_of_what_they_reproduce(name):
     config = dict(flat(settings(f"{name}.yaml")))
     assert {key: config.get(key) for key in EXPERIMENTS[name]} == EXPERIMENTS[name]
-
-
-@pytest.mark.parametrize("arm", ARMS)
-def test_arms_change_what_their_sources_say_and_nothing_else(arm):
-    assert dict(flat(settings(f"arms/{arm}.yaml"))) == ARMS[arm]
 
 
 @pytest.mark.parametrize(("path", "what", "number"), NUMBERED, ids=str)
@@ -411,15 +393,8 @@ def quarter(experiment):
     return None if is_small else network["model_channels"] // 4
 
 
-@pytest.mark.parametrize(
-    "experiment",
-    [
-        "digits-ablation",
-        "cifar10-improved",
-        pytest.param("imagenet128-guided", marks=pytest.mark.slow),
-        "imagenet128-guided-small",
-    ],
-)
+@pytest.mark.quick("digits-ablation")
+@pytest.mark.parametrize("experiment", ["digits-ablation", *REPRODUCTIONS])
 def test_experiments_start_with_the_methods_of_the_paper(offline, experiment):
     """At a quarter of the width, which is the digits' own."""
     folder = next(folder for folder, experiments in FOLDERS.items() if experiment in experiments)
@@ -435,23 +410,22 @@ def test_the_uvit_of_cifar10_starts_narrow(offline):
     assert fit("cifar10-uvit.yaml", *options, "--trainer.fast_dev_run=1") == 0
 
 
-@pytest.mark.slow
-def test_arms_can_be_swept(monkeypatch, tmp_path):
-    """Some; `test_every_arm_starts_on_its_experiments` has them all."""
-    monkeypatch.chdir(tmp_path)
-    kinds = ["md", "min-snr", "digits/clts-importance", "digits/fdm"]
-    arms = [str(CONFIGS / "arms" / f"{kind}.yaml") for kind in kinds]
-    crossed = "+".join(arms[-2:])
-    config = str(CONFIGS / "digits-ablation.yaml")
-    runs = plan_sweep(config, [*arms, crossed], [0, 1], Path("out"))
-    assert [run.max_steps for run in runs] == [1500] * 2 * (1 + len(arms) + 1)
+OF_EACH_KIND = arms_of_each_kind()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("experiment", "arm"), PAIRS, ids=lambda value: getattr(value, "stem", value)
+    ("experiment", "arm"),
+    [
+        pytest.param(
+            *pair,
+            marks=pytest.mark.slow if pair in OF_EACH_KIND else pytest.mark.rare,
+            id=f"{pair[0]}-{pair[1].stem}",
+        )
+        for pair in PAIRS
+    ],
 )
 def test_every_arm_starts_on_its_experiments(offline, experiment, arm):
+    """In the slow tests one arm of each kind; the rare ones differ from those in numbers."""
     assert start(experiment, arm, width=quarter(experiment)) == 0
 
 

@@ -1,7 +1,7 @@
 """Fits drawn from seeds are killed anywhere, in any way, and end with the files of whole ones.
 
-KILLS=500 pytest -m slow tests/integration/test_random_kills.py             # more of them
-KILLS=1 FIRST_SEED=17 pytest -m slow tests/integration/test_random_kills.py     # one again
+KILLS=500 pytest -m rare tests/integration/test_random_kills.py             # more of them
+KILLS=1 FIRST_SEED=17 pytest -m rare tests/integration/test_random_kills.py     # one again
 
 """
 
@@ -16,8 +16,6 @@ AT_ONCE = 2
 
 
 @pytest.mark.rare
-@pytest.mark.slow
-@pytest.mark.system
 def test_fits_that_are_killed_anywhere_end_with_the_files_of_undisturbed_ones(tmp_path):
     results = spawn(main, AT_ONCE, tmp_path, FIRST, COUNT, timeout=100 + 100 * COUNT)
     reports = [report for reports in results for report in reports]

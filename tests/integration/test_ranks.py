@@ -34,8 +34,7 @@ def assert_ranks_draw_their_own(u):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draws", ["stratified", "independent"])
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("ranks", "draws"), [(2, "independent"), (3, "stratified")])
 def test_ranks_draw_independent_times_and_noise_and_end_alike(tmp_path, ranks, draws):
     results = spawn(train, ranks, tmp_path, draws)
     u = np.array([rank["u"] for rank in results]).reshape(ranks, -1)
@@ -51,49 +50,12 @@ def test_ranks_draw_independent_times_and_noise_and_end_alike(tmp_path, ranks, d
     assert all(rank["ends"] == results[0]["ends"] for rank in results)
 
 
-def alike(rng, n):
-    return np.stack([rng.random(n)] * 2)
-
-
-def shifted(rng, n):
-    first = rng.random(n)
-    return np.stack([first, (first + 0.3) % 1])
-
-
-def correlated(rng, n):
-    first, second = rng.standard_normal((2, n))
-    return norm.cdf(np.stack([first, 0.2 * first + np.sqrt(1 - 0.2**2) * second]))
-
-
-def late(rng, n):
-    """What a seed of rank + step gives."""
-    draws = rng.random(n + 1)
-    return np.stack([draws[:-1], draws[1:]])
-
-
-def uneven(rng, n):
-    return rng.random((2, n)) ** 1.15
-
-
-@pytest.mark.parametrize("wrong", [alike, shifted, correlated, late, uneven])
-def test_draws_that_ranks_must_not_make_are_told(wrong):
-    u = wrong(np.random.default_rng(0), STEPS * BATCH)
-    with pytest.raises(AssertionError):
-        assert_ranks_draw_their_own(u)
-
-
-def test_draws_that_are_right_pass():
-    assert_ranks_draw_their_own(np.random.default_rng(0).random((3, STEPS * BATCH)))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num", "batch_size", "extractor", "rounding"),
     [
         (31, 4, "pixels", 1e-12),
-        (16, 16, "pixels", 1e-12),
-        (7, 2, "pixels", 1e-12),
-        (31, 4, "digits-cnn", 1e-5),  # whose float32 features depend on the batch they are in
+        (7, 2, "digits-cnn", 1e-5),  # whose float32 features depend on the batch they are in
     ],
 )
 def test_scores_do_not_depend_on_the_number_of_ranks(
@@ -121,9 +83,7 @@ def test_scores_do_not_depend_on_the_number_of_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("callbacks", "step"),
-    [(TOGETHER, 3), (TOGETHER, 5), (INSTEAD, 8)],
-    ids=["curriculum-3", "curriculum-5", "resampler-8"],
+    ("callbacks", "step"), [(TOGETHER, 3), (INSTEAD, 8)], ids=["curriculum-3", "resampler-8"]
 )
 def test_all_callbacks_together_resume_on_three_ranks(tmp_path, callbacks, step):
     results = spawn(resume, 3, tmp_path, callbacks, step)

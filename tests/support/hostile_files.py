@@ -1,0 +1,469 @@
+"""Images, data and files of runs that are broken or lie."""
+
+import io
+import itertools
+import json
+import os
+import pickle
+import random
+import shutil
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from lit_diffusion.cli.main import main
+from lit_diffusion.cli.run_folder import CLAIM
+from support.experiments import write_arm
+from support.hostile import (
+    CANARY,
+    EVALUATE,
+    FIT,
+    LAST,
+    RESUME,
+    RUN,
+    SAMPLE,
+    TOUCH,
+    VALIDATE,
+    Call,
+    Case,
+    change_config,
+    cut,
+    flip,
+    no_files,
+)
+
+IMAGES = "evaluate --images images --reference images --extractor digits-cnn"
+REFERENCE = "evaluate --images images --reference real.npz --extractor digits-cnn"
+FOLDER = "fit --config folder.yaml --trainer.default_root_dir=runs/new"
+COMPARE = "compare runs/arms --out report"
+SWEEP = "sweep small.yaml --seeds 0 --out runs/sweep"
+ODD, REAL = Path("images/3.png"), Path("real.npz")
+ARM, SWEPT = Path("runs/arms/quick/seed-1"), Path("runs/sweep/baseline/seed-0")
+EVIL = pickle.dumps(Call(os.system, TOUCH))
+
+
+def cases() -> Iterator[Case]:
+    """All but those that are drawn."""
+    yield from pictures()
+    for name, make in ARRAYS.items():
+        yield Case(f"npz-{name}", make, REFERENCE, r"real\.npz|scores need 4|extractor")
+    yield from data()
+    yield from records()
+    yield from run_files()
+    for name, text in TABLES.items():
+        spoil = lambda text=text: Path("curves.csv").write_text(text)  # noqa: E731
+        fine = name == "huge steps"
+        pattern = r"curves\.csv|FID|arm"
+        yield Case(
+            f"table-{name}", spoil, "compare curves.csv --out report", pattern, harmless=fine
+        )
+
+
+# Images
+
+
+def png(width: int, height: int, data: bytes, depth: int = 8, colour: int = 0) -> bytes:
+    """A PNG file of any header."""
+    header = struct.pack(">IIBBBBB", width, height, depth, colour, 0, 0, 0)
+    chunks = ((b"IHDR", header), (b"IDAT", data), (b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(itertools.starmap(chunk, chunks))
+
+
+def chunk(kind: bytes, content: bytes) -> bytes:
+    return (
+        struct.pack(">I", len(content))
+        + kind
+        + content
+        + struct.pack(">I", zlib.crc32(kind + content))
+    )
+
+
+def bomb(side: int) -> bytes:
+    """Black, side by side pixels, packed into little."""
+    packer, row = zlib.compressobj(9), bytes(side + 1)
+    return png(side, side, b"".join([*(packer.compress(row) for _ in range(side)), packer.flush()]))
+
+
+def text_bomb() -> bytes:
+    """A comment of 200 MB in a small file."""
+    good = png(8, 8, zlib.compress(bytes(72)))
+    return (
+        good[:33] + chunk(b"zTXt", b"comment\0\0" + zlib.compress(bytes(2 * 10**8), 9)) + good[33:]
+    )
+
+
+def picture(mode: str, size: tuple[int, int] = (8, 8), ending: str = "png") -> None:
+    ODD.unlink()
+    Image.new(mode, size).save(ODD.with_suffix(f".{ending}"))
+
+
+def png_of(width: int, height: int, size: int, **header: int) -> Callable[[], Any]:
+    return lambda: ODD.write_bytes(png(width, height, zlib.compress(bytes(size)), **header))
+
+
+PICTURES: dict[str, Callable[[], Any]] = {
+    "empty": lambda: ODD.write_bytes(b""),
+    "an EPS": lambda: Image.new("L", (8, 8)).save(ODD, format="EPS"),  # Pillow calls Ghostscript
+    "html": lambda: ODD.write_text("<html><script>alert(1)</script></html>"),
+    "a pickle": lambda: ODD.write_bytes(EVIL),
+    "cut at 10%": lambda: cut(ODD, 0.1),
+    "cut at 50%": lambda: cut(ODD, 0.5),
+    "a JPEG, cut": lambda: (picture("L", (64, 64), "jpg"), cut(Path("images/3.jpg"), 0.5)),
+    "0x8": png_of(0, 8, 8),
+    "1x1": png_of(1, 1, 2),
+    "huge header": png_of(2**31 - 1, 2**31 - 1, 99),
+    "wide header": png_of(2**31 - 1, 1, 99),
+    "wrong depth": png_of(8, 8, 72, depth=5),
+    "wrong colour": png_of(8, 8, 72, colour=7),
+    "no zlib": lambda: ODD.write_bytes(png(8, 8, b"no zlib at all")),
+    "a bomb": lambda: ODD.write_bytes(bomb(20_000)),
+    "a text bomb": lambda: ODD.write_bytes(text_bomb()),
+    "RGBA": lambda: picture("RGBA"),
+    "palette": lambda: picture("P"),
+    "bilevel": lambda: picture("1"),
+    "16 bit": lambda: picture("I;16"),
+    "CMYK": lambda: picture("CMYK", ending="jpg"),
+    "colour among grey": lambda: picture("RGB"),
+    "none at all": lambda: (shutil.rmtree("images"), Path("images").mkdir()),
+    "no folder": lambda: shutil.rmtree("images"),
+    "a file for the folder": lambda: (shutil.rmtree("images"), Path("images").write_text("x")),
+    **no_files(ODD),
+}
+
+
+def folder_config(config: dict) -> None:
+    """Train on the folder of images."""
+    args = {"train": "images", "val": "images", "image_size": 8, "channels": 1, "batch_size": 4}
+    config["data"] = {
+        "class_path": "lit_diffusion.data.image_folder.ImageFolder",
+        "init_args": {**args, "num_workers": 0, "cache_dir": "cache"},
+    }
+    model = config["model"]["init_args"]
+    model["num_classes"] = model["network"]["init_args"]["num_classes"] = None
+    model["label_dropout"] = 0.0
+    config["trainer"] |= {"callbacks": [], "max_steps": 1}
+
+
+def write_folder_config() -> None:
+    shutil.copy("small.yaml", "folder.yaml")
+    change_config(folder_config, Path("folder.yaml"))
+
+
+def pictures() -> Iterator[Case]:
+    for (name, make), command in zip(PICTURES.items(), itertools.cycle((IMAGES, FOLDER))):
+
+        def spoil(make: Callable[[], Any] = make) -> None:
+            write_folder_config()
+            make()
+
+        command = FOLDER if name == "a folder" else command  # evaluate takes the other pictures
+        yield Case(f"picture-{name}", spoil, command, r"3\.png|3\.jpg|images")
+
+
+def flipped(rng: random.Random) -> Case:
+    """A bit of a picture or of an array; Pillow lets some differ, and names in a zip may."""
+
+    def spoil() -> None:
+        write_folder_config()
+        np.savez(REAL, arr_0=np.random.default_rng(0).integers(0, 99, GREY.shape, "u1"))
+        flip(REAL if command == REFERENCE else ODD, rng)
+
+    command = rng.choice((IMAGES, FOLDER, REFERENCE))
+    return Case("image-flipped", spoil, command, r"3\.png|real\.npz", harmless=True)
+
+
+def npz(array: Any, name: str = "arr_0") -> Callable[[], Any]:
+    return lambda: np.savez(REAL, **{name: array})
+
+
+def npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
+def lying(header: str) -> Callable[[], None]:
+    """An .npy whose header does not fit its data."""
+    text = header.encode() + b" " * (117 - len(header)) + b"\n"
+    member = b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(64)
+
+    def spoil() -> None:
+        with zipfile.ZipFile(REAL, "w") as file:
+            file.writestr("arr_0.npy", member)
+
+    return spoil
+
+
+def shape(shape: str, dtype: str = "|u1") -> Callable[[], None]:
+    return lying(f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}}}")
+
+
+GREY = np.zeros((8, 8, 8, 1), np.uint8)
+ARRAYS: dict[str, Callable[[], Any]] = {
+    "empty": lambda: REAL.write_bytes(b""),
+    "an npy": lambda: REAL.write_bytes(npy(GREY)),
+    "a pickle": lambda: REAL.write_bytes(EVIL),
+    "objects": npz(np.array([Call(os.system, TOUCH)])),
+    "no arr_0": npz(GREY, "images"),
+    "floats": npz(GREY.astype(np.float32)),
+    "two dimensions": npz(GREY[..., 0, 0]),
+    "no images": npz(GREY[:0]),
+    "one image": npz(GREY[:1]),
+    "no pixels": npz(GREY[:, :0]),
+    "five channels": npz(np.zeros((8, 8, 8, 5), np.uint8)),
+    "another size": npz(np.zeros((8, 1, 1, 1), np.uint8)),
+    "cut": lambda: (np.savez(REAL, arr_0=GREY), cut(REAL, 0.6)),
+    "10^12 images": shape(f"({10**12}, 8, 8, 1)"),
+    "negative": shape("(-8, 8, 8, 1)"),
+    "a shape of text": shape("('a', 8, 8, 1)"),
+    "code for a header": lying(f"__import__('os').system('touch ../{CANARY}')"),
+    "a dtype of objects": shape("(8, 8, 8, 1)", "|O"),
+    "too little data": shape("(8, 8, 8, 1)"),
+    "not there": lambda: None,
+    **{name: spoil for name, spoil in no_files(REAL).items() if "nothing" not in name},
+}
+
+
+# Other data
+
+
+def cifar10() -> None:
+    """Pickles in the place of CIFAR-10's, which is only opened if it is the published file."""
+
+    def config(config: dict) -> None:
+        config["data"] = {
+            "class_path": "lit_diffusion.data.cifar10.CIFAR10",
+            "init_args": {"root": "data", "batch_size": 4},
+        }
+        config["model"]["init_args"]["image_shape"] = [3, 32, 32]
+        network = config["model"]["init_args"]["network"]["init_args"]
+        network["in_channels"] = network["out_channels"] = 3
+
+    change_config(config)
+    folder = Path("data/cifar-10-batches-py")
+    folder.mkdir(parents=True)
+    for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch", "batches.meta"):
+        (folder / name).write_bytes(pickle.dumps({"data": Call(os.system, TOUCH)}, 2))
+
+
+def cifar10_archive() -> None:
+    """A file of the name that would be unpacked."""
+    cifar10()
+    Path("data/cifar-10-python.tar.gz").write_bytes(random.Random(0).randbytes(1000))
+
+
+CACHED: dict[str, Callable[[Path], Any]] = {
+    "text": lambda path: path.write_text("x"),
+    "objects": lambda path: np.savez(path, floors=np.array([Call(os.system, "true")])),
+    "other shapes": lambda path: np.savez(
+        path, floors=np.ones(3), floor_matched=np.ones(2), real_features_sum=np.ones(2)
+    ),
+    "cut": lambda path: cut(path, 0.5),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+}
+INCEPTION = Path("hub/hub/checkpoints/weights-inception-2015-12-05-6726825d.pth")
+WEIGHTS: dict[str, Callable[[], Any]] = {
+    "text": lambda: INCEPTION.write_text("x"),
+    "a pickle": lambda: INCEPTION.write_bytes(EVIL),
+    "a folder": INCEPTION.mkdir,
+}
+NOTES = {"text": "no json", "a list": "[1, 2]", "deep": "[" * 10**5, "binary": "\x00\x01"}
+
+
+def data() -> Iterator[Case]:
+    for spoil in (cifar10, cifar10_archive):
+        yield Case(f"data-{spoil.__name__}", spoil, FIT, "CIFAR-10", offline=True)
+    for name, make in CACHED.items():
+
+        def in_cache(make: Callable[[Path], Any] = make) -> None:
+            assert main(IMAGES.split()) == 0
+            (path,) = Path("cache/lit-diffusion").glob("digits-cnn-*.npz")
+            make(path)
+
+        yield Case(f"cache-{name}", in_cache, IMAGES, r"\.npz")
+    for name, make in WEIGHTS.items():
+
+        def in_hub(make: Callable[[], Any] = make) -> None:
+            INCEPTION.parent.mkdir(parents=True)
+            make()
+
+        command = "evaluate --images images --reference images"
+        yield Case(f"weights-{name}", in_hub, command, "inception")
+    for name, text in NOTES.items():
+        spoil = lambda text=text: Path("images/samples.json").write_text(text)  # noqa: E731
+        yield Case(f"samples-{name}", spoil, IMAGES, r"samples\.json")
+
+
+# Files of runs
+
+
+def write_arms() -> None:
+    write_arm(Path("runs/arms/baseline"), 1.0, range(2))
+    write_arm(Path("runs/arms/quick"), 2.0, range(2))
+
+
+def write_sweep() -> None:
+    """The healthy run as one of a sweep."""
+    shutil.copytree(RUN, SWEPT)
+    change_config(lambda config: config.update(seed_everything=0), SWEPT / "config.yaml")
+    root = {"default_root_dir": str(SWEPT)}
+    change_config(lambda config: config["trainer"].update(root), SWEPT / "config.yaml")
+
+
+def rewriting(file: Path, change: Callable[[str], str | bytes]) -> Callable[[], None]:
+    """Change the text of a file of a run."""
+
+    def spoil() -> None:
+        if ARM in file.parents:
+            write_arms()
+        if SWEPT in file.parents:
+            write_sweep()
+        changed = change(file.read_text())
+        file.write_bytes(changed if isinstance(changed, bytes) else changed.encode())
+
+    return spoil
+
+
+def line(**changes: Any) -> Callable[[str], str]:
+    """A further evaluation, the last one with something else in it."""
+    return lambda text: text + json.dumps(json.loads(text.splitlines()[-1]) | changes) + "\n"
+
+
+def cell(column: str, value: str) -> Callable[[str], str]:
+    """Another value in the last row."""
+
+    def change(text: str) -> str:
+        header, *rows = text.splitlines()
+        cells = rows[-1].split(",")
+        cells[header.split(",").index(column)] = value
+        return "\n".join([header, *rows[:-1], ",".join(cells), ""])
+
+    return change
+
+
+LINES: dict[str, Callable[[str], str | bytes]] = {
+    "no JSON": lambda text: text + "no json\n",
+    "half a line amid": lambda text: text[: len(text) // 3] + "\n" + text,
+    "a number": lambda text: text + "7\n",
+    "a list": lambda text: text + "[1, 2]\n",
+    "an empty record": lambda text: text + "{}\n",
+    "deep": lambda text: text + "[" * 10**5 + "\n",
+    "a huge number": lambda text: text + '{"metric": "val/fid_16", "step": ' + "9" * 5000 + "}\n",
+    "binary": lambda text: text.encode() + b"\xff\xfe\x00\n",
+    "step is text": line(step="four"),
+    "step is null": line(step=None),
+    "step is negative": line(step=-4),
+    "step is nan": line(step=float("nan")),
+    "value is text": line(value="good"),
+    "value is a list": line(value=[1]),
+    "value is huge": line(value=1e400),
+    "metric is null": line(metric=None),
+    "metric is a list": line(metric=[1]),
+    "seeds is null": line(seeds=None),
+    "seeds is empty": line(seeds=[]),
+    "images is text": line(images="many"),
+    "HTML": line(metric="<script>alert(1)</script>fid", protocol="<img src=x onerror=alert(1)>"),
+}
+ROWS: dict[str, Callable[[str], str | bytes]] = {
+    "no header": lambda text: text.partition("\n")[2],
+    "binary": lambda text: text.encode() + b"\xff\xfe\x00\n",
+    "NULs": lambda text: text + "\x00" * 10 + "\n",
+    "step is text": cell("step", "four"),
+    "step is a fraction": cell("step", "1.5"),
+    "step is nan": cell("step", "nan"),
+    "step is huge": cell("step", "9" * 5000),
+    "too many cells": lambda text: text + ",".join("1" * 40) + "\n",
+    "an open quote": lambda text: text + '"1,2,3\n',
+    "a huge field": lambda text: text + '"' + "x" * 200_000 + '"\n',
+    "step twice": lambda text: text.replace("step,", "step,step,", 1),
+    "empty": lambda text: "",
+}
+CONFIGS: dict[str, Callable[[str], str | bytes]] = {
+    "empty": lambda text: "",
+    "cut": lambda text: text[: len(text) // 2],
+    "a list": lambda text: "[1, 2]",
+    "binary": lambda text: b"\xff\xfe\x00",
+    "python": lambda text: f'{text}\nmore: !!python/object/apply:os.system ["{TOUCH}"]\n',
+    "os.system": lambda text: text.replace("lit_diffusion.networks.unet.UNet", "os.system"),
+    "stranger": lambda text: text.replace("lit_diffusion.data.digits.Digits", "stranger.Net"),
+    "steps": lambda text: text.replace("max_steps: 4", "max_steps: many"),
+    "deep": lambda text: "a: " + "[" * 3000,
+}
+READ = (  # file, how it may be spoilt, commands that read it, what the message names
+    (
+        "evaluations.jsonl",
+        LINES,
+        {COMPARE: ARM, RESUME: RUN, EVALUATE: RUN, SWEEP: SWEPT},
+        r"evaluations\.jsonl|FID protocol|seed-1",
+    ),
+    ("metrics.csv", ROWS, {COMPARE: ARM, RESUME: RUN, SWEEP: SWEPT}, r"metrics\.csv"),
+    (
+        "config.yaml",
+        CONFIGS,
+        {VALIDATE: RUN, COMPARE: ARM, SWEEP: SWEPT},
+        r"config\.yaml|small\.yaml|model|data|max_steps|network|seed-1|seed-0",
+    ),
+)
+
+
+def records() -> Iterator[Case]:
+    """Each at each command: which fields matter depends on that, so that all may be harmless."""
+    for name, changes, commands, pattern in READ:
+        for (label, change), (command, folder) in itertools.product(
+            changes.items(), commands.items()
+        ):
+            case = f"{name}-{label}-{command.split()[0]}"
+            yield Case(case, rewriting(folder / name, change), command, pattern, harmless=True)
+
+
+def follows_no_link() -> bool:
+    """Whether a save has replaced what was planted, and left alone what that points to."""
+    return "class_path" in Path("small.yaml").read_text() and not LAST.is_symlink()
+
+
+def run_files() -> Iterator[Case]:
+    """Folders, links and pipes where a run has files."""
+    commands = {"evaluations.jsonl": RESUME, "metrics.csv": RESUME, "config.yaml": VALIDATE}
+    for name, command in commands.items():
+        for label, spoil in no_files(RUN / name).items():
+            pattern = rf"{name.replace('.', '[.]')}|--config|pass the run's config"
+            fine = label == "a link to nothing"
+            yield Case(f"run-{name}-{label}", spoil, command, pattern, harmless=fine)
+    for label, spoil in no_files(RUN / CLAIM).items():
+        if label != "endless zeros":  # the guard takes a link to them for them
+            fine = label == "a pipe"  # which can be locked like a file
+            yield Case(f"run-lock-{label}", spoil, RESUME, r"\.lock", harmless=fine)
+    part = LAST.with_name("..last.ckpt.end.part")  # which the last save writes
+    planted = no_files(part) | {"a link": lambda: part.symlink_to("../../../small.yaml")}
+    del planted["endless zeros"]
+    written = ("config.resume-1.yaml", "metrics.csv", "before-last.ckpt", "evaluations.jsonl")
+    for label, spoil in planted.items():
+        fine = label != "a folder" and follows_no_link
+        pattern = r"last\.ckpt could not be written"
+        yield Case(f"run-part-{label}", spoil, RESUME, pattern, harmless=fine, writes=written)
+    for command in (SAMPLE, COMPARE.replace("runs/arms", "nowhere"), EVALUATE):
+        away = lambda: shutil.rmtree("runs")  # noqa: E731
+        yield Case(f"no-run-{command.split()[0]}", away, command, "runs/small|nowhere")
+
+
+TABLES = {
+    "empty": "",
+    "no columns": "a,b\n1,2\n",
+    "text": "arm,step,fid\na,one,2\n",
+    "negative": "arm,step,fid\na,-1,2\nb,1,2\n",
+    "infinite": "arm,step,fid\na,inf,2\nb,1,2\n",
+    "one arm": "arm,step,fid\na,1,2\n",
+    "short rows": "arm,step,fid\na\nb\n",
+    "NULs": "arm,step,fid\n\x00,1,2\n",
+    "a huge field": "arm,step,fid\n" + "x" * 200_000 + ",1,2\n",
+    "an open quote": 'arm,step,fid\n"a,1,2\n',
+    "huge steps": "arm,step,fid\na,1e308,2\nb,1e308,1\n",
+    "one point": "arm,step,fid\na,1,nan\nb,1,nan\n",
+    "no name": "arm,step,fid\n,1,2\n",
+}
