@@ -281,21 +281,6 @@ def test_the_baseline_is_the_same_there_but_for_data_network_and_the_noisiest_sa
     assert {name: patches[name] for name in names} == {name: digits[name] for name in names}
 
 
-@pytest.mark.parametrize("arm", ["no-curriculum", "published"])
-def test_arms_that_name_all_callbacks_keep_those_of_the_experiment(arm):
-    callbacks = settings("digits-ablation.yaml")["trainer"]["callbacks"]
-    changed = settings(f"arms/digits/{arm}.yaml")["trainer"]["callbacks"]
-    assert changed[1:3] == callbacks[1:]
-
-
-def test_without_ema_the_callbacks_are_otherwise_those_of_the_experiment():
-    callbacks = settings("digits-ablation.yaml")["trainer"]["callbacks"]
-    without = settings("arms/digits/no-ema.yaml")["trainer"]["callbacks"]
-    assert without[0]["init_args"].pop("decays") == [0.0]
-    assert callbacks[0]["init_args"].pop("decays") == [0.99]
-    assert without == callbacks
-
-
 @pytest.mark.parametrize("folder", METHODS)
 def test_the_controls_of_clts_have_its_density(folder):
     arms = ("clts", "clts-weight", "clts-importance")
@@ -322,16 +307,6 @@ def test_arms_with_a_number_in_their_name_set_that_number_alone(path, what, numb
         name = {"target": "num_steps"}.get(what, what)
         clts = dict(flat(settings(Path(path).with_name("clts.yaml"))))
         assert arm == clts | {f"trainer.callbacks+.TimestepCurriculum.{name}": number}
-
-
-@pytest.mark.parametrize("folder", METHODS)
-def test_beta1_can_be_crossed_with_the_lr(folder):
-    numbers = {what: set() for what in ("beta1", "lr")}
-    for path, what, number in NUMBERED:
-        if Path(path).parent.name in ("arms", folder) and what in numbers:
-            numbers[what].add(number)
-    assert numbers["beta1"] == {0, 0.5, 0.8, 0.9, 0.95, 0.99}
-    assert numbers["lr"] >= {0.3, 3}
 
 
 @pytest.mark.parametrize("folder", ["digits", "cifar10"])

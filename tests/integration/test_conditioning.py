@@ -8,9 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from lit_diffusion.callbacks import EMA, NoiseLevelLoss, SampleGrid
-from lit_diffusion.conditioning import ClassLabels
 from lit_diffusion.guidance import ClassifierFree
-from lit_diffusion.networks.unet import UNet
 
 LENGTH, WIDTH = 3, 6
 
@@ -60,17 +58,17 @@ class CrossAttention(nn.Module):
         self.none = nn.Parameter(torch.zeros(1, 1, WIDTH))
         self.enter, self.leave = nn.Conv2d(1, 8, 3, padding=1), nn.Conv2d(8, 1, 3, padding=1)
         self.attend = nn.MultiheadAttention(8, 2, kdim=WIDTH, vdim=WIDTH, batch_first=True)
-        self.seen = []
+        self.present = []
 
     def forward(self, x, noise_label, condition):
         embeddings, mask = condition
-        self.seen.append(mask.any(1))
+        self.present.append(mask.any(1))
         tokens = torch.cat([self.none.expand(len(x), 1, WIDTH), embeddings], dim=1)
         left_out = torch.cat([torch.zeros_like(mask[:, :1]), ~mask], dim=1)
         h = self.enter(x) + noise_label.view(-1, 1, 1, 1) / 100
         pixels = h.flatten(2).transpose(1, 2)
-        told, _ = self.attend(pixels, tokens, tokens, key_padding_mask=left_out)
-        return self.leave(torch.tanh(h + told.transpose(1, 2).reshape(h.shape)))
+        attended, _ = self.attend(pixels, tokens, tokens, key_padding_mask=left_out)
+        return self.leave(torch.tanh(h + attended.transpose(1, 2).reshape(h.shape)))
 
 
 def captioned(**changes):
@@ -98,11 +96,14 @@ def test_a_condition_of_two_parts_is_trained_dropped_validated_and_generated_fro
     trainer.fit(module, loader(), loader())
     assert trainer.callback_metrics["val/loss"].isfinite()
     assert trainer.callback_metrics["val/loss_u0.25"].isfinite()
-    trained = torch.cat([seen for seen in module.network.seen if len(seen) == 8])
+    trained = torch.cat([mask for mask in module.network.present if len(mask) == 8])
     assert 0 < (~trained).sum() < len(trained)
     condition = Captions().for_seeds(range(24))
-    told, untold = mean_loss(module, condition), mean_loss(module, Captions().null(condition))
-    assert told < 0.9 * untold
+    with_captions, without = (
+        mean_loss(module, condition),
+        mean_loss(module, Captions().null(condition)),
+    )
+    assert with_captions < 0.9 * without
     images = module.generate(range(4))
     assert images.shape == (4, 1, 8, 8)
     assert torch.equal(images, module.generate(range(4), Captions().for_seeds(range(4))))
@@ -115,32 +116,8 @@ def test_guidance_leaves_a_condition_of_two_parts_out():
     assert torch.equal(free.generate(range(3), conditions), plain.generate(range(3), none))
     strong = captioned(guidance=ClassifierFree(4.0))
     assert not torch.equal(strong.generate(range(3)), plain.generate(range(3)))
-    assert [len(mask) for mask in strong.network.seen] == [6] * 3
-    assert strong.network.seen[0].tolist() == [True] * 3 + [False] * 3
-
-
-def test_what_the_conditioning_refuses_is_not_generated_from():
-    with pytest.raises(ValueError, match="captions must be 2 embeddings and masks"):
-        captioned().generate([0, 1], Captions().for_seeds([0]))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_classes": 4}, "num_classes is 4 beside .*Captions.*; leave one out"),
-        ({"network": UNet(1, 1, 8, (1, 2), 1, num_classes=3, norm_groups=4)}, "but 3 in UNet"),
-        ({"conditioning": None}, "need labels; pass num_classes, or another conditioning"),
-    ],
-)
-def test_a_conditioning_that_does_not_fit_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        captioned(**changes)
-
-
-def test_class_labels_are_what_num_classes_is_short_for():
-    short, long = tiny_diffusion(), tiny_diffusion(num_classes=None, conditioning=ClassLabels(3))
-    assert (long.num_classes, long.conditioning) == (3, short.conditioning)
-    assert torch.equal(long.generate(range(5)), short.generate(range(5)))
+    assert [len(mask) for mask in strong.network.present] == [6] * 3
+    assert strong.network.present[0].tolist() == [True] * 3 + [False] * 3
 
 
 @pytest.mark.gpu

@@ -277,17 +277,6 @@ def test_a_network_takes_one_kind_of_condition(name):
 
 
 @each_network
-def test_a_condition_of_another_kind_is_refused_by_the_name_of_the_network(name):
-    network = NETWORKS[name].__name__
-    with pytest.raises(ValueError, match=rf"{network} takes labels \(B,\) int64 with B=4, got \("):
-        small(name)(*batch(), condition("vectors"))
-    with pytest.raises(ValueError, match=rf"{network} takes \(tokens \(B, L, 6\), mask \(B, L\)"):
-        small(name, "tokens")(*batch(), condition("labels"))
-    with pytest.raises(ValueError, match=rf"{network} without .*condition got torch.int64 \(4,"):
-        small(name, "none")(*batch(), condition("labels"))
-
-
-@each_network
 def test_labels_must_be_there_without_a_null_class(name):
     network = small(name, "none", condition=Classes(10, null_class=False))
     assert network(*batch(), torch.arange(4)).shape == (4, 2, 8, 8)

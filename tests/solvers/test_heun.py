@@ -80,21 +80,6 @@ def test_heun_takes_the_same_way_through_any_process_of_the_same_levels(solver):
     close(ends[0], ends[1])
 
 
-def test_a_churned_solver_reproduces_the_data_distribution():
-    process = EDMProcess(0.002, 20.0)
-    generator = torch.Generator().manual_seed(0)
-
-    def randn_like(x):
-        return torch.randn(x.shape, generator=generator, dtype=x.dtype)
-
-    start = randn_like(torch.empty(20000, 1, 1, 1, dtype=torch.float64))
-    end = Heun(40, clip=False, churn=10.0).sample(
-        gaussian_denoiser(process), process, start, randn_like
-    )
-    assert end.mean().item() == pytest.approx(0.3, abs=4 * 0.5 / 20000**0.5)
-    assert end.std().item() == pytest.approx(0.5, rel=0.02)
-
-
 @pytest.mark.parametrize("process", [COSINE, EDMProcess()], ids=repr)
 def test_a_clipped_solver_ends_within_the_range_of_pixels(process):
     denoise = gaussian_denoiser(process, mean=0.9)

@@ -175,7 +175,8 @@ def misfits() -> Iterator[Case]:
         yield Case(f"raw-weight-{label}", raw, command, NAMED, harmless=command == SAMPLE)
         if command != RAW:
             averaged = edit(replace_weight(make, raw=False))
-            yield Case(f"averaged-weight-{label}", averaged, command, NAMED)
+            pattern = f"{NAMED}|The checkpoint's average"
+            yield Case(f"averaged-weight-{label}", averaged, command, pattern)
     for (name, change), command in zip(NAMES.items(), itertools.cycle((RAW, RESUME, VALIDATE))):
         spoil = edit(lambda content, c=change: c(content["state_dict"], first_weight(content)))
         yield Case(f"names-{name}", spoil, command, NAMED)
