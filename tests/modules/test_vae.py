@@ -246,7 +246,7 @@ def trained(tmp_path_factory):
     return str(small_vae.trained(tmp_path_factory.mktemp("trained"), data, steps=600))
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_a_trained_one_gives_images_back(trained):
     codec, images = VAECodec(trained, SCALE), PhotoPatches(num_val=256).images("val")
     decoded = codec.decode(codec.encode(images))
@@ -259,7 +259,7 @@ def test_a_trained_one_gives_images_back(trained):
     assert difference.double().mean() < 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_decoded_samples_look_like_images(trained, tmp_path):
     """By FID, far from what the decoder makes of the noise that they begin with."""
     data = PhotoPatches(batch_size=16, epoch_size=16 * 400, num_val=16, num_workers=0)
