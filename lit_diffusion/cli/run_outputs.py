@@ -158,8 +158,9 @@ def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
         return "NaN" if value is None else f"{value:.4g}"
 
     rows = []
-    for metric in dict.fromkeys(r["metric"] for r in records if "fid" in str(r.get("metric"))):
-        scored = [record for record in records if record["metric"] == metric]
+    complete = [record for record in records if {"metric", "value", "step"} <= record.keys()]
+    for metric in dict.fromkeys(r["metric"] for r in complete if "fid" in r["metric"]):
+        scored = [record for record in complete if record["metric"] == metric]
         last, finite = scored[-1], [record for record in scored if record["value"] is not None]
         text = f"{number(last['value'])} at step {last['step']}"
         if finite:

@@ -122,7 +122,7 @@ def _rename_arguments(class_path: str, arguments: dict[str, Any]) -> dict[str, A
     table = ARGUMENTS.get(name, {})
     renamed = {}
     for name, value in arguments.items():
-        new = table.get(name, name)
-        name, value = (new, value) if isinstance(new, str) else new(value)
+        if new := table.get(name):
+            name, value = (new, value) if isinstance(new, str) else new(value)
         renamed[name] = value
     return renamed

@@ -179,9 +179,9 @@ def open_images(path: str | Path) -> Dataset[Any]:
             images = arrays.get("arr_0")
     except Exception as error:  # zipfile and numpy raise anything on a broken file
         raise ValueError(f"{path} cannot be read as .npz: {error}.") from error
-    if images is None or images.dtype != np.uint8 or images.ndim != 4:
+    if images is None or images.dtype != np.uint8 or images.ndim != 4 or not len(images):
         content = "none" if images is None else f"{images.dtype} {images.shape}"
-        raise ValueError(f"{path} must hold arr_0, uint8 (N, H, W, C), got {content}.")
+        raise ValueError(f"{path} must hold arr_0, uint8 (N > 0, H, W, C), got {content}.")
     return TensorDataset(torch.from_numpy(images).permute(0, 3, 1, 2))
 
 
