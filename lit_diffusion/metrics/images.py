@@ -181,7 +181,7 @@ def open_images(path: str | Path) -> Dataset[Any]:
         raise ValueError(f"{path} cannot be read as .npz: {error}.") from error
     if images is None or images.dtype != np.uint8 or images.ndim != 4 or not len(images):
         content = "none" if images is None else f"{images.dtype} {images.shape}"
-        raise ValueError(f"{path} must hold arr_0, uint8 (N > 0, H, W, C), got {content}.")
+        raise ValueError(f"{path} must hold arr_0, uint8 (N, H, W, C), N >= 1, got {content}.")
     return TensorDataset(torch.from_numpy(images).permute(0, 3, 1, 2))
 
 
