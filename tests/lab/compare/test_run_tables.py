@@ -29,8 +29,8 @@ SAMPLING = {"solver": "DPMSolverPP(steps=20)", "steps": 20}
 @pytest.fixture(autouse=True)
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write_arm(Path("sweep/baseline"), 1.0)
-    write_arm(Path("sweep/clts"), 1.3, lr=0.5)
+    write_arm(Path("sweep/baseline"), 1.0, range(4))
+    write_arm(Path("sweep/clts"), 1.3, range(4), lr=0.5)
 
 
 def selected(baseline=None):
@@ -65,11 +65,6 @@ def test_curves_have_steps_fids_images_and_repeats_of_the_records():
     assert curve.fids[-1] not in curve.repeats
 
 
-def test_the_baseline_is_the_first_arm():
-    Path("sweep/baseline").rename("sweep/zero")
-    assert [arm.name for arm in selected("zero")[1]] == ["zero", "clts"]
-
-
 def test_records_without_images_have_curves_without_them():
     change("sweep/clts/seed-3", images=None)
     assert read_run(Path("sweep/clts/seed-3")).curve("val/fid_360").images is None
@@ -98,7 +93,6 @@ def test_a_run_that_diverged_has_no_fid_from_then_on_and_never_reaches_the_targe
     ("changes", "why"),
     [
         ({"value": -1e-9}, "FIDs must be > 0, got -1e-09"),
-        ({"value": "good"}, "is no evaluation"),
         ({"value": 10**400}, "int too large"),
         ({"images": "many"}, "could not convert string to float: 'many'"),
         ({"images": [1]}, "float() argument must be"),
@@ -108,27 +102,17 @@ def test_a_run_that_diverged_has_no_fid_from_then_on_and_never_reaches_the_targe
 def test_a_run_with_a_number_that_can_not_be_takes_no_part(changes, why):
     change("sweep/clts/seed-3", **changes)
     selection, arms = selected()
-    assert [len(arm.curves) for arm in arms] == [5, 4]
+    assert [len(arm.curves) for arm in arms] == [4, 3]
     ((run, reason),) = selection.left_out
     assert run.endswith("clts/seed-3")
     assert why in reason
 
 
-def test_scores_besides_the_fid_may_be_below_zero():
-    path = Path("sweep/clts/seed-3/evaluations.jsonl")
-    other = record(100, -1.0, metric="val/log_fid_360")
-    path.write_text(path.read_text() + json.dumps(other) + "\n")
-    assert not selected()[0].left_out
-
-
 # Notes
 
 
-def test_runs_that_are_as_they_should_be_need_no_note():
-    assert notes() == ""
-
-
 def test_what_an_arm_was_tuned_on_is_noted_beside_what_the_fid_is_by():
+    assert notes() == ""
     for run in Path("sweep/clts").iterdir():
         change_config(run, tuned_on="patches-cnn")
     assert notes() == "Tuned: clts on patches-cnn. FID here is by digits-cnn, val."
@@ -137,8 +121,6 @@ def test_what_an_arm_was_tuned_on_is_noted_beside_what_the_fid_is_by():
 @pytest.mark.parametrize(
     ("way", "is_sampler"),
     [
-        ({"solver": "Heun()"}, True),
-        ({"steps": 50}, True),
         ({"process": "EDMProcess()"}, False),
         ({"process": "EDMProcess()", "steps": 1}, True),
     ],
@@ -152,10 +134,9 @@ def test_another_way_to_sample_is_noted_and_whether_a_gain_may_be_due_to_it(way,
     assert ("may be the sampler's" in notes()) is is_sampler
 
 
-@pytest.mark.parametrize("way", [{}, None])
-def test_a_way_to_sample_that_is_not_recorded_is_not_noted(way):
+def test_a_way_to_sample_that_is_not_recorded_is_not_noted():
     for run in Path("sweep/clts").iterdir():
-        change(run, sampling=way)
+        change(run, sampling=None)
     assert notes() == ""
 
 
@@ -176,22 +157,16 @@ def test_a_resume_with_other_settings_is_noted():
 # Tables and facts
 
 
-def test_what_an_arm_changes_is_read_from_the_configs():
+def test_what_an_arm_changes_is_read_from_the_configs_and_many_changes_are_cut():
     table = settings_table(selected()[0])
     assert table.rows == (("clts", "model.optimizer.lr", "0.001", "0.5"),)
     assert table.columns[2] == "baseline"
-
-
-def test_arms_with_many_changes_are_cut_with_how_many_there_are():
     run = write_run(Path("sweep/other"), fids(1.0, 9), 9)
     trainer = yaml.safe_load((run / "config.yaml").read_text())["trainer"]
     change_config(run, trainer=trainer | {f"setting_{k}": k for k in range(30)})
     rows = [row for row in settings_table(selected()[0]).rows if row[0] == "other"]
     assert rows[-1][1] == f"and {30 - len(rows) + 1} more"
-
-
-def test_without_configs_there_is_no_table_of_settings():
-    for config in Path("sweep").glob("*/*/config.yaml"):
+    for config in Path("sweep").rglob("config.yaml"):
         config.unlink()
     assert settings_table(selected()[0]) is None
 
@@ -252,21 +227,18 @@ def test_pictures_are_of_the_weights_of_the_fid_if_there_are_such():
     assert {picture.weights for picture in pictures()} == {"raw"}
 
 
-def test_pictures_of_other_weights_or_steps_are_not_set_side_by_side():
+def test_pictures_of_other_weights_or_steps_or_of_one_arm_alone_are_not_shown():
     for path in Path("sweep/clts").glob("*/samples/*.png"):
         path.rename(path.with_name(path.name.replace("ema", "raw")))
     assert pictures() == []
     write_grid(Path("sweep/clts/seed-0"), 500, 100)
     assert [(p.arm, p.step) for p in pictures()] == [("baseline", 500), ("clts", 500)]
-
-
-def test_an_arm_without_pictures_leaves_the_others_without():
     write_run(Path("sweep/md"), fids(1.0, 9), 9)
     assert pictures() == []
 
 
 def test_arms_without_a_common_seed_show_different_ones():
-    for name, seeds in (("baseline", (0, 1, 2)), ("clts", (3, 4))):
+    for name, seeds in (("baseline", (0, 1, 2)), ("clts", (3,))):
         for seed in seeds:
             shutil.rmtree(f"sweep/{name}/seed-{seed}/samples")
     assert {(p.arm, p.seed) for p in pictures()} == {("baseline", "3"), ("clts", "0")}
@@ -288,6 +260,7 @@ def write_widths(run, scores, step=2000, **changes):
 
 @pytest.fixture
 def scored(folder):
+    assert widths_table(selected()[0]) == (None, [])
     shutil.rmtree("sweep")
     for k, (arm, scores) in enumerate(WIDTHS.items()):
         for seed in range(3):
@@ -313,19 +286,13 @@ def test_arms_are_compared_at_their_own_widths(scored):
     assert notes == []
 
 
-@pytest.mark.parametrize(
-    "changes", [{"step": 1900}, {"seeds": (360, 720)}, {"num_fake": 100}, {"data": "0" * 16}]
-)
+@pytest.mark.parametrize("changes", [{"step": 1900}, {"seeds": (360, 720)}, {"data": "0" * 16}])
 def test_an_arm_that_was_scored_otherwise_takes_no_part_and_is_noted(scored, changes):
     (Path("sweep/fast/seed-1") / EMA_CURVE).unlink()
     write_widths(Path("sweep/fast/seed-1"), WIDTHS["fast"][1], **changes)
     table, (note,) = widths_table(selected()[0])
     assert table is None
     assert note.endswith(": fast.")
-
-
-def test_without_such_scores_there_is_no_table_and_no_note():
-    assert widths_table(selected()[0]) == (None, [])
 
 
 def test_the_last_step_counts_as_most_widths_of_it_were_measured():
