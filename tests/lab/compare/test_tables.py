@@ -10,10 +10,8 @@ from lit_diffusion.lab.compare.comparison import by_other_metrics, compare
 from lit_diffusion.lab.compare.curves import Arm, Curve
 from lit_diffusion.lab.compare.statistics import holm, last_fid_by_seed, speedup_by_seed
 from lit_diffusion.lab.compare.tables import (
-    Table,
     by_seed_table,
     common_steps,
-    curve_records,
     escape_markdown,
     evenly_spaced,
     fid_records,
@@ -46,10 +44,9 @@ def comparison():
 @pytest.mark.parametrize(
     ("text", "escaped"),
     [
-        ("<script>alert(1)</script>", r"\<script>alert(1)\</script>"),
+        ("<b>", r"\<b>"),
         ("**bold** `code` ~~gone~~", r"\*\*bold\*\* \`code\` \~\~gone\~\~"),
-        ("_it_ num_fake", r"\_it\_ num_fake"),
-        ("a|b", r"a\|b"),
+        ("_it_ num_fake a|b", r"\_it\_ num_fake a\|b"),
         ("[l](http:x) [l][x]", r"[l]\(http:x) [l]\[x]"),
         ("&lt; R&D", r"\&lt; R&D"),
         ("new\nline\r\n# title", "new line # title"),
@@ -63,10 +60,6 @@ def comparison():
 )
 def test_names_are_text_and_numbers_stay_as_they_are(text, escaped):
     assert escape_markdown(text) == escaped
-
-
-def test_a_bar_in_a_cell_does_not_break_markdown():
-    assert Table("", ("a",), (("x|y",),)).markdown().endswith("| x\\|y |")
 
 
 def test_an_fid_that_looks_like_the_target_has_more_digits(comparison):
@@ -96,13 +89,8 @@ def test_a_verdict_says_why_an_arm_that_is_faster_does_not_win():
 
 def test_a_cell_is_mean_and_standard_deviation_over_seeds():
     table = fid_table(compare([TWO, Arm("b", (Curve("0", (1, 2), (NAN, 3.0)),))], "a", 5.0))
+    assert table.columns == ("arm", "1", "2")
     assert table.rows == (("a", "5.00 +- 1.41", "2.00 (1 of 2 seeds)"), ("b", "-", "3.00"))
-
-
-def test_the_fid_table_has_a_row_an_arm_and_ends_at_the_last_step(comparison):
-    table = fid_table(comparison)
-    assert table.columns == ("arm", "400", "800", "1,200", "1,600", "2,000")
-    assert [row[0] for row in table.rows] == ["baseline", "fast", "slow"]
 
 
 def test_steps_of_the_table_are_those_that_all_runs_have():
@@ -161,8 +149,7 @@ def test_an_arm_without_any_test_stands_in_the_table_by_seed_too():
     lost = Arm("lost", tuple(Curve(c.seed, STEPS, (NAN,) * 20) for c in base.curves))
     rows = by_seed_table(compare([base, fast, lost], "baseline")).rows
     assert ("lost", "5", "-", "-", "-", "-") in rows
-    assert by_seed_table(compare([base, lost], "baseline")) is None
-    assert by_seed_table(compare([base, arm("a", 2.0, range(5, 8))], "baseline")) is None
+    assert by_seed_table(compare([base, lost, arm("a", 2.0, range(5, 8))], "baseline")) is None
 
 
 def with_metrics(base, **metrics):
@@ -217,12 +204,6 @@ def test_a_mean_that_is_unknown_has_no_number_in_the_csv():
     row = rows_of(speedup_records(comparison))[1]
     assert (row["steps"], row["bound"]) == ("", "unknown")
     assert speedup_table(comparison).rows[1][2] == "unknown"
-
-
-def test_every_evaluation_is_in_the_csv_of_curves(comparison):
-    rows = rows_of(curve_records(comparison.arms))
-    assert len(rows) == 3 * 5 * len(STEPS)
-    assert float(rows[-1]["fid"]) == comparison.arms[-1].curves[-1].fids[-1]
 
 
 def test_means_are_in_the_csv_with_how_many_seeds_they_are_of():
