@@ -8,34 +8,29 @@ import argparse
 from collections.abc import Callable
 from statistics import fmean, geometric_mean, stdev
 
+from csv_tables import print_table
+
 from lit_diffusion.lab.compare.curves import Arm, Curve, read_arms
 from lit_diffusion.lab.compare.tables import format_fid
 
 
-def mean(arm: Arm, fid: Callable[[Curve], float]) -> str:
-    fids = [fid(curve) for curve in arm.curves]
-    return format_fid(fmean(fids), stdev(fids) if len(fids) > 1 else None)
-
-
 def cells(arm: Arm, target: float | None) -> list[str]:
+    def mean(fid: Callable[[Curve], float]) -> str:
+        fids = [fid(curve) for curve in arm.curves]
+        return format_fid(fmean(fids), stdev(fids) if len(fids) > 1 else None)
+
     steps = "-" if target is None else "; ".join(map(str, arm.crossings(target)))
     if arm.nonfinite_ends:
         return [arm.name, steps, "not finite", "", ""]
-    last = mean(arm, lambda curve: curve.fids[-1])
-    over_all = mean(arm, lambda curve: geometric_mean([curve.fids[-1], *curve.repeats]))
-    return [arm.name, steps, last, over_all, mean(arm, lambda curve: curve.best)]
+    over_all = mean(lambda curve: geometric_mean([curve.fids[-1], *curve.repeats]))
+    last, lowest = mean(lambda curve: curve.fids[-1]), mean(lambda curve: curve.best)
+    return [arm.name, steps, last, over_all, lowest]
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file")
     parser.add_argument("--target", type=float)
     args = parser.parse_args()
     heads = ["arm", "steps to the target", "last FID", "over all sets", "lowest FID"]
-    rows = [cells(arm, args.target) for arm in read_arms([args.file])]
-    for row in (heads, ["---"] * len(heads), *rows):
-        print("| " + " | ".join(row) + " |")
-
-
-if __name__ == "__main__":
-    main()
+    print_table(heads, [cells(arm, args.target) for arm in read_arms([args.file])])

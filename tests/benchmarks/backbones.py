@@ -1,7 +1,7 @@
 """Networks at equal time of training.
 
     backbones.py steps CONFIG NAME=ARM ... [--steps 1500]    how many steps each network may take
-    backbones.py measure RUNS ... --judge DATA [--out FILE.csv]    of the runs RUNS/NAME/seed-N
+    backbones.py measure RUNS ... --judge DATA --out FILE.csv    of the runs RUNS/NAME/seed-N
     backbones.py table FILE.csv    as Markdown, each beside the U-Net that predicts the same
 
 `steps` trains all networks by turns, a step each, on noise, and gives each as much time as the
@@ -10,10 +10,8 @@ of 1,000 samples, or a file of `train-extractor`, whose network does.
 """
 
 import argparse
-import csv
 import importlib
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,13 +19,12 @@ from typing import Any
 
 import torch
 import yaml
-from digits_quality import pixels
+from csv_tables import Row, group_rows, print_table, read_rows, write_rows
+from digits_quality import digit_judge, pixels
 from safetensors.torch import load_file
-from sklearn.svm import SVC
 from torch import Tensor, nn
 
 from lit_diffusion.checkpoints.loading import load_module
-from lit_diffusion.data.digits import Digits
 from lit_diffusion.lab.compare.run_folders import collect_runs
 from lit_diffusion.metrics.small_classifier import load_small_classifier
 
@@ -85,8 +82,7 @@ def print_steps(config: str, arms: list[str], budget: int, rounds: int = 40) -> 
 
 def judge_of(data: str) -> Judge:
     if data == "digits":
-        train = Digits().dataset("train")
-        svm = SVC(C=10).fit(pixels(train.images), train.labels)
+        svm = digit_judge()
         return lambda images: torch.from_numpy(svm.predict(pixels(images)))
     network = load_small_classifier(load_file(data), 28)
     return lambda images: network.head(network(images)).argmax(1)
@@ -115,7 +111,7 @@ def measured(run: Any, judge: Judge) -> dict[str, Any]:
     }
 
 
-def cells_of(name: str, runs: list[dict[str, str]], usual: float) -> list[str]:
+def cells_of(name: str, runs: list[Row], usual: float) -> list[str]:
     mean = {key: statistics.fmean(float(run[key]) for run in runs) for key in COLUMNS}
     fids = [float(run["fid"]) for run in runs]
     spread = f" +- {statistics.stdev(fids):.3g}" if len(fids) > 1 else ""
@@ -131,17 +127,7 @@ def cells_of(name: str, runs: list[dict[str, str]], usual: float) -> list[str]:
     ]
 
 
-def print_table(file: str) -> None:
-    kinds: dict[tuple[str, str], list[dict[str, str]]] = {}
-    for row in csv.DictReader(Path(file).read_text().splitlines()):
-        kinds.setdefault((row["predicts"], row["arm"]), []).append(row)
-    fids = {kind: statistics.fmean(float(run["fid"]) for run in kinds[kind]) for kind in kinds}
-    rows = [cells_of(kind[1], kinds[kind], fids[kind[0], "baseline"]) for kind in kinds]
-    for line in (HEADS, ["---"] * len(HEADS), *rows):
-        print(f"| {' | '.join(line)} |")
-
-
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -153,21 +139,19 @@ def main() -> None:
     measure = commands.add_parser("measure")
     measure.add_argument("runs", nargs="+")
     measure.add_argument("--judge", required=True)
-    measure.add_argument("--out", type=Path)
+    measure.add_argument("--out", type=Path, required=True)
     commands.add_parser("table").add_argument("file")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.command == "steps":
         print_steps(args.config, args.arms, args.steps)
     elif args.command == "table":
-        print_table(args.file)
+        kinds = group_rows(read_rows(args.file), "predicts", "arm")
+        fids = {
+            kind: statistics.fmean(float(r["fid"]) for r in runs) for kind, runs in kinds.items()
+        }
+        usual = {kind: fids[kind[0], "baseline"] for kind in kinds}
+        print_table(HEADS, [cells_of(kind[1], runs, usual[kind]) for kind, runs in kinds.items()])
     else:
-        rows = [measured(run, judge_of(args.judge)) for run in collect_runs(args.runs)]
-        with args.out.open("w") if args.out else sys.stdout as file:
-            writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
-
-
-if __name__ == "__main__":
-    main()
+        judge = judge_of(args.judge)
+        write_rows(args.out, (measured(run, judge) for run in collect_runs(args.runs)))

@@ -12,61 +12,32 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+import yaml
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lit_diffusion.callbacks import EMA, FIDEvaluation, NoiseLevelLoss, SampleGrid, StepSeed
 from lit_diffusion.callbacks.progress import PlainProgress
+from lit_diffusion.checkpoints.loading import instantiate
 from lit_diffusion.cli.loggers import AppendingCSVLogger
 from lit_diffusion.data.digits import Digits
-from lit_diffusion.losses import DenoisingLoss, MinSNR
-from lit_diffusion.lr_schedules import WarmupLinear
-from lit_diffusion.modules.diffusion import DiffusionModule
-from lit_diffusion.networks.unet import UNet
-from lit_diffusion.parameterizations import Velocity
-from lit_diffusion.processes import CosineBetas, DiscreteVP
-from lit_diffusion.solvers import DDIM
-from lit_diffusion.timesteps import Uniform
 
 WARM_UP = 10
 
 
-def network() -> UNet:
+def digits_module() -> Any:
     torch.manual_seed(0)
-    unet = UNet(
-        1,
-        1,
-        model_channels=32,
-        channel_mult=(1, 2),
-        num_res_blocks=1,
-        norm_groups=8,
-        num_classes=10,
-    )
-    return unet.to(memory_format=torch.channels_last)
+    config = Path(__file__).parents[2] / "configs/digits.yaml"
+    spec = yaml.safe_load(config.read_text())["model"]
+    return instantiate(spec, LightningModule, (), config)
 
 
-def module() -> DiffusionModule:
-    return DiffusionModule(
-        network=network(),
-        process=DiscreteVP(CosineBetas(1000)),
-        parameterization=Velocity(),
-        loss=DenoisingLoss(MinSNR()),
-        times=Uniform(),
-        solver=DDIM(20),
-        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=2e-3),
-        image_shape=(1, 8, 8),
-        num_classes=10,
-        label_dropout=0.1,
-        lr_scheduler=lambda optimizer: WarmupLinear(optimizer, warmup_steps=10),
-        channels_last=True,
-    )
-
-
-def bare_loop(device: torch.device) -> Iterator[None]:
+def bare_loop(net: torch.nn.Module, device: torch.device) -> Iterator[None]:
     """The same training in plain PyTorch, a step at a time."""
-    net = network().to(device)
+    net = net.to(device)
     optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
     angle = (torch.arange(1, 1001) / 1000 + 0.008) / 1.008 * torch.pi / 2
     alphas, sigmas = angle.cos().to(device), angle.sin().to(device)
@@ -98,7 +69,7 @@ class Interleave(Callback):
         self.ours: list[float] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self._loop = bare_loop(pl_module.device)
+        self._loop = bare_loop(digits_module().network, pl_module.device)
         self._resumed = _now()
 
     def on_train_batch_end(self, *_: Any) -> None:
@@ -141,7 +112,7 @@ def main() -> None:
                 interleave,
             ],
         )
-        trainer.fit(module(), Digits(batch_size=64))
+        trainer.fit(digits_module(), Digits(batch_size=64))
     ours, bare = (statistics.median(t[WARM_UP:]) for t in (interleave.ours, interleave.bare))
     ratios = [a / b for a, b in zip(interleave.ours, interleave.bare, strict=True)][WARM_UP:]
     quartiles = statistics.quantiles(ratios, n=4)

@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 
 import torch
-from digits_quality import pixels
+from digits_quality import digit_judge, pixels
 from sklearn.svm import SVC
 from torch import Tensor
 
@@ -42,17 +42,15 @@ def samples(model: torch.nn.Module, each: int, with_words: bool) -> tuple[Tensor
     seeds, words = range(len(DESCRIPTIONS) * each), DigitWords()
     condition = words.for_seeds(seeds)
     condition = condition if with_words else words.null(condition)
-    batches = [
-        model.generate(seeds[i : i + 500], condition[i : i + 500])
-        for i in range(0, len(seeds), 500)
-    ]
+    starts = range(0, len(seeds), 500)
+    batches = [model.generate(seeds[i : i + 500], condition[i : i + 500]) for i in starts]
     return torch.cat(batches), torch.tensor(seeds) % len(DESCRIPTIONS)
 
 
 def measure(checkpoint: Path, weights: str, each: int, guidance: float | None) -> dict[str, object]:
     data = Digits()
     train, val = data.dataset("train"), data.dataset("val")
-    judge = SVC(C=10).fit(pixels(train.images), train.labels)
+    judge = digit_judge()
     counts = number_descriptions(train.images, train.labels).bincount(minlength=len(DESCRIPTIONS))
     model = load(checkpoint, weights=weights)
     model.guidance = None if guidance is None else ClassifierFree(guidance)
@@ -73,20 +71,15 @@ def measure(checkpoint: Path, weights: str, each: int, guidance: float | None) -
         f"{text} ({counts[i]} training images)": right[wanted == i]
         for i, text in enumerate(DESCRIPTIONS)
     }
-    return {"each": each, "guidance": guidance, **shares(rows | by_description)}
-
-
-def shares(rows: dict[str, Tensor]) -> dict[str, dict[str, float]]:
-    return {
-        name: dict(zip(PARTS, right.double().mean(0).tolist(), strict=True))
-        for name, right in rows.items()
+    shares = {
+        name: dict(zip(PARTS, is_right.double().mean(0).tolist(), strict=True))
+        for name, is_right in (rows | by_description).items()
     }
+    return {"each": each, "guidance": guidance, **shares}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, help="checkpoint or run folder")
     parser.add_argument("--weights", default="ema", help="ema (default) or raw")
     parser.add_argument("--each", type=int, default=20, help="samples a description (default 20)")
@@ -100,7 +93,3 @@ def main() -> None:
             print(f"{name:>55}" + "".join(f"{row[part]:>8.1%}" for part in PARTS))
     if args.out:
         args.out.write_text(json.dumps(figures, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -13,6 +13,7 @@ import argparse
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 from sklearn.svm import SVC
@@ -27,31 +28,25 @@ BATCHES = 10
 MORE = 100
 
 
-def split(data: Digits, name: str) -> tuple[Tensor, Tensor]:
-    batches = list(data.in_order(name))
-    return torch.cat([b[0] for b in batches]), torch.cat([b[1] for b in batches])
-
-
 def pixels(images: Tensor) -> Tensor:
     return images.flatten(1).float() / 255
 
 
-def fid(extractor: torch.nn.Module, fake: Tensor, real: Tensor) -> float:
-    metric = FrechetDistance(extractor.num_features)
-    metric.update(extractor(fake), real=False)
-    metric.update(extractor(real), real=True)
-    return metric.compute().item()
+def digit_judge() -> SVC:
+    """Names digits by `pixels`, as trained on the training digits."""
+    train = Digits().dataset("train")
+    return SVC(C=10).fit(pixels(train.images), train.labels)
 
 
-def draw_with_labels(train: tuple[Tensor, Tensor], labels: Tensor, seed: int) -> Tensor:
+def draw_with_labels(train: Any, labels: Tensor, seed: int) -> Tensor:
     """As many training images of each class as `labels` has."""
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for label in labels.unique().tolist():
-        candidates = (train[1] == label).nonzero().flatten()
+        candidates = (train.labels == label).nonzero().flatten()
         order = torch.randperm(len(candidates), generator=generator)
         rows.append(candidates[order[: int((labels == label).sum())]])
-    return train[0][torch.cat(rows)]
+    return train.images[torch.cat(rows)]
 
 
 def closeness(images: Tensor, train: Tensor) -> tuple[float, float]:
@@ -67,26 +62,32 @@ def spread(values: list[float]) -> dict[str, float]:
 
 
 def measure(checkpoint: Path) -> dict[str, object]:
-    data = Digits()
-    train, held_out = split(data, "train"), split(data, "val")
-    judge = SVC(C=10).fit(pixels(train[0]), train[1])
+    train, held_out = (Digits().dataset(split) for split in ("train", "val"))
+    judge = digit_judge()
     extractor = protocol_by_name("digits-cnn").build()
     model = load(checkpoint, weights="ema")
+    num = len(held_out.labels)
+
+    def fids(batches: list[Tensor]) -> dict[str, float]:
+        values = []
+        for batch in batches:
+            metric = FrechetDistance(extractor.num_features)
+            metric.update(extractor(batch), real=False)
+            metric.update(extractor(held_out.images), real=True)
+            values.append(metric.compute().item())
+        return {"mean": statistics.mean(values), "sd": statistics.stdev(values)}
+
     labels = torch.arange(200) % 10
     samples = model.generate(range(200), labels)
-    batches = [
-        model.generate(range(1000 * k, 1000 * k + len(held_out[1])), held_out[1])
-        for k in range(1, BATCHES + 1)
-    ]
-    real = [draw_with_labels(train, held_out[1], seed) for seed in range(MORE)]
-    fake_fid = spread([fid(extractor, batch, held_out[0]) for batch in batches])
-    real_fids = [fid(extractor, batch, held_out[0]) for batch in real]
-    real_fid, better = spread(real_fids[:BATCHES]), spread(real_fids)
-    half, one = closeness(torch.cat(batches), train[0])
-    half_real, one_real = closeness(held_out[0], train[0])
+    starts = [1000 * k for k in range(1, BATCHES + 1)]
+    batches = [model.generate(range(k, k + num), held_out.labels) for k in starts]
+    real = [draw_with_labels(train, held_out.labels, seed) for seed in range(MORE)]
+    fake_fid, real_fid, better = fids(batches), fids(real[:BATCHES]), fids(real)
+    half, one = closeness(torch.cat(batches), train.images)
+    half_real, one_real = closeness(held_out.images, train.images)
     return {
         "recognised": judge.score(pixels(samples), labels),
-        "judge_on_held_out": judge.score(pixels(held_out[0]), held_out[1]),
+        "judge_on_held_out": judge.score(pixels(held_out.images), held_out.labels),
         "fid_360": fake_fid,
         "fid_360_real": real_fid,
         "fid_ratio": fake_fid["mean"] / real_fid["mean"],
@@ -100,10 +101,8 @@ def measure(checkpoint: Path) -> dict[str, object]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint", type=Path, help="checkpoint or run folder")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     args = parser.parse_args()
@@ -111,7 +110,3 @@ def main() -> None:
     print(figures)
     if args.out:
         args.out.write_text(figures + "\n")
-
-
-if __name__ == "__main__":
-    main()

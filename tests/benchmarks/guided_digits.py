@@ -10,15 +10,14 @@ share the seeds of a set.
 """
 
 import argparse
-import csv
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from digits_quality import pixels
-from sklearn.svm import SVC
+from csv_tables import Row, group_rows, print_table, read_rows, write_rows
+from digits_quality import digit_judge, pixels
 from torch import Tensor
 
 from lit_diffusion.checkpoints.loading import load
@@ -42,7 +41,7 @@ MIDDLE = (0.3, 5.0)
 """Noise levels sigma / alpha between which guidance with an interval guides."""
 
 
-def second_look(data: Digits, labels: Tensor) -> AuxiliaryMetrics:
+def build_metrics(data: Digits, labels: Tensor) -> AuxiliaryMetrics:
     protocol = protocol_by_name("digits-cnn")
     scorer = Scorer(protocol, protocol.build(), torch.device("cpu"), 480)
     real, others = open_split(data, "train"), open_split(data, "val")
@@ -67,74 +66,52 @@ def guidances(weaker: Any, classifier: Any) -> Iterator[tuple[str, Any]]:
         yield f"classifier's shift, {scale:g}, DDPM", ClassifierShift(classifier.gradient(scale))
 
 
-def scores(
-    model: Any, labels: Tensor, seeds: range, look: AuxiliaryMetrics, judge: SVC
-) -> list[float]:
-    images = torch.cat(
-        [model.generate(seeds[i : i + 480], labels[i : i + 480]) for i in range(0, len(seeds), 480)]
-    )
-    samples = look.accumulator()
-    samples.add(images)
-    fid, metrics = samples.compute()
-    others = (metrics[name] for name in COLUMNS[1:-1])
-    return [fid, *others, judge.score(pixels(images), labels)]
-
-
-def measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def measure(args: argparse.Namespace) -> Iterator[Row]:
     """A row a kind of guidance and set."""
-    model, weaker, classifier = (
-        load(path, weights=args.weights) for path in (args.run, args.weaker, args.classifier)
-    )
-    data = Digits()
-    train = data.dataset("train")
-    judge = SVC(C=10).fit(pixels(train.images), train.labels)
+    paths = (args.run, args.weaker, args.classifier)
+    model, weaker, classifier = (load(path, weights=args.weights) for path in paths)
+    data, judge = Digits(), digit_judge()
+    labels = data.dataset("train").labels
     usual, ancestral = model.solver, DDPM(FixedSmall(), 50, LogSNR(noisiest=-10.0))
-    look, num = second_look(data, train.labels), len(train.labels)
+    metrics, num = build_metrics(data, labels), len(labels)
     for name, guidance in guidances(weaker, classifier):
         model.guidance = guidance
         model.solver = ancestral if "DDPM" in name else usual
         for k in range(args.sets):
             seeds = range(k * num, (k + 1) * num)
-            values = scores(model, train.labels, seeds, look, judge)
-            yield {"guidance": name, "set": k, **dict(zip(COLUMNS, values, strict=True))}
+            parts = [slice(i, i + 480) for i in range(0, num, 480)]
+            images = torch.cat([model.generate(seeds[part], labels[part]) for part in parts])
+            samples = metrics.accumulator()
+            samples.add(images)
+            fid, others = samples.compute()
+            scores = [fid, *(others[key] for key in COLUMNS[1:-1])]
+            scores.append(judge.score(pixels(images), labels))
+            yield {"guidance": name, "set": k, **dict(zip(COLUMNS, scores, strict=True))}
 
 
-def print_table(file: Path) -> None:
-    kinds: dict[str, list[dict[str, str]]] = {}
-    for row in csv.DictReader(file.read_text().splitlines()):
-        kinds.setdefault(row["guidance"], []).append(row)
-    print(f"| guidance | {' | '.join(COLUMNS)} |\n|---|{'---|' * len(COLUMNS)}")
-    for name, sets in kinds.items():
+def rows_of_table(file: Path) -> Iterator[list[str]]:
+    for (name,), sets in group_rows(read_rows(file), "guidance").items():
         columns = {key: [float(each[key]) for each in sets] for key in COLUMNS}
         cells = [f"{statistics.fmean(values):.3f}" for values in columns.values()]
         if len(sets) > 1:
             cells[0] += f" +- {statistics.stdev(columns['FID']):.3f}"
-        print(f"| {name} | {' | '.join(cells)} |")
+        yield [name, *cells]
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    measure_reference = commands.add_parser("measure")
+    command = commands.add_parser("measure")
     for name in ("run", "weaker", "classifier"):
-        measure_reference.add_argument(name, type=Path, help="checkpoint or run folder")
-    measure_reference.add_argument("--out", type=Path, required=True)
-    measure_reference.add_argument("--weights", default="ema", help="ema (default) or raw")
-    measure_reference.add_argument("--sets", type=int, default=3, help="sets of seeds (default 3)")
+        command.add_argument(name, type=Path, help="checkpoint or run folder")
+    command.add_argument("--out", type=Path, required=True)
+    command.add_argument("--weights", default="ema", help="ema (default) or raw")
+    command.add_argument("--sets", type=int, default=3, help="sets of seeds (default 3)")
     commands.add_parser("table").add_argument("file", type=Path)
     args = parser.parse_args()
     if args.command == "table":
-        print_table(args.file)
-        return
-    with args.out.open("w") as file:
-        writer = csv.DictWriter(file, ("guidance", "set", *COLUMNS), lineterminator="\n")
-        writer.writeheader()
-        for row in measured(args):
-            writer.writerow(row)
-            file.flush()
-
-
-if __name__ == "__main__":
-    main()
+        print_table(["guidance", *COLUMNS], rows_of_table(args.file))
+    else:
+        write_rows(args.out, measure(args))

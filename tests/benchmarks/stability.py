@@ -3,7 +3,6 @@
     stability.py train OUT --data digits|mnist [--jobs 2] [--only NAME ...]
     stability.py analyse OUT --data digits|mnist       consistency of groups
     stability.py look OUT --data digits|mnist          lines, planes, spectra
-    stability.py gans OUT                              which classes GANs make
 
 All can be stopped, and go on with the same command. For MNIST, OUT's folder holds
 mnist-cnn.safetensors of `lit-diffusion train-extractor`, and data/MNIST/raw the files.
@@ -16,14 +15,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
-
-from lit_diffusion.checkpoints.loading import load_module
-from lit_diffusion.cli.run_data import data_of_run, protocol_of_run
-from lit_diffusion.metrics.extractors import protocol_by_name
 
 ROOT = Path(__file__).parents[2]
 NETWORK = "--model.init_args.network.init_args"
@@ -215,22 +206,22 @@ def looks(out: Path, data: str) -> dict[str, list[str]]:
 
 def look(out: Path, data: str, jobs: int, only: list[str]) -> None:
     """Lines, planes and spectra of the models that are there."""
-    ended = []
+
+    def analyze(log: Path, name: str, words: list[str]) -> None:
+        if lit_diffusion(log, "analyze", *words, "--out", str(log.parent / name)):
+            with log.open("a") as file:
+                file.write("done\n")
+            print(f"looked: {name}", flush=True)
+
     with ThreadPoolExecutor(jobs) as pool:
+        ended = []
         for name, words in looks(out, data).items():
             log = out / "looks" / f"{name}.log"
             is_done = log.is_file() and log.read_text().endswith("done\n")
             if not is_done and (not only or name in only):
-                ended.append(pool.submit(_look, log, name, words, log.parent / name))
+                ended.append(pool.submit(analyze, log, name, words))
     for each in ended:
         each.result()
-
-
-def _look(log: Path, name: str, words: list[str], target: Path) -> None:
-    if lit_diffusion(log, "analyze", *words, "--out", str(target)):
-        with log.open("a") as file:
-            file.write("done\n")
-        print(f"looked: {name}", flush=True)
 
 
 def analyse(out: Path, data: str, only: list[str]) -> None:
@@ -245,38 +236,11 @@ def analyse(out: Path, data: str, only: list[str]) -> None:
             lit_diffusion(out / f"consistency-{slug(name)}.log", "analyze", *words)
 
 
-def gans(out: Path, num: int = 1000) -> None:
-    """Share of each class among samples, by the nearest features of training images."""
-    for kind in ("dcgan", "biggan"):
-        for seed in range(3):
-            folder = out / kind / str(seed)
-            loaded = load_module(folder)
-            module, data = loaded.module, data_of_run(folder, None, [])
-            protocol = protocol_by_name(protocol_of_run(folder))
-            features = protocol.build()
-            images, labels = train_images(data)
-            bank = features(images)
-            points = features(module.generate(range(num)))
-            classes = labels[torch.cdist(points.float(), bank.float()).argmin(1)]
-            shares = torch.bincount(classes, minlength=10) / num
-            text = f"classes {shares.min():.1%} to {shares.max():.1%}"
-            if module.num_classes:
-                text += f", as asked for {(classes == torch.arange(num) % 10).double().mean():.1%}"
-            print(f"{kind}/{seed}: {text}")
-
-
-def train_images(data: Any, most: int = 5000) -> tuple[Tensor, Tensor]:
-    dataset = data.dataset("train")
-    rows = list(range(0, len(dataset), max(1, len(dataset) // most)))
-    images, labels, _ = dataset.fetch([0] * len(rows), rows)
-    return images, labels
-
-
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("train", "analyse", "look", "gans"))
+    parser.add_argument("what", choices=("train", "analyse", "look"))
     parser.add_argument("out", type=Path)
     parser.add_argument("--data", choices=STEPS, default="digits")
     parser.add_argument("--jobs", type=int, default=2)
@@ -286,11 +250,5 @@ def main() -> None:
         train_all(args.out, args.data, args.jobs, args.only)
     elif args.what == "analyse":
         analyse(args.out, args.data, args.only)
-    elif args.what == "look":
-        look(args.out, args.data, args.jobs, args.only)
     else:
-        gans(args.out)
-
-
-if __name__ == "__main__":
-    main()
+        look(args.out, args.data, args.jobs, args.only)

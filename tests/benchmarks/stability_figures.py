@@ -9,14 +9,14 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from csv_tables import Row, group_rows, read_rows
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
-from stability_tables import Row, read
 
 
 def by_data(folder: Path, name: str) -> dict[str, list[Row]]:
-    rows = read(folder / f"stability-{name}.csv")
-    return {data: [r for r in rows if r["data"] == data] for data in {r["data"]: 0 for r in rows}}
+    rows = read_rows(folder / f"stability-{name}.csv")
+    return {data: rows for (data,), rows in group_rows(rows, "data").items()}
 
 
 def outside(figure: Figure, axes: Any, columns: int) -> None:

@@ -20,9 +20,10 @@ from statistics import mean
 from typing import Any
 
 import torch
+from csv_tables import Row, read_rows, write_rows
 from scipy.stats import spearmanr
 from stability import ROOT, lit_diffusion
-from stability_tables import Row, read, write
+from stability_tables import rounded
 from torch import Tensor, nn
 
 from lit_diffusion.callbacks.gradient_diagnostics import random_halves, signal_and_noise
@@ -104,9 +105,9 @@ def levels(out: Path) -> None:
             loaded = load_module(path, "raw")
             rows += [{"seed": seed, **row} for row in by_level(loaded, num)]
         print(f"looked at unet/{seed}", flush=True)
-    write(out / "levels.csv", rows)
+    write_rows(out / "levels.csv", rounded(rows))
     runs = [out / f"unet/{seed}" for seed in SEEDS]
-    write(out / "decided.csv", (row for run in runs for row in decided(run, *ways)))
+    write_rows(out / "decided.csv", rounded(row for run in runs for row in decided(run, *ways)))
 
 
 # What x_t decides
@@ -220,14 +221,14 @@ def early(out: Path, jobs: int) -> None:
         folders = {seed: out / "early" / arm / str(seed) for seed in SEEDS}
         rows += [{"arm": arm, "seed": i, **measured(each)} for i, each in folders.items()]
         print(f"measured {arm}", flush=True)
-    write(out / "early.csv", rows)
+    write_rows(out / "early.csv", rounded(rows))
 
 
 def rank(table: Path) -> None:
     """Spearman's correlation of each measure, mean over seeds, with how fast the recipe was."""
     comparison = compare(read_arms([str(ROOT / "docs/results/recipes.csv")]), "baseline")
     speed = {each.arm.name: each.speedup.ratio for each in comparison.results} | {"baseline": 1.0}
-    rows = read(table) or sys.exit(f"{table}: no such table; name that of `early`.")
+    rows = read_rows(table) or sys.exit(f"{table}: no such table; name that of `early`.")
     names = [name for name in rows[0] if name not in ("data", "arm", "seed")]
     print("| after 100 steps | rho | p |\n|---|---|---|")
     for name in names:

@@ -7,7 +7,6 @@
 """
 
 import argparse
-import csv
 import json
 import re
 import sys
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from csv_tables import Row, group_rows, print_table, read_rows, write_rows
 from scipy.signal import find_peaks
 from stability import GROUPS, GROUPS_OF_DATA, ROOT, slug
 
@@ -24,30 +24,14 @@ from lit_diffusion.checkpoints.loading import load
 from lit_diffusion.lab.analysis.hessian import Spectrum
 from lit_diffusion.lab.analysis.interpolation import barrier
 
-Row = dict[str, Any]
 RESULTS = ROOT / "docs/results"
 
 
-def read(path: Path) -> list[Row]:
-    if not path.is_file():
-        return []
-    with path.open() as file:
-        return list(csv.DictReader(file))
+def rounded(rows: Iterable[Row]) -> Iterator[Row]:
+    """Rows with six digits a number."""
+    for row in rows:
+        yield {k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()}
 
-
-def write(path: Path, rows: Iterable[Row]) -> None:
-    rows = list(rows)
-    with path.open("w") as file:
-        writer = csv.DictWriter(file, rows[0], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows({k: rounded(v) for k, v in row.items()} for row in rows)
-
-
-def rounded(value: Any) -> Any:
-    return f"{value:.6g}" if isinstance(value, float) else value
-
-
-# What is kept
 
 ALL_GROUPS = list(GROUPS | GROUPS_OF_DATA["digits"] | GROUPS_OF_DATA["mnist"])
 MEASURES = ("paper", "all_pairs", "shuffled", "same_class", "nearest", "features")
@@ -125,26 +109,17 @@ def models(out: Path) -> Iterator[Row]:
         yield {"model": f"{kind}/{seed}", "step": step, "fid": fids[step], "minutes": took}
 
 
-def as_written(name: str) -> Callable[[Path], Iterator[Row]]:
-    return lambda out: iter(read(out / f"{name}.csv"))
-
-
 FILES: dict[str, tuple[str, Callable[[Path], Iterable[Row]]]] = {
     "models": ("model", models),
     "consistency": ("group", consistencies),
     "spectra": ("model", spectra),
     "lines": ("line", lines),
     "own": ("model", self_consistencies),
-    "levels": ("seed", as_written("levels")),
-    "decided": ("run", as_written("decided")),
-    "early": ("arm", as_written("early")),
+    "levels": ("seed", lambda out: read_rows(out / "levels.csv")),
+    "decided": ("run", lambda out: read_rows(out / "decided.csv")),
+    "early": ("arm", lambda out: read_rows(out / "early.csv")),
 }
 """Of each file, what one piece of work is known by, and what finds it."""
-
-
-def in_order(row: Row, key: str) -> tuple[str, int, str]:
-    order = ALL_GROUPS.index(row[key]) if row[key] in ALL_GROUPS else 0
-    return row["data"], order, row[key]
 
 
 def keep(out: Path, data: str) -> None:
@@ -152,19 +127,20 @@ def keep(out: Path, data: str) -> None:
         path = RESULTS / f"stability-{name}.csv"
         rows = [{"data": data} | row for row in find(out)]
         ours = {(row["data"], row[key]) for row in rows}
-        others = [row for row in read(path) if (row["data"], row[key]) not in ours]
+        others = [row for row in read_rows(path) if (row["data"], row[key]) not in ours]
+
+        def place(row: Row, key: str = key) -> tuple[str, int, str]:
+            group = ALL_GROUPS.index(row[key]) if row[key] in ALL_GROUPS else 0
+            return row["data"], group, row[key]
+
         if rows:
-            write(path, sorted(others + rows, key=lambda row: in_order(row, key)))
+            write_rows(path, rounded(sorted(others + rows, key=place)))
             print(f"{path.name}: {len(rows)} rows")
-
-
-# What is printed
 
 
 def summarize_lines(rows: list[Row]) -> Iterator[Row]:
     """The barrier above the straight line between the ends, and how often the loss turns."""
-    for data, line, loss in dict.fromkeys((r["data"], r["line"], r["loss"]) for r in rows):
-        points = [r for r in rows if (r["data"], r["line"], r["loss"]) == (data, line, loss)]
+    for (data, line, loss), points in group_rows(rows, "data", "line", "loss").items():
         alpha, value = (np.array([float(r[k]) for r in points]) for k in ("alpha", "value"))
         least = 0.01 * np.ptp(value)
         turns = sum(len(find_peaks(sign * value, prominence=least)[0]) for sign in (1, -1))
@@ -180,26 +156,17 @@ def cell(value: Any) -> str:
         return str(value) or "-"
 
 
-def print_table(rows: list[Row]) -> None:
-    print(f"| {' | '.join(rows[0])} |\n|{'---|' * len(rows[0])}")
-    for row in rows:
-        print(f"| {' | '.join(map(cell, row.values()))} |")
-
-
-def main() -> None:
-    if sys.argv[1:2] != ["keep"]:
-        for name in sys.argv[1:]:
-            rows = read(Path(name)) or sys.exit(f"{name}: no such table; name CSV files, or keep.")
-            print_table(list(summarize_lines(rows)) if "alpha" in rows[0] else rows)
-            print()
-        return
-    parser = argparse.ArgumentParser()
-    parser.add_argument("keep")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--data", required=True)
-    args = parser.parse_args()
-    keep(args.out, args.data)
-
-
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["keep"]:
+        parser = argparse.ArgumentParser()
+        parser.add_argument("keep")
+        parser.add_argument("out", type=Path)
+        parser.add_argument("--data", required=True)
+        args = parser.parse_args()
+        keep(args.out, args.data)
+    else:
+        for name in sys.argv[1:]:
+            rows = read_rows(name) or sys.exit(f"{name}: no such table; name CSV files, or keep.")
+            rows = list(summarize_lines(rows)) if "alpha" in rows[0] else rows
+            print_table(list(rows[0]), [[cell(value) for value in row.values()] for row in rows])
+            print()
