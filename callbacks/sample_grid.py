@@ -30,7 +30,7 @@ from lit_diffusion.callbacks.evaluation import (
     split_images,
 )
 from lit_diffusion.callbacks.trainer_state import isinstance_lightning, stepped_batches
-from lit_diffusion.metrics.image_distances import fraction_within, nearest_neighbors
+from lit_diffusion.metrics.image_distances import nearest_neighbors
 from lit_diffusion.metrics.images import IMAGE_MODES, BatchKey, ImageSet, evenly_spaced
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
 from lit_diffusion.seeding import classes_of
@@ -149,7 +149,8 @@ class SampleGrid(PeriodicEvaluation):
         self._publish(trainer, "nearest", weights, image_grid(pairs))
         if self._median_distance is None:
             return {}
-        return {"val/memorized": fraction_within(distances, self._median_distance)}
+        is_near = distances <= self._median_distance
+        return {"val/memorized": is_near.double().mean().item()}
 
     def _generate(self, module: LightningModule, labels: Sequence[int] | None) -> Tensor:
         """(num, C, H, W) uint8 on the CPU."""

@@ -1,8 +1,7 @@
-"""Auxiliary metrics of the samples of an FID, which cost little beside drawing the samples.
+"""Auxiliary metrics of the samples of an FID, whose key in records is "second_look".
 
 A method that was tuned on one FID may lead by that FID alone. So the same samples are compared by
-features of other extractors, with held-out images, and with the training images for copies. Their
-key in records is "second_look".
+features of other extractors, with held-out images, and with the training images for copies.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from torch_fidelity.metric_prc import prc_features_to_metric
 from lit_diffusion.distributed import all_gather_objects, call_on_rank_zero, rank_and_world_size
 from lit_diffusion.files import atomic_write
 from lit_diffusion.metrics.extractors import Pixels, RandomCNN
-from lit_diffusion.metrics.image_distances import Memorization
+from lit_diffusion.metrics.image_distances import nearest_neighbors
 from lit_diffusion.metrics.images import ImageSet, evenly_spaced
 from lit_diffusion.metrics.reference import MIN_IMAGES, Reference, Scorer, measure_reference
 
@@ -52,14 +51,19 @@ class FeatureComparison:
 
 @dataclass(frozen=True)
 class AuxiliaryMetrics:
-    """The FID and the metrics beside it, ready to score samples."""
+    """The FID and the metrics beside it, ready to score samples.
+
+    `memorization` is, on the first process of data with two splits, features (N, F) of the training
+    images and the median distance of held-out images to the nearest of them. About half of new
+    samples are within that distance, and all copies.
+    """
 
     comparisons: tuple[FeatureComparison, ...]  # the FID's first
-    memorization: Memorization | None = None  # of training images, on the first process
+    memorization: tuple[Tensor, Tensor] | None = None
     num_samples: int = 0  # of an evaluation
 
     def accumulator(self) -> "MetricAccumulator":
-        """A new, empty accumulator for the samples of one evaluation."""
+        """An empty accumulator for the samples of one evaluation."""
         return MetricAccumulator(self)
 
 
@@ -95,16 +99,16 @@ class MetricAccumulator:
                 by_scorer[key] = each.scorer.features(images)
             self._distances[i].update(by_scorer[key], real=False)
             self._features[i].append(by_scorer[key].cpu()[in_subset])
-        return by_scorer[id(self._metrics.comparisons[0].scorer)]
+        return next(iter(by_scorer.values()))
 
     def compute(self) -> tuple[float, dict[str, float]]:
         """The FID, and the other metrics by name on the first process. A collective."""
         comparisons = self._metrics.comparisons
-        fid, *distances = (distance.compute().item() for distance in self._distances)
+        fid, *fids = (distance.compute().item() for distance in self._distances)
         values = dict[str, float]()
-        for each, distance in zip(comparisons[1:], distances, strict=True):
+        for each, distance in zip(comparisons[1:], fids, strict=True):
             values |= {each.name: distance, f"{each.name} floor": each.reference.floor}
-        if not distances:
+        if not fids:
             return fid, values
         for each, features in zip(comparisons, self._features, strict=True):
             if each.name in ("", Pixels.name):
@@ -113,7 +117,9 @@ class MetricAccumulator:
                     prefix = "pixel " if each.name else ""
                     values |= _precision_and_recall(samples, each.real_features, prefix)
                 if each.name and self._metrics.memorization is not None:
-                    values["memorized"] = self._metrics.memorization.rate(samples)
+                    training, median = self._metrics.memorization
+                    is_near = nearest_neighbors(samples, training)[0] <= median
+                    values["memorized"] = is_near.double().mean().item()
         return fid, values
 
 
@@ -162,7 +168,8 @@ def build_auxiliary_metrics(
         training = _real_features(pixels, splits["train"], MAX_REAL, cache)
         held_out_features = _real_features(pixels, splits["val"], MAX_NEIGHBORS, cache)
         if training is not None and held_out_features is not None:
-            memorization = Memorization.fit(training, held_out_features)
+            median = nearest_neighbors(held_out_features, training)[0].median()
+            memorization = training, median
     return AuxiliaryMetrics(tuple(comparisons), memorization, num_samples)
 
 
@@ -179,7 +186,7 @@ def _real_features(scorer: Scorer, real: ImageSet, most: int, cache: Path) -> Te
     Raises:
         ValueError: if the cache file is broken.
     """
-    protocol, what = scorer.protocol, f"{call_on_rank_zero(real.fingerprint)}-{most}"
+    protocol, what = scorer.protocol, f"{call_on_rank_zero(lambda: real.fingerprint)}-{most}"
     path = cache / f"{protocol.name}-{protocol.sha256[:8]}-features-{what}.npy"
 
     def is_cached() -> bool:

@@ -72,7 +72,7 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
 
     A run that resumes from before that step scores it again; lines that were measured otherwise
     stay. A record without `images`, as of an evaluation outside of a fit, takes those of the old
-    line. The file is replaced atomically, so a crash leaves the old one.
+    line.
 
     Raises:
         ValueError: if the file there is not lines of JSON.
@@ -102,8 +102,8 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
 class ImageCount(NamedTuple):
     """Counts training images on all processes, through resumes that change the batch size.
 
-    All batches count as full. `images` had been trained on when `batches` of one process were done;
-    each batch since then has `per_batch` images on all processes. None means unknown.
+    `images` had been trained on when `batches` of one process were done; each batch since then has
+    `per_batch` images on all processes. None means unknown.
     """
 
     images: int | None
@@ -124,7 +124,7 @@ class ImageCount(NamedTuple):
 
     def now(self, trainer: Trainer) -> int | None:
         """Images so far in a fit."""
-        return self.at(_batches_done(trainer))
+        return self.at(trainer.fit_loop.epoch_loop.batch_progress.total.processed)
 
 
 def start_image_count(trainer: Trainer, previous: ImageCount | None = None) -> ImageCount:
@@ -135,7 +135,7 @@ def start_image_count(trainer: Trainer, previous: ImageCount | None = None) -> I
     batch_size = getattr(trainer.train_dataloader, "batch_size", None)
     per_batch = int(batch_size * trainer.world_size) if batch_size else None
     count = previous or ImageCount(0, 0, per_batch)
-    return count.resumed(_batches_done(trainer), per_batch)
+    return count.resumed(trainer.fit_loop.epoch_loop.batch_progress.total.processed, per_batch)
 
 
 def parse_image_count(state: Any) -> ImageCount | None:
@@ -153,20 +153,11 @@ def parse_image_count(state: Any) -> ImageCount | None:
 
 
 def count_training_images(trainer: Trainer) -> int | None:
-    """Training images of a fit so far on all processes; None if the batch size is not known.
-
-    The count is taken from the first callback with an `image_count`.
-    """
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    counts = [getattr(callback, "image_count", None) for callback in callbacks]
-    running = [count for count in counts if isinstance(count, ImageCount)]
-    return (running[0] if running else start_image_count(trainer)).now(trainer)
-
-
-def _batches_done(trainer: Trainer) -> int:
-    """Training batches of this process, those before a resume included."""
-    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
-    return int(total.processed)
+    """Training images of a fit so far on all processes; None if the batch size is not known."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(count := getattr(callback, "image_count", None), ImageCount):
+            return count.now(trainer)
+    return start_image_count(trainer).now(trainer)
 
 
 class EvaluationClock:

@@ -36,8 +36,6 @@ FETCH_HINT = (
 GRID = 8
 """Height and width to which `Pixels` reduces an image; UCI's digits were made so from 32x32."""
 
-_SEED, _MAX_SIDE, _MIN_SIDE = 0, 32, 4  # of RandomCNN
-
 
 @runtime_checkable
 class FIDProtocol(Protocol):
@@ -169,12 +167,7 @@ def fetch_weights(destination: str | Path | None = None, url: str = URL_INCEPTIO
 
 
 def require_sha256(path: Path, sha256: str, remedy: str) -> None:
-    """Raise an error that ends in the remedy, unless `path` is a file with this SHA-256.
-
-    Raises:
-        FileNotFoundError: If there is no file.
-        ValueError: If it has another hash.
-    """
+    """Raise FileNotFoundError or ValueError with a remedy, unless `path` has this SHA-256."""
     if not path.is_file():
         raise FileNotFoundError(f"no extractor weights at {path}. {remedy}")
     with path.open("rb") as file:
@@ -193,13 +186,9 @@ class _SmallCNN:
     path: Path
     sha256: str
     size: int | Sequence[int]  # height and width of the images in pixels; one number if equal
+    channels: int
     resize = "none"
     remedy: str
-
-    @property
-    def channels(self) -> int:
-        """1 for grey, 3 for colour, 4 with alpha."""
-        return int(self.build().channels)  # type: ignore[arg-type]
 
     def check(self) -> None:
         """Raise if the weight file is missing or another one."""
@@ -211,7 +200,12 @@ class _SmallCNN:
         return load_small_classifier(load_file(self.path), self.size)
 
 
-@dataclass(frozen=True)
+@cache
+def _shipped_classifiers() -> dict[str, dict[str, Any]]:
+    """Records of the classifiers in this package, by name."""
+    return dict(json.loads(Path(__file__).with_name("classifiers.json").read_text()))
+
+
 class EmbeddedCNN(_SmallCNN):
     """A small classifier that ships with the package, for images that Inception was not made for.
 
@@ -220,35 +214,26 @@ class EmbeddedCNN(_SmallCNN):
     data only (tests/benchmarks/train_classifiers.py). Such an FID compares with others of the same
     protocol, never with a published one.
 
+    Raises:
+        ValueError: For another name.
+
     Example:
         >>> protocol = EmbeddedCNN("digits-cnn")
         >>> protocol.build()(torch.zeros(2, 1, 8, 8, dtype=torch.uint8)).shape
         torch.Size([2, 64])
     """
 
-    name: str
     remedy = "Install lit-diffusion again."
 
-    def __post_init__(self) -> None:
-        if self.name not in _embedded():
-            raise ValueError(
-                f"shipped classifiers are {', '.join(_embedded())}, got {self.name!r}."
-            )
-
-    @property
-    def path(self) -> Path:  # type: ignore[override]
-        """File of the weights."""
-        return Path(__file__).with_name(f"{self.name}.safetensors")
-
-    @property
-    def size(self) -> int:  # type: ignore[override]
-        """Height and width of the images in pixels."""
-        return int(_embedded()[self.name]["network"]["size"])
-
-    @property
-    def sha256(self) -> str:  # type: ignore[override]
-        """SHA-256 of the weights, 64 hex digits."""
-        return str(_embedded()[self.name]["sha256"])
+    def __init__(self, name: str) -> None:
+        records = _shipped_classifiers()
+        if name not in records:
+            raise ValueError(f"shipped classifiers are {', '.join(records)}, got {name!r}.")
+        self.name = name
+        self.path = Path(__file__).with_name(f"{name}.safetensors")
+        self.sha256: str = records[name]["sha256"]
+        self.size: int = records[name]["network"]["size"]
+        self.channels: int = records[name]["network"]["channels"]
 
 
 class TrainedCNN(_SmallCNN):
@@ -279,7 +264,7 @@ class TrainedCNN(_SmallCNN):
                 self.record = dict(json.loads(file.metadata()["extractor"]))
             self.name = f"{self.record['name']}-{self.sha256[:8]}"
             self.size = [int(pixels) for pixels in self.record["size"]]
-            self.build()
+            self.channels = load_small_classifier(load_file(self.path), self.size).channels
         except Exception as error:  # whatever a file may hold
             reason = f"{type(error).__name__}: {str(error)[:200]}"
             raise ValueError(f"{path} is no file of `train-extractor` ({reason}).") from error
@@ -288,12 +273,6 @@ class TrainedCNN(_SmallCNN):
         """Copy the file into a run folder, under the protocol's name."""
         with atomic_write(folder / f"{self.name}.safetensors") as file:
             file.write(self.path.read_bytes())
-
-
-@cache
-def _embedded() -> dict[str, dict[str, Any]]:
-    """Records of the classifiers in this package, by name."""
-    return dict(json.loads(Path(__file__).with_name("classifiers.json").read_text()))
 
 
 @dataclass(frozen=True)
@@ -344,7 +323,7 @@ class RandomCNN:
     channels: int
 
     name = "random-cnn"
-    resize = f"{_MIN_SIDE}x{_MIN_SIDE} to {_MAX_SIDE}x{_MAX_SIDE}, means over areas"
+    resize = "4x4 to 32x32, means over areas"
 
     @property
     def sha256(self) -> str:
@@ -362,23 +341,19 @@ class RandomCNN:
         return _Untrained(self.channels)
 
 
-class _Untrained(nn.Module):
-    num_features = 64
-
+class _Untrained(SmallClassifier):
     def __init__(self, channels: int) -> None:
-        super().__init__()
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(_SEED)  # leaves the GPUs' generators alone
-            self.network = SmallClassifier(channels, GRID, (24, 48, self.num_features), 2)
-            for layer in self.network.stages:
+            torch.default_generator.manual_seed(0)  # leaves the GPUs' generators alone
+            super().__init__(channels, GRID, (24, 48, 64), 2)
+            for layer in self.stages:
                 if isinstance(layer, nn.Conv2d):
                     nn.init.kaiming_normal_(layer.weight)  # keeps the scale of the images
         self.eval().requires_grad_(False)
 
     def forward(self, images: Tensor) -> Tensor:
-        height, width = (min(max(side, _MIN_SIDE), _MAX_SIDE) for side in images.shape[2:])
-        small = F.adaptive_avg_pool2d(images.float() / 127.5 - 1, (height, width))
-        return self.network.features(small)
+        height, width = (min(max(side, 4), 32) for side in images.shape[2:])
+        return self.features(F.adaptive_avg_pool2d(images.float() / 127.5 - 1, (height, width)))
 
 
 def protocol_by_name(name: str) -> FIDProtocol:
@@ -389,13 +364,13 @@ def protocol_by_name(name: str) -> FIDProtocol:
     """
     if name == InceptionV3Compat.name:
         return InceptionV3Compat()
-    if name in _embedded():
+    if name in _shipped_classifiers():
         return EmbeddedCNN(name)
     if name.endswith(".safetensors"):
         return TrainedCNN(name)
     raise ValueError(
         f"there is no FID protocol {name!r}; choose from "
-        f"{', '.join([InceptionV3Compat.name, *_embedded()])}, or name a file that "
+        f"{', '.join([InceptionV3Compat.name, *_shipped_classifiers()])}, or name a file that "
         "`lit-diffusion train-extractor` made of your images."
     )
 

@@ -16,9 +16,8 @@ class FrechetDistance(FrechetInceptionDistance):
 
     |mu_1 - mu_2|^2 + tr(S_1 + S_2 - 2 (S_1 S_2)^(1/2)) for the means mu and covariances S of the
     fake and the real features. torchmetrics accumulates the features; its matrix square root of
-    S_1 S_2, which is not symmetric, does not converge for some covariances without full rank, so
-    this class has its own. `compute()` is float64, not below 0 (rounding gives -1e-13 for equal
-    sets), and NaN if any feature is not finite. It is a collective.
+    S_1 S_2 does not converge for some covariances without full rank, so this class has its own.
+    `compute()` is float64, not below 0, and NaN if any feature is not finite. It is a collective.
 
     Source: Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule Converge to a Local
     Nash Equilibrium", Eq. 6.

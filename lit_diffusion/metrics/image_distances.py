@@ -1,6 +1,4 @@
-"""Distances between images: PSNR, nearest neighbors, and the memorization rate of samples."""
-
-from dataclasses import dataclass
+"""Distances between images: PSNR, and the distance to the nearest of others."""
 
 import torch
 from torch import Tensor
@@ -45,28 +43,3 @@ def nearest_neighbors(images: Tensor, bank: Tensor, chunk: int = 4096) -> tuple[
         index = torch.where(nearest.values < distance, start + nearest.indices, index)
         distance = distance.minimum(nearest.values)
     return distance, index
-
-
-@dataclass(frozen=True)
-class Memorization:
-    """Training images (N, ...) or their features, and a distance that counts as near to them.
-
-    `threshold` is the median distance of held-out images to their nearest training image.
-    """
-
-    training: Tensor
-    threshold: Tensor
-
-    @classmethod
-    def fit(cls, training: Tensor, held_out: Tensor) -> "Memorization":
-        """Measure the threshold on held-out images (M, ...)."""
-        return cls(training, nearest_neighbors(held_out, training)[0].median())
-
-    def rate(self, samples: Tensor) -> float:
-        """Fraction of samples (M, ...) within the threshold: about 0.5 if new, 1 if copies."""
-        return fraction_within(nearest_neighbors(samples, self.training)[0], self.threshold)
-
-
-def fraction_within(distances: Tensor, threshold: Tensor) -> float:
-    """Fraction of distances that are at most the threshold."""
-    return (distances <= threshold).double().mean().item()

@@ -36,7 +36,7 @@ def select_images(batch: Any, key: BatchKey = None, ndim: int | None = None) -> 
     Args:
         batch: from any loader.
         key: where the images are in it.
-        ndim: required number of dimensions; None allows any.
+        ndim: number of dimensions that they must have; None allows any.
 
     Raises:
         TypeError: if there are no such images; the message shows how to pass their key.
@@ -234,22 +234,14 @@ class ImageSet:
             labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
             if isinstance(batch, Mapping):
                 labels = next((batch[key] for key in LABEL_KEYS if key in batch), None)
-            shape = (len(images),)
-            if (
-                isinstance(labels, Tensor)
-                and labels.shape == shape
-                and not labels.is_floating_point()
-            ):
-                yield images, labels.long().tolist()
-            else:
-                yield images, [-1] * len(images)
-
-    def fingerprint(self) -> str:
-        """16 hex digits that change with any pixel."""
-        return self._fingerprint
+            has_labels = isinstance(labels, Tensor) and labels.shape == (len(images),)
+            if not has_labels or labels.is_floating_point():
+                labels = torch.full((len(images),), -1)
+            yield images, labels.long().tolist()
 
     @cached_property
-    def _fingerprint(self) -> str:
+    def fingerprint(self) -> str:
+        """16 hex digits that change with any pixel."""
         if self.cached_fingerprint is not None:
             return self.cached_fingerprint()
         digest = hashlib.sha256()

@@ -113,12 +113,10 @@ def measure_reference(
     """Statistics of `real` and the floor, from the cache if they are in it. A collective.
 
     The floor is the FID of real images in place of samples. With `others` (training images where
-    the reference is the held-out split, and the reverse) it is that of `num_samples` of them, or of
-    all if they are fewer, against the whole reference: the score of a model that draws from the
-    training distribution. Without, some of the reference, at most one half and `num_samples`, are
-    scored against others of it.
-
-    An FID depends on the balance of classes, so the images are drawn with the labels of the
+    the reference is the held-out split, and the reverse) at most `num_samples` of them are scored
+    against the whole reference: a model that draws from the training distribution scores that.
+    Without, some of the reference, at most one half and `num_samples`, are scored against others of
+    it. An FID depends on the balance of classes, so the images are drawn with the labels of the
     samples, as far as there are enough. The floor is the mean over `NUM_DRAWS` draws from
     `POOL_FACTOR` times as many images, if there are enough.
 
@@ -142,7 +140,7 @@ def measure_reference(
         )
     # The name of the cache file has all that the statistics depend on.
     sources = [images for images in (real, others) if images]
-    prints = call_on_rank_zero(lambda: [images.fingerprint() for images in sources])
+    prints = call_on_rank_zero(lambda: [images.fingerprint for images in sources])
     counts = repr(sorted(Counter(labels).items())) if labels else ""
     draws = f"draws-{hashlib.sha256(counts.encode()).hexdigest()[:8]}" if labels else "draws"
     protocol = scorer.protocol
@@ -161,7 +159,11 @@ def measure_reference(
             "weights are broken, or not made for such images."
         )
     size, pool = _floor_sizes(real, others, num_samples)
-    drawn = describe_draw(size, (others or real).name, num_matched if labels else None)
+    drawn = f"{size} {(others or real).name} images"
+    if labels and num_matched == size:
+        drawn += " with the samples' labels"
+    elif labels:
+        drawn += f", {num_matched} with the samples' labels,"
     floor_images = f"{drawn} against {real.name if others else f'{pool - size} others of them'}"
     return Reference(real.name, prints[0], statistics, floors, floor_images)
 
@@ -242,14 +244,6 @@ def draw_by_labels(
         else:
             others.append(image)
     return matching + others[: size - len(matching)]
-
-
-def describe_draw(size: int, name: str, num_matched: int | None) -> str:
-    """A draw of images in words; `num_matched` have labels of samples, if those have labels."""
-    if num_matched is None:
-        return f"{size} {name} images"
-    how = " with" if num_matched == size else f", {num_matched} with"
-    return f"{size} {name} images{how} the samples' labels" + "," * (num_matched < size)
 
 
 def load_statistics(path: Path) -> dict[str, Tensor] | None:

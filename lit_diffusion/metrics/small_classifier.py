@@ -157,7 +157,7 @@ def train_extractor(
         record = {
             "name": path.stem,
             "size": size,
-            "trained_on": f"{images.name} {images.fingerprint()}",
+            "trained_on": f"{images.name} {images.fingerprint}",
             "told_apart": "classes" if classes else "images",
             "steps": steps,
             "torch": torch.__version__,

@@ -186,7 +186,7 @@ def test_splits_of_a_data_module_come_unaugmented_in_order_and_with_its_fingerpr
         images = split_images(run, name)
         assert images.name == split
         assert torch.equal(all_images(images), Digits().images(split))
-        assert images.fingerprint() == Digits().fingerprint(split)
+        assert images.fingerprint == Digits().fingerprint(split)
 
 
 def test_splits_of_foreign_loaders_are_all_their_images_in_order(tmp_path):

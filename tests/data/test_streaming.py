@@ -118,7 +118,7 @@ def test_metrics_find_pictures_and_labels_of_a_split(root, url):
     assert torch.equal(images, data.images("train"))
     assert len(labels) == 5
     assert set(labels) <= {0, 1}
-    assert real.fingerprint() == data.fingerprint("train") != data.fingerprint("val")
+    assert real.fingerprint == data.fingerprint("train") != data.fingerprint("val")
 
 
 def test_the_fingerprint_follows_the_set_and_the_crop_but_not_its_place(root, tmp_path):

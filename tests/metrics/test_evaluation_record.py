@@ -17,54 +17,33 @@ from lit_diffusion.metrics.evaluation_record import (
 
 
 def record(**changes):
-    values = {
-        "metric": "val/fid_360",
-        "value": 4.5,
-        "step": 100,
-        "images": 6400,
-        "num_fake": 360,
-        "num_real": 360,
-        "reference": "val",
-        "data": "0123456789abcdef",
-        "protocol": "digits-cnn",
-        "extractor_sha256": "0" * 64,
-        "resize": "none",
-        "weights": "ema",
-        "ema_decay": 0.99,
-        "seeds": (0, 360),
-        "labels": "seed % 10",
-        "sampling": {"solver": "DDIM", "steps": 20},
-        "floor": 0.4,
-        "floor_images": "360 train images against val",
-        "non_finite": 0,
-        "non_finite_seeds": [],
-        "seconds": {"total": 1.0},
-    }
+    data = {"reference": "val", "data": "0123456789abcdef", "num_real": 360}
+    extractor = {"protocol": "digits-cnn", "extractor_sha256": "0" * 64, "resize": "none"}
+    samples = {"weights": "ema", "ema_decay": 0.99, "num_fake": 360, "seeds": (0, 360)}
+    samples |= {"labels": "seed % 10", "sampling": {"solver": "DDIM", "steps": 20}}
+    results = {"value": 4.5, "images": 6400, "floor": 0.4, "floor_images": "360 train images"}
+    results |= {"non_finite": 0, "non_finite_seeds": [], "seconds": {"total": 1.0}}
+    values = {"metric": "val/fid_360", "step": 100} | data | extractor | samples | results
     return FIDRecord(**(values | changes))
 
 
-def strict(line):
-    def refuse(constant):
-        raise AssertionError(f"{constant} is not JSON")
-
-    return json.loads(line, parse_constant=refuse)
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run" / "evaluations.jsonl"
 
 
 def lines(path):
-    return [strict(line) for line in path.read_text().splitlines()]
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
 
-
-def test_a_step_that_is_scored_again_replaces_its_own_metric_only(tmp_path):
-    path = tmp_path / "evaluations.jsonl"
-    write_evaluation(path, record(step=100, value=9.0))
-    write_evaluation(path, record(step=100, value=8.0, metric="val/fid_360_raw"))
-    write_evaluation(path, record(step=100, value=7.0))
-    assert sorted(line["value"] for line in lines(path)) == [7.0, 8.0]
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
     "otherwise",
     [
+        {"metric": "val/fid_360_raw"},
+        {"step": 200},
         {"sampling": {"solver": "DDIM", "steps": 50}},
         {"extractor_sha256": "1" * 64},
         {"protocol": "patches-cnn"},
@@ -80,90 +59,69 @@ def test_a_step_that_is_scored_again_replaces_its_own_metric_only(tmp_path):
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_a_step_that_is_measured_otherwise_destroys_no_number(tmp_path, otherwise):
-    path = tmp_path / "evaluations.jsonl"
+def test_a_step_that_is_measured_otherwise_destroys_no_number(path, otherwise):
     write_evaluation(path, record(value=9.0))
     write_evaluation(path, record(value=8.0, **otherwise))
     write_evaluation(path, record(value=7.0, floor=0.5, seconds={"total": 2.0}))
     assert [line["value"] for line in lines(path)] == [7.0, 8.0]
 
 
-def test_a_line_that_is_measured_again_keeps_its_place_and_its_images(tmp_path):
-    path = tmp_path / "evaluations.jsonl"
+def test_a_line_that_is_measured_again_keeps_its_place_and_its_images(path):
     for step in (100, 200, 300):
         write_evaluation(path, record(step=step, images=64 * step))
     write_evaluation(path, record(step=200, images=None, value=4.0))
-    found = [(line["step"], line["images"], line["value"]) for line in lines(path)]
-    assert found == [(100, 6400, 4.5), (200, 12800, 4.0), (300, 19200, 4.5)]
+    results = [(line["step"], line["images"], line["value"]) for line in lines(path)]
+    assert results == [(100, 6400, 4.5), (200, 12800, 4.0), (300, 19200, 4.5)]
     write_evaluation(path, record(step=200, images=99))
     assert lines(path)[1]["images"] == 99
 
 
-def test_a_line_of_an_earlier_version_is_superseded_not_doubled(tmp_path):
-    path = tmp_path / "evaluations.jsonl"
+def test_a_line_of_an_earlier_version_is_superseded_not_doubled(path):
     write_evaluation(path, record())
     (old,) = lines(path)
     del old["ema_decay"], old["floor_sd"]
     path.write_text(json.dumps(old) + "\n")
     write_evaluation(path, record(images=None, ema_decay=0.99, floor_sd=0.1))
-    (found,) = lines(path)
-    assert (found["images"], found["ema_decay"], found["floor_sd"]) == (6400, 0.99, 0.1)
+    (new,) = lines(path)
+    assert (new["images"], new["ema_decay"], new["floor_sd"]) == (6400, 0.99, 0.1)
 
 
-def test_a_measurement_with_other_samples_is_a_repeat_and_stands_beside_the_first(tmp_path):
-    path = tmp_path / "evaluations.jsonl"
+def test_a_measurement_with_other_samples_is_a_repeat_and_stands_beside_the_first(path):
     write_evaluation(path, record())
     write_evaluation(path, record(seeds=(360, 720), value=4.7))
     assert [is_repeat(line) for line in lines(path)] == [False, True]
     assert not is_repeat({"step": 3})
 
 
-@pytest.mark.parametrize("accumulated", [1, 3])
-def test_images_are_counted_by_batches_whatever_makes_a_step(tmp_path, accumulated):
-    module, run = Rising(), trainer(tmp_path, [], accumulate_grad_batches=accumulated)
-    run.fit(module, loader(12, batch_size=2))
-    assert count_training_images(run) == 12
-
-
-def test_images_before_a_resume_count(tmp_path):
-    first, second = trainer(tmp_path, []), trainer(tmp_path, [], max_epochs=3)
+@pytest.mark.parametrize(("accumulated", "epochs"), [(1, 1), (3, 2)])
+def test_images_are_counted_by_batches_through_a_resume(tmp_path, accumulated, epochs):
+    options = {"accumulate_grad_batches": accumulated}
+    first, second = (trainer(tmp_path, [], max_epochs=n, **options) for n in (epochs, 3))
     first.fit(Rising(), loader(12, batch_size=2))
+    assert count_training_images(first) == 12 * epochs
     first.save_checkpoint(tmp_path / "c.ckpt")
     second.fit(Rising(), loader(12, batch_size=2), ckpt_path=tmp_path / "c.ckpt")
     assert count_training_images(second) == 36
+    without_batch_size = trainer(tmp_path, [])
+    without_batch_size.fit(Rising(), list(loader(4)))
+    assert count_training_images(without_batch_size) is None
 
 
-def test_images_of_a_loader_without_a_batch_size_are_not_known(tmp_path):
-    run = trainer(tmp_path, [])
-    run.fit(Rising(), list(loader(4)))
-    assert count_training_images(run) is None
-
-
-def work(clock, batches, seconds):
-    for size in batches:
+def test_the_clock_estimates_after_one_batch_and_reports_progress(caplog):
+    caplog.set_level("INFO")
+    clock = EvaluationClock("val/fid_40", total=40, interval=0.05)
+    for _ in range(4):
         with clock.phase("generate"):
-            time.sleep(seconds)
-        clock.tick(size)
-
-
-def test_the_estimate_after_the_first_batch_is_within_a_factor_of_two():
-    clock = EvaluationClock("val/fid_40", total=40)
-    work(clock, [10, 10, 10, 10], seconds=0.1)
+            time.sleep(0.06)
+        clock.tick(10)
     seconds = clock.seconds()
     assert 0.5 < seconds["estimated"] / seconds["total"] < 2
     assert seconds["generate"] == pytest.approx(seconds["total"], rel=0.2)
-
-
-def test_long_evaluations_say_how_far_they_are(caplog):
-    caplog.set_level("INFO")
-    clock = EvaluationClock("val/fid_40", total=40, interval=0.05)
-    work(clock, [10, 10, 10], seconds=0.06)
     assert "40 samples take about" in caplog.text
     assert "20 of 40" in caplog.text
 
 
-def test_lines_of_others_stay_and_nan_is_null(tmp_path):
-    path = tmp_path / "run" / "evaluations.jsonl"
+def test_lines_of_others_stay_and_nan_is_null(path):
     write_evaluation(path, record())
     path.write_text('{"command": "evaluate"}\n')
     write_evaluation(path, record(value=finite_or_none(float("nan")), non_finite=3))

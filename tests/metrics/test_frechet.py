@@ -37,11 +37,6 @@ def test_it_is_the_closed_form_for_independent_features():
     assert distance(fake, real) == pytest.approx(3 * (1.0**2 + (3.0 - 2.0) ** 2), rel=0.05)
 
 
-def test_batches_do_not_matter():
-    fake, real = normal(300, 8, 0), normal(300, 8, 1)
-    assert distance(fake, real, batch=7) == pytest.approx(distance(fake, real, batch=300), rel=1e-9)
-
-
 def test_equal_sets_have_distance_zero_and_never_less():
     for seed in range(10):
         features = normal(100, 8, seed)

@@ -28,7 +28,7 @@ def write(folder, images):
 
 
 def by_torch_fidelity(fake, real, subset, extractor):
-    found = calculate_metrics(
+    scores = calculate_metrics(
         input1=str(fake),
         input2=str(real),
         fid=True,
@@ -42,7 +42,7 @@ def by_torch_fidelity(fake, real, subset, extractor):
         verbose=False,
         **extractor,
     )
-    return {NAMES[key]: value for key, value in found.items() if key in NAMES}
+    return {NAMES[key]: value for key, value in scores.items() if key in NAMES}
 
 
 @pytest.fixture(scope="module")
@@ -54,11 +54,12 @@ def digits(tmp_path_factory):
 
 
 def test_scores_are_those_of_torch_fidelity_on_the_same_files(digits):
-    *_, fake, real = digits
+    fake, real, *folders = digits
     protocol = EmbeddedCNN("digits-cnn")
-    expected = by_torch_fidelity(fake, real, 50, fidelity_arguments(protocol))
-    found = score_images(fake, real, protocol)
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3)
+    expected = by_torch_fidelity(*folders, 50, fidelity_arguments(protocol))
+    scores = score_images(*folders, protocol)
+    assert {name: scores[name] for name in expected} == pytest.approx(expected, rel=1e-3)
+    assert score_images(fake, real, protocol) == pytest.approx(scores)
 
 
 @pytest.mark.slow
@@ -71,16 +72,8 @@ def test_scores_of_inception_are_those_of_torch_fidelity_on_the_same_files(tmp_p
         "feature_extractor_weights_path": str(path),
     }
     expected = by_torch_fidelity(fake, real, 5, arguments)
-    found = score_images(fake, real, inception_of(path))
-    assert {name: found[name] for name in expected} == pytest.approx(expected, rel=1e-3)
-
-
-def test_tensors_and_files_of_the_same_images_score_alike(digits):
-    fake, real, fake_folder, real_folder = digits
-    protocol = EmbeddedCNN("digits-cnn")
-    assert score_images(fake, real, protocol) == pytest.approx(
-        score_images(fake_folder, real_folder, protocol)
-    )
+    scores = score_images(fake, real, inception_of(path))
+    assert {name: scores[name] for name in expected} == pytest.approx(expected, rel=1e-3)
 
 
 def test_scores_have_their_protocol_a_spread_and_enough_images(digits):
