@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from PIL import Image
 from support.pictures import class_folders, picture, save, truncate
+from torchvision.transforms.functional import pil_to_tensor
 
 from lit_diffusion.data.cropped_images import Requirements, center_crop
 from lit_diffusion.data.image_folder import (
@@ -59,61 +60,37 @@ def check(root, channels=3, strict=True, full=True, image_size=16):
     check_images(listing, requirements, root.parent / "cache", threads=2)
 
 
-# Files that are refused
-
-
-def text_named_png(folder):
-    (folder / "odd.png").write_text("no picture")
-
-
-def truncated_jpeg(folder):
-    truncate(save(folder / "odd.jpg", size=(200, 200)))
-
-
-def truncated_png(folder):
-    truncate(save(folder / "odd.png", size=(200, 200)))
-
-
-def empty_file(folder):
-    (folder / "odd.png").touch()
-
-
-def sixteen_bit_png(folder):
+def sixteen_bit(path):
     levels = np.arange(1600, dtype=np.uint16).reshape(40, 40) * 40
-    Image.fromarray(levels).save(folder / "odd.png")
+    Image.fromarray(levels).save(path)
 
 
-def palette_png(folder):
-    picture(0).convert("P").save(folder / "odd.png")
+UNUSABLE = {
+    "text.png": lambda path: path.write_text("no picture"),
+    "truncated.jpg": lambda path: truncate(save(path, size=(200, 200))),
+    "truncated.png": lambda path: truncate(save(path, size=(200, 200))),
+    "empty.png": lambda path: path.touch(),
+    "deep.png": sixteen_bit,
+}
+CONVERTIBLE = {
+    "palette.png": lambda path: picture(0).convert("P").save(path),
+    "cmyk.jpg": lambda path: save(path, mode="CMYK"),
+    "grey.png": lambda path: save(path, mode="L"),
+    "small.png": lambda path: save(path, size=(40, 15)),
+}
 
 
-def cmyk_jpeg(folder):
-    save(folder / "odd.jpg", mode="CMYK")
-
-
-def grey_png(folder):
-    save(folder / "odd.png", mode="L")
-
-
-def small_png(folder):
-    save(folder / "odd.png", size=(40, 15))
-
-
-UNUSABLE = [text_named_png, truncated_jpeg, truncated_png, empty_file, sixteen_bit_png]
-CONVERTIBLE = [palette_png, cmyk_jpeg, grey_png, small_png]
-
-
-@pytest.mark.parametrize("add", UNUSABLE + CONVERTIBLE)
-def test_odd_files_are_named_and_converted_only_on_demand_and_without_loss(root, add):
-    add(root / "b")
-    message = r"1 of 7 files .*: b/odd\.(png|jpg) (cannot|has|is).*strict=False"
+@pytest.mark.parametrize("name", [*UNUSABLE, *CONVERTIBLE])
+def test_odd_files_are_named_and_converted_only_on_demand_and_without_loss(root, name):
+    (UNUSABLE | CONVERTIBLE)[name](root / "b" / name)
+    message = rf"1 of 7 files .*: b/{name} (cannot|has|is).*strict=False"
     with pytest.raises(ValueError, match=message):
         check(root)
-    if add in CONVERTIBLE:
+    if name in CONVERTIBLE:
         check(root, strict=False)
         assert folder(root, root, strict=False).images("train").shape == (7, 3, 16, 16)
     else:
-        with pytest.raises(ValueError, match=r"b/odd\."):
+        with pytest.raises(ValueError, match=f"b/{name}"):
             check(root, strict=False)
 
 
@@ -126,7 +103,7 @@ def test_a_mode_passes_for_its_number_of_channels_only(tmp_path, mode, channels)
 
 
 def test_only_a_full_check_finds_truncated_files(root):
-    truncated_jpeg(root / "a")
+    truncate(save(root / "a" / "odd.jpg", size=(200, 200)))
     check(root, full=False)
     with pytest.raises(ValueError, match=r"a/odd\.jpg cannot be read"):
         check(root, full=True)
@@ -156,7 +133,7 @@ def test_a_folder_that_passed_is_not_read_again_until_it_or_the_requirements_cha
     assert [reads(), reads()] == [True, False]
     with pytest.raises(ValueError, match="only 30 pixels on its shorter side, less than 31"):
         check(root, image_size=31)
-    text_named_png(root / "a")
+    (root / "a" / "odd.png").write_text("no picture")
     for _ in range(2):
         with pytest.raises(ValueError, match=r"odd\.png"):
             check(root)
@@ -222,8 +199,8 @@ def test_images_are_centre_crops_of_the_files(tmp_path, mode, channels):
     images, labels, index = next(iter(data.val_dataloader()))
     assert images.shape == (6, *data.image_shape) == (6, channels, 16, 16)
     for image, label, i in zip(images, labels.tolist(), index.tolist(), strict=True):
-        crop = np.array(center_crop(picture(100 * label + i % 3, mode), 16))
-        assert np.array_equal(image.permute(1, 2, 0).numpy(), crop.reshape(16, 16, channels))
+        crop = center_crop(picture(100 * label + i % 3, mode), 16)
+        assert torch.equal(image, pil_to_tensor(crop))
     images, _, index = next(iter(data.train_dataloader()))  # without augmentation
     assert torch.equal(images, data.images("train")[index])
 
@@ -278,15 +255,13 @@ def test_the_fingerprint_follows_files_and_crop_but_not_the_place_of_the_folder(
     assert not {*fingerprints(root)} & {*first}
 
 
-def test_nothing_is_written_into_the_data(root, tmp_path):
-    folder(root, 2).prepare_data()
+def test_nothing_is_written_into_the_data(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(root.parent))
+    data = folder("~/train", 2)
+    data.prepare_data()
+    assert data.folder("train") == root
     assert all(path.suffix == ".png" for path in root.rglob("*") if path.is_file())
     assert list((tmp_path / "cache" / "lit-diffusion").iterdir())
-
-
-def test_a_home_folder_is_understood(root, monkeypatch):
-    monkeypatch.setenv("HOME", str(root.parent))
-    assert folder("~/train", 2).folder("train") == root
 
 
 @pytest.mark.parametrize(
@@ -324,21 +299,16 @@ def test_other_classes_at_a_resume_are_named(root, val):
 # ImageNet
 
 
-def test_imagenet_is_read_from_its_two_folders(imagenet):
+def test_imagenet_is_read_from_its_two_folders_and_converted(imagenet):
     data = ImageNet(str(imagenet), image_size=32, batch_size=4, num_workers=0)
     data.prepare_data()
     assert (data.class_names, data.image_shape) == (WNIDS, (3, 32, 32))
     images, labels, _ = next(iter(data.val_dataloader()))
     file = Image.open(imagenet / "val" / WNIDS[1] / f"{WNIDS[1]}_0.JPEG")
-    expected = torch.from_numpy(np.array(center_crop(file, 32))).permute(2, 0, 1)
-    assert torch.equal(images[2], expected)
+    assert torch.equal(images[2], pil_to_tensor(center_crop(file, 32)))
     assert labels.tolist() == [0, 0, 1, 1]
-
-
-def test_imagenet_converts_grey_and_cmyk_and_enlarges_small_files(imagenet):
-    save(imagenet / "train" / WNIDS[0] / "grey.JPEG", mode="L")
-    save(imagenet / "train" / WNIDS[0] / "cmyk.JPEG", mode="CMYK")
-    save(imagenet / "train" / WNIDS[0] / "small.JPEG", size=(20, 20))
+    for number, options in enumerate(({"mode": "L"}, {"mode": "CMYK"}, {"size": (20, 20)})):
+        save(imagenet / "train" / WNIDS[0] / f"odd{number}.JPEG", **options)
     data = ImageNet(str(imagenet), image_size=32, num_workers=0)
     assert data.images("train").shape == (7, 3, 32, 32)
 

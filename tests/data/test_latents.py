@@ -33,17 +33,9 @@ class MeanCodec(PixelCodec):
 def write(folder, num=23, shard_size=5, flips=True, **changes):
     """Latents of which the first number is the image's, negative where it is mirrored."""
     folder.mkdir()
-    known = {
-        "num": num,
-        "image_shape": (3, 8, 8),
-        "classes": ("cat", "dog"),
-        "shard_size": shard_size,
-        "vae": "small",
-        "vae_sha256": "a" * 64,
-        "images": "f" * 16,
-        "flips": flips,
-    }
-    index = LatentIndex(**(known | changes))
+    values = {"num": num, "shard_size": shard_size, "flips": flips, "images": "f" * 16}
+    values |= {"image_shape": (3, 8, 8), "classes": ("cat", "dog")}
+    index = LatentIndex(**(values | {"vae": "small", "vae_sha256": "a" * 64} | changes))
     index.write(folder)
     generator = torch.Generator().manual_seed(0)
     for name, part, flip in index.shards():
@@ -59,15 +51,15 @@ def firsts(batch):
 
 def test_each_image_is_in_one_split_with_its_label(tmp_path):
     data = Latents(write(tmp_path / "a"), val=7, batch_size=4, num_workers=0)
-    seen = {}
+    images = []
     for split, count in (("train", 16), ("val", 7)):
         batches = list(data.in_order(split))
-        seen[split] = [n for batch in batches for n in firsts(batch)]
-        assert len(seen[split]) == count
+        part = [n for batch in batches for n in firsts(batch)]
         labels = torch.cat([labels for _, labels, _ in batches])
-        assert labels.tolist() == [n % 2 for n in seen[split]]
+        assert labels.tolist() == [n % 2 for n in part]
         assert torch.equal(torch.cat([index for *_, index in batches]), torch.arange(count))
-    assert sorted(seen["train"] + seen["val"]) == list(range(23))
+        images += part
+    assert sorted(images) == list(range(23))
     assert batches[0][0].dtype == torch.float16
     assert batches[0][0].shape == (4, 8, 4, 4)
 
@@ -105,22 +97,20 @@ def test_folders_that_do_not_fit_together_are_refused(tmp_path, name, value):
 
 
 def test_a_row_is_read_and_not_the_file(tmp_path, monkeypatch):
-    asked = []
-    mapped = latents_file._map_moments
+    rows, map_moments = [], latents_file._map_moments
 
     class Shard:
         def __init__(self, path):
             self.path = path
 
         def __getitem__(self, row):
-            asked.append(row)
-            return mapped(self.path)[row]
+            rows.append(row)
+            return map_moments(self.path)[row]
 
     monkeypatch.setattr(latents_file, "_map_moments", Shard)
     data = Latents(write(tmp_path / "a"), val=3, num_workers=0)
     data.dataset("train").fetch([0, 0], [4, 1])
-    assert all(isinstance(row, int) for row in asked)
-    assert len(asked) == 2
+    assert [type(row) for row in rows] == [int, int]
 
 
 def test_what_is_missing_is_named(tmp_path):
@@ -139,14 +129,9 @@ def test_what_is_missing_is_named(tmp_path):
         Latents(write(tmp_path / "b"), val=23).dataset("val")
 
 
-def module(codec=None):
-    return tiny_diffusion(
-        network=TinyNetwork(4),
-        image_shape=(4, 4, 4),
-        num_classes=2,
-        codec=codec or MeanCodec(),
-        solver=DDIM(2, clip=False),
-    )
+def module():
+    latents = {"network": TinyNetwork(4), "image_shape": (4, 4, 4), "codec": MeanCodec()}
+    return tiny_diffusion(**latents, num_classes=2, solver=DDIM(2, clip=False))
 
 
 class OtherCodec(MeanCodec):
@@ -156,10 +141,10 @@ class OtherCodec(MeanCodec):
 @pytest.mark.parametrize(("codec", "ours"), [(OtherCodec(), "b" * 64), (PixelCodec(), "None")])
 def test_a_codec_that_did_not_encode_them_is_refused(tmp_path, codec, ours):
     data = Latents(write(tmp_path / "a"), val=3, batch_size=4, num_workers=0)
-    made = module() if ours == "None" else module(codec)
-    made.codec = codec
+    other = module()
+    other.codec = codec
     with pytest.raises(ValueError, match=f"SHA-256 {'a' * 64}.* with {ours}"):
-        make_trainer(tmp_path, max_steps=1).fit(made, data)
+        make_trainer(tmp_path, max_steps=1).fit(other, data)
 
 
 def fit(folder, latents, *extra, workers=0, **options):

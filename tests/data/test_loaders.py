@@ -12,7 +12,6 @@ from lit_diffusion.data.digits import Digits
 from lit_diffusion.data.loaders import (
     ResumableLoader,
     ShuffledSampler,
-    batches_done_in_epoch,
     even_batch_size,
 )
 
@@ -30,12 +29,12 @@ def shuffled(num_images, num_replicas=1, rank=0, seed=0, epoch=0):
 def test_every_process_gets_the_same_number_of_batches():
     for num_images in range(3, 80):
         for num_replicas in (1, 2, 3):
-            for asked in (1, 2, 5, 16):
-                size = even_batch_size(num_images, num_replicas, asked)
+            for least in (1, 2, 5, 16):
+                size = even_batch_size(num_images, num_replicas, least)
                 shares = [len(range(r, num_images, num_replicas)) for r in range(num_replicas)]
                 assert len({-(-share // size) for share in shares}) == 1
-                assert asked <= size <= max(asked, *shares)
-                assert size == asked or num_replicas > 1
+                assert least <= size <= max(least, *shares)
+                assert size == least or num_replicas > 1
     with pytest.raises(ValueError, match="got 2 images for 3 processes"):
         even_batch_size(2, 3, 1)
 
@@ -100,55 +99,36 @@ def test_an_epoch_goes_on_after_the_batches_that_were_done(workers):
     assert len(numbers) == 5
 
 
-def test_nothing_is_asked_before_the_first_batch_is_wanted():
-    asked = []
+def test_the_trainer_is_asked_when_the_first_batch_is_wanted():
+    calls = []
     numbers = ResumableLoader(
-        DATA, lambda: asked.append(1) or 0, sampler=ShuffledSampler(DATA, 3), batch_size=2
+        DATA, lambda: calls.append(1) or 0, sampler=ShuffledSampler(DATA, 3), batch_size=2
     )
     batches = iter(numbers)
-    assert not asked
+    assert not calls
     next(batches)
-    assert asked == [1]
-
-
-def test_an_order_that_is_not_ours_goes_on_too():
-    assert values(ResumableLoader(DATA, lambda: 0, batch_size=5)) == [[*range(5)], [*range(5, 10)]]
+    assert calls == [1]
     assert values(ResumableLoader(DATA, lambda: 1, batch_size=5)) == [[*range(5, 10)]]
 
 
-def test_a_trainer_tells_how_far_its_epoch_is(tmp_path, monkeypatch):
-    seen = []
-
-    def told(trainer):
-        seen.append(batches_done_in_epoch(trainer))
-        return seen[-1]
-
-    monkeypatch.setattr("lit_diffusion.data.base.batches_done_in_epoch", told)
-    module = tiny_diffusion(num_classes=None, label_dropout=0.0)
-    data = Digits(batch_size=500)
-    make_trainer(tmp_path, max_epochs=2, limit_val_batches=0).fit(module, data)
-    assert seen == [0, 0]
-
-
 class Indices(Callback):
-    """The indices of the images of each batch; saves after batch `save` of the first epoch."""
+    """The indices of the images of each batch; saves after batch `save`, or its validation."""
 
     def __init__(self, path=None, save=None, validated=False):
         self.path, self.save, self.validated = path, save, validated
-        self.batches = []
+        self.index = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.batches.append(batch[2].tolist())
-        if not self.validated:
-            self._save(trainer)
+        self.index.append(batch[2].tolist())
+        if not self.validated and len(self.index) == self.save:
+            trainer.save_checkpoint(self.path)
 
     def on_validation_end(self, trainer, pl_module):
-        if self.validated:
-            self._save(trainer)
-
-    def _save(self, trainer):
-        if len(self.batches) == self.save:
+        if self.validated and len(self.index) == self.save:
             trainer.save_checkpoint(self.path)
+
+    def flat(self):
+        return [place for batch in self.index for place in batch]
 
 
 def train(folder, batch_size, indices, ckpt_path=None, **options):
@@ -159,13 +139,9 @@ def train(folder, batch_size, indices, ckpt_path=None, **options):
     return trainer
 
 
-def flat(batches):
-    return [index for batch in batches for index in batch]
-
-
 @pytest.mark.quick("False-sizes0-6-0-None", "True-sizes3-6-600-goes on after 0")
 @pytest.mark.parametrize(
-    ("sizes", "save", "again", "told"),
+    ("sizes", "save", "again", "message"),
     [
         ((100, 50), 6, 0, None),  # of 14 batches
         ((100, 200), 6, 0, None),
@@ -176,7 +152,7 @@ def flat(batches):
 )
 @pytest.mark.parametrize("validated", [False, True])
 def test_an_epoch_goes_on_after_the_images_it_had_with_batches_of_another_size(
-    tmp_path, sizes, save, again, told, validated
+    tmp_path, sizes, save, again, message, validated
 ):
     """Where they are no whole number of the new batches, it says so; a full epoch is over."""
     file, options = tmp_path / "some.ckpt", {"val_check_interval": 2} if validated else {}
@@ -185,15 +161,15 @@ def test_an_epoch_goes_on_after_the_images_it_had_with_batches_of_another_size(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = train(tmp_path, sizes[1], then, file, **options)
-    said = [str(w.message) for w in caught if "images into an epoch" in str(w.message)]
-    assert len(said) == (told is not None)
-    assert all(re.search(told, text) for text in said)
+    messages = [str(w.message) for w in caught if "images into an epoch" in str(w.message)]
+    assert len(messages) == (message is not None)
+    assert all(re.search(message, text) for text in messages)
     assert trainer.current_epoch == 2
     order = ShuffledSampler(Digits().dataset("train"), 1)
     epochs = [order.set_epoch(n) or [key % len(order) for key in order] for n in (0, 1)]
     length = len(order) // sizes[1] * sizes[1]
     had = length if again is None else save * sizes[0] - again
-    assert flat(then.batches) == epochs[0][had:length] + epochs[1][:length]
+    assert then.flat() == epochs[0][had:length] + epochs[1][:length]
 
 
 def test_whole_steps_of_accumulated_batches_are_what_an_epoch_goes_on_with(tmp_path):
@@ -202,4 +178,4 @@ def test_whole_steps_of_accumulated_batches_are_what_an_epoch_goes_on_with(tmp_p
     train(tmp_path, 100, first)
     with pytest.warns(UserWarning, match=r"of 200 images: it goes on after 200"):
         train(tmp_path, 50, then, file, accumulate_grad_batches=4)
-    assert flat(then.batches)[:1000] == flat(first.batches)[200:1200]
+    assert then.flat()[:1000] == first.flat()[200:1200]
