@@ -207,7 +207,7 @@ def parse_solver(text: str) -> dict[str, Any]:
     name = str(spec.get("class_path"))
     if "." in name:
         return spec
-    names = {each.lower(): each for each in solvers.__all__} | {"dpmpp": "DPMSolverPP"}
+    names = {each.lower(): each for each in solvers.__all__}
     if name.lower() not in names:
         raise ValueError(
             f"a solver must be one of {', '.join(solvers.__all__)}, or a class path with arguments "

@@ -9,12 +9,13 @@ import yaml
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from support import small_vae
-from support.commands import call, checkpoint
+from support.commands import call, checkpoint, sampling
 from support.pictures import class_folders, save
 from support.small_digits import small_digits
 
 from lit_diffusion import load
 from lit_diffusion.cli.encoding import encode_shards, launcher_rank_and_world_size, plan_shards
+from lit_diffusion.cli.generator import load_generator
 from lit_diffusion.data.image_folder import ImageFolder
 from lit_diffusion.data.latents import LatentIndex, Latents
 from lit_diffusion.metrics.images import open_split, read_image
@@ -58,6 +59,26 @@ def write_config(reference):
     Path("latents.yaml").write_text(yaml.safe_dump(config))
 
 
+def check_edits():
+    """By pictures, and by a mask in pixels."""
+    mask = np.zeros((32, 32), dtype=np.uint8)
+    mask[:, 15:] = 255  # of the latent of pixels 14 and 15 one pixel is not kept
+    Image.fromarray(mask).save("mask.png")
+    module, keep = load("run"), torch.zeros(1, 1, 16, 16)
+    keep[..., 8:] = 1
+    init = read_image(Path("crops/a/0.png")).expand(2, -1, -1, -1)
+    for option, expected in (
+        ("--strength 0.5", module.edit(init, range(2), strength=0.5)),
+        ("--mask mask.png", module.inpaint(init, keep, range(2))),
+    ):
+        generator = load_generator(sampling(f"--init crops/a/0.png {option}"))
+        assert torch.equal(generator.generate(range(2)), expected)
+    Image.new("L", (32, 32)).save("grey.png")
+    for init, shape in (("pictures/a/0.png", "3, 32, 40"), ("grey.png", "1, 32, 32")):
+        with pytest.raises(ValueError, match=rf"is \({shape}\), and must be \(3, 32, 32\)"):
+            load_generator(sampling(f"--init {init}"))
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
 def test_a_model_is_trained_scored_edited_and_sampled_on_what_it_writes(capsys):
@@ -73,8 +94,6 @@ def test_a_model_is_trained_scored_edited_and_sampled_on_what_it_writes(capsys):
     assert (record["reference"], record["non_finite"]) == ("crops", 0)
     assert record["value"] > 0
     assert set(checkpoint("run")["codec"]) == {"name", "sha256"}
-    assert call("sample --checkpoint run --num 2 --out samples") == 0
-    assert json.loads(Path("samples/samples.json").read_text())["num"] == 2
     evaluate = "evaluate --checkpoint run --num 4 --extractor patches-cnn"
     assert call(evaluate) == 0  # beside crops
     compare = "sample --checkpoint run --num 4 --compare DPMSolverPP --compare_steps 2"
@@ -84,39 +103,13 @@ def test_a_model_is_trained_scored_edited_and_sampled_on_what_it_writes(capsys):
     capsys.readouterr()
     assert call(evaluate) == 2
     assert "run was trained on latents; pass --reference DIR, a folder" in capsys.readouterr().err
-    check_edits(capsys)
+    check_edits()
     weights = Path("vae/diffusion_pytorch_model.safetensors")
     state = bytearray(weights.read_bytes())
     state[-1] ^= 1
     weights.write_bytes(state)
     assert call("sample --checkpoint run --num 2 --out others") == 2
     assert "the checkpoint is of latents of the VAE vae with SHA-256" in capsys.readouterr().err
-
-
-def check_edits(capsys):
-    """By pictures, and by a mask in pixels."""
-    mask = np.zeros((32, 32), dtype=np.uint8)
-    mask[:, 15:] = 255  # of the latent of pixels 14 and 15 one pixel is not kept
-    Image.fromarray(mask).save("mask.png")
-    module, keep = load("run"), torch.zeros(1, 1, 16, 16)
-    keep[..., 8:] = 1
-    init = read_image(Path("crops/a/0.png")).expand(2, -1, -1, -1)
-    for out, option, expected in (
-        ("half", "--strength 0.5", module.edit(init, range(2), strength=0.5)),
-        ("filled", "--mask mask.png", module.inpaint(init, keep, range(2))),
-    ):
-        options = f"--init crops/a/0.png {option} --out {out}"
-        assert call(f"sample --checkpoint run --num 2 {options}") == 0
-        files = sorted(Path(out).glob("[0-9]*.png"))
-        images = torch.stack([read_image(file) for file in files])
-        assert (images.int() - expected.int()).abs().max() <= 1  # of sums in another order
-    Image.new("L", (32, 32)).save("grey.png")
-    for init, message in (
-        ("pictures/a/0.png", "0.png is (3, 32, 40), and must be (3, 32, 32)"),
-        ("grey.png", "grey.png is (1, 32, 32), and must be (3, 32, 32)"),
-    ):
-        assert call(f"sample --checkpoint run --num 1 --out out --init {init}") == 2
-        assert message in capsys.readouterr().err
 
 
 # Shards
