@@ -35,23 +35,13 @@ that is an eighth off."""
 # In checkpoints
 
 
-def find_averages(checkpoint: Mapping[str, Any], path: str | Path) -> list[dict[str, Any]]:
-    """States of the EMA callbacks that have averages in a checkpoint.
-
-    Args:
-        checkpoint: content of the file.
-        path: of the file, for messages.
+def average_names(checkpoint: Mapping[str, Any], path: str | Path) -> list[str]:
+    """Names of the averages in the checkpoint of the file `path`, such as "ema_0.999".
 
     Raises:
-        ValueError: if a state is damaged.
+        ValueError: if the state of an EMA callback is damaged.
     """
-    return [state for _, state in _prefixes_and_states(checkpoint, path)]
-
-
-def average_names(checkpoint: Mapping[str, Any], path: str | Path) -> list[str]:
-    """Names of the averages in the checkpoint of the file `path`, such as "ema_0.999"."""
-    states = _prefixes_and_states(checkpoint, path)
-    return [f"{prefix}_{decay:g}" for prefix, state in states for decay in state["decays"]]
+    return [name for names, _ in _named_states(checkpoint, path) for name in names]
 
 
 def select_averages(
@@ -74,8 +64,7 @@ def select_averages(
         return "raw", {}
     averages: dict[str, Tensor] = {}
     selected, available = [], ["raw"]
-    for prefix, state in _prefixes_and_states(checkpoint, path):
-        names = [f"{prefix}_{decay:g}" for decay in state["decays"]]
+    for names, state in _named_states(checkpoint, path):
         available += names
         name = names[0] if weights == "ema" else weights
         if name in names:
@@ -95,31 +84,32 @@ def read_power_averages(
         Number of updates, averages by width and name of the parameter, and SHA-256 of the snapshots
         by number of updates; 0, {} and {} without PowerEMA.
     """
-    states = [s for prefix, s in _prefixes_and_states(checkpoint, path) if prefix == "power"]
-    averages: dict[float, dict[str, Tensor]] = {}
-    for state in states:
-        for width, shadow in zip(state["decays"], state["shadows"], strict=True):
-            averages.setdefault(width, {}).update(shadow)
-    step = max((n for state in states for n in state["steps"].values()), default=0)
-    hashes = {n: sha for state in states for n, sha in state.get("snapshots", {}).items()}
+    step, averages, hashes = 0, dict[float, dict[str, Tensor]](), dict[int, str]()
+    for names, state in _named_states(checkpoint, path):
+        if names[0].startswith("power"):
+            step = max([step, *state["steps"].values()])
+            for width, shadow in zip(state["decays"], state["shadows"], strict=True):
+                averages.setdefault(width, {}).update(shadow)
+            hashes |= state.get("snapshots", {})
     return step, averages, hashes
 
 
-def _prefixes_and_states(
+def _named_states(
     checkpoint: Mapping[str, Any], path: str | Path
-) -> list[tuple[str, dict[str, Any]]]:
-    pairs = []
+) -> list[tuple[list[str], dict[str, Any]]]:
+    """Names of the averages of each EMA callback that has any, and its state."""
+    states = []
     for key, state in checkpoint.get("callbacks", {}).items():
-        prefix = _PREFIXES.get(key.partition("{")[0])
-        if prefix is not None:
+        if prefix := _PREFIXES.get(key.partition("{")[0]):
             try:
                 check_averages(state)
             except ValueError as error:
                 raise ValueError(
                     f"{path} is damaged: the state of {key} in it holds no averages, as {error}."
                 ) from None
-            pairs.append((prefix, state))
-    return [(prefix, state) for prefix, state in pairs if state]
+            if state:
+                states.append(([f"{prefix}_{decay:g}" for decay in state["decays"]], state))
+    return states
 
 
 # In snapshots

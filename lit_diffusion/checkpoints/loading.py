@@ -82,7 +82,7 @@ def load_module(
     module: LightningModule | None = None,
     trust: Iterable[str] = (),
 ) -> LoadedModule:
-    """Load a module by `load`, whose arguments these are, together with its checkpoint."""
+    """Load a module together with its checkpoint; the arguments are those of `load`."""
     path = checkpoint_file(path)
     checkpoint = read_checkpoint(path)
     if module is None:
@@ -235,33 +235,27 @@ def load_state(module: LightningModule, state: Mapping[str, Tensor], path: str |
     Raises:
         ValueError: if they do not fit; names the first three differences.
     """
-    if differences := state_dict_mismatches(module, state):
-        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise ValueError(
-            f"{path} is of another architecture: {'; '.join(differences[:3])}{more}. "
-            "Use the config that it was trained with."
-        )
-    module.load_state_dict(state)
+    refuse_other_dtypes(module, state, path)
+    try:
+        module.load_state_dict(state)
+    except RuntimeError as error:
+        raise ValueError(f"{path} is of another architecture: {list_mismatches(error)}") from error
 
 
-def state_dict_mismatches(module: LightningModule, state: Mapping[str, Tensor]) -> list[str]:
-    """Differences between `state` and the state_dict of `module`, one phrase for each tensor."""
-    expected = module.state_dict()
-    shapes = [
-        f"{name} is {tuple(state[name].shape)} in the file, {tuple(value.shape)} in the module"
-        for name, value in expected.items()
-        if name in state and getattr(value, "shape", None) != getattr(state[name], "shape", None)
-    ]
-    missing = [f"the file lacks {name}" for name in expected if name not in state]
-    unexpected = [f"the module lacks {name}" for name in state if name not in expected]
-    return shapes + missing + unexpected + dtype_mismatches(module, state)
+def list_mismatches(error: RuntimeError) -> str:
+    """The first three differences that `load_state_dict` names, each on a line, as one line."""
+    return " ".join(line.strip()[:200] for line in str(error).split("\n")[1:4])
 
 
-def dtype_mismatches(module: LightningModule, state: Mapping[str, Any]) -> list[str]:
-    """Weights in `state` whose kind of numbers torch would silently cast to that of `module`."""
-    return [
-        f"{name} is {value.dtype} in the file, {expected.dtype} in the module"
-        for name, expected in module.state_dict().items()
-        if isinstance(value := state.get(name), Tensor) and isinstance(expected, Tensor)
-        if number_kind(value) != number_kind(expected)
-    ]
+def refuse_other_dtypes(
+    module: LightningModule, state: Mapping[str, Any], path: str | Path | None
+) -> None:
+    """Refuse weights whose kind of numbers torch would silently cast to that of `module`."""
+    for name, expected in module.state_dict().items():
+        value = state.get(name)
+        both = isinstance(value, Tensor) and isinstance(expected, Tensor)
+        if both and number_kind(value) != number_kind(expected):
+            raise ValueError(
+                f"{path} is of another architecture: {name} is {value.dtype} in the file, "
+                f"{expected.dtype} in the module. Use the config that it was trained with."
+            )

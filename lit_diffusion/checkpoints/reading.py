@@ -141,7 +141,7 @@ def check_content(checkpoint: Any) -> None:
             raise ValueError(f"its '{name}' must be plain builtins, and hold others")
     _check_progress(checkpoint.get("loops", {}))
     for name, value in checkpoint["state_dict"].items():
-        if not (is_dense_tensor(value) or name.endswith("_extra_state")):
+        if not (_is_dense_tensor(value) or name.endswith("_extra_state")):
             raise ValueError(f"its weight {name} is no dense tensor, but {_describe(value)}")
 
 
@@ -211,22 +211,12 @@ def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is an integer >= 0 that fits into 64 bits.
-
-    Example:
-        >>> is_count(3), is_count(True), is_count(-1), is_count(2**63)
-        (True, False, False, False)
-    """
+    """Whether a value is an integer >= 0 that fits into 64 bits, and no bool."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is None, bool, int, float, str, or dicts, lists and tuples of such.
-
-    Example:
-        >>> is_plain({"steps": [1, 2.5, None]}), is_plain({"steps": torch.zeros(2)})
-        (True, False)
-    """
+    """Whether a value is None, bool, int, float, str, or dicts, lists and tuples of such."""
     if isinstance(value, dict):
         return type(value) is dict and all(is_plain(v) for pair in value.items() for v in pair)
     if isinstance(value, list | tuple):
@@ -234,13 +224,8 @@ def is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, str)
 
 
-def is_dense_tensor(value: Any) -> bool:
-    """Whether a value is a tensor whose numbers can be copied into a parameter.
-
-    Example:
-        >>> is_dense_tensor(torch.zeros(2)), is_dense_tensor(torch.zeros(2).to_sparse())
-        (True, False)
-    """
+def _is_dense_tensor(value: Any) -> bool:
+    """Whether a value is a tensor whose numbers can be copied into a parameter."""
     return (
         isinstance(value, Tensor)
         and value.layout is torch.strided

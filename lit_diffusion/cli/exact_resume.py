@@ -1,37 +1,51 @@
-"""What a resume needs beyond Lightning to end as a run that was never interrupted."""
+"""What a resume needs beyond Lightning to end as a run that was never interrupted.
+
+Private names of Lightning are used here and in `fit`; a test asserts that each exists with the
+expected signature, as for `callbacks.trainer_state`.
+"""
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lit_diffusion.callbacks.trainer_state import (
     AccumulationTracker,
+    is_accumulating,
     is_batch_ending,
+    logger_step,
+    should_log,
     validation_follows,
 )
 from lit_diffusion.checkpoints.reading import read_step
-from lit_diffusion.cli.lightning_internals import (
-    forget_restart,
-    is_between_epochs,
-    is_epoch_ending,
-    restore_unsaved_state,
-    saved_files,
-    unsaved_state,
-    update_callback_metrics,
+from lit_diffusion.cli.loggers import AppendingCSVLogger, rewind_evaluations
+from lit_diffusion.metrics.evaluation_record import (
+    ImageCount,
+    parse_image_count,
+    start_image_count,
 )
 
 BETWEEN_BATCHES = "between accumulated batches"
 
+_UNSAVED = (
+    "_last_global_step_saved",
+    "_last_checkpoint_saved",
+    "_defer_save_until_validation",
+    "current_score",
+)
+"""Attributes of a ModelCheckpoint that its `state_dict` or its `load_state_dict` leaves out."""
+
 
 class ExactResume(AccumulationTracker, Callback):
-    """Restores what Lightning does not, and marks checkpoints that cannot be resumed exactly.
+    """Saves and restores what Lightning does not, and marks files that cannot be resumed exactly.
 
     Lightning does not call `on_train_epoch_start` in a resumed epoch, where
     GradientAccumulationScheduler sets its factor. It updates ReduceLROnPlateau after the hooks in
@@ -39,48 +53,63 @@ class ExactResume(AccumulationTracker, Callback):
     interrupted epoch. ModelCheckpoint and EarlyStopping use the last of these metrics too, and part
     of a ModelCheckpoint's state is not saved.
 
+    metrics.csv and evaluations.jsonl stay consistent with the checkpoint: all rows of its step are
+    on the disk before it is written, and a resume deletes the rows of later steps. Training images
+    are counted, also of a run whose resumes change the batch size.
+
     Checkpoints that other callbacks save than `LastCheckpoint` may be marked. One saved between
     accumulated batches lacks their gradients: resuming from it is refused. One saved before the
     validation of its step leaves that out, and one saved at the end of an epoch makes Lightning
     count a step twice in its logs: resuming from these warns. All of them are good to sample from.
 
     List it after other callbacks: GradientAccumulationScheduler must start from a factor of 1.
+
+    Attributes:
+        image_count: of the fit, which `count_training_images` reads.
     """
 
     def __init__(self) -> None:
+        self.image_count: ImageCount | None = None
         self._metrics: dict[str, Tensor] = {}
         self._savers: dict[str, Any] = {}
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Save metrics and the rest of each ModelCheckpoint's state; mark an inexact file."""
+        """Log the row of the step, and save what Lightning does not."""
+        in_batch_end = is_batch_ending(trainer)
+        if in_batch_end and not is_accumulating(trainer) and should_log(trainer):
+            _log_pending_row(trainer)
+        if self.image_count is not None:
+            checkpoint["images_seen"] = list(self.image_count)
         checkpoint["model_checkpoints"] = {
-            saver.state_key: unsaved_state(saver) for saver in _model_checkpoints(trainer)
+            saver.state_key: {name: getattr(saver, name) for name in _UNSAVED}
+            for saver in _model_checkpoints(trainer)
         }
         if reason := self._why_inexact(trainer):
             checkpoint["resumes_inexactly"] = reason
         # Elsewhere, as after an error, metrics may not be computed on all ranks.
-        if is_batch_ending(trainer) or trainer.validating:
+        if in_batch_end or trainer.validating:
             metrics = trainer.callback_metrics
             checkpoint["callback_metrics"] = {name: metrics[name].cpu() for name in sorted(metrics)}
 
     def _why_inexact(self, trainer: Trainer) -> str | None:
         """When the checkpoint is saved, if no exact resume is possible from there."""
+        epochs: Any = trainer.fit_loop.epoch_progress.current
         if self.is_accumulating(trainer):
-            if is_between_epochs(trainer):
+            if epochs.completed == epochs.ready:  # in on_train_end
                 return "after batches whose optimizer step was still to come, and does not come"
             return BETWEEN_BATCHES
         if is_batch_ending(trainer) and validation_follows(trainer):
             return "before the validation of its step, which is left out"
-        if is_epoch_ending(trainer):
+        if epochs.completed < epochs.processed:  # in on_train_epoch_end
             return "at the end of an epoch, after which Lightning counts a step twice"
         return None
 
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuse a marked file, or warn of it; load the metrics."""
+        """Refuse a marked file, or warn of it; load what was saved."""
         reason = checkpoint.get("resumes_inexactly")
         if reason == BETWEEN_BATCHES:
             raise ValueError(
@@ -93,27 +122,64 @@ class ExactResume(AccumulationTracker, Callback):
                 f"{trainer.ckpt_path} was saved {reason}; from others, such as "
                 "checkpoints/last.ckpt of an interrupted run, a run resumes bit-exactly."
             )
+        self.image_count = parse_image_count(checkpoint.get("images_seen"))
         self._metrics = dict(checkpoint.get("callback_metrics", {}))
         self._savers = checkpoint.get("model_checkpoints", {})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore metrics and savers, and do what Lightning left out before the first batch."""
+        """Restore what was loaded, and do what Lightning left out before the first batch."""
+        loop = trainer.fit_loop.epoch_loop
+        # Lightning counts the step of a file saved at a validation as it leaves that validation
+        # out; where none is due now, there is none to leave out.
+        if loop.restarted_on_last and not validation_follows(trainer):
+            batches: Any = loop.batch_progress.total
+            automatic = pl_module.automatic_optimization
+            done = trainer.global_step if automatic else batches.processed
+            loop._batches_that_stepped += loop._batches_that_stepped < done
+        if trainer.is_global_zero:
+            _rewind_logs(trainer)
+        self.image_count = start_image_count(trainer, self.image_count)
         with isolate_rng():  # ModelCheckpoint asks for the size of the validation set
-            trainer.fit_loop.epoch_loop.val_loop.setup_data()
+            loop.val_loop.setup_data()
         if trainer.ckpt_path is not None:
             _restore_savers(trainer, self._savers)
         metrics, self._metrics = self._metrics, {}
-        update_callback_metrics(trainer, {k: v.to(pl_module.device) for k, v in metrics.items()})
+        trainer._logger_connector._callback_metrics.update(
+            {name: value.to(pl_module.device) for name, value in metrics.items()}
+        )
         if trainer.fit_loop.restarted_mid_epoch:
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 if isinstance(callback, GradientAccumulationScheduler):
                     callback.on_train_epoch_start(trainer, pl_module)
-        if trainer.fit_loop.epoch_loop.restarted_on_train_batch_end:
+        if loop.restarted_on_train_batch_end:
             _update_plateau_schedulers(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Have Lightning end a resumed epoch as any other: the metrics are there."""
-        forget_restart(trainer)
+        trainer.fit_loop._restarting = False
+
+
+def _log_pending_row(trainer: Trainer) -> None:
+    """Log the row that Lightning logs only after `on_train_batch_end`, where saves are made."""
+    if metrics := convert_tensors_to_scalars(dict(trainer._logger_connector.metrics["log"])):
+        step = metrics.pop("step", logger_step(trainer))
+        metrics.setdefault("epoch", trainer.current_epoch)
+        for logger in trainer.loggers:
+            if isinstance(logger, AppendingCSVLogger):
+                logger.log_ahead(metrics, int(step))
+
+
+def _rewind_logs(trainer: Trainer) -> None:
+    """Delete the rows of steps after the one that was restored."""
+    step = trainer.global_step
+    evaluations = Path(trainer.default_root_dir) / "evaluations.jsonl"
+    num_deleted = {evaluations: rewind_evaluations(evaluations, step)}
+    for logger in trainer.loggers:
+        if isinstance(logger, AppendingCSVLogger):
+            num_deleted[logger.path] = logger.rewind(logger_step(trainer))
+    for file, num in num_deleted.items():
+        if num:
+            rank_zero_info(f"Took {num} rows of steps after {step} out of {file}.")
 
 
 def _update_plateau_schedulers(trainer: Trainer) -> None:
@@ -137,12 +203,15 @@ def _restore_savers(trainer: Trainer, states: dict[str, dict[str, Any]]) -> None
     ModelCheckpoint, which would save the same step again beside them, as -v1.
     """
     savers = _model_checkpoints(trainer)
+    tracked, files = set[str](), set[str]()
     for saver in savers:
-        restore_unsaved_state(saver, states.get(saver.state_key, {}))
-    tracked = {os.path.abspath(file) for saver in savers for file in saved_files(saver)}
-    folders = {os.path.abspath(saver.dirpath) for saver in savers if saver.dirpath}
-    files = {str(file) for folder in folders for file in Path(folder).glob("*.ckpt")} - tracked
-    obsolete = {file for file in files if read_step(file) >= trainer.global_step}
+        state = states.get(saver.state_key, {})
+        vars(saver).update({name: state[name] for name in _UNSAVED if name in state})
+        latest = {saver.best_model_path, saver.last_model_path, saver._last_checkpoint_saved}
+        tracked |= {os.path.abspath(file) for file in {*latest, *saver.best_k_models} if file}
+        if saver.dirpath:
+            files |= {os.path.abspath(file) for file in Path(saver.dirpath).glob("*.ckpt")}
+    obsolete = {file for file in files - tracked if read_step(file) >= trainer.global_step}
     for saver in savers:
         vars(saver)["file_exists"] = partial(_file_exists, obsolete, saver.file_exists)
 
@@ -153,3 +222,18 @@ def _file_exists(obsolete: set[str], file_exists: Any, path: str, trainer: Train
     is_obsolete = trainer.strategy.broadcast(path in obsolete)
     obsolete.discard(path)
     return bool(file_exists(path, trainer)) and not is_obsolete
+
+
+def completed_epochs(checkpoint: Mapping[str, Any]) -> int:
+    """Epochs of which a checkpoint has all batches; 0 if it does not say."""
+    try:
+        loop = checkpoint["loops"]["fit_loop"]
+        ended = loop["epoch_loop.batch_progress"]["is_last_batch"]
+        return int(loop["epoch_progress"]["current"]["ready" if ended else "processed"])
+    except (KeyError, TypeError, ValueError):
+        return 0
+
+
+def save_interval(callback: ModelCheckpoint) -> int:
+    """Optimizer steps between the saves of a ModelCheckpoint; 0 if it does not save by steps."""
+    return callback._every_n_train_steps

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lit_diffusion.checkpoints.averages import find_averages
+from lit_diffusion.checkpoints.averages import average_names
 from lit_diffusion.checkpoints.loading import (
     checkpoint_file,
     model_spec,
@@ -70,7 +70,7 @@ def read_init(source: str) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
         return f"{exported} weights of {path}", state, record
     path = checkpoint_file(path)
     checkpoint = read_checkpoint(path)
-    weights = weights or ("ema" if find_averages(checkpoint, path) else "raw")
+    weights = weights or ("ema" if average_names(checkpoint, path) else "raw")
     weights, averages = select_weights(checkpoint, weights, path)
     settings = (model_spec(checkpoint) or {"init_args": {}})["init_args"]
     state = {**strip_compile_prefix(checkpoint["state_dict"]), **averages}

@@ -50,7 +50,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         self.first = first
         self.every_n_seconds = every_n_seconds
         self._end_path = self.path.with_name(".last.ckpt.end")  # of the last step, until the end
-        self._previous = PreviousCheckpoint(self.path)
+        self._previous_path = self.path.with_name("before-last.ckpt")
         self._is_proven = False  # whether a loss was finite since the last save
         self._due = 0  # step of the next save
         self._last_save = (0.0, -1)  # time in seconds, step
@@ -67,7 +67,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
     ) -> None:
         """Save if it is due and no validation follows."""
         if not self._is_proven and trainer.is_global_zero and _has_finite_loss(outputs):
-            self._previous.discard()
+            self._previous_path.unlink(missing_ok=True)
             self._is_proven = True
         if self._is_due(trainer) and not validation_follows(trainer):
             self._save(trainer)
@@ -91,7 +91,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         if trainer.global_step > self._last_save[1]:
             self._save(trainer)
         if trainer.is_global_zero:
-            self._previous.discard()
+            self._previous_path.unlink(missing_ok=True)
             if self._end_path.exists():
                 os.replace(self._end_path, self.path)
                 sync_folder(self.path.parent)
@@ -102,7 +102,9 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         """Restore the previous checkpoint, where that may be the last good one."""
         self._delete_end(trainer)
         diverged = isinstance(exception, FloatingPointError) and trainer.is_global_zero
-        if diverged and self._previous.restore():
+        if diverged and self._previous_path.exists():
+            os.replace(self._previous_path, self.path)
+            sync_folder(self.path.parent)
             rank_zero_warn(
                 f"{self.path} is again that of the save before, as no loss has been finite since "
                 "the last save."
@@ -114,6 +116,18 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
             if file.is_file():
                 file.unlink()
 
+    def _link_previous(self) -> None:
+        """Hard-link the file, so that it survives the next save, unless an older one is linked."""
+        if self._previous_path.exists() or not self.path.exists():
+            return
+        try:
+            os.link(self.path, self._previous_path)
+        except OSError as error:  # a file system without hard links
+            rank_zero_warn(
+                f"{self.path} is replaced at each save without its old content being kept until "
+                f"the next loss is finite: {error}."
+            )
+
     def _is_due(self, trainer: Trainer) -> bool:
         is_time = trainer.global_step >= self._due and not ends_epoch(trainer)
         return (is_time or is_ending(trainer)) and not self.is_accumulating(trainer)
@@ -123,12 +137,12 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         seconds, steps = start - self._last_save[0], trainer.global_step - self._last_save[1]
         at_end = is_ending(trainer) and not self.path.is_dir()  # as sharded strategies save
         if trainer.is_global_zero and not at_end:
-            self._previous.keep()
+            self._link_previous()
         try:
             trainer.save_checkpoint(self._end_path if at_end else self.path, weights_only=False)
         except (OSError, FloatingPointError) as error:  # the save before is still the last
             if trainer.is_global_zero:
-                self._previous.discard()
+                self._previous_path.unlink(missing_ok=True)
             if not at_end or isinstance(error, FloatingPointError):
                 raise
             text = str(error).replace(str(self._end_path), str(self.path)).rstrip(".")
@@ -146,35 +160,3 @@ def _has_finite_loss(outputs: Any) -> bool:
     """Whether the loss that training_step returned is finite, as far as its output tells."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     return not isinstance(loss, Tensor) or bool(loss.isfinite().all())
-
-
-class PreviousCheckpoint:
-    """before-<name>, a hard link by which a file survives the writing of a new one; no copy."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._link = path.with_name(f"before-{path.name}")
-
-    def keep(self) -> None:
-        """Link the present file, unless an older one is still linked."""
-        if self._link.exists() or not self._path.exists():
-            return
-        try:
-            os.link(self._path, self._link)
-        except OSError as error:  # a file system without hard links
-            rank_zero_warn(
-                f"{self._path} is replaced at each save without its old content being kept until "
-                f"the next loss is finite: {error}."
-            )
-
-    def discard(self) -> None:
-        """Delete the link."""
-        self._link.unlink(missing_ok=True)
-
-    def restore(self) -> bool:
-        """Put the linked file in place of the new one; whether there was one."""
-        if not self._link.exists():
-            return False
-        os.replace(self._link, self._path)
-        sync_folder(self._path.parent)
-        return True

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jsonargparse import get_loader
 from lightning.pytorch import Callback, Trainer
@@ -17,10 +17,7 @@ from lit_diffusion.callbacks.finite_updates import FiniteUpdates
 from lit_diffusion.callbacks.progress import PlainProgress, StepBar
 from lit_diffusion.callbacks.rank_watch import RankWatch
 from lit_diffusion.callbacks.save_on_signal import SaveOnSignal
-from lit_diffusion.cli.changed_settings import ApplyChangedHyperparameters, ChangedSettings
-from lit_diffusion.cli.exact_resume import ExactResume
 from lit_diffusion.cli.last_checkpoint import LastCheckpoint
-from lit_diffusion.cli.run_outputs import ImagesSeen, RewindLogs
 
 
 def contains(callbacks: Sequence[Callback], kind: Any) -> bool:
@@ -42,11 +39,6 @@ def with_defaults(config: Any, *, fits: bool, shows_progress: bool) -> list[Call
     elif not contains(callbacks, FiniteUpdates):
         callbacks.append(FiniteUpdates())
     return callbacks
-
-
-def logging_and_resume_callbacks(changed: ChangedSettings) -> list[Callback]:
-    """Callbacks of a fit by which a resumed run ends as one that was never interrupted."""
-    return [RewindLogs(), ImagesSeen(), ApplyChangedHyperparameters(changed), ExactResume()]
 
 
 def with_last_checkpoint(callbacks: Sequence[Callback], folder: Path) -> list[Callback]:
@@ -85,19 +77,10 @@ class EndPredictions(Callback):
 
 # Callbacks by the names of their classes: --trainer.callbacks.EMA.decays=[0.9]
 
-_BY_NAME = re.compile(r"--trainer\.callbacks\.([A-Z]\w*)(?:\.([\w.]+))?(?:=(.*))?", re.DOTALL)
+_BY_NAME = re.compile(r"(--trainer\.callbacks\.([A-Z]\w*)(?:\.([\w.]+))?)(?:=(.*))?", re.DOTALL)
 
-
-class CallbackOption(NamedTuple):
-    """--trainer.callbacks.NAME.ARGUMENT=VALUE; without an argument, the value null removes it."""
-
-    name: str
-    argument: str | None
-    value: str
-
-    def __str__(self) -> str:
-        argument = f".{self.argument}" if self.argument else ""
-        return f"--trainer.callbacks.{self.name}{argument}={self.value}"
+CallbackOption = tuple[str, str | None, str]
+"""Name of a class, argument or None, value. Without an argument, the value null removes it."""
 
 
 def split_callback_options(options: Iterable[str]) -> tuple[list[str], list[CallbackOption]]:
@@ -108,23 +91,25 @@ def split_callback_options(options: Iterable[str]) -> tuple[list[str], list[Call
 
     Example:
         >>> split_callback_options(["--data=Digits", "--trainer.callbacks.EMA.decays=[0.9]"])[1]
-        [CallbackOption(name='EMA', argument='decays', value='[0.9]')]
+        [('EMA', 'decays', '[0.9]')]
     """
-    others, by_name, remaining, last_added = [], [], iter(options), ""
+    others: list[str] = []
+    by_name: list[CallbackOption] = []
+    remaining, last_added = iter(options), ""
     for option in remaining:
         if option.startswith("--trainer.callbacks+="):
             last_added = option.rpartition("=")[2].rpartition(".")[2]
         if not (match := _BY_NAME.fullmatch(option)):
             others.append(option)
             continue
-        name, argument, value = match.groups()
+        option, name, argument, value = match.groups()
         value = next(remaining, "--") if value is None else value
         if value.startswith("--"):
             raise ValueError(f"{option} needs a value: {option}=VALUE.")
         if name == last_added and argument:  # set at once: it may be required
             others.append(f"--trainer.callbacks.{argument}={value}")
         else:
-            by_name.append(CallbackOption(name, argument, value))
+            by_name.append((name, argument, value))
     return others, by_name
 
 
@@ -137,45 +122,41 @@ def apply_callback_options(
         ValueError: where the class is not there exactly once, or the value cannot be set.
     """
     callbacks = list(callbacks)
-    for option in options:
+    for name, argument, text in options:
+        option = ".".join(filter(None, ("--trainer.callbacks", name, argument)))
         names = [callback["class_path"].rpartition(".")[2] for callback in callbacks]
-        if names.count(option.name) > 1:
-            raise ValueError(
-                f"{option}: the config has several {option.name}; change them in a file."
-            )
-        if option.name not in names:
-            close = get_close_matches(option.name, names, 1)
-            fix = f"--trainer.callbacks+={option.name} adds one."
-            fix = f"did you mean {close[0]}?" if close else fix
+        if names.count(name) != 1:
+            fix = f"--trainer.callbacks+={name} adds one."
+            if name in names:
+                fix = "change them in a file."
+            elif close := get_close_matches(name, names, 1):
+                fix = f"did you mean {close[0]}?"
             raise ValueError(f"{option}: the config has {', '.join(names) or 'none'}; {fix}")
-        index = names.index(option.name)
-        if option.argument is not None:
-            _set_argument(callbacks[index], option)
-        elif option.value == "null":
+        index = names.index(name)
+        path = [part for part in (argument or "").split(".") if part not in ("", "init_args")]
+        if path:
+            _set_argument(callbacks[index], path, text, option)
+        elif argument is None and text == "null":
             del callbacks[index]
         else:
             raise ValueError(
-                f"{option}: =null leaves {option.name} out; its arguments are set as "
-                f"--trainer.callbacks.{option.name}.ARGUMENT=VALUE."
+                f"{option}: set an argument, as --trainer.callbacks.{name}.ARGUMENT=VALUE, or "
+                f"leave the callback out by --trainer.callbacks.{name}=null."
             )
     return callbacks
 
 
-def _set_argument(callback: dict[str, Any], option: CallbackOption) -> None:
-    """Set the argument of a callback, or of an object among its arguments."""
-    names = [name for name in str(option.argument).split(".") if name != "init_args"]
+def _set_argument(callback: dict[str, Any], path: Sequence[str], text: str, option: str) -> None:
+    """Set the argument of a callback, or of an object among its arguments, to a value in YAML."""
     try:
-        value = get_loader("yaml")(option.value)
+        value = get_loader("yaml")(text)
     except YAMLError as error:
-        raise ValueError(f"{option}: the value is no YAML.") from error
-    if not names or (value is None and option.value not in ("null", "None", "~")):
-        raise ValueError(f"{option}: name an argument and its value.")
-    target = callback
-    for depth, name in enumerate(names):
-        if not isinstance(target, dict):
-            raise ValueError(f"{option}: {names[depth - 1]} is {target!r}, which has no {name}.")
-        arguments = target.setdefault("init_args", {}) if "class_path" in target else target
-        if depth == len(names) - 1:
-            arguments[name] = value
-        else:
-            target = arguments.setdefault(name, {})
+        raise ValueError(f"{option}: the value {text} is no YAML.") from error
+    arguments = callback.setdefault("init_args", {})
+    for parent in path[:-1]:
+        arguments = arguments.setdefault(parent, {})
+        if not isinstance(arguments, dict):
+            raise ValueError(f"{option}: {parent} is {arguments!r}, which has no arguments.")
+        if "class_path" in arguments:
+            arguments = arguments.setdefault("init_args", {})
+    arguments[path[-1]] = value

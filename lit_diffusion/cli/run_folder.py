@@ -99,7 +99,7 @@ def read_command_line(argv: Sequence[str]) -> Request:
         options.append(f"--ckpt_path={ckpt_path or 'null'}")
     checkpoint = None
     # Lightning understands other names.
-    others = (None, "best", "hpc", "registry")
+    others = (None, "hpc", "registry")
     if ckpt_path not in others and "://" not in ckpt_path:
         checkpoint = last if ckpt_path == "last" else Path(ckpt_path)
         if not checkpoint.is_file():
@@ -204,18 +204,10 @@ def _resume_configs(root: Path) -> list[Path]:
 
 
 def traces(root: Path) -> list[Path]:
-    """Files by which a folder holds a run: curves, scores and checkpoints.
-
-    A metrics.csv alone that says that the first steps were not finite is no run.
-    """
+    """Files by which a folder holds a run: curves, scores and checkpoints."""
     min_lines = {root / "metrics.csv": 2, root / "evaluations.jsonl": 1}
     files = [file for file, num in min_lines.items() if _has_lines(file, num)]
-    files += sorted(root.glob("checkpoints/*.ckpt"))
-    if len(files) == 1:
-        with files[0].open("rb") as lines:
-            if next(lines, b"").strip() == b"step,train/loss,train/nonfinite_steps":
-                return []
-    return files
+    return files + sorted(root.glob("checkpoints/*.ckpt"))
 
 
 def _has_lines(file: Path, num: int) -> bool:

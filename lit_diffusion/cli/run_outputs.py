@@ -1,4 +1,4 @@
-"""What a fit writes beside its checkpoints: config, curves, the count of images, a summary."""
+"""What a fit writes beside its checkpoints and curves: its config, and lines for a person."""
 
 import shlex
 import signal
@@ -8,32 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from lightning.fabric.utilities.apply_func import convert_tensors_to_scalars
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import MLFlowLogger
-from lightning.pytorch.utilities import rank_zero_info
 
 from lit_diffusion.callbacks.slurm import job_id
-from lit_diffusion.callbacks.trainer_state import isinstance_lightning, logger_step, should_log
-from lit_diffusion.checkpoints.averages import find_averages
+from lit_diffusion.callbacks.trainer_state import isinstance_lightning
+from lit_diffusion.checkpoints.averages import average_names
 from lit_diffusion.checkpoints.loading import checkpoint_file
 from lit_diffusion.checkpoints.reading import read_checkpoint
-from lit_diffusion.cli.lightning_internals import (
-    count_validated_step,
-    is_row_pending,
-    metrics_to_log,
-)
-from lit_diffusion.cli.loggers import AppendingCSVLogger, read_evaluations, rewind_evaluations
+from lit_diffusion.cli.loggers import read_evaluations
 from lit_diffusion.cli.run_folder import Request, next_config
 from lit_diffusion.files import atomic_write_text
-from lit_diffusion.metrics.evaluation_record import (
-    ImageCount,
-    count_training_images,
-    is_repeat,
-    parse_image_count,
-    start_image_count,
-)
+from lit_diffusion.metrics.evaluation_record import count_training_images, is_repeat
 
 
 class RunConfig(SaveConfigCallback):
@@ -64,66 +51,6 @@ class RunConfig(SaveConfigCallback):
     on_sanity_check_start = on_train_start
 
 
-class RewindLogs(Callback):
-    """Keeps metrics.csv and evaluations.jsonl consistent with the checkpoint of a resume.
-
-    A checkpoint is written after all rows of its step are on the disk; a resume deletes the rows
-    of later steps.
-    """
-
-    def on_save_checkpoint(self, trainer: Trainer, *_: Any) -> None:
-        """Log the row that Lightning logs only after `on_train_batch_end`, where saves are made."""
-        if not is_row_pending(trainer) or not should_log(trainer):
-            return
-        if metrics := convert_tensors_to_scalars(metrics_to_log(trainer)):
-            step = metrics.pop("step", logger_step(trainer))
-            metrics.setdefault("epoch", trainer.current_epoch)
-            for logger in _csv_loggers(trainer):
-                logger.log_ahead(metrics, int(step))
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Delete the rows of steps after the one that was restored."""
-        count_validated_step(trainer)
-        if not trainer.is_global_zero:
-            return
-        evaluations = Path(trainer.default_root_dir) / "evaluations.jsonl"
-        num_deleted = {evaluations: rewind_evaluations(evaluations, trainer.global_step)}
-        for logger in _csv_loggers(trainer):
-            num_deleted[logger.path] = logger.rewind(logger_step(trainer))
-        for file, num in num_deleted.items():
-            if num:
-                step = trainer.global_step
-                rank_zero_info(f"Took {num} rows of steps after {step} out of {file}.")
-
-
-def _csv_loggers(trainer: Trainer) -> list[AppendingCSVLogger]:
-    return [logger for logger in trainer.loggers if isinstance(logger, AppendingCSVLogger)]
-
-
-class ImagesSeen(Callback):
-    """Counts training images, also of a run whose resumes change the batch size."""
-
-    def __init__(self) -> None:
-        self.image_count: ImageCount | None = None  # of the fit, which `images_seen` reads
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Continue the count of the checkpoint."""
-        self.image_count = start_image_count(trainer, self.image_count)
-
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Save the count."""
-        if self.image_count is not None:
-            checkpoint["images_seen"] = list(self.image_count)
-
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Load the count."""
-        self.image_count = parse_image_count(checkpoint.get("images_seen"))
-
-
 # Lines for a person at the end of a fit
 
 
@@ -143,7 +70,7 @@ def summary(request: Request, trainer: Trainer, seconds: float) -> str:
     rows += fid_rows([record for record in records if not is_repeat(record)])
     if (file := checkpoint_file(root)).is_file():
         command = ["lit-diffusion", "sample", "--checkpoint", str(root)]
-        if not find_averages(read_checkpoint(file, mmap=True), file):
+        if not average_names(read_checkpoint(file, mmap=True), file):
             command += ["--weights", "raw"]
         command += [f"--trust={package}" for package in request.trust]
         rows.append(("sample", shlex.join([*command, "--num", "64", "--out", f"{root}/out"])))

@@ -1,8 +1,14 @@
-"""Pure parts; what a resume does to a run is in test_run.py."""
+from functools import partial
 
 import pytest
+import torch
+from support.saving import fit, saved
+from support.tiny_run import TinyModule, TinyNet
+from torch.optim import SGD, Adam
 
-from lit_diffusion.cli.changed_settings import differences
+from lit_diffusion.cli.changed_settings import ApplyChangedHyperparameters, differences
+from lit_diffusion.cli.last_checkpoint import LastCheckpoint
+from lit_diffusion.lr_schedules import WarmupConstant, WarmupLinear
 
 ADAM = {"class_path": "torch.optim.Adam", "init_args": {"lr": 0.1, "betas": [0.9, 0.99]}}
 MODEL = {"class_path": "A", "init_args": {"optimizer": ADAM, "sizes": (1, 2), "dropout": None}}
@@ -32,7 +38,7 @@ def changed(**init_args):
         (changed(new_setting=3), {}),
     ],
 )
-def test_settings_that_differ_are_found_by_name(used, expected):
+def test_settings_that_differ_are_listed_by_name(used, expected):
     assert differences(MODEL, used) == expected
 
 
@@ -45,3 +51,74 @@ def test_lists_of_as_many_objects_differ_in_the_settings_of_their_objects():
     ]
     assert differences(old, new, "callbacks") == {"callbacks.0.decays": ([0.9], [0.5])}
     assert differences(old, new[:1], "callbacks") == {"callbacks": (old, new[:1])}
+
+
+# At a resume
+
+
+def train(folder, optimizer, schedule=None, steps=8, changes=None):
+    """lr inside each step; a resume with those changes, if there are any, else a new run."""
+    lrs = []
+
+    class Records(TinyModule):
+        def on_before_optimizer_step(self, optimizer):
+            lrs.append(optimizer.param_groups[0]["lr"])
+
+    ckpt_path = None if changes is None else folder / "last.ckpt"
+    apply = ApplyChangedHyperparameters(changes or {})
+    module = Records(TinyNet(3), optimizer, schedule)
+    fit(LastCheckpoint(folder), folder, ckpt_path, [apply], module, max_steps=steps)
+    return lrs
+
+
+LINEAR = partial(WarmupLinear, total_steps=8, warmup_steps=2)
+LR = {"model.optimizer.lr": (0.1, 0.02)}
+SCHEDULE = {"model.lr_scheduler": ("WarmupLinear", "another")}
+
+
+@pytest.mark.parametrize(
+    ("before", "lr", "after", "changes"),
+    [
+        (LINEAR, 0.1, LINEAR, {}),
+        (LINEAR, 0.02, LINEAR, LR),
+        (None, 0.02, None, LR),
+        (partial(LINEAR, total_steps=12), 0.1, LINEAR, SCHEDULE),
+        (LINEAR, 0.1, partial(WarmupConstant, warmup_steps=7), SCHEDULE),
+        (None, 0.1, LINEAR, SCHEDULE),
+    ],
+)
+def test_a_changed_lr_or_schedule_is_as_if_it_had_been_there_from_the_start(
+    tmp_path, before, lr, after, changes
+):
+    whole = train(tmp_path / "whole", partial(Adam, lr=lr), after)
+    train(tmp_path, partial(Adam, lr=0.1), before, steps=5)
+    assert train(tmp_path, partial(Adam, lr=lr), after, changes=changes) == whole[5:]
+    assert saved(tmp_path)["lr_schedulers"] == saved(tmp_path / "whole")["lr_schedulers"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "before", "after"),
+    [(Adam, "amsgrad", True, False), (SGD, "momentum", 0.0, 0.9)],
+)
+def test_a_setting_that_needs_no_other_state_is_changed(tmp_path, kind, name, before, after):
+    train(tmp_path, partial(kind, lr=0.01, **{name: before}), steps=3)
+    changes = {f"model.optimizer.{name}": (before, after)}
+    train(tmp_path, partial(kind, lr=0.01, **{name: after}), changes=changes)
+    group = saved(tmp_path)["optimizer_states"][0]["param_groups"][0]
+    assert (group[name], group["lr"]) == (after, 0.01)
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    train(tmp_path, partial(Adam, lr=0.01), steps=3)
+    changes = {"model.optimizer": ("torch.optim.Adam", "torch.optim.SGD")}
+    with pytest.raises(ValueError, match=r"was torch\.optim\.Adam and is now torch\.optim\.SGD"):
+        train(tmp_path, partial(SGD, lr=0.01), changes=changes)
+
+
+def test_momenta_stay_where_betas_change(tmp_path):
+    train(tmp_path, partial(Adam, lr=0.01), steps=3)
+    before = saved(tmp_path)["optimizer_states"][0]["state"][0]["exp_avg"]
+    changes = {"model.optimizer.betas": ((0.9, 0.999), (1.0 - 1e-9, 0.5))}
+    train(tmp_path, partial(Adam, lr=0.01, betas=(1.0 - 1e-9, 0.5)), steps=4, changes=changes)
+    after = saved(tmp_path)["optimizer_states"][0]["state"][0]["exp_avg"]
+    torch.testing.assert_close(after, before)

@@ -9,11 +9,12 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.plain_module import assert_same_bits
 from support.saving import Saves, fit, saved
-from support.tiny_run import TinyData, TinyModule, TinyNet
+from support.tiny_run import TinyData, TinyModule, TinyNet, TwoOptimizers
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from lit_diffusion.cli.exact_resume import ExactResume
+from lit_diffusion.cli.exact_resume import ExactResume, completed_epochs, save_interval
 from lit_diffusion.cli.last_checkpoint import LastCheckpoint
+from lit_diffusion.cli.loggers import AppendingCSVLogger, read_rows
 
 
 @pytest.mark.parametrize(
@@ -246,3 +247,77 @@ def test_a_strangers_file_of_the_same_name_stays(run):
     files = done()
     assert files["mine.ckpt"] == {"global_step": 2}
     assert files["mine-v1.ckpt"]["global_step"] == 5
+
+
+# Curves and counts
+
+
+def logged_fit(folder, max_steps, ckpt_path=None, module=None, **options):
+    trainer = pl.Trainer(
+        max_steps=max_steps,
+        callbacks=[ExactResume(), LastCheckpoint(folder)],
+        logger=AppendingCSVLogger(folder),
+        default_root_dir=folder,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        accelerator="cpu",
+        **options,
+    )
+    module = module or TinyModule(TinyNet(3), torch.optim.Adam)
+    trainer.fit(module, TinyData(), ckpt_path=ckpt_path)
+
+
+def training_steps(folder):
+    return [row["step"] for row in read_rows(folder / "metrics.csv") if "train/loss" in row]
+
+
+@pytest.mark.parametrize("interval", [2, 3, 5])
+def test_another_interval_of_validation_at_a_resume_shifts_no_row(tmp_path, interval):
+    options = {"check_val_every_n_epoch": None}
+    logged_fit(tmp_path, 6, val_check_interval=2, **options)
+    logged_fit(tmp_path, 10, tmp_path / "last.ckpt", val_check_interval=interval, **options)
+    assert training_steps(tmp_path) == [str(step) for step in range(10)]
+
+
+def test_rows_are_deleted_by_the_steps_they_are_logged_at_not_by_those_of_all_optimizers(tmp_path):
+    def run(max_steps, ckpt_path=None):
+        module = TwoOptimizers(TinyNet(3), torch.optim.Adam)
+        logged_fit(tmp_path, max_steps, ckpt_path, module)
+
+    run(12)
+    early = (tmp_path / "last.ckpt").read_bytes()
+    run(16, tmp_path / "last.ckpt")
+    (tmp_path / "last.ckpt").write_bytes(early)  # died before the next save
+    run(16, tmp_path / "last.ckpt")
+    assert training_steps(tmp_path) == [str(step) for step in range(8)]
+
+
+@pytest.mark.parametrize("images", [[1], "abc", [1, 2, "many"], [1, 2, True]])
+def test_counts_of_images_that_are_none_are_refused(images):
+    with pytest.raises(ValueError, match="images_seen must be three counts"):
+        ExactResume().on_load_checkpoint(None, None, {"images_seen": images})
+
+
+def test_an_epoch_is_complete_when_all_its_batches_are(tmp_path):
+    for steps, epochs in ((3, 0), (4, 1), (5, 1), (8, 2)):
+        fit(LastCheckpoint(tmp_path), tmp_path, max_steps=steps)
+        assert completed_epochs(saved(tmp_path)) == epochs
+    assert completed_epochs({}) == completed_epochs({"loops": {"fit_loop": {}}}) == 0
+
+
+def test_the_private_names_of_lightning_are_of_the_kind_that_is_used(tmp_path):
+    """And a ModelCheckpoint that was restored has the state that it was restored from."""
+    trainer = pl.Trainer(logger=False, enable_progress_bar=False, accelerator="cpu")
+    assert isinstance(trainer._logger_connector._callback_metrics, dict)
+    assert isinstance(type(trainer._logger_connector).metrics, property)
+    assert trainer.fit_loop.epoch_loop._batches_that_stepped == 0
+    assert trainer.fit_loop._restarting is False
+    assert save_interval(ModelCheckpoint(every_n_train_steps=7)) == 7
+    assert save_interval(ModelCheckpoint(every_n_epochs=7)) == 0
+    saver = ModelCheckpoint(tmp_path, monitor="val/loss")
+    fit(saver, tmp_path, callbacks=[ExactResume()], max_steps=4)
+    state = torch.load(saver.best_model_path)["model_checkpoints"][saver.state_key]
+    assert state.keys() == {name for name in state if hasattr(saver, name)}
+    assert (state["_last_global_step_saved"], saver._last_global_step_saved) == (0, 4)

@@ -1,6 +1,7 @@
 import math
 import os
 import time
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
@@ -9,7 +10,7 @@ from support.saving import Saves, fit, saved
 
 from lit_diffusion.callbacks import FiniteUpdates
 from lit_diffusion.cli.exact_resume import ExactResume
-from lit_diffusion.cli.last_checkpoint import LastCheckpoint, PreviousCheckpoint
+from lit_diffusion.cli.last_checkpoint import LastCheckpoint
 from lit_diffusion.files import atomic_write_text
 
 
@@ -247,33 +248,28 @@ def test_no_save_is_made_between_accumulated_batches(tmp_path):
     assert "resumes_inexactly" not in saved(tmp_path)
 
 
-def test_the_previous_file_comes_back_until_it_is_discarded(tmp_path):
-    """Also after the process died that linked it. No bytes are copied."""
-    path = tmp_path / "last.ckpt"
-    previous = PreviousCheckpoint(path)
-    previous.keep()
-    assert not previous.restore()  # without a file there is nothing to keep
-    for content in ("first", "second", "third"):
-        atomic_write_text(path, content)
-        previous.keep()
-        if content == "first":
-            assert os.path.samefile(path, tmp_path / "before-last.ckpt")
-    assert PreviousCheckpoint(path).restore()
-    assert path.read_text() == "first"
-    previous.keep()
-    atomic_write_text(path, "fourth")
-    previous.discard()
-    assert not previous.restore()
-    assert path.read_text() == "fourth"
-
-
 def test_a_file_system_without_hard_links_warns(tmp_path, monkeypatch):
     def link(*paths):
         raise OSError("Operation not supported")
 
     monkeypatch.setattr(os, "link", link)
-    (tmp_path / "last.ckpt").touch()
-    previous = PreviousCheckpoint(tmp_path / "last.ckpt")
+    saver = Saves(tmp_path)
+    saver.path.touch()
     with pytest.warns(UserWarning, match=r"without its old content being kept .*not supported"):
-        previous.keep()
-    assert not previous.restore()
+        saver._link_previous()
+
+
+def test_the_file_before_an_unproven_one_outlives_the_process(tmp_path):
+    """A run that dies before a loss was finite leaves both; the next one puts the older back."""
+    saver = Saves(tmp_path, first=1)
+    saver.path.write_text("proven")
+    saver._link_previous()
+    assert os.path.samefile(tmp_path / "before-last.ckpt", saver.path)  # no copy
+    for content in ("ruined", "ruined too"):
+        atomic_write_text(saver.path, content)
+        saver._link_previous()
+    trainer = SimpleNamespace(is_global_zero=True)
+    with pytest.warns(UserWarning, match="save before"):
+        Saves(tmp_path).on_exception(trainer, None, FloatingPointError())
+    assert saver.path.read_text() == "proven"
+    assert os.listdir(tmp_path) == ["last.ckpt"]

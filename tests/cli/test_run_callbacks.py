@@ -122,12 +122,11 @@ def test_null_leaves_one_out():
     [
         ("Timer.duration=3", "has EMA, FIDEvaluation, LearningRateMonitor; .*=Timer adds one"),
         ("EAM.decays=[0.5]", "LearningRateMonitor; did you mean EMA[?]$"),
-        ("EMA=3", "EMA=3: =null leaves EMA out"),
-        ("FIDEvaluation.extractor.a=2", "extractor is 'x', which has no a"),
-        ("EMA.decays", "needs a value"),
-        ("EMA.decays=", "name an argument and its value"),
-        ("EMA.decays=[0.9", "the value is no YAML"),
-        ("EMA.init_args={decays: [0.5]}", "name an argument and its value"),
+        ("EMA=3", r"EMA: set an argument, as .*EMA.ARGUMENT=VALUE, or leave .* by .*EMA=null"),
+        ("EMA.init_args={decays: [0.5]}", "EMA.init_args: set an argument"),
+        ("FIDEvaluation.extractor.a=2", "extractor is 'x', which has no arguments"),
+        ("EMA.decays", "EMA.decays needs a value"),
+        ("EMA.decays=[0.9", "the value .* is no YAML"),
     ],
 )
 def test_mistakes_name_the_option_and_the_fix(option, message):
@@ -136,7 +135,7 @@ def test_mistakes_name_the_option_and_the_fix(option, message):
 
 
 def test_of_two_of_a_class_none_is_meant():
-    with pytest.raises(ValueError, match="has several EMA; change them in a file"):
+    with pytest.raises(ValueError, match=r"EMA, .*EMA, .*; change them in a file"):
         apply([*callbacks(), *callbacks()], "EMA.warmup=false")
 
 

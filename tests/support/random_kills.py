@@ -12,10 +12,7 @@ from pathlib import Path
 
 import torch
 
-from lit_diffusion.cli import (
-    fit,  # noqa: F401  imported before the forks
-    trainer_cli,  # noqa: F401
-)
+from lit_diffusion.cli import fit  # noqa: F401  imported before the forks
 from lit_diffusion.cli.main import main as command_line
 from support.deaths import Places
 from support.random_fits import random_config

@@ -31,9 +31,9 @@ from lit_diffusion.callbacks import (
     StepSeed,
     TimestepCurriculum,
 )
+from lit_diffusion.cli.exact_resume import ExactResume
 from lit_diffusion.cli.last_checkpoint import LastCheckpoint
 from lit_diffusion.cli.loggers import AppendingCSVLogger, read_rows
-from lit_diffusion.cli.run_callbacks import logging_and_resume_callbacks
 from lit_diffusion.data.base import ImageDataModule
 from lit_diffusion.data.digits import Digits
 from lit_diffusion.lr_schedules import WarmupCosine
@@ -156,7 +156,7 @@ class Recipe:
             folder,
             *extra,
             *((CALLBACKS | ALTERNATIVES | FOREIGN)[name]() for name in self.callbacks),
-            *logging_and_resume_callbacks({}),
+            ExactResume(),
             logger=AppendingCSVLogger(folder),
             **{
                 "max_steps": STEPS,

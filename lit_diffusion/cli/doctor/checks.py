@@ -20,7 +20,7 @@ from torch import Tensor
 from lit_diffusion.callbacks.ema import EMA
 from lit_diffusion.callbacks.power_ema import PowerEMA
 from lit_diffusion.cli.doctor.run import ExaminedRun, FitOnOneProcess, describe_error
-from lit_diffusion.cli.lightning_internals import save_intervals
+from lit_diffusion.cli.exact_resume import save_interval
 from lit_diffusion.cli.run_folder import read_command_line
 from lit_diffusion.config.trust import allow_class_paths
 from lit_diffusion.data.loaders import usable_cores
@@ -153,7 +153,7 @@ def check_intervals(run: ExaminedRun) -> Iterator[Finding]:
         every = getattr(callback, "every_n_steps", None)
         every = getattr(callback, "snapshot_every_n_steps", None) or every
         if isinstance(callback, ModelCheckpoint):
-            every = save_intervals(callback)[0]
+            every = save_interval(callback)
         if every and not run.count_rounds(every):
             yield warning(name, f"every {every:,} steps comes in none {to_go}")
         length = getattr(callback, "num_steps", None) or getattr(callback, "total_steps", None)
@@ -314,7 +314,7 @@ def count_checkpoints(run: ExaminedRun) -> float:
     for callback in run.callbacks:
         num += bool(getattr(callback, "save_best", False))  # best-fid.ckpt
         if isinstance(callback, ModelCheckpoint):
-            every, files = save_intervals(callback)[0], float(callback.save_top_k)
+            every, files = save_interval(callback), float(callback.save_top_k)
             if files < 0:
                 files = run.count_rounds(every) if every and run.num_steps else math.inf
             num += files + bool(callback.save_last)

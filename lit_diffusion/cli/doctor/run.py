@@ -21,9 +21,8 @@ from lit_diffusion.callbacks.fid import FIDEvaluation
 from lit_diffusion.callbacks.sample_grid import SampleGrid
 from lit_diffusion.callbacks.trainer_state import limited_batches
 from lit_diffusion.checkpoints.reading import read_checkpoint
-from lit_diffusion.cli.error_messages import explain
+from lit_diffusion.cli.fit import RunCLI, explain
 from lit_diffusion.cli.run_folder import Request
-from lit_diffusion.cli.trainer_cli import RunCLI
 from lit_diffusion.config.messages import explain_parse_error, is_user_error
 from lit_diffusion.data.base import ImageDataModule
 from lit_diffusion.modules.diffusion import DiffusionModule
@@ -57,7 +56,7 @@ class FitOnOneProcess(RunCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build both Trainers; return the one of one process."""
-        settings = self.value_of(self.config_init, "trainer")
+        settings = self.trainer_settings
         try:
             trainer = super().instantiate_trainer(**kwargs)
             self.num_devices, self.num_nodes = trainer.num_devices, trainer.num_nodes

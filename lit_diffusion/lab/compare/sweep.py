@@ -255,12 +255,12 @@ def arm_configs(config: str, arms: Sequence[str]) -> dict[str, list[str]]:
 
 def _fit_settings(arm: str, files: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
     """The whole config of a fit; a ValueError if the fit or a sweep would refuse it."""
-    from lit_diffusion.cli.trainer_cli import run_command
+    from lit_diffusion.cli.fit import run as run_fit
 
     printed, configs = io.StringIO(), [f"--config={file}" for file in files]
     try:
         with redirect_stdout(printed), suppress(SystemExit):
-            run_command(["fit", *configs, *options, "--print_config"])
+            run_fit(["fit", *configs, *options, "--print_config"])
         settings: dict[str, Any] = yaml.safe_load(printed.getvalue())
         trainer = settings["trainer"]
         if trainer["max_steps"] < 1:
