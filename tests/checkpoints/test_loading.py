@@ -1,9 +1,5 @@
-import subprocess
-import sys
-
 import pytest
 import torch
-from support.plain_module import assert_same_bits
 from support.small_digits import small_digits
 from support.tiny_checkpoint import checkpoint_of, tiny
 from torch.distributed import checkpoint as distributed_checkpoint
@@ -133,21 +129,8 @@ def test_a_folder_of_parts_is_refused_with_the_command_that_makes_a_file_of_it(s
         read_checkpoint(tmp_path)
 
 
-@pytest.mark.slow
-def test_that_command_makes_a_file_of_a_folder_of_parts(split, tmp_path):
-    folder = tmp_path / "last.ckpt"
-    distributed_checkpoint.save({"state_dict": split.state_dict()}, checkpoint_id=folder)
-    torch.save({}, folder / "meta.pt")  # as Lightning adds it
-    program = [sys.executable, "-m", "lightning.fabric.utilities.consolidate_checkpoint"]
-    subprocess.run([*program, folder, "--output_file", tmp_path / "x.ckpt"], check=True)
-    state = read_checkpoint(tmp_path / "x.ckpt")["state_dict"]
-    assert_same_bits(
-        state, {name: value.full_tensor() for name, value in split.state_dict().items()}
-    )
-
-
 def test_what_does_not_fit_or_is_not_there_is_refused_by_name(file, tmp_path):
-    first = r"network\.layers\.0\.weight is \(3, 2\) in the file, \(5, 2\) in the module"
+    first = r"size mismatch for network\.layers\.0\.weight: .*\[3, 2\].*\[5, 2\]"
     with pytest.raises(ValueError, match=rf"last\.ckpt is of another architecture: {first}"):
         load(file, module=tiny(width=5))
     with pytest.raises(ValueError, match=r"no weights 'ema_0.9'; it has raw, ema_0.5, ema_0.25"):
@@ -162,5 +145,5 @@ def test_what_does_not_fit_or_is_not_there_is_refused_by_name(file, tmp_path):
     write_checkpoint(content, tmp_path / "checkpoints" / "last.ckpt")
     with pytest.raises(ValueError, match=r"no weights 'ema'; it has raw\."):
         load(tmp_path, module=tiny())  # a run folder
-    with pytest.raises(ValueError, match=r"lacks network\.layers\.0\.bias; the module lacks oth"):
+    with pytest.raises(ValueError, match=r"Missing .*layers\.0\.bias.* Unexpected .*other"):
         load(tmp_path, "raw", module=tiny())
