@@ -27,7 +27,6 @@ from lit_diffusion.lab.analysis import common
 from lit_diffusion.lab.analysis.command import AnalysisOptions
 from lit_diffusion.lab.analysis.common import Arrays
 from lit_diffusion.lab.analysis.fixed_losses import (
-    Losses,
     WeightState,
     check_same_losses,
     copy_weights,
@@ -37,31 +36,6 @@ from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
 from lit_diffusion.networks.layers import MLP, TimestepMLP
 from lit_diffusion.networks.unet import ResBlock
 from lit_diffusion.signals import print_error
-
-
-def interpolate_losses(
-    module: nn.Module,
-    a: WeightState,
-    b: WeightState,
-    losses: Losses,
-    alphas: Sequence[float] | NDArray[np.float64],
-) -> NDArray[np.float64]:
-    """Evaluate losses of a module at alpha a + (1 - alpha) b; its weights are put back.
-
-    Args:
-        module: module whose weights the losses depend on.
-        a: weights of `copy_weights`.
-        b: other weights of the same architecture.
-        losses: losses by name.
-        alphas: K points on the line, 1 at a.
-
-    Returns:
-        (number of losses, K).
-    """
-    points = (
-        {name: torch.lerp(b[name], value, alpha) for name, value in a.items()} for alpha in alphas
-    )
-    return evaluate_losses(module, points, losses)
 
 
 def barrier(alphas: NDArray[np.float64], values: NDArray[np.float64]) -> float:
@@ -249,7 +223,11 @@ def interpolate_weights(
     out = common.plan_analysis("interpolation", options, at_one, at_zero)
 
     def interpolate(kind: str) -> Arrays:
-        return {"values": interpolate_losses(at_one.module, a, ends[kind], losses, alphas)}
+        end = ends[kind]
+        points = (
+            {n: torch.lerp(end[n], value, alpha) for n, value in a.items()} for alpha in alphas
+        )
+        return {"values": evaluate_losses(at_one.module, points, losses)}
 
     arrays = common.compute_pieces(out, list(ends), interpolate, "line")
     lines = {kind: each["values"] for kind, each in zip(ends, arrays, strict=True)}

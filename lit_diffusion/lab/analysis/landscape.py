@@ -20,7 +20,6 @@ from lit_diffusion.lab.analysis import common
 from lit_diffusion.lab.analysis.command import AnalysisOptions
 from lit_diffusion.lab.analysis.common import Arrays
 from lit_diffusion.lab.analysis.fixed_losses import (
-    Losses,
     WeightState,
     check_same_losses,
     copy_weights,
@@ -61,34 +60,6 @@ def normalize_filters(direction: Direction, module: nn.Module) -> Direction:
         of_weight, of_direction = (x.square().sum(filter_dims, keepdim=True).sqrt() for x in (w, d))
         normalized[name] = d * (of_weight / of_direction.clamp(min=1e-12))
     return normalized
-
-
-def loss_landscape(
-    module: nn.Module,
-    plane: Sequence[Direction],
-    losses: Losses,
-    x: Sequence[float] | NDArray[np.float64],
-    y: Sequence[float] | NDArray[np.float64],
-) -> NDArray[np.float64]:
-    """Evaluate losses of a module at its weights + x first + y second; they are put back.
-
-    Args:
-        module: module at the center of the plane.
-        plane: the first and the second direction, with the same names.
-        losses: losses by name.
-        x: K coordinates along the first direction.
-        y: L coordinates along the second direction.
-
-    Returns:
-        (number of losses, L, K).
-    """
-    center, (first, second) = copy_weights(module), plane
-    points = (
-        {name: center[name] + u * d + v * second[name] for name, d in first.items()}
-        for v in y
-        for u in x
-    )
-    return evaluate_losses(module, points, losses).reshape(len(losses), len(y), len(x))
 
 
 def project(
@@ -174,11 +145,12 @@ def plot_landscape(
         raise ValueError(f"--span must be above 0 and finite, got {span}.")
     loaded = common.load_analyzed_module(checkpoint, options)
     module, losses = loaded.module, common.load_losses(loaded, options, images, levels)
+    center = copy_weights(module)
     on_path = [common.load_analyzed_module(file, options) for file in path or ()]
     trajectory = None
     if on_path:
         check_same_losses(loaded, *on_path)
-        center, states = copy_weights(module), [copy_weights(each.module) for each in on_path]
+        states = [copy_weights(each.module) for each in on_path]
         trained = [name for name, p in module.named_parameters() if p.requires_grad]
         plane, share = principal_plane(states, center, trained)
         trajectory = project(states, center, plane)
@@ -193,12 +165,12 @@ def plot_landscape(
     out = common.plan_analysis("landscape", options, loaded, *on_path)
 
     def compute_row(number: str) -> Arrays:
-        y = [axis[int(number)]]
-        rows = [
-            loss_landscape(module, planes[name], {name: loss}, axis, y)
-            for name, loss in losses.items()
-        ]
-        return {"values": np.concatenate(rows)}
+        y, rows = axis[int(number)], []
+        for name, loss in losses.items():
+            first, second = planes[name]
+            points = ({n: center[n] + x * first[n] + y * second[n] for n in first} for x in axis)
+            rows.append(evaluate_losses(module, points, {name: loss}))
+        return {"values": np.stack(rows)}  # (number of losses, 1, K)
 
     arrays = common.compute_pieces(out, [str(i) for i in range(points)], compute_row, "row")
     values = np.concatenate([each["values"] for each in arrays], axis=1)

@@ -270,12 +270,13 @@ def test_each_loss_of_a_gan_is_on_a_plane_of_its_own_network():
     z = module.latents(index.tolist(), "validation")
     for i, name in enumerate(("discriminator", "generator")):
         center = copy_weights(module)
-        corner = {n: center[n] - d - directions[1][n] for n, d in directions[0].items()}
-        part = {n: v for n, v in corner.items() if n.startswith(name)}
-        module.load_state_dict(part, strict=False)
-        losses = module.discriminator_losses(x0, labels, z), module.generator_losses(labels, z)
+        for k, x in enumerate((-1, 1)):
+            corner = {n: center[n] + x * d - directions[1][n] for n, d in directions[0].items()}
+            part = {n: v for n, v in corner.items() if n.startswith(name)}
+            module.load_state_dict(part, strict=False)
+            losses = module.discriminator_losses(x0, labels, z), module.generator_losses(labels, z)
+            assert values[i, 0, k] == pytest.approx(losses[i].mean().item(), rel=1e-4)
         module.load_state_dict(center, strict=False)
-        assert values[i, 0, 0] == pytest.approx(losses[i].mean().item(), rel=1e-4)
 
 
 @pytest.mark.system

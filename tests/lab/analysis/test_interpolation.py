@@ -1,7 +1,6 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from lit_diffusion.lab.analysis.fixed_losses import copy_weights
 from lit_diffusion.lab.analysis.interpolation import (
@@ -9,34 +8,11 @@ from lit_diffusion.lab.analysis.interpolation import (
     barrier,
     draw_interpolations,
     find_hidden_features,
-    interpolate_losses,
 )
 from lit_diffusion.lab.gan.dcgan import DCGANDiscriminator, DCGANGenerator
 from lit_diffusion.networks.dit import DiT
 from lit_diffusion.networks.unet import UNet
 from lit_diffusion.networks.uvit import UViT
-
-
-def network(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
-
-
-def quadratic(module):
-    return lambda: sum((p - 1).square().sum() for p in module.parameters())
-
-
-def test_a_quadratic_is_a_parabola_between_its_ends_and_the_weights_are_put_back():
-    a, b = network(0), network(1)
-    before, losses = copy_weights(a), {"loss": quadratic(a)}
-    (values,) = interpolate_losses(a, before, copy_weights(b), losses, np.linspace(0, 1, 5))
-    assert all(torch.equal(value, before[name]) for name, value in copy_weights(a).items())
-    assert values[-1] == pytest.approx(quadratic(a)().item())  # alpha = 1 is at a
-    assert values[0] == pytest.approx(quadratic(b)().item())
-    distance = sum(
-        (p - q).square().sum().item() for p, q in zip(a.parameters(), b.parameters(), strict=True)
-    )
-    np.testing.assert_allclose(np.diff(values, 2), 2 * distance / 16, rtol=1e-9)
 
 
 def test_a_barrier_is_how_far_it_rises_above_the_line():
