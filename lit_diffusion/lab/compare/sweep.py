@@ -121,10 +121,11 @@ def run(argv: Sequence[str]) -> None:
             raise interrupt
         raise SystemExit(EXIT_SAVED) from interrupt
     redeliver_signal()
-    if sweep.unfinished:
-        print_status(f"{sweep.tally()}; not {', '.join(sweep.unfinished)}")
+    unfinished = [run.name for run in runs if run not in sweep.finished]
+    if unfinished:
+        print_status(f"{sweep.tally()}; not {', '.join(unfinished)}")
     is_compared = not has_arms or _write_report(out)
-    if sweep.unfinished or not is_compared:
+    if unfinished or not is_compared:
         raise SystemExit(1)
 
 
@@ -158,7 +159,7 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """The arm and the seed, as messages have it."""
         return f"{self.arm}/seed-{self.seed}"
 
     @property
@@ -330,35 +331,30 @@ class Sweep:
     runs: Sequence[PlannedRun]
     at_once: int
     saved: bool = field(default=False, init=False)
-    _finished: set[str] = field(default_factory=set, init=False)
+    finished: set[PlannedRun] = field(default_factory=set, init=False)
 
     def run(self) -> None:
         """Start or resume every run that is not finished, and print what becomes of it."""
-        run_jobs(self._jobs(), self.at_once, self._on_end)
-
-    @property
-    def unfinished(self) -> list[str]:
-        """Names of runs that are not finished."""
-        return [run.name for run in self.runs if run.name not in self._finished]
+        run_jobs(self.jobs(), self.at_once, self.on_end)
 
     def tally(self) -> str:
         """How many runs are finished, for messages."""
-        return f"{len(self._finished)} of {len(self.runs)} runs finished"
+        return f"{len(self.finished)} of {len(self.runs)} runs finished"
 
-    def _jobs(self) -> Iterator[Job | None]:
+    def jobs(self) -> Iterator[Job | None]:
         """The jobs to start; None while all that is left is run by other processes."""
-        queue, left = deque(self.runs), set[str]()
+        queue, waited_for = deque(self.runs), set[PlannedRun]()
         while queue and not self.saved:
             run = queue.popleft()
             try:
                 job = self._prepare(run)
             except InUse:
-                if run.name in left:
+                queue.append(run)
+                if run in waited_for:
                     yield None
                 else:
                     print_status(f"{run.name} is being run by another process, and is waited for")
-                queue.append(run)
-                left.add(run.name)
+                    waited_for.add(run)
                 continue
             if job is not None:
                 yield job
@@ -380,8 +376,7 @@ class Sweep:
                 return None
             unless_started.pop_all()
         program = shutil.which("lit-diffusion", path=Path(sys.executable).parent)
-        command = [program or "lit-diffusion", *run.command[1:], *options]
-        return Job(run.name, command, log)
+        return Job(run.name, [program or "lit-diffusion", *run.command[1:], *options], log)
 
     def _start_options(self, run: PlannedRun) -> list[str] | None:
         """Further options of a run that starts or resumes; None if it is not to be started."""
@@ -398,37 +393,36 @@ class Sweep:
             print_status(f"{run.name} starts")
             return []
         if steps >= run.max_steps:
-            self._finished.add(run.name)
+            self.finished.add(run)
             print_status(f"{run.name} was finished before")
             return None
         print_status(f"{run.name} resumes at step {steps}")
         return [RESUME]
 
-    def _on_end(self, job: Job, code: int, seconds: float) -> None:
+    def on_end(self, job: Job, code: int, seconds: float) -> None:
+        """Print what became of a run whose process has ended."""
+        run = next(run for run in self.runs if run.name == job.name)
+        duration = timedelta(seconds=round(seconds))
         self.saved |= code == EXIT_SAVED
-        name, duration = job.name, timedelta(seconds=round(seconds))
-        run = next(run for run in self.runs if run.name == name)
         try:
             steps = run.completed_steps() or 0
         except ValueError as error:
-            print_status(f"{name} ended after {duration} with a damaged checkpoint: {error}")
+            print_status(f"{run.name} ended after {duration} with a damaged checkpoint: {error}")
             return
+        progress = f"saved at step {steps} of {run.max_steps}"
         if steps >= run.max_steps and code == 0:
-            self._finished.add(name)
-            print_status(f"{name} finished in {duration}; {self.tally()}")
+            self.finished.add(run)
+            print_status(f"{run.name} finished in {duration}; {self.tally()}")
         elif code == EXIT_SAVED:
             print_status(
-                f"{name} saved at step {steps} of {run.max_steps} on a signal, after {duration}, "
-                "to be started again; nothing else is started"
+                f"{run.name} {progress} on a signal, after {duration}, to be started again; "
+                "nothing else is started"
             )
         else:
-            how, log = (
-                f"FAILED with exit code {code}" if code else "STOPPED EARLY",
-                run.folder / LOG,
-            )
-            with log.open(errors="replace") as lines:
+            with (run.folder / LOG).open(errors="replace") as lines:
                 tail = "\n".join(f"  | {line.rstrip()}" for line in deque(lines, 15))
+            how = f"FAILED with exit code {code}" if code else "STOPPED EARLY"
             print_status(
-                f"{name} {how} after {duration}, saved at step {steps} of {run.max_steps}. "
-                f"The end of {log}:\n{tail}"
+                f"{run.name} {how} after {duration}, {progress}. The end of {run.folder / LOG}:\n"
+                f"{tail}"
             )

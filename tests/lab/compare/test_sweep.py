@@ -169,8 +169,8 @@ def test_a_checkpoint_that_a_run_leaves_damaged_stops_no_other_run(one_run, caps
     file = Path("out/baseline/seed-0/checkpoints/last.ckpt")
     file.parent.mkdir(parents=True)
     file.write_bytes(b"PK")
-    over._on_end(Job("baseline/seed-0", [], io.BytesIO()), 0, 1.0)
-    assert over.unfinished == ["baseline/seed-0"]
+    over.on_end(Job("baseline/seed-0", [], io.BytesIO()), 0, 1.0)
+    assert not over.finished
     assert "ended after 0:00:01 with a damaged checkpoint: out/baseline" in capsys.readouterr().err
 
 
@@ -181,7 +181,7 @@ def test_the_folder_of_a_fit_that_no_sweep_started_is_left_alone_until_it_ends(o
     (run / "metrics.csv").unlink()
     with occupied(run):
         before, claimed = sorted(run.iterdir()), (run / ".lock").stat().st_ino
-        jobs = small_sweep()._jobs()
+        jobs = small_sweep().jobs()
         assert [next(jobs) for _ in range(3)] == [None] * 3
         assert sorted({*before, run / LOG}) == sorted(run.iterdir())
     assert capsys.readouterr().err.count("baseline/seed-0 is being run by another process") == 1
@@ -196,13 +196,13 @@ def test_runs_of_others_come_last_and_count_as_finished_when_those_finish_them(o
     saved.rename("elsewhere")
     shutil.rmtree("out/slow")
     over = small_sweep("slow.yaml")
-    jobs = over._jobs()
+    jobs = over.jobs()
     with occupied(saved.parent):
         assert next(jobs).name == "slow/seed-0"
         assert next(jobs) is None
         Path("elsewhere").rename(saved)
     assert list(jobs) == []
-    assert over.unfinished == ["slow/seed-0"]
+    assert [run.name for run in over.finished] == ["baseline/seed-0"]
 
 
 # The end
