@@ -70,22 +70,18 @@ def test_records_without_images_have_curves_without_them():
     assert read_run(Path("sweep/clts/seed-3")).curve("val/fid_360").images is None
 
 
-def test_fids_that_are_not_finite_are_nan_and_noted():
+def test_fids_that_are_not_finite_or_after_the_training_diverged_are_nan_and_noted():
     values = [*fids(1.0, 9)]
     values[3] = values[5] = None
-    write_run(Path("sweep/baseline/seed-9"), values, 9)
-    (curve,) = [c for c in selected()[1][0].curves if c.seed == "9"]
-    assert [math.isnan(fid) for fid in curve.fids] == [value is None for value in values]
-    assert "sweep/baseline/seed-9: the FID is not finite at step 400, 600." in notes()
-
-
-def test_a_run_that_diverged_has_no_fid_from_then_on_and_never_reaches_the_target():
+    write_run(Path("sweep/clts/seed-8"), values, 8, lr=0.5)
     run = write_run(Path("sweep/clts/seed-9"), fids(9.0, 9)[:7], 9, lr=0.5, max_steps=2000)
     log_losses(run, [1.0, math.nan], every=400)
-    (curve,) = (curve for curve in selected()[1][1].curves if curve.seed == "9")
-    assert curve.steps == STEPS
-    assert curve.images == tuple(64 * step for step in STEPS)
-    assert [math.isfinite(fid) for fid in curve.fids] == [True] * 7 + [False] * 13
+    *_, lost, diverged = selected()[1][1].curves
+    assert [math.isnan(fid) for fid in lost.fids] == [value is None for value in values]
+    assert diverged.steps == STEPS
+    assert diverged.images == tuple(64 * step for step in STEPS)
+    assert [math.isfinite(fid) for fid in diverged.fids] == [True] * 7 + [False] * 13
+    assert "sweep/clts/seed-8: the FID is not finite at step 400, 600." in notes()
     assert "sweep/clts/seed-9: its training diverged" in notes()
 
 
@@ -134,13 +130,10 @@ def test_another_way_to_sample_is_noted_and_whether_a_gain_may_be_due_to_it(way,
     assert ("may be the sampler's" in notes()) is is_sampler
 
 
-def test_a_way_to_sample_that_is_not_recorded_is_not_noted():
+def test_an_arm_of_another_length_is_noted_and_a_way_to_sample_that_is_not_recorded_is_not():
     for run in Path("sweep/clts").iterdir():
         change(run, sampling=None)
     assert notes() == ""
-
-
-def test_an_arm_of_another_length_is_noted():
     write_run(Path("sweep/short"), fids(1.0, 9)[:9], 9, steps=STEPS[:9])
     assert "than baseline's 2,000: short for 900." in notes()
 

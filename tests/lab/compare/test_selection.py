@@ -24,22 +24,19 @@ def selected(**options):
     return select(collect_runs(["sweep"]), **options)
 
 
-def names(selection):
-    return {arm: [str(run.path) for run in runs] for arm, runs in selection.arms.items()}
-
-
 def left_out(selection):
     return dict(selection.left_out)
 
 
 def write(path, values=None, **options):
-    return write_run(Path("sweep") / path, values or fids(1.0, path), 7, **options)
+    seed = int(path.rpartition("-")[2])
+    return write_run(Path("sweep", path), values or fids(1.0, path), seed, **{"lr": 1.3} | options)
 
 
 def test_runs_of_equal_protocol_are_arms():
     selection = selected()
     assert (selection.metric, selection.baseline) == ("val/fid_360", "baseline")
-    assert names(selection) == {
+    assert {arm: [str(run.path) for run in runs] for arm, runs in selection.arms.items()} == {
         arm: [f"sweep/{arm}/seed-{seed}" for seed in range(2)] for arm in ("baseline", "clts")
     }
     assert selection.left_out == []
@@ -56,15 +53,34 @@ def test_the_baseline_may_be_named_and_is_else_the_first():
 # Left out, with the reason
 
 
-def test_a_run_without_fid_is_left_out_with_how_far_it_came():
-    run = write("clts/seed-7")
+def diverge(run, step):
+    (run / "metrics.csv").write_text(f"step,train/loss\n0,1.0\n{step},nan\n")
+
+
+def test_runs_that_cannot_stand_beside_the_others_are_left_out_with_the_reason():
+    short = fids(1.0, 7)[:9]
+    (write("clts/seed-2") / "evaluations.jsonl").unlink()
+    run = write("clts/seed-3")
     (run / "evaluations.jsonl").unlink()
+    diverge(run, 50)
+    write("clts/seed-4", metric="val/fid_5k")
+    (write("clts/seed-5", short) / "config.yaml").unlink()
+    write("md/seed-6", short, max_steps=2000)
+    diverge(write("lost/seed-7", short, max_steps=2000), 950)
     Path("sweep/dead/seed-0").mkdir(parents=True)
     Path("sweep/dead/seed-0/config.yaml").write_text("{}")
-    assert left_out(selected()) == {
-        "sweep/clts/seed-7": "it has no FID; metrics.csv ends at step 1999",
+    selection = selected()
+    assert left_out(selection) == {
+        "sweep/clts/seed-2": "it has no FID; metrics.csv ends at step 1999",
+        "sweep/clts/seed-3": ("its training diverged before its first FID, which flatters its arm"),
+        "sweep/clts/seed-4": "it has no val/fid_360, but val/fid_5k",
+        "sweep/clts/seed-5": "cut short: its FIDs end at step 900, its arm's at 2,000",
         "sweep/dead/seed-0": "it has no FID",
+        "sweep/md/seed-6": "cut short: its FIDs end at step 900 of 2,000",
     }
+    assert {arm: len(runs) for arm, runs in selection.arms.items()} == {
+        "baseline": 2, "clts": 2, "lost": 1
+    }  # fmt: skip
 
 
 def test_a_run_of_another_protocol_is_left_out_with_what_differs():
@@ -118,36 +134,6 @@ def test_records_that_do_not_tell_the_decay_may_stand_beside_those_that_do():
     path = Path("mixed/clts/seed-1/evaluations.jsonl")
     path.write_text(path.read_text().replace('"ema_decay": null', '"ema_decay": 0.9'))
     assert select(collect_runs(["mixed"])).left_out == []
-
-
-def test_a_run_with_another_metric_is_left_out_with_what_it_has():
-    write("clts/seed-7", metric="val/fid_5k")
-    assert left_out(selected()) == {"sweep/clts/seed-7": "it has no val/fid_360, but val/fid_5k"}
-
-
-def test_a_run_that_ends_before_its_own_end_or_else_that_of_its_arm_is_cut_short():
-    write("md/seed-7", fids(1.0, 7)[:9], max_steps=2000)
-    write("clts/seed-7", fids(1.0, 7)[:9], lr=1.3)
-    Path("sweep/clts/seed-7/config.yaml").unlink()
-    assert left_out(selected()) == {
-        "sweep/clts/seed-7": "cut short: its FIDs end at step 900, its arm's at 2,000",
-        "sweep/md/seed-7": "cut short: its FIDs end at step 900 of 2,000",
-    }
-
-
-def diverge(run, step):
-    (run / "metrics.csv").write_text(f"step,train/loss\n0,1.0\n{step},nan\n")
-
-
-def test_a_run_that_diverged_takes_part_and_one_without_any_fid_is_named():
-    diverge(write("md/seed-7", fids(1.0, 7)[:9], max_steps=2000), 950)
-    run = write("clts/seed-7")
-    (run / "evaluations.jsonl").unlink()
-    diverge(run, 50)
-    selection = selected()
-    assert [run.seed for run in selection.arms["md"]] == ["7"]
-    why = "its training diverged before its first FID, which flatters its arm"
-    assert left_out(selection) == {"sweep/clts/seed-7": why}
 
 
 @pytest.mark.parametrize(("max_steps", "is_whole"), [(2000, True), (2099, True), (2100, False)])
