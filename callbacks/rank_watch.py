@@ -142,7 +142,10 @@ def find_culprit(
             causes.append((2, beat.collectives, rank, text))
         elif beat.state == "ended" and lost:
             causes.append((3, -beat.age, rank, f"ended {at} without the others"))
-    return "rank {2} {3}; see its output.".format(*min(causes)) if causes else ""
+    if not causes:
+        return ""
+    _, _, rank, text = min(causes)
+    return f"rank {rank} {text}; see its output."
 
 
 class _Watch:

@@ -17,7 +17,6 @@ from lit_diffusion.callbacks.ema import EMA
 from lit_diffusion.callbacks.fid import FIDEvaluation, averaging_decay
 from lit_diffusion.callbacks.step_seed import StepSeed
 from lit_diffusion.data.digits import Digits
-from lit_diffusion.metrics.evaluation_record import count_training_images
 from lit_diffusion.metrics.extractors import EmbeddedCNN, InceptionV3Compat
 from lit_diffusion.metrics.frechet import FrechetDistance
 from lit_diffusion.protocols import NonFiniteSamples
@@ -73,20 +72,19 @@ def averaged(step, decay=0.5):
 # What is measured
 
 
-def test_the_value_is_the_frechet_distance_of_the_seeds_images_and_the_split(tmp_path):
+def test_every_evaluation_is_logged_and_written_with_its_protocol(tmp_path):
     memory = MemoryLogger()
-    module, run = fit(tmp_path, fid(tmp_path, batch_size=7), logger=memory)
-    (record,) = records(tmp_path)
-    assert record["value"] == distance(module, range(NUM))
-    for name, value in ((NAME, record["value"]), (f"{NAME}_floor", record["floor"])):
-        assert memory.of(name) == [(7, pytest.approx(value, rel=1e-6))]
-        assert run.callback_metrics[name] == pytest.approx(value, rel=1e-6)
-
-
-def test_every_evaluation_is_written_with_its_protocol(tmp_path):
-    fit(tmp_path, fid(tmp_path), max_epochs=2)
+    module, run = fit(tmp_path, fid(tmp_path, batch_size=7), max_epochs=2, logger=memory)
     first, second = records(tmp_path)
     assert (first["step"], second["step"]) == (8, 16)
+    assert second["value"] == distance(module, range(NUM))
+    for name, key in ((NAME, "value"), (f"{NAME}_floor", "floor")):
+        values = [
+            (7, pytest.approx(first[key], rel=1e-6)),
+            (15, pytest.approx(second[key], rel=1e-6)),
+        ]
+        assert memory.of(name) == values
+        assert run.callback_metrics[name] == values[1][1]
     seconds = first.pop("seconds")
     assert set(seconds) == {"generate", "features", "second look", "total", "estimated"}
     value, data = first.pop("value"), first.pop("data")
@@ -231,14 +229,6 @@ def test_the_last_step_is_evaluated_again_with_the_next_seeds(tmp_path, every_n_
     ]
 
 
-def test_a_second_run_evaluates_its_last_step_before_it_repeats(tmp_path):
-    callback = fid(tmp_path, repeats_at_end=1)
-    fit(tmp_path, callback)
-    fit(tmp_path / "second", callback, check_val_every_n_epoch=2)
-    expected = [(8, [0, NUM]), (8, [NUM, 2 * NUM])]
-    assert records(tmp_path / "second", "step", "seeds") == expected
-
-
 def test_repeats_are_not_logged_and_never_the_best(tmp_path):
     class Unlucky(Rising):
         """The samples of the curve are brighter, and so worse, than those of repeats."""
@@ -325,18 +315,6 @@ def test_nothing_is_evaluated_in_the_sanity_check_and_in_fast_dev_run(tmp_path):
     assert not (tmp_path / "trial" / "evaluations.jsonl").exists()
 
 
-def test_samples_that_are_no_images_are_found_there(tmp_path):
-    class Odd(Rising):
-        def generate(self, seeds, labels=None):
-            return super().generate(seeds, labels).float()
-
-    for options in ({"fast_dev_run": True}, {"num_sanity_val_steps": 1}):
-        module = Odd()
-        with pytest.raises(TypeError, match="generate must return 1 images, uint8"):
-            fit(tmp_path, fid(tmp_path), module=module, **options)
-        assert len(module.losses) == ("fast_dev_run" in options)
-
-
 def test_a_module_that_never_validates_is_evaluated_by_steps_or_refused(tmp_path):
     module = Rising()
     with pytest.raises(ValueError, match="pass every_n_steps"):
@@ -388,21 +366,6 @@ def test_validate_in_the_run_folder_keeps_the_images_and_the_order_of_its_lines(
     file = tmp_path / "checkpoints" / "best-fid.ckpt"
     again.validate(module, loader(30, seed=1), ckpt_path=file)
     assert records(tmp_path, "step", "images", "value") == before
-
-
-def test_images_of_a_resume_with_another_batch_size_are_counted_on(tmp_path):
-    def run(epochs, batch_size, ckpt_path=None):
-        run = trainer(tmp_path, [fid(tmp_path)], max_epochs=epochs)
-        run.fit(Rising(), loader(8, 0, batch_size), loader(30, seed=1), ckpt_path=ckpt_path)
-        run.save_checkpoint(tmp_path / "c.ckpt")
-        assert count_training_images(run) == records(tmp_path)[-1]["images"]
-        return tmp_path / "c.ckpt"
-
-    first = run(2, batch_size=1)
-    second = run(4, batch_size=4, ckpt_path=first)
-    run(5, batch_size=8, ckpt_path=second)
-    expected = [(8, 8), (16, 16), (18, 24), (20, 32), (21, 40)]
-    assert records(tmp_path, "step", "images") == expected
 
 
 def test_one_callback_serves_several_runs_with_their_own_data(tmp_path):
@@ -511,14 +474,6 @@ def test_a_run_that_resumes_from_best_fid_is_the_undisturbed_one(
     expected = [r for r in records(tmp_path / "whole", "step", "images", "value") if r[0] > step]
     assert records(tmp_path / "resumed", "step", "images", "value") == expected
     assert best(tmp_path / "resumed") is None  # nothing was better
-
-
-def test_a_resumed_run_appends_and_doubles_no_evaluation(tmp_path):
-    _, run = fit(tmp_path, fid(tmp_path), max_epochs=2)
-    run.save_checkpoint(tmp_path / "two.ckpt")
-    fit(tmp_path, fid(tmp_path), max_epochs=3)
-    fit(tmp_path, fid(tmp_path), max_epochs=4, ckpt_path=tmp_path / "two.ckpt")
-    assert records(tmp_path, "step") == [(8,), (16,), (24,), (32,)]
 
 
 def test_the_best_of_one_run_is_no_rival_in_the_next(tmp_path):

@@ -1,6 +1,5 @@
 import pytest
 import torch
-from lightning.pytorch import Trainer
 from support.memory_logger import MemoryLogger
 from support.plain_module import PlainModule, assert_same_bits, loader, make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
@@ -16,8 +15,8 @@ from lit_diffusion.seeding import PerSampleNoise
 
 
 def logged(folder, module, batches, *callbacks, **options):
-    trainer = make_trainer(folder, *callbacks)
-    trainer.validate(module, batches, verbose=False, **options)
+    trainer = make_trainer(folder, *callbacks, **options)
+    trainer.validate(module, batches, verbose=False)
     return {k: v for k, v in trainer.callback_metrics.items() if "loss_u" in k}
 
 
@@ -59,7 +58,7 @@ def test_training_steps_measure_training_images_with_averaged_weights(tmp_path):
     assert list(raw.values()) != [v.item() for v in expected.values()]
 
 
-@pytest.mark.parametrize("log_every_n_steps", [0, 1, 3, 50])
+@pytest.mark.parametrize("log_every_n_steps", [0, 3])
 def test_every_measurement_of_training_is_logged_in_the_row_of_its_batch(
     tmp_path, log_every_n_steps
 ):
@@ -121,14 +120,6 @@ def test_what_would_never_run_and_bad_numbers_are_refused(tmp_path):
 def test_bfloat16_modules_are_measured_on_the_same_noise(tmp_path):
     module = tiny_diffusion()
     full = logged(tmp_path, module, images(50, 7), NoiseLevelLoss(4))
-    trainer = Trainer(
-        default_root_dir=tmp_path,
-        callbacks=[NoiseLevelLoss(4)],
-        precision="bf16-true",
-        accelerator="cpu",
-        logger=False,
-        enable_progress_bar=False,
-    )
-    trainer.validate(module, images(50, 7), verbose=False)
+    half = logged(tmp_path, module, images(50, 7), NoiseLevelLoss(4), precision="bf16-true")
     for name, value in full.items():
-        assert trainer.callback_metrics[name].item() == pytest.approx(value.item(), rel=0.02)
+        assert half[name].item() == pytest.approx(value.item(), rel=0.02)

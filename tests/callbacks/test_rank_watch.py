@@ -4,8 +4,6 @@ Ranks that are processes and fail are in integration/test_rank_failures.py.
 """
 
 import os
-import pickle
-import random
 import subprocess
 import sys
 import threading
@@ -106,26 +104,6 @@ def test_once_a_collective_has_broken_less_is_enough():
     assert name_culprit(broken, rank(silent=PATIENCE), rank(age=PATIENCE), lost=True) is None
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_the_verdict_is_fair_and_does_not_depend_on_the_order(seed):
-    draw = random.Random(seed)
-    for _ in range(10):
-        ranks = [
-            rank(
-                draw.uniform(0, 2 * TIMEOUT),
-                draw.uniform(0, 2 * TIMEOUT),
-                draw.randrange(40, 43),
-                draw.choice(["running", "running", "running", "died", "lost", "ended"]),
-            )
-            for _ in range(draw.randrange(2, 6))
-        ]
-        verdict = name_culprit(*ranks)
-        assert verdict is None or ranks[verdict[0]].state in ("running", "died")
-        order = draw.sample(range(len(ranks)), len(ranks))
-        other = name_culprit(*(ranks[i] for i in order))
-        assert (other and order[other[0]]) == (verdict and verdict[0])
-
-
 # The callback
 
 
@@ -198,10 +176,6 @@ def test_an_end_is_reported_and_gets_the_verdict_where_the_others_were_lost(
     assert calls == [3.0, "left", 3.0, end]
     assert watch.verdict == ("rank 1 failed" if end == "lost" else None)
     assert getattr(error, "__notes__", []) == ["rank 1 failed"] * (end == "lost")
-
-
-def test_it_can_be_sent_to_processes_that_are_spawned():
-    assert pickle.loads(pickle.dumps(RankWatch(5.0))).timeout == 5.0
 
 
 # Watches
@@ -292,13 +266,14 @@ def test_a_rank_whose_process_dies_is_named_unless_it_had_ended(start, ends_well
     if ends_well:
         watch.leave("ended")
     child.stdin.close()
-    child.wait()
+    until(lambda: _has_died(watch._beat.process))  # it is a zombie
     if ends_well:
         time.sleep(0.3)
         assert run.messages == {}
     else:
         until(lambda: run.messages.keys() >= {0, 1})
         assert run.messages[1].startswith("rank 2 ended without a word, last heard of at step 3")
+    child.wait()
 
 
 class Gone:
@@ -353,15 +328,8 @@ def test_time_in_which_the_process_stood_still_does_not_count(start, monkeypatch
 # What is read of processes, threads and torch
 
 
-def test_a_process_that_is_no_more_or_waits_to_be_noticed_is_dead():
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    name = _process_name().rpartition(" ")[0] + f" {child.pid}"
-    assert not _has_died(name)
-    child.stdin.close()
-    until(lambda: _has_died(name))
-    child.wait()
-    assert _has_died(name)
-    for alive in (_process_name(), f"another machine {child.pid}", ""):
+def test_processes_that_live_or_are_unknown_are_not_dead():
+    for alive in (_process_name(), "another machine 1000000", ""):
         assert not _has_died(alive)
 
 

@@ -42,18 +42,10 @@ def test_grids_are_written_after_each_validation_within_fit_with_their_step(tmp_
 
 
 def test_grids_are_written_every_n_steps_without_validation(tmp_path):
-    fit(
-        tmp_path,
-        PicturesModule(),
-        SampleGrid(2, every_n_steps=3),
-        validate=False,
-        max_epochs=4,
-        accumulate_grad_batches=2,
-    )  # 8 steps
-    assert [f for f in files(tmp_path) if "step" in f] == [
-        "step-00000003-raw.png",
-        "step-00000006-raw.png",
-    ]
+    grid, options = SampleGrid(2, every_n_steps=3), {"max_epochs": 4, "accumulate_grad_batches": 2}
+    fit(tmp_path, PicturesModule(), grid, validate=False, **options)  # 8 steps
+    expected = ["step-00000003-raw.png", "step-00000006-raw.png"]
+    assert [name for name in files(tmp_path) if "step" in name] == expected
 
 
 def test_the_grid_shows_the_samples_of_the_first_seeds_pixel_by_pixel(tmp_path):
@@ -152,9 +144,9 @@ def test_names_of_classes_stand_below_their_samples(tmp_path, labels):
 def test_names_of_a_foreign_data_module_may_be_anything(tmp_path, names, monkeypatch):
     monkeypatch.setattr(Flipped, "class_names", names)
     make_trainer(tmp_path, SampleGrid(4), max_epochs=1).fit(Labelled(), Flipped())
-    picture = pixels(tmp_path / "samples" / "step-00000004-raw.png")
     captions = ["7", "8", "9", "7"] if isinstance(names, tuple) else None
-    assert torch.equal(picture, image_grid(Labelled().generate(range(4)), captions))
+    expected = image_grid(Labelled().generate(range(4)), captions)
+    assert torch.equal(pixels(tmp_path / "samples" / "step-00000004-raw.png"), expected)
 
 
 def test_labels_that_are_no_classes_are_refused_before_the_first_step(tmp_path):

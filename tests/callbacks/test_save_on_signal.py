@@ -130,7 +130,7 @@ def test_a_request_to_stop_that_is_not_met_yet_is_no_end(tmp_path):
     ],
 )
 def test_what_was_saved_goes_on_bit_for_bit(tmp_path, hook, batch):
-    recipe = Recipe(("EMA", "MomentumDecay", "FIDEvaluation", "SampleGrid"))
+    recipe = Recipe(("EMA", "MomentumDecay", "SampleGrid"))
     saver = SaveOnSignal(tmp_path / "died")
     ended = assert_goes_on(tmp_path, recipe, Sends(hook, batch), saver, error=SavedOnSignal)
     assert ended.code == EXIT_SAVED

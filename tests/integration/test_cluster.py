@@ -56,14 +56,17 @@ class Cluster:
             words, env=self.environment, check=True, capture_output=True, text=True
         ).stdout
 
-    def said_of(self, job: str) -> dict[str, str]:
+    def describe(self, job: str) -> dict[str, str]:
         return dict(re.findall(r"(\w+)=(\S*)", self("scontrol", "show", "job", job)))
 
-    def end_of(self, job: str) -> dict[str, str]:
-        """What is said of a job that is over."""
-        return wait_for(
-            lambda: (said := self.said_of(job))["JobState"] not in GOING and said, f"job {job}"
-        )
+    def wait_for_end(self, job: str) -> dict[str, str]:
+        """The description of a job, once it is over."""
+
+        def ended() -> dict[str, str] | None:
+            description = self.describe(job)
+            return None if description["JobState"] in GOING else description
+
+        return wait_for(ended, f"job {job}")
 
 
 GOING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPENDED")
@@ -72,8 +75,8 @@ GOING = ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED", "SUSPEND
 def wait_for(condition, what, seconds=300):
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        if found := condition():
-            return found
+        if value := condition():
+            return value
         time.sleep(0.2)
     raise AssertionError(f"waited for {what} in vain: {output()}")
 
@@ -109,10 +112,10 @@ def here(tmp_path, monkeypatch):
 
 
 def config(path, steps=STEPS, **trainer):
-    made = small_digits(steps, enable_progress_bar=False, max_epochs=-1, **trainer)
+    contents = small_digits(steps, enable_progress_bar=False, max_epochs=-1, **trainer)
     schedule = {"total_steps": steps, "warmup_steps": 4}
-    made["model"]["init_args"]["lr_scheduler"]["init_args"] = schedule
-    write_config(made, path)
+    contents["model"]["init_args"]["lr_scheduler"]["init_args"] = schedule
+    write_config(contents, path)
 
 
 def torchrun(name: str, *options: str) -> list[subprocess.Popen]:
@@ -145,10 +148,10 @@ def undisturbed(tmp_path_factory):
     return folder / "whole"
 
 
-def assert_same_end(found, expected):
+def assert_same_end(folder, expected):
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
-        assert_same_bits(*(end(folder)[key] for folder in (found, expected)))
-    assert curves(Path(found)) == curves(expected)
+        assert_same_bits(end(folder)[key], end(expected)[key])
+    assert curves(Path(folder)) == curves(expected)
 
 
 def end(folder):
@@ -206,11 +209,11 @@ def test_a_preempted_job_is_requeued_and_ends_as_if_it_never_was(slurm, undistur
     job = slurm.submit(*NO_GPU, CLUSTER / "multi-node.sbatch", "--config=digits.yaml", *TWO[2:])
     wait_for(reaches(100), "step 100")
     urgent = slurm.submit(HERE / "urgent.sbatch")
-    assert slurm.end_of(urgent)["JobState"] == "COMPLETED"
-    said = slurm.end_of(job)
-    assert (said["JobState"], said["Restarts"]) == ("COMPLETED", "1"), output()
-    told = f"SLURM job {job} was requeued, and goes on from runs/digits/checkpoints/last.ckpt."
-    assert told in output()
+    assert slurm.wait_for_end(urgent)["JobState"] == "COMPLETED"
+    description = slurm.wait_for_end(job)
+    assert (description["JobState"], description["Restarts"]) == ("COMPLETED", "1"), output()
+    resumed = f"SLURM job {job} was requeued, and goes on from runs/digits/checkpoints/last.ckpt."
+    assert resumed in output()
     assert_same_end("runs/digits", undisturbed)
 
 
@@ -218,8 +221,8 @@ def test_a_signal_that_meets_uneven_ranks_deadlocks_nobody_in_any_project(slurm)
     job = slurm.submit(HERE / "foreign.sbatch", HERE / "foreign_training.py")
     wait_for(Path("reached-step-5").exists, "step 5")
     slurm("scancel", "--signal=USR1", job)
-    said = slurm.end_of(job)
-    assert (said["JobState"], said["Restarts"]) == ("COMPLETED", "1"), output()
+    description = slurm.wait_for_end(job)
+    assert (description["JobState"], description["Restarts"]) == ("COMPLETED", "1"), output()
     assert re.search(r"at step \d+, on SIGUSR1. SLURM job \d+ is requeued.", output())
     assert "ended at step 80" in output()
 
@@ -229,9 +232,9 @@ def test_a_cancelled_job_saves_and_stays_cancelled(slurm):
     job = slurm.submit(*NO_GPU, CLUSTER / "single-node.sbatch", "--config=digits.yaml")
     wait_for(reaches(30), "step 30")
     slurm("scancel", job)
-    said = slurm.end_of(job)
-    assert (said["JobState"], said["Restarts"]) == ("CANCELLED", "0"), output()
-    wait_for(lambda: "is not requeued" in output(), "what is said")
+    description = slurm.wait_for_end(job)
+    assert (description["JobState"], description["Restarts"]) == ("CANCELLED", "0"), output()
+    wait_for(lambda: "is not requeued" in output(), "the message")
     assert end("runs/digits")["global_step"] >= 30
 
 

@@ -130,25 +130,39 @@ def assert_others_tell(ends, rank, message):
             assert re.search(message, messages(end)[-1])
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_raises_is_named_with_its_step_and_error(run, rank):
-    ends = run("raise", "training", [rank], timeout=FOREVER)
-    assert_others_tell(ends, rank, f"rank {rank} failed at step 3: ValueError: no such label; see")
-    assert ends[rank].exit_code == 1
+@pytest.mark.parametrize(
+    ("rank", "place"),
+    [
+        *((2, "data"), (0, "data"), (2, "loader"), (0, "training"), (2, "training")),
+        *((0, "validation"), (2, "fid"), (0, "save")),
+    ],
+)
+@pytest.mark.parametrize("way", ["raise", "kill"])
+def test_a_rank_that_fails_is_named(run, way, rank, place):
+    ends = run(way, place, [rank], timeout=FOREVER)
+    message = (
+        f"failed at step {STEP if place == 'training' else '.'}: ValueError: no such label; see"
+    )
+    if way == "kill":  # one that dies before it is watched is only missed
+        message = "ended without a word" if place != "data" else "was last heard of at step 0"
+    assert_others_tell(ends, rank, f"rank {rank} {message}")
+    assert ends[rank].exit_code == (1 if way == "raise" else -9)
     assert messages(ends[rank]) == []
 
 
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_is_killed_is_named(run, rank):
-    ends = run("kill", "training", [rank], timeout=FOREVER)
-    assert_others_tell(ends, rank, f"rank {rank} ended without a word, last heard of at step")
-    assert ends[rank].exit_code == -9
-
-
-@pytest.mark.parametrize("rank", [0, 2])
-def test_a_rank_that_hangs_is_named_with_its_place_and_ends_too(run, rank):
-    ends = run("sleep", "training", [rank], timeout=4.0)
-    message = rf"rank {rank} has kept the others waiting for \d s at step 3, in .*failing_ranks.py"
+@pytest.mark.parametrize(
+    ("rank", "place"),
+    [
+        *((0, "training"), (2, "training")),
+        *(
+            pytest.param(0, place, marks=pytest.mark.slow)
+            for place in ("loader", "validation", "save")
+        ),
+    ],
+)
+def test_a_rank_that_hangs_is_named_with_its_place_and_ends_too(run, rank, place):
+    ends = run("sleep", place, [rank], timeout=4.0)
+    message = rf"rank {rank} has kept the others waiting for \d s at step ., in .*failing_ranks.py"
     assert_others_tell(ends, rank, message)
     assert ends[rank].exit_code == 1
     assert "time.sleep(1000)" in ends[rank].output
@@ -163,27 +177,6 @@ def test_a_rank_that_stands_still_is_named(run, rank):
         ends, rank, rf"rank {rank} (was last heard of at step \d, \d s ago|.*stands still)"
     )
     assert ends[rank].exit_code is None
-
-
-@pytest.mark.parametrize(
-    ("rank", "place"),
-    [(2, "data"), (0, "data"), (2, "loader"), (0, "validation"), (2, "fid"), (0, "save")],
-)
-@pytest.mark.parametrize("way", ["raise", "kill"])
-def test_ranks_fail_anywhere(run, way, rank, place):
-    ends = run(way, place, [rank], timeout=FOREVER)
-    message = "failed at step .: ValueError: no such label; see"
-    if way == "kill":  # one that dies before it is watched is only missed
-        message = "ended without a word" if place != "data" else "was last heard of at step 0"
-    assert_others_tell(ends, rank, f"rank {rank} {message}")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("place", ["loader", "validation", "save"])
-def test_ranks_hang_anywhere(run, place):
-    ends = run("sleep", place, [0], timeout=4.0)
-    assert_others_tell(ends, 0, "rank 0 has kept the others waiting")
-    assert ends[0].exit_code == 1
 
 
 @pytest.mark.slow
