@@ -158,14 +158,15 @@ class _Watch:
         self._trainer, self._rank, self._main = trainer, dist.get_rank(), threading.get_ident()
         watched = range(dist.get_world_size()) if self._rank == 0 else (0, self._rank)
         self._ranks = {rank: Heartbeat() for rank in watched}
-        self._store: Store | None = None  # a connection of its own; None while it is broken
-        self._run_number = 0
+        self._store: Store | None = None  # a connection of its own
+        self._is_store_gone, self._run_number = False, 0
         self._beat, self._now, self._changed = Heartbeat(process=_process_name()), 0.0, 0.0
-        self._state, self._message = "running", ""
-        self._has_left, self._is_closing = threading.Event(), threading.Event()
-        self._exchange()  # so that the others know the process, should it die at once
+        self._state, self._message, self._left_time = "running", "", 0.0
+        self._has_written, self._has_left = threading.Event(), threading.Event()
+        self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
+        self._has_written.wait(PATIENCE)  # so that the others know the process, should it die
 
     def leave(self, state: str, failure: str = "") -> str:
         """Report how the main thread ended, and stop; the message that names a culprit, or "".
@@ -173,13 +174,13 @@ class _Watch:
         Waits until this is in the store; on rank 0, with which the store may disappear, until no
         rank needs it. A rank that has lost the others waits for a message.
         """
-        self._state, self._message = state, self._message or failure
+        self._state, self._message, self._left_time = state, self._message or failure, self._now
         self._has_left.set()
         watched = list(self._ranks) if self._rank == 0 else [self._rank]
         deadline = time.monotonic() + 2 * PATIENCE
         while self._thread.is_alive() and time.monotonic() < deadline:
-            is_store_gone = self._store is None and (state != "lost" or self._message)
-            if is_store_gone or all(self._ranks[r].state in ("ended", "died") for r in watched):
+            needs_no_store = self._is_store_gone and (state != "lost" or self._message)
+            if needs_no_store or all(self._ranks[r].state in ("ended", "died") for r in watched):
                 break
             time.sleep(0.02)
         self._is_closing.set()
@@ -188,7 +189,7 @@ class _Watch:
 
     def _run(self) -> None:
         exchange, last = threading.Thread(), time.monotonic()
-        while not self._is_closing.wait(INTERVAL):
+        while not self._is_closing.wait(INTERVAL if self._has_written.is_set() else 0.0):
             if not exchange.is_alive():
                 exchange = threading.Thread(target=self._exchange, daemon=True)
                 exchange.start()
@@ -201,11 +202,11 @@ class _Watch:
             self._message = self._message or self._judge()
 
     def _judge(self) -> str:
-        lost = any(b.state == "lost" and b.age > PATIENCE for b in self._ranks.values())
         if self._rank == 0:  # silence means nothing while it cannot even read its own heartbeat
+            lost = any(b.state == "lost" and b.age > PATIENCE for b in self._ranks.values())
             return find_culprit(self._ranks, self._ranks[0].heard, self._timeout, lost)
-        # The store is in the process of rank 0, or of what started it.
-        lost = lost or self._store is None
+        lost = self._state == "lost" and self._now - self._left_time > PATIENCE
+        lost = lost or self._is_store_gone  # it is in the process of rank 0, or what started that
         return find_culprit({0: self._ranks[0]}, self._now, self._timeout, lost)
 
     def _exchange(self) -> None:
@@ -223,8 +224,10 @@ class _Watch:
                 beat = Heartbeat(**json.loads(self._store.compare_set(str(rank), "", "{}")))
                 if beat.beats != before.beats:
                     self._ranks[rank] = replace(beat, heard=self._now)
+            self._is_store_gone = False
         except RuntimeError:  # the process with the store has ended, or the connection is broken
-            self._store = None
+            self._store, self._is_store_gone = None, True
+        self._has_written.set()
         for rank in dead:  # whose last heartbeat, which may tell of an end, is read by now
             if self._ranks[rank].state == "running":
                 self._ranks[rank] = replace(self._ranks[rank], state="died")
