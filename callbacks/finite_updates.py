@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .trainer_state import first_nonfinite, is_nonfinite, logger_step
+from .trainer_state import all_gather_objects, first_nonfinite, is_nonfinite, logger_step
 
 try:
     import lightning.pytorch as pl
@@ -196,8 +196,8 @@ class FiniteUpdates(pl.Callback):
         if now is None:
             return
         if isinstance(outputs, dict):
-            tensors = {k: v.detach() for k, v in outputs.items() if isinstance(v, Tensor)}
-            now.outputs = {str(name): value for name, value in tensors.items()}
+            tensors = {name: v for name, v in outputs.items() if isinstance(v, Tensor)}
+            now.outputs = {str(name): value.detach() for name, value in tensors.items()}
         if self._has_stepped:
             self._window, self._has_stepped = [], False
         elif pl_module.automatic_optimization:
@@ -224,12 +224,12 @@ class FiniteUpdates(pl.Callback):
         worst = max(self._failed, key=_MicroBatch.severity)
         self._failed = []
         self.skipped_updates += 1
-        severities = _all_gather(worst.severity(), trainer.world_size)
+        severities = all_gather_objects(worst.severity(), trainer.world_size)
         ranks = [rank for rank, severity in enumerate(severities) if severity == max(severities)]
         text = ""
         if trainer.global_rank in ranks[:_MAX_FILES]:
             text = _write_file(worst, trainer, module)
-        text = _all_gather(text, trainer.world_size)[ranks[0]]
+        text = all_gather_objects(text, trainer.world_size)[ranks[0]]
         if others := ", ".join(map(str, ranks[1:])):  # of a gradient all, which is summed
             text += f" Likewise on rank {others}."
         stops = self.skipped_updates > self.max_nonfinite_steps
@@ -286,13 +286,6 @@ def _drop_gradients(optimizer: Optimizer, scaler: Any) -> None:
                 param.grad.fill_(math.nan)
             else:
                 param.grad = None
-
-
-def _all_gather(value: Any, world_size: int) -> list[Any]:
-    values = [value] * world_size
-    if world_size > 1:
-        torch.distributed.all_gather_object(values, value)
-    return values
 
 
 def _log(trainer: pl.Trainer, metrics: dict[str, float]) -> None:

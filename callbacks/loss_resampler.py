@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .trainer_state import Timesteps, TimestepWriter, importance_weight, total_variation
+from .trainer_state import (
+    Timesteps,
+    TimestepWriter,
+    all_gather_objects,
+    importance_weight,
+    total_variation,
+)
 
 try:
     import lightning.pytorch as pl
@@ -180,8 +186,9 @@ class LossBasedDensity(TimestepWriter):
             _refuse_unfit(outputs, pl_module, type(self).__name__)
             self._checked = True
         pairs = torch.stack([outputs["u"].double(), outputs["per_sample_loss"].double()]).detach()
-        if trainer.world_size > 1:
-            pairs = _all_gather_columns(pairs, trainer.world_size)
+        if trainer.world_size > 1:  # ranks may differ in B
+            shares = all_gather_objects(pairs.cpu(), trainer.world_size)
+            pairs = torch.cat(shares, dim=1).to(pairs.device)
         u, losses = pairs
         # A float32 t / T may lie below its bin, by its rounding.
         bins = ((u + 1e-7) * self.num_bins).long().clamp(0, self.num_bins - 1)
@@ -254,18 +261,6 @@ class LossDensity(LossBasedDensity):
         full = (history.counts >= self.history).all() & (means.sum() > 0)
         mixed = (1 - self.uniform_prob) * means / means.sum() + self.uniform_prob / self.num_bins
         return torch.where(full, mixed, torch.ones_like(mixed))
-
-
-def _all_gather_columns(tensor: Tensor, world_size: int) -> Tensor:
-    """(2, B) of each rank, which may differ in B, side by side in the order of the ranks."""
-    length = torch.tensor([tensor.shape[1]], device=tensor.device)
-    lengths = [torch.empty_like(length) for _ in range(world_size)]
-    torch.distributed.all_gather(lengths, length)
-    sizes = torch.cat(lengths).tolist()
-    padded = pad(tensor, (0, max(sizes) - tensor.shape[1]))
-    parts = [torch.empty_like(padded) for _ in sizes]
-    torch.distributed.all_gather(parts, padded)
-    return torch.cat([part[:, :size] for part, size in zip(parts, sizes, strict=True)], dim=1)
 
 
 def _refuse_unfit(outputs: Any, module: pl.LightningModule, name: str) -> None:

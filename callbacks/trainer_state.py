@@ -255,7 +255,15 @@ def is_state_init_step(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
     )
 
 
-# Split tensors
+# Ranks, and tensors that are split over them
+
+
+def all_gather_objects(value: T, world_size: int) -> list[T]:
+    """A value of each rank, in their order, on all ranks. Collective."""
+    values = [value] * world_size
+    if world_size > 1:
+        torch.distributed.all_gather_object(values, value)
+    return values
 
 
 def is_dtensor(value: object) -> "TypeGuard[DTensor]":

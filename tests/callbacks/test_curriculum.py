@@ -2,17 +2,15 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from support.foreign_times import ForeignTimes, InOrder
+from support.foreign_times import ForeignTimes
 from support.golden import close, load, tensor
-from support.plain_module import assert_same_bits, loader, make_trainer
+from support.plain_module import loader, make_trainer
 from support.tiny_diffusion import TinyNetwork, images, tiny_diffusion
 
 from lit_diffusion.callbacks import (
     CurriculumWeight,
     ImportanceWeightedCurriculum,
-    StepSeed,
     TimestepCurriculum,
 )
 from lit_diffusion.callbacks.curriculum import (
@@ -135,28 +133,6 @@ def test_the_shifting_gaussian_follows_the_steps(tmp_path):
     make_trainer(tmp_path, shifting).fit(module, loader())
     for step, density, _ in module.visible:
         assert torch.equal(density, shifting.density_at(step))
-
-
-@pytest.mark.parametrize(
-    ("make", "saved_at"), [(TimestepCurriculum, 1), (ImportanceWeightedCurriculum, 5)]
-)
-def test_a_resumed_run_goes_on_to_the_last_bit_with_nothing_saved(tmp_path, make, saved_at):
-    def train(folder, ckpt_path=None):
-        module = ForeignTimes()
-        saves = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
-        trainer = make_trainer(
-            folder, StepSeed(1), make(5), saves, max_epochs=2, enable_checkpointing=True
-        )
-        trainer.fit(module, InOrder(trainer), ckpt_path=ckpt_path)
-        return module
-
-    whole = train(tmp_path / "whole")
-    saved = tmp_path / "whole" / f"step={saved_at}.ckpt"
-    states = torch.load(saved, weights_only=True)["callbacks"]
-    assert all(key.startswith("ModelCheckpoint") for key in states)
-    resumed = train(tmp_path / "resumed", saved)
-    assert_same_bits(resumed.visible, whole.visible[saved_at:])
-    assert_same_bits(dict(resumed.state_dict()), dict(whole.state_dict()))
 
 
 def test_gamma_and_the_distance_from_uniform_are_logged_as_often_as_lightning_logs(tmp_path):

@@ -130,16 +130,6 @@ def test_skipped_updates_are_counted_across_a_resume(tmp_path):
         again.fit(Spoilt(losses=(1,)), loader(48, 8), ckpt_path=tmp_path / "end.ckpt")
 
 
-def test_training_is_the_same_to_the_last_bit_with_it(tmp_path):
-    ends = []
-    for guards in ([], [FiniteUpdates(3)]):
-        torch.manual_seed(1)
-        module = PlainModule()
-        make_trainer(tmp_path, *guards, gradient_clip_val=0.1).fit(module, loader())
-        ends.append(trainable(module))
-    assert_same_bits(ends[1], ends[0])
-
-
 class Overflowing(TinyNetwork):
     """Its output is infinite where t >= 75, from the call `since` on."""
 

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.loggers import CSVLogger
-from support.foreign_times import ForeignTimes, InOrder, train_on_two_ranks
+from support.foreign_times import ForeignTimes, train_on_two_ranks
 from support.golden import close, load, tensor
 from support.plain_module import assert_same_bits, loader, make_trainer
 from support.spawn import spawn
@@ -13,7 +13,6 @@ from lit_diffusion.callbacks import (
     FiniteUpdates,
     LossDensity,
     LossSecondMomentResampler,
-    StepSeed,
 )
 from lit_diffusion.callbacks.curriculum import importance_weight, total_variation
 from lit_diffusion.callbacks.loss_resampler import (
@@ -166,27 +165,6 @@ def test_losses_are_remembered_without_the_weight(tmp_path):
     make_trainer(tmp_path, resampler, max_epochs=4).fit(module, images(16, 8))
     stored = set(resampler.state_dict()["losses"].flatten().float().tolist())
     assert stored <= set(torch.cat(computed).tolist())
-
-
-@pytest.mark.parametrize("saved_at", [2, 5])
-def test_a_resumed_run_goes_on_to_the_last_bit(tmp_path, saved_at):
-    def train(folder, ckpt_path=None):
-        module, resampler = ForeignTimes(), LossSecondMomentResampler(2, history=3)
-        saves = ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=1)
-        trainer = make_trainer(
-            folder, StepSeed(1), resampler, saves, max_epochs=2, enable_checkpointing=True
-        )
-        trainer.fit(module, InOrder(trainer), ckpt_path=ckpt_path)
-        return module, resampler
-
-    whole, whole_state = train(tmp_path / "whole")
-    saved = tmp_path / "whole" / f"step={saved_at}.ckpt"
-    state = torch.load(saved, weights_only=True)["callbacks"]["LossSecondMomentResampler"]
-    assert_same_bits(state, stored(replay(whole.drawn, 2, 3)[saved_at]))
-    resumed, resumed_state = train(tmp_path / "resumed", saved)
-    assert_same_bits(resumed.visible, whole.visible[saved_at:])
-    assert_same_bits(dict(resumed.state_dict()), dict(whole.state_dict()))
-    assert_same_bits(resumed_state.state_dict(), whole_state.state_dict())
 
 
 def test_histories_of_another_module_or_run_are_forgotten(tmp_path):

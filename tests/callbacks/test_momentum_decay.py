@@ -1,4 +1,3 @@
-import copy
 import itertools
 import logging
 import math
@@ -376,20 +375,6 @@ def test_after_an_exception_the_own_options_are_back_and_the_checkpoint_resumes_
     packed = stored["optimizer_states"][0]["param_groups"][0]
     assert (packed["lr"], packed["betas"]) == (1e-2, (0.8, 0.999))
     assert stored["callbacks"][decay.state_key] == {"total_steps": STEPS, "steps": [3]}
-
-
-@pytest.mark.parametrize("callback", [MomentumDecay, LRCompensation])
-def test_a_run_interrupted_after_any_step_and_resumed_equals_the_whole_one(tmp_path, callback):
-    whole = Recorded(schedule=SCHEDULES["warm-up, cosine"])
-    saves = ModelCheckpoint(tmp_path / "c", "{step}", save_top_k=-1)
-    end = fit(tmp_path, whole, callback(), saves, enable_checkpointing=True)
-    expected = copy.deepcopy(end.optimizers[0].state_dict())
-    for step in (1, 4, STEPS - 1):
-        module = Recorded(schedule=SCHEDULES["warm-up, cosine"])
-        again = fit(tmp_path, module, callback(), ckpt_path=tmp_path / "c" / f"step={step}.ckpt")
-        assert module.used == whole.used[step:]
-        assert_same_bits(trainable(module), trainable(whole))
-        assert_same_bits(again.optimizers[0].state_dict(), expected)
 
 
 # The control

@@ -10,19 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from support.memory_logger import MemoryLogger
 from support.pictures_module import PicturesModule, Stripes, pictures
 from support.pixels import PixelProtocol
 from support.plain_module import assert_close, assert_same_bits, make_trainer, trainable
-from support.tiny_diffusion import images, tiny_diffusion
 from torch import nn
 from torch.utils.data import DataLoader
 
 from lit_diffusion.callbacks import (
     EMA,
     FIDEvaluation,
-    MomentumDecay,
     NoiseLevelLoss,
     SampleGrid,
     StepSeed,
@@ -154,82 +151,6 @@ def test_all_callbacks_work_together(tmp_path, make, validation):
     alone = make()
     make_trainer(tmp_path, StepSeed(seed=1), **options).fit(alone, pictures())
     assert_same_bits(dict(module.state_dict()), dict(alone.state_dict()))
-
-
-@pytest.mark.slow
-def test_a_compiled_module_with_the_default_backend_is_averaged(tmp_path):
-    module = BusyPictures()
-    module.net.compile()
-    ema = EMA((0.9,))
-    make_trainer(tmp_path, StepSeed(0), ema).fit(module, pictures(), pictures(5))
-    assert set(ema.state_dict()["steps"].values()) == {4}
-
-
-def test_train_2n_equals_train_n_then_resume_to_the_last_bit(tmp_path):
-    def train(folder, ckpt_path=None):
-        module = tiny_diffusion()
-        callbacks = [
-            StepSeed(1),
-            EMA((0.9, 0.5), every_n_steps=3),
-            MomentumDecay(),
-            SampleGrid(2),
-            NoiseLevelLoss(2),
-            ModelCheckpoint(folder, "{step}", save_top_k=-1, every_n_train_steps=2),
-        ]
-        trainer = make_trainer(folder, *callbacks, max_epochs=3, enable_checkpointing=True)
-        trainer.fit(module, _InOrder(trainer), images(9, 4), ckpt_path=ckpt_path)
-        trainer.save_checkpoint(folder / "end.ckpt")
-        return folder
-
-    whole = train(tmp_path / "whole")
-    middle = whole / "step=6.ckpt"  # the middle of an epoch
-    resumed = train(tmp_path / "resumed", middle)
-    end, again = (torch.load(folder / "end.ckpt", weights_only=True) for folder in (whole, resumed))
-    for part in ("state_dict", "optimizer_states", "global_step"):
-        assert_same_bits(again[part], end[part])
-    key = "EMA{'prefix': ''}"
-    assert_same_bits(again["callbacks"][key], end["callbacks"][key])
-    grids = [(f / "samples" / "step-00000012-ema.png").read_bytes() for f in (whole, resumed)]
-    assert grids[0] == grids[1]
-
-
-class _InOrder:
-    """Batches by position in the run, so that a resume in mid-epoch goes on where it was."""
-
-    def __init__(self, trainer):
-        self.trainer, self.batches = trainer, list(images(16, 4))
-
-    def __len__(self):
-        return len(self.batches)
-
-    def __iter__(self):
-        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        yield from self.batches[done:] if done < len(self) else self.batches
-
-
-def test_training_is_the_same_with_and_without_callbacks(tmp_path):
-    def losses(*callbacks):
-        module, values = tiny_diffusion(), []
-        # Numbers from one undisturbed stream, where any draw of a callback would show.
-        module.on_train_batch_start = lambda batch, batch_idx: None
-        step = module.training_step
-
-        def recorded(batch, batch_idx):
-            out = step(batch, batch_idx)
-            values.append(out["loss"].item())
-            return out
-
-        module.training_step = recorded
-        torch.manual_seed(0)
-        trainer = make_trainer(tmp_path, *callbacks, max_epochs=3, num_sanity_val_steps=0)
-        trainer.fit(module, images(16, 4), images(9, 4))
-        return values
-
-    plain = losses()
-    assert len(set(plain)) == 12
-    assert losses(EMA((0.9,)), SampleGrid(2), NoiseLevelLoss(3)) == plain
-    by_steps = SampleGrid(2, every_n_steps=1), NoiseLevelLoss(3, every_n_steps=1)
-    assert losses(*by_steps, EMA((0.9,))) == plain
 
 
 def test_the_snippet_of_the_readme_runs(tmp_path, monkeypatch):

@@ -5,7 +5,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lit_diffusion.callbacks import StepSeed
-from support.plain_module import PlainModule, loader, make_trainer
+from support.plain_module import PlainModule, make_trainer
 
 
 class ForeignTimes(PlainModule):
@@ -36,20 +36,6 @@ class ForeignTimes(PlainModule):
 
     def validation_step(self, batch, batch_idx):
         self.log("val_loss", batch[0].pow(2).mean())
-
-
-class InOrder:
-    """Batches by position in the epoch, so that a resume goes on where it was."""
-
-    def __init__(self, trainer):
-        self.trainer, self.batches = trainer, list(loader())
-
-    def __len__(self):
-        return len(self.batches)
-
-    def __iter__(self):
-        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        yield from self.batches[done:] if done < len(self) else self.batches
 
 
 class Ragged(ForeignTimes):
