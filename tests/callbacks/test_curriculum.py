@@ -79,19 +79,6 @@ def test_distance_from_uniform_is_the_share_that_falls_elsewhere():
     assert total_variation(torch.tensor([0.0, 8.0, 0.0, 0.0])) == 0.75
 
 
-@pytest.mark.parametrize("std", [1.0, 0.5, 0.25, 0.03])
-def test_the_distance_of_many_bins_is_that_of_the_continuous_density(std):
-    def below(u):
-        return (1 + math.erf((u - 0.3) / std / math.sqrt(2))) / 2
-
-    mass = below(1) - below(0)
-    half = std * math.sqrt(-2 * math.log(mass * std * math.sqrt(2 * math.pi)))
-    low, high = max(0.3 - half, 0), min(0.3 + half, 1)  # where the density is above uniform
-    expected = (below(high) - below(low)) / mass - (high - low)
-    distance = total_variation(clts_density(1, 1, std=std, num_bins=10**6)).item()
-    assert distance == pytest.approx(expected, abs=1e-5)
-
-
 def test_the_importance_weight_undoes_any_density():
     density = torch.rand(30).double() + 0.01
     close(importance_weight(density) * density / density.sum(), torch.full((30,), 1 / 30))
@@ -127,14 +114,6 @@ def test_the_density_is_that_of_the_optimizer_steps_completed(tmp_path, accumula
         assert weight is None
 
 
-def test_the_shifting_gaussian_follows_the_steps(tmp_path):
-    module = ForeignTimes()
-    shifting = ShiftingGaussian(3, 0.9, 0.1, 0.2, 30)
-    make_trainer(tmp_path, shifting).fit(module, loader())
-    for step, density, _ in module.visible:
-        assert torch.equal(density, shifting.density_at(step))
-
-
 def test_gamma_and_the_distance_from_uniform_are_logged_as_often_as_lightning_logs(tmp_path):
     def logged(*callbacks):
         logger = CSVLogger(tmp_path, name=type(callbacks[0]).__name__)
@@ -153,31 +132,6 @@ def test_gamma_and_the_distance_from_uniform_are_logged_as_often_as_lightning_lo
     densities = [ShiftingGaussian(4).density_at(step) for step in (1, 3, 5, 7)]
     distances = [total_variation(density).item() for density in densities]
     assert [float(row["shifting/tv"]) for row in rows] == pytest.approx(distances, rel=1e-4)
-
-
-class TwoOptimizers(ForeignTimes):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch, batch_idx):
-        out = super().training_step(batch, batch_idx)
-        self.manual_backward(out["loss"])
-        for optimizer in self.optimizers():
-            optimizer.step()
-            optimizer.zero_grad()
-
-    def configure_optimizers(self):
-        layers = self.inner[0], self.inner[2]
-        return [torch.optim.SGD(layer.parameters(), 0.1) for layer in layers]
-
-
-def test_the_steps_of_two_optimizers_count_together(tmp_path):
-    module = TwoOptimizers()
-    make_trainer(tmp_path, TimestepCurriculum(8)).fit(module, loader())
-    assert [step for step, _, _ in module.visible] == [0, 2, 4, 6]
-    for step, density, _ in module.visible:
-        assert torch.equal(density, clts_density(step, 8))
 
 
 # What the controls are equal to, by enumeration of the bins

@@ -339,8 +339,7 @@ def test_a_grad_scaler_searches_for_its_scale_undisturbed(tmp_path, fused):
     assert guard.skipped_updates == 0
 
 
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("value", [math.inf, math.nan])
+@pytest.mark.parametrize(("value", "fused"), [(math.inf, False), (math.nan, True)])
 def test_under_a_grad_scaler_a_loss_that_is_not_finite_counts(tmp_path, value, fused):
     class Constant(Spoilt):
         """Of a gradient that is finite, so that the scaler has nothing to skip for."""
