@@ -42,7 +42,7 @@ def test_names_that_are_other_numbers_leave_no_doubt():
     assert read_labels("2,0", 3, ["0", "1", "2"]) == [2, 0]
 
 
-def test_another_solver_inherits_steps_and_clipping():
+def test_another_solver_inherits_steps_and_clipping_and_mistakes_are_named():
     loaded = load_module(LAST)
     for options, solver in {
         "--steps 3": "DDIM(steps=3, eta=0.0, times=None, clip=True)",
@@ -61,6 +61,17 @@ def test_another_solver_inherits_steps_and_clipping():
         ),
     }.items():
         assert repr(build_solver(loaded, sampling(options))) == solver
+    for options, message in {
+        "--solver heunn": "a solver must be one of DDIM, DDPM, DPMSolverPP, DPMSolverPP2S, Euler, "
+        "EulerAncestral, Heun, UniPC, or a class path",
+        "--solver Heun --solver.stepz 3": "no argument 'stepz'. Did you mean 'steps'?",
+        "--solver '{class_path: lit_diffusion.solvers.HeunToo}'": "HeunToo",
+        "--solver '{steps: [}'": "a solver must be one of DDIM",
+        "--solver.steps many": "--solver.steps: Expected an int, got many.",
+        "--solver lit_diffusion.grids.Karras": "does not implement protocol Solver",
+    }.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            build_solver(loaded, sampling(options))
 
 
 # Guidance
