@@ -1,6 +1,7 @@
 """Solver, guidance, labels and edits of the images that a checkpoint generates."""
 
 import re
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -23,9 +24,8 @@ LAST = "run/checkpoints/last.ckpt"
 
 @pytest.fixture(autouse=True)
 def module(folder):
-    write_small_digits(Path(LAST))
     write_digits("begin", "val", 3)
-    return load(LAST)
+    return deepcopy(write_small_digits(Path(LAST)))
 
 
 def generate(options, num=3):

@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+from copy import deepcopy
 from itertools import count
 from pathlib import Path
 
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("folder")
 
 @pytest.fixture
 def averaged(folder):
-    return write_small_digits(Path(LAST))
+    return deepcopy(write_small_digits(Path(LAST)))
 
 
 def pngs(out: str = "out") -> torch.Tensor:

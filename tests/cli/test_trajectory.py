@@ -1,3 +1,4 @@
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,7 @@ from support.commands import call
 from support.pictures_module import PicturesModule
 from support.small_digits import write_small_digits
 
-from lit_diffusion.checkpoints.loading import LoadedModule, load
+from lit_diffusion.checkpoints.loading import LoadedModule
 from lit_diffusion.cli.generator import ImageGenerator
 from lit_diffusion.cli.image_grids import tile
 from lit_diffusion.cli.options import SamplingOptions
@@ -25,8 +26,7 @@ pytestmark = pytest.mark.usefixtures("folder")
 
 @pytest.fixture
 def module(folder):
-    write_small_digits(Path(LAST))
-    return load(LAST)
+    return deepcopy(write_small_digits(Path(LAST)))
 
 
 class Diffusing:
