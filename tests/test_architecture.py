@@ -107,18 +107,18 @@ def rule_of(name: str) -> str | None:
 
 
 def imports_of(file: Path) -> set[str]:
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             module = node.module
             if node.level:  # in callbacks/ alone, by ruff
                 assert node.level == 1, f"an import from above its folder in {file}"
                 module = ".".join([OURS, *file.relative_to(ROOT).parent.parts, module])
             inside = {f"{module}.{alias.name}" for alias in node.names}
-            found |= inside if module.split(".")[0] == OURS else {module}
-    return found
+            names |= inside if module.split(".")[0] == OURS else {module}
+    return names
 
 
 def is_allowed(imported: str, ours: set[str], others: set[str]) -> bool:
@@ -183,11 +183,11 @@ def test_no_class_of_ours_is_found_by_a_string():
 
 
 def test_private_names_of_others_are_used_in_their_file_alone():
-    found = []
+    lines = []
     for file in SOURCES:
         if name_of(file) not in PRIVATE_ALLOWED:
-            found += [f"{file.relative_to(ROOT)}:{line}" for line in foreign_private(file)]
-    assert found == []
+            lines += [f"{file.relative_to(ROOT)}:{line}" for line in foreign_private(file)]
+    assert lines == []
 
 
 def test_callbacks_ask_for_classes_of_lightnings_by_isinstance_lightning():
@@ -208,16 +208,18 @@ def foreign_private(file: Path) -> list[str]:
     """Lines with a private attribute that the file does not define, or a private import."""
     nodes = list(ast.walk(ast.parse(file.read_text())))
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
-    own = {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
-    own |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    own |= {node.id for node in nodes if isinstance(node, ast.Name)}
-    found = [f"{a.lineno} {a.attr}" for a in attributes if is_private(a.attr, own | KNOWN_PRIVATE)]
+    defined = {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
+    defined |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    defined |= {node.id for node in nodes if isinstance(node, ast.Name)}
+    lines = [
+        f"{a.lineno} {a.attr}" for a in attributes if is_private(a.attr, defined | KNOWN_PRIVATE)
+    ]
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
             names = [*node.module.split("."), *(alias.name for alias in node.names)]
             foreign = not node.level and node.module.split(".")[0] != OURS
-            found += [f"{node.lineno} {n}" for n in names if foreign and is_private(n, set())]
-    return found
+            lines += [f"{node.lineno} {n}" for n in names if foreign and is_private(n, set())]
+    return lines
 
 
 def is_private(name: str, known: set[str]) -> bool:

@@ -161,15 +161,15 @@ SHORT = {
 
 def run_commands(page: str) -> None:
     """Run the commands of a page in the current folder, each in few steps."""
-    shown = [
+    commands = [
         code for key, code in blocks("bash", {page: PAGES[page]}).items() if key not in ELSEWHERE
     ]
     if page == "evaluation.md":  # whose runs and samples come from another page
-        shown.insert(0, "lit-diffusion fit --config configs/digits.yaml")
-        shown.insert(1, "lit-diffusion sample --checkpoint runs/digits --out samples")
+        commands.insert(0, "lit-diffusion fit --config configs/digits.yaml")
+        commands.insert(1, "lit-diffusion sample --checkpoint runs/digits --out samples")
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     steps = 0
-    for line in "\n".join(shown).replace("\\\n", " ").splitlines():
+    for line in "\n".join(commands).replace("\\\n", " ").splitlines():
         command = line.partition("lit-diffusion ")[2] if line.startswith("lit-") else line
         if command == line:
             subprocess.run(["bash", "-ec", line], check=True, env=environment)
@@ -190,7 +190,7 @@ def run_commands(page: str) -> None:
     [
         "README.md",
         "runs.md",
-        "methods.md",
+        pytest.param("methods.md", marks=pytest.mark.rare),  # sweeps as README.md does
         "evaluation.md",
         "interchange.md",
         "analysis.md",

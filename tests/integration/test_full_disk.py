@@ -52,10 +52,10 @@ def test_a_run_on_a_full_disk_ends_with_a_message_and_its_last_checkpoint(
     capsys.readouterr()
 
     assert call(f"{command} --ckpt_path=last --trainer.max_steps=8") == 2
-    said = capsys.readouterr().err
-    assert "last.ckpt could not be written" in said
-    assert "the checkpoint saved there before is intact" in said
-    assert "Traceback" not in said
+    error = capsys.readouterr().err
+    assert "last.ckpt could not be written" in error
+    assert "the checkpoint saved there before is intact" in error
+    assert "Traceback" not in error
     assert hashlib.sha256((run / LAST).read_bytes()).hexdigest() == before
     assert read_checkpoint(run / LAST)["global_step"] == 4
     assert os.listdir(run / "checkpoints") == ["last.ckpt"]

@@ -76,8 +76,8 @@ def test_comet():
     log_picture([logger], "samples/step-ema", Image.new("RGB", (6, 4)), step=7)
     logger.experiment.end()
     (archive,) = Path("kept").glob("*.zip")
-    with zipfile.ZipFile(archive) as kept:
-        said = kept.read("messages.json").decode()
-        kinds = [kept.read(name)[:4] for name in kept.namelist()]
-    assert "samples/step-ema" in said
+    with zipfile.ZipFile(archive) as files:
+        messages = files.read("messages.json").decode()
+        kinds = [files.read(name)[:4] for name in files.namelist()]
+    assert "samples/step-ema" in messages
     assert kinds.count(b"\x89PNG") == 1

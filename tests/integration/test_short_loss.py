@@ -48,12 +48,12 @@ def losses() -> list[float]:
         label_dropout=0.1,
         lr_scheduler=lambda optimizer: WarmupLinear(optimizer, 20, 5),
     )
-    seen = []
+    values = []
     step = module.training_step
 
     def recorded(batch, batch_idx):
         out = step(batch, batch_idx)
-        seen.append(out["loss"].item())
+        values.append(out["loss"].item())
         return out
 
     module.training_step = recorded
@@ -68,7 +68,7 @@ def losses() -> list[float]:
         enable_model_summary=False,
     )
     trainer.fit(module, Digits(batch_size=32, seed=0))
-    return seen
+    return values
 
 
 def test_the_first_twenty_losses_are_those_recorded(monkeypatch):

@@ -92,9 +92,9 @@ def trained(folder, *used):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    found = trained(tmp_path_factory.mktemp("alone"))
-    assert len({*found["losses"]}) == 12
-    return found
+    state = trained(tmp_path_factory.mktemp("alone"))
+    assert len({*state["losses"]}) == 12
+    return state
 
 
 def test_no_callback_is_left_out():

@@ -19,13 +19,13 @@ def bucket(root, monkeypatch):
 
         def do_GET(self):
             file = root / self.path.lstrip("/")
-            found = file.is_file()
-            body = file.read_bytes() if found else b""
+            exists = file.is_file()
+            body = file.read_bytes() if exists else b""
             size = self.headers.get("Range")
             first, last = map(int, re.findall(r"\d+", size)) if size else (0, len(body) - 1)
             part = body[first : last + 1]
             asked.append((self.path, len(part) if size else None))
-            self.send_response(206 if size else 200 if found else 404)
+            self.send_response(206 if size else 200 if exists else 404)
             self.send_header("Content-Length", str(len(part)))
             self.send_header("Content-Range", f"bytes {first}-{last}/{len(body)}")
             self.send_header("ETag", '"1"')

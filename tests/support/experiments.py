@@ -36,8 +36,8 @@ def fids(
         steps: evaluated.
     """
     rng = random.Random(f"{speed} {seed}")
-    own = speed * math.exp(rng.gauss(0, spread))
-    return [fid_at(step, own) * math.exp(rng.gauss(0, 0.02)) for step in steps]
+    speed_of_run = speed * math.exp(rng.gauss(0, spread))
+    return [fid_at(step, speed_of_run) * math.exp(rng.gauss(0, 0.02)) for step in steps]
 
 
 def arm(name: str, speed: float, seeds: Iterable[object] = range(5), spread: float = 0.06) -> Arm:
@@ -50,7 +50,7 @@ def arm(name: str, speed: float, seeds: Iterable[object] = range(5), spread: flo
 
 def record(step: int, value: float | None, **changes: Any) -> dict[str, Any]:
     """A line of evaluations.jsonl."""
-    made = FIDRecord(
+    fid_record = FIDRecord(
         metric="val/fid_360",
         value=value,
         step=step,
@@ -72,7 +72,7 @@ def record(step: int, value: float | None, **changes: Any) -> dict[str, Any]:
         non_finite_seeds=[] if value else [7, 8, 9],
         seconds={"total": 1.5},
     )
-    return asdict(made) | changes
+    return asdict(fid_record) | changes
 
 
 def write_run(

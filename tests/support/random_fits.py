@@ -34,8 +34,8 @@ class SavesEvery(LastCheckpoint):
 
 def random_config(rng, root):
     """A config; `rng` is a random.Random."""
-    made = small_digits(rng.randint(9, 20), **_trainer(rng), default_root_dir=root)
-    trainer, model = made["trainer"], made["model"]["init_args"]
+    config = small_digits(rng.randint(9, 20), **_trainer(rng), default_root_dir=root)
+    trainer, model = config["trainer"], config["model"]["init_args"]
     if rng.random() < 0.2:
         trainer |= {"max_steps": -1, "max_epochs": rng.randint(2, 3)}
     model["network"]["init_args"] |= {"model_channels": 4, "norm_groups": 2, "dropout": 0.1}
@@ -44,8 +44,8 @@ def random_config(rng, root):
     model |= {"optimizer": _optimizer(rng), "lr_scheduler": _schedule(rng)}
     trainer["callbacks"] = _callbacks(rng, trainer, model, root)
     data = {"batch_size": rng.choice([7, 10, 12]), "num_workers": rng.choice([0, 0, 0, 1, 2])}
-    made["data"] = _made("support.random_fits.FewDigits", **data)
-    return made
+    config["data"] = _made("support.random_fits.FewDigits", **data)
+    return config
 
 
 def _trainer(rng):
@@ -118,7 +118,7 @@ def _callbacks(rng, trainer, model, root):
             _made(f"{CALLBACKS}.CurriculumWeight", num_steps=9, std=0.3),
         ]
     )
-    given = [
+    candidates = [
         (ema, _made(f"{CALLBACKS}.EMA", decays=decays, every_n_steps=rng.randint(1, 2))),
         (scores := rng.random() < 0.6, fid),
         (rng.random() < 0.3, _made(f"{CALLBACKS}.SampleGrid", num=4, every_n_steps=often())),
@@ -149,9 +149,9 @@ def _callbacks(rng, trainer, model, root):
             ),
         ),
     ]
-    chosen = [callback for wanted, callback in given if wanted]
-    rng.shuffle(chosen)
-    return chosen
+    callbacks = [callback for wanted, callback in candidates if wanted]
+    rng.shuffle(callbacks)
+    return callbacks
 
 
 def _keeper(rng, metric):

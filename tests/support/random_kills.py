@@ -38,13 +38,13 @@ def main(folder, first, count):
     rank, ranks = rank_and_size()
     reports = []
     for seed in range(int(first) + rank, int(first) + int(count), ranks):
-        own = folder / str(seed)
-        own.mkdir()
-        os.chdir(own)
+        fit_folder = folder / str(seed)
+        fit_folder.mkdir()
+        os.chdir(fit_folder)
         reports.append(report_on(seed))
         print(reports[-1], flush=True)
         if not reports[-1]["differences"]:
-            shutil.rmtree(own)
+            shutil.rmtree(fit_folder)
     return reports
 
 
@@ -95,8 +95,8 @@ def live(config, places):
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)  # loading processes
     counts = Path("counts.json")
-    found = json.loads(counts.read_text()) if counts.exists() else {}
-    return os.waitstatus_to_exitcode(status), found
+    loaded = json.loads(counts.read_text()) if counts.exists() else {}
+    return os.waitstatus_to_exitcode(status), loaded
 
 
 def _become_life(arguments, places):
@@ -127,12 +127,12 @@ def _become_life(arguments, places):
 def differences(whole, run):
     """What two run folders differ in, a line each."""
     names = {folder: set(files_of(folder)) for folder in (whole, run)}
-    found = [f"lacks {name}" for name in sorted(names[whole] - names[run])]
-    found += [f"has {name} too" for name in sorted(names[run] - names[whole])]
+    lines = [f"lacks {name}" for name in sorted(names[whole] - names[run])]
+    lines += [f"has {name} too" for name in sorted(names[run] - names[whole])]
     for name in sorted(names[whole] & names[run]):
         contents = [content(folder / name) for folder in (whole, run)]
-        found += [f"{name}: {line}" for line in unequal(*contents, "")]
-    return found
+        lines += [f"{name}: {line}" for line in unequal(*contents, "")]
+    return lines
 
 
 def files_of(folder):

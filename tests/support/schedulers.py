@@ -80,8 +80,8 @@ def played(
         alpha, sigma = (v.to(x) for v in process.alpha_sigma(t))
         if hasattr(scheduler, "is_scale_input_called"):
             scheduler.is_scale_input_called = True  # else it warns
-        seen = denoise(alpha * x if scaled else x, batch_of(t, x))
-        output = parameterization_of(scheduler).target(seen.x0, seen.noise, alpha, sigma)
+        denoised = denoise(alpha * x if scaled else x, batch_of(t, x))
+        output = parameterization_of(scheduler).target(denoised.x0, denoised.noise, alpha, sigma)
         x = scheduler.step(output, label, x, **options).prev_sample
     return x
 

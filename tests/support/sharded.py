@@ -158,7 +158,7 @@ def fit(folder, ckpt_path=None, epochs=2, **options):
 
 def strategy(ranks, parts=False):
     """Keywords of a Trainer whose weights are split; `parts` has it save a folder of parts."""
-    made = ModelParallelStrategy(
+    split = ModelParallelStrategy(
         data_parallel_size=ranks, tensor_parallel_size=1, save_distributed_checkpoint=parts
     )
-    return {"devices": ranks, "strategy": made}
+    return {"devices": ranks, "strategy": split}

@@ -20,9 +20,9 @@ class Recorder:
     def __call__(self, x, t):
         self.states.append(x)
         self.times.append(t[0].item())
-        seen = self.denoise(x, t)
-        self.first = seen if self.first is None else self.first
-        return seen
+        denoised = self.denoise(x, t)
+        self.first = denoised if self.first is None else self.first
+        return denoised
 
 
 def no_noise(x):

@@ -19,8 +19,8 @@ def flat(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]:
             yield from flat(value, name)
         elif key.startswith("callbacks"):
             for callback in value:
-                own = callback["class_path"].rpartition(".")[2]
-                yield from flat(callback, f"{name}.{key}.{own}")
+                name_of_class = callback["class_path"].rpartition(".")[2]
+                yield from flat(callback, f"{name}.{key}.{name_of_class}")
         else:
             yield from flat(value, f"{name}.{key}".lstrip("."))
 

@@ -27,10 +27,10 @@ def toy_denoiser(process: Process, learned_range: bool = False, label=lambda t: 
     section 3."""
 
     def denoise(x: Tensor, t: Tensor) -> Denoised:
-        told = expand_as(label(t), x)
-        noise = (0.3 + 0.69 * told / process.num_steps) * x + 0.1 * torch.sin(0.01 * told)
+        level = expand_as(label(t), x)
+        noise = (0.3 + 0.69 * level / process.num_steps) * x + 0.1 * torch.sin(0.01 * level)
         alpha, sigma = (expand_as(v, x) for v in process.alpha_sigma(t))
-        r = 1.2 * torch.sin(2 * x + 0.01 * told)
+        r = 1.2 * torch.sin(2 * x + 0.01 * level)
         frac = (r + 1) / 2 if learned_range else None
         return Denoised((x - sigma * noise) / alpha, noise, frac)
 
