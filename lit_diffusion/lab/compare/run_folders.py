@@ -347,7 +347,7 @@ def select(
         raise ValueError(
             f"none of these runs has a {fid} to compare. The first: {left_out[first]}."
         )
-    names = list(_by_arm(runs_left))
+    names = list(by_arm(runs_left))
     if baseline is not None and baseline not in names:
         raise ValueError(
             f"there is no arm {baseline!r} with an FID for --baseline; there are {names}."
@@ -355,12 +355,10 @@ def select(
     base = baseline or (BASELINE if BASELINE in names else names[0])
     usual = _typical([run for run in runs_left if run.arm == base], _other_protocol, fid)
     runs_left = keep(runs_left, lambda run: _other_protocol(run, usual, fid))
-    typical = {
-        arm: _typical(each, _other_sampling, fid) for arm, each in _by_arm(runs_left).items()
-    }
+    typical = {arm: _typical(each, _other_sampling, fid) for arm, each in by_arm(runs_left).items()}
     runs_left = keep(runs_left, lambda run: _other_sampling(run, typical[run.arm], fid))
-    whole_arms = _by_arm(runs_left)
-    arms = _by_arm(keep(runs_left, lambda run: _cut_short(run, whole_arms[run.arm], fid)))
+    whole_arms = by_arm(runs_left)
+    arms = by_arm(keep(runs_left, lambda run: _cut_short(run, whole_arms[run.arm], fid)))
     reasons = [(str(run.path), why) for run, why in left_out.items()]
     if len(arms) < 2 or base not in arms:
         listed = "".join(f"\n  {run}: {why}" for run, why in reasons[:_MAX_LISTED])
@@ -393,7 +391,8 @@ def most_frequent_metric(runs: Iterable[Run]) -> str:
     return most[0]
 
 
-def _by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
+def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
+    """Sort runs into their arms."""
     arms: dict[str, list[Run]] = {}
     for run in runs:
         arms.setdefault(run.arm, []).append(run)

@@ -7,20 +7,20 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
-from lit_diffusion.lab.compare.curves import Arm, Stability, loss_stability
+from lit_diffusion.lab.compare.curves import Arm, loss_stability
 from lit_diffusion.lab.compare.plots import SamplePicture
 from lit_diffusion.lab.compare.run_folders import (
     PROTOCOL,
     Record,
     Run,
     Selection,
+    by_arm,
     differing_settings,
     sampling_of,
 )
 from lit_diffusion.lab.compare.statistics import holm, welch
 from lit_diffusion.lab.compare.tables import Table, evenly_spaced, format_fid, format_p
 
-_MAX_SETTINGS = 12  # of an arm in the table
 _SAMPLE_COLUMNS = 3
 
 
@@ -107,34 +107,30 @@ def _notes_on_run(run: Run, metric: str) -> list[str]:
 def settings_table(selection: Selection) -> Table | None:
     """Settings that each arm changes; None where the configs do not say."""
     base = selection.arms[selection.baseline][0].config
-    rows = []
-    for name, runs in selection.arms.items():
-        config = runs[0].config
-        changes = list(differing_settings(base, config).items()) if base and config else []
-        for key, (old, new) in changes[:_MAX_SETTINGS]:
-            rows.append((name, key, _as_text(old), _as_text(new)))
-        if len(changes) > _MAX_SETTINGS:
-            rows.append((name, f"and {len(changes) - _MAX_SETTINGS} more", "", ""))
-    heads = ("arm", "setting", selection.baseline, "this arm")
+    configs = {name: runs[0].config for name, runs in selection.arms.items()}
+    rows = [
+        (name, key, _as_text(old), _as_text(new))
+        for name, config in configs.items()
+        if base and config
+        for key, (old, new) in differing_settings(base, config).items()
+    ]
     caption = "Settings in which an arm differs from the baseline, but for seeds and paths."
+    heads = ("arm", "setting", selection.baseline, "this arm")
     return Table(caption, heads, tuple(rows)) if rows else None
 
 
 def training_table(runs: Iterable[Run]) -> Table | None:
     """Which arms' training losses diverged or spiked; None where no run logged them."""
-    by_arm: dict[str, list[tuple[Run, Stability]]] = {}
-    intervals: set[int] = set()
-    for run in runs:
-        steps, losses = run.train_losses
-        if losses:
-            by_arm.setdefault(run.arm, []).append((run, loss_stability(losses)))
-            intervals |= {min(b - a for a, b in pairwise(steps))} if steps[1:] else set()
-    rows = []
-    for arm, members in by_arm.items():
-        diverged = sum(each.diverged for _, each in members)
-        spiking = sum(each.spikes > 0 and not each.diverged for _, each in members)
-        counts = (len(members), diverged, spiking)
-        rows.append((arm, *map(str, counts), f"{diverged + spiking} of {len(members)}"))
+    rows, intervals = [], set[int]()
+    for arm, members in by_arm(runs).items():
+        logged = [run.train_losses for run in members if run.train_losses[0]]
+        intervals |= {min(b - a for a, b in pairwise(steps)) for steps, _ in logged if steps[1:]}
+        stabilities = [loss_stability(losses) for _, losses in logged]
+        diverged = sum(each.diverged for each in stabilities)
+        spiking = sum(each.spikes > 0 and not each.diverged for each in stabilities)
+        counts = (len(logged), diverged, spiking)
+        if logged:
+            rows.append((arm, *map(str, counts), f"{diverged + spiking} of {len(logged)}"))
     every = " or ".join(map(str, sorted(intervals)))
     caption = f"""From the training loss, logged every {every} steps, also of runs that take no part
         above. Diverged: the loss was not finite, did not come back from a spike, or ended above

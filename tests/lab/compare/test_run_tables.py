@@ -150,15 +150,10 @@ def test_a_resume_with_other_settings_is_noted():
 # Tables and facts
 
 
-def test_what_an_arm_changes_is_read_from_the_configs_and_many_changes_are_cut():
+def test_what_an_arm_changes_is_read_from_the_configs():
     table = settings_table(selected()[0])
     assert table.rows == (("clts", "model.optimizer.lr", "0.001", "0.5"),)
     assert table.columns[2] == "baseline"
-    run = write_run(Path("sweep/other"), fids(1.0, 9), 9)
-    trainer = yaml.safe_load((run / "config.yaml").read_text())["trainer"]
-    change_config(run, trainer=trainer | {f"setting_{k}": k for k in range(30)})
-    rows = [row for row in settings_table(selected()[0]).rows if row[0] == "other"]
-    assert rows[-1][1] == f"and {30 - len(rows) + 1} more"
     for config in Path("sweep").rglob("config.yaml"):
         config.unlink()
     assert settings_table(selected()[0]) is None
