@@ -44,26 +44,38 @@ def average_names(checkpoint: Mapping[str, Any], path: str | Path) -> list[str]:
     return [name for names, _ in _named_states(checkpoint, path) for name in names]
 
 
-def select_averages(
-    checkpoint: Mapping[str, Any], weights: str, path: str | Path
+def select_weights(
+    checkpoint: Mapping[str, Any], weights: str, path: Path
 ) -> tuple[str, dict[str, Tensor]]:
-    """Select averages of a checkpoint by name.
+    """Select averages of a checkpoint by name, or reconstruct them from its run's snapshots.
 
     Args:
         checkpoint: content of the file.
-        weights: "raw", "ema" for the first average, or the name of one.
-        path: of the file, for messages.
+        weights: "raw", "ema" for the first average, or the name of one; of PowerEMA also that of
+            one that its snapshots give.
+        path: of the file, which tells the run folder of the snapshots.
 
     Returns:
         The full name of the weights, and the averages by name of the parameter; none for "raw".
 
     Raises:
-        ValueError: if there are no such averages; names those that there are.
+        ValueError: if there are no such weights; names those that there are.
     """
     if weights == "raw":
         return "raw", {}
     averages: dict[str, Tensor] = {}
     selected, available = [], ["raw"]
+    if weights.startswith("power_"):
+        step, tracked, hashes = read_power_averages(checkpoint, path)
+        if tracked:
+            try:
+                width = float(weights.removeprefix("power_"))
+            except ValueError:
+                raise ValueError(f"weights must be power_<width>, got {weights!r}.") from None
+            weights = f"power_{width:g}"
+            if weights not in average_names(checkpoint, path):
+                folder = path.parent.parent / SNAPSHOT_FOLDER
+                return weights, reconstruct_average(folder, width, step, tracked, hashes)
     for names, state in _named_states(checkpoint, path):
         available += names
         name = names[0] if weights == "ema" else weights

@@ -13,13 +13,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 
-from lit_diffusion.checkpoints.averages import (
-    SNAPSHOT_FOLDER,
-    average_names,
-    read_power_averages,
-    reconstruct_average,
-    select_averages,
-)
+from lit_diffusion.checkpoints.averages import select_weights
 from lit_diffusion.checkpoints.reading import (
     Checkpoint,
     first_line,
@@ -110,37 +104,6 @@ def split_weights_suffix(source: str) -> tuple[str, str | None]:
     """
     match = re.fullmatch(r"(.+):(raw|(?:ema|power)(?:_[\w.+-]+)?)", source)
     return (match[1], match[2]) if match else (source, None)
-
-
-def select_weights(
-    checkpoint: Checkpoint, weights: str, path: Path
-) -> tuple[str, dict[str, Tensor]]:
-    """Select averages of a checkpoint by name, or reconstruct them from its run's snapshots.
-
-    Args:
-        checkpoint: content of the file.
-        weights: as in `load`.
-        path: of the file, which tells the run folder of the snapshots.
-
-    Returns:
-        The full name of the weights, and the averages by name of the parameter; none for "raw".
-
-    Raises:
-        ValueError: if there are no such weights.
-    """
-    kind, _, number = weights.partition("_")
-    if kind == "power":
-        step, averages, hashes = read_power_averages(checkpoint, path)
-        if averages:
-            try:
-                width = float(number)
-            except ValueError:
-                raise ValueError(f"weights must be power_<width>, got {weights!r}.") from None
-            weights = f"power_{width:g}"
-            if weights not in average_names(checkpoint, path):
-                folder = path.parent.parent / SNAPSHOT_FOLDER
-                return weights, reconstruct_average(folder, width, step, averages, hashes)
-    return select_averages(checkpoint, weights, path)
 
 
 def checkpoint_file(path: str | Path) -> Path:

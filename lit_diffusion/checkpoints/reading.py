@@ -33,7 +33,7 @@ _RESUMED = ("callbacks", "epoch", "global_step", "loops", "lr_schedulers", "opti
 def read_checkpoint(path: str | Path, *, mmap: bool = False) -> Checkpoint:
     """Read a local checkpoint file to the CPU without running any code in it.
 
-    Old names of classes, arguments and weights are replaced by the present ones.
+    Old names of classes and arguments are replaced by the present ones.
 
     Args:
         path: of the file.

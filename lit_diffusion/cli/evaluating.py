@@ -10,8 +10,12 @@ from typing import Any
 
 import torch
 
-from lit_diffusion.checkpoints.averages import average_names, read_power_averages
-from lit_diffusion.checkpoints.loading import checkpoint_file, select_weights
+from lit_diffusion.checkpoints.averages import (
+    average_names,
+    read_power_averages,
+    select_weights,
+)
+from lit_diffusion.checkpoints.loading import checkpoint_file
 from lit_diffusion.checkpoints.reading import read_checkpoint
 from lit_diffusion.cli.generator import load_generator
 from lit_diffusion.cli.options import SamplingOptions, require_lab, usable_device

@@ -1,11 +1,9 @@
 """Names in the configs and checkpoints of earlier versions, and what they are called now.
 
-A class that moves and an argument or weight that is renamed get an entry, so that old files keep
+A class that moves and an argument that is renamed get an entry, so that old files keep
 loading. Python has no aliases: imports must use the new names.
 """
 
-import re
-from collections.abc import Callable
 from typing import Any
 
 CLASS_PATHS = {
@@ -25,13 +23,12 @@ CLASS_PATHS = {
 }
 """Old prefix of a class path (a module, or a module and class) -> new prefix."""
 
-ARGUMENTS: dict[str, dict[str, str | Callable[[Any], tuple[str, Any]]]] = {
+ARGUMENTS = {
     "FIDEvaluation": {"second_look": "auxiliary_metrics"},
     "DiffusionModule": {"draws": "uniforms"},
     "Embeddings": {"given_null": "null_embedding"},
 }
-"""Class name now -> {old argument: new argument, or a function of the old value that returns the
-new argument and its value}."""
+"""Class name now -> {old argument: new argument}."""
 
 
 def _as_condition(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -58,9 +55,6 @@ def _as_condition(arguments: dict[str, Any]) -> dict[str, Any]:
 
 REWRITTEN = dict.fromkeys(("UNet", "UViT", "DiT", "JiT"), _as_condition)
 """Class name now -> function of all arguments, where one takes the place of several."""
-
-WEIGHTS: tuple[tuple[str, str], ...] = ()
-"""(regular expression, replacement) for the names of weights in a state_dict."""
 
 
 def rename_class_path(path: str) -> str:
@@ -93,24 +87,13 @@ def rename_config(config: Any) -> Any:
 
 
 def rename_checkpoint(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint with old names of classes, arguments and weights replaced."""
+    """A checkpoint with old names of classes and arguments replaced."""
     checkpoint = dict(checkpoint)
     for key in ("hyper_parameters", "datamodule_hyper_parameters"):
         if isinstance(saved := checkpoint.get(key), dict):
             saved = rename_config(saved)
             checkpoint[key] = _rename_arguments(str(saved.get("_class_path")), saved)
-    if WEIGHTS:
-        checkpoint["state_dict"] = {
-            rename_weight(name): value for name, value in checkpoint["state_dict"].items()
-        }
     return checkpoint
-
-
-def rename_weight(name: str) -> str:
-    """The present name of a weight."""
-    for pattern, replacement in WEIGHTS:
-        name = re.sub(pattern, replacement, name)
-    return name
 
 
 def _rename_arguments(class_path: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -120,9 +103,4 @@ def _rename_arguments(class_path: str, arguments: dict[str, Any]) -> dict[str, A
     if name in REWRITTEN:
         arguments = REWRITTEN[name](arguments)
     table = ARGUMENTS.get(name, {})
-    renamed = {}
-    for name, value in arguments.items():
-        if new := table.get(name):
-            name, value = (new, value) if isinstance(new, str) else new(value)
-        renamed[name] = value
-    return renamed
+    return {table.get(key, key): value for key, value in arguments.items()}

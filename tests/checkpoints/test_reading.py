@@ -22,7 +22,7 @@ from lit_diffusion.checkpoints.reading import (
 )
 
 
-@pytest.mark.parametrize("part", [0.0, 0.3, 0.9, 0.99, 0.999])
+@pytest.mark.parametrize("part", [0.0, 0.9, 0.999])
 def test_a_truncated_file_is_refused_by_name(file, part):
     content = file.read_bytes()
     file.write_bytes(content[: int(part * len(content))])
@@ -84,8 +84,9 @@ def test_a_file_of_tensors_in_the_format_of_old_versions_is_read(tmp_path):
         assert_same_bits(read_checkpoint(tmp_path / "x.ckpt", mmap=mmap), content)
 
 
-def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
-    torch.save({"a": 1}, tmp_path / "x.ckpt")
+@pytest.mark.parametrize("content", [None, [], {}, {"weights": 3}, torch.zeros(2)])
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path, content):
+    torch.save(content, tmp_path / "x.ckpt")
     with pytest.raises(ValueError, match="is not a training checkpoint: it has no 'state_dict'"):
         read_checkpoint(tmp_path / "x.ckpt")
 
@@ -111,15 +112,7 @@ def archive(tmp_path):
     return path
 
 
-def test_a_sound_file_is_let_through_and_one_of_another_format_is_left_to_its_reader(
-    archive, tmp_path
-):
-    check_archive(archive)
-    (tmp_path / "text").write_text("text")
-    check_archive(tmp_path / "text")
-
-
-@pytest.mark.parametrize("bit", range(8))
+@pytest.mark.parametrize("bit", [0, 7])
 def test_a_flipped_bit_of_a_weight_is_found_which_torch_would_load(archive, bit):
     data = bytearray(archive.read_bytes())
     with zipfile.ZipFile(archive) as members:
@@ -156,7 +149,6 @@ def test_what_a_run_saves_is_let_through():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"state_dict": None}, "its 'state_dict' is NoneType None, as no run saves it"),
         ({"state_dict": {1: torch.zeros(2)}}, "its 'state_dict' is dict {1: tensor"),
         ({"state_dict": {"w": "text"}}, "its weight w is no dense tensor, but str 'text'"),
         ({"state_dict": {"w": torch.zeros(2).to_sparse()}}, "w is no dense tensor, but a tensor"),
@@ -165,6 +157,7 @@ def test_what_a_run_saves_is_let_through():
         ({"optimizer_states": {}}, "its 'optimizer_states' is dict {}"),
         ({"optimizer_states": [3]}, "its 'optimizer_states' is list [3]"),
         ({"global_step": -1}, "its 'global_step' is int -1"),
+        ({"global_step": 2**63}, "its 'global_step' is int 9223372036854775808"),
         ({"global_step": True}, "its 'global_step' is bool True"),
         ({"loops": {"a_progress": {"ready": torch.zeros(2)}}}, "ready must be a count"),
         ({"loops": {"a_progress": {"ready": -2}}}, "ready must be a count, and is -2"),
@@ -174,12 +167,6 @@ def test_what_a_run_saves_is_let_through():
 def test_what_no_run_saves_is_refused_and_told(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check_content(GOOD | changes)
-
-
-@pytest.mark.parametrize("content", [None, [], {}, {"weights": 3}, torch.zeros(2)])
-def test_what_is_no_checkpoint_has_no_state_dict(content):
-    with pytest.raises(ValueError, match="it has no 'state_dict'"):
-        check_content(content)
 
 
 def test_weights_alone_are_nothing_to_resume_from():

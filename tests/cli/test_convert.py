@@ -89,11 +89,9 @@ def test_a_checkpoint_of_another_sort_is_refused(run):
         ("convert exprot --out x", "say export or import first, got exprot --out x."),
         ("convert export --out x", "checkpoint must be given"),
         ("convert export --checkpoint nowhere --out x", "There is no checkpoint at nowhere"),
-        ("convert export --checkpoint x --out x --format onnx", "invalid choice: 'onnx'"),
         (IMPORT, "shapes cannot tell num_heads: give --network.num_heads=VALUE"),
         (f"{IMPORT} --network.num_heads=5", "num_heads"),
         (f"{IMPORT} --network.num_heads=[", "--network.num_heads=[ must be --network.NAME=VALUE"),
-        (f"{IMPORT} --network.num_heads=0", "num_heads=0"),
         (f"{IMPORT} --network.num_heads", "there is no option 'network.num_heads'"),
         (f"{IMPORT} --num_heads=4", "there is no option 'num_heads'"),
         (f"{IMPORT} --network.num_heads=4 --network.wings=2", "DiT cannot be built"),
@@ -110,7 +108,7 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(dit, run, capsys, command, m
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize("what", ["", "export", "import"])
+@pytest.mark.parametrize("what", ["export", "import"])
 def test_help_says_what_to_type(what, capsys):
     assert call(f"convert {what} --help") == 0
     assert f"usage: lit-diffusion convert {what}".strip() in capsys.readouterr().out

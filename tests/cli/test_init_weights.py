@@ -3,80 +3,81 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.commands import call, checkpoint, weights
-from support.small_digits import small_digits, write_small_digits
+from support.commands import call, checkpoint, equal, weights
+from support.small_digits import hyper_parameters, small_digits, write_small_digits
 from support.tiny_run import write_config
 
 from lit_diffusion.checkpoints import load
+from lit_diffusion.checkpoints.loading import build_module
 from lit_diffusion.cli.convert import export
-from lit_diffusion.cli.init_weights import match_weights, read_init
+from lit_diffusion.cli.init_weights import match_weights, start_from
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def files(folder):
     write_small_digits(Path("old/checkpoints/last.ckpt"))
-    config(lr=0.0)
 
 
-def config(lr=0.002, steps=1, **network):
-    config = small_digits(steps)
-    model = config["model"]["init_args"]
-    model["optimizer"]["init_args"]["lr"] = lr
-    model["network"]["init_args"] |= network
-    write_config(config, Path("new.yaml"))
-
-
-def fit(options):
-    return call(f"fit --config new.yaml {options} --trainer.limit_val_batches=0")
+def start(source, **network):
+    """A module of that network that starts from `source`, and the line about it."""
+    config = small_digits(1)
+    config["model"]["init_args"]["network"]["init_args"] |= network
+    hyper = hyper_parameters(config, "model")
+    module = build_module({"hyper_parameters": hyper}, "this")
+    return module, start_from(module, source, hyper)
 
 
 def network_of(state):
     return {name: value for name, value in state.items() if name.startswith("network.")}
 
 
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("source", "which"),
-    [("old", "ema"), ("old:ema_0.9", "ema"), ("old:raw", "raw")],
-)
-def test_a_run_begins_with_the_weights_and_so_does_its_average(source, which):
+def test_a_run_begins_with_the_weights_and_so_does_its_average_and_a_resume_does_not(caplog):
     """With an lr of 0, where it ends is where it began."""
-    assert fit(f"--init_weights {source}") == 0
-    expected = network_of(load("old", which).state_dict())
-    assert same(network_of(weights("runs/new")), expected)
+    config = small_digits(1, limit_val_batches=0)
+    config["model"]["init_args"]["optimizer"]["init_args"]["lr"] = 0.0
+    write_config(config, Path("new.yaml"))
+    assert call("fit --config new.yaml --init_weights old") == 0
+    expected = network_of(load("old", "ema").state_dict())
+    assert equal(network_of(weights("runs/new")), expected)
     state = next(s for key, s in checkpoint("runs/new")["callbacks"].items() if "EMA" in key)
     for name, average in network_of(state["shadows"][0]).items():
         assert torch.allclose(average, expected[name], rtol=1e-6, atol=1e-7)
+    caplog.clear()
+    last = "runs/new/checkpoints/last.ckpt"
+    assert call(f"fit --ckpt_path={last} --trainer.max_steps=2 --model.optimizer.lr=0.01") == 0
+    assert not any("Starting from" in message for message in caplog.messages)
+    assert not equal(network_of(weights("runs/new")), expected)
 
 
-def test_an_exported_network_does_as_well(capsys, caplog):
+@pytest.mark.parametrize(
+    ("source", "which", "text"),
+    [
+        ("old", "ema", "ema_0.9 weights of old/checkpoints/last.ckpt: 129 kept."),
+        ("old:ema_0.9", "ema", "ema_0.9 weights of old/checkpoints/last.ckpt: 129 kept."),
+        ("old:raw", "raw", "raw weights of old/checkpoints/last.ckpt: 129 kept."),
+        ("exported", "ema", "ema_0.9 weights of exported: 129 kept."),
+        ("raw.ckpt", "raw", "raw weights of raw.ckpt: 129 kept."),  # has no averages
+    ],
+)
+def test_weights_are_those_of_the_source(source, which, text):
     export("old", "exported")
-    assert fit("--init_weights exported") == 0
-    assert same(network_of(weights("runs/new")), network_of(load("old").state_dict()))
-    assert "Starting from the ema_0.9 weights of exported: 129 kept." in caplog.messages
-    assert fit("--init_weights exported:raw --trainer.default_root_dir b") == 2
-    assert "exported holds ema_0.9 weights alone" in capsys.readouterr().err
+    content = torch.load("old/checkpoints/last.ckpt", weights_only=True)
+    torch.save(content | {"callbacks": {}}, "raw.ckpt")
+    module, line = start(source)
+    assert line == f"Starting from the {text}"
+    assert equal(network_of(module.state_dict()), network_of(load("old", which).state_dict()))
 
 
-def test_what_does_not_fit_is_told_and_left(caplog):
-    config(lr=0.0, channel_mult=[1, 2, 2])
-    assert fit("--init_weights old:raw") == 0
-    (line,) = [message for message in caplog.messages if message.startswith("Starting from")]
-    assert "raw weights of old/checkpoints/last.ckpt" in line
+def test_what_does_not_fit_is_told_and_left():
+    module, line = start("old:raw", channel_mult=[1, 2, 2])
     assert "left as they were (network.output_blocks.1.0.in_layers.0.weight (24,) for (32,)" in line
     assert "new, as the file has none such (network.input_blocks." in line
-    new, old = weights("runs/new"), weights("old")
-    assert torch.equal(new["network.time_embed.0.weight"], old["network.time_embed.0.weight"])
+    name = "network.time_embed.0.weight"
+    assert torch.equal(module.state_dict()[name], weights("old")[name])
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("source", ["old", "exported"])
-def test_settings_under_which_the_same_weights_mean_something_else_are_told(source, caplog):
+def test_settings_under_which_the_same_weights_mean_something_else_are_told(source):
     """All shapes fit, and the heads of attention would be read in another order.
 
     What lacks in a file is the default, as in those of an import.
@@ -84,54 +85,30 @@ def test_settings_under_which_the_same_weights_mean_something_else_are_told(sour
     export("old", "exported")
     record = json.loads(Path("exported/network.json").read_text())
     assert "split_heads_first" not in record["network"]["init_args"]
-    config(lr=0.0, split_heads_first=False)
-    assert fit(f"--init_weights {source}") == 0
-    (line,) = [message for message in caplog.messages if message.startswith("Starting from")]
-    message = (
-        "They were trained with other settings (model.network.split_heads_first True for False)."
-    )
-    assert line.endswith(f": 129 kept. {message}")
+    _, line = start(source, split_heads_first=False)
+    settings = "network.split_heads_first True for False"
+    assert line.endswith(f"They were trained with other settings (model.{settings}).")
 
 
-@pytest.mark.slow
-def test_a_resume_goes_on_and_does_not_begin_again(caplog):
-    config()
-    assert fit("--init_weights old") == 0
-    caplog.clear()
-    assert fit("--ckpt_path=last --trainer.max_steps=2") == 0
-    assert call("fit --ckpt_path=runs/new/checkpoints/last.ckpt --trainer.max_steps=3") == 0
-    assert not any("Starting from" in message for message in caplog.messages)
-    assert not same(network_of(weights("runs/new")), network_of(load("old").state_dict()))
-
-
-@pytest.mark.quick
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ("nowhere", "There is no checkpoint at nowhere"),
         ("old:ema_0.5", "has no weights 'ema_0.5'; it has raw, ema_0.9"),
-        ("old:power_0.1", "has no weights 'power_0.1'; it has raw, ema_0.9"),
-        ("foreign.ckpt", "none of its weights (wings.weight, ...) fits the model"),
+        ("exported:raw", "exported holds ema_0.9 weights alone"),
+        ("foreign.ckpt", r"none of its weights \(wings.weight, ...\) fits the model"),
     ],
 )
-def test_a_mistake_is_told_before_anything_is_trained(source, message, capsys):
+def test_a_source_that_has_no_such_weights_is_refused(source, message):
+    export("old", "exported")
     torch.save({"state_dict": {"wings.weight": torch.ones(3)}}, "foreign.ckpt")
-    assert fit(f"--init_weights {source}") == 2
-    assert message in capsys.readouterr().err
-    assert not Path("runs/new/checkpoints").exists()
-
-
-def test_raw_weights_are_taken_where_there_are_no_averages():
-    content = torch.load("old/checkpoints/last.ckpt", weights_only=True)
-    torch.save(content | {"callbacks": {}}, "raw.ckpt")
-    text, state, _ = read_init("raw.ckpt")
-    assert text == "raw weights of raw.ckpt"
-    assert same(state, content["state_dict"])
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        start(source)
 
 
 def test_weights_are_sorted_by_name_shape_and_kind():
     target = {
-        "kept": torch.zeros(2),
+        "same": torch.zeros(2),
         "convolution": torch.zeros(3, 2, 1),
         "wider": torch.zeros(4),
         "turned": torch.zeros(2, 3),
@@ -139,7 +116,7 @@ def test_weights_are_sorted_by_name_shape_and_kind():
         "new": torch.zeros(1),
     }
     state = {
-        "kept": torch.ones(2),
+        "same": torch.ones(2),
         "convolution": torch.ones(3, 2),
         "wider": torch.ones(5),
         "turned": torch.ones(3, 2),
@@ -148,10 +125,10 @@ def test_weights_are_sorted_by_name_shape_and_kind():
     }
     fitting, outcome = match_weights(target, state)
     assert {name: value.shape for name, value in fitting.items()} == {
-        name: target[name].shape for name in ("kept", "convolution")
+        name: target[name].shape for name in ("same", "convolution")
     }
     assert list(outcome.values()) == [
-        ["kept"],
+        ["same"],
         ["convolution"],
         ["wider (5,) for (4,)", "turned (3, 2) for (2, 3)"],
         ["count", "dropped"],

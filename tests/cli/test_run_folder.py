@@ -41,12 +41,10 @@ def refuses(command: str, message: str = "runs/digits already holds a run"):
         ("fit --trainer.default_root_dir=~/x", Path.home() / "x"),
         ("fit --trainer.default_root_dir=~nobody-of-this-name/x", "~nobody-of-this-name/x"),
         ("fit --config rooted.yaml", "from/config"),
-        ("fit --config rooted.yaml --trainer.default_root_dir=cli", "cli"),
         ("fit --config digits.yaml --config rooted.yaml", "from/config"),
         (f"test --config digits.yaml --ckpt_path={OTHER}", "runs/other"),
         (f"fit --config rooted.yaml --ckpt_path={OTHER}", "from/config"),
         ("fit --config digits.yaml --ckpt_path=loose.ckpt", "runs/digits"),
-        ("fit --config digits.yaml --ckpt_path=last", "runs/digits"),
         ("fit --config nowhere.yaml", "runs/nowhere"),  # which the real parser will report
         ("fit", "runs/unnamed"),
     ],

@@ -1,6 +1,6 @@
 import pytest
 
-from lit_diffusion.config.renamed import rename_checkpoint, rename_config, rename_weight
+from lit_diffusion.config.renamed import rename_checkpoint, rename_config
 
 CONDITIONS = "lit_diffusion.networks.conditions"
 NONE = {"context_dim": None, "vector_dim": None, "num_words": None}
@@ -49,4 +49,3 @@ def test_classes_that_moved_are_renamed_wherever_they_are_named():
     assert rename_config(old) == new
     checkpoint = {"state_dict": {"a": 1}, "hyper_parameters": old}
     assert rename_checkpoint(checkpoint) == {"state_dict": {"a": 1}, "hyper_parameters": new}
-    assert rename_weight("network.label_emb.weight") == "network.label_emb.weight"
