@@ -333,41 +333,33 @@ def select(
     """
     left_out: dict[Run, str] = {}
 
-    def keep(runs: Iterable[Run], why_not: Callable[[Run], str | None]) -> list[Run]:
+    def keep(runs: Sequence[Run], why_not: Callable[[Run], str | None]) -> list[Run]:
         reasons = {run: why_not(run) for run in runs}
         left_out.update({run: why for run, why in reasons.items() if why})
+        if all(reasons.values()):
+            raise ValueError(f"none of these runs can be compared. The first: {reasons[runs[0]]}.")
         return [run for run, why in reasons.items() if not why]
 
-    runs_left = keep(runs, lambda run: run.fault)
-    if not runs_left:
-        raise ValueError(f"none of these runs can be read. The first: {left_out[runs[0]]}.")
-    fid, first = metric or most_frequent_metric(runs_left), runs_left[0]
-    runs_left = keep(runs_left, lambda run: _lacks(run, fid))
-    if not runs_left:
-        raise ValueError(
-            f"none of these runs has a {fid} to compare. The first: {left_out[first]}."
-        )
-    names = list(by_arm(runs_left))
-    if baseline is not None and baseline not in names:
-        raise ValueError(
-            f"there is no arm {baseline!r} with an FID for --baseline; there are {names}."
-        )
+    left = keep(runs, lambda run: run.fault)
+    fid = metric or most_frequent_metric(left)
+    left = keep(left, lambda run: _lacks(run, fid))
+    names = list(by_arm(left))
     base = baseline or (BASELINE if BASELINE in names else names[0])
-    usual = _typical([run for run in runs_left if run.arm == base], _other_protocol, fid)
-    runs_left = keep(runs_left, lambda run: _other_protocol(run, usual, fid))
-    typical = {arm: _typical(each, _other_sampling, fid) for arm, each in by_arm(runs_left).items()}
-    runs_left = keep(runs_left, lambda run: _other_sampling(run, typical[run.arm], fid))
-    whole_arms = by_arm(runs_left)
-    arms = by_arm(keep(runs_left, lambda run: _cut_short(run, whole_arms[run.arm], fid)))
+    usual = _typical([run for run in left if run.arm == base] or left, _other_protocol, fid)
+    left = keep(left, lambda run: _other_protocol(run, usual, fid))
+    typical = {arm: _typical(each, _other_sampling, fid) for arm, each in by_arm(left).items()}
+    left = keep(left, lambda run: _other_sampling(run, typical[run.arm], fid))
+    members = by_arm(left)
+    arms = by_arm(keep(left, lambda run: _cut_short(run, members[run.arm], fid)))
     reasons = [(str(run.path), why) for run, why in left_out.items()]
     if len(arms) < 2 or base not in arms:
         listed = "".join(f"\n  {run}: {why}" for run, why in reasons[:_MAX_LISTED])
         raise ValueError(
-            f"a comparison needs the baseline {base} and another arm; what is left is "
-            f"{', '.join(arms) or 'nothing'}.{listed}"
+            f"a comparison needs the baseline {base} and another arm; there are "
+            f"{', '.join(arms)}.{listed}"
         )
-    for arm, members in arms.items():
-        _refuse_unequal(arm, members)
+    for arm, each in arms.items():
+        _refuse_unequal(arm, each)
     return Selection(fid, base, arms, reasons)
 
 

@@ -127,11 +127,11 @@ def test_losses_are_compared_where_that_is_asked(capsys):
         ("compare nowhere.csv", "No such file or directory: 'nowhere.csv'"),
         ("compare sweep file.csv", "give either run folders or CSV files"),
         ("compare sweep --out file.csv", "--out file.csv is a file; name a folder."),
-        ("compare sweep --baseline x", "no arm 'x' with an FID for --baseline"),
+        ("compare sweep --baseline x", "the baseline x and another arm; there are baseline, slow."),
         ("compare sweep --arms fast x", "--arms: there is no fast, x; there are baseline, slow."),
         ("compare sweep --target nine", "argument --target: invalid float value: 'nine'"),
         ("compare sweep --target -1", "the target must be a positive FID, got -1."),
-        ("compare sweep/slow", "what is left is slow."),
+        ("compare sweep/slow", "and another arm; there are slow."),
     ],
 )
 def test_a_mistake_ends_with_one_message_and_leaves_nothing(two_arms, capsys, command, message):

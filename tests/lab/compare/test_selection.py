@@ -46,7 +46,7 @@ def test_the_baseline_may_be_named_and_is_else_the_first():
     assert selected(baseline="clts").baseline == "clts"
     Path("sweep/baseline").rename("sweep/plain")
     assert selected().baseline == "clts"
-    with pytest.raises(ValueError, match=r"no arm 'x' with an FID for --baseline.*\['clts', 'pl"):
+    with pytest.raises(ValueError, match=r"the baseline x and another arm; there are clts, plain"):
         selected(baseline="x")
 
 
@@ -148,7 +148,7 @@ def test_a_run_is_whole_when_no_further_fid_was_due(max_steps, is_whole):
 def test_protocols_that_leave_nothing_to_compare_are_refused_with_what_differs():
     write_run(Path("two/a"), [3.0], steps=(100,))
     write_run(Path("two/b"), [3.0], steps=(100,), num_real=99)
-    message = r"what is left is a\.\n  two/b: .*num_real 99, not 360"
+    message = r"there are a\.\n  two/b: .*num_real 99, not 360"
     with pytest.raises(ValueError, match=message):
         select(collect_runs(["two"]))
 
@@ -159,7 +159,7 @@ def test_a_baseline_of_which_no_run_is_left_is_refused():
         (run / "evaluations.jsonl").write_text("".join(lines[:3]))
     write("md/seed-7")
     with pytest.raises(
-        ValueError, match=r"needs the baseline baseline .*left is clts, md\.\n.*cut short"
+        ValueError, match=r"needs the baseline baseline .*are clts, md\.\n.*cut short"
     ):
         selected()
 
@@ -209,12 +209,16 @@ def test_runs_without_any_fid_are_told_what_makes_one():
     Path("bare/a/metrics.csv").write_text("step,loss\n1,0.5\n")
     with pytest.raises(ValueError, match=r"none of these runs has an FID.*FIDEvaluation"):
         select(collect_runs(["bare"]))
-    with pytest.raises(ValueError, match=r"has a val/fid_9k to compare.*but val/fid_360"):
+    with pytest.raises(
+        ValueError, match=r"none of these runs can .*no val/fid_9k, but val/fid_360"
+    ):
         selected(metric="val/fid_9k")
 
 
 def test_runs_of_which_none_can_be_read_are_refused():
     for path in Path("sweep").rglob("evaluations.jsonl"):
         path.write_text("[1\n")
-    with pytest.raises(ValueError, match=r"none of these runs can be read\. The first: sweep/base"):
+    with pytest.raises(
+        ValueError, match=r"none of these runs can be compared\. The first: sweep/base"
+    ):
         selected()
