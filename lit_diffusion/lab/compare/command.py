@@ -68,7 +68,5 @@ def run(argv: Sequence[str]) -> None:
     page = write_report(report, out)
     print(f"{report.result}\n\n{speedup_table(report.comparison).markdown()}\n")
     for note in report.notes:
-        print(f"Note: {note}")
-    for folder, reason in report.left_out:
-        print(f"Left out: {folder}: {reason}.")
+        print(f"- {note}")
     print(f"Report: {page}")

@@ -59,8 +59,7 @@ class Report:
     Attributes:
         by_images: the comparison by images seen; None if not recorded, or the same as by steps.
         others: the comparison by other metrics of the same samples, by their names.
-        notes: what a reader should know before trusting the numbers.
-        left_out: run and reason, of runs that take no part.
+        notes: what a reader should know before trusting the numbers, such as runs left out.
         protocol: how the FIDs were measured, by name.
         tables: further ones, by title; None where there is nothing to show.
     """
@@ -69,7 +68,6 @@ class Report:
     by_images: Comparison | None = None
     others: Mapping[str, Comparison] = field(default_factory=dict)
     notes: Sequence[str] = ()
-    left_out: Sequence[tuple[str, str]] = ()
     protocol: Mapping[str, str] = field(default_factory=dict)
     tables: Mapping[str, Table | None] = field(default_factory=dict)
     samples: Sequence[plots.SamplePicture] = ()
@@ -135,10 +133,11 @@ def build_report(
         notes = [f"Lower {name} is better; {selection.metric} compares arms of one objective."]
     comparison = compare(arms, selection.baseline, target, name)
     widths, notes_on_widths = run_tables.widths_table(selection)
+    notes += [*notes_on_widths, *run_tables.notes_on_runs(selection, arms)]
+    notes += [f"Left out: {run}: {why}." for run, why in selection.left_out]
     return _report(
         comparison,
-        notes=[*notes, *notes_on_widths, *run_tables.notes_on_runs(selection, arms)],
-        left_out=selection.left_out,
+        notes,
         protocol=run_tables.protocol_facts(selection),
         tables={
             "At each arm's own best width of the average": widths,
@@ -188,8 +187,7 @@ def markdown(report: Report) -> str:
         f"interval, or measured at another {metric}.",
         tables.speedup_table(comparison).markdown(),
     ]
-    if notes := [*report.notes, *(f"Left out: {run}: {why}." for run, why in report.left_out)]:
-        parts += ["## Notes", _listed(notes)]
+    parts += ["## Notes", _listed(report.notes)] if report.notes else []
     parts += [
         f"## {metric} over training",
         f"![{metric} over training](curves.png)",

@@ -36,7 +36,7 @@ def test_a_sweep_is_compared_and_printed_as_one_sentence_and_one_table(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("fast wins: 2.")
     assert any(line.startswith("| same | 5 of 5 |") for line in lines)
-    assert "Note: Seeds without a finite last FID: 1 of lost." in lines
+    assert "- Seeds without a finite last FID: 1 of lost." in lines
     assert lines[-1] == "Report: report/report.html"
     results = rows("report/speedups.csv")
     assert {name: row["verdict"] for name, row in results.items()} == {
@@ -53,7 +53,7 @@ def test_a_sweep_is_compared_and_printed_as_one_sentence_and_one_table(capsys):
 
     page, text = (Path(f"report/report.{kind}").read_text() for kind in ("html", "md"))
     for name in ("fast/seed-7", "fast/seed-8", "fast/seed-9", "fast/seed-10", "few/seed-0", "dead"):
-        assert any(line.startswith(f"Left out: sweep/{name}") for line in lines)
+        assert any(line.startswith(f"- Left out: sweep/{name}") for line in lines)
         assert f"Left out: sweep/{name}" in page
         assert f"Left out: sweep/{name}" in text
 

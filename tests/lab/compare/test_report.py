@@ -30,8 +30,7 @@ COMPARISON = compare([arm("baseline", 1.0), arm("fast", 2.0), arm("slow", 0.5)],
 def report():
     return Report(
         COMPARISON,
-        notes=["Mind the <gap>."],
-        left_out=[("runs/<x>", "it has no FID")],
+        notes=["Mind the <gap>.", "Left out: runs/<x>: it has no FID."],
         protocol={"num_fake": "360"},
         tables={"Runs": Table("All.", ("arm", "seed"), (("a", "0 +- 1"),)), "None": None},
     )
@@ -143,15 +142,13 @@ def test_a_page_is_whole_and_needs_nothing_from_elsewhere(report):
 )
 def test_whatever_an_arm_is_called_its_name_is_text(name):
     arms = [arm("baseline", 1.0), arm(name, 2.0), arm(f"{name}2", 1.5)]
-    notes, left_out = [f"{name} is odd."], [(name, "no FID")]
-    report = Report(compare(arms, "baseline"), notes=notes, left_out=left_out)
+    report = Report(compare(arms, "baseline"), notes=[f"{name} is odd."])
     page = html(markdown(report), PNGS)
     outline = Outline(page)
     assert outline.open == []
     assert not {"script", "a", "em", "del", "code"} & {tag for tag, _ in outline.elements}
     assert len(outline.all("img")) == page.count("data:image") == 2
-    for text in (f"{name} is odd.", f"Left out: {name}: no FID."):
-        assert f"<li>{escape(text)}</li>" in page
+    assert f"<li>{escape(name)} is odd.</li>" in page
     assert f"<td>{escape(name)}</td>" in page
     assert f"<title>{escape(name)} wins" in page
 
