@@ -1,9 +1,8 @@
 """Latents written by `lit-diffusion encode`: shards as safetensors files, and an index.
 
 A shard holds `moments` (n, 2C, h, w) float16, mean and logvar of each image's posterior from the
-VAE, `labels` (n,) int64, and in its header a digest of what it was computed from. Float16 halves
-the files and changes no pixel by more than its rounding to 8 bits does. The moments are neither
-scaled nor shifted; the codec does that.
+VAE, unscaled, `labels` (n,) int64, and in its header a digest of what it was computed from. Float16
+changes no pixel by more than its rounding to 8 bits does.
 """
 
 import hashlib
@@ -64,17 +63,12 @@ class LatentIndex:
         """Write the index, in place of an old one. All processes may, as they write the same."""
         atomic_write_text(folder / INDEX, f"{json.dumps(asdict(self), indent=1)}\n", shared=True)
 
-    @property
-    def starts(self) -> range:
-        """First image of each shard."""
-        return range(0, self.num, self.shard_size)
-
     def shards(self) -> list[tuple[str, range, bool]]:
         """Name of each file, its images, and whether they are mirrored."""
         return [
             (f"{kind}-{number:05d}.safetensors", range(self.num)[start:][: self.shard_size], flip)
             for kind, flip in [("latents", False), ("flipped", True)][: 1 + self.flips]
-            for number, start in enumerate(self.starts)
+            for number, start in enumerate(range(0, self.num, self.shard_size))
         ]
 
     def missing_shards(self, folder: Path) -> list[tuple[str, range, bool]]:

@@ -103,29 +103,22 @@ class InceptionV3Compat:
         copy = io.BytesIO()
         torch.save(state, copy)
         copy.seek(0)
-        return _Inception(copy)
+        return _Inception(self.name, ["2048"], feature_extractor_weights_path=copy).eval()
 
     def _path(self) -> Path:
         return inception_path() if self.weights_path is None else Path(self.weights_path)
 
 
-class _Inception(nn.Module):
+class _Inception(FeatureExtractorInceptionV3):  # type: ignore[misc]
     num_features = 2048
 
-    def __init__(self, weights: io.BytesIO) -> None:
-        super().__init__()
-        self.network = FeatureExtractorInceptionV3(
-            InceptionV3Compat.name, ["2048"], feature_extractor_weights_path=weights
-        )
-        self.eval()
-
     def forward(self, images: Tensor) -> Tensor:
-        features: Tensor = self.network(images)[0]
+        features: Tensor = super().forward(images)[0]
         return features
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits (N, 1008) without bias, as the inception score uses them."""
-        return features.mm(self.network.fc.weight.T)
+        return features.mm(self.fc.weight.T)
 
 
 def inception_path() -> Path:

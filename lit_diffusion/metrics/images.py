@@ -187,23 +187,14 @@ def open_images(path: str | Path) -> Dataset[Any]:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """A named set of images, to score or to compare with.
+    """A named set of images, to score or to compare with."""
 
-    Args:
-        name: split or path that the images are from.
-        dataset: map-style; a batch of it holds images, and perhaps labels.
-        collate: makes a batch, as `collate_fn` of `DataLoader`.
-        num_workers: of its loaders.
-        cached_fingerprint: returns the fingerprint faster than by reading all images.
-        key: where a batch has its images.
-    """
-
-    name: str
-    dataset: Dataset[Any]
-    collate: Callable[[list[Any]], Any] | None = None
-    num_workers: int = 0
-    cached_fingerprint: Callable[[], str] | None = None
-    key: BatchKey = None
+    name: str  # split or path that the images are from
+    dataset: Dataset[Any]  # map-style; a batch of it holds images, and perhaps labels
+    collate: Callable[[list[Any]], Any] | None = None  # makes a batch, as `collate_fn` of loaders
+    num_workers: int = 0  # of its loaders
+    cached_fingerprint: Callable[[], str] | None = None  # faster than reading all images
+    key: BatchKey = None  # where a batch has its images
 
     def __len__(self) -> int:
         if not hasattr(self.dataset, "__len__"):

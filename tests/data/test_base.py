@@ -116,14 +116,6 @@ def test_predict_needs_no_data(tmp_path):
     assert module.batches["predict"]
 
 
-def test_overfit_batches_repeats_the_same_pixels():
-    module = Recorder()
-    trainer(max_epochs=3, overfit_batches=1).fit(module, Pictures(batch_size=5, seed=0))
-    images = [images for images, _, _ in module.batches["train"]]
-    assert len(images) == 3
-    assert all(torch.equal(each, images[0]) for each in images)
-
-
 def make_digits(_, **kwargs):
     return Digits(batch_size=300, **kwargs)
 

@@ -94,14 +94,6 @@ def test_odd_files_are_named_and_converted_only_on_demand_and_without_loss(root,
             check(root, strict=False)
 
 
-@pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3), ("RGBA", 4)])
-def test_a_mode_passes_for_its_number_of_channels_only(tmp_path, mode, channels):
-    root = class_folders(tmp_path / mode, mode=mode)
-    check(root, channels=channels)
-    with pytest.raises(ValueError, match=f"has mode {mode}, not"):
-        check(root, channels={1: 3, 3: 4, 4: 1}[channels])
-
-
 def test_only_a_full_check_finds_truncated_files(root):
     truncate(save(root / "a" / "odd.jpg", size=(200, 200)))
     check(root, full=False)
@@ -139,9 +131,6 @@ def test_a_folder_that_passed_is_not_read_again_until_it_or_the_requirements_cha
             check(root)
 
 
-# Listing
-
-
 def test_files_are_sorted_and_labelled_by_their_class_folder(root):
     path = save(root / "b" / "Zw\u00f6lf" / "\u732b.PNG")
     (root / "a" / ".hidden").touch()
@@ -176,20 +165,11 @@ def test_files_that_are_no_images_by_their_names_are_left_out_and_named(root, ca
     assert (after.names.tolist(), after.stamp) == (before.names.tolist(), before.stamp)
 
 
-def test_files_beside_class_folders_are_named_together(root):
-    save(root / "stray.png"), save(root / "other.png")
-    with pytest.raises(ValueError, match=r"In no class folder: .*other\.png, .*stray\.png\. Move"):
-        list_images(root, ("a", "b"))
-
-
 @pytest.mark.parametrize("target", [".", ".."])
 def test_a_folder_with_a_link_to_itself_is_read_once(root, target):
     before = list_images(root, ("a", "b"))
     (root / "a" / "again").symlink_to(root / "a" / target, target_is_directory=True)
     assert list_images(root, ("a", "b")).names.tolist() == before.names.tolist()
-
-
-# ImageFolder
 
 
 @pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3), ("RGBA", 4)])
@@ -296,9 +276,6 @@ def test_other_classes_at_a_resume_are_named(root, val):
         data.load_state_dict(state | {"class_names": ["x"]})
 
 
-# ImageNet
-
-
 def test_imagenet_is_read_from_its_two_folders_and_converted(imagenet):
     data = ImageNet(str(imagenet), image_size=32, batch_size=4, num_workers=0)
     data.prepare_data()
@@ -322,5 +299,6 @@ def test_imagenet_refuses_other_folders_than_its_classes(tmp_path, imagenet):
             ImageNet(str(tmp_path), 32).prepare_data()
     shutil.rmtree(imagenet / "val")
     save(imagenet / "val" / "ILSVRC2012_val_00000001.JPEG")
-    with pytest.raises(ValueError, match=r"In no class folder: .*00000001\.JPEG\. Move"):
+    save(imagenet / "val" / "ILSVRC2012_val_00000002.JPEG")
+    with pytest.raises(ValueError, match=r"In no class folder: .*01\.JPEG, .*02\.JPEG\. Move"):
         ImageNet(str(imagenet), 32).prepare_data()

@@ -40,36 +40,22 @@ def test_every_process_gets_the_same_number_of_batches():
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
-def test_training_ranks_share_an_epoch_without_overlap(num_replicas):
-    shares = [shuffled(20, num_replicas, rank, epoch=4) for rank in range(num_replicas)]
-    assert {len(share) for share in shares} == {20 // num_replicas}
-    keys = [key for share in shares for key in share]
-    assert len(set(keys)) == len(keys)
-    assert set(keys) <= set(range(4 * 20, 5 * 20))
-
-
-@pytest.mark.parametrize("num_replicas", [2, 3])
 def test_a_global_batch_is_the_same_on_any_number_of_processes(num_replicas):
-    alone = shuffled(60, epoch=1)
-    shares = [shuffled(60, num_replicas, rank, epoch=1) for rank in range(num_replicas)]
+    alone = shuffled(61, epoch=1)
+    assert sorted(alone) == list(range(61, 122))
+    shares = [shuffled(61, num_replicas, rank, epoch=1) for rank in range(num_replicas)]
+    assert {len(share) for share in shares} == {61 // num_replicas}
     for step in range(5):
         batch = [key for share in shares for key in share[4 * step : 4 * (step + 1)]]
         size = 4 * num_replicas
-        assert set(batch) == set(alone[size * step : size * (step + 1)])
+        assert sorted(batch) == sorted(alone[size * step : size * (step + 1)])
 
 
 def test_training_order_is_a_function_of_seed_and_epoch():
     assert shuffled(50, seed=1, epoch=2) == shuffled(50, seed=1, epoch=2)
-    orders = {
-        tuple(key % 50 for key in shuffled(50, seed=s, epoch=e)) for s in (0, 1) for e in (0, 1)
-    }
+    settings = [(seed, epoch) for seed in (0, 1) for epoch in (0, 1)]
+    orders = {tuple(k % 50 for k in shuffled(50, seed=s, epoch=e)) for s, e in settings}
     assert len(orders) == 4
-
-
-def test_every_image_comes_first_equally_often():
-    first = torch.tensor([shuffled(8, epoch=epoch)[0] % 8 for epoch in range(800)])
-    chi_square = ((first.bincount(minlength=8) - 100) ** 2 / 100).sum()
-    assert chi_square < 24.3  # 99.9% of chi-square with 7 degrees of freedom
 
 
 DATA = TensorDataset(torch.arange(10))
