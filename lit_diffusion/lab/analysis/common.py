@@ -101,39 +101,21 @@ def plan_analysis(kind: str, options: AnalysisOptions, *loaded: LoadedModule) ->
     Raises:
         ValueError: if the folder holds something else, with what differs.
     """
+    folder, path = Path(options.out), Path(options.out, "plan.json")
     checkpoints = [
         f"{each.path} at step {each.step}, {each.weights}, {fingerprint(each.module)}"
         for each in loaded
     ]
-    folder = Path(options.out)
-    prepare_folder(folder, {"analysis": kind, "of": checkpoints, **options.settings})
-    return folder
-
-
-def fingerprint(module: nn.Module) -> str:
-    """Hash all weights, whatever their layout in memory."""
-    digest = hashlib.sha256()
-    for name, value in copy_weights(module).items():
-        digest.update(name.encode() + value.float().cpu().numpy().tobytes())
-    return digest.hexdigest()[:12]
-
-
-def prepare_folder(folder: Path, plan: Mapping[str, Any]) -> None:
-    """Create a folder with plan.json for this work, or check that it was created for the same.
-
-    Raises:
-        ValueError: if the folder holds something else, with what differs.
-    """
-    path = folder / "plan.json"
+    plan = {"analysis": kind, "of": checkpoints, **options.settings}
+    text = json.dumps(plan, indent=1, default=str) + "\n"
     # Asked before the plan: another process may write that meanwhile, hidden until it is whole.
     holds_something = folder.is_file() or (folder.is_dir() and any(folder.glob("[!.]*")))
-    text = json.dumps(plan, indent=1, default=str) + "\n"
     if not path.is_file():
         if holds_something:
             raise ValueError(f"--out {folder} holds something else; choose another folder.")
         folder.mkdir(parents=True, exist_ok=True)
         atomic_write_text(path, text, shared=True)
-        return
+        return folder
     try:
         earlier = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
@@ -144,6 +126,15 @@ def prepare_folder(folder: Path, plan: Mapping[str, Any]) -> None:
                 f"--out {folder} holds an analysis whose {name} is {earlier.get(name)}, and this "
                 f"call's is {value}; choose another folder."
             )
+    return folder
+
+
+def fingerprint(module: nn.Module) -> str:
+    """Hash all weights, whatever their layout in memory."""
+    digest = hashlib.sha256()
+    for name, value in copy_weights(module).items():
+        digest.update(name.encode() + value.float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:12]
 
 
 def compute_pieces(

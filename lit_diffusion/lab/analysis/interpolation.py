@@ -223,11 +223,8 @@ def interpolate_weights(
     out = common.plan_analysis("interpolation", options, at_one, at_zero)
 
     def interpolate(kind: str) -> Arrays:
-        end = ends[kind]
-        points = (
-            {n: torch.lerp(end[n], value, alpha) for n, value in a.items()} for alpha in alphas
-        )
-        return {"values": evaluate_losses(at_one.module, points, losses)}
+        states = ({n: torch.lerp(ends[kind][n], a[n], alpha) for n in a} for alpha in alphas)
+        return {"values": evaluate_losses(at_one.module, states, losses)}
 
     arrays = common.compute_pieces(out, list(ends), interpolate, "line")
     lines = {kind: each["values"] for kind, each in zip(ends, arrays, strict=True)}

@@ -168,8 +168,8 @@ def plot_landscape(
         y, rows = axis[int(number)], []
         for name, loss in losses.items():
             first, second = planes[name]
-            points = ({n: center[n] + x * first[n] + y * second[n] for n in first} for x in axis)
-            rows.append(evaluate_losses(module, points, {name: loss}))
+            states = ({n: center[n] + x * first[n] + y * second[n] for n in first} for x in axis)
+            rows.append(evaluate_losses(module, states, {name: loss}))
         return {"values": np.stack(rows)}  # (number of losses, 1, K)
 
     arrays = common.compute_pieces(out, [str(i) for i in range(points)], compute_row, "row")

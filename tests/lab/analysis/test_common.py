@@ -5,11 +5,12 @@ import numpy as np
 import pytest
 import torch
 
+from lit_diffusion.lab.analysis.command import AnalysisOptions
 from lit_diffusion.lab.analysis.common import (
     UnfinishedAnalysis,
     compute_pieces,
     fingerprint,
-    prepare_folder,
+    plan_analysis,
 )
 
 NAMES = ["a", "b", "c"]
@@ -55,19 +56,25 @@ def test_processes_share_them(tmp_path, monkeypatch):
     assert work.names == ["b", "a", "c"]
 
 
+def plan(folder, num):
+    options = AnalysisOptions(str(folder), "raw", None, None, [], {"num": num})
+    return plan_analysis("test", options)
+
+
 def test_a_folder_is_of_one_plan(tmp_path):
-    prepare_folder(tmp_path / "out", {"kind": "test", "num": 3})
-    prepare_folder(tmp_path / "out", {"kind": "test", "num": 3})
-    assert json.loads((tmp_path / "out/plan.json").read_text()) == {"kind": "test", "num": 3}
+    for _ in range(2):
+        assert plan(tmp_path / "out", 3) == tmp_path / "out"
+    saved = json.loads((tmp_path / "out/plan.json").read_text())
+    assert saved == {"analysis": "test", "of": [], "num": 3}
     with pytest.raises(ValueError, match="whose num is 3, and this call's is 4; choose another"):
-        prepare_folder(tmp_path / "out", {"kind": "test", "num": 4})
+        plan(tmp_path / "out", 4)
     (tmp_path / "file").write_text("")
     for folder in (tmp_path, tmp_path / "file"):
         with pytest.raises(ValueError, match="holds something else"):
-            prepare_folder(folder, {"kind": "test"})
+            plan(folder, 3)
     (tmp_path / "out/plan.json").write_text("[1]")
     with pytest.raises(ValueError, match="is damaged"):
-        prepare_folder(tmp_path / "out", {"kind": "test"})
+        plan(tmp_path / "out", 3)
 
 
 def test_weights_have_a_fingerprint_whatever_their_layout_in_memory():
