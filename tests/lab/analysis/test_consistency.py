@@ -33,15 +33,13 @@ def test_the_paper_compares_with_the_first_and_all_pairs_with_all():
     assert result.per_seed.mean() == pytest.approx(result.all_pairs)
 
 
-def test_models_that_agree_stand_out_from_chance_and_others_do_not():
+def test_models_that_agree_stand_out_from_chance():
     noise = torch.randint(-3, 4, IMAGES.shape, generator=torch.Generator().manual_seed(1))
     alike = (IMAGES[:1].int() + noise).clamp(0, 255).to(torch.uint8)
     features = lambda images: images.flatten(1)[:, ::3].double()  # noqa: E731
-    same, other = (measure_consistency(x, ["a", "b", "c"], None, features) for x in (alike, IMAGES))
-    assert same.all_pairs > 35 > 12 > same.shuffled
-    assert other.all_pairs == pytest.approx(other.shuffled, abs=0.3)
-    assert same.features > 0.95
-    assert other.features == pytest.approx(0, abs=0.05)
+    result = measure_consistency(alike, ["a", "b", "c"], None, features)
+    assert result.all_pairs > 35 > 12 > result.shuffled
+    assert result.features > 0.95
 
 
 def test_models_that_only_recall_have_the_same_nearest_images():
@@ -77,13 +75,12 @@ def test_models_that_make_other_images_are_refused():
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_the_picture_has_a_row_a_model_and_a_column_a_seed(tmp_path, channels):
-    images = IMAGES[:, :5].expand(-1, -1, channels, -1, -1)
+    images = IMAGES[:, :3].expand(-1, -1, channels, -1, -1)
     result = measure_consistency(images, ["a", "b", "c"])
-    draw_consistency(result, images, tmp_path / "five.png")
     draw_consistency(result, images, tmp_path / "two.png", seeds=2)
-    five, two = (Image.open(tmp_path / f"{name}.png") for name in ("five", "two"))
-    assert five.width > two.width
-    assert (np.array(five.convert("L")) < 250).mean() > 0.2
+    with Image.open(tmp_path / "two.png") as picture:
+        assert picture.width == 3.5 * 120  # inches and dots
+        assert (np.array(picture.convert("L")) < 250).mean() > 0.2
 
 
 def test_images_of_one_class_are_compared_with_each_other_alone():

@@ -80,23 +80,6 @@ def test_a_network_whose_features_were_shuffled_is_put_in_order_again(name):
         torch.testing.assert_close(back[n], value)
 
 
-def test_aligning_changes_no_output_and_brings_weights_nearer():
-    module, target = build("uvit"), copy_weights(build("uvit"))
-    torch.manual_seed(5)
-    with torch.no_grad():
-        for p in module.parameters():
-            p.copy_(torch.randn_like(p))
-    expected, before = outputs(module, "uvit"), copy_weights(module)
-    aligned = align_features(before, target, find_hidden_features(module))
-    module.load_state_dict(aligned, strict=False)
-    torch.testing.assert_close(outputs(module, "uvit"), expected)
-
-    def distance(state):
-        return sum((state[n] - value).square().sum() for n, value in target.items())
-
-    assert distance(aligned) < distance(before)
-
-
 def test_each_line_is_drawn(tmp_path):
     alphas = np.linspace(0, 1, 5)
     values = np.array([1 + alphas])
