@@ -90,13 +90,7 @@ class ImageGenerator:
         if options.init is not None:
             solver = editing_solver(module, options)
             sampling = {**sampling, "solver": repr(solver), "steps": solver.steps}
-        optional = {
-            "init": options.init,
-            "strength": options.strength,
-            "mask": options.mask,
-            "guided_by": self.guided_by,
-        }
-        return {
+        record = {
             "checkpoint": str(self.loaded.path),
             "step": self.loaded.step,
             "weights": self.loaded.weights,
@@ -104,11 +98,16 @@ class ImageGenerator:
             "of": total,
             "seeds": [options.seed, options.seed + num],
             "labels": self.labels,
-            **({"prompts": options.prompt} if options.prompt else {}),
+            "prompts": options.prompt,
             "class_names": self.class_names,
             "sampling": sampling,
-            **{name: value for name, value in optional.items() if value},
+            "init": options.init,
+            "strength": options.strength,
+            "mask": options.mask,
+            "guided_by": self.guided_by,
         }
+        optional = ("prompts", "init", "strength", "mask", "guided_by")
+        return {name: value for name, value in record.items() if value or name not in optional}
 
 
 def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGenerator:

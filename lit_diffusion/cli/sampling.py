@@ -15,7 +15,7 @@ from lit_diffusion.callbacks.progress import format_speed
 from lit_diffusion.callbacks.sample_grid import class_captions, image_grid
 from lit_diffusion.checkpoints.reading import is_count
 from lit_diffusion.cli.generator import ImageGenerator
-from lit_diffusion.cli.trajectory import NUM_TRAJECTORIES, write_trajectory
+from lit_diffusion.cli.trajectory import write_trajectory
 from lit_diffusion.files import atomic_write, atomic_write_text
 from lit_diffusion.signals import defer_signals, print_error
 
@@ -72,7 +72,7 @@ def write_samples(
         )
     atomic_write_text(folder / RECORD, json_text(record))  # before any image
     if trajectory:
-        write_trajectory(generator, min(num, NUM_TRAJECTORIES), folder)
+        write_trajectory(generator, num, folder)
     start = last_print = time.monotonic()
     batch_size = generator.options.batch_size
     for begin in range(first, num, batch_size):

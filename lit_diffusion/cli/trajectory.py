@@ -58,7 +58,7 @@ class Trajectory:
 
 
 def write_trajectory(generator: ImageGenerator, num: int, folder: Path) -> None:
-    """Write trajectory.png and trajectory.gif of the first `num` images.
+    """Write trajectory.png and trajectory.gif of the first of `num` images.
 
     Raises:
         ValueError: for a module without a `watch`, which the solver calls at every step.
@@ -71,11 +71,11 @@ def write_trajectory(generator: ImageGenerator, num: int, folder: Path) -> None:
         )
     module.watch = trajectory = Trajectory(module)
     try:
-        images = generator.generate(range(num))
+        images = generator.generate(range(min(num, NUM_TRAJECTORIES)))
     finally:
         module.watch = None
     frames = [*trajectory.frames, Frame("end", 0.0, images, images)]
-    names = [f"seed {generator.options.seed + i}" for i in range(num)]
+    names = [f"seed {generator.options.seed + i}" for i in range(len(images))]
     pictures = [_draw_frame(frame, names) for frame in frames]
     durations = [1000 * GIF_SECONDS // len(frames)] * (len(frames) - 1) + [1500]
     with defer_signals(), atomic_write(folder / "trajectory.png") as file:
