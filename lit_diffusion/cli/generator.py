@@ -1,6 +1,5 @@
 """A checkpoint that generates images as the command line says: labels, solver, guidance, edits."""
 
-import json
 from argparse import ArgumentError
 from collections.abc import Sequence
 from contextlib import suppress
@@ -248,11 +247,12 @@ def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
                     learned = module.loss.output_factor == 2
                     init_args.setdefault("variance", "LearnedRange" if learned else "FixedSmall")
                 spec = spec | {"init_args": init_args}
-                parsed = parser.parse_args([f"--solver={json.dumps(spec)}", *arguments])
+                parsed = parser.parse_args([f"--solver={yaml.safe_dump(spec)}", *arguments])
                 accepted, trained = (each.get("init_args", {}) for each in (parsed.solver, current))
                 names = [n for n in ("steps", "times", "clip") if n in accepted and n in trained]
                 spec = spec | {"init_args": {n: trained[n] for n in names} | init_args}
-            parsed = parser.parse_args([f"--solver={json.dumps(spec)}", *arguments])
+            # YAML, as JSON has no inf
+            parsed = parser.parse_args([f"--solver={yaml.safe_dump(spec)}", *arguments])
             solver: Solver = parser.instantiate(parsed).solver
         except (ArgumentError, ValueError) as error:
             message = explain_parse_error(error)
