@@ -174,7 +174,8 @@ class _Watch:
         Waits until this is in the store; on rank 0, with which the store may disappear, until no
         rank needs it. A rank that has lost the others waits for a message.
         """
-        self._state, self._message, self._left_time = state, self._message or failure, self._now
+        self._message = self._message or failure  # before the state, which `_exchange` reads first
+        self._left_time, self._state = self._now, state
         self._has_left.set()
         watched = list(self._ranks) if self._rank == 0 else [self._rank]
         deadline = time.monotonic() + 2 * PATIENCE
@@ -199,7 +200,8 @@ class _Watch:
             self._now, last = self._now + min(now - last, 4 * INTERVAL), now
             if self._message:
                 self._end_process()
-            self._message = self._message or self._judge()
+            elif verdict := self._judge():
+                self._message = verdict
 
     def _judge(self) -> str:
         if self._rank == 0:  # silence means nothing while it cannot even read its own heartbeat
@@ -218,8 +220,10 @@ class _Watch:
                 self._run_number = self._run_number or store.add(f"rank_watch/{self._rank}", 1)
                 self._store = PrefixStore(f"rank_watch/{self._run_number}", store)
             # `compare_set` writes where there is nothing, and returns what is there.
-            self._message = self._store.compare_set("message", "", self._message).decode()
-            self._store.set(str(self._rank), json.dumps(asdict(self._next_heartbeat())))
+            state, message = self._state, self._message
+            if message := self._store.compare_set("message", "", message).decode():
+                self._message, state = message, "ended"
+            self._store.set(str(self._rank), json.dumps(asdict(self._next_heartbeat(state))))
             for rank, before in self._ranks.items():
                 beat = Heartbeat(**json.loads(self._store.compare_set(str(rank), "", "{}")))
                 if beat.beats != before.beats:
@@ -232,11 +236,10 @@ class _Watch:
             if self._ranks[rank].state == "running":
                 self._ranks[rank] = replace(self._ranks[rank], state="died")
 
-    def _next_heartbeat(self) -> Heartbeat:
+    def _next_heartbeat(self, state: str) -> Heartbeat:
         collectives, before = 0, self._beat
         with suppress(AttributeError, RuntimeError):  # torch has no public name for it
             collectives = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
-        state = "ended" if self._message else self._state
         if (collectives, state) != (before.collectives, before.state):
             self._changed = self._now
         age, place = self._now - self._changed, _location(self._main)

@@ -26,7 +26,8 @@ NAME = f"val/fid_{NUM}_raw"
 
 
 def fid(tmp_path, num_samples=NUM, built=None, protocol=PixelProtocol, **options):
-    defaults = {"weights": "raw", "batch_size": 8, "cache_dir": str(tmp_path / "cache")}
+    defaults = {"weights": "raw", "batch_size": 8, "auxiliary_metrics": False}
+    defaults["cache_dir"] = str(tmp_path / "cache")
     extractor = protocol([] if built is None else built)
     return FIDEvaluation(num_samples, extractor, **(defaults | options))
 
@@ -74,7 +75,9 @@ def averaged(step, decay=0.5):
 
 def test_every_evaluation_is_logged_and_written_with_its_protocol(tmp_path):
     memory = MemoryLogger()
-    module, run = fit(tmp_path, fid(tmp_path, batch_size=7), max_epochs=2, logger=memory)
+    module, run = fit(
+        tmp_path, fid(tmp_path, batch_size=7, auxiliary_metrics=True), max_epochs=2, logger=memory
+    )
     first, second = records(tmp_path)
     assert (first["step"], second["step"]) == (8, 16)
     assert second["value"] == distance(module, range(NUM))
@@ -131,7 +134,7 @@ class Telling(Rising):
 
 
 def test_sampling_and_labels_are_recorded_as_the_module_tells_them(tmp_path):
-    module, _ = fit(tmp_path, fid(tmp_path, auxiliary_metrics=False), module=Telling())
+    module, _ = fit(tmp_path, fid(tmp_path), module=Telling())
     (record,) = records(tmp_path)
     assert record["sampling"] == {"solver": "DDIM", "steps": 20}
     assert record["labels"] == "seed % 3"
@@ -406,7 +409,7 @@ def test_samples_are_made_in_the_precision_of_the_trainer_and_scored_in_float32(
 def test_a_cached_second_run_puts_no_real_image_through_the_extractor(tmp_path):
     built = []
     for number in range(2):
-        fit(tmp_path / str(number), fid(tmp_path, built=built))
+        fit(tmp_path / str(number), fid(tmp_path, built=built, auxiliary_metrics=True))
     first, second = built
     assert first.seen == 30 + 8 + 30 + NUM  # reference, floor, neighbours, samples
     assert second.seen == NUM
