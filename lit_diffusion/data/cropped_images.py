@@ -166,8 +166,12 @@ class CroppedImageDataModule(ImageDataModule):
 
     def crop_options(self) -> dict[str, Any]:
         """Arguments of `CroppedImages`."""
-        options = {"flip": self.flip, "random_crop": self.random_crop}
-        return {"image_size": self.image_size, "mode": MODES[self.channels], **options}
+        return {
+            "image_size": self.image_size,
+            "mode": MODES[self.channels],
+            "flip": self.flip,
+            "random_crop": self.random_crop,
+        }
 
     def default_workers(self) -> int:
         """Number of CPU cores for each process of this node, at most 16.

@@ -213,8 +213,13 @@ class StreamedImages(CroppedImageDataModule):
             rows = split_rows(split, range(num), self.val, url)
         else:
             rows = torch.arange(num)
-        source = {"url": url, "rows": rows, "fields": self.fields}
-        return StreamedDataset(**self.crop_options(), **source, requirements=self.requirements)
+        return StreamedDataset(
+            **self.crop_options(),
+            url=url,
+            rows=rows,
+            fields=self.fields,
+            requirements=self.requirements,
+        )
 
     def fingerprint(self, split: Split) -> str:
         """16 hex digits that change when the set is written anew, with the split, or the crop."""
