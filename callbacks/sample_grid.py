@@ -30,8 +30,9 @@ from lit_diffusion.callbacks.evaluation import (
     split_images,
 )
 from lit_diffusion.callbacks.trainer_state import isinstance_lightning, stepped_batches
+from lit_diffusion.files import IMAGE_MODES
 from lit_diffusion.metrics.image_distances import nearest_neighbors
-from lit_diffusion.metrics.images import IMAGE_MODES, BatchKey, ImageSet, evenly_spaced
+from lit_diffusion.metrics.images import BatchKey, ImageSet, evenly_spaced
 from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
 from lit_diffusion.seeding import classes_of
 
@@ -236,7 +237,7 @@ def image_grid(images: Tensor, captions: Sequence[str] | None = None, width: int
     if captions is not None:
         strips = []
         for text in captions:  # white on black, 13 pixels high
-            strip = Image.new(IMAGE_MODES[images.shape[1] - 1], (large.shape[3], 13), "black")
+            strip = Image.new(IMAGE_MODES[images.shape[1]], (large.shape[3], 13), "black")
             ImageDraw.Draw(strip).text((1, 0), text, fill="white")
             strips.append(pil_to_tensor(strip))
         large = torch.cat([large, torch.stack(strips)], dim=2)

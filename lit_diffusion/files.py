@@ -15,6 +15,9 @@ IMAGE_FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
 """Image formats that are read. Pillow goes by the content of a file, knows more formats than these,
 and starts Ghostscript for some of them."""
 
+IMAGE_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
+"""Pillow's mode for each number of channels."""
+
 
 def user_cache() -> Path:
     """Folder for cached results: $XDG_CACHE_HOME/lit-diffusion, or ~/.cache/lit-diffusion."""

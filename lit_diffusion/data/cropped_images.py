@@ -24,10 +24,8 @@ from torchvision.transforms.functional import pil_to_tensor
 from lit_diffusion.data.base import ImageDataModule, require_at_least
 from lit_diffusion.data.datasets import Batch, ImageDataset, is_mirrored, random_integers
 from lit_diffusion.data.loaders import usable_cores
-from lit_diffusion.files import open_image
+from lit_diffusion.files import IMAGE_MODES, open_image
 
-MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
-"""Pillow's mode for each number of channels."""
 CONVERTIBLE_MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"}
 """Modes of 8 bits or fewer; Pillow clips deeper ones when it converts them."""
 
@@ -90,7 +88,7 @@ class Requirements:
 
     def find_mismatch(self, mode: str, side: int) -> str | None:
         """What is wrong with an image of a Pillow mode, and pixels on its shorter side."""
-        expected = MODES[self.channels]
+        expected = IMAGE_MODES[self.channels]
         if mode not in ({expected} if self.strict else CONVERTIBLE_MODES):
             return f"has mode {mode}, not {expected}"
         if self.strict and side < self.image_size:
@@ -150,7 +148,7 @@ class CroppedImageDataModule(ImageDataModule):
     ) -> None:
         super().__init__(**loader)
         require_at_least(1, image_size=image_size)
-        if channels not in MODES:
+        if channels not in IMAGE_MODES:
             raise ValueError(
                 f"channels must be 1 (grey), 3 (RGB), 2 or 4 (with alpha), got {channels}."
             )
@@ -168,7 +166,7 @@ class CroppedImageDataModule(ImageDataModule):
         """Arguments of `CroppedImages`."""
         return {
             "image_size": self.image_size,
-            "mode": MODES[self.channels],
+            "mode": IMAGE_MODES[self.channels],
             "flip": self.flip,
             "random_crop": self.random_crop,
         }

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 from torchvision.transforms.functional import pil_to_tensor
 
-from lit_diffusion.files import open_image
+from lit_diffusion.files import IMAGE_MODES, open_image
 
 BatchKey: TypeAlias = int | str | Callable[..., Any] | None
 """Where a batch has its images (N, C, H, W): an index or a key, or a function of the batch. None
@@ -23,8 +23,6 @@ LABEL_KEYS = ("label", "labels", "class", "class_label", "cls", "target", "y")
 """Keys under which batches that are dictionaries may have their labels."""
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
-IMAGE_MODES = ("L", "LA", "RGB", "RGBA")
-"""Pillow's modes of images with 1, 2, 3 and 4 channels."""
 
 OVERVIEWS = ("grid.png", "trajectory.png")
 """Files that `lit-diffusion sample` writes beside the samples, and which are not samples."""
@@ -121,7 +119,7 @@ def read_image(path: Path) -> Tensor:
     try:
         with open_image(path) as image:
             mode = image.mode
-            pixels: Tensor | None = pil_to_tensor(image) if mode in IMAGE_MODES else None
+            pixels: Tensor | None = pil_to_tensor(image) if mode in IMAGE_MODES.values() else None
     except Exception as error:  # Pillow's decoders raise anything on broken data
         raise ValueError(f"{path} is not a readable image: {error}") from error
     if pixels is None:
