@@ -46,11 +46,8 @@ def imports(name: str) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            package = node.module or ""
-            if node.level:  # relative to the folder of the file
-                package = ".".join([*name.split(".")[: -node.level], *package.split(".")]).strip(
-                    "."
-                )
+            base = name.split(".")[: -node.level] if node.level else []  # of a relative import
+            package = ".".join([*base, *filter(None, [node.module])])
             names |= {package, *(f"{package}.{alias.name}" for alias in node.names)}
     return names & TEXT.keys() - {name}
 
@@ -87,20 +84,15 @@ def print_shards() -> None:
     print(f"{sum(count == 1 for count in importers.values())} files with one importer")
     short = [n for n, text in TEXT.items() if 0 < len(text.splitlines()) <= 100]
     print(f"{len(short)} files of at most 100 lines")
-    functions = [
-        (name, node)
-        for name, tree in TREE.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef)
-    ]
-    once = [
-        node
-        for name, node in functions
-        if re.fullmatch(r"_[a-z]\w*", node.name)
-        and len(re.findall(rf"\b{node.name}\b", TEXT[name])) == 2
-    ]
-    sizes = sorted(node.end_lineno - node.lineno + 1 for _, node in functions)
-    print(f"{len(once)} private helpers that are used once, of {len(functions)} functions", end="")
+    once, sizes = 0, []
+    for name, tree in TREE.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef):
+                sizes.append(node.end_lineno - node.lineno + 1)
+                is_helper = re.fullmatch(r"_[a-z]\w*", node.name)
+                once += bool(is_helper) and len(re.findall(rf"\b{node.name}\b", TEXT[name])) == 2
+    sizes.sort()
+    print(f"{once} private helpers that are used once, of {len(sizes)} functions", end="")
     print(f" (median {sizes[len(sizes) // 2]} lines, largest {sizes[-1]})")
 
 

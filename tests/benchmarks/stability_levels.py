@@ -12,9 +12,8 @@ and seed, and goes on with the same command when it was stopped. `levels` begins
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -49,23 +48,19 @@ EARLY, LATER = 100, 200
 """Steps at which recipes are measured, and with which their samples are compared."""
 
 
-def fixed(loaded: LoadedModule, num: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Encoded training images, their labels, and noise by their place in the set."""
+def fixed(loaded: LoadedModule, num: int) -> tuple[Any, Tensor, Tensor, Tensor]:
+    """Training set; encoded images of it, their labels, and noise by their place in the set."""
     dataset = data_of_run(loaded.path.parents[1], None, []).dataset("train")
     x0, labels, index = fixed_batch(loaded.module, dataset, num)
-    return x0, labels, PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
-
-
-# By step of training
+    return dataset, x0, labels, PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
 
 
 @torch.no_grad()
 def by_level(loaded: LoadedModule, num: int) -> Iterator[Row]:
     """Loss, and the distance of the predicted noise from x_t, which "the identity" has at 0."""
     module: Any = loaded.module
-    dataset = data_of_run(loaded.path.parents[1], None, []).dataset("train")
+    dataset, x0, labels, noise = fixed(loaded, num)
     losses = fixed_losses(module, dataset, num, LEVELS)
-    x0, labels, noise = fixed(loaded, num)
     denoise = module.denoise_for(labels)
     for u in LEVELS:
         t = module.process.from_unit(torch.full((num,), u).double())
@@ -76,13 +71,9 @@ def by_level(loaded: LoadedModule, num: int) -> Iterator[Row]:
             ((each - x_t).flatten(1).norm(dim=1) / lengths).mean().item()
             for each in (denoise(x_t, t).noise, noise)
         ]
-        yield {
-            "step": loaded.step,
-            "u": u,
-            "loss": losses[f"u = {u:g}"]().item(),
-            "from_x_t": apart[0],
-            "noise_from_x_t": apart[1],
-        }
+        loss = losses[f"u = {u:g}"]().item()
+        distances = {"from_x_t": apart[0], "noise_from_x_t": apart[1]}
+        yield {"step": loaded.step, "u": u, "loss": loss, **distances}
 
 
 class Silent(nn.Module):
@@ -110,15 +101,12 @@ def levels(out: Path) -> None:
     write_rows(out / "decided.csv", rounded(row for run in runs for row in decided(run, *ways)))
 
 
-# What x_t decides
-
-
 @torch.no_grad()
 def decided(run: Path, num: int, steps: int) -> Iterator[Row]:
     """How alike two samples are that leave one x_t by ancestral steps of other noise."""
     loaded = load_module(run, "ema")
     module: Any = loaded.module
-    x0, labels, noise = fixed(loaded, num)
+    _, x0, labels, noise = fixed(loaded, num)
     denoise = module.denoise_for(labels)
     whole = DDPM(FixedSmall(), steps, times=Even())
 
@@ -141,9 +129,6 @@ def decided(run: Path, num: int, steps: int) -> Iterator[Row]:
             "psnr_to_image": psnr(ends[0], module.codec.decode(x0)).mean().item(),
             "features": result.features,
         }
-
-
-# Recipes
 
 
 def train(out: Path, arm: str, seed: int, steps: int) -> None:
@@ -184,26 +169,22 @@ def measured(folder: Path) -> Row:
         load_module(folder / f"steps/step={step:05d}.ckpt", "ema") for step in (EARLY, LATER)
     )
     images = [each.module.generate(range(100)) for each in (first, later)]  # type: ignore[operator]
-    scores = {row["step"]: row["value"] for row in evaluations(folder)}
+    lines = (folder / "evaluations.jsonl").read_text().splitlines()
+    scores = {record["step"]: record["value"] for record in map(json.loads, lines)}
     row: Row = {"fid": scores[EARLY], "self_consistency": psnr(*images).mean().item()}
     raw = load_module(folder / f"steps/step={EARLY:05d}.ckpt", "raw")
     module: Any = raw.module
     noise_levels = [0.1, 0.5, 0.9]
-    dataset = data_of_run(folder, None, []).dataset("train")
+    dataset, x0, labels, noise = fixed(raw, 1024)
     for name, loss in fixed_losses(module, dataset, 64, noise_levels).items():
         product, like = hessian_product(loss, list(module.parameters()))
         estimate = estimate_spectrum(product, like, steps=20, seeds=[0])
         short = name.replace("u = ", "u")
         row |= {f"top_{short}": float(estimate.top[0]), f"trace_{short}": estimate.trace}
-    x0, labels, noise = fixed(raw, 1024)
     row |= {
         f"noise_scale_u{u:g}": gradient_noise(module, x0, labels, noise, u) for u in noise_levels
     }
     return row
-
-
-def evaluations(folder: Path) -> list[Row]:
-    return [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]
 
 
 def early(out: Path, jobs: int) -> None:
@@ -237,7 +218,7 @@ def rank(table: Path) -> None:
         print(f"| {name} | {rho:.2f} | {p:.2f} |")
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -245,13 +226,9 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--jobs", type=int, default=2)
     args = parser.parse_args()
-    does: dict[str, Callable[[], None]] = {
-        "levels": partial(levels, args.out),
-        "early": partial(early, args.out, args.jobs),
-        "rank": partial(rank, args.out),
-    }
-    does[args.what]()
-
-
-if __name__ == "__main__":
-    main()
+    if args.what == "levels":
+        levels(args.out)
+    elif args.what == "early":
+        early(args.out, args.jobs)
+    else:
+        rank(args.out)

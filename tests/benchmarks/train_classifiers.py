@@ -48,20 +48,16 @@ class Recipe:
 
 
 def digits_recipe() -> Recipe:
-    data = Digits()
-    images, labels = (
-        torch.as_tensor(v) for v in data.dataset("train").fetch([0] * 1437, range(1437))[:2]
-    )
-    held_out, truth = data.dataset("val").fetch([0] * 360, range(360))[:2]
+    train, held_out = (Digits().dataset(split) for split in ("train", "val"))
 
     def draw(count: int, generator: torch.Generator) -> LabelledBatch:
-        rows = torch.randint(len(images), (count,), generator=generator)
-        return jitter(images[rows].float() / 127.5 - 1, generator), labels[rows]
+        rows = torch.randint(len(train), (count,), generator=generator)
+        return jitter(train.images[rows].float() / 127.5 - 1, generator), train.labels[rows]
 
     def score(network: SmallClassifier) -> dict[str, float]:
         return {
-            "accuracy_held_out": accuracy(network, held_out, truth),
-            "accuracy_train": accuracy(network, images, labels),
+            "accuracy_held_out": accuracy(network, held_out.images, held_out.labels),
+            "accuracy_train": accuracy(network, train.images, train.labels),
         }
 
     shape = {"channels": 1, "size": 8, "widths": (32, 64, 64), "num_classes": 10}
@@ -70,8 +66,7 @@ def digits_recipe() -> Recipe:
 
 def patches_recipe() -> Recipe:
     photos = torch.stack([torch.tensor(p).permute(2, 0, 1) for p in load_sample_images().images])
-    photos = photos[:, :, :TRAIN_ROWS]
-    windows = photos.unfold(2, SIZE, 1).unfold(3, SIZE, 1)
+    windows = photos[:, :, :TRAIN_ROWS].unfold(2, SIZE, 1).unfold(3, SIZE, 1)
     number, _, rows, columns = windows.shape[:4]
 
     def draw(count: int, generator: torch.Generator) -> LabelledBatch:
@@ -83,28 +78,12 @@ def patches_recipe() -> Recipe:
 
     def score(network: SmallClassifier) -> dict[str, float]:
         crops, fields = draw(2000, torch.Generator().manual_seed(fold("patches score")))
-        return {
-            "accuracy_train": accuracy(
-                network, ((crops + 1) * 127.5).round().to(torch.uint8), fields
-            )
-        }
+        crops = ((crops + 1) * 127.5).round().to(torch.uint8)
+        return {"accuracy_train": accuracy(network, crops, fields)}
 
-    shape = {
-        "channels": 3,
-        "size": SIZE,
-        "widths": (24, 48, 64, 64),
-        "num_classes": 2 * ROWS * COLUMNS,
-    }
+    widths, num_classes = (24, 48, 64, 64), 2 * ROWS * COLUMNS
+    shape = {"channels": 3, "size": SIZE, "widths": widths, "num_classes": num_classes}
     return Recipe(draw, shape, ExtractorTask(steps=800, noise=0.2, dither=4 / 128), score)
-
-
-def train(name: str, recipe: Recipe, batch: int = 128) -> SmallClassifier:
-    """A classifier of the recipe's images."""
-    torch.manual_seed(fold("train", name))
-    generator = torch.Generator().manual_seed(fold("batches", name))
-    network = SmallClassifier(**recipe.network)
-    batches = (recipe.draw(batch, generator) for _ in range(recipe.task.steps))
-    return fit(network, batches, recipe.task, generator)
 
 
 @torch.no_grad()
@@ -112,20 +91,24 @@ def accuracy(network: SmallClassifier, images: Tensor, labels: Tensor) -> float:
     return (network.head(network(images)).argmax(1) == labels).double().mean().item()
 
 
-def write(name: str, network: SmallClassifier, recipe: Recipe, folder: Path) -> dict[str, object]:
-    """The weights, and what is said about them beside."""
-    path = folder / f"{name}.safetensors"
-    path.write_bytes(save(network.state_dict()))
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    scores = {key: round(value, 4) for key, value in recipe.score(network).items()}
+def train(name: str, recipe: Recipe, folder: Path) -> dict[str, object]:
+    """Train a classifier of the recipe's images, write its weights, and describe them."""
+    torch.manual_seed(fold("train", name))
+    generator = torch.Generator().manual_seed(fold("batches", name))
+    network = SmallClassifier(**recipe.network)
+    batches = (recipe.draw(128, generator) for _ in range(recipe.task.steps))
+    network = fit(network, batches, recipe.task, generator)
+    weights = save(network.state_dict())
+    (folder / f"{name}.safetensors").write_bytes(weights)
     return {
-        "sha256": digest,
+        "sha256": hashlib.sha256(weights).hexdigest(),
         "network": recipe.network,
         "trained_with_torch": torch.__version__.split("+")[0],
-    } | scores
+        **{key: round(value, 4) for key, value in recipe.score(network).items()},
+    }
 
 
-def main() -> None:
+if __name__ == "__main__":
     recipes = {"digits-cnn": digits_recipe, "patches-cnn": patches_recipe}
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -138,11 +121,6 @@ def main() -> None:
     record = arguments.out / "classifiers.json"
     records = json.loads(record.read_text()) if record.exists() else {}
     for name in arguments.names or recipes:
-        recipe = recipes[name]()
-        records[name] = write(name, train(name, recipe), recipe, arguments.out)
+        records[name] = train(name, recipes[name](), arguments.out)
         print(name, json.dumps(records[name]), flush=True)
     record.write_text(json.dumps(records, indent=2, sort_keys=True) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -165,7 +165,8 @@ def plot_landscape(
     out = common.plan_analysis("landscape", options, loaded, *on_path)
 
     def compute_row(number: str) -> Arrays:
-        y, rows = axis[int(number)], []
+        y = axis[int(number)]
+        rows = []
         for name, loss in losses.items():
             first, second = planes[name]
             states = ({n: center[n] + x * first[n] + y * second[n] for n in first} for x in axis)
