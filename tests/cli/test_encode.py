@@ -81,9 +81,14 @@ def check_edits():
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("folder")
-def test_a_model_is_trained_scored_edited_and_sampled_on_what_it_writes(capsys):
+def test_a_model_is_trained_scored_edited_and_sampled_on_what_it_writes(capsys, monkeypatch):
     assert call(ENCODE) == 0
     assert "0 shards written to latents, which has 8 of 8." in capsys.readouterr().out
+    with monkeypatch.context() as patch:
+        patch.setenv("RANK", "1")
+        patch.setenv("WORLD_SIZE", "2")
+        assert call(ENCODE.replace("latents", "others")) == 0
+    assert "4 shards written to others, which has 4 of 8." in capsys.readouterr().out
     write_config(reference="val")
     assert call("fit --config latents.yaml") == 2
     assert "val: the data are latents, and images are compared" in capsys.readouterr().err

@@ -42,6 +42,11 @@ def test_names_that_are_other_numbers_leave_no_doubt():
     assert read_labels("2,0", 3, ["0", "1", "2"]) == [2, 0]
 
 
+def test_labels_are_those_asked_for_or_follow_the_seeds():
+    assert load_generator(sampling("--labels 3,-1 --seed 8")).image_labels(3) == [3, -1, 3]
+    assert load_generator(sampling("--seed 8")).image_labels(3) == [8, 9, 0]
+
+
 def test_another_solver_inherits_steps_and_clipping_and_mistakes_are_named():
     loaded = load_module(LAST)
     for options, solver in {
