@@ -2,9 +2,9 @@ import math
 
 import pytest
 import torch
-from lightning.pytorch.loggers import CSVLogger
 from support.foreign_times import ForeignTimes
 from support.golden import close, load, tensor
+from support.memory_logger import MemoryLogger
 from support.plain_module import loader, make_trainer
 from support.tiny_diffusion import TinyNetwork, images, tiny_diffusion
 
@@ -19,7 +19,6 @@ from lit_diffusion.callbacks.curriculum import (
     importance_weight,
     total_variation,
 )
-from lit_diffusion.cli.loggers import read_rows
 from lit_diffusion.lab.shifting_gaussian import ShiftingGaussian
 from lit_diffusion.modules import diffusion
 
@@ -115,23 +114,18 @@ def test_the_density_is_that_of_the_optimizer_steps_completed(tmp_path, accumula
 
 
 def test_gamma_and_the_distance_from_uniform_are_logged_as_often_as_lightning_logs(tmp_path):
-    def logged(*callbacks):
-        logger = CSVLogger(tmp_path, name=type(callbacks[0]).__name__)
-        trainer = make_trainer(
-            tmp_path, *callbacks, logger=logger, max_epochs=2, log_every_n_steps=2
-        )
-        trainer.fit(ForeignTimes(), loader())
-        return read_rows(f"{logger.log_dir}/metrics.csv")
-
-    rows, gammas = logged(TimestepCurriculum(4)), [0.25, 0.75, 1, 1]
-    assert [float(row["clts/gamma"]) for row in rows] == gammas
-    expected = [gamma * total_variation(clts_density(1, 1)).item() for gamma in gammas]
-    assert [float(row["clts/tv"]) for row in rows] == pytest.approx(expected, rel=1e-4)
-    rows = logged(ShiftingGaussian(4))
-    assert [float(row["shifting/mean"]) for row in rows] == [0.75, 0.25, 0, 0]
-    densities = [ShiftingGaussian(4).density_at(step) for step in (1, 3, 5, 7)]
-    distances = [total_variation(density).item() for density in densities]
-    assert [float(row["shifting/tv"]) for row in rows] == pytest.approx(distances, rel=1e-4)
+    logger, shifting = MemoryLogger(), ShiftingGaussian(4)
+    for callback in (TimestepCurriculum(4), shifting):
+        options = {"logger": logger, "max_epochs": 2, "log_every_n_steps": 2}
+        make_trainer(tmp_path, callback, **options).fit(ForeignTimes(), loader())
+    gammas, steps = [0.25, 0.75, 1, 1], (1, 3, 5, 7)
+    for name, values in {
+        "clts/gamma": gammas,
+        "clts/tv": [gamma * total_variation(clts_density(1, 1)).item() for gamma in gammas],
+        "shifting/mean": [0.75, 0.25, 0, 0],
+        "shifting/tv": [total_variation(shifting.density_at(step)).item() for step in steps],
+    }.items():
+        assert [value for _, value in logger.of(name)] == pytest.approx(values, rel=1e-4)
 
 
 # What the controls are equal to, by enumeration of the bins

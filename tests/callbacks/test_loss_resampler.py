@@ -2,9 +2,9 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.loggers import CSVLogger
 from support.foreign_times import ForeignTimes, train_on_two_ranks
 from support.golden import close, load, tensor
+from support.memory_logger import MemoryLogger
 from support.plain_module import assert_same_bits, loader, make_trainer
 from support.spawn import spawn
 from support.tiny_diffusion import images, tiny_diffusion
@@ -20,7 +20,6 @@ from lit_diffusion.callbacks.loss_resampler import (
     second_moment_density,
     update_history,
 )
-from lit_diffusion.cli.loggers import read_rows
 
 CASE = "case05_resampler"
 
@@ -195,15 +194,15 @@ def test_a_checkpoint_of_another_size_is_refused(tmp_path):
 
 def test_full_bins_and_the_distance_from_uniform_are_logged(tmp_path):
     module, resampler = ForeignTimes(), LossSecondMomentResampler(3, history=9)
-    logger = CSVLogger(tmp_path)
+    logger = MemoryLogger()
     options = {"logger": logger, "max_epochs": 2, "log_every_n_steps": 2}
     make_trainer(tmp_path, resampler, **options).fit(module, loader())
-    rows = read_rows(f"{logger.log_dir}/metrics.csv")
     before = replay(module.drawn, 3, 9)[1::2]
     full = [(history.counts >= 9).double().mean().item() for history in before[:4]]
-    assert [float(row["resampler/full"]) for row in rows] == pytest.approx(full)
+    assert [value for _, value in logger.of("resampler/full")] == pytest.approx(full)
     distances = [total_variation(second_moment_density(h)).item() for h in before[:4]]
-    assert [float(row["resampler/tv"]) for row in rows] == pytest.approx(distances, abs=1e-6)
+    logged = [value for _, value in logger.of("resampler/tv")]
+    assert logged == pytest.approx(distances, abs=1e-6)
     assert full[0] < 1 == full[-1]
     assert distances[0] == 0 < distances[-1]
 
