@@ -124,7 +124,7 @@ class ImageCount(NamedTuple):
 
     def now(self, trainer: Trainer) -> int | None:
         """Images so far in a fit."""
-        return self.at(trainer.fit_loop.epoch_loop.batch_progress.total.processed)
+        return self.at(_batches_done(trainer))
 
 
 def start_image_count(trainer: Trainer, previous: ImageCount | None = None) -> ImageCount:
@@ -135,7 +135,7 @@ def start_image_count(trainer: Trainer, previous: ImageCount | None = None) -> I
     batch_size = getattr(trainer.train_dataloader, "batch_size", None)
     per_batch = int(batch_size * trainer.world_size) if batch_size else None
     count = previous or ImageCount(0, 0, per_batch)
-    return count.resumed(trainer.fit_loop.epoch_loop.batch_progress.total.processed, per_batch)
+    return count.resumed(_batches_done(trainer), per_batch)
 
 
 def parse_image_count(state: Any) -> ImageCount | None:
@@ -158,6 +158,12 @@ def count_training_images(trainer: Trainer) -> int | None:
         if isinstance(count := getattr(callback, "image_count", None), ImageCount):
             return count.now(trainer)
     return start_image_count(trainer).now(trainer)
+
+
+def _batches_done(trainer: Trainer) -> int:
+    """Training batches of this process, those before a resume included."""
+    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return int(total.processed)
 
 
 class EvaluationClock:

@@ -220,8 +220,10 @@ class ImageSet:
                     f"{self.name}: {error} Or name a folder or an .npz file of images as the "
                     "reference."
                 ) from error
-            labels = batch[1] if isinstance(batch, (tuple, list)) and len(batch) > 1 else None
-            if isinstance(batch, Mapping):
+            labels: Any = None
+            if isinstance(batch, tuple | list) and len(batch) > 1:
+                labels = batch[1]
+            elif isinstance(batch, Mapping):
                 labels = next((batch[key] for key in LABEL_KEYS if key in batch), None)
             has_labels = isinstance(labels, Tensor) and labels.shape == (len(images),)
             if not has_labels or labels.is_floating_point():
