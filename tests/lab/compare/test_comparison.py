@@ -176,6 +176,12 @@ def test_an_arm_does_not_miss_what_the_baseline_misses_too():
     assert result.verdict is Verdict.UNKNOWN
 
 
+def test_an_fid_that_untrained_networks_have_does_not_stop_a_comparison():
+    base = Arm("baseline", (Curve("0", (0, 100, 200), (300.0, 20.0, 10.0)),))
+    lost = Arm("lost", (Curve("0", (0, 100, 200), (300.0, 400.0, 500.0)),))
+    assert compare([base, lost], "baseline").results[0].verdict is Verdict.MISSED
+
+
 # Arms that stand still
 
 

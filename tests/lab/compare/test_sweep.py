@@ -86,6 +86,7 @@ def test_configs_joined_by_a_plus_are_one_arm_whose_command_resumes_when_run_aga
     [
         ("--jobs 0", "--jobs must be at least 1, got 0."),
         ("--seeds 1,1", "--seeds must be different numbers from 0 to 4294967295, got [1, 1]."),
+        ("--seeds -1", "from 0 to 4294967295, got [-1]."),
         ("--seeds 4294967296", "from 0 to 4294967295, got [4294967296]."),
         ("--arms slow.yaml deep/slow.yaml", "two arms are named slow; rename deep/slow.yaml"),
         ("--arms slow.yaml missing.yaml", "arm missing: "),
