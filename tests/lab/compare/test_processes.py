@@ -60,13 +60,13 @@ def test_each_process_is_reported_with_its_exit_code_and_the_others_go_on(tmp_pa
 def test_as_many_run_at_a_time_as_asked_and_no_more(tmp_path):
     """Each one ends when it sees the other, and fails when it sees a third."""
     code = (
-        "import os, sys, time; own = sys.argv[1]; open(own, 'w').close(); seen = 0\n"
+        "import os, sys, time; file = sys.argv[1]; open(file, 'w').close(); most = 0\n"
         "for _ in range(1000):\n"
-        "    seen = max(seen, sum(f.startswith('run') for f in os.listdir('.')))\n"
-        "    if seen == 2: break\n"
+        "    most = max(most, sum(f.startswith('run') for f in os.listdir('.')))\n"
+        "    if most == 2: break\n"
         "    time.sleep(0.01)\n"
-        "time.sleep(0.3); seen = max(seen, sum(f.startswith('run') for f in os.listdir('.')))\n"
-        "os.remove(own); sys.exit(seen)"
+        "time.sleep(0.3); most = max(most, sum(f.startswith('run') for f in os.listdir('.')))\n"
+        "os.remove(file); sys.exit(most)"
     )
     work = [job(tmp_path, f"import os; os.chdir({str(tmp_path)!r})\n{code}", n) for n in "abcd"]
     work = [Job(j.name, [*j.command, f"run-{j.name}"], j.log) for j in work]
