@@ -85,7 +85,7 @@ def guidance(draw: Random) -> float:
     return worst((sample, guided[:2]))
 
 
-COMPARISONS = openai_diffusion.of_diffusion(LIBRARY) | {
+COMPARISONS = openai_diffusion.comparisons_of(LIBRARY, openai_diffusion.DIFFUSION) | {
     "network": network,
     "classifier-free guidance of DDPM": guidance,
 }

@@ -55,7 +55,7 @@ def guidance(draw: Random, implicit: bool = False) -> float:
     return worst((sampled(case, solver, start, first, denoise), theirs))
 
 
-COMPARISONS = openai_diffusion.of_diffusion(LIBRARY) | {
+COMPARISONS = openai_diffusion.comparisons_of(LIBRARY, openai_diffusion.DIFFUSION) | {
     "classifier guidance of DDPM": guidance,
     "classifier guidance of DDIM": partial(guidance, implicit=True),
     "U-Net": partial(openai_diffusion.guided_unet, LIBRARY),

@@ -47,46 +47,32 @@ def discrete(draw: Random) -> tuple[DiscreteVP, dict[str, Any]]:
     return DiscreteVP(GivenBetas(betas.tolist())), options
 
 
-def multistep(draw: Random) -> tuple[Any, ...]:
-    order, eta = draw.choice([1, 2, 3]), draw.choice([0.0, 1.0])
-    order = min(order, 2) if eta else order  # a sign is wrong in the third order of their SDE
-    options = {"solver_order": order, "lower_order_final": False}
-    options["algorithm_type"] = "sde-dpmsolver++" if eta else "dpmsolver++"
-    return "DPMSolverMultistepScheduler", options | spacing(draw), DPMSolverPP(order=order, eta=eta)
-
-
-def singlestep(draw: Random) -> tuple[Any, ...]:
-    options = {"use_exponential_sigmas": True}
-    return "DPMSolverSinglestepScheduler", options | prediction(draw), DPMSolverPP2S()
-
-
-def unipc(draw: Random) -> tuple[Any, ...]:
-    order = draw.choice([1, 2, 3])
-    options = {"solver_order": order} | spacing(draw)
-    return "UniPCMultistepScheduler", options, UniPC(order=order)
-
-
-def by_euler(draw: Random) -> tuple[Any, ...]:
-    return "EulerDiscreteScheduler", prediction(draw) | sigmas(draw), Euler()
-
-
-def by_ancestral(draw: Random) -> tuple[Any, ...]:
-    options = {"prediction_type": draw.choice(["epsilon", "v_prediction"])}
-    return "EulerAncestralDiscreteScheduler", options, EulerAncestral()
-
-
-def by_heun(draw: Random) -> tuple[Any, ...]:
-    return "HeunDiscreteScheduler", prediction(draw) | sigmas(draw), Heun()
-
-
-def by_ddpm(draw: Random) -> tuple[Any, ...]:
-    variance = draw.choice([FixedSmall(), FixedLarge()])
-    kind = {FixedSmall(): "fixed_small", FixedLarge(): "fixed_large"}[variance]
-    return "DDPMScheduler", {"variance_type": kind} | prediction(draw), DDPM(variance)
-
-
-def by_ddim(draw: Random) -> tuple[Any, ...]:
-    return "DDIMScheduler", prediction(draw), DDIM(eta=draw.choice([0.0, 1.0, draw.random()]))
+def on_betas(draw: Random) -> tuple[str, dict[str, Any], Any]:
+    """Name and options of a scheduler, and our solver."""
+    name = draw.choice(DISCRETE)
+    if name == "DPMSolverMultistepScheduler":
+        order, eta = draw.choice([1, 2, 3]), draw.choice([0.0, 1.0])
+        order = min(order, 2) if eta else order  # a sign is wrong in the third order of their SDE
+        options = {"solver_order": order, "lower_order_final": False}
+        options["algorithm_type"] = "sde-dpmsolver++" if eta else "dpmsolver++"
+        return name, options | spacing(draw), DPMSolverPP(order=order, eta=eta)
+    if name == "DPMSolverSinglestepScheduler":
+        return name, {"use_exponential_sigmas": True} | prediction(draw), DPMSolverPP2S()
+    if name == "UniPCMultistepScheduler":
+        order = draw.choice([1, 2, 3])
+        return name, {"solver_order": order} | spacing(draw), UniPC(order=order)
+    if name == "EulerAncestralDiscreteScheduler":
+        options = {"prediction_type": draw.choice(["epsilon", "v_prediction"])}
+        return name, options, EulerAncestral()
+    if name == "DDPMScheduler":
+        variance = draw.choice([FixedSmall(), FixedLarge()])
+        kind = {FixedSmall(): "fixed_small", FixedLarge(): "fixed_large"}[variance]
+        return name, {"variance_type": kind} | prediction(draw), DDPM(variance)
+    if name == "DDIMScheduler":
+        options = prediction(draw)
+        return name, options, DDIM(eta=draw.choice([0.0, 1.0, draw.random()]))
+    solver = Euler() if name == "EulerDiscreteScheduler" else Heun()
+    return name, prediction(draw) | sigmas(draw), solver
 
 
 def prediction(draw: Random) -> dict[str, Any]:
@@ -103,11 +89,14 @@ def spacing(draw: Random) -> dict[str, Any]:
     return draw.choice([plain, plain, flow | {"prediction_type": "flow_prediction"}])
 
 
-DISCRETE = [multistep, singlestep, unipc, by_euler, by_ancestral, by_heun, by_ddpm, by_ddim]
+DISCRETE = ["DPMSolverMultistepScheduler", "DPMSolverSinglestepScheduler"]
+DISCRETE += ["UniPCMultistepScheduler", "EulerDiscreteScheduler"]
+DISCRETE += ["EulerAncestralDiscreteScheduler", "HeunDiscreteScheduler"]
+DISCRETE += ["DDPMScheduler", "DDIMScheduler"]
 
 
 def scheduler(draw: Random) -> float:
-    name, options, solver = draw.choice(DISCRETE)(draw)
+    name, options, solver = on_betas(draw)
     process, betas = discrete(draw)
     steps, clip = draw.randint(4, 20), draw.random() < 0.5 and "DD" in name
     if options.get("use_flow_sigmas"):

@@ -4,6 +4,5 @@ from improved_diffusion import gaussian_diffusion, resample, respace, unet
 
 from reference_adapters import openai_diffusion
 
-COMPARISONS = openai_diffusion.of_improved(
-    openai_diffusion.Library(gaussian_diffusion, respace, resample, unet)
-)
+LIBRARY = openai_diffusion.Library(gaussian_diffusion, respace, resample, unet)
+COMPARISONS = openai_diffusion.comparisons_of(LIBRARY, openai_diffusion.IMPROVED)

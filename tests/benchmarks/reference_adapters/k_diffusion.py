@@ -30,17 +30,13 @@ class Case:
             betas = draw.choice([LinearBetas, CosineBetas])(draw.randint(30, 300))
             self.process, velocity = DiscreteVP(betas), draw.random() < 0.5
             alpha_bar = (1 - betas.betas()).cumprod(0)
-            wrapper = (
-                external.DiscreteVDDPMDenoiser if velocity else external.DiscreteEpsDDPMDenoiser
-            )
-            self.theirs = wrapper(self.net, alpha_bar, quantize=False)
+            kind = "DiscreteVDDPMDenoiser" if velocity else "DiscreteEpsDDPMDenoiser"
+            self.theirs = getattr(external, kind)(self.net, alpha_bar, quantize=False)
             self.ours = module(self.net, self.process, Velocity() if velocity else Epsilon())
         else:
             self.process = EDMProcess(draw.uniform(0.002, 0.05), draw.uniform(10, 80))
-            data, self.weighting = (
-                draw.uniform(0.3, 1),
-                draw.choice(["karras", "snr", "soft-min-snr"]),
-            )
+            data = draw.uniform(0.3, 1)
+            self.weighting = draw.choice(["karras", "snr", "soft-min-snr"])
             inner = lambda x, sigma: self.net(x, sigma.log() / 4)  # noqa: E731
             self.theirs = layers.Denoiser(torch.nn.Identity(), data, self.weighting)
             self.theirs.inner_model.forward = inner
@@ -123,13 +119,8 @@ def churned(draw: Random) -> float:
     ranges = {"churn": (0, 40), "tmin": (0, 1), "tmax": (2, 8), "noise": (0.9, 1.1)}
     churn = {f"s_{name}": draw.uniform(*ends) for name, ends in ranges.items()}
     with counted_noise(first):
-        theirs = sampling.sample_heun(
-            case.theirs,
-            case.start(eps),
-            case.sigmas,
-            disable=True,
-            **churn,
-        )
+        start = case.start(eps)
+        theirs = sampling.sample_heun(case.theirs, start, case.sigmas, disable=True, **churn)
     denoise = Recorder(case.ours.denoise_for(None))
     solver = Heun(case.steps, case.grid, False, *churn.values())
     with torch.no_grad():

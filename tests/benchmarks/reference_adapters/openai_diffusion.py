@@ -1,5 +1,6 @@
 """improved-diffusion, and what guided-diffusion and DiT have of it: `gaussian_diffusion`."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -308,22 +309,20 @@ def classifier(lib: Library, draw: Random) -> float:
     return outputs(ours, theirs, torch.randn(2, 3, size, size), torch.tensor([0.0, 777.5]))
 
 
-def of_diffusion(lib: Library) -> dict[str, Comparison]:
-    named = {
-        "respaced betas, posterior tables": schedule,
-        "losses per sample, and their gradients": loss,
-        "bits/dim and its terms; use_kl": bound,
-        "DDPM trajectories": ancestral,
-        "DDIM trajectories, eta 0 to 1": ddim,
-    }
+DIFFUSION = {
+    "respaced betas, posterior tables": schedule,
+    "losses per sample, and their gradients": loss,
+    "bits/dim and its terms; use_kl": bound,
+    "DDPM trajectories": ancestral,
+    "DDIM trajectories, eta 0 to 1": ddim,
+}
+IMPROVED = DIFFUSION | {
+    "DDIM inversion": inversion,
+    "loss-second-moment resampler": resampler,
+    "U-Net": unet,
+    "U-Net, upsampler": partial(unet, upsampler=True),
+}
+
+
+def comparisons_of(lib: Library, named: dict[str, Callable[..., float]]) -> dict[str, Comparison]:
     return {name: partial(compare, lib) for name, compare in named.items()}
-
-
-def of_improved(lib: Library) -> dict[str, Comparison]:
-    named = {
-        "DDIM inversion": inversion,
-        "loss-second-moment resampler": resampler,
-        "U-Net": unet,
-        "U-Net, upsampler": partial(unet, upsampler=True),
-    }
-    return of_diffusion(lib) | {name: partial(compare, lib) for name, compare in named.items()}

@@ -95,14 +95,10 @@ def multistep(draw: Random) -> float:
     case, start, order = Case(draw), noise(draw), draw.choice([1, 2, 3])
     x, times, outputs_before = start, [], []
     for t, after in zip(case.theirs[:-1], case.theirs[1:], strict=True):
-        times, outputs_before = (
-            [*times, t.expand(2)][-order:],
-            [*outputs_before, case.solver.model_fn(x, t.expand(2))],
-        )
-        outputs_before = outputs_before[-order:]
-        x = case.solver.dpm_multistep_update(
-            x, outputs_before, times, after.expand(2), len(outputs_before), solver_type="dpm_solver"
-        )
+        times = [*times, t.expand(2)][-order:]
+        outputs_before = [*outputs_before, case.solver.model_fn(x, t.expand(2))][-order:]
+        past = (outputs_before, times, after.expand(2), len(times))
+        x = case.solver.dpm_multistep_update(x, *past, solver_type="dpm_solver")
     end = case.solver.model_fn(x, case.theirs[-1].expand(2))
     return worst((case.sampled(DPMSolverPP, start, order=order), end))
 
