@@ -390,25 +390,26 @@ class EMA(pl.Callback):
                 start = averaged[name] if i is None else state["shadows"][i][name]
                 shadow[name] = self._copy_as_average(start, averaged[name])
 
-    def _match_decays(self, stored: Sequence[float]) -> Iterator[int | None]:
+    def _match_decays(self, stored: Sequence[float]) -> list[int | None]:
         """For each decay, the position of the stored average that it continues; prints changes.
 
         That is the one of equal decay, else the next one that no decay equals, else None.
         """
+        matches: list[int | None] = []
         unclaimed = [i for i, decay in enumerate(stored) if decay not in self.decays]
         info = pl.utilities.rank_zero_info
         for decay in self.decays:
             if decay in stored:
-                yield stored.index(decay)
+                matches.append(stored.index(decay))
             elif unclaimed:
-                i = unclaimed.pop(0)
+                matches.append(i := unclaimed.pop(0))
                 info(f"EMA decay: the checkpoint had {stored[i]:g}, using {decay:g}.")
-                yield i
             else:
+                matches.append(None)
                 info(f"EMA decay {decay:g} is new: its average starts from the weights.")
-                yield None
         for i in unclaimed:
             info(f"EMA decay {stored[i]:g} of the checkpoint is dropped.")
+        return matches
 
     def _copy_as_average(self, value: Tensor, tensor: Tensor) -> Tensor:
         """A copy of `value`, split as `tensor` is, in float32 or wider."""

@@ -718,10 +718,12 @@ def test_resume_continues_equal_decays_then_others_prints_changes_and_trains_on(
     ema, watch = EMA((0.99, 0.5, 0.4), warmup=False), Watch()
     with caplog.at_level(logging.INFO):
         fit(tmp_path, PlainModule(), watch, ema, ckpt_path=tmp_path / "c.ckpt", max_epochs=2)
-    assert [message for message in caplog.messages if message.startswith("EMA")] == [
-        "EMA decay: the checkpoint had 0.9, using 0.5.",
-        "EMA decay 0.4 is new: its average starts from the weights.",
-    ]
+        assert [message for message in caplog.messages if message.startswith("EMA")] == [
+            "EMA decay: the checkpoint had 0.9, using 0.5.",
+            "EMA decay 0.4 is new: its average starts from the weights.",
+        ]
+        fit(tmp_path, PlainModule(), EMA((0.99,)), ckpt_path=tmp_path / "c.ckpt")  # which is over
+    assert "EMA decay 0.9 of the checkpoint is dropped." in caplog.messages
     assert set(ema.state_dict()["steps"].values()) == {8}
     starts = shadows(first, 1), shadows(first, 0), watch.history[0]
     for which, (decay, start) in enumerate(zip(ema.decays, starts, strict=True)):
