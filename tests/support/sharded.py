@@ -78,14 +78,14 @@ class Reference(Callback):
     Args:
         ema: the callback.
         folder: for the files that it saves.
-        known: what EMA saved in an earlier run that goes on.
+        state: what EMA saved in an earlier run that goes on.
     """
 
-    def __init__(self, ema, folder, known=None):
+    def __init__(self, ema, folder, state=None):
         self.ema, self.folder = ema, folder
         self.validations = 0
-        self.steps = known["steps"]["net.0.weight"] if known else 0
-        self.shadows = known["shadows"] if known else []
+        self.steps = state["steps"]["net.0.weight"] if state else 0
+        self.shadows = state["shadows"] if state else []
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if not self.shadows:
