@@ -282,18 +282,18 @@ def fid_table(comparison: Comparison) -> Table:
 def steadiness_table(comparison: Comparison) -> Table:
     """Late oscillation, and how much the metric varies with the samples and the training seed."""
 
-    def percent(spread: float | None) -> str:
-        return "-" if spread is None else f"{100 * spread:.1f}%"
+    def percent(spread: float) -> str:
+        return f"{100 * spread:.1f}%"
 
     metric, rows = comparison.metric, []
     for arm in comparison.arms:
         late = [spreads for curve in arm.curves if (spreads := late_spreads(curve))]
-        oscillation, about_line = map(fmean, zip(*late, strict=True)) if late else (None, None)
+        means = [percent(fmean(values)) for values in zip(*late, strict=True)] or ["-", "-"]
         lasts = [math.log(c.fids[-1]) for c in arm.curves if math.isfinite(c.fids[-1])]
-        seeds = stdev(lasts) if len(lasts) > 1 else None
+        seeds = percent(stdev(lasts)) if len(lasts) > 1 else "-"
         sampling = sampling_spread(arm.curves)
         sets = f"{percent(sampling.sd)} ({sampling.degrees} repeats)" if sampling else "-"
-        rows.append((arm.name, *map(percent, (oscillation, about_line, seeds)), sets))
+        rows.append((arm.name, *means, seeds, sets))
     caption = f"""Standard deviations of log {metric}, in percent. Late oscillation: over the last
         third of the steps, mean over seeds; a steady descent counts too. About a line: about the
         least-squares line there. Training seeds, sets of samples: of the last value."""
