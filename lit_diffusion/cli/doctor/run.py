@@ -108,7 +108,11 @@ class ExaminedRun:
         file = self.request.checkpoint
         checkpoint = {} if file is None else read_checkpoint(file, mmap=True)
         self.start_step = int(checkpoint.get("global_step", 0))  # from which the run resumes
-        self.missing_data = find_missing_data(self.data)
+        self.missing_data: str | None = None  # what `fit` fetches, and the doctor does not
+        if isinstance(self.data, ImageDataModule):
+            self.missing_data = self.data.pending_setup()
+        elif self.data is not None and is_overridden("prepare_data", self.data):
+            self.missing_data = f"{type(self.data).__name__}.prepare_data may need a network"
         self.missing_weights: dict[FIDEvaluation, str] = {}  # of extractors, and what is wrong
         for evaluation in self.evaluations:
             try:
@@ -275,15 +279,6 @@ def synchronized_time() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.monotonic()
-
-
-def find_missing_data(data: Any) -> str | None:
-    """What `fit` fetches before data can be read, and the doctor does not."""
-    if isinstance(data, ImageDataModule):
-        return data.pending_setup()
-    if data is None or not is_overridden("prepare_data", data):
-        return None
-    return f"{type(data).__name__}.prepare_data may need a network"
 
 
 def dataset_length(loader: Any) -> int | None:
