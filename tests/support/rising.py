@@ -1,11 +1,12 @@
 """A foreign LightningModule whose one weight counts the steps, and whose FID follows it."""
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from support.pixels import random_images
+from support.plain_module import make_trainer
 
 
 class Rising(LightningModule):
@@ -52,15 +53,4 @@ def loader(count=8, seed=0, batch_size=1):
 
 
 def trainer(folder, callbacks, **options):
-    """A Trainer on the CPU without anything that is not asked for."""
-    defaults = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 1,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-    }
-    return Trainer(default_root_dir=folder, callbacks=callbacks, **(defaults | options))
+    return make_trainer(folder, *callbacks, **({"num_sanity_val_steps": 0} | options))
