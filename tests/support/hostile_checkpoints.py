@@ -3,7 +3,6 @@
 import builtins
 import functools
 import itertools
-import operator
 import os
 import pickle
 import random
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from lit_diffusion.checkpoints.reading import read_checkpoint
@@ -135,23 +133,17 @@ def replace_weight(make: Callable[[torch.Tensor], Any], raw: bool = True, averag
 
 FORGED: dict[str, Callable[[torch.Tensor], Any]] = {
     "transposed": lambda w: w.transpose(0, 1),
-    "flat": lambda w: w.flatten(),
-    "scalar": lambda w: w.sum(),
     "empty": lambda w: w[:0],
     "wider": lambda w: torch.cat([w, w]),
     "one more dimension": lambda w: w[None],
     "a huge view of one number": lambda w: torch.zeros(()).expand(10**6, 10**6),
     "int64": lambda w: w.long(),
-    "bool": lambda w: w > 0,
     "complex64": lambda w: w + 1j,
     "sparse": lambda w: w.to_sparse(),
     "meta": lambda w: w.to("meta"),
     "quantized": lambda w: torch.quantize_per_tensor(w, 0.1, 0, torch.qint8),
     "nested": lambda w: torch.nested.nested_tensor([w.flatten(), w.flatten()[:3]]),
     "text": lambda w: "weight",
-    "None": lambda w: None,
-    "a list": lambda w: w.flatten().tolist(),
-    "a number": lambda w: 0.5,
     "numpy": lambda w: w.numpy(),
     "a storage": lambda w: w.untyped_storage(),
 }
@@ -279,12 +271,8 @@ HOOKS = OrderedDict()
 REBUILT = "_rebuild_tensor_v2", _storage
 LYING = {
     "10^12 elements": rebuilt(*REBUILT, 0, (10**12,), (1,), False, HOOKS),
-    "10^12 of one": rebuilt(*REBUILT, 0, (10**12,), (0,), False, HOOKS),
     "an offset": rebuilt(*REBUILT, 10**9, (4,), (1,), False, HOOKS),
-    "negative size": rebuilt(*REBUILT, 0, (-4,), (1,), False, HOOKS),
-    "negative stride": rebuilt(*REBUILT, 0, (4,), (-1,), False, HOOKS),
     "huge stride": rebuilt(*REBUILT, 0, (4, 4), (2**62, 1), False, HOOKS),
-    "size of text": rebuilt(*REBUILT, 0, ("a",), (1,), False, HOOKS),
     "sparse": rebuilt(
         "_rebuild_sparse_tensor",
         torch.sparse_coo,
@@ -358,20 +346,14 @@ def _pickle_bomb() -> None:
 
 GADGETS: dict[str, Callable[[], Any]] = {
     "os.system": lambda: Call(os.system, TOUCH),
-    "os.execvp": lambda: Call(os.execvp, "touch", ["touch", f"../{CANARY}"]),
     "eval": lambda: Call(eval, WRITE),
     "open": lambda: Call(open, f"../{CANARY}", "w"),
     "getattr": lambda: Call(getattr, Call(__import__, "os"), "system"),
     "__import__": lambda: Call(__import__, "stranger"),
-    "attrgetter": lambda: Call(next, Call(map, operator.attrgetter("stat"), [Call(open, "x")])),
     "partial": lambda: functools.partial(os.system, TOUCH),
-    "map": lambda: Call(next, Call(map, os.system, [TOUCH])),
     "runpy": lambda: Call(__import__("runpy").run_path, "strangers/stranger.py"),
-    "pickle.loads": lambda: Call(pickle.loads, pickle.dumps(Call(os.system, TOUCH))),
     "torch.load": lambda: Call(torch.load, "evil.pt"),
     "torch.hub": lambda: Call(torch.hub.load, "somebody/something", "model"),
-    "numpy.load": lambda: Call(np.load, "evil.npy"),
-    "setattr": lambda: Call(setattr, torch.Tensor, "copy_", print),
     "os.remove": lambda: Call(os.remove, "small.yaml"),
     "rebuild of a call": lambda: Call(
         torch._utils._rebuild_parameter_with_state, torch.zeros(1), False, HOOKS, {"__class__": 1}
