@@ -16,11 +16,6 @@ from torch import Tensor
 
 from .trainer_state import Timesteps, TimestepWriter, importance_weight, total_variation
 
-try:
-    import lightning.pytorch as pl
-except ImportError:
-    import pytorch_lightning as pl  # type: ignore[no-redef]
-
 Normalize = Literal["truncate", "mix"]
 
 
@@ -199,16 +194,14 @@ class ImportanceWeightedCurriculum(_Curriculum):
 
     writes = ("timestep_density", "timestep_weight")
 
-    def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
-        """Density and weight."""
-        density = self.density_at(step, device)
-        return Timesteps(density, importance_weight(density))
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse what `TimestepCurriculum` refuses, and densities that can't be undone."""
-        super().on_fit_start(trainer, pl_module)
+    def __post_init__(self) -> None:
         if not self.density_at(self.num_steps).all():
             raise ValueError(
                 "importance weights need a density above 0 everywhere, and a Gaussian of std "
                 f"{self.std} at {self.mean} is 0 in some bins; use a larger std."
             )
+
+    def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
+        """Density and weight."""
+        density = self.density_at(step, device)
+        return Timesteps(density, importance_weight(density))
