@@ -62,8 +62,6 @@ class OneParameter(LightningModule):
 
 
 class Stopwatch(Callback):
-    """From the end of the first step to the end of the last."""
-
     def __init__(self):
         self.ends = []
 
@@ -72,17 +70,16 @@ class Stopwatch(Callback):
 
 
 def milliseconds_per_step(callbacks, steps):
+    """From the end of the first step to the end of the last."""
     stopwatch = Stopwatch()
     with tempfile.TemporaryDirectory() as folder:
+        off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
         trainer = Trainer(
             default_root_dir=folder,
             max_steps=steps,
             callbacks=[*callbacks, stopwatch],
             accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
+            **dict.fromkeys(off, False),
         )
         data = DataLoader(TensorDataset(torch.zeros(steps, 1)), batch_size=1)
         trainer.fit(OneParameter(), data)
@@ -117,7 +114,7 @@ ARMS = {
 }
 
 
-def main():
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=5)
@@ -132,11 +129,5 @@ def main():
     base = statistics.median(times["none"])
     for name, milliseconds in times.items():
         median = statistics.median(milliseconds)
-        print(
-            f"{name:28} {median:7.3f} ms/step  {median - base:+7.3f} ms"
-            f"  {median - base:+6.2f}% of 100 ms"
-        )
-
-
-if __name__ == "__main__":
-    main()
+        more = median - base
+        print(f"{name:28} {median:7.3f} ms/step  {more:+7.3f} ms  {more:+6.2f}% of 100 ms")

@@ -34,17 +34,13 @@ def seconds_of_help() -> float:
 def seconds_of_sample(checkpoint: str) -> tuple[float, float]:
     """Of the imports, and beyond them."""
     with tempfile.TemporaryDirectory() as out:
-        done = subprocess.run(
-            [sys.executable, "-c", SAMPLE, checkpoint, out],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
+        command = [sys.executable, "-c", SAMPLE, checkpoint, out]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
     imports, beyond = done.stderr.strip().split("\n")[-1].split()
     return float(imports), float(beyond)
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", help="checkpoint or run folder of a digits model")
     args = parser.parse_args()
@@ -52,7 +48,3 @@ def main() -> None:
     print(f"lit-diffusion --help          {min(seconds_of_help() for _ in range(3)):.2f} s")
     print(f"sample: imports               {min(s[0] for s in samples):.2f} s")
     print(f"sample: beyond, 64 x 20 steps {min(s[1] for s in samples):.2f} s")
-
-
-if __name__ == "__main__":
-    main()

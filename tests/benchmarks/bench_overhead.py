@@ -86,7 +86,7 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=150)
     steps = parser.parse_args().steps + WARM_UP
@@ -122,7 +122,3 @@ def main() -> None:
         f"ratio of the medians {ours / bare:.3f}, ratio step by step {quartiles[1]:.3f} "
         f"(quartiles {quartiles[0]:.3f} to {quartiles[2]:.3f})"
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -31,14 +31,13 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize(
-    "command",
+    ("command", "package"),
     [
-        "compare runs",
-        f"sweep tiny.yaml --arms slow.yaml --seeds 0 {TRUST}",
-        "analyze consistency runs/a runs/b --out out",
+        ("compare runs", "markdown_it"),
+        (f"sweep tiny.yaml --arms slow.yaml --seeds 0 {TRUST}", "matplotlib"),
+        ("analyze consistency runs/a runs/b --out out", "scipy"),
     ],
 )
-@pytest.mark.parametrize("package", ["markdown_it", "matplotlib", "scipy"])
 def test_a_command_that_needs_the_extra_names_it_before_any_work(
     command, package, monkeypatch, capsys
 ):
