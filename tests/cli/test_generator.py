@@ -1,5 +1,6 @@
 """Solver, guidance, labels and edits of the images that a checkpoint generates."""
 
+import math
 import re
 from copy import deepcopy
 from pathlib import Path
@@ -77,6 +78,10 @@ def test_another_solver_inherits_steps_and_clipping_and_mistakes_are_named():
     }.items():
         with pytest.raises(ValueError, match=re.escape(message)):
             build_solver(loaded, sampling(options))
+    grid = {"class_path": "lit_diffusion.grids.Karras", "init_args": {"noisiest": -math.inf}}
+    loaded.checkpoint["hyper_parameters"]["solver"]["init_args"]["times"] = grid
+    solver = "DDIM(steps=2, eta=0.0, times=Karras(rho=7.0, noisiest=-inf), clip=True)"
+    assert repr(build_solver(loaded, sampling("--steps 2"))) == solver
 
 
 # Guidance
