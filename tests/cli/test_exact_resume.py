@@ -23,14 +23,14 @@ from lit_diffusion.cli.loggers import AppendingCSVLogger, read_rows
 
 
 class SaveAt(pl.Callback):
-    """Saves in a hook, where `is_time` says so."""
+    """Saves in a hook, after a number of batches."""
 
-    def __init__(self, file, hook, is_time):
-        self.file, self.is_time = file, is_time
+    def __init__(self, file, hook, batch):
+        self.file, self.batch = file, batch
         setattr(self, hook, self.save)
 
     def save(self, trainer, *args):
-        if self.is_time(trainer):
+        if trainer.fit_loop.total_batch_idx + 1 == self.batch:
             trainer.save_checkpoint(self.file)
 
 
@@ -52,16 +52,12 @@ def test_a_file_from_which_a_run_would_not_go_on_as_it_was_says_so(
 ):
     options = {"max_epochs": 2, "max_steps": -1, "val_check_interval": 2, **options}
     file = tmp_path / "some.ckpt"
-    saver = SaveAt(file, hook, lambda trainer: trainer.fit_loop.total_batch_idx + 1 == batch)
-    fit(saver, tmp_path, callbacks=[ExactResume()], **options)
+    fit(SaveAt(file, hook, batch), tmp_path, callbacks=[ExactResume()], **options)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         refused = reason == BETWEEN_BATCHES
-        with (
-            pytest.raises(ValueError, match=rf"some\.ckpt was saved {reason}")
-            if refused
-            else (nullcontext())
-        ):
+        refusal = pytest.raises(ValueError, match=rf"some\.ckpt was saved {reason}")
+        with refusal if refused else nullcontext():
             fit(ExactResume(), tmp_path, ckpt_path=file, **options | {"max_epochs": 3})
     warned = [str(w.message) for w in caught if "some.ckpt was saved" in str(w.message)]
     assert len(warned) == (reason is not None and not refused)
@@ -87,8 +83,7 @@ class AccumulatesItself(TinyModule):
 def test_batches_that_a_module_accumulates_by_itself_are_no_place_to_go_on_from(
     tmp_path, batch, refused, hook
 ):
-    is_time = lambda trainer: trainer.fit_loop.total_batch_idx + 1 == batch  # noqa: E731
-    saver = SaveAt(tmp_path / "some.ckpt", hook, is_time)
+    saver = SaveAt(tmp_path / "some.ckpt", hook, batch)
     last = Saves(tmp_path, first=1, every_n_seconds=0.0)
     options = {"max_steps": 2, "val_check_interval": 1, "limit_val_batches": 1}
     module = AccumulatesItself()

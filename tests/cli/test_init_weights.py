@@ -1,4 +1,6 @@
 import json
+from copy import deepcopy
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,12 +20,17 @@ def files(folder):
     write_small_digits(Path("old/checkpoints/last.ckpt"))
 
 
-def start(source, **network):
-    """A module of that network that starts from `source`, and the line about it."""
+@cache
+def build(**network):
     config = small_digits(1)
     config["model"]["init_args"]["network"]["init_args"] |= network
     hyper = hyper_parameters(config, "model")
-    module = build_module({"hyper_parameters": hyper}, "this")
+    return build_module({"hyper_parameters": hyper}, "this"), hyper
+
+
+def start(source, **network):
+    """A module of that network that starts from `source`, and the line about it."""
+    module, hyper = deepcopy(build(**network))
     return module, start_from(module, source, hyper)
 
 
@@ -69,7 +76,7 @@ def test_weights_are_those_of_the_source(source, which, text):
 
 
 def test_what_does_not_fit_is_told_and_left():
-    module, line = start("old:raw", channel_mult=[1, 2, 2])
+    module, line = start("old:raw", channel_mult=(1, 2, 2))
     assert "left as they were (network.output_blocks.1.0.in_layers.0.weight (24,) for (32,)" in line
     assert "new, as the file has none such (network.input_blocks." in line
     name = "network.time_embed.0.weight"
