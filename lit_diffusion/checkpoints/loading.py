@@ -116,12 +116,7 @@ def checkpoint_file(path: str | Path) -> Path:
 def build_module(
     checkpoint: Checkpoint, path: str | Path, trust: Iterable[str] = ()
 ) -> LightningModule:
-    """Build the module that a checkpoint's class paths describe, with new weights.
-
-    Args:
-        checkpoint: content of the file.
-        path: of the file, for messages.
-        trust: packages besides `config.trust.TRUSTED` that class paths may name.
+    """Build the module that the class paths of the checkpoint at `path` describe, with new weights.
 
     Raises:
         ValueError: if the checkpoint has no class paths, or they cannot be built.

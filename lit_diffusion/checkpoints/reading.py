@@ -24,9 +24,11 @@ from lit_diffusion.config.renamed import rename_checkpoint
 
 Checkpoint = dict[str, Any]
 
-_DICTS = ("state_dict", "hyper_parameters", "datamodule_hyper_parameters", "callbacks", "loops")
-_LISTS_OF_DICTS = ("optimizer_states", "lr_schedulers")
-_COUNTS = ("global_step", "epoch")
+_HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
+_CONTAINERS: dict[str, tuple[type, type]] = {  # part of a checkpoint: its type, that of its items
+    **dict.fromkeys(("state_dict", "callbacks", "loops", *_HYPER_PARAMETERS), (dict, str)),
+    **dict.fromkeys(("optimizer_states", "lr_schedulers"), (list, dict)),
+}
 _RESUMED = ("callbacks", "epoch", "global_step", "loops", "lr_schedulers", "optimizer_states")
 
 
@@ -125,18 +127,14 @@ def check_content(checkpoint: Any) -> None:
     """
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError("it has no 'state_dict'")
-    for name in (*_DICTS, *_LISTS_OF_DICTS, *_COUNTS):
-        if name not in checkpoint:
-            continue
-        part = checkpoint[name]
-        if name in _COUNTS:
-            is_valid = is_count(part)
-        else:
-            container, item_type = (list, dict) if name in _LISTS_OF_DICTS else (dict, str)
-            is_valid = isinstance(part, container) and all(isinstance(k, item_type) for k in part)
-        if not is_valid:
+    for name, (container, item) in _CONTAINERS.items():
+        part = checkpoint.get(name, container())
+        if not isinstance(part, container) or not all(isinstance(each, item) for each in part):
             raise ValueError(f"its '{name}' is {_describe(part)}, as no run saves it")
-    for name in ("hyper_parameters", "datamodule_hyper_parameters"):
+    for name in ("global_step", "epoch"):
+        if not is_count(count := checkpoint.get(name, 0)):
+            raise ValueError(f"its '{name}' is {_describe(count)}, as no run saves it")
+    for name in _HYPER_PARAMETERS:
         if "_class_path" in checkpoint.get(name, {}) and not is_plain(checkpoint[name]):
             raise ValueError(f"its '{name}' must be plain builtins, and hold others")
     _check_progress(checkpoint.get("loops", {}))

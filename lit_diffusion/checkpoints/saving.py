@@ -76,11 +76,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: str | Path) -> None:
 
 
 def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint without hyper-parameters that are objects, which would be pickled by class.
-
-    Raises:
-        TypeError: for a tensor that is split over ranks.
-    """
+    """The checkpoint without hyper-parameters that are objects, which would be pickled by class."""
     if split_tensor := find_dtensor(checkpoint):
         raise TypeError(
             f"a checkpoint must hold whole tensors, and {split_tensor!r} is one rank's part of "

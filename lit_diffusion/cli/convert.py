@@ -90,8 +90,8 @@ def export(
 ) -> list[str]:
     """Write the network of a checkpoint, a file or run folder; lines to print about it.
 
-    The form "safetensors" is that of `interchange.exported`, "diffusers" of `diffusers_folder`, for
-    which `vae` is the folder of the AutoencoderKL of a latent DiT.
+    The form is "safetensors" (`interchange.exported`) or "diffusers" (`diffusers_folder`); `vae` is
+    the folder of the AutoencoderKL of a latent DiT for the latter.
 
     Raises:
         ValueError: for a checkpoint that does not describe a network, or one that diffusers cannot
