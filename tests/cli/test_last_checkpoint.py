@@ -1,6 +1,5 @@
 import math
 import os
-import time
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -9,6 +8,7 @@ from support.commands import equal
 from support.saving import Saves, fit, saved
 
 from lit_diffusion.callbacks import FiniteUpdates
+from lit_diffusion.cli import last_checkpoint
 from lit_diffusion.cli.exact_resume import ExactResume
 from lit_diffusion.files import atomic_write_text
 
@@ -95,30 +95,27 @@ def test_a_resume_from_any_end_is_exact(tmp_path, steps, options):
     assert whole.current_epoch == resumed.current_epoch
 
 
-def test_the_first_save_comes_early_and_then_time_decides(tmp_path):
-    class SlowBatches(pl.Callback):
+@pytest.mark.parametrize(
+    ("seconds", "steps"), [(0, [2, 7, 13, 18, 23, 29, 30]), (0.2, [2, 13, 23, 30]), (1, [2, 30])]
+)
+def test_the_first_save_comes_early_and_then_time_decides(tmp_path, monkeypatch, seconds, steps):
+    """A batch takes a second, a save should come each 5 s, but take a fiftieth of the time."""
+    clock = SimpleNamespace(now=0.0)
+
+    class Batches(pl.Callback):
         def on_train_batch_start(self, *args):
-            time.sleep(0.02)
+            clock.now += 1
 
-    callback = Saves(tmp_path, first=2, every_n_seconds=0.1)
-    fit(callback, tmp_path, callbacks=[SlowBatches()], max_steps=30, limit_val_batches=0)
-    assert callback.steps[0] == 2
-    pauses = [b - a for a, b in zip(callback.steps[:-1], callback.steps[1:-1], strict=False)]
-    assert pauses
-    assert min(pauses) >= 2
+    def save(*args, **options):
+        clock.now += seconds
+        save_checkpoint(*args, **options)
 
-
-def test_saving_that_is_slow_is_done_less_often(tmp_path, monkeypatch):
-    callback = Saves(tmp_path, first=1, every_n_seconds=0.001)
-    save = pl.Trainer.save_checkpoint
-
-    def slowly(*args, **options):
-        time.sleep(0.05)
-        save(*args, **options)
-
-    monkeypatch.setattr(pl.Trainer, "save_checkpoint", slowly)
-    fit(callback, tmp_path, max_steps=20, limit_val_batches=0)
-    assert callback.steps == [1, 20]
+    save_checkpoint = pl.Trainer.save_checkpoint
+    monkeypatch.setattr(last_checkpoint, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(pl.Trainer, "save_checkpoint", save)
+    saver = Saves(tmp_path, first=2, every_n_seconds=5.0)
+    fit(saver, tmp_path, callbacks=[Batches()], max_steps=30, limit_val_batches=0)
+    assert saver.steps == steps
 
 
 def test_a_checkpoint_that_is_due_with_a_validation_holds_what_follows_it(tmp_path):
