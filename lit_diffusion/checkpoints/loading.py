@@ -145,7 +145,7 @@ def instantiate(
         base: class that the object must be an instance of.
         trust: packages besides `config.trust.TRUSTED` that class paths may name.
         path: of the file, for messages.
-        options: command-line arguments such as --data.init_args.NAME=VALUE that override the file.
+        options: arguments such as --data.init_args.NAME=VALUE, which override the file.
 
     Raises:
         ValueError: if the spec is wrong, or the class raises an error.

@@ -83,7 +83,7 @@ def test_a_module_is_built_from_the_class_paths_in_the_file(tmp_path):
     assert torch.equal(again.generate(seeds), first.generate(seeds))
 
 
-def test_samples_that_are_not_finite_are_told_without_a_step_that_is_not_theirs(tmp_path):
+def test_samples_that_are_not_finite_are_reported_without_a_step_that_is_not_theirs(tmp_path):
     content = checkpoint_of(build_module({"hyper_parameters": digits_spec()}, "x"))
     content["state_dict"] = {k: v * torch.nan for k, v in content["state_dict"].items()}
     write_checkpoint({**content, "hyper_parameters": digits_spec()}, tmp_path / "x.ckpt")

@@ -113,7 +113,7 @@ def archive(tmp_path):
 
 
 @pytest.mark.parametrize("bit", [0, 7])
-def test_a_flipped_bit_of_a_weight_is_found_which_torch_would_load(archive, bit):
+def test_a_flipped_bit_of_a_weight_is_noticed_which_torch_would_load(archive, bit):
     data = bytearray(archive.read_bytes())
     with zipfile.ZipFile(archive) as members:
         header = members.getinfo("a/data/0").header_offset
@@ -164,7 +164,7 @@ def test_what_a_run_saves_is_let_through():
         ({"hyper_parameters": {"_class_path": "a", "b": torch.zeros(1)}}, "plain builtins"),
     ],
 )
-def test_what_no_run_saves_is_refused_and_told(changes, message):
+def test_what_no_run_saves_is_refused_and_described(changes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         check_content(GOOD | changes)
 

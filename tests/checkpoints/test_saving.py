@@ -107,7 +107,7 @@ def test_the_plugin_refuses_split_tensors_which_one_rank_alone_cannot_gather(spl
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_has_checksums_whatever_torch_is_told_elsewhere(tmp_path):
+def test_a_file_has_checksums_whatever_torch_is_set_to_elsewhere(tmp_path):
     content = {"state_dict": {"a": torch.ones(2)}}
     try:
         torch.serialization.set_crc32_options(False)

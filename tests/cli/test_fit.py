@@ -390,7 +390,7 @@ def test_arguments_that_do_not_fit_each_other_are_named(capsys):
     assert "Traceback" not in err
 
 
-def test_null_can_be_given_to_parts_of_parts(capsys):
+def test_null_can_be_passed_to_parts_of_parts(capsys):
     write_config(small_digits(1))
     network = "--model.init_args.network.init_args.num_classes=null"
     options = "--model.num_classes=null --model.label_dropout=0"

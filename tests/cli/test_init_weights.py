@@ -75,7 +75,7 @@ def test_weights_are_those_of_the_source(source, which, text):
     assert equal(network_of(module.state_dict()), network_of(load("old", which).state_dict()))
 
 
-def test_what_does_not_fit_is_told_and_left():
+def test_what_does_not_fit_is_listed_and_left():
     module, line = start("old:raw", channel_mult=(1, 2, 2))
     assert "left as they were (network.output_blocks.1.0.in_layers.0.weight (24,) for (32,)" in line
     assert "new, as the file has none such (network.input_blocks." in line
@@ -84,7 +84,7 @@ def test_what_does_not_fit_is_told_and_left():
 
 
 @pytest.mark.parametrize("source", ["old", "exported"])
-def test_settings_under_which_the_same_weights_mean_something_else_are_told(source):
+def test_settings_under_which_the_same_weights_mean_something_else_are_listed(source):
     """All shapes fit, and the heads of attention would be read in another order.
 
     What lacks in a file is the default, as in those of an import.

@@ -136,7 +136,7 @@ def test_a_checkpoint_that_is_due_with_a_validation_holds_what_follows_it(tmp_pa
     assert events == [("validated", 2), ("saved", 2), ("saved", 3)]
 
 
-def test_no_save_is_made_between_the_last_batch_of_an_epoch_and_its_end(tmp_path):
+def test_no_save_comes_between_the_last_batch_of_an_epoch_and_its_end(tmp_path):
     """A resume would not do again what callbacks do at the end of an epoch."""
     callback = Saves(tmp_path, first=4)
     fit(callback, tmp_path, max_steps=7)
@@ -211,7 +211,7 @@ def test_a_last_update_after_which_the_validation_is_not_finite_does_not_end_wel
     assert [path.name for path in tmp_path.glob(".*ckpt*")] == []
 
 
-def test_no_save_is_made_between_accumulated_batches(tmp_path):
+def test_no_save_comes_between_accumulated_batches(tmp_path):
     """Steps end at batches 3, 4, 7 and 8 of two epochs of four; validation comes after 2 and 4.
 
     The second step ends an epoch.

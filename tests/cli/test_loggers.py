@@ -63,7 +63,7 @@ def test_a_validation_logged_after_the_resume_keeps_the_training_row_of_its_step
     assert [row.get("train/loss") for row in read_rows(tmp_path / "metrics.csv")] == ["1.0", None]
 
 
-def test_a_score_of_the_step_that_a_run_goes_on_from_is_kept(tmp_path):
+def test_a_score_of_the_step_that_a_run_goes_on_from_stays(tmp_path):
     """It was logged before the checkpoint; the training rows of that number come after it."""
     rows = [{"val/fid": 3.0}, {"train/loss": 1.0}, {"val/loss": 2.0}]
     for row in rows:

@@ -75,7 +75,7 @@ def test_help_of_all_other_commands_imports_neither_torch_nor_lightning():
         (ArithmeticError("sample 3 is not finite."), 1),
     ],
 )
-def test_an_error_raised_on_purpose_is_told_without_a_traceback(stub, capsys, error, code):
+def test_an_error_raised_on_purpose_is_printed_without_a_traceback(stub, capsys, error, code):
     stub(raising(error))
     assert cli.main(["stub"]) == code
     assert capsys.readouterr().err == f"lit-diffusion stub: {error}\n"
@@ -109,7 +109,7 @@ def test_a_command_that_a_signal_ends_has_the_code_of_the_signal(stub, error, co
 
 
 @pytest.mark.parametrize(("end", "code"), [(0, 0), (3, 3), (None, 0), ("message", 1)])
-def test_the_code_of_a_command_that_exits_is_kept(stub, end, code):
+def test_the_code_of_a_command_that_exits_is_returned(stub, end, code):
     stub(lambda argv: sys.exit(end))
     assert cli.main(["stub"]) == code
 

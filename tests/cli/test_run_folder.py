@@ -107,7 +107,7 @@ def test_a_folder_without_a_row_or_a_checkpoint_holds_no_run():
     assert next_config(Path("runs/digits")) == Path("runs/digits/config.yaml")
 
 
-def test_every_resume_gets_a_config_of_its_own_and_the_latest_counts():
+def test_every_resume_gets_a_separate_config_and_the_latest_counts():
     root = Path("runs/digits")
     assert latest_config(root) is None
     assert next_config(root) == root / "config.yaml"

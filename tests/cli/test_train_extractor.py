@@ -50,7 +50,7 @@ def folder(tmp_path, monkeypatch):
     Path("photos.yaml").write_text(CONFIG)
 
 
-def test_a_run_is_scored_by_its_own_network_and_takes_it_along(capsys):
+def test_a_run_is_scored_by_the_network_of_its_user_and_takes_it_along(capsys):
     train = "train-extractor --config bare.yaml --out mine.safetensors --steps 3 --batch-size 8"
     Path("bare.yaml").write_text(CONFIG.replace("train: photos, ", ""))
     assert call(f"{train} --data.init_args.train=photos") == 0
@@ -80,7 +80,7 @@ def test_a_run_is_scored_by_its_own_network_and_takes_it_along(capsys):
         (CONFIG.replace("train: photos, ", ""), "", "train must be given"),
     ],
 )
-def test_a_mistake_is_told_in_one_line(capsys, config, options, message):
+def test_a_mistake_ends_in_one_line(capsys, config, options, message):
     Path("other.yaml").write_text(config)
     Path("there.safetensors").touch()
     assert call(f"train-extractor --config other.yaml --out mine.safetensors {options}") == 2

@@ -103,7 +103,7 @@ def caught(function: Callable) -> Exception:
     raise AssertionError
 
 
-def test_checks_and_errors_of_the_system_are_told_from_bugs():
+def test_checks_and_errors_of_the_system_are_distinguished_from_bugs():
     ours = [__name__.split(".")[0]]
     assert is_user_error(caught(check), ours)
     assert not is_user_error(caught(accident), ours)

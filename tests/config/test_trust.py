@@ -77,7 +77,7 @@ def test_a_package_that_the_user_names_is_imported(stranger, trust, value):
         assert parse(kind, value).__module__ == value.rpartition(".")[0]
 
 
-def test_trust_ends_with_its_context_and_a_program_with_jsonargparse_has_its_own(stranger):
+def test_trust_ends_with_its_context_and_a_program_with_jsonargparse_is_left_alone(stranger):
     with allow_class_paths(["stranger_module"]):
         pass
     with allow_class_paths(), pytest.raises(ArgumentError, match="not allowed"):
