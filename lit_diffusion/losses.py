@@ -1,11 +1,11 @@
 """Training objectives, per sample, and the weightings of the squared error.
 
 `DiffusionModule.per_sample_loss` multiplies the squared error of the network's output by a
-weighting and hands the product to a loss, which may add terms.
+weighting and passes the product to a loss, which may add terms.
 
-One rule serves every parameterization: x0 = (something) + output_scale * output, so a weight W on
-|x0 - x0_hat|^2 is a weight W output_scale^2 on |target - output|^2. Weightings are stated as W,
-with SNR = (alpha / sigma)^2; `Simple` alone is stated for the output.
+In every parameterization x0 = (terms without the output) +- output_scale * output, so a weight W on
+|x0 - x0_hat|^2 is a weight W output_scale^2 on |target - output|^2. Docstrings state W, with SNR =
+(alpha / sigma)^2; only `Simple` states the weight on the output.
 """
 
 import math
@@ -21,7 +21,7 @@ from lit_diffusion.protocols import Parameterization, Prediction, Process, Weigh
 
 @dataclass(frozen=True)
 class Simple:
-    """Weight 1 on the error of the output, whatever that is.
+    """Weight 1 on the error of the output, for every parameterization.
 
     Source: Ho et al. 2020 (DDPM), Eq. 14.
     """
@@ -37,12 +37,13 @@ class Simple:
 class MinSNR:
     """W = min(SNR, gamma).
 
-    That is min(SNR, gamma) / SNR for noise, min(SNR, gamma) / (SNR + 1) for velocity.
+    The weight on the output is min(SNR, gamma) / SNR for noise and min(SNR, gamma) / (SNR + 1) for
+    velocity.
 
     Args:
-        gamma: where the weight of clean images stops growing.
+        gamma: SNR above which W is constant.
         zero_snr_weight: weight at SNR = 0, where the formula gives 0 for Sample and Velocity; the
-            authors' code has 1.0 there. None keeps the formula.
+            authors' code uses 1.0. None keeps the formula.
 
     Source: Hang et al. 2023 (Min-SNR, arXiv 2303.09556), section 3.4.
     """
@@ -63,11 +64,11 @@ class MinSNR:
 
 @dataclass(frozen=True)
 class P2:
-    """W = SNR / (k + SNR)^gamma: takes weight off the nearly clean images.
+    """W = SNR / (k + SNR)^gamma, which down-weights nearly clean images.
 
     Args:
-        gamma: strength; 0 is Simple for noise. The authors use 0.5 and 1.
-        k: SNR at which it sets in.
+        gamma: strength; 0 is `Simple` for `Epsilon`. The authors use 0.5 and 1.
+        k: SNR around which the reduction starts.
 
     Source: Choi et al. 2022 (P2 weighting, arXiv 2204.00227), Eq. 8.
     """
@@ -85,11 +86,11 @@ class P2:
 
 @dataclass(frozen=True)
 class SoftMinSNR:
-    """W = SNR gamma / (SNR + gamma): Min-SNR without the corner.
+    """W = SNR gamma / (SNR + gamma), a smooth version of Min-SNR.
 
     Args:
-        gamma: where the weight of clean images stops growing; 1 / sigma_data^2 of
-            `EDMPreconditioning` in k-diffusion.
+        gamma: limit of W for large SNR; k-diffusion uses 1 / sigma_data^2 of
+            `EDMPreconditioning`.
 
     Source: Crowson et al. 2024 (HDiT, arXiv 2401.11605), soft-min-SNR.
     """
@@ -106,7 +107,7 @@ class SoftMinSNR:
 
 @dataclass(frozen=True)
 class TruncSNR:
-    """W = max(SNR, 1): that of the noise, but pure noise counts too.
+    """W = max(SNR, 1): weight 1 on the error of the noise, but at least 1 on that of x0.
 
     Source: Salimans & Ho 2022 (progressive distillation), section 4, "truncated SNR".
     """
@@ -120,7 +121,7 @@ class TruncSNR:
 
 @dataclass(frozen=True)
 class InvSNR:
-    """W = 1 / SNR: noisy images count most; for processes whose noisiest time has signal left.
+    """W = 1 / SNR, which weights noisy images most; needs SNR > 0 at the noisiest time.
 
     Source: Hang et al. 2023 (Min-SNR, arXiv 2303.09556), the authors' `inv_snr`.
     """
@@ -134,13 +135,13 @@ class InvSNR:
 
 @dataclass(frozen=True)
 class AsFlow:
-    """W = ((alpha + sigma) / sigma)^2: the error of `FlowVelocity`, whatever the network outputs.
+    """W = ((alpha + sigma) / sigma)^2: the squared error of `FlowVelocity`, for any output.
 
-    With `Sample` on `LinearFlow`: networks that output the image and are trained by its velocity,
+    With `Sample` on `LinearFlow`, the network outputs x0 and is trained on the velocity
     (x_t - x0) / t.
 
     Args:
-        floor: least sigma / (alpha + sigma) to divide by, as (t of LinearFlow).
+        floor: lower bound on the divisor sigma / (alpha + sigma), which is t on `LinearFlow`.
 
     Source: Li & He 2025 (JiT, arXiv 2511.13720), table 1 and section 4, with t clipped at 0.05.
     """
@@ -156,21 +157,21 @@ class AsFlow:
 
 @dataclass(frozen=True)
 class FDMWarmup:
-    """Another weighting, held down at the start of training: W <= C(k) by optimizer step k.
+    """Another weighting with an upper bound early in training: W <= C(k) at optimizer step k.
 
-    C rises from 5 to 500 as C(k) = 5 * 100^(k / K); from step K on, and where there is no training,
-    as in validation, nothing is held down.
+    C(k) = 5 * 100^(k / K) rises from 5 to 500. There is no bound from step K on, nor outside
+    training, as in validation.
 
     Args:
-        base: the weighting to come to, as in FDM `Simple`.
+        base: the weighting to bound; FDM uses `Simple`.
         warmup_steps: K. The authors use 200 (EDM) and 400 (VP, VE) for CIFAR-10, 800 and 400 for
             FFHQ, 400 for AFHQ.
 
     Raises:
-        ValueError: for less than one step.
+        ValueError: if warmup_steps < 1.
 
-    Source: Wu et al. 2023 (Fast Diffusion Model, arXiv 2306.06991); C as in their code, which
-    counts calls of the loss where this counts optimizer steps.
+    Source: Wu et al. 2023 (Fast Diffusion Model, arXiv 2306.06991). C is that of their code, which
+    counts calls of the loss instead of optimizer steps.
 
     Example:
         >>> [FDMWarmup(Simple(), 200).bound(step) for step in (0, 100, 200, None)]
@@ -190,13 +191,13 @@ class FDMWarmup:
     def weight(
         self, alpha: Tensor, sigma: Tensor, output_scale: Tensor, step: int | None, /
     ) -> Tensor:
-        """min(the base's, C output_scale^2)."""
+        """min(weight of the base, C output_scale^2)."""
         weight = self.base.weight(alpha, sigma, output_scale, step)
         bound = self.bound(step)
         return weight if bound == math.inf else weight.minimum(bound * output_scale**2)
 
     def bound(self, step: int | None) -> float:
-        """C: the largest weight of an error of x0 after so many optimizer steps; None is inf."""
+        """C after `step` completed optimizer steps; inf if `step` is None."""
         if step is None or step >= self.warmup_steps:
             return math.inf
         return 5.0 * math.pow(100.0, step / self.warmup_steps)
@@ -223,23 +224,23 @@ class DenoisingLoss:
         parameterization: Parameterization,
         /,
     ) -> Tensor:
-        """The (B,) weighted errors as they are."""
+        """The (B,) weighted errors, unchanged."""
         return weighted_error
 
 
 class UncertaintyLoss(nn.Module):
     """weight(t) mean |target - output|^2 exp(-u(t)) + u(t), with a learned log-variance u.
 
-    Where the loss is large, u grows to its logarithm, so that every noise level comes to weigh the
-    same. u is linear in Fourier features of ln(sigma / alpha) / 4 and is 0 at initialization, where
-    the loss is that of `DenoisingLoss`. u is trained with the network and saved with it.
+    The optimal u(t) is the logarithm of the weighted error at t, for which all noise levels
+    contribute equally. u is linear in Fourier features of ln(sigma / alpha) / 4. It is 0 at
+    initialization, where the loss equals `DenoisingLoss`. u is trained and saved with the network.
 
     Args:
         weighting: factor on the squared error.
         num_features: number of Fourier features of the noise level.
 
     Raises:
-        ValueError: for less than one feature.
+        ValueError: if num_features < 1.
 
     Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), Eq. 14 and appendix B.2; Kendall et al.
     2018, Eq. 8.
@@ -273,7 +274,7 @@ class UncertaintyLoss(nn.Module):
 
     def uncertainty(self, alpha: Tensor, sigma: Tensor) -> Tensor:
         """(B,) u at signal and noise scales (B,) float64."""
-        c_noise = (sigma / alpha).log().clamp(-20, 20)[:, None] / 4  # pure noise is infinite
+        c_noise = (sigma / alpha).log().clamp(-20, 20)[:, None] / 4  # finite at pure noise
         angles = 2 * math.pi * (self.frequencies * c_noise.to(self.frequencies.dtype) + self.phases)
         u: Tensor = math.sqrt(2 / len(self.phases)) * angles.cos() @ self.log_variance
         return u
@@ -281,15 +282,15 @@ class UncertaintyLoss(nn.Module):
 
 @dataclass(frozen=True)
 class HybridLoss:
-    """L_simple + lambda L_vlb: denoising, plus a little of the bound, which trains the variance.
+    """L_simple + lambda L_vlb: the denoising loss plus the bound, which trains the variance.
 
-    The network outputs 2C channels: the first C as elsewhere, the others r in about [-1, 1], with
-    (r + 1) / 2 the fraction of `LearnedRange`. The bound sees the first C with their gradient
-    stopped. Needs a process in discrete steps.
+    The network outputs 2C channels. The first C are the usual output. The others, r in about
+    [-1, 1], give the fraction (r + 1) / 2 of `LearnedRange`. The bound has no gradient with respect
+    to the first C. Needs a process in discrete steps.
 
     Args:
         weighting: factor on the squared error; the bound is not weighted.
-        vb_weight: lambda. 0.001 is the paper's and `rescale_learned_sigmas=True` of the code;
+        vb_weight: lambda. The paper uses 0.001, as `rescale_learned_sigmas=True` of its code does;
             guided-diffusion's models used 1 / T.
 
     Raises:
@@ -305,7 +306,7 @@ class HybridLoss:
     def __post_init__(self) -> None:
         if not 0 < self.vb_weight < math.inf:
             raise ValueError(
-                f"vb_weight must be > 0, got {self.vb_weight}; DenoisingLoss is without the bound."
+                f"vb_weight must be > 0, got {self.vb_weight}; DenoisingLoss has no such term."
             )
 
     def per_sample(
@@ -324,7 +325,7 @@ class HybridLoss:
     def bound_term(
         self, prediction: Prediction, process: Process, parameterization: Parameterization
     ) -> Tensor:
-        """(B,) terms of the variational bound, in bits per dimension, at each sample's own step."""
+        """(B,) terms of the variational bound at t of each sample, in bits per dimension."""
         x0, x_t, r = prediction.x0, prediction.x_t, prediction.variance_output
         assert r is not None
         step = step_posterior(process, prediction.t)

@@ -1,10 +1,10 @@
-"""What the network outputs, and how to read x0 back from it.
+"""Parameterizations: what the network outputs, and how to recover x0 from it.
 
-Every class turns (x0, noise) into a training target and an output back into x0, for x_t = alpha x0
-+ sigma noise.
+Every class maps (x0, noise) to a training target, and an output back to x0, for x_t = alpha x0 +
+sigma noise.
 Shapes: images (B, C, H, W); alpha and sigma broadcastable to them and of their dtype
-(`gaussian.expand_as`). `output_scale` is |d x0 / d output|, EDM's c_out: it turns a weight on the
-error of x0 into one on the error of the output (losses.py).
+(`gaussian.expand_as`). `output_scale` is |d x0 / d output|, EDM's c_out. It converts a weight on
+the error of x0 to a weight on the error of the output (losses.py).
 """
 
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ class Velocity:
         return x_t
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """Alpha noise - sigma x0."""
+        """The velocity alpha noise - sigma x0."""
         return alpha * noise - sigma * x0
 
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
@@ -85,7 +85,7 @@ class Velocity:
         return (alpha * x_t - sigma * output) / (alpha**2 + sigma**2)
 
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """Sigma / (alpha^2 + sigma^2)."""
+        """c_out = sigma / (alpha^2 + sigma^2)."""
         return sigma / (alpha**2 + sigma**2)
 
 
@@ -102,7 +102,7 @@ class FlowVelocity:
         return x_t
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """Noise - x0."""
+        """The velocity noise - x0."""
         return noise - x0
 
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
@@ -110,21 +110,21 @@ class FlowVelocity:
         return (x_t - sigma * output) / (alpha + sigma)
 
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """Sigma / (alpha + sigma)."""
+        """c_out = sigma / (alpha + sigma)."""
         return sigma / (alpha + sigma)
 
 
 @dataclass(frozen=True)
 class EDMPreconditioning:
-    """What is left of x0 when the best linear guess from x_t is taken away, at unit variance.
+    """EDM's F: x0 minus its best linear estimate from x_t, scaled to unit variance.
 
-    D = c_skip x_t + c_out F(c_in x_t). EDM's alpha is 1; any does, with V = alpha^2 sigma_data^2 +
-    sigma^2, the variance of x_t, and
+    D = c_skip x_t + c_out F(c_in x_t). EDM has alpha = 1. Any alpha works, with V = alpha^2
+    sigma_data^2 + sigma^2, the variance of x_t, and
 
         c_in = 1 / sqrt(V),  c_skip = alpha sigma_data^2 / V,  c_out = sigma sigma_data / sqrt(V).
 
     With sigma_data = 1 on a variance-preserving process F is -v (`Velocity`). EDM's weight
-    lambda(sigma) = 1 / c_out^2 is `Simple`. Its c_noise is what `EDMProcess` tells the network.
+    lambda(sigma) = 1 / c_out^2 is `Simple`. Its c_noise is the noise label of `EDMProcess`.
 
     Args:
         sigma_data: standard deviation of x0.
@@ -165,23 +165,22 @@ class EDMPreconditioning:
 
 @dataclass(frozen=True)
 class FDM:
-    """Fast Diffusion Model: any parameterization, whose network sees a critically damped x_t.
+    """Fast Diffusion Model: another parameterization with a critically damped network input.
 
     The network's input is s x_t / alpha, with level = sigma / alpha and
 
         s = exp(-m B) (1 + m B),  B(u) = 0.1 u + 9.95 u^2,
         u = (level - sigma_min) / (sigma_max - sigma_min);
 
-    nothing else changes. Beyond sigma_max the formula goes on: s vanishes faster than x_t / alpha
-    grows, and the network gets the noise level alone. So a process that goes far beyond, such as
-    cosine betas, wants a base that can do without x_t there: Velocity, EDMPreconditioning.
+    nothing else changes. Beyond sigma_max, s vanishes faster than x_t / alpha grows, so the network
+    sees only the noise level. A process that goes far beyond, such as one with cosine betas, needs
+    a base whose target there does not depend on x_t: Velocity or EDMPreconditioning.
 
     Args:
-        base: what the network outputs.
-        sigma_min: level at which s = 1. The paper's variants: 0.002 for EDM, 0.001 for VP
-            (`ContinuousVP`, linear betas), 0.02 for VE.
-        sigma_max: level at which the image is damped. The paper's: 80 for EDM, 152.17 for VP, 100
-            for VE.
+        base: parameterization of the output.
+        sigma_min: level at which s = 1. The paper uses 0.002 for EDM, 0.001 for VP (`ContinuousVP`,
+            linear betas) and 0.02 for VE.
+        sigma_max: level at which u = 1. The paper uses 80 for EDM, 152.17 for VP and 100 for VE.
         multiplier: m, the strength. The authors use 2 for CIFAR-10 and AFHQ, 1 for FFHQ, and always
             1 for VE.
 
@@ -212,13 +211,13 @@ class FDM:
         return (-damping).exp() * (1 + damping) * x_t / alpha
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """The base's."""
+        """Target of the base."""
         return self.base.target(x0, noise, alpha, sigma)
 
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """The base's."""
+        """Estimate of the base."""
         return self.base.to_x0(output, x_t, alpha, sigma)
 
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """The base's."""
+        """c_out of the base."""
         return self.base.output_scale(alpha, sigma)

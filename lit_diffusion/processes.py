@@ -1,8 +1,8 @@
 """Forward processes: how an image turns into noise, x_t = alpha(t) x0 + sigma(t) noise.
 
-A process is tables and formulas, no more: what the network outputs, which times are trained on and
-how one samples live elsewhere. Its tables are float64 and never module buffers, so no precision
-plugin casts them, no EMA averages them and no checkpoint holds them.
+A process holds only tables and formulas; parameterization, training times and solver are separate.
+Tables are float64 and not module buffers, so they are not cast by precision plugins, averaged by
+EMA or saved in checkpoints.
 """
 
 import math
@@ -30,10 +30,10 @@ class BetaSchedule(Protocol):
 
 @dataclass(frozen=True)
 class LinearBetas:
-    """beta from 1e-4 to 0.02 over 1000 steps, scaled so that other step counts end as noisy.
+    """Linear betas, from 1e-4 to 0.02 for 1000 steps, scaled by 1000 / T for other step counts.
 
     Args:
-        num_steps: T, at least 20, where the last beta is 1.
+        num_steps: T, at least 20, for which the last beta is 1.
 
     Source: Ho et al. 2020 (DDPM), section 4; scaling by 1000 / T from improved-diffusion.
     """
@@ -64,18 +64,20 @@ class CosineBetas:
         """(num_steps,) float64."""
         _check_steps(self.num_steps)
         u = torch.arange(self.num_steps + 1, dtype=torch.float64) / self.num_steps
-        return _betas_of(torch.cos((u + 0.008) / 1.008 * math.pi / 2) ** 2)
+        return _betas_from_alpha_bar(torch.cos((u + 0.008) / 1.008 * math.pi / 2) ** 2)
 
 
 @dataclass(frozen=True)
 class SigmoidBetas:
-    """alpha-bar falls as a sigmoid: less time near both ends, which suits images above 64x64.
+    """alpha-bar falls as a sigmoid, with fewer steps near both ends than a squared cosine.
+
+    This suits images larger than 64x64.
 
     Args:
         num_steps: T.
-        start: where on the sigmoid u = 0 lies.
-        end: where on the sigmoid u = 1 lies.
-        tau: temperature; larger is closer to a straight line.
+        start: argument of the sigmoid at u = 0.
+        end: argument of the sigmoid at u = 1.
+        tau: temperature; larger values are closer to a straight line.
 
     Source: Jabri et al. 2022 (arXiv 2212.11972), appendix B; Chen 2023 (arXiv 2301.10972),
     algorithm 1.
@@ -90,16 +92,16 @@ class SigmoidBetas:
         """(num_steps,) float64."""
         _check_steps(self.num_steps)
         u = torch.arange(self.num_steps + 1, dtype=torch.float64) / self.num_steps
-        falling = torch.sigmoid(-(u * (self.end - self.start) + self.start) / self.tau)
-        return _betas_of((falling - falling[-1]) / (falling[0] - falling[-1]))
+        sigmoid = torch.sigmoid(-(u * (self.end - self.start) + self.start) / self.tau)
+        return _betas_from_alpha_bar((sigmoid - sigmoid[-1]) / (sigmoid[0] - sigmoid[-1]))
 
 
 @dataclass(frozen=True)
 class GivenBetas:
-    """Betas as a list.
+    """Betas from a list.
 
     Args:
-        values: T of them, each in (0, 1); the last may be 1.
+        values: T betas in (0, 1); the last may be 1.
 
     Example:
         >>> DiscreteVP(GivenBetas([0.1, 0.2, 0.3])).num_steps
@@ -116,13 +118,14 @@ class GivenBetas:
 
 @dataclass(frozen=True)
 class ZeroTerminalSNR:
-    """Another schedule, bent so that its last step leaves nothing of the image.
+    """Another schedule, rescaled so that its last step has an SNR of 0.
 
-    sqrt(alpha-bar) is moved to end at 0 and scaled to begin as before. Epsilon can't be trained on
-    it: predict Velocity or Sample. Solvers in log SNR start below it, as `LogSNR(noisiest=-10)`.
+    sqrt(alpha-bar) is shifted to end at 0 and scaled to keep its first value. Epsilon can't be
+    trained with it; use Velocity or Sample. Solvers in log SNR need a grid that starts at a finite
+    value, such as `LogSNR(noisiest=-10)`.
 
     Args:
-        base: the schedule to bend.
+        base: the schedule to rescale.
 
     Source: Lin et al. 2023 (Common Diffusion Noise Schedules and Sample Steps are Flawed, arXiv
     2305.08891), algorithm 1.
@@ -138,8 +141,8 @@ class ZeroTerminalSNR:
         return 1 - alpha_bar[1:] / alpha_bar[:-1]
 
 
-def _betas_of(alpha_bar: Tensor) -> Tensor:
-    """(T + 1,) alpha-bar, up to a factor, at u = 0, 1/T, ..., 1 -> (T,) betas, clipped."""
+def _betas_from_alpha_bar(alpha_bar: Tensor) -> Tensor:
+    """(T + 1,) alpha-bar, up to a factor, at u = 0, 1/T, ..., 1 -> (T,) betas <= 0.999."""
     return (1 - alpha_bar[1:] / alpha_bar[:-1]).clamp(max=0.999)
 
 
@@ -147,17 +150,17 @@ def _betas_of(alpha_bar: Tensor) -> Tensor:
 class DiscreteVP:
     """Variance-preserving process in T steps: alpha^2 = alpha-bar, sigma^2 = 1 - alpha-bar.
 
-    Times are 0 (least noisy) ... T - 1; -1 is the clean image. Between whole times log SNR is
-    interpolated linearly (alpha-bar where an end is clean or without signal), so every solver and
-    time grid works.
+    Times are 0 (least noisy) to T - 1; -1 is the clean image. Between integer times log SNR is
+    interpolated linearly, so every solver and time grid works. Next to the clean image, or to a
+    step with an SNR of 0, alpha-bar is interpolated instead.
 
     Args:
         betas: schedule of the variances.
-        rescale_labels: whether the network gets t * 1000 / T instead of t, which
-            improved-diffusion does unless T is 1000.
+        rescale_labels: whether the network gets t * 1000 / T instead of t, as in
+            improved-diffusion.
 
     Raises:
-        ValueError: where a beta is outside (0, 1); the last may be 1.
+        ValueError: if a beta is outside (0, 1); the last may be 1.
 
     Source: Ho et al. 2020 (DDPM), Eq. 4; Nichol & Dhariwal 2021 for `rescale_labels`.
 
@@ -179,9 +182,9 @@ class DiscreteVP:
                 f"betas must lie in (0, 1), got {table.min():.4g} to {table.max():.4g} from "
                 f"{self.betas}; use more steps."
             )
-        # Entry i belongs to t = i - 1, so that the clean image is entry 0.
+        # Entry i is for t = i - 1; entry 0 is the clean image.
         self._alpha_bar = torch.cat([torch.ones(1, dtype=torch.float64), (1 - table).cumprod(0)])
-        self._on_device: dict[torch.device, Tensor] = {}
+        self._tables: dict[torch.device, Tensor] = {}
 
     @property
     def t_max(self) -> float:
@@ -203,22 +206,22 @@ class DiscreteVP:
         return t * (1000 / self.num_steps) if self.rescale_labels else t
 
     def from_unit(self, u: Tensor, /) -> Tensor:
-        """The step whose share [i / T, (i + 1) / T) of uniforms holds u."""
+        """The step i with u in [i / T, (i + 1) / T)."""
         return (u.double() * self.num_steps).floor().clamp(max=self.t_max)
 
     def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
-        """Time of a log SNR in [-1, T - 1]: the inverse of the interpolation in `alpha_sigma`."""
+        """Time in [-1, T - 1] with this log SNR, the inverse of `alpha_sigma`."""
         table = self._table(log_snr.device)
-        falling = torch.logit(table[1:])
+        log_snrs = torch.logit(table[1:])  # decreasing
         log_snr = log_snr.double()
-        upper = torch.searchsorted(-falling, -log_snr).clamp(1, self.num_steps - 1)
-        left, right = falling[upper - 1], falling[upper]
-        between = (upper - 1 + (left - log_snr) / (left - right)).clamp(max=self.t_max)
-        signal = torch.sigmoid(log_snr)
+        upper = torch.searchsorted(-log_snrs, -log_snr).clamp(1, self.num_steps - 1)
+        left, right = log_snrs[upper - 1], log_snrs[upper]
+        t = (upper - 1 + (left - log_snr) / (left - right)).clamp(max=self.t_max)
+        alpha_bar = torch.sigmoid(log_snr)
         if table[-1] == 0:
-            near_noise = self.t_max - signal / table[-2]
-            between = torch.where(log_snr < falling[-2], near_noise, between)
-        return torch.where(log_snr > falling[0], (1 - signal) / (1 - table[1]) - 1, between)
+            near_noise = self.t_max - alpha_bar / table[-2]
+            t = torch.where(log_snr < log_snrs[-2], near_noise, t)
+        return torch.where(log_snr > log_snrs[0], (1 - alpha_bar) / (1 - table[1]) - 1, t)
 
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
         """Standard normal noise itself."""
@@ -232,13 +235,13 @@ class DiscreteVP:
         fraction = position - low
         by_log_snr = torch.sigmoid(torch.logit(table[low]).lerp(torch.logit(table[high]), fraction))
         linear = table[low].lerp(table[high], fraction)
-        between = torch.where((low == 0) | (table[high] == 0), linear, by_log_snr)
-        return torch.where(fraction == 0, table[low], between)
+        interpolated = torch.where((low == 0) | (table[high] == 0), linear, by_log_snr)
+        return torch.where(fraction == 0, table[low], interpolated)
 
     def _table(self, device: torch.device) -> Tensor:
-        if device not in self._on_device:
-            self._on_device[device] = self._alpha_bar.to(device)
-        return self._on_device[device]
+        if device not in self._tables:
+            self._tables[device] = self._alpha_bar.to(device)
+        return self._tables[device]
 
 
 @dataclass(frozen=True)
@@ -249,8 +252,8 @@ class ContinuousVP:
     1]. The noise label is 999 t.
 
     Args:
-        beta_min: slope of B at the clean end.
-        beta_d: how much steeper B is at the noisy end.
+        beta_min: slope of B at t = 0.
+        beta_d: increase of the slope from t = 0 to t = 1.
         t_min: least noisy time that is trained on.
 
     Raises:
@@ -290,7 +293,7 @@ class ContinuousVP:
         return self.t_min + (1 - self.t_min) * u.double()
 
     def at_log_snr(self, log_snr: Tensor, /) -> Tensor:
-        """The root of B(t) = log(1 + 1 / SNR)."""
+        """The t with B(t) = log(1 + 1 / SNR)."""
         log_snr = log_snr.double()
         b = torch.logaddexp(torch.zeros_like(log_snr), -log_snr)
         return 2 * b / (self.beta_min + (self.beta_min**2 + 2 * self.beta_d * b).sqrt())
@@ -302,11 +305,11 @@ class ContinuousVP:
 
 @dataclass(frozen=True)
 class LinearFlow:
-    """Flow matching's straight line: alpha = 1 - t and sigma = t, for t in [0, 1].
+    """Linear path of flow matching: alpha = 1 - t and sigma = t, for t in [0, 1].
 
-    Also called rectified flow. What its networks output is `FlowVelocity`, what they see of the
-    time is 1000 t. t = 1 is pure noise: solvers in log SNR start below it, as
-    `LogSNR(noisiest=-10)`; `Euler` starts there.
+    Also called rectified flow. Its usual parameterization is `FlowVelocity`. The noise label is
+    1000 t. t = 1 is pure noise: `Euler` can start there, but solvers in log SNR need a grid that
+    starts at a finite value, such as `LogSNR(noisiest=-10)`.
 
     Args:
         t_min: least noisy time that is trained on.
@@ -356,14 +359,15 @@ class LinearFlow:
 
 @dataclass(frozen=True)
 class EDMProcess:
-    """Noise is added and the image stays: alpha = 1 and sigma = t.
+    """Adds noise without scaling the image: alpha = 1 and sigma = t.
 
-    The noise label is ln(sigma) / 4, EDM's c_noise. Uniforms u are even in ln(sigma); EDM's own
-    times are `LogNormal`.
+    The noise label is ln(sigma) / 4, EDM's c_noise. Uniforms u are linear in ln(sigma). EDM trains
+    with `LogNormal` times.
 
     Args:
-        sigma_min: least noise, in units of x0.
-        sigma_max: most noise. `Heun` begins at 148 at most, unless its times are `Karras()`.
+        sigma_min: smallest noise level, in units of x0.
+        sigma_max: largest noise level. By default `Heun` starts at 148 at most; with
+            times=Karras() it starts at sigma_max.
 
     Raises:
         ValueError: unless 0 < sigma_min < sigma_max.
@@ -420,12 +424,12 @@ class EDMProcess:
 class VE(EDMProcess):
     """Variance-exploding process: noise from 0.02 to 100, uniform in ln(sigma).
 
-    The noise label is ln(sigma / 2) and predicts the noise: `Epsilon` with `Uniform` times. (Song
-    et al. learn the score times sigma, which is the noise with another sign.)
+    The noise label is ln(sigma / 2). Train with `Epsilon` and `Uniform` times. (Song et al. learn
+    sigma times the score, which is minus the noise.)
 
     Args:
-        sigma_min: least noise, in units of x0.
-        sigma_max: most noise.
+        sigma_min: smallest noise level, in units of x0.
+        sigma_max: largest noise level.
 
     Source: Song et al. 2021 (score SDEs), appendix C; Karras et al. 2022 (EDM), table 1, column VE.
     """

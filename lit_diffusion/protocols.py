@@ -1,13 +1,11 @@
-"""The seams of the library: what each part offers the others, as structural types.
+"""Structural types (protocols) of the parts of the library.
 
-Nothing here is a base class. A class fits a protocol by having its methods, so a foreign
-LightningModule can use a callback without inheriting from us. Symbols: x_t = alpha * x0 + sigma *
-noise; images (B, C, H, W); times t (B,) float64; a uniform `u` in [0, 1] stands for a noise level,
-1 for the noisiest.
+None of these is a base class. A class fits a protocol by having its methods, so any LightningModule
+can use a callback without inheriting from this library. Symbols: x_t = alpha * x0 + sigma * noise;
+images (B, C, H, W); times t (B,) float64; `u` in [0, 1] is a noise level, 1 the noisiest.
 
-jsonargparse loads strategies from YAML against these protocols, which is why their methods are
-named (never `__call__`), their parameters positional-only and their attributes read-only
-properties.
+jsonargparse checks objects from YAML against these protocols. This is why methods have names (never
+`__call__`), parameters are positional-only and attributes are read-only properties.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,15 +17,15 @@ from torch import Tensor
 
 
 class Denoised(NamedTuple):
-    """What a network says about x_t, in the terms that solvers and guidance work with.
+    """Estimates of x0 and noise from x_t, as solvers and guidance use them.
 
     Attributes:
         x0: (B, C, H, W) estimate of the clean image.
         noise: (B, C, H, W) estimate of the noise; x_t = alpha * x0 + sigma * noise holds.
-        logvar_frac: (B, C, H, W) learned variance, as a fraction of the way from log posterior
-            variance (0) to log beta (1); None where the network does not learn it.
-        shift: (B, C, H, W) gradient that an ancestral step adds, times its variance, to its mean;
-            None without a classifier.
+        logvar_frac: (B, C, H, W) learned log-variance, as a fraction between the log posterior
+            variance (0) and log beta (1); None if the network does not learn it.
+        shift: (B, C, H, W) classifier gradient; an ancestral step adds its variance times `shift`
+            to its mean. None without a classifier.
     """
 
     x0: Tensor
@@ -37,11 +35,11 @@ class Denoised(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """One forward pass of the network in training, as a loss sees it.
+    """Inputs and outputs of one forward pass in training, from which a loss is computed.
 
     Attributes:
         output: (B, C, H, W) output of the network, without its learned variance.
-        variance_output: (B, C, H, W) the other C channels where the variance is learned, else None.
+        variance_output: (B, C, H, W) the second C channels if the variance is learned, else None.
         x0: (B, C, H, W) clean images, in [-1, 1] for pixels.
         x_t: (B, C, H, W) noised images.
         t: (B,) float64 times of the process.
@@ -59,12 +57,12 @@ class Prediction(NamedTuple):
 
 
 class NonFiniteSamples(ArithmeticError):
-    """Raised by `CanGenerate.generate` instead of returning NaN as if it were an image.
+    """Raised by `CanGenerate.generate` if samples contain NaN or infinity.
 
     Args:
-        seeds: of the samples that are not finite.
-        step: optimizer steps completed; None where they are not known.
-        where: noise level at which the first of them went wrong.
+        seeds: seeds of the samples that are not finite.
+        step: optimizer steps completed; None if unknown.
+        where: noise level at which the first of them became non-finite.
     """
 
     def __init__(self, seeds: Sequence[int], step: int | None, where: str) -> None:
@@ -79,12 +77,12 @@ class NonFiniteSamples(ArithmeticError):
 
 
 Condition: TypeAlias = Tensor | tuple[Tensor, ...] | None
-"""What images are conditioned on, a row (B, ...) per image: labels, tokens, (embeddings, mask).
-None where they are conditioned on nothing."""
+"""The condition of a batch, one row (B, ...) per image: labels, tokens, or (embeddings, mask).
+None is unconditional."""
 
 
 def by_part(function: Callable[..., Tensor], *conditions: Any) -> Condition:
-    """A function of tensors, of conditions: of each part in turn where they are tuples."""
+    """Apply a function of tensors to conditions, or to each part of conditions that are tuples."""
     if conditions[0] is None:
         return None
     if isinstance(conditions[0], Tensor):
@@ -114,7 +112,7 @@ DenoiseFor: TypeAlias = Callable[[Condition], Denoise]
 RandnLike: TypeAlias = Callable[[Tensor], Tensor]
 """A tensor -> standard normal noise of its shape, dtype and device."""
 Watch: TypeAlias = Callable[[int, Tensor, Tensor, Tensor], None]
-"""(step from 0 on, t (), x_t (B, C, H, W), x0 as the solver uses it): called before every step."""
+"""(step index from 0, t (), x_t (B, C, H, W), x0 as the solver uses it), before every step."""
 
 
 class Process(Protocol):
@@ -153,37 +151,37 @@ class Process(Protocol):
 
 
 class Network(Protocol):
-    """An nn.Module that looks at noisy images; jsonargparse wants it called nn.Module."""
+    """An nn.Module that predicts from noisy images. jsonargparse needs the annotation nn.Module."""
 
     def forward(self, x: Tensor, noise_label: Tensor, condition: Any, /) -> Tensor:
         """(B, C, H, W), (B,) and the `Condition` -> (B, C, H, W), 2C with a learned variance."""
 
 
 class Conditioning(Protocol):
-    """What images are conditioned on. It gives rows alone: a learned "none" is the network's."""
+    """A kind of condition. Learned null embeddings are part of the network, not of this."""
 
     def drop(self, condition: Condition, where: Tensor, /) -> Condition:
-        """The condition with "none" in the rows where `where` (B,) bool is true."""
+        """The condition with the null condition in the rows where `where` (B,) bool is True."""
 
     def null(self, like: Condition, /) -> Condition:
-        """None for every row of `like`, of its shapes and on its device."""
+        """The null condition in every row, with the shapes and on the device of `like`."""
 
     def for_seeds(self, seeds: Sequence[int], /) -> Condition:
-        """What samples of these seeds are generated from where nobody says; on the CPU."""
+        """Default condition of the samples with these seeds, on the CPU."""
 
     def check(self, condition: Condition, num: int, /) -> None:
-        """Raise ValueError where a user's condition is none of `num` samples."""
+        """Raise ValueError unless this is a valid condition of `num` samples."""
 
 
 class UniformDraws(Protocol):
-    """Joint distribution of a batch's uniforms u; each of them alone is uniform."""
+    """Joint distribution of a batch of uniforms u, each of which is marginally uniform."""
 
     def uniforms(self, n: int, generator: torch.Generator | None, device: Device, /) -> Tensor:
         """(n,) float64 in [0, 1)."""
 
 
 class TimestepDistribution(Protocol):
-    """Distribution of training times, as a map from uniform to time."""
+    """Distribution of training times, defined by its quantile function."""
 
     def quantile(self, u: Tensor, process: Process, /) -> Tensor:
         """(B,) uniforms in [0, 1) -> (B,) float64 times."""
@@ -193,13 +191,13 @@ class Parameterization(Protocol):
     """What the network outputs. `alpha` and `sigma` broadcast against the images."""
 
     def network_input(self, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """x_t as the network wants to see it."""
+        """Network input computed from x_t, such as c_in x_t."""
 
     def target(self, x0: Tensor, noise: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """The output that a perfect network would give."""
+        """Training target of the output."""
 
     def to_x0(self, output: Tensor, x_t: Tensor, alpha: Tensor, sigma: Tensor, /) -> Tensor:
-        """Clean image that the output stands for."""
+        """Estimate of x0 from the output."""
 
     def output_scale(self, alpha: Tensor, sigma: Tensor, /) -> Tensor:
         """|d x0 / d output|, of the shape of `alpha`."""
@@ -213,13 +211,13 @@ class Weighting(Protocol):
     ) -> Tensor:
         """(B,) float64 scales -> (B,) float64 factors.
 
-        `output_scale` is the parameterization's; `step` counts optimizer steps completed, None
-        where there is no training.
+        `output_scale` is the parameterization's. `step` is the number of completed optimizer steps,
+        None outside training.
         """
 
 
 class Loss(Protocol):
-    """Training objective: a weighted squared error, and what is added to it."""
+    """Training objective: a weighted squared error, possibly with further terms."""
 
     @property
     def output_factor(self) -> int:
@@ -264,7 +262,7 @@ class Variance(Protocol):
 
 
 class Solver(Protocol):
-    """Reverse-time generator."""
+    """Sampler: integrates the reverse process from noise to x0."""
 
     def sample(
         self,
@@ -277,12 +275,12 @@ class Solver(Protocol):
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0.
 
-        `watch` is called once a step, before it is taken; x_t of the first is the prior, with
-        churn if the solver adds any.
+        `watch` is called once before each step. Its first x_t is the prior sample, plus churn if
+        the solver adds any.
         """
 
     def check(self, process: Process, /) -> None:
-        """Raise ValueError where the solver can't run on this process."""
+        """Raise ValueError if the solver can't run on this process."""
 
 
 class Guidance(Protocol):
@@ -291,15 +289,15 @@ class Guidance(Protocol):
     def guide(
         self, denoise_for: DenoiseFor, labels: Condition, process: Process, null: Condition, /
     ) -> Denoise:
-        """A Denoise for these labels; `null` is what stands for none of them, row by row."""
+        """A guided Denoise for these labels; `null` is the null condition in every row."""
 
 
 class Codec(Protocol):
-    """Maps images to the space that is diffused, and back.
+    """Maps images to x0 and back.
 
-    A codec that encodes at random, as a VAE does, also has `encode_for_training(images)`, which
-    training steps call in place of `encode`. A codec with weights has their `sha256`, which
-    checkpoints record and which must equal `vae_sha256` of data that hold latents.
+    A stochastic codec, such as a VAE, also has `encode_for_training(images)`, which training steps
+    call instead of `encode`. A codec with weights has their checksum in `sha256`. Checkpoints
+    record it, and a data module of latents must have the same value in `vae_sha256`.
     """
 
     @property
@@ -307,7 +305,7 @@ class Codec(Protocol):
         """Whether all x0 lie in [-1, 1], so that solvers may clamp their estimates of it."""
 
     def encoded_shape(self, image_shape: tuple[int, ...], /) -> tuple[int, ...]:
-        """(C, H, W) of an x0, of images (C, H, W)."""
+        """Shape (C, H, W) of x0 for images of shape (C, H, W)."""
 
     def encode(self, images: Tensor, /) -> Tensor:
         """Images uint8 (B, C, H, W) -> x0 float32."""
@@ -316,15 +314,15 @@ class Codec(Protocol):
         """x0 -> images uint8 (B, C, H, W)."""
 
 
-# All that callbacks and analyses know of a LightningModule.
+# Callbacks and analyses use a LightningModule only through the protocols below.
 
 
 @runtime_checkable
 class HasTimesteps(Protocol):
     """A module whose distribution over noise levels a callback may change.
 
-    Both are (num_bins,) over u in [0, 1], unnormalised; None means uniform and 1. A callback asks
-    for those of the two that it sets.
+    Both attributes are unnormalised (num_bins,) values over u in [0, 1]. None is a uniform density
+    and a weight of 1. A callback requires only the attributes that it sets.
     """
 
     timestep_density: Tensor | None
@@ -341,39 +339,39 @@ class CanGenerate(Protocol):
 
 @runtime_checkable
 class DescribesSampling(Protocol):
-    """A module that can say how it generates, for the record beside every score."""
+    """A module that reports its sampling settings, which are stored with every score."""
 
     def sampling_record(self) -> dict[str, Any]:
         """Solver, steps, guidance, ... as plain builtins."""
 
 
 class HasNoiseLevels(Protocol):
-    """A module that computes its loss at a given noise level of given images.
+    """A module that computes the loss of images at given noise levels.
 
-    Not runtime-checkable: from Python 3.12, isinstance does not see a codec that is an nn.Module.
+    Not runtime-checkable: since Python 3.12, isinstance does not find a codec that is an nn.Module.
     """
 
     @property
     def process(self) -> Process:
-        """Its `from_unit` gives the time of a uniform u."""
+        """Forward process; its `from_unit` maps a uniform u to a time."""
 
     @property
     def codec(self) -> Codec:
-        """Its `encode` makes x0 of the data set's images."""
+        """Codec; its `encode` maps images of the data set to x0."""
 
     @property
     def num_classes(self) -> int | None:
-        """Number of labels; None where the loss takes no labels."""
+        """Number of labels; None if the loss takes no labels."""
 
     def per_sample_loss(
         self, x0: Tensor, labels: Condition, t: Tensor, noise: Tensor, step: int | None = None
     ) -> Tensor:
-        """(B,) losses, a function of the arguments and the weights alone."""
+        """(B,) losses, which depend only on the arguments and the weights."""
 
 
 @runtime_checkable
 class WeightsProvider(Protocol):
-    """Something, such as the EMA callback, that can put other weights in place."""
+    """Provides alternative weights for a module, as the EMA callback does."""
 
     def names(self) -> list[str]:
         """Names that `weights` accepts."""
