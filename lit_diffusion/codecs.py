@@ -1,4 +1,4 @@
-"""Codecs map images to the space that is diffused, and back."""
+"""Codecs map images to x0, the space of the diffusion process, and back."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,7 +22,7 @@ class PixelCodec:
     bounded: ClassVar[bool] = True
 
     def encoded_shape(self, image_shape: tuple[int, ...], /) -> tuple[int, ...]:
-        """That of the images."""
+        """The shape of the images."""
         return image_shape
 
     def encode(self, images: Tensor, /) -> Tensor:

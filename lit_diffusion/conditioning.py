@@ -1,11 +1,11 @@
-"""What images are conditioned on: class labels, words, or embeddings from any encoder.
+"""Conditions of images: class labels, words, or embeddings from any encoder.
 
     ClassLabels   labels (B,) int64, -1 for none
     Words         ids (B, length) int64, -1 where there is no word
-    Embeddings    (values (B, ..., D), there (B, ...) bool): tokens with their mask, or vectors
+    Embeddings    (values (B, ..., D), present (B, ...) bool): tokens with their mask, or vectors
 
-A condition has a row per image, and says in itself where there is none, so that training can drop
-it and guidance can leave it out. The network alone knows what it means.
+A condition has one row per image. Each kind can encode an absent condition, which training uses to
+drop conditions and guidance to omit them. Only the network interprets the values.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class ClassLabels:
     """Classes 0, ..., num_classes - 1, as (B,) int64; -1 is none.
 
     Args:
-        num_classes: how many.
+        num_classes: number of classes.
 
     Example:
         >>> labels = ClassLabels(10).for_seeds([3, 12])
@@ -48,7 +48,7 @@ class ClassLabels:
         return torch.tensor(classes_of(seeds, self.num_classes))
 
     def check(self, condition: Condition, num: int, /) -> None:
-        """Raise ValueError where these are not `num` labels, before a GPU could die of one."""
+        """Raise ValueError unless these are `num` valid labels; a wrong one would crash a GPU."""
         if not isinstance(condition, Tensor):
             raise ValueError(f"labels must be one tensor ({num},), got {type(condition).__name__}.")
         if condition.shape != (num,) or condition.dtype not in (torch.int64, torch.int32):
@@ -63,17 +63,17 @@ class ClassLabels:
 
 @dataclass(frozen=True)
 class Words:
-    """Texts of known words, as ids (B, length) int64 of words; -1 where there is no word.
+    """Texts over a fixed vocabulary, as word ids (B, length) int64 padded with -1.
 
-    A text is split at white space, without regard to case; a text without words is none.
+    A text is converted to lower case and split at white space. An empty text is no condition.
 
     Args:
         vocabulary: the words, in lower case; word i has the id i.
-        length: words of the longest text.
-        texts: what seeds take in turn; without them seeds get none.
+        length: number of words of the longest text.
+        texts: default texts, assigned to seeds in turn; without them samples are unconditional.
 
     Raises:
-        ValueError: for a vocabulary that is not one, or texts that it cannot write.
+        ValueError: for an invalid vocabulary, or texts with other words.
 
     Example:
         >>> words = Words(("big", "small", "cat"), length=3)
@@ -86,24 +86,24 @@ class Words:
     texts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse words that no text could hold, and texts beyond the vocabulary."""
-        odd = [w for w in self.vocabulary if [w] != w.lower().split()]
-        odd += sorted({word for word in self.vocabulary if self.vocabulary.count(word) > 1})
-        if odd or not self.vocabulary:
+        """Validate the vocabulary and the texts."""
+        invalid = [w for w in self.vocabulary if [w] != w.lower().split()]
+        invalid += sorted({word for word in self.vocabulary if self.vocabulary.count(word) > 1})
+        if invalid or not self.vocabulary:
             raise ValueError(
                 "vocabulary must be different words in lower case, without spaces, got "
-                f"{odd or 'none'}: change these."
+                f"{invalid or 'none'}: change these."
             )
         for text in self.texts:
             self.encode(text)
 
     @property
     def num_words(self) -> int:
-        """Of the vocabulary, as the network must know it."""
+        """Size of the vocabulary, which must equal the network's `num_words`."""
         return len(self.vocabulary)
 
     def encode(self, text: str) -> Tensor:
-        """(length,) int64 of a text."""
+        """(length,) int64 word ids of a text, padded with -1."""
         words = text.lower().split()
         if len(words) > self.length:
             raise ValueError(
@@ -131,7 +131,7 @@ class Words:
         return rows[classes_of(seeds, len(rows))]
 
     def check(self, condition: Condition, num: int, /) -> None:
-        """Raise ValueError where these are not words of `num` images."""
+        """Raise ValueError unless these are word ids of `num` images."""
         rule = f"words must be ids ({num}, {self.length}) int64 in -1..{self.num_words - 1}"
         if not isinstance(condition, Tensor) or condition.dtype not in (torch.int64, torch.int32):
             raise ValueError(
@@ -145,24 +145,24 @@ class Words:
 
 @dataclass(eq=False)
 class Embeddings:
-    """Embeddings with what of them is there: (values (B, *shape), there (B, *shape[:-1]) bool).
+    """Embeddings and their mask: (values (B, *shape), present (B, *shape[:-1]) bool).
 
-    For shape (L, D) these are tokens and their mask, for (D,) vectors. Dropped ones are not there,
-    for which networks have a learned embedding; or, with `null_embedding`, they are that.
+    A shape of (L, D) is for tokens, (D,) for vectors. Dropped embeddings are masked out, and the
+    network uses its learned null embedding; with `null_embedding` they are replaced by that.
 
     Args:
         shape: of the values of an image.
-        examples: (values (N, *shape), there (N, *shape[:-1])), which seeds take in turn; without
-            them seeds get none.
-        null_embedding: (values (*shape), there (*shape[:-1])) for no condition, such as those of
-            the empty text in Stable Diffusion; None for what the network learns.
+        examples: (values (N, *shape), present (N, *shape[:-1])), assigned to seeds in turn; without
+            them samples are unconditional.
+        null_embedding: (values (*shape), present (*shape[:-1])) for no condition, such as Stable
+            Diffusion's embedding of the empty text; None uses the network's.
 
     Raises:
-        ValueError: for examples or a null of another shape or type.
+        ValueError: for examples or a null_embedding of another shape or dtype.
 
     Example:
-        >>> vectors, there = Embeddings((3,)).for_seeds(range(2))
-        >>> vectors.shape, there
+        >>> vectors, present = Embeddings((3,)).for_seeds(range(2))
+        >>> vectors.shape, present
         (torch.Size([2, 3]), tensor([False, False]))
     """
 
@@ -171,28 +171,26 @@ class Embeddings:
     null_embedding: tuple[Tensor, Tensor] | None = None
 
     def __post_init__(self) -> None:
-        """Refuse examples and nulls that are no embeddings of this shape."""
+        """Validate `examples` and `null_embedding`."""
         if self.examples is not None:
-            self._refuse_others("examples", self.examples, len(self.examples[0]))
+            self._check_pair("examples", self.examples, len(self.examples[0]))
         if self.null_embedding is not None:
-            self._refuse_others(
-                "null_embedding", tuple(part[None] for part in self.null_embedding), 1
-            )
+            self._check_pair("null_embedding", tuple(part[None] for part in self.null_embedding), 1)
 
     def drop(self, condition: Condition, where: Tensor, /) -> Condition:
         """No embeddings where `where` (B,) is true."""
-        values, there = cast(tuple[Tensor, Tensor], condition)
-        rows = where.view(-1, *[1] * (there.ndim - 1))
+        values, present = cast(tuple[Tensor, Tensor], condition)
+        rows = where.view(-1, *[1] * (present.ndim - 1))
         if self.null_embedding is None:
-            return values, there & ~rows
-        null_values, null_there = (part.to(there.device) for part in self.null_embedding)
+            return values, present & ~rows
+        null_values, null_present = (part.to(present.device) for part in self.null_embedding)
         values = torch.where(rows[..., None], null_values.to(values.dtype), values)
-        return values, torch.where(rows, null_there, there)
+        return values, torch.where(rows, null_present, present)
 
     def null(self, like: Condition, /) -> Condition:
-        """None for every image."""
-        there = cast(tuple[Tensor, Tensor], like)[1]
-        return self.drop(like, there.new_ones(len(there)))
+        """The null condition for every image."""
+        present = cast(tuple[Tensor, Tensor], like)[1]
+        return self.drop(like, present.new_ones(len(present)))
 
     def for_seeds(self, seeds: Sequence[int], /) -> Condition:
         """`examples` in turn."""
@@ -203,15 +201,15 @@ class Embeddings:
         return self.null((values, torch.zeros(values.shape[:-1], dtype=torch.bool)))
 
     def check(self, condition: Condition, num: int, /) -> None:
-        """Raise ValueError where these are not embeddings of `num` images."""
-        self._refuse_others("embeddings", condition, num)
+        """Raise ValueError unless these are embeddings of `num` images."""
+        self._check_pair("embeddings", condition, num)
 
-    def _refuse_others(self, name: str, condition: Condition, num: int) -> None:
+    def _check_pair(self, name: str, condition: Condition, num: int) -> None:
         shape = (num, *self.shape)
         if isinstance(condition, tuple) and len(condition) == 2:
-            values, there = condition
-            fit = values.shape == shape and there.shape == shape[:-1]
-            if fit and values.is_floating_point() and there.dtype == torch.bool:
+            values, present = condition
+            shapes_match = values.shape == shape and present.shape == shape[:-1]
+            if shapes_match and values.is_floating_point() and present.dtype == torch.bool:
                 return
         raise ValueError(
             f"{name} must be a pair (values {shape} float, there {shape[:-1]} bool), got "
@@ -222,9 +220,10 @@ class Embeddings:
 def condition_for(
     seeds: Sequence[int], labels: Condition, conditioning: Conditioning | None
 ) -> Condition:
-    """What to generate these samples from, checked.
+    """The validated condition of the samples with these seeds.
 
-    Labels None leave it to the seeds; a module without conditioning has none, as -1 may say too.
+    If labels is None, seeds have their default condition. Without conditioning the result is None,
+    and labels may only be -1.
 
     Example:
         >>> condition_for([3], torch.tensor([-1]), None) is None

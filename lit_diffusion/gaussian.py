@@ -1,4 +1,4 @@
-"""Gaussian identities that losses and solvers share; everything float64 until it meets an image.
+"""Gaussian identities of losses and solvers, in float64 until they are applied to images.
 
 Notation: x_t = alpha_t x0 + sigma_t noise, and s is a less noisy time than t.
 """
@@ -28,11 +28,10 @@ class Posterior(NamedTuple):
     Attributes:
         x0_coef: weight of x0 in the mean.
         xt_coef: weight of x_t in the mean.
-        variance: the posterior's; 0 where s is the clean time.
-        log_variance: its logarithm, with the step to the clean time given that of the step before
-            (improved-diffusion's `posterior_log_variance_clipped`), since log 0 is of no use.
-        log_beta: log of the variance of q(x_t | x_s), the upper bound of a sensible reverse
-            variance.
+        variance: posterior variance; 0 if s is the clean time.
+        log_variance: its logarithm. The step to the clean time has that of the step before instead
+            of log 0 (improved-diffusion's `posterior_log_variance_clipped`).
+        log_beta: log of the variance of q(x_t | x_s), the upper bound on the reverse variance.
         last: whether s is the clean time.
     """
 
@@ -79,21 +78,21 @@ def posterior(process: Process, times: Tensor) -> Posterior:
 
 
 @lru_cache(maxsize=8)
-def _posteriors_of_every_step(process: Process, device: torch.device) -> Posterior:
+def _all_posteriors(process: Process, device: torch.device) -> Posterior:
     assert process.num_steps is not None
     times = torch.arange(process.num_steps - 1, -2, -1, device=device, dtype=torch.float64)
     return posterior(process, times)
 
 
 def step_posterior(process: Process, t: Tensor) -> Posterior:
-    """Posteriors of the steps from whole times t (B,) to t - 1, of a process in discrete steps."""
-    every = _posteriors_of_every_step(cast(Any, process), t.device)
-    return every.at(len(every.last) - 1 - t.long())
+    """Posteriors of the steps from integer times t (B,) to t - 1 of a discrete process."""
+    posteriors = _all_posteriors(cast(Any, process), t.device)
+    return posteriors.at(len(posteriors.last) - 1 - t.long())
 
 
 @dataclass(frozen=True)
 class FixedSmall:
-    """The posterior's variance: the right one for data that are a single point.
+    """Posterior variance, which is optimal if the data are a single point.
 
     Source: Ho et al. 2020 (DDPM), section 3.2.
     """
@@ -109,7 +108,7 @@ class FixedSmall:
 
 @dataclass(frozen=True)
 class FixedLarge:
-    """beta, the right one for data that are standard normal; the posterior's in the last step.
+    """Variance beta, which is optimal for standard normal data; the posterior's in the last step.
 
     Source: Ho et al. 2020 (DDPM), section 3.2; the last step as in improved-diffusion.
     """
@@ -125,7 +124,7 @@ class FixedLarge:
 
 @dataclass(frozen=True)
 class LearnedRange:
-    """Log-linear between the two, at the fraction that the network gives.
+    """Interpolates between log posterior variance and log beta, at a fraction from the network.
 
     Fractions outside [0, 1] extrapolate.
 
@@ -154,7 +153,7 @@ def normal_kl(mean1: Tensor, logvar1: Tensor, mean2: Tensor, logvar2: Tensor) ->
 
 
 def approx_normal_cdf(x: Tensor) -> Tensor:
-    """Standard normal distribution function by the tanh approximation that the reference uses."""
+    """Standard normal CDF by the tanh approximation of the reference."""
     return 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
@@ -163,8 +162,8 @@ def discretized_log_likelihood(x: Tensor, mean: Tensor, logvar: Tensor) -> Tenso
 
     Args:
         x: values in [-1, 1] on the grid of 256 levels.
-        mean: of the Gaussian.
-        logvar: its log-variance.
+        mean: mean of the Gaussian.
+        logvar: log-variance of the Gaussian.
 
     Source: Ho et al. 2020 (DDPM), Eq. 13; the outermost bins are open, probabilities below 1e-12
     count as 1e-12.
@@ -186,7 +185,7 @@ def variational_term(
         x0: (B, C, H, W) clean images.
         x_t: (B, C, H, W) noised images.
         x0_hat: (B, C, H, W) the model's estimate of x0, not clipped.
-        log_variance: (B, C, H, W) or broadcastable; the model's.
+        log_variance: (B, C, H, W) or broadcastable, the model's log-variance.
 
     Returns:
         (B,) bits per dimension.

@@ -16,13 +16,14 @@ from lit_diffusion.timesteps import check_shift, shift_times
 
 @dataclass(frozen=True)
 class Sections:
-    """Whole times, evenly spaced within equal sections: improved-diffusion's respacing.
+    """Integer times, evenly spaced within equal sections: improved-diffusion's respacing.
 
-    The default of one section holds the first and the last time; a single step is t = 0 alone.
-    Steps (10, 15, 20) put 10, 15 and 20 of them in thirds.
+    The default is one section, which includes the first and the last time; a single step is t = 0.
+    Counts of (10, 15, 20) put 10 times into the least noisy third, 15 into the next and 20 into the
+    noisiest.
 
     Args:
-        counts: steps per section; None is one section with all steps.
+        counts: steps per section, the least noisy first; None is one section with all steps.
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), section 4; rounding is half to even.
 
@@ -36,7 +37,7 @@ class Sections:
 
     def grid(self, process: Process, steps: int, /) -> Tensor:
         """(steps + 1,) float64, falling to the clean time."""
-        num_steps = _whole_steps(process, self)
+        num_steps = _discrete_steps(process, self)
         counts = (steps,) if self.counts is None else self.counts
         if sum(counts) != steps:
             raise ValueError(f"the counts must add up to the steps, got {counts} and {steps}.")
@@ -48,12 +49,12 @@ class Sections:
                 raise ValueError(f"a section of {size} times can't be split into {count} steps.")
             times += _evenly_spaced(start, size, count)
             start += size
-        return _to_clean(times[::-1], process)
+        return _append_clean_time(times[::-1], process)
 
 
 @dataclass(frozen=True)
 class Stride:
-    """Every k-th whole time from 0 on, with the k that gives as many as asked ("ddimN").
+    """Every k-th time from 0 on, with the smallest k that gives `steps` times ("ddimN").
 
     The noisiest time is left out unless k divides it.
 
@@ -64,19 +65,19 @@ class Stride:
         """(steps + 1,) float64, falling to the clean time.
 
         Raises:
-            ValueError: where no whole stride gives that many.
+            ValueError: if no stride gives `steps` times.
         """
-        num_steps = _whole_steps(process, self)
+        num_steps = _discrete_steps(process, self)
         for stride in range(1, num_steps + 1):
             times = range(0, num_steps, stride)
             if len(times) == steps:
-                return _to_clean(times[::-1], process)
+                return _append_clean_time(times[::-1], process)
         raise ValueError(f"no whole stride splits {num_steps} times into {steps}; use Sections.")
 
 
 @dataclass(frozen=True)
 class Even:
-    """Evenly spaced in t, from the noisiest time to the clean one; for every process.
+    """Evenly spaced in t, from the noisiest time to the clean one, for any process.
 
     Example:
         >>> from lit_diffusion.processes import ContinuousVP
@@ -93,14 +94,14 @@ class Even:
 class LogSNR:
     """Evenly spaced in log SNR from the noisiest time to the least noisy.
 
-    High-order solvers want this. Cosine betas end at a log SNR of -20, where there is nothing to
-    see yet: a third of the steps is spent before -10, the usual place to start.
+    Suits high-order solvers. Cosine betas end at a log SNR of -20, so a third of the steps would be
+    below -10, where hardly any signal is left. The usual start is noisiest=-10.
 
     Args:
-        noisiest: log SNR at which the grid starts, where the process ends with less.
+        noisiest: log SNR at which the grid starts, if that of the noisiest time is lower.
 
     Raises:
-        ValueError: by `grid`, where the process never has so much signal.
+        ValueError: by `grid`, if `noisiest` is not below the highest log SNR of the process.
 
     Source: Lu et al. 2022 (DPM-Solver), section 3.4.
 
@@ -116,7 +117,7 @@ class LogSNR:
         """(steps + 1,) float64, falling to the clean time."""
         noisiest, cleanest = _log_snr_ends(process, self.noisiest).tolist()
         between = torch.linspace(noisiest, cleanest, steps, dtype=torch.float64)
-        return _to_clean(process.at_log_snr(between).tolist(), process)
+        return _append_clean_time(process.at_log_snr(between).tolist(), process)
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,12 @@ class Karras:
     """Evenly spaced in (sigma / alpha)^(1 / rho), from the noisiest time to the least noisy.
 
     Args:
-        rho: 1 is even in the noise level, large is even in its logarithm.
-        noisiest: log SNR at which the grid starts, where the process ends with less.
+        rho: 1 is even in the noise level; large values are nearly even in its logarithm.
+        noisiest: log SNR at which the grid starts, if that of the noisiest time is lower.
 
     Raises:
-        ValueError: unless rho > 0, and by `grid`, where the process never has so much signal.
+        ValueError: unless rho > 0, and by `grid`, if `noisiest` is not below the highest log SNR of
+            the process.
 
     Source: Karras et al. 2022 (EDM), Eq. 5.
 
@@ -150,12 +152,14 @@ class Karras:
         ends = _log_snr_ends(process, self.noisiest)
         noisiest, cleanest = (ends / (-2 * self.rho)).exp().tolist()
         levels = torch.linspace(noisiest, cleanest, steps, dtype=torch.float64) ** self.rho
-        return _to_clean(process.at_log_snr(-2 * levels.log()).tolist(), process)
+        return _append_clean_time(process.at_log_snr(-2 * levels.log()).tolist(), process)
 
 
 @dataclass(frozen=True)
 class ShiftedGrid:
-    """Another grid, its noise levels sigma / alpha `shift` times as large, as those of `Shifted`.
+    """Another grid, with each noise level sigma / alpha multiplied by `shift`.
+
+    Use it to sample from a model that is trained with `timesteps.Shifted`.
 
     Args:
         base: the grid to shift.
@@ -181,11 +185,11 @@ class ShiftedGrid:
     def grid(self, process: Process, steps: int, /) -> Tensor:
         """(steps + 1,) float64, falling to the clean time."""
         times = self.base.grid(process, steps)[:-1]
-        return _to_clean(shift_times(times, self.shift, process).tolist(), process)
+        return _append_clean_time(shift_times(times, self.shift, process).tolist(), process)
 
 
 def _log_snr_ends(process: Process, noisiest: float) -> Tensor:
-    """(2,) float64 log SNR: of the noisiest time, or `noisiest` if higher; of the least noisy."""
+    """(2,) float64: log SNR of the noisiest time, at least `noisiest`, and of the least noisy."""
     ends = torch.tensor([process.t_max, process.t_min], dtype=torch.float64)
     alpha, sigma = process.alpha_sigma(ends)
     log_snr = 2 * (alpha / sigma).log()
@@ -198,7 +202,7 @@ def _log_snr_ends(process: Process, noisiest: float) -> Tensor:
     return log_snr
 
 
-def _to_clean(times: Sequence[float], process: Process) -> Tensor:
+def _append_clean_time(times: Sequence[float], process: Process) -> Tensor:
     return torch.tensor([*times, process.t_clean], dtype=torch.float64)
 
 
@@ -207,11 +211,11 @@ def _evenly_spaced(start: int, size: int, count: int) -> list[int]:
     times, position = [], 0.0
     for _ in range(count):
         times.append(start + round(position))
-        position += stride  # summed, not multiplied: ties round as in the reference
+        position += stride  # accumulated as in the reference, so that ties round alike
     return times
 
 
-def _whole_steps(process: Process, grid: object) -> int:
+def _discrete_steps(process: Process, grid: object) -> int:
     if process.num_steps is None:
         text = f"{grid} needs a process in discrete steps, got {process}"
         raise ValueError(f"{text}; use Even, LogSNR or Karras.")

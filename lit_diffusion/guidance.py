@@ -1,7 +1,7 @@
-"""Steering samples towards their condition: wrappers from denoise to denoise.
+"""Guidance: wrappers of a denoise function that steer samples towards their condition.
 
-One convention: output = unconditional + scale (conditional - unconditional), so 0 is unconditional,
-1 conditional, more is guided.
+Convention: output = unconditional + scale (conditional - unconditional), so a scale of 0 is
+unconditional, 1 is conditional, and above 1 is guided.
 """
 
 import math
@@ -17,27 +17,27 @@ from lit_diffusion.gaussian import expand_as
 from lit_diffusion.protocols import Condition, Denoise, Denoised, DenoiseFor, Process, by_part
 
 LogProbGradient = Callable[[Tensor, Tensor, Any], Tensor]
-"""(x_t, t (B,) float64, labels) -> gradient of log p(labels | x_t) by x_t, scaled as wanted; all of
-the batch."""
+"""(x_t (B, C, H, W), t (B,) float64, labels) -> gradient (B, C, H, W) of log p(labels | x_t) with
+respect to x_t, times the guidance scale."""
 
 
 @dataclass(frozen=True)
 class ClassifierFree:
-    """Extrapolates from the prediction without labels through the one with them.
+    """Extrapolates from the unconditional through the conditional prediction.
 
-    Both come from one batched call of the network. A learned variance is that of the conditional
-    half. Clipping comes after guidance, in the solver.
+    One batched call of the network computes both. A learned variance is the conditional one. The
+    solver clips x0 after guidance.
 
     Args:
         scale: 1 is conditional, 0 unconditional. Papers that write c + s (c - u) have s = scale -
             1.
-        interval: noise levels sigma / alpha, above the first up to the second, that are guided; the
-            others are conditional, by one call.
-        rescale: how far, from 0 to 1, the guided x0 gets the standard deviation of the conditional
-            one, image by image; 0.7 is usual. It is against the contrast that large scales add.
+        interval: (low, high), the noise levels low < sigma / alpha <= high that are guided. Others
+            use the conditional prediction, at half the cost.
+        rescale: in [0, 1]; 1 gives each guided x0 the standard deviation of the conditional one, 0
+            leaves it. It reduces the contrast that large scales add; 0.7 is usual.
 
     Raises:
-        ValueError: for a scale that is not finite, or an interval or rescale without meaning.
+        ValueError: if scale is not finite, rescale is not in [0, 1], or not 0 <= low < high.
 
     Source: Ho & Salimans 2022 (classifier-free guidance), Eq. 6; Kynkaanniemi et al. 2024 (arXiv
     2404.07724), Eq. 6, for the interval; Lin et al. 2023 (arXiv 2305.08891), Eq. 15-16, of x0.
@@ -58,7 +58,7 @@ class ClassifierFree:
         """A Denoise for these labels.
 
         Raises:
-            ValueError: without labels, or without what stands for none.
+            ValueError: if labels or the null condition are None.
         """
         if labels is None or null is None:
             raise ValueError(
@@ -69,10 +69,10 @@ class ClassifierFree:
             return denoise_for(labels)
         if self.scale == 0 and self.interval == (0, math.inf) and not self.rescale:
             return denoise_for(null)
-        guided = self._extrapolated(denoise_for, labels, null, process)
-        return _within(self.interval, process, guided, denoise_for(labels))
+        guided = self._extrapolate(denoise_for, labels, null, process)
+        return _guide_within(self.interval, process, guided, denoise_for(labels))
 
-    def _extrapolated(
+    def _extrapolate(
         self, denoise_for: DenoiseFor, labels: Condition, null: Condition, process: Process
     ) -> Denoise:
         denoise = denoise_for(by_part(lambda *halves: torch.cat(halves), labels, null))
@@ -81,8 +81,8 @@ class ClassifierFree:
         def guided(x_t: Tensor, t: Tensor) -> Denoised:
             nonlocal calls
             both = denoise(torch.cat([x_t, x_t]), torch.cat([t, t]))
-            (x0, x0_without), (noise, noise_without) = both.x0.chunk(2), both.noise.chunk(2)
-            if calls == 0 and torch.equal(x0, x0_without) and _differ(labels, null):
+            (x0, x0_uncond), (noise, noise_uncond) = both.x0.chunk(2), both.noise.chunk(2)
+            if calls == 0 and torch.equal(x0, x0_uncond) and _differ(labels, null):
                 warnings.warn(
                     f"guidance with scale {self.scale} has no effect: the network predicts the "
                     "same with labels and without them. Either it is untrained, or its forward() "
@@ -91,17 +91,17 @@ class ClassifierFree:
                 )
             calls += 1
             extrapolated = Denoised(
-                x0=torch.lerp(x0_without, x0, self.scale),
-                noise=torch.lerp(noise_without, noise, self.scale),
+                x0=torch.lerp(x0_uncond, x0, self.scale),
+                noise=torch.lerp(noise_uncond, noise, self.scale),
                 logvar_frac=None if both.logvar_frac is None else both.logvar_frac.chunk(2)[0],
             )
             if not self.rescale:
                 return extrapolated
-            return self._rescaled(extrapolated, x0, x_t, t, process)
+            return self._rescale(extrapolated, x0, x_t, t, process)
 
         return guided
 
-    def _rescaled(
+    def _rescale(
         self, guided: Denoised, conditional: Tensor, x_t: Tensor, t: Tensor, process: Process
     ) -> Denoised:
         ratio = conditional.flatten(1).std(1) / guided.x0.flatten(1).std(1)
@@ -112,18 +112,18 @@ class ClassifierFree:
 
 @dataclass(frozen=True)
 class Autoguidance:
-    """Extrapolates from a weaker model through this one: away from what both get wrong.
+    """Extrapolates from a weaker model through this one, away from their common errors.
 
-    The weaker one, smaller or trained for less long, gets the same labels, so that samples get
-    better without being more alike. It needs no label dropout.
+    The weaker model is smaller or trained for fewer steps. It gets the same labels, so samples
+    improve without losing diversity. No label dropout is needed.
 
     Args:
         weaker: `denoise_for` of another module of the same process, on the same device.
         scale: 1 is this model alone.
-        interval: noise levels sigma / alpha, above the first up to the second, that are guided.
+        interval: (low, high), the noise levels low < sigma / alpha <= high that are guided.
 
     Raises:
-        ValueError: for a scale that is not finite, or an interval without meaning.
+        ValueError: if scale is not finite, or not 0 <= low < high.
 
     Source: Karras et al. 2024 (Guiding a Diffusion Model with a Bad Version of Itself, arXiv
     2406.02507), Eq. 4.
@@ -149,7 +149,7 @@ class Autoguidance:
                 noise=torch.lerp(other.noise, denoised.noise, self.scale),
             )
 
-        return _within(self.interval, process, guided, ours)
+        return _guide_within(self.interval, process, guided, ours)
 
 
 def _check_scale(scale: float, interval: tuple[float, float]) -> None:
@@ -159,10 +159,10 @@ def _check_scale(scale: float, interval: tuple[float, float]) -> None:
         raise ValueError(f"interval must be two levels, 0 <= low < high, got {interval}.")
 
 
-def _within(
+def _guide_within(
     interval: tuple[float, float], process: Process, guided: Denoise, otherwise: Denoise
 ) -> Denoise:
-    """One or the other by the noise level, which all images of a call share."""
+    """`guided` for noise levels in the interval, else `otherwise`; a call has one noise level."""
     if interval == (0, math.inf):
         return guided
 
@@ -202,14 +202,15 @@ class ClassifierShift:
 
 @dataclass(frozen=True)
 class ClassifierScore:
-    """Adds a classifier's gradient to the score, hence to the noise and x0; for any solver.
+    """Adds a classifier's gradient to the score, and so to noise and x0; for any solver.
 
-    x0 moves by sigma^2 / alpha of it, so modules refuse grids that begin at pure noise.
+    x0 changes by sigma^2 / alpha times the gradient, so modules refuse grids that start at pure
+    noise.
 
     Args:
         gradient: of log p(labels | x_t).
-        clip: whether x0 is clamped to [-1, 1] before the gradient is added, as guided-diffusion
-            does; the solver's own `clip`, which would clamp the guided x0 again, is then best off.
+        clip: whether x0 is clamped to [-1, 1] before the gradient is added, as in guided-diffusion.
+            Then turn off the solver's `clip`, which would clamp the guided x0 again.
 
     Source: Dhariwal & Nichol 2021 (guided-diffusion), algorithm 2.
     """

@@ -1,10 +1,9 @@
-"""Which noise levels are trained: uniforms -> u in [0, 1) -> times of the process.
+"""Training times: uniforms -> u in [0, 1) -> times of the process.
 
-A uniform u in [0, 1) stands for a noise level, 1 for the noisiest. Training draws u from a density
-over bins of u, flat if none is set, and a `TimestepDistribution` turns u into a time of the
-process. So one mechanism, `draw_uniforms`, serves every curriculum and resampler. How the uniforms
-of one batch depend on each other is a choice of its own: `Stratified`, `Antithetic` or
-`Independent`.
+u in [0, 1) is a noise level, larger is noisier. Training draws u from a piecewise constant density,
+uniform by default, and a `TimestepDistribution` maps u to a time of the process. Curricula and
+resamplers only set this density (`draw_uniforms`). `Stratified`, `Antithetic` and `Independent` are
+joint distributions of the uniforms of a batch.
 """
 
 import math
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from lit_diffusion.protocols import Device, Process, TimestepDistribution, UniformDraws
 
-LAST_UNIFORM = 1 - 2**-53  # 1 is none
+LAST_UNIFORM = 1 - 2**-53  # the largest float64 below 1
 
 
 def draw_uniforms(
@@ -26,14 +25,14 @@ def draw_uniforms(
     generator: torch.Generator | None = None,
     device: Device = None,
 ) -> Tensor:
-    """n uniforms u in [0, 1), float64, each distributed by `density`.
+    """n values u in [0, 1), float64, each with marginal density `density`.
 
     Args:
-        n: how many.
+        n: number of values.
         density: (num_bins,) unnormalised weights of equal bins over [0, 1]; None is uniform.
-        uniforms: how the n depend on each other; None is Stratified().
-        generator: of the random numbers; None is torch's global one.
-        device: of the result.
+        uniforms: joint distribution of the n uniforms; None is Stratified().
+        generator: source of randomness; None is torch's global generator.
+        device: device of the result.
 
     Example:
         >>> u = draw_uniforms(4)
@@ -52,20 +51,20 @@ def bin_of(u: Tensor, num_bins: int) -> Tensor:
 def _inverse_cdf(u: Tensor, density: Tensor) -> Tensor:
     """Quantile function of a piecewise constant density, linear within a bin."""
     weights = density.to(device=u.device, dtype=torch.float64)
-    # CUDA has no cumulative sum that Trainer(deterministic=True) lets pass.
+    # On CUDA, cumsum raises an error with Trainer(deterministic=True).
     summed = weights.cpu() if torch.are_deterministic_algorithms_enabled() else weights
     cdf = summed.cumsum(0).to(u.device)
-    cdf = cdf / cdf[-1]  # ends at 1, so that no u falls into empty bins behind it
+    cdf = cdf / cdf[-1]  # ends at exactly 1, so that no u falls into empty bins at the end
     index = torch.searchsorted(cdf, u, right=True)
-    share = cdf.diff(prepend=cdf.new_zeros(1))[index]
-    # Clear of the next bin, which may be empty, also after rounding.
-    within = ((u - (cdf[index] - share)) / share).clamp(0, 1 - 2**-32)
-    return (index + within) / len(cdf)
+    mass = cdf.diff(prepend=cdf.new_zeros(1))[index]
+    # Below 1 even after rounding, as the next bin may be empty.
+    fraction = ((u - (cdf[index] - mass)) / mass).clamp(0, 1 - 2**-32)
+    return (index + fraction) / len(cdf)
 
 
 @dataclass(frozen=True)
 class Independent:
-    """Every uniform is drawn for itself.
+    """Independent uniforms.
 
     Source: Ho et al. 2020 (DDPM), algorithm 1.
     """
@@ -77,11 +76,11 @@ class Independent:
 
 @dataclass(frozen=True)
 class Stratified:
-    """One uniform from each n-th of [0, 1), in random order.
+    """One uniform from each of n equal strata of [0, 1), in random order.
 
-    Together they cover it evenly, which lowers the variance of the loss.
+    This lowers the variance of the loss.
 
-    Source: Kingma et al. 2021 (VDM), appendix I.1, with the offsets drawn for each stratum.
+    Source: Kingma et al. 2021 (VDM), appendix I.1, but with an independent offset in each stratum.
     """
 
     def uniforms(self, n: int, generator: torch.Generator | None, device: Device, /) -> Tensor:
@@ -93,12 +92,12 @@ class Stratified:
 
 @dataclass(frozen=True)
 class Antithetic:
-    """Pairs u and 1 - u: a noisy level for every clean one.
+    """Pairs u and 1 - u.
 
-    The second half of the batch mirrors the first. Of an odd n, the last of the first half is
-    alone.
+    The second half of the batch mirrors the first. For odd n the last value of the first half has
+    no partner.
 
-    Source: Song et al. 2021 (DDIM), the authors' code; VDM calls antithetic what is `Stratified`.
+    Source: Song et al. 2021 (DDIM), the authors' code. What VDM calls antithetic is `Stratified`.
 
     Example:
         >>> u = Antithetic().uniforms(5, None, None)
@@ -114,7 +113,7 @@ class Antithetic:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Every time is as likely as every other.
+    """Uniform in u: uniform times, except on `EDMProcess`, where ln(sigma) is uniform.
 
     Source: Ho et al. 2020 (DDPM), algorithm 1.
     """
@@ -126,10 +125,10 @@ class Uniform:
 
 @dataclass(frozen=True)
 class LogNormal:
-    """ln(sigma / alpha) is normal: most training goes where there is something to learn.
+    """ln(sigma / alpha) is normal, which concentrates training on intermediate noise levels.
 
-    Levels beyond the ends of the process become its ends (2e-5 of EDM's); a process in discrete
-    steps gets the nearest step.
+    Levels outside the range of the process are clamped (a fraction of 2e-5 for EDM). In a discrete
+    process, times are rounded to the nearest step.
 
     Args:
         mean: of ln(sigma / alpha). EDM: -1.2; EDM2: -0.4 for latents, -0.8 for 64x64 pixels.
@@ -159,10 +158,12 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class LogitNormal(LogNormal):
-    """logit(t) of `LinearFlow` is normal: that is ln(sigma / alpha), so `LogNormal` by its name.
+    """logit(t) is normal on `LinearFlow`: SD3's name and defaults for `LogNormal`.
+
+    logit(t) = ln(sigma / alpha) there.
 
     Args:
-        mean: of logit(t); above 0 trains the noisy half more. SD3's best are 0 and 1.
+        mean: of logit(t); above 0 trains the noisy half more. SD3's best values are mean 0, std 1.
         std: of logit(t).
 
     Source: Esser et al. 2024 (SD3, arXiv 2403.03206), Eq. 19.
@@ -174,14 +175,14 @@ class LogitNormal(LogNormal):
 
 @dataclass(frozen=True)
 class Shifted:
-    """The noise levels sigma / alpha of other times, each `shift` times as large.
+    """Times of another distribution, with each noise level sigma / alpha multiplied by `shift`.
 
-    On `LinearFlow` t becomes shift t / (1 + (shift - 1) t). Larger images want more noise.
+    On `LinearFlow` t becomes shift t / (1 + (shift - 1) t). Larger images need more noise.
 
     Args:
         base: the times to shift.
-        shift: above 1 is noisier. SD3's sqrt(m / n), from n to m pixels, would be 4 from 256^2 to
-            1024^2; its authors liked 3 best.
+        shift: above 1 is noisier. SD3's rule sqrt(m / n), from n to m pixels, gives 4 from 256^2 to
+            1024^2; its authors preferred 3.
 
     Raises:
         ValueError: unless shift > 0.
@@ -196,7 +197,7 @@ class Shifted:
         check_shift(self.shift)
 
     def quantile(self, u: Tensor, process: Process, /) -> Tensor:
-        """The base's time, shifted; a whole one where time is discrete."""
+        """The time of the base, shifted; rounded if time is discrete."""
         t = shift_times(self.base.quantile(u, process), self.shift, process)
         return t if process.num_steps is None else t.round()
 
@@ -208,7 +209,7 @@ def check_shift(shift: float) -> None:
 
 
 def shift_times(t: Tensor, shift: float, process: Process) -> Tensor:
-    """Times (N,) float64 -> times whose sigma / alpha is `shift` times as large, in the process."""
+    """Times (N,) float64 -> times with `shift` times the sigma / alpha, clamped to the process."""
     alpha, sigma = process.alpha_sigma(t)
-    moved = process.at_log_snr(2 * (alpha / sigma / shift).log())
-    return moved.clamp(process.t_min, process.t_max)
+    shifted = process.at_log_snr(2 * (alpha / sigma / shift).log())
+    return shifted.clamp(process.t_min, process.t_max)
