@@ -110,6 +110,24 @@ def test_a_run_that_ends_without_the_step_of_its_last_batches_says_so(tmp_path):
         )
 
 
+def logged_fit(folder, max_steps, ckpt_path=None, module=None, **options):
+    trainer = pl.Trainer(
+        max_steps=max_steps,
+        callbacks=[ExactResume(), LastCheckpoint(folder)],
+        logger=AppendingCSVLogger(folder),
+        default_root_dir=folder,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        enable_model_summary=False,
+        enable_progress_bar=False,
+        accelerator="cpu",
+        **options,
+    )
+    module = module or TinyModule(TinyNet(3), torch.optim.Adam)
+    trainer.fit(module, TinyData(), ckpt_path=ckpt_path)  # 4 batches an epoch
+    return trainer
+
+
 class Plateau(TinyModule):
     """Halves its lr every `frequency` epochs or steps, whatever the loss."""
 
@@ -125,27 +143,15 @@ class Plateau(TinyModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, **self.when}}
 
 
-def fit_on(folder, module, max_steps, ckpt_path=None):
-    trainer = pl.Trainer(
-        callbacks=[ExactResume(), LastCheckpoint(folder)],
-        accelerator="cpu",
-        logger=False,
-        max_steps=max_steps,
-        limit_val_batches=0,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, TinyData(), ckpt_path=ckpt_path)  # 4 batches an epoch
-    return trainer
-
-
 @pytest.mark.parametrize("when", [("epoch",), ("epoch", 2), ("step", 3)])
 @pytest.mark.parametrize("end", [3, 4, 8])
 def test_a_run_that_is_prolonged_has_the_lr_of_one_that_was_as_long(tmp_path, when, end):
     """Where it ended with an epoch, Lightning has left the update of that out too."""
-    whole = fit_on(tmp_path / "whole", Plateau(*when), 20)
-    fit_on(tmp_path, Plateau(*when), end)
-    again = fit_on(tmp_path, Plateau(*when), 20, tmp_path / "last.ckpt")
+    options = {"limit_val_batches": 0}
+    whole = logged_fit(tmp_path / "whole", 20, module=Plateau(*when), **options)
+    logged_fit(tmp_path, end, module=Plateau(*when), **options)
+    last = tmp_path / "last.ckpt"
+    again = logged_fit(tmp_path, 20, last, Plateau(*when), **options)
     assert whole.optimizers[0].param_groups[0]["lr"] < 0.1
     assert_same_bits(again.optimizers[0].state_dict(), whole.optimizers[0].state_dict())
     assert_same_bits(again.model.state_dict(), whole.model.state_dict())
@@ -242,23 +248,6 @@ def test_a_strangers_file_of_the_same_name_stays(run):
 
 
 # Curves and counts
-
-
-def logged_fit(folder, max_steps, ckpt_path=None, module=None, **options):
-    trainer = pl.Trainer(
-        max_steps=max_steps,
-        callbacks=[ExactResume(), LastCheckpoint(folder)],
-        logger=AppendingCSVLogger(folder),
-        default_root_dir=folder,
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,
-        enable_model_summary=False,
-        enable_progress_bar=False,
-        accelerator="cpu",
-        **options,
-    )
-    module = module or TinyModule(TinyNet(3), torch.optim.Adam)
-    trainer.fit(module, TinyData(), ckpt_path=ckpt_path)
 
 
 def training_steps(folder):
