@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 
 from lit_diffusion.cli import fit  # noqa: F401  imported before the forks
 from lit_diffusion.cli.main import main as command_line
@@ -110,6 +111,7 @@ def _become_life(arguments, places):
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         for name in LAUNCHER:
             os.environ.pop(name)  # a fit is one process
+        rank_zero_only.rank = 0  # which Lightning took from there
         os.environ["XDG_CACHE_HOME"] = str(Path("cache").absolute())
         torch.set_num_threads(1)
         places.watch()
