@@ -108,10 +108,11 @@ class Heartbeat:
     beats: int = 0  # grows with each heartbeat; 0 before the first
     step: int = 0
     collectives: int = 0  # entered so far; the others wait for a rank that has entered fewer
-    age: float = 0.0  # seconds since it entered the last of them, or since `state` changed
+    age: float = 0.0  # seconds since it entered the last of them
     place: str = ""  # of the main thread in the code
     process: str = ""  # machine and process id
     state: str = "running"  # or "lost": its collective broke, "ended", "died"
+    left: float = 0.0  # seconds since its main thread ended or lost the others
     heard: float = 0.0  # time at which it was read
 
 
@@ -141,7 +142,7 @@ def find_culprit(
             text = f"has kept the others waiting for {waited:.0f} s {at}, in {beat.place}"
             causes.append((2, beat.collectives, rank, text))
         elif beat.state == "ended" and lost:
-            causes.append((3, -beat.age, rank, f"ended {at} without the others"))
+            causes.append((3, -beat.left, rank, f"ended {at} without the others"))
     if not causes:
         return ""
     _, _, rank, text = min(causes)
@@ -160,7 +161,7 @@ class _Watch:
         self._ranks = {rank: Heartbeat() for rank in watched}
         self._store: Store | None = None  # a connection of its own
         self._is_store_gone, self._run_number = False, 0
-        self._beat, self._now, self._changed = Heartbeat(process=_process_name()), 0.0, 0.0
+        self._beat, self._now, self._moved = Heartbeat(process=_process_name()), 0.0, 0.0
         self._state, self._message, self._left_time = "running", "", 0.0
         self._has_written, self._has_left = threading.Event(), threading.Event()
         self._is_closing = threading.Event()
@@ -205,7 +206,7 @@ class _Watch:
 
     def _judge(self) -> str:
         if self._rank == 0:  # silence means nothing while it cannot even read its own heartbeat
-            lost = any(b.state == "lost" and b.age > PATIENCE for b in self._ranks.values())
+            lost = any(b.state == "lost" and b.left > PATIENCE for b in self._ranks.values())
             return find_culprit(self._ranks, self._ranks[0].heard, self._timeout, lost)
         lost = self._state == "lost" and self._now - self._left_time > PATIENCE
         lost = lost or self._is_store_gone  # it is in the process of rank 0, or what started that
@@ -240,11 +241,17 @@ class _Watch:
         collectives, before = 0, self._beat
         with suppress(AttributeError, RuntimeError):  # torch has no public name for it
             collectives = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
-        if (collectives, state) != (before.collectives, before.state):
-            self._changed = self._now
-        age, place = self._now - self._changed, _location(self._main)
-        step, beats = self._trainer.global_step, before.beats + 1
-        self._beat = Heartbeat(beats, step, collectives, age, place, before.process, state)
+        self._moved = self._now if collectives != before.collectives else self._moved
+        self._beat = Heartbeat(
+            beats=before.beats + 1,
+            step=self._trainer.global_step,
+            collectives=collectives,
+            age=self._now - self._moved,
+            place=_location(self._main),
+            process=before.process,
+            state=state,
+            left=self._now - self._left_time if self._has_left.is_set() else 0.0,
+        )
         return self._beat
 
     def _end_process(self) -> None:

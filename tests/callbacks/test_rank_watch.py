@@ -34,8 +34,9 @@ NOW = 1000.0
 
 
 def rank(silent=0.0, age=0.0, collectives=40, state="running"):
-    """A rank that was heard of, and entered its last collective or ended, so many seconds ago."""
-    return Heartbeat(9, 17, collectives, age, "train.py:3 (step)", "", state, NOW - silent)
+    """A rank that was heard of, and entered its last collective, so many seconds ago."""
+    place, heard = "train.py:3 (step)", NOW - silent
+    return Heartbeat(9, 17, collectives, age, place, state=state, heard=heard)
 
 
 def name_culprit(*ranks, lost=False):
