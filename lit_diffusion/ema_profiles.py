@@ -1,7 +1,8 @@
-"""Averages of weights by power functions of time, and any width of them from a few snapshots.
+"""Power-function averages of weights, and their post-hoc reconstruction from a few snapshots.
 
-An average at step t has the profile p(tau) = (gamma + 1) tau^gamma / t^(gamma + 1) over the weights
-of steps tau in [0, t]; gamma belongs to the relative width, its standard deviation over t.
+An average at step t weights the parameters of step tau in [0, t] by the profile p(tau) = (gamma +
+1) tau^gamma / t^(gamma + 1). Its relative width, the standard deviation of p over t, determines
+gamma.
 """
 
 from collections.abc import Sequence
@@ -11,11 +12,11 @@ import torch
 from torch import Tensor
 
 LARGEST_WIDTH = 1 / sqrt(12)
-"""Of the uniform profile, gamma = 0."""
+"""Relative width of the uniform profile, gamma = 0."""
 
 
 def exponent(width: float) -> float:
-    """gamma of a relative width.
+    """gamma for a relative width.
 
     Raises:
         ValueError: unless 0 < width < 12^(-1/2) = 0.289.
@@ -40,7 +41,7 @@ def exponent(width: float) -> float:
 
 
 def power_decay(gamma: float, step: int) -> float:
-    """What the average keeps of itself at step 1, 2, ...: (1 - 1 / step)^(gamma + 1).
+    """EMA decay at step 1, 2, ...: (1 - 1 / step)^(gamma + 1).
 
     Source: Karras et al. 2024 (EDM2), Eq. 127.
 
@@ -54,20 +55,21 @@ def power_decay(gamma: float, step: int) -> float:
 def coefficients(
     steps: Sequence[float], gammas: Sequence[float], step: float, gamma: float
 ) -> tuple[Tensor, float]:
-    """Factors on snapshots whose sum comes nearest to another average, and how near that is.
+    """Factors with which snapshots sum to the best approximation of another average, and its error.
 
-    With profiles p_i and the wanted p, it minimises |sum x_i p_i - p|, the L2 norm over time, for
-    factors x_i of sum 1 (by a Lagrange multiplier).
+    For the profiles p_i of the snapshots and the target profile p, the factors x_i minimise |sum
+    x_i p_i - p|, the L2 norm over time, subject to sum x_i = 1 (by a Lagrange multiplier).
 
     Args:
-        steps: (N,) at which the snapshots were taken.
-        gammas: (N,) their exponents.
-        step: of the average that is wanted, > 0 and at most the last of the snapshots.
-        gamma: its exponent.
+        steps: (N,) steps of the snapshots.
+        gammas: (N,) exponents of the snapshots.
+        step: step of the target average, > 0 and at most the last of the snapshots.
+        gamma: exponent of the target average.
 
     Returns:
-        The factors, (N,) float64; and the distance left over |p|, 0 where p is one of theirs. A
-        profile whose width is an eighth off is 0.1 away.
+        The factors, (N,) float64; and the relative error |sum x_i p_i - p| / |p|, 0 if p is one of
+        the p_i. For comparison, a profile with an eighth less or more width has an error of about
+        0.1.
 
     Raises:
         ValueError: without snapshots, or for a step after the last.
@@ -84,18 +86,18 @@ def coefficients(
     t, g, goal, one = (
         torch.tensor(x, dtype=torch.float64) for x in ([s / step for s in steps], gammas, gamma, 1)
     )
-    gram, wanted = _inner(t[:, None], g[:, None], t, g), _inner(t, g, one, goal)
+    gram, target = _inner(t[:, None], g[:, None], t, g), _inner(t, g, one, goal)
     system = torch.ones(len(t) + 1, len(t) + 1, dtype=torch.float64)
     system[:-1, :-1], system[-1, -1] = gram, 0
-    right = torch.cat([wanted, one[None]])[:, None]
-    # Neighbouring snapshots are nearly the same, and their matrix nearly singular.
-    factors = torch.linalg.lstsq(system, right, rcond=1e-15, driver="gelsd").solution[:-1, 0]
-    left = 1 + (factors @ gram @ factors - 2 * factors @ wanted) / _inner(one, goal, one, goal)
-    return factors, float(left.clamp(min=0).sqrt())
+    rhs = torch.cat([target, one[None]])[:, None]
+    # Neighbouring snapshots are nearly equal, so the matrix is nearly singular.
+    factors = torch.linalg.lstsq(system, rhs, rcond=1e-15, driver="gelsd").solution[:-1, 0]
+    error = 1 + (factors @ gram @ factors - 2 * factors @ target) / _inner(one, goal, one, goal)
+    return factors, float(error.clamp(min=0).sqrt())
 
 
 def _inner(t_a: Tensor, gamma_a: Tensor, t_b: Tensor, gamma_b: Tensor) -> Tensor:
-    """Integral of the product of two profiles, over the time that both have."""
+    """Integral over time of the product of two profiles."""
     ratio = (t_a / t_b) ** torch.where(t_a < t_b, gamma_b, -gamma_a)
     scale = (gamma_a + gamma_b + 1) * torch.maximum(t_a, t_b)
     product: Tensor = (gamma_a + 1) * (gamma_b + 1) * ratio / scale

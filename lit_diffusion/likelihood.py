@@ -1,8 +1,8 @@
-"""How many bits per dimension a model needs: the variational bound, and the probability flow.
+"""Bits per dimension, by the variational bound and by the probability flow.
 
-The bound is of 8-bit images. The flow gives a density of real numbers in [-1, 1]: with a uniform
-within its bin of 2 / 255 added to each 8-bit value, its bits and log2(255 / 2) = 6.994 are an upper
-bound on the bits of the 8-bit image.
+The bound is for 8-bit images. The flow gives a density of real numbers in [-1, 1]. To use it for
+8-bit images, add to each value a uniform from its bin of width 2 / 255; the bits of the flow plus
+log2(255 / 2) = 6.994 are then an upper bound on the bits of the image.
 """
 
 import math
@@ -23,7 +23,7 @@ class BitsPerDim(NamedTuple):
     Attributes:
         total: (B,) sum of all terms.
         prior: (B,) KL(q(x_T | x0) || p(x_T)).
-        terms: (B, N) of the reverse steps, noisiest first.
+        terms: (B, N) terms of the reverse steps, noisiest first.
         x0_mse: (B, N) mean squared error of x0, noisiest first.
         noise_mse: (B, N) mean squared error of the noise, noisiest first.
     """
@@ -50,10 +50,10 @@ def bits_per_dim(
 
     Args:
         denoise: the model.
-        process: whose noisiest time is close to its prior.
+        process: forward process; at its noisiest time x_t should be close to the prior.
         x0: (B, C, H, W) 8-bit images in [-1, 1].
-        variance: of the reverse steps.
-        times: grid; fewer steps than the process has give another, looser bound.
+        variance: variance of the reverse steps.
+        times: grid; fewer steps than the process has give a different, looser bound.
         steps: number of terms.
         randn_like: source of noise.
         clip: whether x0 is clamped to [-1, 1] in the model's mean.
@@ -94,7 +94,7 @@ def _mean_square(error: Tensor) -> Tensor:
 
 
 def score(denoise: Denoise, process: Process) -> Callable[[Tensor, Tensor], Tensor]:
-    """The gradient of log p(x_t) by x_t, as a function of x_t (B, C, H, W) and t (B,).
+    """The gradient of log p(x_t) with respect to x_t, as a function of x_t (B, C, H, W) and t (B,).
 
     Source: Song et al. 2021 (score SDEs), section 3.3: -noise / sigma.
     """
@@ -105,7 +105,7 @@ def score(denoise: Denoise, process: Process) -> Callable[[Tensor, Tensor], Tens
     return gradient
 
 
-@torch.inference_mode(mode=False)  # a Trainer validates in it
+@torch.inference_mode(mode=False)  # a Trainer validates in inference mode, without gradients
 @torch.no_grad()
 def flow_bits_per_dim(
     denoise: Denoise,
@@ -116,26 +116,27 @@ def flow_bits_per_dim(
     probes: int | None = 1,
     randn_like: RandnLike = torch.randn_like,
 ) -> Tensor:
-    """-log2 p(x0) per dimension, p being where the probability flow takes the prior.
+    """-log2 p(x0) per dimension, for the density p to which the probability flow maps the prior.
 
     In y = x_t / alpha and s = log(sigma / alpha) the flow is dy / ds = (sigma / alpha) noise, and
-    log p(y) changes by its divergence; both are integrated by the classical Runge-Kutta method.
+    log p(y) changes by minus its divergence. The classical Runge-Kutta method integrates both.
 
     Args:
         denoise: the model; differentiable.
-        process: whose least noisy time stands for the data, and whose noisiest is the prior.
+        process: forward process; its least noisy time stands for the data, its noisiest for the
+            prior.
         x0: (B, C, H, W) real numbers in [-1, 1].
         times: grid, without times of pure noise.
-        steps: number of times in it; the model is asked 4 (steps - 1) times.
-        probes: random signs v per look, of which v^T J v estimates the divergence; None takes the
-            whole Jacobian, which costs as many backward passes as there are dimensions.
-        randn_like: source of noise, of which the signs are taken.
+        steps: number of times in the grid; needs 4 (steps - 1) function evaluations.
+        probes: number of random sign vectors v, with which v^T J v estimates the divergence; None
+            computes the exact trace, with one backward pass per dimension.
+        randn_like: source of noise, whose signs are used.
 
     Returns:
         (B,) bits per dimension.
 
     Raises:
-        ValueError: for a grid with pure noise or of one time, or less than one probe.
+        ValueError: for a grid with pure noise or fewer than two times, or probes < 1.
 
     Source: Song et al. 2021 (score SDEs), section 4.3 and appendix D.2; Hutchinson's estimator.
     """
@@ -145,9 +146,9 @@ def flow_bits_per_dim(
         raise ValueError(f"probes must be at least 1, or None for the whole trace, got {probes}.")
     signs = None if probes is None else [randn_like(x0).sign() for _ in range(probes)]
 
-    def slope(at: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        t = process.at_log_snr(-2 * at)
-        return _slope_and_divergence(denoise, process, y, t, at.exp(), signs)
+    def slope(log_level: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        t = process.at_log_snr(-2 * log_level)
+        return _slope_and_divergence(denoise, process, y, t, log_level.exp(), signs)
 
     for a, b in pairwise(s):
         h = b - a
@@ -158,15 +159,15 @@ def flow_bits_per_dim(
         y = y + h / 6 * (dy_1 + 2 * dy_2 + 2 * dy_3 + dy_4)
         log_det = log_det + h / 6 * (div_1 + 2 * div_2 + 2 * div_3 + div_4)
     std = process.prior(torch.ones_like(y), noisiest) / alpha[-1]
-    each = -0.5 * ((y / std).square() + math.log(2 * math.pi)) - std.log()
-    log_prior: Tensor = each.flatten(1).sum(1)
+    log_normal = -0.5 * ((y / std).square() + math.log(2 * math.pi)) - std.log()
+    log_prior: Tensor = log_normal.flatten(1).sum(1)
     dims = y[0].numel()
     nats: Tensor = -(log_prior + log_det - dims * alpha[0].log())
     return nats / dims * NATS_TO_BITS
 
 
 def _flow_times(process: Process, times: TimeGrid, steps: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The noisiest time (), and alpha and log(sigma / alpha) (steps,) from the least noisy on."""
+    """The noisiest time (); alpha and log(sigma / alpha), (steps,) each, the least noisy first."""
     grid = times.grid(process, steps)[:-1].flip(0)
     alpha, sigma = process.alpha_sigma(grid)
     if steps < 2 or not (alpha > 0).all():
@@ -185,12 +186,12 @@ def _slope_and_divergence(
     level: Tensor,
     signs: list[Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """level noise, and the trace of its Jacobian by y, exact without signs."""
+    """level * noise, and the trace of its Jacobian with respect to y, exact if signs is None."""
     with torch.enable_grad():
         y = y.detach().requires_grad_()
         batch_t = t.to(y.device).expand(len(y))
         noise = level * denoise(process.alpha_sigma(t)[0].to(y) * y, batch_t).noise
-        probes = _unit_images(y) if signs is None else signs
+        probes = _basis_images(y) if signs is None else signs
         traces = [
             (torch.autograd.grad(noise, y, probe, retain_graph=True)[0] * probe).flatten(1).sum(1)
             for probe in probes
@@ -199,7 +200,7 @@ def _slope_and_divergence(
     return noise.detach(), total if signs is None else total / len(signs)
 
 
-def _unit_images(like: Tensor) -> list[Tensor]:
-    """One for each dimension, the same for every row."""
-    every = torch.eye(like[0].numel(), dtype=like.dtype, device=like.device)
-    return [row.view_as(like[0]).expand_as(like) for row in every]
+def _basis_images(like: Tensor) -> list[Tensor]:
+    """The standard basis of images, each repeated for every row of the batch."""
+    basis = torch.eye(like[0].numel(), dtype=like.dtype, device=like.device)
+    return [row.view_as(like[0]).expand_as(like) for row in basis]

@@ -1,10 +1,8 @@
-"""Learning rates over training: a linear warm-up, then constant, linear or cosine.
+"""Learning rate schedules: a linear warm-up, then constant, linear or cosine.
 
-Counted in optimizer steps.
-
-Each is torch's LambdaLR with a factor that is a pure function of the step, so a resume continues it
-exactly. Its settings stay out of the checkpoint: a run that is resumed with another length
-follows the new one.
+Each is a torch LambdaLR whose factor is a pure function of the optimizer step, so it resumes
+exactly. Settings are not saved in the checkpoint: a run that is resumed with another length follows
+the new length.
 """
 
 import math
@@ -18,15 +16,15 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 class WarmupConstant(LambdaLR):
-    """lr rises over `warmup_steps`, then stays.
+    """lr rises over `warmup_steps`, then stays constant.
 
     Args:
-        optimizer: whose lr is the constant.
-        warmup_steps: optimizer steps until the full lr; the first step has 1 / warmup_steps of it.
+        optimizer: its lr is the constant.
+        warmup_steps: optimizer steps until the full lr; the first step uses 1 / warmup_steps of it.
             0 is no warm-up.
 
     Raises:
-        ValueError: for a negative number of steps.
+        ValueError: if warmup_steps is negative.
     """
 
     def __init__(self, optimizer: Optimizer, warmup_steps: int = 0) -> None:
@@ -36,7 +34,7 @@ class WarmupConstant(LambdaLR):
         super().__init__(optimizer, self.factor)
 
     def factor(self, step: int) -> float:
-        """Share of the lr in step `step`, the first being 0."""
+        """Factor on the lr in step `step`, counted from 0."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         return 1.0
@@ -47,7 +45,7 @@ class WarmupConstant(LambdaLR):
         return {k: v for k, v in super().state_dict().items() if k not in settings}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from the step of the state, at the lr that the settings of this object give it."""
+        """Resume at the saved step, with the lr that this object's settings give for it."""
         super().load_state_dict(state_dict)
         self._last_lr = [lr * self.factor(self.last_epoch) for lr in self.base_lrs]
         for group, lr in zip(self.optimizer.param_groups, self._last_lr, strict=True):
@@ -58,14 +56,14 @@ class WarmupLinear(WarmupConstant):
     """lr rises over `warmup_steps`, then falls linearly to `final_factor` of it at `total_steps`.
 
     Args:
-        optimizer: whose lr is the peak.
+        optimizer: its lr is the peak.
         total_steps: optimizer steps of the whole run, warm-up included; None lets DiffusionModule
             fill in the Trainer's.
         warmup_steps: optimizer steps until the full lr.
-        final_factor: share of the lr that the decay would reach one step after the last.
+        final_factor: factor on the lr at `total_steps`, one step after the last.
 
     Raises:
-        ValueError: for a warm-up as long as the run.
+        ValueError: if total_steps <= warmup_steps.
     """
 
     def __init__(
@@ -84,7 +82,7 @@ class WarmupLinear(WarmupConstant):
         super().__init__(optimizer, warmup_steps)
 
     def factor(self, step: int) -> float:
-        """Share of the lr in step `step`, the first being 0."""
+        """Factor on the lr in step `step`, counted from 0."""
         if step < self.warmup_steps or step == 0:
             return super().factor(step)
         if self.total_steps is None:
@@ -132,14 +130,14 @@ def optimizer_and_schedule(
     """What `configure_optimizers` returns: the optimizer, and the schedule stepped with it.
 
     Args:
-        parameters: that are trained.
-        make_optimizer: called with them.
+        parameters: parameters to train.
+        make_optimizer: called with the parameters.
         make_schedule: called with the optimizer; None keeps the lr constant.
-        total_steps: optimizer steps of the whole run, or None where it has no end; called for a
-            schedule that needs them and has none.
+        total_steps: returns the optimizer steps of the whole run, or None if it has no end; called
+            only for a schedule that needs this number and was built without it.
 
     Raises:
-        ValueError: where the schedule needs the length of the run, and there is none.
+        ValueError: if the schedule needs the length of the run, and there is none.
     """
     optimizer = make_optimizer(parameters)
     if make_schedule is None:

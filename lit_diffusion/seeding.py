@@ -1,8 +1,8 @@
-"""Where randomness comes from: every random number is a function of a key that is written down.
+"""Random seeds: every random number is a function of a documented key.
 
-A training step is keyed by (seed, rank, step, micro-batch), so a resumed run draws what the
-undisturbed one would have drawn and ranks differ. A sample is keyed by its own seed, so it does not
-depend on batch size, device or number of ranks.
+The key of a training step is (seed, rank, step, micro-batch). A resumed run therefore draws the
+same numbers as an uninterrupted one, and ranks draw different ones. The key of a sample is its
+seed, so it does not depend on batch size, device or number of ranks.
 """
 
 import hashlib
@@ -14,16 +14,16 @@ from functools import cache
 import torch
 from torch import Tensor
 
-_WORD = 2**32  # torch's CPU generator is seeded by the low 32 bits alone
-_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+_WORD = 2**32  # torch's CPU generator uses only the low 32 bits of a seed
+_INVERSE_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 
 
 def fold(*key: int | str) -> int:
     """A 63-bit seed from a key.
 
-    Different keys give unrelated seeds. A CPU generator uses their low 32 bits, so of n keys about
-    n^2 / 2^33 pairs coincide there: of no matter for the noise of steps, but samples must not, and
-    are seeded without (`PerSampleNoise`).
+    Different keys give unrelated seeds. A CPU generator uses only the low 32 bits, in which about
+    n^2 / 2^33 pairs of n keys collide. This is harmless for the noise of training steps. Samples
+    must not collide, so `PerSampleNoise` does not use this hash for their seeds.
 
     Example:
         >>> fold("step", 0, 1) == fold("step", 0, 1), fold("step", 0, 1) == fold("step", 1, 0)
@@ -38,7 +38,7 @@ RUN_SEED = "PL_GLOBAL_SEED"
 
 
 def run_seed() -> int | None:
-    """The seed given to Lightning's `seed_everything`; None where that was not called."""
+    """The seed given to Lightning's `seed_everything`; None if that was not called."""
     seed = os.environ.get(RUN_SEED)
     return None if seed is None else int(seed)
 
@@ -50,7 +50,7 @@ def seed_step(seed: int, rank: int, step: int, micro_batch: int) -> int:
     """
     key = fold("step", seed, rank, step, micro_batch)
     torch.default_generator.manual_seed(key)
-    if _has_accelerator():  # alone, torch.manual_seed costs a CPU run 0.2 ms
+    if _has_accelerator():  # skipped on a CPU, where torch.manual_seed takes 0.2 ms
         torch.manual_seed(key)
     return key
 
@@ -63,17 +63,17 @@ def _has_accelerator() -> bool:
 class PerSampleNoise:
     """Standard normal noise with one CPU generator per sample.
 
-    Different seeds below 2^32 have different generators within a stream. Row i of every draw
-    depends on `seeds[i]` and on how many draws came before, never on the other rows. Numbers are
-    drawn on the CPU in float32 and then moved: a GPU gives the same sample.
+    Within a stream, different seeds below 2^32 give different noise. Row i of a draw depends only
+    on `seeds[i]` and the number of earlier draws, not on other rows. Numbers are drawn on the CPU
+    in float32 and then moved, so a GPU gets the same noise.
 
     Args:
         seeds: one integer per sample.
-        stream: name that keeps different uses of one seed apart.
+        stream: name that separates different uses of one seed.
 
     Attributes:
-        generators: of the samples; given to a pipeline of diffusers, they make the noise that
-            `generate` has from these seeds.
+        generators: one per sample. A diffusers pipeline that gets them draws the same noise as
+            `generate` for these seeds.
 
     Example:
         >>> PerSampleNoise([3, 5]).draw((2, 2)).shape
@@ -100,7 +100,7 @@ class PerSampleNoise:
 
 
 def _scramble(seed: int, offset: int) -> int:
-    """One to one on 32 bits, with neighbours far apart: two multiply-and-shift rounds."""
+    """A bijective hash of 32-bit integers: two xor-shift and multiply rounds."""
     x = (seed + offset) % _WORD
     for factor in (0x85EBCA6B, 0xC2B2AE35):  # odd, so invertible
         x = (x ^ x >> 16) * factor % _WORD
@@ -108,16 +108,16 @@ def _scramble(seed: int, offset: int) -> int:
 
 
 def classes_of(seeds: Sequence[int], num_classes: int) -> list[int]:
-    """The classes of samples of these seeds, where nobody asks for others: seed mod num_classes."""
+    """Default classes of samples with these seeds: seed mod num_classes."""
     if len(seeds) > 10**8:
         raise ValueError(f"num_samples, num or num_predict is too large: {len(seeds):,} labels.")
     return [seed % num_classes for seed in seeds]
 
 
 def index_uniforms(index: Tensor) -> Tensor:
-    """(B,) int64 sample indices -> (B,) float64 fixed u in [0, 1), even over any run of indices.
+    """(B,) int64 sample indices -> (B,) float64 fixed u in [0, 1), even over consecutive indices.
 
     The additive recurrence frac(1/2 + index / golden ratio) has the lowest discrepancy of its kind,
-    so the noise levels of a validation set are stratified whatever its size.
+    so a validation set of any size covers the noise levels evenly.
     """
-    return (0.5 + index.double() * _GOLDEN_RATIO) % 1.0
+    return (0.5 + index.double() * _INVERSE_GOLDEN_RATIO) % 1.0

@@ -1,8 +1,8 @@
-"""Reverse-time generators: from noise to an image, given a function that denoises.
+"""Solvers: from noise to images, given a denoise function.
 
-A solver knows neither networks nor labels: `denoise(x_t, t)` hides parameterization and guidance,
-`randn_like` the source of randomness. Coefficients are float64 scalars; images keep their dtype. x0
-is clamped to [-1, 1] (`clip`) for pixels, never for latents.
+Solvers do not depend on networks or labels: `denoise(x_t, t)` hides parameterization and guidance,
+and `randn_like` the source of randomness. Coefficients are float64 scalars; images keep their
+dtype. x0 is clamped to [-1, 1] (`clip`) for pixels, never for latents.
 """
 
 from lit_diffusion.solvers.ancestral import DDIM, DDPM, Euler, EulerAncestral

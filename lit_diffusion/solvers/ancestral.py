@@ -1,4 +1,4 @@
-"""DDPM and DDIM: steps along q(x_s | x_t, x0), with as much new noise as wanted."""
+"""DDPM, DDIM and Euler: steps of q(x_s | x_t, x0), with an adjustable amount of new noise."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -22,8 +22,8 @@ class DDPM:
     """Ancestral sampling: draws from p(x_s | x_t), step by step.
 
     Args:
-        variance: of each step: gaussian.FixedSmall, FixedLarge, or LearnedRange for networks
-            trained with HybridLoss.
+        variance: variance of each step: gaussian.FixedSmall, FixedLarge, or LearnedRange for
+            networks trained with HybridLoss.
         steps: evaluations of the network.
         times: grid; None is `Sections()`, improved-diffusion's respacing.
         clip: whether x0 is clamped to [-1, 1].
@@ -65,7 +65,7 @@ class DDPM:
                 watch(i, t, x, x0)
             x = step.x0_coef * x0 + step.xt_coef * x
             if denoised.shift is not None:
-                # guided-diffusion's posterior variance is not clipped here: 0 in the last step
+                # As in guided-diffusion, the posterior variance here is unclipped: 0 at the end.
                 unclipped = isinstance(self.variance, FixedSmall)
                 x = x + (step.variance if unclipped else log_variance.exp()) * denoised.shift
             if not step.last:
@@ -73,17 +73,17 @@ class DDPM:
         return x
 
     def check(self, process: Process, /) -> None:
-        """Raise ValueError where the grid does not fit the process."""
+        """Raise ValueError if the grid does not fit the process."""
         finite_grid(self.times or self.default_times, process, self.steps)
 
 
 @dataclass(frozen=True)
 class DDIM:
-    """Deterministic for eta = 0, as random as DDPM with the small variance for eta = 1.
+    """DDIM: deterministic for eta = 0, equal to DDPM with `FixedSmall` for eta = 1.
 
     Args:
         steps: evaluations of the network.
-        eta: share of the posterior's standard deviation that is drawn anew.
+        eta: standard deviation of the new noise, relative to the posterior's.
         times: grid; None is `Sections()`.
         clip: whether x0 is clamped to [-1, 1]; the noise then follows the clamped x0.
 
@@ -126,9 +126,9 @@ class DDIM:
         return x
 
     def invert(self, denoise: Denoise, process: Process, x0: Tensor, /) -> Tensor:
-        """Noise (B, C, H, W) from which `sample` with eta = 0 returns to x0, up to its error.
+        """Noise (B, C, H, W) from which `sample` with eta = 0 returns approximately x0.
 
-        Source: Song et al. 2021 (DDIM), Eq. 14; the last step returns the noise itself.
+        Source: Song et al. 2021 (DDIM), Eq. 14; the last step returns the estimate of the noise.
         """
         times = self._grid(process)[0][:-1].flip(0)
         alpha, sigma = process.alpha_sigma(times)
@@ -142,11 +142,11 @@ class DDIM:
         return noise
 
     def check(self, process: Process, /) -> None:
-        """Raise ValueError where the grid or eta does not fit the process."""
+        """Raise ValueError if the grid or eta does not fit the process."""
         self._grid(process)
 
     def _grid(self, process: Process) -> tuple[Tensor, Tensor]:
-        """(steps + 1,) times, and the (steps,) standard deviations of new noise."""
+        """(steps + 1,) times, and (steps,) standard deviations of the new noise."""
         times = finite_grid(self.times or self.default_times, process, self.steps)
         std = self.eta * posterior(process, times).variance.sqrt()
         if (std > process.alpha_sigma(times)[1][1:]).any():
@@ -156,14 +156,15 @@ class DDIM:
 
 @dataclass(frozen=True)
 class Euler(DDIM):
-    """Euler's method, on an even grid in time: DDIM by the name that flow matching has for it.
+    """Euler's method on an even grid in time; its steps are those of `DDIM`.
 
-    A step holds x0 and the noise as they are. In x_t / alpha over sigma / alpha (k-diffusion), and
-    in x_t over t on `LinearFlow`, that is Euler's step along the probability flow.
+    A step keeps the estimates of x0 and noise constant. This is an Euler step of the probability
+    flow for x_t / alpha as a function of sigma / alpha (k-diffusion), and on `LinearFlow` also for
+    x_t as a function of t.
 
     Args:
         steps: evaluations of the network.
-        eta: as DDIM's.
+        eta: standard deviation of the new noise, relative to the posterior's.
         times: grid; None is `Even()`.
         clip: whether x0 is clamped to [-1, 1].
 
@@ -176,15 +177,15 @@ class Euler(DDIM):
 
 @dataclass(frozen=True)
 class EulerAncestral(DDIM):
-    """Euler's step to a lower level, and noise back up: DDIM with eta = 1, on Karras' grid.
+    """Euler's step to a lower noise level, then new noise: DDIM with eta = 1 on a Karras grid.
 
     Args:
         steps: evaluations of the network.
-        eta: share of the posterior's standard deviation that is drawn anew.
+        eta: standard deviation of the new noise, relative to the posterior's.
         times: grid; None is `Karras(noisiest=-10)`.
         clip: whether x0 is clamped to [-1, 1].
 
-    Source: Song et al. 2021 (DDIM), Eq. 16; k-diffusion's `sample_euler_ancestral`, which it is.
+    Source: Song et al. 2021 (DDIM), Eq. 16. The same as k-diffusion's `sample_euler_ancestral`.
     """
 
     eta: float = 1.0

@@ -1,4 +1,4 @@
-"""Sampling from an image (SDEdit), or around a part of one (RePaint)."""
+"""Image editing: sampling from a noised image (SDEdit), and inpainting (RePaint)."""
 
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
@@ -18,7 +18,7 @@ class Tail:
 
     Args:
         base: the whole grid.
-        whole: its number of steps, at least as many as are taken.
+        whole: number of steps of the whole grid, at least as many as `grid` returns.
     """
 
     base: TimeGrid
@@ -30,7 +30,7 @@ class Tail:
 
 
 def truncate_solver(solver: Any, strength: float) -> Any:
-    """The solver with only the last of its steps: a share of `strength`, at least one.
+    """The solver with only the last fraction `strength` of its steps, at least one step.
 
     Raises:
         ValueError: unless 0 < strength <= 1, or for a solver without a grid.
@@ -62,7 +62,7 @@ class NoisedImagePrior:
     """A process whose prior is a noised image, for solvers that start from one.
 
     Args:
-        process: gives everything but the prior.
+        process: provides everything but the prior.
         x0: (B, C, H, W) encoded images to start from.
     """
 
@@ -85,20 +85,20 @@ class NoisedImagePrior:
 class RePaint:
     """Ancestral sampling of the unknown part of an image.
 
-    Before each step the known part is put in place, with as much noise as belongs there. A step is
-    taken `resamples` times, with noise put back in between, so that the parts come to agree.
+    Each step replaces the known part of its result by `known`, noised to the new level. It is taken
+    `resamples` times, with noise added back in between, so that both parts become consistent.
 
     Args:
         known: (B, C, H, W) x0, of which the masked part is kept.
         mask: (B, 1, H, W) or broadcastable; 1 where `known` is kept, 0 where it is generated.
-        steps: of the grid.
-        resamples: how often each step is taken; 1 is plain replacement.
+        steps: steps of the grid.
+        resamples: number of times that each step is taken; 1 is plain replacement.
         times: grid; None is `Sections()`.
         clip: whether x0 is clamped to [-1, 1].
-        variance: of each step.
+        variance: variance of each step.
 
     Raises:
-        ValueError: for less than one step or resample.
+        ValueError: if steps < 1 or resamples < 1.
 
     Source: Lugmayr et al. 2022 (RePaint, arXiv 2201.09865), algorithm 1, with jumps of one step.
     """
@@ -132,26 +132,26 @@ class RePaint:
         for i, t in enumerate(times[:-1]):
             step = steps.at(i)
             rounds = 1 if step.last else self.resamples
-            for again in range(rounds):
+            for k in range(rounds):
                 denoised = denoise(x, batch_of(t, x))
                 x0 = clipped(denoised.x0, self.clip)
-                if watch is not None and again == 0:
+                if watch is not None and k == 0:
                     watch(i, t, x, x0)
-                below = step.x0_coef * x0 + step.xt_coef * x
+                x_s = step.x0_coef * x0 + step.xt_coef * x
                 if not step.last:
                     bounds = step.log_beta, step.log_variance, step.last
                     log_variance = self.variance.log_variance(*bounds, denoised.logvar_frac)
-                    below = below + (0.5 * log_variance).exp() * randn_like(x)
-                noised = alpha[i + 1] * self.known + sigma[i + 1] * randn_like(x)
-                below = torch.where(self.mask > 0.5, noised, below)
-                if again + 1 < rounds:
+                    x_s = x_s + (0.5 * log_variance).exp() * randn_like(x)
+                known_s = alpha[i + 1] * self.known + sigma[i + 1] * randn_like(x)
+                x_s = torch.where(self.mask > 0.5, known_s, x_s)
+                if k + 1 < rounds:  # back to t, by q(x_t | x_s)
                     ratio = alpha[i] / alpha[i + 1]
-                    x = ratio * below + (0.5 * step.log_beta).exp() * randn_like(x)
-            x = below
+                    x = ratio * x_s + (0.5 * step.log_beta).exp() * randn_like(x)
+            x = x_s
         return x
 
     def check(self, process: Process, /) -> None:
-        """Raise ValueError where the grid does not fit the process."""
+        """Raise ValueError if the grid does not fit the process."""
         finite_grid(self.times or Sections(), process, self.steps)
 
 

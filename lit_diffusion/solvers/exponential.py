@@ -4,7 +4,8 @@ With lambda = log(alpha / sigma) the probability flow is, over a step from t to 
 
     x_s = (sigma_s / sigma_t) x_t + sigma_s int e^lambda x0(lambda) dlambda,
 
-so that all the error lies in how x0 changes within a step; solvers differ in how they guess that.
+so the only error is in the approximation of x0(lambda) within a step, which is where solvers
+differ.
 """
 
 import math
@@ -27,17 +28,17 @@ from lit_diffusion.solvers.steps import (
 
 @dataclass(frozen=True)
 class DPMSolverPP:
-    """DPM-Solver++ multistep (2M, 3M): higher order with one evaluation a step, by memory.
+    """DPM-Solver++ multistep (2M, 3M): higher order with one evaluation per step.
 
     With h = lambda_s - lambda_t and H = (1 + eta) h the step is
 
         x_s = (sigma_s / sigma_t) exp(-eta h) x_t - alpha_s (exp(-H) - 1) D
               + sigma_s sqrt(1 - exp(-2 eta h)) z,
 
-    where D extrapolates x0 from the last `order` of it. The step to the clean image is of first
-    order, and so is the first. Order 3 is the authors' (and diffusers', and k-diffusion's): its
-    second difference counts half of what Taylor's does, so that its error, much smaller than that
-    of order 2, falls no faster.
+    where D extrapolates the last `order` estimates of x0. The first step and the step to the clean
+    image are first order. Order 3 is that of the authors' code, diffusers and k-diffusion, in which
+    the second difference has half of its Taylor coefficient: the error is much smaller than with
+    order 2, but falls no faster.
 
     Args:
         steps: evaluations of the network.
@@ -47,7 +48,7 @@ class DPMSolverPP:
         eta: 0 is deterministic, 1 the reverse SDE (2M SDE).
 
     Raises:
-        ValueError: for another order, a negative eta or a number of steps below 1.
+        ValueError: for another order, a negative eta or steps < 1.
 
     Source: Lu et al. 2022 (DPM-Solver++, arXiv 2211.01095), algorithm 2 and section 4.3; order 3 as
     in the authors' code.
@@ -90,45 +91,45 @@ class DPMSolverPP:
             x = sigma[i + 1] / sigma[i] * x
             if self.eta > 0:  # h is infinite where there is no signal
                 x = (-self.eta * h[i]).exp() * x
-            x = x + alpha[i + 1] * self._pull(x0s, h[: i + 1])
+            x = x + alpha[i + 1] * self._x0_term(x0s, h[: i + 1])
             if self.eta > 0:
                 std = sigma[i + 1] * (-torch.expm1(-2 * self.eta * h[i])).sqrt()
                 x = x + std * randn_like(x)
         return x
 
     def check(self, process: Process, /) -> None:
-        """Raise ValueError where the grid does not fit the process."""
+        """Raise ValueError if the grid does not fit the process."""
         finite_grid(self.times or self.default_times, process, self.steps)
 
-    def _pull(self, x0s: list[Tensor], h: Tensor) -> Tensor:
-        """What x0, latest first, adds over the last of the steps h."""
-        whole = (1 + self.eta) * h[-1]
-        one = -torch.expm1(-whole)
+    def _x0_term(self, x0s: list[Tensor], h: Tensor) -> Tensor:
+        """-(exp(-H) - 1) D, from estimates of x0, latest first, and the steps h up to this one."""
+        h_eta = (1 + self.eta) * h[-1]  # H
+        phi_1 = -torch.expm1(-h_eta)
         if len(x0s) == 1:
-            return one * x0s[0]
-        ratio = h[-2] / h[-1]
-        slope = (x0s[0] - x0s[1]) / ratio
+            return phi_1 * x0s[0]
+        r0 = h[-2] / h[-1]
+        d1_0 = (x0s[0] - x0s[1]) / r0
         if len(x0s) == 2:
-            return one * (x0s[0] + slope / 2)
-        ratio_2 = h[-3] / h[-1]
-        bend = (slope - (x0s[1] - x0s[2]) / ratio_2) / (ratio + ratio_2)
-        two = 1 - one / whole
-        return one * x0s[0] + two * (slope + ratio * bend) - (two / whole - 0.5) * bend
+            return phi_1 * (x0s[0] + d1_0 / 2)
+        r1 = h[-3] / h[-1]
+        d2 = (d1_0 - (x0s[1] - x0s[2]) / r1) / (r0 + r1)
+        phi_2 = 1 - phi_1 / h_eta
+        return phi_1 * x0s[0] + phi_2 * (d1_0 + r0 * d2) - (phi_2 / h_eta - 0.5) * d2
 
 
 @dataclass(frozen=True)
 class DPMSolverPP2S:
-    """DPM-Solver++(2S): a look at the middle of each step, from there x0 over all of it.
+    """DPM-Solver++(2S): each step uses the x0 estimated at its midpoint.
 
     Args:
-        steps: of the grid: 2 steps - 1 evaluations of the network.
+        steps: steps of the grid, with 2 steps - 1 evaluations of the network.
         times: grid; None is `LogSNR()`.
         clip: whether x0 is clamped to [-1, 1].
-        eta: share of the posterior's standard deviation that is drawn anew, for which the step goes
-            further down. 0 is deterministic; 1 is k-diffusion's `dpmpp_2s_ancestral`.
+        eta: standard deviation of the new noise, relative to the posterior's; the step first goes
+            to a lower level. 0 is deterministic; 1 is k-diffusion's `dpmpp_2s_ancestral`.
 
     Raises:
-        ValueError: for a negative eta, one above 1 or a number of steps below 1.
+        ValueError: unless 0 <= eta <= 1 and steps >= 1.
 
     Source: Lu et al. 2022 (DPM-Solver++, arXiv 2211.01095), algorithm 1 with r = 1/2.
     """
@@ -177,26 +178,26 @@ class DPMSolverPP2S:
         return x
 
     def check(self, process: Process, /) -> None:
-        """Raise ValueError where the grid does not fit the process, or alpha is 0."""
+        """Raise ValueError if the grid does not fit the process, or alpha is 0."""
         grid_with_signal(self.times or self.default_times, process, self.steps)
 
 
 @dataclass(frozen=True)
 class UniPC:
-    """UniPC: a multistep predictor, corrected by the next step's own evaluation, at no cost.
+    """UniPC: a multistep predictor, and a corrector that reuses the evaluation of the next step.
 
-    Orders fall to 1 towards both ends. B(h) = exp(-h) - 1, which the authors call bh2.
+    The order is lower near both ends of the grid. B(h) = exp(-h) - 1, which the authors call bh2.
 
     Args:
         steps: evaluations of the network.
         times: grid; None is `LogSNR()`.
         clip: whether x0 is clamped to [-1, 1].
-        order: of the predictor; the corrector adds one.
+        order: order of the predictor; the corrector adds one.
 
     Raises:
-        ValueError: for an order or a number of steps below 1.
+        ValueError: if order < 1 or steps < 1.
 
-    Source: Zhao et al. 2023 (UniPC, arXiv 2302.04867), algorithms 5 and 6 (of x0).
+    Source: Zhao et al. 2023 (UniPC, arXiv 2302.04867), algorithms 5 and 6 (data prediction).
     """
 
     steps: int = 10
@@ -227,51 +228,51 @@ class UniPC:
         for i, t in enumerate(times[:-1]):
             x0 = clipped(denoise(predicted, batch_of(t, x)).x0, self.clip)
             if x0s:
-                x = _unified_step(x, x0s, x0, lambdas[: i + 1], alpha[i], sigma[i - 1 : i + 1])
+                x = _unipc_step(x, x0s, x0, lambdas[: i + 1], alpha[i], sigma[i - 1 : i + 1])
             if watch is not None:
                 watch(i, t, x, x0)
             if sigma[i + 1] == 0:
                 return alpha[i + 1] * x0
             x0s = [x0, *x0s][: min(self.order, self.steps - i)]
             ends = sigma[i : i + 2]
-            predicted = _unified_step(x, x0s, None, lambdas[: i + 2], alpha[i + 1], ends)
+            predicted = _unipc_step(x, x0s, None, lambdas[: i + 2], alpha[i + 1], ends)
         return predicted
 
     def check(self, process: Process, /) -> None:
-        """Raise ValueError where the grid does not fit the process, or alpha is 0."""
+        """Raise ValueError if the grid does not fit the process, or alpha is 0."""
         grid_with_signal(self.times or self.default_times, process, self.steps)
 
 
-def _unified_step(
+def _unipc_step(
     x: Tensor,
     x0s: list[Tensor],
-    at_end: Tensor | None,
+    x0_end: Tensor | None,
     lambdas: Tensor,
     alpha: Tensor,
     sigma: Tensor,
 ) -> Tensor:
-    """The predictor from earlier x0s, latest first; the corrector with the one at the end too."""
+    """Predictor from earlier x0s, latest first; with `x0_end`, at the new time, corrector."""
     h = lambdas[-1] - lambdas[-2]
-    places = [(lambdas[-2 - k] - lambdas[-2]) / h for k in range(1, len(x0s))]
-    slopes = [(x0 - x0s[0]) / r for x0, r in zip(x0s[1:], places, strict=True)]
-    if at_end is not None:
-        places.append(h / h)
-        slopes.append(at_end - x0s[0])
-    one = -torch.expm1(-h)
+    rs = [(lambdas[-2 - k] - lambdas[-2]) / h for k in range(1, len(x0s))]
+    differences = [(x0 - x0s[0]) / r for x0, r in zip(x0s[1:], rs, strict=True)]
+    if x0_end is not None:
+        rs.append(h / h)
+        differences.append(x0_end - x0s[0])
+    phi_1 = -torch.expm1(-h)
     x0 = x0s[0]
-    for weight, slope in zip(_unified_weights(places, h), slopes, strict=True):
-        x0 = x0 + weight * slope
-    return sigma[1] / sigma[0] * x + alpha * one * x0
+    for rho, difference in zip(_unipc_weights(rs, h), differences, strict=True):
+        x0 = x0 + rho * difference
+    return sigma[1] / sigma[0] * x + alpha * phi_1 * x0
 
 
-def _unified_weights(places: list[Tensor], h: Tensor) -> Tensor:
-    """rho with sum_k rho_k r_k^n = phi_n, exact for polynomials; 1/2 for one alone."""
-    if len(places) < 2:
-        return torch.full((len(places),), 0.5, dtype=torch.float64)
-    part, moments = torch.expm1(-h), []
-    for n in range(1, len(places) + 1):
-        part = part / -h - 1 / math.factorial(n)
-        moments.append(part * math.factorial(n) / torch.expm1(-h))
-    powers = torch.stack(places) ** torch.arange(len(places), dtype=torch.float64)[:, None]
-    rho: Tensor = torch.linalg.solve(powers, torch.stack(moments))
+def _unipc_weights(rs: list[Tensor], h: Tensor) -> Tensor:
+    """rho_k with sum_k rho_k r_k^(n - 1) = b_n for n = 1, ..., K; 1/2 if K = 1."""
+    if len(rs) < 2:
+        return torch.full((len(rs),), 0.5, dtype=torch.float64)
+    h_phi, b = torch.expm1(-h), []
+    for n in range(1, len(rs) + 1):
+        h_phi = h_phi / -h - 1 / math.factorial(n)
+        b.append(h_phi * math.factorial(n) / torch.expm1(-h))
+    powers = torch.stack(rs) ** torch.arange(len(rs), dtype=torch.float64)[:, None]
+    rho: Tensor = torch.linalg.solve(powers, torch.stack(b))
     return rho

@@ -1,4 +1,4 @@
-"""Heun's method along the probability flow, EDM's solver."""
+"""Heun's method along the probability flow: EDM's solver."""
 
 import math
 from dataclasses import dataclass
@@ -20,25 +20,24 @@ from lit_diffusion.solvers.steps import (
 
 @dataclass(frozen=True)
 class Heun:
-    """Second order with two evaluations a step, and noise added back on the way if wanted.
+    """Second order with two evaluations per step, optionally with churn (added noise).
 
     In level = sigma / alpha and x = x_t / alpha, the probability flow of any process is dx / dlevel
-    = noise(x_t, t). A step follows the mean of the slopes at both of its ends. The step to the
-    clean image is Euler's. `watch` sees x_t after noise was added.
+    = noise(x_t, t). A step uses the mean of the slopes at its two ends. The step to the clean image
+    is an Euler step. `watch` gets x_t after churn.
 
     Args:
-        steps: of the grid: 2 steps - 1 evaluations of the network.
+        steps: steps of the grid, with 2 steps - 1 evaluations of the network.
         times: grid; None is `Karras(noisiest=-10)`.
-        clip: whether x0 is clamped to [-1, 1]; the slope then follows the clamped x0.
-        churn: S_churn, how much the level is raised before each step, in all: by the factor 1 +
-            min(churn / steps, sqrt(2) - 1). 0 is deterministic.
+        clip: whether x0 is clamped to [-1, 1]; the slope is then computed from the clamped x0.
+        churn: S_churn. Before each step the level is raised by the factor 1 + min(churn / steps,
+            sqrt(2) - 1). 0 is deterministic.
         churn_min: S_tmin, the lowest level that is raised.
-        churn_max: S_tmax, the highest.
-        churn_noise: S_noise, standard deviation of what is added.
+        churn_max: S_tmax, the highest level that is raised.
+        churn_noise: S_noise, standard deviation of the noise before it is scaled to the new level.
 
     Raises:
-        ValueError: for a number of steps below 1, a negative churn, and by `check` for a process
-            that ends without any signal.
+        ValueError: if steps < 1 or churn < 0, and by `check` for a grid that starts without signal.
 
     Source: Karras et al. 2022 (EDM), algorithms 1 and 2.
     """
@@ -71,38 +70,38 @@ class Heun:
         levels = level_of(process, times)
         x = process.prior(noise, times[0]) / process.alpha_sigma(times[0])[0]
         for i, (t, t_next) in enumerate(pairwise(times)):
-            x, t, level = self._churned(x, t, levels[i], process, randn_like)
-            x_t, x0, d_cur = self._look(denoise, process, x, t)
+            x, t, level = self._add_churn(x, t, levels[i], process, randn_like)
+            x_t, x0, d_cur = self._evaluate(denoise, process, x, t)
             if watch is not None:
                 watch(i, t, x_t, x0)
             h = levels[i + 1] - level
             x_next = x + h * d_cur
             if levels[i + 1] > 0:
-                *_, d_prime = self._look(denoise, process, x_next, t_next)
+                *_, d_prime = self._evaluate(denoise, process, x_next, t_next)
                 x_next = x + h * (d_cur + d_prime) / 2
             x = x_next
         return x
 
     def check(self, process: Process, /) -> None:
-        """Raise ValueError where the grid does not fit the process, or alpha is 0."""
+        """Raise ValueError if the grid does not fit the process, or alpha is 0."""
         grid_with_signal(self.times or self.default_times, process, self.steps)
 
-    def _look(
+    def _evaluate(
         self, denoise: Denoise, process: Process, x: Tensor, t: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x_t, x0 and the slope, which is the noise."""
+        """x_t, x0 and the slope dx / dlevel, which is the noise."""
         alpha, sigma = process.alpha_sigma(t)
         x_t = alpha * x
         return x_t, *x0_and_noise(denoise(x_t, batch_of(t, x)), x_t, alpha, sigma, self.clip)
 
-    def _churned(
+    def _add_churn(
         self, x: Tensor, t: Tensor, level: Tensor, process: Process, randn_like: RandnLike
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """State, time and level after noise is added."""
+        """x, t and level after churn."""
         if self.churn == 0 or not self.churn_min <= level <= self.churn_max:
             return x, t, level
         raised = level * (1 + min(self.churn / self.steps, math.sqrt(2) - 1))
         t = process.at_log_snr(-2 * raised.log())
-        raised = level_of(process, t)  # no more than the process has
+        raised = level_of(process, t)  # at most the level of t_max
         added = (raised**2 - level**2).clamp(min=0).sqrt()
         return x + added * self.churn_noise * randn_like(x), t, raised

@@ -1,4 +1,4 @@
-"""What solvers share: checked grids, and the parts of a step."""
+"""Functions that solvers share: validated grids, and parts of a step."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def finite_grid(grid: TimeGrid, process: Process, steps: int) -> Tensor:
     """(steps + 1,) times of the grid.
 
     Raises:
-        ValueError: where one is not finite, or is no less noisy than the one before.
+        ValueError: if a time is not finite, or not less noisy than the one before.
     """
     times = grid.grid(process, steps)
     if not times.isfinite().all():
@@ -29,10 +29,10 @@ def finite_grid(grid: TimeGrid, process: Process, steps: int) -> Tensor:
 
 
 def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
-    """As `finite_grid`, of times where something is left of the image.
+    """(steps + 1,) times of the grid, all with alpha > 0.
 
     Raises:
-        ValueError: where alpha is 0.
+        ValueError: if alpha is 0, a time is not finite, or not less noisy than the one before.
     """
     if not (process.alpha_sigma(grid.grid(process, steps))[0] > 0).all():
         raise ValueError(
@@ -43,7 +43,7 @@ def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
 
 
 def time_grid_of(solver: Any) -> TimeGrid | None:
-    """The solver's grid, or the default one of its class; None where it has neither."""
+    """The solver's grid, or the default of its class; None if it has neither."""
     grid: TimeGrid | None = getattr(solver, "times", None)
     return grid or getattr(solver, "default_times", None)
 
@@ -51,7 +51,7 @@ def time_grid_of(solver: Any) -> TimeGrid | None:
 def solver_times(solver: Solver, process: Process) -> Tensor:
     """(number of function evaluations,) float64: times of the network calls of a solver, in order.
 
-    Found by solving for one pixel with a denoiser that costs nothing.
+    They are recorded from a run on one pixel with a dummy denoiser.
     """
     times = []
 
@@ -64,7 +64,7 @@ def solver_times(solver: Solver, process: Process) -> Tensor:
 
 
 def level_of(process: Process, t: Tensor) -> Tensor:
-    """Noise relative to the signal, sigma / alpha."""
+    """The noise level sigma / alpha."""
     alpha, sigma = process.alpha_sigma(t)
     return sigma / alpha
 
@@ -75,14 +75,14 @@ def batch_of(t: Tensor, x: Tensor) -> Tensor:
 
 
 def clipped(x0: Tensor, clip: bool) -> Tensor:
-    """x0, in [-1, 1] if asked."""
+    """x0, clamped to [-1, 1] if `clip`."""
     return x0.clamp(-1, 1) if clip else x0
 
 
 def x0_and_noise(
     denoised: Denoised, x_t: Tensor, alpha: Tensor, sigma: Tensor, clip: bool
 ) -> tuple[Tensor, Tensor]:
-    """Both parts of x_t; the noise agrees with the clipped x0."""
+    """Estimates of x0 and noise; with `clip`, x0 is clamped and the noise recomputed from it."""
     if not clip:
         return denoised.x0, denoised.noise
     x0 = denoised.x0.clamp(-1, 1)
@@ -90,6 +90,6 @@ def x0_and_noise(
 
 
 def check_steps(steps: int) -> None:
-    """Raise ValueError for less than one."""
+    """Raise ValueError unless steps >= 1."""
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}.")
