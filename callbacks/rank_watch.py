@@ -165,6 +165,7 @@ class _Watch:
         self._state, self._message, self._left_time = "running", "", 0.0
         self._has_written, self._has_left = threading.Event(), threading.Event()
         self._is_closing = threading.Event()
+        self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
         self._has_written.wait(PATIENCE)  # so that the others know the process, should it die
@@ -190,6 +191,16 @@ class _Watch:
         return self._message
 
     def _run(self) -> None:
+        """Watch until closed; a mistake in here is no reason to end a run."""
+        try:
+            self._watch_ranks()
+        except Exception as error:
+            print(f"rank {self._rank} is watched no more: {error!r}.", file=sys.stderr)
+            last_beat = replace(self._beat, beats=self._beat.beats + 1, state="ended")
+            with suppress(Exception):  # so that the others do not take this rank for dead
+                self._store.set(str(self._rank), json.dumps(asdict(last_beat)))  # type: ignore[union-attr]
+
+    def _watch_ranks(self) -> None:
         exchange, last = threading.Thread(), time.monotonic()
         while not self._is_closing.wait(INTERVAL if self._has_written.is_set() else 0.0):
             if not exchange.is_alive():
@@ -199,6 +210,8 @@ class _Watch:
             # Time in which this process was stopped, as in a suspended job, does not count.
             now = time.monotonic()
             self._now, last = self._now + min(now - last, 4 * INTERVAL), now
+            if self._error is not None:
+                raise self._error
             if self._message:
                 self._end_process()
             elif verdict := self._judge():
@@ -232,6 +245,8 @@ class _Watch:
             self._is_store_gone = False
         except RuntimeError:  # the process with the store has ended, or the connection is broken
             self._store, self._is_store_gone = None, True
+        except Exception as error:
+            self._error = error
         self._has_written.set()
         for rank in dead:  # whose last heartbeat, which may tell of an end, is read by now
             if self._ranks[rank].state == "running":

@@ -317,6 +317,17 @@ def test_a_store_that_does_not_return_makes_rank_0_the_culprit_for_others_alone(
     assert run.messages[1].startswith("rank 0 was last heard of at step 3, 1 s ago")
 
 
+@pytest.mark.parametrize("part", ["_judge", "_next_heartbeat"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_mistake_in_a_watch_ends_no_run(start, monkeypatch, capsys, number, part):
+    run = start(2, timeout=1.0)
+    monkeypatch.setattr(run.watches[number], part, lambda *_: 1 / 0)
+    until(lambda: not run.watches[number]._thread.is_alive())
+    time.sleep(1.5)
+    assert run.messages == {}
+    assert f"rank {number} is watched no more: ZeroDivisionError" in capsys.readouterr().err
+
+
 def test_time_in_which_the_process_stood_still_does_not_count(start, monkeypatch):
     run, real = start(2), time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: real() + 3600)
