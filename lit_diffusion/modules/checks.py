@@ -1,4 +1,4 @@
-"""What modules refuse: arguments, data, checkpoints and samples that do not fit."""
+"""Validation of the arguments, data, checkpoints and samples of modules."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ def check_conditioning(
     label_dropout: float,
     guidance: Guidance | None,
 ) -> None:
-    """Raise ValueError where labels are wanted and there are none, or others."""
+    """Raise ValueError if labels are needed but missing, or numbers of classes or words differ."""
     if not 0 <= label_dropout < 1:
         raise ValueError(f"label_dropout must be in [0, 1), got {label_dropout}.")
     needs_dropout = isinstance(guidance, ClassifierFree)
@@ -51,7 +51,7 @@ def check_conditioning(
         raise ValueError(f"num_classes is {num_classes} beside {conditioning}; leave one out.")
     for name in ("num_classes", "num_words"):
         in_network = getattr(network, name, None)
-        unknown = in_network if name == "num_words" else None  # a conditioning need not say
+        unknown = in_network if name == "num_words" else None  # conditionings need not have it
         in_module = getattr(conditioning, name, unknown)
         if in_network is not None and in_network != in_module:
             raise ValueError(
@@ -67,7 +67,7 @@ def check_objective(
     solver: Solver,
     guidance: Guidance | None,
 ) -> None:
-    """Raise ValueError where the network could not be trained, or sampled from, as it is asked."""
+    """Raise ValueError if the network could not be trained or sampled from with these parts."""
     ends = torch.tensor([process.t_min, process.t_max], dtype=torch.float64)
     alpha, sigma = process.alpha_sigma(ends)
     output_scale = parameterization.output_scale(alpha, sigma)
@@ -89,14 +89,14 @@ def check_objective(
         )
     if not ((weight >= 0).all() and weight.any()):
         raise ValueError(
-            f"the weight must be >= 0, and more than 0 at an end, got {weight.tolist()} at both of "
-            f"{process} from {loss.weighting}; change its numbers."
+            f"the weight must be >= 0, and more than 0 at one end, got {weight.tolist()} at the "
+            f"ends of {process} from {loss.weighting}; change its numbers."
         )
     check_sampling(process, loss, solver, guidance)
 
 
 def check_sampling(process: Process, loss: Loss, solver: Solver, guidance: Guidance | None) -> None:
-    """Raise ValueError where samples would not be what is asked for."""
+    """Raise ValueError if solver, process, guidance and loss can't be used together."""
     try:
         solver.check(process)
     except ValueError as error:
@@ -105,7 +105,7 @@ def check_sampling(process: Process, loss: Loss, solver: Solver, guidance: Guida
     check_shift(solver, guidance)
     if isinstance(guidance, ClassifierScore) and not _keeps_signal(process, solver):
         raise ValueError(
-            f"{guidance} needs signal in x_t, of which {solver} begins without any on {process} "
+            f"{guidance} needs signal in x_t, but {solver} begins without any on {process} "
             "(SNR = 0); give it the times LogSNR(noisiest=-10)."
         )
     if getattr(getattr(solver, "variance", None), "learned", False) and loss.output_factor != 2:
@@ -115,7 +115,7 @@ def check_sampling(process: Process, loss: Loss, solver: Solver, guidance: Guida
 
 
 def check_shift(solver: Solver, guidance: Guidance | None) -> None:
-    """Raise ValueError where a solver would leave out what guidance adds to its steps."""
+    """Raise ValueError if the solver would ignore the shift of `ClassifierShift`."""
     if isinstance(guidance, ClassifierShift) and not isinstance(solver, DDPM):
         raise ValueError(
             f"{guidance} shifts the steps of DDPM, and {solver} has none; use ClassifierScore."
@@ -129,7 +129,7 @@ def _keeps_signal(process: Process, solver: Solver) -> bool:
 
 
 def check_clipping(codec: Codec, *clipping: Solver | Guidance | None) -> None:
-    """Raise ValueError where x0 would be clamped to [-1, 1], and the codec's goes beyond."""
+    """Raise ValueError if x0 would be clamped to [-1, 1] but the codec's x0 is unbounded."""
     for clipper in clipping:
         if getattr(clipper, "clip", False) and not codec.bounded:
             raise ValueError(
@@ -141,18 +141,19 @@ def check_clipping(codec: Codec, *clipping: Solver | Guidance | None) -> None:
 def check_data(
     data: object, codec: Codec, image_shape: tuple[int, ...], num_classes: int | None
 ) -> None:
-    """Raise ValueError for a data module of another shape or with other classes.
+    """Raise ValueError if the data module has another shape, VAE or number of classes.
 
     Args:
-        data: a data module; one without `image_shape` or `num_classes` fits.
-        codec: through which the module sees its images.
-        image_shape: the module's (C, H, W).
-        num_classes: the module's; None fits all, as labels are not used then.
+        data: a data module; an attribute that it lacks is not checked.
+        codec: codec of the module.
+        image_shape: (C, H, W) of x0 in the module.
+        num_classes: number of classes of the module; None is not checked, as labels are unused.
     """
     if (encoder := getattr(data, "vae_sha256", None)) not in (None, _sha256(codec)):
         raise ValueError(
-            f"the latents of {type(data).__name__} are by a VAE with SHA-256 {encoder}, the codec "
-            f"is {codec!r} with {_sha256(codec)}; give the module the VAECodec that encoded them."
+            f"the latents of {type(data).__name__} are of a VAE with SHA-256 {encoder}, but the "
+            f"codec is {codec!r} with {_sha256(codec)}; give the module the VAECodec that encoded "
+            "them."
         )
     shape = getattr(data, "image_shape", None)
     encoded = image_shape if shape is None else codec.encoded_shape(shape)
@@ -169,18 +170,18 @@ def check_data(
 
 
 def codec_record(codec: Codec) -> dict[str, Any]:
-    """What a checkpoint holds of a codec; nothing of one without weights."""
+    """Entry of a codec in checkpoints; empty for a codec without weights."""
     sha256, folder = _sha256(codec), getattr(codec, "folder", None)
     return {} if sha256 is None else {"codec": {"name": Path(folder or "").name, "sha256": sha256}}
 
 
 def check_codec(codec: Codec, checkpoint: Mapping[str, Any]) -> None:
-    """Raise ValueError where the checkpoint of a run has another than `codec`."""
+    """Raise ValueError if the checkpoint is of a run with another codec."""
     saved = checkpoint.get("codec")
     if isinstance(saved, Mapping) and (theirs := saved.get("sha256")) != _sha256(codec):
         raise ValueError(
             f"the checkpoint is of latents of the VAE {saved.get('name')} with SHA-256 {theirs}, "
-            f"and the codec is {codec!r} with {_sha256(codec)}; put the former in its folder."
+            f"but the codec is {codec!r} with {_sha256(codec)}; put the former in its folder."
         )
 
 
@@ -189,7 +190,7 @@ def _sha256(codec: Codec) -> str | None:
 
 
 def check_shape(x0: Tensor, image_shape: tuple[int, ...]) -> None:
-    """Raise ValueError for encoded images (B, C, H, W) of another shape than the module's."""
+    """Raise ValueError if encoded images (B, C, H, W) are not of the module's `image_shape`."""
     if x0.shape[1:] != image_shape:
         raise ValueError(
             f"image_shape is {image_shape}, but the data are {tuple(x0.shape[1:])}; change one of "
@@ -198,37 +199,37 @@ def check_shape(x0: Tensor, image_shape: tuple[int, ...]) -> None:
 
 
 def check_batch(batch: object, takes_condition: bool) -> None:
-    """Raise ValueError for other than (images, labels, index), or a condition that goes unused."""
+    """Raise ValueError unless a batch is (images, labels, index), or if its condition is unused."""
     if not (isinstance(batch, tuple | list) and len(batch) == 3):
         is_whole = isinstance(batch, Mapping | Tensor)
         parts = [batch] if is_whole or not isinstance(batch, Sequence) else batch
         raise ValueError(
             "batches must be (images uint8 (B, C, H, W), labels (B,) or another condition, index "
-            f"(B,) of each image in its data set), got ({', '.join(map(_kind, parts))}); write a "
-            "data set or collate_fn that gives these."
+            f"(B,) of each image in its data set), got ({', '.join(map(_describe, parts))}); write "
+            "a data set or collate_fn that gives these."
         )
     _, labels, index = batch
     if not isinstance(index, Tensor) or index.ndim != 1 or index.is_floating_point():
         raise ValueError(
             "the third part of a batch must be the index (B,) int64 of each image in its data set, "
-            f"which seeds the noise of validation, got {_kind(index)}."
+            f"which seeds the noise of validation, got {_describe(index)}."
         )
     are_labels = isinstance(labels, Tensor) and labels.ndim == 1 and not labels.is_floating_point()
     if not takes_condition and not are_labels:
         raise ValueError(
-            f"the batches have a condition, {_kind(labels)}, and this module takes none: pass "
+            f"the batches have a condition, {_describe(labels)}, but this module takes none: pass "
             "conditioning=..., or give labels of -1 in its place."
         )
 
 
-def _kind(value: object) -> str:
+def _describe(value: object) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
 
 
 def unused_classes(data: object) -> str | None:
-    """A hint for a model without a condition whose data have classes; None where they have none."""
+    """A hint that an unconditional model ignores the classes of its data; None without classes."""
     names = getattr(data, "class_names", ())
     if not isinstance(names, Sequence) or not names:
         return None
@@ -240,15 +241,16 @@ def unused_classes(data: object) -> str | None:
 
 
 class FiniteDenoise:
-    """A `Denoise` that notes, on the device, when each sample first was not finite.
+    """A `Denoise` that records, on the device, when each sample first became non-finite.
 
     Args:
-        denoise: its x0 is tested before any clamping, which would make an image of an infinity.
+        denoise: the function to wrap. Its x0 is tested before clamping, which would hide an
+            infinity.
     """
 
     def __init__(self, denoise: Denoise) -> None:
         self._denoise = denoise
-        self._since: Tensor | None = None  # (B,) times; nan where all was finite
+        self._since: Tensor | None = None  # (B,) times; nan for samples that are finite so far
 
     def __call__(self, x_t: Tensor, t: Tensor) -> Denoised:
         """Denoise x_t (B, C, H, W) at times t (B,)."""
@@ -259,12 +261,12 @@ class FiniteDenoise:
         return denoised
 
     def raise_if_non_finite(self, x0: Tensor, seeds: Sequence[int], step: int | None) -> None:
-        """Raise NonFiniteSamples where a row of x0 (B, ...), or an estimate of it, is not finite.
+        """Raise NonFiniteSamples if a row of x0 (B, ...), or an estimate of it, is not finite.
 
         Args:
             x0: the finished samples.
-            seeds: of the rows.
-            step: optimizer steps completed, for the message; None outside of a fit.
+            seeds: seeds of the rows.
+            step: optimizer steps completed, for the message; None if unknown.
         """
         assert self._since is not None
         bad = ~self._since.isnan() | ~x0.isfinite().flatten(1).all(1)

@@ -26,21 +26,21 @@ Batch = tuple[Tensor, Tensor, Tensor]
 class NoisyClassifier(LightningModule):
     """Trains log p(label | x_t) at all noise levels, on the process and times of a diffusion model.
 
-    The network sees x_t / sqrt(alpha^2 + sigma^2), of about unit variance on every process; where
-    alpha^2 + sigma^2 = 1 that is x_t.
+    The network input is x_t / sqrt(alpha^2 + sigma^2), which has about unit variance on every
+    process and equals x_t if alpha^2 + sigma^2 = 1.
 
-    Randomness of a training step is a function of (seed, rank, step, micro-batch), that of a
+    The randomness of a training step is a function of (seed, rank, step, micro-batch), that of a
     validation image a function of its index.
 
     Args:
-        network: (scaled x_t (B, C, H, W), noise_label (B,)) -> logits (B, num_classes), as
+        network: (scaled x_t (B, C, H, W), noise_label (B,)) -> logits (B, num_classes), such as
             `EncoderUNet`.
-        process: the diffusion model's.
-        times: the diffusion model's.
+        process: forward process of the diffusion model.
+        times: distribution of the training times of the diffusion model.
         optimizer: called with the parameters.
         image_shape: (C, H, W) of x0.
         num_classes: labels are 0, ..., num_classes - 1.
-        codec: the diffusion model's; None is PixelCodec.
+        codec: codec of the diffusion model; None is PixelCodec.
         lr_scheduler: called with the optimizer, stepped once per optimizer step; None keeps the lr
             constant.
 
@@ -72,12 +72,12 @@ class NoisyClassifier(LightningModule):
         self._make_lr_scheduler = lr_scheduler
 
     def setup(self, stage: str) -> None:
-        """Refuse data that do not fit before the first step."""
+        """Raise ValueError if the data do not fit the module."""
         data = getattr(self.trainer, "datamodule", None)
         checks.check_data(data, self.codec, self.image_shape, self.num_classes)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Make the randomness of this step a function of its number."""
+        """Seed the random generators for this step."""
         seed_step(run_seed() or 0, self.global_rank, self.global_step, batch_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -106,7 +106,7 @@ class NoisyClassifier(LightningModule):
         checkpoint.update(checks.codec_record(self.codec))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the weights of a run with another codec."""
+        """Raise ValueError if the checkpoint is of a run with another codec."""
         checks.check_codec(self.codec, checkpoint)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
@@ -120,17 +120,17 @@ class NoisyClassifier(LightningModule):
         return configured
 
     def logits(self, x0: Tensor, t: Tensor, noise: Tensor) -> Tensor:
-        """(B, num_classes) of x0 (B, C, H, W) with this noise at times (B,)."""
+        """Logits (B, num_classes) at x_t = alpha x0 + sigma noise, for times t (B,)."""
         alpha, sigma = (expand_as(v, x0) for v in self.process.alpha_sigma(t))
         return self._logits_of(alpha * x0 + sigma * noise, t)
 
     def gradient(self, scale: float = 1.0) -> LogProbGradient:
         """scale times the gradient of log p(label | x_t) by x_t, for `ClassifierScore`.
 
-        Labels of -1 pull nowhere.
+        The gradient is 0 for labels of -1.
         """
 
-        @torch.inference_mode(mode=False)  # a Trainer validates in it
+        @torch.inference_mode(mode=False)  # a Trainer validates without gradients
         def gradient(x_t: Tensor, t: Tensor, labels: Tensor) -> Tensor:
             x, t, labels = (part.detach().clone() for part in (x_t, t, labels))
             with torch.enable_grad():

@@ -55,43 +55,43 @@ Batch = tuple[Tensor, Any, Tensor]
 class DiffusionModule(LightningModule):
     """Trains a denoising network, measures its loss on fixed noise, and samples from it.
 
-    Randomness of a training step is a function of (seed, rank, step, micro-batch), with the seed of
-    `seed_everything` (0 without); that of a validation image a function of its index; that of a
-    sample a function of its seed.
+    The randomness of a training step is a function of (seed, rank, step, micro-batch), with the
+    seed of `seed_everything` (0 without); that of a validation image of its index; that of a sample
+    of its seed.
 
-    A loss that is not finite stops no run by itself: `callbacks.FiniteUpdates` does, which `fit` of
-    the command line adds, as does Trainer(detect_anomaly=True).
+    A non-finite loss does not stop the run by itself. `callbacks.FiniteUpdates`, which the command
+    line's `fit` adds, stops it, and so does Trainer(detect_anomaly=True).
 
     Args:
-        network: fits `protocols.Network`.
+        network: a `protocols.Network`.
         process: forward process.
         parameterization: what the network outputs.
         loss: training objective.
         times: distribution of the training times.
         solver: generator used by `generate`.
         optimizer: called with the parameters that require a gradient.
-        image_shape: (C, H, W) of what is diffused.
-        num_classes: short for ClassLabels(num_classes) as the conditioning.
-        label_dropout: share of training samples that lose their condition, for classifier-free
+        image_shape: (C, H, W) of x0.
+        num_classes: short for conditioning=ClassLabels(num_classes).
+        label_dropout: fraction of training samples whose condition is dropped, for classifier-free
             guidance; 0.1 to 0.2 is usual.
-        codec: between images and what is diffused; None is PixelCodec.
-        guidance: used by `generate`; None samples from the conditional model as it is.
+        codec: maps images to x0 and back; None is PixelCodec.
+        guidance: used by `generate`; None samples from the conditional model.
         lr_scheduler: called with the optimizer, stepped once per optimizer step; None keeps the lr
             constant.
         conditioning: kind of condition that the data have and the network takes; None ignores the
             labels of the data.
-        uniforms: how the uniforms of a batch's times depend on each other; None is Stratified().
+        uniforms: joint distribution of the uniforms of a batch; None is Stratified().
         channels_last: whether network and images use torch's channels_last memory format, which
-            convolutions like.
+            can make convolutions faster.
 
     Raises:
-        ValueError: where two of the arguments do not go together.
+        ValueError: if two of the arguments do not fit together.
 
     Attributes:
         timestep_density: (num_bins,) unnormalised density over u in [0, 1] that training times are
             drawn from; None is uniform.
         timestep_weight: (num_bins,) factor on the loss per bin of u; None is 1.
-        watch: called with every step by which samples are generated; None calls nobody.
+        watch: called before every step of the solver, see `protocols.Watch`; None is not called.
 
     Source: Ho et al. 2020 (DDPM), algorithm 1, with every choice an argument.
     """
@@ -118,8 +118,8 @@ class DiffusionModule(LightningModule):
     ) -> None:
         super().__init__()
         if is_built_from_config():
-            # Built from YAML: plain builtins. Objects handed over in Python would be pickled into
-            # the checkpoint.
+            # From YAML, hyperparameters are builtins. Python objects would be pickled into the
+            # checkpoint.
             self.save_hyperparameters(logger=False)
         self.network = network
         self.process = process
@@ -151,7 +151,7 @@ class DiffusionModule(LightningModule):
     # Training
 
     def setup(self, stage: str) -> None:
-        """Refuse devices and data that do not fit before the first step."""
+        """Raise ValueError if the device or the data do not fit the module."""
         if self.device.type == "mps":  # noise levels are float64
             raise ValueError("MPS has no float64; use --trainer.accelerator=cpu.")
         data = getattr(self.trainer, "datamodule", None)
@@ -160,17 +160,18 @@ class DiffusionModule(LightningModule):
             rank_zero_info(hint)
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Make the randomness of this step a function of its number."""
+        """Seed the random generators for this step."""
         seed_step(run_seed() or 0, self.global_rank, self.global_step, batch_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> STEP_OUTPUT:
         """E[w(u) W(t) mean |target - network(x_t, t)|^2], x_t = alpha(t) x0 + sigma(t) noise.
 
-        That is over the images x0 of the batch, noise standard normal, u from `timestep_density`
-        and t its quantile; the target is the parameterization's, W the loss's weighting, and w(u)
-        is `timestep_weight`. Callbacks get u, t and the losses with it.
+        The mean is over the images x0 of the batch, standard normal noise and u from
+        `timestep_density`; t is the time of u. The target is that of the parameterization, W is the
+        weighting of the loss, and w is `timestep_weight`. The result also has u, t and the losses
+        per sample, for callbacks.
         """
-        images, condition, _ = self._checked(batch)
+        images, condition, _ = self._unpack_batch(batch)
         x0 = encode_for_training(self.codec, images)  # (B, C, H, W)
         checks.check_shape(x0, self.image_shape)
         u = draw_uniforms(len(x0), self.timestep_density, self.uniforms, device=self.device)
@@ -194,12 +195,12 @@ class DiffusionModule(LightningModule):
     ) -> Tensor:
         """(B,) losses W(t) mean |target - network(x_t)|^2 at x_t = alpha x0 + sigma noise.
 
-        A function of the arguments and the weights alone.
+        They depend only on the arguments and the weights.
 
         Args:
             x0: (B, C, H, W) clean images, encoded.
-            condition: what the network is conditioned on, such as labels (B,) int64; None for an
-                unconditional one.
+            condition: condition of the images, such as labels (B,) int64; None for an unconditional
+                network.
             t: (B,) float64 times.
             noise: (B, C, H, W) standard normal.
             step: optimizer steps completed, for weightings that change over training.
@@ -207,7 +208,7 @@ class DiffusionModule(LightningModule):
         alpha, sigma = self.process.alpha_sigma(t)  # (B,) float64
         a, s = expand_as(alpha, x0), expand_as(sigma, x0)  # (B, 1, 1, 1) in x0's dtype
         x_t = a * x0 + s * noise  # (B, C, H, W)
-        output, variance_output = self._run_network(x_t, t, a, s, condition)  # as x_t; as x_t, None
+        output, variance_output = self._run_network(x_t, t, a, s, condition)  # (B, C, H, W) each
         target = self.parameterization.target(x0, noise, a, s)  # (B, C, H, W)
         error = (target - output).square().flatten(1).mean(1)  # (B,)
         output_scale = self.parameterization.output_scale(alpha, sigma)  # (B,) float64
@@ -220,7 +221,7 @@ class DiffusionModule(LightningModule):
     def _run_network(
         self, x_t: Tensor, t: Tensor, alpha: Tensor, sigma: Tensor, condition: Condition
     ) -> tuple[Tensor, Tensor | None]:
-        """Output and variance output in the images' dtype, whatever the network's precision."""
+        """Output and variance output (None if not learned), in the dtype of x_t."""
         x = self.parameterization.network_input(x_t, alpha, sigma)
         x = x.to(self.dtype).contiguous(memory_format=self.memory_format)
         output: Tensor = self.network(x, self.process.noise_label(t).float(), condition)
@@ -237,11 +238,11 @@ class DiffusionModule(LightningModule):
         return output, variance_output
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        """Log the lr and, before it is clipped, the norm of the gradient of all parameters."""
-        # By hand, Lightning would log the last norm again with batches that make no step.
+        """Log the lr and the norm of the gradient of all parameters, before clipping."""
+        # With manual optimization, Lightning would log an old norm again in batches without a step.
         if self.automatic_optimization and should_log(self.trainer):
             gradients = [p.grad for p in self.parameters() if p.grad is not None]
-            # FiniteUpdates has taken those of an update that it leaves out.
+            # There are none if FiniteUpdates skips this update.
             norm = total_norm(gradients) / loss_scale(self.trainer, optimizer) if gradients else nan
             self.log_dict({"train/lr": optimizer.param_groups[0]["lr"], "train/grad_norm": norm})
 
@@ -260,28 +261,28 @@ class DiffusionModule(LightningModule):
         checkpoint.update(checks.codec_record(self.codec))
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse the weights of a run with another codec."""
+        """Raise ValueError if the checkpoint is of a run with another codec."""
         checks.check_codec(self.codec, checkpoint)
 
     # Validation
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Loss at one fixed noise level and noise per image, without any curriculum."""
+        """Loss at a fixed noise level and noise per image, independent of any curriculum."""
         self.log("val/loss", self._add_fixed_losses(batch), prog_bar=True)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        """As validation, on the test split; named after what the data have in its place."""
+        """The validation loss on the test split, logged by the name of the split that is used."""
         split = getattr(self.trainer.datamodule, "tests_on", "test")  # type: ignore[attr-defined]
         self.log(f"{split}/loss", self._add_fixed_losses(batch))
 
     def _add_fixed_losses(self, batch: Batch) -> MeanMetric:
-        """Add losses that depend on each image, its index and the weights alone, in float64."""
-        images, condition, index = self._checked(batch)
+        """Add float64 losses that depend only on each image, its index and the weights."""
+        images, condition, index = self._unpack_batch(batch)
         x0 = self.codec.encode(images)
         checks.check_shape(x0, self.image_shape)
         t = self.times.quantile(index_uniforms(index), self.process)
         noise = PerSampleNoise(index.tolist(), stream="validation").randn_like(x0)
-        # Without the step: a weighting's warm-up would bend the curve.
+        # Without the step, since the warm-up of a weighting would distort the curve.
         losses = self.per_sample_loss(x0, condition, t, noise)
         self._val_loss.set_dtype(torch.float64)  # precision plugins and resets change it
         self._val_loss.update(losses.double())
@@ -292,7 +293,7 @@ class DiffusionModule(LightningModule):
     def predict_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> Tensor:
         """(seeds (B,), labels (B,)) -> images uint8 (B, C, H, W)."""
         seeds, labels = batch
-        return self.generate(seeds.tolist(), _uncollated(labels))
+        return self.generate(seeds.tolist(), _tuple_from_list(labels))
 
     @torch.no_grad()
     def generate(self, seeds: Sequence[int], labels: Condition = None) -> Tensor:
@@ -300,12 +301,12 @@ class DiffusionModule(LightningModule):
 
         Args:
             seeds: one integer per image.
-            labels: a condition of N images, for classes (N,) int64 below `num_classes`, -1 for
-                none; None leaves it to the seeds: for classes, seed modulo `num_classes`.
+            labels: a condition of N images, such as classes (N,) int64 below `num_classes`, -1 for
+                none; None uses the default of each seed, for classes the seed modulo `num_classes`.
 
         Raises:
             ValueError: for labels that do not fit.
-            NonFiniteSamples: where an image, or an estimate of it on the way, is NaN or infinite.
+            NonFiniteSamples: if an image, or an estimate of it on the way, is NaN or infinite.
         """
         return self._sample(self.solver, self.process, seeds, labels)
 
@@ -316,16 +317,16 @@ class DiffusionModule(LightningModule):
         """Generate images uint8 (N, C, H, W) from noised images instead of pure noise.
 
         Args:
-            images: uint8 (N, C, H, W), where each sample starts.
+            images: uint8 (N, C, H, W) images to start from.
             seeds: one integer per image.
-            labels: a condition of N images; None leaves it to the seeds, as in `generate`.
-            strength: share of the solver's steps that are taken, at least one step; a small one
-                keeps most of the image.
+            labels: a condition of N images; None uses the default of each seed, as in `generate`.
+            strength: fraction of the solver's steps that are taken, at least one step; a small
+                fraction keeps most of the image.
 
         Raises:
             ValueError: for labels that do not fit, a strength outside (0, 1], and a solver without
                 `steps` and `times`.
-            NonFiniteSamples: where an image, or an estimate of it on the way, is NaN or infinite.
+            NonFiniteSamples: if an image, or an estimate of it on the way, is NaN or infinite.
 
         Source: Meng et al. 2022 (SDEdit).
         """
@@ -344,16 +345,17 @@ class DiffusionModule(LightningModule):
         labels: Condition = None,
         resamples: int = 10,
     ) -> Tensor:
-        """Generate images uint8 (N, C, H, W) that keep the masked part of given ones.
+        """Generate images uint8 (N, C, H, W) that keep the masked part of other images.
 
-        By ancestral sampling, in the steps and times of the solver.
+        Uses ancestral sampling with the steps and times of the solver.
 
         Args:
             images: uint8 (N, C, H, W), of which a part is kept.
-            mask: (N, 1, H, W) or broadcastable, in the size of x0; 1 where images are kept.
+            mask: (N, 1, H, W) or broadcastable, with height and width of x0; 1 where images are
+                kept.
             seeds: one integer per image.
-            labels: a condition of N images; None leaves it to the seeds, as in `generate`.
-            resamples: how often each step is taken; more make both parts agree better.
+            labels: a condition of N images; None uses the default of each seed, as in `generate`.
+            resamples: number of times each step is taken; more make both parts more consistent.
 
         Source: Lugmayr et al. 2022 (RePaint).
         """
@@ -371,12 +373,12 @@ class DiffusionModule(LightningModule):
         noise = PerSampleNoise(seeds)
         start = noise.draw(self.image_shape).to(self.device)
         with eval_mode(self.network):
-            denoise = checks.FiniteDenoise(self._guided(condition))
+            denoise = checks.FiniteDenoise(self._guided_denoise(condition))
             x0 = solver.sample(denoise, process, start, noise.randn_like, self.watch)
         denoise.raise_if_non_finite(x0, seeds, completed_steps(self))
         return self.codec.decode(x0)
 
-    def _guided(self, condition: Condition) -> Denoise:
+    def _guided_denoise(self, condition: Condition) -> Denoise:
         if self.guidance is None:
             return self.denoise_for(condition)
         null = None if self.conditioning is None else self.conditioning.null(condition)
@@ -409,28 +411,28 @@ class DiffusionModule(LightningModule):
 
     # Batches and logs
 
-    def _checked(self, batch: Batch) -> tuple[Tensor, Condition, Tensor]:
-        """Images, condition and index of a batch, once they are what the module expects."""
+    def _unpack_batch(self, batch: Batch) -> tuple[Tensor, Condition, Tensor]:
+        """Images, condition and index of a batch, validated."""
         checks.check_batch(batch, takes_condition=self.conditioning is not None)
         images, labels, index = batch
         if self.conditioning is None:
             return images, None, index
-        condition = _uncollated(labels)
-        # Labels are read on the CPU, or once: a GPU would have to be waited for.
+        condition = _tuple_from_list(labels)
+        # On a GPU labels are checked only once, since this waits for the device.
         if images.device.type == "cpu" or not self._has_checked:
             self.conditioning.check(condition, len(images))
             self._has_checked = True
         return images, condition, index
 
     def _log_training(self, loss: Tensor, losses: Tensor, u: Tensor, batch_idx: int) -> None:
-        """Log the loss; for loggers its mean per quartile of u too, nan where a batch has none.
+        """Log the loss and, in logging steps, its mean per quartile of u, nan for an empty one.
 
-        Lightning takes 0.5 ms for a number, so one that nobody would read is left out.
+        Logging a number takes Lightning 0.5 ms, so numbers that would not be used are left out.
         """
-        due = should_log(self.trainer)
-        if due or batch_idx == 0 or self.trainer.is_last_batch:
+        is_logging_step = should_log(self.trainer)
+        if is_logging_step or batch_idx == 0 or self.trainer.is_last_batch:
             self.log("train/loss", loss.detach(), prog_bar=True)
-        if not due:
+        if not is_logging_step:
             return
         quartile = bin_of(u, 4)
         sums = torch.zeros(4, dtype=losses.dtype, device=u.device).index_add(0, quartile, losses)
@@ -438,6 +440,6 @@ class DiffusionModule(LightningModule):
         self.log_dict({f"train/loss_q{i}": mean for i, mean in enumerate(means)})
 
 
-def _uncollated(labels: Any) -> Any:
-    """A condition of parts is a tuple, of which a DataLoader makes a list."""
+def _tuple_from_list(labels: Any) -> Any:
+    """Undo the DataLoader's conversion of a tuple (a condition of several parts) to a list."""
     return tuple(labels) if isinstance(labels, list) else labels

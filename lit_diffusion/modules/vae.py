@@ -1,4 +1,4 @@
-"""Latents of a variational autoencoder that somebody else trained, in place of pixels."""
+"""A codec with the latents of a pretrained variational autoencoder (VAE)."""
 
 import hashlib
 import json
@@ -14,27 +14,28 @@ WEIGHTS = "diffusion_pytorch_model.safetensors"
 
 
 class VAECodec:
-    """diffusers' AutoencoderKL of a local folder, frozen and in float32.
+    """An AutoencoderKL of diffusers from a local folder, frozen and in float32.
 
-    x0 = scale (z - shift) for z ~ N(mean, exp(logvar)), the encoder's posterior of an image. A
-    training step draws z (`encode_for_training`), from torch's generator of the images' device;
-    whatever has to be a function of the image alone, such as validation, takes the mean (`encode`).
-    Both take uint8 images or the moments that `lit-diffusion encode` writes, by their dtype.
+    x0 = scale (z - shift) with z ~ N(mean, exp(logvar)), the encoder's posterior of an image.
+    Training steps draw z with torch's generator of the device (`encode_for_training`). Validation
+    and other deterministic uses take the mean (`encode`). Both accept uint8 images, or
+    floating-point moments as `lit-diffusion encode` writes them.
 
-    It is no nn.Module: the weights are in no parameters(), state_dict, average or checkpoint, which
-    holds their SHA-256. They are loaded when first needed, to the device of what they are used on.
+    This is not an nn.Module, so the weights are in no parameters(), state_dict, EMA or checkpoint.
+    Checkpoints hold only their SHA-256. The weights are loaded at first use and moved to the device
+    of the input.
 
     Args:
-        folder: with config.json and diffusion_pytorch_model.safetensors.
-        scale: that makes the variance of x0 about 1; None is `scaling_factor` of config.json, which
-            is 0.18215 where it has none, as Stable Diffusion's.
-        shift: what is taken off z; None is `shift_factor` of config.json, or 0.
-        batch_size: images at a time, >= 1.
+        folder: directory with config.json and diffusion_pytorch_model.safetensors.
+        scale: factor that gives x0 a variance of about 1; None is `scaling_factor` of config.json,
+            or Stable Diffusion's 0.18215 if that is missing.
+        shift: offset that is subtracted from z; None is `shift_factor` of config.json, or 0.
+        batch_size: images per call of the VAE, >= 1.
 
     Raises:
         FileNotFoundError: if a file is missing.
         ModuleNotFoundError: without diffusers.
-        ValueError: for numbers out of their range, or a folder of something else.
+        ValueError: for numbers out of range, or a folder of another kind of model.
 
     Source: Rombach et al. 2022 (latent diffusion), sections 3.1 and D.1.
     """
@@ -49,10 +50,10 @@ class VAECodec:
         batch_size: int = 16,
     ) -> None:
         self.folder, self.batch_size = Path(folder).expanduser(), batch_size
-        lacking = [n for n in ("config.json", WEIGHTS) if not (self.folder / n).is_file()]
-        if lacking:
+        missing = [n for n in ("config.json", WEIGHTS) if not (self.folder / n).is_file()]
+        if missing:
             raise FileNotFoundError(
-                f"{self.folder.absolute()} holds no {' and no '.join(lacking)}: put there the "
+                f"{self.folder.absolute()} holds no {' and no '.join(missing)}: put there the "
                 "folder of an AutoencoderKL, as its save_pretrained writes it."
             )
         if find_spec("diffusers") is None:
@@ -77,7 +78,7 @@ class VAECodec:
 
     @cached_property
     def sha256(self) -> str:
-        """Of the weights."""
+        """SHA-256 of the weights."""
         with (self.folder / WEIGHTS).open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -109,11 +110,11 @@ class VAECodec:
     def moments(self, images: Tensor, /) -> Tensor:
         """Images uint8 (B, C, H, W) -> mean and logvar of z, (B, 2C', H', W') float32."""
 
-        def of_part(part: Tensor) -> Tensor:
+        def encode_part(part: Tensor) -> Tensor:
             posterior = self._vae_on(part.device).encode(part.float() / 127.5 - 1).latent_dist
             return torch.cat([posterior.mean, posterior.logvar], dim=1)
 
-        return self._in_batches(of_part, images)
+        return self._in_batches(encode_part, images)
 
     def _moments(self, images: Tensor) -> Tensor:
         if images.dtype == torch.uint8:
@@ -130,7 +131,7 @@ class VAECodec:
 
     @torch.no_grad()
     def _in_batches(self, function: Any, whole: Tensor) -> Tensor:
-        """In float32, whatever the Trainer's precision."""
+        """Apply `function` to batches of `whole`, in float32 whatever the Trainer's precision."""
         with torch.autocast(whole.device.type, enabled=False):
             return torch.cat([function(part) for part in torch.split(whole, self.batch_size)])
 
@@ -141,9 +142,9 @@ class VAECodec:
     def _vae(self) -> Any:
         from diffusers import AutoencoderKL
 
-        with torch.random.fork_rng(devices=[]):  # a network begins with random weights
-            read: Any = AutoencoderKL.from_pretrained
-            vae, info = read(
+        with torch.random.fork_rng(devices=[]):  # random weights before loading
+            from_pretrained: Any = AutoencoderKL.from_pretrained
+            vae, info = from_pretrained(
                 self.folder,
                 torch_dtype=torch.float32,
                 local_files_only=True,
@@ -151,9 +152,9 @@ class VAECodec:
                 low_cpu_mem_usage=False,
                 output_loading_info=True,
             )
-        if wrong := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:
+        if keys := [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]:
             raise ValueError(
-                f"{self.folder / WEIGHTS} does not fit its config.json: {wrong[0]} and "
-                f"{len(wrong) - 1} more are missing, unknown or of another shape."
+                f"{self.folder / WEIGHTS} does not fit its config.json: {keys[0]} and "
+                f"{len(keys) - 1} more are missing, unknown or of another shape."
             )
         return vae.eval().requires_grad_(False)

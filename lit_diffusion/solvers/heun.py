@@ -20,7 +20,7 @@ from lit_diffusion.solvers.steps import (
 
 @dataclass(frozen=True)
 class Heun:
-    """Second order with two evaluations per step, optionally with churn (added noise).
+    """Heun's second-order method, with two evaluations per step and optional churn (added noise).
 
     In level = sigma / alpha and x = x_t / alpha, the probability flow of any process is dx / dlevel
     = noise(x_t, t). A step uses the mean of the slopes at its two ends. The step to the clean image
