@@ -7,11 +7,11 @@
 | `Tokens(dim)`             | (tokens (B, L, dim), mask (B, L) bool)      | tokens (B, 1 + L, D)  |
 | `WordIds(num_words)`      | ids (B, L) int64, -1 where there is no word | tokens (B, 1 + L, D)  |
 
-Every kind has a learned null embedding, which images without a condition get: those of label -1,
-of a vector that is not present, of no token or word; and all images where the condition is None.
+Every kind has a learned null embedding for images without a condition: a label of -1, an absent
+vector, no token or no word. If the condition is None, all images get it.
 
-Masks are True for tokens that exist. Values of absent vectors and tokens have no influence, not
-even if they are NaN. No value is read back from the device.
+Masks are True for tokens that exist. Values of absent vectors and tokens are ignored, even if they
+are NaN. Nothing here synchronizes with the device.
 """
 
 from dataclasses import dataclass
@@ -26,10 +26,10 @@ from lit_diffusion.protocols import Condition, describe_condition
 
 
 class ConditionKind(Protocol):
-    """A kind of condition, which builds its embedding at the width that a network needs."""
+    """A kind of condition, which builds the module that embeds it at the width of a network."""
 
     def embedding(self, width: int, /) -> nn.Module:
-        """A module from a condition of B images to its `EmbeddedCondition`."""
+        """A module that maps the condition of B images to an `EmbeddedCondition`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Classes:
 
     Args:
         num_classes: labels are 0, ..., num_classes - 1, or -1 for no class.
-        null_class: whether there may be no class; False refuses None and has no embedding for -1.
+        null_class: whether labels may be -1 or None; False has no null embedding.
     """
 
     num_classes: int
@@ -54,7 +54,7 @@ class Vectors:
     """A vector for each image, such as measurements or an embedding of another image.
 
     Args:
-        dim: of the vectors.
+        dim: features of a vector.
     """
 
     dim: int
@@ -66,10 +66,10 @@ class Vectors:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Tokens of an encoder, such as a text encoder's.
+    """Tokens of an encoder, such as a text encoder.
 
     Args:
-        dim: of the tokens.
+        dim: features of a token.
     """
 
     dim: int
@@ -97,10 +97,10 @@ class WordIds:
 def resolve_condition(
     condition: ConditionKind | None, num_classes: int | None
 ) -> ConditionKind | None:
-    """The kind of condition of a network, for which `num_classes` is a short form.
+    """`condition`, or Classes(num_classes) if only `num_classes` is given.
 
     Raises:
-        ValueError: if both are there.
+        ValueError: if both are given.
         TypeError: for another object, such as one of `lit_diffusion.conditioning`.
     """
     if condition is None:
@@ -137,10 +137,10 @@ def embed_condition(
     """Embed the condition of images.
 
     Args:
-        embedding: of the network's kind of condition; None for a network without one.
+        embedding: built by `ConditionKind.embedding`; None for a network without a condition.
         condition: of each image; None for no condition.
         x: (B, ...) images.
-        network: its name, for messages.
+        network: name of the network, for messages.
 
     Raises:
         ValueError: for a condition of another kind or size.
@@ -178,11 +178,11 @@ def concat_tokens(tokens: Tensor, condition: EmbeddedCondition) -> tuple[Tensor,
 
 
 class LabelEmbedding(nn.Module):
-    """A learned row per class, and a last one for no class.
+    """A learned row per class, and a last row for no class.
 
-    Labels are not range-checked, since a GPU would have to wait for the result: `num_classes` or
-    more fails inside the embedding (IndexError on the CPU), and any negative number is no class.
-    Without `null_class` there is no last row, and negative labels fail too.
+    The range of labels is not checked, as this would synchronize with a GPU. Labels of
+    `num_classes` or more fail in the embedding (IndexError on the CPU); any negative label is no
+    class. Without `null_class` there is no last row, and negative labels fail too.
     """
 
     expects = "labels (B,) int64"
@@ -204,8 +204,9 @@ class LabelEmbedding(nn.Module):
 
     def forward(self, labels: Tensor) -> EmbeddedCondition:
         """(B,) -> vector (B, D)."""
-        beyond = labels >= self.num_classes  # else the first of these would be the null row
-        rows = torch.where(labels < 0, self.num_classes, labels + beyond)
+        # Labels that are too large are increased by 1, so that num_classes is not the null row.
+        too_large = labels >= self.num_classes
+        rows = torch.where(labels < 0, self.num_classes, labels + too_large)
         return EmbeddedCondition(vector=F.embedding(rows, self.weight))
 
 
@@ -235,9 +236,9 @@ class VectorEmbedding(nn.Module):
 
 
 class TokenEmbedding(nn.Module):
-    """A linear map of tokens, behind a learned null token, which is attended to if it is alone.
+    """A linear map of tokens, after a learned null token that is attended to if it is alone.
 
-    Tokens keep the positions that their encoder gave them, and get no others.
+    No positions are added, since tokens have those of their encoder.
     """
 
     def __init__(self, dim: int, width: int) -> None:
@@ -263,11 +264,11 @@ class TokenEmbedding(nn.Module):
 
 
 class WordEmbedding(nn.Module):
-    """A learned row per word plus sinusoids of its position, behind a learned null token.
+    """A learned row per word plus sinusoids of its position, after a learned null token.
 
-    Positions are added because "dark on bright" is not "bright on dark"; as sinusoids, since these
-    need no longest text and nothing to learn. As with labels, ids of num_words or more fail inside
-    the embedding (IndexError on the CPU), and any negative number is no word.
+    Sinusoids distinguish "dark on bright" from "bright on dark", for texts of any length and
+    without parameters. As with labels, ids of num_words or more fail in the embedding (IndexError
+    on the CPU), and any negative id is no word.
     """
 
     expects = "words (B, L) int64"
@@ -294,14 +295,14 @@ class WordEmbedding(nn.Module):
 
 
 def _prepend_null_token(null: Tensor, tokens: Tensor, mask: Tensor) -> EmbeddedCondition:
-    """Null token (D,) and tokens (B, L, D); it is attended to where no other token is."""
+    """Null token (D,), then tokens (B, L, D); the null token's mask is True if it is alone."""
     null = null.to(tokens.dtype).expand(len(tokens), 1, -1)
     mask = torch.cat([~mask.any(dim=1, keepdim=True), mask], 1)
     return EmbeddedCondition(tokens=torch.cat([null, tokens], 1), mask=mask)
 
 
 def _zero_masked(values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where the mask is False: weights of 0 would let NaN, and its gradient, through."""
+    """Values in `dtype`, 0 where the mask is False; multiplying by 0 would keep NaN."""
     return values.to(dtype).masked_fill(~mask[..., None], 0)
 
 

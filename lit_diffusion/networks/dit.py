@@ -1,9 +1,9 @@
 """DiT: a vision transformer conditioned on noise level and condition by adaLN-Zero.
 
 Names and shapes of the parameters are those of the published checkpoints, which load with
-`load_state_dict`; their pos_embed is a table, which is not trained. diffusers'
-DiTTransformer2DModel differs in two defaults: its sinusoids have frequencies 10000^(-k / 127) for
-10000^(-k / 128), and its second norm an eps of 1e-5 for 1e-6.
+`load_state_dict`. pos_embed is a fixed table, as there. The DiTTransformer2DModel of diffusers
+differs in two defaults: its sinusoids have frequencies 10000^(-k / 127) instead of
+10000^(-k / 128), and its second norm has an eps of 1e-5 instead of 1e-6.
 
 Source: Peebles & Xie 2022, "Scalable Diffusion Models with Transformers" (arXiv 2212.09748).
 """
@@ -70,10 +70,10 @@ class DiT(nn.Module):
     | L    | 1024  | 24    | 16        |
     | XL   | 1152  | 28    | 16        |
 
-    Published are XL/2 (patch_size=2) on latents 4x32x32 and 4x64x64, with num_classes=1000 and a
-    learned variance (out_channels=8).
+    The published models are XL/2 (patch_size=2) on latents 4x32x32 and 4x64x64, with
+    num_classes=1000 and a learned variance (out_channels=8).
 
-    Labels and vectors are added to the embedding of the noise level, tokens and words are appended
+    Labels and vectors are added to the embedding of the noise level. Tokens and words are appended
     to the tokens of the patches.
 
     Under autocast the embedding of the noise level and the final layer stay in the dtype of their
@@ -84,9 +84,9 @@ class DiT(nn.Module):
         in_channels: channels of x.
         out_channels: channels of the result: the images', or twice that if the variance is learned.
         patch_size: height and width of a patch; divides `image_size`.
-        width: of the tokens, divisible by 4.
+        width: features of a token, divisible by 4.
         depth: number of blocks.
-        num_heads: of attention; divides `width`.
+        num_heads: attention heads; divides `width`.
         mlp_ratio: hidden width of an MLP, in units of `width`.
         num_classes: short form of condition=Classes(num_classes).
         condition: `Classes`, `Vectors`, `Tokens` or `WordIds` of `networks.conditions`.
@@ -158,7 +158,7 @@ class DiT(nn.Module):
             x: (B, in_channels, image_size, image_size).
             noise_label: (B,) noise levels, from 0 to 999 in published models, float32 or float64.
             condition: of the kind that the network was built for, with a row for each image, such
-                as labels (B,) int64 with -1 for no class; None for no condition anywhere.
+                as labels (B,) int64 with -1 for no class; None for no condition in all rows.
 
         Returns:
             (B, out_channels, image_size, image_size) in the dtype of the weights.

@@ -2,12 +2,13 @@
 
     patches p x p x C -- bottleneck -- blocks with adaLN-Zero -- patches -- image
 
-It has a DiT's blocks with the parts of language models: RMSNorm, SwiGLU, QK-norm, rotary positions
-beside the fixed ones of DiT, and the class as tokens too. What makes patches of 16 x 16 or 32 x 32
-pixels work, far wider than the network, is the target: an image lies near a manifold that the
-bottleneck can hold, noise does not. So use it with `lit_diffusion.parameterizations.Sample`.
+The blocks are those of DiT with components of language models: RMSNorm, SwiGLU, QK-norm, rotary
+positions in addition to DiT's fixed ones, and the class also as tokens. A patch of 16 x 16 or
+32 x 32 pixels can have more features than the width of the network. This works because the target
+is the image, which lies near a manifold that the bottleneck can represent; noise does not. So use
+it with `lit_diffusion.parameterizations.Sample`.
 
-Written from the paper: the parameters have other names than in the authors' code,
+Written from the paper; parameters are named differently from the authors' code,
 github.com/LTH14/JiT.
 
 Source: Li & He 2025, "Back to Basics: Let Denoising Generative Models Denoise" (arXiv 2511.13720),
@@ -50,15 +51,15 @@ from lit_diffusion.protocols import Condition
 def rope_cos_sin(
     side: int, head_dim: int, num_extra: int, device: torch.device | None = None
 ) -> Tensor:
-    """Cosine and sine of the angles by which RoPE turns pairs of features, for tokens on a grid.
+    """Cosine and sine of the angles by which RoPE rotates pairs of features, for tokens on a grid.
 
-    Half of the pairs is turned by the row times 10000^(-4 k / head_dim), half by the column.
+    Half of the pairs have the angles row * 10000^(-4 k / head_dim), the others those of the column.
 
     Args:
         side: patches in a row and in a column.
         head_dim: features of a head, divisible by 4.
-        num_extra: tokens after the patches, which have no position and are not turned.
-        device: of the result.
+        num_extra: tokens after the patches, which have no position and are not rotated.
+        device: device of the result.
 
     Returns:
         (2, side^2 + num_extra, head_dim / 2) float64.
@@ -71,7 +72,7 @@ def rope_cos_sin(
 
 
 def apply_rope(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Turn each pair of features (k, k + head_dim / 2), in the dtype of the cosines.
+    """Rotate each pair of features (k, k + head_dim / 2), in the dtype of the cosines.
 
     Args:
         x: (..., N, head_dim).
@@ -138,7 +139,7 @@ class JiTBlock(nn.Module):
 
 
 class JiT(nn.Module):
-    """Transformer on large patches, which pass a bottleneck. Outputs zero at initialization.
+    """Transformer on large patches, embedded through a bottleneck. Outputs zero at initialization.
 
     | size | width | depth | num_heads | bottleneck | in_context_start |
     |------|-------|-------|-----------|------------|------------------|
@@ -147,10 +148,11 @@ class JiT(nn.Module):
     | H    | 1280  | 32    | 16        | 256        | 10               |
     | G    | 1664  | 40    | 16        | 256        | 10               |
 
-    Published are patch_size=16 at 256 pixels and 32 at 512, with in_context_tokens=32.
+    The published models have patch_size=16 at 256 pixels and 32 at 512, with in_context_tokens=32.
 
-    Labels and vectors are added to the embedding of the noise level and, from a block on, are
-    tokens; tokens and words are appended to the tokens of the patches.
+    Labels and vectors are added to the embedding of the noise level, and from block
+    `in_context_start` on they are also tokens. Tokens and words are appended to the tokens of the
+    patches.
 
     Under autocast the embedding of the noise level and the final layer stay in the dtype of their
     weights.
@@ -160,13 +162,13 @@ class JiT(nn.Module):
         in_channels: channels of x.
         out_channels: channels of the result: the images', or twice that if the variance is learned.
         patch_size: height and width of a patch; divides `image_size`.
-        width: of the tokens; width / num_heads is divisible by 4.
+        width: features of a token; width / num_heads is divisible by 4.
         depth: number of blocks.
-        num_heads: of attention; divides `width`.
-        bottleneck: width that a patch is reduced to before it becomes a token.
-        mlp_ratio: hidden width of an MLP with as many parameters, in units of `width`.
-        in_context_tokens: copies of a label's or vector's embedding, each plus a learned vector,
-            that are appended to the sequence; 0 for none.
+        num_heads: attention heads; divides `width`.
+        bottleneck: number of features to which a patch is reduced before it becomes a token.
+        mlp_ratio: hidden width of an MLP with as many parameters as SwiGLU, in units of `width`.
+        in_context_tokens: number of copies of the embedding of a label or vector, each plus a
+            learned vector, that are appended to the sequence; 0 for none.
         in_context_start: index of the block before which they are appended.
         num_classes: short form of condition=Classes(num_classes).
         condition: `Classes`, `Vectors`, `Tokens` or `WordIds` of `networks.conditions`.
@@ -258,7 +260,7 @@ class JiT(nn.Module):
             x: (B, in_channels, image_size, image_size).
             noise_label: (B,) noise levels, float32 or float64.
             condition: of the kind that the network was built for, with a row for each image, such
-                as labels (B,) int64 with -1 for no class; None for no condition anywhere.
+                as labels (B,) int64 with -1 for no class; None for no condition in all rows.
 
         Returns:
             (B, out_channels, image_size, image_size) in the dtype of the weights.
@@ -274,7 +276,7 @@ class JiT(nn.Module):
         x = self.patch_embed(patchify(x, self.patch_size)) + self.pos_embed  # (B, N, D)
         x, mask = concat_tokens(x, embedded)  # (B, N + 1 + L, D)
 
-        # Computed in every call, since a buffer would be cast with the weights.
+        # Computed in every call, since a buffer would be cast to the dtype of the weights.
         num_extra = x.shape[1] - self.side**2 + self.in_context_tokens
         cos_sin = rope_cos_sin(self.side, self.head_dim, num_extra, x.device)
         cos_sin = cos_sin.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,7 +1,7 @@
 """The layers that the networks share.
 
 Shapes: images (B, C, H, W) in either memory format, tokens (B, N, D), masks (B, N) bool, False for
-tokens that no token attends to.
+tokens to ignore.
 
 Precision: a network runs in any dtype and under autocast. Norms, softmax and the sinusoids of the
 noise level are computed in float32 or better, whatever the dtype around them.
@@ -22,8 +22,8 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def timestep_embedding(noise_label: Tensor, dim: int) -> Tensor:
     """Sinusoids of the noise level l, [cos(f_k l), sin(f_k l)] with f_k = 10000^(-2 k / dim).
 
-    Computed in float64, because float32 frequencies are off by more than a rounding error of the
-    result: at l = 999 they move the output of a network by 4e-6.
+    Computed in float64, because errors of float32 frequencies are multiplied by l: at l = 999 they
+    change the output of a network by 4e-6.
 
     Args:
         noise_label: (B,) l, integer or real (respaced processes have fractional steps).
@@ -51,7 +51,7 @@ def timestep_embedding(noise_label: Tensor, dim: int) -> Tensor:
 class TimestepMLP(nn.Sequential):
     """Embedding of the noise level: `dim` sinusoids, Linear, SiLU, Linear.
 
-    Stays in the dtype of its weights under autocast, as bfloat16 sinusoids would blur the level.
+    Stays in the dtype of its weights under autocast, as bfloat16 is too coarse for noise levels.
     """
 
     def __init__(self, dim: int, width: int, out_width: int | None = None) -> None:
@@ -102,7 +102,7 @@ def self_attention(
         split_heads_first: order of the 3 D features. True for [head][q, k, v], as in
             improved-diffusion and guided-diffusion; False for [q, k, v][head], as in vision
             transformers and guided-diffusion's "new attention order".
-        mask: (B, N) bool, False for tokens that no token attends to; None attends to all.
+        mask: (B, N) bool, False for tokens to ignore; None attends to all.
 
     Returns:
         (B, N, D), head by head.
@@ -124,7 +124,7 @@ def self_attention(
 
 
 class Attention(nn.Module):
-    """Multi-head attention among all tokens; qkv features are in the order [q, k, v][head]."""
+    """Multi-head self-attention; qkv features are in the order [q, k, v][head]."""
 
     def __init__(self, width: int, num_heads: int, qkv_bias: bool = True) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class MLP(nn.Module):
 
 
 class FinalLayer(nn.Module):
-    """Norm, scale and shift by c, and a linear map; in the dtype of its weights under autocast.
+    """Adaptive norm by c and a linear map, in the dtype of its weights under autocast.
 
     Source: Peebles & Xie 2022 (DiT), section 3.2.
     """
@@ -217,11 +217,11 @@ def sincos_2d(side: int, width: int) -> Tensor:
 
 
 class Patched(nn.Module):
-    """Any network on size x size patches, so that large images cost as much as small ones.
+    """Any network applied to images rearranged by pixel unshuffle, which saves compute.
 
     Args:
         network: `forward(x, noise_label, condition)` for images (B, size^2 C, H / size, W / size),
-            with as many or twice as many channels out.
+            with as many output channels, or twice as many.
         size: height and width of a patch; divides height and width of the images.
 
     Source: Shi et al. 2016 (arXiv 1609.05158), section 3.2, for the order of pixels.
@@ -253,9 +253,9 @@ class Patched(nn.Module):
 
 @torch.no_grad()
 def zero_(module: _Module) -> _Module:
-    """Set all parameters to 0, as of the last layer of a residual branch, and return the module.
+    """Set all parameters to 0 and return the module.
 
-    The branch then starts as the identity.
+    A residual block whose last layer is zero is the identity at initialization.
     """
     for parameter in module.parameters():
         parameter.zero_()
@@ -273,7 +273,7 @@ def xavier_uniform_(network: nn.Module) -> None:
 
 
 def maybe_checkpoint(block: nn.Module, *inputs: Tensor | None, enabled: bool) -> Tensor:
-    """block(*inputs); if enabled, its activations are computed again in the backward pass."""
+    """block(*inputs); if enabled, with gradient checkpointing."""
     if not enabled:
         return cast(Tensor, block(*inputs))
     return cast(Tensor, checkpoint(block, *inputs, use_reentrant=False))
@@ -287,7 +287,7 @@ def no_autocast(x: Tensor) -> AbstractContextManager[None]:
 
 
 def check_sizes(image_size: int, patch_size: int, width: int, depth: int, num_heads: int) -> None:
-    """Raise ValueError for sizes of a transformer that do not fit together, or fill the memory."""
+    """Raise ValueError if sizes of a transformer do not fit together, or are far too large."""
     if width > 10**5 or depth > 1000 or image_size > 10**5:
         raise ValueError(
             "width and image_size must be at most 100000 and depth 1000, got "
@@ -305,7 +305,7 @@ def check_sizes(image_size: int, patch_size: int, width: int, depth: int, num_he
 
 
 def check_image_size(x: Tensor, image_size: int, network: str) -> None:
-    """Raise ValueError for images x (B, C, H, W) that are not of the size of the network."""
+    """Raise ValueError unless the images x (B, C, H, W) are image_size x image_size."""
     if x.shape[2:] != (image_size, image_size):
         raise ValueError(
             f"{network}(image_size={image_size}) got images of shape {tuple(x.shape)}: resize "

@@ -1,4 +1,4 @@
-"""The U-Net of improved-diffusion and guided-diffusion, and the classifier made of its encoder.
+"""The U-Net of improved-diffusion and guided-diffusion, and the classifier with its encoder.
 
     x -- input_blocks ------------------- skips ------------------- output_blocks -- out
          each level: n x (ResBlock,              each level: (n + 1) x (ResBlock,
@@ -69,7 +69,7 @@ class GroupNorm32(nn.GroupNorm):
 
 
 class PointwiseLinear(nn.Conv1d):
-    """A linear map of tokens, stored as the 1x1 convolution that published U-Nets hold."""
+    """A linear map of tokens, with the weight of a 1x1 convolution as in published U-Nets."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__(in_channels, out_channels, kernel_size=1)
@@ -88,8 +88,8 @@ class ResBlock(nn.Module):
     """x + conv(norm(conv(norm(x)))), with the embedding applied between the two convolutions.
 
     With `scale_shift_norm` the embedding gives scale and shift of the second norm (adaptive group
-    norm), else it is added before it. `resample` changes the resolution of x, and of the branch
-    before its convolutions.
+    norm); otherwise it is added before that norm. `resample` changes the resolution of x, and that
+    of the residual branch before its first convolution.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class CrossAttentionBlock(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """One vector per image: what its mean pixel attends to.
+    """Attention pooling: one vector per image, with the mean of all pixels as the query.
 
     Source: Radford et al. 2021 (CLIP), section 2.4.
     """
@@ -214,7 +214,7 @@ class AttentionPool(nn.Module):
 
 
 class ConditionedSequential(nn.ModuleList):
-    """Layers in a row; ResBlocks also get the embedding, cross-attention tokens and mask."""
+    """Sequential layers. ResBlocks also get the embedding, cross-attention the tokens and mask."""
 
     def forward(
         self, x: Tensor, emb: Tensor, tokens: Tensor | None = None, mask: Tensor | None = None
@@ -231,15 +231,15 @@ class ConditionedSequential(nn.ModuleList):
 
 
 class ZeroNullLabelEmbedding(LabelEmbedding):
-    """A learned row per class, and zeros for no class: what a network without labels adds.
+    """A learned row per class, and zeros for no class.
 
-    A learned null row could express no more, because what all classes share has a parameter
-    already, the last bias of `time_embed`; and without it the state_dict is the published one.
+    A learned null row would not be more expressive, because the last bias of `time_embed` is
+    already added for all classes. Without it, the state_dict is the published one.
     """
 
     def __init__(self, num_classes: int, width: int) -> None:
         super().__init__(num_classes, width, null_class=False)
-        self.null_class = True  # without a row of its own
+        self.null_class = True  # the null class has no row
 
     def forward(self, labels: Tensor) -> EmbeddedCondition:
         """(B,) -> vector (B, E)."""
@@ -248,7 +248,7 @@ class ZeroNullLabelEmbedding(LabelEmbedding):
 
 
 class _Encoder(nn.Module):
-    """Embedding of the noise level, encoder and middle block, which both networks have.
+    """Embedding of the noise level, encoder and middle block, shared by the networks below.
 
     Arguments are those of `UNet`; `cross_attention` is for a condition of tokens or words.
     """
@@ -320,7 +320,7 @@ class _Encoder(nn.Module):
     def _stage(
         self, in_channels: int, out_channels: int, num_heads: int, *, attend: bool
     ) -> ConditionedSequential:
-        """A ResBlock; with `attend` then self-attention, and cross-attention to tokens."""
+        """A ResBlock; with `attend` also self-attention, and cross-attention to tokens if any."""
         layers: list[nn.Module] = [self.res_block(in_channels, out_channels)]
         if attend:
             heads = heads_for(out_channels, num_heads, self.head_channels)
@@ -375,8 +375,8 @@ class UNet(_Encoder):
 
     Outputs zero at initialization.
 
-    Labels and vectors are added to the embedding of the noise level; tokens and words are attended
-    to on every level that has attention. No class (label -1) adds nothing.
+    Labels and vectors are added to the embedding of the noise level; a label of -1 (no class) adds
+    zero. Every level with attention also has cross-attention to tokens and words.
 
     Under autocast the noise embedding and the output layers stay in the dtype of their weights, as
     in guided-diffusion's half-precision mode.
@@ -388,8 +388,8 @@ class UNet(_Encoder):
         channel_mult: width of each level, in units of `model_channels`; level i has resolution
             1 / 2^i.
         num_res_blocks: ResBlocks per level of the encoder. The decoder has one more.
-        attention_downsample: levels with attention, named by the factor that their resolution is
-            reduced by. The middle always has it.
+        attention_downsample: levels with attention, identified by their downsampling factor. The
+            middle block always has attention.
         num_heads: attention heads.
         head_channels: channels of a head. If given, it decides the number of heads, and
             `num_heads` and `num_heads_upsample` are not used.
@@ -399,9 +399,9 @@ class UNet(_Encoder):
         condition: `Classes`, `Vectors`, `Tokens` or `WordIds` of `networks.conditions`.
         scale_shift_norm: whether the embedding scales and shifts the second norm of a ResBlock, or
             is added before it.
-        resblock_updown: whether ResBlocks change the resolution, or plain convolutions.
-        split_heads_first: order of the qkv features in a checkpoint, see `layers.self_attention`;
-            either will do for training.
+        resblock_updown: whether ResBlocks change the resolution, instead of plain convolutions.
+        split_heads_first: order of the qkv features in a checkpoint: True for [head][q, k, v],
+            False for [q, k, v][head]. For training from scratch it does not matter.
         norm_groups: groups of every group norm, a divisor of all widths; 32 in published models.
             Groups of a single channel are slow on a CPU in channels_last format.
         gradient_checkpointing: store only the inputs of each block and compute its activations
@@ -461,7 +461,7 @@ class UNet(_Encoder):
             embedding = ZeroNullLabelEmbedding(condition.num_classes, self.emb_channels)
         elif condition is not None:
             embedding = condition.embedding(self.emb_channels)
-        is_labels = isinstance(condition, Classes)  # whose embedding has the published name
+        is_labels = isinstance(condition, Classes)  # only these have the published name label_emb
         self.label_emb = embedding if is_labels else None
         self.condition_emb = None if is_labels else embedding
 
@@ -486,16 +486,16 @@ class UNet(_Encoder):
 
         Args:
             x: (B, in_channels, H, W); H and W divisible by 2^(levels - 1).
-            noise_label: (B,) noise levels as the process names them, such as steps, with fractions;
-                in float32 or float64 whatever the dtype of x, for bfloat16 has no 999.
+            noise_label: (B,) noise labels of the process, such as steps, possibly fractional; in
+                float32 or float64 whatever the dtype of x, since bfloat16 can't represent 999.
             condition: of the kind that the network was built for, with a row for each image, such
-                as labels (B,) int64 with -1 for no class; None for no condition anywhere.
+                as labels (B,) int64 with -1 for no class; None for no condition in all rows.
 
         Returns:
             (B, out_channels, H, W) in the dtype of the weights.
 
         Raises:
-            ValueError: for another condition than the network's, or sizes that cannot be halved.
+            ValueError: for another kind of condition, or a height or width that is not divisible.
         """
         embedding = self.condition_emb if self.label_emb is None else self.label_emb
         embedded = embed_condition(embedding, condition, x, "UNet")
@@ -513,7 +513,7 @@ class UNet(_Encoder):
 class EncoderUNet(_Encoder):
     """Classifier of noisy images: the encoder of the U-Net, then attention pooling.
 
-    It is guided-diffusion's `EncoderUNetModel` with pool "attention", its default.
+    This is guided-diffusion's `EncoderUNetModel` with pool="attention", as its classifiers use it.
 
     Args:
         image_size: height and width of x. The pooling has a parameter per position.
@@ -522,14 +522,15 @@ class EncoderUNet(_Encoder):
         model_channels: base width, even.
         channel_mult: width of each level, in units of `model_channels`.
         num_res_blocks: ResBlocks per level.
-        attention_downsample: levels with attention, named by the factor that their resolution is
-            reduced by. The middle always has it.
+        attention_downsample: levels with attention, identified by their downsampling factor. The
+            middle block always has attention.
         head_channels: channels of a head, in the blocks and in the pooling.
         dropout: probability in every ResBlock.
         scale_shift_norm: whether the embedding scales and shifts the second norm of a ResBlock, or
             is added before it.
-        resblock_updown: whether ResBlocks reduce the resolution, or plain convolutions.
-        split_heads_first: order of the qkv features in the blocks; the pooling has the other.
+        resblock_updown: whether ResBlocks reduce the resolution, instead of plain convolutions.
+        split_heads_first: order of the qkv features in the blocks: True for [head][q, k, v], False
+            for [q, k, v][head]. The pooling always has the latter.
 
     Raises:
         ValueError: for sizes that do not fit together.

@@ -4,8 +4,8 @@
                                              +-------- skips --------+
 
 Names and shapes of the parameters are those of the authors' repository: their checkpoints load with
-`load_state_dict`. What its configurations call num_classes is 1 more than here where they drop
-labels: 1001 there is num_classes=1000 here.
+`load_state_dict`. If their configuration drops labels, its num_classes counts the null class: 1001
+there is num_classes=1000 here.
 
 Sources: Bao et al. 2023, "All are Worth Words: A ViT Backbone for Diffusion Models" (arXiv
 2209.12152); github.com/baofff/U-ViT, file libs/uvit.py.
@@ -70,11 +70,11 @@ class UViT(nn.Module):
     | L    | 1024  | 20    | 16        |
     | H    | 1152  | 28    | 16        |
 
-    Published are S/2 on CIFAR-10 (patch_size=2), M/4 and L/4 on ImageNet-64, L/4 and H/4 on latents
-    4x64x64, H/2 on latents 4x32x32; those of size H with final_conv=False.
+    The published models are S/2 on CIFAR-10 (patch_size=2), M/4 and L/4 on ImageNet-64, L/4 and H/4
+    on latents 4x64x64, and H/2 on latents 4x32x32; those of size H have final_conv=False.
 
-    It needs continuous noise levels from 0 to 999, as the processes give them. A label or vector is
-    a token in front; tokens and words are appended to the sequence.
+    Published models take continuous noise levels from 0 to 999. A label or vector is a token at the
+    front; tokens and words are appended to the sequence.
 
     Under autocast the output layers and norms stay in the dtype of their weights.
 
@@ -83,9 +83,9 @@ class UViT(nn.Module):
         in_channels: channels of x.
         out_channels: channels of the result: the images', or twice that if the variance is learned.
         patch_size: height and width of a patch; divides `image_size`.
-        width: of the tokens, divisible by 4.
+        width: features of a token, divisible by 4.
         depth: number of blocks without the middle one, even.
-        num_heads: of attention; divides `width`.
+        num_heads: attention heads; divides `width`.
         mlp_ratio: hidden width of an MLP, in units of `width`.
         qkv_bias: whether queries, keys and values have biases.
         mlp_time_embed: whether the sinusoids of the noise level pass through an MLP.
@@ -135,7 +135,7 @@ class UViT(nn.Module):
         self.gradient_checkpointing = gradient_checkpointing
 
         self.time_embed = TimestepMLP(width, 4 * width, width) if mlp_time_embed else None
-        # Any kind of condition is embedded under the name that labels have.
+        # All kinds of conditions use the parameter name that labels have in the repository.
         self.label_emb = None if condition is None else condition.embedding(width)
         self.num_prefix = 1 + isinstance(condition, Classes | Vectors)  # tokens before the patches
         self.patch_embed = PatchEmbed(in_channels, width, patch_size)
@@ -153,7 +153,7 @@ class UViT(nn.Module):
         self._initialize_weights()
 
     def _initialize_weights(self) -> None:
-        """Linear maps and positions of standard deviation 0.02, as the authors'; biases 0."""
+        """Linear maps and positions of standard deviation 0.02, biases 0, as in the repository."""
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
         for module in self.modules():
             if isinstance(module, nn.Linear):
@@ -168,7 +168,7 @@ class UViT(nn.Module):
             x: (B, in_channels, image_size, image_size).
             noise_label: (B,) noise levels, float32 or float64.
             condition: of the kind that the network was built for, with a row for each image, such
-                as labels (B,) int64 with -1 for no class; None for no condition anywhere.
+                as labels (B,) int64 with -1 for no class; None for no condition in all rows.
 
         Returns:
             (B, out_channels, image_size, image_size) in the dtype of the weights.
