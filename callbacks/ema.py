@@ -279,7 +279,8 @@ class EMA(pl.Callback):
                 self._raw_hook.remove()
             self._active = RAW
             return
-        updated = [n for n, steps in self._steps_by_name().items() if steps >= self.every_n_steps]
+        steps = self._steps_by_name()
+        updated = [n for n in steps if n in tensors and steps[n] >= self.every_n_steps]
         self._refuse_nonfinite(updated)
         targets = [tensors[n] for n in updated]
         previous, self._active = self._active, name
@@ -432,14 +433,17 @@ class EMA(pl.Callback):
         adopted = {name: tensor for name, tensor in averaged.items() if id(tensor) in new}
         if group.tensors or adopted:
             followed = {name for each in self._groups for name in each.tensors}
-            buffers = self._averaged_buffers()
-            adopted |= {name: buffers[name] for name in buffers.keys() - followed}
+            buffers = self._averaged_buffers().items()
+            adopted |= {name: buffer for name, buffer in buffers if name not in followed}
         for name, tensor in adopted.items():
+            for each in self._groups:
+                each.tensors.pop(name, None)  # of a parameter that this one has replaced
             group.tensors[name] = tensor
-            group.steps = max(group.steps, self._waiting.pop(name, 0))
-            for shadow in self._shadows:
-                if name not in shadow:
+            if (steps := self._waiting.pop(name, None)) is None:
+                for shadow in self._shadows:
                     shadow[name] = self._copy_as_average(tensor, tensor)
+            elif isinstance(tensor, Parameter):
+                group.steps = max(group.steps, steps)
 
     def _named_tensors(self) -> dict[str, Tensor]:
         """All parameters and buffers, by the name without torch.compile."""

@@ -441,6 +441,39 @@ def test_parameters_unfrozen_or_added_later_are_averaged_from_then_on(tmp_path):
     assert_close({k: shadows(ema)[k] for k in late}, late)
 
 
+def test_a_parameter_that_takes_the_place_of_another_is_averaged_anew(tmp_path):
+    class NewHead(PlainModule):
+        def on_train_epoch_start(self):
+            if self.current_epoch == 1:
+                self.inner[3] = self.shared = nn.Linear(8, 4, bias=False)
+                self.optimizers().add_param_group({"params": self.inner[3].parameters()})
+
+    class SecondEpoch(Watch):
+        def on_train_batch_start(self, trainer, *args):
+            if trainer.current_epoch == 1:
+                super().on_train_batch_start(trainer, *args)
+
+        def on_train_batch_end(self, trainer, *args):
+            if trainer.current_epoch == 1:
+                super().on_train_batch_end(trainer, *args)
+
+    ema, watch, module = EMA((DECAY,), warmup=False), SecondEpoch(), NewHead()
+    fit(tmp_path, module, ema, watch, max_epochs=2)
+    expected = watch.average(DECAY, warmup=False)["inner.3.weight"]
+    torch.testing.assert_close(shadows(ema)["inner.3.weight"].double(), expected)
+    with ema.weights("ema"):
+        assert torch.equal(module.inner[3].weight, shadows(ema)["inner.3.weight"])
+
+
+def test_averages_are_in_the_order_of_the_module(tmp_path):
+    module, ema = PlainModule(), EMA((DECAY,), buffers=True)
+    buffers = [f"buffer_{i}" for i in range(6)]
+    for name in buffers:
+        module.register_buffer(name, torch.ones(1))
+    fit(tmp_path, module, ema)
+    assert [name for name in shadows(ema) if name in buffers] == buffers
+
+
 def test_compiled_modules_are_averaged_under_the_names_of_uncompiled_ones(tmp_path):
     def compiled():
         module = PlainModule()
