@@ -136,14 +136,14 @@ class RunCLI(LightningCLI):
         of_command = {
             "description": DESCRIPTIONS[request.command],
             "usage": f"lit-diffusion {request.command} --config FILE [options]",
-            "formatter_class": _HelpFormatter,
             **strict,
         }
+        of_all = {"prog": "lit-diffusion", "formatter_class": _HelpFormatter, **strict}
         super().__init__(
             save_config_callback=RunConfig,
             seed_everything_default=0,
             auto_configure_optimizers=False,
-            parser_kwargs={"prog": "lit-diffusion", **strict, request.command: of_command},
+            parser_kwargs={**of_all, request.command: of_command},
             args=self._arguments(),
         )
 
