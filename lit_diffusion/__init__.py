@@ -10,7 +10,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import `load`, and torch with it, when it is asked for."""
+    """Import `load`, and torch with it, at its first use."""
     if name != "load":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from lit_diffusion.checkpoints import load

@@ -39,6 +39,6 @@ class PixelCodec:
 
 
 def encode_for_training(codec: Codec, images: Tensor) -> Tensor:
-    """x0 of images uint8 (B, C, H, W), by the codec's `encode_for_training` where it has one."""
+    """x0 of images uint8 (B, C, H, W), by the codec's `encode_for_training` if it has one."""
     x0: Tensor = getattr(codec, "encode_for_training", codec.encode)(images)
     return x0

@@ -74,7 +74,8 @@ def coefficients(
     Raises:
         ValueError: without snapshots, or for a step after the last.
 
-    Source: Karras et al. 2024 (EDM2), section 3.2 and appendix C.2; formulas derived anew.
+    Source: Karras et al. 2024 (EDM2), section 3.2 and appendix C.2; the formulas were derived
+    independently.
 
     Example:
         >>> factors, distance = coefficients([10, 20], [7.0, 7.0], 20, 7.0)

@@ -235,6 +235,7 @@ class ClassifierScore:
 
 
 def _differ(labels: Any, null: Any) -> bool:
+    """Whether two conditions have different values."""
     if isinstance(labels, Tensor):
         return not torch.equal(labels, null)
     return any(map(_differ, labels, null))

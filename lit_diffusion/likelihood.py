@@ -130,7 +130,7 @@ def flow_bits_per_dim(
         steps: number of times in the grid; needs 4 (steps - 1) function evaluations.
         probes: number of random sign vectors v, with which v^T J v estimates the divergence; None
             computes the exact trace, with one backward pass per dimension.
-        randn_like: source of noise, whose signs are used.
+        randn_like: source of the noise whose signs are used.
 
     Returns:
         (B,) bits per dimension.

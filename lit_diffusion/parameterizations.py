@@ -17,7 +17,7 @@ from lit_diffusion.protocols import Parameterization
 
 @dataclass(frozen=True)
 class Epsilon:
-    """The noise. Ill conditioned where alpha nears 0.
+    """The noise. Ill-conditioned as alpha approaches 0.
 
     Source: Ho et al. 2020 (DDPM), Eq. 11-14.
     """

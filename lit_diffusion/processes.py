@@ -198,7 +198,15 @@ class DiscreteVP:
 
     def alpha_sigma(self, t: Tensor, /) -> tuple[Tensor, Tensor]:
         """sqrt(alpha-bar) and sqrt(1 - alpha-bar), float64, for t in [-1, T - 1]."""
-        alpha_bar = self._alpha_bar_at(t)
+        table = self._table(t.device)
+        position = t.double() + 1
+        low = position.floor().long().clamp(0, self.num_steps)
+        high = (low + 1).clamp(max=self.num_steps)
+        fraction = position - low
+        by_log_snr = torch.sigmoid(torch.logit(table[low]).lerp(torch.logit(table[high]), fraction))
+        linear = table[low].lerp(table[high], fraction)
+        alpha_bar = torch.where((low == 0) | (table[high] == 0), linear, by_log_snr)
+        alpha_bar = torch.where(fraction == 0, table[low], alpha_bar)
         return alpha_bar.sqrt(), (1 - alpha_bar).sqrt()
 
     def noise_label(self, t: Tensor, /) -> Tensor:
@@ -224,21 +232,11 @@ class DiscreteVP:
         return torch.where(log_snr > log_snrs[0], (1 - alpha_bar) / (1 - table[1]) - 1, t)
 
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
-        """Standard normal noise itself."""
+        """The standard normal noise, unchanged."""
         return noise
 
-    def _alpha_bar_at(self, t: Tensor) -> Tensor:
-        table = self._table(t.device)
-        position = t.double() + 1
-        low = position.floor().long().clamp(0, self.num_steps)
-        high = (low + 1).clamp(max=self.num_steps)
-        fraction = position - low
-        by_log_snr = torch.sigmoid(torch.logit(table[low]).lerp(torch.logit(table[high]), fraction))
-        linear = table[low].lerp(table[high], fraction)
-        interpolated = torch.where((low == 0) | (table[high] == 0), linear, by_log_snr)
-        return torch.where(fraction == 0, table[low], interpolated)
-
     def _table(self, device: torch.device) -> Tensor:
+        """(T + 1,) alpha-bar on the device."""
         if device not in self._tables:
             self._tables[device] = self._alpha_bar.to(device)
         return self._tables[device]
@@ -299,7 +297,7 @@ class ContinuousVP:
         return 2 * b / (self.beta_min + (self.beta_min**2 + 2 * self.beta_d * b).sqrt())
 
     def prior(self, noise: Tensor, t: Tensor, /) -> Tensor:
-        """Standard normal noise itself."""
+        """The standard normal noise, unchanged."""
         return noise
 
 
@@ -361,8 +359,8 @@ class LinearFlow:
 class EDMProcess:
     """Adds noise without scaling the image: alpha = 1 and sigma = t.
 
-    The noise label is ln(sigma) / 4, EDM's c_noise. Uniforms u are linear in ln(sigma). EDM trains
-    with `LogNormal` times.
+    The noise label is ln(sigma) / 4, EDM's c_noise. u is linear in ln(sigma), but EDM trains with
+    `LogNormal` times.
 
     Args:
         sigma_min: smallest noise level, in units of x0.

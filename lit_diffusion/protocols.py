@@ -120,7 +120,7 @@ class Process(Protocol):
 
     @property
     def t_min(self) -> float:
-        """Least noisy time that is trained on."""
+        """Least noisy time in training."""
 
     @property
     def t_max(self) -> float:
@@ -138,7 +138,7 @@ class Process(Protocol):
         """Signal and noise scales, float64, of the shape of `t`."""
 
     def noise_label(self, t: Tensor, /) -> Tensor:
-        """The noise level as the network gets it, of the shape of `t`."""
+        """The network's input for the noise level, of the shape of `t`."""
 
     def from_unit(self, u: Tensor, /) -> Tensor:
         """Time of the uniform `u` in [0, 1], float64."""
@@ -221,7 +221,7 @@ class Loss(Protocol):
 
     @property
     def output_factor(self) -> int:
-        """Output channels per image channel: 2 where the variance is learned, else 1."""
+        """Output channels per image channel: 2 if the variance is learned, else 1."""
 
     @property
     def weighting(self) -> Weighting:
@@ -334,7 +334,7 @@ class CanGenerate(Protocol):
     """A module that turns seeds into images."""
 
     def generate(self, seeds: Sequence[int], labels: Condition = None) -> Tensor:
-        """Images uint8 (N, C, H, W); image i depends on seeds[i] and labels[i] alone."""
+        """Images uint8 (N, C, H, W); image i depends only on seeds[i] and labels[i]."""
 
 
 @runtime_checkable

@@ -123,6 +123,7 @@ def check_shift(solver: Solver, guidance: Guidance | None) -> None:
 
 
 def _keeps_signal(process: Process, solver: Solver) -> bool:
+    """Whether alpha > 0 at every evaluation of the network."""
     if process.alpha_sigma(torch.tensor(process.t_max))[0] > 0:
         return True
     return bool((process.alpha_sigma(solver_times(solver, process))[0] > 0).all())

@@ -104,14 +104,14 @@ class VAECodec:
     def decode(self, x0: Tensor, /) -> Tensor:
         """x0 -> images uint8 (B, C, H, W)."""
         z = x0.float() / self.scale + self.shift
-        pixels = self._in_batches(lambda part: self._vae_on(z.device).decode(part).sample, z)
+        pixels = self._in_batches(lambda part: self._vae.to(z.device).decode(part).sample, z)
         return (pixels * 127.5 + 127.5).round().clamp(0, 255).to(torch.uint8)
 
     def moments(self, images: Tensor, /) -> Tensor:
         """Images uint8 (B, C, H, W) -> mean and logvar of z, (B, 2C', H', W') float32."""
 
         def encode_part(part: Tensor) -> Tensor:
-            posterior = self._vae_on(part.device).encode(part.float() / 127.5 - 1).latent_dist
+            posterior = self._vae.to(part.device).encode(part.float() / 127.5 - 1).latent_dist
             return torch.cat([posterior.mean, posterior.logvar], dim=1)
 
         return self._in_batches(encode_part, images)
@@ -134,9 +134,6 @@ class VAECodec:
         """Apply `function` to batches of `whole`, in float32 whatever the Trainer's precision."""
         with torch.autocast(whole.device.type, enabled=False):
             return torch.cat([function(part) for part in torch.split(whole, self.batch_size)])
-
-    def _vae_on(self, device: torch.device) -> Any:
-        return self._vae.to(device)
 
     @cached_property
     def _vae(self) -> Any:

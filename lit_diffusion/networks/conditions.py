@@ -158,7 +158,7 @@ def embed_condition(
     if not embed.accepts(condition, len(x)):
         raise ValueError(
             f"{network} takes {embed.expects} with B={len(x)}, got "
-            f"{describe_condition(condition)}: change it, or build another network by condition=..."
+            f"{describe_condition(condition)}: change it, or build a network with condition=..."
         )
     embedded: EmbeddedCondition = embed(condition)
     return embedded

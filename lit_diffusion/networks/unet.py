@@ -283,8 +283,8 @@ class _Encoder(nn.Module):
         factors = [2**level for level in range(levels)]
         if not set(attention_downsample) <= set(factors):
             raise ValueError(
-                f"attention_downsample={tuple(attention_downsample)} must name levels by their "
-                f"factor, which are {factors} for a channel_mult of length {levels}."
+                f"attention_downsample={tuple(attention_downsample)} must be some of the "
+                f"downsampling factors {factors} of a channel_mult of length {levels}."
             )
         self.emb_channels = 4 * model_channels
         self.widths = [int(mult * model_channels) for mult in channel_mult]

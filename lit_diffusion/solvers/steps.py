@@ -22,8 +22,8 @@ def finite_grid(grid: TimeGrid, process: Process, steps: int) -> Tensor:
         )
     if not (times.diff() < 0).all():
         raise ValueError(
-            f"{grid} has times that do not fall on {process}, {times[:3].tolist()}, ...; fewer "
-            "steps may, or a grid that stays within the process."
+            f"{grid} has times that do not fall on {process}, {times[:3].tolist()}, ...; use fewer "
+            "steps, or a grid that stays within the process."
         )
     return times
 
@@ -36,7 +36,7 @@ def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
     """
     if not (process.alpha_sigma(grid.grid(process, steps))[0] > 0).all():
         raise ValueError(
-            f"the solver needs alpha > 0, which {process} does not keep on {grid}; use "
+            f"the solver needs alpha > 0, which {process} does not have on {grid}; use "
             "LogSNR(noisiest=-10), or the solver DDIM or Euler."
         )
     return finite_grid(grid, process, steps)
