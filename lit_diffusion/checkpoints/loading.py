@@ -197,7 +197,10 @@ def load_state(module: LightningModule, state: Mapping[str, Tensor], path: str |
     try:
         module.load_state_dict(state)
     except RuntimeError as error:
-        raise ValueError(f"{path} is of another architecture: {list_mismatches(error)}") from error
+        raise ValueError(
+            f"{path} is of another architecture: {list_mismatches(error)} "
+            "Use the config that it was trained with."
+        ) from error
 
 
 def list_mismatches(error: RuntimeError) -> str:

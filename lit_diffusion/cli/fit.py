@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 from jsonargparse import DefaultHelpFormatter
 from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
@@ -282,7 +283,13 @@ class RunCLI(LightningCLI):
         config = self.trainer_settings
         plugins = _with_safe_reading(config.plugins, self.request.trust)
         kwargs |= {"logger": self._loggers(config.logger), "callbacks": self._callbacks(config)}
-        trainer = super().instantiate_trainer(plugins=plugins, **kwargs)
+        try:
+            trainer = super().instantiate_trainer(plugins=plugins, **kwargs)
+        except MisconfigurationException as error:
+            if "No supported gpu backend" not in str(error):
+                raise
+            text = "trainer.accelerator=gpu: there is none here; auto takes what is."
+            raise ValueError(text) from None
         environment = trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment not in plugins:
             # Lightning would save and requeue inside of a handler, whatever the command.
@@ -455,7 +462,9 @@ def explain(error: BaseException, request: Request, untrained: bool) -> ValueErr
     message = str(error).split("\n")[0]
     if isinstance(error, RuntimeError) and message.startswith("Error(s) in loading state_dict"):
         details = list_mismatches(error)
-        return ValueError(f"{request.checkpoint} is of another architecture: {details}")
+        return ValueError(
+            f"{request.checkpoint} is of another architecture than the config: {details}"
+        )
     # These modules do nothing but restore what a checkpoint holds.
     restoring = ["lightning.pytorch.trainer.connectors.checkpoint_connector"]
     restoring += [changed_settings.__name__, *(["torch.optim"] if untrained else [])]

@@ -152,6 +152,8 @@ def _set_argument(callback: dict[str, Any], path: Sequence[str], text: str, opti
         value = get_loader("yaml")(text)
     except YAMLError as error:
         raise ValueError(f"{option}: the value {text} is no YAML.") from error
+    if value is None and text not in ("null", "None", "~"):  # as of an unset variable of the shell
+        raise ValueError(f"{option} needs a value: {option}=VALUE.")
     arguments = callback.setdefault("init_args", {})
     for parent in path[:-1]:
         arguments = arguments.setdefault(parent, {})

@@ -371,6 +371,11 @@ def test_a_mistake_ends_in_one_line_and_exit_code_2(change, message, capsys):
             "accelerator is not available",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has one"),
         ),
+        pytest.param(
+            f"--config tiny.yaml {TRUST} --trainer.accelerator=gpu",
+            "trainer.accelerator=gpu: there is none here; auto takes what is",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has one"),
+        ),
     ],
 )
 def test_what_lightning_or_its_parser_refuses_is_a_mistake(options, message, capsys):
@@ -483,7 +488,7 @@ def test_an_optimizer_that_fails_at_once_has_a_state_that_does_not_fit():
     assert text == "model.optimizer or model.lr_scheduler: Invalid learning rate: -1.0"
     misfit = raised(lambda: TinyNet(3).load_state_dict(TinyNet(4).state_dict()))
     text = str(explain(misfit, request, untrained=True))
-    assert text.startswith(f"{path} is of another architecture: ")
+    assert text.startswith(f"{path} is of another architecture than the config: ")
     assert "size mismatch" in text
 
 

@@ -126,6 +126,7 @@ def test_null_leaves_one_out():
         ("EMA.init_args={decays: [0.5]}", "EMA.init_args: set an argument"),
         ("FIDEvaluation.extractor.a=2", "extractor is 'x', which has no arguments"),
         ("EMA.decays", "EMA.decays needs a value"),
+        ("EMA.warmup=", "EMA.warmup needs a value"),
         ("EMA.decays=[0.9", "the value .* is no YAML"),
     ],
 )
