@@ -11,7 +11,7 @@ from lit_diffusion.protocols import Codec
 
 @dataclass(frozen=True)
 class PixelCodec:
-    """Pixels themselves, in [-1, 1]. The round trip is exact on all 256 levels.
+    """Pixels, scaled to [-1, 1]. The round trip is exact on all 256 levels.
 
     Example:
         >>> levels = torch.arange(256, dtype=torch.uint8).reshape(1, 1, 16, 16)

@@ -22,7 +22,7 @@ from lit_diffusion.seeding import classes_of
 
 @dataclass(frozen=True)
 class ClassLabels:
-    """Classes 0, ..., num_classes - 1, as (B,) int64; -1 is none.
+    """Class labels 0, ..., num_classes - 1, as (B,) int64; -1 for no class.
 
     Args:
         num_classes: number of classes.

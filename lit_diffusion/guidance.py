@@ -40,7 +40,7 @@ class ClassifierFree:
         ValueError: if scale is not finite, rescale is not in [0, 1], or not 0 <= low < high.
 
     Source: Ho & Salimans 2022 (classifier-free guidance), Eq. 6; Kynkaanniemi et al. 2024 (arXiv
-    2404.07724), Eq. 6, for the interval; Lin et al. 2023 (arXiv 2305.08891), Eq. 15-16, of x0.
+    2404.07724), Eq. 6, for the interval; Lin et al. 2023 (arXiv 2305.08891), Eq. 15-16, for x0.
     """
 
     scale: float = 1.0
@@ -176,9 +176,9 @@ def _guide_within(
 
 @dataclass(frozen=True)
 class ClassifierShift:
-    """Moves the mean of each ancestral step by its variance times a classifier's gradient.
+    """Shifts the mean of each ancestral step by its variance times a classifier's gradient.
 
-    For the solver DDPM, which adds `Denoised.shift`.
+    Works only with the solver DDPM, which adds `Denoised.shift`.
 
     Args:
         gradient: of log p(labels | x_t).

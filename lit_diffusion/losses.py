@@ -205,7 +205,7 @@ class FDMWarmup:
 
 @dataclass(frozen=True)
 class DenoisingLoss:
-    """The weighted squared error alone: weight(t) mean |target - output|^2.
+    """Only the weighted squared error: weight(t) mean |target - output|^2.
 
     Args:
         weighting: factor on the squared error.

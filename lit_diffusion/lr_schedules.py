@@ -40,7 +40,7 @@ class WarmupConstant(LambdaLR):
         return 1.0
 
     def state_dict(self) -> dict[str, Any]:
-        """LambdaLR's, without the settings of this class."""
+        """State of LambdaLR, without the settings of this class."""
         settings = ("warmup_steps", "total_steps", "final_factor")
         return {k: v for k, v in super().state_dict().items() if k not in settings}
 
@@ -53,12 +53,12 @@ class WarmupConstant(LambdaLR):
 
 
 class WarmupLinear(WarmupConstant):
-    """lr rises over `warmup_steps`, then falls linearly to `final_factor` of it at `total_steps`.
+    """lr rises over `warmup_steps`, then falls linearly to `final_factor` times its peak.
 
     Args:
         optimizer: its lr is the peak.
         total_steps: optimizer steps of the whole run, warm-up included; None lets DiffusionModule
-            fill in the Trainer's.
+            set it from the Trainer.
         warmup_steps: optimizer steps until the full lr.
         final_factor: factor on the lr at `total_steps`, one step after the last.
 
@@ -111,7 +111,7 @@ class WarmupLinear(WarmupConstant):
 
 
 class WarmupCosine(WarmupLinear):
-    """lr rises over `warmup_steps`, then falls as a cosine to `final_factor` of it.
+    """lr rises over `warmup_steps`, then falls as a cosine to `final_factor` times its peak.
 
     Source: Loshchilov & Hutter 2017 (SGDR), Eq. 5, without restarts.
     """

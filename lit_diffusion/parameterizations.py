@@ -65,9 +65,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Velocity:
-    """v = alpha noise - sigma x0, well conditioned at both ends of time.
-
-    The shipped configs use it.
+    """v = alpha noise - sigma x0, well-conditioned at both ends of time.
 
     Source: Salimans & Ho 2022 (progressive distillation), section 4 and appendix D.
     """

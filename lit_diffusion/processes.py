@@ -1,4 +1,4 @@
-"""Forward processes: how an image turns into noise, x_t = alpha(t) x0 + sigma(t) noise.
+"""Forward processes, which turn images into noise: x_t = alpha(t) x0 + sigma(t) noise.
 
 A process holds only tables and formulas; parameterization, training times and solver are separate.
 Tables are float64 and not module buffers, so they are not cast by precision plugins, averaged by

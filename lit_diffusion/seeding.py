@@ -118,6 +118,6 @@ def index_uniforms(index: Tensor) -> Tensor:
     """(B,) int64 sample indices -> (B,) float64 fixed u in [0, 1), even over consecutive indices.
 
     The additive recurrence frac(1/2 + index / golden ratio) has the lowest discrepancy of its kind,
-    so a validation set of any size covers the noise levels evenly.
+    so a validation set of any size covers all noise levels evenly.
     """
     return (0.5 + index.double() * _INVERSE_GOLDEN_RATIO) % 1.0

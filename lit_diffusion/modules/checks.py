@@ -234,9 +234,9 @@ def unused_classes(data: object) -> str | None:
     names = getattr(data, "class_names", ())
     if not isinstance(names, Sequence) or not names:
         return None
-    some = ", ".join(map(str, names[:5])) + ", ..." * (len(names) > 5)
+    examples = ", ".join(map(str, names[:5])) + ", ..." * (len(names) > 5)
     return (
-        f"The data have {len(names)} classes ({some}), which this model does not use; "
+        f"The data have {len(names)} classes ({examples}), which this model does not use; "
         f"num_classes={len(names)}, in the module and in its network, would use them."
     )
 

@@ -24,7 +24,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class NoisyClassifier(LightningModule):
-    """Trains log p(label | x_t) at all noise levels, on the process and times of a diffusion model.
+    """Learns log p(label | x_t) at all noise levels, on the process and times of a diffusion model.
 
     The network input is x_t / sqrt(alpha^2 + sigma^2), which has about unit variance on every
     process and equals x_t if alpha^2 + sigma^2 = 1.
@@ -125,7 +125,7 @@ class NoisyClassifier(LightningModule):
         return self._logits_of(alpha * x0 + sigma * noise, t)
 
     def gradient(self, scale: float = 1.0) -> LogProbGradient:
-        """scale times the gradient of log p(label | x_t) by x_t, for `ClassifierScore`.
+        """scale * gradient of log p(label | x_t) with respect to x_t, for `ClassifierScore`.
 
         The gradient is 0 for labels of -1.
         """

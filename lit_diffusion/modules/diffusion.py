@@ -68,7 +68,7 @@ class DiffusionModule(LightningModule):
         parameterization: what the network outputs.
         loss: training objective.
         times: distribution of the training times.
-        solver: generator used by `generate`.
+        solver: sampler used by `generate`.
         optimizer: called with the parameters that require a gradient.
         image_shape: (C, H, W) of x0.
         num_classes: short for conditioning=ClassLabels(num_classes).
@@ -132,7 +132,7 @@ class DiffusionModule(LightningModule):
         self.image_shape = tuple(image_shape)
         if conditioning is None and num_classes is not None:
             conditioning = ClassLabels(num_classes)
-        self.conditioning, self._has_checked = conditioning, False
+        self.conditioning, self._has_checked_condition = conditioning, False
         self.num_classes: int | None = getattr(conditioning, "num_classes", None)
         self.label_dropout = label_dropout
         self.uniforms = uniforms
@@ -195,7 +195,7 @@ class DiffusionModule(LightningModule):
     ) -> Tensor:
         """(B,) losses W(t) mean |target - network(x_t)|^2 at x_t = alpha x0 + sigma noise.
 
-        They depend only on the arguments and the weights.
+        The losses depend only on the arguments and the weights.
 
         Args:
             x0: (B, C, H, W) clean images, encoded.
@@ -297,7 +297,7 @@ class DiffusionModule(LightningModule):
 
     @torch.no_grad()
     def generate(self, seeds: Sequence[int], labels: Condition = None) -> Tensor:
-        """Generate images uint8 (N, C, H, W); image i depends on seeds[i] and labels[i] alone.
+        """Generate images uint8 (N, C, H, W); image i depends only on seeds[i] and labels[i].
 
         Args:
             seeds: one integer per image.
@@ -401,7 +401,7 @@ class DiffusionModule(LightningModule):
         return denoise
 
     def sampling_record(self) -> dict[str, Any]:
-        """Solver, steps, guidance and process of `generate`, for the record beside a score."""
+        """Solver, steps, guidance and process of `generate`, to be stored with a score."""
         return {
             "solver": repr(self.solver),
             "steps": getattr(self.solver, "steps", None),
@@ -419,9 +419,9 @@ class DiffusionModule(LightningModule):
             return images, None, index
         condition = _tuple_from_list(labels)
         # On a GPU labels are checked only once, since this waits for the device.
-        if images.device.type == "cpu" or not self._has_checked:
+        if images.device.type == "cpu" or not self._has_checked_condition:
             self.conditioning.check(condition, len(images))
-            self._has_checked = True
+            self._has_checked_condition = True
         return images, condition, index
 
     def _log_training(self, loss: Tensor, losses: Tensor, u: Tensor, batch_idx: int) -> None:

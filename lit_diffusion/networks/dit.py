@@ -82,7 +82,7 @@ class DiT(nn.Module):
     Args:
         image_size: height and width of x.
         in_channels: channels of x.
-        out_channels: channels of the result: the images', or twice that if the variance is learned.
+        out_channels: channels of the output, twice those of the images if the variance is learned.
         patch_size: height and width of a patch; divides `image_size`.
         width: features of a token, divisible by 4.
         depth: number of blocks.

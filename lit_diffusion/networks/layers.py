@@ -1,4 +1,4 @@
-"""The layers that the networks share.
+"""Layers that the networks share.
 
 Shapes: images (B, C, H, W) in either memory format, tokens (B, N, D), masks (B, N) bool, False for
 tokens to ignore.
@@ -177,7 +177,7 @@ def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """A token for each p x p patch, row by row, by a convolution with stride p."""
+    """Patch embedding: a convolution with stride p, tokens row by row."""
 
     def __init__(self, in_channels: int, width: int, patch_size: int) -> None:
         super().__init__()

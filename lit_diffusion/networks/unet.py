@@ -383,7 +383,7 @@ class UNet(_Encoder):
 
     Args:
         in_channels: channels of x.
-        out_channels: channels of the result: the images', or twice that if the variance is learned.
+        out_channels: channels of the output, twice those of the images if the variance is learned.
         model_channels: base width, even.
         channel_mult: width of each level, in units of `model_channels`; level i has resolution
             1 / 2^i.

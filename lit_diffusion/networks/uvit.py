@@ -81,7 +81,7 @@ class UViT(nn.Module):
     Args:
         image_size: height and width of x.
         in_channels: channels of x.
-        out_channels: channels of the result: the images', or twice that if the variance is learned.
+        out_channels: channels of the output, twice those of the images if the variance is learned.
         patch_size: height and width of a patch; divides `image_size`.
         width: features of a token, divisible by 4.
         depth: number of blocks without the middle one, even.
@@ -135,7 +135,7 @@ class UViT(nn.Module):
         self.gradient_checkpointing = gradient_checkpointing
 
         self.time_embed = TimestepMLP(width, 4 * width, width) if mlp_time_embed else None
-        # All kinds of conditions use the parameter name that labels have in the repository.
+        # All kinds of conditions use the published name of the label embedding.
         self.label_emb = None if condition is None else condition.embedding(width)
         self.num_prefix = 1 + isinstance(condition, Classes | Vectors)  # tokens before the patches
         self.patch_embed = PatchEmbed(in_channels, width, patch_size)

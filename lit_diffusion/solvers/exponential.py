@@ -37,8 +37,8 @@ class DPMSolverPP:
 
     where D extrapolates the last `order` estimates of x0. The first step and the step to the clean
     image are first order. Order 3 is that of the authors' code, diffusers and k-diffusion, in which
-    the second difference has half of its Taylor coefficient: the error is much smaller than with
-    order 2, but falls no faster.
+    the second difference has half of its Taylor coefficient: the error is smaller than with order
+    2, but falls no faster.
 
     Args:
         steps: evaluations of the network.
