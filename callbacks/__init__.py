@@ -1,6 +1,6 @@
-"""Callbacks for any LightningModule: averages of the weights, samples, scores, seeds, schedules.
+"""Callbacks for any LightningModule: weight averages, samples, scores, seeds, schedules.
 
-A class is imported when it is first asked for, so each file here can be imported on its own.
+Classes are imported on first access, so that each file here can be imported on its own.
 """
 
 from importlib import import_module

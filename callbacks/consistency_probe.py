@@ -1,4 +1,4 @@
-"""How much samples still change from one evaluation to the next: needs no real images."""
+"""How much samples of fixed seeds change between evaluations; needs no real images."""
 
 from typing import Any, cast
 
@@ -18,23 +18,23 @@ NAME = "val/consistency"
 
 
 class ConsistencyProbe(PeriodicEvaluation):
-    """Logs `val/consistency`: mean PSNR in dB between samples of fixed seeds now and last time.
+    """Logs `val/consistency`: mean PSNR in dB between current and previous samples of fixed seeds.
 
-    It rises while a run converges, and shows how much samples still change; it says nothing about
-    how good they are. Uses averaged weights where a callback provides them. The last images are
-    part of the checkpoint, so a resumed run compares with those of before.
+    It rises as a run converges. It measures how much samples change, not how good they are. Uses
+    averaged weights if a callback provides them. Checkpoints contain the previous samples, so the
+    first measurement of a resumed run compares with them.
 
     Args:
-        num: number of samples, of the seeds 0, ..., num - 1.
+        num: number of samples, with the seeds 0, ..., num - 1.
         every_n_steps: optimizer steps between measurements; None measures after every validation
-            within a fit.
+            of a fit.
 
     Raises:
-        ValueError: for less than one seed; at fit start, where None would never trigger.
+        ValueError: if `num` is below 1; at fit start, if the callback would never run.
         TypeError: at fit start, for a module without `generate(seeds, labels=None)`.
 
-    Source: "Why diffusion models are stable and how to make them faster" (2023), Eq. 1, between a
-    run and its own past.
+    Source: "Why diffusion models are stable and how to make them faster" (2023), Eq. 1, applied to
+    two states of one run.
 
     Example:
         >>> ConsistencyProbe(num=8, every_n_steps=500).metric_names()
@@ -49,19 +49,19 @@ class ConsistencyProbe(PeriodicEvaluation):
         self._last_images: Tensor | None = None
 
     def metric_names(self) -> list[str]:
-        """The one metric that it logs."""
+        """The name of the logged metric."""
         return [NAME]
 
     def state_dict(self) -> dict[str, Any]:
-        """The last images, uint8 (num, C, H, W)."""
+        """The last samples, (num, C, H, W) uint8."""
         return {} if self._last_images is None else {"images": self._last_images}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the last images."""
+        """Restore the last samples."""
         self._last_images = state_dict.get("images")
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget the images of another run; a checkpoint is loaded after this."""
+        """Clear the samples of an earlier run; checkpoints are loaded after this hook."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._last_images = None
@@ -72,7 +72,7 @@ class ConsistencyProbe(PeriodicEvaluation):
         super().on_fit_start(trainer, pl_module)
 
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """Mean PSNR to the images of last time; {} the first time."""
+        """Mean PSNR to the previous samples; {} at the first measurement."""
         with averaged_weights(trainer), inference_mode(trainer, pl_module):
             images = cast(CanGenerate, pl_module).generate(range(self.num)).cpu()
         before, self._last_images = self._last_images, images

@@ -1,4 +1,4 @@
-"""What callbacks that evaluate a module share: when they run, its weights and mode, its images."""
+"""Base class and helpers of callbacks that evaluate a module: schedule, weights, mode, images."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -44,9 +44,9 @@ from lit_diffusion.seeding import PerSampleNoise, classes_of
 
 
 class PeriodicEvaluation(Callback, ABC):
-    """Measures after every validation of a fit, or after every n optimizer steps.
+    """Base of callbacks that measure after every validation of a fit, or every n optimizer steps.
 
-    A resumed run measures at the same steps as one that was never interrupted.
+    A resumed run measures at the same steps as an uninterrupted one.
 
     Args:
         every_n_steps: optimizer steps between measurements, >= 1; None measures after every
@@ -57,18 +57,18 @@ class PeriodicEvaluation(Callback, ABC):
         if every_n_steps is not None and every_n_steps < 1:
             raise ValueError(f"every_n_steps must be at least 1 or None, got {every_n_steps}.")
         self.every_n_steps = every_n_steps
-        self._step = 0  # optimizer steps after the last batch
+        self._step = 0  # optimizer steps at the end of the last batch
 
     @abstractmethod
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """Metrics by name; every rank calls it, and those of rank 0 are logged."""
+        """Return metrics by name. Every rank calls this; the metrics of rank 0 are logged."""
 
     @abstractmethod
     def metric_names(self) -> list[str]:
         """Names of the metrics that a fit logs."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse Lightning's WeightAveraging, which does not tell when its averages are in use."""
+        """Refuse Lightning's WeightAveraging, which hides when its averages are in use."""
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance_lightning(other, WeightAveraging):
                 raise ValueError(
@@ -78,7 +78,7 @@ class PeriodicEvaluation(Callback, ABC):
                 )
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Refuse a Trainer under which it would never run, and weights split over ranks."""
+        """Refuse a fit in which this callback would never run, and weights split over ranks."""
         name = type(self).__name__
         if self.every_n_steps is None and not trainer.enable_validation:
             raise ValueError(
@@ -110,10 +110,10 @@ class PeriodicEvaluation(Callback, ABC):
             self.measure_after_step(trainer, pl_module)
 
     def measure_after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure, and log in the row that Lightning has of the last optimizer step.
+        """Measure, and log the metrics at the logger step of the last optimizer step.
 
-        `pl_module.log` would wait for Lightning's next row, drop all but the last measurement,
-        repeat it in later rows, and lose it in a run that is saved and ends before that row.
+        `pl_module.log` would defer them to the next logging step, drop all but the last
+        measurement, repeat it at later steps, and lose it if the run is saved and ends before.
         """
         metrics = self.measure(trainer, pl_module)
         for logger in trainer.loggers if metrics else ():
@@ -132,9 +132,9 @@ class PeriodicEvaluation(Callback, ABC):
 
 @contextmanager
 def inference_mode(trainer: Trainer, module: LightningModule) -> Iterator[None]:
-    """Disable gradients, set eval mode and the Trainer's precision, and isolate random numbers.
+    """Context without gradients, in eval mode and the Trainer's precision, with isolated RNG state.
 
-    This is not `torch.inference_mode`: tensors that a module caches inside stay usable in training.
+    Unlike `torch.inference_mode`, tensors that a module caches inside stay usable in training.
     """
     with (
         isolate_rng(),
@@ -146,7 +146,7 @@ def inference_mode(trainer: Trainer, module: LightningModule) -> Iterator[None]:
 
 
 def weights_providers(trainer: Trainer, name: str) -> list[WeightsProvider]:
-    """The callbacks that have weights of this name."""
+    """The callbacks that provide weights of this name."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     return [c for c in callbacks if isinstance(c, WeightsProvider) and name in c.names()]
 
@@ -162,7 +162,7 @@ def swap_weights(trainer: Trainer, name: str) -> Iterator[None]:
 
 @contextmanager
 def averaged_weights(trainer: Trainer) -> Iterator[str]:
-    """Context with the weights "ema", or "raw" where no callback provides them; yields the name."""
+    """Context with the weights "ema" if a callback provides them, else "raw"; yields the name."""
     with swap_weights(trainer, "ema"):
         yield "ema" if weights_providers(trainer, "ema") else "raw"
 
@@ -171,7 +171,7 @@ def averaged_weights(trainer: Trainer) -> Iterator[str]:
 
 
 def require_generate(module: LightningModule, callback: str) -> None:
-    """Raise TypeError, in the name of a callback, if `module.generate(seeds, labels)` won't do."""
+    """Raise TypeError if `module.generate(seeds, labels)` cannot be called; names `callback`."""
     try:
         signature(getattr(module, "generate", None)).bind([0], None)  # type: ignore[arg-type]
     except TypeError as error:
@@ -182,7 +182,7 @@ def require_generate(module: LightningModule, callback: str) -> None:
 
 
 def require_noise_levels(module: LightningModule, callback: str) -> None:
-    """Raise TypeError, in the name of a callback, for a module without `HasNoiseLevels`."""
+    """Raise TypeError if a module does not implement `HasNoiseLevels`; names `callback`."""
     needed = ("per_sample_loss", "process", "codec", "num_classes")
     if lacking := [name for name in needed if not hasattr(module, name)]:
         raise TypeError(
@@ -194,10 +194,10 @@ def require_noise_levels(module: LightningModule, callback: str) -> None:
 def generate_images(
     module: LightningModule, seeds: Sequence[int]
 ) -> tuple[Tensor | None, list[int]]:
-    """Generate an image a seed, with labels seed mod `num_classes` if the module has classes.
+    """Generate one image per seed, with labels seed mod `num_classes` if the module has classes.
 
     Returns:
-        Images uint8 (N, C, H, W) and []; or None and the seeds whose samples are not finite.
+        Images (N, C, H, W) uint8 and []; or None and the seeds whose samples are not finite.
     """
     assert isinstance(module, CanGenerate)
     num_classes = getattr(module, "num_classes", None)
@@ -216,7 +216,7 @@ def generate_images(
 
 
 def check_images(images: Tensor, num: int) -> None:
-    """Raise TypeError unless these are `num` images, uint8 (N, C, H, W)."""
+    """Raise TypeError unless `images` are `num` images (N, C, H, W) uint8."""
     if images.dtype != torch.uint8 or images.ndim != 4 or len(images) != num:
         raise TypeError(
             f"generate must return {num} images, uint8 (N, C, H, W) in [0, 255], got "
@@ -228,9 +228,9 @@ def check_images(images: Tensor, num: int) -> None:
 
 
 def indexed_loader(loaders: Any) -> "DataLoader[Any] | None":
-    """The first DataLoader, of those a Trainer holds, whose data set can be read at an index.
+    """The first of a Trainer's DataLoaders whose data set can be indexed; None without one.
 
-    None for streams, and for data sets of ready-made batches, which have `batch_size=None`.
+    Streams, and data sets of whole batches (`batch_size=None`), cannot.
     """
     for loader in CombinedLoader(loaders).flattened:
         has_items = isinstance(loader, DataLoader) and loader.batch_sampler is not None
@@ -240,22 +240,22 @@ def indexed_loader(loaders: Any) -> "DataLoader[Any] | None":
 
 
 def indexed_items(loader: "DataLoader[Any]") -> "Dataset[Any]":
-    """The data set of a loader, or the part of it that a `SubsetRandomSampler` takes."""
+    """The data set of a loader, or the subset that its `SubsetRandomSampler` draws from."""
     indices = getattr(undivided_sampler(loader), "indices", None)
     return loader.dataset if indices is None else Subset(loader.dataset, list(indices))
 
 
 def split_images(trainer: Trainer, split: str, where: BatchKey = None) -> ImageSet | None:
-    """Images of "train", "val" or "test", from the data module or a loader; None without either.
+    """Images of the split "train", "val" or "test", from the data module or a loader, else None.
 
-    `where` locates the images in a batch of a foreign loader: an index, a key or a function.
+    `where` locates the images in a batch of a loader: an index, a key or a function.
     """
     data = trainer.datamodule  # type: ignore[attr-defined]
     if isinstance(data, HasSplits):
         return open_split(data, split)
     fitting = split == "val" and trainer.state.fn == TrainerFn.FITTING
     if fitting and trainer.enable_validation and trainer.val_dataloaders is None:
-        # Lightning makes them in the first epoch with a validation, and not again if they exist.
+        # Lightning creates them in the first epoch with a validation, unless they exist.
         trainer.validating = True
         trainer.fit_loop.epoch_loop.val_loop.setup_data()
         trainer.training = True
@@ -272,7 +272,7 @@ def split_images(trainer: Trainer, split: str, where: BatchKey = None) -> ImageS
 
 
 class FixedImages(NamedTuple):
-    """Images of any type (N, C, H, W), labels (N, ...) or None, and indices in the data set."""
+    """Images (N, C, H, W) of any dtype, labels (N, ...) or None, and indices in the data set."""
 
     images: Tensor
     labels: Condition
@@ -281,8 +281,8 @@ class FixedImages(NamedTuple):
     def encode(self, module: Any) -> tuple[Tensor, Condition, Tensor]:
         """x0 (N, C, H, W), labels if the loss takes any, noise like x0; on the module's device.
 
-        The module offers `protocols.HasNoiseLevels`. The noise of an image depends on its index
-        alone.
+        The module implements `protocols.HasNoiseLevels`. The noise of an image depends only on its
+        index.
         """
         x0 = module.codec.encode(self.images.to(module.device))
         noise = PerSampleNoise(self.indices, stream="noise level").randn_like(x0)
@@ -293,9 +293,9 @@ class FixedImages(NamedTuple):
 
 
 def read_fixed_images(loaders: Any, num: int, where: BatchKey = None) -> FixedImages:
-    """Read at most `num` images, evenly over the first data set: the same ones at every call.
+    """Read at most `num` images, evenly spaced over the first data set; the same in every call.
 
-    The loader itself is not iterated, which would restart its persistent workers in mid-epoch.
+    Uses a new loader: iterating over the Trainer's would restart its persistent workers mid-epoch.
     """
     loader = indexed_loader(loaders)
     if loader is None:
@@ -306,7 +306,7 @@ def read_fixed_images(loaders: Any, num: int, where: BatchKey = None) -> FixedIm
     items: Any = indexed_items(loader)
     indices = evenly_spaced(len(items), num)
     options: Any = {"batch_size": 256, "sampler": indices, "collate_fn": loader.collate_fn}
-    with isolate_rng():  # a DataLoader draws a seed
+    with isolate_rng():  # a DataLoader consumes a random number
         batches = list(DataLoader(items, **options))
     images = torch.cat([select_images(batch, where) for batch in batches])
     labels = None

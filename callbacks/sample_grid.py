@@ -1,4 +1,4 @@
-"""Grids of samples from fixed seeds, and the nearest training images beside them."""
+"""Grids of samples from fixed seeds, and of their nearest training images."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -37,40 +37,39 @@ from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
 from lit_diffusion.seeding import classes_of
 
 MAX_TRAINING_BYTES = 2**28
-"""Of the training images that samples are compared with."""
+"""Maximum size in bytes of the training images that samples are compared with."""
 
 
 class SampleGrid(PeriodicEvaluation):
-    """Writes the samples of seeds 0, ..., num - 1 as PNG: the same ones as they improve.
+    """Writes grids of the samples of seeds 0, ..., num - 1 as PNG files.
 
     Files go to `<trainer.default_root_dir>/samples/` and to loggers (TensorBoard, W&B, MLflow,
-    Comet). Their names contain the weights: ema where a callback provides such weights, else raw.
+    Comet). File names contain the weights: "ema" if a callback provides them, else "raw".
 
-    - `step-00001000-ema.png`: the samples, in rows, with the names of their classes where the data
-      module has `class_names`; small images are enlarged pixel by pixel.
-    - `nearest-00001000-ema.png`: each sample with, on its right, the training image that is nearest
-      in pixel space, of at most 256 MB of them, evenly over the data set. Needs training images
-      of the samples' shape; without them a line of the log says so once.
+    - `step-00001000-ema.png`: the samples, with class names if the data module has `class_names`.
+      Small images are enlarged by an integer factor.
+    - `nearest-00001000-ema.png`: each sample beside its nearest training image in pixel space, out
+      of at most 256 MB of evenly spaced training images. Needs training images of the samples'
+      shape; otherwise a message is logged once.
 
-    With the latter it logs `val/memorized`: the share of the samples that are nearer to a training
-    image than the median of as many held-out images is: about 0.5 for new images, 1 for copies.
+    Together with the latter, logs `val/memorized`: the fraction of samples that are nearer to a
+    training image than the median held-out image is. About 0.5 for new images, 1 for copies.
 
-    Every rank generates all the samples. Random numbers of training are unchanged.
+    Every rank generates all samples. The random state of training is unchanged.
 
     Args:
         num: number of samples, 1 to 10,000.
-        labels: of the samples, repeated in turn; None takes seed mod `num_classes` where the data
-            name their classes, and else leaves them to the module.
-        every_n_steps: optimizer steps from one grid to the next; None draws after every validation
-            within a fit.
+        labels: labels of the samples, repeated in turn. None uses seed mod `num_classes` if the
+            data module has `class_names`, else the default of the module.
+        every_n_steps: optimizer steps between grids; None writes after every validation of a fit.
         batch_size: samples generated at a time.
         images: where the images of a training batch are: an index, a key, or a function of the
-            batch; None takes the batch itself, its first part, or the one image tensor of a
+            batch. None uses the batch itself, its first part, or the one image tensor of a
             dictionary.
 
     Raises:
-        ValueError: bad numbers; at fit start, labels that are no classes of the module, and where
-            None would never trigger.
+        ValueError: bad numbers; at fit start, labels that are no classes of the module, or a fit
+            in which the callback would never run.
         TypeError: at fit start, for a module without `generate(seeds, labels=None)`.
 
     Example:
@@ -102,7 +101,7 @@ class SampleGrid(PeriodicEvaluation):
         self._median_distance: Tensor | None = None  # of held-out images to the training images
 
     def metric_names(self) -> list[str]:
-        """Logged where there are training and held-out images."""
+        """The name of the metric, which is logged if there are training and held-out images."""
         return ["val/memorized"]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -115,14 +114,14 @@ class SampleGrid(PeriodicEvaluation):
         self._has_read_images, self._training_images, self._median_distance = False, None, None
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Draw after each validation within a fit; in the sanity check generate one sample."""
+        """Measure after each validation of a fit; in the sanity check, generate one sample."""
         if trainer.sanity_checking:
             with inference_mode(trainer, pl_module):
                 generate_images(pl_module, [0])
         super().on_validation_epoch_end(trainer, pl_module)
 
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """Write the grids; `val/memorized` where it can be measured, on rank 0."""
+        """Write the grids, and return `val/memorized` on rank 0 if it can be measured."""
         with averaged_weights(trainer) as weights, inference_mode(trainer, pl_module):
             names = getattr(trainer.datamodule, "class_names", ())  # type: ignore[attr-defined]
             num_classes = getattr(pl_module, "num_classes", None)
@@ -132,7 +131,7 @@ class SampleGrid(PeriodicEvaluation):
                 captions = class_captions(labels, list(map(str, names)), self.num)
             try:
                 samples = self._generate(pl_module, labels)
-            except NonFiniteSamples as error:  # on every rank alike; training can go on
+            except NonFiniteSamples as error:  # raised on every rank; training can continue
                 rank_zero_warn(f"SampleGrid draws nothing at step {trainer.global_step}: {error}")
                 return {}
             if not self._has_read_images:
@@ -154,7 +153,7 @@ class SampleGrid(PeriodicEvaluation):
         return {"val/memorized": is_near.double().mean().item()}
 
     def _generate(self, module: LightningModule, labels: Sequence[int] | None) -> Tensor:
-        """(num, C, H, W) uint8 on the CPU."""
+        """Generate the samples, (num, C, H, W) uint8 on the CPU."""
         assert isinstance(module, CanGenerate)
         batches = []
         for start in range(0, self.num, self.batch_size):
@@ -171,7 +170,7 @@ class SampleGrid(PeriodicEvaluation):
     def _read_images(
         self, train: ImageSet | None, val: ImageSet | None, shape: tuple[int, ...]
     ) -> None:
-        """Read what samples are compared with: not augmented, where the data module has splits."""
+        """Read the images to compare samples with; unaugmented if the data module has splits."""
 
         def read(images: ImageSet | None, most: int, consequence: str) -> Tensor | None:
             try:
@@ -207,7 +206,7 @@ class SampleGrid(PeriodicEvaluation):
 
 
 def log_picture(loggers: Iterable[Logger], name: str, picture: Image.Image, step: int) -> None:
-    """Log a picture with TensorBoard, W&B, MLflow and Comet; other loggers get none."""
+    """Log a picture to TensorBoard, W&B, MLflow and Comet; other loggers are skipped."""
     for logger in loggers:
         if isinstance_lightning(logger, TensorBoardLogger):
             logger.experiment.add_image(name, np.asarray(picture), step, dataformats="HWC")
@@ -220,12 +219,12 @@ def log_picture(loggers: Iterable[Logger], name: str, picture: Image.Image, step
 
 
 def image_grid(images: Tensor, captions: Sequence[str] | None = None, width: int = 512) -> Tensor:
-    """Arrange images in a near-square grid of about `width` pixels, small ones enlarged exactly.
+    """Arrange images in a near-square grid about `width` pixels wide; enlarges small images.
 
     Args:
         images: (N, C, H, W) uint8, C = 1, ..., 4.
-        captions: texts to write below the images, one each.
-        width: of the grid in pixels, approximately.
+        captions: one text for each image, written below it.
+        width: approximate width of the grid in pixels.
 
     Returns:
         (C, height, width) uint8; grey images become 3 channels.
@@ -246,7 +245,7 @@ def image_grid(images: Tensor, captions: Sequence[str] | None = None, width: int
 
 
 def class_captions(labels: Sequence[int], names: Sequence[str], num: int) -> list[str]:
-    """Class names of `num` images whose labels are `labels`, repeated in turn; "" for label -1.
+    """Class names of `num` images with the given labels, repeated in turn; "" for label -1.
 
     Example:
         >>> class_captions([1, 0, -1], ["cat", "dog"], 4)

@@ -1,16 +1,16 @@
-"""What a callback can read of a running fit, beyond Lightning's public API.
+"""State of a running fit that callbacks need beyond Lightning's public API.
 
-Where the fit stands, which strategy holds the weights, whether tensors are finite or split over
-ranks, and how noise levels are set on a module. ema.py, momentum_decay.py, curriculum.py,
-loss_resampler.py, step_seed.py and finite_updates.py need this file and nothing else besides torch
-and Lightning: copy one of them with this one into a package of your own.
+Progress of the fit, checks of strategies and optimizers, tensors that are split over ranks or not
+finite, and a base class of callbacks that set noise levels. ema.py, momentum_decay.py,
+curriculum.py, loss_resampler.py, step_seed.py and finite_updates.py depend only on this file, torch
+and Lightning; copy any of them together with this file into your own package.
 
-The library uses private names of Lightning here and nowhere else; a test asserts that each exists
+Callbacks use private names of Lightning only through this file. A test asserts that each exists
 with the expected signature, and setup.cfg caps lightning below the next minor version.
 
-A split tensor is a torch DTensor, as FSDP2 and tensor parallelism create them: its shape is that of
-the whole tensor, and each rank stores a part, which may be empty. Functions marked collective
-must be called on every rank.
+A split tensor is a torch DTensor, as created by FSDP2 or tensor parallelism: it has the shape of
+the whole tensor, and each rank stores a part, which may be empty. Functions marked collective must
+be called on every rank.
 """
 
 import math
@@ -38,9 +38,9 @@ T = TypeVar("T")
 
 
 def isinstance_lightning(value: object, kind: type[T]) -> TypeGuard[T]:
-    """`isinstance` for a Lightning class, from either of `lightning` and `pytorch_lightning`.
+    """`isinstance` for a class of Lightning, from `lightning` or from `pytorch_lightning`.
 
-    Both packages can be installed together, and each defines every class again.
+    Both packages may be installed, and each defines its own copy of every class.
     """
 
     def qualified_name(c: type) -> str:
@@ -53,20 +53,20 @@ def isinstance_lightning(value: object, kind: type[T]) -> TypeGuard[T]:
 
 
 class AccumulationTracker:
-    """Mixin of a callback that needs to know whether gradients wait for the next batch.
+    """Mixin for callbacks that need to know whether gradients are being accumulated.
 
-    Such gradients are in no checkpoint. Under manual optimization the module accumulates by itself,
-    so there a batch without an optimizer step counts as one that accumulates.
+    Checkpoints do not contain gradients. Under manual optimization, where the module accumulates
+    by itself, a batch without an optimizer step counts as accumulating.
     """
 
     _step_before: int | None = None
 
     def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        """Remember the step count, to detect whether the batch makes a step."""
+        """Store the step count, to detect whether the batch makes a step."""
         self._step_before = trainer.global_step
 
     def is_accumulating(self, trainer: pl.Trainer) -> bool:
-        """Whether the gradients of the last batch wait for the next one."""
+        """Whether gradients of the last batch are still to be used by an optimizer step."""
         if trainer.lightning_module.automatic_optimization:
             return is_accumulating(trainer)
         return trainer.global_step == self._step_before
@@ -94,31 +94,31 @@ def is_ending(trainer: pl.Trainer) -> bool:
 
 
 def ends_epoch(trainer: pl.Trainer) -> bool:
-    """Whether an epoch of several steps ends here, whose end a resumed run would not repeat."""
+    """Whether an epoch of several steps ends here; a resume would skip the hooks of its end."""
     return trainer.is_last_batch and trainer.num_training_batches > trainer.accumulate_grad_batches
 
 
 def is_batch_ending(trainer: pl.Trainer) -> bool:
-    """Whether this is `on_train_batch_end`; while saving, the hook has another name."""
+    """Whether `on_train_batch_end` runs; Lightning's own name of the hook changes in a save."""
     batches: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     return bool(batches.completed < batches.processed)
 
 
 def completed_steps(module: pl.LightningModule) -> int | None:
-    """Optimizer steps completed in the fit; None outside of a fit, where Trainers count from 0."""
+    """Optimizer steps completed in the fit; None outside a fit, as a new Trainer counts from 0."""
     trainer = module._trainer
     fitting = trainer is not None and trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
     return module.global_step if fitting else None
 
 
 def total_steps(trainer: pl.Trainer) -> int | None:
-    """Optimizer steps of the whole fit; None if it has no end. Makes the Trainer load its data."""
+    """Optimizer steps of the whole fit; None if it has no end. The Trainer loads its data."""
     steps, epochs = trainer.estimated_stepping_batches, trainer.max_epochs
     kind = pl.callbacks.GradientAccumulationScheduler
     callbacks, batches = trainer.callbacks, trainer.num_training_batches  # type: ignore[attr-defined]
     schedulers = [c for c in callbacks if isinstance_lightning(c, kind)]
     if schedulers and epochs is not None and epochs >= 0 and batches < math.inf:
-        # The Trainer's estimate uses the factor of the first epoch for all.
+        # The Trainer's estimate uses the factor of the first epoch for all epochs.
         sizes = map(schedulers[-1].get_accumulate_grad_batches, range(epochs))
         steps = sum(math.ceil(batches / size) for size in sizes)
         steps = steps if trainer.max_steps == -1 else min(steps, trainer.max_steps)
@@ -126,49 +126,49 @@ def total_steps(trainer: pl.Trainer) -> int | None:
 
 
 def should_log(trainer: pl.Trainer) -> bool:
-    """Whether loggers receive what the current batch logs (`log_every_n_steps`)."""
+    """Whether metrics of the current batch are sent to loggers (`log_every_n_steps`)."""
     return trainer._logger_connector.should_update_logs
 
 
 def logger_step(trainer: pl.Trainer) -> int:
-    """The step of the row that Lightning logs now: in a batch, its validation, or before the first.
+    """The step that Lightning passes to loggers during a batch or its validation.
 
-    It counts batches that stepped, from 0, where `global_step` adds up the steps of all optimizers.
-    Everything that goes to loggers has this step; images and scores have `stepped_batches`.
+    Counts batches that made a step, from 0; `global_step` instead sums the steps of all optimizers.
+    Lightning logs metrics at this step; for images and scores see `stepped_batches`.
     """
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def stepped_batches(trainer: pl.Trainer) -> int:
-    """Batches that stepped any optimizer, including the current one while it ends or validates.
+    """Number of batches that made an optimizer step, including the current one once it is done.
 
-    Equal to `global_step` if each steps a single optimizer once.
+    Equal to `global_step` if each batch steps a single optimizer once.
     """
     is_current_done = is_batch_ending(trainer) or trainer.validating
     return logger_step(trainer) + (is_current_done and not is_accumulating(trainer))
 
 
 def loss_scale(trainer: pl.Trainer, optimizer: Optimizer) -> float:
-    """Factor on the gradients before a step; fused optimizers undo a GradScaler's inside it."""
+    """Factor on the gradients before a step; not 1 where a fused optimizer unscales them itself."""
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     unscales = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
     return float(scaler.get_scale()) if unscales and scaler is not None else 1.0
 
 
 def loaded_checkpoint(trainer: pl.Trainer) -> dict[str, Any]:
-    """The checkpoint that is being restored, which may be modified in place; {} if none is."""
+    """The checkpoint being restored, which may be modified in place; {} without one."""
     return trainer._checkpoint_connector._loaded_checkpoint
 
 
 def limited_batches(trainer: pl.Trainer, length: int) -> int:
-    """Training batches of an epoch of `length` under `trainer.limit_train_batches`."""
+    """Number of training batches, of `length` in an epoch, under `trainer.limit_train_batches`."""
     connector: Any = pl.trainer.connectors.data_connector  # type: ignore[attr-defined]
     stage = pl.trainer.states.RunningStage.TRAINING
     return int(connector._parse_num_batches(stage, length, trainer.limit_train_batches))
 
 
 def disable_signal_handlers(trainer: pl.Trainer) -> None:
-    """Keep Lightning from installing its signal handlers, until `enable_signal_handlers`."""
+    """Prevent Lightning from installing its signal handlers until `enable_signal_handlers`."""
     vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
 
 
@@ -178,14 +178,14 @@ def enable_signal_handlers(trainer: pl.Trainer) -> None:
 
 
 def undivided_sampler(loader: Any) -> Any:
-    """The sampler that a loader was created with, where Lightning divides it among ranks."""
+    """The sampler of a loader, without Lightning's wrapper that divides it among ranks."""
     divided: Any = getattr(loader.sampler, "dataset", None)
     is_wrapped = type(divided).__name__ == "_DatasetSamplerWrapper"
     return divided._sampler if is_wrapped else loader.sampler
 
 
 def is_built_from_config() -> bool:
-    """Whether LightningCLI constructs the current module, from plain builtins."""
+    """Whether LightningCLI is constructing the current module; its arguments are plain builtins."""
     return pl.core.mixins.hparams_mixin._given_hyperparameters.get() is not None
 
 
@@ -210,7 +210,7 @@ def refuse_strategy(trainer: pl.Trainer, name: str) -> None:
     if isinstance_lightning(strategy, pl.strategies.ModelParallelStrategy):
         return
     traces = any("XLA" in kind.__name__ for kind in type(strategy).__mro__)
-    # True for all of Lightning's that split weights, such as FSDPStrategy and DeepSpeedStrategy.
+    # True for FSDPStrategy, DeepSpeedStrategy and all others of Lightning that split weights.
     if traces or strategy.restore_checkpoint_after_setup:
         raise ValueError(
             f"{name} does not support {type(strategy).__name__}, which updates or saves weights in "
@@ -220,7 +220,7 @@ def refuse_strategy(trainer: pl.Trainer, name: str) -> None:
 
 
 def refuse_split_weights(trainer: pl.Trainer, module: pl.LightningModule, name: str) -> None:
-    """Raise ValueError if weights are split and the strategy would save one rank's part of them."""
+    """Raise ValueError if weights are split and the strategy would save only one rank's part."""
     strategy, split = trainer.strategy, find_dtensor(dict(module.named_parameters()))
     if split and not isinstance_lightning(strategy, pl.strategies.ModelParallelStrategy):
         raise ValueError(
@@ -234,7 +234,7 @@ def refuse_split_weights(trainer: pl.Trainer, module: pl.LightningModule, name: 
 
 def refuse_unhooked(optimizer: object) -> None:
     """Raise ValueError if hooks on the optimizer's `step()` would not run."""
-    # What torch marks in Optimizer.__init__, which some that hold another optimizer do not call.
+    # Optimizer.__init__ sets this mark; some wrappers of another optimizer do not call it.
     hooked = getattr(getattr(type(optimizer), "step", None), "hooked", False)
     if not (hooked and isinstance(optimizer, Optimizer)):
         raise ValueError(
@@ -246,9 +246,9 @@ def refuse_unhooked(optimizer: object) -> None:
 
 
 def is_state_init_step(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
-    """Whether `step(**kwargs)` is the one with lr 0 by which torch initializes optimizer state.
+    """Whether `step(**kwargs)` is torch's step with lr 0 that only initializes optimizer state.
 
-    `torch.distributed.checkpoint.state_dict` takes it before it saves or loads an empty state.
+    `torch.distributed.checkpoint.state_dict` makes it before it saves or loads an empty state.
     """
     return dict(kwargs) == {"closure": None} and all(
         group.get("lr") == 0 for group in optimizer.param_groups
@@ -259,7 +259,7 @@ def is_state_init_step(optimizer: Optimizer, kwargs: Mapping[str, Any]) -> bool:
 
 
 def all_gather_objects(value: T, world_size: int) -> list[T]:
-    """A value of each rank, in their order, on all ranks. Collective."""
+    """The values of all ranks, by rank. Collective."""
     values = [value] * world_size
     if world_size > 1:
         torch.distributed.all_gather_object(values, value)
@@ -272,12 +272,12 @@ def is_dtensor(value: object) -> "TypeGuard[DTensor]":
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a split tensor, sharing its memory; any other tensor itself."""
+    """This rank's part of a split tensor, sharing its memory; other tensors are returned as is."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def distribute_like(whole: Tensor, model: Tensor) -> Tensor:
-    """`whole`, the same on each rank, split as `model` is; unchanged if either needs no split."""
+    """Split `whole`, equal on all ranks, like `model`; no-op if it is split or `model` is not."""
     if is_dtensor(whole) or not is_dtensor(model):
         return whole
     return distribute_tensor(whole, model.device_mesh, model.placements, src_data_rank=None)
@@ -297,10 +297,9 @@ def find_dtensor(state: Any, name: str = "") -> str | None:
 
 
 def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A nested state with whole CPU tensors in place of split ones, on rank 0, for a file.
+    """Gather the split tensors of a nested state as whole CPU tensors on rank 0, for a file.
 
-    Collective if tensors are split: then other ranks return {}, and hold one whole tensor at a
-    time.
+    Collective if tensors are split: other ranks then return {} and hold one whole tensor at a time.
     """
     if find_dtensor(state) is None:
         return dict(state)
@@ -311,7 +310,7 @@ def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gather(value: Any, keep: bool) -> Any:
     if is_dtensor(value):
-        # Parts that were offloaded to the CPU go back to where their ranks can communicate.
+        # Parts offloaded to the CPU move back to the device on which the ranks communicate.
         parts: Any = value.detach().to(value.device_mesh.device_type)
         whole = parts.full_tensor()
         return whole.cpu() if keep else None
@@ -323,10 +322,10 @@ def _gather(value: Any, keep: bool) -> Any:
 
 
 def reshard(module: nn.Module) -> None:
-    """Drop the whole weights that FSDP2 keeps after a forward pass without a backward one.
+    """Free the gathered weights that FSDP2 keeps after a forward pass without a backward pass.
 
-    Until then `parameters()` are those copies, and the next forward pass computes with them,
-    whatever has been written to the parts. Not collective.
+    Until then `parameters()` returns the gathered copies, and the next forward pass uses them even
+    if the sharded weights have changed. Not collective.
     """
     if _HAS_DISTRIBUTED:
         for part in module.modules():
@@ -340,12 +339,12 @@ def reshard(module: nn.Module) -> None:
 def is_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     """(N,) bool: whether each tensor has a NaN or infinite entry. Does not synchronize with a GPU.
 
-    Of split tensors this rank's part is checked, of sparse ones the values; empty ones are finite.
+    Checks this rank's part of split tensors and the values of sparse ones; empty ones are finite.
     """
     values = [t.coalesce().values() if t.is_sparse else local_part(t) for t in tensors]
     values = [value if value.numel() else value.new_zeros(1) for value in values]
     if all(value.device.type == "cpu" for value in values):
-        # Ten times as fast; squares may overflow, so its positives are checked again.
+        # The 2-norm is ten times as fast, but squares may overflow: positives are checked again.
         flags = _has_infinite_norm(values, 2.0)
         return _has_infinite_norm(values, math.inf) if flags.any() else flags
     return _has_infinite_norm(values, math.inf)
@@ -359,7 +358,7 @@ def _has_infinite_norm(values: Sequence[Tensor], order: float) -> Tensor:
 def first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
     """Index of the first tensor with a NaN or infinite entry; costs one host synchronization.
 
-    Collective if tensors are split: every rank over which they are gets the same answer.
+    Collective if tensors are split: all ranks of their mesh return the same index.
     """
     if not tensors:
         return None
@@ -384,7 +383,7 @@ class Timesteps(NamedTuple):
 
 
 def importance_weight(density: Tensor) -> Tensor:
-    """The factor on the loss that undoes an unnormalised density (num_bins,): 1 / (num_bins * p).
+    """Loss weight 1 / (num_bins * p) that undoes a density (num_bins,), which p normalizes.
 
     Example:
         >>> importance_weight(torch.tensor([1.0, 3.0]))
@@ -394,7 +393,7 @@ def importance_weight(density: Tensor) -> Tensor:
 
 
 def total_variation(density: Tensor) -> Tensor:
-    """Distance of an unnormalised density (num_bins,) from uniform: sum |p - 1 / num_bins| / 2.
+    """Distance sum |p - 1 / num_bins| / 2 of a density (num_bins,), normalized to p, from uniform.
 
     Example:
         >>> total_variation(torch.tensor([1.0, 3.0]))
@@ -404,10 +403,10 @@ def total_variation(density: Tensor) -> Tensor:
 
 
 class TimestepWriter(pl.Callback, ABC):
-    """Sets the attributes `writes` of a module to `timesteps_at(step)` in each training batch.
+    """Sets the attributes `writes` of the module to `timesteps_at(step)` during training batches.
 
-    Between training batches they are None. Each attribute has one writer; a density and a weight
-    of two writers multiply.
+    Between batches they are None. Each attribute has one writer. If two callbacks set the density
+    and the weight, both take effect.
     """
 
     writes: tuple[str, ...] = ()
@@ -457,7 +456,7 @@ class TimestepWriter(pl.Callback, ABC):
             pl_module.log_dict(self.numbers_at(step, pl_module.device))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Set them to None again, also at the end of a run in which a batch was skipped."""
+        """Reset the attributes to None; at the end of a run as well, if a batch was skipped."""
         for attribute, value in self._written._asdict().items():
             if value is not None and getattr(pl_module, attribute) is value:
                 setattr(pl_module, attribute, None)

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """Rank of this process, and number of processes."""
+    """Rank of this process, and the number of processes."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0, 1
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -28,7 +28,7 @@ def call_on_rank_zero(function: Callable[[], T]) -> T:
     if rank == 0:
         try:
             answer[0] = function()
-        except Exception as error:  # without an answer the other ranks would wait forever
+        except Exception as error:  # the other ranks wait for the broadcast
             answer[1] = error
     torch.distributed.broadcast_object_list(answer)
     if answer[1] is not None:
@@ -46,9 +46,9 @@ def all_gather_objects(value: T) -> list[T]:
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """L2 norm of all entries of all tensors, (), in float32 or wider; collective if any is split.
+    """L2 norm over all entries of all tensors; (), float32 or wider.
 
-    A split tensor is a torch DTensor, as FSDP2 creates them; its norm is that of the whole.
+    A DTensor (FSDP2) counts as its whole tensor; the call is then collective.
 
     Example:
         >>> total_norm([torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])])

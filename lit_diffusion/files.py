@@ -1,4 +1,4 @@
-"""Atomic writes that survive a power cut, and safe opening of files that others have written."""
+"""Atomic writes that survive a power cut, and safe reading of files from untrusted sources."""
 
 import os
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IMAGE_FORMATS = ("BMP", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Image formats that are read. Pillow goes by the content of a file, knows more formats than these,
-and starts Ghostscript for some of them."""
+"""Image formats that may be read. Pillow detects the format from the content of a file, and runs
+Ghostscript for some of its other formats."""
 
 IMAGE_MODES = {1: "L", 2: "LA", 3: "RGB", 4: "RGBA"}
 """Pillow's mode for each number of channels."""
@@ -31,15 +31,15 @@ def atomic_write(path: str | Path, shared: bool = False) -> Iterator[IO[bytes]]:
     After any exception the old file at `path` is intact and the temporary file is removed.
 
     Args:
-        path: of the file to write or replace.
-        shared: whether several processes may write this file at the same time; each then has a
-            temporary file of its own. Otherwise all writes use one temporary name, so that a write
-            also removes what a crash left behind.
+        path: file to write or replace.
+        shared: whether several processes may write this file at the same time; each then uses its
+            own temporary file. Otherwise all writes share one temporary name, so that a write also
+            removes the leftover of a crash.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid4().hex if shared else ''}part")
     try:
-        temporary.unlink(missing_ok=True)  # left by a crash, or a link that somebody else put there
+        temporary.unlink(missing_ok=True)  # left by a crash, or a link placed by somebody else
         with temporary.open("x+b") as file:
             yield file
             file.flush()
@@ -52,7 +52,7 @@ def atomic_write(path: str | Path, shared: bool = False) -> Iterator[IO[bytes]]:
 
 
 def atomic_write_text(path: str | Path, text: str, shared: bool = False) -> None:
-    """Write `text` as UTF-8 by `atomic_write`, whose `shared` this is."""
+    """Write `text` as UTF-8 with `atomic_write`; `shared` is passed on to it."""
     with atomic_write(path, shared) as file:
         file.write(text.encode())
 
@@ -73,11 +73,11 @@ def require_regular_file(path: Path) -> None:
 
 
 def open_image(source: Path | BytesIO) -> "Image":
-    """Open an image of one of `IMAGE_FORMATS`; only its header is read yet.
+    """Open an image of one of `IMAGE_FORMATS`; reads only its header.
 
     Raises:
         ValueError: if `source` is the path of a folder, pipe or device.
-        OSError: if the content is of another format.
+        OSError: if the content has another format.
     """
     from PIL import Image
 

@@ -1,7 +1,7 @@
 """Signals that a batch system or a terminal sends: recorded, and acted on at a safe point.
 
-A batch system signals all processes of a job. A handler that saved a checkpoint would do so in the
-middle of an update, or of a collective that other ranks are not in; so handlers only record.
+A batch system signals all processes of a job. Handlers only record the signal: one that saved a
+checkpoint could interrupt an update, or a collective that other ranks have not entered.
 """
 
 import atexit
@@ -18,32 +18,32 @@ from types import FrameType
 from typing import Any
 
 EXIT_SAVED = 75
-"""Exit code of a process that saved and is to be started again: EX_TEMPFAIL of sysexits.h."""
+"""Exit code of a process that saved and should be restarted: EX_TEMPFAIL of sysexits.h."""
 
 ECHO_SECONDS = 0.3
-"""Within these a second Ctrl-C is the first one again: launchers such as torchrun pass it on."""
+"""A second SIGINT within this time counts as the same Ctrl-C: torchrun forwards it to its ranks."""
 
 TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)
-"""A process that ends on one of these is not to be started again by a loop of the shell."""
+"""Signals of a terminal. A shell loop must not restart a process that ended on one of them."""
 
-_recorder: "SignalRecorder | None" = None  # that is started
+_recorder: "SignalRecorder | None" = None  # the active one
 
 
 class SignalRecorder:
-    """Records signals, which then do not end the process, between `start` and `stop`.
+    """Records signals between `start` and `stop`; they do not end the process.
 
-    `start` takes over a signal that an outer recorder has received. Signals that are ignored before
-    (nohup) stay ignored. A second Ctrl-C raises KeyboardInterrupt.
+    `start` inherits the signal that an outer recorder has received. Signals that were ignored
+    before (nohup) stay ignored. A second Ctrl-C raises KeyboardInterrupt.
 
-    Processes that are forked meanwhile, such as those that load data, are ended by their parent
-    alone; they would die of signals to a whole job, and the run with them. Processes that are not
-    forked, as with DataLoader's other values of `multiprocessing_context`, do die.
+    Processes forked while recording, such as DataLoader workers, block these signals. Only their
+    parent ends them, so a signal to the whole job does not kill the run through its workers.
+    Workers that are spawned (see `multiprocessing_context` of DataLoader) are not protected.
 
     Args:
-        signals: to record.
+        signals: signals to record.
 
     Attributes:
-        received: the first signal received; None before.
+        received: the first signal received; None before that.
         ctrl_c_message: text to print to stderr at the first Ctrl-C.
     """
 
@@ -86,12 +86,12 @@ class SignalRecorder:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def ignore(self) -> None:
-        """Make further signals do nothing, in a process that is about to end."""
+        """Ignore further signals, in a process that is about to end."""
         global _recorder
         _recorder = None
         for number in self._previous_handlers:
-            signal.signal(number, lambda *_: None)  # unlike SIG_IGN, a later fit takes it over
-            atexit.register(signal.signal, number, signal.SIG_IGN)  # Python restores handlers
+            signal.signal(number, lambda *_: None)  # a later fit would leave SIG_IGN in place
+            atexit.register(signal.signal, number, signal.SIG_IGN)  # Python resets handlers at exit
 
     def _record(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -100,17 +100,17 @@ class SignalRecorder:
         if number == signal.SIGINT and self._ctrl_c_time > now:
             self._ctrl_c_time = now
             with suppress(OSError):
-                os.write(2, self.ctrl_c_message.encode())  # print may be what was interrupted
+                os.write(2, self.ctrl_c_message.encode())  # the signal may have interrupted print
         if self.received is None:
             self.received = signal.Signals(number)
 
 
 @contextmanager
 def record_signals() -> Iterator[None]:
-    """Context that records SIGTERM and SIGUSR1 for the fits that are set up inside it.
+    """Context that records SIGTERM and SIGUSR1; a fit that starts inside it inherits the signal.
 
-    If it ends with the exit code of a run that saved on a signal, further signals have no effect:
-    another one must not change the exit code.
+    If the context ends with the exit code of a run that saved on a signal, further signals have no
+    effect, so that none of them changes the exit code.
     """
     global _recorder
     recorder = SignalRecorder([signal.SIGTERM, signal.SIGUSR1])
@@ -121,7 +121,7 @@ def record_signals() -> Iterator[None]:
     except BaseException as error:
         codes = (EXIT_SAVED, *(128 + number for number in TERMINAL_SIGNALS))
         if isinstance(error, SystemExit) and error.code in codes:
-            _recorder = None  # a later fit in this process does not take over its signals
+            _recorder = None  # a later fit in this process must not inherit the signal
         else:
             recorder.stop()
         raise
@@ -129,7 +129,7 @@ def record_signals() -> Iterator[None]:
 
 
 def redeliver_signal() -> None:
-    """Stop recording where nothing will be saved, and send a recorded signal again."""
+    """Stop recording and resend a recorded signal, in a process that will save nothing."""
     recorder = _recorder
     if recorder is not None:
         recorder.stop()
@@ -138,7 +138,7 @@ def redeliver_signal() -> None:
 
 
 class InterruptedBySignal(KeyboardInterrupt):
-    """A `signal` other than that of Ctrl-C interrupted the process."""
+    """Raised when a `signal` other than SIGINT interrupts the process."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -146,9 +146,9 @@ class InterruptedBySignal(KeyboardInterrupt):
 
 
 class SavedOnSignal(SystemExit):
-    """Ends a process that saved a checkpoint, after `step` optimizer steps, because of a signal.
+    """Ends a process that saved a checkpoint at optimizer step `step` because of a signal.
 
-    The exit code is 75, after a signal of the terminal 128 and its number.
+    The exit code is 75, or 128 + n after a terminal signal n.
     """
 
     def __init__(self, number: int, step: int, path: Path) -> None:
@@ -169,7 +169,7 @@ def raise_on_signals() -> Iterator[None]:
 
 @contextmanager
 def defer_signals() -> Iterator[None]:
-    """Context at whose end Ctrl-C, SIGTERM and SIGHUP are delivered that arrived inside it."""
+    """Context that holds back Ctrl-C, SIGTERM and SIGHUP, and delivers them when it exits."""
     deferred: list[int] = []
     try:
         signals = (signal.SIGTERM, *TERMINAL_SIGNALS)
@@ -182,7 +182,7 @@ def defer_signals() -> Iterator[None]:
 
 @contextmanager
 def _handle(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
-    """Context with a handler for those signals that are not ignored; only in the main thread."""
+    """Context that handles those signals that are not ignored; no-op outside the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     handled = [n for n in numbers if is_main and signal.getsignal(n) not in (None, signal.SIG_IGN)]
     previous = {number: signal.signal(number, handler) for number in handled}
@@ -194,15 +194,15 @@ def _handle(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
 
 
 def print_error(text: str) -> None:
-    """Print to stderr, unless that is a terminal that is gone."""
+    """Print to stderr; do nothing if its terminal has closed."""
     with suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def _after_fork() -> None:
-    """In a process forked while signals are recorded: block them, but end on the parent's SIGTERM.
+    """Block the recorded signals in a forked process, except a SIGTERM sent by its parent.
 
-    A thread waits for that, since a blocked signal calls no handler.
+    A thread waits for that SIGTERM, because a blocked signal calls no handler.
     """
     if _recorder is None:
         return

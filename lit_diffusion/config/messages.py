@@ -1,4 +1,4 @@
-"""Short messages for a wrong config or command line: the name, and what to write instead."""
+"""Short error messages for a wrong config or command line, with the fix."""
 
 import inspect
 import linecache
@@ -11,14 +11,14 @@ from typing import Any
 
 
 def explain_parse_error(error: BaseException, options: Iterable[str] = ()) -> str:
-    """The cause of an error of jsonargparse, with the path of keys to it, in one or two lines.
+    """Explain an error of jsonargparse in one or two lines, with the dotted key where it occurred.
 
-    jsonargparse reports a wrong name three classes deep as every alternative at every level; the
-    exception that started it says it in a line, and those between have the keys on the way.
+    jsonargparse lists every alternative of every nested class. The innermost exception of the
+    chain holds the cause in one line, and the others hold the keys that lead to it.
 
     Args:
         error: raised by a parser.
-        options: names that the parser accepts, of which close ones are suggested.
+        options: names that the parser accepts; close matches are suggested.
     """
     chain: list[BaseException] = []  # the error and its causes, outermost first
     cause: BaseException | None = error
@@ -38,7 +38,7 @@ def explain_parse_error(error: BaseException, options: Iterable[str] = ()) -> st
 
 
 def _translate(outermost: str, innermost: str, class_path: str, options: list[str]) -> str:
-    """The innermost message of jsonargparse in plain words, with a suggestion."""
+    """Rewrite the innermost message of jsonargparse in plain words, with a suggestion."""
     if m := re.match(r"Option '([^']+)' is not accepted", innermost):
         return _suggest(m[1], parameter_names(class_path), f"{class_path} has no argument")
     if m := re.search(r"does not accept option '([^']+)'", innermost):
@@ -68,7 +68,7 @@ def _translate(outermost: str, innermost: str, class_path: str, options: list[st
 
 
 def _expected_type(outermost: str, text: str) -> str:
-    """A message about a wrong value with all choices of a union, and types in Python's names."""
+    """A message about a wrong value that lists all choices of a union, with plain type names."""
     if choices := re.findall(r"- Expected a typing\.Literal\[([^]]*)\]", outermost):
         listed = f"one of {', '.join(dict.fromkeys(choices))}"
         text = re.sub(r"typing\.Literal\[[^]]*\]", listed, text)
@@ -90,7 +90,7 @@ def _suggest(name: str, names: list[str], rule: str) -> str:
 
 
 def parameter_names(class_path: str) -> list[str]:
-    """Names of the arguments of a class and its bases; none if it is not imported already."""
+    """Names of the arguments of a class and its bases; empty unless it is already imported."""
     module, _, name = class_path.rpartition(".")
     target: Any = getattr(sys.modules.get(module), name, None)
     if target is None:
@@ -105,10 +105,10 @@ def parameter_names(class_path: str) -> list[str]:
 def is_user_error(
     error: BaseException, packages: Sequence[str] = ("lit_diffusion", "lightning")
 ) -> bool:
-    """Whether an error is the message of a check in one of the packages, and not a bug.
+    """Whether an error comes from a check in one of the packages, rather than from a bug.
 
-    A check ends in a `raise` statement; a bug is raised from any other. Errors of the operating
-    system about a file, with its name, or about memory count as checks.
+    An error counts as a check if a `raise` statement of these packages raised it. Errors of the
+    operating system that name a file, and out-of-memory errors, count as checks as well.
     """
     is_about_file = isinstance(error, OSError) and error.filename is not None
     if is_about_file or is_out_of_memory(error):

@@ -1,7 +1,7 @@
-"""Names in the configs and checkpoints of earlier versions, and what they are called now.
+"""Map class paths and arguments of earlier versions to the present ones.
 
-A class that moves and an argument that is renamed get an entry, so that old files keep
-loading. Python has no aliases: imports must use the new names.
+Each moved class and renamed argument has an entry, so that old configs and checkpoints keep
+loading. Python imports have no such aliases and must use the new names.
 """
 
 from typing import Any
@@ -28,11 +28,11 @@ ARGUMENTS = {
     "DiffusionModule": {"draws": "uniforms"},
     "Embeddings": {"given_null": "null_embedding"},
 }
-"""Class name now -> {old argument: new argument}."""
+"""Present class name -> {old argument: new argument}."""
 
 
 def _as_condition(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a network with one `condition` for four arguments and null_class."""
+    """Replace context_dim, vector_dim, num_words and null_class of a network by `condition`."""
     arguments, condition = dict(arguments), None
     for old, kind, name in (
         ("context_dim", "Tokens", "dim"),
@@ -54,7 +54,7 @@ def _as_condition(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 REWRITTEN = dict.fromkeys(("UNet", "UViT", "DiT", "JiT"), _as_condition)
-"""Class name now -> function of all arguments, where one takes the place of several."""
+"""Present class name -> function that maps all old arguments to new ones."""
 
 
 def rename_class_path(path: str) -> str:
@@ -99,7 +99,7 @@ def rename_checkpoint(checkpoint: dict[str, Any]) -> dict[str, Any]:
 def _rename_arguments(class_path: str, arguments: dict[str, Any]) -> dict[str, Any]:
     name = class_path.rpartition(".")[2]
     if "." in class_path and not class_path.startswith("lit_diffusion."):
-        return arguments  # of somebody else's class
+        return arguments  # a class of another package
     if name in REWRITTEN:
         arguments = REWRITTEN[name](arguments)
     table = ARGUMENTS.get(name, {})

@@ -1,9 +1,9 @@
-"""Which classes a config or a checkpoint may name, and our own by their names alone.
+"""Which classes a config or checkpoint may name; short names for the classes of this library.
 
-A class path is code to import and call, so a file from a stranger could run anything. Therefore a
-class path outside the packages below and those that the user names is refused before its module is
-imported. Of the packages below only classes are allowed: among their functions are some that run
-their argument, and a function that returns the type of a setting would be accepted for it.
+jsonargparse imports and calls a class path, so an untrusted file could run any code. A class path
+is therefore refused before its import unless it is in `TRUSTED` or in a package that the user
+trusts. From `TRUSTED`, only classes are allowed: jsonargparse also accepts functions by their
+return type, and some functions of these packages execute their argument.
 """
 
 import inspect
@@ -37,17 +37,17 @@ TRUSTED = (
     "lightning.fabric.accelerators",
     "lightning.fabric.plugins",
 )
-"""Packages whose classes class paths may always name."""
+"""Packages whose classes a class path may always name."""
 
-_WITH_PUBLIC_NAMES = ("callbacks", "solvers")  # class paths of these packages name no file
+_WITH_PUBLIC_NAMES = ("callbacks", "solvers")  # their class paths contain no module name
 _PACKAGES = ("networks", "modules", "data", "lab.gan")
 
 
 @contextmanager
 def allow_class_paths(packages: Iterable[str] = ()) -> Iterator[None]:
-    """Context in which jsonargparse imports classes of `TRUSTED` and anything of `packages`.
+    """Context in which jsonargparse imports classes from `TRUSTED` and anything from `packages`.
 
-    It also replaces old names in configs, and completes names of our classes (`short_names`).
+    It also replaces old names in configs and resolves the short names of `short_names`.
 
     Args:
         packages: dotted names of modules, or of packages with everything below them.
@@ -76,10 +76,10 @@ def allow_class_paths(packages: Iterable[str] = ()) -> Iterator[None]:
             import_path_allowlist=[*TRUSTED, *packages],
             instantiate_subclass_spec_in_any=False,
         )
-        # jsonargparse documents no way to allow classes alone. It calls the first function for each
-        # object that a value names, to learn which paths must be allowed; the second for a name
-        # without dots, which it completes for subclasses of a setting's type only. setup.cfg limits
-        # its version, and a test checks that both are called.
+        # jsonargparse has no public way to allow only classes. It calls `canonical_import_paths`
+        # for each object that a value names, and `resolve_class_path_by_name` for each name without
+        # dots, which it resolves among subclasses of the setting's type only. setup.cfg caps its
+        # version, and a test checks that both are called.
         _util.canonical_import_paths = find_allowed_paths
         _typehints.resolve_class_path_by_name = resolve_short_name
         yield
@@ -103,7 +103,7 @@ def is_within(path: str, packages: Iterable[str]) -> bool:
 
 @cache
 def short_names() -> dict[str, str]:
-    """Class paths by class names, of our classes that configs are made of.
+    """Map the names of classes of this library that configs may use to their class paths.
 
     Example:
         >>> short_names()["CosineBetas"], short_names()["EMA"]
@@ -112,7 +112,7 @@ def short_names() -> dict[str, str]:
     paths = dict[str, str]()
     for package in _WITH_PUBLIC_NAMES:
         text = files(f"lit_diffusion.{package}").joinpath("__init__.py").read_text()
-        names = re.findall(r'"([A-Z]\w+)"', text)  # of its __all__
+        names = re.findall(r'"([A-Z]\w+)"', text)  # the entries of __all__
         paths |= {name: f"lit_diffusion.{package}.{name}" for name in names}
     for package in ("lit_diffusion", *(f"lit_diffusion.{name}" for name in _PACKAGES)):
         for file in sorted(Path(str(files(package))).glob("*.py")):

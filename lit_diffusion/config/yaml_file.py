@@ -1,4 +1,4 @@
-"""Reading YAML files that others may have written."""
+"""Read YAML files from untrusted sources."""
 
 import json
 from pathlib import Path
@@ -10,19 +10,18 @@ from lit_diffusion.config.renamed import rename_config
 from lit_diffusion.files import require_regular_file
 
 MAX_BYTES = 10**5
-"""Size of a config at most: anything that fits is parsed at once."""
+"""Maximum size of a config in bytes; a file of this size parses quickly."""
 
 MAX_ALIASES = 10
-"""Number of aliases in a config at most: ten lines of aliases to aliases can expand to more than a
-machine has memory for."""
+"""Maximum number of aliases in a config: a few nested aliases can expand beyond any memory."""
 
 
 def read_yaml(path: str | Path) -> Any:
-    """Content of a YAML file, with present names in place of old ones (`renamed`).
+    """Content of a YAML file, with old names replaced (`config.renamed`).
 
     Raises:
-        FileNotFoundError: if there is no file.
-        ValueError: for a file that is not YAML, too large or nested too deep.
+        FileNotFoundError: if the file does not exist.
+        ValueError: if the file is not YAML, too large, or nested too deep.
     """
     path = Path(path)
     if path.exists():
