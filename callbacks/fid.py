@@ -1,4 +1,4 @@
-"""FID during training: which weights, which samples, which real images, all written down."""
+"""FID during training, with a record of its weights, samples, real images and extractor."""
 
 import json
 import math
@@ -51,51 +51,52 @@ SPLITS = ("train", "val", "test")
 class FIDEvaluation(PeriodicEvaluation):
     """Scores samples by FID after every validation, or after every n optimizer steps.
 
-    Samples are `pl_module.generate(seeds, labels)` for the seeds 0 .. num_samples - 1, with labels
-    seed mod `num_classes` where the module has classes; process r of R takes the seeds r, r + R,
-    .... They are generated in eval mode, under the Trainer's precision, with the weights named;
-    the extractor works in float32. Weights, modes and random state of training are left unchanged.
+    Samples are `pl_module.generate(seeds, labels)` for the seeds 0, ..., num_samples - 1, with
+    labels seed mod `num_classes` if the module has classes. Process r of R generates the seeds r,
+    r + R, .... The module is in eval mode, under the Trainer's precision, with `weights`; the
+    extractor computes in float32. Weights, modes and random state of training are unchanged.
 
-    Logs `val/fid_<num_samples>` and beside it the floor, the FID of as many real images with the
-    same labels; `trainer.test` logs `test/fid_...` where the data have a test split. Other weights
-    than "ema" are part of the name. One line with the whole protocol goes to `evaluations.jsonl` in
-    the Trainer's `default_root_dir`, and the best step so far is saved there as
-    `checkpoints/best-fid.ckpt`. (With `every_n_steps` the FID goes to the loggers alone:
-    `ModelCheckpoint(monitor=...)` would rank later weights under an older FID.) Samples that are
-    not finite make the FID NaN, a warning names their seeds, and training continues.
-    `fast_dev_run` generates one sample and scores none.
+    Logs `val/fid_<num_samples>` and its floor, the FID of as many real images with the same labels.
+    `trainer.test` logs `test/fid_...` if the data have a test split. The metric name contains
+    `weights` unless they are "ema". Each evaluation appends one line with the whole protocol to
+    `evaluations.jsonl` in the Trainer's `default_root_dir`; the best step is saved there as
+    `checkpoints/best-fid.ckpt`. With `every_n_steps`, the FID goes to the loggers only, because
+    `ModelCheckpoint(monitor=...)` would assign an old FID to later weights. If samples are not
+    finite, the FID is NaN, a warning names their seeds, and training continues. `fast_dev_run`
+    generates one sample and computes no FID.
 
     Args:
-        num_samples: number of samples to generate, >= 2. An FID depends on it: compare equal
-            numbers only.
+        num_samples: number of samples to generate, >= 2. FIDs of different numbers of samples are
+            not comparable.
         extractor: an FID protocol, or the name of one: "inception-v3-compat", "digits-cnn",
             "patches-cnn"; or a file of `lit-diffusion train-extractor`, which is copied to the
             Trainer's `default_root_dir`.
         reference: real images to compare with: a split of the data ("train", "val", "test"), a
-            folder of images, or an .npz of them. Splits of foreign data are used as they come,
-            augmented if they are.
+            folder of images, or an .npz file of them. Splits of a loader are used as they are,
+            including augmentation.
         every_n_steps: optimizer steps between evaluations; None evaluates after every validation.
-        weights: name of the weights to use, as a `WeightsProvider` among the callbacks has it;
-            "raw" are the weights being trained.
+        weights: name of the weights to use, provided by a `WeightsProvider` among the callbacks;
+            "raw" is the weights being trained.
         batch_size: samples per call of `generate` on each process, >= 1.
         save_best: whether to write best-fid.ckpt.
         cache_dir: folder for statistics of the real images; None is ~/.cache/lit-diffusion.
-        repeats_at_end: number of further evaluations of the last step of a fit, each with the next
-            `num_samples` seeds, written to `evaluations.jsonl` only: they show how much FIDs vary
-            from one set of samples to another.
-        images: where the images of a foreign batch are: an index, a key, or a function of the
-            batch that returns them, (N, C, H, W). None takes the batch itself, its first part, or
-            the one image tensor of a dictionary. Floats must be 256 levels over [0, 1] or [-1, 1].
-        auxiliary_metrics: whether to score the same samples by other measures as well, written to
+        repeats_at_end: number of further evaluations after the last step of a fit, each with the
+            next `num_samples` seeds. They go to `evaluations.jsonl` only and show how much the FID
+            varies between sets of samples.
+        images: where the images of a batch are, for data without splits: an index, a key, or a
+            function of the batch that returns them, (N, C, H, W). None uses the batch itself, its
+            first part, or the one image tensor of a dictionary. Floats must have 256 levels over
+            [0, 1] or [-1, 1].
+        auxiliary_metrics: whether to compute other metrics of the same samples, written to
             `second_look` in `evaluations.jsonl`: the FID to held-out images if `reference` is
-            "train"; Frechet distances of pixels and of an untrained network's features; each with
-            its floor; precision and recall, by the extractor and in pixels; and the share of
+            "train"; Frechet distances of pixels and of features of an untrained network; each with
+            its floor; precision and recall, by the extractor and in pixels; and the fraction of
             samples that are nearer to a training image than the median held-out image is (0.5 for
             new images, 1 for copies).
 
     Raises:
-        ValueError: a number out of its range; at the start of a run, missing weights or data.
-        FileNotFoundError: at the start of a run, for a missing weight file of the extractor.
+        ValueError: a number out of range; at the start of a run, missing weights or data.
+        FileNotFoundError: at the start of a run, a missing weight file of the extractor.
 
     Source: Heusel et al. 2017 (arXiv 1706.08500), Eq. 6; `metrics.frechet.FrechetDistance`.
 
@@ -138,14 +139,14 @@ class FIDEvaluation(PeriodicEvaluation):
         self.best_step: int | None = None
         self.image_count: ImageCount | None = None  # of the fit
         self._best_is_unsaved = False
-        self._best_settings: dict[str, str] = {}  # how the best was measured; see _settings
+        self._best_settings: dict[str, str] = {}  # `_settings` of the best FID
         self._evaluated_step: int | None = None
         self._checkpoint_step: int | None = None
         self._scorer: Scorer | None = None
         self._real: dict[str, AuxiliaryMetrics] = {}  # by split or path
 
     def metric_name(self, stage: str) -> str:
-        """Name that the FID is logged under; `stage` is "val" or "test"."""
+        """Name of the logged FID; `stage` is "val" or "test"."""
         thousands, rest = divmod(self.num_samples, 1000)
         count = self.num_samples if rest else f"{thousands}k"
         weights = "" if self.weights_name == "ema" else f"_{self.weights_name}"
@@ -158,11 +159,11 @@ class FIDEvaluation(PeriodicEvaluation):
     # Checks before the first step
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse a module, weights, an extractor or other callbacks that it cannot work with."""
+        """Refuse an unsupported module, weights, extractor or combination of callbacks."""
         super().setup(trainer, pl_module, stage)
         self._real.clear()  # the data may have changed since the last run
         self._evaluated_step, self._best_is_unsaved = None, False
-        if stage == "fit":  # a checkpoint's state is loaded after this
+        if stage == "fit":  # checkpoints are loaded after this hook
             self.best_score = self.best_step = self.image_count = None
         if stage == "predict":
             return
@@ -184,7 +185,7 @@ class FIDEvaluation(PeriodicEvaluation):
             raise ValueError(f"{both} write best-fid.ckpt: pass save_best=False to one of them.")
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Compute the statistics of the real images; drop a best measured with other settings."""
+        """Compute statistics of the real images; drop a best FID measured with other settings."""
         super().on_train_start(trainer, pl_module)
         self.image_count = start_image_count(trainer, self.image_count)
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
@@ -192,7 +193,7 @@ class FIDEvaluation(PeriodicEvaluation):
         if isinstance(self.protocol, TrainedCNN) and trainer.is_global_zero:
             self.protocol.copy_to(Path(trainer.default_root_dir))
         settings = self._settings(trainer, pl_module)
-        # Checkpoints of earlier versions lack some of them.
+        # Checkpoints of earlier versions lack some settings.
         before = settings | self._best_settings
         changed = [name for name in settings if before[name] != settings[name]]
         if self.best_score is not None and changed:
@@ -205,7 +206,7 @@ class FIDEvaluation(PeriodicEvaluation):
         self._best_settings = settings
 
     def _settings(self, trainer: Trainer, module: LightningModule) -> dict[str, str]:
-        """What must be equal for two FIDs under this metric name to compare."""
+        """Settings that must be equal for two FIDs of this metric name to be comparable."""
         reference = self._real_images(trainer, module, "val").comparisons[0].reference
         return {
             "extractor_sha256": self.protocol.sha256,
@@ -218,7 +219,7 @@ class FIDEvaluation(PeriodicEvaluation):
     # When it evaluates
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate after a validation; in the sanity check generate one sample."""
+        """Evaluate after a validation; in the sanity check, generate one sample."""
         by_steps = self.every_n_steps is not None and trainer.state.fn == TrainerFn.FITTING
         if trainer.sanity_checking:
             self._generate_one(trainer, pl_module)
@@ -226,22 +227,22 @@ class FIDEvaluation(PeriodicEvaluation):
             pl_module.log_dict(self.measure(trainer, pl_module), sync_dist=True)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Save a new best, once the loggers have its row."""
+        """Save a new best, after its metrics are logged."""
         self._save_best(trainer)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate against the split that the data test on."""
+        """Evaluate on the split that the data module tests on."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         stage = getattr(data, "tests_on", "val" if isinstance(data, HasSplits) else "test")
         pl_module.log_dict(self.measure(trainer, pl_module, stage), sync_dist=True)
 
     def measure_after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate, log in the row of the last optimizer step, and save a new best."""
+        """Evaluate, log at the last optimizer step, and save a new best."""
         super().measure_after_step(trainer, pl_module)
         self._save_best(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Evaluate the last step again with other seeds, for evaluations.jsonl alone."""
+        """Evaluate the last step again with other seeds; writes to evaluations.jsonl only."""
         if trainer.fast_dev_run or not self.repeats_at_end:  # type: ignore[attr-defined]
             return
         if self._evaluated_step != trainer.global_step:
@@ -249,7 +250,7 @@ class FIDEvaluation(PeriodicEvaluation):
         for repeat in range(1, self.repeats_at_end + 1):
             self._evaluate(trainer, pl_module, "val", first_seed=repeat * self.num_samples)
 
-    # An evaluation: every process calls these
+    # Evaluation, called on every process
 
     def measure(
         self, trainer: Trainer, pl_module: LightningModule, stage: str = "val"
@@ -269,7 +270,7 @@ class FIDEvaluation(PeriodicEvaluation):
         return {record.metric: value, f"{record.metric}_floor": record.floor}
 
     def _generate_one(self, trainer: Trainer, module: LightningModule) -> None:
-        """Find out early whether the module can generate."""
+        """Check early that the module can generate."""
         with inference_mode(trainer, module):
             generate_images(module, [0])
 
@@ -277,7 +278,7 @@ class FIDEvaluation(PeriodicEvaluation):
         self, trainer: Trainer, module: LightningModule, stage: str, first_seed: int = 0
     ) -> FIDRecord:
         """Score the samples of `num_samples` seeds and write the record to evaluations.jsonl."""
-        # A Trainer that only evaluates a checkpoint knows neither its steps nor its images.
+        # A Trainer that only evaluates a checkpoint has counted neither its steps nor its images.
         evaluates = trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is not None
         step = (self._checkpoint_step or 0) if evaluates else trainer.global_step
         trained = trainer.train_dataloader is not None and not evaluates
@@ -315,7 +316,7 @@ class FIDEvaluation(PeriodicEvaluation):
             second_look={name: finite_or_none(number) for name, number in auxiliary.items()},
             seconds=clock.seconds(),
         )
-        # One number for all: collectives depend on it, and rounding may differ between devices.
+        # Equal on all ranks, as collectives depend on it and devices may round differently.
         record = trainer.strategy.broadcast(record)
         if record.value is None:
             rank_zero_warn(
@@ -348,8 +349,8 @@ class FIDEvaluation(PeriodicEvaluation):
         flags = torch.zeros(len(seeds), dtype=torch.int64, device=module.device)
         share = seeds[trainer.global_rank :: trainer.world_size]
         for start in range(0, math.ceil(len(seeds) / trainer.world_size), self.batch_size):
-            # A sharded module needs equally many calls on every process, so one without a seed
-            # left makes a call whose images are not used.
+            # A sharded module needs equally many calls on every process. A process without seeds
+            # left makes a call and drops its images.
             batch = share[start : start + self.batch_size]
             with clock.phase("generate"):
                 images, non_finite = generate_images(module, batch or seeds[:1])
@@ -369,9 +370,9 @@ class FIDEvaluation(PeriodicEvaluation):
     def _real_images(
         self, trainer: Trainer, module: LightningModule, stage: str
     ) -> AuxiliaryMetrics:
-        """The extractors and the statistics of the real images, computed when first needed."""
+        """Extractors and statistics of the real images, computed on first use."""
         name = "test" if stage == "test" and self.reference in SPLITS else self.reference
-        with isolate_rng():  # extractors draw initial weights, and a DataLoader a seed
+        with isolate_rng():  # extractors and DataLoaders consume random numbers
             if self._scorer is None or self._scorer.device != module.device:
                 extractor = self.protocol.build().to(module.device)
                 self._scorer = Scorer(self.protocol, extractor, module.device, self.batch_size)
@@ -421,18 +422,18 @@ class FIDEvaluation(PeriodicEvaluation):
             return
         self._best_is_unsaved = False
         path = Path(trainer.default_root_dir) / "checkpoints" / "best-fid.ckpt"
-        # Validation may have the averages in place; a checkpoint holds the weights being trained.
+        # Averages may be in place during validation; a checkpoint needs the weights being trained.
         with swap_weights(trainer, "raw"):
             trainer.save_checkpoint(path, weights_only=False)
 
     @property
     def state_key(self) -> str:
-        """Distinguishes callbacks of other numbers of samples, weights or extractors."""
+        """Key in `checkpoint["callbacks"]`, with number of samples, weights and extractor."""
         about = {"metric": self.metric_name("val"), "extractor": self.protocol.sha256[:16]}
         return f"{type(self).__qualname__}{about}"
 
     def state_dict(self) -> dict[str, Any]:
-        """The best FID so far, its step and its settings; the training images seen."""
+        """The best FID so far, its step and settings, and the count of training images."""
         return {
             "best_score": self.best_score,
             "best_step": self.best_step,
@@ -441,7 +442,7 @@ class FIDEvaluation(PeriodicEvaluation):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the best FID and the count of images; refuse a state of other types."""
+        """Restore the state; raise ValueError for values of wrong types."""
         score, step = state_dict["best_score"], state_dict["best_step"]
         _require(isinstance(score, float | None), "best_score", "a number or None", score)
         is_count = step is None or (type(step) is int and step >= 0)
@@ -456,14 +457,14 @@ class FIDEvaluation(PeriodicEvaluation):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Remember the step of the weights."""
+        """Store the step of the checkpoint's weights."""
         self._checkpoint_step = checkpoint["global_step"]
 
 
 def averaging_decay(trainer: Trainer, weights: str) -> float | None:
-    """Decay of the named weights, if their providers name them as EMA does and agree on one.
+    """Decay of the named weights; None unless all their providers have the same decay.
 
-    Those names are "ema_<decay>" for each average; "ema" is the first of them.
+    Reads it from the name: EMA names its averages "ema_<decay>", and the first also "ema".
     """
     decays = set()
     for provider in weights_providers(trainer, weights):

@@ -1,4 +1,4 @@
-"""Draws noise levels by how large their losses have been."""
+"""Sample noise levels in proportion to their recent losses."""
 
 from abc import abstractmethod
 from typing import Any, NamedTuple
@@ -22,10 +22,10 @@ except ImportError:
 
 
 class LossHistory(NamedTuple):
-    """The last losses of each bin of u."""
+    """Recent losses of each bin of u."""
 
-    losses: Tensor  # (num_bins, history) float64; the n-th loss of a bin is in column n % history
-    counts: Tensor  # (num_bins,) int64, how many losses each bin has had
+    losses: Tensor  # (num_bins, history) float64; column n % history has the n-th loss of a bin
+    counts: Tensor  # (num_bins,) int64, number of losses that each bin has received
 
     @classmethod
     def empty(cls, num_bins: int, history: int) -> "LossHistory":
@@ -39,12 +39,12 @@ class LossHistory(NamedTuple):
 
 
 def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHistory:
-    """The history with the losses of a batch, each in place of the oldest one of its bin.
+    """Return the history with the losses of a batch; each replaces the oldest loss of its bin.
 
     Args:
         history: the losses so far.
-        bins: (B,) int64, in any order; losses of bin num_bins are dropped.
-        losses: (B,) in the order in which they are counted.
+        bins: (B,) int64 bin of each loss, in any order; losses of bin num_bins are dropped.
+        losses: (B,), oldest first.
 
     Example:
         >>> history = LossHistory.empty(num_bins=2, history=2)
@@ -58,7 +58,7 @@ def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHi
     first = torch.searchsorted(bins, bins)
     total = torch.searchsorted(bins, bins, right=True) - first
     nth = torch.arange(len(bins), device=bins.device) - first  # occurrence within its bin
-    # Of losses that would land in one place only the last stays, so each of them writes that one.
+    # If several losses have the same place, all of them write the value of the last one.
     last = first + nth + (total - 1 - nth) // size * size
     columns.index_put_((bins, (counts[bins] + nth) % size), losses.to(columns)[order][last])
     counts.index_add_(0, bins, torch.ones_like(bins))
@@ -66,9 +66,9 @@ def update_history(history: LossHistory, bins: Tensor, losses: Tensor) -> LossHi
 
 
 def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> Tensor:
-    """p proportional to sqrt(mean of loss^2) in each bin, mixed with a share of uniform.
+    """Density proportional to sqrt(mean of loss^2) in each bin, mixed with the uniform density.
 
-    Until every bin has a full history, ones.
+    Returns ones until every bin has a full history.
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 18 and section 3.3.
 
@@ -85,28 +85,28 @@ def second_moment_density(history: LossHistory, uniform_prob: float = 0.001) -> 
 
 
 class LossBasedDensity(TimestepWriter):
-    """Base of callbacks that draw noise levels from a density of the losses these had.
+    """Base of callbacks that sample noise levels from a density computed from their losses.
 
-    The module's training_step returns `u` (B,) in [0, 1] and `per_sample_loss` (B,), without
-    `timestep_weight`, beside the loss; u of a discrete t = 0 .. T - 1 is t / T. The losses of all
-    ranks are gathered; those that are not finite are dropped. The history is in the checkpoint, so
-    a resume is exact. List it before callbacks that save in `on_train_batch_end`, such as
-    FIDEvaluation(every_n_steps); Lightning's own checkpoint callbacks come last.
+    The module's training_step returns, besides the loss, `u` (B,) in [0, 1] and `per_sample_loss`
+    (B,) before multiplication by `timestep_weight`; u of a discrete t = 0, ..., T - 1 is t / T. The
+    losses of all ranks are gathered; non-finite ones are dropped. Checkpoints contain the history,
+    so a resume is exact. List the callback before others that save in `on_train_batch_end`, such as
+    FIDEvaluation(every_n_steps); Lightning puts its own checkpoint callbacks last.
 
     Args:
-        num_bins: number of equal bins over [0, 1]; fewer than a process has steps are full sooner.
-        history: losses that are kept for each bin.
-        uniform_prob: fraction of draws that stay uniform, in (0, 1].
+        num_bins: number of equal bins over [0, 1]; fewer bins fill up sooner.
+        history: number of recent losses stored for each bin.
+        uniform_prob: fraction of samples that stay uniform, in (0, 1].
 
     Raises:
-        ValueError: bad arguments; at fit start, a module that is not `protocols.HasTimesteps`, or
-            a checkpoint of other numbers; at the first batch, attributes that something else sets,
-            or a training_step that does not return what is needed.
+        ValueError: bad arguments; at fit start, a module that is not `protocols.HasTimesteps`, or a
+            checkpoint with another num_bins or history; at the first batch, attributes that
+            something else sets, or a training_step with other outputs.
     """
 
     logged: str
-    """Prefix of the metrics `full`, the fraction of bins with a full history, and `tv`, the
-    distance of the density from uniform."""
+    """Prefix of the metrics `full` (fraction of bins with a full history) and `tv` (distance of the
+    density from uniform)."""
 
     def __init__(self, num_bins: int, history: int, uniform_prob: float) -> None:
         if min(num_bins, history) < 1:
@@ -122,8 +122,8 @@ class LossBasedDensity(TimestepWriter):
         self.history = history
         self.uniform_prob = uniform_prob
         self._state = LossHistory.empty(num_bins, history)
-        self._loaded = False  # since the run was set up
-        self._checked = False  # what the module returns, in this fit
+        self._loaded = False  # whether a checkpoint was loaded since `setup`
+        self._checked = False  # whether the outputs of training_step were checked in this fit
         self._module: pl.LightningModule | None = None
 
     @abstractmethod
@@ -131,20 +131,20 @@ class LossBasedDensity(TimestepWriter):
         """(num_bins,) float64 probabilities; ones until every bin has a full history."""
 
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
-        """The density of the losses so far, and the weight that undoes it where one is written."""
+        """The density of the losses so far, and the weight that undoes it if one is written."""
         self._state = self._state.to(device)
         density = self.density(self._state)
         undone = "timestep_weight" in self.writes
         return Timesteps(density, importance_weight(density) if undone else None)
 
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
-        """How many bins are full, and how far the density is from uniform."""
+        """The fraction of full bins, and the distance of the density from uniform."""
         full = (self._state.counts >= self.history).double().mean()
         tv = total_variation(self.density(self._state))
         return {f"{self.logged}/full": full, f"{self.logged}/tv": tv}
 
     def state_dict(self) -> dict[str, Any]:
-        """The history as tensors on the CPU: "losses" and, for their counts, "seen"."""
+        """The history as CPU tensors: "losses", and their counts under "seen"."""
         losses, counts = self._state.to("cpu")
         return {"losses": losses, "seen": counts}
 
@@ -161,11 +161,11 @@ class LossBasedDensity(TimestepWriter):
         self._state, self._loaded = stored, True
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget an earlier checkpoint; that of this run is read after this."""
+        """Reset the mark of an earlier checkpoint; checkpoints are loaded after this hook."""
         self._loaded = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Continue the history of the checkpoint or of this module's last fit, or begin one."""
+        """Continue the history of the checkpoint or of this module's last fit, else start anew."""
         super().on_fit_start(trainer, pl_module)
         if not self._loaded and (trainer.ckpt_path is not None or pl_module is not self._module):
             self._state = LossHistory.empty(self.num_bins, self.history)
@@ -186,28 +186,28 @@ class LossBasedDensity(TimestepWriter):
             _refuse_unfit(outputs, pl_module, type(self).__name__)
             self._checked = True
         pairs = torch.stack([outputs["u"].double(), outputs["per_sample_loss"].double()]).detach()
-        if trainer.world_size > 1:  # ranks may differ in B
+        if trainer.world_size > 1:  # B may differ between ranks
             shares = all_gather_objects(pairs.cpu(), trainer.world_size)
             pairs = torch.cat(shares, dim=1).to(pairs.device)
         u, losses = pairs
-        # A float32 t / T may lie below its bin, by its rounding.
+        # A float32 t / T may be rounded to just below its bin.
         bins = ((u + 1e-7) * self.num_bins).long().clamp(0, self.num_bins - 1)
         bins = bins.masked_fill(~losses.isfinite(), self.num_bins)
         self._state = update_history(self._state, bins, losses)
 
 
 class LossSecondMomentResampler(LossBasedDensity):
-    """Draws noise levels by the root mean square of their last losses, and undoes it with weights.
+    """Samples noise levels by the RMS of their recent losses, with importance weights on the loss.
 
-    Gradients stay unbiased. Until each bin has had `history` losses, times are uniform: 4,000 bins
-    take about 100,000 samples. Logs `resampler/full` and `resampler/tv`. Needs a module with
-    `timestep_density` and `timestep_weight` whose training_step returns `u` and `per_sample_loss`,
-    and raises what `LossBasedDensity` describes.
+    Gradients stay unbiased. Noise levels are uniform until each bin has `history` losses; 4,000
+    bins take about 100,000 samples. Logs `resampler/full` and `resampler/tv`. Needs a module with
+    `timestep_density` and `timestep_weight` whose training_step returns `u` and `per_sample_loss`
+    (see `LossBasedDensity`, also for errors).
 
     Args:
-        num_bins: number of equal bins over [0, 1]; fewer than a process has steps are full sooner.
-        history: losses that are kept for each bin.
-        uniform_prob: fraction of draws that stay uniform, in (0, 1].
+        num_bins: number of equal bins over [0, 1]; fewer bins fill up sooner.
+        history: number of recent losses stored for each bin.
+        uniform_prob: fraction of samples that stay uniform, in (0, 1].
 
     Source: Nichol & Dhariwal 2021 (improved-diffusion), section 3.3.
 
@@ -224,25 +224,24 @@ class LossSecondMomentResampler(LossBasedDensity):
         super().__init__(num_bins, history, uniform_prob)
 
     def density(self, history: LossHistory) -> Tensor:
-        """`second_moment_density`."""
+        """`second_moment_density` with this callback's `uniform_prob`."""
         return second_moment_density(history, self.uniform_prob)
 
 
 class LossDensity(LossBasedDensity):
-    """Draws noise levels in proportion to the mean of their last losses, and does not undo it.
+    """Samples noise levels in proportion to the mean of their recent losses, without reweighting.
 
-    A level is drawn as often as its share of the weighted loss that is left. So the objective
-    changes, and a level whose loss is near 0 is hardly drawn. Until each bin has had `history`
-    losses, times are uniform. Logs `loss_density/full` and `loss_density/tv`. Needs a module with
-    `timestep_density` whose training_step returns `u` and `per_sample_loss`, and raises what
-    `LossBasedDensity` describes.
+    This changes the objective: levels with a large weighted loss get more samples, and a level with
+    a loss near 0 gets almost none. Noise levels are uniform until each bin has `history` losses.
+    Logs `loss_density/full` and `loss_density/tv`. Needs a module with `timestep_density` whose
+    training_step returns `u` and `per_sample_loss` (see `LossBasedDensity`, also for errors).
 
     Args:
-        num_bins: number of equal bins over [0, 1]; fewer than a process has steps are full sooner.
-        history: losses that are kept for each bin.
-        uniform_prob: fraction of draws that stay uniform, in (0, 1].
+        num_bins: number of equal bins over [0, 1]; fewer bins fill up sooner.
+        history: number of recent losses stored for each bin.
+        uniform_prob: fraction of samples that stay uniform, in (0, 1].
 
-    Source: ours, measured in docs/results/stability.md.
+    Source: this project; measured in docs/results/stability.md.
 
     Example:
         >>> LossDensity(num_bins=20).writes
@@ -256,7 +255,7 @@ class LossDensity(LossBasedDensity):
         super().__init__(num_bins, history, uniform_prob)
 
     def density(self, history: LossHistory) -> Tensor:
-        """In proportion to mean losses, mixed with uniform."""
+        """Density proportional to the mean losses, mixed with the uniform density."""
         means = history.losses.mean(1).clamp(min=0)
         full = (history.counts >= self.history).all() & (means.sum() > 0)
         mixed = (1 - self.uniform_prob) * means / means.sum() + self.uniform_prob / self.num_bins

@@ -27,8 +27,8 @@ def format_progress(
         total: steps of the whole run; inf for a run without an end.
         epoch: current epoch.
         metrics: values by name.
-        seconds: since this process started to train.
-        done: steps that it has made in them, which are fewer than `step` after a resume.
+        seconds: time since this process started to train.
+        done: optimizer steps of this process; fewer than `step` after a resume.
 
     Example:
         >>> format_progress(20, 100, 1, {"train/loss": 0.123456}, seconds=10.0, done=20)
@@ -40,7 +40,7 @@ def format_progress(
 
 
 def format_speed(unit: str, done: int, left: float, seconds: float) -> list[str]:
-    """Speed and remaining time of a process that has `done` some units and has some `left`.
+    """Speed and remaining time of a process with `done` finished and `left` remaining units.
 
     Example:
         >>> format_speed("image", 20, 80, seconds=40.0)
@@ -78,15 +78,15 @@ class PlainProgress(ProgressBar):
         self._last_line = 0.0  # time of it
 
     def disable(self) -> None:
-        """Stop printing: Lightning calls this on all ranks but the first."""
+        """Stop printing; Lightning calls this on all ranks except rank 0."""
         self._is_enabled = False
 
     def enable(self) -> None:
-        """Print again."""
+        """Resume printing."""
         self._is_enabled = True
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print what the module prints with `self.print`."""
+        """Print; `LightningModule.print` calls this."""
         if self._is_enabled:
             print(*args, **kwargs, flush=True)
 
@@ -136,7 +136,7 @@ class StepBar(TQDMProgressBar):
         self._log_redirection = ExitStack()
 
     def on_train_start(self, trainer: Trainer, *args: Any) -> None:
-        """Start the bar at the step of the run."""
+        """Start the bar at the current step of the run."""
         super().on_train_start(trainer, *args)
         bar = self.train_progress_bar
         bar.total, bar.unit = _total_steps(trainer), "step"
@@ -156,7 +156,7 @@ class StepBar(TQDMProgressBar):
         self.train_progress_bar.set_description(f"epoch {trainer.current_epoch}", refresh=False)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Advance, and show metrics if the bar is drawn."""
+        """Advance the bar, and show metrics if it is redrawn."""
         bar = self.train_progress_bar
         if bar.update(trainer.global_step - bar.n):
             bar.set_postfix(self.get_metrics(trainer, pl_module))
@@ -167,12 +167,12 @@ class StepBar(TQDMProgressBar):
         self._log_redirection.close()
 
     def on_exception(self, *args: Any) -> None:
-        """Print log lines as before."""
+        """Restore the output of log lines."""
         self._log_redirection.close()
 
 
 def _total_steps(trainer: Trainer) -> int | None:
-    """Steps of the whole run by all optimizers, as `global_step` counts; None without an end."""
+    """Steps of the whole run over all optimizers, like `global_step`; None if it has no end."""
     if len(trainer.optimizers) > 1:
         return trainer.max_steps if trainer.max_steps > 0 else None
     return total_steps(trainer)
