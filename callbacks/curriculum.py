@@ -1,6 +1,6 @@
-"""Which noise levels are trained when: the curriculum timestep schedule (CLTS), and its controls.
+"""Curriculum timestep schedule (CLTS): a density of noise levels that changes in training.
 
-Densities are over u in [0, 1], the rank of a noise level (1 the noisiest), as probabilities of
+Densities are over u in [0, 1], the rank of a noise level (1 is the noisiest), as probabilities of
 equal bins. Bin i stands for its right edge u = (i + 1) / num_bins: the paper's t / T, t = 1..T.
 
 Source: "Why diffusion models are stable and how to make them faster" (2023), section 4.2. The
@@ -22,7 +22,7 @@ Normalize = Literal["truncate", "mix"]
 def clts_gamma(step: int, num_steps: int) -> float:
     """Progress of the curriculum after `step` optimizer steps: min(step / num_steps, 1).
 
-    Source: Eq. 8, held at 1 where it would make densities negative.
+    Source: Eq. 8, clipped at 1, beyond which densities would be negative.
 
     Example:
         >>> clts_gamma(0, 50_000), clts_gamma(25_000, 50_000), clts_gamma(500_000, 50_000)
@@ -61,7 +61,7 @@ def clts_density(
     normalize: Normalize = "truncate",
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """From uniform to a Gaussian: p = (1 - gamma) uniform + gamma N(mean, std^2).
+    """Density p = (1 - gamma) uniform + gamma N(mean, std^2), from uniform to a Gaussian.
 
     Args:
         step: optimizer steps completed.
@@ -69,10 +69,10 @@ def clts_density(
         mean: noise level u that is trained most, in [0, 1].
         std: in units of u; 1.0 is the paper's sigma = T.
         num_bins: number of equal bins over [0, 1]; T gives the paper's density over t.
-        normalize: "truncate" makes the Gaussian sum to 1 on the bins and then mixes, so that gamma
-            is its share of the draws; "mix" mixes with the Gaussian of Eq. 7 as it is, of which
-            only 38% lie in [0, 1] at the default, and then makes the sum 1.
-        device: of the result.
+        normalize: "truncate" normalizes the Gaussian on the bins before mixing, so that gamma is
+            its fraction of the samples. "mix" mixes the Gaussian of Eq. 7 as it is, of which only
+            38% lie in [0, 1] at the default, and normalizes the sum.
+        device: device of the result.
 
     Returns:
         (num_bins,) float64, with sum 1.
@@ -113,7 +113,7 @@ class _Curriculum(TimestepWriter):
         )
 
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
-        """gamma, and how far the density is from uniform."""
+        """gamma, and the distance of the density from uniform."""
         return {
             "clts/gamma": clts_gamma(step, self.num_steps),
             "clts/tv": total_variation(self.density_at(step, device)),
@@ -121,12 +121,12 @@ class _Curriculum(TimestepWriter):
 
 
 class TimestepCurriculum(_Curriculum):
-    """CLTS: training times are drawn from a density that goes from uniform to a Gaussian.
+    """CLTS: samples training times from a density that moves from uniform to a Gaussian.
 
-    At each training batch `timestep_density` = `clts_density(trainer.global_step, ...)`, the same
-    on every rank, and exact on resume with nothing saved. The loss is not reweighted: the objective
-    changes. Logs `clts/gamma` and `clts/tv`, the distance from uniform: 0.028 at most at the
-    default, 3.5 of 128 draws.
+    Sets `timestep_density` = `clts_density(trainer.global_step, ...)` in each training batch. It is
+    equal on all ranks, and a resume is exact without any saved state. The loss is not reweighted,
+    so the objective changes. Logs `clts/gamma` and `clts/tv`, the distance from uniform: at most
+    0.028 at the default, which moves 3.5 of 128 samples.
 
     Steps are `trainer.global_step`, which counts accumulated batches once and, in manual
     optimization, every step of every optimizer.
@@ -141,8 +141,8 @@ class TimestepCurriculum(_Curriculum):
 
     Raises:
         ValueError: bad arguments; at fit start, a module without `timestep_density` (see
-            `protocols.HasTimesteps`) or with two callbacks that set it; at the first batch, an
-            attribute that something else sets.
+            `protocols.HasTimesteps`), or two callbacks that set it; at the first batch, a
+            `timestep_density` that something else has set.
 
     Source: Eq. 7 and 8 of "Why diffusion models are stable and how to make them faster" (2023).
 
@@ -159,10 +159,10 @@ class TimestepCurriculum(_Curriculum):
 
 
 class CurriculumWeight(_Curriculum):
-    """Control: CLTS as a factor num_bins * p on the loss; times are drawn as without it.
+    """Control: CLTS as a weight num_bins * p on the loss, without a change of training times.
 
-    Under uniform times its gradients equal those of `TimestepCurriculum`, which has the same
-    arguments, in expectation; only their variance differs.
+    For uniform times, its expected gradients equal those of `TimestepCurriculum`; only their
+    variance differs. The arguments are those of `TimestepCurriculum`.
 
     Example:
         >>> curriculum = CurriculumWeight(num_steps=100, num_bins=4)
@@ -179,11 +179,11 @@ class CurriculumWeight(_Curriculum):
 
 
 class ImportanceWeightedCurriculum(_Curriculum):
-    """Control: times from the CLTS density, with the factor 1 / (num_bins * p) on the loss.
+    """Control: times from the CLTS density, with the weight 1 / (num_bins * p) on the loss.
 
-    Its gradients equal those of uniform times in expectation: what CLTS gains and this does not is
-    due to the change of the objective. The arguments are those of `TimestepCurriculum`; the
-    Gaussian must be wide enough that no noise level is left out.
+    Its expected gradients equal those of uniform times, so any gain of CLTS over this control is
+    due to the changed objective. The arguments are those of `TimestepCurriculum`; the Gaussian must
+    be wide enough that every bin has a density above 0.
 
     Example:
         >>> curriculum = ImportanceWeightedCurriculum(num_steps=100, num_bins=4)

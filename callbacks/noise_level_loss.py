@@ -1,4 +1,4 @@
-"""The loss at fixed noise levels: where along the process a model is good, and where it is not."""
+"""The loss at fixed noise levels, which shows at which levels a model is good."""
 
 from collections.abc import Sequence
 from operator import itemgetter
@@ -24,22 +24,22 @@ class NoiseLevelLoss(PeriodicEvaluation):
     """Logs the mean loss of fixed images with fixed noise at levels u = (i + 1/2) / num_levels.
 
     The metrics are `val/loss_u0.05`, ..., `val/loss_u0.95` (or `train/...`, for training images);
-    u = 1 is the noisiest. Images, noise and levels are the same every time, so that curves move
-    only when the weights do. Every rank computes all of it: the value does not depend on batch size
-    or number of ranks.
+    u = 1 is the noisiest. Images, noise and levels are the same every time, so only the weights
+    change the values. Every rank computes all of them, so they do not depend on the batch size or
+    the number of ranks.
 
     Args:
         num_levels: number of noise levels, >= 1.
-        num_images: number of images, taken evenly over the first data set; all of a smaller one.
+        num_images: number of images, evenly spaced over the first data set; at most all of it.
         every_n_steps: None measures held-out images after every validation, with the weights that
-            are validated; a number of optimizer steps measures training images, with averaged
-            weights where a callback provides them, and logs to the loggers alone.
+            were validated. A number of optimizer steps measures training images, with averaged
+            weights if a callback provides them, and logs to the loggers only.
         images: where the images of a batch are: an index, a key, or a function of the batch; None
-            takes the batch itself, its first part, or the one image tensor of a dictionary. They
+            uses the batch itself, its first part, or the one image tensor of a dictionary. They
             are passed to the module's codec unchanged. Labels are the second part of a tuple.
 
     Raises:
-        ValueError: bad numbers, no validation, or data that cannot be read at an index.
+        ValueError: bad numbers, no validation, or data that cannot be indexed.
         TypeError: for a module that is not `protocols.HasNoiseLevels`.
 
     Example:
@@ -71,18 +71,18 @@ class NoiseLevelLoss(PeriodicEvaluation):
         require_noise_levels(pl_module, "NoiseLevelLoss")
 
     def metric_names(self) -> list[str]:
-        """One for each level; of training images where it runs every n steps."""
+        """One name for each level: "train/..." if measured every n steps, else "val/..."."""
         split = "val" if self.every_n_steps is None else "train"
         return [f"{split}/loss_u{u:.3g}" for u in self.levels]
 
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
-        """Losses of training images by metric name, with averaged weights if there are any."""
+        """Losses of training images by metric name, with averaged weights if available."""
         with averaged_weights(trainer):
             losses = self._losses(trainer, pl_module, trainer.train_dataloader)
         return dict(zip(self.metric_names(), losses.tolist(), strict=True))
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure held-out images after each validation, with the weights that it used."""
+        """Measure held-out images after each validation, with the validated weights."""
         if self.every_n_steps is None:
             losses = self._losses(trainer, pl_module, trainer.val_dataloaders)
             if not trainer.sanity_checking:
@@ -105,7 +105,7 @@ def noise_level_losses(
     noise: Tensor,
     levels: Sequence[float],
 ) -> Tensor:
-    """(L,) float64 mean loss at L levels u, of x0 (B, C, H, W) with the same noise at each."""
+    """(L,) float64 mean loss of x0 (B, C, H, W) at each of L levels u, with the same noise."""
     means = []
     for u in levels:
         t = module.process.from_unit(torch.full((len(x0),), u, dtype=torch.float64)).to(x0.device)

@@ -1,7 +1,8 @@
-"""When one of several ranks fails, dies or hangs, the others end too and say which one it was.
+"""End all ranks when one of them fails, dies or hangs, with a message that names it.
 
-A thread of each rank writes heartbeats into the store of the process group. That of rank 0 reads
-them all, the others read those of rank 0; who finds a culprit leaves a message there for all.
+A thread of each rank writes heartbeats into the store of the process group. Rank 0 reads the
+heartbeats of all ranks, the others read that of rank 0. A rank that detects a failure writes a
+message into the store, which all ranks read.
 """
 
 import json
@@ -28,30 +29,30 @@ INTERVAL = 0.25
 """Seconds between heartbeats."""
 
 PATIENCE = 5.0
-"""Seconds for a cause to become known, and for a main thread to end by itself."""
+"""Seconds to wait for reports of other ranks, and for the main thread to end by itself."""
 
 _CONNECTION = re.compile(r"gloo|nccl|monitoredbarrier|process ?group", re.IGNORECASE)
 
 
 class RankWatch(Callback):
-    """Ends all ranks with a message that names the one that failed, died or hangs.
+    """Ends all ranks when one fails, dies or hangs, with a message that names it.
 
-    The message is printed to stderr on each of the others, such as "rank 1 has kept the others
-    waiting for 60 s at step 17, in data.py:33 (read)". A collective that breaks because of it
-    raises in the main thread, with the message as a note; where nothing is raised within five
-    seconds, as on a rank that hangs, the process ends with exit code 1. A death on another machine
-    than that of rank 0 is noticed when it breaks a collective, or after the timeout. A rank that
-    works alone for long is not taken for dead. `SystemExit` and `KeyboardInterrupt` are no
-    failures: only ranks whose collectives they break report them.
+    The other ranks print the message to stderr, such as "rank 1 has kept the others waiting for
+    60 s at step 17, in data.py:33 (read)". If the failure breaks a collective, the main thread
+    raises its error with the message as a note. If the main thread does not end within five
+    seconds, for example on a rank that hangs, the process exits with code 1. The death of a process
+    on another machine than rank 0 is noticed when it breaks a collective, or after the timeout.
+    Long work on one rank does not count as dead. `SystemExit` and `KeyboardInterrupt` are not
+    failures; they are reported only by ranks whose collectives they break.
 
-    All ranks need the callback, best as the first in their list.
+    All ranks need the callback; list it first.
 
     Args:
-        timeout: seconds that a rank may be silent or waited for, >= 3; None is the timeout of the
-            strategy's collectives, 1800 s by default.
+        timeout: seconds that a rank may be silent or keep others waiting, >= 3; None is the timeout
+            of the strategy's collectives, 1800 s by default.
 
     Attributes:
-        verdict: the message, if another rank ended this one by a broken collective; else None.
+        verdict: the message, if a failure of another rank broke a collective here; else None.
 
     Example:
         >>> trainer = Trainer(callbacks=[RankWatch(timeout=300)], accelerator="cpu", logger=False)
@@ -65,12 +66,12 @@ class RankWatch(Callback):
         self._watch: _Watch | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Start to watch, before anything of the run can fail."""
+        """Start watching, before anything in the run can fail."""
         self.verdict = None
         if trainer.world_size > 1 and dist.is_initialized():
             try:
                 self._watch = _Watch(trainer, self.timeout)
-            except Exception as error:  # no reason to end a run, or to hide what ended it
+            except Exception as error:  # must not end a run, nor hide the error that ended it
                 print(f"this rank is not watched: {error!r}.", file=sys.stderr)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -82,7 +83,7 @@ class RankWatch(Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Report the exception to the other ranks, or learn from them what caused it."""
+        """Report the exception to the other ranks, or get its cause from them."""
         if self._watch is None:  # raised before `setup`
             self.setup(trainer, pl_module, "")
         watch, self._watch = self._watch, None
@@ -103,31 +104,31 @@ class RankWatch(Callback):
 
 @dataclass
 class Heartbeat:
-    """State of a rank, which it writes into the store several times a second."""
+    """State of a rank, which the rank writes into the store several times a second."""
 
-    beats: int = 0  # grows with each heartbeat; 0 before the first
+    beats: int = 0  # number of heartbeats; 0 before the first
     step: int = 0
-    collectives: int = 0  # entered so far; the others wait for a rank that has entered fewer
-    age: float = 0.0  # seconds since it entered the last of them
-    place: str = ""  # of the main thread in the code
+    collectives: int = 0  # collectives entered; the others wait for a rank with a smaller number
+    age: float = 0.0  # seconds since the rank entered its last collective
+    place: str = ""  # position of the main thread in the code
     process: str = ""  # machine and process id
-    state: str = "running"  # or "lost": its collective broke, "ended", "died"
+    state: str = "running"  # or "lost" (its collective broke), "ended", "died"
     left: float = 0.0  # seconds since its main thread ended or lost the others
-    heard: float = 0.0  # time at which it was read
+    heard: float = 0.0  # time at which the reader received this heartbeat
 
 
 def find_culprit(
     ranks: Mapping[int, Heartbeat], now: float, timeout: float, lost: bool = False
 ) -> str:
-    """Message that names the rank that ended the run for all; "" while none has.
+    """Message that names the rank that ended the run for all; "" if there is none.
 
-    A death outweighs silence, and that a rank that the others wait for; both have `timeout`
-    seconds, or `PATIENCE` once a collective has broken (`lost`). Then a rank that ended without a
-    failure is the last to be named.
+    Names a dead rank first, then a silent rank, then a rank that the others wait for. Silence and
+    waiting count after `timeout` seconds, or after `PATIENCE` if a collective has broken (`lost`).
+    In that case a rank that ended without a failure is named last.
     """
     limit = PATIENCE if lost else timeout
     running = [beat for beat in ranks.values() if beat.state in ("running", "lost")]
-    causes: list[tuple[int, float, int, str]] = []  # severity, order within it, rank, text
+    causes: list[tuple[int, float, int, str]] = []  # (priority, order within it, rank, text)
     for rank, beat in ranks.items():
         silent, at = now - beat.heard, f"at step {beat.step}"
         ahead = [other.age for other in running if other.collectives > beat.collectives]
@@ -150,7 +151,7 @@ def find_culprit(
 
 
 class _Watch:
-    """Exchanges heartbeats, finds a culprit, and ends this process if its main thread does not."""
+    """Thread that exchanges heartbeats, detects a failed rank, and ends this process if needed."""
 
     def __init__(self, trainer: Trainer, timeout: float | None) -> None:
         world: Any = dist.group.WORLD
@@ -159,7 +160,7 @@ class _Watch:
         self._trainer, self._rank, self._main = trainer, dist.get_rank(), threading.get_ident()
         watched = range(dist.get_world_size()) if self._rank == 0 else (0, self._rank)
         self._ranks = {rank: Heartbeat() for rank in watched}
-        self._store: Store | None = None  # a connection of its own
+        self._store: Store | None = None  # separate connection of this thread
         self._is_store_gone, self._run_number = False, 0
         self._beat, self._now, self._moved = Heartbeat(process=_process_name()), 0.0, 0.0
         self._state, self._message, self._left_time = "running", "", 0.0
@@ -168,13 +169,13 @@ class _Watch:
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        self._has_written.wait(PATIENCE)  # so that the others know the process, should it die
+        self._has_written.wait(PATIENCE)  # the others must know this process before it can die
 
     def leave(self, state: str, failure: str = "") -> str:
-        """Report how the main thread ended, and stop; the message that names a culprit, or "".
+        """Report how the main thread ended and stop watching; return the message, or "".
 
-        Waits until this is in the store; on rank 0, with which the store may disappear, until no
-        rank needs it. A rank that has lost the others waits for a message.
+        Waits until the report is in the store. Rank 0 may take the store with it, so it waits until
+        no rank needs it. A rank that has lost the others waits for a message.
         """
         self._message = self._message or failure  # before the state, which `_exchange` reads first
         self._left_time, self._state = self._now, state
@@ -191,7 +192,7 @@ class _Watch:
         return self._message
 
     def _run(self) -> None:
-        """Watch until closed; a mistake in here is no reason to end a run."""
+        """Watch until closed; an error in this thread must not end the run."""
         try:
             self._watch_ranks()
         except Exception as error:
@@ -206,8 +207,8 @@ class _Watch:
             if not exchange.is_alive():
                 exchange = threading.Thread(target=self._exchange, daemon=True)
                 exchange.start()
-            exchange.join(INTERVAL)  # it hangs if the process with the store does
-            # Time in which this process was stopped, as in a suspended job, does not count.
+            exchange.join(INTERVAL)  # hangs if the process that holds the store hangs
+            # Time in which this process was suspended does not count.
             now = time.monotonic()
             self._now, last = self._now + min(now - last, 4 * INTERVAL), now
             if self._error is not None:
@@ -218,22 +219,22 @@ class _Watch:
                 self._message = verdict
 
     def _judge(self) -> str:
-        if self._rank == 0:  # silence means nothing while it cannot even read its own heartbeat
+        if self._rank == 0:  # compares with its own heartbeat, as the store may be slow
             lost = any(b.state == "lost" and b.left > PATIENCE for b in self._ranks.values())
             return find_culprit(self._ranks, self._ranks[0].heard, self._timeout, lost)
         lost = self._state == "lost" and self._now - self._left_time > PATIENCE
-        lost = lost or self._is_store_gone  # it is in the process of rank 0, or what started that
+        lost = lost or self._is_store_gone  # rank 0 or its launcher holds the store
         return find_culprit({0: self._ranks[0]}, self._now, self._timeout, lost)
 
     def _exchange(self) -> None:
-        """Write a heartbeat, and read those of others and the message that one of them found."""
+        """Write a heartbeat and the message, if any; read those of other ranks."""
         dead = [rank for rank, beat in self._ranks.items() if _has_died(beat.process)]
         try:
             if self._store is None:
-                store = self._group_store.clone()  # a connection of its own
+                store = self._group_store.clone()  # opens a new connection
                 self._run_number = self._run_number or store.add(f"rank_watch/{self._rank}", 1)
                 self._store = PrefixStore(f"rank_watch/{self._run_number}", store)
-            # `compare_set` writes where there is nothing, and returns what is there.
+            # `compare_set` writes if the key is missing, and returns the value in the store.
             state, message = self._state, self._message
             if message := self._store.compare_set("message", "", message).decode():
                 self._message, state = message, "ended"
@@ -243,12 +244,12 @@ class _Watch:
                 if beat.beats != before.beats:
                     self._ranks[rank] = replace(beat, heard=self._now)
             self._is_store_gone = False
-        except RuntimeError:  # the process with the store has ended, or the connection is broken
+        except RuntimeError:  # the process that holds the store ended, or the connection broke
             self._store, self._is_store_gone = None, True
         except Exception as error:
             self._error = error
         self._has_written.set()
-        for rank in dead:  # whose last heartbeat, which may tell of an end, is read by now
+        for rank in dead:  # after reading its last heartbeat, in which it may have ended normally
             if self._ranks[rank].state == "running":
                 self._ranks[rank] = replace(self._ranks[rank], state="died")
 
@@ -277,11 +278,11 @@ class _Watch:
                 traceback.print_stack(sys._current_frames()[self._main])
         if self._has_left.wait(PATIENCE):
             return
-        for child in multiprocessing.active_children():  # that load data
+        for child in multiprocessing.active_children():  # DataLoader workers
             child.kill()
         launcher: Any = self._trainer.strategy.launcher
         if self._rank == 0 and hasattr(launcher, "kill"):
-            time.sleep(1.0)  # the other ranks are about to end, but for one that can't
+            time.sleep(1.0)  # lets the other ranks end by themselves, except one that hangs
             with suppress(OSError):
                 launcher.kill(signal.SIGKILL)
         sys.stdout.flush()
@@ -289,7 +290,7 @@ class _Watch:
 
 
 def _process_name() -> str:
-    """Machine and id of this process; "" where the system does not name them."""
+    """Machine and id of this process; "" if the system does not provide them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')} {os.getpid()}"
@@ -298,7 +299,7 @@ def _process_name() -> str:
 
 
 def _has_died(process: str) -> bool:
-    """Whether the process of a `_process_name` of this machine is dead."""
+    """Whether a process, as named by `_process_name`, has died; False on other machines."""
     machine, _, number = process.rpartition(" ")
     if not machine or machine != _process_name().rpartition(" ")[0]:
         return False
@@ -308,7 +309,7 @@ def _has_died(process: str) -> bool:
 
 
 def _location(thread: int) -> str:
-    """The line that a thread executes, of the innermost code that is not installed."""
+    """Position of a thread in the code: its innermost line outside installed packages."""
     stack = traceback.walk_stack(sys._current_frames()[thread])
     lines = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in stack]
     installed = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "purelib", "platlib"))
