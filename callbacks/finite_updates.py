@@ -1,4 +1,4 @@
-"""Skips updates from losses or gradients that are not finite, and keeps the batch for a look."""
+"""Skip updates with a non-finite loss or gradient, and save the batch for inspection."""
 
 import math
 import os
@@ -24,72 +24,72 @@ _MAX_FILES = 8
 
 @dataclass
 class _MicroBatch:
-    """One batch on this rank, and what is not finite in it."""
+    """A batch on this rank, and flags of its non-finite loss and gradients."""
 
     step: int  # optimizer steps completed before it
     batch: Any
     batch_idx: int
     rng: dict[str, Tensor]  # states of torch's generators before it, "cpu" and "cuda"
     bad_loss: Tensor  # () bool, on the device
-    gradients: tuple[Tensor, list[nn.Parameter]] | None = None  # which are bad (N,) bool, and whose
-    outputs: dict[str, Tensor] = field(default_factory=dict)  # what `training_step` returned
+    gradients: tuple[Tensor, list[nn.Parameter]] | None = None  # (N,) bool non-finite; parameters
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # tensors returned by training_step
 
     def flags(self) -> Tensor:
-        """(2,) float on the device: 1 if the loss, 1 if a gradient is not finite."""
+        """(2,) float on the device: whether the loss, and whether a gradient, is not finite."""
         no_gradient = torch.zeros_like(self.bad_loss)
         bad_gradient = no_gradient if self.gradients is None else self.gradients[0].any()
         return torch.stack([self.bad_loss, bad_gradient]).float()
 
     def severity(self) -> int:
-        """2 for a loss that is not finite, 1 for a gradient, 0 for neither."""
+        """2 for a non-finite loss, 1 for a non-finite gradient, 0 for neither."""
         loss, gradient = self.flags().tolist()
         return 2 if loss else int(gradient)
 
     def bad_parameters(self, module: nn.Module) -> list[str]:
-        """Names of the parameters whose gradients are not finite, in the module's order."""
+        """Names of the parameters with non-finite gradients, in the module's order."""
         flags, params = self.gradients or (torch.zeros(0), [])
         bad = set(map(id, compress(params, flags.tolist())))
         return [name for name, param in module.named_parameters() if id(param) in bad]
 
 
 class FiniteUpdates(pl.Callback):
-    """Skips updates from losses or gradients that are not finite, and stops the run.
+    """Skips updates with a non-finite loss or gradient, and stops the run after too many.
 
-    A message names optimizer step, rank, sample (and its data index where batches are (images,
-    labels, index)), noise level, or for a gradient the parameters. The batch goes to
-    `default_root_dir`/non-finite-rank<r>.ckpt, a file of tensors and plain builtins that
-    `torch.load(weights_only=True)` reads: the weights before the update under "state_dict", and
-    under "non_finite" the batch, the states of the random generators before it, and what
-    training_step returned.
+    A message names the optimizer step, rank, sample (with its data index if batches are (images,
+    labels, index)) and noise level, or the parameters of a gradient. The batch is saved to
+    `default_root_dir`/non-finite-rank<r>.ckpt, a file of tensors and plain builtins for
+    `torch.load(weights_only=True)`. Its "state_dict" has the weights before the update; its
+    "non_finite" has the batch, the states of the random generators before it, and the outputs of
+    training_step.
 
-    - The whole update is skipped: weights, buffers, optimizer state and EMA stay as they are, and
-      all batches that were accumulated for it are dropped. `global_step` and lr schedules advance,
-      as they do when a GradScaler skips a step. After more than `max_nonfinite_steps` the run
-      stops, with the checkpoints as they are.
-    - The ranks of a run decide together: what is not finite on one is skipped on all.
-    - Steps that a GradScaler skips are its search for a scale and do not count, unless the loss
-      itself is not finite, or the scale is down to 1 and cannot be the reason.
-    - A module's training_step may return `u` (B,) in [0, 1], `t` (B,) and `per_sample_loss` (B,)
-      beside the loss; then the message names samples and noise levels.
-    - Checkpoints of weights that are not finite are refused, also the one that ends a run.
-    - Costs a copy of the module's buffers, and one GPU synchronization, for each update.
+    - The whole update is skipped: weights, buffers, optimizer state and EMA do not change, and all
+      batches accumulated for it are dropped. `global_step` and lr schedules advance, as they do
+      when a GradScaler skips a step. After more than `max_nonfinite_steps` skipped updates the run
+      stops and leaves its checkpoints unchanged.
+    - All ranks skip an update that is not finite on any of them.
+    - Steps that a GradScaler skips do not count, unless the loss itself is not finite or the scale
+      has reached 1 and cannot be the cause.
+    - training_step may return `u` (B,) in [0, 1], `t` (B,) and `per_sample_loss` (B,) besides the
+      loss; then the message names samples and noise levels.
+    - Saving a checkpoint with non-finite weights raises an error, also at the end of a run.
+    - Each update costs a copy of the module's buffers and one GPU synchronization.
     - Optimizers stepped past Lightning (`use_pl_optimizer=False`) are not checked.
-    - List it after callbacks that seed or draw random numbers, such as StepSeed.
+    - List it after callbacks that seed or consume random numbers, such as StepSeed.
 
-    Logs `train/nonfinite_steps`, once there are some; the curve of train/loss of a run that it
-    stops ends in NaN.
+    Logs `train/nonfinite_steps` after the first skipped update. When it stops a run, it logs NaN as
+    the last train/loss.
 
     Args:
-        max_nonfinite_steps: updates that may be skipped in a run, resumes included.
+        max_nonfinite_steps: updates that may be skipped in a run, including its resumes.
 
     Attributes:
-        skipped_updates: updates skipped in this run so far, resumes included.
+        skipped_updates: updates skipped in this run so far, including its resumes.
 
     Raises:
         ValueError: a negative number; at the start of a fit, an optimizer that computes losses
-            inside its step, or a strategy that splits weights or updates them itself where updates
-            may be skipped.
-        FloatingPointError: at one update too many, and at a save of weights that are not finite.
+            inside its step, or, if updates may be skipped, a strategy that splits weights or
+            updates them itself.
+        FloatingPointError: if too many updates are skipped, or non-finite weights would be saved.
 
     Example:
         >>> trainer = pl.Trainer(callbacks=[FiniteUpdates()], accelerator="cpu", logger=False)
@@ -104,8 +104,8 @@ class FiniteUpdates(pl.Callback):
 
     def _forget(self) -> None:
         self._now: _MicroBatch | None = None
-        self._window: list[_MicroBatch] = []  # accumulated for the next update
-        self._failed: list[_MicroBatch] = []  # the batches of an update that is skipped
+        self._window: list[_MicroBatch] = []  # batches accumulated for the next update
+        self._failed: list[_MicroBatch] = []  # batches of the update that is being skipped
         self._buffers: dict[str, Tensor] = {}  # copies from before the window
         self._has_stepped = False  # whether this batch has made or skipped an update
 
@@ -122,19 +122,19 @@ class FiniteUpdates(pl.Callback):
             )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse optimizers that move weights between the losses of one step."""
+        """Refuse optimizers that compute several losses inside one step."""
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
             raise ValueError(
                 "FiniteUpdates cannot skip an update of LBFGS, which moves weights between the "
                 "losses of one step; use another optimizer."
             )
 
-    # Following a step
+    # Checking an update
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Remember the state before the batch."""
+        """Store buffers and random states before the batch."""
         if not self._window:
             self._buffers = {name: b.detach().clone() for name, b in pl_module.named_buffers()}
         rng = {"cpu": torch.get_rng_state()}
@@ -161,7 +161,7 @@ class FiniteUpdates(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Skip the update if anything behind it is not finite, on any rank.
+        """Skip the update if one of its losses or gradients is not finite on any rank.
 
         In manual optimization, later updates of the same batch are skipped as well.
         """
@@ -191,7 +191,7 @@ class FiniteUpdates(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Report an update that was skipped."""
+        """Report a skipped update."""
         now, self._now = self._now, None
         if now is None:
             return
@@ -203,7 +203,7 @@ class FiniteUpdates(pl.Callback):
         elif pl_module.automatic_optimization:
             self._window.append(now)
         if self._failed:
-            self._restore_buffers(pl_module)  # what came after the skipped update changed them too
+            self._restore_buffers(pl_module)  # the rest of the batch may have changed them again
             self._report(trainer, pl_module)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: object) -> None:
@@ -230,7 +230,7 @@ class FiniteUpdates(pl.Callback):
         if trainer.global_rank in ranks[:_MAX_FILES]:
             text = _write_file(worst, trainer, module)
         text = all_gather_objects(text, trainer.world_size)[ranks[0]]
-        if others := ", ".join(map(str, ranks[1:])):  # of a gradient all, which is summed
+        if others := ", ".join(map(str, ranks[1:])):  # all ranks for a gradient, which is reduced
             text += f" Likewise on rank {others}."
         stops = self.skipped_updates > self.max_nonfinite_steps
         metrics = {"train/nonfinite_steps": float(self.skipped_updates)}
@@ -247,7 +247,7 @@ class FiniteUpdates(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Refuse weights that are not finite, which the last update may have produced."""
+        """Refuse to save non-finite weights, which the last update may have produced."""
         params = dict(pl_module.named_parameters())
         if (bad := first_nonfinite([*params.values()])) is not None:
             _log(trainer, {"train/loss": math.nan})
@@ -271,14 +271,15 @@ def _grad_scaler(trainer: pl.Trainer) -> Any:
 
 
 def _check_gradients(optimizers: Sequence[Optimizer]) -> tuple[Tensor, list[nn.Parameter]] | None:
-    """Which gradients are not finite (N,) bool, and their parameters; None without gradients."""
+    """(N,) bool, whether each gradient is non-finite, and the N parameters; None without any."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     params = [param for group in groups for param in group["params"] if param.grad is not None]
     return (is_nonfinite([param.grad for param in params]), params) if params else None
 
 
 def _drop_gradients(optimizer: Optimizer, scaler: Any) -> None:
-    # No optimizer changes anything without gradients. One that unscales them itself must see NaN.
+    # Optimizers skip parameters without gradients. Those that unscale gradients themselves need
+    # NaN instead, so that their GradScaler skips the step.
     unscales = scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -294,7 +295,7 @@ def _log(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
 
 
 def _write_file(bad: _MicroBatch, trainer: pl.Trainer, module: pl.LightningModule) -> str:
-    """Write the batch to its file, and return what is not finite, and where the file is."""
+    """Write the batch to its file, and return a message with the cause and the path."""
     text, scaler = _describe(bad, module, trainer.global_rank), _grad_scaler(trainer)
     message = f"{text}." + ("" if scaler is None else f" The loss scale is {scaler.get_scale():g}.")
     is_split = trainer.strategy.restore_checkpoint_after_setup
@@ -313,7 +314,7 @@ def _write_file(bad: _MicroBatch, trainer: pl.Trainer, module: pl.LightningModul
     }
     hparams = {}
     for name, value in module.hparams.items():
-        with suppress(TypeError):  # a module built in Python may have objects
+        with suppress(TypeError):  # hyperparameters of a module built in Python may be objects
             hparams[str(name)] = _plain_copy(value)
     path = os.path.join(trainer.default_root_dir, f"non-finite-rank{trainer.global_rank}.ckpt")
     try:
@@ -325,13 +326,13 @@ def _write_file(bad: _MicroBatch, trainer: pl.Trainer, module: pl.LightningModul
             "non_finite": _plain_copy(failure),
         }
         trainer.strategy.checkpoint_io.save_checkpoint(content, path)
-    except (OSError, TypeError) as error:  # which must not hide what is not finite
+    except (OSError, TypeError) as error:  # must not hide the message
         return f"{message} The batch could not be written to a file: {str(error).rstrip('.')}."
     return f"{message} {path} holds the batch and the weights before the update."
 
 
 def _plain_copy(value: Any) -> Any:
-    """A copy on the CPU, of tensors and plain builtins; TypeError for anything else in it."""
+    """A copy with all tensors on the CPU; TypeError unless `value` has plain builtins only."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -345,11 +346,11 @@ def _plain_copy(value: Any) -> Any:
 
 
 def _describe(bad: _MicroBatch, module: nn.Module, rank: int) -> str:
-    """What is not finite, and where: step, noise level, sample, parameters."""
+    """Describe what is not finite, with step, noise levels and samples, or parameters."""
     where = f"at optimizer step {bad.step} (batch {bad.batch_idx}, rank {rank})"
     params = dict(module.named_parameters())
     broken = list(compress(params, is_nonfinite([*params.values()]).tolist()))
-    if broken:  # loaded so, or left so by an optimizer that steps past this callback
+    if broken:  # loaded non-finite, or updated by an optimizer that this callback does not check
         return f"the weights were not finite before the update {where}: {_join(broken)}"
     if not bad.bad_loss:
         return f"the gradient is not finite {where}: of {_join(bad.bad_parameters(module))}"

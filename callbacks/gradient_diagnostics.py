@@ -1,4 +1,4 @@
-"""How gradients of different noise levels relate to each other, and how noisy they are."""
+"""Norms, noise scales and cosines of the gradients at different noise levels."""
 
 from itertools import combinations
 from operator import itemgetter
@@ -24,10 +24,11 @@ from lit_diffusion.protocols import Condition, by_part
 def signal_and_noise(first: Tensor, second: Tensor, batch_size: int) -> tuple[float, float]:
     """Unbiased |G|^2 and tr(Sigma) from the mean gradients (P,) of two batches of `batch_size`.
 
-    G is the mean gradient of a sample, Sigma its covariance over samples; tr(Sigma) / |G|^2 is the
-    simple noise scale, the batch size at which noise is as large as signal.
+    G is the mean gradient over samples and Sigma its covariance; tr(Sigma) / |G|^2 is the simple
+    noise scale, the batch size at which noise is as large as signal.
 
-    Source: McCandlish et al. 2018 (arXiv 1812.06162), section 2.2 and appendix A.1; by halves.
+    Source: McCandlish et al. 2018 (arXiv 1812.06162), section 2.2 and appendix A.1, here with two
+    batches of equal size.
 
     Example:
         >>> signal_and_noise(torch.tensor([3.0, 1.0]), torch.tensor([3.0, -1.0]), batch_size=8)
@@ -38,37 +39,37 @@ def signal_and_noise(first: Tensor, second: Tensor, batch_size: int) -> tuple[fl
 
 
 def random_halves(num: int) -> Tensor:
-    """(2, num // 2) indices in a fixed random order: data sets are often sorted by class."""
+    """(2, num // 2) int64 indices in a fixed random order, as data sets are often sorted."""
     order = torch.randperm(num, generator=torch.Generator().manual_seed(0))
     return order[: num // 2 * 2].view(2, -1)
 
 
 class GradientDiagnostics(PeriodicEvaluation):
-    """Logs gradients of fixed training images with fixed noise, by noise level, every n steps.
+    """Logs statistics of gradients on fixed training images and noise, by noise level.
 
-    At levels u = (i + 1/2) / num_levels, of which 1 is the noisiest:
+    At levels u = (i + 1/2) / num_levels, where u = 1 is the noisiest:
 
     - `grad/norm_u0.125`: norm of the mean gradient;
-    - `grad/cosine_u0.125_u0.375`: cosine of the mean gradients of two levels; below 0 they
-      disagree;
+    - `grad/cosine_u0.125_u0.375`: cosine of the mean gradients of two levels; negative if they
+      conflict;
     - `grad/noise_scale_u0.125`: the batch size at which noise is as large as signal, estimated from
-      two halves of the images; inf where no signal shows;
-    - `grad/update_ratio`: norm of the last update over norm of the weights.
+      two halves of the images; inf if no signal is detected;
+    - `grad/update_ratio`: norm of the last update divided by the norm of the weights.
 
     Uses the weights being trained, in eval mode. Training is unchanged: gradients are not
-    accumulated and no random number is consumed. Each rank computes all of it; rank 0 logs. The
-    cost is that of 2 num_levels passes of half the images, every n steps.
+    accumulated and no random numbers are consumed. Each rank computes everything; rank 0 logs. Each
+    measurement costs 2 num_levels forward and backward passes of half the images.
 
     Args:
         every_n_steps: optimizer steps between measurements.
         num_levels: number of noise levels, >= 1.
         num_images: number of images, even; half of them for each estimate.
         images: where the images of a batch are: an index, a key, or a function of the batch; None
-            takes the batch itself, its first part, or the one image tensor of a dictionary.
+            uses the batch itself, its first part, or the one image tensor of a dictionary.
 
     Raises:
-        ValueError: bad numbers, or data that cannot be read at an index; at fit start, weights that
-            are split over ranks.
+        ValueError: bad numbers, or data that cannot be indexed; at fit start, weights that are
+            split over ranks.
         TypeError: for a module that is not `protocols.HasNoiseLevels`.
 
     Example:
@@ -96,7 +97,7 @@ class GradientDiagnostics(PeriodicEvaluation):
         self._weights_before: list[Tensor] = []
 
     def metric_names(self) -> list[str]:
-        """Those of each level, of each pair of levels, and of the update."""
+        """Names of the metrics of each level, of each pair of levels, and of the update."""
         names = [f"grad/{kind}_u{u:.3g}" for kind in ("norm", "noise_scale") for u in self.levels]
         pairs = combinations(self.levels, 2)
         return [*names, *(f"grad/cosine_u{u:.3g}_u{v:.3g}" for u, v in pairs), "grad/update_ratio"]
@@ -142,7 +143,7 @@ class GradientDiagnostics(PeriodicEvaluation):
 def _half_gradients(
     pl_module: LightningModule, u: float, x0: Tensor, labels: Condition, noise: Tensor
 ) -> list[Tensor]:
-    """(P,) mean gradient of each of two halves of the images, all at noise level u."""
+    """Mean gradients (P,) of two halves of the images at noise level u."""
     module, parameters = cast(Any, pl_module), _trainable(pl_module)
     t = module.process.from_unit(torch.full((len(x0),), u, dtype=torch.float64)).to(x0.device)
     gradients = []

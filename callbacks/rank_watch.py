@@ -219,7 +219,7 @@ class _Watch:
                 self._message = verdict
 
     def _judge(self) -> str:
-        if self._rank == 0:  # compares with its own heartbeat, as the store may be slow
+        if self._rank == 0:  # silence counts only while its own heartbeat arrives
             lost = any(b.state == "lost" and b.left > PATIENCE for b in self._ranks.values())
             return find_culprit(self._ranks, self._ranks[0].heard, self._timeout, lost)
         lost = self._state == "lost" and self._now - self._left_time > PATIENCE

@@ -1,4 +1,4 @@
-"""A checkpoint at the next safe point after a signal, at the same step on all ranks."""
+"""Save a checkpoint at the next safe point after a signal, at the same step on all ranks."""
 
 import signal
 from collections.abc import Sequence
@@ -26,25 +26,25 @@ class SaveOnSignal(AccumulationTracker, Callback):
     """Saves `folder`/last.ckpt at the next safe point after a signal, and ends the process.
 
     The exit code is 75 after a signal of a batch system, 130 after Ctrl-C, and 129 after SIGHUP,
-    which a terminal sends when it closes; if nohup ignores that one, so does this.
+    which a closing terminal sends. Under nohup, SIGHUP stays ignored.
 
-    Safe points are the end of a training batch that stepped the optimizer, and the end of the
-    validation that follows it; but not the last batch of an epoch, since what callbacks do at the
-    end of an epoch is not repeated on resume. All ranks save after the same step, whichever of them
-    receive the signal. Further signals change nothing, except a second Ctrl-C before the save,
-    which ends the process at once.
+    A safe point is the end of a training batch that stepped the optimizer, or the end of the
+    validation after it. The last batch of an epoch is not a safe point, as a resume would skip the
+    hooks of the epoch's end. All ranks save after the same step, whichever of them receive the
+    signal. Further signals have no effect, except a second Ctrl-C before the save, which ends the
+    process at once.
 
     In a SLURM job that is preempted, or signalled by `sbatch --signal=SIGUSR1`, rank 0 asks SLURM
-    to requeue the job. Lightning's own handlers, which save inside of the handler, are disabled.
+    to requeue the job. Lightning's own handlers, which save inside the handler, are disabled.
 
     Args:
-        folder: for last.ckpt; None is checkpoints/ in the Trainer's `default_root_dir`.
+        folder: folder of last.ckpt; None is checkpoints/ in the Trainer's `default_root_dir`.
         signals: names of the signals to save on.
         requeue: whether to requeue a SLURM job.
 
     Raises:
-        ValueError: for unknown signals; and at the start of a fit where Lightning has silently
-            picked a checkpoint that another job left behind.
+        ValueError: for unknown signals; at the start of a fit, if Lightning has silently selected
+            a checkpoint of another job.
 
     Example:
         >>> saver = SaveOnSignal("checkpoints")
@@ -67,12 +67,12 @@ class SaveOnSignal(AccumulationTracker, Callback):
         self.requeue = requeue
         self._recorder = SignalRecorder([by_name[name] for name in signals])
         self._agreement = _Agreement()
-        self._signal = 0  # on which the ranks have agreed to save
-        self._exit: SavedOnSignal | None = None  # after the save
+        self._signal = 0  # the signal that the ranks agreed to save on; 0 before that
+        self._exit: SavedOnSignal | None = None  # to be raised after the save
 
     @property
     def path(self) -> Path:
-        """The file that it saves; unknown before a fit if no folder was passed."""
+        """The checkpoint that is saved; unknown before a fit if no folder was passed."""
         if self.folder is None:
             raise ValueError("SaveOnSignal has no folder before a fit; pass one.")
         return self.folder / "last.ckpt"
@@ -83,10 +83,10 @@ class SaveOnSignal(AccumulationTracker, Callback):
         return self.path if requeued else None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Record signals from here on; run after all other callbacks at the end of a batch."""
+        """Start recording signals, and move this callback to the end of the list."""
         if stage == "fit":
-            # A new list, as Lightning iterates over this one. Deriving from `Checkpoint`, which
-            # Lightning puts last, would make it leave out the ModelCheckpoint that it adds.
+            # A new list, as Lightning iterates over this one. `Checkpoint` as a base class would
+            # also move it last, but then Lightning would not add its default ModelCheckpoint.
             callbacks = trainer.callbacks  # type: ignore[attr-defined]
             others = [callback for callback in callbacks if callback is not self]
             trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
@@ -98,7 +98,7 @@ class SaveOnSignal(AccumulationTracker, Callback):
         """Disable Lightning's handlers, and prepare to agree with the other ranks."""
         resumed = Path(str(trainer.ckpt_path or ""))
         if resumed.name.startswith("hpc_ckpt_") and job_id():
-            # Lightning resumes unasked from hpc_ckpt_1.ckpt of any job in the same folder.
+            # Lightning resumes from hpc_ckpt_1.ckpt of any job in the same folder.
             raise ValueError(
                 f"{resumed} was left by another job and would be resumed from unasked; to go on "
                 "from it, rename it and pass it as ckpt_path, else delete it."
@@ -111,13 +111,13 @@ class SaveOnSignal(AccumulationTracker, Callback):
             mark_checkpoints(self.path.parent)
 
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        """End the process if it has saved: all of the step before is done and logged by now."""
+        """End the process if it has saved; by now the last step is complete and logged."""
         if self._exit is not None:
             raise self._exit
         super().on_train_batch_start(trainer)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Save if the ranks have agreed to and no validation follows."""
+        """Save if the ranks have agreed on a signal and no validation follows."""
         self._signal = self._signal or self._agreement.later(self._recorder.received or 0)
         if self._signal and not validation_follows(trainer):
             self._save(trainer)
@@ -130,7 +130,7 @@ class SaveOnSignal(AccumulationTracker, Callback):
                 self._save(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """End the process if it has saved after the only batch of an epoch."""
+        """End the process if it has saved after an epoch of one batch."""
         if self._exit is not None:
             raise self._exit
 
@@ -146,7 +146,7 @@ class SaveOnSignal(AccumulationTracker, Callback):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Likewise; but after a save further signals must not change how the process ends."""
+        """Restore the handlers, unless a save ends the process: its exit code must not change."""
         if not isinstance(exception, SavedOnSignal):
             self.teardown(trainer, pl_module, "fit")
 
@@ -164,24 +164,24 @@ class SaveOnSignal(AccumulationTracker, Callback):
             if job is not None:
                 message += f" {requeue_job(job, ended.signal)}."
             print_error(message)
-        # Ranks wait for the requeue: one that ended before it would have srun end the others.
+        # Ranks wait for the requeue: if one ended earlier, srun would end the others.
         self._agreement.end()
 
 
 class _Agreement:
-    """The maximum of the ranks' numbers, which all ranks learn at the same call."""
+    """Maximum of a number over all ranks, which they receive at the same call."""
 
     def __init__(self, trainer: Trainer | None = None) -> None:
         self._group: Any = None
         self._running: Any = None
         if trainer is not None and trainer.world_size > 1:
-            # Beside the group of the gradients, and on the CPU: no device waits for a signal.
+            # A separate group on the CPU, so that no GPU synchronizes for it.
             self._group = dist.new_group(backend="gloo")
 
     def later(self, number: int) -> int:
-        """Maximum of the numbers passed at the previous call; starts to reduce those of this one.
+        """Maximum of the previous call's numbers; starts an async all-reduce of this call's.
 
-        Alone, a rank gets its number at once.
+        Without other ranks, returns `number`.
         """
         if self._group is None:
             return number
@@ -192,11 +192,11 @@ class _Agreement:
         return maximum
 
     def now(self, number: int) -> int:
-        """Maximum of the numbers of this call and the previous one; waits for the other ranks."""
+        """Maximum over the numbers of this and the previous call; waits for the other ranks."""
         return max(self.later(number), self._wait()) if self._group else number
 
     def end(self) -> None:
-        """Wait for the other ranks and destroy the group: torch may abort if it is left."""
+        """Wait for the other ranks and destroy the group; torch may abort if it stays open."""
         if self._group is not None:
             self.now(0)
             dist.destroy_process_group(self._group)

@@ -1,4 +1,4 @@
-"""The SLURM job that this process belongs to, and how to have it started again."""
+"""The SLURM job of this process, and how to requeue it."""
 
 import os
 import re
@@ -15,9 +15,9 @@ _JOB_FILE = "slurm-job"
 
 
 def job_id() -> str | None:
-    """The job as SLURM's commands name it, such as 7 or 7_2 (array_task); None outside of SLURM.
+    """Id of the job for SLURM's commands, such as 7 or 7_2 (array_task); None outside SLURM.
 
-    SLURM_JOB_ID alone would not do: one task of an array has the number of the whole array.
+    SLURM_JOB_ID alone is ambiguous: in one task of an array it equals the id of the whole array.
     """
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     if array is not None:
@@ -26,11 +26,11 @@ def job_id() -> str | None:
 
 
 def requeue_job(job: str, number: signal.Signals) -> str:
-    """Ask SLURM to requeue a job, if that is what the signal meant; the outcome as a sentence.
+    """Ask SLURM to requeue a running job after a signal; return the outcome as a sentence.
 
-    SIGTERM means so where SLURM preempts the job; otherwise somebody wants this process to end, who
-    may have other work in the job. Other signals mean so as long as the job runs. A job that was
-    cancelled or has run out of its time stays ended.
+    After SIGTERM, requeues only a job that SLURM preempts: otherwise a user has stopped this
+    process and may have other work in the job. A job that was cancelled or has reached its time
+    limit is not requeued.
     """
     status = _run(["scontrol", "show", "job", "--oneliner", job])
     states = set(re.findall(r"\bJobState=(\S+)", status.stdout))
@@ -49,14 +49,14 @@ def requeue_job(job: str, number: signal.Signals) -> str:
 
 
 def mark_checkpoints(folder: Path) -> None:
-    """In a SLURM job, write into a folder of checkpoints which start of which job saves there."""
+    """In a SLURM job, write the job's id and restart count into a folder of checkpoints."""
     if job := job_id():
         folder.mkdir(parents=True, exist_ok=True)
         atomic_write_text(folder / _JOB_FILE, f"{_cluster()} {job} {_restarts()}\n")
 
 
 def is_requeue_of(folder: Path) -> bool:
-    """Whether this process belongs to a later start of the job that marked these checkpoints."""
+    """Whether this process is a restart of the job that marked this folder of checkpoints."""
     file = folder / _JOB_FILE
     if not file.is_file():
         return False
@@ -73,7 +73,7 @@ def _restarts() -> int:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Run a command of SLURM out of reach of signals, up to three times if SLURM is busy."""
+    """Run a SLURM command in its own session, out of reach of signals; up to three attempts."""
     options: dict[str, Any] = {"capture_output": True, "text": True, "start_new_session": True}
     for wait in (2.0, 8.0, 0.0):
         try:

@@ -1,4 +1,4 @@
-"""Random numbers of training as a function of (seed, rank, step, batch), for any module."""
+"""Seed the random numbers of training by (seed, rank, step, batch), for any module."""
 
 import hashlib
 import os
@@ -15,17 +15,17 @@ except ImportError:
 
 
 class StepSeed(pl.Callback):
-    """Seeds random numbers before every training batch with (seed, rank, step, batch index).
+    """Seeds torch, numpy and `random` before every training batch.
 
-    Seeded are torch, numpy and `random`; the step counts optimizer steps.
+    The seed is a hash of the run's seed, the rank, the optimizer step and the batch index.
 
-    Lightning gives all ranks the same seed, so noise and noise levels drawn in `training_step`
-    would be alike on all of them; and a resumed run would draw the numbers of the first epoch
-    again. With this callback ranks differ, runs repeat and a resumed run draws what the undisturbed
-    one would have drawn. A `DiffusionModule` seeds itself, by the same key; this is for others.
+    Lightning seeds all ranks equally, so they would draw the same noise and noise levels in
+    `training_step`, and a resumed run would repeat the random numbers of the first epoch. With this
+    callback ranks differ, runs are reproducible, and a resumed run draws the same numbers as an
+    uninterrupted one. `DiffusionModule` does not need it: it seeds itself by the same key.
 
     Args:
-        seed: of the run; None takes the one given to `seed_everything`.
+        seed: seed of the run; None uses that of `seed_everything`.
 
     Raises:
         ValueError: at fit start, without a seed.
