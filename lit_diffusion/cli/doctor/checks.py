@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from packaging.requirements import Requirement
 from torch import Tensor
 
 from lit_diffusion.callbacks.ema import EMA
@@ -282,8 +283,13 @@ def check_time(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_disk(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether checkpoints, snapshots and samples fit on the disk."""
+    """Whether checkpoints and snapshots can be written to the run folder, and fit on the disk."""
     root, module = run.request.root, run.module
+    parent = existing_parent(root)
+    if not (parent.is_dir() and os.access(parent, os.W_OK)):
+        text = f"{parent} is no folder that can be written to; choose another"
+        yield problem("disk", f"{text} --trainer.default_root_dir.")
+        return
     weights = sum(v.nbytes for v in module.state_dict().values() if isinstance(v, Tensor))
     trained = sum(4 * p.numel() for p in module.parameters() if p.requires_grad)  # float32
     emas = [callback for callback in run.callbacks if isinstance(callback, EMA)]
@@ -297,7 +303,7 @@ def check_disk(run: ExaminedRun) -> Iterator[Finding]:
         if every := getattr(ema, "snapshot_every_n_steps", None):
             needed += run.count_rounds(every) * len(ema.decays) * trained
     needed = max(needed - sum(f.stat().st_size for f in root.glob("checkpoints/*.ckpt")), 0)
-    free, gb = shutil.disk_usage(existing_parent(root)).free, 1e9
+    free, gb = shutil.disk_usage(parent).free, 1e9
     text = f"{num:.0f} checkpoints of {checkpoint / gb:.3g} GB, {needed / gb:.3g} GB more needed, "
     text += f"{free / gb:.3g} GB free"
     if math.isinf(needed):
@@ -332,7 +338,12 @@ CHECKS += (check_ema, check_terminal_snr, check_label_dropout, check_fid, check_
 
 
 def check_machine(folder: Path) -> Iterator[Finding]:
-    """GPUs, shared memory, FID weights, and disk of the folder where runs would go."""
+    """Packages, GPUs, shared memory, FID weights, and disk of the folder where runs would go."""
+    for each in map(Requirement, metadata.requires("lit-diffusion") or []):
+        version = "" if each.marker else metadata.version(each.name)
+        if version and not each.specifier.contains(version, prereleases=True):
+            text = f"{each.name} {version} is not {each.specifier}; pip install '{each}'."
+            yield problem("versions", text)
     yield ok("versions", f"torch {torch.__version__}, lightning {metadata.version('lightning')}")
     if num_gpus := torch.cuda.device_count():
         yield ok("devices", f"{num_gpus} GPU(s), {torch.cuda.get_device_name(0)}")

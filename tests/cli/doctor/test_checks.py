@@ -472,6 +472,12 @@ def test_checkpoints_must_fit_on_the_disk(run, free, level, monkeypatch):
     require(finding, level, "1 checkpoints")
 
 
+def test_the_run_folder_must_be_one(run):
+    Path("runs").write_text("")
+    (finding,) = checks.check_disk(run)
+    require(finding, Level.PROBLEM, "runs is no folder that can be written to")
+
+
 def test_snapshots_count(run):
     def gigabytes(*callbacks):
         run.callbacks = list(callbacks)

@@ -148,6 +148,14 @@ def machine():
     return {finding.topic: finding for finding in check_machine(Path("nowhere"))}
 
 
+def test_versions_must_be_those_that_the_package_asks_for(monkeypatch):
+    requirements = ["torch>=99", "lightning>=2", "nothing; extra == 'lab'"]
+    monkeypatch.setattr("importlib.metadata.requires", lambda _: requirements)
+    (finding,) = [each for each in check_machine(Path()) if each.level is Level.PROBLEM]
+    assert finding.topic == "versions"
+    assert "is not >=99" in finding.text
+
+
 def test_this_machine_can_run_the_tests():
     assert machine().keys() >= {"versions", "devices", "FID weights", "disk"}
     assert not any(finding.level is Level.PROBLEM for finding in machine().values())
