@@ -36,7 +36,7 @@ class ClassLabels:
     num_classes: int
 
     def drop(self, condition: Condition, where: Tensor, /) -> Condition:
-        """-1 where `where` (B,) is true."""
+        """-1 where `where` (B,) is True."""
         return by_part(lambda labels: labels.masked_fill(where, -1), condition)
 
     def null(self, like: Condition, /) -> Condition:
@@ -118,15 +118,15 @@ class Words:
         return torch.tensor(ids + [-1] * (self.length - len(ids)))
 
     def drop(self, condition: Condition, where: Tensor, /) -> Condition:
-        """No words where `where` (B,) is true."""
+        """No words, all ids -1, where `where` (B,) is True."""
         return by_part(lambda ids: ids.masked_fill(where[:, None], -1), condition)
 
     def null(self, like: Condition, /) -> Condition:
-        """No words anywhere."""
+        """No words, all ids -1, in every row."""
         return by_part(lambda ids: torch.full_like(ids, -1), like)
 
     def for_seeds(self, seeds: Sequence[int], /) -> Condition:
-        """`texts` in turn."""
+        """Ids of text (seed modulo number of texts)."""
         rows = torch.stack([self.encode(text) for text in self.texts or ("",)])
         return rows[classes_of(seeds, len(rows))]
 
@@ -151,7 +151,7 @@ class Embeddings:
     network uses its learned null embedding; with `null_embedding` they are replaced by that.
 
     Args:
-        shape: of the values of an image.
+        shape: shape of the values for one image.
         examples: (values (N, *shape), present (N, *shape[:-1])), assigned to seeds in turn; without
             them samples are unconditional.
         null_embedding: (values (*shape), present (*shape[:-1])) for no condition, such as Stable
@@ -178,7 +178,7 @@ class Embeddings:
             self._check_pair("null_embedding", tuple(part[None] for part in self.null_embedding), 1)
 
     def drop(self, condition: Condition, where: Tensor, /) -> Condition:
-        """No embeddings where `where` (B,) is true."""
+        """The null condition where `where` (B,) is True."""
         values, present = cast(tuple[Tensor, Tensor], condition)
         rows = where.view(-1, *[1] * (present.ndim - 1))
         if self.null_embedding is None:
@@ -193,7 +193,7 @@ class Embeddings:
         return self.drop(like, present.new_ones(len(present)))
 
     def for_seeds(self, seeds: Sequence[int], /) -> Condition:
-        """`examples` in turn."""
+        """Example (seed modulo N), or the null condition without examples."""
         if self.examples is not None:
             indices = classes_of(seeds, len(self.examples[0]))
             return by_part(lambda rows: rows[indices], self.examples)

@@ -61,7 +61,7 @@ def bits_per_dim(
     Source: Nichol & Dhariwal 2021 (improved-diffusion), Eq. 4-7.
     """
     grid = times.grid(process, steps)
-    every_step = posterior(process, grid)
+    posteriors = posterior(process, grid)
     rows = []
     for i, t in enumerate(grid[:-1]):
         noise, batch_t = randn_like(x0), t.to(x0.device).expand(len(x0))
@@ -69,7 +69,7 @@ def bits_per_dim(
         x_t = alpha * x0 + sigma * noise
         denoised = denoise(x_t, batch_t)
         x0_hat = denoised.x0.clamp(-1, 1) if clip else denoised.x0
-        step = every_step.at(torch.full((len(x0),), i))
+        step = posteriors.at(torch.full((len(x0),), i))
         log_beta, log_posterior = expand_as(step.log_beta, x0), expand_as(step.log_variance, x0)
         last = step.last.to(x0.device).reshape(-1, *[1] * (x0.ndim - 1))
         log_variance = variance.log_variance(log_beta, log_posterior, last, denoised.logvar_frac)

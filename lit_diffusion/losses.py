@@ -135,10 +135,10 @@ class InvSNR:
 
 @dataclass(frozen=True)
 class AsFlow:
-    """W = ((alpha + sigma) / sigma)^2: the squared error of `FlowVelocity`, for any output.
+    """W = ((alpha + sigma) / sigma)^2: the squared error of `FlowVelocity`.
 
-    With `Sample` on `LinearFlow`, the network outputs x0 and is trained on the velocity
-    (x_t - x0) / t.
+    This holds for every parameterization. With `Sample` on `LinearFlow`, the network outputs x0 and
+    is trained on the velocity (x_t - x0) / t.
 
     Args:
         floor: lower bound on the divisor sigma / (alpha + sigma), which is t on `LinearFlow`.
@@ -328,10 +328,11 @@ class HybridLoss:
         """(B,) terms of the variational bound at t of each sample, in bits per dimension."""
         x0, x_t, r = prediction.x0, prediction.x_t, prediction.variance_output
         assert r is not None
-        step = step_posterior(process, prediction.t)
+        posterior = step_posterior(process, prediction.t)
         alpha, sigma = expand_as(prediction.alpha, x0), expand_as(prediction.sigma, x0)
         x0_hat = parameterization.to_x0(prediction.output.detach(), x_t, alpha, sigma)
+        log_beta, log_posterior = posterior.log_beta, posterior.log_variance
         log_variance = LearnedRange().log_variance(
-            expand_as(step.log_beta, x0), expand_as(step.log_variance, x0), step.last, (r + 1) / 2
+            expand_as(log_beta, x0), expand_as(log_posterior, x0), posterior.last, (r + 1) / 2
         )
-        return variational_term(step, x0, x_t, x0_hat, log_variance)
+        return variational_term(posterior, x0, x_t, x0_hat, log_variance)

@@ -48,7 +48,9 @@ def check_conditioning(
             stacklevel=4,
         )
     if num_classes not in (None, getattr(conditioning, "num_classes", None)):
-        raise ValueError(f"num_classes is {num_classes} beside {conditioning}; leave one out.")
+        raise ValueError(
+            f"num_classes is {num_classes}, but the conditioning is {conditioning}; leave one out."
+        )
     for name in ("num_classes", "num_words"):
         in_network = getattr(network, name, None)
         unknown = in_network if name == "num_words" else None  # conditionings need not have it
@@ -150,9 +152,9 @@ def check_data(
         image_shape: (C, H, W) of x0 in the module.
         num_classes: number of classes of the module; None is not checked, as labels are unused.
     """
-    if (encoder := getattr(data, "vae_sha256", None)) not in (None, _sha256(codec)):
+    if (vae_sha256 := getattr(data, "vae_sha256", None)) not in (None, _sha256(codec)):
         raise ValueError(
-            f"the latents of {type(data).__name__} are of a VAE with SHA-256 {encoder}, but the "
+            f"the latents of {type(data).__name__} are of a VAE with SHA-256 {vae_sha256}, but the "
             f"codec is {codec!r} with {_sha256(codec)}; give the module the VAECodec that encoded "
             "them."
         )
@@ -182,7 +184,8 @@ def check_codec(codec: Codec, checkpoint: Mapping[str, Any]) -> None:
     if isinstance(saved, Mapping) and (theirs := saved.get("sha256")) != _sha256(codec):
         raise ValueError(
             f"the checkpoint is of latents of the VAE {saved.get('name')} with SHA-256 {theirs}, "
-            f"but the codec is {codec!r} with {_sha256(codec)}; put the former in its folder."
+            f"but the codec is {codec!r} with {_sha256(codec)}; put the checkpoint's VAE in its "
+            "folder."
         )
 
 
@@ -251,14 +254,14 @@ class FiniteDenoise:
 
     def __init__(self, denoise: Denoise) -> None:
         self._denoise = denoise
-        self._since: Tensor | None = None  # (B,) times; nan for samples that are finite so far
+        self._failed_at: Tensor | None = None  # (B,) times; nan for samples that are finite so far
 
     def __call__(self, x_t: Tensor, t: Tensor) -> Denoised:
         """Denoise x_t (B, C, H, W) at times t (B,)."""
         denoised = self._denoise(x_t, t)
         bad = ~denoised.x0.isfinite().flatten(1).all(1)
-        since = torch.full_like(t, torch.nan) if self._since is None else self._since
-        self._since = torch.where(bad & since.isnan(), t, since)
+        failed_at = torch.full_like(t, torch.nan) if self._failed_at is None else self._failed_at
+        self._failed_at = torch.where(bad & failed_at.isnan(), t, failed_at)
         return denoised
 
     def raise_if_non_finite(self, x0: Tensor, seeds: Sequence[int], step: int | None) -> None:
@@ -269,10 +272,10 @@ class FiniteDenoise:
             seeds: seeds of the rows.
             step: optimizer steps completed, for the message; None if unknown.
         """
-        assert self._since is not None
-        bad = ~self._since.isnan() | ~x0.isfinite().flatten(1).all(1)
+        assert self._failed_at is not None
+        bad = ~self._failed_at.isnan() | ~x0.isfinite().flatten(1).all(1)
         if bad.any():
             bad_seeds = [seed for seed, is_bad in zip(seeds, bad.tolist(), strict=True) if is_bad]
-            first = self._since[bad].nan_to_num(-torch.inf).max().item()
+            first = self._failed_at[bad].nan_to_num(-torch.inf).max().item()
             where = f"t = {first:g}" if first > -torch.inf else "the last step"
             raise NonFiniteSamples(bad_seeds, step, where)

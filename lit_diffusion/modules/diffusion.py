@@ -268,14 +268,14 @@ class DiffusionModule(LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
         """Loss at a fixed noise level and noise per image, independent of any curriculum."""
-        self.log("val/loss", self._add_fixed_losses(batch), prog_bar=True)
+        self.log("val/loss", self._update_val_loss(batch), prog_bar=True)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         """The validation loss on the test split, logged by the name of the split that is used."""
         split = getattr(self.trainer.datamodule, "tests_on", "test")  # type: ignore[attr-defined]
-        self.log(f"{split}/loss", self._add_fixed_losses(batch))
+        self.log(f"{split}/loss", self._update_val_loss(batch))
 
-    def _add_fixed_losses(self, batch: Batch) -> MeanMetric:
+    def _update_val_loss(self, batch: Batch) -> MeanMetric:
         """Add float64 losses that depend only on each image, its index and the weights."""
         images, condition, index = self._unpack_batch(batch)
         x0 = self.codec.encode(images)

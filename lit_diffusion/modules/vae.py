@@ -70,8 +70,8 @@ class VAECodec:
                 f"scale > 0 and batch_size >= 1 must hold, got {self.scale} and {batch_size}."
             )
         self.image_channels: int = config["in_channels"]
-        self._channels: int = config["latent_channels"]
-        self._factor: int = 2 ** (len(config["block_out_channels"]) - 1)
+        self._latent_channels: int = config["latent_channels"]
+        self._reduction: int = 2 ** (len(config["block_out_channels"]) - 1)
 
     def __repr__(self) -> str:
         return f"VAECodec({str(self.folder)!r}, scale={self.scale}, shift={self.shift})"
@@ -85,12 +85,12 @@ class VAECodec:
     def encoded_shape(self, image_shape: tuple[int, ...], /) -> tuple[int, ...]:
         """(C, H, W) of x0."""
         channels, height, width = image_shape
-        if channels != self.image_channels or height % self._factor or width % self._factor:
+        if channels != self.image_channels or height % self._reduction or width % self._reduction:
             raise ValueError(
                 f"{self} takes images of {self.image_channels} channels whose sides are multiples "
-                f"of {self._factor}, got {image_shape}."
+                f"of {self._reduction}, got {image_shape}."
             )
-        return self._channels, height // self._factor, width // self._factor
+        return self._latent_channels, height // self._reduction, width // self._reduction
 
     def encode(self, images: Tensor, /) -> Tensor:
         """Images uint8 (B, C, H, W), or moments (B, 2C', H', W') -> the mean x0 float32."""
@@ -119,11 +119,11 @@ class VAECodec:
     def _moments(self, images: Tensor) -> Tensor:
         if images.dtype == torch.uint8:
             return self.moments(images)
-        if images.is_floating_point() and images.shape[1:2] == (2 * self._channels,):
+        if images.is_floating_point() and images.shape[1:2] == (2 * self._latent_channels,):
             return images.float()
         raise TypeError(
-            f"{self} encodes uint8 images, or floating-point moments of {2 * self._channels} "
-            f"channels, got {images.dtype} {tuple(images.shape)}."
+            f"{self} encodes uint8 images, or floating-point moments of "
+            f"{2 * self._latent_channels} channels, got {images.dtype} {tuple(images.shape)}."
         )
 
     def _x0(self, z: Tensor) -> Tensor:

@@ -52,10 +52,10 @@ class DDPM:
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
         times = finite_grid(self.times or self.default_times, process, self.steps)
-        steps = posterior(process, times)
+        posteriors = posterior(process, times)
         x = process.prior(noise, times[0])
         for i, t in enumerate(times[:-1]):
-            step = steps.at(i)
+            step = posteriors.at(i)
             denoised = denoise(x, batch_of(t, x))
             log_variance = self.variance.log_variance(
                 step.log_beta, step.log_variance, step.last, denoised.logvar_frac
@@ -111,7 +111,7 @@ class DDIM:
         /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times, std = self._grid(process)
+        times, std = self._times_and_std(process)
         alpha, sigma = process.alpha_sigma(times)
         x = process.prior(noise, times[0])
         for i, t in enumerate(times[:-1]):
@@ -130,7 +130,7 @@ class DDIM:
 
         Source: Song et al. 2021 (DDIM), Eq. 14; the last step returns the estimate of the noise.
         """
-        times = self._grid(process)[0][:-1].flip(0)
+        times = self._times_and_std(process)[0][:-1].flip(0)
         alpha, sigma = process.alpha_sigma(times)
         x = x0
         for i, t in enumerate(times):
@@ -143,9 +143,9 @@ class DDIM:
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError if the grid or eta does not fit the process."""
-        self._grid(process)
+        self._times_and_std(process)
 
-    def _grid(self, process: Process) -> tuple[Tensor, Tensor]:
+    def _times_and_std(self, process: Process) -> tuple[Tensor, Tensor]:
         """(steps + 1,) times, and (steps,) standard deviations of the new noise."""
         times = finite_grid(self.times or self.default_times, process, self.steps)
         std = self.eta * posterior(process, times).variance.sqrt()

@@ -128,9 +128,9 @@ class RePaint:
         """Standard normal noise (B, C, H, W) -> x0, equal to `known` where `mask` is 1."""
         times = finite_grid(self.times or Sections(), process, self.steps)
         alpha, sigma = (v.to(noise) for v in process.alpha_sigma(times))
-        steps, x = posterior(process, times), process.prior(noise, times[0])
+        posteriors, x = posterior(process, times), process.prior(noise, times[0])
         for i, t in enumerate(times[:-1]):
-            step = steps.at(i)
+            step = posteriors.at(i)
             rounds = 1 if step.last else self.resamples
             for k in range(rounds):
                 denoised = denoise(x, batch_of(t, x))
