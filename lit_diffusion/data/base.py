@@ -1,4 +1,4 @@
-"""Base class of the data modules, whose batches are functions of (seed, epoch, index)."""
+"""Base class of the data modules. Batches are functions of (seed, epoch, index)."""
 
 import hashlib
 import sys
@@ -31,30 +31,30 @@ Split: TypeAlias = Literal["train", "val", "test"]
 
 
 class ImageDataModule(LightningDataModule):
-    """Base of the data modules: a subclass describes its images and loads a split.
+    """Base class of the data modules. A subclass describes its images and loads a split.
 
-    Training batches come in an order that is a function of (seed, epoch), without the ragged last
-    batch. A run that resumes in the middle of an epoch continues there, also with another batch
-    size or number of processes. Validation and testing have every image once on any number of
+    The order of training batches is a function of (seed, epoch); an incomplete last batch is
+    dropped. A run resumed in the middle of an epoch continues there, even with a different batch
+    size or number of processes. Validation and testing visit every image once, on any number of
     processes. Prediction yields (seeds (B,), labels (B,)), both int64, of images to generate.
 
     Args:
-        batch_size: images in a batch on each process, >= 1. Validation on several processes may
-            take a few more (`even_batch_size`).
-        num_workers: loading processes of each process; None takes 0 for data in memory, and what
-            the CPU affinity allows for files.
-        num_predict: number of seeds 0, 1, ... that prediction generates, >= 1; seed s has label
-            s mod num_classes, or -1 without labels.
-        seed: of training order and augmentation; None takes the run's (`seed_everything`), else 0.
-            Splits and validation never depend on it.
+        batch_size: images per batch and process, >= 1. Validation on several processes may use a
+            slightly larger one (`even_batch_size`).
+        num_workers: DataLoader workers per process. None means 0 for data in memory, and as many
+            as the CPU affinity allows for files.
+        num_predict: number of images to generate in prediction, >= 1, from seeds 0, 1, .... Seed s
+            has label s mod num_classes, or -1 without labels.
+        seed: seed of the training order and augmentation. None means the run's seed
+            (`seed_everything`), or 0 without one. Splits and validation do not depend on it.
 
     Raises:
         ValueError: If a number is out of its range.
     """
 
     tests_on: Literal["val", "test"] = "val"
-    """Split of `test_dataloader`, which names its metrics; "test" for data with a test split, which
-    `load` then opens."""
+    """Split that `test_dataloader` loads, and the prefix of its metrics. Set it to "test" if `load`
+    supports a test split."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class ImageDataModule(LightningDataModule):
 
     @property
     def seed(self) -> int:
-        """Seed of training order and augmentation."""
+        """Seed of the training order and augmentation."""
         return (run_seed() or 0) if self._seed is None else self._seed
 
     @property
@@ -93,10 +93,10 @@ class ImageDataModule(LightningDataModule):
         """Open a split, without augmentation."""
 
     def check(self) -> None:
-        """Fetch the files or raise an error that names what is wrong; runs once per node, first."""
+        """Download or verify the files, or raise an error that says why not. Runs once per node."""
 
     def pending_setup(self) -> str | None:
-        """What `check` would still download or unpack, as a clause; None if nothing."""
+        """What `check` would still download or unpack, as a clause; None if nothing is pending."""
         return None
 
     def default_workers(self) -> int:
@@ -109,7 +109,7 @@ class ImageDataModule(LightningDataModule):
         return len(self.class_names) or None
 
     def dataset(self, split: Split) -> ImageDataset:
-        """A split without augmentation, opened once."""
+        """A split without augmentation; cached after the first call."""
         if split not in ("train", "val", self.tests_on):
             raise ValueError(f"split must be 'train' or 'val' (also for testing), got {split!r}.")
         if split not in self._datasets:
@@ -117,9 +117,9 @@ class ImageDataModule(LightningDataModule):
         return self._datasets[split]
 
     def in_order(self, split: Split, num_replicas: int = 1, rank: int = 0) -> "DataLoader[Batch]":
-        """Loader of every image of a split once, without augmentation.
+        """Loader that visits every image of a split once, in order and without augmentation.
 
-        Of `num_replicas` processes that share it, each gets equally many batches.
+        The images are divided over `num_replicas` processes, which all get equally many batches.
         """
         dataset = self.dataset(split)
         batch_size = even_batch_size(len(dataset), num_replicas, self.batch_size)
@@ -131,9 +131,9 @@ class ImageDataModule(LightningDataModule):
         return torch.cat([images for images, _, _ in self.in_order(split)])
 
     def fingerprint(self, split: Split) -> str:
-        """16 hex digits that change when an image or label does: a key for caches of statistics."""
+        """Hash of images and labels, 16 hex digits: the key of cached statistics."""
         pixels = hashlib.sha256(repr(self.image_shape).encode())
-        conditions: defaultdict[int, Any] = defaultdict(hashlib.sha256)  # by part
+        conditions: defaultdict[int, Any] = defaultdict(hashlib.sha256)  # one per condition tensor
         for images, labels, _ in self.in_order(split):
             pixels.update(images.numpy().tobytes())
             for i, part in enumerate((labels,) if isinstance(labels, Tensor) else labels):
@@ -141,10 +141,10 @@ class ImageDataModule(LightningDataModule):
         digests = [each.digest() for each in (pixels, *conditions.values())]
         return hashlib.sha256(b"".join(digests)).hexdigest()[:16]
 
-    # For the Trainer.
+    # Hooks of the Trainer
 
     def prepare_data(self) -> None:
-        """Check the data, unless images are only generated."""
+        """Check the data. Prediction only generates images, so it needs none."""
         if self.trainer is None or self.trainer.state.fn != TrainerFn.PREDICTING:
             self.check()
 
@@ -182,29 +182,29 @@ class ImageDataModule(LightningDataModule):
         return self.in_order(self.tests_on, *self._replicas_and_rank())
 
     def predict_dataloader(self) -> DataLoader[Any]:
-        """(seeds, labels) of the images to generate; Lightning distributes them unrepeated."""
+        """(seeds, labels) of the images to generate; Lightning distributes them without repeats."""
         num_replicas, _ = self._replicas_and_rank()
         require_at_least(num_replicas, num_predict=self.num_predict)  # each process needs one
         seeds = torch.arange(self.num_predict)
         condition = self.condition_of(seeds)
-        rows = condition if isinstance(condition, Tensor) else TensorDataset(*condition)
-        parts: list[Any] = [seeds, rows]  # a tensor is a data set, which its type does not say
+        conditions = condition if isinstance(condition, Tensor) else TensorDataset(*condition)
+        parts: list[Any] = [seeds, conditions]  # tensors are not typed as data sets
         return DataLoader(StackDataset(*parts), batch_size=self.batch_size)
 
     def condition_of(self, seeds: Tensor) -> Tensor | tuple[Tensor, ...]:
-        """Labels (B,) int64, or another condition, with which prediction generates seeds (B,)."""
+        """Labels (B,) int64, or another condition, of the images generated from seeds (B,)."""
         if not self.num_classes:
             return torch.full_like(seeds, -1)
         return torch.tensor(classes_of(seeds.tolist(), self.num_classes))
 
     def state_dict(self) -> dict[str, Any]:
-        """Batch size, in which a checkpoint counts the progress of its epoch, and class names."""
+        """Images per batch over all processes (the unit of epoch progress), and class names."""
         num_replicas, _ = self._replicas_and_rank()
         names = list(self.class_names)
         return {"images_of_a_batch": self.batch_size * num_replicas, "class_names": names}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Convert the Trainer's progress to the batch size of this run."""
+        """Convert the epoch progress of a checkpoint to the batch size of this run."""
         trainer = self.trainer
         if trainer is None or trainer.state.fn != TrainerFn.FITTING:
             return
@@ -217,9 +217,9 @@ class ImageDataModule(LightningDataModule):
             rescale_progress(trainer, *sizes, len(self.train_dataloader()))
 
     def _replicas_and_rank(self) -> tuple[int, int]:
-        """Number of processes that share the data, and rank of this one."""
-        sharing = self.trainer.distributed_sampler_kwargs if self.trainer else None
-        return (sharing["num_replicas"], sharing["rank"]) if sharing else (1, 0)
+        """Number of processes that share the data, and the rank of this process."""
+        kwargs = self.trainer.distributed_sampler_kwargs if self.trainer else None
+        return (kwargs["num_replicas"], kwargs["rank"]) if kwargs else (1, 0)
 
     def _loader_options(self, batch_size: int) -> dict[str, Any]:
         workers = self.default_workers() if self.num_workers is None else self.num_workers
@@ -228,26 +228,32 @@ class ImageDataModule(LightningDataModule):
             "collate_fn": identity_collate,
             "num_workers": workers,
             "persistent_workers": workers > 0,
-            # Processes that are started otherwise die of the signals of a batch system.
+            # Workers started by other methods are killed by the signals of batch systems.
             "multiprocessing_context": "fork" if workers and sys.platform == "linux" else None,
             "pin_memory": torch.cuda.is_available(),
         }
 
 
 def identity_collate(batch: Any) -> Any:
-    """Collate function for a dataset that fetches whole batches."""
+    """Collate function for datasets whose items are whole batches."""
     return batch
 
 
 def split_rows(
     split: Split, keys: Sequence[int] | Sequence[str], num_val: int, source: object
 ) -> Tensor:
-    """Ascending places (n,) int64 of a split of the images `keys`, of which `num_val` are held out.
+    """Sorted indices (n,) int64 of the images in a split, where `num_val` images are held out.
 
-    Held out are the images whose keys have the least `fold("held out", key)`.
+    The images with the smallest hash `fold("held out", key)` are held out.
+
+    Args:
+        split: "val" for the held-out images; otherwise all others.
+        keys: one key per image, such as its index or name.
+        num_val: number of images to hold out.
+        source: where the images are from, for the error message.
 
     Raises:
-        ValueError: unless 0 < `num_val` < the number of images; names their `source`.
+        ValueError: unless 0 < `num_val` < the number of images.
     """
     if not 0 < num_val < len(keys):
         raise ValueError(

@@ -14,17 +14,17 @@ from lit_diffusion.data.datasets import TensorImages
 class CIFAR10(ImageDataModule):
     """50,000 training and 10,000 held-out colour images of 32x32 pixels in ten classes.
 
-    Downloaded once where there is a network, otherwise expected in `root`; every file is checked
+    Missing files are downloaded; without a network they must be in `root`. Every file is checked
     against its published MD5 before it is opened.
 
     Args:
-        root: folder with `cifar-10-batches-py` or `cifar-10-python.tar.gz`, or for a download.
-        flip: whether half of the training images, others in every epoch, are mirrored.
+        root: folder that holds, or will receive, `cifar-10-batches-py` or `cifar-10-python.tar.gz`.
+        flip: whether training images are mirrored with probability 1/2, anew in every epoch.
         **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
-        FileNotFoundError: If files are missing or damaged and cannot be downloaded; names them, and
-            where to put them.
+        FileNotFoundError: If files are missing or damaged and cannot be downloaded. The message
+            names them and where to put them.
 
     Source: A. Krizhevsky, "Learning Multiple Layers of Features from Tiny Images", 2009.
     """
@@ -35,7 +35,7 @@ class CIFAR10(ImageDataModule):
         *("dog", "frog", "horse", "ship", "truck"),
     )
     source = datasets.CIFAR10
-    """Has the URL of the archive, and the names and MD5s of its files."""
+    """torchvision class with the archive's URL, and the names and MD5s of its files."""
 
     def __init__(self, root: str = "data", flip: bool = False, **loader: Any) -> None:
         super().__init__(**loader)
@@ -50,7 +50,7 @@ class CIFAR10(ImageDataModule):
             raise self._missing_files_error(f"could not be downloaded ({error})") from error
 
     def pending_setup(self) -> str | None:
-        """Whether the archive must still be unpacked or downloaded."""
+        """What is pending: unpacking or downloading the archive; None if nothing is."""
         if not self._faults():
             return None
         archive = self.root / self.source.filename
@@ -68,7 +68,7 @@ class CIFAR10(ImageDataModule):
         return TensorImages(images, torch.tensor(files.targets), self.flip)
 
     def _faults(self) -> list[str]:
-        """Files that are missing or damaged, a phrase each."""
+        """One phrase per missing or damaged file."""
         folder = self.root / self.source.base_folder
         meta = [self.source.meta["filename"], self.source.meta["md5"]]
         return [

@@ -1,8 +1,8 @@
 """Square crops of images of any size, for the data modules that decode images.
 
-A crop is made as in the reference implementation of ADM: a box filter halves the image while it
-can, then a bicubic filter makes the shorter side exact. FID depends on the resize, so it is part of
-what makes figures comparable. EXIF orientation is ignored, as there.
+Crops are made as in the reference implementation of ADM. A box filter halves the image while the
+shorter side is at least twice the target; a bicubic filter then resizes it to the exact size. FID
+depends on this resize. As in the reference, EXIF orientation is ignored.
 
 Source: guided_diffusion/image_datasets.py (`center_crop_arr`, `random_crop_arr`) of
 github.com/openai/guided-diffusion.
@@ -27,11 +27,11 @@ from lit_diffusion.data.loaders import usable_cores
 from lit_diffusion.files import IMAGE_MODES, open_image
 
 CONVERTIBLE_MODES = {"1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "YCbCr"}
-"""Modes of 8 bits or fewer; Pillow clips deeper ones when it converts them."""
+"""Modes of at most 8 bits. Pillow clips deeper modes when it converts them."""
 
 
 def resize_shorter_side(image: Image.Image, side: int) -> Image.Image:
-    """Resize an image to `side` pixels on its shorter side, with its proportions."""
+    """Resize an image to `side` pixels on its shorter side, keeping the aspect ratio."""
     while min(image.size) >= 2 * side:
         width, height = image.size
         image = image.resize((width // 2, height // 2), Image.Resampling.BOX)
@@ -41,7 +41,7 @@ def resize_shorter_side(image: Image.Image, side: int) -> Image.Image:
 
 
 def center_crop(image: Image.Image, size: int) -> Image.Image:
-    """The center square of an image, with all of its shorter side, as size x size pixels."""
+    """Crop the largest center square of an image and resize it to size x size pixels."""
     image = resize_shorter_side(image, size)
     width, height = image.size
     left, upper = (width - size) // 2, (height - size) // 2
@@ -49,9 +49,10 @@ def center_crop(image: Image.Image, size: int) -> Image.Image:
 
 
 def random_crop(image: Image.Image, size: int, *key: int | str) -> Image.Image:
-    """A random square with at least 0.8 of the shorter side, as size x size pixels.
+    """Crop a random square and resize it to size x size pixels.
 
-    Scale and place are functions of the key.
+    Its side is at least 0.8 of the image's shorter side. Scale and position are functions of the
+    key.
     """
     (margin,) = random_integers([math.ceil(size / 0.8) - size + 1], "scale", *key)
     image = resize_shorter_side(image, size + margin)
@@ -62,11 +63,11 @@ def random_crop(image: Image.Image, size: int, *key: int | str) -> Image.Image:
 
 @dataclass(frozen=True)
 class Requirements:
-    """What makes an image usable. The repr is part of names in the cache of checked folders.
+    """Requirements on image files. The repr is part of the file names in the check cache.
 
-    `strict` asks for the mode of so many channels, and `image_size` pixels on the shorter side;
-    otherwise any mode that converts without clipping will do. `full` decodes files, which finds
-    truncated ones; otherwise only headers are read.
+    With `strict`, an image must have the mode for `channels`, and at least `image_size` pixels on
+    its shorter side. Otherwise it may have any mode that converts without clipping. With `full`,
+    files are decoded, which detects truncated ones; otherwise only headers are read.
     """
 
     image_size: int
@@ -75,19 +76,19 @@ class Requirements:
     full: bool
 
     def find_fault(self, path: Path) -> str | None:
-        """What is wrong with a file, as a predicate; None if it is usable."""
+        """What is wrong with a file, as a predicate (such as "has mode P"); None if usable."""
         try:
             with open_image(path) as image:
                 mode, side = image.mode, min(image.size)
                 if self.full:
-                    image.draft("L", (1, 1))  # a JPEG is read to its end, but at 1/8 of its scale
+                    image.draft("L", (1, 1))  # a JPEG is read to its end, but decoded at 1/8 scale
                     image.load()
         except Exception as error:  # Pillow's decoders raise anything on broken data
             return f"cannot be read ({error})"
         return self.find_mismatch(mode, side)
 
     def find_mismatch(self, mode: str, side: int) -> str | None:
-        """What is wrong with an image of a Pillow mode, and pixels on its shorter side."""
+        """What is wrong with an image of this mode and shorter side in pixels; None if nothing."""
         expected = IMAGE_MODES[self.channels]
         if mode not in ({expected} if self.strict else CONVERTIBLE_MODES):
             return f"has mode {mode}, not {expected}"
@@ -98,19 +99,19 @@ class Requirements:
 
 @dataclass(frozen=True, eq=False)
 class CroppedImages(ImageDataset):
-    """Square crops of images; center crops without a seed."""
+    """Square crops of images. Without a seed they are center crops."""
 
     image_size: int  # pixels on each side of a crop
-    mode: str  # Pillow's
-    flip: bool  # whether half of the images, others in every epoch, are mirrored left to right
-    random_crop: bool  # whether crops are random; otherwise of the center
+    mode: str  # Pillow mode, such as RGB
+    flip: bool  # whether images are mirrored with probability 1/2, anew in every epoch
+    random_crop: bool  # whether crops are random; otherwise center crops
 
     @abstractmethod
     def read(self, index: Sequence[int]) -> tuple[Iterator[Image.Image], Tensor]:
-        """Images `index` of the split, decoded one by one and in `mode`, and labels (B,)."""
+        """Images at `index` of the split, lazily decoded, in mode `mode`; and labels (B,)."""
 
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """The batch of the images `index` of the split, augmented as in `epochs`."""
+        """Load the images at `index` of the split, each augmented as in its epoch."""
         images, labels = self.read(index)
         crops = []
         for image, epoch, i in zip(images, epochs, index, strict=True):
@@ -125,17 +126,17 @@ class CroppedImages(ImageDataset):
 
 
 class CroppedImageDataModule(ImageDataModule):
-    """Base of the data modules that decode images and crop them.
+    """Base class of the data modules that decode and crop images.
 
     Args:
         image_size: pixels on each side of a crop, >= 1.
-        channels: 1 (grey), 3 (RGB), or 2 or 4 for these with alpha.
-        flip: whether half of the training images, others in every epoch, are mirrored.
+        channels: 1 (grey), 2 (grey with alpha), 3 (RGB) or 4 (RGB with alpha).
+        flip: whether training images are mirrored with probability 1/2, anew in every epoch.
         random_crop: whether training crops are random, with at least 0.8 of the shorter side.
         **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
-        ValueError: for another number of channels, or an `image_size` below 1.
+        ValueError: if `channels` is not 1 to 4, or `image_size` is below 1.
     """
 
     def __init__(
@@ -174,7 +175,8 @@ class CroppedImageDataModule(ImageDataModule):
     def default_workers(self) -> int:
         """Number of CPU cores for each process of this node, at most 16.
 
-        Slurm shows a process its own cores only; elsewhere processes share those that they see.
+        Under Slurm a process sees only its own cores. Elsewhere the processes of a node share the
+        cores that they see.
         """
         is_shared = self.trainer is not None and not SLURMEnvironment.detect()
         processes = self.trainer.num_devices if self.trainer and is_shared else 1

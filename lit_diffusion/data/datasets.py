@@ -1,8 +1,8 @@
-"""Datasets that fetch whole batches, by keys that tell the epoch.
+"""Datasets that fetch whole batches. Their keys encode epoch and index.
 
-A key is `epoch * len(dataset) + index`. A worker process learns the epoch from the key itself, so a
-random flip or crop is a function of (seed, epoch, index) whatever the number of workers, and plain
-indices 0, 1, ... are keys of epoch 0.
+A key is `epoch * len(dataset) + index`. Worker processes get the epoch from the key, so random
+flips and crops are functions of (seed, epoch, index) for any number of workers. Plain indices
+0, 1, ... are the keys of epoch 0.
 """
 
 from abc import abstractmethod
@@ -18,14 +18,15 @@ from lit_diffusion.seeding import fold
 
 Batch: TypeAlias = tuple[Tensor, Any, Tensor]
 """(images, labels, index): images (B, C, H, W) uint8; labels (B,) int64 in [0, num_classes), or -1
-without a label, or another condition, which is a tensor or a tuple of tensors; index (B,) int64,
-the place of each image in its split."""
+for unlabelled images, or another condition (a tensor or a tuple of tensors); index (B,) int64, the
+position of each image in its split."""
 
 
 def random_integers(sizes: Sequence[int], *key: int | str) -> list[int]:
-    """Independent random integers, the k-th uniform in [0, sizes[k]), as a function of the key.
+    """Independent random integers determined by the key; the k-th is uniform in [0, sizes[k]).
 
-    They are the mixed-radix digits of one 63-bit number; the bias is below prod(sizes) / 2^63.
+    They are the mixed-radix digits of a 63-bit hash of the key. The bias is below
+    prod(sizes) / 2^63.
     """
     number = fold(*key)
     integers = []
@@ -36,7 +37,7 @@ def random_integers(sizes: Sequence[int], *key: int | str) -> list[int]:
 
 
 def is_mirrored(seed: int, epoch: int, index: int) -> bool:
-    """Whether random flips mirror the image `index` in `epoch`."""
+    """Whether random flipping mirrors image `index` in `epoch` (probability 1/2)."""
     return random_integers([2], "mirror", seed, epoch, index) == [1]
 
 
@@ -44,8 +45,8 @@ def is_mirrored(seed: int, epoch: int, index: int) -> bool:
 class ImageDataset(Dataset[Batch]):
     """Images of one split, by key.
 
-    `seed` is of random augmentation; None leaves every image as it is. So
-    `dataclasses.replace(dataset, seed=0)` is the same data, augmented.
+    `seed` is the seed of random augmentation; None disables augmentation. For example,
+    `dataclasses.replace(dataset, seed=0)` is the same data with augmentation.
     """
 
     seed: int | None = field(default=None, kw_only=True)
@@ -56,31 +57,31 @@ class ImageDataset(Dataset[Batch]):
 
     @abstractmethod
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """The batch of the images `index` of the split, augmented as in `epochs`."""
+        """Load the images at `index` of the split, each augmented as in its epoch."""
 
     def __getitems__(self, keys: Sequence[int]) -> Batch:
-        """The batch of these keys. DataLoader calls this method once a batch."""
+        """The batch of these keys. DataLoader calls this method once per batch."""
         size = len(self)
         return self.fetch([key // size for key in keys], [key % size for key in keys])
 
     def __getitem__(self, key: int) -> Batch:
-        """A batch of one."""
+        """A batch of one image."""
         return self.__getitems__([key])
 
 
 @dataclass(frozen=True, eq=False)
 class TensorImages(ImageDataset):
-    """Images in memory, mirrored at random if `flip` and a seed are set."""
+    """Images in memory, randomly mirrored if `flip` and `seed` are set."""
 
     images: Tensor  # (N, C, H, W) uint8
-    labels: Any  # (N,) int64, or another condition: a tensor or a tuple of tensors of N rows
-    flip: bool = False  # whether half of the images, others in every epoch, are mirrored
+    labels: Any  # (N,) int64, or another condition: a tensor or tuple of tensors with N rows
+    flip: bool = False  # whether images are mirrored with probability 1/2, anew in every epoch
 
     def __len__(self) -> int:
         return len(self.images)
 
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """The batch of the images `index` of the split, augmented as in `epochs`."""
+        """Load the images at `index` of the split, each augmented as in its epoch."""
         rows = torch.tensor(index, dtype=torch.int64)
         images = self.images[rows]
         if self.flip and self.seed is not None:
@@ -89,11 +90,11 @@ class TensorImages(ImageDataset):
             images = torch.where(mirrored[:, None, None, None], images.flip(-1), images)
         if isinstance(self.labels, Tensor):
             return images, self.labels[rows], rows
-        return images, tuple(part[rows] for part in self.labels), rows
+        return images, tuple(tensor[rows] for tensor in self.labels), rows
 
 
 def take_part(data: TensorImages, part: tuple[int, int]) -> TensorImages:
-    """Every n-th image from the k-th on, for part = (k, n). Parts of one n are disjoint.
+    """The images k, k + n, k + 2n, ... for part = (k, n). Parts with the same n are disjoint.
 
     Raises:
         ValueError: unless 0 <= k < n, with k below the number of images.

@@ -1,4 +1,4 @@
-"""The handwritten digits of scikit-learn: real images without a download, and descriptions."""
+"""The handwritten digits of scikit-learn, which need no download, with labels or descriptions."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -20,7 +20,7 @@ class Digits(ImageDataModule):
     The 17 grey levels v = 0..16 become round(255 v / 16) in uint8.
 
     Args:
-        part: (k, n) trains on every n-th training digit from the k-th on.
+        part: (k, n) trains on the training digits k, k + n, k + 2n, ....
         **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
@@ -53,33 +53,33 @@ class Digits(ImageDataModule):
 
 
 def is_held_out(labels: Tensor) -> Tensor:
-    """Mask (N,) bool of the held-out digits of scikit-learn's file, by their labels (N,) in 0..9.
+    """Mask (N,) bool of the held-out digits, from the labels (N,) in 0..9 of scikit-learn's file.
 
-    In each class, these are the 36 whose places i in the file have the least
-    `fold("digits held out", i)`.
+    In each class, these are the 36 digits with the smallest hash `fold("digits held out", i)`,
+    where i is the index in the file.
     """
     mask = torch.zeros(len(labels), dtype=torch.bool)
     for label in range(10):
-        places = (labels == label).nonzero().flatten().tolist()
-        places.sort(key=lambda place: fold("digits held out", place))
-        mask[places[:36]] = True
+        indices = (labels == label).nonzero().flatten().tolist()
+        indices.sort(key=lambda i: fold("digits held out", i))
+        mask[indices[:36]] = True
     return mask
 
 
-# Descriptions of ink and slant: "thick seven leaning right". Thin, medium, thick and leaning left,
-# upright, leaning right are terciles of all training digits. So the words mean the same for every
-# class, and some descriptions have no training image: no seven leans left.
+# Descriptions of ink and slant, such as "thick seven leaning right". The three words for ink, and
+# those for slant, are terciles over all training digits. So a word means the same for every class,
+# and some descriptions have no training image: no seven leans left.
 
 INKS = ("thin", "medium", "thick")
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SLANTS = ("leaning left", "upright", "leaning right")
 DESCRIPTIONS = tuple(f"{ink} {name} {slant}" for name in NAMES for ink in INKS for slant in SLANTS)
-"""All 90 descriptions; the number of one is 9 class + 3 ink + slant."""
+"""All 90 descriptions, at index 9 * class + 3 * ink + slant."""
 
 
 @dataclass(frozen=True)
 class DigitWords(Words):
-    """The words of the descriptions; seeds take the 90 descriptions in turn.
+    """Vocabulary of the descriptions. Seeds cycle through the 90 descriptions.
 
     Example:
         >>> DigitWords().encode("thin one upright").tolist(), DigitWords().num_words
@@ -109,24 +109,24 @@ class DescribedDigits(Digits):
         return TensorImages(digits.images, self.condition_of(numbers))
 
     def condition_of(self, seeds: Tensor) -> Tensor:
-        """Words (B, 4) int64 with which prediction generates seeds (B,): descriptions in turn."""
+        """Words (B, 4) int64 of the images generated from seeds (B,), which cycle through all."""
         words = DigitWords().for_seeds(seeds.tolist())
         assert isinstance(words, Tensor)
         return words
 
 
 def number_descriptions(images: Tensor, classes: Tensor) -> Tensor:
-    """Numbers (N,) int64 in `DESCRIPTIONS` of digits (N, 1, 8, 8) of these classes (N,)."""
+    """Index (N,) int64 into `DESCRIPTIONS` of digits (N, 1, 8, 8) with classes (N,)."""
     ink, slant = (
-        torch.bucketize(values, cuts)
-        for values, cuts in zip(measure_ink_and_slant(images), _terciles(), strict=True)
+        torch.bucketize(values, boundaries)
+        for values, boundaries in zip(measure_ink_and_slant(images), _terciles(), strict=True)
     )
     return 9 * classes + 3 * ink + slant
 
 
 @cache
 def _terciles() -> tuple[Tensor, Tensor]:
-    """Terciles (2,) float64 of ink, and of slant, over the training digits."""
+    """Tercile boundaries (2,) float64 of ink and of slant over the training digits."""
     thirds = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64)
     ink, slant = measure_ink_and_slant(Digits().load("train").images)
     return ink.quantile(thirds), slant.quantile(thirds)
@@ -135,14 +135,14 @@ def _terciles() -> tuple[Tensor, Tensor]:
 def measure_ink_and_slant(images: Tensor) -> tuple[Tensor, Tensor]:
     """Measure ink and slant of bright figures on black.
 
-    With weights w of the pixels and r, c the row and column minus their means under w, ink is the
-    mean of w, and slant -sum(w r c) / sum(w r^2): pixels to the right for each pixel up.
+    Let w be the pixel values, and r, c the row and column minus their means under w. Then ink is
+    mean(w), and slant is -sum(w r c) / sum(w r^2), in pixels to the right per pixel up.
 
     Args:
         images: (N, 1, H, W) uint8.
 
     Returns:
-        (N,) float64 each; ink in [0, 1], slant 0 where all ink is in one row.
+        (N,) float64 each. Ink is in [0, 1]. Slant is 0 if all ink is in one row.
 
     Example:
         >>> diagonal = 255 * torch.eye(4, dtype=torch.uint8)[None, None]

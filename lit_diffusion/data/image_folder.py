@@ -1,7 +1,7 @@
-"""Folders of image files, and ImageNet; bad files are named before training starts.
+"""Folders of image files, and ImageNet. Unusable files are reported before training starts.
 
-The check decodes every file, which takes minutes for ImageNet, so a cache outside of the folder
-remembers the names, sizes and modification times of files that passed.
+The check decodes every file, which takes minutes for ImageNet. So a cache outside of the folder
+stores a digest of the names, sizes and modification times of a folder that passed.
 """
 
 import hashlib
@@ -34,17 +34,17 @@ from lit_diffusion.files import open_image, user_cache
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".pgm", ".bmp", ".tif", ".tiff", ".webp")
 MAX_NAMED = 10
-"""Most files that a message names."""
+"""Maximal number of files named in a message."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
 class Listing:
-    """The image files of a folder, sorted by name."""
+    """The image files of a folder; files and subfolders are sorted by name."""
 
     root: Path
-    names: NDArray[np.bytes_]  # (N,) relative paths; a list of str would be copied by each worker
+    names: NDArray[np.bytes_]  # (N,) relative paths; workers would copy a list of str
     labels: Tensor  # (N,) int64; -1 in a folder without class folders
     stamp: str  # digest of names, sizes and modification times of all files of the folder
 
@@ -54,7 +54,7 @@ class Listing:
 
 
 def list_class_folders(root: Path) -> tuple[str, ...]:
-    """Names of the folders in `root`, sorted, without hidden ones.
+    """Sorted names of the folders in `root`, without hidden ones.
 
     Raises:
         FileNotFoundError: if `root` is not a folder.
@@ -67,16 +67,16 @@ def list_class_folders(root: Path) -> tuple[str, ...]:
 def list_images(root: Path, classes: Sequence[str]) -> Listing:
     """List all images below a folder.
 
-    Files whose names are not those of images are left out, and an info line names them.
+    Files without an image extension are ignored, and an info line names them.
 
     Args:
         root: the folder.
-        classes: names of the class folders, whose places are the labels; empty if the images are in
-            `root` itself.
+        classes: names of the class folders, in the order of their labels; empty if the images are
+            in `root` itself.
 
     Raises:
-        ValueError: if an image is in no class folder though there are classes, or if a folder is
-            empty or not of these classes; names them.
+        ValueError: if there are classes and an image is in no class folder, or if a folder is empty
+            or not among the classes. The message names them.
     """
     folders = list_class_folders(root)
     if unknown := sorted(set(folders) - set(classes)):
@@ -90,27 +90,29 @@ def list_images(root: Path, classes: Sequence[str]) -> Listing:
     if others := sorted(set(all_files) - set(files)):
         rank_zero_info(f"Left out, as no images by their names ({extensions}): {_join(others)}.")
     names = [file[len(os.path.join(root, "")) :] for file in files]
-    tops = [name.split(os.sep)[0] for name in names]
+    top_folders = [name.split(os.sep)[0] for name in names]
     label_of = {name: label for label, name in enumerate(classes)}
-    stray = [file for file, top in zip(files, tops, strict=True) if top not in label_of]
-    if classes and stray:
-        raise ValueError(f"In no class folder: {_join(stray)}. Move such images into one.")
-    empty = sorted(set(folders) - set(tops)) if files else [""]
+    unclassified = [
+        file for file, top in zip(files, top_folders, strict=True) if top not in label_of
+    ]
+    if classes and unclassified:
+        raise ValueError(f"In no class folder: {_join(unclassified)}. Move such images into one.")
+    empty = sorted(set(folders) - set(top_folders)) if files else [""]
     if empty:
         raise ValueError(f"{root / empty[0]} holds no images ({extensions}).")
     stamp = hashlib.sha256()
     for file, name in zip(files, names, strict=True):
         status = os.stat(file)
         stamp.update(f"{name}\0{status.st_size}\0{status.st_mtime_ns}\0".encode(errors="replace"))
-    labels = torch.tensor([label_of.get(top, -1) for top in tops])
+    labels = torch.tensor([label_of.get(top, -1) for top in top_folders])
     return Listing(root, np.array([os.fsencode(n) for n in names]), labels, stamp.hexdigest())
 
 
 def check_images(listing: Listing, requirements: Requirements, cache: Path, threads: int) -> None:
-    """Check every file, `threads` at a time, unless a file in the folder `cache` says they passed.
+    """Check every file with `threads` threads, unless `cache` has a marker that they passed.
 
     Raises:
-        ValueError: names the first ten files that fail.
+        ValueError: if files fail. The message names the first ten.
     """
     key = hashlib.sha256(f"{listing.stamp} {requirements}".encode()).hexdigest()[:32]
     marker = cache / f"checked-{key}"
@@ -124,7 +126,7 @@ def check_images(listing: Listing, requirements: Requirements, cache: Path, thre
         faults = [(path, requirements.find_fault(path)) for path in paths]
         return [f"{path.relative_to(listing.root)} {fault}" for path, fault in faults if fault]
 
-    with ThreadPoolExecutor(threads) as pool:  # Pillow decodes without the interpreter lock
+    with ThreadPoolExecutor(threads) as pool:  # Pillow releases the GIL while decoding
         faults = list(chain(*pool.map(check_chunk, range(0, num, 256))))
     if faults:
         remedy = ", or convert and enlarge them with strict=False" if requirements.strict else ""
@@ -143,11 +145,11 @@ def _join(names: Sequence[str]) -> str:
 
 
 def _walk(root: Path) -> Iterator[str]:
-    """Files below a folder, sorted, without hidden ones; links to a folder above are skipped."""
+    """Yield all files below a folder, sorted, without hidden ones and links to a parent folder."""
     for folder, subfolders, names in os.walk(root, followlinks=True):
-        here = os.path.realpath(folder)
+        current = os.path.realpath(folder)
         targets = {name: os.path.realpath(os.path.join(folder, name)) for name in subfolders}
-        loops = {name for name, target in targets.items() if f"{here}/".startswith(f"{target}/")}
+        loops = {name for name, target in targets.items() if f"{current}/".startswith(f"{target}/")}
         subfolders[:] = sorted(name for name in targets if name[0] != "." and name not in loops)
         yield from (os.path.join(folder, name) for name in sorted(names) if name[0] != ".")
 
@@ -162,7 +164,7 @@ class FileImages(CroppedImages):
         return len(self.listing.names)
 
     def read(self, index: Sequence[int]) -> tuple[Iterator[Image.Image], Tensor]:
-        """Images `index` of the split, decoded one by one and in `mode`, and labels (B,)."""
+        """Images at `index` of the split, lazily decoded, in mode `mode`; and labels (B,)."""
         images = (self._decode(self.listing.path(i)) for i in index)
         return images, self.listing.labels[torch.tensor(index)]
 
@@ -175,20 +177,20 @@ class FileImages(CroppedImages):
 
 
 class ImageFileDataModule(CroppedImageDataModule):
-    """Base of the data modules that read image files, which are checked before anything else.
+    """Base class of the data modules that read image files. The files are checked first.
 
     Args:
         image_size: pixels on each side of a crop, >= 1.
-        full_check: whether the check decodes the files, which finds truncated ones, rather than
-            reading their headers only.
-        cache_dir: folder that remembers checked folders; None takes `lit-diffusion` in
-            $XDG_CACHE_HOME or ~/.cache.
+        full_check: whether the check decodes the files, which detects truncated ones. Otherwise it
+            reads only their headers.
+        cache_dir: folder with markers of the folders that passed the check. None means
+            `lit-diffusion` in $XDG_CACHE_HOME or ~/.cache.
         **options: as in `CroppedImageDataModule`: channels, flip, random_crop, and those of
             `ImageDataModule`.
     """
 
     strict: bool = False
-    """Whether images of another mode, or smaller than `image_size`, are refused."""
+    """Whether images of another mode, or smaller than `image_size`, raise an error."""
 
     def __init__(
         self,
@@ -212,13 +214,13 @@ class ImageFileDataModule(CroppedImageDataModule):
         return list_class_folders(self.folder("train"))
 
     def check(self) -> None:
-        """Raise an error that names the files that cannot be used."""
+        """Raise an error that names the files that cannot be used, if there are any."""
         requirements = Requirements(self.image_size, self.channels, self.strict, self.full_check)
         for folder in sorted({self.folder("train"), self.folder("val")}):
             check_images(self._listing(folder), requirements, self.cache, self.default_workers())
 
     def load(self, split: Split) -> FileImages:
-        """Open a split, without augmentation. Its files are checked here if not before."""
+        """Open a split, without augmentation. Checks the files if they were not checked before."""
         self.check()
         return FileImages(**self.crop_options(), listing=self.select(split))
 
@@ -227,7 +229,7 @@ class ImageFileDataModule(CroppedImageDataModule):
         return self._listing(self.folder(split))
 
     def fingerprint(self, split: Split) -> str:
-        """16 hex digits that change with the names, sizes or times of the files, or the crop."""
+        """Hash, 16 hex digits, of the files' names, sizes and times and of the image shape."""
         listing = self.select(split)
         digest = hashlib.sha256(f"{listing.stamp} {self.image_shape}".encode())
         digest.update(listing.names.tobytes())
@@ -240,24 +242,24 @@ class ImageFileDataModule(CroppedImageDataModule):
 
 
 class ImageFolder(ImageFileDataModule):
-    """Images of one's own: class folders `cats/1.png`, `dogs/2.png`, or one flat folder.
+    """User images: class folders such as `cats/1.png`, `dogs/2.png`, or one flat folder.
 
-    Class folders are labelled in the order of their names; files of a flat folder have label -1.
-    Files must be images of one mode and large enough, and in the right folders.
+    Labels are numbered in the order of the class folders' names. Files of a flat folder have label
+    -1.
 
     Args:
         train: folder of the training images.
-        val: folder of the held-out images, in the same class folders; or how many training images
-            to hold out: those whose names n have the least `fold("held out", n)`.
+        val: folder of the held-out images, with the same class folders; or the number of training
+            images to hold out: those whose names n have the smallest hash `fold("held out", n)`.
         image_size: pixels on each side of a crop, >= 1.
-        strict: whether images of another mode, or smaller than `image_size`, are refused;
-            otherwise they are converted (without alpha, if `channels` has none) and enlarged.
+        strict: whether images of another mode, or smaller than `image_size`, raise an error.
+            Otherwise they are converted (without alpha, if `channels` has none) and enlarged.
         **options: as in `ImageFileDataModule`: full_check, cache_dir; channels, flip, random_crop;
             batch_size, num_workers, num_predict, seed.
 
     Raises:
         FileNotFoundError: If a folder does not exist.
-        ValueError: If a folder is empty or files in it cannot be used; names them.
+        ValueError: If a folder is empty or has unusable files. The message names them.
     """
 
     def __init__(
@@ -285,8 +287,8 @@ class ImageFolder(ImageFileDataModule):
 class ImageNet(ImageFileDataModule):
     """ILSVRC 2012: `train/n01440764/*.JPEG` and `val/n01440764/*.JPEG`, or a subset of its classes.
 
-    Its grey and CMYK files are converted, its small ones enlarged, as in guided-diffusion. Held out
-    are the 50,000 validation images, which must be sorted into class folders.
+    Grey and CMYK files are converted and small ones enlarged, as in guided-diffusion. The held-out
+    images are the 50,000 validation images, which must be sorted into class folders.
 
     Args:
         root: folder with `train` and `val`.
@@ -296,7 +298,7 @@ class ImageNet(ImageFileDataModule):
 
     Raises:
         FileNotFoundError: If `train` or `val` does not exist.
-        ValueError: If a folder is not named as a class, is empty, or files in it cannot be read.
+        ValueError: If a class folder is empty or not named like n01440764, or a file is unreadable.
 
     Source: O. Russakovsky et al., "ImageNet Large Scale Visual Recognition Challenge", 2015.
     """

@@ -1,8 +1,8 @@
 """Latents written by `lit-diffusion encode`: shards as safetensors files, and an index.
 
-A shard holds `moments` (n, 2C, h, w) float16, mean and logvar of each image's posterior from the
-VAE, unscaled, `labels` (n,) int64, and in its header a digest of what it was computed from. Float16
-changes no pixel by more than its rounding to 8 bits does.
+A shard holds `moments` (n, 2C, h, w) float16, the unscaled mean and log-variance of each image's
+VAE posterior, and `labels` (n,) int64. Its header has a digest of what it was computed from. The
+error of float16 in decoded pixels is below that of rounding them to 8 bits.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ class LatentIndex:
     vae: str  # name of the folder of the VAE that encoded them
     vae_sha256: str  # of its weights
     images: str  # fingerprint of the folder of images
-    flips: bool  # whether there is a second set of shards, of the mirrored images
+    flips: bool  # whether there are also shards of the mirrored images
 
     @classmethod
     def read(cls, folder: Path) -> "LatentIndex":
@@ -60,11 +60,11 @@ class LatentIndex:
             raise ValueError(f"{path} is no index of latents ({error}).") from error
 
     def write(self, folder: Path) -> None:
-        """Write the index, in place of an old one. All processes may, as they write the same."""
+        """Write or replace the index. All processes may call this, as they write the same."""
         atomic_write_text(folder / INDEX, f"{json.dumps(asdict(self), indent=1)}\n", shared=True)
 
     def shards(self) -> list[tuple[str, range, bool]]:
-        """Name of each file, its images, and whether they are mirrored."""
+        """File name, image indices, and whether the images are mirrored, for each shard."""
         return [
             (f"{kind}-{number:05d}.safetensors", range(self.num)[start:][: self.shard_size], flip)
             for kind, flip in [("latents", False), ("flipped", True)][: 1 + self.flips]
@@ -72,15 +72,15 @@ class LatentIndex:
         ]
 
     def missing_shards(self, folder: Path) -> list[tuple[str, range, bool]]:
-        """Those of `shards` that a folder lacks, has in part, or has of other images or VAEs."""
+        """Shards that are missing from a folder, truncated, or of other images or another VAE."""
         missing = []
         for shard in self.shards():
             try:
                 with safe_open(folder / shard[0], "pt") as file:
-                    stamp = (file.metadata() or {}).get("of")
+                    digest = (file.metadata() or {}).get("of")
             except (OSError, SafetensorError):
-                stamp = None
-            if stamp != self._stamp(shard[0]):
+                digest = None
+            if digest != self._digest(shard[0]):
                 missing.append(shard)
         return missing
 
@@ -88,7 +88,7 @@ class LatentIndex:
         """Write a shard of moments (n, 2C, h, w) and labels (n,), atomically.
 
         Raises:
-            ValueError: for moments that are not finite in float16, as from a damaged VAE.
+            ValueError: if moments are not finite in float16, as from a damaged VAE.
         """
         half = moments.half().contiguous()
         if not half.isfinite().all():
@@ -97,64 +97,64 @@ class LatentIndex:
                 "others; name one whose weights are whole."
             )
         with atomic_write(path) as file:
-            file.write(save({"moments": half, "labels": labels}, {"of": self._stamp(path.name)}))
+            file.write(save({"moments": half, "labels": labels}, {"of": self._digest(path.name)}))
 
-    def _stamp(self, name: str) -> str:
-        """Digest of all that the content of a shard depends on."""
+    def _digest(self, name: str) -> str:
+        """Digest of everything that the content of a shard depends on."""
         parts = (self.images, self.image_shape, self.vae_sha256, self.shard_size, name)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 @cache
 def _map_moments(path: str) -> Any:
-    """Moments of a shard, mapped into memory; a row is read when it is indexed."""
+    """Memory-mapped moments of a shard. A row is read when it is indexed."""
     shard: Any = safe_open(path, "pt")
     return shard.get_slice("moments")
 
 
 @dataclass(frozen=True, eq=False)
 class ShardedLatents(ImageDataset):
-    """Moments (B, 2C, h, w) float16 in place of images.
+    """Dataset of moments (B, 2C, h, w) float16 in place of images.
 
-    With flips in the folder and a seed, half of them, others in every epoch, are of mirrored
-    images.
+    If the folder has flips and a seed is set, moments of the mirrored image are used with
+    probability 1/2, anew in every epoch.
     """
 
     folder: Path
     index: LatentIndex
-    rows: Tensor  # (N,) int64 images of the folder that the split has
+    rows: Tensor  # (N,) int64 indices of the split's images in the folder
     labels: Tensor  # (N,) int64
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """The batch of the latents `index` of the split, augmented as in `epochs`."""
-        places = torch.tensor(index, dtype=torch.int64)
+        """Load the latents at `index` of the split, each augmented as in its epoch."""
+        positions = torch.tensor(index, dtype=torch.int64)
         moments = []
         for epoch, i in zip(epochs, index, strict=True):
             shard, row = divmod(int(self.rows[i]), self.index.shard_size)
-            flips = self.seed is not None and is_mirrored(self.seed, epoch, i)
-            kind = "flipped" if flips and self.index.flips else "latents"
+            mirrored = self.seed is not None and is_mirrored(self.seed, epoch, i)
+            kind = "flipped" if mirrored and self.index.flips else "latents"
             moments.append(_map_moments(f"{self.folder / kind}-{shard:05d}.safetensors")[row])
-        return torch.stack(moments), self.labels[places], places
+        return torch.stack(moments), self.labels[positions], positions
 
 
 class Latents(ImageDataModule):
     """Latents of a folder of images, as `lit-diffusion encode` writes them, for a `VAECodec`.
 
-    Files are mapped into memory and read row by row. Half of the training images, others in every
-    epoch, are mirrored if the folder has flips.
+    Files are memory-mapped and read row by row. If the folder has flips, training images are
+    mirrored with probability 1/2, anew in every epoch.
 
     Args:
         train: folder of latents.
-        val: folder of held-out latents, by the same VAE; or how many of `train` to hold out: those
-            whose places n have the least `fold("held out", n)`.
+        val: folder of held-out latents from the same VAE; or the number of images in `train` to
+            hold out: those whose indices n have the smallest hash `fold("held out", n)`.
         **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
         FileNotFoundError: If a folder has no index.
-        ValueError: If shards are missing, or the two folders do not fit together.
+        ValueError: If shards are missing, or the folders differ in image shape, VAE or classes.
     """
 
     def __init__(self, train: str, val: int | str, **loader: Any) -> None:
@@ -179,11 +179,11 @@ class Latents(ImageDataModule):
 
     @property
     def vae_sha256(self) -> str:
-        """SHA-256 of the weights that encoded them; a module's codec must have the same."""
+        """SHA-256 of the VAE weights, which must equal that of the module's codec."""
         return self._indices[self.train].vae_sha256
 
     def check(self) -> None:
-        """Raise an error that names the shards that are missing."""
+        """Raise an error if shards are missing or the folders do not match."""
         train = self._indices[self.train]
         for folder, index in self._indices.items():
             if missing := index.missing_shards(folder):
@@ -200,7 +200,7 @@ class Latents(ImageDataModule):
                     )
 
     def load(self, split: Split) -> ShardedLatents:
-        """Open a split, without augmentation. The folders are checked here if not before."""
+        """Open a split, without augmentation. Checks the folders first."""
         self.check()
         folder = self._folder(split)
         index = self._indices[folder]
@@ -216,13 +216,13 @@ class Latents(ImageDataModule):
         return ShardedLatents(folder, index, rows, torch.cat(labels)[rows])
 
     def fingerprint(self, split: Split) -> str:
-        """16 hex digits that change with the images that were encoded, the VAE, or the split."""
+        """Hash, 16 hex digits, of the encoded images, the VAE and the split."""
         index = self._indices[self._folder(split)]
         parts = (index.images, index.vae_sha256, split, self.val if split == "train" else "")
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
     def default_workers(self) -> int:
-        """One: rows are copied, and no image is decoded."""
+        """One, as rows are only copied and no image is decoded."""
         return 1
 
     def _folder(self, split: Split) -> Path:

@@ -1,4 +1,4 @@
-"""Which images each process loads in which order, and resuming in the middle of an epoch."""
+"""Order of training images over processes, and resuming in the middle of an epoch."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -15,18 +15,19 @@ from lit_diffusion.seeding import fold
 
 
 class ShuffledSampler(DistributedSampler[Any]):
-    """A new order in every epoch, a function of (seed, epoch); yields keys `epoch * N + index`.
+    """Shuffles by (seed, epoch), and yields keys `epoch * N + index`.
 
-    Ranks take turns in one common order, so step k of an epoch has the same images on one process
-    with batch B * R as on R processes with batch B. Each rank gets floor(N / R) images; the up to
-    R - 1 left over differ from epoch to epoch. N is the length of the dataset, R `num_replicas`.
+    N is the length of the dataset, R is `num_replicas`. All ranks share one order, and rank r gets
+    positions r, r + R, .... So step k of an epoch has the same images on one process with batch
+    size B * R as on R processes with batch size B. Each rank gets floor(N / R) images; up to R - 1
+    images are dropped, different ones in every epoch.
 
-    The Trainer uses a DistributedSampler as it is. Any other sampler it would replace by one that
-    pads with repeated images or, if the sampler shards, shards a second time.
+    This subclasses DistributedSampler because the Trainer uses one as it is. It would replace any
+    other sampler by one that repeats images, or that shards a second time.
     """
 
     start = 0
-    """Number of this rank's keys to skip at the beginning of an epoch."""
+    """Number of keys of this rank to skip at the start of an epoch."""
 
     def __init__(
         self, dataset: Dataset[Any], seed: int, num_replicas: int = 1, rank: int = 0
@@ -42,10 +43,10 @@ class ShuffledSampler(DistributedSampler[Any]):
 
 
 def even_batch_size(num_images: int, num_replicas: int, batch_size: int) -> int:
-    """The least size, from `batch_size` up, with which all processes have equally many batches.
+    """Smallest batch size >= `batch_size` with which all processes have equally many batches.
 
-    Shares of an unrepeated split differ by up to one image, which can make one batch more. With a
-    sharded model (FSDP), whose every forward pass communicates, that process would hang.
+    Without repeats, the processes' numbers of images differ by up to one, so some may need an extra
+    batch. With a sharded model (FSDP), every forward pass communicates, and they would hang.
 
     Raises:
         ValueError: if there are fewer images than processes.
@@ -61,23 +62,23 @@ def even_batch_size(num_images: int, num_replicas: int, batch_size: int) -> int:
             f"Every process needs an image, got {num_images} images for {num_replicas} processes:"
             " use fewer devices or more images."
         )
-    least, most = num_images // num_replicas, -(-num_images // num_replicas)
-    return next(size for size in count(batch_size) if -(-least // size) == -(-most // size))
+    low, high = num_images // num_replicas, -(-num_images // num_replicas)
+    return next(size for size in count(batch_size) if -(-low // size) == -(-high // size))
 
 
 class ResumableLoader(DataLoader[Any]):
-    """Training batches in the order of a ShuffledSampler, from where a checkpoint was written.
+    """DataLoader that skips the batches of an epoch that were trained on before a resume.
 
-    A resumed Trainer knows how many batches of its epoch were trained on, but an ordinary loader
-    starts that epoch over. This one asks when the first batch of an epoch is requested, as
-    Lightning creates iterators before it has restored its loops.
+    A resumed Trainer knows this number, but an ordinary loader starts the epoch over. It is queried
+    when the first batch of an epoch is requested, because Lightning creates iterators before it
+    restores its loops.
 
     Args:
-        dataset: as of DataLoader.
+        dataset: as in DataLoader.
         batches_done: called at the first batch of each epoch; returns the number of batches of that
             epoch to skip.
-        **options: as of DataLoader, with a ShuffledSampler as `sampler`. If Lightning replaces it,
-            as with `overfit_batches`, the batches to skip are loaded and dropped.
+        **options: as in DataLoader, with a ShuffledSampler as `sampler`. If Lightning replaces the
+            sampler, as with `overfit_batches`, the skipped batches are loaded and dropped.
 
     Example:
         >>> data, done = list("abcdefgh"), [0]
@@ -96,44 +97,45 @@ class ResumableLoader(DataLoader[Any]):
         self._batches_done = batches_done
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        """Yield the batches of the rest of the epoch."""
-        done = self._batches_done()
+        """Yield the remaining batches of the epoch."""
+        num_skipped = self._batches_done()
         if isinstance(self.sampler, ShuffledSampler):
             assert self.batch_size is not None
-            self.sampler.start, done = done * self.batch_size, 0
-        yield from islice(super().__iter__(), done, None)
+            self.sampler.start, num_skipped = num_skipped * self.batch_size, 0
+        yield from islice(super().__iter__(), num_skipped, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty. Its presence tells the Trainer that the loader can resume within an epoch."""
+        """Empty. This method marks the loader as resumable for the Trainer."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Does nothing: the position is a function of the Trainer's progress."""
+        """No-op, as the position is a function of the Trainer's progress."""
 
 
 def batches_done_in_epoch(trainer: Trainer) -> int:
-    """Batches of the running epoch that training has received, those before a resume included."""
+    """Training batches fetched in the current epoch, including those before a resume."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def rescale_progress(trainer: Trainer, old_size: int, new_size: int, num_batches: int) -> None:
-    """On resume, convert the done batches of an interrupted epoch to another batch size.
+    """On resume, convert the batch count of an interrupted epoch to another batch size.
 
-    The epoch continues after the images that it has had. If these are no whole number of optimizer
-    steps of the new size, it continues after the last whole one and warns of the repeated images.
+    The epoch continues after the images that it has already used. If these are not a whole number
+    of optimizer steps of the new size, it continues after the last whole step, and a warning
+    reports that some images repeat.
 
     Args:
-        trainer: that is about to restore its loops.
-        old_size: images in a batch, on all processes, of the run that wrote the checkpoint.
-        new_size: the same in this run.
-        num_batches: in an epoch of this run, before the Trainer's limit.
+        trainer: Trainer that is about to restore its loops.
+        old_size: images per batch over all processes in the run that wrote the checkpoint.
+        new_size: images per batch over all processes in this run.
+        num_batches: batches per epoch of this run, before the Trainer's limit.
     """
     progress = loaded_checkpoint(trainer)["loops"]["fit_loop"]["epoch_loop.batch_progress"]
     current, num_batches = progress["current"], limited_batches(trainer, num_batches)
     images_done = current["processed"] * old_size
     unfinished = current["processed"] - current["completed"]
     if progress["is_last_batch"]:
-        batches = num_batches  # images left over belong to no epoch
+        batches = num_batches  # the remaining images belong to no epoch
     else:
         per_step = trainer.accumulate_grad_batches
         steps = min(images_done // (new_size * per_step), (num_batches - 1) // per_step)
@@ -150,6 +152,6 @@ def rescale_progress(trainer: Trainer, old_size: int, new_size: int, num_batches
 
 
 def usable_cores() -> int:
-    """Number of CPU cores that the affinity of this process allows."""
+    """Number of CPU cores in the affinity mask of this process."""
     has_affinity = hasattr(os, "sched_getaffinity")  # not on macOS
     return len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1

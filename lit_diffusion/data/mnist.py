@@ -14,17 +14,17 @@ from lit_diffusion.data.datasets import TensorImages, take_part
 class MNIST(ImageDataModule):
     """60,000 training and 10,000 held-out grey digits of 28x28 pixels.
 
-    Downloaded once where there is a network, otherwise expected in `root`.
+    Missing files are downloaded; without a network they must be in `root`.
 
     Args:
-        root: folder with `MNIST/raw/train-images-idx3-ubyte` and so on, or for a download.
-        part: (k, n) trains on every n-th training image from the k-th on.
+        root: folder that holds, or will receive, `MNIST/raw/train-images-idx3-ubyte` etc.
+        part: (k, n) trains on the training images k, k + n, k + 2n, ....
         **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
-        FileNotFoundError: If files are missing and cannot be downloaded; names them, and where to
-            put them.
-        ValueError: If a file is cut or holds something else, or unless 0 <= k < n.
+        FileNotFoundError: If files are missing and cannot be downloaded. The message names them
+            and where to put them.
+        ValueError: If a file is truncated or has other content, or unless 0 <= k < n.
 
     Source: Y. LeCun, C. Cortes and C. Burges, "The MNIST database of handwritten digits", 1998.
     """
@@ -44,20 +44,20 @@ class MNIST(ImageDataModule):
             return
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            # A folder of this process's own, as others may download at the same time.
+            # Other processes may download at the same time, so each uses a temporary folder.
             with tempfile.TemporaryDirectory(dir=self._folder) as temporary:
                 self._source(temporary, download=True)
                 for name in self._missing():
                     shutil.move(Path(temporary, self._name, "raw", name), self._folder / name)
         except (OSError, RuntimeError, ValueError) as error:
-            reason = " ".join(str(error).split())  # torchvision has a line for each mirror
+            reason = " ".join(str(error).split())  # torchvision reports one line per mirror
             raise FileNotFoundError(
                 f"The files of {self._name} could not be downloaded ({reason}). In {self._folder}: "
                 f"{', '.join(self._missing())} missing. Put these there, unpacked."
             ) from error
 
     def pending_setup(self) -> str | None:
-        """Whether files must still be downloaded."""
+        """What is pending: the download; None if no file is missing."""
         if not self._missing():
             return None
         return f"{self._name} will be downloaded into {self.root}, which needs a network"
@@ -69,7 +69,7 @@ class MNIST(ImageDataModule):
             images, labels = files.data, files.targets
             if images.shape != (len(labels), 28, 28) or not 0 <= labels.min() <= labels.max() <= 9:
                 raise ValueError(f"images {tuple(images.shape)}, labels {tuple(labels.shape)}")
-        except Exception as error:  # torchvision asserts, indexes and views as it reads
+        except Exception as error:  # torchvision raises many types for damaged files
             prefix = "t10k" if split == "val" else "train"
             reason = str(error) or type(error).__name__
             raise ValueError(
@@ -94,17 +94,17 @@ class MNIST(ImageDataModule):
 class FashionMNIST(MNIST):
     """60,000 training and 10,000 held-out grey images of clothes, of 28x28 pixels.
 
-    Downloaded once where there is a network, otherwise expected in `root`.
+    Missing files are downloaded; without a network they must be in `root`.
 
     Args:
-        root: folder with `FashionMNIST/raw/train-images-idx3-ubyte` and so on, or for a download.
-        part: (k, n) trains on every n-th training image from the k-th on.
+        root: folder that holds, or will receive, `FashionMNIST/raw/train-images-idx3-ubyte` etc.
+        part: (k, n) trains on the training images k, k + n, k + 2n, ....
         **loader: as in `ImageDataModule`: batch_size, num_workers, num_predict, seed.
 
     Raises:
-        FileNotFoundError: If files are missing and cannot be downloaded; names them, and where to
-            put them.
-        ValueError: If a file is cut or holds something else, or unless 0 <= k < n.
+        FileNotFoundError: If files are missing and cannot be downloaded. The message names them
+            and where to put them.
+        ValueError: If a file is truncated or has other content, or unless 0 <= k < n.
 
     Source: Xiao, Rasul & Vollgraf 2017 (arXiv 1708.07747).
     """

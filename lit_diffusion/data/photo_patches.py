@@ -1,4 +1,4 @@
-"""Crops of the two photographs that ship with scikit-learn: colour without a download."""
+"""Colour crops of the two photographs that ship with scikit-learn, which need no download."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,43 +13,43 @@ from lit_diffusion.data.datasets import Batch, ImageDataset, random_integers
 
 SIZE = 32
 TRAIN_ROWS = 284
-"""Of 427 rows, the upper two thirds are for training; no crop crosses this line."""
+"""The upper two thirds of the 427 rows are for training. No crop crosses this boundary."""
 
 
 @dataclass(frozen=True, eq=False)
 class RandomPatches(ImageDataset):
-    """Random 32x32 crops of photos, whose numbers are the labels.
+    """Random 32x32 crops of photos. The label of a crop is the index of its photo.
 
-    Places change with the epoch; without a seed they are the same in every run.
+    Crop positions change with the epoch. Without a seed they are the same in every run.
     """
 
     photos: Tensor  # (P, C, H, W) uint8
     count: int  # number of crops in an epoch
-    stream: str  # name of the random numbers; another one gives other places
+    stream: str  # name of the random stream that crop positions are drawn from
 
     def __len__(self) -> int:
         return self.count
 
     def fetch(self, epochs: Sequence[int], index: Sequence[int]) -> Batch:
-        """The batch of the crops `index` of `epochs`."""
+        """Load the crops at `index`, each at its position in its epoch."""
         windows = self.photos.unfold(2, SIZE, 1).unfold(3, SIZE, 1)  # a view (P, C, Y, X, 32, 32)
         num_photos, _, num_rows, num_columns = windows.shape[:4]
         sizes = [num_photos, num_rows, num_columns]
-        root = "fixed" if self.seed is None else self.seed
-        places = [
-            random_integers(sizes, self.stream, root, epoch, i)
+        seed = "fixed" if self.seed is None else self.seed
+        positions = [
+            random_integers(sizes, self.stream, seed, epoch, i)
             for epoch, i in zip(epochs, index, strict=True)
         ]
-        photo, y, x = torch.tensor(places).unbind(1)
+        photo, y, x = torch.tensor(positions).unbind(1)
         return windows[photo, :, y, x], photo, torch.tensor(index)
 
 
 class PhotoPatches(ImageDataModule):
     """Random 32x32 colour crops of two photographs of 427x640: a temple (0) and a flower (1).
 
-    Crops for training come from rows 0-283, new ones in every epoch; held-out crops, always the
-    same ones, from rows 284-426: no pixel serves both. `images("train")` are crops of the upper
-    part that are the same in every run.
+    Training crops come from rows 0-283 and are new in every epoch. Held-out crops come from rows
+    284-426 and are fixed, so the two share no pixel. `images("train")` are fixed crops of the
+    training rows.
 
     Args:
         epoch_size: training crops in an epoch, >= 1.

@@ -1,7 +1,7 @@
-"""Sets of images that fit no disk: read from buckets or mounted folders, in litdata's chunks.
+"""Image sets too large for the local disk, in litdata's chunks in a bucket or mounted folder.
 
-litdata only reads single samples here: by two range requests to a bucket, or from a memory-mapped
-file of a folder. Its own loader resumes only with the workers and ranks of the run before.
+litdata is only used to read single samples: by two range requests to a bucket, or from a
+memory-mapped file in a folder. Its loader could resume only with the same workers and ranks.
 """
 
 import hashlib
@@ -31,31 +31,31 @@ from lit_diffusion.data.cropped_images import (
 from lit_diffusion.files import open_image, user_cache
 
 MAX_REQUESTS = 8
-"""Images of a batch that each worker fetches from a bucket at the same time."""
+"""Number of images that a worker requests from a bucket at the same time."""
 BUCKETS = ("s3://", "gs://")
-"""Addresses of which litdata reads single samples; of others it copies chunks to the disk."""
+"""URL schemes from which litdata reads single samples; from others it downloads whole chunks."""
 INDEX = "index.json"
 PLAIN_FORMATS = re.compile(
     r"bool|int|float|str|text|json|bytes|pil|jpeg|jpeg_array|numpy|tensor"
     r"|no_header_(numpy|tensor):\d+|(image|file)(:(bmp|gif|jpeg|jpg|pgm|png|ppm|tif|tiff|webp)?)?"
 )
-"""Formats of litdata whose values are plain data. Others are unpickled, "graph" and "x:pickle" too,
-or passed to libraries that are not needed for images."""
+"""litdata formats whose values are plain data. Others are unpickled (including "graph" and
+"x:pickle"), or passed to libraries that images do not need."""
 PLAIN_TYPES = (None, "builtins.dict", "builtins.list", "builtins.tuple", "collections.OrderedDict")
-"""Containers of samples; None is a value. For "collections.defaultdict" litdata imports the module
-that the index names."""
+"""Container types allowed in samples; None marks a value. "collections.defaultdict" is excluded, as
+litdata imports a module named by the index for it."""
 
 
 class ChunkedSet(NamedTuple):
-    """A set of litdata that is open."""
+    """An open litdata dataset."""
 
-    reader: Any  # litdata's
-    sizes: dict[str, int]  # bytes of each file
+    reader: Any  # litdata.StreamingDataset
+    sizes: dict[str, int]  # bytes of each chunk file
     num: int  # number of samples
     stamp: str  # digest of the index
 
     def read_sample(self, place: int, name: str) -> Any:
-        """Read a sample; an OSError names it by `name`."""
+        """Read sample number `place`. Raises an OSError that mentions `name`."""
         try:
             return self.reader[place]
         except Exception as error:  # litdata and the clients of stores raise anything
@@ -64,17 +64,18 @@ class ChunkedSet(NamedTuple):
 
 @dataclass(frozen=True)
 class Fields:
-    """Keys of image and label in samples. The repr is part of fingerprints."""
+    """Keys of the image and the label in a sample. The repr is part of fingerprints."""
 
     image: str
     label: str
-    num_classes: int | None  # labels are in [0, num_classes); None reads none
+    num_classes: int | None  # labels are in [0, num_classes); None ignores labels
 
     def extract(self, sample: Any, name: str) -> tuple[Any, int]:
-        """Image of a sample as it was written, and its label; -1 without labels.
+        """Undecoded image of a sample, and its label; -1 without labels.
 
         Raises:
-            ValueError: if the sample has other keys or another label; names it by `name`.
+            ValueError: if a key is missing or the label is out of range. The message mentions
+                `name`.
         """
         keys = list(sample) if isinstance(sample, dict) else []
         for key in (self.image,) if self.num_classes is None else (self.image, self.label):
@@ -90,7 +91,7 @@ class Fields:
                 f"[0, {self.num_classes}), num_classes."
             )
         image = sample[self.image]
-        # It may be part of a memory-mapped file that is closed before the image is decoded.
+        # Copy: it may be part of a memory-mapped file that is closed before the image is decoded.
         if isinstance(image, Tensor):
             image = image.clone()
         elif isinstance(image, memoryview):
@@ -100,10 +101,10 @@ class Fields:
 
 @dataclass(frozen=True, eq=False)
 class StreamedDataset(CroppedImages):
-    """Crops of the images of a set."""
+    """Crops of the images of a litdata dataset."""
 
     url: str
-    rows: Tensor  # (N,) int64 samples that the split has
+    rows: Tensor  # (N,) int64 sample numbers of the split
     fields: Fields
     requirements: Requirements
 
@@ -111,16 +112,16 @@ class StreamedDataset(CroppedImages):
         return len(self.rows)
 
     def read(self, index: Sequence[int]) -> tuple[Iterator[Image.Image], Tensor]:
-        """Images `index` of the split, decoded one by one and in `mode`, and labels (B,)."""
-        places = self.rows[torch.tensor(index)].tolist()
-        names = [f"Sample {place} of {self.url}" for place in places]
-        chunks = open_set(self.url, os.getpid())
+        """Images at `index` of the split, lazily decoded, in mode `mode`; and labels (B,)."""
+        sample_numbers = self.rows[torch.tensor(index)].tolist()
+        names = [f"Sample {number} of {self.url}" for number in sample_numbers]
+        chunked_set = open_set(self.url, os.getpid())
 
-        def fetch_sample(place: int, name: str) -> tuple[Any, int]:
-            return self.fields.extract(chunks.read_sample(place, name), name)
+        def fetch_sample(number: int, name: str) -> tuple[Any, int]:
+            return self.fields.extract(chunked_set.read_sample(number, name), name)
 
         with ThreadPoolExecutor(MAX_REQUESTS if self.url.startswith(BUCKETS) else 1) as pool:
-            images, labels = zip(*pool.map(fetch_sample, places, names), strict=True)
+            images, labels = zip(*pool.map(fetch_sample, sample_numbers, names), strict=True)
         return map(self._decode, images, names), torch.tensor(labels)
 
     def _decode(self, image: Any, name: str) -> Image.Image:
@@ -140,31 +141,32 @@ class StreamedDataset(CroppedImages):
 
 
 class StreamedImages(CroppedImageDataModule):
-    """Images of one's own in litdata's chunks, in a bucket or a mounted folder.
+    """User images in litdata's chunks, in a bucket or a mounted folder.
 
-    Of a bucket only the index comes to the disk. Each image costs two requests, so throughput grows
-    with `num_workers`, which may exceed the number of cores. The first image of each set is checked
-    before anything else, others when they are read.
+    From a bucket, only the index is downloaded to the disk. Each image takes two requests, so
+    throughput grows with `num_workers`, which may exceed the number of cores. The first image of
+    each set is checked at the start, the others when they are read.
 
     Args:
         train: s3://BUCKET/PATH or gs://BUCKET/PATH of the training set, or a folder. Samples are
-            dictionaries of an image (the bytes of an image file, a Pillow image or a tensor
-            (C, H, W) uint8) and perhaps a label.
-        val: address of the held-out set; or how many of `train` to hold out: those whose places n
-            have the least `fold("held out", n)`, which is computed for all places.
+            dictionaries with an image (the bytes of an image file, a Pillow image, or a tensor
+            (C, H, W) uint8) and optionally a label.
+        val: URL or folder of the held-out set; or the number of samples in `train` to hold out:
+            those whose indices n have the smallest hash `fold("held out", n)`. The hash is computed
+            for all samples.
         image_size: pixels on each side of a crop, >= 1.
-        num_classes: labels are integers in [0, num_classes); None reads none.
+        num_classes: labels are integers in [0, num_classes); None ignores labels.
         image: key of the image in a sample.
         label: key of the label.
-        strict: whether images of another mode, or smaller than `image_size`, are refused; otherwise
-            they are converted and enlarged.
+        strict: whether images of another mode, or smaller than `image_size`, raise an error.
+            Otherwise they are converted and enlarged.
         **options: as in `CroppedImageDataModule`: channels, flip, random_crop; batch_size,
             num_workers, num_predict, seed.
 
     Raises:
-        FileNotFoundError: If a folder holds no set, or chunks are missing or cut.
+        FileNotFoundError: If a folder holds no set, or chunks are missing or truncated.
         ModuleNotFoundError: If litdata is not installed.
-        ValueError: If a set has other keys or images, is compressed, or is no plain data.
+        ValueError: If a set has other keys or images, is compressed, or could run code when read.
     """
 
     def __init__(
@@ -187,7 +189,7 @@ class StreamedImages(CroppedImageDataModule):
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Numbers of the labels; empty without labels."""
+        """The labels "0", "1", ...; empty without labels."""
         return tuple(map(str, range(self.fields.num_classes or 0)))
 
     def check(self) -> None:
@@ -222,7 +224,7 @@ class StreamedImages(CroppedImageDataModule):
         )
 
     def fingerprint(self, split: Split) -> str:
-        """16 hex digits that change when the set is written anew, with the split, or the crop."""
+        """Hash, 16 hex digits, of the set's index, the split and the image shape."""
         stamp = open_set(self._url(split), os.getpid()).stamp
         held_out = (split, self.val) if isinstance(self.val, int) else ()
         parts = (stamp, held_out, self.image_shape, self.fields)
@@ -233,7 +235,7 @@ class StreamedImages(CroppedImageDataModule):
 
 
 def _address(url: str) -> str:
-    """The address of a bucket as it is, of a folder without ~."""
+    """Return the URL of a bucket unchanged, or a folder with ~ expanded."""
     if url.startswith(BUCKETS):
         return url
     if re.match(r"\w+:", url):
@@ -246,13 +248,13 @@ def _address(url: str) -> str:
 
 @cache
 def open_set(url: str, process: int) -> ChunkedSet:
-    """Open the set at `url` for one process, as connections and mapped files are not shared.
+    """Open the set at `url`, once per process, as connections and mapped files cannot be shared.
 
     Raises:
         FileNotFoundError: If a folder holds no set.
         ModuleNotFoundError: If litdata is not installed.
         OSError: If its first sample cannot be read.
-        ValueError: If it is no set of litdata, is compressed, or is no plain data.
+        ValueError: If it is not a litdata dataset, is compressed, or could run code when read.
     """
     if find_spec("litdata") is None:
         raise ModuleNotFoundError("StreamedImages needs litdata: pip install -e '.[streaming]'.")
@@ -282,18 +284,20 @@ def open_set(url: str, process: int) -> ChunkedSet:
             f"{url} is compressed or encrypted, so litdata reads no single samples of it: write it "
             "without; image files are compressed already."
         )
-    chunks = ChunkedSet(reader, sizes, num, hashlib.sha256(text.encode()).hexdigest())
-    chunks.read_sample(0, f"Sample 0 of {url}")  # connects, before threads do at the same time
-    return chunks
+    chunked_set = ChunkedSet(reader, sizes, num, hashlib.sha256(text.encode()).hexdigest())
+    chunked_set.read_sample(0, f"Sample 0 of {url}")  # connects before threads do so concurrently
+    return chunked_set
 
 
 def find_unsafe(
     formats: Sequence[str], spec: dict[str, Any], filenames: Iterable[str]
 ) -> str | None:
-    """What in the index of a set makes it unsafe to read a sample; None for plain data.
+    """What makes it unsafe to read samples of a set, as a phrase; None for plain data.
 
-    The index has the formats of the values in a sample, a tree of its containers (`spec`), and the
-    file names of the chunks.
+    Args:
+        formats: litdata formats of the values in a sample, from the index.
+        spec: tree of the containers in a sample, from the index.
+        filenames: file names of the chunks, from the index.
     """
     for name in formats:
         if not PLAIN_FORMATS.fullmatch(name):

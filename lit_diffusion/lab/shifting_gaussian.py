@@ -1,4 +1,4 @@
-"""The curriculum over noise levels that the CLTS paper tried and dropped, for comparison."""
+"""A noise-level curriculum that the CLTS paper tried and dropped, kept for comparison."""
 
 from dataclasses import dataclass
 
@@ -11,20 +11,20 @@ from lit_diffusion.callbacks.trainer_state import Timesteps, TimestepWriter, tot
 
 @dataclass(eq=False)
 class ShiftingGaussian(TimestepWriter):
-    """Draws times from a Gaussian whose mean moves from the noisiest level to the cleanest.
+    """Sample timesteps from a Gaussian whose mean moves from the noisiest level to the cleanest.
 
     The mean moves linearly in `trainer.global_step`. Logs `shifting/mean` and `shifting/tv`, the
-    distance of the density from uniform.
+    total variation distance of the density from uniform.
 
     Args:
-        num_steps: optimizer steps until the mean is at `end`, where it stays.
-        start: first mean, a noise level u in [0, 1].
-        end: last mean, in [0, 1].
-        std: in units of u; the paper gives none.
+        num_steps: optimizer steps until the mean reaches `end`, where it stays.
+        start: initial mean, a noise level u in [0, 1].
+        end: final mean, in [0, 1].
+        std: standard deviation in units of u. The paper does not give it.
         num_bins: number of equal bins over [0, 1].
 
     Source: section 4.2 of "Why diffusion models are stable and how to make them faster" (2023),
-    which tried it and dropped it, and gives no formula.
+    which gives no formula.
 
     Example:
         >>> shifting = ShiftingGaussian(num_steps=100, num_bins=8)
@@ -42,21 +42,21 @@ class ShiftingGaussian(TimestepWriter):
 
     def __post_init__(self) -> None:
         for step in (0, self.num_steps):
-            self.density_at(step)  # refuses bad arguments
+            self.density_at(step)  # raises for invalid arguments
 
     def density_at(self, step: int, device: torch.device | str | None = None) -> Tensor:
-        """(num_bins,) float64, with sum 1, after so many optimizer steps."""
+        """Probability of each bin at optimizer step `step`: (num_bins,) float64, sums to 1."""
         return gaussian_log_density(self._mean_at(step), self.std, self.num_bins, device).softmax(0)
 
     def _mean_at(self, step: int) -> float:
         return self.start + (self.end - self.start) * clts_gamma(step, self.num_steps)
 
     def timesteps_at(self, step: int, device: torch.device) -> Timesteps:
-        """The density."""
+        """The timestep density at optimizer step `step`."""
         return Timesteps(timestep_density=self.density_at(step, device))
 
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
-        """The mean, and how far the density is from uniform."""
+        """Logged values: the mean, and the distance of the density from uniform."""
         return {
             "shifting/mean": self._mean_at(step),
             "shifting/tv": total_variation(self.density_at(step, device)),
