@@ -1,7 +1,7 @@
-"""Auxiliary metrics of the samples of an FID, whose key in records is "second_look".
+"""Auxiliary metrics of the samples of an FID, stored under the record key "second_look".
 
-A method that was tuned on one FID may lead by that FID alone. So the same samples are compared by
-features of other extractors, with held-out images, and with the training images for copies.
+A method tuned on one FID may be better by that FID only. So the same samples are also compared by
+the features of other extractors, with held-out images, and with the training images for copies.
 """
 
 from collections.abc import Sequence
@@ -23,13 +23,13 @@ from lit_diffusion.metrics.images import ImageSet, evenly_spaced
 from lit_diffusion.metrics.reference import MIN_IMAGES, Reference, Scorer, measure_reference
 
 MAX_REAL = 50_000
-"""Number of real images that the extractors without training see, evenly spaced in a larger set."""
+"""Maximal number of real images for the untrained extractors; evenly spaced in a larger set."""
 
 MAX_NEIGHBORS = 5_000
-"""Number of images of either kind, at most, for precision, recall and memorization."""
+"""Maximal number of real or generated images for precision, recall and memorization."""
 
 DISTANCES = ("held-out", "pixels", "random-cnn")
-"""Names of the Frechet distances. Each has its floor beside it, as in "pixels floor"."""
+"""Names of the Frechet distances. The real-data floor of each has the suffix " floor"."""
 
 FRACTIONS = ("precision", "recall", "pixel precision", "pixel recall", "memorized")
 """Names of the metrics in [0, 1]."""
@@ -37,13 +37,13 @@ FRACTIONS = ("precision", "recall", "pixel precision", "pixel recall", "memorize
 
 @dataclass(frozen=True)
 class FeatureComparison:
-    """A Frechet distance to measure, by one extractor against one set of real images.
+    """A Frechet distance to measure: one extractor, and one set of real images.
 
-    `real_features` (N, F) are of up to `MAX_NEIGHBORS` real images, for precision and recall; None
-    without these, and on all processes but the first.
+    `real_features` (N, F) are features of up to `MAX_NEIGHBORS` real images, for precision and
+    recall. They are None if these are not measured, and on all processes but the first.
     """
 
-    name: str  # of the metric; "" for the FID itself
+    name: str  # name of the metric; "" for the FID itself
     scorer: Scorer
     reference: Reference
     real_features: Tensor | None = None
@@ -51,16 +51,16 @@ class FeatureComparison:
 
 @dataclass(frozen=True)
 class AuxiliaryMetrics:
-    """The FID and the metrics beside it, ready to score samples.
+    """The FID and its auxiliary metrics, ready to score samples.
 
-    `memorization` is, on the first process of data with two splits, features (N, F) of the training
-    images and the median distance of held-out images to the nearest of them. About half of new
-    samples are within that distance, and all copies.
+    `memorization` is a pair: features (N, F) of the training images, and the median distance from a
+    held-out image to its nearest training image. About half of new samples, and all copies, are
+    within that distance. It is None without two splits, and on all processes but the first.
     """
 
-    comparisons: tuple[FeatureComparison, ...]  # the FID's first
+    comparisons: tuple[FeatureComparison, ...]  # the first is the FID
     memorization: tuple[Tensor, Tensor] | None = None
-    num_samples: int = 0  # of an evaluation
+    num_samples: int = 0  # samples of an evaluation
 
     def accumulator(self) -> "MetricAccumulator":
         """An empty accumulator for the samples of one evaluation."""
@@ -68,9 +68,9 @@ class AuxiliaryMetrics:
 
 
 class MetricAccumulator:
-    """Accumulates features of the samples of one evaluation, of this process until `compute`.
+    """Accumulates features of the samples of one evaluation.
 
-    Process r of R adds samples r, r + R, ..., in this order.
+    Process r of R adds samples r, r + R, ..., in this order. `compute` combines the processes.
     """
 
     def __init__(self, metrics: AuxiliaryMetrics) -> None:
@@ -88,7 +88,7 @@ class MetricAccumulator:
                 distance.add_real_sums(each.reference.sums)
 
     def add(self, images: Tensor) -> Tensor:
-        """Add samples uint8 (N, C, H, W); returns their features (N, F) of the FID's extractor."""
+        """Add samples uint8 (N, C, H, W). Returns their features (N, F) by the FID's extractor."""
         numbers = range(self._next, self._next + len(images) * self._stride, self._stride)
         self._next = numbers.stop
         in_subset = torch.tensor([i in self._subset for i in numbers], dtype=torch.bool)
@@ -102,7 +102,7 @@ class MetricAccumulator:
         return next(iter(by_scorer.values()))
 
     def compute(self) -> tuple[float, dict[str, float]]:
-        """The FID, and the other metrics by name on the first process. A collective."""
+        """Return the FID, and on the first process the other metrics by name. A collective."""
         comparisons = self._metrics.comparisons
         fid, *fids = (distance.compute().item() for distance in self._distances)
         values = dict[str, float]()
@@ -131,19 +131,19 @@ def build_auxiliary_metrics(
     cache: Path,
     labels: Sequence[int] | None,
 ) -> AuxiliaryMetrics:
-    """Measure what the auxiliary metrics compare with. A collective.
+    """Measure the real images that the auxiliary metrics compare samples with. A collective.
 
-    Held-out images get a distance of their own if the reference is the training images.
+    If the reference is the training images, the distance to held-out images is added.
 
     Args:
-        fid: the FID that they stand beside.
-        real: images that it compares with.
-        others: real images that are not among those, or None.
+        fid: the FID.
+        real: its reference images.
+        others: real images that are not in `real`, or None.
         num_samples: number of samples that will be scored.
-        cache: folder of files of statistics.
-        labels: of these samples; None if they have none.
+        cache: folder of cached statistics.
+        labels: labels of these samples; None if they have none.
     """
-    few_real, few_others = _at_most(real), None if others is None else _at_most(others)
+    real_subset, other_subset = _subsample(real), None if others is None else _subsample(others)
     settings = (num_samples, cache, labels)
     channels, device = fid.scorer.protocol.channels, fid.scorer.device
     pixels, random_cnn = (
@@ -151,43 +151,43 @@ def build_auxiliary_metrics(
         for protocol in (Pixels(channels), RandomCNN(channels))
     )
     if fid.real_features is None:
-        features = _real_features(fid.scorer, few_real, MAX_NEIGHBORS, cache)
+        features = _cached_features(fid.scorer, real_subset, MAX_NEIGHBORS, cache)
         fid = replace(fid, real_features=features)
     comparisons = [fid]
     if real.name == "train" and others is not None and len(others) >= MIN_IMAGES:
         held_out = measure_reference(fid.scorer, others, real, *settings)
         comparisons.append(FeatureComparison("held-out", fid.scorer, held_out))
-    features = _real_features(pixels, few_real, MAX_NEIGHBORS, cache)
-    reference = measure_reference(pixels, few_real, few_others, *settings)
+    features = _cached_features(pixels, real_subset, MAX_NEIGHBORS, cache)
+    reference = measure_reference(pixels, real_subset, other_subset, *settings)
     comparisons.append(FeatureComparison(Pixels.name, pixels, reference, features))
-    reference = measure_reference(random_cnn, few_real, few_others, *settings)
+    reference = measure_reference(random_cnn, real_subset, other_subset, *settings)
     comparisons.append(FeatureComparison(RandomCNN.name, random_cnn, reference))
-    splits = {images.name: images for images in (few_real, few_others) if images is not None}
+    splits = {images.name: images for images in (real_subset, other_subset) if images is not None}
     memorization = None
     if splits.keys() >= {"train", "val"}:
-        training = _real_features(pixels, splits["train"], MAX_REAL, cache)
-        held_out_features = _real_features(pixels, splits["val"], MAX_NEIGHBORS, cache)
+        training = _cached_features(pixels, splits["train"], MAX_REAL, cache)
+        held_out_features = _cached_features(pixels, splits["val"], MAX_NEIGHBORS, cache)
         if training is not None and held_out_features is not None:
             median = nearest_neighbors(held_out_features, training)[0].median()
             memorization = training, median
     return AuxiliaryMetrics(tuple(comparisons), memorization, num_samples)
 
 
-def _at_most(images: ImageSet) -> ImageSet:
-    """The images, or `MAX_REAL` of them."""
+def _subsample(images: ImageSet) -> ImageSet:
+    """At most `MAX_REAL` of the images, evenly spaced."""
     if len(images) <= MAX_REAL:
         return images
     return replace(images, dataset=Subset(images.dataset, evenly_spaced(len(images), MAX_REAL)))
 
 
-def _real_features(scorer: Scorer, real: ImageSet, most: int, cache: Path) -> Tensor | None:
-    """Features of at most `most` real images, from the cache if there; None on later processes.
+def _cached_features(scorer: Scorer, real: ImageSet, max_images: int, cache: Path) -> Tensor | None:
+    """Features (N, F) of at most `max_images` real images, cached; None except on process 0.
 
     Raises:
         ValueError: if the cache file is broken.
     """
-    protocol, what = scorer.protocol, f"{call_on_rank_zero(lambda: real.fingerprint)}-{most}"
-    path = cache / f"{protocol.name}-{protocol.sha256[:8]}-features-{what}.npy"
+    protocol, key = scorer.protocol, f"{call_on_rank_zero(lambda: real.fingerprint)}-{max_images}"
+    path = cache / f"{protocol.name}-{protocol.sha256[:8]}-features-{key}.npy"
 
     def is_cached() -> bool:
         try:
@@ -196,8 +196,8 @@ def _real_features(scorer: Scorer, real: ImageSet, most: int, cache: Path) -> Te
             raise ValueError(f"{path} is not a file of features ({error}); delete it.") from error
 
     if not call_on_rank_zero(is_cached):
-        share, _ = scorer.features_of_share(real, evenly_spaced(len(real), most))
-        features = torch.cat(all_gather_objects(share.cpu()))
+        local_features, _ = scorer.features_of_share(real, evenly_spaced(len(real), max_images))
+        features = torch.cat(all_gather_objects(local_features.cpu()))
         if rank_and_world_size()[0] == 0:
             cache.mkdir(parents=True, exist_ok=True)
             with atomic_write(path, shared=True) as file:
@@ -206,10 +206,13 @@ def _real_features(scorer: Scorer, real: ImageSet, most: int, cache: Path) -> Te
 
 
 def _precision_and_recall(samples: Tensor, real: Tensor, prefix: str) -> dict[str, float]:
-    """Fractions of samples (N, F) among real images (M, F), and the reverse; none if not finite.
+    """Precision and recall of samples (N, F) against real images (M, F), with k = 3 neighbors.
+
+    Returns {} if there are fewer than `MIN_IMAGES` of either, or if a sample's feature is not
+    finite.
 
     Source: Kynkaanniemi et al. 2019, "Improved Precision and Recall Metric for Assessing Generative
-    Models", k = 3, by torch-fidelity.
+    Models"; computed by torch-fidelity.
     """
     if min(len(samples), len(real)) < MIN_IMAGES or not bool(samples.isfinite().all()):
         return {}

@@ -1,4 +1,4 @@
-"""Records of evaluations: an FID with its whole protocol, training images so far, and duration."""
+"""Records of evaluations: an FID with its full protocol, training images so far, and duration."""
 
 import json
 import math
@@ -16,9 +16,9 @@ from lightning.pytorch.utilities import rank_zero_info
 from lit_diffusion.files import atomic_write_text
 
 EMA_CURVE = "ema-curve.jsonl"
-"""File of a run folder: one record for each averaging width that `evaluate --ema` has scored."""
+"""File in a run folder with a record for each averaging width that `evaluate --ema` scored."""
 
-# Fields that an evaluation measures; all others describe how it measured.
+# Fields with results of an evaluation. All other fields describe how it was measured.
 _RESULTS = {
     *("images", "value", "floor", "floor_sd", "floor_images"),
     *("non_finite", "non_finite_seeds", "seconds", "second_look"),
@@ -27,55 +27,54 @@ _RESULTS = {
 
 @dataclass(frozen=True, kw_only=True)
 class FIDRecord:
-    """One evaluation with its whole protocol, as plain builtins: a line of evaluations.jsonl."""
+    """One evaluation with its full protocol, as plain builtins: a line of evaluations.jsonl."""
 
-    metric: str  # name it was logged under, which ends in the number of samples
+    metric: str  # logged name, which ends in the number of samples
     value: float | None  # the FID; None where samples were not finite
     step: int  # optimizer steps completed
-    images: int | None  # training images so far on all processes; None if not known
-    num_fake: int  # samples generated
-    num_real: int  # images compared with
-    reference: str  # split or path of those
-    data: str  # fingerprint of their pixels
+    images: int | None  # training images so far on all processes; None if unknown
+    num_fake: int  # number of generated samples
+    num_real: int  # number of reference images
+    reference: str  # split or path of the reference images
+    data: str  # fingerprint of the reference images' pixels
     protocol: str  # name of the FID protocol
-    extractor_sha256: str  # of its weights
-    resize: str  # of the images before the extractor, in words
-    weights: str  # name of the weights that generated: ema, raw, ...
-    ema_decay: float | None = None  # per optimizer step; None: not an average of one known decay
-    seeds: tuple[int, int]  # first, one past the last; the first is 0 unless repeated
-    labels: str | None  # how a seed gave a label; None for unconditional sampling
-    sampling: dict[str, Any]  # solver, steps, guidance, ... from the module's sampling_record()
-    floor: float  # FID of real images in place of samples, the mean over draws of them
-    floor_sd: float | None = None  # over the draws; None for a single draw
-    floor_images: str  # which ones, and how many
+    extractor_sha256: str  # SHA-256 of the extractor's weights
+    resize: str  # how images are resized before the extractor, in words
+    weights: str  # name of the weights that generated the samples: ema, raw, ...
+    ema_decay: float | None = None  # per optimizer step; None if there is no single decay
+    seeds: tuple[int, int]  # first seed (0 except in repeats), and one past the last
+    labels: str | None  # how labels follow from seeds; None for unconditional sampling
+    sampling: dict[str, Any]  # solver, steps, guidance, ... from module.sampling_record()
+    floor: float  # FID of real images in place of samples, mean over draws
+    floor_sd: float | None = None  # standard deviation over draws; None for a single draw
+    floor_images: str  # which real images the floor uses, in words
     non_finite: int  # number of samples that are NaN or infinite
-    non_finite_seeds: list[int]  # the first of them
+    non_finite_seeds: list[int]  # seeds of the first of these samples
     second_look: dict[str, float | None] = field(default_factory=dict)  # auxiliary metrics
-    seconds: dict[str, float]  # by phase, total, estimated after a batch; of the first process
+    seconds: dict[str, float]  # `EvaluationClock.seconds` of the first process
 
 
 def is_repeat(record: Mapping[str, Any]) -> bool:
-    """Whether a line of evaluations.jsonl scores a step again with other samples.
+    """Whether a line of evaluations.jsonl re-evaluates a step with other samples.
 
-    Such a line shows how much the FID depends on the samples, and is not a point of the curve.
+    Such a line measures how much the FID depends on the samples. It is not a point of the curve.
     """
     return "seeds" in record and record["seeds"][0] != 0
 
 
 def finite_or_none(value: float) -> float | None:
-    """The value, or None in place of NaN and infinities, which JSON does not have."""
+    """The value, or None if it is NaN or infinite, which JSON cannot represent."""
     return value if math.isfinite(value) else None
 
 
 def write_evaluation(path: Path, record: FIDRecord) -> None:
-    """Write a line of evaluations.jsonl, in place of one of the same step and protocol.
+    """Write a line of evaluations.jsonl. It replaces lines with the same step and protocol.
 
-    A run that resumes from before that step scores it again; lines that were measured otherwise
-    stay. A record without `images`, as of an evaluation outside of a fit, takes those of the old
-    line.
+    Such lines exist if a run resumed from before that step and evaluates it again. If `images` is
+    None, as for evaluations outside of a fit, the value of the replaced line is used.
 
     Raises:
-        ValueError: if the file there is not lines of JSON.
+        ValueError: if the existing file is not JSON lines.
     """
     lines = path.read_text().splitlines() if path.exists() else []
     try:
@@ -84,26 +83,26 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
         raise ValueError(f"{path} is broken: {str(error)[:200]}.") from error
     new = json.loads(json.dumps(asdict(record)))
     protocol = new.keys() - _RESULTS
-    same = []
+    replaced = []
     for i, old in enumerate(records):
-        old = {"ema_decay": record.ema_decay} | old  # which earlier versions did not write
+        old = {"ema_decay": record.ema_decay} | old  # missing in records of earlier versions
         if all(name in old and old[name] == new[name] for name in protocol):
-            same.append(i)
-    counts = [records[i]["images"] for i in same if records[i].get("images") is not None]
+            replaced.append(i)
+    counts = [records[i]["images"] for i in replaced if records[i].get("images") is not None]
     if record.images is None and counts:
         record = replace(record, images=counts[-1])
-    first = same[0] if same else len(lines)
-    after = [lines[i] for i in range(first, len(lines)) if i not in same]
+    first = replaced[0] if replaced else len(lines)
+    remaining = [lines[i] for i in range(first, len(lines)) if i not in replaced]
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = "\n".join([*lines[:first], json.dumps(asdict(record)), *after])
+    text = "\n".join([*lines[:first], json.dumps(asdict(record)), *remaining])
     atomic_write_text(path, text + "\n")
 
 
 class ImageCount(NamedTuple):
-    """Counts training images on all processes, through resumes that change the batch size.
+    """Counts training images over all processes, including resumes that change the batch size.
 
-    `images` had been trained on when `batches` of one process were done; each batch since then has
-    `per_batch` images on all processes. None means unknown.
+    After `batches` batches per process the count was `images`. Every later batch adds `per_batch`
+    images over all processes. None means unknown.
     """
 
     images: int | None
@@ -111,26 +110,26 @@ class ImageCount(NamedTuple):
     per_batch: int | None
 
     def at(self, batches: int) -> int | None:
-        """Images after so many batches of one process, those before a resume included."""
+        """Images after `batches` batches per process, including those before a resume."""
         if self.images is None or self.per_batch is None:
             return None
         return self.images + (batches - self.batches) * self.per_batch
 
     def resumed(self, batches: int, per_batch: int | None) -> "ImageCount":
-        """The count that goes on after `batches`, from which on each has `per_batch` images."""
+        """The count for a run that continues after `batches` batches with a new `per_batch`."""
         if per_batch == self.per_batch:
             return self
         return ImageCount(self.at(batches), batches, per_batch)
 
     def now(self, trainer: Trainer) -> int | None:
-        """Images so far in a fit."""
+        """Images so far in the current fit."""
         return self.at(_batches_done(trainer))
 
 
 def start_image_count(trainer: Trainer, previous: ImageCount | None = None) -> ImageCount:
-    """The count for a fit that starts, which continues the `previous` one of a checkpoint.
+    """The count at the start of a fit. It continues `previous`, the count in a checkpoint.
 
-    Without `previous`, all batches before a resume count with the present batch size.
+    Without `previous`, batches before a resume are assumed to have the current batch size.
     """
     batch_size = getattr(trainer.train_dataloader, "batch_size", None)
     per_batch = int(batch_size * trainer.world_size) if batch_size else None
@@ -139,7 +138,7 @@ def start_image_count(trainer: Trainer, previous: ImageCount | None = None) -> I
 
 
 def parse_image_count(state: Any) -> ImageCount | None:
-    """The count in a checkpoint, which is a list of three numbers or None.
+    """Parse the count in a checkpoint: a list of three numbers, or None.
 
     Raises:
         ValueError: for anything else.
@@ -153,7 +152,7 @@ def parse_image_count(state: Any) -> ImageCount | None:
 
 
 def count_training_images(trainer: Trainer) -> int | None:
-    """Training images of a fit so far on all processes; None if the batch size is not known."""
+    """Training images of a fit so far on all processes; None if the batch size is unknown."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(count := getattr(callback, "image_count", None), ImageCount):
             return count.now(trainer)
@@ -161,7 +160,7 @@ def count_training_images(trainer: Trainer) -> int | None:
 
 
 def _batches_done(trainer: Trainer) -> int:
-    """Training batches of this process, those before a resume included."""
+    """Training batches of this process, including those before a resume."""
     total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
     return int(total.processed)
 
@@ -170,9 +169,9 @@ class EvaluationClock:
     """Times the phases of an evaluation and prints how long it will take.
 
     Args:
-        title: begins each line.
+        title: prefix of each line.
         total: number of samples.
-        interval: seconds between lines after the first, which comes after the first batch.
+        interval: seconds between lines. The first line is printed after the first batch.
     """
 
     def __init__(self, title: str, total: int, interval: float = 30.0) -> None:
@@ -190,7 +189,7 @@ class EvaluationClock:
         self._phases[name] += time.monotonic() - start
 
     def tick(self, samples: int) -> None:
-        """Count finished samples, and print a line if it is time for one."""
+        """Count `samples` more finished samples, and print a line if one is due."""
         self._done = min(self._done + samples, self._total)
         if self._done == 0:
             return
@@ -200,11 +199,11 @@ class EvaluationClock:
             rank_zero_info(f"{self._title}: {self._total} samples take about {expected:.3g} s.")
         elif time.monotonic() - self._last_line > self._interval:
             self._last_line = time.monotonic()
-            left = expected * (1 - self._done / self._total)
-            rank_zero_info(f"{self._title}: {self._done} of {self._total}, {left:.0f} s left.")
+            remaining = expected * (1 - self._done / self._total)
+            rank_zero_info(f"{self._title}: {self._done} of {self._total}, {remaining:.0f} s left.")
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase, in "total" so far, and as "estimated" after the first batch."""
+        """Seconds of each phase, "total" so far, and total "estimated" after the first batch."""
         total = time.monotonic() - self._start
         times = {**self._phases, "total": total, "estimated": self._estimate}
         return {name: round(value, 3) for name, value in times.items()}

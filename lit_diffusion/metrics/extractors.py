@@ -1,6 +1,6 @@
-"""FID protocols: each names a network, its weights, and the image size that it scores.
+"""FID protocols. Each specifies a feature extractor, its weights, and how images are resized.
 
-Two FIDs compare only if they were measured under one protocol, with the same numbers of images.
+Two FIDs are comparable only under the same protocol and with the same numbers of images.
 """
 
 import hashlib
@@ -34,12 +34,12 @@ FETCH_HINT = (
 )
 
 GRID = 8
-"""Height and width to which `Pixels` reduces an image; UCI's digits were made so from 32x32."""
+"""Height and width to which `Pixels` averages an image, as UCI's digits were from 32x32."""
 
 
 @runtime_checkable
 class FIDProtocol(Protocol):
-    """A feature extractor under a name."""
+    """A named feature extractor."""
 
     @property
     def name(self) -> str:
@@ -58,29 +58,30 @@ class FIDProtocol(Protocol):
         """How images are resized before they are scored, in words."""
 
     def check(self) -> None:
-        """Raise if the weights are missing or broken. Cheap: called before training starts."""
+        """Raise if the weights are missing or corrupt. Cheap, as it is called before training."""
 
     def build(self) -> nn.Module:
         """A module in eval mode that maps uint8 (N, channels, H, W) to features (N, F).
 
-        It has `num_features`, which is F. With `logits(features)` (N, classes) it also gives an
-        inception score.
+        Its attribute `num_features` is F. A method `logits(features)` -> (N, classes) is needed for
+        the inception score only.
         """
 
 
 @dataclass(frozen=True)
 class InceptionV3Compat:
-    """The FID of the literature, as torch-fidelity and the original TensorFlow program compute it.
+    """The FID of the literature, as computed by torch-fidelity and the original TensorFlow code.
 
-    Inception-v3 of 2015-12-05, 2048 pooled features, images resized to 299x299 as in TensorFlow 1:
-    bilinear, without antialiasing. It equals `FrechetInceptionDistance(antialias=False)` of
-    torchmetrics, whose default, antialiased, does not compare with published numbers.
+    It uses the 2048 pooled features of Inception-v3 of 2015-12-05. Images are resized to 299x299 as
+    in TensorFlow 1: bilinear, without antialiasing. This equals
+    `FrechetInceptionDistance(antialias=False)` of torchmetrics. The default there is antialiased
+    and not comparable with published numbers.
 
     Args:
-        weights_path: weight file; None takes torch-fidelity's own in the cache of `torch.hub`.
-        sha256: of that file.
+        weights_path: weight file; None means torch-fidelity's file in the cache of `torch.hub`.
+        sha256: SHA-256 of that file.
 
-    Source: Heusel et al. 2017 (arXiv 1706.08500), section 4; network and resize of torch-fidelity.
+    Source: Heusel et al. 2017 (arXiv 1706.08500), section 4; network and resize by torch-fidelity.
     """
 
     weights_path: str | None = None
@@ -91,19 +92,19 @@ class InceptionV3Compat:
     resize = "299x299, bilinear as in TensorFlow 1, not antialiased"
 
     def check(self) -> None:
-        """Raise if the weight file is missing or another one."""
+        """Raise if the weight file is missing or has another hash."""
         require_sha256(self._path(), self.sha256, FETCH_HINT)
 
     def build(self) -> nn.Module:
         """A module that maps images uint8 (N, 3, H, W) to features (N, 2048)."""
         self.check()
-        # torch-fidelity unpickles the file that it gets, so it gets one that was pickled here from
-        # what the safe loader has read.
+        # torch-fidelity loads its file with full pickle. So read the weights with the safe loader,
+        # and pass torch-fidelity an in-memory copy of them.
         state = torch.load(self._path(), map_location="cpu", weights_only=True)
-        copy = io.BytesIO()
-        torch.save(state, copy)
-        copy.seek(0)
-        return _Inception(self.name, ["2048"], feature_extractor_weights_path=copy).eval()
+        file = io.BytesIO()
+        torch.save(state, file)
+        file.seek(0)
+        return _Inception(self.name, ["2048"], feature_extractor_weights_path=file).eval()
 
     def _path(self) -> Path:
         return inception_path() if self.weights_path is None else Path(self.weights_path)
@@ -117,30 +118,30 @@ class _Inception(FeatureExtractorInceptionV3):  # type: ignore[misc]
         return features
 
     def logits(self, features: Tensor) -> Tensor:
-        """Logits (N, 1008) without bias, as the inception score uses them."""
+        """Logits (N, 1008) without bias, for the inception score."""
         return features.mm(self.fc.weight.T)
 
 
 def inception_path() -> Path:
-    """Where torch-fidelity has its Inception weights: in the checkpoints of `torch.hub`."""
+    """Path where torch-fidelity stores its Inception weights, in the cache of `torch.hub`."""
     return Path(torch.hub.get_dir()) / "checkpoints" / INCEPTION_FILE
 
 
 def fetch_weights(destination: str | Path | None = None, url: str = URL_INCEPTION_V3) -> Path:
-    """Download torch-fidelity's Inception weights (96 MB), unless they are there already.
+    """Download torch-fidelity's Inception weights (96 MB), unless the file exists.
 
     Nothing else in this package downloads weights.
 
     Args:
-        destination: file or existing folder; None is where `inception-v3-compat` looks.
-        url: of a mirror, for networks that cannot reach the original.
+        destination: file or existing folder; None means `inception_path()`.
+        url: URL of a mirror, for networks that cannot reach the original.
 
     Returns:
-        Path of the file, whose SHA-256 has been checked.
+        Path of the file, after its SHA-256 was verified.
 
     Raises:
         ConnectionError: If `url` cannot be reached.
-        ValueError: If the file there, or the one downloaded, has another hash.
+        ValueError: If the existing or the downloaded file has another hash.
     """
     path = inception_path() if destination is None else Path(destination)
     path = path / INCEPTION_FILE if path.is_dir() else path
@@ -153,14 +154,14 @@ def fetch_weights(destination: str | Path | None = None, url: str = URL_INCEPTIO
                 f"cannot download {url} ({error.reason}); run this where there is a network, then "
                 f"copy the file to {path}."
             ) from error
-        except RuntimeError as error:  # torch raises it for another hash, and deletes the file
+        except RuntimeError as error:  # raised by torch for a wrong hash, after deleting the file
             raise ValueError(f"{url}: {error}; nothing was kept. Try again.") from error
     require_sha256(path, INCEPTION_SHA256, FETCH_HINT)
     return path
 
 
 def require_sha256(path: Path, sha256: str, remedy: str) -> None:
-    """Raise FileNotFoundError or ValueError with a remedy, unless `path` has this SHA-256."""
+    """Raise FileNotFoundError or ValueError, with a remedy, unless `path` has this SHA-256."""
     if not path.is_file():
         raise FileNotFoundError(f"no extractor weights at {path}. {remedy}")
     with path.open("rb") as file:
@@ -173,18 +174,18 @@ def require_sha256(path: Path, sha256: str, remedy: str) -> None:
 
 
 class _SmallCNN:
-    """Base of protocols whose extractor is a `SmallClassifier` from a safetensors file."""
+    """Base class of protocols whose extractor is a `SmallClassifier` in a safetensors file."""
 
     name: str
     path: Path
     sha256: str
-    size: int | Sequence[int]  # height and width of the images in pixels; one number if equal
+    size: int | Sequence[int]  # height and width of the images in pixels; an int if equal
     channels: int
     resize = "none"
     remedy: str
 
     def check(self) -> None:
-        """Raise if the weight file is missing or another one."""
+        """Raise if the weight file is missing or has another hash."""
         require_sha256(self.path, self.sha256, self.remedy)
 
     def build(self) -> nn.Module:
@@ -195,20 +196,20 @@ class _SmallCNN:
 
 @cache
 def _shipped_classifiers() -> dict[str, dict[str, Any]]:
-    """Records of the classifiers in this package, by name."""
+    """Metadata of the classifiers in this package, by name."""
     return dict(json.loads(Path(__file__).with_name("classifiers.json").read_text()))
 
 
 class EmbeddedCNN(_SmallCNN):
-    """A small classifier that ships with the package, for images that Inception was not made for.
+    """A small classifier that ships with the package, for images unlike those of Inception.
 
     `digits-cnn` takes 8x8 grey digits, `patches-cnn` 32x32 colour crops of photographs. Both have
-    64 features, so a few hundred images are enough, and were trained on the training split of these
-    data only (tests/benchmarks/train_classifiers.py). Such an FID compares with others of the same
-    protocol, never with a published one.
+    64 features, so a few hundred images are enough. They were trained on the training split of
+    these data only (tests/benchmarks/train_classifiers.py). Such an FID is comparable only with
+    FIDs of the same protocol, never with published ones.
 
     Raises:
-        ValueError: For another name.
+        ValueError: For an unknown name.
 
     Example:
         >>> protocol = EmbeddedCNN("digits-cnn")
@@ -230,17 +231,17 @@ class EmbeddedCNN(_SmallCNN):
 
 
 class TrainedCNN(_SmallCNN):
-    """A small network that `lit-diffusion train-extractor` trained on images of one's own.
+    """A small network that `lit-diffusion train-extractor` trained on user images.
 
-    The protocol's name ends in the first digits of the weights' hash, so two of them are never
-    mixed up. Such an FID compares within these data and these weights only.
+    The protocol's name ends in the first 8 digits of the file's SHA-256, so it is unique to the
+    weights. Such FIDs are comparable only for the same data and weights.
 
     Args:
         path: file that the command wrote.
 
     Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If it is another file.
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file is of another kind.
     """
 
     remedy = "Train the extractor again."
@@ -258,7 +259,7 @@ class TrainedCNN(_SmallCNN):
             self.name = f"{self.record['name']}-{self.sha256[:8]}"
             self.size = [int(pixels) for pixels in self.record["size"]]
             self.channels = load_small_classifier(load_file(self.path), self.size).channels
-        except Exception as error:  # whatever a file may hold
+        except Exception as error:  # a wrong file may raise anything
             reason = f"{type(error).__name__}: {str(error)[:200]}"
             raise ValueError(f"{path} is no file of `train-extractor` ({reason}).") from error
 
@@ -270,7 +271,7 @@ class TrainedCNN(_SmallCNN):
 
 @dataclass(frozen=True)
 class Pixels:
-    """The image itself as features: its means over an 8x8 grid, in [-1, 1]. Nothing is trained.
+    """Pixels as features: the means over an 8x8 grid, in [-1, 1]. Nothing is trained.
 
     Example:
         >>> Pixels(channels=1).build()(torch.zeros(2, 1, 28, 28, dtype=torch.uint8)).shape
@@ -284,18 +285,18 @@ class Pixels:
 
     @property
     def sha256(self) -> str:
-        """SHA-256 of the resize and the channels, as there are no weights; 64 hex digits."""
+        """SHA-256 of resize and channels, as there are no weights; 64 hex digits."""
         return hashlib.sha256(f"{self.resize}, {self.channels}".encode()).hexdigest()
 
     def check(self) -> None:
-        """Nothing can be missing."""
+        """No-op, as there is no weight file."""
 
     def build(self) -> nn.Module:
         """A module that maps images uint8 (N, channels, H, W) to features (N, 64 channels)."""
-        return _Grid(self.channels)
+        return _PixelGrid(self.channels)
 
 
-class _Grid(nn.Module):
+class _PixelGrid(nn.Module):
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.num_features = channels * GRID**2
@@ -306,7 +307,7 @@ class _Grid(nn.Module):
 
 @dataclass(frozen=True)
 class RandomCNN:
-    """A small convolutional network with its initial random weights, which are always the same.
+    """A small convolutional network with fixed random weights.
 
     Example:
         >>> RandomCNN(channels=3).build()(torch.zeros(2, 3, 64, 64, dtype=torch.uint8)).shape
@@ -327,21 +328,21 @@ class RandomCNN:
         return digest.hexdigest()
 
     def check(self) -> None:
-        """Nothing can be missing."""
+        """No-op, as there is no weight file."""
 
     def build(self) -> nn.Module:
         """A module that maps images uint8 (N, channels, H, W) to features (N, 64)."""
-        return _Untrained(self.channels)
+        return _RandomClassifier(self.channels)
 
 
-class _Untrained(SmallClassifier):
+class _RandomClassifier(SmallClassifier):
     def __init__(self, channels: int) -> None:
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)  # leaves the GPUs' generators alone
+            torch.default_generator.manual_seed(0)  # does not touch the GPUs' generators
             super().__init__(channels, GRID, (24, 48, 64), 2)
             for layer in self.stages:
                 if isinstance(layer, nn.Conv2d):
-                    nn.init.kaiming_normal_(layer.weight)  # keeps the scale of the images
+                    nn.init.kaiming_normal_(layer.weight)  # preserves the scale of the activations
         self.eval().requires_grad_(False)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -350,7 +351,7 @@ class _Untrained(SmallClassifier):
 
 
 def protocol_by_name(name: str) -> FIDProtocol:
-    """The protocol with this name, or of a file of `train-extractor`, which ends in .safetensors.
+    """The protocol of this name, or for a .safetensors file of `train-extractor`.
 
     Raises:
         ValueError: If there is none.
@@ -369,13 +370,13 @@ def protocol_by_name(name: str) -> FIDProtocol:
 
 
 def match_channels(images: Tensor, channels: int) -> Tensor:
-    """Images uint8 (..., C, H, W) with the number of channels that an extractor takes.
+    """Convert images uint8 (..., C, H, W) to the number of channels that an extractor takes.
 
-    Grey is repeated where colour is wanted. Colour becomes grey only if its channels are equal, as
-    in a grey PNG that was read as RGB.
+    Grey is repeated to RGB. RGB becomes grey only if all channels are equal, as in a grey PNG read
+    as RGB.
 
     Raises:
-        ValueError: for other channels.
+        ValueError: for other conversions.
     """
     actual = images.shape[-3]
     if actual == channels:
