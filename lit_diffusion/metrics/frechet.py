@@ -1,4 +1,4 @@
-"""The Frechet distance between two streams of features."""
+"""The Frechet distance between two sets of features."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +12,13 @@ REAL_SUMS = ("real_features_sum", "real_features_cov_sum", "real_features_num_sa
 
 
 class FrechetDistance(FrechetInceptionDistance):
-    """FID of features that come in batches; float64 sums, reduced over processes.
+    """Frechet distance of batches of features, accumulated in float64 and over processes.
 
     |mu_1 - mu_2|^2 + tr(S_1 + S_2 - 2 (S_1 S_2)^(1/2)) for the means mu and covariances S of the
-    fake and the real features. torchmetrics accumulates the features; its matrix square root of
-    S_1 S_2 does not converge for some covariances without full rank, so this class has its own.
-    `compute()` is float64, not below 0, and NaN if any feature is not finite. It is a collective.
+    fake and the real features. torchmetrics accumulates the features. This class computes the trace
+    of the square root itself, as torchmetrics' method does not converge for some rank-deficient
+    covariances. `compute()` is a collective. It returns a float64 scalar >= 0, or NaN if any
+    feature is not finite.
 
     Source: Heusel et al. 2017, "GANs Trained by a Two Time-Scale Update Rule Converge to a Local
     Nash Equilibrium", Eq. 6.
@@ -53,11 +54,11 @@ class FrechetDistance(FrechetInceptionDistance):
         mean_1, cov_1 = self._moments("fake")
         mean_2, cov_2 = self._moments("real")
         values, vectors = torch.linalg.eigh(cov_1)
-        root = vectors * values.clamp(min=0).sqrt() @ vectors.T  # S_1^(1/2)
-        # S_1 S_2 has the eigenvalues of S_1^(1/2) S_2 S_1^(1/2), which is symmetric.
-        trace_of_root = torch.linalg.eigvalsh(root @ cov_2 @ root).clamp(min=0).sqrt().sum()
+        sqrt_1 = vectors * values.clamp(min=0).sqrt() @ vectors.T  # S_1^(1/2)
+        # S_1 S_2 has the same eigenvalues as S_1^(1/2) S_2 S_1^(1/2), which is symmetric.
+        trace_sqrt = torch.linalg.eigvalsh(sqrt_1 @ cov_2 @ sqrt_1).clamp(min=0).sqrt().sum()
         mean_distance = (mean_1 - mean_2).square().sum()
-        distance: Tensor = mean_distance + cov_1.trace() + cov_2.trace() - 2 * trace_of_root
+        distance: Tensor = mean_distance + cov_1.trace() + cov_2.trace() - 2 * trace_sqrt
         return distance.clamp(min=0)
 
     def _moments(self, kind: str) -> tuple[Tensor, Tensor]:
@@ -76,13 +77,13 @@ class FrechetDistance(FrechetInceptionDistance):
             return {name: getattr(self, name).cpu().clone() for name in REAL_SUMS}
 
     def add_real_sums(self, sums: Mapping[str, Tensor]) -> None:
-        """Add sums from `real_sums`. On one process only, as all processes are summed."""
+        """Add sums from `real_sums`, on one process only, as `compute` sums over processes."""
         for name in REAL_SUMS:
             setattr(self, name, getattr(self, name) + sums[name].to(self.device))
 
 
 def _sum_over_processes(state: Tensor, group: Any = None) -> list[Tensor]:
-    """The sum, where torchmetrics gathers: 64 processes' 2048 x 2048 sums would be 2 GiB."""
+    """Sum a state over processes. Gathering 2048 x 2048 states of 64 processes would take 2 GiB."""
     total = state.clone()
     torch.distributed.all_reduce(total, group=group)
     return [total]

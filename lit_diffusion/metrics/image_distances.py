@@ -1,11 +1,11 @@
-"""Distances between images: PSNR, and the distance to the nearest of others."""
+"""Distances between images: PSNR and nearest neighbors."""
 
 import torch
 from torch import Tensor
 from torchmetrics.functional.image import peak_signal_noise_ratio
 
 MAX_PSNR = 100.0
-"""dB that stand for equal images, whose PSNR is infinite."""
+"""Upper limit of PSNR in dB. The PSNR of equal images is infinite."""
 
 
 def psnr(a: Tensor, b: Tensor) -> Tensor:
@@ -26,9 +26,9 @@ def pairwise_psnr(a: Tensor, b: Tensor) -> Tensor:
 
 
 def nearest_neighbors(images: Tensor, bank: Tensor, chunk: int = 4096) -> tuple[Tensor, Tensor]:
-    """L2 distance (N,) and index (N,) of the nearest image in `bank` (M, ...) of images (N, ...).
+    """L2 distance (N,) and index (N,) of the nearest neighbor in `bank` (M, ...) of images (N, ...).
 
-    The bank is compared `chunk` images at a time.
+    The bank is processed in chunks of `chunk` images.
 
     Example:
         >>> bank = torch.arange(0, 250, 50, dtype=torch.uint8).view(5, 1, 1, 1)
@@ -38,8 +38,8 @@ def nearest_neighbors(images: Tensor, bank: Tensor, chunk: int = 4096) -> tuple[
     queries = images.flatten(1).float()
     distance = queries.new_full((len(queries),), torch.inf)
     index = torch.zeros(len(queries), dtype=torch.int64, device=queries.device)
-    for start, part in zip(range(0, len(bank), chunk), torch.split(bank, chunk), strict=True):
-        nearest = torch.cdist(queries, part.flatten(1).float()).min(dim=1)
+    for start, bank_chunk in zip(range(0, len(bank), chunk), torch.split(bank, chunk), strict=True):
+        nearest = torch.cdist(queries, bank_chunk.flatten(1).float()).min(dim=1)
         index = torch.where(nearest.values < distance, start + nearest.indices, index)
         distance = distance.minimum(nearest.values)
     return distance, index

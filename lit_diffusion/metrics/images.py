@@ -1,4 +1,4 @@
-"""Sets of images to score: from batches of any loader, folders, .npz files and data modules."""
+"""Image sets to score: from the batches of any loader, folders, .npz files and data modules."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,28 +16,29 @@ from torchvision.transforms.functional import pil_to_tensor
 from lit_diffusion.files import IMAGE_MODES, open_image
 
 BatchKey: TypeAlias = int | str | Callable[..., Any] | None
-"""Where a batch has its images (N, C, H, W): an index or a key, or a function of the batch. None
-takes the batch itself, its first part, or the only image tensor of a dictionary."""
+"""How to get the images (N, C, H, W) of a batch: an index, a key, or a function of the batch. None
+means the batch itself if it is a tensor, the first item of a tuple or list, or the only 4-d tensor
+of a dictionary."""
 
 LABEL_KEYS = ("label", "labels", "class", "class_label", "cls", "target", "y")
-"""Keys under which batches that are dictionaries may have their labels."""
+"""Keys of labels in batches that are dictionaries, in order of precedence."""
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg")
 
 OVERVIEWS = ("grid.png", "trajectory.png")
-"""Files that `lit-diffusion sample` writes beside the samples, and which are not samples."""
+"""Files that `lit-diffusion sample` writes beside the samples. They are not samples."""
 
 
 def select_images(batch: Any, key: BatchKey = None, ndim: int | None = None) -> Tensor:
-    """Images of a batch, of any dtype; those with channels last are permuted to channels first.
+    """Images of a batch, of any dtype. Channels-last images are permuted to channels first.
 
     Args:
-        batch: from any loader.
-        key: where the images are in it.
-        ndim: number of dimensions that they must have; None allows any.
+        batch: batch of any loader.
+        key: how to get the images of the batch.
+        ndim: required number of dimensions; None allows any.
 
     Raises:
-        TypeError: if there are no such images; the message shows how to pass their key.
+        TypeError: if there are no such images. The message explains how to pass their key.
     """
     key = _default_key(batch) if key is None else key
     try:
@@ -57,14 +58,14 @@ def select_images(batch: Any, key: BatchKey = None, ndim: int | None = None) -> 
 def to_uint8(batch: Any, key: BatchKey = None) -> Tensor:
     """Images of a batch as uint8 (N, C, H, W).
 
-    Floats are accepted if they are the 256 levels of either [0, 1] or [-1, 1].
+    Floats are accepted if they are 256 evenly spaced levels in [0, 1] or in [-1, 1].
 
     Args:
-        batch: from any loader.
-        key: where the images are in it.
+        batch: batch of any loader.
+        key: how to get the images of the batch.
 
     Raises:
-        TypeError: for other numbers; the message shows a conversion to write.
+        TypeError: for other values. The message suggests a conversion.
 
     Example:
         >>> to_uint8([torch.tensor([-1.0, 0.6, 1.0]).view(1, 1, 1, 3)]).flatten().tolist()
@@ -73,15 +74,15 @@ def to_uint8(batch: Any, key: BatchKey = None) -> Tensor:
     images = select_images(batch, key, ndim=4)
     if images.dtype == torch.uint8:
         return images
-    fits = []
+    candidates = []
     if images.is_floating_point():
         for factor, offset in ((255.0, 0.0), (127.5, 127.5)):  # of [0, 1] and of [-1, 1]
             levels = images.float() * factor + offset
             rounded = levels.round().clamp(0, 255)
             if (levels - rounded).abs().max() < 0.01:
-                fits.append(rounded.to(torch.uint8))
-    if fits and torch.equal(fits[0], fits[-1]):
-        return fits[0]
+                candidates.append(rounded.to(torch.uint8))
+    if candidates and torch.equal(candidates[0], candidates[-1]):
+        return candidates[0]
     key = _default_key(batch) if key is None else key
     where = "f(batch)" if callable(key) else "batch" if key is None else f"batch[{key!r}]"
     low, high = (float(bound) for bound in images.aminmax())
@@ -111,7 +112,7 @@ def _describe(value: Any) -> str:
 
 
 def read_image(path: Path) -> Tensor:
-    """Pixels uint8 (C, H, W) of a grey or RGB file, with alpha or without.
+    """Read a grey or RGB file, with or without alpha, as uint8 (C, H, W).
 
     Raises:
         ValueError: if the file cannot be read, or is of another mode such as a palette.
@@ -130,13 +131,14 @@ def read_image(path: Path) -> Tensor:
 
 
 class FolderImages(Dataset[Tensor]):
-    """PNG and JPEG files of a folder and its subfolders, in the order of their paths.
+    """PNG and JPEG files in a folder and its subfolders, sorted by path.
 
-    An item is uint8 (C, H, W), with C = 1 for grey and 3 for RGB, 2 and 4 with alpha. All files
-    must have one shape. Files named in `OVERVIEWS` are left out.
+    An item is uint8 (C, H, W), with C = 1 for grey and 3 for RGB, or 2 and 4 with alpha. All files
+    must have the same shape. Files named in `OVERVIEWS` are ignored.
 
     Raises:
-        ValueError: if there is no image; on reading, if a file is unreadable or of another shape.
+        ValueError: if there are no images. Items raise it if the file is unreadable or has another
+            shape.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -162,7 +164,7 @@ class FolderImages(Dataset[Tensor]):
 def open_images(path: str | Path) -> Dataset[Any]:
     """Open a folder of PNG and JPEG files, or an .npz file with `arr_0` uint8 (N, H, W, C).
 
-    The latter is the format in which guided-diffusion publishes samples and references.
+    guided-diffusion publishes samples and reference images in this .npz format.
 
     Raises:
         ValueError: if `path` is neither, or holds something else.
@@ -185,14 +187,14 @@ def open_images(path: str | Path) -> Dataset[Any]:
 
 @dataclass(frozen=True)
 class ImageSet:
-    """A named set of images, to score or to compare with."""
+    """A named set of images: samples to score, or a reference."""
 
     name: str  # split or path that the images are from
-    dataset: Dataset[Any]  # map-style; a batch of it holds images, and perhaps labels
-    collate: Callable[[list[Any]], Any] | None = None  # makes a batch, as `collate_fn` of loaders
-    num_workers: int = 0  # of its loaders
-    cached_fingerprint: Callable[[], str] | None = None  # faster than reading all images
-    key: BatchKey = None  # where a batch has its images
+    dataset: Dataset[Any]  # map-style; batches hold images, and optionally labels
+    collate: Callable[[list[Any]], Any] | None = None  # collate_fn of its DataLoaders
+    num_workers: int = 0  # workers of its DataLoaders
+    cached_fingerprint: Callable[[], str] | None = None  # avoids reading all images
+    key: BatchKey = None  # how to get the images of a batch
 
     def __len__(self) -> int:
         if not hasattr(self.dataset, "__len__"):
@@ -205,10 +207,10 @@ class ImageSet:
     def batches(
         self, batch_size: int, index: Sequence[int] | None = None
     ) -> Iterator[tuple[Tensor, list[int]]]:
-        """Yield images uint8 (N, C, H, W) with their N labels, in the order of `index` or all.
+        """Yield images uint8 (N, C, H, W) and their N labels, in the order of `index` (None: all).
 
-        The label of an image is the second part of its sample, or what the sample has under one of
-        `LABEL_KEYS`; -1 if that is not an integer.
+        Labels are the second item of a batch that is a tuple or list, or the first of `LABEL_KEYS`
+        in a dictionary. They are -1 if there is no integer tensor (N,) there.
         """
         subset = Subset(self.dataset, range(len(self)) if index is None else index)
         options: dict[str, Any] = {"num_workers": self.num_workers, "collate_fn": self.collate}
@@ -243,7 +245,7 @@ class ImageSet:
 
 
 def as_image_set(source: ImageSet | Tensor | str | Path, name: str) -> ImageSet:
-    """An `ImageSet` as it is, of a tensor uint8 (N, C, H, W) called `name`, or of a path."""
+    """Convert a tensor uint8 (N, C, H, W), called `name`, or a path to an `ImageSet`."""
     if isinstance(source, ImageSet):
         return source
     if isinstance(source, Tensor):
@@ -252,7 +254,7 @@ def as_image_set(source: ImageSet | Tensor | str | Path, name: str) -> ImageSet:
 
 
 def evenly_spaced(size: int, num: int) -> list[int]:
-    """At most `num` of the indices 0, ..., size - 1, evenly spaced, as data are often sorted.
+    """At most `num` evenly spaced indices in 0, ..., size - 1. Data are often sorted by class.
 
     Example:
         >>> evenly_spaced(10, 4)
@@ -264,19 +266,19 @@ def evenly_spaced(size: int, num: int) -> list[int]:
 
 @runtime_checkable
 class HasSplits(Protocol):
-    """A data module that has its splits "train" and "val" without augmentation."""
+    """A data module whose splits can be read in order and without augmentation."""
 
     def in_order(self, split: Any) -> DataLoader[Any]:
-        """Loader of every image of a split once."""
+        """Loader that visits every image of a split once."""
 
     def fingerprint(self, split: Any) -> str:
-        """Hash that changes when an image of the split does."""
+        """Hash of the images of a split."""
 
 
 def open_split(data: HasSplits, name: str) -> ImageSet:
     """Images of the split "train", "val" or "test" of a data module.
 
-    "test" is the split named by the module's attribute `tests_on`, which is "val" without one.
+    "test" means the split in the module's attribute `tests_on`, or "val" if it has none.
     """
     split = getattr(data, "tests_on", "val") if name == "test" else name
     loader, fingerprint = data.in_order(split), partial(data.fingerprint, split)

@@ -1,4 +1,4 @@
-"""Statistics of the real images that an FID compares with, and the floor that they set."""
+"""Statistics of the reference images of an FID, and the FID's real-data floor."""
 
 import hashlib
 import math
@@ -20,13 +20,13 @@ from lit_diffusion.metrics.images import ImageSet
 from lit_diffusion.seeding import fold
 
 MIN_IMAGES = 4
-"""Least number of images in a reference."""
+"""Minimal number of reference images."""
 
 NUM_DRAWS = 10
-"""Number of draws of real images whose FIDs are averaged for the floor."""
+"""Number of random draws of real images over which the floor is averaged."""
 
 POOL_FACTOR = 4
-"""Number of images to draw from, as a multiple of those of one draw."""
+"""Size of the pool to draw from, as a multiple of the size of a draw."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Reference:
     """Statistics of real images under one FID protocol."""
 
     name: str  # split or path of the images
-    fingerprint: str  # of their pixels
-    sums: dict[str, Tensor]  # of their features, from `FrechetDistance.real_sums`
-    floors: tuple[float, ...]  # FIDs of real images in place of samples, one for each draw of them
+    fingerprint: str  # fingerprint of their pixels
+    sums: dict[str, Tensor]  # `FrechetDistance.real_sums` of their features
+    floors: tuple[float, ...]  # FIDs of real images in place of samples, one per draw
     floor_images: str  # which images were drawn and compared, in words
 
     @property
@@ -46,7 +46,7 @@ class Reference:
 
     @property
     def floor_sd(self) -> float | None:
-        """Standard deviation over the draws; None for a single draw, of all images."""
+        """Standard deviation over the draws; None if a single draw has all images."""
         return stdev(self.floors) if len(self.floors) > 1 else None
 
     @property
@@ -57,9 +57,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Scorer:
-    """An extractor of `protocol.build()` on its device, and the batch size that it is used with.
+    """The extractor `protocol.build()` on its device, and its batch size.
 
-    Sums of features are on that device too, or on the CPU if it has no float64.
+    Sums of features are on the same device, or on the CPU if the device has no float64.
     """
 
     protocol: FIDProtocol
@@ -86,9 +86,9 @@ class Scorer:
         return features
 
     def features_of_share(self, images: ImageSet, index: Sequence[int]) -> tuple[Tensor, list[int]]:
-        """Features of this process's share of the images `index`, and the labels of all of them.
+        """Features of this process's share of the images at `index`, and the labels of all of them.
 
-        Process r of R has index[r], index[r + R], .... A collective: all processes call it.
+        Process r of R has index[r], index[r + R], .... A collective: all processes must call it.
         """
         rank, world_size = rank_and_world_size()
         features, labels = [torch.zeros(0, self.num_features, device=self.device)], []
@@ -110,24 +110,25 @@ def measure_reference(
     labels: Sequence[int] | None = None,
     real_features: Tensor | None = None,
 ) -> Reference:
-    """Statistics of `real` and the floor, from the cache if they are in it. A collective.
+    """Measure the statistics of `real` and the floor, or read them from the cache. A collective.
 
-    The floor is the FID of real images in place of samples. With `others` (training images where
-    the reference is the held-out split, and the reverse) at most `num_samples` of them are scored
-    against the whole reference: a model that draws from the training distribution scores that.
-    Without, some of the reference, at most one half and `num_samples`, are scored against others of
-    it. An FID depends on the balance of classes, so the images are drawn with the labels of the
-    samples, as far as there are enough. The floor is the mean over `NUM_DRAWS` draws from
-    `POOL_FACTOR` times as many images, if there are enough.
+    The floor is the FID of real images in place of samples: the score of a perfect model. If
+    `others` is given (the training images if the reference is the held-out split, or the reverse),
+    at most `num_samples` of them are scored against the whole reference. Otherwise a part of the
+    reference (at most half of it, and at most `num_samples`) is scored against the rest. An FID
+    depends on the balance of classes, so images are drawn with the labels of the samples as far as
+    possible. The floor is the mean over `NUM_DRAWS` draws from a pool that is up to `POOL_FACTOR`
+    times as large as a draw.
 
     Args:
         scorer: extracts the features.
-        real: images to compare samples with.
-        others: real images that are not among those; None splits `real` for the floor.
+        real: reference images.
+        others: real images that are not in `real`; None splits `real` for the floor.
         num_samples: number of samples that will be scored.
-        cache: folder of files of statistics.
-        labels: of these samples; None if they have none.
-        real_features: features (N, F) of all real images, if a single process has them already.
+        cache: folder of cached statistics.
+        labels: labels of these samples; None if they have none.
+        real_features: features (N, F) of all reference images if they are known; only on a single
+            process.
 
     Raises:
         ValueError: If there are fewer than 4 real images, fewer than 2 others, or features that are
@@ -138,13 +139,13 @@ def measure_reference(
             f"an FID needs at least 4 real images and 2 others for its floor, got {len(real)} of "
             f"{real.name}" + (f" and {len(others)} of {others.name}." if others else ".")
         )
-    # The name of the cache file has all that the statistics depend on.
+    # The file name encodes everything that the statistics depend on.
     sources = [images for images in (real, others) if images]
-    prints = call_on_rank_zero(lambda: [images.fingerprint for images in sources])
+    fingerprints = call_on_rank_zero(lambda: [images.fingerprint for images in sources])
     counts = repr(sorted(Counter(labels).items())) if labels else ""
     draws = f"draws-{hashlib.sha256(counts.encode()).hexdigest()[:8]}" if labels else "draws"
     protocol = scorer.protocol
-    parts = [protocol.name, protocol.sha256[:8], *prints, str(num_samples), draws]
+    parts = [protocol.name, protocol.sha256[:8], *fingerprints, str(num_samples), draws]
     path = cache / f"{'-'.join(parts)}.npz"
     statistics = call_on_rank_zero(lambda: load_statistics(path))
     if statistics is None:
@@ -159,13 +160,13 @@ def measure_reference(
             "weights are broken, or not made for such images."
         )
     size, pool = _floor_sizes(real, others, num_samples)
-    drawn = f"{size} {(others or real).name} images"
+    origin = f"{size} {(others or real).name} images"
     if labels and num_matched == size:
-        drawn += " with the samples' labels"
+        origin += " with the samples' labels"
     elif labels:
-        drawn += f", {num_matched} with the samples' labels,"
-    floor_images = f"{drawn} against {real.name if others else f'{pool - size} others of them'}"
-    return Reference(real.name, prints[0], statistics, floors, floor_images)
+        origin += f", {num_matched} with the samples' labels,"
+    floor_images = f"{origin} against {real.name if others else f'{pool - size} others of them'}"
+    return Reference(real.name, fingerprints[0], statistics, floors, floor_images)
 
 
 def _measure(
@@ -185,27 +186,27 @@ def _measure(
         for batch, _ in real.batches(scorer.batch_size, range(len(real))[rank::world_size]):
             metric.update(scorer.features(batch), real=True)
     sums = metric.real_sums()
-    size, pool = _floor_sizes(real, others, num_samples)
+    draw_size, pool_size = _floor_sizes(real, others, num_samples)
     source = others or real
-    index = shuffled_range(len(source), -1)[:pool]
+    index = shuffled_range(len(source), -1)[:pool_size]
     features, pool_labels = scorer.features_of_share(source, index)
-    wanted = Counter(labels[:size]) if labels else Counter()
+    wanted = Counter(labels[:draw_size]) if labels else Counter()
     floors = []
-    for number in range(1 if size == pool else NUM_DRAWS):
-        drawn = draw_by_labels(pool_labels, wanted, size, number)
+    for number in range(1 if draw_size == pool_size else NUM_DRAWS):
+        draw = draw_by_labels(pool_labels, wanted, draw_size, number)
         metric = scorer.metric()
         if others is None:
-            metric.update(features[_rows_of_share(set(range(pool)) - set(drawn))], real=True)
+            metric.update(features[_rows_of_share(set(range(pool_size)) - set(draw))], real=True)
         elif rank == 0:
             metric.add_real_sums(sums)
-        metric.update(features[_rows_of_share(drawn)], real=False)
+        metric.update(features[_rows_of_share(draw)], real=False)
         floors.append(metric.compute().cpu())
     num_matched = torch.tensor((Counter(pool_labels) & wanted).total())
     return sums | {"floors": torch.stack(floors), "floor_matched": num_matched}
 
 
 def _floor_sizes(real: ImageSet, others: ImageSet | None, num_samples: int) -> tuple[int, int]:
-    """Numbers of images of a draw, and of images to draw from."""
+    """Number of images per draw, and number of images in the pool to draw from."""
     if others is not None:
         return min(num_samples, len(others)), min(POOL_FACTOR * num_samples, len(others))
     pool = min(POOL_FACTOR * num_samples, len(real))
@@ -213,13 +214,13 @@ def _floor_sizes(real: ImageSet, others: ImageSet | None, num_samples: int) -> t
 
 
 def _rows_of_share(index: Iterable[int]) -> list[int]:
-    """Rows of `features_of_share` that this process has of the images `index` of a pool."""
+    """Rows, in this process's `features_of_share`, of the images at `index` of the pool."""
     rank, world_size = rank_and_world_size()
     return sorted(i // world_size for i in index if i % world_size == rank)
 
 
 def shuffled_range(size: int, number: int) -> list[int]:
-    """0, ..., size - 1 in a random order that is a function of the two numbers."""
+    """Random permutation of 0, ..., size - 1, as a function of `size` and `number`."""
     generator = torch.Generator().manual_seed(fold("floor images", number))
     order: list[int] = torch.randperm(size, generator=generator).tolist()
     return order
@@ -228,26 +229,33 @@ def shuffled_range(size: int, number: int) -> list[int]:
 def draw_by_labels(
     labels: Sequence[int], wanted: Mapping[int, int], size: int, number: int
 ) -> list[int]:
-    """Draw `size` images at random, with as many of each label as `wanted`.
+    """Draw `size` images at random, with the number of each label in `wanted`.
 
-    Where there are fewer of a label, images of any label fill up. Another `number` is another draw.
+    If there are too few images of a label, images of other labels replace them. Each `number` is an
+    independent draw.
+
+    Args:
+        labels: labels of the images in the pool.
+        wanted: number of images to draw, by label.
+        size: number of images to draw.
+        number: number of the draw.
 
     Returns:
-        Places of the images in `labels`, which are those of the images to draw from.
+        Indices of the images in the pool.
     """
-    left = Counter(wanted)
+    remaining = Counter(wanted)
     matching, others = [], []
-    for image in shuffled_range(len(labels), number):
-        if left[labels[image]] > 0:
-            left[labels[image]] -= 1
-            matching.append(image)
+    for i in shuffled_range(len(labels), number):
+        if remaining[labels[i]] > 0:
+            remaining[labels[i]] -= 1
+            matching.append(i)
         else:
-            others.append(image)
+            others.append(i)
     return matching + others[: size - len(matching)]
 
 
 def load_statistics(path: Path) -> dict[str, Tensor] | None:
-    """Tensors from `save_statistics`; None if there is no such file.
+    """Load the tensors of `save_statistics`; None if there is no such file.
 
     Raises:
         ValueError: if the file is broken.

@@ -27,14 +27,14 @@ def score_images(
     """Score images against real ones, on one process.
 
     Args:
-        fake: images to score: uint8 (N, C, H, W), a folder or .npz of images, or an `ImageSet`.
-        real: images to compare with, likewise.
-        protocol: whose features and, for the inception score, classes count.
-        batch_size: images at a time.
+        fake: images to score: a tensor uint8 (N, C, H, W), a folder or .npz file, or an `ImageSet`.
+        real: reference images, in one of the same forms.
+        protocol: provides the features, and the logits for the inception score.
+        batch_size: images per forward pass.
         device: "cpu" or "cuda".
 
     Returns:
-        The scores and their protocol, as `score_features` returns them.
+        The scores and their protocol: see `score_features`.
 
     Raises:
         ValueError: If there are fewer than 4 images of either kind.
@@ -63,13 +63,13 @@ def score_features(scorer: Scorer, fake: Tensor, real: Tensor) -> dict[str, Any]
     """Score images by their features.
 
     Args:
-        scorer: that extracted the features, and gives their logits.
+        scorer: extractor of the features, which also computes their logits.
         fake: features (N, F) of the images to score, on the CPU.
-        real: features (M, F) of the images to compare with, on the CPU.
+        real: features (M, F) of the reference images, on the CPU.
 
     Returns:
         `fid`, `kid`, `kid_std` (over 100 subsets), `precision`, `recall` (k = 3 neighbors),
-        `inception_score` and `inception_score_std` as floats, and the protocol beside them.
+        `inception_score` and `inception_score_std` as floats, and the entries of the protocol.
 
     Raises:
         ValueError: If there are fewer than 4 images of either kind, which leaves no 3 neighbors.
@@ -78,10 +78,10 @@ def score_features(scorer: Scorer, fake: Tensor, real: Tensor) -> dict[str, Any]
         raise ValueError(f"scores need 4 images of each kind, got {len(fake)} and {len(real)}.")
     settings = {
         "isc_splits": min(10, len(fake)),
-        # Subsets of all images would have no spread.
+        # With subsets of all images, kid_std would be 0.
         "kid_subset_size": min(1000, min(len(fake), len(real)) // 2),
         "prc_neighborhood": 3,
-        "rng_seed": 2020,  # of torch-fidelity's subsets and splits
+        "rng_seed": 2020,  # seed of torch-fidelity's subsets and splits
     }
     statistics = [fid_features_to_statistics(features) for features in (fake, real)]
     logits = torch.cat(

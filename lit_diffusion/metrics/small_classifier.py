@@ -1,9 +1,9 @@
 """The small convolutional network whose features score small images, and its training.
 
-The features must respond to what an image shows and to how clean it is. So the network learns two
-tasks at once: the class of a clean image, or without classes which image it is a view of; and,
-through a second head that is discarded, whether an image was visibly blurred, made visibly noisy or
-left alone. Labels alone would teach it to ignore noise, and FID would ignore noise with it.
+The features must depend on the content of an image and on its quality. So the network learns two
+tasks at once. The first is to classify clean images or, without classes, to match augmented views
+of the same image. The second, with a head that is discarded later, is to detect whether an image is
+clean, blurred or noisy. With the first task alone, the features and FID would ignore noise.
 """
 
 import json
@@ -30,15 +30,15 @@ LabelledBatch: TypeAlias = tuple[Tensor, Tensor]
 
 
 class SmallClassifier(nn.Module):
-    """Classifies small images; FID compares the spatial means of its last feature map.
+    """Classifier of small images. FID uses the spatial means of its last feature map.
 
     Each stage is a 3x3 convolution, batch norm and ReLU; all but the last end in 2x2 max pooling.
 
     Args:
-        channels: of the images, >= 1.
-        size: height and width of the images in pixels; one number if they are equal.
-        widths: feature maps of each stage; the last is the number of features.
-        num_classes: outputs of the head.
+        channels: channels of the images, >= 1.
+        size: height and width of the images in pixels; an int if they are equal.
+        widths: channels of each stage; the last is the number of features.
+        num_classes: number of outputs of the head.
 
     Example:
         >>> network = SmallClassifier(channels=1, size=8, widths=(4, 6), num_classes=10).eval()
@@ -86,10 +86,10 @@ class SmallClassifier(nn.Module):
 def load_small_classifier(
     state: Mapping[str, Tensor], size: int | Sequence[int]
 ) -> SmallClassifier:
-    """Build the `SmallClassifier` of a state_dict, for images of this size, frozen, in eval mode.
+    """Build the `SmallClassifier` of a state_dict for images of `size`, frozen and in eval mode.
 
     Raises:
-        KeyError, RuntimeError: for weights that are not a SmallClassifier's.
+        KeyError, RuntimeError: if the weights are not those of a SmallClassifier.
     """
     convolutions = {int(name.split(".")[1]): v for name, v in state.items() if v.ndim == 4}
     weights = [convolutions[index] for index in sorted(convolutions)]
@@ -111,21 +111,21 @@ def train_extractor(
 ) -> SmallClassifier:
     """Train a `SmallClassifier` on images, and write it to a file for `extractors.TrainedCNN`.
 
-    It learns the classes of the images; with fewer than two classes it learns to tell views of one
-    image from those of others. The same call gives the same network on one machine.
+    It learns the classes of the images, or with fewer than two classes, to match views of the same
+    image. Training is reproducible on the same machine.
 
     Args:
-        images: to train on, all of one size.
-        path: of the file, which ends in .safetensors.
-        num_classes: of the images' labels; None without labels.
-        steps: of the optimizer.
-        batch_size: images a step.
-        device: that trains.
-        log: receives a line about every ten seconds.
+        images: training images, all of one size.
+        path: file to write, with the suffix .safetensors.
+        num_classes: number of classes; None without labels.
+        steps: optimizer steps.
+        batch_size: images per step.
+        device: device to train on.
+        log: called with a progress line about every ten seconds.
 
     Raises:
-        ValueError: for a `path` of another ending or that exists, no steps, fewer than two images,
-            or labels that are not classes.
+        ValueError: if `path` exists or has another suffix, or for no steps, fewer than two images,
+            or labels out of range.
         OSError: if `path` cannot be written.
 
     Source: T. Chen et al. 2020, "A Simple Framework for Contrastive Learning of Visual
@@ -140,16 +140,16 @@ def train_extractor(
     if path.exists():
         raise ValueError(f"{path} is there already, and runs may go by it; name another file.")
     path.parent.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=path.parent).close()  # fails now rather than after training
+    tempfile.TemporaryFile(dir=path.parent).close()  # raises now rather than after training
     with isolate_rng():
         torch.manual_seed(fold("train-extractor"))
         generator = torch.Generator().manual_seed(fold("batches of train-extractor"))
-        first, _ = next(images.batches(256))
-        channels, *size = first.shape[1:]
+        first_batch, _ = next(images.batches(256))
+        channels, *size = first_batch.shape[1:]
         classes = num_classes if num_classes and num_classes > 1 else None
         network = SmallClassifier(channels, size, stage_widths(min(size)), classes or 2)
-        levels = int(first.flatten().int().bincount().count_nonzero())
-        grey_step = 2 / max(1, levels - 1)  # between the levels that the images use of [-1, 1]
+        levels = int(first_batch.flatten().int().bincount().count_nonzero())
+        grey_step = 2 / max(1, levels - 1)  # mean distance of the grey levels, in [-1, 1]
         dither = min(max(grey_step, 4 / 128), 0.2)
         task = ExtractorTask(steps, noise=0.2, dither=dither, by_class=bool(classes))
         batches = _jittered_batches(images, steps * batch_size, batch_size, classes, generator)
@@ -181,7 +181,7 @@ def _jittered_batches(
 
 
 def stage_widths(side: int) -> tuple[int, ...]:
-    """Widths of a `SmallClassifier` that pools images of `side` pixels down to 4 to 7 pixels.
+    """Widths of a `SmallClassifier` that pools images of `side` pixels to a side of 4 to 7.
 
     Example:
         >>> stage_widths(8), stage_widths(64)
@@ -196,14 +196,14 @@ def stage_widths(side: int) -> tuple[int, ...]:
 class ExtractorTask:
     """The training task of an extractor, on images in [-1, 1].
 
-    Dither makes the network ignore what nobody sees, such as the steps between the few grey levels
-    of some data.
+    Dither makes the network ignore invisible differences, such as the spacing of grey levels in
+    data with few of them.
     """
 
-    steps: int  # of the optimizer
-    noise: float  # standard deviation of visible noise at its strongest
-    dither: float  # standard deviation of noise in all images
-    by_class: bool = True  # learn classes, rather than to tell each image from all others
+    steps: int  # optimizer steps
+    noise: float  # maximal standard deviation of visible noise
+    dither: float  # maximal standard deviation of the noise added to all images
+    by_class: bool = True  # learn classes; otherwise match views of the same image
 
 
 def fit(
@@ -213,11 +213,11 @@ def fit(
     generator: torch.Generator,
     log: Callable[[str], Any] = print,
 ) -> SmallClassifier:
-    """Train by AdamW with one cycle of the learning rate; returns the network in eval mode."""
+    """Train with AdamW and a one-cycle learning rate. Returns the network in eval mode."""
     device, width = network.head.weight.device, network.num_features
-    quality = nn.Linear(width, 3)
-    projection = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 64))
-    heads = [quality] if task.by_class else [quality, projection]
+    quality_head = nn.Linear(width, 3)
+    projection_head = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 64))
+    heads = [quality_head] if task.by_class else [quality_head, projection_head]
     parameters = [p for part in (network, *heads) for p in part.to(device).parameters()]
     optimizer = torch.optim.AdamW(parameters, weight_decay=0.05)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, task.steps)
@@ -227,24 +227,24 @@ def fit(
         features = network.features(x)
         if task.by_class:
             labels, logits = classes.to(device)[kind == 0], network.head(features[kind == 0])
-            identity = F.cross_entropy(logits, labels, label_smoothing=0.05)
+            content_loss = F.cross_entropy(logits, labels, label_smoothing=0.05)
         else:
             pair = torch.cat([clean, jitter(clean, generator)]).to(device)
-            identity = contrastive_loss(*projection(network.features(pair)).chunk(2))
-        loss = identity + 0.2 * F.cross_entropy(quality(features), kind)
+            content_loss = contrastive_loss(*projection_head(network.features(pair)).chunk(2))
+        loss = content_loss + 0.2 * F.cross_entropy(quality_head(features), kind)
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         schedule.step()
         if time.monotonic() - last_line > 10:
             last_line = time.monotonic()
-            left = (last_line - start) / step * (task.steps - step)
-            log(f"step {step} of {task.steps}, loss {loss.item():.3f}, {left:.0f} s left")
+            seconds_left = (last_line - start) / step * (task.steps - step)
+            log(f"step {step} of {task.steps}, loss {loss.item():.3f}, {seconds_left:.0f} s left")
     return network.eval()
 
 
 def contrastive_loss(a: Tensor, b: Tensor, temperature: float = 0.2) -> Tensor:
-    """NT-Xent loss, a scalar, of embeddings (N, D) of two views of N images.
+    """NT-Xent loss, a scalar, of embeddings (N, D) each of two views of N images.
 
     Source: T. Chen et al. 2020, equation 1.
     """
@@ -254,20 +254,22 @@ def contrastive_loss(a: Tensor, b: Tensor, temperature: float = 0.2) -> Tensor:
 
 
 def jitter(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Rotate, scale and shift images (N, C, H, W) a little: +-10 degrees, +-10 %, +-0.6 pixels."""
-    turn, scale, *shift = (2 * torch.rand(4, len(x), generator=generator) - 1).unbind()
-    angle, zoom = turn * torch.pi / 18, 1 + 0.1 * scale
+    """Randomly rotate (+-10 degrees), scale (+-10 %), shift (+-0.6 pixels) images (N, C, H, W)."""
+    rotation, scale, *shift = (2 * torch.rand(4, len(x), generator=generator) - 1).unbind()
+    angle, zoom = rotation * torch.pi / 18, 1 + 0.1 * scale
     rows = [angle.cos() * zoom, -angle.sin() * zoom, shift[0] * 1.2 / x.shape[-1]]
     rows += [angle.sin() * zoom, angle.cos() * zoom, shift[1] * 1.2 / x.shape[-2]]
     grid = F.affine_grid(torch.stack(rows, 1).view(-1, 2, 3), list(x.shape), align_corners=False)
-    return F.grid_sample(x + 1, grid, align_corners=False) - 1  # outside the image is black, -1
+    return F.grid_sample(x + 1, grid, align_corners=False) - 1  # pads with black, -1
 
 
 def corrupt(x: Tensor, task: ExtractorTask, generator: torch.Generator) -> LabelledBatch:
-    """Blur every third image (N, C, H, W), add noise to every third, and dither all.
+    """Blur a third of the images (N, C, H, W), add noise to another third, and dither all.
+
+    Strengths are random.
 
     Returns:
-        The images, and per image 0 if it is clean, 1 if blurred, 2 if noisy. Strengths are random.
+        The images (N, C, H, W), and their kinds (N,): 0 is clean, 1 blurred, 2 noisy.
     """
     kind = torch.arange(len(x)) % 3
     dither, strength = torch.rand(2, len(x), 1, 1, 1, generator=generator)
