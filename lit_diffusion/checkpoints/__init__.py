@@ -1,4 +1,4 @@
-"""Checkpoint files: written so that no crash leaves half of one, read without running any code."""
+"""Checkpoint files: written atomically, and read without running any code."""
 
 from lit_diffusion.checkpoints.loading import load
 from lit_diffusion.checkpoints.saving import AtomicCheckpointIO

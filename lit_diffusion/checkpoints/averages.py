@@ -1,8 +1,9 @@
-"""Averages of weights on the disk: those that EMA callbacks saved in checkpoints, and snapshots.
+"""Averages of weights on the disk: in the callback states of checkpoints, and in snapshots.
 
 The state of EMA is {} or {"decays": [float], "steps": {name: int}, "shadows": one {name: Tensor}
-for each decay} (callbacks/ema.py). That of PowerEMA also has "snapshots": {int: str}, the SHA-256
-of each snapshot file by number of updates; averages of other widths are reconstructed from these.
+per decay} (callbacks/ema.py). The state of PowerEMA also has "snapshots": {int: str}, the SHA-256
+of each snapshot file by number of updates. Averages of other widths are reconstructed from
+snapshots.
 """
 
 from collections.abc import Mapping
@@ -19,24 +20,24 @@ from lit_diffusion.callbacks.ema import check_averages
 from lit_diffusion.ema_profiles import coefficients, exponent
 from lit_diffusion.files import atomic_write
 
-_PREFIXES = {"EMA": "ema", "PowerEMA": "power"}
-"""What the names of averages begin with, by callback."""
+_NAME_PREFIXES = {"EMA": "ema", "PowerEMA": "power"}
+"""Prefix of the names of averages, by callback."""
 
 Averages = Mapping[float, Mapping[str, Tensor]]
-"""Average of each parameter, by relative width and name of the parameter."""
+"""Averages by relative width, then by parameter name."""
 
 SNAPSHOT_FOLDER = "ema-snapshots"
 
 MAX_PROFILE_ERROR = 0.1
-"""Relative distance from a requested profile at which snapshots still give it; that of a width
-that is an eighth off."""
+"""Maximal relative distance of a reconstructed profile from the requested one. A width that is off
+by an eighth has this distance."""
 
 
-# In checkpoints
+# Averages in checkpoints
 
 
 def average_names(checkpoint: Mapping[str, Any], path: str | Path) -> list[str]:
-    """Names of the averages in the checkpoint of the file `path`, such as "ema_0.999".
+    """Names of the averages in a checkpoint, such as "ema_0.999". Errors mention its `path`.
 
     Raises:
         ValueError: if the state of an EMA callback is damaged.
@@ -47,27 +48,27 @@ def average_names(checkpoint: Mapping[str, Any], path: str | Path) -> list[str]:
 def select_weights(
     checkpoint: Mapping[str, Any], weights: str, path: Path
 ) -> tuple[str, dict[str, Tensor]]:
-    """Select averages of a checkpoint by name, or reconstruct them from its run's snapshots.
+    """Get averages of a checkpoint by name, or reconstruct them from the snapshots of its run.
 
     Args:
         checkpoint: content of the file.
-        weights: "raw", "ema" for the first average, or the name of one; of PowerEMA also that of
-            one that its snapshots give.
-        path: of the file, which tells the run folder of the snapshots.
+        weights: "raw", "ema" for the first average, or the name of an average. With PowerEMA it may
+            be "power_<width>" for any width that can be reconstructed.
+        path: path of the file. Snapshots are read from its run folder.
 
     Returns:
-        The full name of the weights, and the averages by name of the parameter; none for "raw".
+        The full name of the weights, and the averages by parameter name; {} for "raw".
 
     Raises:
-        ValueError: if there are no such weights; names those that there are.
+        ValueError: if there are no such weights. The message lists the available ones.
     """
     if weights == "raw":
         return "raw", {}
     averages: dict[str, Tensor] = {}
     selected, available = [], ["raw"]
     if weights.startswith("power_"):
-        step, tracked, hashes = read_power_averages(checkpoint, path)
-        if tracked:
+        step, last, hashes = read_power_averages(checkpoint, path)
+        if last:
             try:
                 width = float(weights.removeprefix("power_"))
             except ValueError:
@@ -75,7 +76,7 @@ def select_weights(
             weights = f"power_{width:g}"
             if weights not in average_names(checkpoint, path):
                 folder = path.parent.parent / SNAPSHOT_FOLDER
-                return weights, reconstruct_average(folder, width, step, tracked, hashes)
+                return weights, reconstruct_average(folder, width, step, last, hashes)
     for names, state in _named_states(checkpoint, path):
         available += names
         name = names[0] if weights == "ema" else weights
@@ -90,11 +91,11 @@ def select_weights(
 def read_power_averages(
     checkpoint: Mapping[str, Any], path: str | Path
 ) -> tuple[int, dict[float, dict[str, Tensor]], dict[int, str]]:
-    """Averages of PowerEMA in the checkpoint of the file `path`.
+    """Averages of PowerEMA in a checkpoint. Errors mention its `path`.
 
     Returns:
-        Number of updates, averages by width and name of the parameter, and SHA-256 of the snapshots
-        by number of updates; 0, {} and {} without PowerEMA.
+        Number of updates; averages by width, then by parameter name; SHA-256 of the snapshots by
+        number of updates. Without PowerEMA these are 0, {} and {}.
     """
     step, averages, hashes = 0, dict[float, dict[str, Tensor]](), dict[int, str]()
     for names, state in _named_states(checkpoint, path):
@@ -109,10 +110,10 @@ def read_power_averages(
 def _named_states(
     checkpoint: Mapping[str, Any], path: str | Path
 ) -> list[tuple[list[str], dict[str, Any]]]:
-    """Names of the averages of each EMA callback that has any, and its state."""
+    """(names of the averages, state) of each EMA callback that has averages."""
     states = []
     for key, state in checkpoint.get("callbacks", {}).items():
-        if prefix := _PREFIXES.get(key.partition("{")[0]):
+        if prefix := _NAME_PREFIXES.get(key.partition("{")[0]):
             try:
                 check_averages(state)
             except ValueError as error:
@@ -124,11 +125,11 @@ def _named_states(
     return states
 
 
-# In snapshots
+# Averages in snapshots
 
 
 def write_snapshot(folder: Path, step: int, averages: Averages) -> str:
-    """Write averages after `step` updates, atomically; returns the SHA-256 of the file."""
+    """Atomically write the averages after `step` updates. Returns the SHA-256 of the file."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
         f"{width:g}/{name}": value.detach().cpu().contiguous()
@@ -142,12 +143,12 @@ def write_snapshot(folder: Path, step: int, averages: Averages) -> str:
 
 
 def list_snapshots(folder: Path) -> dict[int, Path]:
-    """Files by their number of updates, in ascending order."""
+    """Snapshot files by number of updates, in ascending order."""
     return {int(f.stem[5:]): f for f in sorted(folder.glob("step-" + 9 * "[0-9]" + ".safetensors"))}
 
 
 def delete_snapshots_after(folder: Path, step: int) -> int:
-    """Delete snapshots of more than `step` updates; returns their number."""
+    """Delete snapshots of more than `step` updates. Returns the number of deleted files."""
     later = [file for number, file in list_snapshots(folder).items() if number > step]
     for file in later:
         file.unlink()
@@ -157,21 +158,21 @@ def delete_snapshots_after(folder: Path, step: int) -> int:
 def reconstruct_average(
     folder: Path, width: float, step: int, last: Averages, hashes: Mapping[int, str]
 ) -> dict[str, Tensor]:
-    """The average of a relative width after `step` updates, by name of the parameter.
+    """Reconstruct the average of a relative width after `step` updates, by parameter name.
 
     It is a linear combination of the averages of other widths at that step and in earlier
     snapshots.
 
     Args:
-        folder: of the snapshots.
+        folder: folder of the snapshots.
         width: relative width of the average.
         step: number of updates.
         last: averages of other widths at that step.
         hashes: SHA-256 of the run's snapshots, by number of updates.
 
     Raises:
-        ValueError: for a width that no profile has or that cannot be reconstructed, a snapshot that
-            is damaged or of another run, or snapshots of different weights.
+        ValueError: if the width is invalid or cannot be reconstructed, or if a snapshot is damaged,
+            of another run, or of other weights.
     """
     files = {number: file for number, file in list_snapshots(folder).items() if number < step}
     for number, file in files.items():
@@ -180,8 +181,8 @@ def reconstruct_average(
                 f"{file} is not the snapshot that the run of the checkpoint took at step {number}: "
                 "it is damaged, or another run's. Delete it, or bring the right one back."
             )
-    sources = [(number, tracked) for number, file in files.items() for tracked in _widths(file)]
-    sources += [(step, tracked) for tracked in last]
+    sources = [(number, w) for number, file in files.items() for w in _read_widths(file)]
+    sources += [(step, w) for w in last]
     steps, widths = zip(*sources, strict=True)
     factors, distance = coefficients(steps, list(map(exponent, widths)), step, exponent(width))
     if distance > MAX_PROFILE_ERROR:
@@ -191,30 +192,30 @@ def reconstruct_average(
             f"Take one nearer to those tracked ({', '.join(map('{:g}'.format, last))}), or train "
             "with PowerEMA(snapshot_every_n_steps=...) of more snapshots."
         )
-    like = next(iter(last.values()))
-    # In float64: factors may be large, and of both signs.
+    reference = next(iter(last.values()))
+    # Sum in float64, as factors may be large and of both signs.
     total = {
         name: torch.zeros(value.shape, dtype=torch.promote_types(value.dtype, torch.float64))
-        for name, value in like.items()
+        for name, value in reference.items()
     }
-    for (number, tracked), factor in zip(sources, factors.tolist(), strict=True):
-        average = last[tracked] if number == step else _read_average(files[number], tracked)
+    for (number, w), factor in zip(sources, factors.tolist(), strict=True):
+        average = last[w] if number == step else _read_average(files[number], w)
         if _shapes(average) != _shapes(total):
             raise ValueError(
-                f"{files.get(number, 'the checkpoint')} holds averages of width {tracked:g} of "
+                f"{files.get(number, 'the checkpoint')} holds averages of width {w:g} of "
                 f"other weights than the checkpoint of width {next(iter(last)):g}; delete the "
                 "snapshots of before the change."
             )
         for name, value in average.items():
             total[name] += factor * value.to(total[name])
-    return {name: value.to(like[name].dtype) for name, value in total.items()}
+    return {name: value.to(reference[name].dtype) for name, value in total.items()}
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: value.shape for name, value in tensors.items()}
 
 
-def _widths(path: Path) -> list[float]:
+def _read_widths(path: Path) -> list[float]:
     with safe_open(path, "pt") as file:
         return sorted({float(key.partition("/")[0]) for key in file.keys()})  # noqa: SIM118
 

@@ -32,8 +32,8 @@ class LoadedModule(NamedTuple):
 
     module: LightningModule
     path: Path
-    step: int  # optimizer steps
-    weights: str  # that the module has: "raw", "ema_<decay>" or "power_<width>"
+    step: int  # optimizer steps of the checkpoint
+    weights: str  # name of the loaded weights: "raw", "ema_<decay>" or "power_<width>"
     checkpoint: Checkpoint
 
 
@@ -47,20 +47,20 @@ def load(
     """Load a module with the weights of a checkpoint, in eval mode on the CPU.
 
     Args:
-        path: of the file, or of a run folder: then its checkpoints/last.ckpt.
-        weights: "ema" for the average (the first of several), "ema_<decay>" for a certain one,
-            "power_<width>" for one of PowerEMA or any that its snapshots give, "raw" for the
-            weights as trained.
-        module: receives the weights in place of one built from the class paths in the file; for
-            modules that were not made from YAML.
-        trust: packages besides `config.trust.TRUSTED` that those class paths may name.
+        path: checkpoint file; or a run folder, whose checkpoints/last.ckpt is loaded.
+        weights: "raw" for the trained weights, "ema" for the first average, "ema_<decay>" for a
+            specific one, or "power_<width>" for an average of PowerEMA, which may be reconstructed
+            from snapshots.
+        module: module to load the weights into. None builds it from the class paths in the file,
+            which modules built without YAML do not have.
+        trust: packages that those class paths may name, besides `config.trust.TRUSTED`.
 
     Returns:
         The module; a DiffusionModule is ready for `generate`.
 
     Raises:
         FileNotFoundError: if there is no file.
-        ValueError: if the file is damaged, of another architecture, holds code, or not those
+        ValueError: if the file is damaged, holds code, is of another architecture, or lacks the
             weights.
 
     Example:
@@ -76,16 +76,16 @@ def load_module(
     module: LightningModule | None = None,
     trust: Iterable[str] = (),
 ) -> LoadedModule:
-    """Load a module together with its checkpoint; the arguments are those of `load`."""
+    """Load a module together with its checkpoint. The arguments are those of `load`."""
     path = checkpoint_file(path)
     checkpoint = read_checkpoint(path)
     if module is None:
         with limit_parameters(checkpoint["state_dict"]):
             module = build_module(checkpoint, path, trust)
-    module.on_load_checkpoint(checkpoint)  # as Lightning does; may refuse it
+    module.on_load_checkpoint(checkpoint)  # as in Lightning; may raise
     step = int(checkpoint.get("global_step", 0))
     name, averages = select_weights(checkpoint, weights, path)
-    # A shared parameter has one average, under its first name, and several names in a state_dict.
+    # A shared parameter has several names in a state_dict, but one average, under its first name.
     parameters = module.state_dict(keep_vars=True)
     by_identity = {id(parameters[n]): value for n, value in averages.items() if n in parameters}
     shared = {n: by_identity[id(p)] for n, p in parameters.items() if id(p) in by_identity}
@@ -96,7 +96,7 @@ def load_module(
 
 
 def split_weights_suffix(source: str) -> tuple[str, str | None]:
-    """Split "CKPT:ema_0.99" (or ":ema", ":raw", ":power_0.05") into path and name of weights.
+    """Split "CKPT:ema_0.99" (or ":ema", ":raw", ":power_0.05") into path and weights name.
 
     Example:
         >>> split_weights_suffix("runs/digits:ema_0.99"), split_weights_suffix("runs/digits")
@@ -107,7 +107,7 @@ def split_weights_suffix(source: str) -> tuple[str, str | None]:
 
 
 def checkpoint_file(path: str | Path) -> Path:
-    """`path` itself if it is a file, checkpoints/last.ckpt of a run folder."""
+    """Return checkpoints/last.ckpt of a run folder, or `path` itself if it is no such folder."""
     path = Path(path)
     is_run_folder = path.is_dir() and not is_distributed_checkpoint(path)
     return path / "checkpoints" / "last.ckpt" if is_run_folder else path
@@ -116,10 +116,10 @@ def checkpoint_file(path: str | Path) -> Path:
 def build_module(
     checkpoint: Checkpoint, path: str | Path, trust: Iterable[str] = ()
 ) -> LightningModule:
-    """Build the module that the class paths of the checkpoint at `path` describe, with new weights.
+    """Build the module that a checkpoint describes by class paths, with initial weights.
 
     Raises:
-        ValueError: if the checkpoint has no class paths, or they cannot be built.
+        ValueError: if the checkpoint has no class paths, or a class cannot be built.
     """
     spec = model_spec(checkpoint)
     if spec is None:
@@ -138,17 +138,17 @@ def instantiate(
     path: str | Path,
     options: Sequence[str] = (),
 ) -> Any:
-    """Build the object that a class path and its arguments in a file describe.
+    """Build the object that a class path and arguments in a file describe.
 
     Args:
         spec: "class_path" and "init_args".
         base: class that the object must be an instance of.
-        trust: packages besides `config.trust.TRUSTED` that class paths may name.
-        path: of the file, for messages.
-        options: arguments such as --data.init_args.NAME=VALUE, which override the file.
+        trust: packages that class paths may name, besides `config.trust.TRUSTED`.
+        path: path of the file, for error messages.
+        options: overrides of the file, such as --data.init_args.NAME=VALUE.
 
     Raises:
-        ValueError: if the spec is wrong, or the class raises an error.
+        ValueError: if the spec is invalid, or the class raises an error.
     """
     register_unresolvable_import_paths(torch)
     parser = ArgumentParser(exit_on_error=False)
@@ -169,9 +169,9 @@ def instantiate(
 
 
 def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[str, Any] | None:
-    """Get "class_path" and "init_args" of the module in a checkpoint, or None.
+    """Get "class_path" and "init_args" of the module in a checkpoint; None if it has none.
 
-    With the key "datamodule_hyper_parameters" they are those of the data module.
+    The key "datamodule_hyper_parameters" selects the data module instead.
     """
     init_args = dict(checkpoint.get(key) or {})
     class_path = init_args.pop("_class_path", None)
@@ -180,7 +180,7 @@ def model_spec(checkpoint: Checkpoint, key: str = "hyper_parameters") -> dict[st
 
 
 def read_class_names(checkpoint: Checkpoint) -> list[str]:
-    """Names of the labels 0, 1, ... that a model was trained on; empty if not known."""
+    """Class names of the labels 0, 1, ... that a model was trained on; empty if unknown."""
     spec = model_spec(checkpoint, "datamodule_hyper_parameters") or {"class_path": ""}
     state = checkpoint.get(spec["class_path"].rpartition(".")[2])
     names = state.get("class_names") if isinstance(state, dict) else None
@@ -188,10 +188,10 @@ def read_class_names(checkpoint: Checkpoint) -> list[str]:
 
 
 def load_state(module: LightningModule, state: Mapping[str, Tensor], path: str | Path) -> None:
-    """Copy the weights `state` of the file `path` into `module`.
+    """Load the weights `state`, read from `path`, into `module`.
 
     Raises:
-        ValueError: if they do not fit; names the first three differences.
+        ValueError: if they do not fit. The message names the first three differences.
     """
     refuse_other_dtypes(module, state, path)
     try:
@@ -204,18 +204,18 @@ def load_state(module: LightningModule, state: Mapping[str, Tensor], path: str |
 
 
 def list_mismatches(error: RuntimeError) -> str:
-    """The first three differences that `load_state_dict` names, each on a line, as one line."""
+    """Join the first three mismatches in an error of `load_state_dict` into one line."""
     return " ".join(line.strip()[:200] for line in str(error).split("\n")[1:4])
 
 
 def refuse_other_dtypes(
     module: LightningModule, state: Mapping[str, Any], path: str | Path | None
 ) -> None:
-    """Refuse weights whose kind of numbers torch would silently cast to that of `module`."""
+    """Raise ValueError if torch would silently cast weights to another kind of dtype."""
     for name, expected in module.state_dict().items():
         value = state.get(name)
-        both = isinstance(value, Tensor) and isinstance(expected, Tensor)
-        if both and number_kind(value) != number_kind(expected):
+        are_tensors = isinstance(value, Tensor) and isinstance(expected, Tensor)
+        if are_tensors and number_kind(value) != number_kind(expected):
             raise ValueError(
                 f"{path} is of another architecture: {name} is {value.dtype} in the file, "
                 f"{expected.dtype} in the module. Use the config that it was trained with."

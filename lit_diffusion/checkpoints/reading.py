@@ -1,9 +1,9 @@
-"""Reading checkpoints without running any code in them, and checking what is in them.
+"""Read and validate checkpoints without running any code in them.
 
-A checkpoint holds tensors and plain builtins, nothing else, so `torch.load(weights_only=True)`
-reads it: `state_dict` has the raw weights, the state of the EMA callback the averages,
-`hyper_parameters` the class paths and arguments of the module. That loader runs no code, but it
-ignores the checksums that `torch.save` wrote, believes any size, and accepts any structure; these
+A checkpoint holds only tensors and plain builtins, so `torch.load(weights_only=True)` can read it.
+`state_dict` has the raw weights, the state of the EMA callback has the averages, and
+`hyper_parameters` has the class paths and arguments of the module. `torch.load` runs no code, but
+it ignores the checksums written by `torch.save`, and accepts any size and any structure. So these
 are checked here.
 """
 
@@ -25,26 +25,26 @@ from lit_diffusion.config.renamed import rename_checkpoint
 Checkpoint = dict[str, Any]
 
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-_CONTAINERS: dict[str, tuple[type, type]] = {  # part of a checkpoint: its type, that of its items
+_ENTRY_TYPES: dict[str, tuple[type, type]] = {  # entry: its type, and the type of its items or keys
     **dict.fromkeys(("state_dict", "callbacks", "loops", *_HYPER_PARAMETERS), (dict, str)),
     **dict.fromkeys(("optimizer_states", "lr_schedulers"), (list, dict)),
 }
-_RESUMED = ("callbacks", "epoch", "global_step", "loops", "lr_schedulers", "optimizer_states")
+_RUN_ENTRIES = ("callbacks", "epoch", "global_step", "loops", "lr_schedulers", "optimizer_states")
 
 
 def read_checkpoint(path: str | Path, *, mmap: bool = False) -> Checkpoint:
     """Read a local checkpoint file to the CPU without running any code in it.
 
-    Old names of classes and arguments are replaced by the present ones.
+    Renamed classes and arguments get their current names.
 
     Args:
-        path: of the file.
-        mmap: whether tensors stay on the disk until they are used, where the format allows it.
+        path: path of the file.
+        mmap: whether to memory-map tensors, if the format allows it.
 
     Raises:
         FileNotFoundError: if there is no file.
-        ValueError: if the file is truncated, no checkpoint, one rank's part of one, or holds
-            pickled code, or if it is a folder of such parts; the message names file and reason.
+        ValueError: if the file is truncated, is not a checkpoint, holds pickled code or only the
+            part of one rank, or if `path` is a folder. The message names the file and the reason.
     """
     path = Path(path)
     if is_distributed_checkpoint(path):
@@ -81,7 +81,7 @@ def read_checkpoint(path: str | Path, *, mmap: bool = False) -> Checkpoint:
 
 
 def read_step(path: str | Path) -> int:
-    """Optimizer steps of a checkpoint, whose tensors are not read; -1 if it has none."""
+    """Optimizer steps of a checkpoint, without reading its tensors; -1 if unknown."""
     try:
         step = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["global_step"]
     except Exception:  # torch raises many types for a broken file
@@ -95,12 +95,12 @@ def is_distributed_checkpoint(folder: Path) -> bool:
 
 
 def check_archive(path: Path) -> None:
-    """Refuse a file of `torch.save` of which a bit has changed, or that would unpack to more.
+    """Check the checksums and the unpacked size of a file of `torch.save`.
 
-    Reads the whole file, about as fast as the disk. Files of other formats pass.
+    This reads the whole file, about as fast as the disk. Files of other formats pass.
 
     Raises:
-        ValueError: with the reason, without the file's name; so does zipfile.BadZipFile.
+        ValueError, zipfile.BadZipFile: with the reason, but not the file's name.
     """
     if not zipfile.is_zipfile(path):
         return
@@ -120,17 +120,17 @@ def check_archive(path: Path) -> None:
 
 
 def check_content(checkpoint: Any) -> None:
-    """Refuse content that is no checkpoint, or of which a part has another type.
+    """Check that `checkpoint` has a state_dict and that its entries have the expected types.
 
     Raises:
-        ValueError: with the reason, without the file's name.
+        ValueError: with the reason, but not the file's name.
     """
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise ValueError("it has no 'state_dict'")
-    for name, (container, item) in _CONTAINERS.items():
-        part = checkpoint.get(name, container())
-        if not isinstance(part, container) or not all(isinstance(each, item) for each in part):
-            raise ValueError(f"its '{name}' is {_describe(part)}, as no run saves it")
+    for name, (container, item) in _ENTRY_TYPES.items():
+        entry = checkpoint.get(name, container())
+        if not isinstance(entry, container) or not all(isinstance(each, item) for each in entry):
+            raise ValueError(f"its '{name}' is {_describe(entry)}, as no run saves it")
     for name in ("global_step", "epoch"):
         if not is_count(count := checkpoint.get(name, 0)):
             raise ValueError(f"its '{name}' is {_describe(count)}, as no run saves it")
@@ -143,13 +143,13 @@ def check_content(checkpoint: Any) -> None:
             raise ValueError(f"its weight {name} is no dense tensor, but {_describe(value)}")
 
 
-def _check_progress(loops: dict[Any, Any], is_progress: bool = False) -> None:
-    """Refuse progress of the Trainer's loops that is not made of counts."""
+def _check_progress(loops: dict[Any, Any], in_progress: bool = False) -> None:
+    """Raise ValueError if the progress of the Trainer's loops holds anything but counts."""
     for name, value in loops.items():
-        is_inside = is_progress or str(name).endswith("progress")
+        is_progress = in_progress or str(name).endswith("progress")
         if isinstance(value, dict):
-            _check_progress(value, is_inside)
-        elif is_inside and not (is_count(value) or isinstance(value, bool)):
+            _check_progress(value, is_progress)
+        elif is_progress and not (is_count(value) or isinstance(value, bool)):
             raise ValueError(f"in its 'loops', {name} must be a count, and is {value!r:.50}")
 
 
@@ -160,12 +160,12 @@ def _describe(value: Any) -> str:
 
 
 def check_resumable(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Refuse to resume from a file with weights only, as other parts of a run would start anew.
+    """Check that a run can be resumed from `checkpoint`, which needs more than the weights.
 
     Raises:
-        ValueError: with the parts that are missing.
+        ValueError: with the entries that are missing.
     """
-    if missing := [name for name in _RESUMED if name not in checkpoint]:
+    if missing := [name for name in _RUN_ENTRIES if name not in checkpoint]:
         raise ValueError(
             f"{path} holds no {', '.join(missing)}, so no run can be resumed from it; resume from "
             "a checkpoint that was saved in training, with more than the weights."
@@ -174,19 +174,19 @@ def check_resumable(checkpoint: Mapping[str, Any], path: Path) -> None:
 
 @contextmanager
 def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which no module is built with far more parameters than a file has weights.
+    """Context that limits the parameters of modules built in it by those in a state_dict.
 
-    A file says how its network is built, and might ask for more than the machine has. Parameters
-    are counted before they are initialized.
+    A file specifies its network, which might need more memory than the machine has. Parameters are
+    counted when they are registered, before they are initialized.
 
     Args:
         state: the state_dict in the file.
 
     Raises:
-        ValueError: from the parameter that exceeds the limit.
+        ValueError: when a parameter is registered that exceeds the limit.
     """
     tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    # Parametrizations and replaced layers register more than once.
+    # The limits are loose, as parametrizations and replaced layers register more than once.
     max_tensors = 1000 + 4 * len(tensors)
     max_numbers = 10**6 + 4 * sum(value.numel() for value in tensors)
     num_tensors = num_numbers = 0
@@ -209,12 +209,12 @@ def limit_parameters(state: Mapping[str, Any]) -> Iterator[None]:
 
 
 def is_count(value: Any) -> bool:
-    """Whether a value is an integer >= 0 that fits into 64 bits, and no bool."""
+    """Whether a value is an int (not a bool) in [0, 2^63)."""
     return type(value) is int and 0 <= value < 2**63
 
 
 def is_plain(value: Any) -> bool:
-    """Whether a value is None, bool, int, float, str, or dicts, lists and tuples of such."""
+    """Whether a value is None, bool, int, float, str, or a dict, list or tuple of these."""
     if isinstance(value, dict):
         return type(value) is dict and all(is_plain(v) for pair in value.items() for v in pair)
     if isinstance(value, list | tuple):
@@ -223,7 +223,7 @@ def is_plain(value: Any) -> bool:
 
 
 def _is_dense_tensor(value: Any) -> bool:
-    """Whether a value is a tensor whose numbers can be copied into a parameter."""
+    """Whether a value is a tensor that can be copied into a parameter."""
     return (
         isinstance(value, Tensor)
         and value.layout is torch.strided
@@ -232,17 +232,17 @@ def _is_dense_tensor(value: Any) -> bool:
 
 
 def number_kind(tensor: Tensor) -> tuple[bool, bool, bool]:
-    """Whether the numbers are floats, complex, bools. torch casts silently between kinds."""
+    """(is float, is complex, is bool). torch silently casts between these kinds of dtypes."""
     return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype is torch.bool
 
 
 def strip_compile_prefix(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state_dict with the names that its module has without torch.compile."""
+    """Remove the prefix that torch.compile adds to names in a state_dict."""
     return {name.replace("_orig_mod.", ""): value for name, value in state.items()}
 
 
 def explain_unreadable(error: Exception) -> str:
-    """The reason for an error of torch.load, which would itself advise to run code in the file."""
+    """Explain an error of torch.load, whose own message advises to run the code in the file."""
     message = str(error)
     if pickled := re.search(r"GLOBAL ([\w.]+)", message):
         return (
@@ -258,5 +258,5 @@ def explain_unreadable(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """First line of an error's message without its full stop, or its type if it has none."""
+    """First line of an error's message without the full stop; its type if the message is empty."""
     return str(error).split("\n")[0].rstrip(".") or type(error).__name__

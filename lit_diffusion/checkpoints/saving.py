@@ -1,4 +1,4 @@
-"""Writing checkpoint files atomically, so that no crash leaves half of one."""
+"""Write checkpoint files atomically, so that a crash leaves no partial file."""
 
 import pickle
 import shutil
@@ -25,9 +25,9 @@ from lit_diffusion.signals import defer_signals
 class AtomicCheckpointIO(TorchCheckpointIO):
     """Writes checkpoint files atomically, and reads them without running code.
 
-    A save writes a temporary file in the same folder, syncs it to the disk and renames it: on a
-    full disk or after a crash the previous checkpoint is intact. Loading is always with
-    `weights_only=True`, also from URLs. Remote paths are written as Lightning does.
+    A save writes a temporary file in the same folder, syncs it to the disk and renames it. So the
+    previous checkpoint survives a full disk or a crash. Files and URLs are always loaded with
+    `weights_only=True`. Remote paths are written by Lightning's default method.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -37,12 +37,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Write `checkpoint`, or leave the file at `path` as it is.
+        """Write `checkpoint` to `path`. On an error, an existing file is not changed.
 
         Raises:
-            OSError: if the file cannot be written; the previous one is intact.
-            TypeError: for content that could not be read back with `weights_only=True`, and for
-                tensors that are split over ranks, which one rank alone cannot gather.
+            OSError: if the file cannot be written.
+            TypeError: if the content cannot be loaded with `weights_only=True`, or holds sharded
+                tensors (DTensor), which a single rank cannot gather.
         """
         plain = plain_checkpoint(checkpoint)
         if "://" in str(path):
@@ -53,7 +53,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Read the checkpoint at `path`, with `weights_only=True` whatever is asked."""
+        """Read the checkpoint at `path`, always with `weights_only=True`."""
         if "://" not in str(path):
             return read_checkpoint(path)
         try:
@@ -63,12 +63,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def write_checkpoint(checkpoint: Mapping[str, Any], path: str | Path) -> None:
-    """Write a checkpoint to a local path, atomically: see `AtomicCheckpointIO`.
+    """Atomically write a checkpoint to a local path: see `AtomicCheckpointIO`.
 
-    All ranks must call this for tensors that `fully_shard` has split; the first writes whole
-    tensors, and the others do not wait for the file. It fits any number of ranks:
-    `torch.distributed.checkpoint.state_dict.set_model_state_dict` takes the weights, with
-    `full_state_dict=True`.
+    If `fully_shard` has sharded the tensors, all ranks must call this. The first rank writes full
+    tensors; the others do not wait for the file. To load the weights with any number of ranks, call
+    `torch.distributed.checkpoint.state_dict.set_model_state_dict` with `full_state_dict=True`.
     """
     gathered = gather_state(checkpoint)
     if gathered or not checkpoint:
@@ -76,7 +75,7 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: str | Path) -> None:
 
 
 def plain_checkpoint(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint without hyper-parameters that are objects, which would be pickled by class."""
+    """The checkpoint without hyperparameters that are not plain builtins, which need pickle."""
     if split_tensor := find_dtensor(checkpoint):
         raise TypeError(
             f"a checkpoint must hold whole tensors, and {split_tensor!r} is one rank's part of "
@@ -94,14 +93,14 @@ def _write(checkpoint: dict[str, Any], path: str | Path) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        # A setting of torch leaves out checksums, without which damage to the file goes unnoticed.
+        # Write checksums even if torch is configured without them, to detect damaged files.
         with (
             defer_signals(),
             atomic_write(path) as file,
             config.patch("save.compute_crc32", True),  # type: ignore[attr-defined]
         ):
             torch.save(checkpoint, file)
-            # What cannot be read back is found at the first save, not at the resume.
+            # Detect content that cannot be loaded at the first save, not at the resume.
             file.seek(0)
             if classes := get_unsafe_globals_in_checkpoint(file):
                 raise TypeError(

@@ -26,7 +26,7 @@ def pairwise_psnr(a: Tensor, b: Tensor) -> Tensor:
 
 
 def nearest_neighbors(images: Tensor, bank: Tensor, chunk: int = 4096) -> tuple[Tensor, Tensor]:
-    """L2 distance (N,) and index (N,) of the nearest neighbor in `bank` (M, ...) of images (N, ...).
+    """L2 distance (N,) and index (N,) of the nearest neighbor in `bank` (M, ...) of each image.
 
     The bank is processed in chunks of `chunk` images.
 
