@@ -1,4 +1,4 @@
-"""Weights of networks to and from other programs."""
+"""Export and import of networks, to and from other libraries."""
 
 from lit_diffusion.interchange.exported import load_network
 

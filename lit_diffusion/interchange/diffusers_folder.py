@@ -1,4 +1,4 @@
-"""Folders of diffusers: write a pipeline of our network and process, read a UNet2DModel."""
+"""Folders in diffusers' format: write a pipeline from a module, read a UNet2DModel."""
 
 import json
 import shutil
@@ -32,16 +32,16 @@ def write_diffusers(
 
     Args:
         folder: created if it does not exist.
-        module: whose process, parameterization and solver the scheduler gets.
-        record: with "network" (class path and arguments) and "image_shape".
+        module: module whose process, parameterization and solver define the scheduler.
+        record: "network" (class path and arguments) and "image_shape".
         state: the network's weights.
-        vae: folder of an AutoencoderKL to copy, without which DiTPipeline cannot be loaded.
+        vae: folder of an AutoencoderKL to copy. DiTPipeline cannot be loaded without one.
 
     Returns:
-        Remarks for the user, in sentences.
+        Remarks for the user, as sentences.
 
     Raises:
-        ValueError: naming what diffusers has no equivalent of.
+        ValueError: if diffusers has no equivalent of something. The message names it.
     """
     name = record["network"]["class_path"].rpartition(".")[2]
     arguments = _classes_as_number(record["network"]["init_args"])
@@ -81,10 +81,10 @@ def write_diffusers(
 
 
 def scheduler_config(module: Any) -> Json:
-    """Arguments of diffusers' schedulers that equal the process and solver of a module.
+    """Arguments of a diffusers scheduler that is equivalent to a module's process and solver.
 
     Raises:
-        ValueError: naming what diffusers has no equivalent of.
+        ValueError: if diffusers has no equivalent of something. The message names it.
     """
     process, prediction = module.process, _PREDICTIONS.get(type(module.parameterization))
     if not isinstance(process, DiscreteVP):
@@ -110,7 +110,7 @@ def scheduler_config(module: Any) -> Json:
 
 
 def write_model(folder: Path, config: Json, weights: Mapping[str, Tensor]) -> None:
-    """Write the folder of a network: its config and weights."""
+    """Write the config and the weights of a network into a folder."""
     _write_json(folder / "config.json", config)
     weights = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
     save_file(weights, folder / f"{_WEIGHTS}.safetensors", {"format": "pt"})
@@ -120,10 +120,10 @@ def read_model(folder: str | Path) -> tuple[Json, dict[str, Tensor]]:
     """Read config and weights of a UNet2DModel.
 
     Args:
-        folder: of the model, or of a pipeline with it.
+        folder: folder of the model, or of a pipeline that contains it.
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: if there is no model.
     """
     folder = Path(folder)
     folder = folder / "unet" if (folder / "unet").is_dir() else folder
@@ -132,14 +132,14 @@ def read_model(folder: str | Path) -> tuple[Json, dict[str, Tensor]]:
     config = _read_json(folder / "config.json")
     if config.get("_class_name", "UNet2DModel") != "UNet2DModel":
         raise ValueError(f"{folder} is of a {config['_class_name']}, and must be of a UNet2DModel.")
-    safe = folder / f"{_WEIGHTS}.safetensors"
-    if safe.is_file():
-        return config, read_safetensors(safe)
+    file = folder / f"{_WEIGHTS}.safetensors"
+    if file.is_file():
+        return config, read_safetensors(file)
     return config, read_state_dict(folder / f"{_WEIGHTS}.bin")
 
 
 def _classes_as_number(arguments: Json) -> Json:
-    """Arguments of a network, in which condition=Classes(n) is written as num_classes=n."""
+    """Replace condition=Classes(n) by num_classes=n in the arguments of a network."""
     condition = arguments.get("condition") or {}
     labels = condition.get("init_args", {})
     if condition.get("class_path", "").endswith(".Classes") and labels.get("null_class", True):
@@ -148,7 +148,7 @@ def _classes_as_number(arguments: Json) -> Json:
 
 
 def _check_vae(folder: Path, network: str) -> None:
-    """Raise ValueError unless the folder holds an AutoencoderKL, for a DiT."""
+    """Raise ValueError unless the folder holds an AutoencoderKL and the network is a DiT."""
     if network != "DiT":
         raise ValueError(f"--vae {folder} is for a DiT, whose pipeline has one, not a {network}.")
     path = folder / "config.json"

@@ -1,6 +1,6 @@
-"""Exported networks: a folder with network.safetensors, and network.json with class and arguments.
+"""Exported networks: folders with network.safetensors, and network.json (class and arguments).
 
-Reading one needs torch and safetensors alone, and imports nothing that a file names.
+Reading one requires only torch and safetensors, and imports nothing that a file names.
 """
 
 import hashlib
@@ -25,18 +25,18 @@ from lit_diffusion.networks.uvit import UViT
 
 RECORD, WEIGHTS = "network.json", "network.safetensors"
 NETWORKS = {f"{c.__module__}.{c.__name__}": c for c in (UNet, EncoderUNet, UViT, DiT, JiT)}
-"""What `load_network` builds, by its class path."""
+"""Networks that `load_network` can build, by class path."""
 CONDITIONS = {f"{c.__module__}.{c.__name__}": c for c in (Classes, Vectors, Tokens, WordIds)}
-"""Kinds of conditions of these networks, by their class paths."""
+"""Condition embeddings of these networks, by class path."""
 
 
 def write_network(folder: str | Path, state: Mapping[str, Tensor], record: dict[str, Any]) -> Path:
-    """Write weights, and a record with the library's version and the SHA-256 of the weights.
+    """Write weights, and a record with the library version and the SHA-256 of the weights.
 
     Args:
-        folder: created if it does not exist; an export in it is replaced.
+        folder: created if it does not exist. An existing export in it is replaced.
         state: the network's state_dict.
-        record: "network" {"class_path", "init_args"}, and anything else to write into the record.
+        record: "network": {"class_path", "init_args"}, and other entries to store.
 
     Raises:
         ValueError: if `folder` is a file.
@@ -52,7 +52,7 @@ def write_network(folder: str | Path, state: Mapping[str, Tensor], record: dict[
 
 
 def create_folder(path: str | Path) -> Path:
-    """Create the folder of --out, if it does not exist."""
+    """Create the folder that --out names, if it does not exist."""
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--out {folder} is a file; name a folder.")
@@ -70,7 +70,7 @@ def read_exported(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
 
     Raises:
         FileNotFoundError: if the folder holds no export.
-        ValueError: if the weights are not those that the record was written for.
+        ValueError: if the record is damaged, or its SHA-256 is not that of the weights.
     """
     folder = Path(folder)
     if not is_exported(folder):
@@ -94,7 +94,7 @@ def read_exported(folder: str | Path) -> tuple[dict[str, Any], dict[str, Tensor]
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a file, on the CPU."""
+    """Read the tensors of a safetensors file to the CPU."""
     try:
         return dict(load_file(path))
     except SafetensorError as error:
@@ -102,10 +102,12 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read a file of `torch.save`, without running code in it; averages if it holds several sets.
+    """Read a state_dict from a file of `torch.save`, without running code in it.
+
+    If the file holds several state_dicts, "ema" takes precedence over "model" and "state_dict".
 
     Returns:
-        Tensors by name, on the CPU, floating-point ones in float32.
+        Tensors by name, on the CPU. Floating-point tensors are converted to float32.
     """
     if not path.is_file():
         raise FileNotFoundError(f"There is no file {path}.")
@@ -128,14 +130,14 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def load_network(folder: str | Path) -> nn.Module:
-    """Load the network that `convert export` or `convert import` wrote, in eval mode.
+    """Load a network that `convert export` or `convert import` wrote, in eval mode.
 
     Args:
-        folder: with network.json and network.safetensors.
+        folder: folder with network.json and network.safetensors.
 
     Raises:
         FileNotFoundError: if there is no such folder.
-        ValueError: if its files do not fit together, or the network is of an unknown class.
+        ValueError: if the files do not match, or the network is of an unknown class.
 
     Example:
         >>> network = load_network("exported/digits")  # doctest: +SKIP
@@ -155,7 +157,7 @@ def load_network(folder: str | Path) -> nn.Module:
 
 
 def build_network(network_class: type[nn.Module], arguments: Mapping[str, Any]) -> nn.Module:
-    """Build a network of arguments as JSON has them, `condition` as class_path and init_args."""
+    """Build a network from JSON arguments, with `condition` as class_path and init_args."""
     condition = arguments.get("condition")
     if condition is not None:
         condition = CONDITIONS[condition["class_path"]](**condition["init_args"])
@@ -169,17 +171,17 @@ def check_state_dict(
     state: Mapping[str, Tensor],
     source: str,
 ) -> None:
-    """Raise ValueError unless weights have the names and shapes of a network of these arguments.
+    """Raise ValueError unless `state` has the names and shapes of a network with these arguments.
 
-    The network is built without memory for its weights.
+    The network is built on the meta device, which allocates no memory. `source` is for messages.
     """
     name = network_class.__name__
     try:
         with torch.device("meta"):
             network = build_network(network_class, arguments)
         network.load_state_dict(state, assign=True)
-    except (TypeError, KeyError) as error:  # an argument or condition that does not exist
+    except (TypeError, KeyError) as error:  # an unknown argument or condition
         raise ValueError(f"{source}: {name} cannot be built: {error}.") from None
-    except RuntimeError as error:  # names the weights
+    except RuntimeError as error:  # lists the mismatches
         reason = " ".join(str(error).split())
         raise ValueError(f"{source} is no {name} of {dict(arguments)}: {reason:.300}") from None

@@ -1,7 +1,8 @@
-"""Import of published checkpoints: the network's arguments are inferred from the weights' shapes.
+"""Import published checkpoints. The network's arguments are inferred from the weights' shapes.
 
-What shapes cannot tell must be passed: the heads of attention, their order, whether labels have a
-row for no class. The result is checked against the names and shapes of all weights.
+Arguments that do not affect shapes must be passed: the number of attention heads, their order, and
+whether the label embedding has a row for "no class". The result is checked against the names and
+shapes of all weights.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,20 +26,20 @@ NetworkClass = type[nn.Module]
 
 
 def convert(file: str | Path, kind: str, out: str | Path, overrides: Mapping[str, Any]) -> Json:
-    """Write the network of a published file in our format.
+    """Convert a published checkpoint to our format and write it.
 
     Args:
-        file: of weights as published; for the kind "diffusers-unet" a folder.
+        file: published weights; for the kind "diffusers-unet", a folder.
         kind: "diffusers-unet" or a key of `KINDS`.
-        out: the folder to write.
-        overrides: arguments of the network that shapes cannot tell, or that win over the inferred.
+        out: folder to write.
+        overrides: arguments of the network that cannot be inferred, or that replace inferred ones.
 
     Returns:
         "class_path" and "init_args" of the network.
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if it is of another kind, or an argument is missing or does not fit.
+        ValueError: if it is of another kind, or an argument is missing or wrong.
     """
     file = Path(file)
     if kind == "diffusers-unet":
@@ -62,18 +63,18 @@ def convert(file: str | Path, kind: str, out: str | Path, overrides: Mapping[str
 def infer(
     state: State, kind: str, overrides: Mapping[str, Any], source: str = "the file"
 ) -> tuple[NetworkClass, Json]:
-    """Infer class and arguments of a network from its weights.
+    """Infer the class and the arguments of a network from its weights.
 
     Args:
-        state: weights by their published names.
+        state: weights by published name.
         kind: a key of `KINDS`.
-        overrides: arguments that win over the inferred.
-        source: for messages.
+        overrides: arguments that replace inferred ones.
+        source: name of the file in messages.
 
     Raises:
         ValueError: if the weights are of another kind, or an argument is missing or wrong.
     """
-    fitting: list[Json] = []
+    matches: list[Json] = []
     mismatch = ValueError(f"{source} is not of --kind {kind}.")
     try:
         network_class, candidates = KINDS[kind](state, overrides)
@@ -87,18 +88,18 @@ def infer(
             except ValueError as error:
                 mismatch = error if i == 0 else mismatch
             else:
-                fitting += [arguments] * (arguments not in fitting)
+                matches += [arguments] * (arguments not in matches)
     except KeyError as error:
         raise ValueError(f"{source} is not of --kind {kind}: it lacks {error.args[0]}.") from None
-    if not fitting:
+    if not matches:
         raise mismatch
-    if len(fitting) > 1:
-        numbers = " or ".join(str(arguments["num_res_blocks"]) for arguments in fitting)
+    if len(matches) > 1:
+        numbers = " or ".join(str(arguments["num_res_blocks"]) for arguments in matches)
         raise ValueError(
             f"{source}: its shapes fit num_res_blocks of {numbers}; say which, as "
             "--network.num_res_blocks=VALUE."
         )
-    return network_class, fitting[0]
+    return network_class, matches[0]
 
 
 _HINTS = {
@@ -112,8 +113,8 @@ _HINTS = {
 def _require_arguments(
     network_class: NetworkClass, kind: str, state: State, overrides: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError if an argument is missing that no shape tells."""
-    required: list[tuple[str, ...]] = [("num_heads",)]  # one of each tuple
+    """Raise ValueError if an argument is missing that cannot be inferred from shapes."""
+    required: list[tuple[str, ...]] = [("num_heads",)]  # one name of each tuple is required
     if network_class is UViT and "label_emb.weight" in state:
         required.append(("null_class",))
     if kind == "guided-diffusion":
@@ -126,7 +127,7 @@ def _require_arguments(
 
 
 def _infer_unet(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClass, list[Json]]:
-    """UNet or EncoderUNet, with candidates for every possible number of blocks per level."""
+    """UNet or EncoderUNet, with a candidate for every possible number of blocks per level."""
     is_classifier = "out.2.positional_embedding" in state
     block = "middle_block.0"
     fixed: Json = {
@@ -141,21 +142,21 @@ def _infer_unet(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClas
         fixed["num_classes"] = len(state["label_emb.weight"])
     candidates = []
     num_inputs = 1 + max(int(n.split(".")[1]) for n in state if n.startswith("input_blocks."))
-    for per_level in range(2, num_inputs + 1):  # ResBlocks of a level, and its downsampling
-        firsts = [f"input_blocks.{i}" for i in range(1, num_inputs, per_level)]
-        names = [f"{first}.0.in_layers.2.weight" for first in firsts]
+    for per_level in range(2, num_inputs + 1):  # number of ResBlocks, plus one for downsampling
+        level_starts = [f"input_blocks.{i}" for i in range(1, num_inputs, per_level)]
+        names = [f"{start}.0.in_layers.2.weight" for start in level_starts]
         if num_inputs % per_level or not state.keys() >= set(names):
             continue
         mults = [len(state[name]) / fixed["model_channels"] for name in names]
-        attends = [f"{first}.1.qkv.weight" in state for first in firsts]
+        has_attention = [f"{start}.1.qkv.weight" in state for start in level_starts]
         arguments = fixed | {
             "num_res_blocks": per_level - 1,
             "channel_mult": [int(mult) if mult == int(mult) else mult for mult in mults],
-            "attention_downsample": [2**i for i, attend in enumerate(attends) if attend],
+            "attention_downsample": [2**i for i, has in enumerate(has_attention) if has],
         }
         if is_classifier:
             pool = state["out.2.positional_embedding"]
-            arguments["image_size"] = isqrt(pool.shape[1] - 1) * 2 ** (len(firsts) - 1)
+            arguments["image_size"] = isqrt(pool.shape[1] - 1) * 2 ** (len(level_starts) - 1)
         candidates.append(arguments)
     return (EncoderUNet if is_classifier else UNet), candidates
 
@@ -163,7 +164,7 @@ def _infer_unet(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClas
 def _infer_transformer(
     state: State, embed: str, head: str, blocks: str, num_prefix: int
 ) -> tuple[Json, int]:
-    """Arguments that U-ViT and DiT have in common, and the number of `blocks`."""
+    """Arguments common to U-ViT and DiT, and the number of `blocks`."""
     width, channels, patch, _ = state[f"{embed}.weight"].shape
     side = isqrt(state["pos_embed"].shape[1] - num_prefix)
     num_blocks = len({name.split(".")[1] for name in state if name.startswith(f"{blocks}.")})
@@ -180,11 +181,11 @@ def _infer_transformer(
 def _infer_uvit(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClass, list[Json]]:
     table = state.get("label_emb.weight")
     num_prefix = 1 + (table is not None)
-    arguments, half = _infer_transformer(
+    arguments, num_in_blocks = _infer_transformer(
         state, "patch_embed.proj", "decoder_pred", "in_blocks", num_prefix
     )
     arguments |= {
-        "depth": 2 * half,
+        "depth": 2 * num_in_blocks,
         "qkv_bias": "mid_block.attn.qkv.bias" in state,
         "mlp_time_embed": "time_embed.0.weight" in state,
         "final_conv": "final_layer.weight" in state,
@@ -212,4 +213,4 @@ KINDS: dict[str, Callable[[State, Mapping[str, Any]], tuple[NetworkClass, list[J
     "uvit": _infer_uvit,
     "dit": _infer_dit,
 }
-"""Program that published the weights -> function that infers class and candidate arguments."""
+"""Kind of checkpoint -> function that infers the class and candidates for the arguments."""
