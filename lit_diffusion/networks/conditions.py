@@ -7,8 +7,9 @@
 | `Tokens(dim)`             | (tokens (B, L, dim), mask (B, L) bool)      | tokens (B, 1 + L, D)  |
 | `WordIds(num_words)`      | ids (B, L) int64, -1 where there is no word | tokens (B, 1 + L, D)  |
 
-Every kind has a learned null embedding for images without a condition: a label of -1, an absent
-vector, no token or no word. If the condition is None, all images get it.
+Every kind has a null embedding for images without a condition: a label of -1, an absent vector, no
+token or no word. If the condition is None, all images get it. It is learned, except that labels of
+-1 are zeros in a `UNet`.
 
 Masks are True for tokens that exist. Values of absent vectors and tokens are ignored, even if they
 are NaN. Nothing here synchronizes with the device.

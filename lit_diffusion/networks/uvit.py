@@ -71,8 +71,8 @@ class UViT(nn.Module):
     | H    | 1152  | 28    | 16        |
 
     Published models include S/2 on CIFAR-10 (patch_size=2), M/4 and L/4 on ImageNet-64, L/4 and H/4
-    on latents 4x64x64, and H/2 on latents 4x32x32; those of size H have final_conv=False. Their
-    noise levels are continuous, from 0 to 999; those of size H are steps from 1 to 1000.
+    on latents 4x64x64, and H/2 on latents 4x32x32. They take continuous noise levels from 0 to 999.
+    Those of size H have final_conv=False and take steps from 1 to 1000 instead.
 
     A label or vector is a token at the front; tokens and words are appended to the sequence.
 
