@@ -1,7 +1,7 @@
-"""Exponential moving averages of weights, with the raw and the averaged weights kept apart.
+"""Exponential moving averages of weights, stored apart from the raw weights.
 
-The state that EMA saves in a checkpoint is {} or {"decays": [float], "steps": {name: int},
-"shadows": [{name: Tensor}, ...], one for each decay}; names are those of parameters without
+EMA saves {} in a checkpoint, or {"decays": [float], "steps": {name: int}, "shadows": [{name:
+Tensor}, ...]} with one shadow for each decay. Names are parameter names without the prefix of
 torch.compile.
 """
 
@@ -47,7 +47,8 @@ RAW = "raw"
 def warmup_decay(decay: float, n: int) -> float:
     """Decay of step n under warm-up: min(decay, (1 + n) / (10 + n)).
 
-    Young averages forget fast, so that short runs do not end near their initial weights.
+    A small decay in early steps keeps the average of a short run from staying near its initial
+    weights.
 
     Source: TensorFlow's ExponentialMovingAverage with num_updates.
 
@@ -59,7 +60,7 @@ def warmup_decay(decay: float, n: int) -> float:
 
 
 def span_decay(decay: float, first: int, last: int, warmup: bool = False) -> float:
-    """Decay of one update for optimizer steps first, ..., last - 1: the product of theirs."""
+    """Decay of one update for steps first, ..., last - 1: the product of their decays."""
     return math.prod(warmup_decay(decay, n) if warmup else decay for n in range(first, last))
 
 
@@ -67,9 +68,9 @@ def span_decay(decay: float, first: int, last: int, warmup: bool = False) -> flo
 def ema_update_(shadow: Sequence[Tensor], params: Sequence[Tensor], decay: float) -> None:
     """shadow = decay * shadow + (1 - decay) * params, in place.
 
-    In lerp form an average that equals the weights stays exactly there; the form above drifts. Of
-    split tensors each rank updates its part. Parameters are copied to the device and dtype of
-    their averages first, if those differ.
+    Computed by lerp, which leaves an average that equals the weights unchanged; the formula above
+    would drift by rounding. Each rank updates its part of split tensors. Parameters are copied to
+    the device and dtype of their averages first.
 
     Example:
         >>> shadow = [torch.zeros(2)]
@@ -84,7 +85,7 @@ def ema_update_(shadow: Sequence[Tensor], params: Sequence[Tensor], decay: float
 
 @torch.no_grad()
 def overwrite_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy each value into its target, in the target's dtype; of split tensors, part by part."""
+    """Copy each value into its target, in the target's dtype; split tensors part by part."""
     torch._foreach_copy_([local_part(t) for t in targets], [local_part(v) for v in values])
 
 
@@ -92,7 +93,7 @@ def overwrite_(targets: Sequence[Tensor], values: Sequence[Tensor]) -> None:
 
 
 def check_averages(state: Any) -> None:  # noqa: C901 - a list of conditions
-    """Raise ValueError for a state that no EMA callback saves; its text follows "as" or ":"."""
+    """Raise ValueError, with a clause for a longer message, if `state` is not a state of EMA."""
     if isinstance(state, dict) and not state:
         return
     if not (isinstance(state, dict) and {"decays", "steps", "shadows"} <= state.keys()):
@@ -112,7 +113,7 @@ def check_averages(state: Any) -> None:  # noqa: C901 - a list of conditions
             raise ValueError(f"its average of {name} is not of real numbers")
         if (value.shape, value.dtype) != (shadows[0][name].shape, shadows[0][name].dtype):
             raise ValueError(f"its averages of {name} differ in shape or type")
-    hashes = state.get("snapshots", {})  # of PowerEMA: SHA-256 by number of updates
+    hashes = state.get("snapshots", {})  # PowerEMA: step -> SHA-256
     is_table = isinstance(hashes, dict) and all(map(_is_count, hashes))
     if not (is_table and all(isinstance(text, str) for text in hashes.values())):
         raise ValueError(f"its snapshots must be hashes by step, and are {hashes!r:.50}")
@@ -134,7 +135,7 @@ def _is_dense_of_real_numbers(value: Any) -> bool:
 
 @dataclass
 class _Group:
-    """The averaged tensors that one optimizer trains, by name, and the steps that it has made."""
+    """The averaged tensors of one optimizer, by name, and the number of its steps."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     steps: int = 0
@@ -143,41 +144,43 @@ class _Group:
 class EMA(pl.Callback):
     """Averages the trainable weights, and validates, tests and predicts with the averages.
 
-    After each step of the optimizer that holds it: shadow = decay * shadow + (1 - decay) * weight.
+    After each optimizer step: shadow = decay * shadow + (1 - decay) * weight.
 
-    - Every parameter under `prefix` that requires a gradient and that an optimizer holds is
-      averaged, in float32 or wider: shared ones once, those unfrozen or added later from then on.
-      Each optimizer counts its own steps, so the networks of a GAN are averaged at their own pace.
-      Accumulated batches and steps that a GradScaler skips do not count.
-    - Weights that ModelParallelStrategy splits are averaged part by part. Saves gather the averages
-      on rank 0; for this and for `weights()` all ranks are needed.
-    - Validation, test and predict use the first decay, swapped in place and back; inside
-      `weights(name)`, what that has put in place. Before the first update they use the weights.
-    - `LightningModule.state_dict()` is raw, also while averages are in place, and with it every
-      checkpoint; read averages from parameters or submodules. Checkpoints hold them under
-      `checkpoint["callbacks"][ema.state_key]`, in the form that this file's docstring describes.
-    - On resume these arguments win over the checkpoint's; a change of decays is printed.
-    - The averages belong to the module object. Where its weights are replaced by hand, use another
-      EMA, or give the Trainer a `ckpt_path`.
-    - An average that is not finite is refused, by name, where it would be used, saved or logged.
+    - Averages each parameter under `prefix` that requires a gradient and belongs to an optimizer,
+      in float32 or wider. Shared parameters are averaged once; parameters that are unfrozen or
+      added later are averaged from then on. Each optimizer counts its own steps, so each network of
+      a GAN is averaged by the steps of its optimizer. Accumulated batches and steps skipped by a
+      GradScaler do not count.
+    - Weights split by ModelParallelStrategy are averaged part by part. Saves gather the averages on
+      rank 0; all ranks must save and call `weights()` together.
+    - Validation, test and predict swap in the first decay, and swap the weights back afterwards.
+      Inside `weights(name)` they use those weights. Before the first update they use raw weights.
+    - `LightningModule.state_dict()`, and therefore every checkpoint, has the raw weights, even
+      while averages are swapped in; read averages from parameters or submodules. Checkpoints store
+      them under `checkpoint["callbacks"][ema.state_key]` (format: docstring of this file).
+    - On resume, these arguments override those of the checkpoint; a change of decays is printed.
+    - The averages belong to the module object. After replacing its weights by hand, use a new EMA,
+      or pass a `ckpt_path` to the Trainer.
+    - Using, saving or logging a non-finite average raises an error that names the parameter.
 
     Args:
-        decays: one or more, per optimizer step, in [0, 1). 0.9999 halves the past in 6,931 steps.
-        warmup: limit the decay of step n to (1 + n) / (10 + n).
-        every_n_steps: optimizer steps from one update to the next, which has their decays' product.
-        prefix: submodule that is averaged, such as "network"; "" for all. Two EMA callbacks need
-            prefixes of which neither contains the other.
-        start: optimizer steps in which the averages are still the weights; `warmup` counts from
-            there.
-        buffers: whether buffers of floating point numbers under `prefix` are averaged too, such as
-            the running statistics of BatchNorm, with each step of the first optimizer that has
-            something to average. The vectors of spectral norm stay those of the weights.
-        on_cpu: whether averages are kept in the CPU's memory, to which weights are copied at each
-            update: slower, and uses no GPU memory.
+        decays: one or more decays per optimizer step, in [0, 1). 0.9999 has a half-life of 6,931
+            steps.
+        warmup: whether to limit the decay of step n to (1 + n) / (10 + n).
+        every_n_steps: optimizer steps between updates; an update uses the product of their decays.
+        prefix: submodule to average, such as "network"; "" for all. The prefixes of two EMA
+            callbacks must not contain each other.
+        start: number of initial optimizer steps in which the averages equal the weights; `warmup`
+            counts from there.
+        buffers: whether to average floating point buffers under `prefix` too, such as the running
+            statistics of BatchNorm. They are updated at the steps of the first optimizer with
+            averaged parameters. The vectors of spectral norm are not averaged.
+        on_cpu: whether to store the averages in CPU memory. Saves GPU memory but is slower, because
+            each update copies the weights.
 
     Raises:
         ValueError: bad arguments; at the start of a run, a prefix without parameters, overlapping
-            EMAs, a strategy that is not supported, or a checkpoint whose averages do not fit.
+            EMAs, an unsupported strategy, or a checkpoint whose averages do not fit.
 
     Source: Polyak & Juditsky 1992, "Acceleration of stochastic approximation by averaging".
 
@@ -217,17 +220,17 @@ class EMA(pl.Callback):
         self._module: pl.LightningModule | None = None
         self._shadows: list[dict[str, Tensor]] = [{} for _ in self.decays]  # by name
         self._groups: list[_Group] = []  # one for each optimizer
-        self._waiting: dict[str, int] = {}  # steps of averages that no optimizer moves (yet)
+        self._waiting: dict[str, int] = {}  # steps of averages that no optimizer updates (yet)
         self._loaded: dict[str, Any] = {}  # state of a checkpoint, until a run starts
-        self._handled: dict[int, Tensor] = {}  # parameters that no group has to adopt, by id
+        self._handled: dict[int, Tensor] = {}  # parameters that are already in a group, by id
         self._hooks: list[RemovableHandle] = []
-        self._active = self._outside = RAW  # weights in place: now, and outside of the evaluation
-        self._raw: dict[Tensor, Tensor] = {}  # copies of what averages have overwritten
+        self._active = self._outside = RAW  # weights in place: now, and outside the evaluation
+        self._raw: dict[Tensor, Tensor] = {}  # parameter -> copy of its raw value, while swapped
         self._raw_hook: RemovableHandle | None = None
 
     @property
     def steps(self) -> int:
-        """Optimizer steps since the averages began; of several optimizers, the most."""
+        """Optimizer steps since the averages began; the maximum over optimizers."""
         return max([*self._waiting.values(), *(g.steps for g in self._groups)], default=0)
 
     def _steps_by_name(self) -> dict[str, int]:
@@ -240,15 +243,15 @@ class EMA(pl.Callback):
     # Weights by name
 
     def names(self) -> list[str]:
-        """Names of weights: raw, ema (the first decay) and ema_<decay> for each."""
+        """Names of weights: "raw", "ema" (the first decay), and "ema_<decay>" for each decay."""
         return list(self._names)
 
     @contextmanager
     def weights(self, name: str) -> Iterator[None]:
-        """Context in which the module's parameters hold the named weights. Contexts may be nested.
+        """Context in which the module's parameters have the named weights. Contexts may be nested.
 
         Args:
-            name: one of `names()`. Before the first update each of them gives the raw weights.
+            name: one of `names()`. Before the first update all of them mean the raw weights.
         """
         if name not in self._names:
             raise ValueError(f"EMA knows the weights {self._names}, got {name!r}.")
@@ -266,7 +269,7 @@ class EMA(pl.Callback):
 
     @torch.no_grad()
     def _activate(self, name: str) -> None:
-        """Put the named weights in place; `_activate(RAW)` also repairs an interrupted call."""
+        """Swap in the named weights; `_activate(RAW)` also repairs an interrupted call."""
         if name == self._active:
             return
         assert self._module is not None
@@ -287,7 +290,7 @@ class EMA(pl.Callback):
         if previous == RAW:
             self._raw = {target: target.detach().clone() for target in targets}
             register: Any = self._module.register_state_dict_post_hook
-            self._raw_hook = register(partial(self._put_raw))  # torch sets an attribute on it
+            self._raw_hook = register(partial(self._put_raw))  # torch sets an attribute on the hook
         shadow = self._shadows[max(self._names.index(name) - 2, 0)]
         if targets:
             overwrite_(targets, [shadow[n] for n in updated])
@@ -295,14 +298,14 @@ class EMA(pl.Callback):
     def _put_raw(
         self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
-        """Have `module.state_dict()`, and with it every checkpoint, hold the raw weights."""
+        """State-dict hook: put the raw weights into `module.state_dict()` and checkpoints."""
         buffers = module.named_buffers(remove_duplicate=False)
         for name, tensor in chain(module.named_parameters(remove_duplicate=False), buffers):
             if tensor in self._raw and prefix + name in state:
                 state[prefix + name] = self._raw[tensor]
 
     def _refuse_nonfinite(self, names: Sequence[str]) -> None:
-        """Raise FloatingPointError that names the first parameter whose average is not finite."""
+        """Raise FloatingPointError if an average is not finite, naming the first such parameter."""
         for decay, shadow in zip(self.decays, self._shadows, strict=True):
             bad = first_nonfinite([shadow[name] for name in names])
             if bad is not None:
@@ -319,10 +322,10 @@ class EMA(pl.Callback):
                 "would be lost; leave EMA.weights() first."
             )
 
-    # Following the optimizers
+    # Averaging at optimizer steps
 
     def _follow(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        """Average what the optimizers hold, starting from stored averages where there are any."""
+        """Hook the optimizers and average their parameters, starting from stored averages."""
         self._forget_if_replaced(trainer)
         from_checkpoint = bool(self._loaded)
         self._unfollow()
@@ -366,7 +369,7 @@ class EMA(pl.Callback):
             self._forget()
 
     def _take_stored(self, module: pl.LightningModule) -> None:
-        """Take averages from the checkpoint, else from an earlier run on the same module."""
+        """Load averages from the checkpoint, else from an earlier run of the same module."""
         state = self._loaded or (self._packed() if module is self._module else {})
         self._forget()
         self._loaded, self._module = {}, module
@@ -392,9 +395,9 @@ class EMA(pl.Callback):
                 shadow[name] = self._copy_as_average(start, averaged[name])
 
     def _match_decays(self, stored: Sequence[float]) -> list[int | None]:
-        """For each decay, the position of the stored average that it continues; prints changes.
+        """Index of the stored average that each decay continues, or None; prints changes.
 
-        That is the one of equal decay, else the next one that no decay equals, else None.
+        A decay continues the average of the same decay, else the next unmatched one, else none.
         """
         matches: list[int | None] = []
         unclaimed = [i for i, decay in enumerate(stored) if decay not in self.decays]
@@ -413,13 +416,13 @@ class EMA(pl.Callback):
         return matches
 
     def _copy_as_average(self, value: Tensor, tensor: Tensor) -> Tensor:
-        """A copy of `value`, split as `tensor` is, in float32 or wider."""
+        """A copy of `value`, split like `tensor`, in float32 or wider."""
         dtype = torch.promote_types(tensor.dtype, torch.float32)
         device = torch.device("cpu") if self.on_cpu else tensor.device
         return distribute_like(value, tensor).detach().to(device, dtype, copy=True)
 
     def _adopt(self, optimizer: Optimizer, group: _Group) -> None:
-        """Start to average parameters that the optimizer trains and no group has."""
+        """Start averaging parameters of the optimizer that are in no group yet."""
         new = {
             id(param): param
             for entry in optimizer.param_groups
@@ -446,14 +449,14 @@ class EMA(pl.Callback):
                 group.steps = max(group.steps, steps)
 
     def _named_tensors(self) -> dict[str, Tensor]:
-        """All parameters and buffers, by the name without torch.compile."""
+        """All parameters and buffers, by name without the prefix of torch.compile."""
         assert self._module is not None
         reshard(self._module)
         named = chain(self._module.named_buffers(), self._module.named_parameters())
         return {_uncompiled(name): tensor for name, tensor in named}
 
     def _averaged_tensors(self) -> dict[str, Tensor]:
-        """Parameters and buffers under the prefix."""
+        """Parameters under the prefix, and buffers to average."""
         assert self._module is not None
         params = {_uncompiled(name): param for name, param in self._module.named_parameters()}
         averaged: dict[str, Tensor] = {
@@ -467,9 +470,9 @@ class EMA(pl.Callback):
         return averaged | self._averaged_buffers()
 
     def _averaged_buffers(self) -> dict[str, Tensor]:
-        """Buffers of floating point numbers that checkpoints hold; no masks of -inf.
+        """Floating point buffers in checkpoints, except masks of -inf and spectral norm vectors.
 
-        The singular vectors of spectral norm are not averaged: sums of unit vectors are shorter.
+        Those are unit vectors, whose averages would be shorter.
         """
         assert self._module is not None
         if not self.buffers:
@@ -490,7 +493,7 @@ class EMA(pl.Callback):
         self._refuse_averages_in_place()
         self._adopt(optimizer, group)
         if group.steps == 0:
-            self._restart(group)  # weights may have been loaded after fit start
+            self._restart(group)  # weights may have been loaded after `on_fit_start`
 
     def _restart(self, group: _Group) -> None:
         """Set the averages to the current weights."""
@@ -498,7 +501,7 @@ class EMA(pl.Callback):
             overwrite_([shadow[name] for name in group.tensors], list(group.tensors.values()))
 
     def _after_step(self, group: _Group, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
-        # A GradScaler has fused optimizers skip a step inside, and does not call step() of others.
+        # With a GradScaler, fused optimizers skip a step inside step(); others are not called.
         params = (param for entry in optimizer.param_groups for param in entry["params"])
         skipped = getattr(optimizer, "found_inf", None) or all(p.grad is None for p in params)
         if skipped or is_state_init_step(optimizer, kwargs) or not group.tensors:
@@ -506,7 +509,7 @@ class EMA(pl.Callback):
         group.steps += 1
         if group.steps % self.every_n_steps:
             return
-        if self.buffers:  # modules may have replaced them, as `.to(device)` does
+        if self.buffers:  # modules may have replaced buffers, as `.to(device)` does
             tensors = self._named_tensors()
             group.tensors = {name: tensors[name] for name in group.tensors}
         last = group.steps - self.start
@@ -522,39 +525,39 @@ class EMA(pl.Callback):
 
     @property
     def state_key(self) -> str:
-        """Key in `checkpoint["callbacks"]`; without the decays, which may change on resume."""
+        """Key in `checkpoint["callbacks"]`; excludes the decays, which may change on resume."""
         return f"{type(self).__qualname__}{ {'prefix': self.prefix} }"
 
     def state_dict(self) -> dict[str, Any]:
-        """The averages by name and decay; empty where there are none.
+        """The averages by decay and name; empty without averages.
 
-        Of split weights, whole averages on rank 0 and {} on the others; then collective.
+        If weights are split, collective: whole averages on rank 0 and {} on the others.
         """
         return gather_state(self._packed())
 
     def _packed(self) -> dict[str, Any]:
         if self._loaded or not (self._groups or self._waiting):
-            return self._loaded  # unchanged, if a save comes before the run begins
+            return self._loaded  # for a save before the run begins
         steps = self._steps_by_name()
         self._refuse_nonfinite(list(steps))
         shadows = [dict(shadow) for shadow in self._shadows]
         return {"decays": list(self.decays), "steps": steps, "shadows": shadows}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the averages for the run that starts; during a run, go back to them."""
+        """Store the averages until the run starts; during a run, restore them at once."""
         try:
             check_averages(state_dict)
         except ValueError as error:
             raise ValueError(f"The checkpoint's state of EMA is damaged: {error}.") from None
         self._loaded = state_dict
-        if self._hooks:  # restored during a fit, as by a search for an lr when it is done
+        if self._hooks:  # restored during a fit, for example after the lr finder
             assert self._module is not None
             self._follow(self._module.trainer, self._module)
 
     # Lightning hooks
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse what cannot work before anything is loaded."""
+        """Refuse unsupported strategies and overlapping EMAs before anything is loaded."""
         self._loaded = {}
         refuse_strategy(trainer, "EMA")
         for other in trainer.callbacks:  # type: ignore[attr-defined]
@@ -567,7 +570,7 @@ class EMA(pl.Callback):
                 )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Create the averages on the module's device, or take those of the checkpoint."""
+        """Create the averages on the module's device, or load those of the checkpoint."""
         for callback in trainer.checkpoint_callbacks:
             kind = pl.callbacks.ModelCheckpoint
             if isinstance_lightning(callback, kind) and callback.save_weights_only:
@@ -581,7 +584,7 @@ class EMA(pl.Callback):
             self._follow(trainer, pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin under a strategy that has read the checkpoint only now."""
+        """Start averaging under a strategy that loads checkpoints after `on_fit_start`."""
         if trainer.strategy.restore_checkpoint_after_setup and not self._hooks:
             self._follow(trainer, pl_module)
 
@@ -590,7 +593,7 @@ class EMA(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Log the decay, and check the averages, as often as Lightning logs."""
+        """Log the decay and check the averages, whenever Lightning logs."""
         if self.steps and should_log(trainer):
             self._refuse_nonfinite(list(self._steps_by_name()))
             n = self.steps - self.start
@@ -598,7 +601,7 @@ class EMA(pl.Callback):
             pl_module.log(f"ema/decay_{self.prefix}" if self.prefix else "ema/decay", decay)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Warn if no step was seen."""
+        """Warn if the hooks have seen no optimizer step."""
         if trainer.global_step and not any(group.steps for group in self._groups):
             pl.utilities.rank_zero_warn(
                 f"EMA saw none of {trainer.global_step} optimizer steps, so there are no averages. "
@@ -607,7 +610,7 @@ class EMA(pl.Callback):
             )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Validate, test and predict with the averages."""
+        """Swap in the averages for validation, test and predict."""
         if trainer.state.fn != pl.trainer.states.TrainerFn.FITTING:
             self._forget_if_replaced(trainer)
             if self._loaded or pl_module is not self._module:
@@ -622,19 +625,19 @@ class EMA(pl.Callback):
             self._activate("ema")
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put the weights back."""
+        """Swap back the weights that were in place before the evaluation."""
         self._activate(self._outside)
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        """Put the raw weights back and release the optimizers."""
+        """Swap back the raw weights and remove the optimizer hooks."""
         self._activate(RAW)
         self._unfollow()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Release the optimizers."""
+        """Remove the optimizer hooks."""
         self._unfollow()
 
 
@@ -647,7 +650,7 @@ def _is_under(name: str, prefix: str) -> bool:
 
 
 def _is_singular_vector(name: str, saved: Collection[str]) -> bool:
-    """Whether a buffer belongs to torch's spectral norm, as a parametrization or as a hook."""
+    """Whether a buffer is a vector of torch's spectral norm, the parametrization or the hook."""
     if name[-2:] not in ("_u", "_v"):
         return False
     return ".parametrizations." in f".{name}" or f"{name[:-2]}_orig" in saved

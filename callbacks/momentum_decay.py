@@ -1,4 +1,4 @@
-"""MDLRC: beta1 decays over the run, and the lr with it; and a control, with the lr alone."""
+"""Momentum decay with learning rate compensation (MDLRC), and a control with only its lr."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -27,7 +27,7 @@ ParamGroup = dict[str, Any]
 
 
 class DecayedMomentum(NamedTuple):
-    """What one update uses."""
+    """Hyperparameters of one update."""
 
     beta1: float  # decay rate of the momentum
     lr_factor: float  # in (0, 1]
@@ -38,14 +38,14 @@ def momentum_decay(
 ) -> DecayedMomentum:
     """Decayed beta1, and the lr factor that compensates for it.
 
-    With tau = min(step / total_steps, 1), the fraction of the run that is over:
+    With tau = min(step / total_steps, 1), the completed fraction of the run:
 
         beta1     = max(beta0 * (1 - tau) / (1 - beta0 * tau), min_beta1)
         lr_factor = (1 - beta0) / (1 - beta1)
 
-    So beta1 / (1 - beta1), the weight of the past relative to the newest gradient, falls linearly,
-    and lr * (1 - beta1), with which that gradient enters the update, stays constant. Until beta1
-    reaches its floor lr_factor is 1 - beta0 * tau, a linear decay; from there on both are constant.
+    So beta1 / (1 - beta1), the weight of past gradients relative to the newest one, falls linearly,
+    and lr * (1 - beta1), the weight of the newest gradient in the update, stays constant. Until
+    beta1 reaches min_beta1, lr_factor is 1 - beta0 * tau, a linear decay; then both are constant.
 
     Args:
         step: optimizer steps completed before this one; the first has tau = 0.
@@ -77,35 +77,35 @@ def momentum_decay(
 
 
 class MomentumDecay(pl.Callback):
-    """Momentum decay with learning rate compensation (MDLRC), or Demon without the latter.
+    """Momentum decay with learning rate compensation (MDLRC), or Demon without the compensation.
 
-    The update after `step` completed ones uses beta1 and lr_factor of `momentum_decay`(step,
-    total_steps, beta0, min_beta1), with the lr multiplied by lr_factor. beta0 is each param group's
-    own beta1, so a config sets it where it sets the optimizer.
+    The update after `step` completed ones uses beta1 and lr * lr_factor, where beta1 and lr_factor
+    are `momentum_decay`(step, total_steps, beta0, min_beta1). beta0 is the beta1 with which each
+    param group is configured.
 
-    - beta1 and lr differ inside the update alone: schedulers, LearningRateMonitor, the training
-      step and checkpoints, whenever they are written, see the optimizer's own.
-    - `mdlrc/beta1` and `mdlrc/lr` log what the last update used; with several optimizers or groups,
+    - beta1 and lr are changed only during the update. Schedulers, LearningRateMonitor, the training
+      step and all checkpoints see the configured values.
+    - Logs `mdlrc/beta1` and `mdlrc/lr` of the last update; with several optimizers or groups,
       `mdlrc/lr_optimizer1_group0` and so on.
-    - Steps are counted as `global_step` counts them, those that a GradScaler skips included, and
-      separately for each of several optimizers. Checkpoints hold these counts and total_steps.
-    - On resume an explicit total_steps wins, and a change is printed; None keeps the checkpoint's
-      and warns if the run has another.
-    - The weight decay of AdamW is multiplied by the lr, so the compensation scales it as well.
+    - Steps are counted like `global_step`, including those that a GradScaler skips, and separately
+      for each optimizer. Checkpoints contain these counts and total_steps.
+    - On resume, an explicit total_steps overrides that of the checkpoint, and a change is printed.
+      None uses that of the checkpoint, with a warning if the Trainer has another.
+    - AdamW multiplies its weight decay by the lr, so the compensation scales it as well.
 
     Args:
-        total_steps: steps of each optimizer until beta1 would be 0; None takes the Trainer's.
+        total_steps: steps of each optimizer until beta1 would be 0; None uses the Trainer's.
         min_beta1: floor of beta1, in [0, beta0].
-        compensate_lr: False is Demon: the lr stays as it is. SGD, RMSprop and Muon need it: the
-            steps of the first two shrink by themselves, as their momentum has no factor 1 -
-            momentum, and those of Muon have one length whatever it is.
-        optimizers: positions in `trainer.optimizers` of those that are changed; None for all.
+        compensate_lr: False leaves the lr unchanged (Demon). SGD, RMSprop and Muon need False: the
+            updates of SGD and RMSprop shrink with the momentum anyway, as they have no factor
+            1 - momentum, and those of Muon are normalized.
+        optimizers: indices in `trainer.optimizers` of the optimizers to change; None for all.
 
     Raises:
-        ValueError: bad arguments; at the start of a fit, an unknown length, a strategy or optimizer
-            whose updates cannot be hooked, two such callbacks on one optimizer, a floor above
-            beta0, or an optimizer without momentum, with one that is cycled (OneCycleLR), or with
-            compensate_lr one other than Adam's.
+        ValueError: bad arguments; at the start of a fit, an unknown total_steps, a strategy or
+            optimizer whose updates cannot be hooked, two such callbacks on one optimizer,
+            min_beta1 above beta0, an optimizer without momentum or with momentum that a scheduler
+            cycles (OneCycleLR), or compensate_lr with another optimizer than Adam's family.
 
     Source: Eq. 9 and 10 of "Why diffusion models are stable and how to make them faster" (2023);
     Demon: Chen & Kyrillidis 2019 (arXiv 1910.04952).
@@ -133,14 +133,14 @@ class MomentumDecay(pl.Callback):
         self._trainer: pl.Trainer | None = None
         self._length: int | None = None  # the total_steps in effect
         self._counts: list[int] = []  # steps completed by each optimizer; see `_completed`
-        self._turn = 0  # position of the optimizer that takes the next step
+        self._turn = 0  # index of the optimizer that steps next
         self._base: list[tuple[ParamGroup, ParamGroup]] = []  # (group, options to restore in it)
-        self._last: dict[int, tuple[int, list[ParamGroup]]] = {}  # step, options of last updates
+        self._last: dict[int, tuple[int, list[ParamGroup]]] = {}  # index -> last step, its options
         self._hooks: list[RemovableHandle] = []
         self._loaded: dict[str, Any] = {}  # state of a checkpoint, until training starts
 
     def update_options(self, step: int, total_steps: int, group: ParamGroup) -> ParamGroup:
-        """Options of the update after `step` completed ones, in place of the group's own."""
+        """Options of the update after `step` completed ones, which replace those of the group."""
         beta1, lr_factor = momentum_decay(step, total_steps, _beta1(group) or 0.0, self.min_beta1)
         options: ParamGroup = {"momentum": beta1}
         if "betas" in group:
@@ -154,12 +154,12 @@ class MomentumDecay(pl.Callback):
     def _before_step(self, index: int, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         if is_state_init_step(optimizer, kwargs):
             return None
-        self._apply(index, optimizer)  # also before the closure: some optimizers read options first
+        self._apply(index, optimizer)  # some optimizers read options before they call the closure
         closure = kwargs.get("closure")
         if closure is None:
             return None
 
-        def run_with_base_options() -> Any:  # Lightning's closure runs the training step
+        def run_with_base_options() -> Any:  # the closure runs training_step
             self._restore()
             result = closure()
             self._apply(index, optimizer)
@@ -206,14 +206,14 @@ class MomentumDecay(pl.Callback):
     # Lightning hooks
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Forget an earlier fit, and refuse an unsupported strategy."""
+        """Reset the state of an earlier fit, and refuse unsupported strategies."""
         self._loaded = {}
         if stage == "fit":
             self._length = None
             refuse_strategy(trainer, type(self).__name__)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse what cannot work, before the first batch."""
+        """Refuse unsupported optimizers and schedulers, and conflicts between callbacks."""
         name, positions = type(self).__name__, self._positions(trainer)
         refuse_split_weights(trainer, pl_module, name)
         for other in trainer.callbacks:  # type: ignore[attr-defined]
@@ -245,7 +245,7 @@ class MomentumDecay(pl.Callback):
                 "cycle_momentum=False to it."
             )
         for group in optimizer.param_groups:
-            if _beta1(group) is None or "ScheduleFree" in name:  # whose beta1 interpolates averages
+            if _beta1(group) is None or "ScheduleFree" in name:  # its beta1 is no momentum
                 raise ValueError(
                     f"MomentumDecay needs an optimizer with momentum, and {name} has none; use "
                     "Adam or AdamW, or leave MomentumDecay out."
@@ -256,10 +256,10 @@ class MomentumDecay(pl.Callback):
                     f"enters an update of Adam's; the momentum of {name} enters its updates in "
                     "another way: pass compensate_lr=False or use Adam."
                 )
-            self.update_options(0, 1, group)  # refuses a floor above beta0
+            self.update_options(0, 1, group)  # raises if min_beta1 > beta0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find length and counts, and hook the optimizers as the checkpoint has left them."""
+        """Determine total_steps and step counts, and hook the restored optimizers."""
         self._length = self._choose_length(trainer)
         self._counts = self._restore_counts(trainer)
         self._trainer, self._turn, self._last = trainer, 0, {}
@@ -297,7 +297,7 @@ class MomentumDecay(pl.Callback):
         count, step = len(trainer.optimizers), trainer.global_step
         if count == 1 or step == 0:
             return [step] * count
-        counts = list(self._loaded.get("steps", self._counts))  # else of an earlier fit
+        counts = list(self._loaded.get("steps", self._counts))  # or the counts of an earlier fit
         if len(counts) != count or sum(counts) != step:
             raise ValueError(
                 f"{type(self).__name__} needs the steps that each of {count} optimizers has "
@@ -309,7 +309,7 @@ class MomentumDecay(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Remember which optimizer steps next."""
+        """Store which optimizer steps next."""
         if self._hooks:
             self._completed()
             self._turn = trainer.optimizers.index(optimizer)
@@ -317,7 +317,7 @@ class MomentumDecay(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        """Log what the batch's update used."""
+        """Log lr and beta1 of the batch's update."""
         if is_accumulating(trainer) or not should_log(trainer):
             return
         for index, (_step, groups) in self._last.items():
@@ -348,13 +348,13 @@ class MomentumDecay(pl.Callback):
         return f"{type(self).__qualname__}{ {'optimizers': self.optimizers} }"
 
     def state_dict(self) -> dict[str, Any]:
-        """Length of the schedule and steps completed by each optimizer; empty before a fit."""
+        """total_steps, and the steps completed by each optimizer; empty before a fit."""
         if self._length is None:
-            return self._loaded  # unchanged, if a save comes before the training starts
+            return self._loaded  # for a save before training starts
         return {"total_steps": self._length, "steps": list(self._completed())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep length and counts for the fit that starts."""
+        """Store total_steps and step counts until training starts."""
         length, steps = state_dict.get("total_steps", 1), state_dict.get("steps", [])
         numbers = [length, *steps] if isinstance(steps, list) else [None]
         if not length or any(type(n) is not int or not 0 <= n < 2**63 for n in numbers):
@@ -363,22 +363,22 @@ class MomentumDecay(pl.Callback):
                 f"1 or more, and is {length!r:.50}; steps a list of counts, and is {steps!r:.50}."
             )
         self._loaded = state_dict
-        if self._hooks:  # restored during a fit, as by a search for an lr when it is done
+        if self._hooks:  # restored during a fit, for example after the lr finder
             self._counts, self._last = list(steps), {}
 
 
 class LRCompensation(MomentumDecay):
-    """The control of `MomentumDecay`: its lr in every update, floor included, and nothing else.
+    """Control of `MomentumDecay`: applies its lr in every update, but leaves beta1 unchanged.
 
-    The lr is lr_factor of `momentum_decay`(step, total_steps, beta0, min_beta1) times the
-    optimizer's own: bit for bit that of MomentumDecay on an optimizer whose beta1 is `beta0`, so
-    what differs between two such runs is the momentum alone.
+    The lr is that of the optimizer times lr_factor of `momentum_decay`(step, total_steps, beta0,
+    min_beta1). It equals the lr of MomentumDecay with an initial beta1 of `beta0` bit for bit, so
+    two such runs differ only in momentum.
 
     Args:
-        total_steps: length of the schedule in optimizer steps; None takes the Trainer's.
-        beta0: beta1 at the start of the run that this one is compared with.
+        total_steps: length of the schedule in optimizer steps; None uses the Trainer's.
+        beta0: initial beta1 of the run to compare with.
         min_beta1: floor of beta1 of that run.
-        optimizers: positions in `trainer.optimizers` of those that are changed; None for all.
+        optimizers: indices in `trainer.optimizers` of the optimizers to change; None for all.
 
     Example:
         >>> control = LRCompensation(beta0=0.8)  # with Adam(..., betas=(0.9, 0.999)), say
@@ -393,7 +393,7 @@ class LRCompensation(MomentumDecay):
         optimizers: Sequence[int] | None = None,
     ) -> None:
         super().__init__(total_steps, min_beta1, optimizers=optimizers)
-        momentum_decay(0, 1, beta0, min_beta1)  # refuses what it cannot compute with
+        momentum_decay(0, 1, beta0, min_beta1)  # raises for bad arguments
         self.beta0 = beta0
 
     def update_options(self, step: int, total_steps: int, group: ParamGroup) -> ParamGroup:
@@ -402,7 +402,7 @@ class LRCompensation(MomentumDecay):
         return {"lr": group["lr"] * lr_factor}
 
     def _refuse_momentum(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
-        pass  # any momentum, or none
+        pass  # supports any momentum, or none
 
 
 def _beta1(group: Mapping[str, Any]) -> float | None:
@@ -411,7 +411,7 @@ def _beta1(group: Mapping[str, Any]) -> float | None:
 
 
 def _cycles_momentum(scheduler: object, optimizer: Optimizer) -> bool:
-    """Whether a scheduler, or one that it consists of, cycles the momentum of this optimizer."""
+    """Whether a scheduler, or one nested inside it, cycles the momentum of this optimizer."""
     if getattr(scheduler, "cycle_momentum", False):
         return getattr(scheduler, "optimizer", None) is optimizer
     return any(_cycles_momentum(part, optimizer) for part in getattr(scheduler, "_schedulers", ()))

@@ -1,4 +1,4 @@
-"""Power-function averages with snapshots, from which any width can be reconstructed later."""
+"""Power-function averages of weights, with snapshots to reconstruct other widths afterwards."""
 
 from math import prod
 from pathlib import Path
@@ -17,35 +17,35 @@ from lit_diffusion.ema_profiles import exponent, power_decay
 
 
 class PowerEMA(EMA):
-    """EMA whose decay rises with the step, so that it averages over the same share of any run.
+    """EMA whose decay grows with the step, so that it averages over a fixed fraction of the run.
 
-    After step n: shadow = d shadow + (1 - d) weight with d = (1 - 1 / n)^(gamma + 1), gamma set by
-    the relative width: the standard deviation of the averaged steps as a share of the run so far;
-    0.05 and 0.10 are usual. From a checkpoint of two widths and earlier snapshots, averages of
-    other widths can be reconstructed: `load(run, weights="power_0.07")`,
-    `lit-diffusion evaluate --ema 0.03,0.07,0.15`. 30 snapshots suffice for widths of 0.02 to 0.25;
-    a width whose profile they miss by more than a tenth is refused.
+    After step n: shadow = d shadow + (1 - d) weight with d = (1 - 1 / n)^(gamma + 1). gamma follows
+    from the relative width, the standard deviation of the averaged steps divided by the number of
+    steps so far; 0.05 and 0.10 are usual. Averages of other widths can be reconstructed from a
+    checkpoint with two widths and earlier snapshots: `load(run, weights="power_0.07")`,
+    `lit-diffusion evaluate --ema 0.03,0.07,0.15`. 30 snapshots suffice for widths of 0.02 to 0.25.
+    A width is refused if the relative error of its profile exceeds 0.1.
 
     Like `EMA`, it averages trainable parameters in float32, validates, tests and predicts with the
-    first average, and leaves `state_dict()` and checkpoints with raw weights. The weights are
-    called "ema" (the first width) and "power_<width>". Steps are counted from where the averages
-    begin. A resume deletes later snapshots and cannot add a width. A checkpoint knows its snapshots
-    by SHA-256, and others are refused. Float32 rounding of the averages grows with the steps: after
-    400,000 it is 0.3% of the difference between widths 0.05 and 0.10 where weights move by 10% in a
-    run, and more where they move less.
+    first average, and leaves the raw weights in `state_dict()` and checkpoints. The weights are
+    named "ema" (the first width) and "power_<width>". Steps are counted from the start of the
+    averages. A resume deletes later snapshots and cannot add a width. A checkpoint stores the
+    SHA-256 of its snapshots, and others are refused. Float32 rounding errors of the averages grow
+    with the steps: after 400,000 steps they are 0.3% of the difference between widths 0.05 and 0.10
+    if weights move by 10% in a run, and more if they move less.
 
     Args:
         widths: relative widths, one or more, above 0 and below 0.289.
         snapshot_every_n_steps: optimizer steps between snapshots, which are written to
             `<trainer.default_root_dir>/ema-snapshots`; None writes none.
         prefix: submodule to average, such as "network"; "" for all.
-        on_cpu: whether to keep the averages in the CPU's memory, to which weights are copied at
-            each update: slower, without using memory of the GPU.
+        on_cpu: whether to store the averages in CPU memory. Saves GPU memory but is slower, because
+            each update copies the weights.
 
     Raises:
-        ValueError: for a width that no profile has, two PowerEMA with snapshots, a checkpoint that
-            lacks a width; and as `EMA` for a prefix without parameters, overlapping EMAs, or a
-            strategy that is not supported.
+        ValueError: for a width out of range, two PowerEMA with snapshots, or a checkpoint that
+            lacks a width; like `EMA`, for a prefix without parameters, overlapping EMAs, or an
+            unsupported strategy.
 
     Source: Karras et al. 2024 (EDM2, arXiv 2312.02696), section 3.
 
@@ -71,21 +71,21 @@ class PowerEMA(EMA):
                 f"snapshot_every_n_steps must be at least 1, got {snapshot_every_n_steps}; None "
                 "keeps no snapshots."
             )
-        self._last_snapshot = 0  # number of updates at it
-        self._hashes: dict[int, str] = {}  # SHA-256 of each snapshot by number of updates
+        self._last_snapshot = 0  # step of the last snapshot
+        self._hashes: dict[int, str] = {}  # step of each snapshot -> SHA-256
 
     def _span(self, decay: float, first: int, last: int) -> float:
         return prod(power_decay(self._gammas[decay], n + 1) for n in range(first, last))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of EMA, and the hashes of the snapshots."""
+        """The state of EMA, with the hashes of the snapshots."""
         state = super().state_dict()
         if state and self._hashes:
             state["snapshots"] = dict(self._hashes)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore averages and hashes; refuse widths that would begin in the middle of the run."""
+        """Restore averages and hashes; refuse widths that the checkpoint lacks."""
         super().load_state_dict(state_dict)
         self._hashes = dict(state_dict.get("snapshots", {}))
         saved = state_dict.get("decays", self.decays)
@@ -96,7 +96,7 @@ class PowerEMA(EMA):
             )
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Find conflicts as EMA does; refuse a second PowerEMA that writes the same files."""
+        """Check for conflicts like EMA; refuse a second PowerEMA that writes the same files."""
         super().setup(trainer, pl_module, stage)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         writers = [each for each in callbacks if getattr(each, "snapshot_every_n_steps", None)]
@@ -107,7 +107,7 @@ class PowerEMA(EMA):
             )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Start averaging; delete snapshots of steps that the run has not reached yet."""
+        """Start averaging, and delete snapshots of steps after the current one."""
         super().on_train_start(trainer, pl_module)
         self._last_snapshot = self.steps
         self._hashes = {step: sha for step, sha in self._hashes.items() if step <= self.steps}
@@ -118,7 +118,7 @@ class PowerEMA(EMA):
                 rank_zero_info(f"Deleted {count} snapshots after step {self.steps} in {folder}.")
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *rest: Any) -> None:
-        """Write a snapshot where one is due."""
+        """Write a snapshot if one is due."""
         super().on_train_batch_end(trainer, pl_module, *rest)
         step, every = self.steps, self.snapshot_every_n_steps
         if every is None or step % every or step == self._last_snapshot:
