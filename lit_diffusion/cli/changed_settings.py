@@ -1,7 +1,7 @@
-"""Settings that differ from those of the checkpoint: command line and config win over it.
+"""On resume, apply settings of the command line or config that differ from the checkpoint's.
 
-Lightning restores optimizers and schedulers as they were saved, so that a new lr would be printed
-and never used. Here, what was changed is changed in the saved state, and nothing else.
+Lightning restores optimizers and schedulers as they were saved, so a new lr would have no effect.
+This module writes the changed settings, and nothing else, into the restored state.
 """
 
 import warnings
@@ -14,14 +14,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from lit_diffusion.callbacks.trainer_state import loaded_checkpoint
 
 ChangedSettings = Mapping[str, tuple[Any, Any]]
-"""Dotted name of a setting -> (value in the checkpoint, value that is used)."""
+"""Dotted name of a setting -> (value in the checkpoint, present value)."""
 
 
 def differences(saved: Any, used: Any, name: str = "model") -> dict[str, tuple[Any, Any]]:
-    """Settings whose values differ, by dotted name: (saved, used).
+    """Settings that differ, as {dotted name: (saved value, used value)}.
 
-    Of objects of different classes, the class paths are the difference. Settings that only one side
-    has are left out, as after an update that added an argument.
+    For objects of different classes, only the class paths are compared. Settings on only one side
+    are ignored: a newer version may have added an argument.
     """
     are_lists = isinstance(saved, list | tuple) and isinstance(used, list | tuple)
     if saved == used or (are_lists and list(saved) == list(used)):  # YAML has no tuples
@@ -40,14 +40,14 @@ def differences(saved: Any, used: Any, name: str = "model") -> dict[str, tuple[A
 
 
 class ApplyChangedHyperparameters(Callback):
-    """Puts changed settings of optimizers and schedulers into the state that a resume restores.
+    """Writes changed settings of optimizers and schedulers into the state that a resume restores.
 
-    The lr is what it would be had the changed lr or schedule been there from the first step: the
-    schedule is built anew and run to the step of the checkpoint. Momenta and all else stay.
+    If the lr or the schedule has changed, a new schedule is run to the step of the checkpoint, as
+    if it had been used from the first step. Momentum buffers and all other state stay the same.
 
     Args:
-        changed: settings of the module. The last part of a name is an argument of the optimizer
-            (lr, betas), and a name with "scheduler" in it is of the schedule.
+        changed: changed settings of the module. The last part of each name is an argument of an
+            optimizer (lr, betas); names with "scheduler" belong to the schedule.
     """
 
     def __init__(self, changed: ChangedSettings) -> None:
@@ -56,7 +56,7 @@ class ApplyChangedHyperparameters(Callback):
         self._reschedule = "lr" in self._arguments or any("scheduler" in name for name in changed)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Change the loaded checkpoint, to what the newly built optimizers have."""
+        """Copy the changed options of the new optimizers into the loaded checkpoint."""
         checkpoint = loaded_checkpoint(trainer)
         if not checkpoint or not self._changed:
             return
@@ -77,13 +77,13 @@ class ApplyChangedHyperparameters(Callback):
 
 
 def _replay_schedules(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
-    """Run the newly built schedulers to the step of the checkpoint, and replace its states."""
+    """Run the new schedulers to the step of the checkpoint, and replace its scheduler states."""
     states = checkpoint["lr_schedulers"]
     for i, config in enumerate(trainer.lr_scheduler_configs):
         if isinstance(config.scheduler, ReduceLROnPlateau):
             if i == len(states):
                 states.append(config.scheduler.state_dict())
-            continue  # a function of past metrics cannot be replayed, only continued
+            continue  # depends on past metrics, so it cannot be replayed
         if i < len(states):
             steps = states[i]["last_epoch"]
         else:  # the saved run had no scheduler

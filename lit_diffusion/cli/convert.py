@@ -12,7 +12,7 @@ KINDS = ("improved-diffusion", "guided-diffusion", "uvit", "dit", "diffusers-une
 
 
 def build_parser() -> Parser:
-    """Help of `convert` without export or import."""
+    """Parser with the help of `convert` itself."""
     return Parser(
         "convert",
         """Take weights to other programs, or bring published ones in.
@@ -66,7 +66,7 @@ def run(argv: Sequence[str]) -> None:
     """Run the command: "convert", "export" or "import", then options.
 
     Raises:
-        ValueError: for what cannot be converted.
+        ValueError: if the file or checkpoint cannot be converted.
     """
     match argv[1:2]:
         case ["export"]:
@@ -88,14 +88,14 @@ def export(
     vae: str | None = None,
     trust: Iterable[str] = (),
 ) -> list[str]:
-    """Write the network of a checkpoint, a file or run folder; lines to print about it.
+    """Write the network of a checkpoint (a file or run folder); return lines to print.
 
-    The form is "safetensors" (`interchange.exported`) or "diffusers" (`diffusers_folder`); `vae` is
-    the folder of the AutoencoderKL of a latent DiT for the latter.
+    The form is "safetensors" (`interchange.exported`) or "diffusers" (`diffusers_folder`). For a
+    latent DiT in the diffusers form, `vae` is the folder of its AutoencoderKL.
 
     Raises:
-        ValueError: for a checkpoint that does not describe a network, or one that diffusers cannot
-            express.
+        ValueError: if the checkpoint does not describe its network, or diffusers does not support
+            the model.
     """
     from torch import nn
 

@@ -1,4 +1,4 @@
-"""`lit-diffusion encode`: latents of a folder of images, once, for many epochs."""
+"""`lit-diffusion encode`: precompute the latents of a folder of images."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +58,7 @@ def run(argv: Sequence[str]) -> None:
         args.image_size,
         strict=False,
         channels=codec.image_channels,
-        full_check=False,  # encoding reads them to their ends
+        full_check=False,  # encoding reads all pixels
         num_workers=args.num_workers,
     )
     device, folder = usable_device(args.device), Path(args.out)

@@ -1,4 +1,4 @@
-"""Latents of a folder of images, written shard by shard."""
+"""Write the latents of a folder of images, shard by shard."""
 
 import os
 from dataclasses import replace
@@ -16,9 +16,9 @@ from lit_diffusion.signals import print_error
 
 
 def launcher_rank_and_world_size() -> tuple[int, int]:
-    """Rank and number of the processes that torchrun or srun started, which need not communicate.
+    """Rank and number of processes started by torchrun or srun; needs no process group.
 
-    The batch script of a SLURM job is one process, however many tasks the job has.
+    The batch script of a SLURM job counts as one process, whatever the job's number of tasks.
     """
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -30,10 +30,10 @@ def launcher_rank_and_world_size() -> tuple[int, int]:
 def plan_shards(
     images: ImageFolder, codec: VAECodec, folder: Path, shard_size: int, flips: bool
 ) -> LatentIndex:
-    """The index of a folder of latents, written unless it is there; flips may be added to one.
+    """Write the index of a folder of latents, or check the existing one; may add flips to it.
 
     Raises:
-        ValueError: where the folder holds latents of something else; says what differs.
+        ValueError: if the folder has latents of other images or another VAE; says what differs.
     """
     require_at_least(1, shard_size=shard_size)
     codec.encoded_shape(images.image_shape)
@@ -72,9 +72,9 @@ def encode_shards(
     rank: int = 0,
     world_size: int = 1,
 ) -> int:
-    """Write this process's share of the missing shards of a folder; how many it wrote.
+    """Write this process's share of the missing shards of a folder; return their number.
 
-    A shard depends on its images alone, whichever process writes it.
+    A shard depends only on its images, not on the process that writes it.
     """
     dataset, num_workers = images.load("train"), images.num_workers
     if num_workers is None:

@@ -1,4 +1,4 @@
-"""Checks of one `ExaminedRun`, and of the machine; each yields findings."""
+"""Checks of an `ExaminedRun` and of the machine; each check yields findings."""
 
 import math
 import os
@@ -42,7 +42,7 @@ class Level(IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: how serious, on what, and rule, value and fix."""
+    """One line of the report: level, topic, and a text with rule, value and fix."""
 
     level: Level
     topic: str
@@ -59,7 +59,7 @@ problem = partial(Finding, Level.PROBLEM)
 
 
 def check_start(run: ExaminedRun) -> Iterator[Finding]:
-    """What the Trainer, `fit` or sampling raised, and data that are not there yet."""
+    """Errors of the Trainer, `fit` or sampling, and missing data."""
     if run.cli.refusal is not None:
         yield problem("trainer", run.cli.refusal)
     for topic, message in run.failures:
@@ -69,7 +69,7 @@ def check_start(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_devices(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether each process on CPUs has a core, and whether a GPU was expected."""
+    """Whether each CPU process has a core, and whether a GPU was expected."""
     processes, cores = run.cli.num_devices, usable_cores()
     if run.trainer.strategy.root_device.type != "cpu":
         yield ok("devices", f"{processes} on a node")
@@ -81,12 +81,12 @@ def check_devices(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_ranks(num_devices: int, num_nodes: int, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether SLURM starts as many processes as the config asks for: devices on each of the nodes.
+    """Whether SLURM starts as many processes as the config needs: num_devices * num_nodes.
 
-    What Lightning itself refuses, as it does most of what torchrun gets wrong, is in `check_start`.
+    `check_start` reports what Lightning itself refuses, including most mistakes with torchrun.
     """
     ranks, tasks = num_devices * num_nodes, environ.get("SLURM_NTASKS", "")
-    is_shell = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")  # to Lightning
+    is_shell = environ.get("SLURM_JOB_NAME") in ("bash", "interactive")  # as Lightning decides
     if "SLURM_JOB_ID" not in environ:
         if num_nodes > 1 and not {"MASTER_ADDR", "TORCHELASTIC_RUN_ID"} & environ.keys():
             text = "nothing here starts processes on other nodes; use srun or torchrun."
@@ -111,7 +111,7 @@ def check_ranks(num_devices: int, num_nodes: int, environ: Mapping[str, str]) ->
 
 
 def check_length(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether the run ends, and after how much."""
+    """Whether the run ends, and after how many steps."""
     steps = run.num_steps
     if run.trainer.max_steps == run.trainer.max_epochs == -1 and not run.has_timer:
         text = "never stops: max_steps and max_epochs are both -1; set --trainer.max_steps=N."
@@ -137,7 +137,7 @@ def check_length(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_intervals(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether validations, evaluations, saves and curricula come to their turn, or end."""
+    """Whether validations, evaluations and saves happen, and curricula end, within the run."""
     steps, validation = run.num_steps, run.validation_interval
     if steps is None or steps <= run.start_step:
         return
@@ -184,7 +184,7 @@ def check_lr(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_ema(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether averages are of trained weights, and of recent ones."""
+    """Whether averages are dominated by initial weights, or lag too far behind."""
     emas = [c for c in run.callbacks if isinstance(c, EMA) and not isinstance(c, PowerEMA)]
     for decay, warmup in [(decay, ema.warmup) for ema in emas for decay in ema.decays]:
         if not (steps := run.num_steps):
@@ -207,7 +207,7 @@ def check_ema(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_terminal_snr(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether the noisiest time, and that at which samples start, leave nothing of the image.
+    """Whether the noisiest time, and the first time of the solver, leave nothing of the image.
 
     Source: Lin et al. 2024, "Common Diffusion Noise Schedules and Sample Steps are Flawed".
     """
@@ -230,7 +230,7 @@ def check_terminal_snr(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_label_dropout(run: ExaminedRun) -> Iterator[Finding]:
-    """Whether the unconditional prediction, which guidance needs, is trained."""
+    """Whether the unconditional prediction that guidance needs is trained."""
     if not isinstance(module := run.module, DiffusionModule) or module.num_classes is None:
         return
     dropout, guidance = module.label_dropout, module.guidance
@@ -258,9 +258,9 @@ def check_fid(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def check_time(run: ExaminedRun) -> Iterator[Finding]:
-    """How long the rest of the run takes, and how much of it does not go into training."""
+    """Estimated time of the rest of the run, and the fractions of validation and sampling."""
     training = ((run.num_steps or 0) - run.start_step) * run.step_seconds
-    if not training > 0:  # nothing is left, or unknown
+    if not training > 0:  # no steps are left, or their number or duration is unknown
         return
     batch = (run.batch_size or 1) * run.trainer.accumulate_grad_batches
     images = run.count_rounds(None) * math.ceil((run.num_held_out or 0) / run.ranks)
@@ -295,10 +295,10 @@ def check_disk(run: ExaminedRun) -> Iterator[Finding]:
     emas = [callback for callback in run.callbacks if isinstance(callback, EMA)]
     states = [e.values() for o in run.trainer.optimizers for e in o.state.values()]
     optimizer = sum(v.nbytes for values in states for v in values if isinstance(v, Tensor))
-    optimizer = optimizer or 2 * trained  # as Adam, where no step was made
+    optimizer = optimizer or 2 * trained  # that of Adam, if no step was made
     checkpoint = weights + optimizer + sum(len(ema.decays) * trained for ema in emas)
     num = count_checkpoints(run)
-    needed = (num + 1) * checkpoint if num else 0  # a file is replaced when the new one is whole
+    needed = (num + 1) * checkpoint if num else 0  # a file stays until its successor is complete
     for ema in emas:
         if every := getattr(ema, "snapshot_every_n_steps", None):
             needed += run.count_rounds(every) * len(ema.decays) * trained
@@ -315,7 +315,7 @@ def check_disk(run: ExaminedRun) -> Iterator[Finding]:
 
 
 def count_checkpoints(run: ExaminedRun) -> float:
-    """Checkpoints that are there at once; infinite where all stay, and how many is unknown."""
+    """Number of checkpoints on disk at once; inf if all stay and the run has no known length."""
     num, paths = 0.0, set()
     for callback in run.callbacks:
         num += bool(getattr(callback, "save_best", False))  # best-fid.ckpt
@@ -325,7 +325,7 @@ def count_checkpoints(run: ExaminedRun) -> float:
                 files = run.count_rounds(every) if every and run.num_steps else math.inf
             num += files + bool(callback.save_last)
         elif isinstance(callback, Checkpoint):
-            paths.add(getattr(callback, "path", callback))  # several write last.ckpt
+            paths.add(getattr(callback, "path", callback))  # several callbacks share last.ckpt
     return num + len(paths)
 
 
@@ -338,7 +338,7 @@ CHECKS += (check_ema, check_terminal_snr, check_label_dropout, check_fid, check_
 
 
 def check_machine(folder: Path) -> Iterator[Finding]:
-    """Packages, GPUs, shared memory, FID weights, and disk of the folder where runs would go."""
+    """Packages, GPUs, shared memory, FID weights, and free disk space in `folder`."""
     for each in map(Requirement, metadata.requires("lit-diffusion") or []):
         version = "" if each.marker else metadata.version(each.name)
         if version and not each.specifier.contains(version, prereleases=True):
@@ -352,7 +352,7 @@ def check_machine(folder: Path) -> Iterator[Finding]:
         yield problem("devices", f"{text}CUDA build, and see nvidia-smi and CUDA_VISIBLE_DEVICES.")
     else:
         yield note("devices", f"no GPU: torch {torch.__version__} trains on the CPU.")
-    memory = Path("/dev/shm")  # noqa: S108 - where loader processes put their batches
+    memory = Path("/dev/shm")  # noqa: S108 - DataLoader workers pass batches through it
     if memory.is_dir() and (free := shutil.disk_usage(memory).free) < 2**28:
         text = f"{free / 1e9:.2g} GB in /dev/shm are too little for loader processes; start the "
         yield warning("loading", f"{text}container with --shm-size=8g, or set num_workers: 0.")
@@ -367,7 +367,7 @@ def check_machine(folder: Path) -> Iterator[Finding]:
 
 
 def existing_parent(path: Path) -> Path:
-    """The path, or the nearest one above it that exists."""
+    """The path itself, or its nearest parent that exists."""
     path = path.absolute()
     return next(each for each in (path, *path.parents) if each.exists())
 
@@ -376,9 +376,9 @@ def existing_parent(path: Path) -> Path:
 
 
 def examine(options: Sequence[str], seconds: float = 5.0) -> Iterator[Finding]:
-    """Findings on this machine, and on the run of `fit` with these options if there are any.
+    """Findings about this machine, and about the run of `fit` with these options, if any.
 
-    Each measurement of time may take some `seconds`.
+    Each measurement of time takes about `seconds`.
     """
     least = Level.WARNING if options else Level.OK
     yield from (finding for finding in check_machine(Path.cwd()) if finding.level >= least)
@@ -400,12 +400,12 @@ def examine(options: Sequence[str], seconds: float = 5.0) -> Iterator[Finding]:
         for check in CHECKS:
             try:
                 yield from check(run)
-            except Exception as error:  # objects of other packages have any attributes
+            except Exception as error:  # objects of other packages may have unexpected attributes
                 yield problem(check.__name__, describe_error(error))
 
 
 def report(findings: Sequence[Finding]) -> str:
-    """A line for each finding, the most serious first, and one on all of them.
+    """Text of the report: a line for each finding, most serious first, and a summary.
 
     Example:
         >>> print(report([Finding(Level.OK, "data", "here"), problem("disk", "full.")]))

@@ -1,4 +1,4 @@
-"""`lit-diffusion doctor`: what would go wrong with a run, before it is started."""
+"""`lit-diffusion doctor`: find the problems of a run before it starts."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ def run(argv: Sequence[str]) -> None:
         argv: "doctor", then configs and options of fit.
 
     Raises:
-        SystemExit: with 2 where there is a problem.
+        SystemExit: with code 2 if there is a problem.
     """
     configs = list(takewhile(lambda argument: not argument.startswith("-"), argv[1:]))
     options = [part for config in configs for part in ("--config", config)]
@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> None:
         return
     ranks = [os.environ.get(name, "0") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK")]
     if any(rank != "0" for rank in ranks):
-        return  # one process of several reports
+        return  # only the first of several processes reports
     from lit_diffusion.cli.doctor.checks import Level, examine, report
 
     logging.disable(logging.WARNING)  # fit shows these messages again

@@ -1,4 +1,4 @@
-"""A run as the doctor sees it: built and started by the code of `fit`, on one process."""
+"""The run that the doctor examines: built and started by the code of `fit`, on one process."""
 
 import math
 import time
@@ -33,18 +33,19 @@ CONNECTING = {"RankWatch", "SaveOnSignal"}
 """Callbacks that open connections or set signal handlers."""
 
 OUR_CALLBACKS = tuple(getattr(callbacks, name) for name in {*callbacks.__all__} - CONNECTING)
-"""Callbacks that the doctor calls: before the first step they write nothing."""
+"""Callbacks that the doctor runs; they write nothing before the first step."""
 
 
 class FitOnOneProcess(RunCLI):
-    """Builds all that `fit` builds, with a Trainer of one process that writes to `folder`.
+    """Builds everything that `fit` builds, with a Trainer of one process that writes to `folder`.
 
-    The Trainer that the config asks for is built as well, to see whether it can be.
+    Also builds the Trainer of the config, to check that it can be built.
 
     Attributes:
-        refusal: why that Trainer cannot be built; None if it can. The other one then uses the CPU.
-        num_devices: processes on each node that the config asks for.
-        num_nodes: nodes that the config asks for.
+        refusal: why the Trainer of the config cannot be built; None if it can. If it cannot, the
+            Trainer of one process uses the CPU.
+        num_devices: processes per node in the config.
+        num_nodes: nodes in the config.
         call_fit: starts `fit`.
     """
 
@@ -55,12 +56,12 @@ class FitOnOneProcess(RunCLI):
         super().__init__(request, contexts)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Build both Trainers; return the one of one process."""
+        """Build both Trainers; return that of one process."""
         settings = self.trainer_settings
         try:
             trainer = super().instantiate_trainer(**kwargs)
             self.num_devices, self.num_nodes = trainer.num_devices, trainer.num_nodes
-        except Exception as error:  # Lightning has no common class for its refusals
+        except Exception as error:  # Lightning raises many types
             self.refusal = explain_parse_error(error)
             devices = settings.devices
             number = str(len(devices) if isinstance(devices, list) else devices)
@@ -74,7 +75,7 @@ class FitOnOneProcess(RunCLI):
         return super().instantiate_trainer(**kwargs)
 
     def run_trainer(self, run: Callable[[], None]) -> None:
-        """Build only; `call_fit` starts the Trainer later."""
+        """Do not start the Trainer; `call_fit` does so later."""
         self.call_fit = run
 
     def before_fit(self) -> None:
@@ -85,11 +86,11 @@ class FitOnOneProcess(RunCLI):
 
 
 class ExaminedRun:
-    """The objects of a run, its length, and what was timed. None stands for unknown.
+    """The objects of a run, its length and its measured times. None means unknown.
 
     Args:
-        cli: the objects that `fit` builds.
-        seconds: that each measurement of time may take.
+        cli: has the objects that `fit` builds.
+        seconds: maximum duration of each measurement of time.
     """
 
     def __init__(self, cli: FitOnOneProcess, seconds: float) -> None:
@@ -107,19 +108,19 @@ class ExaminedRun:
         self.ranks: int = cli.num_devices * cli.num_nodes
         file = self.request.checkpoint
         checkpoint = {} if file is None else read_checkpoint(file, mmap=True)
-        self.start_step = int(checkpoint.get("global_step", 0))  # from which the run resumes
-        self.missing_data: str | None = None  # what `fit` fetches, and the doctor does not
+        self.start_step = int(checkpoint.get("global_step", 0))  # step from which the run resumes
+        self.missing_data: str | None = None  # what `fit` would download; the doctor does not
         if isinstance(self.data, ImageDataModule):
             self.missing_data = self.data.pending_setup()
         elif self.data is not None and is_overridden("prepare_data", self.data):
             self.missing_data = f"{type(self.data).__name__}.prepare_data may need a network"
-        self.missing_weights: dict[FIDEvaluation, str] = {}  # of extractors, and what is wrong
+        self.missing_weights: dict[FIDEvaluation, str] = {}  # error of each extractor's check
         for evaluation in self.evaluations:
             try:
                 evaluation.protocol.check()
             except (OSError, ValueError) as error:
                 self.missing_weights[evaluation] = str(error)
-        self.failures: list[tuple[str, str]] = []  # topic, and the message of what was raised
+        self.failures: list[tuple[str, str]] = []  # (topic, error message)
         self.batch_size: int | None = getattr(self.data, "batch_size", None)  # of each process
         self.sample_seconds = 0.0  # per generated image on one process; 0 if unknown
         self.step_seconds = math.nan  # per optimizer step
@@ -130,19 +131,19 @@ class ExaminedRun:
         self._count_steps()
 
     def count_rounds(self, every_n_steps: int | None) -> int:
-        """How often something is due in the rest of the run; None is after every validation.
+        """Number of times that an interval ends in the rest of the run; 0 if unknown.
 
-        0 where the length of the run is unknown.
+        None stands for the interval of validations.
         """
         every = self.validation_interval if every_n_steps is None else every_n_steps
         if not every or self.num_steps is None:
             return 0
-        # A share of an epoch leaves a remainder, and rounding must not add a round.
+        # The interval may be a fraction of an epoch, whose rounding must not change the number.
         ends = (self.start_step / every, self.num_steps / every)
         return max(math.floor(ends[1] + 1e-9) - math.floor(ends[0] + 1e-9), 0)
 
     def _time_samples(self, module: DiffusionModule, seconds: float) -> None:
-        """Time one network call of sampling, from which samples and steps are extrapolated."""
+        """Time one network call of sampling, and extrapolate to samples and training steps."""
         trainer, solver = self.trainer, module.solver
         times = solver_times(solver, module.process)
 
@@ -163,10 +164,10 @@ class ExaminedRun:
             trainer.precision_plugin.convert_module(module).to(trainer.strategy.root_device)
             with trainer.precision_plugin.forward_context(), torch.no_grad():
                 call_seconds = seconds_per_image(1)
-                largest = int(seconds / call_seconds / 2)  # the batch that there is time for
+                largest = int(seconds / call_seconds / 2)  # largest batch within the time
                 if (num := min(largest, max(sampled, default=batch_size))) > 1:
                     call_seconds = seconds_per_image(num)
-        except Exception as error:  # what a run would fail on as well, such as too little memory
+        except Exception as error:  # a run would fail as well, for example out of memory
             self.failures.append(("sampling", describe_error(error)))
             return
         finally:
@@ -179,7 +180,7 @@ class ExaminedRun:
     def _start(self, seconds: float) -> None:
         """Call `fit`, which sets everything up and restores a checkpoint, and time its first steps.
 
-        No step is made where one is known to take longer than `seconds`.
+        Makes no step if one is expected to take longer than `seconds`.
         """
         if self.missing_data is not None:
             return
@@ -191,7 +192,7 @@ class ExaminedRun:
             self.cli.call_fit()
         except FitMeasured:
             pass
-        except Exception as error:  # what the run would end with
+        except Exception as error:  # the run would fail with it
             untrained = self.trainer.global_step == self.start_step
             explanation = explain(error, self.request, untrained)
             self.failures.append(("fit", str(explanation or describe_error(error))))
@@ -202,7 +203,7 @@ class ExaminedRun:
             self.step_source = f"measured on {last - first} steps"
 
     def _count_steps(self) -> None:
-        """Compute the length of the run, which has more processes than the Trainer here."""
+        """Compute the length of the run, which may have more processes than this Trainer."""
         trainer, loader = self.trainer, self.trainer.train_dataloader
         accumulate = trainer.accumulate_grad_batches
         self.num_images = dataset_length(loader)
@@ -234,15 +235,15 @@ class ExaminedRun:
 
 
 class FitMeasured(Exception):
-    """The first steps of a fit were timed."""
+    """Raised when the first steps of a fit have been timed."""
 
 
 class Stopwatch(Callback):
     """Times the first optimizer steps of a fit, and ends it by raising `FitMeasured`.
 
     Args:
-        seconds: after which the fit ends; also after 30 steps, and at the first validation.
-        makes_steps: whether to make steps at all, rather than to end where the first would begin.
+        seconds: time after which the fit ends. It also ends after 30 steps and at a validation.
+        makes_steps: whether to make steps; if False, the fit ends before the first one.
     """
 
     def __init__(self, seconds: float, makes_steps: bool) -> None:
@@ -250,7 +251,7 @@ class Stopwatch(Callback):
         self.times: list[tuple[int, float]] = []  # (optimizer steps, time)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Leave out what generates samples, after all callbacks were called once."""
+        """Remove callbacks that generate samples, after their `on_fit_start` was called."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         steady = [each for each in callbacks if not isinstance(each, PeriodicEvaluation)]
         trainer.callbacks = steady  # type: ignore[attr-defined]
@@ -262,7 +263,7 @@ class Stopwatch(Callback):
         self.times.append((trainer.global_step, synchronized_time()))
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
-        """Note the time of a step, and end the fit when there were enough."""
+        """Record the time of a step, and end the fit after enough steps."""
         step, now = trainer.global_step, synchronized_time()
         if step > self.times[-1][0]:
             self.times.append((step, now))
@@ -275,7 +276,7 @@ class Stopwatch(Callback):
 
 
 def synchronized_time() -> float:
-    """Seconds on a clock, after the GPU has done all its work."""
+    """Monotonic time in seconds, after all queued work of the GPU."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.monotonic()
@@ -290,5 +291,5 @@ def dataset_length(loader: Any) -> int | None:
 
 
 def describe_error(error: BaseException) -> str:
-    """The message of a check, or the kind of an accident with its message."""
+    """The message of an error; with its type unless a check raised it."""
     return str(error) if is_user_error(error) and str(error) else f"{type(error).__name__}: {error}"
