@@ -18,7 +18,7 @@ WITH_IMAGES = {
     *("--images", "--checkpoint", "--trust", "--data", "--reference", "--extractor"),
     *("--batch-size", "--device"),
 }
-"""Options that may stand beside --images; all others say how images are generated."""
+"""Options that may be combined with --images; all others configure the generation of images."""
 
 
 def build_parser() -> Parser:

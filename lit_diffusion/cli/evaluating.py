@@ -1,4 +1,4 @@
-"""Scores of a checkpoint, or of a folder of images, against real images."""
+"""Score a checkpoint, or a folder of images, against real images."""
 
 import json
 import tempfile
@@ -44,23 +44,23 @@ from lit_diffusion.signals import print_error
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What is scored, against what, and by which features: options of `lit-diffusion evaluate`."""
+    """Options of `lit-diffusion evaluate`: images to score, real images, and FID protocol."""
 
-    sampling: SamplingOptions  # how images are generated, and which run names data and protocol
-    images: str | None = None  # folder of images to score; None generates some
-    num: int | None = None  # number of images to generate; None for as many as are real
-    out: str | None = None  # folder that keeps the generated images; None for a temporary one
-    reference: str | None = None  # real images, as `real_images` takes them
-    data: str | None = None  # config that names the data in place of the run's
+    sampling: SamplingOptions  # how to generate images; its checkpoint's run has data and protocol
+    images: str | None = None  # folder of images to score; None generates images
+    num: int | None = None  # number of images to generate; None for the number of real images
+    out: str | None = None  # folder for the generated images; None for a temporary one
+    reference: str | None = None  # real images: argument of `real_images`
+    data: str | None = None  # config with the data, instead of the run's config
     extractor: str | None = None  # FID protocol; None for that of the run
 
 
 def evaluate(options: EvaluationOptions) -> dict[str, Any]:
-    """Generate images unless there are some, and score them.
+    """Generate images, unless a folder of images is passed, and score them.
 
     Returns:
-        The scores of `metrics.score`, the FID of real images (the floor), auxiliary metrics, and
-        how the images were generated, as plain builtins for JSON.
+        Plain builtins for JSON: the scores of `metrics.score`, the FID of real images (the floor),
+        auxiliary metrics, and a record of how the images were generated.
     """
     sampling = options.sampling
     device = usable_device(sampling.device)
@@ -97,7 +97,7 @@ def evaluate(options: EvaluationOptions) -> dict[str, Any]:
 
 
 def _read_samples_record(folder: Path) -> dict[str, Any]:
-    """samples.json of a folder of images, or the folder's name where there is none."""
+    """The content of samples.json in a folder of images; without it, the folder's name."""
     path = folder / RECORD
     if not path.is_file():
         return {"images": str(folder)}
@@ -109,7 +109,7 @@ def _read_samples_record(folder: Path) -> dict[str, Any]:
 
 
 def table(record: Mapping[str, Any]) -> str:
-    """The scores of a record as lines of text."""
+    """Format the scores of a record as lines of text."""
     auxiliary = record["second_look"]
     floor = f"{record['fid_floor']:.4g}: {record['floor_images']}"
     rows = {f"FID {record['num_fake']}": f"{record['fid']:.4g}   (floor {floor})"}
@@ -131,17 +131,16 @@ def table(record: Mapping[str, Any]) -> str:
 
 
 def score_widths(options: EvaluationOptions, widths: Sequence[float]) -> dict[str, Any]:
-    """Score averages of several relative widths on the same seeds, and draw FID over width.
+    """Score averages of several relative widths on the same seeds, and plot FID against width.
 
-    Each record is also appended to ema-curve.jsonl in the run folder, for `compare`, as soon as it
-    is there.
+    Appends each record to ema-curve.jsonl in the run folder at once, for `compare`.
 
     Returns:
         Records by width, the best width, and the paths of figure and records.
 
     Raises:
-        ValueError: before the first is scored: with --out or --weights, or for a width that the run
-            cannot give.
+        ValueError: before any scoring: with --out or --weights, or for a width that cannot be
+            reconstructed from the run.
     """
     sampling = options.sampling
     if options.out:
@@ -177,7 +176,7 @@ def score_widths(options: EvaluationOptions, widths: Sequence[float]) -> dict[st
 
 
 def _as_evaluation(record: Mapping[str, Any]) -> FIDRecord:
-    """A record of `evaluate` in the form that `FIDEvaluation` writes."""
+    """Convert a record of `evaluate` to the format of `FIDEvaluation`."""
     samples = record["samples"]
     values = {
         **record,
@@ -198,9 +197,9 @@ def _as_evaluation(record: Mapping[str, Any]) -> FIDRecord:
 
 
 def _draw_curve(records: Mapping[float, Mapping[str, Any]], path: Path) -> None:
-    """Draw FID over the width, on a logarithmic axis.
+    """Plot FID against width, on a logarithmic axis.
 
-    The FID of real images is in the title: as a line, it would flatten the curve.
+    The FID of real images is in the title; a line for it would flatten the curve.
     """
     from matplotlib.figure import Figure
 

@@ -1,7 +1,7 @@
-"""What a resume needs beyond Lightning to end as a run that was never interrupted.
+"""Make a resumed run end exactly like an uninterrupted one, where Lightning alone does not.
 
-Private names of Lightning are used here and in `fit`; a test asserts that each exists with the
-expected signature, as for `callbacks.trainer_state`.
+Uses private names of Lightning, as `fit` does. A test asserts that each exists with the expected
+signature, as for `callbacks.trainer_state`.
 """
 
 import os
@@ -41,31 +41,31 @@ _UNSAVED = (
     "_defer_save_until_validation",
     "current_score",
 )
-"""Attributes of a ModelCheckpoint that its `state_dict` or its `load_state_dict` leaves out."""
+"""Attributes of a ModelCheckpoint that its `state_dict` or `load_state_dict` omits."""
 
 
 class ExactResume(AccumulationTracker, Callback):
-    """Saves and restores what Lightning does not, and marks files that cannot be resumed exactly.
+    """Saves and restores state that Lightning omits, and marks checkpoints without exact resume.
 
-    Lightning does not call `on_train_epoch_start` in a resumed epoch, where
-    GradientAccumulationScheduler sets its factor. It updates ReduceLROnPlateau after the hooks in
-    which checkpoints are saved, by metrics that it does not save, and not at all at the end of an
-    interrupted epoch. ModelCheckpoint and EarlyStopping use the last of these metrics too, and part
-    of a ModelCheckpoint's state is not saved.
+    Four things are missing in Lightning. It does not call `on_train_epoch_start` in a resumed
+    epoch, where GradientAccumulationScheduler sets its factor. It updates ReduceLROnPlateau after
+    the hooks in which checkpoints are saved, and not at all at the end of an interrupted epoch. It
+    does not save `callback_metrics`, which ReduceLROnPlateau, ModelCheckpoint and EarlyStopping
+    read. It does not save all of the state of ModelCheckpoint.
 
     metrics.csv and evaluations.jsonl stay consistent with the checkpoint: all rows of its step are
-    on the disk before it is written, and a resume deletes the rows of later steps. Training images
-    are counted, also of a run whose resumes change the batch size.
+    on disk before it is written, and a resume deletes the rows of later steps. Training images are
+    counted correctly even if a resume changes the batch size.
 
-    Checkpoints that other callbacks save than `LastCheckpoint` may be marked. One saved between
-    accumulated batches lacks their gradients: resuming from it is refused. One saved before the
-    validation of its step leaves that out, and one saved at the end of an epoch makes Lightning
-    count a step twice in its logs: resuming from these warns. All of them are good to sample from.
+    Checkpoints of callbacks other than `LastCheckpoint` may be marked. A checkpoint between
+    accumulated batches lacks their gradients; resuming from it raises an error. A checkpoint before
+    the validation of its step skips this validation, and one at the end of an epoch makes Lightning
+    count a step twice in its logs; resuming from these warns. All of them can be used for sampling.
 
     List it after other callbacks: GradientAccumulationScheduler must start from a factor of 1.
 
     Attributes:
-        image_count: of the fit, which `count_training_images` reads.
+        image_count: image count of the fit, which `count_training_images` reads.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class ExactResume(AccumulationTracker, Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Log the row of the step, and save what Lightning does not."""
+        """Log the metrics of the step, and save what Lightning omits."""
         in_batch_end = is_batch_ending(trainer)
         if in_batch_end and not is_accumulating(trainer) and should_log(trainer):
             _log_pending_row(trainer)
@@ -88,13 +88,13 @@ class ExactResume(AccumulationTracker, Callback):
         }
         if reason := self._why_inexact(trainer):
             checkpoint["resumes_inexactly"] = reason
-        # Elsewhere, as after an error, metrics may not be computed on all ranks.
+        # Otherwise, for example after an error, metrics may not be computed on all ranks.
         if in_batch_end or trainer.validating:
             metrics = trainer.callback_metrics
             checkpoint["callback_metrics"] = {name: metrics[name].cpu() for name in sorted(metrics)}
 
     def _why_inexact(self, trainer: Trainer) -> str | None:
-        """When the checkpoint is saved, if no exact resume is possible from there."""
+        """When the checkpoint is saved, in words, if a resume from it would not be exact."""
         epochs: Any = trainer.fit_loop.epoch_progress.current
         if self.is_accumulating(trainer):
             if epochs.completed == epochs.ready:  # in on_train_end
@@ -109,7 +109,7 @@ class ExactResume(AccumulationTracker, Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuse a marked file, or warn of it; load what was saved."""
+        """Raise or warn if the checkpoint is marked; load what was saved."""
         reason = checkpoint.get("resumes_inexactly")
         if reason == BETWEEN_BATCHES:
             raise ValueError(
@@ -127,10 +127,10 @@ class ExactResume(AccumulationTracker, Callback):
         self._savers = checkpoint.get("model_checkpoints", {})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore what was loaded, and do what Lightning left out before the first batch."""
+        """Restore what was loaded, and make up for what Lightning skipped."""
         loop = trainer.fit_loop.epoch_loop
-        # Lightning counts the step of a file saved at a validation as it leaves that validation
-        # out; where none is due now, there is none to leave out.
+        # For a checkpoint saved at a validation, Lightning counts the step when it skips that
+        # validation. If no validation is due now, the step is counted here.
         if loop.restarted_on_last and not validation_follows(trainer):
             batches: Any = loop.batch_progress.total
             automatic = pl_module.automatic_optimization
@@ -139,7 +139,7 @@ class ExactResume(AccumulationTracker, Callback):
         if trainer.is_global_zero:
             _rewind_logs(trainer)
         self.image_count = start_image_count(trainer, self.image_count)
-        with isolate_rng():  # ModelCheckpoint asks for the size of the validation set
+        with isolate_rng():  # ModelCheckpoint reads the size of the validation set
             loop.val_loop.setup_data()
         if trainer.ckpt_path is not None:
             _restore_savers(trainer, self._savers)
@@ -155,12 +155,12 @@ class ExactResume(AccumulationTracker, Callback):
             _update_plateau_schedulers(trainer)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have Lightning end a resumed epoch as any other: the metrics are there."""
+        """Make Lightning end a resumed epoch like any other, since its metrics are restored."""
         trainer.fit_loop._restarting = False
 
 
 def _log_pending_row(trainer: Trainer) -> None:
-    """Log the row that Lightning logs only after `on_train_batch_end`, where saves are made."""
+    """Log the metrics that Lightning would log only after `on_train_batch_end`."""
     if metrics := convert_tensors_to_scalars(dict(trainer._logger_connector.metrics["log"])):
         step = metrics.pop("step", logger_step(trainer))
         metrics.setdefault("epoch", trainer.current_epoch)
@@ -170,7 +170,7 @@ def _log_pending_row(trainer: Trainer) -> None:
 
 
 def _rewind_logs(trainer: Trainer) -> None:
-    """Delete the rows of steps after the one that was restored."""
+    """Delete the rows of steps after the restored one."""
     step = trainer.global_step
     evaluations = Path(trainer.default_root_dir) / "evaluations.jsonl"
     num_deleted = {evaluations: rewind_evaluations(evaluations, step)}
@@ -183,10 +183,10 @@ def _rewind_logs(trainer: Trainer) -> None:
 
 
 def _update_plateau_schedulers(trainer: Trainer) -> None:
-    """Make the updates that Lightning makes after `on_train_batch_end`, where it was saved."""
+    """Make the updates that Lightning would have made after the save in `on_train_batch_end`."""
     loop, epochs = trainer.fit_loop.epoch_loop, trainer.fit_loop.epoch_progress.current
     loop.update_lr_schedulers("step", update_plateau_schedulers=True)
-    if loop.batch_progress.is_last_batch:  # Lightning has begun to count the next epoch
+    if loop.batch_progress.is_last_batch:  # Lightning already counts the next epoch
         epochs.completed -= 1
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         epochs.completed += 1
@@ -197,10 +197,10 @@ def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
 
 
 def _restore_savers(trainer: Trainer, states: dict[str, dict[str, Any]]) -> None:
-    """Restore each ModelCheckpoint, and let it overwrite the files saved after the checkpoint.
+    """Restore each ModelCheckpoint, and let it overwrite files saved after the checkpoint.
 
-    Files that the interrupted run saved after the checkpoint from which it resumes are unknown to
-    ModelCheckpoint, which would save the same step again beside them, as -v1.
+    ModelCheckpoint does not know the files that the interrupted run saved after this checkpoint. It
+    would save the same steps again beside them, as -v1.
     """
     savers = _model_checkpoints(trainer)
     tracked, files = set[str](), set[str]()
@@ -217,7 +217,7 @@ def _restore_savers(trainer: Trainer, states: dict[str, dict[str, Any]]) -> None
 
 
 def _file_exists(obsolete: set[str], file_exists: Any, path: str, trainer: Trainer) -> bool:
-    """ModelCheckpoint's `file_exists`, except for obsolete files, which it may overwrite once."""
+    """ModelCheckpoint's `file_exists`, but False once for each obsolete file."""
     path = os.path.abspath(path)
     is_obsolete = trainer.strategy.broadcast(path in obsolete)
     obsolete.discard(path)
@@ -225,7 +225,7 @@ def _file_exists(obsolete: set[str], file_exists: Any, path: str, trainer: Train
 
 
 def completed_epochs(checkpoint: Mapping[str, Any]) -> int:
-    """Epochs of which a checkpoint has all batches; 0 if it does not say."""
+    """Number of epochs that a checkpoint has completed; 0 if it does not say."""
     try:
         loop = checkpoint["loops"]["fit_loop"]
         ended = loop["epoch_loop.batch_progress"]["is_last_batch"]
@@ -235,5 +235,5 @@ def completed_epochs(checkpoint: Mapping[str, Any]) -> int:
 
 
 def save_interval(callback: ModelCheckpoint) -> int:
-    """Optimizer steps between the saves of a ModelCheckpoint; 0 if it does not save by steps."""
+    """Optimizer steps between saves of a ModelCheckpoint; 0 if it does not save by steps."""
     return callback._every_n_train_steps

@@ -1,6 +1,6 @@
-"""`lit-diffusion fit | validate | test | predict`: LightningCLI with a run folder around it.
+"""`lit-diffusion fit | validate | test | predict`: LightningCLI with a run folder.
 
-Command line wins over config, config over checkpoint.
+The command line overrides configs, and configs override the checkpoint.
 """
 
 import logging
@@ -94,7 +94,7 @@ def run(argv: Sequence[str]) -> None:
     """Run a command line whose first word is fit, validate, test or predict.
 
     Raises:
-        ValueError: for a config that is wrong, a run folder that holds another run, or a checkpoint
+        ValueError: for a wrong config, a run folder that contains another run, or a checkpoint
             that does not fit.
     """
     request = read_command_line(argv)
@@ -109,11 +109,11 @@ def run(argv: Sequence[str]) -> None:
 
 
 class RunCLI(LightningCLI):
-    """LightningCLI whose runs live in a run folder.
+    """LightningCLI whose runs have a run folder.
 
     Args:
         request: the command line.
-        stack: contexts that the run is in until it ends, to which the lock on its folder is added.
+        stack: contexts to leave at the end of the run; the lock of the run folder is added.
     """
 
     def __init__(self, request: Request, stack: ExitStack) -> None:
@@ -132,7 +132,7 @@ class RunCLI(LightningCLI):
         self._weights = checkpoint.get("state_dict", {})
         self._saved_step = checkpoint.get("global_step")
         self._saved_epochs = completed_epochs(checkpoint)
-        # Errors are raised, and options have their whole names, as in `run_folder`.
+        # Raise errors and refuse abbreviated options, as in `run_folder`.
         strict = {"exit_on_error": False, "allow_abbrev": False}
         of_command = {
             "description": DESCRIPTIONS[request.command],
@@ -151,18 +151,18 @@ class RunCLI(LightningCLI):
     # Parsing
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """The command alone: a parser of each would take as long as all the rest."""
+        """Only the requested command: building the parsers of all of them is slow."""
         return {self.request.command: LightningCLI.subcommands()[self.request.command]}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """Add options beside those of the model, the data and the Trainer."""
+        """Add options besides those of the model, the data and the Trainer."""
         text = "in words, what the numbers of this config were tuned on; `compare` shows it"
         parser.add_argument("--tuned_on", type=str | None, help=text)
         text = "start a new run from what fits of another: CKPT, CKPT:raw, CKPT:ema, or an export"
         parser.add_argument("--init_weights", type=str | None, help=text)
 
     def _arguments(self) -> list[str]:
-        """The command line, after what it overrides: the checkpoint's model, the run's config."""
+        """The command line, preceded by the checkpoint's model and the run's config."""
         request, configs = self.request, []
         if self._saved_model is not None:
             configs.append(yaml.safe_dump({"model": self._saved_model}))  # JSON has no inf
@@ -171,7 +171,7 @@ class RunCLI(LightningCLI):
             configs.append(yaml.safe_dump(read_config(config)))
         arguments = [request.command, *(x for text in configs for x in ("--config", text))]
         arguments += request.options
-        # --model.help=CLASS and the like print the arguments of a class, and nothing may follow.
+        # Options such as --model.help=CLASS must be the last ones.
         class_help = r"--(model|data|trainer\.\w+)\.help(=|$)"
         if not any(re.match(class_help, option) for option in request.options):
             arguments += ["--trainer.default_root_dir", str(request.root)]
@@ -180,7 +180,7 @@ class RunCLI(LightningCLI):
         return arguments
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse, with a ValueError of one line for a mistake."""
+        """Parse the arguments; raise a ValueError with a short message for a mistake."""
         assert isinstance(args, list)
         command = self.request.command
         args, by_name = split_callback_options(map(_nested_null, args))
@@ -203,7 +203,10 @@ class RunCLI(LightningCLI):
             raise ValueError(message) from error
 
     def _parse_ckpt_path(self) -> None:
-        """Say which settings differ from those of the checkpoint, whose model was parsed first."""
+        """Log the settings that differ from the checkpoint's.
+
+        Replaces Lightning's method, which would parse the model of the checkpoint after the config.
+        """
         _hand_down_classes(self.config[self.request.command]["model"])
         self._dump_config()
         if self._saved_model is None:
@@ -217,15 +220,15 @@ class RunCLI(LightningCLI):
         for name, (old, new) in all_changed.items():
             rank_zero_info(f"The checkpoint had {name} {old}, using {new}.")
 
-    # Before anything is built
+    # Checks before the classes are instantiated
 
     @property
     def writes(self) -> bool:
-        """Whether this is a fit, and not a trial of a few batches that writes nothing."""
+        """Whether this is a fit without `fast_dev_run`, which writes into the run folder."""
         return self.is_fit and not self.config_dump["trainer"]["fast_dev_run"]
 
     def before_instantiate_classes(self) -> None:
-        """Refuse wrong settings, and a fit that must not write into the run folder."""
+        """Refuse wrong settings, and a fit that would overwrite or repeat another run."""
         trainer = self.config_dump["trainer"]
         if trainer["max_steps"] is None:
             raise ValueError("trainer.max_steps must be a number, -1 for no end, got null.")
@@ -237,7 +240,7 @@ class RunCLI(LightningCLI):
             self._refuse_finished(trainer["max_steps"], trainer["max_epochs"])
 
     def _refuse_finished(self, max_steps: int, max_epochs: int | None) -> None:
-        """Raise ValueError for a finished run; SystemExit(0) if the command is just repeated."""
+        """Raise ValueError for a finished run, or SystemExit(0) if its command is repeated."""
         for unit, done, limit in (
             ("steps", self._saved_step, max_steps),
             ("epochs", self._saved_epochs, max_epochs),
@@ -253,16 +256,16 @@ class RunCLI(LightningCLI):
     # Building
 
     def instantiate_classes(self) -> None:
-        """Build model, data and Trainer; leave class paths and arguments for their checkpoints."""
+        """Build model, data and Trainer; store class paths and arguments as hyperparameters."""
         try:
             with limit_parameters(self._weights) if self._weights else nullcontext():
                 super().instantiate_classes()
-        except ValueError as error:  # jsonargparse wraps what a constructor says
+        except ValueError as error:  # jsonargparse wraps the errors of constructors
             raise ValueError(_failed_class(error) + explain_parse_error(error)) from error
         refuse_other_dtypes(self.model, self._weights, self.request.checkpoint)
-        self._weights = {}  # keeps the file open
+        self._weights = {}  # releases the file
         if self.trainer.precision == "64-true":
-            self.model.double()  # Lightning does so after it has restored, which rounds to float32
+            self.model.double()  # Lightning converts after restoring, which rounds to float32
         source = self.config_init[self.request.command]["init_weights"]
         if source is not None and self.is_fit and not self.request.checkpoint:
             settings = self.config_dump["model"].get("init_args", {})
@@ -273,13 +276,13 @@ class RunCLI(LightningCLI):
                 built.hparams.clear()
                 built.hparams.update(
                     _class_path=spec["class_path"],
-                    # by which Lightning's own `load_from_checkpoint` reads the file
+                    # for Lightning's own `load_from_checkpoint`
                     _instantiator="lightning.pytorch.cli.instantiate_module",
                 )
                 built.hparams.update(spec.get("init_args", {}) | spec.get("dict_kwargs", {}))
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """The Trainer, with the plugins, loggers and callbacks of a run that the config lacks."""
+        """Build the Trainer, adding the default plugins, loggers and callbacks of a run."""
         config = self.trainer_settings
         plugins = _with_safe_reading(config.plugins, self.request.trust)
         kwargs |= {"logger": self._loggers(config.logger), "callbacks": self._callbacks(config)}
@@ -292,19 +295,20 @@ class RunCLI(LightningCLI):
             raise ValueError(text) from None
         environment = trainer._accelerator_connector.cluster_environment
         if isinstance(environment, SLURMEnvironment) and environment not in plugins:
-            # Lightning would save and requeue inside of a handler, whatever the command.
+            # Lightning would save and requeue inside a signal handler, whatever the command.
             environment.auto_requeue = False
         return trainer
 
     @property
     def trainer_settings(self) -> Any:
-        """Arguments of the Trainer, built from the config."""
+        """Arguments of the Trainer, instantiated from the config."""
         return self.config_init[self.request.command]["trainer"]
 
     def _loggers(self, loggers: Any) -> Any:
-        """The config's loggers, or TensorBoard, and metrics.csv for a fit; none for other commands.
+        """Loggers of the config (default TensorBoard) and metrics.csv, for a fit.
 
-        Those of the config come first: a module's `self.logger` is the first.
+        For other commands, only those of the config. They come first, as a module's `self.logger`
+        is the first logger.
         """
         root = self.request.root
         if loggers is None or loggers is True:
@@ -317,10 +321,10 @@ class RunCLI(LightningCLI):
         return [*as_list, AppendingCSVLogger(root)]
 
     def _callbacks(self, config: Any) -> list[Callback]:
-        """The callbacks of the run; ValueError where the command would be of no use."""
+        """The callbacks of the run; ValueError if the command could not give useful results."""
         shows = config.enable_progress_bar is not False
         callbacks = with_defaults(config.callbacks, fits=self.is_fit, shows_progress=shows)
-        # Scores of raw weights must not pass for those of the averages in the file.
+        # Metrics of raw weights must not be mistaken for those of the averages in the file.
         if not self.is_fit and self._has_averages and not contains(callbacks, WeightsProvider):
             raise ValueError(
                 f"{self.request.checkpoint} holds averaged weights, but no EMA callback is "
@@ -350,14 +354,14 @@ class RunCLI(LightningCLI):
             read_evaluations(root / "evaluations.jsonl")
 
     def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
-        """What the Trainer is called with: no config may have code in a checkpoint run."""
+        """Arguments of the Trainer's method; no config can disable `weights_only`."""
         return {**super()._prepare_subcommand_kwargs(subcommand), "weights_only": True}
 
     def _run_subcommand(self, subcommand: str) -> None:
         self.run_trainer(partial(super()._run_subcommand, subcommand))
 
     def run_trainer(self, run: Callable[[], None]) -> None:
-        """Call `run`, which calls the Trainer, and raise what ended it in words."""
+        """Call `run`, which calls the Trainer, and explain the error that ended it."""
         try:
             run()
         except (SystemExit, Exception) as error:
@@ -377,36 +381,36 @@ class RunCLI(LightningCLI):
             raise
 
     def _signal_behind(self, error: BaseException) -> signal.Signals | None:
-        """The signal that ended the Trainer, which exits with 0 after SIGTERM, 1 after Ctrl-C."""
+        """The signal that ended the Trainer, or None; Lightning's own exit codes do not show it."""
         if isinstance(error, SavedOnSignal):
             return error.signal
         if isinstance(error.__context__, KeyboardInterrupt):
             return signal.SIGINT
         terminated = self.trainer.received_sigterm
-        # Batch systems signal the workers too, whose death may be what the Trainer hears of first.
+        # Batch systems signal the workers too, so the Trainer may notice their death first.
         worker = terminated and str(error).startswith("DataLoader worker")
         return signal.SIGTERM if worker or isinstance(error, SIGTERMException) else None
 
     def after_fit(self) -> None:
-        """Print where things are and how good they are."""
+        """Print the summary of the run."""
         if self.trainer.is_global_zero and self.writes:
             seconds = time.monotonic() - self._start
             print(summary(self.request, self.trainer, seconds), file=sys.stderr)
 
 
 class _HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
-    """jsonargparse's help, under a description with its lines as they are."""
+    """Help formatter of jsonargparse that preserves the lines of the description."""
 
 
 def _nested_null(option: str) -> str:
-    """--model.network.a=null as jsonargparse wants it, which takes that for the text "None"."""
+    """Rewrite --model.network.a=null, whose value jsonargparse would read as the text "None"."""
     match = re.fullmatch(r"(--(?:model|data)\.[\w.]+)\.(\w+)=(?:null|~)", option)
     parent = match[1].replace(".init_args", "") if match else ""
     return f'{parent}={{"{match[2]}": null}}' if match and "." in parent else option
 
 
 def _hand_down_classes(model: Any) -> None:
-    """Give a network that takes `num_classes`, and gets None, that of its module."""
+    """Set a network's `num_classes` to that of its module, if it is None."""
     arguments = getattr(model, "init_args", None) or {}
     network = getattr(arguments.get("network"), "init_args", None) or {}
     if "num_classes" in network and network["num_classes"] is None and not network.get("condition"):
@@ -414,7 +418,7 @@ def _hand_down_classes(model: Any) -> None:
 
 
 def _with_safe_reading(plugins: Any, trust: Sequence[str]) -> list[Any]:
-    """The plugins, with one that reads checkpoints without running code in them."""
+    """The plugins, with one that reads checkpoints without executing code from them."""
     plugins = list(plugins) if isinstance(plugins, list) else [plugins] * (plugins is not None)
     readers = [type(plugin) for plugin in plugins if isinstance(plugin, CheckpointIO)]
     for reader in readers:
@@ -427,13 +431,13 @@ def _with_safe_reading(plugins: Any, trust: Sequence[str]) -> list[Any]:
     return plugins if readers else [*plugins, AtomicCheckpointIO()]
 
 
-# Errors in words that name the file or the setting that caused them
+# Error messages that name the file or setting at fault
 
 
 def _failed_class(error: BaseException) -> str:
-    """The text "UNet cannot be built: " for an accident in a constructor of this library, else "".
+    """The prefix "UNet cannot be built: " if a constructor of this library failed, else "".
 
-    A message that a check raised on purpose needs no such beginning.
+    The message of a check needs no prefix.
     """
     while error.__cause__ is not None:
         error = error.__cause__
@@ -452,10 +456,10 @@ def explain(error: BaseException, request: Request, untrained: bool) -> ValueErr
     """A readable error for a checkpoint or setting that torch or Lightning could not use, or None.
 
     Args:
-        error: that ended a run.
+        error: error that ended a run.
         request: the command line.
-        untrained: whether the weights are still those of the checkpoint. An optimizer that fails
-            then has a state that it cannot use.
+        untrained: whether no step was made since the checkpoint. If so, an error of an optimizer is
+            attributed to its restored state.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [str(frame.f_globals.get("__name__")) for frame in frames]
@@ -465,7 +469,7 @@ def explain(error: BaseException, request: Request, untrained: bool) -> ValueErr
         return ValueError(
             f"{request.checkpoint} is of another architecture than the config: {details}"
         )
-    # These modules do nothing but restore what a checkpoint holds.
+    # These modules only restore checkpoints.
     restoring = ["lightning.pytorch.trainer.connectors.checkpoint_connector"]
     restoring += [changed_settings.__name__, *(["torch.optim"] if untrained else [])]
     if request.checkpoint is not None and any(is_within(name, restoring) for name in modules):

@@ -1,4 +1,4 @@
-"""Images and text arranged in rows and columns of one picture."""
+"""Arrange images and text in rows and columns of one picture."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -14,14 +14,14 @@ GAP = 8
 
 
 def tile(images: Tensor, width: int) -> Image.Image:
-    """uint8 (N, C, H, W) as a grid of about `width` pixels, of large images up to twice that."""
+    """Arrange (N, C, H, W) uint8 in a grid about `width` pixels wide, at most twice that."""
     picture: Image.Image = to_pil_image(image_grid(images, width=width)).convert("RGB")
     picture.thumbnail((2 * width, 2 * width))
     return picture
 
 
 def text_image(text: str) -> Image.Image:
-    """Text in black on white, in a picture of its own size."""
+    """Render text in black on white, in a picture of the text's size."""
     font = ImageFont.load_default(13)
     measure = ImageDraw.Draw(Image.new("RGB", (1, 1)))
     *_, width, height = measure.multiline_textbbox((0, 0), text, font=font)
@@ -31,7 +31,7 @@ def text_image(text: str) -> Image.Image:
 
 
 def table(rows: Sequence[Sequence[Image.Image]]) -> Image.Image:
-    """Pictures in rows of equal length, each in the middle of its cell, on white."""
+    """Arrange rows of equal length in a table on white, each picture centered in its cell."""
     widths = [max(picture.width for picture in column) + GAP for column in zip(*rows, strict=True)]
     heights = [max(picture.height for picture in row) + GAP for row in rows]
     whole = Image.new("RGB", (sum(widths), sum(heights)), "white")
