@@ -1,4 +1,4 @@
-"""A checkpoint that generates images as the command line says: labels, solver, guidance, edits."""
+"""Generate images from a checkpoint with the labels, solver, guidance and edits of the options."""
 
 from argparse import ArgumentError
 from collections.abc import Sequence
@@ -39,13 +39,13 @@ class ImageGenerator:
 
     Attributes:
         loaded: the module, with the path, step and weights of its checkpoint.
-        options: how images are generated.
-        labels: classes of the images, in turn; None takes them from the seeds.
-        condition: labels or encoded prompts, N rows that the images have in turn; None likewise.
-        class_names: names of the classes; empty where the checkpoint has none.
-        init: uint8 (N, C, H, W) images to start from or to keep parts of, in turn; None is noise.
-        mask: (1, 1, h, w) in the size of x0, 1 where `init` is kept; None to edit all of it.
-        guided_by: record of the model of --weaker or --classifier; None without.
+        options: how to generate images.
+        labels: classes of the images, repeated in turn; None derives them from the seeds.
+        condition: labels or encoded prompts, N rows repeated in turn; None as for labels.
+        class_names: names of the classes; empty if the checkpoint has none.
+        init: (N, C, H, W) uint8 images to edit, repeated in turn; None starts from noise.
+        mask: (1, 1, h, w) float in the size of x0, 1 where `init` is preserved; None edits all.
+        guided_by: record of the model of --weaker or --classifier; None without one.
     """
 
     loaded: LoadedModule
@@ -58,7 +58,7 @@ class ImageGenerator:
     guided_by: dict[str, Any] | None = None
 
     def generate(self, numbers: Sequence[int]) -> Tensor:
-        """Images uint8 (N, C, H, W) on the CPU; each depends on its own number alone."""
+        """Images (N, C, H, W) uint8 on the CPU; each depends only on its own number."""
         module: Any = self.loaded.module
         seeds = [self.options.seed + i for i in numbers]
         num_rows = len(self.options.prompt or self.labels or "-")
@@ -82,7 +82,7 @@ class ImageGenerator:
         return classes_of(seeds, num_classes) if num_classes else None
 
     def record(self, num: int, total: int) -> dict[str, Any]:
-        """The content of samples.json when `num` of `total` images are written."""
+        """The content of samples.json after `num` of `total` images are written."""
         module: Any = self.loaded.module
         options = self.options
         sampling = module.sampling_record() if hasattr(module, "sampling_record") else {}
@@ -110,15 +110,16 @@ class ImageGenerator:
 
 
 def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGenerator:
-    """Load a checkpoint, and change its solver and guidance as the options say.
+    """Load a checkpoint, and set the solver and guidance of the options.
 
     Args:
-        options: how images are generated.
-        check: whether solver and guidance must fit each other; False where other solvers follow.
+        options: how to generate images.
+        check: whether to check that solver and guidance fit each other; False if the caller will
+            set other solvers.
 
     Raises:
-        FileNotFoundError: where there is no checkpoint.
-        ValueError: for options that the model cannot follow.
+        FileNotFoundError: if there is no checkpoint.
+        ValueError: for options that the model does not support.
     """
     assert options.checkpoint is not None
     device = usable_device(options.device)
@@ -132,7 +133,7 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
     module.to(device)
     guided_by = None
     if options.changes_solver or options.changes_guidance:
-        trained_solver(loaded)  # refuses a module without
+        trained_solver(loaded)  # raises for a module without a solver
         if options.changes_solver:
             module.solver = build_solver(loaded, options)
         if options.changes_guidance:
@@ -157,12 +158,12 @@ def load_generator(options: SamplingOptions, *, check: bool = True) -> ImageGene
 
 
 def read_labels(text: str, num_classes: int | None, names: Sequence[str]) -> list[int]:
-    """The labels that --labels lists by number or name; by name alone where names are numbers.
+    """Parse --labels: numbers or names of classes; only names if a number could mean either.
 
     Args:
-        text: of the option, separated by commas; -1 is no class.
-        num_classes: of the model; None where it has no classes.
-        names: of the classes; empty where they have none.
+        text: value of the option, separated by commas; -1 means no class.
+        num_classes: number of classes of the model; None for a model without classes.
+        names: names of the classes; empty if they have none.
 
     Example:
         >>> read_labels("dog,-1,0", 2, ["cat", "dog"]), read_labels("5", 2, ["3", "5"])
@@ -183,7 +184,7 @@ def read_labels(text: str, num_classes: int | None, names: Sequence[str]) -> lis
 
 
 def _encode_prompts(module: Any, prompts: Sequence[str]) -> Condition:
-    """The condition of one image for each text, stacked along the first dimension."""
+    """Encode the prompts, stacked along the first dimension."""
     encode = getattr(getattr(module, "conditioning", None), "encode", None)
     if encode is None:
         raise ValueError(
@@ -215,7 +216,7 @@ def parse_solver(text: str) -> dict[str, Any]:
 
 
 def trained_solver(loaded: LoadedModule) -> dict[str, Any]:
-    """Class path and arguments of the solver that the checkpoint names."""
+    """Class path and arguments of the solver in the checkpoint."""
     spec: dict[str, Any] | None = loaded.checkpoint["hyper_parameters"].get("solver")
     if spec is None:
         raise ValueError(f"{type(loaded.module).__name__} takes no other solver or guidance.")
@@ -223,11 +224,10 @@ def trained_solver(loaded: LoadedModule) -> dict[str, Any]:
 
 
 def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
-    """The solver that --solver, --solver.NAME and --steps describe, as `fit` would build it.
+    """Build the solver of --solver, --solver.NAME and --steps, as `fit` would build it.
 
-    What they leave open is as in the checkpoint. A solver of another class inherits the number of
-    steps, clip and a grid that is named, as far as it takes them, and nothing else; DDPM gets the
-    variance that the loss trains.
+    Other arguments are those of the checkpoint. A solver of another class inherits only `steps`,
+    `clip` and `times`, if it has such arguments. DDPM gets the variance that the loss trains.
     """
     module: Any = loaded.module
     current = trained_solver(loaded)
@@ -238,7 +238,7 @@ def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
     is_other = spec["class_path"] != current["class_path"]
     parser = ArgumentParser(exit_on_error=False)
     with allow_class_paths(options.trust):
-        # With `current` as the default, another class would get the defaults of its arguments too.
+        # As a default, `current` would also pass its arguments on to another class.
         parser.add_argument("--solver", type=Solver, default=None if is_other else current)
         try:
             if is_other:
@@ -262,7 +262,7 @@ def build_solver(loaded: LoadedModule, options: SamplingOptions) -> Solver:
 
 
 def editing_solver(module: Any, options: SamplingOptions) -> Any:
-    """The solver that generates: the module's, with --init its last steps, with --mask RePaint."""
+    """The solver to use: the module's; its last steps for --init; RePaint for --mask."""
     if options.init is None:
         return module.solver
     if options.mask:
@@ -277,17 +277,17 @@ def editing_solver(module: Any, options: SamplingOptions) -> Any:
 def build_guidance(
     module: Any, options: SamplingOptions
 ) -> tuple[Guidance | None, dict[str, Any] | None]:
-    """The guidance that --guidance, --weaker and --classifier describe.
+    """Build the guidance of --guidance, --weaker and --classifier.
 
     Args:
-        module: that is to be guided, on its device, with the solver that it will use.
-        options: of which `changes_guidance` is True.
+        module: module to guide, on its device and with its final solver.
+        options: options with `changes_guidance`.
 
     Returns:
-        The guidance, and a record of the second model that it uses, if any.
+        The guidance, and a record of its second model, or None without one.
 
     Raises:
-        ValueError: for a module that cannot be guided so, or a second model that does not fit it.
+        ValueError: if the module does not support the guidance, or the second model does not fit.
     """
     scale = options.guidance
     interval = {"interval": options.guidance_interval} if options.guidance_interval else {}
@@ -299,7 +299,7 @@ def build_guidance(
         classifier, record = _load_second("classifier", options.classifier, module, options)
         gradient = classifier.gradient(scale)
         guidance: Guidance = ClassifierScore(gradient, clip=module.codec.bounded)
-        if isinstance(module.solver, solvers.DDPM) and not options.mask:  # RePaint takes its place
+        if isinstance(module.solver, solvers.DDPM) and not options.mask:  # a mask replaces DDPM
             guidance = ClassifierShift(gradient)
         return guidance, record | {"scale": scale}
     assert scale is not None
@@ -317,7 +317,7 @@ def build_guidance(
 def _load_second(
     kind: str, source: str, module: Any, options: SamplingOptions
 ) -> tuple[Any, dict[str, Any]]:
-    """The model of --weaker or --classifier, on the device of the module, and its record."""
+    """Load the model of --weaker or --classifier to the module's device; also its record."""
     path, weights = split_weights_suffix(source)
     loaded = load_module(path, weights or options.weights, trust=options.trust)
     if kind == "classifier" and not isinstance(loaded.module, NoisyClassifier):
@@ -335,10 +335,10 @@ def _load_second(
 
 
 def _read_init_and_mask(module: Any, init: str, mask: str | None) -> tuple[Tensor, Tensor | None]:
-    """`ImageGenerator.init` and `mask` from the files of --init and --mask."""
+    """Read `ImageGenerator.init` and `mask` from the files of --init and --mask."""
     channels, height, width = module.image_shape
     channels = getattr(module.codec, "image_channels", channels)
-    # A multiple of any factor by which a codec makes images smaller.
+    # 64 is a multiple of the downsampling factor of every codec.
     _, encoded_height, _ = module.codec.encoded_shape((channels, 64 * height, 64 * width))
     factor = 64 * height // encoded_height
     images = _read_images(Path(init), (channels, factor * height, factor * width))
@@ -347,12 +347,12 @@ def _read_init_and_mask(module: Any, init: str, mask: str | None) -> tuple[Tenso
     if Path(mask).is_dir():
         raise ValueError(f"--mask {mask} is a folder; name one picture, for all images.")
     pixels = _read_images(Path(mask), (1, *images.shape[2:]))
-    # Latents are kept where all their pixels are white.
+    # A latent is preserved if all its pixels are white.
     return images, 1 - max_pool2d((pixels <= 127).float(), factor)
 
 
 def _read_images(path: Path, shape: tuple[int, ...]) -> Tensor:
-    """uint8 (N, *shape) of an image, or of the PNG files of a folder."""
+    """Read an image, or the PNG files of a folder, as (N, *shape) uint8."""
     files = [path]
     if path.is_dir():
         files = sorted(file for file in path.glob("*.png") if file.name not in OVERVIEWS)

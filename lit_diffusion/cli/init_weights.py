@@ -1,4 +1,4 @@
-"""`fit --init_weights`: training that starts from the weights of another run."""
+"""`fit --init_weights`: start training from the weights of another run."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -16,17 +16,17 @@ from lit_diffusion.interchange.exported import NETWORKS, is_exported, read_expor
 
 
 def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) -> str:
-    """Copy what fits of --init_weights into a module; a line that says what became of it.
+    """Copy the weights of --init_weights that fit into a module; return a line of text about it.
 
     Args:
-        module: starts with the weights.
-        source: checkpoint, run folder or exported network; with ":raw", ":ema", ":ema_<decay>" or
-            ":power_<width>" one of a checkpoint's weights.
+        module: module to initialize.
+        source: checkpoint, run folder or exported network; the suffix ":raw", ":ema",
+            ":ema_<decay>" or ":power_<width>" selects weights of a checkpoint.
         used: arguments of the module in the config.
 
     Raises:
-        FileNotFoundError: where there is nothing of that name.
-        ValueError: where nothing of it fits.
+        FileNotFoundError: if the source does not exist.
+        ValueError: if none of its weights fit.
     """
     text, state, settings = read_init(source)
     fitting, outcome = match_weights(module.state_dict(), state)
@@ -50,9 +50,9 @@ def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) ->
 
 
 def read_init(source: str) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
-    """What `source` of `start_from` names in words, its weights by name, and its settings.
+    """Read the `source` of `start_from`: a description, the weights by name, and the settings.
 
-    Without a choice of weights they are the average if there is one.
+    Without a suffix, reads the average weights if there are any, else the raw ones.
     """
     name, weights = split_weights_suffix(source)
     path = Path(name)
@@ -73,9 +73,9 @@ def read_init(source: str) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
 
 
 def _meaning(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings on which the meaning of weights of the same names and shapes depends.
+    """Settings that change the function of a network with the same weights.
 
-    The network's with their defaults, which `convert import` leaves out.
+    Adds the defaults of network arguments, which `convert import` omits.
     """
     names = ("network", "process", "parameterization")
     meaning = {name: settings[name] for name in names if name in settings}
@@ -92,10 +92,10 @@ def match_weights(
 ) -> tuple[dict[str, Tensor], dict[str, list[str]]]:
     """Match the weights `state` of a file with the weights `target` of a module.
 
-    Axes of length 1 may differ. Weights that do not fit are left as they are in the module.
+    Shapes may differ in axes of length 1.
 
     Returns:
-        The weights that fit, in the module's shapes; and the names of all, by what becomes of them.
+        The weights that fit, in the module's shapes; and the names of all weights by outcome.
     """
     both = [n for n in target if n in state and number_kind(target[n]) == number_kind(state[n])]
     equal = [n for n in both if target[n].shape == state[n].shape]

@@ -1,4 +1,4 @@
-"""The latest checkpoint of a fit, and the one before it until the latest has proved good."""
+"""Save the latest checkpoint of a fit, with a backup until the next finite loss."""
 
 import math
 import os
@@ -23,33 +23,33 @@ from lit_diffusion.files import sync_folder
 
 
 class LastCheckpoint(AccumulationTracker, Checkpoint):
-    """Saves `folder`/last.ckpt as often as is cheap, and at the end of the fit.
+    """Saves `folder`/last.ckpt regularly, and at the end of the fit.
 
-    The first save comes after `first` optimizer steps, so that a disk that cannot be written to
-    shows early. Each further one comes `every_n_seconds` after the one before, or later where
-    saving is slow: it takes at most a fiftieth of the time.
+    The first save happens after `first` optimizer steps, so that an unwritable disk is noticed
+    early. Further saves follow every `every_n_seconds`, or less often if saving is slow: it takes
+    at most 2% of the time.
 
-    Saves are made where Lightning resumes exactly: after a batch that ends a step, or after the
-    validation that belongs to it; not after the last batch of an epoch, as a resume would not call
-    what callbacks do at its end. The save of the last step is put in place in `on_train_end`: a run
-    that dies before resumes from the save before, and does again what comes at the end. (A file
-    saved in `on_train_end` of an unfinished epoch would resume in the next one.)
+    Saves happen only where Lightning resumes exactly: after a batch that ends a step, or after the
+    validation of this step. They do not happen after the last batch of an epoch, as a resume would
+    skip the hooks of the epoch's end. The save of the last step replaces last.ckpt in
+    `on_train_end`. A run that dies before that resumes from the previous save and repeats the end.
+    (A file saved in `on_train_end` of an unfinished epoch would resume in the next one.)
 
-    The previous checkpoint is kept as before-last.ckpt until the next batch has a finite loss. It
-    takes the place of last.ckpt where the run ends because a loss or gradient is not finite: the
-    update before that may have ruined the weights.
+    The previous checkpoint is stored as before-last.ckpt until the next batch has a finite loss. It
+    replaces last.ckpt if the run ends because of a non-finite loss or gradient, as the update
+    before that may have ruined the weights.
 
     Args:
-        folder: for the file.
+        folder: folder of the file.
         first: optimizer steps until the first save.
-        every_n_seconds: least time between saves, in seconds.
+        every_n_seconds: minimum time between saves, in seconds.
     """
 
     def __init__(self, folder: str | Path, first: int = 20, every_n_seconds: float = 30.0) -> None:
         self.path = Path(folder) / "last.ckpt"
         self.first = first
         self.every_n_seconds = every_n_seconds
-        self._end_path = self.path.with_name(".last.ckpt.end")  # of the last step, until the end
+        self._end_path = self.path.with_name(".last.ckpt.end")  # save of the last step
         self._previous_path = self.path.with_name("before-last.ckpt")
         self._is_proven = False  # whether a loss was finite since the last save
         self._due = 0  # step of the next save
@@ -80,7 +80,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
             self._save(trainer)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Put the last save in place, or save now if the end could not be foreseen."""
+        """Move the last save to its place, or save now if the end was not predicted."""
         loss = trainer.callback_metrics.get("val/loss")
         is_validated = self._validated_step == trainer.global_step
         if is_validated and loss is not None and not loss.isfinite():
@@ -99,7 +99,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
     def on_exception(
         self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
     ) -> None:
-        """Restore the previous checkpoint, where that may be the last good one."""
+        """Restore the previous checkpoint if the latest may have bad weights."""
         self._delete_end(trainer)
         diverged = isinstance(exception, FloatingPointError) and trainer.is_global_zero
         if diverged and self._previous_path.exists():
@@ -111,13 +111,13 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
             )
 
     def _delete_end(self, trainer: Trainer) -> None:
-        """Delete the save of a last step that did not come to its end, and parts of files."""
+        """Delete the save of the last step of a fit that did not end, and partial files."""
         for file in self.path.parent.glob(".*last.ckpt.*") if trainer.is_global_zero else ():
             if file.is_file():
                 file.unlink()
 
     def _link_previous(self) -> None:
-        """Hard-link the file, so that it survives the next save, unless an older one is linked."""
+        """Hard-link last.ckpt to before-last.ckpt, unless that exists, to preserve its content."""
         if self._previous_path.exists() or not self.path.exists():
             return
         try:
@@ -135,12 +135,12 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
     def _save(self, trainer: Trainer) -> None:
         start = time.monotonic()
         seconds, steps = start - self._last_save[0], trainer.global_step - self._last_save[1]
-        at_end = is_ending(trainer) and not self.path.is_dir()  # as sharded strategies save
+        at_end = is_ending(trainer) and not self.path.is_dir()  # sharded strategies save folders
         if trainer.is_global_zero and not at_end:
             self._link_previous()
         try:
             trainer.save_checkpoint(self._end_path if at_end else self.path, weights_only=False)
-        except (OSError, FloatingPointError) as error:  # the save before is still the last
+        except (OSError, FloatingPointError) as error:  # the previous save is still in place
             if trainer.is_global_zero:
                 self._previous_path.unlink(missing_ok=True)
             if not at_end or isinstance(error, FloatingPointError):
@@ -151,12 +151,12 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         self._is_proven = False
         pause = max(self.every_n_seconds, 50 * (time.monotonic() - start))
         wait = max(math.ceil(pause * steps / max(seconds, 1e-9)), 1)
-        # Clocks differ; all ranks save together, so they count to the same step.
+        # All ranks must save at the same step, but their clocks differ.
         self._due = trainer.global_step + int(trainer.strategy.broadcast(wait))
         self._last_save = (time.monotonic(), trainer.global_step)
 
 
 def _has_finite_loss(outputs: Any) -> bool:
-    """Whether the loss that training_step returned is finite, as far as its output tells."""
+    """Whether the loss returned by training_step is finite; True if it returned none."""
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
     return not isinstance(loss, Tensor) or bool(loss.isfinite().all())

@@ -1,4 +1,4 @@
-"""metrics.csv and evaluations.jsonl of a run; after a resume, as those of an uninterrupted run."""
+"""Write and read metrics.csv and evaluations.jsonl; a resume rewinds them to its checkpoint."""
 
 import csv
 import io
@@ -19,13 +19,14 @@ Row = dict[str, str]
 
 
 class AppendingCSVLogger(Logger):
-    """Writes `save_dir`/metrics.csv, and appends to one that is there.
+    """Writes `save_dir`/metrics.csv, or appends to an existing file.
 
-    A row is on disk when `log_metrics` returns. New metrics become new columns at the right. A
-    resumed run says by `rewind`, or else by its first row, how far its checkpoint had come: rows of
-    later steps, which the interrupted run wrote, are deleted; rows of that very step, and those of
-    `log_ahead`, are replaced by those that log their metrics again. (Lightning's CSVLogger deletes
-    the file instead.)
+    A row is in the file when `log_metrics` returns. New metrics become new columns at the right.
+
+    The step of a resumed run is that of `rewind`, or else that of its first row. Rows of later
+    steps, which the interrupted run wrote, are deleted. Rows of this step, and rows of `log_ahead`,
+    are replaced when their metrics are logged again. (Lightning's CSVLogger deletes the file
+    instead.)
 
     Args:
         save_dir: folder of the run, created with the first row.
@@ -40,22 +41,22 @@ class AppendingCSVLogger(Logger):
     """
 
     save_dir = ""
-    name = version = ""  # no folder per experiment or version below `save_dir`
+    name = version = ""  # no subfolders for experiment and version
 
     def __init__(self, save_dir: str | Path) -> None:
         super().__init__()
         self.save_dir = str(save_dir)
         self.path = Path(save_dir) / "metrics.csv"
         self._columns: list[str] | None = None
-        self._replaceable: list[Row] = []  # on the disk, and perhaps logged again
+        self._replaceable: list[Row] = []  # rows in the file that may be logged again
         self._last: Row | None = None
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the run folder holds config.yaml."""
+        """Do nothing; the run folder has config.yaml."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Append one row, of a `step` as the Trainer counts: batches that stepped the optimizer."""
+        """Append a row; `step` counts batches that stepped the optimizer, as in Lightning."""
         row = _row(metrics, step)
         if self._columns is None:
             self.rewind(_step(row))
@@ -75,14 +76,14 @@ class AppendingCSVLogger(Logger):
 
     @rank_zero_only
     def log_ahead(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Write and sync a row that will be logged in a moment; it is in the file once."""
+        """Write and sync a row before Lightning logs it; the file will contain it only once."""
         self.log_metrics(metrics, step)
         self._replaceable.append(_row(metrics, step))
         with self.path.open("a") as file:
             os.fsync(file.fileno())
 
     def rewind(self, step: int) -> int:
-        """Delete the rows of steps after `step`, from which a run resumes; their number."""
+        """Delete the rows of steps after `step`, where a run resumes; return their number."""
         old_rows = read_rows(self.path)
         rows = [row for row in old_rows if _step(row) <= step]
         self._replaceable = [row for row in rows if _step(row) == step]
@@ -91,7 +92,7 @@ class AppendingCSVLogger(Logger):
 
     def _rewrite(self, rows: Sequence[Row]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        # Sorted within a row: Lightning orders metrics by when they first came in this process.
+        # Sorted within a row: Lightning's order depends on when this process first logged a metric.
         self._columns = list(dict.fromkeys(["step", *chain(*map(sorted, rows))]))
         header = dict(zip(self._columns, self._columns, strict=True))
         atomic_write_text(self.path, _csv(self._columns, [header, *rows]))
@@ -106,7 +107,7 @@ def _step(row: Row) -> int:
 
 
 def _logs_again(old: Row, new: Row) -> bool:
-    """Whether two rows hold a metric of the same step."""
+    """Whether two rows have a metric of the same step in common."""
     return old["step"] == new["step"] and bool((old.keys() & new.keys()) - {"step", "epoch"})
 
 
@@ -117,10 +118,10 @@ def _csv(columns: list[str], rows: Iterable[Row]) -> str:
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """Rows of a metrics.csv, without empty cells and a half-written last row; [] without a file.
+    """Rows of a metrics.csv, without empty cells and an incomplete last row; [] without a file.
 
     Raises:
-        ValueError: for a file that is no CSV, or a step that is no number.
+        ValueError: if the file is not CSV, or a step is not a number.
     """
     try:
         rows = list(csv.DictReader(io.StringIO(_whole_lines(path))))
@@ -134,10 +135,10 @@ def read_rows(path: str | Path) -> list[Row]:
 
 
 def read_evaluations(path: str | Path) -> list[dict[str, Any]]:
-    """Records of evaluations.jsonl, without a half-written last line; [] without a file.
+    """Records of evaluations.jsonl, without an incomplete last line; [] without a file.
 
     Raises:
-        ValueError: for a line that is no evaluation.
+        ValueError: if a line is not an evaluation.
     """
     records: list[dict[str, Any]] = []
     for line in filter(None, _whole_lines(path).splitlines()):
@@ -152,7 +153,7 @@ def read_evaluations(path: str | Path) -> list[dict[str, Any]]:
 
 
 def _is_evaluation(record: Any) -> bool:
-    """Whether the values that are computed with have their types."""
+    """Whether the values used in computations have the expected types."""
     if not isinstance(record, dict):
         return False
     match record.get("seeds", [0, 0]), record.get("step", 0), record.get("metric", ""):
@@ -162,7 +163,7 @@ def _is_evaluation(record: Any) -> bool:
 
 
 def rewind_evaluations(path: str | Path, step: int) -> int:
-    """Delete the records of steps after `step`, from which a run resumes; their number."""
+    """Delete the records of steps after `step`, where a run resumes; return their number."""
     old_records = read_evaluations(path)
     records = [record for record in old_records if (record.get("step") or 0) <= step]
     if len(records) < len(old_records):
@@ -171,7 +172,7 @@ def rewind_evaluations(path: str | Path, step: int) -> int:
 
 
 def _whole_lines(path: str | Path) -> str:
-    """Text of a file without a half-written last line; "" without a file."""
+    """Text of a file without an incomplete last line; "" without a file."""
     path = Path(path)
     if not os.path.lexists(path):
         return ""

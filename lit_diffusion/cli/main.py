@@ -1,4 +1,4 @@
-"""The command `lit-diffusion`: a table of names, each imported when it is called."""
+"""The command `lit-diffusion`: a table of subcommands, each imported when it is called."""
 
 import os
 import signal
@@ -48,18 +48,18 @@ MISTAKES = (
     "EMA holds no averages",
     "Found more than one stateful callback",
 )
-"""How messages of user mistakes begin that are no ValueError, TypeError or OSError."""
+"""Beginnings of messages of user mistakes that are not a ValueError, TypeError or OSError."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Args:
-        argv: arguments without the program's name; None is those of the process.
+        argv: arguments without the program's name; None for those of the process.
 
     Returns:
-        The exit code: 0 done, 1 failed, 2 a mistake of the user, 75 saved on a signal and to be
-        started again, 128 + n stopped by signal n: 129 hangup, 130 Ctrl-C, 143 termination.
+        The exit code: 0 done, 1 failed, 2 user mistake, 75 saved on a signal and to be restarted,
+        128 + n stopped by signal n: 129 hangup, 130 Ctrl-C, 143 termination.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args or os.environ.get(DEBUG, "") not in ("", "0")
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if command not in COMMANDS:
             raise ValueError(f"there is no command '{command}'; there are {', '.join(COMMANDS)}.")
-        # A job may be preempted while libraries are imported, which takes seconds.
+        # A job may be preempted during imports, which take seconds.
         with record_signals() if command in ("fit", "sweep") else nullcontext():
             import_module(f"lit_diffusion.{COMMANDS[command][0]}").run(args)
     except SystemExit as end:
@@ -103,7 +103,7 @@ With --debug, or {DEBUG}=1, a mistake is reported with its traceback."""
 
 
 def _report(command: str, error: Exception, debug: bool) -> int:
-    """Print the message of an error, with its traceback if nobody raised it on purpose."""
+    """Print the message of an error, with its traceback unless a check raised it."""
     on_purpose = is_user_error(error)
     if debug or not on_purpose:
         traceback.print_exception(error)
