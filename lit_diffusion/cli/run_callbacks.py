@@ -1,4 +1,4 @@
-"""The callbacks of a run: those of its config, as options change them, and those of every run."""
+"""The callbacks of a run: those of its config, changed by options, and the default ones."""
 
 import re
 import sys
@@ -21,12 +21,12 @@ from lit_diffusion.cli.last_checkpoint import LastCheckpoint
 
 
 def contains(callbacks: Sequence[Callback], kind: Any) -> bool:
-    """Whether one of the callbacks is of a class or protocol."""
+    """Whether one of the callbacks is an instance of a class or protocol."""
     return any(isinstance(callback, kind) for callback in callbacks)
 
 
 def with_defaults(config: Any, *, fits: bool, shows_progress: bool) -> list[Callback]:
-    """The callbacks of a config (a list, one or None), and the defaults that it does not name."""
+    """The callbacks of a config (a list, one or None), and the defaults that it lacks."""
     callbacks: list[Callback] = (
         list(config) if isinstance(config, list) else [config] * bool(config)
     )
@@ -42,11 +42,11 @@ def with_defaults(config: Any, *, fits: bool, shows_progress: bool) -> list[Call
 
 
 def with_last_checkpoint(callbacks: Sequence[Callback], folder: Path) -> list[Callback]:
-    """The callbacks, and at the end those that save last.ckpt: with the state of all others.
+    """The callbacks, followed by those that save last.ckpt, so that it has the state of all others.
 
     Raises:
-        ValueError: for a callback that would write another last.ckpt, from which a run cannot
-            resume exactly, or one elsewhere.
+        ValueError: for a callback that would overwrite last.ckpt with one that does not resume
+            exactly, or save it to another folder.
     """
     for callback in callbacks:
         saves_last = isinstance(callback, ModelCheckpoint) and callback.save_last
@@ -67,7 +67,7 @@ def with_last_checkpoint(callbacks: Sequence[Callback], folder: Path) -> list[Ca
 
 
 class EndPredictions(Callback):
-    """Ends `predict` before the next batch after a SIGTERM, as Lightning ends its other loops."""
+    """Ends `predict` before the next batch after SIGTERM, as Lightning does in its other loops."""
 
     def on_predict_batch_start(self, trainer: Trainer, *args: Any, **kwargs: Any) -> None:
         """Raise SIGTERMException after the signal."""
@@ -75,16 +75,16 @@ class EndPredictions(Callback):
             raise SIGTERMException
 
 
-# Callbacks by the names of their classes: --trainer.callbacks.EMA.decays=[0.9]
+# Options by class name: --trainer.callbacks.EMA.decays=[0.9]
 
 _BY_NAME = re.compile(r"(--trainer\.callbacks\.([A-Z]\w*)(?:\.([\w.]+))?)(?:=(.*))?", re.DOTALL)
 
 CallbackOption = tuple[str, str | None, str]
-"""Name of a class, argument or None, value. Without an argument, the value null removes it."""
+"""(class name, argument or None, value). A value null without an argument removes the callback."""
 
 
 def split_callback_options(options: Iterable[str]) -> tuple[list[str], list[CallbackOption]]:
-    """Divide a command line into the options that jsonargparse knows and those by class name.
+    """Split a command line into options for jsonargparse and callback options by class name.
 
     Raises:
         ValueError: for an option without a value.
@@ -106,7 +106,7 @@ def split_callback_options(options: Iterable[str]) -> tuple[list[str], list[Call
         value = next(remaining, "--") if value is None else value
         if value.startswith("--"):
             raise ValueError(f"{option} needs a value: {option}=VALUE.")
-        if name == last_added and argument:  # set at once: it may be required
+        if name == last_added and argument:  # set at once, as the argument may be required
             others.append(f"--trainer.callbacks.{argument}={value}")
         else:
             by_name.append((name, argument, value))
@@ -116,10 +116,10 @@ def split_callback_options(options: Iterable[str]) -> tuple[list[str], list[Call
 def apply_callback_options(
     callbacks: Sequence[dict[str, Any]], options: Iterable[CallbackOption]
 ) -> list[dict[str, Any]]:
-    """Change the callbacks of a config (class_path and init_args) in place; those that remain.
+    """Change the callbacks of a config (class_path and init_args) in place; return the rest.
 
     Raises:
-        ValueError: where the class is not there exactly once, or the value cannot be set.
+        ValueError: unless the config has the class exactly once, or if the value cannot be set.
     """
     callbacks = list(callbacks)
     for name, argument, text in options:
@@ -147,7 +147,7 @@ def apply_callback_options(
 
 
 def _set_argument(callback: dict[str, Any], path: Sequence[str], text: str, option: str) -> None:
-    """Set the argument of a callback, or of an object among its arguments, to a value in YAML."""
+    """Set an argument of a callback, or of an object nested in it, to a value in YAML."""
     try:
         value = get_loader("yaml")(text)
     except YAMLError as error:

@@ -1,7 +1,7 @@
-"""The data of a run, its reference images and its FID protocol, for a command with --checkpoint.
+"""Data, reference images and FID protocol of the run of a checkpoint.
 
-A data module reads any path or bucket that it is given. So what a checkpoint itself says of its
-data is never opened: the config of its run folder decides, or --data CONFIG of the user.
+A data module can read any path or bucket. Therefore the data that a checkpoint itself names are
+never opened, but only those of the config in its run folder or of --data CONFIG.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ SPLITS = ("train", "val", "test")
 
 
 def read_data_settings(checkpoint: str | Path | None, config: str | None) -> tuple[Any, Path]:
-    """What the config of a checkpoint's run has under data:, or else `config`, and its path.
+    """Read the entry data: of `config`, or else of the checkpoint's run; also returns the path.
 
     Raises:
-        FileNotFoundError: where there is no such config.
-        ValueError: where the checkpoint is in no run folder with a config, and none was given.
+        FileNotFoundError: if the config does not exist.
+        ValueError: if the checkpoint is in no run folder with a config, and `config` is None.
     """
     root = run_folder_of(checkpoint) if checkpoint else None
     file = Path(config) if config else latest_config(root) if root else None
@@ -42,9 +42,10 @@ def read_data_settings(checkpoint: str | Path | None, config: str | None) -> tup
 def build_data(
     settings: Any, trust: Sequence[str], path: str | Path, options: Sequence[str] = ()
 ) -> Any:
-    """The prepared data module of a config, whose `path` is for messages; None without splits.
+    """Build and prepare the data module of a config; None if it has no splits.
 
-    `options`, as --data.init_args.NAME=VALUE, win over the settings.
+    `options`, such as --data.init_args.NAME=VALUE, override the settings. `path` of the config is
+    for error messages.
     """
     if not settings:
         return None
@@ -54,7 +55,7 @@ def build_data(
 
 
 def data_of_run(checkpoint: str | Path | None, config: str | None, trust: Sequence[str]) -> Any:
-    """The prepared data module that `read_data_settings` names; None where it has no splits."""
+    """The prepared data module of `read_data_settings`; None if it has no splits."""
     settings, path = read_data_settings(checkpoint, config)
     return build_data(settings, trust, path)
 
@@ -62,11 +63,11 @@ def data_of_run(checkpoint: str | Path | None, config: str | None, trust: Sequen
 def real_images(
     reference: str | None, checkpoint: str | None, config: str | None, trust: Sequence[str]
 ) -> tuple[ImageSet, ImageSet | None]:
-    """Real images to compare with, and others of the same kind for the floor of the FID.
+    """Real images to compare with, and other real images, or None, for the floor of the FID.
 
-    `reference` is the split "train", "val" or "test" of the data of `data_of_run`, or a folder or
-    .npz, for which there are no others. None is "val", or for latents what the run was scored
-    against.
+    `reference` is a split "train", "val" or "test" of `data_of_run`, or a folder or .npz file,
+    which has no other images. None means "val", or for latents the reference of the run's last
+    evaluation.
     """
     if reference is not None and reference not in SPLITS:
         return ImageSet(reference, open_images(reference)), None
@@ -90,7 +91,7 @@ def real_images(
 
 
 def protocol_of_run(checkpoint: str | None) -> str:
-    """The FID protocol of a run's evaluations, or its file in the run folder, else the default."""
+    """Name of the FID protocol of a run's evaluations, or its file if in the run folder."""
     protocols = [each["protocol"] for each in _evaluations_of_run(checkpoint) if "protocol" in each]
     if checkpoint is None or not protocols:
         return "inception-v3-compat"
@@ -100,7 +101,7 @@ def protocol_of_run(checkpoint: str | None) -> str:
 
 
 def run_folder_of(checkpoint: str | Path) -> Path | None:
-    """The run folder of a checkpoint, or `checkpoint` itself if it is one; None for a lone file."""
+    """The run folder of a checkpoint, which may be the folder itself; None for other files."""
     return run_of(checkpoint_file(checkpoint).absolute())
 
 

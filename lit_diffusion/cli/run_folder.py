@@ -1,6 +1,6 @@
-"""The run folder: where a command reads and writes, found before anything heavy is built.
+"""The run folder, in which a command reads and writes; determined before the classes are built.
 
-Its files are listed in docs/runs.md.
+docs/runs.md lists its files.
 """
 
 import fcntl
@@ -22,22 +22,22 @@ from lit_diffusion.cli.options import Parser
 from lit_diffusion.config.yaml_file import read_yaml
 
 CLAIM = ".lock"
-"""File in a run folder on which the process that trains into it has a lock."""
+"""File in a run folder that is locked by the process that trains into it."""
 
 OR_NONE = "last-or-none"
-"""--ckpt_path of a command that is repeated until a run is finished, as `sweep --print` has it."""
+"""Value of --ckpt_path in commands that are repeated until a run is finished (`sweep --print`)."""
 
 
 class InUse(ValueError):
-    """Another process has a run folder."""
+    """Raised when another process trains into a run folder."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a command line asks for, as far as it must be known before the config is parsed.
+    """The parts of a command line that must be known before its config is parsed.
 
-    A job that SLURM has started again is `requeued`: it goes on from the last checkpoint of its run
-    folder, whatever the command line says.
+    `requeued` means that SLURM has restarted the job: it continues from the last checkpoint of its
+    run folder, whatever the command line says.
     """
 
     command: str  # fit, validate, test or predict
@@ -45,7 +45,7 @@ class Request:
     configs: tuple[str, ...]  # values of --config
     trust: tuple[str, ...]  # values of --trust
     root: Path  # the run folder
-    checkpoint: Path | None  # file that --ckpt_path means; None without
+    checkpoint: Path | None  # file of --ckpt_path; None without
     requeued: bool = False
     repeated: bool = False  # the command is repeated until the run is finished
 
@@ -57,18 +57,18 @@ class Request:
 
 
 def read_command_line(argv: Sequence[str]) -> Request:
-    """Find run folder and checkpoint of a command line.
+    """Find the run folder and the checkpoint of a command line.
 
-    The run folder is --trainer.default_root_dir of the command line or of a config (of a config
-    that a run wrote, the folder that it is in); else that of the checkpoint; else runs/<name of the
-    first config>.
+    The run folder is --trainer.default_root_dir of the command line or of a config; else that of
+    the checkpoint; else runs/<name of the first config>. For a config that a run wrote, it is the
+    folder of this config.
 
     Args:
         argv: the command, then its options.
 
     Raises:
-        FileNotFoundError: where --ckpt_path names a file that is not there.
-        ValueError: for a config that is no YAML mapping, or an option without its value.
+        FileNotFoundError: if the file of --ckpt_path does not exist.
+        ValueError: for a config that is not a YAML mapping, or an option without its value.
     """
     command = argv[0]
     parser = Parser(command, add_help=False)
@@ -78,7 +78,7 @@ def read_command_line(argv: Sequence[str]) -> Request:
     parser.add_argument("-c", "--config", action="append", default=[])
     parser.add_argument("--ckpt_path")
     parser.add_argument("--trainer.default_root_dir", dest="root")
-    args, _ = parser.parse_known_args(options)  # which stay in `options`
+    args, _ = parser.parse_known_args(options)  # leaves `options` unchanged
     settings = [read_config(config) for config in args.config]
     ckpt_path = args.ckpt_path or _last_value(settings, "ckpt_path")
     ckpt_path = None if ckpt_path in (None, "null", "None") else str(ckpt_path)
@@ -98,7 +98,7 @@ def read_command_line(argv: Sequence[str]) -> Request:
             ckpt_path = None
         options.append(f"--ckpt_path={ckpt_path or 'null'}")
     checkpoint = None
-    # Lightning understands other names.
+    # Lightning resolves these names itself.
     others = (None, "hpc", "registry")
     if ckpt_path not in others and "://" not in ckpt_path:
         checkpoint = last if ckpt_path == "last" else Path(ckpt_path)
@@ -113,7 +113,7 @@ def read_command_line(argv: Sequence[str]) -> Request:
 
 
 def _last_value(settings: Sequence[Any], *keys: str) -> Any:
-    """The value of nested keys in the last of the settings that have it; None without."""
+    """The value at nested keys in the last of `settings` that has one; None without any."""
     value = None
     for setting in settings:
         for key in keys:
@@ -123,7 +123,7 @@ def _last_value(settings: Sequence[Any], *keys: str) -> Any:
 
 
 def _inlined(option: str, configs: Sequence[str]) -> str:
-    """An option, or its value, with the content of a config that a run wrote for its name."""
+    """Replace the path of a config that a run wrote, in an option or its value, by its content."""
     prefix, value = ("--config=", option[9:]) if option.startswith("--config=") else ("", option)
     if value not in configs or not _is_of_run(value):
         return option
@@ -131,10 +131,10 @@ def _inlined(option: str, configs: Sequence[str]) -> str:
 
 
 def read_config(config: str | Path) -> Any:
-    """Content of a config; {} for one that is not there, which the real parser will report.
+    """Content of a config; {} for a missing file, which the config parser will report.
 
-    In a config that a run wrote, the run folder is replaced by the folder that the file is in: the
-    run may have been moved.
+    In a config that a run wrote, paths in the run folder are replaced by paths in the folder of the
+    config, as the run may have been moved.
     """
     try:
         settings = read_yaml(config)
@@ -150,13 +150,13 @@ def read_config(config: str | Path) -> Any:
 
 
 def _is_of_run(config: str | Path) -> bool:
-    """Whether a run wrote a config, which is still in its folder."""
+    """Whether a config was written by a run and is still in its run folder."""
     path = Path(config)
     return bool(re.fullmatch(r"config(\.resume-\d+)?\.yaml", path.name) and traces(path.parent))
 
 
 def _moved(value: Any, old: str, new: str) -> Any:
-    """Settings with the paths below one folder moved to another."""
+    """Settings with the folder `old` replaced by `new` in all paths."""
     if isinstance(value, str) and (value == old or value.startswith(f"{old}/")):
         return new + value[len(old) :]
     if isinstance(value, dict):
@@ -165,7 +165,7 @@ def _moved(value: Any, old: str, new: str) -> Any:
 
 
 def _refuse_files(value: Any, config: Path) -> None:
-    """Raise ValueError for a file that jsonargparse would open: a config in a config, a pipe."""
+    """Raise ValueError if a config names a file that jsonargparse would open: a config or pipe."""
     for part in value.values() if isinstance(value, dict) else value:
         if isinstance(part, dict | list):
             _refuse_files(part, config)
@@ -181,37 +181,37 @@ def _refuse_files(value: Any, config: Path) -> None:
 
 
 def run_of(checkpoint: Path) -> Path | None:
-    """The run folder of RUN/checkpoints/FILE; None for a file elsewhere."""
+    """The run folder RUN of RUN/checkpoints/FILE; None for a file elsewhere."""
     return checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
 
 
 def latest_config(root: Path) -> Path | None:
-    """The config that a run was last started or resumed with."""
+    """The config of the last start or resume of a run; None without one."""
     configs = [*root.glob("config.yaml"), *_resume_configs(root)]
     return configs[-1] if configs else None
 
 
 def next_config(root: Path) -> Path:
-    """Path for the config of a fit that starts now; those of earlier starts stay."""
+    """Path for the config of a fit that starts now; does not overwrite earlier configs."""
     if traces(root):
         return root / f"config.resume-{len(_resume_configs(root)) + 1}.yaml"
     return root / "config.yaml"
 
 
 def _resume_configs(root: Path) -> list[Path]:
-    """In order: config.resume-9.yaml before config.resume-10.yaml."""
+    """Configs of resumes in order: config.resume-9.yaml before config.resume-10.yaml."""
     return sorted(root.glob("config.resume-*.yaml"), key=lambda file: (len(file.name), file))
 
 
 def traces(root: Path) -> list[Path]:
-    """Files by which a folder holds a run: curves, scores and checkpoints."""
+    """Files that show that a folder contains a run: curves, scores and checkpoints."""
     min_lines = {root / "metrics.csv": 2, root / "evaluations.jsonl": 1}
     files = [file for file, num in min_lines.items() if _has_lines(file, num)]
     return files + sorted(root.glob("checkpoints/*.ckpt"))
 
 
 def _has_lines(file: Path, num: int) -> bool:
-    """Whether a file has `num` lines; True for what is no regular file, which is told later."""
+    """Whether a file has `num` lines or more; True for a pipe or folder, reported later."""
     if not file.is_file():
         return file.exists()
     with file.open("rb") as lines:
@@ -219,7 +219,7 @@ def _has_lines(file: Path, num: int) -> bool:
 
 
 def refuse_mixing(request: Request) -> None:
-    """Refuse a fresh start, or one from a checkpoint elsewhere, in a folder that holds a run."""
+    """Raise ValueError if a new run would start in a folder that contains another run."""
     files = traces(request.root)
     begins = request.repeated and not any(file.suffix == ".ckpt" for file in files)
     if not files or begins or request.requeued or request.holds_checkpoint:
@@ -237,14 +237,14 @@ def refuse_mixing(request: Request) -> None:
 
 @contextmanager
 def occupied(root: Path) -> Iterator[None]:
-    """Context in which no other process may train into a run folder, which is created.
+    """Context that creates a run folder and locks it against training by other processes.
 
-    The kernel holds the lock, on a file: it ends with the process, however that ends, and holds for
-    other nodes where the file system has locks.
+    The file lock is released when the process ends for any reason. It applies across nodes if the
+    file system supports locks.
 
     Raises:
-        InUse: where another process has it.
-        OSError: where the folder cannot be written to.
+        InUse: if another process has the lock.
+        OSError: if the folder is not writable.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)

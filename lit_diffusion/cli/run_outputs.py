@@ -1,4 +1,4 @@
-"""What a fit writes beside its checkpoints and curves: its config, and lines for a person."""
+"""What a fit writes besides checkpoints and curves: its config, and messages for the user."""
 
 import shlex
 import signal
@@ -24,13 +24,13 @@ from lit_diffusion.metrics.evaluation_record import count_training_images, is_re
 
 
 class RunConfig(SaveConfigCallback):
-    """Writes config.yaml, and at a resume config.resume-N.yaml, into the run folder of a fit.
+    """Writes config.yaml, or config.resume-N.yaml for a resume, into the run folder of a fit.
 
-    It is written after a checkpoint is restored: the config of a failed attempt is not the run's.
+    Writes after the checkpoint is restored, so that a failed attempt leaves no config.
     """
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Choose the name, which depends on what the folder holds before anything is written."""
+        """Choose the file name, which depends on the files in the folder before the run."""
         if stage == "fit":
             self._path = next_config(Path(trainer.default_root_dir))
 
@@ -41,7 +41,7 @@ class RunConfig(SaveConfigCallback):
             atomic_write_text(self._path, text)
             settings = yaml.safe_load(text)
             settings.pop("ckpt_path", None)
-            settings["trainer"].pop("logger", None)  # which may hold the key of an account
+            settings["trainer"].pop("logger", None)  # may contain an API key
             for logger in trainer.loggers:
                 # MLflow cannot change the hyperparameters of a run
                 if trainer.ckpt_path is None or not isinstance_lightning(logger, MLFlowLogger):
@@ -51,11 +51,11 @@ class RunConfig(SaveConfigCallback):
     on_sanity_check_start = on_train_start
 
 
-# Lines for a person at the end of a fit
+# Messages for the user
 
 
 def summary(request: Request, trainer: Trainer, seconds: float) -> str:
-    """Where the run folder is, what was trained, its FIDs, and the command that samples from it."""
+    """Summary of a fit: run folder, steps and images, FIDs, and a command for sampling."""
     root = request.root
     text = f"{trainer.global_step} steps"
     if images := count_training_images(trainer):
@@ -79,7 +79,7 @@ def summary(request: Request, trainer: Trainer, seconds: float) -> str:
 
 
 def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
-    """(metric, text) for each FID in evaluations.jsonl: the last, the best, and the floor."""
+    """(metric, text) for each FID in evaluations.jsonl, with the last, the best and the floor."""
 
     def number(value: float | None) -> str:
         return "NaN" if value is None else f"{value:.4g}"
@@ -98,20 +98,20 @@ def fid_rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, str]]:
 
 
 def requeue_line(request: Request) -> str:
-    """A line for a fit that a batch system has started again."""
+    """Message of a fit that SLURM has restarted."""
     last = checkpoint_file(request.root)
     how = f"goes on from {last}" if last.is_file() else f"begins anew, as there is no {last}"
     return f"SLURM job {job_id()} was requeued, and {how}."
 
 
 def resume_line(request: Request, step: int, number: signal.Signals, saved: bool) -> str:
-    """A line for a fit that a signal stopped: what is lost, and the command that resumes it.
+    """Message of a fit that a signal stopped: lost steps, and the command that resumes it.
 
     Args:
         request: the command line.
-        step: optimizer steps that were made.
+        step: optimizer steps completed.
         number: the signal.
-        saved: whether the last of them is in last.ckpt.
+        saved: whether last.ckpt has the last step.
     """
     last = checkpoint_file(request.root)
     text = f"Stopped by {number.name} at step {step}. "
@@ -121,6 +121,6 @@ def resume_line(request: Request, step: int, number: signal.Signals, saved: bool
     if (lost := step - saved_step) > 0:
         steps = "step since" if lost == 1 else f"{lost} steps since"
         text += f"The {steps} step {saved_step} {'is' if lost == 1 else 'are'} lost. "
-    # The folder of a checkpoint that the command names is not where it would look for `last`.
+    # With another --ckpt_path, the run folder of the command may change: name the file.
     again = shlex.quote(str(last)) if request.holds_checkpoint else "last"
     return f"{text}The same command with --ckpt_path={again} goes on from {last}."

@@ -1,4 +1,4 @@
-"""`lit-diffusion sample`: images from a checkpoint, as PNG."""
+"""`lit-diffusion sample`: generate PNG images from a checkpoint."""
 
 from collections.abc import Sequence
 

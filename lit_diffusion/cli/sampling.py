@@ -1,4 +1,4 @@
-"""A folder of generated images: PNG files, grid.png, and samples.json, which says how."""
+"""Write generated images into a folder: PNG files, grid.png, and their record samples.json."""
 
 import json
 import time
@@ -23,7 +23,7 @@ RECORD = "samples.json"
 
 
 def image_folder(path: str | Path) -> Path:
-    """Create a folder for images; it may hold those of a call that was stopped, and no others."""
+    """Create a folder for images; ValueError if it has images of a completed call."""
     folder = Path(path)
     if folder.is_file():
         raise ValueError(f"--out {folder} is a file; name a folder.")
@@ -34,7 +34,7 @@ def image_folder(path: str | Path) -> Path:
 
 
 def unfinished_record(folder: Path) -> dict[str, Any]:
-    """samples.json of a call that was stopped before its end; {} where there is none."""
+    """The content of samples.json of an interrupted call; {} without one."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         record = json.loads((folder / RECORD).read_text())
         is_unfinished = record["of"] != record["num"] or not (folder / "grid.png").exists()
@@ -46,19 +46,19 @@ def unfinished_record(folder: Path) -> dict[str, Any]:
 def write_samples(
     generator: ImageGenerator, num: int, folder: Path, trajectory: bool = False
 ) -> dict[str, Any]:
-    """Generate images into a folder, or those that are left to do; the content of samples.json.
+    """Generate the missing images of a folder; return the content of samples.json.
 
-    samples.json counts the images after each batch, so that a call that is stopped can be repeated.
+    samples.json is updated after each batch, so that an interrupted call can be repeated.
 
     Args:
-        generator: of the images.
+        generator: generates the images.
         num: number of images.
         folder: created by `image_folder`.
-        trajectory: whether to write the trajectories of the first images too.
+        trajectory: whether to write the trajectories of the first images as well.
 
     Raises:
-        ValueError: for less than one image, a folder with images of other options, and a trajectory
-            of a module without a `watch`.
+        ValueError: if `num` is below 1, the folder has images of other options, or a trajectory is
+            requested of a module without `watch`.
     """
     if num < 1:
         raise ValueError(f"--num must be at least 1, got {num}.")
@@ -97,11 +97,11 @@ def write_samples(
 
 
 def json_text(record: dict[str, Any]) -> str:
-    """The text of a JSON file."""
+    """Format a record as the text of a JSON file."""
     return json.dumps(record, indent=1) + "\n"
 
 
 def read_samples(folder: Path, num: int) -> Tensor:
-    """uint8 (num, C, H, W), the first images of a folder."""
+    """The first images of a folder, (num, C, H, W) uint8."""
     files = (folder / f"{i:06d}.png" for i in range(num))
     return torch.stack([pil_to_tensor(Image.open(file)) for file in files])

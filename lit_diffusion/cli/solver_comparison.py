@@ -1,4 +1,4 @@
-"""Images of the same seeds by several solvers and numbers of steps: a picture and an FID each."""
+"""Compare solvers and numbers of steps on the same seeds, by images and FID."""
 
 import csv
 from collections.abc import Callable, Sequence
@@ -38,59 +38,59 @@ from lit_diffusion.signals import defer_signals, print_error
 from lit_diffusion.solvers.steps import check_steps, solver_times, time_grid_of
 
 NUM_DRAWN = 12
-"""Images of each cell in comparison.png."""
+"""Number of images of each cell in comparison.png."""
 COLUMNS = ("solver", "steps", "grid", "evaluations", "fid", "left_out")
 """Columns of comparison.csv."""
 
 
 @dataclass(frozen=True)
 class ComparisonOptions:
-    """Which solvers are compared on how many images."""
+    """Options of --compare."""
 
     solvers: str  # "solvers" for all of this library, or names separated by commas
     steps: Sequence[int] | None  # numbers of steps; None for 5, 10, 20 and 50
     num: int  # number of images
-    reference: str | None  # real images, as `real_images` takes them
-    data: str | None  # config that names the data in place of the run's
+    reference: str | None  # real images: argument of `real_images`
+    data: str | None  # config with the data, instead of the run's config
 
 
 @dataclass
 class Cell:
-    """A solver with a number of steps, and what became of it."""
+    """A solver with a number of steps, and its result."""
 
     solver: str
     steps: int
     grid: str | None = None  # the solver's times
     evaluations: int | None = None  # number of function evaluations (NFE); guidance may double it
-    fid: float | None = None  # of the images; None where it could not be computed
+    fid: float | None = None  # FID of the images; None if it could not be computed
     left_out: str | None = None  # why there are no images; None if there are
     sampling: dict[str, Any] | None = None  # the module's `sampling_record`
 
     @property
     def name(self) -> str:
-        """Name of the folder of its images."""
+        """Name of the folder with the images."""
         return f"{self.solver}-{self.steps}"
 
     @property
     def caption(self) -> str:
-        """Text below its images."""
+        """Text below the images."""
         fid = "" if self.fid is None else f"FID {self.fid:.4g}, "
         return "left out" if self.left_out else f"{fid}{self.evaluations} evaluations"
 
 
 def compare_solvers(sampling: SamplingOptions, comparison: ComparisonOptions, folder: Path) -> str:
-    """Write a folder of images for each cell, and comparison.json, .csv and .png; a summary.
+    """Write images of each cell, and comparison.json, .csv and .png; return a summary.
 
-    A call that was stopped can be repeated: images that are there are not generated again.
+    An interrupted call can be repeated; existing images are not generated again.
 
     Raises:
-        ValueError: for unknown solvers, less than one step, a module that takes no other solver,
-            and where no solver can run.
+        ValueError: for unknown solvers, less than one step, a module that supports no other solver,
+            or if no solver can run.
     """
-    # --solver.NAME goes to each solver of the comparison, and not to that of the checkpoint
+    # --solver.NAME applies to each solver of the comparison, not to that of the checkpoint
     loading = replace(sampling, solver_options=())
     generator = replace(load_generator(loading, check=False), options=sampling)
-    trained_solver(generator.loaded)  # refuses a module without
+    trained_solver(generator.loaded)  # raises for a module without a solver
     steps = sorted(set(comparison.steps or (5, 10, 20, 50)))
     check_steps(steps[0])
     cells = [Cell(name, num) for name in _solver_names(comparison.solvers) for num in steps]
@@ -118,7 +118,7 @@ def compare_solvers(sampling: SamplingOptions, comparison: ComparisonOptions, fo
 
 
 def _solver_names(text: str) -> list[str]:
-    """Names of the solvers that --compare lists, in any case."""
+    """Parse the names of solvers in --compare, in any case."""
     if text == "solvers":
         return solvers.__all__
     names = {name.lower(): name for name in solvers.__all__}
@@ -129,7 +129,7 @@ def _solver_names(text: str) -> list[str]:
 
 
 def _generate_cell(generator: ImageGenerator, num: int, cell: Cell, folder: Path) -> None:
-    """Generate the images of a cell unless they are there, or set `left_out`."""
+    """Generate the images of a cell unless they exist, or set `left_out`."""
     module: Any = generator.loaded.module
     try:
         options = replace(generator.options, solver=cell.solver, steps=cell.steps)
@@ -159,9 +159,9 @@ def _generate_cell(generator: ImageGenerator, num: int, cell: Cell, folder: Path
 
 
 def with_fitting_grid(solver: Any, check: Callable[[Any], None]) -> Any:
-    """The solver; with the grid `LogSNR(noisiest=-10)` where `check` refuses its default grid.
+    """The solver, with the grid `LogSNR(noisiest=-10)` if `check` refuses its default grid.
 
-    A solver that names a grid is left as it is.
+    A solver with an explicit grid is returned unchanged.
 
     Example:
         >>> from lit_diffusion.processes import EDMProcess
@@ -183,7 +183,7 @@ def _prepare_fid(
 ) -> tuple[Callable[[Path], float] | None, dict[str, Any]]:
     """A function that computes the FID of a folder, and the protocol for the record.
 
-    Where there can be no FID, None, and the reason under "told".
+    If no FID can be computed, None, and the reason under "told".
     """
     num, options = comparison.num, generator.options
     try:
@@ -241,7 +241,7 @@ def _write_comparison(
 
 
 def _draw_cells(cells: list[Cell], folder: Path, num: int) -> Image.Image:
-    """The first `num` images of each cell: a row for each solver, a column for each step number."""
+    """Draw the first `num` images of each cell: one row per solver, one column per steps."""
     steps = sorted({cell.steps for cell in cells})
     rows = [[text_image(""), *(text_image(f"{number} steps") for number in steps)]]
     for solver in dict.fromkeys(cell.solver for cell in cells if not cell.left_out):

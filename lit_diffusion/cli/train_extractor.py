@@ -1,4 +1,4 @@
-"""`lit-diffusion train-extractor`: a network for FID on images of one's own, without a download."""
+"""`lit-diffusion train-extractor`: train a network for FID on the user's images."""
 
 import sys
 from collections.abc import Sequence

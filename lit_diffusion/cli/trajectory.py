@@ -1,4 +1,4 @@
-"""Trajectories of the first samples from noise to image, as trajectory.png and trajectory.gif."""
+"""Draw trajectories of samples from noise to image, as trajectory.png and trajectory.gif."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,12 +31,12 @@ class Frame(NamedTuple):
 
 
 class Trajectory:
-    """A `protocols.Watch` that keeps the solver's steps, evenly thinned below `MAX_GIF_STEPS`.
+    """A `protocols.Watch` that records evenly spaced solver steps, fewer than `MAX_GIF_STEPS`.
 
-    x_t is divided by sqrt(alpha^2 + sigma^2), which brings it to the scale of an image.
+    x_t is divided by sqrt(alpha^2 + sigma^2), to the scale of an image.
 
     Args:
-        module: whose `watch` this will be.
+        module: module that calls this as its `watch`.
     """
 
     def __init__(self, module: Any) -> None:
@@ -45,7 +45,7 @@ class Trajectory:
         self.frames: list[Frame] = []
 
     def __call__(self, step: int, t: Tensor, x_t: Tensor, x0: Tensor) -> None:
-        """Keep a step, or drop every other one when there are too many."""
+        """Record a step; drop every other one if there are too many."""
         if step % self._every:
             return
         alpha, sigma = self._module.process.alpha_sigma(t)
@@ -61,7 +61,7 @@ def write_trajectory(generator: ImageGenerator, num: int, folder: Path) -> None:
     """Write trajectory.png and trajectory.gif of the first of `num` images.
 
     Raises:
-        ValueError: for a module without a `watch`, which the solver calls at every step.
+        ValueError: for a module without `watch`, which the solver calls at every step.
     """
     module: Any = generator.loaded.module
     if not hasattr(module, "watch"):
@@ -87,7 +87,7 @@ def write_trajectory(generator: ImageGenerator, num: int, folder: Path) -> None:
 
 
 def _draw_strip(frames: Sequence[Frame], names: Sequence[str]) -> Image.Image:
-    """Steps from left to right; a row of x_t and a row of x0 for each sample."""
+    """Draw steps from left to right; each sample has a row of x_t and a row of x0."""
     columns = [frames[i] for i in evenly_spaced(len(frames) - 1, STRIP_STEPS)] + [frames[-1]]
     header = [text_image(f"{frame.step}\n{frame.noise:.3g}") for frame in columns]
     rows = [[text_image("step\nnoise"), *header]]
@@ -99,7 +99,7 @@ def _draw_strip(frames: Sequence[Frame], names: Sequence[str]) -> Image.Image:
 
 
 def _draw_frame(frame: Frame, names: Sequence[str]) -> Image.Image:
-    """x_t above x0 with a column for each sample, of one size at every step."""
+    """Draw x_t above x0, with a column for each sample; the size is equal for all steps."""
     rows = [[text_image(""), *map(text_image, names)]]
     for name, images in (("x_t", frame.x_t), ("x0", frame.x0)):
         rows.append([text_image(name), *(tile(image[None], 160) for image in images)])
