@@ -204,10 +204,19 @@ def _resume_configs(root: Path) -> list[Path]:
 
 
 def traces(root: Path) -> list[Path]:
-    """Files that show that a folder contains a run: curves, scores and checkpoints."""
-    min_lines = {root / "metrics.csv": 2, root / "evaluations.jsonl": 1}
+    """Files by which a folder holds a run: curves, scores and checkpoints.
+
+    A metrics.csv alone that says that the first steps were not finite is no run.
+    """
+    curves = root / "metrics.csv"
+    min_lines = {curves: 2, root / "evaluations.jsonl": 1}
     files = [file for file, num in min_lines.items() if _has_lines(file, num)]
-    return files + sorted(root.glob("checkpoints/*.ckpt"))
+    files += sorted(root.glob("checkpoints/*.ckpt"))
+    if files == [curves] and curves.is_file():
+        with curves.open("rb") as lines:
+            if next(lines).strip() == b"step,train/loss,train/nonfinite_steps":
+                return []
+    return files
 
 
 def _has_lines(file: Path, num: int) -> bool:

@@ -107,6 +107,13 @@ def test_a_folder_without_a_row_or_a_checkpoint_holds_no_run():
     assert next_config(Path("runs/digits")) == Path("runs/digits/config.yaml")
 
 
+def test_a_first_step_that_was_not_finite_is_no_run():
+    write("runs/digits/metrics.csv", "step,train/loss,train/nonfinite_steps\n0,nan,1.0\n")
+    refuse_mixing(read(DIGITS))
+    write("runs/digits/checkpoints/best-fid.ckpt")
+    refuses(DIGITS)
+
+
 def test_every_resume_gets_a_separate_config_and_the_latest_counts():
     root = Path("runs/digits")
     assert latest_config(root) is None
