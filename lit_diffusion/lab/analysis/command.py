@@ -1,4 +1,4 @@
-"""`lit-diffusion analyze consistency | interpolate | landscape | hessian`: the options of each."""
+"""Options of `lit-diffusion analyze consistency | interpolate | landscape | hessian`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -40,10 +40,10 @@ filter by filter, the same for all checkpoints of one --seed; or through the way
 
 @dataclass(frozen=True)
 class AnalysisOptions:
-    """Options that all analyses have, named as on the command line.
+    """Options common to all analyses, named as on the command line.
 
     Attributes:
-        settings: all options of the call that have an effect on its results, by name.
+        settings: all options that affect the results, by name.
     """
 
     out: str
@@ -55,10 +55,10 @@ class AnalysisOptions:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the command: "analyze", the name of the analysis, then options.
+    """Run the command. `argv` is "analyze", the name of the analysis, and options.
 
     Raises:
-        ValueError: for what cannot be done.
+        ValueError: for invalid options, checkpoints or data.
     """
     name = argv[1] if len(argv) > 1 else ""
     if name not in DESCRIPTIONS:
@@ -86,7 +86,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def build_parser(name: str) -> Parser:
-    """The parser of one analysis."""
+    """Build the parser of one analysis."""
     parser = Parser(f"analyze {name}", DESCRIPTIONS[name])
     add = parser.add_argument
     add("--out", required=True, metavar="DIR", help="folder for the results")

@@ -1,7 +1,7 @@
-"""What the analyses share: loading, the folder of the results, and work in pieces.
+"""Helpers common to the analyses: loading, the output folder, and resumable work.
 
-Long work is split into pieces, whose arrays are saved as soon as each is computed. A call that was
-stopped computes the missing ones alone, and processes of torchrun or srun share them.
+Work is split into pieces, and the arrays of each piece are saved as soon as it is computed. A later
+call computes only the missing pieces. Processes of torchrun or srun share the pieces.
 """
 
 import hashlib
@@ -37,16 +37,17 @@ Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
 class UnfinishedAnalysis(Exception):
-    """Other processes have not computed all of their pieces yet; the message says what to do."""
+    """Raised if other processes have not computed all of their pieces yet."""
 
 
 def load_analyzed_module(path: str, options: AnalysisOptions, moves: bool = True) -> LoadedModule:
-    """Load the module of a checkpoint to its device.
+    """Load the module of a checkpoint onto the device of the options.
 
     Args:
         path: checkpoint file or run folder.
-        options: name the weights and the device.
-        moves: whether its weights will be changed, which spectral norms must then follow.
+        options: select the weights and the device.
+        moves: whether the analysis changes the weights. Spectral norms are then made exact, so that
+            they follow.
     """
     loaded = load_module(path, options.weights, trust=options.trust)
     loaded.module.to(usable_device(options.device))
@@ -56,10 +57,10 @@ def load_analyzed_module(path: str, options: AnalysisOptions, moves: bool = True
 
 
 def load_training_data(loaded: LoadedModule, options: AnalysisOptions) -> Any:
-    """Build the data module of --data, or of the run of a checkpoint.
+    """Build the data module of --data or, by default, of the checkpoint's run.
 
     Raises:
-        ValueError: if neither names data with splits.
+        ValueError: if there is none, or it has no splits.
     """
     data = data_of_run(loaded.path, options.data, options.trust)
     if data is None:
@@ -71,19 +72,19 @@ def load_training_data(loaded: LoadedModule, options: AnalysisOptions) -> Any:
 def load_losses(
     loaded: LoadedModule, options: AnalysisOptions, images: int, levels: Sequence[float]
 ) -> Losses:
-    """Build the losses of a module on `images` training images at noise levels."""
+    """Build the losses of a module on `images` training images at the noise levels `levels`."""
     dataset = load_training_data(loaded, options).dataset("train")
     return fixed_losses(loaded.module, dataset, images, levels)
 
 
 def print_cost(what: str, seconds: float) -> None:
-    """Print how long an analysis will take."""
+    """Print the estimated duration of an analysis."""
     print_error(f"{what}: about {seconds / 60:.1f} minutes by one process.")
 
 
 @torch.no_grad()
 def print_cost_of_losses(losses: Losses, times: int) -> None:
-    """Print how long evaluating all losses so many times will take, from the time of one.
+    """Time one evaluation of all losses, and print the estimated duration of `times` evaluations.
 
     Raises:
         ValueError: if a loss is not finite.
@@ -96,10 +97,10 @@ def print_cost_of_losses(losses: Losses, times: int) -> None:
 
 
 def plan_analysis(kind: str, options: AnalysisOptions, *loaded: LoadedModule) -> Path:
-    """Create the folder of the results with a plan.json, or check that it is of the same analysis.
+    """Create the output folder with a plan.json, or check that it belongs to the same analysis.
 
     Raises:
-        ValueError: if the folder holds something else, with what differs.
+        ValueError: if the folder holds something else. The message names the difference.
     """
     folder, path = Path(options.out), Path(options.out, "plan.json")
     checkpoints = [
@@ -108,7 +109,7 @@ def plan_analysis(kind: str, options: AnalysisOptions, *loaded: LoadedModule) ->
     ]
     plan = {"analysis": kind, "of": checkpoints, **options.settings}
     text = json.dumps(plan, indent=1, default=str) + "\n"
-    # Asked before the plan: another process may write that meanwhile, hidden until it is whole.
+    # Checked before plan.json, which another process may be writing, as a hidden file at first.
     holds_something = folder.is_file() or (folder.is_dir() and any(folder.glob("[!.]*")))
     if not path.is_file():
         if holds_something:
@@ -117,20 +118,20 @@ def plan_analysis(kind: str, options: AnalysisOptions, *loaded: LoadedModule) ->
         atomic_write_text(path, text, shared=True)
         return folder
     try:
-        earlier = dict(json.loads(path.read_text()))
+        old_plan = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged ({error}); delete the folder.") from None
     for name, value in json.loads(text).items():
-        if earlier.get(name) != value:
+        if old_plan.get(name) != value:
             raise ValueError(
-                f"--out {folder} holds an analysis whose {name} is {earlier.get(name)}, and this "
+                f"--out {folder} holds an analysis whose {name} is {old_plan.get(name)}, and this "
                 f"call's is {value}; choose another folder."
             )
     return folder
 
 
 def fingerprint(module: nn.Module) -> str:
-    """Hash all weights, whatever their layout in memory."""
+    """Hash of all weights, 12 hex digits, independent of their memory layout."""
     digest = hashlib.sha256()
     for name, value in copy_weights(module).items():
         digest.update(name.encode() + value.float().cpu().numpy().tobytes())
@@ -140,31 +141,31 @@ def fingerprint(module: nn.Module) -> str:
 def compute_pieces(
     folder: Path, names: Sequence[str], compute: Callable[[str], Arrays], unit: str
 ) -> list[Arrays]:
-    """Compute the arrays of the pieces without a file, and return those of all.
+    """Compute the pieces that have no file yet, and return the arrays of all pieces.
 
     Each process of torchrun or srun computes its share.
 
     Args:
-        folder: where pieces/NAME.npz are.
-        names: of the pieces.
-        compute: from a name to the arrays of its piece.
-        unit: what a piece is called where progress is printed.
+        folder: output folder, with a file pieces/NAME.npz per piece.
+        names: names of the pieces.
+        compute: maps a name to the arrays of its piece.
+        unit: noun for a piece in progress messages.
 
     Raises:
-        UnfinishedAnalysis: if other processes have not computed theirs.
+        UnfinishedAnalysis: if other processes have not computed their share yet.
     """
     rank, world_size = launcher_rank_and_world_size()
     (folder / "pieces").mkdir(exist_ok=True)
     files = {name: folder / "pieces" / f"{name}.npz" for name in names}
-    mine = [name for name in names[rank::world_size] if not files[name].is_file()]
+    pending = [name for name in names[rank::world_size] if not files[name].is_file()]
     start = last_print = time.monotonic()
     try:
-        for done, name in enumerate(mine, start=1):
+        for done, name in enumerate(pending, start=1):
             save_arrays(files[name], compute(name))
-            if done == 1 < len(mine) or time.monotonic() - last_print > 10:
+            if done == 1 < len(pending) or time.monotonic() - last_print > 10:
                 last_print = time.monotonic()
-                rate = format_speed(unit, done, len(mine) - done, last_print - start)
-                print_error("  ".join([f"{done} of {len(mine)} {unit}s", *rate]))
+                rate = format_speed(unit, done, len(pending) - done, last_print - start)
+                print_error("  ".join([f"{done} of {len(pending)} {unit}s", *rate]))
     except KeyboardInterrupt:
         num = sum(file.is_file() for file in files.values())
         print_error(
@@ -185,7 +186,7 @@ def compute_pieces(
 
 
 def save_result(path: Path, result: Mapping[str, Any]) -> None:
-    """Write the arrays of a result to `path`.npz and all else to `path`.json."""
+    """Write the arrays of a result to `path`.npz, and everything else to `path`.json."""
     arrays = {name: value for name, value in result.items() if isinstance(value, np.ndarray)}
     others = {name: value for name, value in result.items() if name not in arrays}
     save_arrays(Path(f"{path}.npz"), arrays)
@@ -193,12 +194,12 @@ def save_result(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def save_arrays(path: Path, arrays: Arrays) -> None:
-    """Write an .npz; other processes may write the same."""
+    """Atomically write an .npz file. Other processes may write the same file."""
     with atomic_write(path, shared=True) as file:
         np.savez_compressed(file, allow_pickle=False, **arrays)
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a PNG; other processes may write the same."""
+    """Atomically write a PNG file. Other processes may write the same file."""
     with atomic_write(path, shared=True) as file:
         figure.savefig(file, format="png", dpi=120)

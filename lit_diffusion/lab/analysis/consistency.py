@@ -1,4 +1,4 @@
-"""Whether models make the same images of the same noise, beside what chance would give.
+"""Similarity of the images that models generate from the same noise, compared with chance.
 
 Source: "Why diffusion models are stable and how to make them faster" (2023), section 3.1.
 """
@@ -31,21 +31,22 @@ from lit_diffusion.seeding import classes_of
 
 @dataclass(frozen=True)
 class Consistency:
-    """How alike the images of M models by the same N seeds are.
+    """Similarity of the images of M models from the same N seeds.
 
     Attributes:
         names: names of the models.
-        paper: Eq. 1, in dB: mean PSNR of the first model's images and each other model's.
+        paper: Eq. 1, in dB: mean PSNR between the first model's images and those of the others.
         all_pairs: mean PSNR over all pairs of models, in dB.
         pairs: (M, M) mean PSNR of each pair, in dB.
-        shuffled: mean PSNR of each image and the other models' images of all other seeds, in dB.
-        same_class: as `shuffled`, of other seeds of the same class; None without classes, or if no
-            class has two seeds.
-        nearest: mean PSNR of the images and their nearest training images, in dB: models that agree
-            no better may agree only on these. None without training images.
-        same_nearest: fraction of pairs of images whose nearest training image is the same.
-        features: 1 - mean feature distance of the same seeds over that of other seeds (of the same
-            class, if there are classes): 1 for equal images, 0 for chance. None without features.
+        shuffled: mean PSNR between images of different models and different seeds, in dB.
+        same_class: like `shuffled`, for different seeds of the same class; None without classes, or
+            if no class has two seeds.
+        nearest: mean PSNR between images and their nearest training images, in dB. If the models
+            agree no better than this, they may just reproduce training images. None without them.
+        same_nearest: fraction of pairs of images with the same nearest training image.
+        features: 1 - d_same / d_other, with the mean feature distance between images of the same
+            seed and of different seeds (of the same class, if there are classes). It is 1 for equal
+            images and 0 for chance. None without features.
         per_seed: (N,) mean PSNR over pairs of models, in dB.
     """
 
@@ -71,10 +72,10 @@ def measure_consistency(
     """Compare the images of models, seed by seed.
 
     Args:
-        images: uint8 (M, N, C, H, W) of M >= 2 models by the same N >= 2 seeds.
+        images: uint8 (M, N, C, H, W), images of M >= 2 models from the same N >= 2 seeds.
         names: names of the models.
-        nearest_of: uint8 (N, C, H, W) -> the training images nearest to them, of the same shape.
-        features_of: uint8 (N, C, H, W) -> (N, F).
+        nearest_of: maps images uint8 (N, C, H, W) to their nearest training images, of equal shape.
+        features_of: maps images uint8 (N, C, H, W) to features (N, F).
         labels: (N,) classes of the seeds.
     """
     num_models, num_seeds = images.shape[:2]
@@ -90,29 +91,29 @@ def measure_consistency(
         same_class = other_seeds & (labels[:, None] == labels)
 
     def mean_of_pairs(values: Tensor, compare: Callable[[Tensor, Tensor], Tensor]) -> float:
-        """Mean of what `compare` gives for all pairs of models (M, ...)."""
+        """Mean of `compare(a, b)` over all pairs of models' values (M, ...)."""
         return torch.stack([compare(values[i], values[j]).mean() for i, j in psnrs]).mean().item()
 
-    def by_chance(mask: Tensor) -> float:
+    def chance_psnr(mask: Tensor) -> float:
         return mean_of_pairs(images, lambda a, b: pairwise_psnr(a, b)[mask])
 
     nearest = same_nearest = features = None
     if nearest_of is not None:
-        copies = torch.stack([nearest_of(of_model) for of_model in images])
-        nearest = psnr(images.flatten(0, 1), copies.flatten(0, 1)).mean().item()
-        same_nearest = mean_of_pairs(copies, lambda a, b: (a == b).flatten(1).all(1).double())
+        neighbors = torch.stack([nearest_of(x) for x in images])
+        nearest = psnr(images.flatten(0, 1), neighbors.flatten(0, 1)).mean().item()
+        same_nearest = mean_of_pairs(neighbors, lambda a, b: (a == b).flatten(1).all(1).double())
     if features_of is not None:
-        points = torch.stack([features_of(of_model).double() for of_model in images])
-        chance = same_class if same_class.any() else other_seeds
-        same = mean_of_pairs(points, lambda a, b: (a - b).norm(dim=1))
-        features = 1 - same / mean_of_pairs(points, lambda a, b: torch.cdist(a, b)[chance])
+        vectors = torch.stack([features_of(x).double() for x in images])
+        chance_pairs = same_class if same_class.any() else other_seeds
+        same = mean_of_pairs(vectors, lambda a, b: (a - b).norm(dim=1))
+        features = 1 - same / mean_of_pairs(vectors, lambda a, b: torch.cdist(a, b)[chance_pairs])
     return Consistency(
         names=names,
         paper=float(pairs[0, 1:].mean()),
         all_pairs=per_pair.mean().item(),
         pairs=pairs,
-        shuffled=by_chance(other_seeds),
-        same_class=by_chance(same_class) if same_class.any() else None,
+        shuffled=chance_psnr(other_seeds),
+        same_class=chance_psnr(same_class) if same_class.any() else None,
         nearest=nearest,
         same_nearest=same_nearest,
         features=features,
@@ -121,20 +122,20 @@ def measure_consistency(
 
 
 def draw_consistency(result: Consistency, images: Tensor, path: Path, seeds: int = 12) -> None:
-    """Draw the images (M, N, C, H, W) of the first seeds: a row a model, a column a seed."""
+    """Draw images (M, N, C, H, W) of the first seeds: one row per model, one column per seed."""
     rows, columns = len(images), min(seeds, images.shape[1])
     figure = Figure(figsize=(0.75 * columns + 2, 0.8 * rows + 0.6), layout="constrained")
     title = f"{result.all_pairs:.1f} dB; shuffled seeds {result.shuffled:.1f} dB"
     figure.suptitle(title, fontsize="medium")
     panels = figure.subplots(rows, columns, squeeze=False)
-    for row, (name, of_model) in enumerate(zip(result.names, images, strict=True)):
-        for axes, image in zip(panels[row], of_model[:columns], strict=True):
+    for row, (name, model_images) in enumerate(zip(result.names, images, strict=True)):
+        for axes, image in zip(panels[row], model_images[:columns], strict=True):
             pixels = image.movedim(0, -1).squeeze(-1).numpy()
             axes.imshow(pixels, cmap="gray", vmin=0, vmax=255, interpolation="nearest")
             axes.set(xticks=[], yticks=[])
-        beside_first = "" if row == 0 else f"\n{result.pairs[0, row]:.1f} dB"
+        psnr_to_first = "" if row == 0 else f"\n{result.pairs[0, row]:.1f} dB"
         text = {"rotation": 0, "ha": "right", "va": "center", "fontsize": "small"}
-        panels[row, 0].set_ylabel(f"{name[-28:]}{beside_first}", **text)
+        panels[row, 0].set_ylabel(f"{name[-28:]}{psnr_to_first}", **text)
     common.save_figure(figure, path)
 
 
@@ -194,7 +195,7 @@ def compare_images(
 
 
 def _load_training_images(loaded: Sequence[LoadedModule], options: AnalysisOptions) -> Tensor:
-    """uint8 (K, C, H, W) of all data sets that a model was trained on."""
+    """uint8 (K, C, H, W): all training images of the models, each data set once."""
     sets = {}
     for each in loaded:
         settings = repr(read_data_settings(each.path, options.data)[0])
@@ -204,10 +205,10 @@ def _load_training_images(loaded: Sequence[LoadedModule], options: AnalysisOptio
 
 
 def check_same_images(loaded: Sequence[LoadedModule]) -> int | None:
-    """Return the number of classes that all models have, or None if one has none.
+    """Check that the models are comparable. Returns their number of classes; None if one has none.
 
     Raises:
-        ValueError: if shapes of images or numbers of classes differ.
+        ValueError: if image shapes or numbers of classes differ.
     """
     kinds: dict[str, tuple[str, int | None]] = {}
     for path, module in ((str(each.path), each.module) for each in loaded):
@@ -224,7 +225,7 @@ def check_same_images(loaded: Sequence[LoadedModule]) -> int | None:
 
 
 def _shorten(paths: Sequence[str]) -> list[str]:
-    """Paths without the folders that all have in common."""
+    """Paths relative to their common parent folder."""
     absolute = [Path(path).absolute() for path in paths]
     common_folder = os.path.commonpath(absolute)
     short = [os.path.relpath(path, common_folder) for path in absolute]

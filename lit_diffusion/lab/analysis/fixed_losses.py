@@ -1,7 +1,7 @@
-"""Losses that are functions of a module's weights alone, and what moves these weights.
+"""Losses that depend only on a module's weights, and functions that change these weights.
 
 Images, noise levels and noise are fixed, so a loss can be compared between weights and
-differentiated twice. Weights are points of a space: copied, mixed, loaded and put back.
+differentiated twice.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,11 +22,11 @@ WeightState = dict[str, Tensor]
 """Floating-point parameters and buffers of a module, by name."""
 
 Losses = Mapping[str, Callable[[], Tensor]]
-"""By name, a scalar loss of the weights that a module has now."""
+"""Scalar losses at the current weights of a module, by name."""
 
 
 def copy_weights(module: nn.Module) -> WeightState:
-    """Copy all floating-point parameters and buffers, running statistics included."""
+    """Copy all floating-point parameters and buffers, including running statistics."""
     return {
         name: value.detach().clone()
         for name, value in module.state_dict().items()
@@ -38,35 +38,35 @@ def copy_weights(module: nn.Module) -> WeightState:
 def evaluate_losses(
     module: nn.Module, states: Iterable[Mapping[str, Tensor]], losses: Losses
 ) -> NDArray[np.float64]:
-    """Evaluate losses of a module at other weights; its own are put back.
+    """Evaluate losses of a module at several weights, then restore the original weights.
 
     Args:
         module: module whose weights the losses depend on.
-        states: weights by name; those that a state does not name stay as they are.
+        states: weights by name. Weights that are not in a state are not changed.
         losses: losses by name.
 
     Returns:
-        (number of losses, number of states).
+        Values, (number of losses, number of states).
     """
-    before = copy_weights(module)
+    original = copy_weights(module)
     columns = []
     try:
         for state in states:
             module.load_state_dict(state, strict=False)
             columns.append([loss().item() for loss in losses.values()])
     finally:
-        module.load_state_dict(before, strict=False)
+        module.load_state_dict(original, strict=False)
     return np.array(columns).T
 
 
 class ExactSpectralNorm(nn.Module):
-    """A weight divided by its largest singular value, which is differentiated too.
+    """Divides a weight by its largest singular value, and differentiates through that value.
 
-    torch's own keeps the singular vectors of its last power iteration: when weights move they no
-    longer belong to the weights, and their part of the curvature is lost.
+    torch's spectral norm stores the singular vectors of the last power iteration. They are wrong
+    once the weights change, and their contribution to the curvature is lost.
 
     Args:
-        dim: dimension of the weight along which the rows of the matrix lie.
+        dim: dimension of the weight that indexes the rows of the matrix.
     """
 
     def __init__(self, dim: int = 0) -> None:
@@ -84,27 +84,28 @@ def use_exact_spectral_norm_(module: nn.Module) -> None:
     """Replace each of torch's `parametrizations.spectral_norm` by `ExactSpectralNorm`.
 
     Raises:
-        ValueError: if a part has the older `torch.nn.utils.spectral_norm`, which works by hooks.
+        ValueError: if a submodule has the older, hook-based `torch.nn.utils.spectral_norm`.
     """
-    for name, part in module.named_modules():
-        parameters = {key for key, _ in part.named_parameters(recurse=False)}
-        buffers = {key for key, _ in part.named_buffers(recurse=False)}
+    for name, submodule in module.named_modules():
+        parameters = {key for key, _ in submodule.named_parameters(recurse=False)}
+        buffers = {key for key, _ in submodule.named_buffers(recurse=False)}
         if any(f"{key[:-2]}_orig" in parameters for key in buffers if key.endswith("_u")):
             raise ValueError(
                 f"{name} has torch.nn.utils.spectral_norm, which does not follow moved weights; "
                 "build it with torch.nn.utils.parametrizations.spectral_norm."
             )
-        if isinstance(part, ParametrizationList):
-            for i, parametrization in enumerate(part):
+        if isinstance(submodule, ParametrizationList):
+            for i, parametrization in enumerate(submodule):
                 if {"_u", "_v"} <= dict(parametrization.named_buffers()).keys():
-                    part[i] = ExactSpectralNorm(getattr(parametrization, "dim", 0))
+                    submodule[i] = ExactSpectralNorm(getattr(parametrization, "dim", 0))
 
 
 def fixed_batch(module: Any, dataset: Any, num_images: int) -> tuple[Tensor, Any, Tensor]:
-    """Images spread evenly over a data set, on the module's device.
+    """Evenly spaced images of a data set, on the module's device.
 
     Returns:
-        x0 (B, C, H, W), encoded by the module's codec; labels; indices (B,) int64 in the set.
+        x0 (B, C, H, W), encoded by the module's codec; labels; and indices (B,) int64 in the data
+        set.
     """
     rows = evenly_spaced(len(dataset), num_images)
     images, labels, index = dataset.fetch([0] * len(rows), rows)
@@ -113,13 +114,13 @@ def fixed_batch(module: Any, dataset: Any, num_images: int) -> tuple[Tensor, Any
 
 
 def fixed_losses(module: Any, dataset: Any, num_images: int, levels: Sequence[float]) -> Losses:
-    """Mean losses over fixed images of a data set, with noise determined by their indices.
+    """Mean losses over fixed images of a data set. Their indices determine the noise.
 
-    A diffusion model has one loss for each level, and "all", over levels determined by the indices.
-    A GAN has one for each network.
+    A diffusion model has one loss per level, and "all", where the index of an image determines its
+    level. A GAN has one loss per network.
 
     Args:
-        module: DiffusionModule, GANModule, or another with their methods.
+        module: DiffusionModule, GANModule, or another module with the same methods.
         dataset: training set with `fetch`.
         num_images: number of images, 2 to the size of the set.
         levels: noise levels in [0, 1], of which 1 is the noisiest.
@@ -158,7 +159,7 @@ def fixed_losses(module: Any, dataset: Any, num_images: int, levels: Sequence[fl
 
 
 def network_of_loss(module: Any, name: str) -> nn.Module | None:
-    """The network that minimizes a loss of `fixed_losses`; None if all parameters do."""
+    """The network that is trained on a loss of `fixed_losses`; None if the whole module is."""
     network = getattr(module, name, None)
     return network if isinstance(network, nn.Module) else None
 
@@ -167,7 +168,7 @@ LOSS_ARGUMENTS = ("process", "parameterization", "loss", "codec", "image_shape",
 
 
 def check_same_losses(first: LoadedModule, *others: LoadedModule) -> None:
-    """Raise ValueError if the first module's losses mean others for the weights of `others`."""
+    """Raise ValueError unless all modules have the same weight shapes and loss settings."""
     shapes = {name: value.shape for name, value in copy_weights(first.module).items()}
     ours = first.checkpoint.get("hyper_parameters", {})
     for other in others:

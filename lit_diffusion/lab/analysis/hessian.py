@@ -1,4 +1,4 @@
-"""The spectrum of a loss's Hessian from products with vectors, never from the matrix itself.
+"""Spectra of Hessians, estimated from Hessian-vector products.
 
 Source: Ghorbani et al. 2019, "An Investigation into Neural Net Optimization via Hessian Eigenvalue
 Density", section 2 (stochastic Lanczos quadrature); Golub & Welsch 1969 for the quadrature.
@@ -27,16 +27,16 @@ from lit_diffusion.lab.analysis.fixed_losses import network_of_loss
 from lit_diffusion.signals import print_error
 
 MatrixProduct = Callable[[Tensor], Tensor]
-"""(P,) -> (P,): a symmetric matrix times a vector."""
+"""Product of a symmetric matrix with a vector, (P,) -> (P,)."""
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Estimates of the eigenvalues of a symmetric matrix with P rows by V Lanczos runs.
+    """Eigenvalues of a symmetric (P, P) matrix, estimated by V Lanczos runs.
 
     Attributes:
         num_parameters: P.
-        nodes: (V, m) Ritz values of each run, falling; nan past the end of a run that ended early.
+        nodes: (V, m) Ritz values of each run, descending; padded with nan if a run ended early.
         weights: (V, m) quadrature weights of the nodes; each row sums to 1.
     """
 
@@ -46,7 +46,7 @@ class Spectrum:
 
     @property
     def top(self) -> NDArray[np.float64]:
-        """(m,) largest eigenvalues, mean over runs; the first ones are converged."""
+        """(m,) largest eigenvalues, mean over runs. Only the first ones have converged."""
         columns = ~np.isnan(self.nodes).all(axis=0)
         top: NDArray[np.float64] = np.nanmean(self.nodes[:, columns], axis=0)
         return top
@@ -69,14 +69,14 @@ class Spectrum:
 
     @property
     def expected_weights(self) -> NDArray[np.float64]:
-        """(V, m) weights, replaced by 1 / P at the outer eigenvalues that all runs agree on.
+        """(V, m) quadrature weights, replaced by 1 / P at outer eigenvalues that all runs agree on.
 
-        A run's own weight there is the square of one normal number, which makes large eigenvalues
-        the noisiest part of any sum. A mean weight above 4 / P is taken for an eigenvalue of
-        multiplicity more than 1, and kept.
+        There, the weight of a single run is the square of one normal variable, so sums over large
+        eigenvalues would be noisy. A mean weight above 4 / P indicates an eigenvalue of
+        multiplicity > 1 and is not replaced.
         """
-        lengths = np.abs(self.nodes).max(axis=0)
-        agree = np.ptp(self.nodes, axis=0) <= 1e-3 * lengths  # False for nan
+        magnitudes = np.abs(self.nodes).max(axis=0)
+        agree = np.ptp(self.nodes, axis=0) <= 1e-3 * magnitudes  # False for nan
         agree &= self.weights.mean(axis=0) * self.num_parameters < 4
         from_left = np.logical_and.accumulate(agree)
         from_right = np.logical_and.accumulate(agree[::-1])[::-1]
@@ -91,14 +91,14 @@ class Spectrum:
 
     @property
     def ritz_variance(self) -> float:
-        """Variance of the Ritz values, equally weighted; the paper's figure seems to show this.
+        """Variance of the equally weighted Ritz values, which the paper's figure seems to show.
 
-        It says more about Lanczos, which finds extreme eigenvalues first, than about the matrix.
+        It depends more on Lanczos, which finds extreme eigenvalues first, than on the matrix.
         """
         return float(np.nanvar(self.nodes))
 
     def density(self, at: NDArray[np.float64], width: float) -> NDArray[np.float64]:
-        """(K,) spectral density at values (K,), smoothed by a Gaussian of this width."""
+        """(K,) spectral density at values (K,), smoothed by a Gaussian with std `width`."""
         z = (at[:, None, None] - self.nodes) / width  # (K, V, m)
         bumps = np.exp(-0.5 * z**2) / (width * np.sqrt(2 * np.pi))
         density: NDArray[np.float64]
@@ -109,28 +109,28 @@ class Spectrum:
 def hessian_product(
     loss: Callable[[], Tensor], parameters: Iterable[Tensor]
 ) -> tuple[MatrixProduct, Tensor]:
-    """Differentiate a loss once, and return what multiplies vectors by its Hessian.
+    """Build the Hessian-vector product of a loss at the current weights.
 
-    The graph of the gradient stays in memory: about that of three passes.
+    The graph of the gradient stays in memory; it takes about as much as three passes.
 
     Args:
-        loss: scalar function of the weights alone: images, noise levels and noise are fixed.
-        parameters: tensors to differentiate by; those without `requires_grad` are left out.
+        loss: scalar loss that depends only on the weights.
+        parameters: tensors to differentiate by. Those without `requires_grad` are ignored.
 
     Returns:
-        The product with the Hessian at the present weights, and the gradient (P,).
+        The Hessian-vector product, and the gradient (P,).
 
     Raises:
         RuntimeError: if a part of the network has no second derivative.
     """
-    trained = [p for p in parameters if p.requires_grad]
-    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # others have no second derivative
-        first = torch.autograd.grad(loss(), trained, create_graph=True, materialize_grads=True)
+    weights = [p for p in parameters if p.requires_grad]
+    with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):  # others lack second derivatives
+        first = torch.autograd.grad(loss(), weights, create_graph=True, materialize_grads=True)
         gradient = torch.cat([g.flatten() for g in first])
 
     def product(vector: Tensor) -> Tensor:
         second = torch.autograd.grad(
-            gradient, trained, vector.to(gradient), retain_graph=True, materialize_grads=True
+            gradient, weights, vector.to(gradient), retain_graph=True, materialize_grads=True
         )
         return torch.cat([g.flatten() for g in second])
 
@@ -140,55 +140,55 @@ def hessian_product(
 def finite_difference_error(
     loss: Callable[[], Tensor], parameters: Iterable[Tensor], share: float = 1e-4
 ) -> float:
-    """Relative difference between the Hessian times the gradient and a difference of gradients.
+    """Relative error of the Hessian-vector product against a central difference of gradients.
 
-    It is small for smooth losses, and large in two cases: a part of the network has no second
-    derivative, which autograd may silently take for 0; or gradients jump, as with ReLU, which the
-    Hessian leaves out. The weights are put back.
+    The vector is the gradient. The error is small for smooth losses. It is large in two cases: a
+    part of the network has no second derivative, which autograd may silently treat as 0; or
+    gradients jump, as with ReLU, which the Hessian ignores. The weights are restored.
 
     Args:
-        loss: scalar function of the weights alone: images, noise levels and noise are fixed.
-        parameters: tensors to differentiate by; those without `requires_grad` are left out.
-        share: length of the step, relative to the length of all weights.
+        loss: scalar loss that depends only on the weights.
+        parameters: tensors to differentiate by. Those without `requires_grad` are ignored.
+        share: length of the step, relative to the norm of all weights.
     """
-    trained = [p for p in parameters if p.requires_grad]
-    product, gradient = hessian_product(loss, trained)
+    weights = [p for p in parameters if p.requires_grad]
+    product, gradient = hessian_product(loss, weights)
     if not gradient.any():
         return 0.0
-    before = [p.detach().clone() for p in trained]
-    length = torch.cat([p.flatten() for p in before]).norm()
+    original = [p.detach().clone() for p in weights]
+    length = torch.cat([p.flatten() for p in original]).norm()
     step = share * length * gradient / gradient.norm()
-    by_product = product(step)
-    steps = step.split([p.numel() for p in trained])
+    hessian_change = product(step)
+    steps = step.split([p.numel() for p in weights])
     ends = []
     with torch.no_grad():
         try:
             for sign in (1, -1):
-                for p, start, part in zip(trained, before, steps, strict=True):
+                for p, start, part in zip(weights, original, steps, strict=True):
                     p.copy_(start + sign * part.view_as(p))
-                ends.append(hessian_product(loss, trained)[1])
+                ends.append(hessian_product(loss, weights)[1])
         finally:
-            for p, start in zip(trained, before, strict=True):
+            for p, start in zip(weights, original, strict=True):
                 p.copy_(start)
-    by_difference = (ends[0] - ends[1]) / 2
-    scale = torch.maximum(by_difference.norm(), by_product.norm())
-    return float((by_difference - by_product).norm() / scale)
+    gradient_change = (ends[0] - ends[1]) / 2
+    scale = torch.maximum(gradient_change.norm(), hessian_change.norm())
+    return float((gradient_change - hessian_change).norm() / scale)
 
 
 def lanczos(
     product: MatrixProduct, start: Tensor, steps: int
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Run Lanczos from a vector, in float64, with each vector orthogonalized twice against all.
+    """Run Lanczos in float64, with full reorthogonalization (twice per step).
 
-    Memory holds `steps` vectors.
+    It stores `steps` vectors.
 
     Args:
-        product: the matrix.
+        product: product with the matrix.
         start: (P,) vector to start from.
-        steps: most products, m; fewer if the vectors span an invariant subspace before.
+        steps: maximal number of products. Stops earlier if the vectors span an invariant subspace.
 
     Returns:
-        Ritz values (m,), rising, and their quadrature weights (m,).
+        Ritz values (m,), ascending, and their quadrature weights (m,).
     """
     steps = min(steps, len(start))
     basis = start.new_empty(steps, len(start), dtype=torch.float64)
@@ -212,12 +212,12 @@ def lanczos(
 def estimate_spectrum(
     product: MatrixProduct, like: Tensor, steps: int = 80, seeds: Sequence[int] = range(4)
 ) -> Spectrum:
-    """Stochastic Lanczos quadrature: a run of Lanczos from a random vector for each seed.
+    """Stochastic Lanczos quadrature: one Lanczos run from a random vector per seed.
 
     Args:
-        product: the matrix.
+        product: product with the matrix.
         like: (P,) tensor with the dtype and device of the vectors.
-        steps: products, and Ritz values, of each run.
+        steps: number of products, and of Ritz values, per run.
         seeds: seeds of the random vectors.
     """
     nodes, weights = (np.full((len(seeds), steps), np.nan) for _ in range(2))
@@ -231,7 +231,7 @@ def estimate_spectrum(
 
 
 def draw_spectra(spectra: Mapping[str, Spectrum], path: Path) -> None:
-    """Draw the density of eigenvalues of each loss, on a logarithmic axis."""
+    """Draw the eigenvalue density of each loss on a logarithmic axis."""
     figure = Figure(figsize=(6, 3.6), layout="constrained")
     axes = figure.add_subplot(yscale="log")
     low = min(np.nanmin(each.nodes) for each in spectra.values())
@@ -240,7 +240,7 @@ def draw_spectra(spectra: Mapping[str, Spectrum], path: Path) -> None:
     at = np.linspace(low - 4 * width, high + 4 * width, 1000)
     densities = {name: each.density(at, width) for name, each in spectra.items()}
     most = max(density.max() for density in densities.values())
-    # a random vector has a hundredth of its mean share, or more, in nine of ten eigenvectors
+    # nine of ten squared components of a random vector are above 0.01 of their mean
     least = min(0.01 / (each.num_parameters * width) for each in spectra.values())
     for name, density in densities.items():
         top = spectra[name].top[:5]
@@ -308,7 +308,7 @@ def compute_spectra(
 def check_second_derivative(
     name: str, loss: Callable[[], Tensor], parameters: Sequence[Tensor], allows_jumps: bool
 ) -> None:
-    """Raise ValueError if the Hessian of autograd is not the rate at which gradients change."""
+    """Raise ValueError if autograd's Hessian disagrees with finite differences of gradients."""
     rule = (
         "a part of the network has no second derivative, such as a fused attention, or gradients "
         "jump, as with ReLU. Take plain operations; or --kinks to have the Hessian without jumps"

@@ -1,12 +1,13 @@
-"""Losses on the line between two sets of weights, and hidden features put in the same order.
+"""Losses on the line between two sets of weights, optionally with aligned hidden features.
 
-Two runs may learn the same features in another order; a line between them then leads through
-mixtures of different features. Aligned are the hidden layers of residual blocks and MLPs, and all
-layers of a DCGAN. Features between blocks keep their order: skip connections tie them together.
+Two runs may learn the same features in a different order. The line between them then passes through
+mixtures of different features, unless they are aligned by a permutation. Alignment covers the
+hidden layers of residual blocks and MLPs, and all layers of a DCGAN. Features between blocks cannot
+be permuted independently, as skip connections tie them together.
 
 Source: "Why diffusion models are stable and how to make them faster" (2023), Eq. 2; Goodfellow et
 al. 2015, "Qualitatively characterizing neural network optimization problems"; Ainsworth et al.
-2023, "Git Re-Basin" (arXiv 2209.04836), section 3.2, for the order by matching weights.
+2023, "Git Re-Basin" (arXiv 2209.04836), section 3.2, for weight matching.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,19 +40,19 @@ from lit_diffusion.signals import print_error
 
 
 def barrier(alphas: NDArray[np.float64], values: NDArray[np.float64]) -> float:
-    """The most that values (K,) at alphas (K,), 0 to 1, rise above the line between their ends."""
+    """Largest rise of values (K,), at alphas (K,) in [0, 1], above the line between their ends."""
     line = alphas * values[-1] + (1 - alphas) * values[0]
     return float((values - line).max())
 
 
 @dataclass(frozen=True)
 class FeatureAxis:
-    """A dimension of a tensor along which hidden features lie.
+    """A dimension of a tensor that is indexed by hidden features.
 
     Args:
         name: name of the tensor in the state.
         dim: the dimension.
-        copies: how often the features are repeated along it, such as 2 for scales and shifts.
+        copies: number of repetitions of the features along it, such as 2 for scales and shifts.
     """
 
     name: str
@@ -63,19 +64,19 @@ class FeatureAxis:
         return torch.unflatten(tensor.movedim(self.dim, 0), 0, (self.copies, -1))
 
     def reorder(self, tensor: Tensor, order: Tensor) -> Tensor:
-        """Put feature order[i] in the place of feature i."""
+        """Permute features: feature i of the result is feature order[i] of `tensor`."""
         rows = self.rows(tensor)[:, order.to(tensor.device)]
         return rows.flatten(0, 1).movedim(0, self.dim).contiguous()
 
 
 @dataclass(frozen=True)
 class HiddenFeatures:
-    """Features of a hidden layer, whose order changes no output.
+    """Features of a hidden layer, which can be permuted without changing the output.
 
     Args:
-        axes: where the features lie in the tensors before, between and after them.
-        groups: groups of a group norm between them: features change places inside of their group,
-            and groups with groups.
+        axes: all dimensions of tensors that are indexed by the features.
+        groups: number of groups of a group norm on the features. Features are permuted within
+            groups, and groups are permuted as a whole.
     """
 
     axes: tuple[FeatureAxis, ...]
@@ -83,36 +84,36 @@ class HiddenFeatures:
 
 
 def find_hidden_features(network: nn.Module) -> list[HiddenFeatures]:
-    """Find the hidden layers of a network whose features can be put in another order."""
+    """Find the hidden layers of a network whose features can be permuted."""
     features: list[HiddenFeatures] = []
-    for name, part in network.named_modules():
+    for name, module in network.named_modules():
         prefix = f"{name}." if name else ""
-        if isinstance(part, ResBlock):
-            emb, conv, norm = part.emb_layers[1], part.in_layers[2], part.out_layers[0]
+        if isinstance(module, ResBlock):
+            emb, conv, norm = module.emb_layers[1], module.in_layers[2], module.out_layers[0]
             copies = len(emb.weight) // len(conv.weight)  # type: ignore[arg-type]
             before = {"in_layers.2": 1, "emb_layers.1": copies, "out_layers.0": 1}
             features.append(_between(prefix, before, "out_layers.3", norm.num_groups))  # type: ignore[arg-type]
-        elif isinstance(part, MLP):
+        elif isinstance(module, MLP):
             features.append(_between(prefix, {"fc1": 1}, "fc2"))
-        elif isinstance(part, TimestepMLP):
+        elif isinstance(module, TimestepMLP):
             features.append(_between(prefix, {"0": 1}, "2"))
-        elif isinstance(part, DCGANGenerator | DCGANDiscriminator):
-            features += _between_convolutions(f"{prefix}layers.", part.layers)
+        elif isinstance(module, DCGANGenerator | DCGANDiscriminator):
+            features += _between_convolutions(f"{prefix}layers.", module.layers)
     return features
 
 
 def _between(prefix: str, before: dict[str, int], after: str, groups: int = 1) -> HiddenFeatures:
-    """Features that the layers `before`, name -> copies, write and the layer `after` reads."""
-    written = [
+    """Features that are outputs of the layers `before` (name -> copies), and inputs of `after`."""
+    axes = [
         FeatureAxis(f"{prefix}{name}.{kind}", 0, copies)
         for name, copies in before.items()
         for kind in ("weight", "bias")
     ]
-    return HiddenFeatures((*written, FeatureAxis(f"{prefix}{after}.weight", 1)), groups)
+    return HiddenFeatures((*axes, FeatureAxis(f"{prefix}{after}.weight", 1)), groups)
 
 
 def _between_convolutions(prefix: str, layers: nn.Sequential) -> list[HiddenFeatures]:
-    """Features between each two convolutions of a chain, with the batch norms between them."""
+    """Features between successive convolutions, including the batch norms between them."""
     convolutions = [
         (i, isinstance(layer, nn.ConvTranspose2d))
         for i, layer in enumerate(layers)
@@ -132,19 +133,20 @@ def _between_convolutions(prefix: str, layers: nn.Sequential) -> list[HiddenFeat
 def align_features(
     state: WeightState, target: WeightState, features: Sequence[HiddenFeatures], rounds: int = 20
 ) -> WeightState:
-    """Put hidden features in the order in which their weights are most like those of `target`.
+    """Permute the hidden features of `state` to match the weights of `target`.
 
     Args:
-        state: weights to put in order; outputs of their network do not change.
+        state: weights to permute. The outputs of the network do not change.
         target: weights of the same architecture.
-        features: hidden layers of `find_hidden_features`.
-        rounds: most passes over all layers, as the order of one depends on its neighbors'.
+        features: hidden layers, from `find_hidden_features`.
+        rounds: maximal number of passes over all layers, as the order of a layer depends on those
+            of its neighbors.
     """
     state = dict(state)
     for _ in range(rounds):
         has_changed = False
         for layer in features:
-            order = _best_order(state, target, layer)
+            order = _best_permutation(state, target, layer)
             has_changed |= bool((order != torch.arange(len(order))).any())
             for axis in layer.axes:
                 state[axis.name] = axis.reorder(state[axis.name], order)
@@ -153,8 +155,8 @@ def align_features(
     return state
 
 
-def _best_order(state: WeightState, target: WeightState, layer: HiddenFeatures) -> Tensor:
-    """(n,) the feature of `state` to put in each place, by the largest sum of inner products."""
+def _best_permutation(state: WeightState, target: WeightState, layer: HiddenFeatures) -> Tensor:
+    """Permutation (n,) with the largest sum of inner products between matched features."""
     products: Any = 0
     for axis in layer.axes:
         ours, theirs = (
@@ -181,7 +183,7 @@ def draw_interpolations(
     lines: Mapping[str, NDArray[np.float64]],
     path: Path,
 ) -> None:
-    """Draw a panel for each loss, with a curve for each of `lines` (number of losses, K)."""
+    """Draw one panel per loss, with one curve per entry of `lines` (number of losses, K)."""
     figure = Figure(figsize=(3.2 * len(names), 3), layout="constrained")
     panels = figure.subplots(1, len(names), squeeze=False)[0]
     for i, (axes, name) in enumerate(zip(panels, names, strict=True)):
@@ -210,24 +212,24 @@ def interpolate_weights(
     at_one, at_zero = (common.load_analyzed_module(path, options) for path in (first, second))
     check_same_losses(at_one, at_zero)
     a, b = copy_weights(at_one.module), copy_weights(at_zero.module)
-    ends = {"as they are": b}
+    endpoints = {"as they are": b}
     if align:
         features = find_hidden_features(at_one.module)
         if not features:
             raise ValueError("--align knows no hidden features of this network; leave it out.")
         print_error(f"--align puts the features of {len(features)} hidden layers in order.")
-        ends["aligned"] = align_features(b, a, features)
+        endpoints["aligned"] = align_features(b, a, features)
     losses = common.load_losses(at_one, options, images, levels)
     names, alphas = list(losses), np.linspace(0, 1, points)
-    common.print_cost_of_losses(losses, points * len(ends))
+    common.print_cost_of_losses(losses, points * len(endpoints))
     out = common.plan_analysis("interpolation", options, at_one, at_zero)
 
     def interpolate(kind: str) -> Arrays:
-        states = ({n: torch.lerp(ends[kind][n], a[n], alpha) for n in a} for alpha in alphas)
+        states = ({n: torch.lerp(endpoints[kind][n], a[n], alpha) for n in a} for alpha in alphas)
         return {"values": evaluate_losses(at_one.module, states, losses)}
 
-    arrays = common.compute_pieces(out, list(ends), interpolate, "line")
-    lines = {kind: each["values"] for kind, each in zip(ends, arrays, strict=True)}
+    arrays = common.compute_pieces(out, list(endpoints), interpolate, "line")
+    lines = {kind: each["values"] for kind, each in zip(endpoints, arrays, strict=True)}
     for kind, values in lines.items():
         file = out / f"interpolation{'-aligned' * (kind == 'aligned')}"
         common.save_result(file, {"names": names, "alphas": alphas, "values": values})

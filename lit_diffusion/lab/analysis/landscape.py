@@ -1,4 +1,4 @@
-"""Losses on planes through weights: random directions with normalized filters, or a run's own way.
+"""Losses on planes in weight space: filter-normalized random directions, or a run's trajectory.
 
 Source: Li et al. 2018, "Visualizing the Loss Landscape of Neural Nets", sections 4 and 7.
 """
@@ -28,24 +28,24 @@ from lit_diffusion.lab.analysis.fixed_losses import (
 )
 
 Direction = dict[str, Tensor]
-"""A step of each trained parameter, by name."""
+"""A step in weight space: one tensor per trainable parameter, by name."""
 
 
 def random_directions(module: nn.Module, seed: int, num: int = 2) -> list[Direction]:
-    """Draw `num` directions with a standard normal number per weight, by seeds from `seed` on."""
-    drawn = []
+    """Draw `num` standard normal directions, with the seeds `seed`, `seed` + 1, ...."""
+    directions = []
     for k in range(num):
         generator = torch.Generator().manual_seed(seed + k)
         trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
-        drawn.append({n: torch.randn(p.shape, generator=generator).to(p) for n, p in trained})
-    return drawn
+        directions.append({n: torch.randn(p.shape, generator=generator).to(p) for n, p in trained})
+    return directions
 
 
 def normalize_filters(direction: Direction, module: nn.Module) -> Direction:
-    """Scale each filter of a direction to the length of the weight's filter.
+    """Scale each filter of a direction to the norm of the corresponding filter of the weights.
 
-    A filter makes one output: it is a row of a weight, a column of a transposed convolution's.
-    Biases and weights of norms do not move.
+    A filter is the part of a weight that belongs to one output channel: its index in dimension 0,
+    or in dimension 1 for transposed convolutions. Biases and weights of norms get a zero step.
     """
     transposed = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
     weights = dict(module.named_parameters())
@@ -57,15 +57,15 @@ def normalize_filters(direction: Direction, module: nn.Module) -> Direction:
             continue
         layer = module.get_submodule(re.sub(r"(\.parametrizations\..*|(^|\.)\w+)$", "", name))
         filter_dims = tuple(i for i in range(d.ndim) if i != int(isinstance(layer, transposed)))
-        of_weight, of_direction = (x.square().sum(filter_dims, keepdim=True).sqrt() for x in (w, d))
-        normalized[name] = d * (of_weight / of_direction.clamp(min=1e-12))
+        w_norms, d_norms = (x.square().sum(filter_dims, keepdim=True).sqrt() for x in (w, d))
+        normalized[name] = d * (w_norms / d_norms.clamp(min=1e-12))
     return normalized
 
 
 def project(
     states: Sequence[WeightState], center: WeightState, plane: Sequence[Direction]
 ) -> NDArray[np.float64]:
-    """(len(states), 2) coordinates of weights in a plane through `center`, by least squares."""
+    """Least-squares coordinates (len(states), 2) of states in a plane through `center`."""
     names = list(plane[0])
     basis = torch.stack([_flatten(d, names) for d in plane], dim=1)  # (P, 2)
     offsets = torch.stack([_flatten(s, names) - _flatten(center, names) for s in states], dim=1)
@@ -76,13 +76,13 @@ def project(
 def principal_plane(
     states: Sequence[WeightState], center: WeightState, names: Sequence[str]
 ) -> tuple[list[Direction], float]:
-    """The two directions that hold most of the squared distance of `states` from `center`.
+    """First two principal directions of `states` around `center`.
 
     Returns:
-        The directions, and the part of the squared distance that they hold.
+        The directions, and the fraction of the squared distances that they explain.
 
     Raises:
-        ValueError: unless two states differ from the center and each other.
+        ValueError: unless at least two states differ from the center and from each other.
 
     Source: Li et al. 2018, section 7.2.
     """
@@ -100,7 +100,7 @@ def principal_plane(
 
 
 def _flatten(state: WeightState, names: Sequence[str]) -> Tensor:
-    """(P,) float64 on the CPU."""
+    """Concatenate tensors to a vector (P,) float64 on the CPU."""
     return torch.cat([state[name].double().flatten().cpu() for name in names])
 
 
@@ -111,21 +111,21 @@ def draw_landscape(
     path: Path,
     trajectory: NDArray[np.float64] | None = None,
 ) -> None:
-    """Draw each loss (K, K) as contours, with a trajectory (n, 2) on them, above its surface."""
+    """Draw each loss (K, K) as contours with an optional trajectory (n, 2), and as a surface."""
     count = len(names)
     figure = Figure(figsize=(4 * count, 6), layout="constrained")
     for i, name in enumerate(names):
         is_positive = values[i].min() > 0
         heights = np.log10(values[i]) if is_positive else values[i]
-        flat = figure.add_subplot(2, count, i + 1)
-        contours = flat.contourf(axis, axis, heights, levels=24)
+        contour_axes = figure.add_subplot(2, count, i + 1)
+        contours = contour_axes.contourf(axis, axis, heights, levels=24)
         label = "log10 loss" if is_positive else "loss"
-        figure.colorbar(contours, ax=flat, label=label, shrink=0.6)
+        figure.colorbar(contours, ax=contour_axes, label=label, shrink=0.6)
         if trajectory is not None:
-            flat.plot(*trajectory.T, "w.-", linewidth=1)
-        flat.set(title=name, aspect="equal", xlabel="first direction", ylabel="second")
-        surface: Any = figure.add_subplot(2, count, count + i + 1, projection="3d")
-        surface.plot_surface(*np.meshgrid(axis, axis), heights, cmap="viridis")
+            contour_axes.plot(*trajectory.T, "w.-", linewidth=1)
+        contour_axes.set(title=name, aspect="equal", xlabel="first direction", ylabel="second")
+        surface_axes: Any = figure.add_subplot(2, count, count + i + 1, projection="3d")
+        surface_axes.plot_surface(*np.meshgrid(axis, axis), heights, cmap="viridis")
     common.save_figure(figure, path)
 
 
@@ -191,10 +191,10 @@ def plot_landscape(
 
 
 def of_network(direction: Direction, module: nn.Module, loss: str) -> Direction:
-    """The part of a direction along the weights of the network that minimizes a loss.
+    """Restrict a direction to the weights of the network that minimizes a loss.
 
-    Along the weights of both networks of a GAN, what one loss gains the other pays, and no center
-    is lowest.
+    The networks of a GAN have opposing losses, so along the weights of both no loss has a minimum
+    at the center.
     """
     if network_of_loss(module, loss) is None:
         return direction
