@@ -1,4 +1,4 @@
-"""`lit-diffusion compare`: which arm of an experiment trains fastest, and whether that is noise."""
+"""Options of `lit-diffusion compare`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> None:
     """Run the command.
 
     Raises:
-        ValueError: for runs that cannot be compared.
+        ValueError: if the runs cannot be compared.
     """
     args = parser().parse_args(argv[1:])
     require_lab()

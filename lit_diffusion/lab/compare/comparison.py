@@ -1,4 +1,4 @@
-"""Which arm of an experiment reaches the baseline's FID in fewer steps, and whether that is noise.
+"""Compare arms of an experiment with a baseline by the number of steps to a target FID.
 
 Pure functions from curves to results.
 """
@@ -13,32 +13,32 @@ from lit_diffusion.lab.compare.statistics import CONFIDENCE, Speedup, holm, spee
 from lit_diffusion.metrics.auxiliary_metrics import DISTANCES
 
 HEADLINE_SEEDS = 5
-"""With fewer seeds of an arm or of the baseline a result is provisional."""
+"""A result with fewer seeds of the arm or of the baseline is provisional."""
 
 
 class Verdict(Enum):
-    """What the seeds show of an arm beside the baseline."""
+    """Outcome of the comparison of an arm with the baseline."""
 
     FASTER = "faster"
     SLOWER = "slower"
-    UNCLEAR = "unclear"  # a difference, but not after Holm's correction
+    UNCLEAR = "unclear"  # significant, but not after Holm's correction
     NO_DIFFERENCE = "no difference shown"
-    WORSE = "ends worse"  # no seed reached the target, and of its speed nothing is shown
-    LOST = "not finite at the end"  # faster, but a seed's last FID is not finite
-    MISSED = "does not get there"  # and there is no FID at which its speed could be measured
-    UNKNOWN = "not tested"  # no interval
+    WORSE = "ends worse"  # no seed reached the target, no difference in speed, higher last FID
+    LOST = "not finite at the end"  # faster, but the last FID of a seed is not finite
+    MISSED = "does not get there"  # no seed reached the target, and speed is not measurable
+    UNKNOWN = "not tested"  # there is no interval
 
 
 @dataclass(frozen=True)
 class Result:
-    """An arm beside the baseline.
+    """Comparison of one arm with the baseline.
 
     Attributes:
-        crossings: of the comparison's target, one per seed.
-        at: FID that the speed-up is measured at: the target, or if a seed of the arm never reached
-            that, the lowest FID that every seed of both arms reached.
+        crossings: crossings of the comparison's target, one per seed.
+        at: FID to which the speed-up is measured. It is the target or, if a seed of the arm never
+            reached the target, the lowest FID that every seed of both arms reached.
         holm_p: `speedup.p` adjusted for the number of tests; None without a test.
-        end_p: adjusted p-value of the last FIDs, which the verdict WORSE stands on; else None.
+        end_p: adjusted p-value of the test on last FIDs if the verdict is WORSE, otherwise None.
     """
 
     arm: Arm
@@ -57,12 +57,12 @@ class Result:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Arms beside a baseline.
+    """Comparison of arms with a baseline.
 
     Attributes:
         target: FID to reach.
-        results: of the other arms, the fastest first.
-        metric: what stands in the place of FID, such as pixels or val/loss.
+        results: results of the other arms, the fastest first.
+        metric: name of the metric, such as FID, pixels or val/loss.
     """
 
     baseline: Arm
@@ -72,7 +72,7 @@ class Comparison:
 
     @property
     def num_tests(self) -> int:
-        """Arms with a test, for which Holm's method corrects."""
+        """Number of arms with a test, for which Holm's method corrects."""
         return sum(result.holm_p is not None for result in self.results)
 
     @property
@@ -81,27 +81,28 @@ class Comparison:
         return (self.baseline, *(result.arm for result in self.results))
 
     def ends_higher(self, result: Result) -> bool:
-        """Whether the median seed of an arm ends above the baseline's, at its lowest FID."""
+        """Whether the lowest FID of the median seed is above that of the baseline."""
         return result.arm.median_best > self.baseline.median_best
 
     def falls_short(self, result: Result) -> bool:
-        """Whether an arm does not win however fast it is.
+        """Whether an arm cannot win, regardless of its speed.
 
-        A seed missed the target or ended without a finite FID, or the median seed ends higher than
-        the baseline's: if one seed of the baseline failed, the target is an easy one.
+        This is so if a seed missed the target or ended without a finite FID, or if the median seed
+        ends higher than the baseline's. The last case matters if one seed of the baseline failed,
+        which makes the target an easy one.
         """
         reached_by_all = result.num_reached == len(result.crossings)
         return not reached_by_all or result.arm.nonfinite_ends > 0 or self.ends_higher(result)
 
     @property
     def winners(self) -> list[Result]:
-        """Arms that are faster by more than noise and do not fall short, the fastest first."""
+        """Arms that are significantly faster and do not fall short, the fastest first."""
         faster = [result for result in self.results if result.verdict is Verdict.FASTER]
         return [result for result in faster if not self.falls_short(result)]
 
     @property
     def best(self) -> Result:
-        """The fastest winner; without one, the fastest arm, those that fall short last."""
+        """The fastest winner; without winners the fastest arm, preferably one not falling short."""
         return (self.winners or sorted(self.results, key=self.falls_short))[0]
 
 
@@ -110,14 +111,14 @@ def compare(
 ) -> Comparison:
     """Compare arms with a baseline by the steps that they need to a target FID.
 
-    The default target is the lowest FID that every seed of the baseline reached. (Half of the
-    baseline's seeds would miss their mean final FID. In simulations the intervals for the FID that
-    all reach cover the true ratio in 95 of 100 cases; those for the mean do not, and draw every
-    ratio towards 1.)
+    The default target is the lowest FID that every seed of the baseline reached. The baseline's
+    mean final FID would be a worse target, as half of its seeds miss it. In simulations, intervals
+    for the default target cover the true ratio in 95% of cases. Intervals for the mean do not, and
+    are biased towards 1.
 
     Raises:
-        ValueError: for fewer than two arms, equal names, an unknown baseline, or a target that is
-            not positive or cannot be determined.
+        ValueError: if there are fewer than two arms, equal names or an unknown baseline, or if the
+            target is not positive or cannot be determined.
 
     Example:
         >>> from lit_diffusion.lab.compare.curves import Curve
@@ -133,9 +134,9 @@ def compare(
         raise ValueError(f"there is no arm {baseline!r} for the baseline; there are {names}.")
     base = arms[names.index(baseline)]
     if target is None and math.isinf(base.reached_by_all):
-        lost = [curve.seed for curve in base.curves if math.isinf(curve.best)]
+        seeds = [curve.seed for curve in base.curves if math.isinf(curve.best)]
         raise ValueError(
-            f"the baseline {base.name} has no finite FID for seed {', '.join(lost)}, so no FID "
+            f"the baseline {base.name} has no finite FID for seed {', '.join(seeds)}, so no FID "
             "that all its seeds reached; give a target."
         )
     target = base.reached_by_all if target is None else target
@@ -145,23 +146,23 @@ def compare(
     adjusted = holm([result.speedup.p for result in results])
     results = [_judge(result, p) for result, p in zip(results, adjusted, strict=True)]
     results = [_judge_end(result, base, target, len(results)) for result in results]
-    # A ratio that is only an upper bound may be anything below: it stands before no other.
+    # The true ratio may be anything below an upper bound, so upper bounds are sorted last.
     results.sort(key=lambda result: (result.speedup.is_upper_bound, -result.speedup.ratio))
     return Comparison(base, target, tuple(results), metric)
 
 
 def _measure(arm: Arm, base: Arm, target: float) -> Result:
-    """Speed-up of an arm, without a verdict unless it does not get there."""
+    """Measure the speed-up of an arm. The verdict is MISSED or not yet set."""
     crossings, baseline = arm.crossings(target), base.crossings(target)
     misses = any(crossing.bound is Bound.MORE_THAN for crossing in crossings)
-    common = max(arm.reached_by_all, base.reached_by_all)
-    at = common if misses and math.isfinite(common) else target
-    gain = speedup(base.crossings(at), arm.crossings(at))
-    is_open = math.isinf(common) or (gain.is_lower_bound and gain.is_upper_bound)
-    if is_open and _any_reached(baseline) and not _any_reached(crossings):
-        bound = replace(speedup(baseline, crossings), low=None, high=None, p=None)
-        return Result(arm, crossings, bound, target, verdict=Verdict.MISSED)
-    return Result(arm, crossings, gain, at)
+    lowest_common = max(arm.reached_by_all, base.reached_by_all)
+    at = lowest_common if misses and math.isfinite(lowest_common) else target
+    measured = speedup(base.crossings(at), arm.crossings(at))
+    is_unclear = math.isinf(lowest_common) or (measured.is_lower_bound and measured.is_upper_bound)
+    if is_unclear and _any_reached(baseline) and not _any_reached(crossings):
+        bound_only = replace(speedup(baseline, crossings), low=None, high=None, p=None)
+        return Result(arm, crossings, bound_only, target, verdict=Verdict.MISSED)
+    return Result(arm, crossings, measured, at)
 
 
 def _any_reached(crossings: Sequence[Crossing]) -> bool:
@@ -182,15 +183,15 @@ def _judge(result: Result, holm_p: float | None) -> Result:
 
 
 def _judge_end(result: Result, base: Arm, target: float, num_arms: int) -> Result:
-    """Judge an arm by its last FID if it missed the target and its speed shows little.
+    """Test the last FID of an arm that missed the target without a significant speed-up.
 
-    An arm that is fast at first and then stands still has no speed: its seeds pass the FID where
-    they stay at steps far apart. It must have been trained for as long, with finite last FIDs, and
-    is worse if log FID is above the baseline's (Welch, Bonferroni for the number of arms).
+    If an arm plateaus above the target, its crossings scatter widely and its speed has no clear
+    meaning. The verdict is WORSE if its last log FID is significantly above the baseline's (Welch,
+    Bonferroni for the number of arms). This requires equally long training and finite last FIDs.
     """
-    arm, shows = result.arm, result.verdict
+    arm, verdict = result.arm, result.verdict
     missed = not _any_reached(result.crossings) and _any_reached(base.crossings(target))
-    if not missed or shows not in (Verdict.NO_DIFFERENCE, Verdict.UNCLEAR, Verdict.UNKNOWN):
+    if not missed or verdict not in (Verdict.NO_DIFFERENCE, Verdict.UNCLEAR, Verdict.UNKNOWN):
         return result
     shortest, longest = min(c.steps[-1] for c in arm.curves), max(c.steps[-1] for c in base.curves)
     if shortest < 0.99 * longest or arm.nonfinite_ends or base.nonfinite_ends:
@@ -201,11 +202,11 @@ def _judge_end(result: Result, base: Arm, target: float, num_arms: int) -> Resul
     return replace(result, verdict=Verdict.WORSE, end_p=num_arms * test.p)
 
 
-# The same comparison by images, and by other metrics of the same samples
+# Comparisons by images, and by other metrics of the same samples
 
 
 def by_images(arms: Sequence[Arm]) -> list[Arm] | None:
-    """The arms with images in place of steps; None if not recorded, or as many per step in all."""
+    """The arms with images in place of steps; None if unknown, or equally many per step in all."""
     rates = [rate for arm in arms if (rate := arm.images_per_step) is not None]
     if len(rates) < len(arms) or max(rates) < 1.01 * min(rates):
         return None
@@ -216,11 +217,11 @@ def by_images(arms: Sequence[Arm]) -> list[Arm] | None:
 
 
 def by_metric(arms: Sequence[Arm], name: str) -> list[Arm]:
-    """The arms with another distance in place of FID, NaN where an evaluation lacks it.
+    """The arms with another distance in place of FID; NaN where an evaluation lacks it.
 
-    Left out are arms of which a seed has no finite value of it.
+    Arms are omitted if a seed has no finite value.
     """
-    others = []
+    converted = []
     for arm in arms:
         curves = []
         for curve in arm.curves:
@@ -228,12 +229,12 @@ def by_metric(arms: Sequence[Arm], name: str) -> list[Arm]:
             values = (each.get(name, math.nan) for each in metrics)
             fids = tuple(value if value > 0 else math.nan for value in values)
             curves.append(replace(curve, fids=fids, repeats=(), other_metrics=()))
-        others.append(Arm(arm.name, tuple(curves)))
-    return [arm for arm in others if math.isfinite(arm.reached_by_all)]
+        converted.append(Arm(arm.name, tuple(curves)))
+    return [arm for arm in converted if math.isfinite(arm.reached_by_all)]
 
 
 def by_other_metrics(comparison: Comparison) -> dict[str, Comparison]:
-    """The comparison by each other distance, to the lowest that all seeds of the baseline reach."""
+    """The comparison by each of `DISTANCES`, with the default target."""
     base = comparison.baseline.name
     arms_by_metric = {name: by_metric(comparison.arms, name) for name in DISTANCES}
     return {
@@ -244,7 +245,7 @@ def by_other_metrics(comparison: Comparison) -> dict[str, Comparison]:
 
 
 def leads(name: str, comparison: Comparison) -> bool:
-    """Whether an arm wins beside the baseline alone, so that no further arm counts against it."""
+    """Whether an arm wins against the baseline if no other arms are corrected for."""
     base, target = comparison.baseline.name, comparison.target
     arms = [arm for arm in comparison.arms if arm.name in (name, base)]
     return len(arms) == 2 and bool(compare(arms, base, target).winners)

@@ -1,7 +1,7 @@
-"""FID curves: when a run reaches a target, how steady it is, and how sure one FID is.
+"""FID curves: when a run reaches a target, how steady it is, and how precise an FID is.
 
-An arm is one way to train, as in a clinical trial: a config whose runs differ in the seed alone.
-Each run has a curve, its FIDs by optimizer steps.
+An arm, as in a clinical trial, is one way to train: runs whose configs differ only in the seed. The
+curve of a run is its FID by optimizer steps.
 """
 
 import csv
@@ -16,11 +16,11 @@ from typing import NamedTuple
 from lit_diffusion.metrics.auxiliary_metrics import DISTANCES, FRACTIONS
 
 OTHER_METRICS = (*DISTANCES, *(f"{name} floor" for name in DISTANCES), *FRACTIONS)
-"""Columns of a CSV file with other metrics of the same samples."""
+"""Columns of CSV files for other metrics of the same samples."""
 
 
 class Bound(Enum):
-    """How far the step of a crossing is determined."""
+    """Whether the step of a crossing is exact or a bound."""
 
     EXACT = ""
     AT_MOST = "<= "
@@ -34,7 +34,7 @@ class Crossing:
 
     Attributes:
         step: step of the crossing, or of the evaluation that bounds it.
-        bound: AT_MOST if the first evaluation was good enough, MORE_THAN if none was (censored),
+        bound: AT_MOST if the first evaluation reached the target, MORE_THAN if none did (censored),
             UNKNOWN for a mean over both.
     """
 
@@ -42,13 +42,13 @@ class Crossing:
     bound: Bound = Bound.EXACT
 
     def __str__(self) -> str:
-        """As tables show it: "1,893", "> 4,000" or "unknown"."""
+        """Format for tables: "1,893", "> 4,000" or "unknown"."""
         steps = "" if self.bound is Bound.UNKNOWN else f"{self.step:,.0f}"
         return f"{self.bound.value}{steps}"
 
 
 def mean_crossing(crossings: Sequence[Crossing]) -> Crossing:
-    """Geometric mean of steps: a bound where some are bounds, unknown where those disagree."""
+    """Geometric mean of steps: a bound if some are bounds, unknown if their directions differ."""
     bounds = {crossing.bound for crossing in crossings} - {Bound.EXACT}
     if len(bounds) > 1:
         return Crossing(math.nan, Bound.UNKNOWN)
@@ -61,10 +61,10 @@ class Curve:
 
     Args:
         seed: name of the run within its arm.
-        steps: (N,) optimizer steps, or images seen; increasing from 0 or more, the last > 0.
+        steps: (N,) optimizer steps or training images; increasing, >= 0, the last > 0.
         fids: (N,) > 0; NaN where the samples were not finite.
-        images: (N,) training images seen by then, increasing; None if not recorded.
-        repeats: FIDs of the last weights from other samples, beside `fids[-1]`.
+        images: (N,) training images so far, increasing; None if not recorded.
+        repeats: FIDs of the last weights with other samples than `fids[-1]`.
         other_metrics: (N,) other metrics of the samples of each FID, by name; () if not recorded.
 
     Raises:
@@ -79,45 +79,45 @@ class Curve:
     other_metrics: tuple[Mapping[str, float], ...] = ()
 
     def __post_init__(self) -> None:
-        steps, who = self.steps, f"seed {self.seed}:"
+        steps, run = self.steps, f"seed {self.seed}:"
         if not steps or {len(self.fids), len(self.images or steps)} != {len(steps)}:
             raise ValueError(
-                f"{who} a curve needs as many FIDs as steps, and one at least, got "
+                f"{run} a curve needs as many FIDs as steps, and one at least, got "
                 f"{len(self.fids)} for {len(steps)}."
             )
         if steps[0] < 0 or not 0 < steps[-1] < math.inf:
             ends = f"{steps[0]:g} to {steps[-1]:g}"
             raise ValueError(
-                f"{who} steps must be finite and >= 0, the last of them > 0, got {ends}."
+                f"{run} steps must be finite and >= 0, the last of them > 0, got {ends}."
             )
         for name, axis in (("steps", steps), ("images seen", self.images or ())):
             for before, after in pairwise(axis):
                 if not before < after:
-                    raise ValueError(f"{who} {name} must increase, got {after:g} after {before:g}.")
+                    raise ValueError(f"{run} {name} must increase, got {after:g} after {before:g}.")
         if wrong := [fid for fid in (*self.fids, *self.repeats) if fid <= 0]:
-            raise ValueError(f"{who} FIDs must be > 0, got {wrong[0]:g}.")
+            raise ValueError(f"{run} FIDs must be > 0, got {wrong[0]:g}.")
 
     @property
     def finite(self) -> tuple[list[float], list[float]]:
-        """Steps and FIDs of the evaluations that gave a number."""
+        """Steps and FIDs of the evaluations with a finite FID."""
         points = [(s, f) for s, f in zip(self.steps, self.fids, strict=True) if math.isfinite(f)]
         return [step for step, _ in points], [fid for _, fid in points]
 
     @property
     def best(self) -> float:
-        """The lowest FID; infinite where none is finite."""
+        """The lowest FID; infinite if none is finite."""
         return min(self.finite[1], default=math.inf)
 
     def at(self, step: float) -> float | None:
-        """The FID at a step; None where it was not evaluated."""
+        """The FID at a step; None if it was not evaluated there."""
         return dict(zip(self.steps, self.fids, strict=True)).get(step)
 
     def crossing(self, target: float) -> Crossing:
-        """When the running minimum of the FID first reaches a target > 0.
+        """The step where the running minimum of the FID first reaches a target > 0.
 
-        Log FID is interpolated linearly between the evaluations k - 1 and k around the crossing:
+        Log FID is interpolated linearly between evaluations k - 1 and k:
         step = s_{k-1} + (s_k - s_{k-1}) (log m_{k-1} - log target) / (log m_{k-1} - log m_k),
-        where m is the running minimum, which skips NaN.
+        where m is the running minimum, which ignores NaN.
 
         Example:
             >>> curve = Curve("0", (1000, 2000, 3000), (16.0, 4.0, 3.0))
@@ -130,15 +130,15 @@ class Curve:
         if k is None:
             return Crossing(steps[-1], Bound.MORE_THAN)
         if k == 0 or math.isinf(lowest[k - 1]):
-            # Not step 0, where the untrained network is evaluated: it has no logarithm.
+            # Not step 0 (the untrained network), as steps are averaged on a log scale.
             return Crossing(next(step for step in steps[k:] if step > 0), Bound.AT_MOST)
-        share = math.log(lowest[k - 1] / target) / math.log(lowest[k - 1] / lowest[k])
-        return Crossing(steps[k - 1] + share * (steps[k] - steps[k - 1]))
+        fraction = math.log(lowest[k - 1] / target) / math.log(lowest[k - 1] / lowest[k])
+        return Crossing(steps[k - 1] + fraction * (steps[k] - steps[k - 1]))
 
 
 @dataclass(frozen=True)
 class Arm:
-    """Runs that differ in their seed alone: a curve per seed, at least one."""
+    """Runs that differ only in their seed: one curve per seed, at least one."""
 
     name: str
     curves: tuple[Curve, ...]
@@ -150,12 +150,12 @@ class Arm:
 
     @property
     def reached_by_all(self) -> float:
-        """The lowest FID that every seed reached; infinite where one has no finite FID."""
+        """The lowest FID that every seed reached; infinite if a seed has no finite FID."""
         return max(curve.best for curve in self.curves)
 
     @property
     def median_best(self) -> float:
-        """The lowest FID of the median seed; infinite where that one has no finite FID."""
+        """Median over seeds of the lowest FID; infinite if the median seed has no finite FID."""
         return median(curve.best for curve in self.curves)
 
     @property
@@ -165,28 +165,28 @@ class Arm:
 
     @property
     def images_per_step(self) -> float | None:
-        """Training images per optimizer step, the mean over runs; None if a run lacks it."""
+        """Training images per optimizer step, mean over runs; None if unknown for a run."""
         rates = [curve.images[-1] / curve.steps[-1] for curve in self.curves if curve.images]
         return fmean(rates) if len(rates) == len(self.curves) else None
 
     def fids_at(self, step: float) -> list[float]:
-        """FIDs at a step, of the seeds that were evaluated there."""
+        """FIDs at a step, of all seeds that were evaluated there."""
         return [fid for curve in self.curves if (fid := curve.at(step)) is not None]
 
     def crossings(self, target: float) -> tuple[Crossing, ...]:
-        """When each seed reached a target."""
+        """The crossing of a target for each seed."""
         return tuple(curve.crossing(target) for curve in self.curves)
 
 
-# How steady curves are, and how sure one FID is
+# Steadiness of curves, and precision of an FID
 
 
 def late_spreads(curve: Curve) -> tuple[float, float] | None:
-    """Standard deviation of log FID over the last third of the steps, and that about its trend.
+    """Standard deviations of log FID over the last third of the steps: total, and about a line.
 
-    The first counts a steady descent too. The second, about the line of least squares, is
-    sqrt(sum of squared residuals / (n - 2)), and 0 for a curve that keeps falling evenly. None with
-    fewer than three finite FIDs there.
+    The first includes a steady descent. The second is the residual standard deviation of a
+    least-squares line, sqrt(sum of squared residuals / (n - 2)), which is 0 for a linear descent.
+    None for fewer than three finite FIDs.
 
     Source: the claim under Fig. 5 of "Why Diffusion Models are Stable and How to Make Them Faster".
     """
@@ -201,7 +201,7 @@ def late_spreads(curve: Curve) -> tuple[float, float] | None:
 
 
 class Spread(NamedTuple):
-    """A standard deviation of log FID (about that of FID, relative) and its degrees of freedom."""
+    """Standard deviation of log FID (about the relative one of FID), and degrees of freedom."""
 
     sd: float
     degrees: int
@@ -210,8 +210,8 @@ class Spread(NamedTuple):
 def sampling_spread(curves: Iterable[Curve]) -> Spread | None:
     """Spread of the last FID over sets of samples from the same weights.
 
-    Variances of log FID are pooled over the runs, so differences between runs do not count. None
-    without repeats of finite FID.
+    Variances of log FID are pooled over runs, so differences between runs are not included. None
+    if no run has two finite FIDs of its last weights.
     """
     squares, degrees = 0.0, 0
     for curve in curves:
@@ -223,12 +223,12 @@ def sampling_spread(curves: Iterable[Curve]) -> Spread | None:
 
 
 def paired_spread(curves: Iterable[Curve]) -> Spread | None:
-    """Spread of the last FID over sets of samples, less what all runs owe to a set.
+    """Spread of the last FID over sets of samples, without the effect of a set common to all runs.
 
-    With log FID x_rk of run r from its k-th set, the residuals x_rk - mean_k - mean_r + mean have
-    (runs - 1) (sets - 1) degrees of freedom. Where the k-th sets of the runs are not the same, they
-    share nothing, and this estimates `sampling_spread`. Runs with equal numbers of repeats, all of
-    them finite, are pooled; None without two such runs.
+    Let x_rk be log FID of run r on its k-th set of samples. The residuals
+    x_rk - mean_k - mean_r + mean have (runs - 1) (sets - 1) degrees of freedom. If the k-th sets
+    differ between runs, there is no common effect and this estimates `sampling_spread`. Runs with
+    equal numbers of repeats, all finite, are pooled. None without two such runs.
     """
     groups: dict[int, list[list[float]]] = {}
     for curve in curves:
@@ -244,33 +244,34 @@ def paired_spread(curves: Iterable[Curve]) -> Spread | None:
 
 @dataclass(frozen=True)
 class Stability:
-    """How steadily a training loss fell: the number of spikes, and whether it diverged."""
+    """Stability of a training loss: the number of spikes, and whether it diverged."""
 
     spikes: int
     diverged: bool
 
     @property
     def stable(self) -> bool:
-        """Whether it neither spiked nor diverged."""
+        """Whether the loss neither spiked nor diverged."""
         return not (self.spikes or self.diverged)
 
 
 def loss_stability(losses: Sequence[float]) -> Stability:
-    """Count spikes of a training loss, each once however long it lasts, and detect divergence.
+    """Count spikes of a training loss, and detect divergence.
 
-    A spike is a loss above twice the median of the up to 20 losses before it, spikes excluded; it
-    lasts until the loss is below that again. (A factor of 2 is beyond the scatter of a diffusion
-    loss over 64 images.) The loss diverged if it is not finite at some step, if its last spike
-    does not end, or if the median of the last 20 is above the first.
+    A spike begins when the loss exceeds twice the median of the up to 20 previous losses outside of
+    spikes, and ends when it falls below that. It counts once, regardless of its length. (A factor
+    of 2 exceeds the scatter of a diffusion loss over 64 images.) The loss diverged if it is not
+    finite at some step, if its last spike does not end, or if the median of the last 20 losses is
+    above the first loss.
     """
     if not all(math.isfinite(loss) for loss in losses):
         return Stability(0, True)
-    calm, spikes, in_spike = [losses[0]], 0, False
+    recent, spikes, in_spike = [losses[0]], 0, False
     for loss in losses[1:]:
-        was_in_spike, in_spike = in_spike, loss > 2 * median(calm)
+        was_in_spike, in_spike = in_spike, loss > 2 * median(recent)
         spikes += in_spike and not was_in_spike
         if not in_spike:
-            calm = [*calm, loss][-20:]
+            recent = [*recent, loss][-20:]
     return Stability(spikes, in_spike or median(losses[-20:]) > losses[0])
 
 
@@ -280,13 +281,13 @@ def loss_stability(losses: Sequence[float]) -> Stability:
 def read_arms(paths: Sequence[str]) -> list[Arm]:
     """Read arms from CSV files with a row per evaluation, as `compare` writes curves.csv.
 
-    The columns arm, step and fid are needed; seed, images, repeat and other metrics may be there.
-    Rows with a repeat of 1, 2, ... hold FIDs of the last step from other samples. An FID that is
-    empty, nan or infinite was not finite.
+    The columns arm, step and fid are required; seed, images, repeat and other metrics are optional.
+    Rows with repeat 1, 2, ... are FIDs of the last step with other samples. An FID that is empty,
+    nan or infinite is read as NaN.
 
     Raises:
-        OSError: for a file that cannot be read.
-        ValueError: for missing columns, cells that are no numbers, and no rows at all.
+        OSError: if a file cannot be read.
+        ValueError: if columns are missing, cells are not numbers, or there are no rows.
     """
     rows: dict[str, dict[str, list[dict[str, float]]]] = {}
     for path in paths:
@@ -324,7 +325,7 @@ def _numbers(row: Mapping[str, str], where: str) -> dict[str, float]:
         text = row.get(name, "")
         try:
             numbers[name] = float(text if text != "" else defaults[name])
-        except (TypeError, ValueError):  # TypeError for None, where a row is short
+        except (TypeError, ValueError):  # TypeError for None, in short rows
             raise ValueError(f"{where}: {name} must be a number, got {text!r}.") from None
     if math.isinf(numbers["fid"]):
         numbers["fid"] = math.nan

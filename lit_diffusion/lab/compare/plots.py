@@ -1,4 +1,4 @@
-"""Figures of a comparison: speed-ups with their intervals, FID over training, and samples."""
+"""Figures of a comparison: speed-ups with intervals, FID over training, and samples."""
 
 import math
 from collections.abc import Sequence
@@ -25,17 +25,17 @@ _INK, _GREY = "#1d2733", "#5c6773"
 _BAD = (Verdict.SLOWER, Verdict.WORSE, Verdict.LOST, Verdict.MISSED)
 _VERDICT_COLORS = {Verdict.FASTER: "#00734c", **dict.fromkeys(_BAD, "#b3400b")}
 
-# Okabe and Ito's, which color-blind people tell apart, without the yellow that white drowns.
+# The color-blind safe palette of Okabe and Ito, without yellow, which is too light on white.
 _ARM_COLORS = (
     *("#0072b2", "#d55e00", "#009e73", "#cc79a7"),
     *("#e69f00", "#56b4e9", "#7a4fa3", "#8c564b"),
 )
 
-_STYLE: Any = {"font.size": 10, "text.parse_math": False}  # a dollar in the name of an arm is one
+_STYLE: Any = {"font.size": 10, "text.parse_math": False}  # names of arms may contain a dollar sign
 
 
 class SamplePicture(NamedTuple):
-    """A PNG file with samples of one arm: of which step, training seed and weights (ema, raw)."""
+    """A PNG file with samples of an arm, and their step, training seed and weights (ema, raw)."""
 
     arm: str
     step: int
@@ -45,7 +45,7 @@ class SamplePicture(NamedTuple):
 
 
 def png_bytes(figure: Figure) -> bytes:
-    """A figure as a PNG file; the same bytes for the same figure."""
+    """Render a figure as PNG. Equal figures give equal bytes."""
     file = BytesIO()
     with rc_context(_STYLE):
         figure.savefig(file, dpi=160, bbox_inches="tight", metadata={"Software": None})
@@ -56,37 +56,37 @@ def speedup_figure(comparison: Comparison) -> Figure:
     """Forest plot: each arm's speed-up with its interval, against the line at 1."""
     results, base = comparison.results, comparison.baseline
     ratios = [1.0, *(result.speedup.ratio for result in results)]
-    left, right = min(ratios) / 2, max(ratios) * 2  # wide intervals do not squeeze the others
+    left, right = min(ratios) / 2, max(ratios) * 2  # clips wide intervals
     with rc_context(_STYLE):
         figure = Figure(figsize=(9.6, 1.0 + 0.36 * len(results)), layout="constrained")
         axes = figure.add_subplot(xscale="log", xlim=(left, right), ylim=(len(results) - 0.5, -0.5))
         axes.axvline(1, color=_INK)
         for row, result in enumerate(results):
-            speed, color = result.speedup, _VERDICT_COLORS.get(result.verdict, _GREY)
-            if speed.low is not None and speed.high is not None:
+            speedup, color = result.speedup, _VERDICT_COLORS.get(result.verdict, _GREY)
+            if speedup.low is not None and speedup.high is not None:
                 is_headline = min(len(result.arm.curves), len(base.curves)) >= HEADLINE_SEEDS
-                ends = max(speed.low, left), min(speed.high, right)
+                ends = max(speedup.low, left), min(speedup.high, right)
                 axes.hlines(row, *ends, color=color, lw=5 if is_headline else 1.5, alpha=0.45)
-            is_hollow = result.at != comparison.target or speed.low is None
-            axes.plot(speed.ratio, row, "D", color=color, mfc="white" if is_hollow else color)
-            label = format_speedup(speed) + format_target(result, comparison)
+            is_hollow = result.at != comparison.target or speedup.low is None
+            axes.plot(speedup.ratio, row, "D", color=color, mfc="white" if is_hollow else color)
+            label = format_speedup(speedup) + format_target(result, comparison)
             label += f"  {format_verdict(result, comparison)}"
-            beside = axes.get_yaxis_transform()
-            axes.text(1.02, row, label, transform=beside, color=color, va="center")
-        axes.set_yticks(range(len(results)), [_shortened(r.arm.name) for r in results])
+            transform = axes.get_yaxis_transform()
+            axes.text(1.02, row, label, transform=transform, color=color, va="center")
+        axes.set_yticks(range(len(results)), [_abbreviate(r.arm.name) for r in results])
         axes.xaxis.set_major_locator(LogLocator(10, (1, 2, 5) if right / left < 100 else (1,)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda ratio, _: f"{ratio:g}x"))
         axes.xaxis.set_minor_formatter(NullFormatter())
         target = f"{comparison.metric} {format_fid(comparison.target)}"
-        axes.set_xlabel(f"speed-up over {_shortened(base.name)} to {target} (log axis)")
+        axes.set_xlabel(f"speed-up over {_abbreviate(base.name)} to {target} (log axis)")
         axes.spines[["top", "right", "left"]].set_visible(False)
     return figure
 
 
 def curves_figure(comparison: Comparison) -> Figure:
-    """FID over training: a thin line per seed, a thick one for their geometric mean.
+    """FID over training: a thin line per seed, and a thick one for their geometric mean.
 
-    Of many arms, the baseline and the fastest have colors; the others are grey.
+    If there are more arms than colors, the slowest arms are grey.
     """
     metric = comparison.metric
     with rc_context(_STYLE):
@@ -99,7 +99,7 @@ def curves_figure(comparison: Comparison) -> Figure:
         for arm, color in zip(comparison.arms, (_INK, *_ARM_COLORS), strict=False):
             for curve in arm.curves:
                 axes.plot(*curve.finite, lw=0.8, alpha=0.35, color=color)
-            axes.plot(*_mean_curve(arm), lw=2.4, label=_shortened(arm.name), color=color)
+            axes.plot(*_mean_curve(arm), lw=2.4, label=_abbreviate(arm.name), color=color)
         label = f"target: {metric} {format_fid(comparison.target)}"
         axes.axhline(comparison.target, color=_GREY, ls="--", lw=1, zorder=0, label=label)
         axes.set_xlim(left=0)
@@ -114,14 +114,14 @@ def curves_figure(comparison: Comparison) -> Figure:
 
 
 def _mean_curve(arm: Arm) -> tuple[list[float], list[float]]:
-    """Steps that all seeds share, and geometric means; NaN, a gap, where one is not finite."""
+    """Steps common to all seeds, and geometric means; NaN (a gap) if one is not finite."""
     steps = common_steps([arm])
     logs = [[math.log(curve.at(step) or math.nan) for curve in arm.curves] for step in steps]
     return steps, [math.exp(fmean(values)) for values in logs]
 
 
 def samples_figure(pictures: Sequence[SamplePicture]) -> Figure:
-    """Pictures of samples: one row per arm, one column per step."""
+    """Grid of pictures of samples: one row per arm, one column per step."""
     arms = list(dict.fromkeys(picture.arm for picture in pictures))
     steps = list(dict.fromkeys(picture.step for picture in pictures))
     with rc_context(_STYLE):
@@ -138,10 +138,10 @@ def samples_figure(pictures: Sequence[SamplePicture]) -> Figure:
         for ax, step in zip(axes[0], steps, strict=True):
             ax.set_title(f"step {step:,}")
         for ax, arm in zip(axes[:, 0], arms, strict=True):
-            ax.set_ylabel(_shortened(arm), rotation=0, ha="right", va="center")
+            ax.set_ylabel(_abbreviate(arm), rotation=0, ha="right", va="center")
     return figure
 
 
-def _shortened(name: str) -> str:
-    """A name that leaves room for the figure; the tables have it in full."""
+def _abbreviate(name: str) -> str:
+    """Abbreviate a long name. The tables have the full name."""
     return name if len(name) <= 40 else f"{name[:18]}...{name[-18:]}"

@@ -1,4 +1,4 @@
-"""Processes side by side: at most so many at a time, each with its log file, stopped together."""
+"""Run processes in parallel, each with a log file, and stop them together."""
 
 import fcntl
 import math
@@ -15,12 +15,12 @@ from typing import IO
 from lit_diffusion.signals import InterruptedBySignal, SignalRecorder
 
 PATIENCE = 30.0
-"""Seconds that a process may take to stop after SIGTERM, before it is killed."""
+"""Seconds between SIGTERM and SIGKILL when processes are stopped."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """A process to be started, whose output is appended to a claimed file."""
+    """A process to start. Its output is appended to `log`, a file from `claim_log`."""
 
     name: str
     command: Sequence[str]
@@ -28,17 +28,17 @@ class Job:
 
 
 OnEnd = Callable[[Job, int, float], None]
-"""Called with a job that ended, its exit status (negative for a signal) and its seconds."""
+"""Called with a job that ended, its exit status (negative for a signal), and seconds it took."""
 
 
 def claim_log(path: Path) -> IO[bytes] | None:
-    """Open a log for appending, for one process in the world at a time.
+    """Open a log for appending, with an exclusive lock.
 
-    The claim is inherited by the process that writes the log and ends with it, so that a process
-    whose parent was killed is not joined by a second one.
+    The process that writes the log inherits the lock and holds it until it ends. So no second one
+    can start on the same log, even if the parent process was killed.
 
     Returns:
-        The file, or None where another process has it.
+        The file, or None if another process holds the lock.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file = path.open("ab")
@@ -51,24 +51,25 @@ def claim_log(path: Path) -> IO[bytes] | None:
 
 
 def run_jobs(jobs: Iterable[Job | None], at_once: int, on_end: OnEnd) -> None:
-    """Run all jobs, and stop those that run if this process is interrupted or signalled.
+    """Run all jobs, and stop running ones if this process is interrupted or gets a signal.
 
-    Each gets its share of the cores as OMP_NUM_THREADS, where that is not set already.
+    OMP_NUM_THREADS of each job is its share of the cores, unless the variable is already set.
 
-    SIGUSR1, by which batch systems announce the end of a job, is passed on, and the processes may
-    take the time that they need. On other signals they get a SIGTERM. Ignored ones (nohup) stay
-    ignored.
+    SIGUSR1, with which batch systems announce the end of a job, is passed on to the processes, and
+    there is no time limit for them to end. On other signals they get a SIGTERM. Ignored signals
+    (nohup) stay ignored.
 
     Args:
-        jobs: the next one is taken whenever there is room for it; after a None again soon.
-        at_once: processes at a time, >= 1.
-        on_end: called for each process that has ended, by itself or stopped.
+        jobs: the next job is requested whenever there is room for it. None means that no job is
+            ready, and it is requested again soon.
+        at_once: maximal number of parallel processes, >= 1.
+        on_end: called for each process that has ended or was stopped.
 
     Raises:
-        KeyboardInterrupt: if this process was interrupted; its subclass
-            `InterruptedBySignal` if it was signalled.
+        KeyboardInterrupt: if this process was interrupted.
+        InterruptedBySignal: (a KeyboardInterrupt) if this process got a signal.
     """
-    waiting, running = iter(jobs), dict[subprocess.Popen[bytes], tuple[Job, float]]()
+    queue, running = iter(jobs), dict[subprocess.Popen[bytes], tuple[Job, float]]()
 
     def close(process: subprocess.Popen[bytes]) -> None:
         job, start = running.pop(process)
@@ -78,13 +79,13 @@ def run_jobs(jobs: Iterable[Job | None], at_once: int, on_end: OnEnd) -> None:
     recorder = SignalRecorder((signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1))
     recorder.start()
     try:
-        is_waiting = True
-        while recorder.received is None and (is_waiting or running):
-            while is_waiting and len(running) < at_once:
+        has_jobs = True
+        while recorder.received is None and (has_jobs or running):
+            while has_jobs and len(running) < at_once:
                 try:
-                    job = next(waiting)
+                    job = next(queue)
                 except StopIteration:
-                    is_waiting = False
+                    has_jobs = False
                     break
                 if job is None:
                     break
@@ -110,20 +111,20 @@ def _start(job: Job, at_once: int) -> subprocess.Popen[bytes]:
         stdout=job.log,
         stderr=subprocess.STDOUT,
         env={"OMP_NUM_THREADS": str(max(1, cores // at_once))} | dict(os.environ),
-        start_new_session=True,  # Ctrl-C reaches this process alone, which passes it on
+        start_new_session=True,  # Ctrl-C reaches only this process, which stops the others
     )
 
 
 def _stop(processes: Collection[subprocess.Popen[bytes]], received: signal.Signals | None) -> None:
-    """Ask all to stop, with the processes that they started; kill what is left after a while."""
-    is_announced = received == signal.SIGUSR1  # then the batch system has the patience
+    """Signal all process groups to stop, and kill those that remain after `PATIENCE`."""
+    is_announced = received == signal.SIGUSR1  # then the batch system sets the time limit
     _signal_all(processes, signal.SIGUSR1 if is_announced else signal.SIGTERM)
     deadline = time.monotonic() + (math.inf if is_announced else PATIENCE)
     try:
         for process in processes:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline - time.monotonic()))
-    finally:  # a second Ctrl-C ends the patience
+    finally:  # also after a second Ctrl-C
         _signal_all(processes, signal.SIGKILL)
         for process in processes:
             process.wait()
