@@ -1,7 +1,7 @@
-"""A report on a comparison as a folder: one page to read, figures, tables and numbers.
+"""Write the report of a comparison into a folder.
 
-report.html                     everything, in one file that needs no network
-report.md                       the same for a repository, with the figures beside it
+report.html                     the whole report in one self-contained file
+report.md                       the same in Markdown; figures are separate files
 speedups.png, curves.png, ...   the figures
 speedups.csv, fid.csv, ...      the numbers
 """
@@ -54,14 +54,14 @@ not corrected, nor is the best of many arms for being picked: expect less of it 
 
 @dataclass(frozen=True)
 class Report:
-    """What a report shows.
+    """Content of a report.
 
     Attributes:
-        by_images: the comparison by images seen; None if not recorded, or the same as by steps.
-        others: the comparison by other metrics of the same samples, by their names.
-        notes: what a reader should know before trusting the numbers, such as runs left out.
+        by_images: comparison by training images; None if unknown, or equivalent to steps.
+        others: comparisons by other metrics of the same samples, by name of the metric.
+        notes: caveats about the numbers, such as runs that were left out.
         protocol: how the FIDs were measured, by name.
-        tables: further ones, by title; None where there is nothing to show.
+        tables: further tables by title; None if there is nothing to show.
     """
 
     comparison: Comparison
@@ -74,7 +74,7 @@ class Report:
 
     @property
     def result(self) -> str:
-        """The result in one sentence: the best arm, its speed-up, and how sure that is."""
+        """The result in one sentence: the best arm, its speed-up, and its significance."""
         comparison, best = self.comparison, self.comparison.best
         base, name = comparison.baseline.name, best.arm.name
         seeds = len(best.arm.curves), len(comparison.baseline.curves)
@@ -90,9 +90,9 @@ class Report:
                 f"({basis}; {verdict})."
             )
         provisional = ", provisional" * (min(seeds) < HEADLINE_SEEDS)
-        lagging = [metric for metric, other in self.others.items() if not leads(name, other)]
-        but = f", but does not lead by {', '.join(lagging)}" * bool(lagging)
-        return f"{name} wins: {speed} as fast as {base} to {target} ({basis}{provisional}){but}."
+        not_leading = [metric for metric, other in self.others.items() if not leads(name, other)]
+        caveat = f", but does not lead by {', '.join(not_leading)}" * bool(not_leading)
+        return f"{name} wins: {speed} as fast as {base} to {target} ({basis}{provisional}){caveat}."
 
 
 def build_report(
@@ -105,14 +105,15 @@ def build_report(
     """Compare the arms of run folders or CSV files.
 
     Args:
-        paths: run folders, or folders around them; or CSV files, as `read_arms` reads them.
-        baseline: None is the arm called baseline, else the first.
-        target: FID to reach; None is the lowest that every seed of the baseline reached.
-        metric: such as val/fid_360, or a loss in metrics.csv; None is the FID that most runs have.
-        only: arms that take part; None is all.
+        paths: run folders or their parent folders; or CSV files in the format of `read_arms`.
+        baseline: name of the baseline; None means the arm called baseline, otherwise the first.
+        target: FID to reach; None means the lowest FID that every seed of the baseline reached.
+        metric: such as val/fid_360, or a loss in metrics.csv; None means the FID that most runs
+            have.
+        only: names of the arms to compare; None means all.
 
     Raises:
-        ValueError: for runs, files or arms that cannot be compared.
+        ValueError: if the runs, files or arms cannot be compared.
     """
     are_csv = [path.endswith(".csv") for path in paths]
     if any(are_csv) and not all(are_csv):
@@ -120,12 +121,12 @@ def build_report(
             "give either run folders or CSV files: how the FIDs of a CSV were measured is unknown."
         )
     if all(are_csv):
-        arms = _only(read_arms(paths), lambda arm: arm.name, only)
+        arms = _filter_arms(read_arms(paths), lambda arm: arm.name, only)
         names = [arm.name for arm in arms]
         baseline = baseline or (BASELINE if BASELINE in names else names[0])
         note = "The numbers are from CSV files; how the FIDs were measured is not known."
-        return _report(compare(arms, baseline, target), notes=[note])
-    runs = _only(collect_runs(paths), lambda run: run.arm, only)
+        return _assemble_report(compare(arms, baseline, target), notes=[note])
+    runs = _filter_arms(collect_runs(paths), lambda run: run.arm, only)
     selection = select(runs, baseline, metric)
     arms, notes, name = run_tables.arms_of(selection), [], "FID"
     if not is_fid(selection.metric):
@@ -135,7 +136,7 @@ def build_report(
     widths, notes_on_widths = run_tables.widths_table(selection)
     notes += [*notes_on_widths, *run_tables.notes_on_runs(selection, arms)]
     notes += [f"Left out: {run}: {why}." for run, why in selection.left_out]
-    return _report(
+    return _assemble_report(
         comparison,
         notes,
         protocol=run_tables.protocol_facts(selection),
@@ -148,37 +149,37 @@ def build_report(
     )
 
 
-def _only(items: list[T], arm_of: Callable[[T], str], arms: Sequence[str] | None) -> list[T]:
+def _filter_arms(items: list[T], arm_of: Callable[[T], str], arms: Sequence[str] | None) -> list[T]:
     names = dict.fromkeys(map(arm_of, items))
     if missing := [arm for arm in arms or () if arm not in names]:
         raise ValueError(f"--arms: there is no {', '.join(missing)}; there are {', '.join(names)}.")
     return [item for item in items if arm_of(item) in (arms or names)]
 
 
-def _report(comparison: Comparison, notes: Sequence[str], **parts: Any) -> Report:
+def _assemble_report(comparison: Comparison, notes: Sequence[str], **parts: Any) -> Report:
     base, arms = comparison.baseline, comparison.arms
     with_images = by_images(arms)
     images = with_images and compare(with_images, base.name, comparison.target, comparison.metric)
-    worst, best = (choose(base.curves, key=lambda curve: curve.best) for choose in (max, min))
-    common = []
-    if lost := [f"{arm.nonfinite_ends} of {arm.name}" for arm in arms if arm.nonfinite_ends]:
-        common.append(f"Seeds without a finite last {comparison.metric}: {', '.join(lost)}.")
+    worst, best = (select_by(base.curves, key=lambda curve: curve.best) for select_by in (max, min))
+    extra = []
+    if nonfinite := [f"{arm.nonfinite_ends} of {arm.name}" for arm in arms if arm.nonfinite_ends]:
+        extra.append(f"Seeds without a finite last {comparison.metric}: {', '.join(nonfinite)}.")
     if worst.best == comparison.target > 1.2 * best.best:
-        common.append(
+        extra.append(
             f"Seed {worst.seed} of {base.name} makes the target an easy one: the median seed "
             f"reaches {format_fid(base.median_best)}, the best {format_fid(best.best)}."
         )
     if images:
-        common.append("Arms differ in images per step; see the comparison by images seen.")
+        extra.append("Arms differ in images per step; see the comparison by images seen.")
     others = by_other_metrics(comparison)
-    return Report(comparison, images or None, others, [*common, *notes], **parts)
+    return Report(comparison, images or None, others, [*extra, *notes], **parts)
 
 
 # Files
 
 
 def markdown(report: Report) -> str:
-    """The report in Markdown, for a repository; its figures are PNG files beside it."""
+    """Format the report as Markdown. It refers to figures as PNG files in the same folder."""
     comparison, metric = report.comparison, report.comparison.metric
     parts = [
         f"# {escape_markdown(report.result)}",
@@ -187,7 +188,7 @@ def markdown(report: Report) -> str:
         f"interval, or measured at another {metric}.",
         tables.speedup_table(comparison).markdown(),
     ]
-    parts += ["## Notes", _listed(report.notes)] if report.notes else []
+    parts += ["## Notes", _bullet_list(report.notes)] if report.notes else []
     parts += [
         f"## {metric} over training",
         f"![{metric} over training](curves.png)",
@@ -214,17 +215,17 @@ def markdown(report: Report) -> str:
     }
     for title, table in sections.items():
         parts += [f"## {title}", table.markdown()] if table else []
-    facts = _listed(f"{name}: {value}" for name, value in report.protocol.items())
+    facts = _bullet_list(f"{name}: {value}" for name, value in report.protocol.items())
     parts += ["## How this was computed", " ".join(METHOD.split()), facts]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def _listed(lines: Iterable[str]) -> str:
+def _bullet_list(lines: Iterable[str]) -> str:
     return "\n".join(f"- {escape_markdown(line)}" for line in lines)
 
 
 def html(text: str, pngs: Mapping[str, bytes]) -> str:
-    """A report's Markdown as one page that needs no network; `pngs`: the pictures by file name."""
+    """Convert a report's Markdown to self-contained HTML, with `pngs` (by file name) embedded."""
     parser = MarkdownIt("commonmark", {"html": False, "xhtmlOut": False}).enable("table")
     body = str(parser.render(text.replace("+-", "\N{PLUS-MINUS SIGN}")))
     for name, png in pngs.items():  # quotes in the text are &quot;
@@ -246,7 +247,7 @@ def write_report(report: Report, folder: Path) -> Path:
     """Write all files of a report.
 
     Returns:
-        The page to open.
+        Path of report.html.
     """
     folder.mkdir(parents=True, exist_ok=True)
     comparison, images = report.comparison, report.by_images

@@ -1,7 +1,8 @@
-"""The runs of an experiment: their folders, their arms, and which of them may be compared.
+"""Read the runs of an experiment, sort them into arms, and select the comparable ones.
 
-An arm is the name of the folder around seed-0, seed-1, ..., as in sweeps/digits/clts/seed-0; or
-the name of a run folder without a trailing seed, as in runs/clts-seed0.
+The arm of a run is the name of its parent folder if the run folder is called seed-<n>, as in
+sweeps/digits/clts/seed-0. Otherwise it is the name of the run folder without a trailing seed, as in
+runs/clts-seed0.
 """
 
 import math
@@ -25,17 +26,17 @@ PROTOCOL = (
     *("metric", "num_fake", "num_real", "data", "protocol", "extractor_sha256"),
     *("resize", "weights", "labels"),
 )
-"""What two FIDs must share to be compared. How the samples were drawn from the model ("sampling")
-is part of an arm, which may have another process or solver."""
+"""Record fields that must be equal for FIDs to be comparable. "sampling" is not among them, as an
+arm may have another process or solver."""
 
 Record = dict[str, Any]
 _SEED = re.compile(r"(?:(?P<arm>.+)[-_])?seed[-_]?(?P<seed>\d+)", re.IGNORECASE)
-# Settings that seeds of one arm may differ in.
-_FREE = {
+# Settings that may differ between seeds of one arm.
+_IGNORED_SETTINGS = {
     *("seed_everything", "ckpt_path", "default_root_dir", "cache_dir", "save_dir", "num_workers"),
     *("accelerator", "enable_progress_bar", "enable_model_summary", "tuned_on"),
 }
-_MAX_LISTED = 6  # differences or reasons in one message
+_MAX_LISTED = 6  # maximal number of differences or reasons in a message
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,13 +45,13 @@ class Run:
 
     Attributes:
         arm: name of its arm.
-        seed: its seed by its config, else by its name.
-        config: the config that it was last started or resumed with; {} if it has none.
-        first_config: the config that it was first started with.
-        rows: of metrics.csv.
-        records: its evaluations, oldest first.
-        width_records: its FIDs by width of the average, from `evaluate --ema`.
-        grids: pictures of samples by step and weights.
+        seed: seed from its config, otherwise from its name.
+        config: config of its last start or resume; {} if it has none.
+        first_config: config of its first start.
+        rows: rows of metrics.csv.
+        records: evaluations, oldest first.
+        width_records: evaluations at several widths of the average, from `evaluate --ema`.
+        grids: pictures of samples, by step and weights.
         fault: why its files cannot be read; None if they can.
     """
 
@@ -67,19 +68,19 @@ class Run:
 
     @property
     def train_losses(self) -> tuple[list[int], list[float]]:
-        """Steps and values of train/loss in metrics.csv; nan at last where it stopped the run."""
+        """Steps and values of train/loss in metrics.csv; the last is nan if that ended the run."""
         rows = [row for row in self.rows if "train/loss" in row]
         return [int(row["step"]) for row in rows], [float(row["train/loss"]) for row in rows]
 
     @property
     def diverged(self) -> bool:
-        """Whether a training loss that is not finite ended it."""
+        """Whether a non-finite training loss ended the run."""
         losses = self.train_losses[1]
         return bool(losses) and not math.isfinite(losses[-1])
 
     @property
     def max_steps(self) -> int | None:
-        """Optimizer steps that it is configured to take; None if its config does not say."""
+        """Number of optimizer steps in its config; None if the config does not set it."""
         trainer = self.config.get("trainer")
         steps = trainer.get("max_steps") if isinstance(trainer, dict) else None
         return steps if isinstance(steps, int) and steps > 0 else None
@@ -91,10 +92,10 @@ class Run:
         return [name for name in names if "fid" in name]
 
     def points(self, metric: str) -> list[Record]:
-        """The curve of a metric: one record per step, in order, measured as most of them were.
+        """The curve of a metric: one record per step, in order, all with the most common protocol.
 
-        FIDs are of evaluations.jsonl, which has their protocol; other metrics of metrics.csv. Of
-        several records of one step the last one counts.
+        FIDs are from evaluations.jsonl, which has their protocol; other metrics are from
+        metrics.csv. If a step has several records, the last one is used.
         """
         if is_fid(metric):
             points = [r for r in self.records if r.get("metric") == metric and not is_repeat(r)]
@@ -110,16 +111,16 @@ class Run:
         return [by_step[step] for step in sorted(by_step)]
 
     def repeats(self, point: Record) -> list[Record]:
-        """Measurements of the same weights with other samples."""
+        """Records of the same weights and protocol as `point`, with other samples."""
         key = (point["step"], point["metric"], _measurement(point))
         repeats = (record for record in self.records if is_repeat(record))
         return [r for r in repeats if (r["step"], r["metric"], _measurement(r)) == key]
 
     def curve(self, metric: str, due: Sequence[int] = ()) -> Curve:
-        """The FIDs; NaN at steps that were `due` after the training diverged.
+        """The curve of a metric. It is NaN at steps in `due` after training diverged.
 
         Raises:
-            ValueError: for numbers that no training gives: see `Curve`.
+            ValueError: if the numbers are invalid: see `Curve`.
         """
         points = self.points(metric)
         last, repeats = points[-1], self.repeats(points[-1])
@@ -149,7 +150,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Read the files of a run folder; what is broken is its `fault`."""
+    """Read the files of a run folder. Errors are stored as its `fault`."""
     name, parent = path.resolve().name, path.resolve().parent.name
     match = _SEED.fullmatch(name)
     arm, seed = (match["arm"] or parent, match["seed"]) if match else (name, path.name)
@@ -183,16 +184,16 @@ def read_run(path: Path) -> Run:
 
 
 def is_fid(metric: str) -> bool:
-    """Whether a metric is an FID, by its name."""
+    """Whether a metric is an FID, judged by its name."""
     return "fid_" in metric.rpartition("/")[2]
 
 
 def collect_runs(folders: Sequence[str]) -> list[Run]:
-    """Read the run folders among and below the given folders, each once.
+    """Read all run folders among and below `folders`, each once.
 
     Raises:
-        FileNotFoundError: for a folder that is not there.
-        ValueError: for one without runs.
+        FileNotFoundError: if a folder does not exist.
+        ValueError: if a folder has no runs.
     """
     runs: dict[Path, Run] = {}
     for name in folders:
@@ -211,7 +212,7 @@ def collect_runs(folders: Sequence[str]) -> list[Run]:
 
 
 def _run_folders(folder: Path, visited: set[Path]) -> Iterator[Path]:
-    if folder.resolve() in visited:  # by a link, which may lead to a folder around it
+    if folder.resolve() in visited:  # by a symbolic link, which may lead to a parent folder
         return
     visited.add(folder.resolve())
     if (folder / "evaluations.jsonl").exists() or (folder / "metrics.csv").exists():
@@ -242,12 +243,12 @@ def _fid(record: Record) -> float:
 
 
 def _measurement(record: Record) -> str:
-    """How an FID was measured, of which average, and how the samples were drawn."""
+    """Key of how a value was measured: protocol, sampling and averaging of the weights."""
     return repr([record.get(name) for name in (*PROTOCOL, "sampling", "ema_decay")])
 
 
 def sampling_of(record: Record) -> Record:
-    """How the samples of an FID were drawn, and from which average of the weights.
+    """How the samples of an FID were generated, and the decay of the averaged weights.
 
     Records of earlier versions have no `ema_decay`.
     """
@@ -258,21 +259,21 @@ def sampling_of(record: Record) -> Record:
 def differing_settings(
     one: Mapping[str, Any], other: Mapping[str, Any]
 ) -> dict[str, tuple[Any, Any]]:
-    """Settings of two configs that differ, but for the seed, paths and what changes no result."""
+    """Settings that differ between two configs, except seeds, paths and others without effect."""
     first, second = flatten_config(one), flatten_config(other)
     return {
         name: (first.get(name), second.get(name))
         for name in sorted(first.keys() | second.keys())
         if first.get(name) != second.get(name)
-        and name.rpartition(".")[2] not in _FREE
+        and name.rpartition(".")[2] not in _IGNORED_SETTINGS
         and not name.startswith("trainer.logger")
     }
 
 
 def flatten_config(config: Any, name: str = "") -> dict[str, Any]:
-    """Settings by dotted name: `optimizer` is Adam, `optimizer.lr` is 0.1.
+    """Settings by dotted name, such as `optimizer`: "Adam" and `optimizer.lr`: 0.1.
 
-    An object in a list is named by its class; the second of one class is `Class#2`.
+    Objects in a list are named by their class; the second one of a class is `Class#2`.
     """
     if isinstance(config, list) and any(isinstance(item, dict) for item in config):
         counts, items = Counter[str](), config
@@ -297,12 +298,12 @@ def _class_name(value: Any) -> str | None:
     return None if path is None else str(path).rpartition(".")[2]
 
 
-# Which runs may be compared
+# Selection of comparable runs
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Runs of equal protocol by arm, with an FID of this name; run and reason of all others."""
+    """Comparable runs by arm for one metric, and (run, reason) of the runs that were left out."""
 
     metric: str
     baseline: str
@@ -317,57 +318,57 @@ class Selection:
 def select(
     runs: Sequence[Run], baseline: str | None = None, metric: str | None = None
 ) -> Selection:
-    """Sort runs into arms; leave out those whose FIDs cannot stand beside the others.
+    """Sort runs into arms, and leave out runs whose FIDs are not comparable.
 
-    Left out are FIDs of another protocol than most of the baseline's, runs that draw samples in
-    another way than most of their arm, and runs that were cut short or have a broken file.
+    A run is left out if its FID protocol differs from most runs of the baseline, if its sampling
+    differs from most runs of its arm, if it was cut short, or if it has a broken file.
 
     Args:
-        runs: of an experiment.
-        baseline: None is the arm called baseline, else the first.
-        metric: None is the FID that most runs have.
+        runs: runs of an experiment.
+        baseline: name of the baseline; None means the arm called baseline, otherwise the first.
+        metric: name of the metric; None means the FID that most runs have.
 
     Raises:
-        ValueError: where less than two arms are left, the baseline is not among them, seeds of an
-            arm were configured differently, or one seed is there twice.
+        ValueError: if fewer than two arms remain, the baseline is not among them, an arm has a seed
+            twice, or configs differ between seeds of an arm.
     """
     left_out: dict[Run, str] = {}
 
-    def keep(runs: Sequence[Run], why_not: Callable[[Run], str | None]) -> list[Run]:
-        reasons = {run: why_not(run) for run in runs}
-        left_out.update({run: why for run, why in reasons.items() if why})
+    def filter_runs(runs: Sequence[Run], reason_against: Callable[[Run], str | None]) -> list[Run]:
+        reasons = {run: reason_against(run) for run in runs}
+        left_out.update({run: reason for run, reason in reasons.items() if reason})
         if all(reasons.values()):
             raise ValueError(f"none of these runs can be compared. The first: {reasons[runs[0]]}.")
-        return [run for run, why in reasons.items() if not why]
+        return [run for run, reason in reasons.items() if not reason]
 
-    left = keep(runs, lambda run: run.fault)
-    fid = metric or most_frequent_metric(left)
-    left = keep(left, lambda run: _lacks(run, fid))
-    names = list(by_arm(left))
+    rest = filter_runs(runs, lambda run: run.fault)
+    fid = metric or most_frequent_metric(rest)
+    rest = filter_runs(rest, lambda run: _missing_reason(run, fid))
+    names = list(by_arm(rest))
     base = baseline or (BASELINE if BASELINE in names else names[0])
-    usual = _typical([run for run in left if run.arm == base] or left, _other_protocol, fid)
-    left = keep(left, lambda run: _other_protocol(run, usual, fid))
-    typical = {arm: _typical(each, _other_sampling, fid) for arm, each in by_arm(left).items()}
-    left = keep(left, lambda run: _other_sampling(run, typical[run.arm], fid))
-    members = by_arm(left)
-    arms = by_arm(keep(left, lambda run: _cut_short(run, members[run.arm], fid)))
-    reasons = [(str(run.path), why) for run, why in left_out.items()]
+    usual = _typical_run([run for run in rest if run.arm == base] or rest, _protocol_change, fid)
+    rest = filter_runs(rest, lambda run: _protocol_change(run, usual, fid))
+    typical = {arm: _typical_run(each, _sampling_change, fid) for arm, each in by_arm(rest).items()}
+    rest = filter_runs(rest, lambda run: _sampling_change(run, typical[run.arm], fid))
+    members = by_arm(rest)
+    arms = by_arm(filter_runs(rest, lambda run: _cut_short_reason(run, members[run.arm], fid)))
+    reasons = [(str(run.path), reason) for run, reason in left_out.items()]
     if len(arms) < 2 or base not in arms:
-        listed = "".join(f"\n  {run}: {why}" for run, why in reasons[:_MAX_LISTED])
+        listed = "".join(f"\n  {run}: {reason}" for run, reason in reasons[:_MAX_LISTED])
         raise ValueError(
             f"a comparison needs the baseline {base} and another arm; there are "
             f"{', '.join(arms)}.{listed}"
         )
     for arm, each in arms.items():
-        _refuse_unequal(arm, each)
+        _require_equal_settings(arm, each)
     return Selection(fid, base, arms, reasons)
 
 
 def most_frequent_metric(runs: Iterable[Run]) -> str:
-    """The FID that most runs have; one on validation data, if there is one.
+    """The FID that most runs have, preferably on validation data.
 
     Raises:
-        ValueError: where no run has one, or several are as frequent.
+        ValueError: if no run has an FID, or several are equally frequent.
     """
     all_counts = Counter(metric for run in runs for metric in run.fid_metrics)
     validation = {name: n for name, n in all_counts.items() if name.startswith("val/")}
@@ -384,14 +385,14 @@ def most_frequent_metric(runs: Iterable[Run]) -> str:
 
 
 def by_arm(runs: Iterable[Run]) -> dict[str, list[Run]]:
-    """Sort runs into their arms."""
+    """Group runs by arm."""
     arms: dict[str, list[Run]] = {}
     for run in runs:
         arms.setdefault(run.arm, []).append(run)
     return arms
 
 
-def _lacks(run: Run, metric: str) -> str | None:
+def _missing_reason(run: Run, metric: str) -> str | None:
     try:
         if run.points(metric):
             run.curve(metric)
@@ -408,33 +409,35 @@ def _lacks(run: Run, metric: str) -> str | None:
     return f"it has no {what}" + (f"; metrics.csv ends at step {step}" if step else "")
 
 
-def _typical(
+def _typical_run(
     runs: Sequence[Run], difference: Callable[[Run, Run, str], str | None], metric: str
 ) -> Run:
-    """The first run from which the fewest differ."""
+    """The first run from which the fewest runs differ."""
     return min(runs, key=lambda one: sum(difference(run, one, metric) is not None for run in runs))
 
 
-def _other_protocol(run: Run, usual: Run, metric: str) -> str | None:
-    records = [each.points(metric)[-1] for each in (run, usual)]
-    changes = _changes(*({name: record.get(name) for name in PROTOCOL} for record in records))
-    return changes and f"its FID is of another protocol than {usual.path}'s: {changes}"
+def _protocol_change(run: Run, typical: Run, metric: str) -> str | None:
+    records = [each.points(metric)[-1] for each in (run, typical)]
+    changes = _list_changes(*({name: record.get(name) for name in PROTOCOL} for record in records))
+    return changes and f"its FID is of another protocol than {typical.path}'s: {changes}"
 
 
-def _other_sampling(run: Run, usual: Run, metric: str) -> str | None:
-    changes = _changes(*(sampling_of(each.points(metric)[-1]) for each in (run, usual)))
-    return changes and f"its samples are drawn otherwise than those of {usual.path}: {changes}"
+def _sampling_change(run: Run, typical: Run, metric: str) -> str | None:
+    changes = _list_changes(*(sampling_of(each.points(metric)[-1]) for each in (run, typical)))
+    return changes and f"its samples are drawn otherwise than those of {typical.path}: {changes}"
 
 
-def _changes(one: Record, usual: Record) -> str | None:
-    names = [name for name in one if name in usual and one[name] != usual[name]]
-    return "; ".join(f"{name} {one[name]!r}, not {usual[name]!r}" for name in names) or None
+def _list_changes(one: Record, typical: Record) -> str | None:
+    names = [name for name in one if name in typical and one[name] != typical[name]]
+    return "; ".join(f"{name} {one[name]!r}, not {typical[name]!r}" for name in names) or None
 
 
-def _cut_short(run: Run, members: Iterable[Run], metric: str) -> str | None:
-    """Why a run takes no part: an FID was still due, or, if that is unknown, others have more.
+def _cut_short_reason(run: Run, members: Iterable[Run], metric: str) -> str | None:
+    """Reason if a run was cut short; None otherwise.
 
-    One that diverged stays: without it, an arm that diverges would look better than it is.
+    It was cut short if another FID was due by its max_steps or, without these, if other runs of its
+    arm have later FIDs. A run that diverged is not cut short: without it, its arm would look better
+    than it is.
     """
     if run.diverged:
         return None
@@ -447,7 +450,7 @@ def _cut_short(run: Run, members: Iterable[Run], metric: str) -> str | None:
     return f"{ends} of {run.max_steps:,}" if due <= run.max_steps else None
 
 
-def _refuse_unequal(arm: str, members: Sequence[Run]) -> None:
+def _require_equal_settings(arm: str, members: Sequence[Run]) -> None:
     for run, other in combinations(members, 2):
         if run.seed == other.seed:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What a report shows of run folders besides their curves: settings, samples, and caveats."""
+"""Parts of a report from run folders besides their curves: settings, samples, and caveats."""
 
 import json
 import math
@@ -25,7 +25,7 @@ _SAMPLE_COLUMNS = 3
 
 
 def arms_of(selection: Selection) -> list[Arm]:
-    """Curves of the selected runs, the baseline's first."""
+    """The arms of the selected runs with their curves, the baseline first."""
     names = sorted(selection.arms, key=lambda name: name != selection.baseline)
     metric = selection.metric
     base = [point for run in selection.arms[selection.baseline] for point in run.points(metric)]
@@ -36,7 +36,7 @@ def arms_of(selection: Selection) -> list[Arm]:
 
 
 def protocol_facts(selection: Selection) -> dict[str, str]:
-    """How the FIDs were measured."""
+    """Settings of the FID measurement, by name."""
     record = selection.last_record(selection.baseline)
     names = (*PROTOCOL, "ema_decay", "seeds", "reference", "floor", "floor_images")
     facts = {name: record.get(name) for name in names}
@@ -53,7 +53,7 @@ def _as_text(value: Any) -> str:
 
 
 def notes_on_runs(selection: Selection, arms: Sequence[Arm]) -> list[str]:
-    """What a reader should know before trusting the numbers."""
+    """Caveats about the numbers, as sentences."""
     notes = []
     tuned: dict[str, list[str]] = {}
     for name, runs in selection.arms.items():
@@ -64,11 +64,11 @@ def notes_on_runs(selection: Selection, arms: Sequence[Arm]) -> list[str]:
         listed = "; ".join(f"{', '.join(names)} on {data}" for data, names in tuned.items())
         by = f"{record.get('protocol')}, {record.get('reference')}"
         notes.append(f"Tuned: {listed}. FID here is by {by}.")
-    usual = sampling_of(record)
+    base = sampling_of(record)
     for name in selection.arms:
-        way = sampling_of(selection.last_record(name))
-        if changed := [key for key in way if key in usual and way[key] != usual[key]]:
-            listed = "; ".join(f"{key} {way[key]}, not {usual[key]}" for key in changed)
+        sampling = sampling_of(selection.last_record(name))
+        if changed := [key for key in sampling if key in base and sampling[key] != base[key]]:
+            listed = "; ".join(f"{key} {sampling[key]}, not {base[key]}" for key in changed)
             is_sampler = not {*changed} <= {"process", "ema_decay"}  # those are part of training
             caveat = " A gain may be the sampler's, not the training's." * is_sampler
             notes.append(
@@ -89,11 +89,11 @@ def notes_on_runs(selection: Selection, arms: Sequence[Arm]) -> list[str]:
 
 def _notes_on_run(run: Run, metric: str) -> list[str]:
     notes = []
-    lost = sorted({point["step"] for point in run.points(metric) if point["value"] is None})
+    nan_steps = sorted({point["step"] for point in run.points(metric) if point["value"] is None})
     if run.diverged:
         notes.append("its training diverged, so it has no FID from then on")
-    elif lost:
-        steps = ", ".join(f"{step:,}" for step in lost)
+    elif nan_steps:
+        steps = ", ".join(f"{step:,}" for step in nan_steps)
         notes.append(f"the FID is not finite at step {steps}")
     if changes := differing_settings(run.first_config, run.config):
         what = "; ".join(f"{name} {old!r}, then {new!r}" for name, (old, new) in changes.items())
@@ -105,7 +105,7 @@ def _notes_on_run(run: Run, metric: str) -> list[str]:
 
 
 def settings_table(selection: Selection) -> Table | None:
-    """Settings that each arm changes; None where the configs do not say."""
+    """Settings in which arms differ from the baseline; None if there are none."""
     base = selection.arms[selection.baseline][0].config
     configs = {name: runs[0].config for name, runs in selection.arms.items()}
     rows = [
@@ -120,7 +120,7 @@ def settings_table(selection: Selection) -> Table | None:
 
 
 def training_table(runs: Iterable[Run]) -> Table | None:
-    """Which arms' training losses diverged or spiked; None where no run logged them."""
+    """Numbers of runs whose training loss diverged or spiked, by arm; None if no run logged it."""
     rows, intervals = [], set[int]()
     for arm, members in by_arm(runs).items():
         logged = [run.train_losses for run in members if run.train_losses[0]]
@@ -140,17 +140,17 @@ def training_table(runs: Iterable[Run]) -> Table | None:
     return Table(caption, heads, tuple(rows)) if rows else None
 
 
-# Last FIDs, each arm at its own best width of the average (`evaluate --ema`)
+# Last FIDs, with the best width of the average for each arm (`evaluate --ema`)
 
-_SHARED = ("step", "seeds", *(name for name in PROTOCOL if name not in ("metric", "weights")))
+_SCORE_FIELDS = ("step", "seeds", *(name for name in PROTOCOL if name not in ("metric", "weights")))
 
 FIDsByWidth = Mapping[float, float]
 
 
 def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
-    """Last FIDs at each arm's own best width, and a note on arms that were not scored alike.
+    """Last FIDs at the best width for each arm, and a note on arms with other or missing scores.
 
-    Nothing where no run has such scores.
+    (None, []) if no run has such scores.
     """
     base = selection.baseline
     scores = {name: [fids_by_width(run) for run in runs] for name, runs in selection.arms.items()}
@@ -193,25 +193,25 @@ def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
 
 
 def fids_by_width(run: Run) -> tuple[Record, FIDsByWidth]:
-    """Protocol of a run's last step scored by `evaluate --ema`, and its FIDs by width.
+    """Protocol and FIDs by width of the last step of a run that `evaluate --ema` scored.
 
-    Scores that were measured in another way than most of that step are ignored.
+    Only scores with the most common settings at that step are used.
     """
     records = [record for record in run.width_records if (record.get("value") or 0) > 0]
     last = [r for r in records if r["step"] == max(record["step"] for record in records)]
     if not last:
         return {}, {}
-    ways = [({name: r.get(name) for name in _SHARED}, r.get("sampling")) for r in last]
-    usual = max(ways, key=ways.count)
-    pairs = zip(last, ways, strict=True)
+    keys = [({name: r.get(name) for name in _SCORE_FIELDS}, r.get("sampling")) for r in last]
+    usual = max(keys, key=keys.count)
+    pairs = zip(last, keys, strict=True)
     fids = {
-        float(r["weights"].removeprefix("power_")): r["value"] for r, way in pairs if way == usual
+        float(r["weights"].removeprefix("power_")): r["value"] for r, key in pairs if key == usual
     }
     return usual[0], fids
 
 
 def best_widths(fids: Sequence[FIDsByWidth]) -> list[tuple[float, float]]:
-    """For each seed, the width that is best for its arm's other seeds, and its FID there.
+    """(width, FID) per seed, at the width that is best for the other seeds of its arm.
 
     Example:
         >>> best_widths([{0.05: 1.0, 0.1: 2.0}, {0.05: 4.0, 0.1: 3.0}])
@@ -227,7 +227,7 @@ def best_widths(fids: Sequence[FIDsByWidth]) -> list[tuple[float, float]]:
 
 
 def _common_widths(fids: Sequence[FIDsByWidth]) -> list[float]:
-    """The widths that every seed has."""
+    """Widths that were scored for every seed, ascending."""
     return sorted(set.intersection(*map(set, fids)))
 
 
@@ -235,10 +235,9 @@ def _common_widths(fids: Sequence[FIDsByWidth]) -> list[float]:
 
 
 def sample_pictures(selection: Selection, arms: Sequence[Arm]) -> list[SamplePicture]:
-    """Pictures of all arms at equal steps, from a training seed that all have if there is one.
+    """Pictures of samples of all arms at common steps, from a common training seed if possible.
 
-    They are of the weights that the FIDs are of, if there are such pictures. None of any arm where
-    one has none.
+    They show the same weights as the FIDs if possible. Empty if an arm has no pictures.
     """
     candidates = {arm.name: [run for run in selection.arms[arm.name] if run.grids] for arm in arms}
     if not all(candidates.values()):

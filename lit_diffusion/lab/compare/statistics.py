@@ -1,4 +1,4 @@
-"""Tests of two arms: t tests on logs, so ratios of geometric means, and speed-ups to a target."""
+"""Statistical tests of two arms: t tests, Holm's correction, and speed-ups to a target."""
 
 import math
 import warnings
@@ -16,7 +16,7 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class TTest:
-    """A two-sided t test: a difference of means, its 95% interval, and p of no difference."""
+    """Result of a two-sided t test: difference of means, its 95% interval, and p-value."""
 
     difference: float
     low: float
@@ -25,9 +25,9 @@ class TTest:
 
 
 def welch(first: Sequence[float], second: Sequence[float]) -> TTest | None:
-    """Difference of the means of two samples of unequal variance, by scipy's `ttest_ind`.
+    """Welch's t test for the difference of means of two samples, by scipy's `ttest_ind`.
 
-    None where that is not defined: a sample of one, or no variance in either.
+    None if it is undefined: a sample has fewer than two values, or both have zero variance.
 
     Source: Welch 1947, "The generalization of Student's problem when several different population
     variances are involved".
@@ -35,20 +35,20 @@ def welch(first: Sequence[float], second: Sequence[float]) -> TTest | None:
     if min(len(first), len(second)) < 2 or variance(first) + variance(second) == 0:
         return None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # one sample without variance is fine
+        warnings.simplefilter("ignore", RuntimeWarning)  # zero variance in one sample is allowed
         result = ttest_ind(first, second, equal_var=False)
     return _as_test(result, fmean(first) - fmean(second))
 
 
 def paired(first: Sequence[float], second: Sequence[float]) -> TTest | None:
-    """Mean difference of two samples, pair by pair, by scipy's `ttest_rel`.
+    """Paired t test for the mean difference of two samples, by scipy's `ttest_rel`.
 
-    None where that is not defined: fewer than two pairs, or equal differences.
+    None if it is undefined: there are fewer than two pairs, or all differences are equal.
 
     Source: Student 1908, "The probable error of a mean".
     """
     differences = [a - b for a, b in zip(first, second, strict=True)]
-    if len(differences) < 2 or stdev(differences) < 1e-12:  # but for rounding
+    if len(differences) < 2 or stdev(differences) < 1e-12:  # equal up to rounding
         return None
     return _as_test(ttest_rel(first, second), fmean(differences))
 
@@ -59,9 +59,10 @@ def _as_test(result: Any, difference: float) -> TTest:
 
 
 def holm(ps: Sequence[float | None]) -> list[float | None]:
-    """Adjust p-values for their number, so that one in twenty families errs; None is no test.
+    """Adjust p-values for multiple tests by Holm's method. None means no test.
 
-    In rising order, p_(k) becomes max over j <= k of min((m - j + 1) p_(j), 1).
+    For m tests and ascending p_(1), p_(2), ...: p_(k) becomes
+    max over j <= k of min((m - j + 1) p_(j), 1).
 
     Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
     """
@@ -75,17 +76,18 @@ def holm(ps: Sequence[float | None]) -> list[float | None]:
 
 @dataclass(frozen=True)
 class Speedup:
-    """Steps of the baseline over steps of an arm, both to the same FID.
+    """Ratio of the baseline's steps to an arm's steps, both to the same FID.
 
     Attributes:
-        ratio: of geometric means over seeds; 2 is half the steps.
-        low: lower end of the 95% interval; 0 if the truth may be any smaller, None without an
+        ratio: ratio of geometric means over seeds; 2 means half the steps.
+        low: lower end of the 95% interval; 0 if `ratio` is an upper bound, None without an
             interval.
-        high: upper end; infinite if the truth may be any larger, None without an interval.
-        p: two-sided, of the hypothesis that the ratio is 1; None without an interval.
-        is_lower_bound: whether the truth may be larger: seeds of the baseline never reached the
-            FID, or seeds of the arm did before the first evaluation.
-        is_upper_bound: whether the truth may be smaller.
+        high: upper end; infinite if `ratio` is a lower bound, None without an interval.
+        p: two-sided p-value for a ratio of 1; None without an interval.
+        is_lower_bound: whether the true ratio may be larger, because seeds of the baseline never
+            reached the FID, or seeds of the arm reached it before the first evaluation.
+        is_upper_bound: whether the true ratio may be smaller, by the same reasons with the arm and
+            the baseline exchanged.
     """
 
     ratio: float
@@ -97,11 +99,11 @@ class Speedup:
 
 
 def speedup(baseline: Sequence[Crossing], arm: Sequence[Crossing]) -> Speedup:
-    """How many times fewer steps an arm needs than the baseline.
+    """Measure how many times fewer steps an arm needs than the baseline.
 
-    The ratio of geometric means over seeds, with Welch's interval on log steps. A censored crossing
-    enters with its bound, which makes the ratio a bound too: the interval is open on the side where
-    the truth may lie further out. Where that leaves open who is faster, there is no interval.
+    This is the ratio of geometric means over seeds, with Welch's interval on log steps. A censored
+    crossing enters as its bound, so the ratio is a bound too, and the interval is unbounded on that
+    side. If the bound does not determine which one is faster, there is no interval.
 
     Example:
         >>> result = speedup([Crossing(4.0e6)], [Crossing(1.8928e6)])
@@ -122,7 +124,7 @@ def speedup(baseline: Sequence[Crossing], arm: Sequence[Crossing]) -> Speedup:
     return Speedup(ratio, low, high, test.p, may_be_larger, may_be_smaller)
 
 
-# Seed by seed: runs of one seed share initial weights, data order and noise, which cancels
+# Paired by seed: runs of one seed share initial weights, data order and noise, which cancel
 
 
 def shared_seeds(arm: Arm, baseline: Arm) -> list[tuple[Curve, Curve]]:
@@ -133,10 +135,9 @@ def shared_seeds(arm: Arm, baseline: Arm) -> list[tuple[Curve, Curve]]:
 
 
 def speedup_by_seed(arm: Arm, baseline: Arm, fid: float) -> TTest | None:
-    """Log speed-up to an FID, paired by seed.
+    """Paired t test of the log speed-up to an FID, over shared seeds.
 
-    None without a test, or where a shared seed did not reach the FID, or had it at its first
-    evaluation.
+    None if the test is undefined, or if a crossing of a shared seed is not exact.
     """
     pairs = shared_seeds(arm, baseline)
     slow = [other.crossing(fid) for _, other in pairs]
@@ -147,10 +148,10 @@ def speedup_by_seed(arm: Arm, baseline: Arm, fid: float) -> TTest | None:
 
 
 def last_fid_by_seed(arm: Arm, baseline: Arm) -> TTest | None:
-    """Log of the last FID over the baseline's, paired by seed.
+    """Paired t test of the log ratio of last FIDs, arm over baseline, over shared seeds.
 
-    An FID is the geometric mean over as many sets of samples as all these runs have. None without a
-    test, where last steps differ by more than 1%, or where an FID is not finite.
+    The last FID is a geometric mean over the number of sets of samples that all these runs have.
+    None if the test is undefined, last steps differ by more than 1%, or an FID is not finite.
     """
     pairs = shared_seeds(arm, baseline)
     if not all(math.isclose(a.steps[-1], b.steps[-1], rel_tol=0.01) for a, b in pairs):
