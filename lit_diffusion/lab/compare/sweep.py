@@ -1,7 +1,8 @@
-"""`lit-diffusion sweep`: every arm of an experiment with every seed, each an ordinary fit.
+"""`lit-diffusion sweep`: train every arm of an experiment with every seed.
 
-All runs are planned and checked before the first is started. Each is then started, resumed or left
-alone, some at a time, to its end; the same command goes on where it was stopped.
+Each run is an ordinary fit. All runs are planned and checked before the first one starts. Then a
+limited number of them run in parallel: new runs start, interrupted ones resume, and finished ones
+are skipped. So repeating the command continues a stopped sweep.
 """
 
 import io
@@ -36,15 +37,15 @@ from lit_diffusion.lab.compare.processes import Job, claim_log, run_jobs
 from lit_diffusion.signals import EXIT_SAVED, InterruptedBySignal, print_error, redeliver_signal
 
 LAST = Path("checkpoints", "last.ckpt")
-"""The checkpoint of a run folder that it resumes from."""
+"""Path, in a run folder, of the checkpoint to resume from."""
 
 LOG = "fit.log"
 RESUME = f"--ckpt_path={OR_NONE}"
 BASELINE = "baseline"
-"""Name of the arm that is the experiment's config alone."""
+"""Name of the arm that uses only the experiment's config."""
 
-_FREE = ("ckpt_path", "weights_only", "trainer.default_root_dir")
-"""Settings in which processes of one run may differ."""
+_IGNORED_SETTINGS = ("ckpt_path", "weights_only", "trainer.default_root_dir")
+"""Settings that may change when a run resumes."""
 
 
 def parser() -> Parser:
@@ -92,9 +93,9 @@ def run(argv: Sequence[str]) -> None:
     """Run the command.
 
     Raises:
-        ValueError: for options, arms or existing runs that do not fit; nothing is started then.
-        SystemExit: 75 if a fit has saved on a signal, to be started again; 1 if runs are left that
-            are not finished, or cannot be compared.
+        ValueError: if options, arms or existing runs are invalid. Nothing is started then.
+        SystemExit: 75 if a fit saved on a signal and must be started again; 1 if runs are
+            unfinished or cannot be compared.
     """
     args, options = parser().parse_known_args(argv[1:])
     if args.jobs < 1:
@@ -106,7 +107,7 @@ def run(argv: Sequence[str]) -> None:
         return
     has_arms = len({run.arm for run in runs}) > 1
     if has_arms:
-        require_lab()  # before hours of training, not after them
+        require_lab()  # raises before hours of training, not after them
     sweep, interrupt = Sweep(runs, args.jobs), None
     try:
         sweep.run()
@@ -130,7 +131,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def _write_report(out: Path) -> bool:
-    """Compare the arms of a sweep's folder; whether that was possible."""
+    """Write the report of a sweep. Returns whether the arms could be compared."""
     try:
         compare(["compare", str(out), "--out", str(out / "report")])
     except ValueError as error:
@@ -140,7 +141,7 @@ def _write_report(out: Path) -> bool:
 
 
 def print_status(text: str) -> None:
-    """Print to stderr, with the time."""
+    """Print to stderr with a timestamp."""
     print_error(f"{time.strftime('%H:%M:%S')}  {text}")
 
 
@@ -149,7 +150,7 @@ def print_status(text: str) -> None:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One arm with one seed: a fit with these options, finished after `max_steps` updates."""
+    """A fit of one arm with one seed. It is finished after `max_steps` optimizer steps."""
 
     arm: str
     seed: int
@@ -159,19 +160,19 @@ class PlannedRun:
 
     @property
     def name(self) -> str:
-        """The arm and the seed, as messages have it."""
+        """Arm and seed, as in messages."""
         return f"{self.arm}/seed-{self.seed}"
 
     @property
     def command(self) -> list[str]:
-        """The command line that starts it."""
+        """The command line that starts the run."""
         return ["lit-diffusion", "fit", *self.options]
 
     def completed_steps(self) -> int | None:
-        """Optimizer steps of its last checkpoint.
+        """Optimizer steps of the last checkpoint; None if the run must start from scratch.
 
-        Without one, those of its metrics.csv and evaluations if they cover the whole run, since
-        checkpoints of finished runs may be deleted; else None.
+        Checkpoints of finished runs may have been deleted. So without a checkpoint, the steps in
+        metrics.csv and the evaluations count if they cover the whole run.
         """
         from lit_diffusion.checkpoints.reading import read_checkpoint
         from lit_diffusion.cli.loggers import read_rows
@@ -187,19 +188,17 @@ class PlannedRun:
 def plan_sweep(
     config: str, arms: Sequence[str], seeds: Sequence[int], out: Path, options: Sequence[str] = ()
 ) -> list[PlannedRun]:
-    """All runs of a sweep, each checked before the first is started.
-
-    Those of the first seed come first.
+    """Plan and check all runs of a sweep, in the order of their seeds.
 
     Args:
-        config: file of the experiment.
-        arms: files that are added to it, or several joined by +.
-        seeds: of training.
+        config: config file of the experiment.
+        arms: config files to add to it; one arm may have several, joined by +.
+        seeds: training seeds.
         out: folder of the sweep.
-        options: further ones, which go to every fit.
+        options: further options of every fit.
 
     Raises:
-        ValueError: for options or configs that do not fit, or a folder that holds another run.
+        ValueError: if options or configs are invalid, or a folder holds another run.
     """
     if not all(0 <= seed < 2**32 for seed in seeds) or len(set(seeds)) < len(seeds):
         raise ValueError(f"--seeds must be different numbers from 0 to {2**32 - 1}, got {seeds}.")
@@ -207,7 +206,7 @@ def plan_sweep(
     settings = {arm: _fit_settings(arm, files, options) for arm, files in configs.items()}
     names = []
     for arm in configs:
-        # A copy shows nothing, and its test would take from the power of the others.
+        # A duplicate arm shows nothing, and its test would reduce the power of the others.
         original = next(each for each in configs if settings[each] == settings[arm])
         if original == arm:
             names.append(arm)
@@ -218,21 +217,21 @@ def plan_sweep(
         folder = out / arm / f"seed-{seed}"
         _refuse_other_run(folder, settings[arm] | {"seed_everything": seed})
         files = [f"--config={file}" for file in configs[arm]]
-        of_run = (f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}")
+        run_options = (f"--seed_everything={seed}", f"--trainer.default_root_dir={folder}")
         max_steps = settings[arm]["trainer"]["max_steps"]
-        runs.append(PlannedRun(arm, seed, folder, (*files, *options, *of_run), max_steps))
+        runs.append(PlannedRun(arm, seed, folder, (*files, *options, *run_options), max_steps))
     return runs
 
 
 def arm_configs(config: str, arms: Sequence[str]) -> dict[str, list[str]]:
-    """Config files of each arm by its name; `config` comes first, and alone is the baseline.
+    """Config files of each arm, by name. `config` is the first file, and the only one of BASELINE.
 
     Args:
-        config: file of the experiment.
-        arms: files, or several joined by +.
+        config: config file of the experiment.
+        arms: config files to add to it; one arm may have several, joined by +.
 
     Raises:
-        ValueError: where two arms have one name, or an arm has a file twice.
+        ValueError: if two arms have the same name, or an arm has a file twice.
 
     Example:
         >>> arm_configs("run.yaml", ["arms/md.yaml", "arms/md.yaml+clts.yaml"])["md+clts"]
@@ -255,7 +254,7 @@ def arm_configs(config: str, arms: Sequence[str]) -> dict[str, list[str]]:
 
 
 def _fit_settings(arm: str, files: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
-    """The whole config of a fit; a ValueError if the fit or a sweep would refuse it."""
+    """The full config of a fit. Raises ValueError if it is invalid for a fit or a sweep."""
     from lit_diffusion.cli.fit import run as run_fit
 
     printed, configs = io.StringIO(), [f"--config={file}" for file in files]
@@ -282,7 +281,7 @@ def _fit_settings(arm: str, files: Sequence[str], options: Sequence[str]) -> dic
 
 
 def _refuse_other_run(folder: Path, settings: dict[str, Any]) -> None:
-    """Refuse to go on in a folder with a run of other settings, or one that lost its checkpoint."""
+    """Raise ValueError if the folder holds a run with other settings or without its checkpoint."""
     from lit_diffusion.cli.changed_settings import differences
 
     config = latest_config(folder)
@@ -293,7 +292,7 @@ def _refuse_other_run(folder: Path, settings: dict[str, Any]) -> None:
     if listed := [
         f"{key} was {reprlib.repr(old)}, is {reprlib.repr(new)}"
         for key, (old, new) in changes.items()
-        if key not in _FREE
+        if key not in _IGNORED_SETTINGS
     ]:
         raise ValueError(
             f"{folder} holds a run with other settings: {'; '.join(listed)}. Restore them, choose "
@@ -322,10 +321,10 @@ def _last_evaluation(folder: Path) -> int:
 
 @dataclass
 class Sweep:
-    """Brings runs to their end, some at a time.
+    """Runs all planned runs to completion, at most `at_once` in parallel.
 
     Attributes:
-        saved: whether a fit has saved on a signal; no other is started then.
+        saved: whether a fit saved on a signal. No further run is started then.
     """
 
     runs: Sequence[PlannedRun]
@@ -334,33 +333,33 @@ class Sweep:
     finished: set[PlannedRun] = field(default_factory=set, init=False)
 
     def run(self) -> None:
-        """Start or resume every run that is not finished, and print what becomes of it."""
+        """Start or resume every unfinished run, and print its outcome."""
         run_jobs(self.jobs(), self.at_once, self.on_end)
 
     def tally(self) -> str:
-        """How many runs are finished, for messages."""
+        """Number of finished runs, for messages."""
         return f"{len(self.finished)} of {len(self.runs)} runs finished"
 
     def jobs(self) -> Iterator[Job | None]:
-        """The jobs to start; None while all that is left is run by other processes."""
-        queue, waited_for = deque(self.runs), set[PlannedRun]()
+        """Yield the jobs to start, or None while other processes run all remaining runs."""
+        queue, reported = deque(self.runs), set[PlannedRun]()
         while queue and not self.saved:
             run = queue.popleft()
             try:
                 job = self._prepare(run)
             except InUse:
                 queue.append(run)
-                if run in waited_for:
+                if run in reported:
                     yield None
                 else:
                     print_status(f"{run.name} is being run by another process, and is waited for")
-                    waited_for.add(run)
+                    reported.add(run)
                 continue
             if job is not None:
                 yield job
 
     def _prepare(self, run: PlannedRun) -> Job | None:
-        """The job that starts or resumes a run; None for one that is finished, or cannot go on.
+        """The job that starts or resumes a run; None if it is finished or cannot be resumed.
 
         Raises:
             InUse: if another process runs it.
@@ -370,7 +369,7 @@ class Sweep:
             raise InUse(f"{run.folder / LOG} is being written by another process.")
         with ExitStack() as unless_started:
             unless_started.enter_context(log)
-            with occupied(run.folder):  # raises if a fit that no sweep started has the folder
+            with occupied(run.folder):  # raises if a fit outside of a sweep uses the folder
                 options = self._start_options(run)
             if options is None:
                 return None
@@ -379,14 +378,14 @@ class Sweep:
         return Job(run.name, [program or "lit-diffusion", *run.command[1:], *options], log)
 
     def _start_options(self, run: PlannedRun) -> list[str] | None:
-        """Further options of a run that starts or resumes; None if it is not to be started."""
+        """Additional options to start or resume a run; None if it must not be started."""
         try:
             steps = run.completed_steps()
         except ValueError as error:  # a damaged checkpoint does not stop the others
             print_status(f"{run.name} CANNOT GO ON: {error}")
             return None
         if steps is None:
-            if latest_config(run.folder):  # it died before its first checkpoint
+            if latest_config(run.folder):  # it was killed before its first checkpoint
                 for path in run.folder.iterdir():
                     if path.name not in (LOG, CLAIM):
                         shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -400,7 +399,7 @@ class Sweep:
         return [RESUME]
 
     def on_end(self, job: Job, code: int, seconds: float) -> None:
-        """Print what became of a run whose process has ended."""
+        """Print the outcome of a run whose process has ended."""
         run = next(run for run in self.runs if run.name == job.name)
         duration = timedelta(seconds=round(seconds))
         self.saved |= code == EXIT_SAVED

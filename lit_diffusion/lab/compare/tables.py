@@ -1,4 +1,4 @@
-"""The tables of a comparison: as Markdown for people, as CSV records for programs."""
+"""Tables of a comparison: Markdown for reading, and CSV records for programs."""
 
 import csv
 import io
@@ -33,19 +33,19 @@ T = TypeVar("T")
 
 _MARKUP = re.compile(
     r"""[\\`*~|]               # escapes, code, bold, strike-through, cells
-    | (?<![A-Za-z0-9])_        # italics; inside of a word an underscore is one
+    | (?<![A-Za-z0-9])_        # italics, but not inside of words
     | _(?![A-Za-z0-9])
     | <(?=[A-Za-z/!?])         # tags and addresses
     | &(?=\#?\w+;)             # entities
     | (?<=\])[(\[]             # links
-    | ^(?:\#|>(?!\s\d)|[+-](?=\s))  # titles, quotes (and no bounds), lists
+    | ^(?:\#|>(?!\s\d)|[+-](?=\s))  # titles, quotes (but not bounds: > 4,000), lists
     """,
     re.VERBOSE,
 )
 
 
 def escape_markdown(text: str) -> str:
-    r"""Escape text, such as the name of an arm, so that it shows as it is, in one line.
+    r"""Escape Markdown in a text, and join its lines.
 
     Example:
         >>> print(escape_markdown("a|b **bold** <b> num_fake < 5 [1.2, 1.5]"))
@@ -55,7 +55,7 @@ def escape_markdown(text: str) -> str:
 
 
 class Table(NamedTuple):
-    """Rows of (C,) cells under (C,) heads."""
+    """A table of text cells: (C,) column heads, and rows of (C,) cells."""
 
     caption: str
     columns: tuple[str, ...]
@@ -79,11 +79,11 @@ class Table(NamedTuple):
         return "\n".join([escape_markdown(self.caption), "", *lines])
 
 
-# Numbers as people read them
+# Formatting of numbers
 
 
 def format_fid(fid: float, sd: float | None = None) -> str:
-    """An FID, to three or four digits, and its standard deviation to as many places.
+    """Format an FID with three or four digits, and a standard deviation with equal precision.
 
     Example:
         >>> format_fid(0.40734), format_fid(6.04, 0.1234), format_fid(123.4)
@@ -96,7 +96,7 @@ def format_fid(fid: float, sd: float | None = None) -> str:
 
 
 def format_mean(values: Sequence[float]) -> str:
-    """Mean +- standard deviation over seeds; "-" where none is finite.
+    """Format mean +- standard deviation of the finite values; "-" if there are none.
 
     Example:
         >>> format_mean([4.0, 6.0]), format_mean([2.0, math.nan])
@@ -105,28 +105,28 @@ def format_mean(values: Sequence[float]) -> str:
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
         return "-"
-    lacking = f" ({len(finite)} of {len(values)} seeds)" * (len(finite) < len(values))
-    return format_fid(fmean(finite), stdev(finite) if len(finite) > 1 else None) + lacking
+    seeds = f" ({len(finite)} of {len(values)} seeds)" * (len(finite) < len(values))
+    return format_fid(fmean(finite), stdev(finite) if len(finite) > 1 else None) + seeds
 
 
 def format_p(p: float | None) -> str:
-    """A p-value, such as "0.017" and "< 0.001"; "-" without a test."""
+    """Format a p-value, such as "0.017" or "< 0.001"; "-" for None."""
     return "-" if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
 def format_equation(p: float | None) -> str:
-    """A p-value in a sentence, such as "p = 0.017" and "p < 0.001"."""
+    """Format a p-value in a sentence, such as "p = 0.017" or "p < 0.001"."""
     text = format_p(p)
     return f"p {text}" if text[0] == "<" else f"p = {text}"
 
 
 def format_ratio(ratio: float) -> str:
-    """A ratio to three digits, such as 2.11 and 12.3."""
+    """Format a ratio with three digits, such as 2.11 or 12.3."""
     return f"{ratio:.2f}" if ratio < 10 else f"{ratio:.3g}"
 
 
 def format_speedup(speedup: Speedup) -> str:
-    """A speed-up with its interval.
+    """Format a speed-up with its interval.
 
     Example:
         >>> format_speedup(Speedup(1.8, 1.5, 2.2, 0.01))
@@ -146,9 +146,9 @@ def format_speedup(speedup: Speedup) -> str:
 
 
 def format_target(result: Result, comparison: Comparison) -> str:
-    """Where a speed-up is measured if not at the target, such as " to 0.306".
+    """The FID to which a speed-up is measured, such as " to 0.306"; "" if it is the target.
 
-    Two values that look alike get as many digits as tell them apart: " to 0.2693, not 0.2691".
+    If both round to the same text, digits are added: " to 0.2693, not 0.2691".
     """
     if result.at == comparison.target:
         return ""
@@ -162,7 +162,7 @@ def format_target(result: Result, comparison: Comparison) -> str:
 
 
 def format_verdict(result: Result, comparison: Comparison) -> str:
-    """What the seeds show of an arm, and why it does not win where it is faster."""
+    """The verdict on an arm and, if it is faster but does not win, the reason."""
     text = str(result.verdict.value)
     if result.verdict is Verdict.WORSE:
         return f"{text} ({format_equation(result.end_p)})"
@@ -206,7 +206,7 @@ def speedup_table(comparison: Comparison, unit: str = "steps") -> Table:
 
 
 def other_metrics_table(others: Mapping[str, Comparison]) -> Table | None:
-    """Speed-ups by other distances of the same samples; None where there are none."""
+    """Speed-ups by other distances of the same samples; None if there are none."""
     if not others:
         return None
     cells: dict[str, dict[str, str]] = {}
@@ -214,7 +214,7 @@ def other_metrics_table(others: Mapping[str, Comparison]) -> Table | None:
         for result in other.results:
             speed = format_speedup(result.speedup) + format_target(result, other)
             cells.setdefault(result.arm.name, {})[name] = f"{speed} {format_verdict(result, other)}"
-    rows = tuple((arm, *(by.get(name, "-") for name in others)) for arm, by in cells.items())
+    rows = tuple((arm, *(row.get(name, "-") for name in others)) for arm, row in cells.items())
     targets = ", ".join(f"{name} {format_fid(other.target)}" for name, other in others.items())
     caption = f"""Speed-ups over the baseline by Frechet distances of the same samples, to the
         lowest that all its seeds reach: {targets}. held-out: FID against held-out images. pixels
@@ -223,7 +223,7 @@ def other_metrics_table(others: Mapping[str, Comparison]) -> Table | None:
 
 
 def last_samples_table(arms: Sequence[Arm]) -> Table | None:
-    """All metrics of the last samples of each arm; None where no other metric was recorded."""
+    """All metrics of the last samples of each arm; None if no other metric was recorded."""
 
     def last(arm: Arm, name: str) -> list[float]:
         metrics = [curve.other_metrics[-1] if curve.other_metrics else {} for curve in arm.curves]
@@ -251,13 +251,13 @@ def last_samples_table(arms: Sequence[Arm]) -> Table | None:
 
 
 def common_steps(arms: Sequence[Arm]) -> list[float]:
-    """Steps at which every run of every arm was evaluated; of the first arm, if there are none."""
+    """Steps at which all runs of all arms were evaluated; if none, those of the first arm."""
     shared = [set.intersection(*(set(c.steps) for c in arm.curves)) for arm in arms]
     return sorted(set.intersection(*shared) or shared[0])
 
 
 def evenly_spaced(steps: Sequence[T], limit: int) -> list[T]:
-    """At most `limit` of the steps, the last among them, at equal distances if possible.
+    """At most `limit` of the steps, including the last, with equal spacing if possible.
 
     Example:
         >>> evenly_spaced([1, 2, 3, 4, 5, 6, 7, 8], 5)
@@ -269,7 +269,7 @@ def evenly_spaced(steps: Sequence[T], limit: int) -> list[T]:
 
 
 def fid_table(comparison: Comparison) -> Table:
-    """FID by arm and step, in the manner of the paper's Tables 2 and 3."""
+    """FID by arm and step, as in Tables 2 and 3 of the paper."""
     steps = evenly_spaced(common_steps(comparison.arms), 6)
     rows = [
         (arm.name, *(format_mean(arm.fids_at(step)) for step in steps)) for arm in comparison.arms
@@ -280,17 +280,17 @@ def fid_table(comparison: Comparison) -> Table:
 
 
 def steadiness_table(comparison: Comparison) -> Table:
-    """Late oscillation, and how much the metric varies with the samples and the training seed."""
+    """Late oscillation, and variation of the metric over training seeds and sets of samples."""
 
     def percent(spread: float) -> str:
         return f"{100 * spread:.1f}%"
 
     metric, rows = comparison.metric, []
     for arm in comparison.arms:
-        late = [spreads for curve in arm.curves if (spreads := late_spreads(curve))]
-        means = [percent(fmean(values)) for values in zip(*late, strict=True)] or ["-", "-"]
-        lasts = [math.log(c.fids[-1]) for c in arm.curves if math.isfinite(c.fids[-1])]
-        seeds = percent(stdev(lasts)) if len(lasts) > 1 else "-"
+        late_pairs = [spreads for curve in arm.curves if (spreads := late_spreads(curve))]
+        means = [percent(fmean(values)) for values in zip(*late_pairs, strict=True)] or ["-", "-"]
+        last_logs = [math.log(c.fids[-1]) for c in arm.curves if math.isfinite(c.fids[-1])]
+        seeds = percent(stdev(last_logs)) if len(last_logs) > 1 else "-"
         sampling = sampling_spread(arm.curves)
         sets = f"{percent(sampling.sd)} ({sampling.degrees} repeats)" if sampling else "-"
         rows.append((arm.name, *means, seeds, sets))
@@ -308,7 +308,7 @@ def steadiness_table(comparison: Comparison) -> Table:
 
 
 def by_seed_table(comparison: Comparison) -> Table | None:
-    """Arms that share two seeds or more with the baseline; None where none has a test."""
+    """Paired tests of arms that share at least two seeds with the baseline; None without tests."""
     base, metric = comparison.baseline, comparison.metric
     results = [r for r in comparison.results if len(shared_seeds(r.arm, base)) > 1]
     speeds = [speedup_by_seed(result.arm, base, result.at) for result in results]
@@ -320,9 +320,9 @@ def by_seed_table(comparison: Comparison) -> Table | None:
         (
             result.arm.name,
             str(len(shared_seeds(result.arm, base))),
-            f"{_ratio(speed, 'x')}{format_target(result, comparison)}" if speed else "-",
+            f"{_format_test(speed, 'x')}{format_target(result, comparison)}" if speed else "-",
             format_p(speed_p),
-            _ratio(last) if last else "-",
+            _format_test(last) if last else "-",
             format_p(last_p),
         )
         for result, speed, last, speed_p, last_p in zip(
@@ -338,7 +338,7 @@ def by_seed_table(comparison: Comparison) -> Table | None:
     return Table(caption, heads, tuple(rows))
 
 
-def _ratio(test: TTest, unit: str = "") -> str:
+def _format_test(test: TTest, unit: str = "") -> str:
     ratio, low, high = (
         f"{value:.2g}" if value < 0.1 else format_ratio(value)
         for value in map(math.exp, (test.difference, test.low, test.high))
@@ -346,11 +346,11 @@ def _ratio(test: TTest, unit: str = "") -> str:
     return f"{ratio}{unit} [{low}, {high}]"
 
 
-# Records of the CSV files
+# Records for CSV files
 
 
 def speedup_records(comparison: Comparison) -> list[dict[str, Any]]:
-    """One row per arm, as numbers: what `speedup_table` shows."""
+    """One row per arm: the numbers in `speedup_table`."""
     results = {result.arm.name: result for result in comparison.results}
     rows = []
     for arm in comparison.arms:
@@ -374,7 +374,7 @@ def speedup_records(comparison: Comparison) -> list[dict[str, Any]]:
 
 
 def fid_records(arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """One row per arm and step: mean and sd over the seeds with a finite FID."""
+    """One row per arm and step: mean and standard deviation over seeds with a finite FID."""
     rows = []
     for arm in arms:
         for step in sorted({step for curve in arm.curves for step in curve.steps}):
@@ -389,24 +389,24 @@ def fid_records(arms: Sequence[Arm]) -> list[dict[str, Any]]:
 
 
 def curve_records(arms: Sequence[Arm]) -> list[dict[str, Any]]:
-    """One row per evaluation: all that the comparison is computed from, as `read_arms` reads it."""
+    """One row per evaluation: the data of the comparison, in the format of `read_arms`."""
     rows: list[dict[str, Any]] = []
     for arm in arms:
         for curve in arm.curves:
-            steps, who = curve.steps, {"arm": arm.name, "seed": curve.seed}
+            steps, run = curve.steps, {"arm": arm.name, "seed": curve.seed}
             images = curve.images or (None,) * len(steps)
             others = curve.other_metrics or ({},) * len(steps)
             for step, count, fid, other in zip(steps, images, curve.fids, others, strict=True):
                 row = {"step": step, "images": count, "fid": fid, "repeat": 0}
-                rows.append({**who, **row, **other})
+                rows.append({**run, **row, **other})
             for k, fid in enumerate(curve.repeats, start=1):
                 row = {"step": steps[-1], "images": images[-1], "fid": fid, "repeat": k}
-                rows.append(who | row)
+                rows.append(run | row)
     return rows
 
 
 def to_csv(records: Iterable[Mapping[str, Any]]) -> str:
-    """Records as CSV, with a column for every name; None is empty, whole numbers have no point.
+    """Format records as CSV. None is empty, and whole numbers have no decimal point.
 
     Example:
         >>> print(to_csv([{"arm": "a", "step": 100.0}, {"arm": "b", "fid": 2.5}]), end="")

@@ -3,8 +3,8 @@
     [z_0 | z_1 ... z_n], label -- linear 4x4 -- blocks up, norms conditioned on (label, z_i) -- tanh
     image, label -- blocks down -- sum over pixels -- linear + <embedding(label), features>
 
-Weights are divided by their largest singular value, except the generator's embedding. Parameter
-names are our own.
+All weights except the generator's embedding have spectral norm. Parameter names differ from the
+references.
 
 Source: Brock et al. 2019 (BigGAN, arXiv 1809.11096), appendix B; Miyato & Koyama 2018 (projection);
 Miyato et al. 2018 (spectral norm); Zhang et al. 2019 (SAGAN) for the attention.
@@ -22,9 +22,9 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def orthogonal_spectral_norm(module: M) -> M:
-    """Initialize a weight orthogonally and put it under spectral norm.
+    """Apply spectral norm to a layer, with orthogonal initial weight and zero bias.
 
-    The norm is estimated by one power iteration a forward pass. A bias starts at zero.
+    The norm is estimated with one power iteration per forward pass.
     """
     nn.init.orthogonal_(cast(Tensor, module.weight))
     if isinstance(bias := getattr(module, "bias", None), Tensor):
@@ -37,7 +37,7 @@ def _conv(channels: int, out: int, size: int, bias: bool = True) -> nn.Conv2d:
 
 
 class ConditionalBatchNorm(nn.Module):
-    """Batch norm whose gain, 1 plus a linear map, and bias are linear in a condition."""
+    """Batch norm with scale 1 + gain(condition) and shift bias(condition), both linear maps."""
 
     def __init__(self, channels: int, condition_dim: int) -> None:
         super().__init__()
@@ -54,9 +54,9 @@ class ConditionalBatchNorm(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """x + gain * attention(x), where gain starts at zero.
+    """x + gain * attention(x), where gain is initialized to 0.
 
-    Queries and keys have an eighth of the channels; keys and values are max-pooled by two.
+    Queries and keys have C/8 channels, values C/2. Keys and values are max-pooled by two.
     """
 
     def __init__(self, channels: int) -> None:
@@ -78,7 +78,7 @@ class SelfAttention(nn.Module):
 
 
 class GeneratorBlock(nn.Module):
-    """Residual block that doubles the side, with conditional batch norms."""
+    """Residual block that doubles the resolution, with conditional batch norms."""
 
     def __init__(self, channels: int, out: int, condition_dim: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class GeneratorBlock(nn.Module):
 
 
 class DiscriminatorBlock(nn.Module):
-    """Residual block that halves the side if `halves`; the `first` one begins without a ReLU."""
+    """Residual block. `halves` halves the resolution; the `first` block has no leading ReLU."""
 
     def __init__(self, channels: int, out: int, *, halves: bool, first: bool) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class DiscriminatorBlock(nn.Module):
 
 
 class BigGANGenerator(nn.Module):
-    """Images of a class from latents; each block doubles the side.
+    """Generates images of a class from latents. Each block doubles the resolution.
 
     Args:
         num_classes: number of classes.
@@ -122,9 +122,9 @@ class BigGANGenerator(nn.Module):
         widths: channels before each block and after the last, in units of `width`; (16, 16, 8, 4,
             2, 1) makes images of 128 x 128.
         width: 96 in the paper.
-        latent_dim: size of z, which is split evenly among the first layer and the blocks.
-        label_dim: size of the class embedding, which all blocks share.
-        attention_at: side of the feature maps with attention; 0 for none.
+        latent_dim: size of z, which is split evenly over the first layer and the blocks.
+        label_dim: size of the class embedding, which is shared by all blocks.
+        attention_at: side of the feature maps with attention; 0 disables it.
         smallest: side of the first feature map.
 
     Raises:
@@ -165,8 +165,8 @@ class BigGANGenerator(nn.Module):
         self.blocks = nn.ModuleList(
             GeneratorBlock(channels[i], channels[i + 1], label_dim + part) for i in range(blocks)
         )
-        attended = [i for i, side in enumerate(sides) if side == attention_at]
-        self.attention = nn.ModuleDict({str(i): SelfAttention(channels[i + 1]) for i in attended})
+        indices = [i for i, side in enumerate(sides) if side == attention_at]
+        self.attention = nn.ModuleDict({str(i): SelfAttention(channels[i + 1]) for i in indices})
         self.norm = nn.BatchNorm2d(channels[-1])
         self.out = _conv(channels[-1], out_channels, 3)
 
@@ -184,19 +184,19 @@ class BigGANGenerator(nn.Module):
 
 
 class BigGANDiscriminator(nn.Module):
-    """Logits of how real images of a class look; all blocks but the last `unhalved` halve the side.
+    """Real-or-fake logits given a class. All but the last `unhalved` blocks halve the resolution.
 
     Args:
         num_classes: number of classes.
         in_channels: channels of the images.
         widths: channels after each block, in units of `width`.
         width: 96 in the paper.
-        unhalved: number of last blocks that keep the side.
-        image_size: side of the images, from which the place of the attention follows.
-        attention_at: side of the feature maps with attention; 0 for none.
+        unhalved: number of last blocks that keep the resolution.
+        image_size: side of the images, which determines where attention is inserted.
+        attention_at: side of the feature maps with attention; 0 disables it.
 
     Raises:
-        ValueError: if all blocks would keep the side, or none has the side `attention_at`.
+        ValueError: if no block halves, or no halving block has an output of side `attention_at`.
 
     Example:
         >>> network = BigGANDiscriminator(10, 3, (4, 4, 4, 4), 8, unhalved=2, attention_at=0)
@@ -231,7 +231,7 @@ class BigGANDiscriminator(nn.Module):
         self.embedding = orthogonal_spectral_norm(nn.Embedding(num_classes, channels[-1]))
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        """(B, C, H, W) in [-1, 1], (B,) int64 -> (B,) logits, above 0 for real."""
+        """(B, C, H, W) in [-1, 1], (B,) int64 -> (B,) logits, positive for real images."""
         h = F.relu(self.layers(x)).sum(dim=(2, 3))  # (B, C)
         out: Tensor = self.linear(h)[:, 0] + (self.embedding(labels) * h).sum(1)  # (B,)
         return out

@@ -1,9 +1,9 @@
-"""DCGAN: generator and discriminator made of convolutions only.
+"""DCGAN: an all-convolutional generator and discriminator.
 
     z -- transposed convolution to smallest x smallest -- doubled until image_size -- tanh
     image -- halved until smallest x smallest -- one convolution to a logit
 
-Parameter names are our own.
+Parameter names differ from the references.
 
 Source: Radford et al. 2016 (DCGAN, arXiv 1511.06434), section 3; widths and initialization of
 pytorch/examples, dcgan/main.py.
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def count_halvings(image_size: int, smallest: int) -> int:
-    """Count how often `image_size` must be halved to reach `smallest`.
+    """Number of halvings from `image_size` to `smallest`.
 
     Raises:
         ValueError: unless image_size is smallest times 2, 4, 8, ...
@@ -33,13 +33,13 @@ def count_halvings(image_size: int, smallest: int) -> int:
 
 
 class DCGANGenerator(nn.Module):
-    """Images from latents; labels are ignored.
+    """Generates images from latents. Labels are ignored.
 
     Args:
         image_size: side of the square images, `smallest` times a power of 2.
         out_channels: channels of the images.
         latent_dim: size of z.
-        width: channels before the last layer; each layer before has twice as many.
+        width: channels before the last layer. They double with every layer before it.
         smallest: side of the first feature map.
 
     Raises:
@@ -81,12 +81,12 @@ class DCGANGenerator(nn.Module):
 
 
 class DCGANDiscriminator(nn.Module):
-    """Logits of how real images look; labels are ignored.
+    """Computes real-or-fake logits of images. Labels are ignored.
 
     Args:
         image_size: side of the square images, `smallest` times a power of 2.
         in_channels: channels of the images.
-        width: channels after the first layer; each layer after it doubles them.
+        width: channels after the first layer. They double with every layer after it.
         smallest: side of the last feature map.
 
     Raises:
@@ -112,14 +112,14 @@ class DCGANDiscriminator(nn.Module):
         init_dcgan_(self)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        """(B, C, H, W) in [-1, 1] -> (B,) logits, above 0 for real."""
+        """(B, C, H, W) in [-1, 1] -> (B,) logits, positive for real images."""
         out: Tensor = self.layers(x)
         return out.flatten()
 
 
 @torch.no_grad()
 def init_dcgan_(network: nn.Module) -> None:
-    """Draw weights from N(0, 0.02^2) and gains of batch norms from N(1, 0.02^2)."""
+    """Initialize convolutions from N(0, 0.02^2) and batch-norm weights from N(1, 0.02^2)."""
     for module in network.modules():
         if isinstance(module, nn.Conv2d | nn.ConvTranspose2d):
             nn.init.normal_(module.weight, std=0.02)

@@ -1,4 +1,4 @@
-"""The LightningModule of generative adversarial networks, a baseline for diffusion models."""
+"""LightningModule for generative adversarial networks, as baselines for diffusion models."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class AdversarialLoss(Protocol):
-    """What each of the two networks minimizes, sample by sample, as functions of logits (B,)."""
+    """Per-sample losses of discriminator and generator, as functions of logits (B,)."""
 
     def discriminator_loss(self, real: Tensor, fake: Tensor, /) -> Tensor:
         """(B,) losses from the logits of real and of generated images."""
@@ -67,29 +67,29 @@ class Hinge:
 class GANModule(LightningModule):
     """Trains a generator against a discriminator.
 
-    Each batch makes one step of the discriminator; after every `discriminator_steps` of them the
-    generator makes one. `global_step` and `max_steps` count the steps of both.
+    The discriminator makes one step per batch, and the generator one step after every
+    `discriminator_steps` of these. `global_step` and `max_steps` count the steps of both.
 
-    The randomness of a training step is a function of (seed, rank, step, micro-batch), that of a
-    sample a function of its seed. Samples come from the generator in eval mode: batch norm uses its
+    The randomness of a training step is a function of (seed, rank, step, micro-batch), and that of
+    a sample is a function of its seed. Samples are generated in eval mode, so batch norm uses
     running statistics.
 
-    Under DDP each network is unused in the other's step: pass
-    `--trainer.strategy=ddp_find_unused_parameters_true`.
+    With DDP, pass `--trainer.strategy=ddp_find_unused_parameters_true`, as each network is unused
+    in a step of the other.
 
     Args:
-        generator: (z (B, latent_dim), labels) -> images in [-1, 1]; has an attribute `latent_dim`.
+        generator: (z (B, latent_dim), labels) -> images in [-1, 1]. Has an attribute `latent_dim`.
         discriminator: (images, labels) -> (B,) logits.
         loss: losses of both networks.
         generator_optimizer: called with the generator's parameters.
         discriminator_optimizer: called with the discriminator's parameters.
         image_shape: (C, H, W).
         num_classes: number of classes; None if the networks take no labels.
-        discriminator_steps: steps of the discriminator for each of the generator, at least 1.
-        r1: weight of half the squared gradient of the logit by a real image; 0 for none.
+        discriminator_steps: discriminator steps per generator step, >= 1.
+        r1: weight of the R1 penalty, half the squared gradient norm at real images; 0 disables it.
 
     Raises:
-        ValueError: if a number is out of range, or a network has another number of classes.
+        ValueError: if a number is out of range, or a network has a different `num_classes`.
 
     Source: Goodfellow et al. 2014, algorithm 1; Mescheder et al. 2018, Eq. 9, for R1.
     """
@@ -131,7 +131,7 @@ class GANModule(LightningModule):
         self.conditioning = None if num_classes is None else ClassLabels(num_classes)
         self.discriminator_steps, self.r1 = discriminator_steps, r1
         self._build_optimizers = generator_optimizer, discriminator_optimizer
-        self._generator_loss: Tensor | float | None = None  # the epoch's last, logged again
+        self._generator_loss: Tensor | float | None = None  # of this epoch; logged again
 
     def setup(self, stage: str) -> None:
         """Check that the data fit the networks."""
@@ -147,11 +147,11 @@ class GANModule(LightningModule):
         ]
 
     def on_train_epoch_start(self) -> None:
-        """Forget the generator's last loss."""
+        """Reset the generator's last loss."""
         self._generator_loss = None
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Save the generator's last loss, which the next batches log again."""
+        """Save the generator's last loss, which is logged until its next step."""
         if self._generator_loss is not None:
             checkpoint["generator_loss"] = float(self._generator_loss)
 
@@ -161,11 +161,11 @@ class GANModule(LightningModule):
         self._generator_loss = loss if isinstance(loss, float) else None
 
     def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
-        """Seed the randomness of this step by its number."""
+        """Seed the random generators as a function of the step."""
         seed_step(run_seed() or 0, self.global_rank, self.global_step, batch_idx)
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
-        """Make a step of the discriminator, and one of the generator when it is due."""
+        """Train the discriminator for one step, and the generator if its step is due."""
         generator_optimizer, discriminator_optimizer = cast(Sequence[Any], self.optimizers())
         real, labels, _ = self._unpack(batch)
 
@@ -183,7 +183,7 @@ class GANModule(LightningModule):
             self.log("train/generator_loss", self._generator_loss, prog_bar=True)
 
     def discriminator_losses(self, real: Tensor, labels: Tensor | None, z: Tensor) -> Tensor:
-        """(B,) losses on real images (B, C, H, W) in [-1, 1] and on the images of z."""
+        """(B,) losses on real images (B, C, H, W) in [-1, 1] and on images generated from z."""
         with torch.no_grad():
             fake = self.generator(z, labels)
         return self.loss.discriminator_loss(
@@ -191,11 +191,11 @@ class GANModule(LightningModule):
         )
 
     def generator_losses(self, labels: Tensor | None, z: Tensor) -> Tensor:
-        """(B,) losses of the images of z (B, latent_dim)."""
+        """(B,) losses of images generated from z (B, latent_dim)."""
         return self.loss.generator_loss(self.discriminator(self.generator(z, labels), labels))
 
     def r1_penalty(self, real: Tensor, labels: Tensor | None) -> Tensor:
-        """R1 of real images (B, C, H, W): r1 / 2 times the mean squared gradient of the logit."""
+        """R1 at real images (B, C, H, W): r1 / 2 times the mean of |d logit / d image|^2."""
         if self.r1 == 0:
             return real.new_zeros(())
         x = real.detach().requires_grad_()
@@ -203,7 +203,7 @@ class GANModule(LightningModule):
         return 0.5 * self.r1 * gradient.square().sum(dim=(1, 2, 3)).mean()
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        """Log the losses at one fixed z per image."""
+        """Log the losses with a fixed z per image."""
         real, labels, index = self._unpack(batch)
         z = self.latents(index.tolist(), "validation").to(real)
         for name, losses in (
@@ -220,14 +220,14 @@ class GANModule(LightningModule):
 
     @torch.no_grad()
     def generate(self, seeds: Sequence[int], labels: Tensor | None = None) -> Tensor:
-        """Images uint8 (N, C, H, W); image i depends on seeds[i] and labels[i] alone.
+        """Generate images uint8 (N, C, H, W). Image i depends only on seeds[i] and labels[i].
 
         Args:
             seeds: one integer per image.
-            labels: (N,) int64 below `num_classes`; None for seed modulo `num_classes`.
+            labels: (N,) int64 in [0, num_classes); None means seed mod num_classes.
 
         Raises:
-            ValueError: if labels are out of range, or the networks take none.
+            ValueError: if labels are out of range, or the networks take no labels.
             NonFiniteSamples: if an image is NaN or infinite.
         """
         labels = cast(Tensor | None, condition_for(seeds, labels, self.conditioning))
@@ -241,11 +241,11 @@ class GANModule(LightningModule):
         return self.codec.decode(x0)
 
     def latents(self, seeds: Sequence[int], stream: str = "sample") -> Tensor:
-        """(N, latent_dim) standard normal on the CPU; row i depends on seeds[i] alone."""
+        """(N, latent_dim) standard normal on the CPU. Row i depends only on seeds[i]."""
         return PerSampleNoise(seeds, stream).draw((self._latent_dim,))
 
     def sampling_record(self) -> dict[str, Any]:
-        """Describe how `generate` makes images, for the records of scores."""
+        """Describe how `generate` samples, for evaluation records."""
         return {"generator": type(self.generator).__name__, "batch_norm": "running statistics"}
 
     @property
