@@ -189,7 +189,7 @@ class EMA(pl.Callback):
         ['raw', 'ema', 'ema_0.999', 'ema_0.9999']
     """
 
-    _kind = "ema"
+    _name_prefix = "ema"
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class EMA(pl.Callback):
         self.start = start
         self.buffers = buffers
         self.on_cpu = on_cpu
-        self._names = [RAW, "ema", *(f"{self._kind}_{decay:g}" for decay in self.decays)]
+        self._names = [RAW, "ema", *(f"{self._name_prefix}_{decay:g}" for decay in self.decays)]
         if not self.decays or not all(0 <= decay < 1 for decay in self.decays):
             raise ValueError(f"decays must be one or more numbers in [0, 1), got {self.decays}.")
         if len(set(self._names)) < len(self._names):
@@ -220,24 +220,26 @@ class EMA(pl.Callback):
         self._module: pl.LightningModule | None = None
         self._shadows: list[dict[str, Tensor]] = [{} for _ in self.decays]  # by name
         self._groups: list[_Group] = []  # one for each optimizer
-        self._waiting: dict[str, int] = {}  # steps of averages that no optimizer updates (yet)
+        self._idle_steps: dict[str, int] = {}  # steps of averages that have no optimizer (yet)
         self._loaded: dict[str, Any] = {}  # state of a checkpoint, until a run starts
-        self._handled: dict[int, Tensor] = {}  # parameters that are already in a group, by id
+        self._known_params: dict[
+            int, Tensor
+        ] = {}  # parameters that were assigned to a group, by id
         self._hooks: list[RemovableHandle] = []
-        self._active = self._outside = RAW  # weights in place: now, and outside the evaluation
+        self._active = self._active_before_eval = RAW  # names of the weights in place
         self._raw: dict[Tensor, Tensor] = {}  # parameter -> copy of its raw value, while swapped
         self._raw_hook: RemovableHandle | None = None
 
     @property
     def steps(self) -> int:
         """Optimizer steps since the averages began; the maximum over optimizers."""
-        return max([*self._waiting.values(), *(g.steps for g in self._groups)], default=0)
+        return max([*self._idle_steps.values(), *(g.steps for g in self._groups)], default=0)
 
     def _steps_by_name(self) -> dict[str, int]:
-        followed = {name: group.steps for group in self._groups for name in group.tensors}
-        return self._waiting | followed
+        tracked = {name: group.steps for group in self._groups for name in group.tensors}
+        return self._idle_steps | tracked
 
-    def _span(self, decay: float, first: int, last: int) -> float:
+    def _update_decay(self, decay: float, first: int, last: int) -> float:
         return span_decay(decay, first, last, self.warmup)
 
     # Weights by name
@@ -255,7 +257,7 @@ class EMA(pl.Callback):
         """
         if name not in self._names:
             raise ValueError(f"EMA knows the weights {self._names}, got {name!r}.")
-        if name != RAW and not (self._groups or self._waiting):
+        if name != RAW and not (self._groups or self._idle_steps):
             raise RuntimeError(
                 f"EMA holds no averages, so there is no {name!r}: fit first, or give the Trainer a "
                 "checkpoint that was written with EMA."
@@ -290,12 +292,13 @@ class EMA(pl.Callback):
         if previous == RAW:
             self._raw = {target: target.detach().clone() for target in targets}
             register: Any = self._module.register_state_dict_post_hook
-            self._raw_hook = register(partial(self._put_raw))  # torch sets an attribute on the hook
+            # torch sets an attribute on the hook, which a bound method does not allow.
+            self._raw_hook = register(partial(self._write_raw_weights))
         shadow = self._shadows[max(self._names.index(name) - 2, 0)]
         if targets:
             overwrite_(targets, [shadow[n] for n in updated])
 
-    def _put_raw(
+    def _write_raw_weights(
         self, module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any
     ) -> None:
         """State-dict hook: put the raw weights into `module.state_dict()` and checkpoints."""
@@ -324,17 +327,17 @@ class EMA(pl.Callback):
 
     # Averaging at optimizer steps
 
-    def _follow(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _start_averaging(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         """Hook the optimizers and average their parameters, starting from stored averages."""
-        self._forget_if_replaced(trainer)
+        self._drop_if_replaced(trainer)
         from_checkpoint = bool(self._loaded)
-        self._unfollow()
-        self._take_stored(module)
-        stored = set(self._waiting)
+        self._remove_hooks()
+        self._load_averages(module)
+        stored = set(self._idle_steps)
         self._groups = [_Group() for _ in trainer.optimizers]
         for optimizer, group in zip(trainer.optimizers, self._groups, strict=True):
             refuse_unhooked(optimizer)
-            self._adopt(optimizer, group)
+            self._add_parameters(optimizer, group)
             params = [name for name, t in group.tensors.items() if isinstance(t, Parameter)]
             missing = [name for name in params if name not in stored]
             if from_checkpoint and missing:
@@ -353,25 +356,25 @@ class EMA(pl.Callback):
                 "there is nothing to average until one does."
             )
 
-    def _unfollow(self) -> None:
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
-    def _forget(self) -> None:
+    def _drop_averages(self) -> None:
         self._refuse_averages_in_place()
         self._module, self._shadows = None, [{} for _ in self.decays]
-        self._groups, self._handled, self._waiting = [], {}, {}
+        self._groups, self._known_params, self._idle_steps = [], {}, {}
 
-    def _forget_if_replaced(self, trainer: pl.Trainer) -> None:
+    def _drop_if_replaced(self, trainer: pl.Trainer) -> None:
         """Drop averages in memory if the weights come from a checkpoint without averages."""
         if trainer.ckpt_path is not None and not self._loaded:
-            self._forget()
+            self._drop_averages()
 
-    def _take_stored(self, module: pl.LightningModule) -> None:
+    def _load_averages(self, module: pl.LightningModule) -> None:
         """Load averages from the checkpoint, else from an earlier run of the same module."""
-        state = self._loaded or (self._packed() if module is self._module else {})
-        self._forget()
+        state = self._loaded or (self._averages_state() if module is self._module else {})
+        self._drop_averages()
         self._loaded, self._module = {}, module
         tensors, averaged = self._named_tensors(), self._averaged_tensors()
         if not state:
@@ -388,9 +391,9 @@ class EMA(pl.Callback):
                     f"The checkpoint's average of {name!r}, {value.dtype} {tuple(value.shape)}, "
                     "fits no parameter of the module. Resume with the module that wrote it."
                 )
-        self._waiting = {name: n for name, n in state["steps"].items() if name in averaged}
+        self._idle_steps = {name: n for name, n in state["steps"].items() if name in averaged}
         for shadow, i in zip(self._shadows, self._match_decays(state["decays"]), strict=True):
-            for name in self._waiting:
+            for name in self._idle_steps:
                 start = averaged[name] if i is None else state["shadows"][i][name]
                 shadow[name] = self._copy_as_average(start, averaged[name])
 
@@ -421,28 +424,28 @@ class EMA(pl.Callback):
         device = torch.device("cpu") if self.on_cpu else tensor.device
         return distribute_like(value, tensor).detach().to(device, dtype, copy=True)
 
-    def _adopt(self, optimizer: Optimizer, group: _Group) -> None:
+    def _add_parameters(self, optimizer: Optimizer, group: _Group) -> None:
         """Start averaging parameters of the optimizer that are in no group yet."""
         new = {
             id(param): param
             for entry in optimizer.param_groups
             for param in entry["params"]
-            if id(param) not in self._handled and param.requires_grad
+            if id(param) not in self._known_params and param.requires_grad
         }
         if not new:
             return
-        self._handled |= new
+        self._known_params |= new
         averaged = self._averaged_tensors()
-        adopted = {name: tensor for name, tensor in averaged.items() if id(tensor) in new}
-        if group.tensors or adopted:
-            followed = {name for each in self._groups for name in each.tensors}
+        added = {name: tensor for name, tensor in averaged.items() if id(tensor) in new}
+        if group.tensors or added:
+            tracked = {name for each in self._groups for name in each.tensors}
             buffers = self._averaged_buffers().items()
-            adopted |= {name: buffer for name, buffer in buffers if name not in followed}
-        for name, tensor in adopted.items():
+            added |= {name: buffer for name, buffer in buffers if name not in tracked}
+        for name, tensor in added.items():
             for each in self._groups:
                 each.tensors.pop(name, None)  # of a parameter that this one has replaced
             group.tensors[name] = tensor
-            if (steps := self._waiting.pop(name, None)) is None:
+            if (steps := self._idle_steps.pop(name, None)) is None:
                 for shadow in self._shadows:
                     shadow[name] = self._copy_as_average(tensor, tensor)
             elif isinstance(tensor, Parameter):
@@ -453,12 +456,12 @@ class EMA(pl.Callback):
         assert self._module is not None
         reshard(self._module)
         named = chain(self._module.named_buffers(), self._module.named_parameters())
-        return {_uncompiled(name): tensor for name, tensor in named}
+        return {_plain_name(name): tensor for name, tensor in named}
 
     def _averaged_tensors(self) -> dict[str, Tensor]:
         """Parameters under the prefix, and buffers to average."""
         assert self._module is not None
-        params = {_uncompiled(name): param for name, param in self._module.named_parameters()}
+        params = {_plain_name(name): param for name, param in self._module.named_parameters()}
         averaged: dict[str, Tensor] = {
             name: param for name, param in params.items() if _is_under(name, self.prefix)
         }
@@ -477,8 +480,8 @@ class EMA(pl.Callback):
         assert self._module is not None
         if not self.buffers:
             return {}
-        saved = {_uncompiled(name) for name in self._module.state_dict()}
-        buffers = {_uncompiled(name): buffer for name, buffer in self._module.named_buffers()}
+        saved = {_plain_name(name) for name in self._module.state_dict()}
+        buffers = {_plain_name(name): buffer for name, buffer in self._module.named_buffers()}
         return {
             name: buffer
             for name, buffer in buffers.items()
@@ -491,11 +494,11 @@ class EMA(pl.Callback):
         if is_state_init_step(optimizer, kwargs):
             return
         self._refuse_averages_in_place()
-        self._adopt(optimizer, group)
+        self._add_parameters(optimizer, group)
         if group.steps == 0:
-            self._restart(group)  # weights may have been loaded after `on_fit_start`
+            self._reset_to_weights(group)  # weights may have been loaded after `on_fit_start`
 
-    def _restart(self, group: _Group) -> None:
+    def _reset_to_weights(self, group: _Group) -> None:
         """Set the averages to the current weights."""
         for shadow in self._shadows if group.tensors else ():
             overwrite_([shadow[name] for name in group.tensors], list(group.tensors.values()))
@@ -514,10 +517,10 @@ class EMA(pl.Callback):
             group.tensors = {name: tensors[name] for name in group.tensors}
         last = group.steps - self.start
         if last <= 0:
-            self._restart(group)
+            self._reset_to_weights(group)
             return
         for decay, shadow in zip(self.decays, self._shadows, strict=True):
-            span = self._span(decay, max(last - self.every_n_steps, 0), last)
+            span = self._update_decay(decay, max(last - self.every_n_steps, 0), last)
             averages = [shadow[name] for name in group.tensors]
             ema_update_(averages, list(group.tensors.values()), span)
 
@@ -533,10 +536,10 @@ class EMA(pl.Callback):
 
         If weights are split, collective: whole averages on rank 0 and {} on the others.
         """
-        return gather_state(self._packed())
+        return gather_state(self._averages_state())
 
-    def _packed(self) -> dict[str, Any]:
-        if self._loaded or not (self._groups or self._waiting):
+    def _averages_state(self) -> dict[str, Any]:
+        if self._loaded or not (self._groups or self._idle_steps):
             return self._loaded  # for a save before the run begins
         steps = self._steps_by_name()
         self._refuse_nonfinite(list(steps))
@@ -552,7 +555,7 @@ class EMA(pl.Callback):
         self._loaded = state_dict
         if self._hooks:  # restored during a fit, for example after the lr finder
             assert self._module is not None
-            self._follow(self._module.trainer, self._module)
+            self._start_averaging(self._module.trainer, self._module)
 
     # Lightning hooks
 
@@ -579,14 +582,14 @@ class EMA(pl.Callback):
                     "averages of EMA will not be in its files."
                 )
         refuse_split_weights(trainer, pl_module, "EMA")
-        self._unfollow()
+        self._remove_hooks()
         if not trainer.strategy.restore_checkpoint_after_setup:
-            self._follow(trainer, pl_module)
+            self._start_averaging(trainer, pl_module)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start averaging under a strategy that loads checkpoints after `on_fit_start`."""
         if trainer.strategy.restore_checkpoint_after_setup and not self._hooks:
-            self._follow(trainer, pl_module)
+            self._start_averaging(trainer, pl_module)
 
     on_sanity_check_start = on_train_start
 
@@ -597,7 +600,7 @@ class EMA(pl.Callback):
         if self.steps and should_log(trainer):
             self._refuse_nonfinite(list(self._steps_by_name()))
             n = self.steps - self.start
-            decay = self._span(self.decays[0], n - 1, n) if n > 0 else 0.0
+            decay = self._update_decay(self.decays[0], n - 1, n) if n > 0 else 0.0
             pl_module.log(f"ema/decay_{self.prefix}" if self.prefix else "ema/decay", decay)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -612,11 +615,11 @@ class EMA(pl.Callback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Swap in the averages for validation, test and predict."""
         if trainer.state.fn != pl.trainer.states.TrainerFn.FITTING:
-            self._forget_if_replaced(trainer)
+            self._drop_if_replaced(trainer)
             if self._loaded or pl_module is not self._module:
-                self._take_stored(pl_module)
-        self._outside = self._active
-        if not (self._groups or self._waiting):
+                self._load_averages(pl_module)
+        self._active_before_eval = self._active
+        if not (self._groups or self._idle_steps):
             pl.utilities.rank_zero_warn(
                 "EMA holds no averages (none in the checkpoint, or neither a checkpoint nor a fit "
                 "before): the weights are used as they are."
@@ -626,7 +629,7 @@ class EMA(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Swap back the weights that were in place before the evaluation."""
-        self._activate(self._outside)
+        self._activate(self._active_before_eval)
 
     on_test_start = on_predict_start = on_validation_start
     on_test_end = on_predict_end = on_validation_end
@@ -634,14 +637,14 @@ class EMA(pl.Callback):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Swap back the raw weights and remove the optimizer hooks."""
         self._activate(RAW)
-        self._unfollow()
+        self._remove_hooks()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Remove the optimizer hooks."""
-        self._unfollow()
+        self._remove_hooks()
 
 
-def _uncompiled(name: str) -> str:
+def _plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "")
 
 

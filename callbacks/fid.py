@@ -139,7 +139,7 @@ class FIDEvaluation(PeriodicEvaluation):
         self.best_step: int | None = None
         self.image_count: ImageCount | None = None  # of the fit
         self._best_is_unsaved = False
-        self._best_settings: dict[str, str] = {}  # `_settings` of the best FID
+        self._best_settings: dict[str, str] = {}  # `_comparable_settings` of the best FID
         self._evaluated_step: int | None = None
         self._checkpoint_step: int | None = None
         self._scorer: Scorer | None = None
@@ -192,7 +192,7 @@ class FIDEvaluation(PeriodicEvaluation):
             return
         if isinstance(self.protocol, TrainedCNN) and trainer.is_global_zero:
             self.protocol.copy_to(Path(trainer.default_root_dir))
-        settings = self._settings(trainer, pl_module)
+        settings = self._comparable_settings(trainer, pl_module)
         # Checkpoints of earlier versions lack some settings.
         before = settings | self._best_settings
         changed = [name for name in settings if before[name] != settings[name]]
@@ -205,7 +205,7 @@ class FIDEvaluation(PeriodicEvaluation):
             self.best_score = self.best_step = None
         self._best_settings = settings
 
-    def _settings(self, trainer: Trainer, module: LightningModule) -> dict[str, str]:
+    def _comparable_settings(self, trainer: Trainer, module: LightningModule) -> dict[str, str]:
         """Settings that must be equal for two FIDs of this metric name to be comparable."""
         reference = self._real_images(trainer, module, "val").comparisons[0].reference
         return {
@@ -279,9 +279,9 @@ class FIDEvaluation(PeriodicEvaluation):
     ) -> FIDRecord:
         """Score the samples of `num_samples` seeds and write the record to evaluations.jsonl."""
         # A Trainer that only evaluates a checkpoint has counted neither its steps nor its images.
-        evaluates = trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is not None
-        step = (self._checkpoint_step or 0) if evaluates else trainer.global_step
-        trained = trainer.train_dataloader is not None and not evaluates
+        is_from_checkpoint = trainer.state.fn != TrainerFn.FITTING and trainer.ckpt_path is not None
+        step = (self._checkpoint_step or 0) if is_from_checkpoint else trainer.global_step
+        is_training = trainer.train_dataloader is not None and not is_from_checkpoint
         seeds = range(first_seed, first_seed + self.num_samples)
         clock = EvaluationClock(self.metric_name(stage), self.num_samples)
         real = self._real_images(trainer, module, stage)
@@ -295,7 +295,7 @@ class FIDEvaluation(PeriodicEvaluation):
             metric=self.metric_name(stage),
             value=finite_or_none(value),
             step=step,
-            images=self.image_count.now(trainer) if self.image_count and trained else None,
+            images=self.image_count.now(trainer) if self.image_count and is_training else None,
             num_fake=len(seeds),
             num_real=reference.num_images,
             reference=reference.name,
@@ -359,8 +359,8 @@ class FIDEvaluation(PeriodicEvaluation):
                     non_finite = list(
                         compress(batch, (~samples.add(images).isfinite().all(1)).tolist())
                     )
-            places = [seeds.index(seed) for seed in non_finite if seed in batch]
-            flags[torch.tensor(places, dtype=torch.int64)] = 1
+            positions = [seeds.index(seed) for seed in non_finite if seed in batch]
+            flags[torch.tensor(positions, dtype=torch.int64)] = 1
             clock.tick(len(batch) * trainer.world_size)
         flagged: Tensor = trainer.strategy.reduce(flags, reduce_op="sum")
         return [seeds[i] for i in flagged.nonzero().flatten().tolist()]
@@ -398,22 +398,22 @@ class FIDEvaluation(PeriodicEvaluation):
         num_classes = getattr(module, "num_classes", None)
         labels = classes_of(range(self.num_samples), num_classes) if num_classes else None
         reference = measure_reference(scorer, real, others, self.num_samples, self.cache, labels)
-        sd, draws = reference.floor_sd, len(reference.floors)
-        deviation = "" if sd is None else f" +- {sd:.2g} over {draws} draws"
+        sd, num_draws = reference.floor_sd, len(reference.floors)
+        deviation = "" if sd is None else f" +- {sd:.2g} over {num_draws} draws"
         rank_zero_info(
             f"FID against {reference.num_images} real images ({name}) under {self.protocol.name}; "
             f"floor {reference.floor:.4g}{deviation} ({reference.floor_images})."
         )
-        fewest = min(self.num_samples, reference.num_images)
-        if fewest <= scorer.num_features:
+        num = min(self.num_samples, reference.num_images)
+        if num <= scorer.num_features:
             rank_zero_warn(
-                f"{fewest} images cannot fill a covariance of {scorer.num_features} features: the "
+                f"{num} images cannot fill a covariance of {scorer.num_features} features: the "
                 "FID will be far above that of more samples; compare it with its floor only."
             )
-        view = FeatureComparison("", scorer, reference)
+        primary = FeatureComparison("", scorer, reference)
         if not self.auxiliary_metrics:
-            return AuxiliaryMetrics((view,))
-        return build_auxiliary_metrics(view, real, others, self.num_samples, self.cache, labels)
+            return AuxiliaryMetrics((primary,))
+        return build_auxiliary_metrics(primary, real, others, self.num_samples, self.cache, labels)
 
     # The best step, in checkpoints/best-fid.ckpt and in the callback's state
 
@@ -429,8 +429,8 @@ class FIDEvaluation(PeriodicEvaluation):
     @property
     def state_key(self) -> str:
         """Key in `checkpoint["callbacks"]`, with number of samples, weights and extractor."""
-        about = {"metric": self.metric_name("val"), "extractor": self.protocol.sha256[:16]}
-        return f"{type(self).__qualname__}{about}"
+        parts = {"metric": self.metric_name("val"), "extractor": self.protocol.sha256[:16]}
+        return f"{type(self).__qualname__}{parts}"
 
     def state_dict(self) -> dict[str, Any]:
         """The best FID so far, its step and settings, and the count of training images."""
@@ -448,8 +448,8 @@ class FIDEvaluation(PeriodicEvaluation):
         is_count = step is None or (type(step) is int and step >= 0)
         _require(is_count, "best_step", "a count or None", step)
         settings = state_dict["best_against"]
-        texts = isinstance(settings, dict) and all(isinstance(v, str) for v in settings.values())
-        _require(texts, "best_against", "texts by name", settings)
+        valid = isinstance(settings, dict) and all(isinstance(v, str) for v in settings.values())
+        _require(valid, "best_against", "texts by name", settings)
         self.best_score, self.best_step = score, step
         self._best_settings = settings
         self.image_count = parse_image_count(state_dict.get("images"))

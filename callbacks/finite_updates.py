@@ -100,12 +100,12 @@ class FiniteUpdates(pl.Callback):
             raise ValueError(f"max_nonfinite_steps must be at least 0, got {max_nonfinite_steps}.")
         self.max_nonfinite_steps = max_nonfinite_steps
         self.skipped_updates = 0
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        self._now: _MicroBatch | None = None
-        self._window: list[_MicroBatch] = []  # batches accumulated for the next update
-        self._failed: list[_MicroBatch] = []  # batches of the update that is being skipped
+    def _reset(self) -> None:
+        self._current: _MicroBatch | None = None
+        self._accumulated: list[_MicroBatch] = []  # batches accumulated for the next update
+        self._skipped_batches: list[_MicroBatch] = []  # batches of the update that is being skipped
         self._buffers: dict[str, Tensor] = {}  # copies from before the window
         self._has_stepped = False  # whether this batch has made or skipped an update
 
@@ -113,7 +113,7 @@ class FiniteUpdates(pl.Callback):
         """Refuse an unsupported strategy before anything is loaded."""
         if stage == "fit":
             self.skipped_updates = 0
-            self._forget()
+            self._reset()
         if trainer.strategy.restore_checkpoint_after_setup and self.max_nonfinite_steps:
             raise ValueError(
                 f"max_nonfinite_steps must be 0 under {type(trainer.strategy).__name__}, which "
@@ -135,28 +135,28 @@ class FiniteUpdates(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Store buffers and random states before the batch."""
-        if not self._window:
+        if not self._accumulated:
             self._buffers = {name: b.detach().clone() for name, b in pl_module.named_buffers()}
         rng = {"cpu": torch.get_rng_state()}
         if pl_module.device.type == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state(pl_module.device)
         is_bad = torch.zeros((), dtype=torch.bool, device=pl_module.device)
-        self._now = _MicroBatch(trainer.global_step, batch, batch_idx, rng, is_bad)
+        self._current = _MicroBatch(trainer.global_step, batch, batch_idx, rng, is_bad)
 
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
         """Check the loss."""
-        if self._now is not None:
+        if self._current is not None:
             # A GradScaler's factor may make a half-precision loss infinite, but not NaN.
             may_overflow = loss.dtype == torch.float16 and _grad_scaler(trainer) is not None
             is_bad = loss.detach().isnan() if may_overflow else ~loss.detach().isfinite()
-            self._now.bad_loss = self._now.bad_loss | is_bad.any()
+            self._current.bad_loss = self._current.bad_loss | is_bad.any()
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the gradients, after each accumulated batch."""
-        if self._now is not None and pl_module.automatic_optimization:
-            self._now.gradients = _check_gradients(trainer.optimizers)
+        if self._current is not None and pl_module.automatic_optimization:
+            self._current.gradients = _check_gradients(trainer.optimizers)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -165,22 +165,22 @@ class FiniteUpdates(pl.Callback):
 
         In manual optimization, later updates of the same batch are skipped as well.
         """
-        if self._now is None:
+        if self._current is None:
             return
         self._has_stepped = True
-        if not self._failed:
+        if not self._skipped_batches:
             if not pl_module.automatic_optimization:
-                self._now.gradients = _check_gradients([optimizer])
-            window = [*self._window, self._now]
+                self._current.gradients = _check_gradients([optimizer])
+            window = [*self._accumulated, self._current]
             flags = torch.stack([batch.flags() for batch in window]).amax(0)
             if trainer.world_size > 1:
                 torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MAX)
             loss, gradient = flags.tolist()
             scaler = _grad_scaler(trainer)
             if loss or (gradient and (scaler is None or scaler.get_scale() <= 1)):
-                self._failed = window
+                self._skipped_batches = window
                 self._restore_buffers(pl_module)
-        if self._failed:
+        if self._skipped_batches:
             _drop_gradients(optimizer, _grad_scaler(trainer))
 
     def on_train_batch_end(
@@ -192,23 +192,23 @@ class FiniteUpdates(pl.Callback):
         batch_idx: int,
     ) -> None:
         """Report a skipped update."""
-        now, self._now = self._now, None
-        if now is None:
+        current, self._current = self._current, None
+        if current is None:
             return
         if isinstance(outputs, dict):
             tensors = {name: v for name, v in outputs.items() if isinstance(v, Tensor)}
-            now.outputs = {str(name): value.detach() for name, value in tensors.items()}
+            current.outputs = {str(name): value.detach() for name, value in tensors.items()}
         if self._has_stepped:
-            self._window, self._has_stepped = [], False
+            self._accumulated, self._has_stepped = [], False
         elif pl_module.automatic_optimization:
-            self._window.append(now)
-        if self._failed:
+            self._accumulated.append(current)
+        if self._skipped_batches:
             self._restore_buffers(pl_module)  # the rest of the batch may have changed them again
             self._report(trainer, pl_module)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: object) -> None:
         """Release the batches."""
-        self._forget()
+        self._reset()
 
     on_exception = teardown  # type: ignore[assignment]
 
@@ -221,14 +221,14 @@ class FiniteUpdates(pl.Callback):
     # Reporting
 
     def _report(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        worst = max(self._failed, key=_MicroBatch.severity)
-        self._failed = []
+        worst = max(self._skipped_batches, key=_MicroBatch.severity)
+        self._skipped_batches = []
         self.skipped_updates += 1
         severities = all_gather_objects(worst.severity(), trainer.world_size)
         ranks = [rank for rank, severity in enumerate(severities) if severity == max(severities)]
         text = ""
         if trainer.global_rank in ranks[:_MAX_FILES]:
-            text = _write_file(worst, trainer, module)
+            text = _save_batch(worst, trainer, module)
         text = all_gather_objects(text, trainer.world_size)[ranks[0]]
         if others := ", ".join(map(str, ranks[1:])):  # all ranks for a gradient, which is reduced
             text += f" Likewise on rank {others}."
@@ -294,7 +294,7 @@ def _log(trainer: pl.Trainer, metrics: dict[str, float]) -> None:
         logger.log_metrics(metrics, logger_step(trainer))
 
 
-def _write_file(bad: _MicroBatch, trainer: pl.Trainer, module: pl.LightningModule) -> str:
+def _save_batch(bad: _MicroBatch, trainer: pl.Trainer, module: pl.LightningModule) -> str:
     """Write the batch to its file, and return a message with the cause and the path."""
     text, scaler = _describe(bad, module, trainer.global_rank), _grad_scaler(trainer)
     message = f"{text}." + ("" if scaler is None else f" The loss scale is {scaler.get_scale():g}.")
@@ -349,16 +349,16 @@ def _describe(bad: _MicroBatch, module: nn.Module, rank: int) -> str:
     """Describe what is not finite, with step, noise levels and samples, or parameters."""
     where = f"at optimizer step {bad.step} (batch {bad.batch_idx}, rank {rank})"
     params = dict(module.named_parameters())
-    broken = list(compress(params, is_nonfinite([*params.values()]).tolist()))
-    if broken:  # loaded non-finite, or updated by an optimizer that this callback does not check
-        return f"the weights were not finite before the update {where}: {_join(broken)}"
+    nonfinite = list(compress(params, is_nonfinite([*params.values()]).tolist()))
+    if nonfinite:  # loaded so, or updated by an optimizer that this callback does not check
+        return f"the weights were not finite before the update {where}: {_list_names(nonfinite)}"
     if not bad.bad_loss:
-        return f"the gradient is not finite {where}: of {_join(bad.bad_parameters(module))}"
+        return f"the gradient is not finite {where}: of {_list_names(bad.bad_parameters(module))}"
     losses = bad.outputs.get("per_sample_loss")
     if losses is None or losses.ndim != 1 or losses.isfinite().all():
         return f"the loss is not finite {where}"
     samples = (~losses.isfinite()).nonzero().flatten().tolist()
-    return f"the loss is not finite {where}: {_join([_name_sample(i, bad) for i in samples])}"
+    return f"the loss is not finite {where}: {_list_names([_name_sample(i, bad) for i in samples])}"
 
 
 def _name_sample(i: int, bad: _MicroBatch) -> str:
@@ -375,5 +375,5 @@ def _name_sample(i: int, bad: _MicroBatch) -> str:
     return text
 
 
-def _join(names: Sequence[str]) -> str:
+def _list_names(names: Sequence[str]) -> str:
     return "; ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -122,8 +122,8 @@ class LossBasedDensity(TimestepWriter):
         self.history = history
         self.uniform_prob = uniform_prob
         self._state = LossHistory.empty(num_bins, history)
-        self._loaded = False  # whether a checkpoint was loaded since `setup`
-        self._checked = False  # whether the outputs of training_step were checked in this fit
+        self._is_loaded = False  # whether a checkpoint was loaded since `setup`
+        self._is_checked = False  # whether outputs of training_step were checked in this fit
         self._module: pl.LightningModule | None = None
 
     @abstractmethod
@@ -134,8 +134,8 @@ class LossBasedDensity(TimestepWriter):
         """The density of the losses so far, and the weight that undoes it if one is written."""
         self._state = self._state.to(device)
         density = self.density(self._state)
-        undone = "timestep_weight" in self.writes
-        return Timesteps(density, importance_weight(density) if undone else None)
+        is_reweighted = "timestep_weight" in self.writes
+        return Timesteps(density, importance_weight(density) if is_reweighted else None)
 
     def numbers_at(self, step: int, device: torch.device) -> dict[str, float | Tensor]:
         """The fraction of full bins, and the distance of the density from uniform."""
@@ -158,19 +158,19 @@ class LossBasedDensity(TimestepWriter):
                 f"this is {type(self).__name__}(num_bins={self.num_bins}, history={self.history}); "
                 "use its numbers."
             )
-        self._state, self._loaded = stored, True
+        self._state, self._is_loaded = stored, True
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Reset the mark of an earlier checkpoint; checkpoints are loaded after this hook."""
-        self._loaded = False
+        self._is_loaded = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Continue the history of the checkpoint or of this module's last fit, else start anew."""
         super().on_fit_start(trainer, pl_module)
-        if not self._loaded and (trainer.ckpt_path is not None or pl_module is not self._module):
+        if not self._is_loaded and (trainer.ckpt_path is not None or pl_module is not self._module):
             self._state = LossHistory.empty(self.num_bins, self.history)
         self._module = pl_module
-        self._checked = False
+        self._is_checked = False
 
     def on_train_batch_end(
         self,
@@ -182,9 +182,9 @@ class LossBasedDensity(TimestepWriter):
     ) -> None:
         """Record the losses of all ranks."""
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if not self._checked:
-            _refuse_unfit(outputs, pl_module, type(self).__name__)
-            self._checked = True
+        if not self._is_checked:
+            _check_outputs(outputs, pl_module, type(self).__name__)
+            self._is_checked = True
         pairs = torch.stack([outputs["u"].double(), outputs["per_sample_loss"].double()]).detach()
         if trainer.world_size > 1:  # B may differ between ranks
             shares = all_gather_objects(pairs.cpu(), trainer.world_size)
@@ -262,7 +262,7 @@ class LossDensity(LossBasedDensity):
         return torch.where(full, mixed, torch.ones_like(mixed))
 
 
-def _refuse_unfit(outputs: Any, module: pl.LightningModule, name: str) -> None:
+def _check_outputs(outputs: Any, module: pl.LightningModule, name: str) -> None:
     values = outputs if isinstance(outputs, dict) else {}
     shapes = {key: tuple(v.shape) for key, v in values.items() if isinstance(v, Tensor)}
     shape = shapes.get("u", ())

@@ -131,11 +131,11 @@ class MomentumDecay(pl.Callback):
         self.compensate_lr = compensate_lr
         self.optimizers = None if optimizers is None else list(optimizers)
         self._trainer: pl.Trainer | None = None
-        self._length: int | None = None  # the total_steps in effect
-        self._counts: list[int] = []  # steps completed by each optimizer; see `_completed`
-        self._turn = 0  # index of the optimizer that steps next
-        self._base: list[tuple[ParamGroup, ParamGroup]] = []  # (group, options to restore in it)
-        self._last: dict[int, tuple[int, list[ParamGroup]]] = {}  # index -> last step, its options
+        self._total_steps: int | None = None  # the total_steps in effect
+        self._counts: list[int] = []  # steps completed by each optimizer; see `_completed_steps`
+        self._next_index = 0  # index of the optimizer that steps next
+        self._base_options: list[tuple[ParamGroup, ParamGroup]] = []  # (group, its base options)
+        self._last_updates: dict[int, tuple[int, list[ParamGroup]]] = {}  # index -> step, options
         self._hooks: list[RemovableHandle] = []
         self._loaded: dict[str, Any] = {}  # state of a checkpoint, until training starts
 
@@ -169,38 +169,38 @@ class MomentumDecay(pl.Callback):
 
     def _apply(self, index: int, optimizer: Optimizer) -> None:
         self._restore()
-        step = self._completed()[index]
-        if index in self._last and step == self._last[index][0]:
+        step = self._completed_steps()[index]
+        if index in self._last_updates and step == self._last_updates[index][0]:
             raise RuntimeError(
                 f"{type(optimizer).__name__} steps, and Lightning counts no step; step what "
                 "self.optimizers() returns, not the optimizer inside it."
             )
-        assert self._length is not None
+        assert self._total_steps is not None
         for group in optimizer.param_groups:
-            options = self.update_options(step, self._length, group)
-            self._base.append((group, {name: group[name] for name in options}))
+            options = self.update_options(step, self._total_steps, group)
+            self._base_options.append((group, {name: group[name] for name in options}))
             group.update(options)
 
     def _restore(self) -> None:
-        for group, options in self._base:
+        for group, options in self._base_options:
             group.update(options)
-        self._base = []
+        self._base_options = []
 
     def _after_step(self, index: int, optimizer: Optimizer, _args: Any, kwargs: Any) -> None:
         if not is_state_init_step(optimizer, kwargs):
             groups = [dict(group) for group in optimizer.param_groups]
-            self._last[index] = self._completed()[index], groups
+            self._last_updates[index] = self._completed_steps()[index], groups
             self._restore()
 
-    def _show_base_options(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        base = {id(group): options for group, options in self._base}
+    def _write_base_options(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        base = {id(group): options for group, options in self._base_options}
         for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
             packed.update(base.get(id(group), {}))
 
-    def _completed(self) -> list[int]:
+    def _completed_steps(self) -> list[int]:
         """Steps completed by each optimizer; their sum is `global_step`."""
         assert self._trainer is not None
-        self._counts[self._turn] += self._trainer.global_step - sum(self._counts)
+        self._counts[self._next_index] += self._trainer.global_step - sum(self._counts)
         return self._counts
 
     # Lightning hooks
@@ -209,33 +209,33 @@ class MomentumDecay(pl.Callback):
         """Reset the state of an earlier fit, and refuse unsupported strategies."""
         self._loaded = {}
         if stage == "fit":
-            self._length = None
+            self._total_steps = None
             refuse_strategy(trainer, type(self).__name__)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse unsupported optimizers and schedulers, and conflicts between callbacks."""
-        name, positions = type(self).__name__, self._positions(trainer)
+        name, indices = type(self).__name__, self._optimizer_indices(trainer)
         refuse_split_weights(trainer, pl_module, name)
         for other in trainer.callbacks:  # type: ignore[attr-defined]
             is_another = isinstance(other, MomentumDecay) and other is not self
-            if is_another and (both := positions & other._positions(trainer)):
+            if is_another and (shared := indices & other._optimizer_indices(trainer)):
                 raise ValueError(
-                    f"{name} and {type(other).__name__} would both change optimizer {min(both)}; "
+                    f"{name} and {type(other).__name__} would both change optimizer {min(shared)}; "
                     "keep one of them, or give each other optimizers."
                 )
-        for optimizer in (trainer.optimizers[index] for index in positions):
+        for optimizer in (trainer.optimizers[index] for index in indices):
             refuse_unhooked(optimizer)
             self._refuse_momentum(trainer, optimizer)
 
-    def _positions(self, trainer: pl.Trainer) -> set[int]:
-        every = {*range(len(trainer.optimizers))}
-        positions = every if self.optimizers is None else {*self.optimizers}
-        if not positions or not positions <= every:
+    def _optimizer_indices(self, trainer: pl.Trainer) -> set[int]:
+        valid = {*range(len(trainer.optimizers))}
+        indices = valid if self.optimizers is None else {*self.optimizers}
+        if not indices or not indices <= valid:
             raise ValueError(
-                f"optimizers must be positions among the {len(every)} of the module, the first "
+                f"optimizers must be positions among the {len(valid)} of the module, the first "
                 f"being 0, got {self.optimizers}."
             )
-        return positions
+        return indices
 
     def _refuse_momentum(self, trainer: pl.Trainer, optimizer: Optimizer) -> None:
         name = type(optimizer).__name__
@@ -260,19 +260,19 @@ class MomentumDecay(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Determine total_steps and step counts, and hook the restored optimizers."""
-        self._length = self._choose_length(trainer)
+        self._total_steps = self._resolve_total_steps(trainer)
         self._counts = self._restore_counts(trainer)
-        self._trainer, self._turn, self._last = trainer, 0, {}
+        self._trainer, self._next_index, self._last_updates = trainer, 0, {}
         self._unhook()
-        for index in self._positions(trainer):
+        for index in self._optimizer_indices(trainer):
             optimizer = trainer.optimizers[index]
             self._hooks += [
                 optimizer.register_step_pre_hook(partial(self._before_step, index)),
                 optimizer.register_step_post_hook(partial(self._after_step, index)),
-                optimizer.register_state_dict_post_hook(self._show_base_options),
+                optimizer.register_state_dict_post_hook(self._write_base_options),
             ]
 
-    def _choose_length(self, trainer: pl.Trainer) -> int:
+    def _resolve_total_steps(self, trainer: pl.Trainer) -> int:
         name, stored = type(self).__name__, self._loaded.get("total_steps")
         steps = self.total_steps
         if steps is None and trainer.lightning_module.automatic_optimization:
@@ -311,8 +311,8 @@ class MomentumDecay(pl.Callback):
     ) -> None:
         """Store which optimizer steps next."""
         if self._hooks:
-            self._completed()
-            self._turn = trainer.optimizers.index(optimizer)
+            self._completed_steps()
+            self._next_index = trainer.optimizers.index(optimizer)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
@@ -320,7 +320,7 @@ class MomentumDecay(pl.Callback):
         """Log lr and beta1 of the batch's update."""
         if is_accumulating(trainer) or not should_log(trainer):
             return
-        for index, (_step, groups) in self._last.items():
+        for index, (_step, groups) in self._last_updates.items():
             for number, group in enumerate(groups):
                 suffix = f"_optimizer{index}" if len(trainer.optimizers) > 1 else ""
                 suffix += f"_group{number}" if len(groups) > 1 else ""
@@ -349,9 +349,9 @@ class MomentumDecay(pl.Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """total_steps, and the steps completed by each optimizer; empty before a fit."""
-        if self._length is None:
+        if self._total_steps is None:
             return self._loaded  # for a save before training starts
-        return {"total_steps": self._length, "steps": list(self._completed())}
+        return {"total_steps": self._total_steps, "steps": list(self._completed_steps())}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Store total_steps and step counts until training starts."""
@@ -364,7 +364,7 @@ class MomentumDecay(pl.Callback):
             )
         self._loaded = state_dict
         if self._hooks:  # restored during a fit, for example after the lr finder
-            self._counts, self._last = list(steps), {}
+            self._counts, self._last_updates = list(steps), {}
 
 
 class LRCompensation(MomentumDecay):

@@ -54,7 +54,7 @@ class PowerEMA(EMA):
         ['raw', 'ema', 'power_0.05', 'power_0.1']
     """
 
-    _kind = "power"
+    _name_prefix = "power"
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class PowerEMA(EMA):
         self._last_snapshot = 0  # step of the last snapshot
         self._hashes: dict[int, str] = {}  # step of each snapshot -> SHA-256
 
-    def _span(self, decay: float, first: int, last: int) -> float:
+    def _update_decay(self, decay: float, first: int, last: int) -> float:
         return prod(power_decay(self._gammas[decay], n + 1) for n in range(first, last))
 
     def state_dict(self) -> dict[str, Any]:

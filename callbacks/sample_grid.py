@@ -186,15 +186,17 @@ class SampleGrid(PeriodicEvaluation):
             return pixels
 
         most = max(1, MAX_TRAINING_BYTES // math.prod(shape))
-        bank = read(train, most, "shows no nearest training images")
-        self._training_images = bank
-        if train is None or bank is None:
+        training_images = read(train, most, "shows no nearest training images")
+        self._training_images = training_images
+        if train is None or training_images is None:
             return
-        if len(bank) < len(train):
-            rank_zero_info(f"SampleGrid compares with {len(bank)} of {len(train)} training images.")
+        if len(training_images) < len(train):
+            rank_zero_info(
+                f"SampleGrid compares with {len(training_images)} of {len(train)} training images."
+            )
         held_out = read(val, self.num, "logs no val/memorized")
         if held_out is not None:
-            self._median_distance = nearest_neighbors(held_out, bank)[0].median()
+            self._median_distance = nearest_neighbors(held_out, training_images)[0].median()
 
     def _publish(self, trainer: Trainer, kind: str, weights: str, grid: Tensor) -> None:
         folder = Path(trainer.default_root_dir) / "samples"

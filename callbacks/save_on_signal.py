@@ -66,7 +66,7 @@ class SaveOnSignal(AccumulationTracker, Callback):
         self.folder = None if folder is None else Path(folder)
         self.requeue = requeue
         self._recorder = SignalRecorder([by_name[name] for name in signals])
-        self._agreement = _Agreement()
+        self._reducer = _MaxReducer()
         self._signal = 0  # the signal that the ranks agreed to save on; 0 before that
         self._exit: SavedOnSignal | None = None  # to be raised after the save
 
@@ -104,7 +104,7 @@ class SaveOnSignal(AccumulationTracker, Callback):
                 "from it, rename it and pass it as ckpt_path, else delete it."
             )
         disable_signal_handlers(trainer)
-        self._agreement = _Agreement(trainer)
+        self._reducer = _MaxReducer(trainer)
         if trainer.is_global_zero:
             message = "\nSaves after this step; Ctrl-C again ends without.\n"
             self._recorder.ctrl_c_message = message
@@ -118,14 +118,14 @@ class SaveOnSignal(AccumulationTracker, Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
         """Save if the ranks have agreed on a signal and no validation follows."""
-        self._signal = self._signal or self._agreement.later(self._recorder.received or 0)
+        self._signal = self._signal or self._reducer.reduce_async(self._recorder.received or 0)
         if self._signal and not validation_follows(trainer):
             self._save(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Save if any rank has received a signal."""
         if trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking:
-            self._signal = self._signal or self._agreement.now(self._recorder.received or 0)
+            self._signal = self._signal or self._reducer.reduce(self._recorder.received or 0)
             if self._signal:
                 self._save(trainer)
 
@@ -136,7 +136,7 @@ class SaveOnSignal(AccumulationTracker, Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End the communication with the other ranks."""
-        self._agreement.end()
+        self._reducer.close()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Restore the previous signal handlers, and Lightning's."""
@@ -151,34 +151,34 @@ class SaveOnSignal(AccumulationTracker, Callback):
             self.teardown(trainer, pl_module, "fit")
 
     def _save(self, trainer: Trainer) -> None:
-        waits = self.is_accumulating(trainer) or ends_epoch(trainer)
-        if self._exit is not None or waits or is_ending(trainer):
+        is_unsafe = self.is_accumulating(trainer) or ends_epoch(trainer)
+        if self._exit is not None or is_unsafe or is_ending(trainer):
             return  # gradients are not in a checkpoint, and a complete run ends as usual
-        ended = SavedOnSignal(self._signal, trainer.global_step, self.path)
+        saved = SavedOnSignal(self._signal, trainer.global_step, self.path)
         self._recorder.ignore()
         trainer.save_checkpoint(self.path, weights_only=False)
-        self._exit = ended
+        self._exit = saved
         if trainer.is_global_zero:
-            message = f"Saved {ended.path} at step {ended.step}, on {ended.signal.name}."
-            job = job_id() if self.requeue and ended.signal not in TERMINAL_SIGNALS else None
+            message = f"Saved {saved.path} at step {saved.step}, on {saved.signal.name}."
+            job = job_id() if self.requeue and saved.signal not in TERMINAL_SIGNALS else None
             if job is not None:
-                message += f" {requeue_job(job, ended.signal)}."
+                message += f" {requeue_job(job, saved.signal)}."
             print_error(message)
         # Ranks wait for the requeue: if one ended earlier, srun would end the others.
-        self._agreement.end()
+        self._reducer.close()
 
 
-class _Agreement:
+class _MaxReducer:
     """Maximum of a number over all ranks, which they receive at the same call."""
 
     def __init__(self, trainer: Trainer | None = None) -> None:
         self._group: Any = None
-        self._running: Any = None
+        self._pending: Any = None
         if trainer is not None and trainer.world_size > 1:
             # A separate group on the CPU, so that no GPU synchronizes for it.
             self._group = dist.new_group(backend="gloo")
 
-    def later(self, number: int) -> int:
+    def reduce_async(self, number: int) -> int:
         """Maximum of the previous call's numbers; starts an async all-reduce of this call's.
 
         Without other ranks, returns `number`.
@@ -188,23 +188,23 @@ class _Agreement:
         maximum = self._wait()
         reduced = torch.tensor([number])
         work = dist.all_reduce(reduced, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        self._running = (work, reduced)
+        self._pending = (work, reduced)
         return maximum
 
-    def now(self, number: int) -> int:
+    def reduce(self, number: int) -> int:
         """Maximum over the numbers of this and the previous call; waits for the other ranks."""
-        return max(self.later(number), self._wait()) if self._group else number
+        return max(self.reduce_async(number), self._wait()) if self._group else number
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Wait for the other ranks and destroy the group; torch may abort if it stays open."""
         if self._group is not None:
-            self.now(0)
+            self.reduce(0)
             dist.destroy_process_group(self._group)
             self._group = None
 
     def _wait(self) -> int:
-        if self._running is None:
+        if self._pending is None:
             return 0
-        (work, reduced), self._running = self._running, None
+        (work, reduced), self._pending = self._pending, None
         work.wait()
         return int(reduced)

@@ -42,9 +42,9 @@ def requeue_job(job: str, number: signal.Signals) -> str:
     preempted = set(re.findall(r"\bPreemptTime=(\S+)", status.stdout)) - {"None"}
     if number == signal.SIGTERM and not preempted:
         return f"SLURM job {job} is not requeued, as SIGTERM came from elsewhere"
-    requeued = _run(["scontrol", "requeue", job])
-    if requeued.returncode:
-        return f"SLURM job {job} could not be requeued: {_error(requeued)}"
+    result = _run(["scontrol", "requeue", job])
+    if result.returncode:
+        return f"SLURM job {job} could not be requeued: {_error(result)}"
     return f"SLURM job {job} is requeued"
 
 
@@ -77,16 +77,16 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     options: dict[str, Any] = {"capture_output": True, "text": True, "start_new_session": True}
     for wait in (2.0, 8.0, 0.0):
         try:
-            done = subprocess.run(command, timeout=60, check=False, **options)  # noqa: S603
+            result = subprocess.run(command, timeout=60, check=False, **options)  # noqa: S603
         except OSError as error:
             return subprocess.CompletedProcess(command, 1, "", str(error))
         except subprocess.TimeoutExpired as error:
-            done = subprocess.CompletedProcess(command, 1, "", str(error))
-        if done.returncode == 0:
+            result = subprocess.CompletedProcess(command, 1, "", str(error))
+        if result.returncode == 0:
             break
         time.sleep(wait)
-    return done
+    return result
 
 
-def _error(done: subprocess.CompletedProcess[str]) -> str:
-    return " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+def _error(result: subprocess.CompletedProcess[str]) -> str:
+    return " ".join(result.stderr.split()) or f"exit code {result.returncode}"

@@ -209,9 +209,9 @@ def refuse_strategy(trainer: pl.Trainer, name: str) -> None:
     strategy = trainer.strategy
     if isinstance_lightning(strategy, pl.strategies.ModelParallelStrategy):
         return
-    traces = any("XLA" in kind.__name__ for kind in type(strategy).__mro__)
+    is_xla = any("XLA" in kind.__name__ for kind in type(strategy).__mro__)
     # True for FSDPStrategy, DeepSpeedStrategy and all others of Lightning that split weights.
-    if traces or strategy.restore_checkpoint_after_setup:
+    if is_xla or strategy.restore_checkpoint_after_setup:
         raise ValueError(
             f"{name} does not support {type(strategy).__name__}, which updates or saves weights in "
             "its own way; use strategy='ddp', or ModelParallelStrategy with fully_shard in "
@@ -364,10 +364,10 @@ def first_nonfinite(tensors: Sequence[Tensor]) -> int | None:
         return None
     flags = is_nonfinite(tensors)
     for mesh in dict.fromkeys(tensor.device_mesh for tensor in tensors if is_dtensor(tensor)):
-        raised = flags.to(mesh.device_type, torch.int32)
+        reduced = flags.to(mesh.device_type, torch.int32)
         for group in mesh.get_all_groups():
-            torch.distributed.all_reduce(raised, torch.distributed.ReduceOp.MAX, group)
-        flags = raised.to(flags.device, torch.bool)
+            torch.distributed.all_reduce(reduced, torch.distributed.ReduceOp.MAX, group)
+        flags = reduced.to(flags.device, torch.bool)
     flags = flags.cpu()
     return int(flags.nonzero()[0]) if flags.any() else None
 
@@ -423,10 +423,10 @@ class TimestepWriter(pl.Callback, ABC):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse modules without the attributes, and attributes with two writers."""
         name = type(self).__name__
-        if lacking := [a for a in self.writes if not hasattr(pl_module, a)]:
+        if missing := [a for a in self.writes if not hasattr(pl_module, a)]:
             raise ValueError(
                 f"{name} needs a module with {' and '.join(self.writes)} (protocols.HasTimesteps), "
-                f"and {type(pl_module).__name__} lacks {' and '.join(lacking)}; set it to None in "
+                f"and {type(pl_module).__name__} lacks {' and '.join(missing)}; set it to None in "
                 "its __init__ and use it in its training_step."
             )
         for other in trainer.callbacks:  # type: ignore[attr-defined]
@@ -442,7 +442,7 @@ class TimestepWriter(pl.Callback, ABC):
     ) -> None:
         """Set the attributes, unless something else has set them."""
         step = trainer.global_step
-        written = self.timesteps_at(step, pl_module.device)
+        timesteps = self.timesteps_at(step, pl_module.device)
         for attribute in self.writes:
             value, name = getattr(pl_module, attribute), type(self).__name__
             if value is not None and value is not getattr(self._written, attribute):
@@ -450,8 +450,8 @@ class TimestepWriter(pl.Callback, ABC):
                     f"{name} sets {attribute}, and something else has set it to a tensor of shape "
                     f"{tuple(value.shape)}; leave it None, or remove {name}."
                 )
-            setattr(pl_module, attribute, getattr(written, attribute))
-        self._written = written
+            setattr(pl_module, attribute, getattr(timesteps, attribute))
+        self._written = timesteps
         if should_log(trainer):
             pl_module.log_dict(self.numbers_at(step, pl_module.device))
 
