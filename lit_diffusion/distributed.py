@@ -24,16 +24,16 @@ def call_on_rank_zero(function: Callable[[], T]) -> T:
     rank, world_size = rank_and_world_size()
     if world_size == 1:
         return function()
-    answer: list[Any] = [None, None]
+    outcome: list[Any] = [None, None]  # result, exception
     if rank == 0:
         try:
-            answer[0] = function()
+            outcome[0] = function()
         except Exception as error:  # the other ranks wait for the broadcast
-            answer[1] = error
-    torch.distributed.broadcast_object_list(answer)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]  # type: ignore[no-any-return]
+            outcome[1] = error
+    torch.distributed.broadcast_object_list(outcome)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]  # type: ignore[no-any-return]
 
 
 def all_gather_objects(value: T) -> list[T]:

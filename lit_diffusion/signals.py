@@ -163,7 +163,7 @@ def raise_on_signals() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise InterruptedBySignal(number)
 
-    with _handle((signal.SIGTERM, signal.SIGHUP), interrupt):
+    with _handle_signals((signal.SIGTERM, signal.SIGHUP), interrupt):
         yield
 
 
@@ -173,7 +173,7 @@ def defer_signals() -> Iterator[None]:
     deferred: list[int] = []
     try:
         signals = (signal.SIGTERM, *TERMINAL_SIGNALS)
-        with _handle(signals, lambda number, frame: deferred.append(number)):
+        with _handle_signals(signals, lambda number, frame: deferred.append(number)):
             yield
     finally:
         for number in deferred:
@@ -181,7 +181,7 @@ def defer_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _handle(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
+def _handle_signals(numbers: Iterable[signal.Signals], handler: Any) -> Iterator[None]:
     """Context that handles those signals that are not ignored; no-op outside the main thread."""
     is_main = threading.current_thread() is threading.main_thread()
     handled = [n for n in numbers if is_main and signal.getsignal(n) not in (None, signal.SIG_IGN)]

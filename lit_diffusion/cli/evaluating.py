@@ -67,8 +67,7 @@ def evaluate(options: EvaluationOptions) -> dict[str, Any]:
     generator = load_generator(sampling) if options.images is None else None
     protocol = protocol_by_name(options.extractor or protocol_of_run(sampling.checkpoint))
     scorer = Scorer(protocol, protocol.build().to(device), device, sampling.batch_size)
-    settings = sampling.checkpoint, options.data, sampling.trust
-    real, others = real_images(options.reference, *settings)
+    real, others = real_images(options.reference, sampling.checkpoint, options.data, sampling.trust)
     image_dir = options.images or options.out
     with nullcontext(image_dir) if image_dir else tempfile.TemporaryDirectory() as folder:
         if generator is None:

@@ -35,7 +35,7 @@ from lit_diffusion.metrics.evaluation_record import (
 
 BETWEEN_BATCHES = "between accumulated batches"
 
-_UNSAVED = (
+_OMITTED_ATTRIBUTES = (
     "_last_global_step_saved",
     "_last_checkpoint_saved",
     "_defer_save_until_validation",
@@ -71,7 +71,7 @@ class ExactResume(AccumulationTracker, Callback):
     def __init__(self) -> None:
         self.image_count: ImageCount | None = None
         self._metrics: dict[str, Tensor] = {}
-        self._savers: dict[str, Any] = {}
+        self._model_checkpoint_states: dict[str, Any] = {}
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
@@ -83,7 +83,7 @@ class ExactResume(AccumulationTracker, Callback):
         if self.image_count is not None:
             checkpoint["images_seen"] = list(self.image_count)
         checkpoint["model_checkpoints"] = {
-            saver.state_key: {name: getattr(saver, name) for name in _UNSAVED}
+            saver.state_key: {name: getattr(saver, name) for name in _OMITTED_ATTRIBUTES}
             for saver in _model_checkpoints(trainer)
         }
         if reason := self._why_inexact(trainer):
@@ -124,7 +124,7 @@ class ExactResume(AccumulationTracker, Callback):
             )
         self.image_count = parse_image_count(checkpoint.get("images_seen"))
         self._metrics = dict(checkpoint.get("callback_metrics", {}))
-        self._savers = checkpoint.get("model_checkpoints", {})
+        self._model_checkpoint_states = checkpoint.get("model_checkpoints", {})
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore what was loaded, and make up for what Lightning skipped."""
@@ -142,7 +142,7 @@ class ExactResume(AccumulationTracker, Callback):
         with isolate_rng():  # ModelCheckpoint reads the size of the validation set
             loop.val_loop.setup_data()
         if trainer.ckpt_path is not None:
-            _restore_savers(trainer, self._savers)
+            _restore_model_checkpoints(trainer, self._model_checkpoint_states)
         metrics, self._metrics = self._metrics, {}
         trainer._logger_connector._callback_metrics.update(
             {name: value.to(pl_module.device) for name, value in metrics.items()}
@@ -196,7 +196,7 @@ def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
     return [each for each in trainer.checkpoint_callbacks if isinstance(each, ModelCheckpoint)]
 
 
-def _restore_savers(trainer: Trainer, states: dict[str, dict[str, Any]]) -> None:
+def _restore_model_checkpoints(trainer: Trainer, states: dict[str, dict[str, Any]]) -> None:
     """Restore each ModelCheckpoint, and let it overwrite files saved after the checkpoint.
 
     ModelCheckpoint does not know the files that the interrupted run saved after this checkpoint. It
@@ -206,7 +206,7 @@ def _restore_savers(trainer: Trainer, states: dict[str, dict[str, Any]]) -> None
     tracked, files = set[str](), set[str]()
     for saver in savers:
         state = states.get(saver.state_key, {})
-        vars(saver).update({name: state[name] for name in _UNSAVED if name in state})
+        vars(saver).update({name: state[name] for name in _OMITTED_ATTRIBUTES if name in state})
         latest = {saver.best_model_path, saver.last_model_path, saver._last_checkpoint_saved}
         tracked |= {os.path.abspath(file) for file in {*latest, *saver.best_k_models} if file}
         if saver.dirpath:

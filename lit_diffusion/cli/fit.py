@@ -134,7 +134,7 @@ class RunCLI(LightningCLI):
         self._saved_epochs = completed_epochs(checkpoint)
         # Raise errors and refuse abbreviated options, as in `run_folder`.
         strict = {"exit_on_error": False, "allow_abbrev": False}
-        of_command = {
+        command_kwargs = {
             "description": DESCRIPTIONS[request.command],
             "usage": f"lit-diffusion {request.command} --config FILE [options]",
             **strict,
@@ -144,7 +144,7 @@ class RunCLI(LightningCLI):
             save_config_callback=RunConfig,
             seed_everything_default=0,
             auto_configure_optimizers=False,
-            parser_kwargs={**of_all, request.command: of_command},
+            parser_kwargs={**of_all, request.command: command_kwargs},
             args=self._arguments(),
         )
 
@@ -183,7 +183,7 @@ class RunCLI(LightningCLI):
         """Parse the arguments; raise a ValueError with a short message for a mistake."""
         assert isinstance(args, list)
         command = self.request.command
-        args, by_name = split_callback_options(map(_nested_null, args))
+        args, by_name = split_callback_options(map(_rewrite_nested_null, args))
         try:
             if by_name:
                 config = parser.parse_args([a for a in args if "--print_config" not in a])
@@ -207,7 +207,7 @@ class RunCLI(LightningCLI):
 
         Replaces Lightning's method, which would parse the model of the checkpoint after the config.
         """
-        _hand_down_classes(self.config[self.request.command]["model"])
+        _inherit_num_classes(self.config[self.request.command]["model"])
         self._dump_config()
         if self._saved_model is None:
             return
@@ -261,7 +261,7 @@ class RunCLI(LightningCLI):
             with limit_parameters(self._weights) if self._weights else nullcontext():
                 super().instantiate_classes()
         except ValueError as error:  # jsonargparse wraps the errors of constructors
-            raise ValueError(_failed_class(error) + explain_parse_error(error)) from error
+            raise ValueError(_failed_init(error) + explain_parse_error(error)) from error
         refuse_other_dtypes(self.model, self._weights, self.request.checkpoint)
         self._weights = {}  # releases the file
         if self.trainer.precision == "64-true":
@@ -322,8 +322,8 @@ class RunCLI(LightningCLI):
 
     def _callbacks(self, config: Any) -> list[Callback]:
         """The callbacks of the run; ValueError if the command could not give useful results."""
-        shows = config.enable_progress_bar is not False
-        callbacks = with_defaults(config.callbacks, fits=self.is_fit, shows_progress=shows)
+        shows_progress = config.enable_progress_bar is not False
+        callbacks = with_defaults(config.callbacks, fits=self.is_fit, shows_progress=shows_progress)
         # Metrics of raw weights must not be mistaken for those of the averages in the file.
         if not self.is_fit and self._has_averages and not contains(callbacks, WeightsProvider):
             raise ValueError(
@@ -365,7 +365,7 @@ class RunCLI(LightningCLI):
         try:
             run()
         except (SystemExit, Exception) as error:
-            if number := self._signal_behind(error):
+            if number := self._signal_that_ended(error):
                 saved, step = isinstance(error, SavedOnSignal), self.trainer.global_step
                 requeued = saved and number not in TERMINAL_SIGNALS and job_id()
                 if self.writes and not requeued and self.trainer.is_global_zero:
@@ -380,7 +380,7 @@ class RunCLI(LightningCLI):
                 raise explanation from error
             raise
 
-    def _signal_behind(self, error: BaseException) -> signal.Signals | None:
+    def _signal_that_ended(self, error: BaseException) -> signal.Signals | None:
         """The signal that ended the Trainer, or None; Lightning's own exit codes do not show it."""
         if isinstance(error, SavedOnSignal):
             return error.signal
@@ -402,14 +402,14 @@ class _HelpFormatter(RawDescriptionHelpFormatter, DefaultHelpFormatter):
     """Help formatter of jsonargparse that preserves the lines of the description."""
 
 
-def _nested_null(option: str) -> str:
+def _rewrite_nested_null(option: str) -> str:
     """Rewrite --model.network.a=null, whose value jsonargparse would read as the text "None"."""
     match = re.fullmatch(r"(--(?:model|data)\.[\w.]+)\.(\w+)=(?:null|~)", option)
     parent = match[1].replace(".init_args", "") if match else ""
     return f'{parent}={{"{match[2]}": null}}' if match and "." in parent else option
 
 
-def _hand_down_classes(model: Any) -> None:
+def _inherit_num_classes(model: Any) -> None:
     """Set a network's `num_classes` to that of its module, if it is None."""
     arguments = getattr(model, "init_args", None) or {}
     network = getattr(arguments.get("network"), "init_args", None) or {}
@@ -434,7 +434,7 @@ def _with_safe_reading(plugins: Any, trust: Sequence[str]) -> list[Any]:
 # Error messages that name the file or setting at fault
 
 
-def _failed_class(error: BaseException) -> str:
+def _failed_init(error: BaseException) -> str:
     """The prefix "UNet cannot be built: " if a constructor of this library failed, else "".
 
     The message of a check needs no prefix.

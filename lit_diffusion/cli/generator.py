@@ -172,8 +172,8 @@ def read_labels(text: str, num_classes: int | None, names: Sequence[str]) -> lis
     if num_classes is None:
         raise ValueError("--labels needs a model with classes, and this one has none.")
     by_name = {name: label for label, name in enumerate(names[:num_classes])}
-    misleads = any(name.isdecimal() and name != str(label) for name, label in by_name.items())
-    by_number = {} if misleads else {str(label): label for label in range(num_classes)}
+    is_ambiguous = any(name.isdecimal() and name != str(label) for name, label in by_name.items())
+    by_number = {} if is_ambiguous else {str(label): label for label in range(num_classes)}
     labels = by_number | by_name | {"-1": -1}
     parts = [part.strip() for part in text.split(",")]
     if unknown := [part for part in parts if part not in labels]:
@@ -292,11 +292,11 @@ def build_guidance(
     scale = options.guidance
     interval = {"interval": options.guidance_interval} if options.guidance_interval else {}
     if options.weaker:
-        weaker, record = _load_second("weaker", options.weaker, module, options)
+        weaker, record = _load_guiding_model("weaker", options.weaker, module, options)
         return Autoguidance(weaker.denoise_for, 2.0 if scale is None else scale, **interval), record
     if options.classifier:
         scale = 1.0 if scale is None else scale
-        classifier, record = _load_second("classifier", options.classifier, module, options)
+        classifier, record = _load_guiding_model("classifier", options.classifier, module, options)
         gradient = classifier.gradient(scale)
         guidance: Guidance = ClassifierScore(gradient, clip=module.codec.bounded)
         if isinstance(module.solver, solvers.DDPM) and not options.mask:  # a mask replaces DDPM
@@ -314,7 +314,7 @@ def build_guidance(
     return ClassifierFree(scale, rescale=options.guidance_rescale, **interval), None
 
 
-def _load_second(
+def _load_guiding_model(
     kind: str, source: str, module: Any, options: SamplingOptions
 ) -> tuple[Any, dict[str, Any]]:
     """Load the model of --weaker or --classifier to the module's device; also its record."""

@@ -28,7 +28,7 @@ def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) ->
         FileNotFoundError: if the source does not exist.
         ValueError: if none of its weights fit.
     """
-    text, state, settings = read_init(source)
+    description, state, settings = read_init(source)
     fitting, outcome = match_weights(module.state_dict(), state)
     if not fitting:
         theirs, ours = (", ".join(list(names)[:3]) for names in (state, module.state_dict()))
@@ -42,8 +42,8 @@ def start_from(module: LightningModule, source: str, used: Mapping[str, Any]) ->
         for what, names in outcome.items()
         if names
     ]
-    text = f"Starting from the {text}: {'; '.join(counts)}."
-    if changed := differences(_meaning(settings), _meaning(used)):
+    text = f"Starting from the {description}: {'; '.join(counts)}."
+    if changed := differences(_relevant_settings(settings), _relevant_settings(used)):
         others = [f"{name} {old} for {new}" for name, (old, new) in changed.items()]
         text += f" They were trained with other settings{_list_names(others)}."
     return text
@@ -72,7 +72,7 @@ def read_init(source: str) -> tuple[str, dict[str, Tensor], dict[str, Any]]:
     return f"{weights} weights of {path}", state, settings
 
 
-def _meaning(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _relevant_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that change the function of a network with the same weights.
 
     Adds the defaults of network arguments, which `convert import` omits.
@@ -97,9 +97,11 @@ def match_weights(
     Returns:
         The weights that fit, in the module's shapes; and the names of all weights by outcome.
     """
-    both = [n for n in target if n in state and number_kind(target[n]) == number_kind(state[n])]
-    equal = [n for n in both if target[n].shape == state[n].shape]
-    others = [n for n in both if target[n].shape != state[n].shape]
+    comparable = [
+        n for n in target if n in state and number_kind(target[n]) == number_kind(state[n])
+    ]
+    equal = [n for n in comparable if target[n].shape == state[n].shape]
+    others = [n for n in comparable if target[n].shape != state[n].shape]
     reshaped = [n for n in others if target[n].squeeze().shape == state[n].squeeze().shape]
     fitting = {name: state[name].reshape(target[name].shape) for name in equal + reshaped}
     return fitting, {
@@ -110,8 +112,8 @@ def match_weights(
             for name in others
             if name not in reshaped
         ],
-        "dropped, as the model has none such": [name for name in state if name not in both],
-        "new, as the file has none such": [name for name in target if name not in both],
+        "dropped, as the model has none such": [name for name in state if name not in comparable],
+        "new, as the file has none such": [name for name in target if name not in comparable],
     }
 
 

@@ -52,7 +52,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         self._end_path = self.path.with_name(".last.ckpt.end")  # save of the last step
         self._previous_path = self.path.with_name("before-last.ckpt")
         self._is_proven = False  # whether a loss was finite since the last save
-        self._due = 0  # step of the next save
+        self._next_save_step = 0  # step of the next save
         self._last_save = (0.0, -1)  # time in seconds, step
         self._validated_step = -1
 
@@ -60,7 +60,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         """Start the clock."""
         self._delete_end(trainer)
         self._last_save = (time.monotonic(), trainer.global_step)
-        self._due = trainer.global_step + self.first
+        self._next_save_step = trainer.global_step + self.first
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -129,7 +129,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
             )
 
     def _is_due(self, trainer: Trainer) -> bool:
-        is_time = trainer.global_step >= self._due and not ends_epoch(trainer)
+        is_time = trainer.global_step >= self._next_save_step and not ends_epoch(trainer)
         return (is_time or is_ending(trainer)) and not self.is_accumulating(trainer)
 
     def _save(self, trainer: Trainer) -> None:
@@ -152,7 +152,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         pause = max(self.every_n_seconds, 50 * (time.monotonic() - start))
         wait = max(math.ceil(pause * steps / max(seconds, 1e-9)), 1)
         # All ranks must save at the same step, but their clocks differ.
-        self._due = trainer.global_step + int(trainer.strategy.broadcast(wait))
+        self._next_save_step = trainer.global_step + int(trainer.strategy.broadcast(wait))
         self._last_save = (time.monotonic(), trainer.global_step)
 
 

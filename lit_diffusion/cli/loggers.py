@@ -49,7 +49,7 @@ class AppendingCSVLogger(Logger):
         self.path = Path(save_dir) / "metrics.csv"
         self._columns: list[str] | None = None
         self._replaceable: list[Row] = []  # rows in the file that may be logged again
-        self._last: Row | None = None
+        self._last_row: Row | None = None
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing; the run folder has config.yaml."""
@@ -57,14 +57,14 @@ class AppendingCSVLogger(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Append a row; `step` counts batches that stepped the optimizer, as in Lightning."""
-        row = _row(metrics, step)
+        row = _to_row(metrics, step)
         if self._columns is None:
-            self.rewind(_step(row))
+            self.rewind(_row_step(row))
         assert self._columns is not None
-        if row in self._replaceable and self._last in (None, row):
+        if row in self._replaceable and self._last_row in (None, row):
             self._replaceable.remove(row)
             return
-        self._last = row
+        self._last_row = row
         replaced = [old for old in self._replaceable if _logs_again(old, row)]
         if replaced or row.keys() - self._columns:
             rows = [old for old in read_rows(self.path) if old not in replaced]
@@ -72,21 +72,21 @@ class AppendingCSVLogger(Logger):
             self._rewrite([*rows, row])
             return
         with self.path.open("a") as file:
-            file.write(_csv(self._columns, [row]))
+            file.write(_to_csv(self._columns, [row]))
 
     @rank_zero_only
     def log_ahead(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write and sync a row before Lightning logs it; the file will contain it only once."""
         self.log_metrics(metrics, step)
-        self._replaceable.append(_row(metrics, step))
+        self._replaceable.append(_to_row(metrics, step))
         with self.path.open("a") as file:
             os.fsync(file.fileno())
 
     def rewind(self, step: int) -> int:
         """Delete the rows of steps after `step`, where a run resumes; return their number."""
         old_rows = read_rows(self.path)
-        rows = [row for row in old_rows if _step(row) <= step]
-        self._replaceable = [row for row in rows if _step(row) == step]
+        rows = [row for row in old_rows if _row_step(row) <= step]
+        self._replaceable = [row for row in rows if _row_step(row) == step]
         self._rewrite(rows)
         return len(old_rows) - len(rows)
 
@@ -95,14 +95,14 @@ class AppendingCSVLogger(Logger):
         # Sorted within a row: Lightning's order depends on when this process first logged a metric.
         self._columns = list(dict.fromkeys(["step", *chain(*map(sorted, rows))]))
         header = dict(zip(self._columns, self._columns, strict=True))
-        atomic_write_text(self.path, _csv(self._columns, [header, *rows]))
+        atomic_write_text(self.path, _to_csv(self._columns, [header, *rows]))
 
 
-def _row(metrics: Mapping[str, float], step: int | None) -> Row:
+def _to_row(metrics: Mapping[str, float], step: int | None) -> Row:
     return {"step": "" if step is None else str(step)} | {k: str(v) for k, v in metrics.items()}
 
 
-def _step(row: Row) -> int:
+def _row_step(row: Row) -> int:
     return int(row["step"]) if row.get("step") else -1
 
 
@@ -111,7 +111,7 @@ def _logs_again(old: Row, new: Row) -> bool:
     return old["step"] == new["step"] and bool((old.keys() & new.keys()) - {"step", "epoch"})
 
 
-def _csv(columns: list[str], rows: Iterable[Row]) -> str:
+def _to_csv(columns: list[str], rows: Iterable[Row]) -> str:
     text = io.StringIO()
     csv.DictWriter(text, columns, lineterminator="\n").writerows(rows)
     return text.getvalue()
@@ -124,7 +124,7 @@ def read_rows(path: str | Path) -> list[Row]:
         ValueError: if the file is not CSV, or a step is not a number.
     """
     try:
-        rows = list(csv.DictReader(io.StringIO(_whole_lines(path))))
+        rows = list(csv.DictReader(io.StringIO(_complete_lines(path))))
     except csv.Error as error:
         raise ValueError(f"{path} is broken: {error}.") from error
     rows = [{k: v for k, v in row.items() if v and isinstance(k, str)} for row in rows]
@@ -141,7 +141,7 @@ def read_evaluations(path: str | Path) -> list[dict[str, Any]]:
         ValueError: if a line is not an evaluation.
     """
     records: list[dict[str, Any]] = []
-    for line in filter(None, _whole_lines(path).splitlines()):
+    for line in filter(None, _complete_lines(path).splitlines()):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -171,7 +171,7 @@ def rewind_evaluations(path: str | Path, step: int) -> int:
     return len(old_records) - len(records)
 
 
-def _whole_lines(path: str | Path) -> str:
+def _complete_lines(path: str | Path) -> str:
     """Text of a file without an incomplete last line; "" without a file."""
     path = Path(path)
     if not os.path.lexists(path):

@@ -98,16 +98,16 @@ def read_command_line(argv: Sequence[str]) -> Request:
             ckpt_path = None
         options.append(f"--ckpt_path={ckpt_path or 'null'}")
     checkpoint = None
-    # Lightning resolves these names itself.
-    others = (None, "hpc", "registry")
-    if ckpt_path not in others and "://" not in ckpt_path:
+    # Lightning itself resolves the names and URLs.
+    lightning_names = (None, "hpc", "registry")
+    if ckpt_path not in lightning_names and "://" not in ckpt_path:
         checkpoint = last if ckpt_path == "last" else Path(ckpt_path)
         if not checkpoint.is_file():
             start = f", or {OR_NONE} to start where there is none" if ckpt_path == "last" else ""
             raise FileNotFoundError(
                 f"--ckpt_path: there is no file {checkpoint}; name another{start}."
             )
-    options = [_inlined(option, args.config) for option in options]
+    options = [_inline_run_config(option, args.config) for option in options]
     configs, trust = tuple(args.config), tuple(trusted.trust)
     return Request(command, tuple(options), configs, trust, root, checkpoint, requeued, repeated)
 
@@ -122,10 +122,10 @@ def _last_value(settings: Sequence[Any], *keys: str) -> Any:
     return value
 
 
-def _inlined(option: str, configs: Sequence[str]) -> str:
+def _inline_run_config(option: str, configs: Sequence[str]) -> str:
     """Replace the path of a config that a run wrote, in an option or its value, by its content."""
     prefix, value = ("--config=", option[9:]) if option.startswith("--config=") else ("", option)
-    if value not in configs or not _is_of_run(value):
+    if value not in configs or not _is_run_config(value):
         return option
     return f"{prefix}{yaml.safe_dump(read_config(value))}"
 
@@ -143,25 +143,25 @@ def read_config(config: str | Path) -> Any:
     if not isinstance(settings, dict):
         raise ValueError(f"{config} must hold settings such as 'model: ...', got {settings!r:.50}.")
     _refuse_files(settings, Path(config))
-    if not _is_of_run(config):
+    if not _is_run_config(config):
         return settings
     root = str(_last_value([settings], "trainer", "default_root_dir"))
-    return _moved(settings, root, str(Path(config).parent))
+    return _replace_folder(settings, root, str(Path(config).parent))
 
 
-def _is_of_run(config: str | Path) -> bool:
+def _is_run_config(config: str | Path) -> bool:
     """Whether a config was written by a run and is still in its run folder."""
     path = Path(config)
     return bool(re.fullmatch(r"config(\.resume-\d+)?\.yaml", path.name) and traces(path.parent))
 
 
-def _moved(value: Any, old: str, new: str) -> Any:
+def _replace_folder(value: Any, old: str, new: str) -> Any:
     """Settings with the folder `old` replaced by `new` in all paths."""
     if isinstance(value, str) and (value == old or value.startswith(f"{old}/")):
         return new + value[len(old) :]
     if isinstance(value, dict):
-        return {name: _moved(item, old, new) for name, item in value.items()}
-    return [_moved(item, old, new) for item in value] if isinstance(value, list) else value
+        return {name: _replace_folder(item, old, new) for name, item in value.items()}
+    return [_replace_folder(item, old, new) for item in value] if isinstance(value, list) else value
 
 
 def _refuse_files(value: Any, config: Path) -> None:
@@ -230,8 +230,8 @@ def _has_lines(file: Path, num: int) -> bool:
 def refuse_mixing(request: Request) -> None:
     """Raise ValueError if a new run would start in a folder that contains another run."""
     files = traces(request.root)
-    begins = request.repeated and not any(file.suffix == ".ckpt" for file in files)
-    if not files or begins or request.requeued or request.holds_checkpoint:
+    is_first_start = request.repeated and not any(file.suffix == ".ckpt" for file in files)
+    if not files or is_first_start or request.requeued or request.holds_checkpoint:
         return
     names = ", ".join(str(file.relative_to(request.root)) for file in files[:3])
     last = request.root / "checkpoints" / "last.ckpt"

@@ -81,8 +81,9 @@ def run(argv: Sequence[str]) -> None:
     try:
         with raise_on_signals():
             if args.compare is not None:
-                real = args.reference, args.data
-                comparison = ComparisonOptions(args.compare, args.compare_steps, args.num, *real)
+                comparison = ComparisonOptions(
+                    args.compare, args.compare_steps, args.num, args.reference, args.data
+                )
                 print(compare_solvers(sampling, comparison, folder))
                 return
             record = write_samples(load_generator(sampling), args.num, folder, args.trajectory)

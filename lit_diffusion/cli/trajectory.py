@@ -92,9 +92,9 @@ def _draw_strip(frames: Sequence[Frame], names: Sequence[str]) -> Image.Image:
     header = [text_image(f"{frame.step}\n{frame.noise:.3g}") for frame in columns]
     rows = [[text_image("step\nnoise"), *header]]
     for i, name in enumerate(names):
-        one = slice(i, i + 1)
-        rows.append([text_image(f"{name}, x_t"), *(tile(each.x_t[one], 64) for each in columns)])
-        rows.append([text_image("x0"), *(tile(each.x0[one], 64) for each in columns)])
+        sample = slice(i, i + 1)
+        rows.append([text_image(f"{name}, x_t"), *(tile(each.x_t[sample], 64) for each in columns)])
+        rows.append([text_image("x0"), *(tile(each.x0[sample], 64) for each in columns)])
     return table(rows)
 
 

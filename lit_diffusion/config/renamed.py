@@ -31,7 +31,7 @@ ARGUMENTS = {
 """Present class name -> {old argument: new argument}."""
 
 
-def _as_condition(arguments: dict[str, Any]) -> dict[str, Any]:
+def _merge_into_condition(arguments: dict[str, Any]) -> dict[str, Any]:
     """Replace context_dim, vector_dim, num_words and null_class of a network by `condition`."""
     arguments, condition = dict(arguments), None
     for old, kind, name in (
@@ -53,7 +53,7 @@ def _as_condition(arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-REWRITTEN = dict.fromkeys(("UNet", "UViT", "DiT", "JiT"), _as_condition)
+REWRITTEN = dict.fromkeys(("UNet", "UViT", "DiT", "JiT"), _merge_into_condition)
 """Present class name -> function that maps all old arguments to new ones."""
 
 

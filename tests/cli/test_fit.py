@@ -18,7 +18,7 @@ from support.small_digits import small_digits
 from support.tiny_run import HERE, TinyModule, TinyNet, tiny_config, write_config
 
 from lit_diffusion.checkpoints.saving import write_checkpoint
-from lit_diffusion.cli.fit import _failed_class, _hand_down_classes, explain
+from lit_diffusion.cli.fit import _failed_init, _inherit_num_classes, explain
 from lit_diffusion.cli.loggers import read_rows
 from lit_diffusion.cli.run_folder import Request, occupied
 from lit_diffusion.networks.unet import UNet
@@ -418,7 +418,7 @@ def test_null_can_be_passed_to_parts_of_parts(capsys):
 def test_a_network_without_a_condition_gets_the_classes_of_its_module(network, expected):
     network = Namespace(class_path="UNet", init_args=Namespace(network))
     model = Namespace(init_args=Namespace(num_classes=10, network=network))
-    _hand_down_classes(model)
+    _inherit_num_classes(model)
     assert network.init_args.get("num_classes") == expected
 
 
@@ -493,9 +493,9 @@ def test_an_optimizer_that_fails_at_once_has_a_state_that_does_not_fit():
 
 
 def test_the_class_that_could_not_be_built_is_named_unless_it_tells():
-    assert _failed_class(raised(lambda: UNet(1, 1, 32, channel_mult=3))) == "UNet cannot be built: "
-    assert _failed_class(raised(lambda: UNet(1, 1, 30, norm_groups=8))) == ""
-    assert _failed_class(raised(lambda: int("x"))) == ""
+    assert _failed_init(raised(lambda: UNet(1, 1, 32, channel_mult=3))) == "UNet cannot be built: "
+    assert _failed_init(raised(lambda: UNet(1, 1, 30, norm_groups=8))) == ""
+    assert _failed_init(raised(lambda: int("x"))) == ""
 
 
 def test_the_private_names_of_lightning_are_of_the_kind_that_is_used():

@@ -220,7 +220,7 @@ def test_no_save_comes_between_accumulated_batches(tmp_path):
     class SavesAlways(Saves):
         def _save(self, trainer):
             super()._save(trainer)
-            self._due = 0
+            self._next_save_step = 0
 
     callback = SavesAlways(tmp_path, first=0)
     options = {"max_epochs": 2, "max_steps": -1, "val_check_interval": 2}
