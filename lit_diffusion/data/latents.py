@@ -54,8 +54,8 @@ class LatentIndex:
             )
         try:
             fields = json.loads(path.read_text())
-            lists = {name: tuple(fields[name]) for name in ("image_shape", "classes")}
-            return cls(**{**fields, **lists})
+            tuples = {name: tuple(fields[name]) for name in ("image_shape", "classes")}
+            return cls(**{**fields, **tuples})
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{path} is no index of latents ({error}).") from error
 

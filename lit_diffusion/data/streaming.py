@@ -182,8 +182,8 @@ class StreamedImages(CroppedImageDataModule):
     ) -> None:
         super().__init__(image_size, **options)
         require_at_least(1, num_classes=1 if num_classes is None else num_classes)
-        self.train = _address(train)
-        self.val = val if isinstance(val, int) else _address(val)
+        self.train = _normalize_url(train)
+        self.val = val if isinstance(val, int) else _normalize_url(val)
         self.fields = Fields(image, label, num_classes)
         self.requirements = Requirements(image_size, self.channels, strict, full=True)
 
@@ -234,7 +234,7 @@ class StreamedImages(CroppedImageDataModule):
         return self.val if split == "val" and isinstance(self.val, str) else self.train
 
 
-def _address(url: str) -> str:
+def _normalize_url(url: str) -> str:
     """Return the URL of a bucket unchanged, or a folder with ~ expanded."""
     if url.startswith(BUCKETS):
         return url

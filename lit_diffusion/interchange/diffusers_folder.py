@@ -20,7 +20,7 @@ from lit_diffusion.solvers import DDPM
 
 _PREDICTIONS = {Epsilon: "epsilon", Sample: "sample", Velocity: "v_prediction"}
 _VARIANCES = {FixedLarge: "fixed_large", LearnedRange: "learned_range"}
-_WEIGHTS = "diffusion_pytorch_model"
+_WEIGHTS_STEM = "diffusion_pytorch_model"
 
 Json = dict[str, Any]
 
@@ -113,7 +113,7 @@ def write_model(folder: Path, config: Json, weights: Mapping[str, Tensor]) -> No
     """Write the config and the weights of a network into a folder."""
     _write_json(folder / "config.json", config)
     weights = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
-    save_file(weights, folder / f"{_WEIGHTS}.safetensors", {"format": "pt"})
+    save_file(weights, folder / f"{_WEIGHTS_STEM}.safetensors", {"format": "pt"})
 
 
 def read_model(folder: str | Path) -> tuple[Json, dict[str, Tensor]]:
@@ -132,10 +132,10 @@ def read_model(folder: str | Path) -> tuple[Json, dict[str, Tensor]]:
     config = _read_json(folder / "config.json")
     if config.get("_class_name", "UNet2DModel") != "UNet2DModel":
         raise ValueError(f"{folder} is of a {config['_class_name']}, and must be of a UNet2DModel.")
-    file = folder / f"{_WEIGHTS}.safetensors"
+    file = folder / f"{_WEIGHTS_STEM}.safetensors"
     if file.is_file():
         return config, read_safetensors(file)
-    return config, read_state_dict(folder / f"{_WEIGHTS}.bin")
+    return config, read_state_dict(folder / f"{_WEIGHTS_STEM}.bin")
 
 
 def _classes_as_number(arguments: Json) -> Json:

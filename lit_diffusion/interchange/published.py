@@ -152,7 +152,7 @@ def _infer_unet(state: State, overrides: Mapping[str, Any]) -> tuple[NetworkClas
         arguments = fixed | {
             "num_res_blocks": per_level - 1,
             "channel_mult": [int(mult) if mult == int(mult) else mult for mult in mults],
-            "attention_downsample": [2**i for i, has in enumerate(has_attention) if has],
+            "attention_downsample": [2**i for i, attends in enumerate(has_attention) if attends],
         }
         if is_classifier:
             pool = state["out.2.positional_embedding"]

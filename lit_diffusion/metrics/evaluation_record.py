@@ -19,7 +19,7 @@ EMA_CURVE = "ema-curve.jsonl"
 """File in a run folder with a record for each averaging width that `evaluate --ema` scored."""
 
 # Fields with results of an evaluation. All other fields describe how it was measured.
-_RESULTS = {
+_RESULT_FIELDS = {
     *("images", "value", "floor", "floor_sd", "floor_images"),
     *("non_finite", "non_finite_seeds", "seconds", "second_look"),
 }
@@ -82,7 +82,7 @@ def write_evaluation(path: Path, record: FIDRecord) -> None:
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is broken: {str(error)[:200]}.") from error
     new = json.loads(json.dumps(asdict(record)))
-    protocol = new.keys() - _RESULTS
+    protocol = new.keys() - _RESULT_FIELDS
     replaced = []
     for i, old in enumerate(records):
         old = {"ema_decay": record.ema_decay} | old  # missing in records of earlier versions

@@ -149,7 +149,7 @@ def measure_reference(
     path = cache / f"{'-'.join(parts)}.npz"
     statistics = call_on_rank_zero(lambda: load_statistics(path))
     if statistics is None:
-        statistics = _measure(scorer, real, others, num_samples, labels, real_features)
+        statistics = _measure_statistics(scorer, real, others, num_samples, labels, real_features)
         if rank_and_world_size()[0] == 0:
             save_statistics(path, statistics)
     floors = tuple(statistics.pop("floors").tolist())
@@ -169,7 +169,7 @@ def measure_reference(
     return Reference(real.name, fingerprints[0], statistics, floors, floor_images)
 
 
-def _measure(
+def _measure_statistics(
     scorer: Scorer,
     real: ImageSet,
     others: ImageSet | None,

@@ -64,8 +64,8 @@ def load_training_data(loaded: LoadedModule, options: AnalysisOptions) -> Any:
     """
     data = data_of_run(loaded.path, options.data, options.trust)
     if data is None:
-        named = options.data or loaded.path
-        raise ValueError(f"{named} names no data with splits to take images from.")
+        source = options.data or loaded.path
+        raise ValueError(f"{source} names no data with splits to take images from.")
     return data
 
 

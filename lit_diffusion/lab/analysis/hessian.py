@@ -100,9 +100,9 @@ class Spectrum:
     def density(self, at: NDArray[np.float64], width: float) -> NDArray[np.float64]:
         """(K,) spectral density at values (K,), smoothed by a Gaussian with std `width`."""
         z = (at[:, None, None] - self.nodes) / width  # (K, V, m)
-        bumps = np.exp(-0.5 * z**2) / (width * np.sqrt(2 * np.pi))
+        kernels = np.exp(-0.5 * z**2) / (width * np.sqrt(2 * np.pi))
         density: NDArray[np.float64]
-        density = np.nansum(bumps * self.expected_weights, axis=2).mean(axis=1)
+        density = np.nansum(kernels * self.expected_weights, axis=2).mean(axis=1)
         return density
 
 

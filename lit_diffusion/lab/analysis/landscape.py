@@ -146,23 +146,23 @@ def plot_landscape(
     loaded = common.load_analyzed_module(checkpoint, options)
     module, losses = loaded.module, common.load_losses(loaded, options, images, levels)
     center = copy_weights(module)
-    on_path = [common.load_analyzed_module(file, options) for file in path or ()]
+    on_trajectory = [common.load_analyzed_module(file, options) for file in path or ()]
     trajectory = None
-    if on_path:
-        check_same_losses(loaded, *on_path)
-        states = [copy_weights(each.module) for each in on_path]
+    if on_trajectory:
+        check_same_losses(loaded, *on_trajectory)
+        states = [copy_weights(each.module) for each in on_trajectory]
         trained = [name for name, p in module.named_parameters() if p.requires_grad]
         plane, share = principal_plane(states, center, trained)
         trajectory = project(states, center, plane)
-        reach = 1.2 * float(np.abs(trajectory).max())
+        extent = 1.2 * float(np.abs(trajectory).max())
         planes = dict.fromkeys(losses, plane)
     else:
         directions = random_directions(module, seed)
-        plane, reach = [normalize_filters(each, module) for each in directions], span
+        plane, extent = [normalize_filters(each, module) for each in directions], span
         planes = {name: [of_network(each, module, name) for each in plane] for name in losses}
-    axis = np.linspace(-reach, reach, points)
+    axis = np.linspace(-extent, extent, points)
     common.print_cost_of_losses(losses, points**2)
-    out = common.plan_analysis("landscape", options, loaded, *on_path)
+    out = common.plan_analysis("landscape", options, loaded, *on_trajectory)
 
     def compute_row(number: str) -> Arrays:
         y = axis[int(number)]
@@ -184,7 +184,7 @@ def plot_landscape(
         for name, each in zip(names, values, strict=True)
     ]
     if trajectory is not None:
-        steps = [each.step for each in on_path]
+        steps = [each.step for each in on_trajectory]
         common.save_result(out / "way", {"steps": steps, "points": trajectory, "share": share})
         lines.append(f"The plane holds {share:.1%} of the run's squared distance from its end.")
     return "\n".join(lines)

@@ -142,16 +142,16 @@ def compare(
     target = base.reached_by_all if target is None else target
     if not 0 < target < math.inf:
         raise ValueError(f"the target must be a positive FID, got {target:g}.")
-    results = [_measure(arm, base, target) for arm in arms if arm is not base]
+    results = [_measure_speedup(arm, base, target) for arm in arms if arm is not base]
     adjusted = holm([result.speedup.p for result in results])
-    results = [_judge(result, p) for result, p in zip(results, adjusted, strict=True)]
-    results = [_judge_end(result, base, target, len(results)) for result in results]
+    results = [_set_verdict(result, p) for result, p in zip(results, adjusted, strict=True)]
+    results = [_test_last_fid(result, base, target, len(results)) for result in results]
     # The true ratio may be anything below an upper bound, so upper bounds are sorted last.
     results.sort(key=lambda result: (result.speedup.is_upper_bound, -result.speedup.ratio))
     return Comparison(base, target, tuple(results), metric)
 
 
-def _measure(arm: Arm, base: Arm, target: float) -> Result:
+def _measure_speedup(arm: Arm, base: Arm, target: float) -> Result:
     """Measure the speed-up of an arm. The verdict is MISSED or not yet set."""
     crossings, baseline = arm.crossings(target), base.crossings(target)
     misses = any(crossing.bound is Bound.MORE_THAN for crossing in crossings)
@@ -169,7 +169,7 @@ def _any_reached(crossings: Sequence[Crossing]) -> bool:
     return any(crossing.bound is not Bound.MORE_THAN for crossing in crossings)
 
 
-def _judge(result: Result, holm_p: float | None) -> Result:
+def _set_verdict(result: Result, holm_p: float | None) -> Result:
     p, level = result.speedup.p, 1 - CONFIDENCE
     if p is None or holm_p is None:
         return result
@@ -182,7 +182,7 @@ def _judge(result: Result, holm_p: float | None) -> Result:
     return replace(result, holm_p=holm_p, verdict=verdict)
 
 
-def _judge_end(result: Result, base: Arm, target: float, num_arms: int) -> Result:
+def _test_last_fid(result: Result, base: Arm, target: float, num_arms: int) -> Result:
     """Test the last FID of an arm that missed the target without a significant speed-up.
 
     If an arm plateaus above the target, its crossings scatter widely and its speed has no clear

@@ -301,7 +301,7 @@ def read_arms(paths: Sequence[str]) -> list[Arm]:
                         f"{', '.join(missing)}."
                     )
                 for row in reader:
-                    numbers = _numbers(row, f"{path}, line {reader.line_num}")
+                    numbers = _parse_row(row, f"{path}, line {reader.line_num}")
                     seeds = rows.setdefault(row["arm"], {})
                     seeds.setdefault(row.get("seed") or "0", []).append(numbers)
         except UnicodeDecodeError as error:
@@ -311,12 +311,12 @@ def read_arms(paths: Sequence[str]) -> list[Arm]:
     if not rows:
         raise ValueError(f"there are no rows in {', '.join(paths)}.")
     return [
-        Arm(arm, tuple(_curve(arm, seed, each) for seed, each in seeds.items()))
+        Arm(arm, tuple(_build_curve(arm, seed, each) for seed, each in seeds.items()))
         for arm, seeds in rows.items()
     ]
 
 
-def _numbers(row: Mapping[str, str], where: str) -> dict[str, float]:
+def _parse_row(row: Mapping[str, str], where: str) -> dict[str, float]:
     if not row["arm"]:
         raise ValueError(f"{where}: the arm has no name.")
     defaults = {"step": "", "repeat": "0", "fid": "nan", "images": "nan"}
@@ -332,7 +332,7 @@ def _numbers(row: Mapping[str, str], where: str) -> dict[str, float]:
     return numbers
 
 
-def _curve(arm: str, seed: str, rows: list[dict[str, float]]) -> Curve:
+def _build_curve(arm: str, seed: str, rows: list[dict[str, float]]) -> Curve:
     rows = sorted(rows, key=lambda row: (row["step"], row["repeat"]))
     points = [row for row in rows if not row["repeat"]]
     steps, fids, images = (tuple(row[k] for row in points) for k in ("step", "fid", "images"))

@@ -22,8 +22,8 @@ from lit_diffusion.lab.compare.tables import (
 )
 
 _INK, _GREY = "#1d2733", "#5c6773"
-_BAD = (Verdict.SLOWER, Verdict.WORSE, Verdict.LOST, Verdict.MISSED)
-_VERDICT_COLORS = {Verdict.FASTER: "#00734c", **dict.fromkeys(_BAD, "#b3400b")}
+_NEGATIVE_VERDICTS = (Verdict.SLOWER, Verdict.WORSE, Verdict.LOST, Verdict.MISSED)
+_VERDICT_COLORS = {Verdict.FASTER: "#00734c", **dict.fromkeys(_NEGATIVE_VERDICTS, "#b3400b")}
 
 # The color-blind safe palette of Okabe and Ito, without yellow, which is too light on white.
 _ARM_COLORS = (

@@ -30,7 +30,7 @@ PROTOCOL = (
 arm may have another process or solver."""
 
 Record = dict[str, Any]
-_SEED = re.compile(r"(?:(?P<arm>.+)[-_])?seed[-_]?(?P<seed>\d+)", re.IGNORECASE)
+_SEED_PATTERN = re.compile(r"(?:(?P<arm>.+)[-_])?seed[-_]?(?P<seed>\d+)", re.IGNORECASE)
 # Settings that may differ between seeds of one arm.
 _IGNORED_SETTINGS = {
     *("seed_everything", "ckpt_path", "default_root_dir", "cache_dir", "save_dir", "num_workers"),
@@ -105,16 +105,16 @@ class Run:
                 for row in self.rows
                 if metric in row
             ]
-        counts = Counter(map(_measurement, points)).most_common(1)
-        alike = [point for point in points if _measurement(point) == counts[0][0]]
-        by_step = {point["step"]: point for point in alike}
+        counts = Counter(map(_measurement_key, points)).most_common(1)
+        comparable = [point for point in points if _measurement_key(point) == counts[0][0]]
+        by_step = {point["step"]: point for point in comparable}
         return [by_step[step] for step in sorted(by_step)]
 
     def repeats(self, point: Record) -> list[Record]:
         """Records of the same weights and protocol as `point`, with other samples."""
-        key = (point["step"], point["metric"], _measurement(point))
+        key = (point["step"], point["metric"], _measurement_key(point))
         repeats = (record for record in self.records if is_repeat(record))
-        return [r for r in repeats if (r["step"], r["metric"], _measurement(r)) == key]
+        return [r for r in repeats if (r["step"], r["metric"], _measurement_key(r)) == key]
 
     def curve(self, metric: str, due: Sequence[int] = ()) -> Curve:
         """The curve of a metric. It is NaN at steps in `due` after training diverged.
@@ -140,9 +140,9 @@ class Run:
             return Curve(
                 self.seed,
                 tuple(float(point["step"]) for point in points),
-                tuple(map(_fid, points)),
+                tuple(map(_fid_value, points)),
                 None if None in counts else tuple(map(float, counts)),
-                tuple(map(_fid, repeats)),
+                tuple(map(_fid_value, repeats)),
                 tuple(others) if any(others) else (),
             )
         except (TypeError, OverflowError) as error:
@@ -152,7 +152,7 @@ class Run:
 def read_run(path: Path) -> Run:
     """Read the files of a run folder. Errors are stored as its `fault`."""
     name, parent = path.resolve().name, path.resolve().parent.name
-    match = _SEED.fullmatch(name)
+    match = _SEED_PATTERN.fullmatch(name)
     arm, seed = (match["arm"] or parent, match["seed"]) if match else (name, path.name)
     try:
         config = _read_mapping(latest_config(path))
@@ -169,8 +169,8 @@ def read_run(path: Path) -> Run:
             config,
             first_config=_read_mapping(path / "config.yaml") or config,
             rows=read_rows(path / "metrics.csv"),
-            records=_evaluations(path / "evaluations.jsonl"),
-            width_records=_evaluations(path / EMA_CURVE),
+            records=_checked_evaluations(path / "evaluations.jsonl"),
+            width_records=_checked_evaluations(path / EMA_CURVE),
             grids={(int(match[1]), match[2]): file for file, match in grids.items() if match},
         )
         try:
@@ -218,10 +218,10 @@ def _run_folders(folder: Path, visited: set[Path]) -> Iterator[Path]:
     if (folder / "evaluations.jsonl").exists() or (folder / "metrics.csv").exists():
         yield folder
         return
-    parts = [part for part in sorted(folder.iterdir()) if part.is_dir()]
-    below = [run for part in parts for run in _run_folders(part, visited)]
-    yield from below
-    if not below and (folder / "config.yaml").exists():
+    subfolders = [subfolder for subfolder in sorted(folder.iterdir()) if subfolder.is_dir()]
+    runs_below = [run for subfolder in subfolders for run in _run_folders(subfolder, visited)]
+    yield from runs_below
+    if not runs_below and (folder / "config.yaml").exists():
         yield folder
 
 
@@ -230,7 +230,7 @@ def _read_mapping(file: Path | None) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _evaluations(file: Path) -> list[Record]:
+def _checked_evaluations(file: Path) -> list[Record]:
     records = read_evaluations(file)
     for record in records:
         if "metric" in record and not record.keys() >= {"step", "value"}:
@@ -238,11 +238,11 @@ def _evaluations(file: Path) -> list[Record]:
     return records
 
 
-def _fid(record: Record) -> float:
+def _fid_value(record: Record) -> float:
     return math.nan if record["value"] is None else float(record["value"])
 
 
-def _measurement(record: Record) -> str:
+def _measurement_key(record: Record) -> str:
     """Key of how a value was measured: protocol, sampling and averaging of the weights."""
     return repr([record.get(name) for name in (*PROTOCOL, "sampling", "ema_decay")])
 

@@ -37,7 +37,7 @@ def welch(first: Sequence[float], second: Sequence[float]) -> TTest | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # zero variance in one sample is allowed
         result = ttest_ind(first, second, equal_var=False)
-    return _as_test(result, fmean(first) - fmean(second))
+    return _to_ttest(result, fmean(first) - fmean(second))
 
 
 def paired(first: Sequence[float], second: Sequence[float]) -> TTest | None:
@@ -50,10 +50,10 @@ def paired(first: Sequence[float], second: Sequence[float]) -> TTest | None:
     differences = [a - b for a, b in zip(first, second, strict=True)]
     if len(differences) < 2 or stdev(differences) < 1e-12:  # equal up to rounding
         return None
-    return _as_test(ttest_rel(first, second), fmean(differences))
+    return _to_ttest(ttest_rel(first, second), fmean(differences))
 
 
-def _as_test(result: Any, difference: float) -> TTest:
+def _to_ttest(result: Any, difference: float) -> TTest:
     interval = result.confidence_interval(CONFIDENCE)
     return TTest(difference, float(interval.low), float(interval.high), float(result.pvalue))
 
@@ -66,10 +66,10 @@ def holm(ps: Sequence[float | None]) -> list[float | None]:
 
     Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
     """
-    rising = sorted((p, k) for k, p in enumerate(ps) if p is not None)
+    ascending = sorted((p, k) for k, p in enumerate(ps) if p is not None)
     adjusted, highest = list(ps), 0.0
-    for rank, (p, k) in enumerate(rising):
-        highest = max(highest, min((len(rising) - rank) * p, 1.0))
+    for rank, (p, k) in enumerate(ascending):
+        highest = max(highest, min((len(ascending) - rank) * p, 1.0))
         adjusted[k] = highest
     return adjusted
 

@@ -245,9 +245,9 @@ def arm_configs(config: str, arms: Sequence[str]) -> dict[str, list[str]]:
             raise ValueError(f"two arms are named {name}; rename {arm}, since folders go by name.")
         configs[name] = [config, *files]
         counts = Counter(Path(file).resolve() for file in configs[name])
-        if twice := [path.name for path, count in counts.items() if count > 1]:
+        if repeats := [path.name for path, count in counts.items() if count > 1]:
             raise ValueError(
-                f"arm {name} has {twice[0]} twice, which would add its callbacks twice; name it "
+                f"arm {name} has {repeats[0]} twice, which would add its callbacks twice; name it "
                 "once."
             )
     return configs
@@ -257,11 +257,11 @@ def _fit_settings(arm: str, files: Sequence[str], options: Sequence[str]) -> dic
     """The full config of a fit. Raises ValueError if it is invalid for a fit or a sweep."""
     from lit_diffusion.cli.fit import run as run_fit
 
-    printed, configs = io.StringIO(), [f"--config={file}" for file in files]
+    stdout, configs = io.StringIO(), [f"--config={file}" for file in files]
     try:
-        with redirect_stdout(printed), suppress(SystemExit):
+        with redirect_stdout(stdout), suppress(SystemExit):
             run_fit(["fit", *configs, *options, "--print_config"])
-        settings: dict[str, Any] = yaml.safe_load(printed.getvalue())
+        settings: dict[str, Any] = yaml.safe_load(stdout.getvalue())
         trainer = settings["trainer"]
         if trainer["max_steps"] < 1:
             raise ValueError(
@@ -300,8 +300,8 @@ def _refuse_other_run(folder: Path, settings: dict[str, Any]) -> None:
         )
     if (folder / LAST).is_file():
         return
-    if lost := sorted(folder.rglob("*.ckpt")):
-        raise ValueError(f"{folder} has {lost[0].name}, but no {LAST}: move or delete that folder.")
+    if rest := sorted(folder.rglob("*.ckpt")):
+        raise ValueError(f"{folder} has {rest[0].name}, but no {LAST}: move or delete that folder.")
     if 0 < (step := _last_evaluation(folder)) < settings["trainer"]["max_steps"]:
         raise ValueError(
             f"{folder} has evaluations up to step {step}, but no {LAST} to go on from: move or "
