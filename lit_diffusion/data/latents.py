@@ -33,8 +33,8 @@ class LatentIndex:
     image_shape: tuple[int, int, int]  # (C, H, W) of each, in pixels
     classes: tuple[str, ...]  # names of the labels
     shard_size: int  # images in a shard; the last has the rest
-    vae: str  # name of the folder of the VAE that encoded them
-    vae_sha256: str  # of its weights
+    vae: str  # name of the VAE's folder
+    vae_sha256: str  # SHA-256 of the VAE's weights
     images: str  # fingerprint of the folder of images
     flips: bool  # whether there are also shards of the mirrored images
 
@@ -44,7 +44,7 @@ class LatentIndex:
 
         Raises:
             FileNotFoundError: if there is none.
-            ValueError: if the file is something else.
+            ValueError: if the file is not an index.
         """
         path = folder / INDEX
         if not path.is_file():

@@ -69,9 +69,9 @@ def even_batch_size(num_images: int, num_replicas: int, batch_size: int) -> int:
 class ResumableLoader(DataLoader[Any]):
     """DataLoader that skips the batches of an epoch that were trained on before a resume.
 
-    A resumed Trainer knows this number, but an ordinary loader starts the epoch over. It is queried
-    when the first batch of an epoch is requested, because Lightning creates iterators before it
-    restores its loops.
+    A resumed Trainer knows their number, but an ordinary loader starts the epoch over. This loader
+    queries the number when the first batch of an epoch is requested, because Lightning creates
+    iterators before it restores its loops.
 
     Args:
         dataset: as in DataLoader.

@@ -181,7 +181,9 @@ def _jittered_batches(
 
 
 def stage_widths(side: int) -> tuple[int, ...]:
-    """Widths of a `SmallClassifier` that pools images of `side` pixels to a side of 4 to 7.
+    """Widths of a `SmallClassifier` for images of `side` pixels.
+
+    It pools to a side of 4 to 7 pixels, but at least twice for images of 4 pixels or more.
 
     Example:
         >>> stage_widths(8), stage_widths(64)

@@ -193,8 +193,8 @@ def plot_landscape(
 def of_network(direction: Direction, module: nn.Module, loss: str) -> Direction:
     """Restrict a direction to the weights of the network that minimizes a loss.
 
-    The networks of a GAN have opposing losses, so along the weights of both no loss has a minimum
-    at the center.
+    The networks of a GAN have opposing losses. In a direction that changes both networks, neither
+    loss has its minimum at the center.
     """
     if network_of_loss(module, loss) is None:
         return direction

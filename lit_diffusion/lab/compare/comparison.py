@@ -245,7 +245,7 @@ def by_other_metrics(comparison: Comparison) -> dict[str, Comparison]:
 
 
 def leads(name: str, comparison: Comparison) -> bool:
-    """Whether an arm wins against the baseline if no other arms are corrected for."""
+    """Whether an arm wins in a comparison with the baseline alone, which needs no correction."""
     base, target = comparison.baseline.name, comparison.target
     arms = [arm for arm in comparison.arms if arm.name in (name, base)]
     return len(arms) == 2 and bool(compare(arms, base, target).winners)

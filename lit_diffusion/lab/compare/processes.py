@@ -116,7 +116,7 @@ def _start(job: Job, at_once: int) -> subprocess.Popen[bytes]:
 
 
 def _stop(processes: Collection[subprocess.Popen[bytes]], received: signal.Signals | None) -> None:
-    """Signal all process groups to stop, and kill those that remain after `PATIENCE`."""
+    """Signal all process groups to stop, wait, and kill what remains."""
     is_announced = received == signal.SIGUSR1  # then the batch system sets the time limit
     _signal_all(processes, signal.SIGUSR1 if is_announced else signal.SIGTERM)
     deadline = time.monotonic() + (math.inf if is_announced else PATIENCE)
