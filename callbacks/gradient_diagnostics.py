@@ -103,7 +103,7 @@ class GradientDiagnostics(PeriodicEvaluation):
         return [*names, *(f"grad/cosine_u{u:.3g}_u{v:.3g}" for u, v in pairs), "grad/update_ratio"]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse modules without a loss at given noise levels."""
+        """Raise TypeError for a module that is not `HasNoiseLevels`."""
         super().setup(trainer, pl_module, stage)
         self._fixed = None  # the data may have changed since the last run
         require_noise_levels(pl_module, "GradientDiagnostics")

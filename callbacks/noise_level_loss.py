@@ -65,7 +65,7 @@ class NoiseLevelLoss(PeriodicEvaluation):
         self._fixed: FixedImages | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Refuse modules without a loss at given noise levels."""
+        """Raise TypeError for a module that is not `HasNoiseLevels`."""
         super().setup(trainer, pl_module, stage)
         self._fixed = None  # the data may have changed since the last run
         require_noise_levels(pl_module, "NoiseLevelLoss")

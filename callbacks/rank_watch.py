@@ -157,12 +157,14 @@ class _Watch:
         world: Any = dist.group.WORLD
         self._group_store = world.get_group_store()
         self._timeout = timeout or self._group_store.timeout.total_seconds()
-        self._trainer, self._rank, self._main = trainer, dist.get_rank(), threading.get_ident()
+        self._trainer, self._rank = trainer, dist.get_rank()
+        self._main_thread = threading.get_ident()
         watched = range(dist.get_world_size()) if self._rank == 0 else (0, self._rank)
         self._ranks = {rank: Heartbeat() for rank in watched}
         self._store: Store | None = None  # separate connection of this thread
         self._is_store_gone, self._run_number = False, 0
-        self._beat, self._now, self._moved = Heartbeat(process=_process_name()), 0.0, 0.0
+        self._beat, self._now = Heartbeat(process=_process_name()), 0.0
+        self._last_collective_time = 0.0
         self._state, self._message, self._left_time = "running", "", 0.0
         self._has_written, self._has_left = threading.Event(), threading.Event()
         self._is_closing = threading.Event()
@@ -257,13 +259,14 @@ class _Watch:
         collectives, before = 0, self._beat
         with suppress(AttributeError, RuntimeError):  # torch has no public name for it
             collectives = dist.group.WORLD._get_sequence_number_for_group()  # type: ignore[union-attr]
-        self._moved = self._now if collectives != before.collectives else self._moved
+        if collectives != before.collectives:
+            self._last_collective_time = self._now
         self._beat = Heartbeat(
             beats=before.beats + 1,
             step=self._trainer.global_step,
             collectives=collectives,
-            age=self._now - self._moved,
-            place=_location(self._main),
+            age=self._now - self._last_collective_time,
+            place=_location(self._main_thread),
             process=before.process,
             state=state,
             left=self._now - self._left_time if self._has_left.is_set() else 0.0,
@@ -275,7 +278,7 @@ class _Watch:
         if not self._has_left.wait(0.5):
             print(f"[rank {self._rank}] {self._message}", file=sys.stderr)
             if self._message.startswith(f"rank {self._rank} "):
-                traceback.print_stack(sys._current_frames()[self._main])
+                traceback.print_stack(sys._current_frames()[self._main_thread])
         if self._has_left.wait(PATIENCE):
             return
         for child in multiprocessing.active_children():  # DataLoader workers

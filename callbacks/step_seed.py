@@ -58,4 +58,4 @@ class StepSeed(pl.Callback):
         seed = int.from_bytes(digest, "little") >> 1  # 63 bits
         torch.manual_seed(seed)
         random.seed(seed)
-        np.random.seed(seed >> 31)  # noqa: NPY002 - its low bits would draw what torch draws
+        np.random.seed(seed >> 31)  # noqa: NPY002 - with its low bits, numpy would repeat torch's numbers

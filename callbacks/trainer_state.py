@@ -308,16 +308,16 @@ def gather_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return whole if is_first else {}
 
 
-def _gather(value: Any, keep: bool) -> Any:
+def _gather(value: Any, is_first: bool) -> Any:
     if is_dtensor(value):
         # Parts offloaded to the CPU move back to the device on which the ranks communicate.
         parts: Any = value.detach().to(value.device_mesh.device_type)
         whole = parts.full_tensor()
-        return whole.cpu() if keep else None
+        return whole.cpu() if is_first else None
     if isinstance(value, Mapping):
-        return {key: _gather(entry, keep) for key, entry in value.items()}
+        return {key: _gather(entry, is_first) for key, entry in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_gather(entry, keep) for entry in value)
+        return type(value)(_gather(entry, is_first) for entry in value)
     return value
 
 

@@ -34,8 +34,8 @@ def differences(saved: Any, used: Any, name: str = "model") -> dict[str, tuple[A
         return {name: (saved.get("class_path"), used.get("class_path"))}
     changes: dict[str, tuple[Any, Any]] = {}
     for key in saved.keys() & used.keys():
-        below = name if key == "init_args" else f"{name}.{key}"
-        changes |= differences(saved[key], used[key], below)
+        child = name if key == "init_args" else f"{name}.{key}"
+        changes |= differences(saved[key], used[key], child)
     return dict(sorted(changes.items()))
 
 

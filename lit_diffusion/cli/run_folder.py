@@ -204,9 +204,9 @@ def _resume_configs(root: Path) -> list[Path]:
 
 
 def traces(root: Path) -> list[Path]:
-    """Files by which a folder holds a run: curves, scores and checkpoints.
+    """Files that show that a folder contains a run: curves, scores and checkpoints.
 
-    A metrics.csv alone that says that the first steps were not finite is no run.
+    A folder whose only file is a metrics.csv with nothing but non-finite steps has no run.
     """
     curves = root / "metrics.csv"
     min_lines = {curves: 2, root / "evaluations.jsonl": 1}

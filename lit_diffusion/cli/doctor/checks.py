@@ -37,7 +37,7 @@ class Level(IntEnum):
     OK = 0
     NOTE = 1  # worth knowing; nothing has to change
     WARNING = 2  # the run will end, and probably not as intended
-    PROBLEM = 3  # the run will not start, not end, or not do what is asked for
+    PROBLEM = 3  # the run will fail, never end, or not do what the config says
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class FitOnOneProcess(RunCLI):
         self.call_fit = run
 
     def before_fit(self) -> None:
-        """Leave the run folder alone."""
+        """Do nothing: the doctor does not write into the run folder."""
 
     def after_fit(self) -> None:
         """Print no summary."""
