@@ -106,7 +106,7 @@ class FiniteUpdates(pl.Callback):
         self._current: _MicroBatch | None = None
         self._accumulated: list[_MicroBatch] = []  # batches accumulated for the next update
         self._skipped_batches: list[_MicroBatch] = []  # batches of the update that is being skipped
-        self._buffers: dict[str, Tensor] = {}  # copies from before the window
+        self._buffers: dict[str, Tensor] = {}  # copies from before these batches
         self._has_stepped = False  # whether this batch has made or skipped an update
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

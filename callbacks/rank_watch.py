@@ -42,8 +42,8 @@ class RankWatch(Callback):
     raises its error with the message as a note. If the main thread does not end within five
     seconds, for example on a rank that hangs, the process exits with code 1. The death of a process
     on another machine than rank 0 is noticed when it breaks a collective, or after the timeout.
-    Long work on one rank does not count as dead. `SystemExit` and `KeyboardInterrupt` are not
-    failures; they are reported only by ranks whose collectives they break.
+    A rank that works alone for long does not count as dead. `SystemExit` and `KeyboardInterrupt`
+    are not failures; they are reported only by ranks whose collectives they break.
 
     All ranks need the callback; list it first.
 

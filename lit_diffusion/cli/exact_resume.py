@@ -45,7 +45,7 @@ _OMITTED_ATTRIBUTES = (
 
 
 class ExactResume(AccumulationTracker, Callback):
-    """Saves and restores state that Lightning omits, and marks checkpoints without exact resume.
+    """Saves and restores what Lightning omits, and marks checkpoints that do not resume exactly.
 
     Four things are missing in Lightning. It does not call `on_train_epoch_start` in a resumed
     epoch, where GradientAccumulationScheduler sets its factor. It updates ReduceLROnPlateau after
