@@ -3,6 +3,7 @@
 from typing import Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
 from lit_diffusion.callbacks.evaluation import (
@@ -12,7 +13,7 @@ from lit_diffusion.callbacks.evaluation import (
     require_generate,
 )
 from lit_diffusion.metrics.image_distances import psnr
-from lit_diffusion.protocols import CanGenerate
+from lit_diffusion.protocols import CanGenerate, NonFiniteSamples
 
 NAME = "val/consistency"
 
@@ -74,7 +75,12 @@ class ConsistencyProbe(PeriodicEvaluation):
     def measure(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, float]:
         """Mean PSNR to the previous samples; {} at the first measurement."""
         with averaged_weights(trainer), inference_mode(trainer, pl_module):
-            images = cast(CanGenerate, pl_module).generate(range(self.num)).cpu()
+            try:
+                images = cast(CanGenerate, pl_module).generate(range(self.num)).cpu()
+            except NonFiniteSamples as error:  # raised on every rank; training can continue
+                step = trainer.global_step
+                rank_zero_warn(f"ConsistencyProbe measures nothing at step {step}: {error}")
+                return {}
         before, self._last_images = self._last_images, images
         if before is None or before.shape != images.shape:
             return {}

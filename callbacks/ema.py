@@ -201,7 +201,7 @@ class EMA(pl.Callback):
         buffers: bool = False,
         on_cpu: bool = False,
     ) -> None:
-        self.decays = (decays,) if isinstance(decays, float) else tuple(decays)
+        self.decays = (decays,) if isinstance(decays, int | float) else tuple(decays)
         self.warmup = warmup
         self.every_n_steps = every_n_steps
         self.prefix = prefix.rstrip(".")

@@ -257,8 +257,10 @@ def split_images(trainer: Trainer, split: str, where: BatchKey = None) -> ImageS
     if fitting and trainer.enable_validation and trainer.val_dataloaders is None:
         # Lightning creates them in the first epoch with a validation, unless they exist.
         trainer.validating = True
-        trainer.fit_loop.epoch_loop.val_loop.setup_data()
-        trainer.training = True
+        try:
+            trainer.fit_loop.epoch_loop.val_loop.setup_data()
+        finally:
+            trainer.training = True
     loaders = {
         "train": trainer.train_dataloader,
         "val": trainer.val_dataloaders,

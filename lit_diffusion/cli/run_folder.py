@@ -214,8 +214,9 @@ def traces(root: Path) -> list[Path]:
     files += sorted(root.glob("checkpoints/*.ckpt"))
     if files == [curves] and curves.is_file():
         with curves.open("rb") as lines:
-            if next(lines).strip() == b"step,train/loss,train/nonfinite_steps":
-                return []
+            names = {*next(lines).strip().split(b",")}
+        if names == {b"step", b"train/loss", b"train/nonfinite_steps"}:
+            return []
     return files
 
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from lightning.pytorch import Callback
 from support.memory_logger import MemoryLogger
 from support.plain_module import PlainModule, loader, make_trainer
 from support.tiny_diffusion import images, tiny_diffusion
@@ -51,6 +52,28 @@ def test_a_checkpoint_without_images_does_not_go_on_from_those_of_another_run(tm
     fitted(tmp_path, probe, steps=4)
     _, memory, _ = fitted(tmp_path, probe, steps=8, ckpt_path=tmp_path / "half.ckpt")
     assert memory.rows_with(NAME) == []
+
+
+class Diverge(Callback):
+    """Weights that are NaN after step 5, and restored after step 9."""
+
+    def on_train_batch_end(self, trainer, module, *_):
+        if trainer.global_step == 5:
+            self.saved = [p.detach().clone() for p in module.parameters()]
+            for p in module.parameters():
+                p.data.fill_(torch.nan)
+        elif trainer.global_step > 5:
+            for p, value in zip(module.parameters(), self.saved, strict=True):
+                p.data.copy_(value if trainer.global_step > 9 else value * torch.nan)
+
+
+def test_samples_that_are_not_finite_are_left_out_and_the_fit_continues(tmp_path):
+    with pytest.warns(UserWarning, match="ConsistencyProbe measures nothing at step 8: 2 samples"):
+        _, memory, trainer = fitted(tmp_path, Diverge(), ConsistencyProbe(2, 4), steps=12)
+    assert trainer.global_step == 12
+    (step, row), *others = memory.rows_with(NAME)
+    assert (step, others) == (11, [])
+    assert 0 < row[NAME] < 100
 
 
 def test_bad_numbers_and_modules_are_refused(tmp_path):

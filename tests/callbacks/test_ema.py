@@ -694,6 +694,7 @@ def test_state_holds_tensors_and_builtins_by_name(tmp_path):
     assert [set(column) for column in state["shadows"]] == [set(state["steps"])] * 2
     assert EMA().state_dict() == {}
     assert EMA(0.99).names() == EMA((0.99,)).names() == ["raw", "ema", "ema_0.99"]
+    assert EMA(0).names() == ["raw", "ema", "ema_0"]
 
 
 @pytest.fixture

@@ -107,8 +107,15 @@ def test_a_folder_without_a_row_or_a_checkpoint_holds_no_run():
     assert next_config(Path("runs/digits")) == Path("runs/digits/config.yaml")
 
 
-def test_a_first_step_that_was_not_finite_is_no_run():
-    write("runs/digits/metrics.csv", "step,train/loss,train/nonfinite_steps\n0,nan,1.0\n")
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "step,train/loss,train/nonfinite_steps\n0,nan,1.0\n",
+        "step,train/nonfinite_steps,train/loss\n0,1.0,\n1,2.0,nan\n",  # one may be skipped
+    ],
+)
+def test_first_steps_that_were_not_finite_are_no_run(rows):
+    write("runs/digits/metrics.csv", rows)
     refuse_mixing(read(DIGITS))
     write("runs/digits/checkpoints/best-fid.ckpt")
     refuses(DIGITS)
