@@ -214,8 +214,9 @@ def refuse_other_dtypes(
     """Raise ValueError if torch would silently cast weights to another kind of dtype."""
     for name, expected in module.state_dict().items():
         value = state.get(name)
-        are_tensors = isinstance(value, Tensor) and isinstance(expected, Tensor)
-        if are_tensors and number_kind(value) != number_kind(expected):
+        if not (isinstance(value, Tensor) and isinstance(expected, Tensor)):
+            continue
+        if number_kind(value) != number_kind(expected):
             raise ValueError(
                 f"{path} is of another architecture: {name} is {value.dtype} in the file, "
                 f"{expected.dtype} in the module. Use the config that it was trained with."

@@ -25,7 +25,8 @@ from lit_diffusion.config.renamed import rename_checkpoint
 Checkpoint = dict[str, Any]
 
 _HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
-_ENTRY_TYPES: dict[str, tuple[type, type]] = {  # entry: its type, and the type of its items or keys
+# entry: its type, and the type of its items or keys
+_ENTRY_TYPES: dict[str, tuple[type[dict[Any, Any]] | type[list[Any]], type]] = {
     **dict.fromkeys(("state_dict", "callbacks", "loops", *_HYPER_PARAMETERS), (dict, str)),
     **dict.fromkeys(("optimizer_states", "lr_schedulers"), (list, dict)),
 }

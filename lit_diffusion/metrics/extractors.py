@@ -104,7 +104,10 @@ class InceptionV3Compat:
         file = io.BytesIO()
         torch.save(state, file)
         file.seek(0)
-        return _Inception(self.name, ["2048"], feature_extractor_weights_path=file).eval()
+        inception: nn.Module = _Inception(
+            self.name, ["2048"], feature_extractor_weights_path=file
+        ).eval()
+        return inception
 
     def _path(self) -> Path:
         return inception_path() if self.weights_path is None else Path(self.weights_path)

@@ -206,7 +206,7 @@ def markdown(report: Report) -> str:
     images = report.by_images
     last = tables.last_samples_table(comparison.arms) if report.others else None
     sections = {
-        "By images seen": images and tables.speedup_table(images, "images"),
+        "By images seen": tables.speedup_table(images, "images") if images else None,
         "Seed by seed": tables.by_seed_table(comparison),
         "By other metrics": tables.other_metrics_table(report.others),
         "All metrics of the last samples": last,
