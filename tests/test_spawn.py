@@ -41,6 +41,7 @@ def hangs():
     next(iter(DataLoader(Endless(), num_workers=1)))
 
 
+@pytest.mark.slow
 def test_ranks_see_each_other_and_return_values():
     assert spawn(summed_ranks, 3) == [6, 6, 6]
 

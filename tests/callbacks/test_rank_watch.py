@@ -317,8 +317,7 @@ def test_a_store_that_does_not_return_makes_rank_0_the_culprit_for_others_alone(
     assert run.messages[1].startswith("rank 0 was last heard of at step 3, 1 s ago")
 
 
-@pytest.mark.parametrize("part", ["_judge", "_next_heartbeat"])
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize(("number", "part"), [(0, "_judge"), (1, "_next_heartbeat")])
 def test_a_mistake_in_a_watch_ends_no_run(start, monkeypatch, capsys, number, part):
     run = start(2, timeout=1.0)
     monkeypatch.setattr(run.watches[number], part, lambda *_: 1 / 0)

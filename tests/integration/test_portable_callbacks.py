@@ -13,7 +13,7 @@ SCRIPT = ROOT / "tests/support/portable_run.py"
 FILES = ("curriculum", "ema", "finite_updates", "loss_resampler", "momentum_decay", "step_seed")
 
 
-@pytest.mark.quick("lightning")
+@pytest.mark.slow
 @pytest.mark.parametrize("package", ["lightning", "pytorch_lightning"])
 def test_a_copied_file_trains_another_projects_module_and_resumes_bit_exactly(tmp_path, package):
     """With trainer_state.py beside it alone, and neither lit_diffusion nor the other Lightning."""
