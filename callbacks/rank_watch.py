@@ -166,12 +166,13 @@ class _Watch:
         self._beat, self._now = Heartbeat(process=_process_name()), 0.0
         self._last_collective_time = 0.0
         self._state, self._message, self._left_time = "running", "", 0.0
-        self._has_written, self._has_left = threading.Event(), threading.Event()
+        self._has_met_others, self._has_left = threading.Event(), threading.Event()
         self._is_closing = threading.Event()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        self._has_written.wait(PATIENCE)  # the others must know this process before it can die
+        # A rank whose process the others do not know yet can only be missed when it dies.
+        self._has_met_others.wait(PATIENCE)
 
     def leave(self, state: str, failure: str = "") -> str:
         """Report how the main thread ended and stop watching; return the message, or "".
@@ -205,7 +206,7 @@ class _Watch:
 
     def _watch_ranks(self) -> None:
         exchange, last = threading.Thread(), time.monotonic()
-        while not self._is_closing.wait(INTERVAL if self._has_written.is_set() else 0.0):
+        while not self._is_closing.wait(INTERVAL if self._has_met_others.is_set() else 0.02):
             if not exchange.is_alive():
                 exchange = threading.Thread(target=self._exchange, daemon=True)
                 exchange.start()
@@ -231,6 +232,8 @@ class _Watch:
     def _exchange(self) -> None:
         """Write a heartbeat and the message, if any; read those of other ranks."""
         dead = [rank for rank, beat in self._ranks.items() if _has_died(beat.process)]
+        if self._is_store_gone:  # nothing more to read, and a new connection may take long
+            self._mark_died(dead)
         try:
             if self._store is None:
                 store = self._group_store.clone()  # opens a new connection
@@ -250,8 +253,13 @@ class _Watch:
             self._store, self._is_store_gone = None, True
         except Exception as error:
             self._error = error
-        self._has_written.set()
-        for rank in dead:  # after reading its last heartbeat, in which it may have ended normally
+        has_heard_all = all(beat.beats for beat in self._ranks.values())
+        if has_heard_all or self._message or self._is_store_gone or self._error:
+            self._has_met_others.set()
+        self._mark_died(dead)  # after reading their last heartbeats: they may have ended normally
+
+    def _mark_died(self, ranks: list[int]) -> None:
+        for rank in ranks:
             if self._ranks[rank].state == "running":
                 self._ranks[rank] = replace(self._ranks[rank], state="died")
 
