@@ -54,12 +54,14 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         self._is_proven = False  # whether a loss was finite since the last save
         self._next_save_step = 0  # step of the next save
         self._last_save = (0.0, -1)  # time in seconds, step
+        self._num_saved_batches = -1  # batches processed at the last save
         self._validated_step = -1
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start the clock."""
         self._delete_end(trainer)
         self._last_save = (time.monotonic(), trainer.global_step)
+        self._num_saved_batches = _num_batches(trainer)
         self._next_save_step = trainer.global_step + self.first
 
     def on_train_batch_end(
@@ -88,7 +90,7 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
                 f"val/loss is {loss:g} after the last update, of step {trainer.global_step}. Lower "
                 "the lr, or clip gradients (trainer.gradient_clip_val=1)."
             )
-        if trainer.global_step > self._last_save[1]:
+        if _num_batches(trainer) > self._num_saved_batches:
             self._save(trainer)
         if trainer.is_global_zero:
             self._previous_path.unlink(missing_ok=True)
@@ -154,6 +156,13 @@ class LastCheckpoint(AccumulationTracker, Checkpoint):
         # All ranks must save at the same step, but their clocks differ.
         self._next_save_step = trainer.global_step + int(trainer.strategy.broadcast(wait))
         self._last_save = (time.monotonic(), trainer.global_step)
+        self._num_saved_batches = _num_batches(trainer)
+
+
+def _num_batches(trainer: Trainer) -> int:
+    """Batches that the fit has processed; more than its optimizer steps if it accumulates."""
+    total: Any = trainer.fit_loop.epoch_loop.batch_progress.total
+    return int(total.processed)
 
 
 def _has_finite_loss(outputs: Any) -> bool:

@@ -83,6 +83,24 @@ def test_a_run_that_another_callback_stops_keeps_its_last_step(tmp_path):
     assert callback.steps == [6]
 
 
+def test_the_file_of_a_run_stopped_between_accumulated_batches_is_always_that_of_its_end(tmp_path):
+    """Not that of the step before, if this step happened to be saved."""
+
+    class Stop(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            trainer.should_stop = batch_idx == 2
+
+    files = []
+    for first in (1, 100):
+        callback = Saves(tmp_path, first=first)
+        fit(callback, tmp_path, callbacks=[Stop(), ExactResume()], accumulate_grad_batches=2)
+        assert callback.steps[-1] == 1
+        files.append(saved(tmp_path))
+    assert files[0].keys() == files[1].keys()
+    assert "resumes_inexactly" in files[0]
+    assert files[0]["loops"] == files[1]["loops"]
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("options", [{}, {"val_check_interval": 2}, {"accumulate_grad_batches": 2}])
 @pytest.mark.parametrize("steps", range(1, 7))
