@@ -20,8 +20,8 @@ def test_classes_of_samples_are_the_seeds_modulo_their_number():
 
 
 def test_labels_of_the_user_win():
-    given = torch.tensor([3, -1])
-    assert condition_for([0, 1], given, LABELS) is given
+    labels = torch.tensor([3, -1])
+    assert condition_for([0, 1], labels, LABELS) is labels
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,8 @@ def test_what_are_no_words_is_refused(condition, got):
 
 
 def test_words_are_accepted():
-    given = torch.tensor([[0, 2, -1], [-1, -1, -1]])
-    assert condition_for([0, 1], given, WORDS) is given
+    words = torch.tensor([[0, 2, -1], [-1, -1, -1]])
+    assert condition_for([0, 1], words, WORDS) is words
     assert torch.equal(condition_for([0], None, WORDS), WORDS.encode("thin seven")[None])
 
 

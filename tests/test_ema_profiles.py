@@ -26,12 +26,12 @@ def test_widths_that_no_profile_has_are_refused(width):
 
 def averages(values, gamma):
     """After each value; the first stands alone."""
-    average, found = 0.0, []
+    average, averages = 0.0, []
     for step, value in enumerate(values, start=1):
         keep = power_decay(gamma, step)
         average = keep * average + (1 - keep) * value
-        found.append(average)
-    return found
+        averages.append(average)
+    return averages
 
 
 @pytest.mark.parametrize("gamma", [0.0, 6.94, 16.97])
@@ -88,10 +88,10 @@ def test_factors_and_distance_are_those_of_least_squares_on_a_grid(step, gamma):
     *first, last = profiles
     wanted = profile(tau, step, gamma)
     others = torch.stack([one - last for one in first], 1)  # the last factor is 1 less these
-    found = torch.linalg.lstsq(others, (wanted - last)[:, None]).solution[:, 0]
-    left = (others @ found + last - wanted).norm() / wanted.norm()
+    solution = torch.linalg.lstsq(others, (wanted - last)[:, None]).solution[:, 0]
+    left = (others @ solution + last - wanted).norm() / wanted.norm()
     factors, distance = coefficients(steps, gammas, step, gamma)
-    close(factors, torch.cat([found, 1 - found.sum(0, keepdim=True)]), atol=1e-3)
+    close(factors, torch.cat([solution, 1 - solution.sum(0, keepdim=True)]), atol=1e-3)
     assert distance == pytest.approx(left.item(), rel=1e-3)
 
 

@@ -21,10 +21,10 @@ LABELS, NONE = torch.tensor([0, 3]), torch.tensor([-1, -1])
 
 def labelled(labels):
     """A model whose x0, and the contrast of it, depend on the label; -1 is none."""
-    told = labels.reshape(-1, 1, 1, 1)
+    label = labels.reshape(-1, 1, 1, 1)
 
     def denoise(x, t):
-        x0 = (0.1 + 0.02 * told) * x + 0.2 * told
+        x0 = (0.1 + 0.02 * label) * x + 0.2 * label
         alpha, sigma = (v.reshape(-1, 1, 1, 1) for v in PROCESS.alpha_sigma(t))
         return Denoised(x0, (x - alpha * x0) / sigma, logvar_frac=x0 + 1)
 
@@ -108,16 +108,16 @@ def one_step(tag, clip):
 def test_classifier_guidance_equals_guided_diffusion_step_by_step(tag, clip):
     checked = 0
     for key, process, denoise_for, step, variance, x, t in one_step(tag, clip):
-        seen = ClassifierShift(gradient).guide(denoise_for, LABELS, process, None)(x, t)
-        x0 = seen.x0.clamp(-1, 1) if clip else seen.x0
+        shifted = ClassifierShift(gradient).guide(denoise_for, LABELS, process, None)(x, t)
+        x0 = shifted.x0.clamp(-1, 1) if clip else shifted.x0
         mean = step.x0_coef * x0 + step.xt_coef * x
         bounds = step.log_beta, step.log_variance, step.last
-        var = variance.log_variance(*bounds, seen.logvar_frac).exp()
+        var = variance.log_variance(*bounds, shifted.logvar_frac).exp()
         score = ClassifierScore(gradient, clip).guide(denoise_for, LABELS, process, None)(x, t)
         for actual, name in [
             (mean, "mean_uncond"),
             (var.expand(SHAPE), "variance"),
-            (mean + var * seen.shift, "condition_mean"),
+            (mean + var * shifted.shift, "condition_mean"),
             (score.x0, "score_pred_xstart"),
             (step.x0_coef * score.x0 + step.xt_coef * x, "score_mean"),
         ]:
@@ -146,10 +146,10 @@ def test_small_variance_guided_by_a_classifier_equals_algorithm_1(steps):
     process = DiscreteVP(LinearBetas(50), rescale_labels=True)
     denoise_for = lambda labels: toy_denoiser(process)  # noqa: E731
 
-    def told(x, t, labels):
+    def gradient_at_label(x, t, labels):
         return gradient(x, process.noise_label(t), labels)
 
-    denoise = ClassifierShift(told).guide(denoise_for, LABELS, process, None)
+    denoise = ClassifierShift(gradient_at_label).guide(denoise_for, LABELS, process, None)
     end = DDPM(FixedSmall(), steps, clip=False).sample(
         denoise, process, Z(SHAPE, 100), CountedNoise(200)
     )
@@ -172,19 +172,19 @@ def test_small_variance_guided_by_a_classifier_equals_algorithm_1(steps):
 
 @pytest.mark.parametrize("guidance", [ClassifierShift, ClassifierScore])
 def test_a_gradient_is_told_the_times_of_the_steps(guidance):
-    process, told = DiscreteVP(CosineBetas(4000), rescale_labels=True), []
+    process, times = DiscreteVP(CosineBetas(4000), rescale_labels=True), []
 
-    def seen(x, t, labels):
-        told.append(t)
+    def recorded(x, t, labels):
+        times.append(t)
         return torch.zeros_like(x)
 
     denoise_for = lambda labels: toy_denoiser(process)  # noqa: E731
-    denoise = guidance(seen).guide(denoise_for, LABELS, process, None)
+    denoise = guidance(recorded).guide(denoise_for, LABELS, process, None)
     DDPM(FixedSmall(), 5).sample(denoise, process, Z(SHAPE, 1), CountedNoise(2))
-    steps = [t[0].item() for t in told]
+    steps = [t[0].item() for t in times]
     assert steps == [3999, 2999, 2000, 1000, 0], steps
-    assert {t.dtype for t in told} == {torch.float64}
-    assert {t.shape for t in told} == {(2,)}
+    assert {t.dtype for t in times} == {torch.float64}
+    assert {t.shape for t in times} == {(2,)}
 
 
 def level(t):
@@ -210,46 +210,46 @@ def test_outside_of_its_interval_guidance_is_conditional_by_one_call(scale):
         (30.0, ClassifierFree(1.0)),
     ]:
         t = torch.full((2,), time, dtype=torch.float64)
-        found = guide(X, t)
-        close(found.x0, expected.guide(labelled, LABELS, PROCESS, NONE)(X, t).x0)
+        guided_x = guide(X, t)
+        close(guided_x.x0, expected.guide(labelled, LABELS, PROCESS, NONE)(X, t).x0)
     assert calls == [4, 2, 2, 2]
 
 
 @pytest.mark.parametrize("rescale", [0.3, 1.0])
 def test_rescaled_guidance_has_the_contrast_of_the_conditional_image(rescale):
     guide = ClassifierFree(4.0, rescale=rescale).guide(labelled, LABELS, PROCESS, NONE)
-    found, plain, conditional = guide(X, T), guided(4.0, X, T), labelled(LABELS)(X, T)
+    guided_x, plain, conditional = guide(X, T), guided(4.0, X, T), labelled(LABELS)(X, T)
     std = lambda x: x.flatten(1).std(1)  # noqa: E731
     assert ((std(plain.x0) - std(conditional.x0)).abs() > 0.01).all()
-    close(std(found.x0), rescale * std(conditional.x0) + (1 - rescale) * std(plain.x0))
+    close(std(guided_x.x0), rescale * std(conditional.x0) + (1 - rescale) * std(plain.x0))
     alpha, sigma = (v.reshape(-1, 1, 1, 1) for v in PROCESS.alpha_sigma(T))
-    close(alpha * found.x0 + sigma * found.noise, X)
+    close(alpha * guided_x.x0 + sigma * guided_x.noise, X)
 
 
 def test_rescaling_reaches_a_scale_of_zero():
-    found = ClassifierFree(0.0, rescale=1.0).guide(labelled, LABELS, PROCESS, NONE)(X, T)
+    guided_x = ClassifierFree(0.0, rescale=1.0).guide(labelled, LABELS, PROCESS, NONE)(X, T)
     std = lambda x: x.flatten(1).std(1)  # noqa: E731
-    close(std(found.x0), std(labelled(LABELS)(X, T).x0))
-    assert not torch.allclose(found.x0, labelled(LABELS)(X, T).x0)
+    close(std(guided_x.x0), std(labelled(LABELS)(X, T).x0))
+    assert not torch.allclose(guided_x.x0, labelled(LABELS)(X, T).x0)
 
 
 def test_autoguidance_extrapolates_from_the_weaker_model():
     weaker = lambda labels: labelled(labels + 1)  # noqa: E731
-    found = Autoguidance(weaker, 2.5).guide(labelled, LABELS, PROCESS, None)(X, T)
+    guided_x = Autoguidance(weaker, 2.5).guide(labelled, LABELS, PROCESS, None)(X, T)
     strong, weak = labelled(LABELS)(X, T), weaker(LABELS)(X, T)
-    close(found.x0, weak.x0 + 2.5 * (strong.x0 - weak.x0))
-    close(found.noise, weak.noise + 2.5 * (strong.noise - weak.noise))
+    close(guided_x.x0, weak.x0 + 2.5 * (strong.x0 - weak.x0))
+    close(guided_x.noise, weak.noise + 2.5 * (strong.noise - weak.noise))
     alone = Autoguidance(weaker, 2.5, (0.0, 0.01)).guide(labelled, LABELS, PROCESS, None)(X, T)
     assert torch.equal(alone.x0, strong.x0)
 
 
 def test_guidance_without_meaning_is_refused():
-    for make, told in [
+    for make, message in [
         (lambda: ClassifierFree(math.inf), "scale must be finite"),
         (lambda: ClassifierFree(2.0, (1.0, 0.5)), "interval must be two levels"),
         (lambda: ClassifierFree(2.0, (1.0, 2.0, 3.0)), "interval must be two levels"),
         (lambda: ClassifierFree(2.0, rescale=1.5), r"rescale must be in \[0, 1\], got 1.5"),
         (lambda: Autoguidance(labelled, math.nan), "scale must be finite"),
     ]:
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             make()

@@ -334,10 +334,12 @@ def test_plain_denoising_is_the_weighted_loss_of_edm(kind):
     x0, noise = PIX((4, 3, 4, 4), 801), Z((4, 3, 4, 4), 802)
     alpha, sigma = (expand_as(v, x0) for v in process.alpha_sigma(t))
     x_t = alpha * x0 + sigma * noise
-    seen = parameterization.network_input(x_t, alpha, sigma)
+    network_input = parameterization.network_input(x_t, alpha, sigma)
     label = expand_as(process.noise_label(t), x0)
     label = 4 * label - torch.log(torch.tensor(2.0).double()) if kind == "ve" else label
-    output = sign * (0.5 * seen + 0.2 * torch.sin(label) + 0.1 * torch.tanh(2 * seen))
+    output = sign * (
+        0.5 * network_input + 0.2 * torch.sin(label) + 0.1 * torch.tanh(2 * network_input)
+    )
     parts = {"process": process, "parameterization": parameterization}
     loss = losses_of(output, x0, t, noise, **parts, loss=DenoisingLoss(Simple()))
     close(loss, tensor("case07_edm", f"loss/{kind}_f64").flatten(1).mean(1))

@@ -67,16 +67,18 @@ EDM_FAMILY = {
 
 
 def compare_with_edm(case, tag, kind, parameterization):
-    process, _, sign, told = EDM_FAMILY[kind]
+    process, _, sign, label_of = EDM_FAMILY[kind]
     sigmas = tensor(case, f"{tag}/sigmas")
     x = Z((len(sigmas), 3, 4, 4), 800)
     t = process.at_log_snr(-2 * sigmas.log())
-    label = expand_as(told(process.noise_label(t)), x)
+    label = expand_as(label_of(process.noise_label(t)), x)
     alpha, sigma = (expand_as(v, x) for v in process.alpha_sigma(t))
     one = torch.ones_like(alpha)
     x_t = alpha * x * (1 + expand_as(sigmas, x))
-    seen = parameterization.network_input(x_t, alpha, sigma)
-    output = sign * (0.5 * seen + 0.2 * torch.sin(label) + 0.1 * torch.tanh(2 * seen))
+    network_input = parameterization.network_input(x_t, alpha, sigma)
+    output = sign * (
+        0.5 * network_input + 0.2 * torch.sin(label) + 0.1 * torch.tanh(2 * network_input)
+    )
     for actual, name in [
         (parameterization.to_x0(0 * one, alpha, alpha, sigma).flatten(), "c_skip"),
         (sign * parameterization.to_x0(one, 0 * one, alpha, sigma).flatten(), "c_out"),
@@ -129,11 +131,11 @@ def test_edm_with_unit_data_on_a_variance_preserving_process_is_velocity():
 def test_damping_depends_on_the_level_and_not_on_the_scale_of_the_process():
     p = FDM(Epsilon(), 0.001, 152.17)
     level = torch.logspace(-3, 2.2, 20, dtype=torch.float64)
-    seen = []
+    inputs = []
     for process in (EDMProcess(), ContinuousVP()):
         alpha, sigma = process.alpha_sigma(process.at_log_snr(-2 * level.log()))
-        seen.append(p.network_input(alpha * 0.3 + sigma * 0.7, alpha, sigma))
-    close(*seen)
+        inputs.append(p.network_input(alpha * 0.3 + sigma * 0.7, alpha, sigma))
+    close(*inputs)
 
 
 def test_damping_begins_with_one_falls_and_leaves_nothing_far_beyond_its_range():
@@ -145,9 +147,9 @@ def test_damping_begins_with_one_falls_and_leaves_nothing_far_beyond_its_range()
     alpha, sigma = (
         v.float() for v in DiscreteVP(CosineBetas(1000)).alpha_sigma(torch.arange(1000))
     )
-    seen = p.network_input(alpha + sigma, alpha, sigma)
-    assert seen.isfinite().all()
-    assert seen[-2:].abs().max() < 1e-6
+    network_input = p.network_input(alpha + sigma, alpha, sigma)
+    assert network_input.isfinite().all()
+    assert network_input[-2:].abs().max() < 1e-6
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from lit_diffusion.protocols import NonFiniteSamples, by_part
 VELOCITY = "lit_diffusion.parameterizations.Velocity"
 LEVELS = {"sigma_min": 0.002, "sigma_max": 80.0}
 UNIFORM, EVEN = "lit_diffusion.timesteps.Uniform", "lit_diffusion.grids.Even"
-GIVEN = {"class_path": "lit_diffusion.processes.GivenBetas", "init_args": {"values": [0.1, 0.2]}}
+BETAS = {"class_path": "lit_diffusion.processes.GivenBetas", "init_args": {"values": [0.1, 0.2]}}
 BENT = {
     "class_path": "lit_diffusion.processes.ZeroTerminalSNR",
     "init_args": {"base": "lit_diffusion.processes.LinearBetas"},
@@ -28,7 +28,7 @@ FITTING = [
     ("Process", "processes.EDMProcess", {"sigma_max": 10.0}),
     ("Process", "processes.VE", {"sigma_max": 50.0}),
     ("Process", "processes.LinearFlow", {"t_min": 1e-3}),
-    ("Process", "processes.DiscreteVP", {"betas": GIVEN}),
+    ("Process", "processes.DiscreteVP", {"betas": BETAS}),
     ("Process", "processes.DiscreteVP", {"betas": BENT}),
     ("TimestepDistribution", "timesteps.Uniform", {}),
     ("TimestepDistribution", "timesteps.LogitNormal", {"std": 0.5}),
@@ -83,11 +83,11 @@ def test_a_strategy_is_loaded_by_its_class_path(protocol, name, init_args):
     parser = ArgumentParser(exit_on_error=False)
     parser.add_argument("--strategy", type=getattr(protocols, protocol))
     spec = {"class_path": f"lit_diffusion.{name}", "init_args": init_args}
-    made = parser.instantiate(parser.parse_object({"strategy": spec})).strategy
-    assert type(made).__name__ == name.split(".")[1]
+    strategy = parser.instantiate(parser.parse_object({"strategy": spec})).strategy
+    assert type(strategy).__name__ == name.split(".")[1]
     for key, value in init_args.items():
         if isinstance(value, int | float):
-            assert getattr(made, key) == value
+            assert getattr(strategy, key) == value
 
 
 def test_a_class_that_does_not_fit_is_refused():

@@ -411,8 +411,8 @@ def test_a_cached_second_run_puts_no_real_image_through_the_extractor(tmp_path):
     for number in range(2):
         fit(tmp_path / str(number), fid(tmp_path, built=built, auxiliary_metrics=True))
     first, second = built
-    assert first.seen == 30 + 8 + 30 + NUM  # reference, floor, neighbours, samples
-    assert second.seen == NUM
+    assert first.num_images == 30 + 8 + 30 + NUM  # reference, floor, neighbours, samples
+    assert second.num_images == NUM
     assert records(tmp_path / "0", "value") == records(tmp_path / "1", "value")
 
 

@@ -20,8 +20,8 @@ def row_of(crop, label):
     photo = PHOTOS[label]
     starts = photo[:, :-31].unfold(2, 32, 1)[..., :4] == crop[:, None, None, 0, :4]
     places = starts.all(-1).all(0).nonzero().tolist()
-    (found,) = [y for y, x in places if torch.equal(photo[:, y : y + 32, x : x + 32], crop)]
-    return found
+    (place,) = [y for y, x in places if torch.equal(photo[:, y : y + 32, x : x + 32], crop)]
+    return place
 
 
 def test_a_crop_is_a_piece_of_the_photograph_that_its_label_names():

@@ -27,7 +27,7 @@ litdata = pytest.importorskip("litdata", reason="pip install -e '.[streaming]'")
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
+def temporary_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     open_set.cache_clear()
 

@@ -73,8 +73,8 @@ def test_what_is_saved_on_a_signal_has_all_that_others_do(run):
 
 @pytest.mark.parametrize("base", [ModelCheckpoint, callbacks.ModelCheckpoint])
 def test_a_class_of_either_package_is_known(base):
-    class Own(base):
+    class Subclass(base):
         pass
 
-    assert isinstance_lightning(Own(), callbacks.ModelCheckpoint)
-    assert not isinstance_lightning(Own(), callbacks.EarlyStopping)
+    assert isinstance_lightning(Subclass(), callbacks.ModelCheckpoint)
+    assert not isinstance_lightning(Subclass(), callbacks.EarlyStopping)

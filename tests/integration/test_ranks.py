@@ -26,7 +26,7 @@ def independence(one, other, bins=6):
     return chi2_contingency(table).pvalue
 
 
-def assert_ranks_draw_their_own(u):
+def assert_draws_are_independent(u):
     assert uniformity(u) > RARE
     for one, other in combinations(u, 2):
         assert independence(one, other) > RARE
@@ -41,7 +41,7 @@ def test_ranks_draw_independent_times_and_noise_and_end_alike(tmp_path, ranks, d
     noise = np.array([rank["noise"] for rank in results]).reshape(ranks, -1)
     assert u.shape[1] == STEPS * BATCH
     assert noise.shape[1] == STEPS * BATCH * VALUES
-    assert_ranks_draw_their_own(u)
+    assert_draws_are_independent(u)
     assert uniformity(norm.cdf(noise)) > RARE
     for one, other in combinations(norm.cdf(noise), 2):
         assert independence(one, other) > RARE

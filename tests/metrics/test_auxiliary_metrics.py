@@ -99,7 +99,7 @@ def test_only_training_images_have_a_held_out_fid_beside_them(tmp_path):
 
 def test_features_of_real_images_are_extracted_once(tmp_path):
     first, again = build(tmp_path), build(tmp_path)
-    counts = [metrics.comparisons[0].scorer.extractor.seen for metrics in (first, again)]
+    counts = [metrics.comparisons[0].scorer.extractor.num_images for metrics in (first, again)]
     assert counts[1] == 0 < counts[0]
     images = random_images(100, 4, size=8)
     assert score(first, images) == score(again, images)

@@ -43,7 +43,7 @@ def test_sums_are_those_of_all_images_which_are_read_once(tmp_path):
     assert before.num_images == 30
     assert torch.equal(before.sums["real_features_sum"], pixels.sum(0))
     assert torch.equal(before.sums["real_features_cov_sum"], pixels.T @ pixels)
-    assert (first.extractor.seen, second.extractor.seen) == (70, 0)
+    assert (first.extractor.num_images, second.extractor.num_images) == (70, 0)
     assert (after.floors, after.floor_images) == (before.floors, before.floor_images)
     assert all(torch.equal(after.sums[name], before.sums[name]) for name in before.sums)
 

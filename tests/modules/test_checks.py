@@ -64,9 +64,11 @@ class Pets:
 
 
 def test_classes_that_a_model_is_not_told_are_said():
-    said = unused_classes(Pets())
-    assert said.startswith("The data have 2 classes (cats, dogs), which this model does not use;")
-    assert "num_classes=2, in the module and in its network" in said
+    message = unused_classes(Pets())
+    assert message.startswith(
+        "The data have 2 classes (cats, dogs), which this model does not use;"
+    )
+    assert "num_classes=2, in the module and in its network" in message
     assert unused_classes(Pictures()) is None
     assert unused_classes(None) is None
 
@@ -75,7 +77,7 @@ IMAGES, INDEX = torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.arange(2)
 
 
 @pytest.mark.parametrize(
-    ("batch", "told"),
+    ("batch", "message"),
     [
         ((IMAGES, INDEX), r"\(uint8 \(2, 1, 4, 4\), int64 \(2,\)\)"),
         (IMAGES, r"\(uint8 \(2, 1, 4, 4\)\)"),
@@ -83,8 +85,8 @@ IMAGES, INDEX = torch.zeros(2, 1, 4, 4, dtype=torch.uint8), torch.arange(2)
         (None, r"\(NoneType\)"),
     ],
 )
-def test_a_batch_of_other_parts_is_refused_by_what_it_holds(batch, told):
-    with pytest.raises(ValueError, match=rf"index \(B,\) of each .* got {told}; write"):
+def test_a_batch_of_other_parts_is_refused_by_what_it_holds(batch, message):
+    with pytest.raises(ValueError, match=rf"index \(B,\) of each .* got {message}; write"):
         check_batch(batch, takes_condition=True)
 
 

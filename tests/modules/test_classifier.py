@@ -38,7 +38,7 @@ class TwoModes(nn.Module):
         return torch.stack([-((x - m * alpha) ** 2) / (2 * variance) for m in (-1, 1)], dim=1)
 
 
-class Told(nn.Module):
+class Recording(nn.Module):
     """Keeps what it is told; its logits are of the first pixel."""
 
     def forward(self, x, noise_label):
@@ -74,11 +74,11 @@ def test_the_gradient_turns_the_score_of_all_into_that_of_a_class():
     labels = torch.tensor([0, 1] * 3)
     guidance = ClassifierScore(classifier.gradient(), clip=False)
     # the network is told float32 levels, so its gradient is that of a slightly other time
-    found = guidance.guide(lambda labels: either, labels, PROCESS, None)(x, t)
+    guided = guidance.guide(lambda labels: either, labels, PROCESS, None)(x, t)
     alpha, sigma = (v.reshape(-1, 1, 1, 1) for v in PROCESS.alpha_sigma(t))
     mean = 2.0 * labels.reshape(-1, 1, 1, 1) - 1
     expected = mean + 0.09 * alpha / ((0.3 * alpha) ** 2 + sigma**2) * (x - mean * alpha)
-    close(found.x0, expected, rtol=1e-5, atol=1e-5)
+    close(guided.x0, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_gradient_scales_pulls_nowhere_without_a_label_and_leaves_no_trace():
@@ -98,7 +98,7 @@ def test_the_gradient_scales_pulls_nowhere_without_a_label_and_leaves_no_trace()
     "process", [PROCESS, ContinuousVP(), EDMProcess(), VE(0.01), LinearFlow()], ids=repr
 )
 def test_the_network_sees_inputs_of_unit_variance_on_every_process(process):
-    network = Told()
+    network = Recording()
     classifier = module(network, (1, 8, 8), process=process)
     x0, noise = Z((2, 1, 8, 8), 1).float(), Z((2, 1, 8, 8), 2).float()
     for u in (0.0, 0.5, 1.0):
@@ -110,11 +110,11 @@ def test_the_network_sees_inputs_of_unit_variance_on_every_process(process):
         assert process not in (PROCESS, ContinuousVP()) or torch.equal(network.x, x_t)
         assert 0.7 < network.x.std() < 1.3
         close(network.noise_label.double(), process.noise_label(t), rtol=1e-6)
-        found = classifier.gradient()(x_t, t, torch.tensor([0, 1]))
+        gradient = classifier.gradient()(x_t, t, torch.tensor([0, 1]))
         leaf = x_t.clone().requires_grad_()
-        told = (leaf / math.hypot(alpha, sigma)).flatten(1)[:, :2].log_softmax(1)
-        (told[0, 0] + told[1, 1]).backward()
-        close(found, leaf.grad, rtol=1e-4, atol=1e-9)
+        log_probabilities = (leaf / math.hypot(alpha, sigma)).flatten(1)[:, :2].log_softmax(1)
+        (log_probabilities[0, 0] + log_probabilities[1, 1]).backward()
+        close(gradient, leaf.grad, rtol=1e-4, atol=1e-9)
     assert logits.shape == (2, 2)
 
 

@@ -143,9 +143,9 @@ def test_samples_that_are_not_finite_are_named_and_never_images(solver, value):
             return torch.where(bad.view(-1, 1, 1, 1), value, x)
 
     model = module(Poisoned(), solver=solver)
-    with pytest.raises(NonFiniteSamples, match=r"2 samples are not finite, from t = 50") as told:
+    with pytest.raises(NonFiniteSamples, match=r"2 samples are not finite, from t = 50") as error:
         model.generate(range(8))
-    assert told.value.seeds == [2, 6]
+    assert error.value.seeds == [2, 6]
     assert len(model.generate([0, 1, 3])) == 3
 
 
@@ -239,16 +239,16 @@ def test_validation_shares_no_noise_with_samples():
 
 
 def test_the_network_is_told_whole_times_in_bfloat16():
-    told = []
+    labels_in = []
 
     class Recording(nn.Module):
         def forward(self, x, noise_label, labels):
-            told.append(noise_label)
+            labels_in.append(noise_label)
             return x
 
     model = module(Recording(), process=DiscreteVP(CosineBetas(1000)), solver=DDIM(2))
     model.bfloat16().generate([0])
-    assert [label.item() for label in told] == [999, 0]
+    assert [label.item() for label in labels_in] == [999, 0]
 
 
 def test_validation_is_without_the_curriculum():
@@ -337,27 +337,27 @@ def test_every_parameter_is_trained():
 
 
 def losses_of(run_trainer, model, batches):
-    seen = []
+    losses = []
     original = model.training_step
 
     def recorded(batch, batch_idx):
         out = original(batch, batch_idx)
-        seen.append(out["loss"].item())
+        losses.append(out["loss"].item())
         return out
 
     model.training_step = recorded
     run_trainer.fit(model, batches)
-    return seen
+    return losses
 
 
 def test_loggers_get_the_loss_of_each_quartile_of_noise_levels(tmp_path):
     logger = AppendingCSVLogger(tmp_path)
-    model, seen = module(), []
+    model, outputs = module(), []
     original = model.training_step
 
     def recorded(batch, batch_idx):
         out = original(batch, batch_idx)
-        seen.append(out)
+        outputs.append(out)
         return out
 
     model.training_step = recorded
@@ -365,19 +365,19 @@ def test_loggers_get_the_loss_of_each_quartile_of_noise_levels(tmp_path):
     rows = read_rows(logger.path)
     assert [row["step"] for row in rows] == ["1", "3", "5", "7"]
     for row in rows:
-        out = seen[int(row["step"])]
+        out = outputs[int(row["step"])]
         for i in range(4):
-            chosen = out["per_sample_loss"][bin_of(out["u"], 4) == i]
-            assert float(row[f"train/loss_q{i}"]) == pytest.approx(chosen.mean().item(), rel=1e-5)
+            losses = out["per_sample_loss"][bin_of(out["u"], 4) == i]
+            assert float(row[f"train/loss_q{i}"]) == pytest.approx(losses.mean().item(), rel=1e-5)
 
 
 class Norms(Callback):
     def __init__(self):
-        self.seen, self.rates = [], []
+        self.norms, self.rates = [], []
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         gradients = [p.grad.flatten() for p in pl_module.parameters()]
-        self.seen.append(torch.cat(gradients).double().norm().item())
+        self.norms.append(torch.cat(gradients).double().norm().item())
         self.rates.append(optimizer.param_groups[0]["lr"])
 
 
@@ -387,9 +387,9 @@ def test_loggers_get_the_lr_and_the_norm_of_the_gradient_before_it_is_clipped(tm
     options = {"logger": logger, "log_every_n_steps": 2, "gradient_clip_val": 1e-3}
     trainer(max_steps=4, callbacks=[norms], **options).fit(model, loader(12))
     rows = read_rows(logger.path)
-    assert [float(row["train/grad_norm"]) for row in rows] == pytest.approx(norms.seen[1::2])
+    assert [float(row["train/grad_norm"]) for row in rows] == pytest.approx(norms.norms[1::2])
     assert [float(row["train/lr"]) for row in rows] == pytest.approx(norms.rates[1::2])
-    assert min(norms.seen) > 1e-3
+    assert min(norms.norms) > 1e-3
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -469,11 +469,11 @@ class RateRecorder:
         configure = model.configure_optimizers
 
         def recorded():
-            made = configure()
-            made["optimizer"].register_step_pre_hook(
+            optimizers = configure()
+            optimizers["optimizer"].register_step_pre_hook(
                 lambda optimizer, *_: self.rates.append(optimizer.param_groups[0]["lr"])
             )
-            return made
+            return optimizers
 
         model.configure_optimizers = recorded
 
@@ -510,8 +510,8 @@ def test_a_schedule_without_an_end_is_refused():
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
 def test_training_works_in_other_precisions(precision):
     model = module()
-    seen = losses_of(trainer(max_steps=4, precision=precision), model, loader())
-    assert np.isfinite(seen).all()
+    losses = losses_of(trainer(max_steps=4, precision=precision), model, loader())
+    assert np.isfinite(losses).all()
     assert model.generate([0]).shape == (1, 1, 8, 8)
 
 
@@ -523,13 +523,13 @@ def test_training_works_with_dynamic_loss_scaling():
 
 @pytest.mark.parametrize("channels_last", [True, False])
 def test_the_network_and_its_input_have_the_memory_format_asked_for(channels_last):
-    model, seen = module(channels_last=channels_last), []
-    model.network.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model, inputs = module(channels_last=channels_last), []
+    model.network.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
     images = torch.rand(2, 1, 8, 8)
     model.per_sample_loss(images, None, torch.zeros(2), images)
     weight = next(p for p in model.network.parameters() if p.ndim == 4 and p.shape[1] > 1)
     assert weight.is_contiguous(memory_format=torch.channels_last) == channels_last
-    assert seen[0].is_contiguous(memory_format=model.memory_format)
+    assert inputs[0].is_contiguous(memory_format=model.memory_format)
 
 
 # Bad input
@@ -628,24 +628,24 @@ def test_what_is_tested_on_is_in_the_names_of_the_metrics(tmp_path, data, split)
     run = trainer(callbacks=[fid], default_root_dir=tmp_path, limit_test_batches=1)
     network = UNet(1, 1, model_channels=8, num_res_blocks=1, num_heads=1, norm_groups=4)
     model = module(network, num_classes=None, label_dropout=0)
-    (found,) = run.test(model, data(batch_size=6), verbose=False)
-    assert found.keys() == {f"{split}/loss", f"{split}/fid_80_raw", f"{split}/fid_80_raw_floor"}
+    (metrics,) = run.test(model, data(batch_size=6), verbose=False)
+    assert metrics.keys() == {f"{split}/loss", f"{split}/fid_80_raw", f"{split}/fid_80_raw_floor"}
 
 
 @pytest.mark.parametrize(
-    ("labels", "told"),
+    ("labels", "message"),
     [
         (torch.tensor([0, 1, 2, 4]), r"labels must be 0..3 or -1, got \[0, 1, 2, 4\]"),
         (torch.zeros(4), r"got \(4,\) of torch.float32; use int64"),
         (torch.eye(4).long(), r"got \(4, 4\) of torch.int64"),
     ],
 )
-def test_labels_that_are_no_classes_are_refused(tmp_path, labels, told):
+def test_labels_that_are_no_classes_are_refused(tmp_path, labels, message):
     images = torch.zeros(4, 1, 8, 8, dtype=torch.uint8)
     batches = DataLoader(TensorDataset(images, labels, torch.arange(4)), batch_size=4)
     options = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     trainer = Trainer(max_steps=1, accelerator="cpu", default_root_dir=tmp_path, **options)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         trainer.fit(module(), batches)
     assert trainer.global_step == 0
 
@@ -669,20 +669,20 @@ def test_an_inpainted_image_keeps_what_is_masked_to_the_last_bit():
     trained, images = module(solver=DDIM(4)), data(4).tensors[0]
     mask = torch.zeros(1, 1, 8, 8)
     mask[..., :3] = 1
-    made = trained.inpaint(images, mask, range(4), resamples=2)
-    assert torch.equal(made[..., :3], images[..., :3])
-    assert (made[..., 3:] != images[..., 3:]).float().mean() > 0.5
-    assert torch.equal(made[1:2], trained.inpaint(images[1:2], mask, [1], resamples=2))
+    inpainted = trained.inpaint(images, mask, range(4), resamples=2)
+    assert torch.equal(inpainted[..., :3], images[..., :3])
+    assert (inpainted[..., 3:] != images[..., 3:]).float().mean() > 0.5
+    assert torch.equal(inpainted[1:2], trained.inpaint(images[1:2], mask, [1], resamples=2))
 
 
 def test_whoever_watches_is_told_of_every_step_however_samples_are_made():
     trained, images = module(solver=DDIM(4)), data(2).tensors[0]
-    alone, told = trained.generate(range(2)), []
-    trained.watch = lambda step, t, x_t, x0: told.append(step)
+    alone, steps = trained.generate(range(2)), []
+    trained.watch = lambda step, t, x_t, x0: steps.append(step)
     assert torch.equal(trained.generate(range(2)), alone)
     trained.edit(images, range(2), strength=0.5)
     trained.inpaint(images, torch.zeros(1, 1, 8, 8), range(2), resamples=2)
-    assert told == [0, 1, 2, 3, 0, 1, 0, 1, 2, 3]
+    assert steps == [0, 1, 2, 3, 0, 1, 0, 1, 2, 3]
 
 
 def test_inpainting_leaves_out_no_classifier():

@@ -51,7 +51,7 @@ def other(folder, to):
     return str(to / "small")
 
 
-def diffusers_own(folder):
+def diffusers_vae(folder):
     from diffusers import AutoencoderKL
 
     return AutoencoderKL.from_pretrained(folder).eval()
@@ -59,11 +59,11 @@ def diffusers_own(folder):
 
 @torch.no_grad()
 def test_the_round_trip_is_that_of_diffusers(codec, folder):
-    own = diffusers_own(folder)
-    posterior = own.encode(IMAGES / 127.5 - 1).latent_dist
+    theirs = diffusers_vae(folder)
+    posterior = theirs.encode(IMAGES / 127.5 - 1).latent_dist
     x0 = codec.encode(IMAGES)
     torch.testing.assert_close(x0, (posterior.mean - 0.25) * SCALE)
-    pixels = (own.decode(posterior.mean).sample / 2 + 0.5).clamp(0, 1) * 255
+    pixels = (theirs.decode(posterior.mean).sample / 2 + 0.5).clamp(0, 1) * 255
     assert (codec.decode(x0).float() - pixels).abs().max() <= 0.51
     torch.manual_seed(3)
     draw = posterior.mean + posterior.std * torch.randn(posterior.mean.shape)
@@ -72,17 +72,17 @@ def test_the_round_trip_is_that_of_diffusers(codec, folder):
 
 
 @pytest.mark.parametrize(
-    ("kept", "expected"),
+    ("factors", "expected"),
     [({"scaling_factor": 1.5305, "shift_factor": 0.0609}, (1.5305, 0.0609)), ({}, (0.18215, 0.0))],
 )
-def test_scale_and_shift_are_those_of_the_folder_unless_given(tmp_path, kept, expected):
-    made = small_vae.save(tmp_path / "vae") / "config.json"
-    config = {k: v for k, v in json.loads(made.read_text()).items() if "factor" not in k}
-    made.write_text(json.dumps(config | kept))
-    codec = VAECodec(str(made.parent))
+def test_scale_and_shift_are_those_of_the_folder_unless_given(tmp_path, factors, expected):
+    file = small_vae.save(tmp_path / "vae") / "config.json"
+    config = {k: v for k, v in json.loads(file.read_text()).items() if "factor" not in k}
+    file.write_text(json.dumps(config | factors))
+    codec = VAECodec(str(file.parent))
     assert (codec.scale, codec.shift) == expected
-    given = VAECodec(str(made.parent), 0.5, shift=0.0)
-    assert (given.scale, given.shift) == (0.5, 0.0)
+    codec = VAECodec(str(file.parent), 0.5, shift=0.0)
+    assert (codec.scale, codec.shift) == (0.5, 0.0)
 
 
 def test_shapes_are_those_of_what_is_encoded(codec):
@@ -187,10 +187,10 @@ def test_another_vae_of_the_same_name_is_refused(codec, folder, tmp_path):
     fitted(codec, tmp_path)
     wrong = VAECodec(other(folder, tmp_path), SCALE)
     assert wrong.sha256 != codec.sha256
-    told = rf"VAE small with SHA-256 {codec.sha256}.*with {wrong.sha256}"
-    with pytest.raises(ValueError, match=told):
+    message = rf"VAE small with SHA-256 {codec.sha256}.*with {wrong.sha256}"
+    with pytest.raises(ValueError, match=message):
         load(tmp_path / "run.ckpt", module=latent_module(wrong))
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         make_trainer(tmp_path, max_steps=3).fit(
             latent_module(wrong),
             PhotoPatches(batch_size=4, epoch_size=8, num_val=4),
@@ -278,6 +278,6 @@ def test_decoded_samples_look_like_images(trained, tmp_path):
         return score_images(images, real, EmbeddedCNN("patches-cnn"))["fid"]
 
     with ema.weights("ema"), eval_mode(module):
-        found = fid(module.generate(range(256)))
+        value = fid(module.generate(range(256)))
     torch.manual_seed(0)
-    assert found < 0.6 * fid(codec.decode(torch.randn(256, 4, 16, 16)))
+    assert value < 0.6 * fid(codec.decode(torch.randn(256, 4, 16, 16)))

@@ -85,12 +85,12 @@ def test_networks_are_told_rescaled_times_when_asked():
     end = DDPM(FixedLarge(), 50).sample(denoise, process, Z(SHAPE, 100), CountedNoise(200))
     expected = tensor("case03_sampling", "rescale_lin50/x_f32")[-1]  # float32 only in the reference
     close(end.float(), expected, rtol=1e-4, atol=2e-5 * max(1, expected.abs().max().item()))
-    t_seen = tensor("case03_sampling", "rescale_lin50/t_seen")
-    close(process.noise_label(torch.tensor(denoise.times)), t_seen, rtol=1e-6)
+    labels = tensor("case03_sampling", "rescale_lin50/t_seen")
+    close(process.noise_label(torch.tensor(denoise.times)), labels, rtol=1e-6)
     for tag, betas in [("cos1000", CosineBetas(1000)), ("cos4000", CosineBetas(4000))]:
         process = DiscreteVP(betas, rescale_labels=True)
-        told = process.noise_label(Sections().grid(process, 25)[:-1])
-        close(told, tensor("case03_sampling", f"rescale_{tag}_25/t_seen"))
+        labels = process.noise_label(Sections().grid(process, 25)[:-1])
+        close(labels, tensor("case03_sampling", f"rescale_{tag}_25/t_seen"))
 
 
 def test_ddim_with_eta_one_is_ddpm_with_the_small_variance():

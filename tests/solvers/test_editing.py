@@ -48,10 +48,8 @@ def test_a_strength_is_a_share_of_the_steps_on_the_solvers_own_grid(solver, step
         assert part.steps == max(1, round(strength * steps))
         expected = solver.default_times.grid(COSINE, steps)[-part.steps - 1 :]
         close(part.times.grid(COSINE, part.steps), expected)
-    given = replace(whole, times=Even())
-    assert (
-        truncate_solver(given, 0.5).times.base == repaint_solver(given, None, None).times == Even()
-    )
+    even = replace(whole, times=Even())
+    assert truncate_solver(even, 0.5).times.base == repaint_solver(even, None, None).times == Even()
 
 
 def test_strengths_and_solvers_that_cannot_be_are_refused():
@@ -123,13 +121,13 @@ def test_resampling_makes_what_is_missing_fit_what_is_known():
 
 
 def test_repaint_is_told_step_by_step_and_refuses_none():
-    seen = []
+    steps = []
     known, mask = Z(SHAPE, 1).clamp(-1, 1), torch.zeros(1, 1, 4, 4)
     solver = RePaint(known, mask, 5, 2, Sections())
     solver.check(COSINE)
-    watch = lambda *step: seen.append(step[0])  # noqa: E731
+    watch = lambda *step: steps.append(step[0])  # noqa: E731
     solver.sample(gaussian_denoiser(COSINE), COSINE, Z(SHAPE, 2), CountedNoise(1), watch)
-    assert seen == [0, 1, 2, 3, 4]
+    assert steps == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match="resamples must be at least 1, got 0"):
         RePaint(known, mask, 5, 0)
     with pytest.raises(ValueError, match="discrete steps"):

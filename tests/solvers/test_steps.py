@@ -143,10 +143,10 @@ def test_a_third_order_leaves_less_error_than_a_second(process):
 def test_solvers_equal_k_diffusion_in_its_own_process(kind, tag, solver):
     expected = tensor("case11_kdiffusion", f"{kind}/{tag}/final")
     denoise, noise = Recorder(k_diffusion_data(kind)), CountedNoise(960)
-    seen = []
-    watch = lambda i, t, x, x0: seen.append(x)  # noqa: E731
+    states = []
+    watch = lambda i, t, x, x0: states.append(x)  # noqa: E731
     close(solver.sample(denoise, EDMProcess(), Z(expected.shape, 950), noise, watch), expected)
-    close(torch.stack(seen), tensor("case11_kdiffusion", f"{kind}/{tag}/x_steps"))
+    close(torch.stack(states), tensor("case11_kdiffusion", f"{kind}/{tag}/x_steps"))
     assert len(denoise.times) == load("case11_kdiffusion")[f"{kind}/{tag}/model_calls"]
     if tag != "dpmpp_2s_ancestral_eta0":  # which draws, and multiplies by 0
         assert noise.calls == load("case11_kdiffusion")[f"{kind}/{tag}/noise_calls"]
@@ -185,9 +185,9 @@ SCHEDULERS = [
 def scheduler_of(name, options, process, steps=9):
     diffusers = pytest.importorskip("diffusers", reason="pip install -e '.[diffusers]'")
     betas = {"trained_betas": process.betas.betas().tolist()} if process is LINEAR else {}
-    made = getattr(diffusers, name)(**options, **betas)
-    made.set_timesteps(steps)
-    return made
+    scheduler = getattr(diffusers, name)(**options, **betas)
+    scheduler.set_timesteps(steps)
+    return scheduler
 
 
 @pytest.mark.parametrize(("name", "options", "solver", "process"), SCHEDULERS)
@@ -267,9 +267,9 @@ def test_a_watch_sees_every_step_in_order_and_changes_nothing(solver, process):
         denoise = gaussian_denoiser(process)
         return solver.sample(denoise, process, Z(SHAPE, 1), CountedNoise(1), *watch)
 
-    seen = []
-    assert torch.equal(sampled(lambda *step: seen.append(step)), sampled())
-    steps, times, states, images = zip(*seen, strict=True)
+    steps_watched = []
+    assert torch.equal(sampled(lambda *step: steps_watched.append(step)), sampled())
+    steps, times, states, images = zip(*steps_watched, strict=True)
     assert steps == tuple(range(7))
     t = torch.stack([*times, torch.tensor(process.t_clean)])
     assert (t.diff() < 0).all()

@@ -13,10 +13,10 @@ class PixelExtractor(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.seen = 0
+        self.num_images = 0
 
     def forward(self, images):
-        self.seen += len(images)
+        self.num_images += len(images)
         return images.flatten(1)[:, :FEATURES].float()
 
 

@@ -44,7 +44,7 @@ def random_config(rng, root):
     model |= {"optimizer": _optimizer(rng), "lr_scheduler": _schedule(rng)}
     trainer["callbacks"] = _callbacks(rng, trainer, model, root)
     data = {"batch_size": rng.choice([7, 10, 12]), "num_workers": rng.choice([0, 0, 0, 1, 2])}
-    config["data"] = _made("support.random_fits.FewDigits", **data)
+    config["data"] = _spec("support.random_fits.FewDigits", **data)
     return config
 
 
@@ -69,10 +69,10 @@ def _trainer(rng):
 def _optimizer(rng):
     return rng.choice(
         [
-            _made("torch.optim.Adam", lr=0.002),
-            _made("torch.optim.AdamW", lr=0.002, amsgrad=True),
-            _made("torch.optim.Adam", lr=0.002, foreach=False),
-            _made("torch.optim.RMSprop", lr=0.002, centered=True),
+            _spec("torch.optim.Adam", lr=0.002),
+            _spec("torch.optim.AdamW", lr=0.002, amsgrad=True),
+            _spec("torch.optim.Adam", lr=0.002, foreach=False),
+            _spec("torch.optim.RMSprop", lr=0.002, centered=True),
         ]
     )
 
@@ -82,11 +82,11 @@ def _schedule(rng):
     return rng.choice(
         [
             None,
-            _made(f"{ours}.WarmupConstant", warmup_steps=4),
-            _made(f"{ours}.WarmupLinear", total_steps=30, warmup_steps=4),
-            _made(f"{ours}.WarmupCosine", warmup_steps=2),
-            _made(f"{theirs}.StepLR", step_size=3, gamma=0.7),
-            _made(f"{theirs}.CosineAnnealingLR", T_max=8),
+            _spec(f"{ours}.WarmupConstant", warmup_steps=4),
+            _spec(f"{ours}.WarmupLinear", total_steps=30, warmup_steps=4),
+            _spec(f"{ours}.WarmupCosine", warmup_steps=2),
+            _spec(f"{theirs}.StepLR", step_size=3, gamma=0.7),
+            _spec(f"{theirs}.CosineAnnealingLR", T_max=8),
         ]
     )
 
@@ -100,7 +100,7 @@ def _callbacks(rng, trainer, model, root):
     steps, adam = often(), "Adam" in model["optimizer"]["class_path"]
     ema = rng.random() < 0.7
     decays = rng.choice([[0.9], [0.5, 0.99]])
-    fid = _made(
+    fid = _spec(
         f"{CALLBACKS}.FIDEvaluation",
         num_samples=SAMPLES,
         extractor="digits-cnn",
@@ -112,36 +112,36 @@ def _callbacks(rng, trainer, model, root):
     name = f"val/fid_{SAMPLES}" + "_raw" * (fid["init_args"]["weights"] == "raw")
     times = rng.choice(
         [
-            _made(f"{CALLBACKS}.TimestepCurriculum", num_steps=9, mean=0.3, std=0.2),
-            _made(f"{CALLBACKS}.LossSecondMomentResampler", num_bins=4, history=3),
-            _made(f"{CALLBACKS}.ImportanceWeightedCurriculum", num_steps=9, std=0.3),
-            _made(f"{CALLBACKS}.CurriculumWeight", num_steps=9, std=0.3),
+            _spec(f"{CALLBACKS}.TimestepCurriculum", num_steps=9, mean=0.3, std=0.2),
+            _spec(f"{CALLBACKS}.LossSecondMomentResampler", num_bins=4, history=3),
+            _spec(f"{CALLBACKS}.ImportanceWeightedCurriculum", num_steps=9, std=0.3),
+            _spec(f"{CALLBACKS}.CurriculumWeight", num_steps=9, std=0.3),
         ]
     )
     candidates = [
-        (ema, _made(f"{CALLBACKS}.EMA", decays=decays, every_n_steps=rng.randint(1, 2))),
+        (ema, _spec(f"{CALLBACKS}.EMA", decays=decays, every_n_steps=rng.randint(1, 2))),
         (scores := rng.random() < 0.6, fid),
-        (rng.random() < 0.3, _made(f"{CALLBACKS}.SampleGrid", num=4, every_n_steps=often())),
-        (adam and rng.random() < 0.5, _made(f"{CALLBACKS}.MomentumDecay", min_beta1=0.4)),
+        (rng.random() < 0.3, _spec(f"{CALLBACKS}.SampleGrid", num=4, every_n_steps=often())),
+        (adam and rng.random() < 0.5, _spec(f"{CALLBACKS}.MomentumDecay", min_beta1=0.4)),
         (rng.random() < 0.5, times),
         (
             rng.random() < 0.4,
-            _made(f"{CALLBACKS}.NoiseLevelLoss", num_levels=2, num_images=9, every_n_steps=often()),
+            _spec(f"{CALLBACKS}.NoiseLevelLoss", num_levels=2, num_images=9, every_n_steps=often()),
         ),
-        (rng.random() < 0.2, _made(f"{CALLBACKS}.StepSeed", seed=5)),
-        (rng.random() < 0.2, _made(f"{LIGHTNING}.LearningRateMonitor")),
+        (rng.random() < 0.2, _spec(f"{CALLBACKS}.StepSeed", seed=5)),
+        (rng.random() < 0.2, _spec(f"{LIGHTNING}.LearningRateMonitor")),
         (
             rng.random() < 0.15,
-            _made(f"{LIGHTNING}.EarlyStopping", monitor="val/loss", min_delta=0.01, patience=2),
+            _spec(f"{LIGHTNING}.EarlyStopping", monitor="val/loss", min_delta=0.01, patience=2),
         ),
         (
             trainer["accumulate_grad_batches"] == 1 and rng.random() < 0.15,
-            _made(f"{LIGHTNING}.GradientAccumulationScheduler", scheduling={0: 1, 1: 2}),
+            _spec(f"{LIGHTNING}.GradientAccumulationScheduler", scheduling={0: 1, 1: 2}),
         ),
         (rng.random() < 0.5, _keeper(rng, name if scores and steps is None else "val/loss")),
         (
             rng.random() < 0.8,
-            _made(
+            _spec(
                 "support.random_fits.SavesEvery",
                 folder=f"{root}/checkpoints",
                 first=rng.randint(1, 4),
@@ -157,7 +157,7 @@ def _callbacks(rng, trainer, model, root):
 def _keeper(rng, metric):
     """One that keeps other checkpoints than the last."""
     by_metric = {"monitor": rng.choice([metric, "val/loss"]), "save_top_k": rng.randint(1, 3)}
-    return _made(
+    return _spec(
         f"{LIGHTNING}.ModelCheckpoint",
         **rng.choice(
             [
@@ -173,5 +173,5 @@ def _keeper(rng, metric):
     )
 
 
-def _made(path, **arguments):
+def _spec(path, **arguments):
     return {"class_path": path, "init_args": arguments}

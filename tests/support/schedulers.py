@@ -30,7 +30,7 @@ SCALED = ("EulerDiscreteScheduler", "EulerAncestralDiscreteScheduler", "HeunDisc
 
 
 @dataclass(frozen=True)
-class Given:
+class FixedTimes:
     """Times from elsewhere."""
 
     times: tuple[float, ...]
@@ -46,7 +46,7 @@ def both(
     asked = times_of(scheduler, process)
     theirs = played(scheduler, asked, process, denoise, start, **options)
     times = asked[::2] if type(scheduler).__name__ in TWO_CALLS else asked
-    solver = replace(solver, steps=len(times), times=Given(tuple(times.tolist())))
+    solver = replace(solver, steps=len(times), times=FixedTimes(tuple(times.tolist())))
     ours = solver.sample(denoise, process, start.double(), drawing(start.dtype))
     return theirs, ours
 

@@ -20,13 +20,16 @@ class TinyNetwork(nn.Module):
     def __init__(self, channels=1):
         super().__init__()
         self.enter = nn.Conv2d(channels, 8, 3, padding=1)
-        self.told = nn.Embedding(NUM_CLASSES + 1, 8)
+        self.label_embedding = nn.Embedding(NUM_CLASSES + 1, 8)
         self.dropout = nn.Dropout(0.1)
         self.leave = nn.Conv2d(8, channels, 3, padding=1)
 
     def forward(self, x, noise_label, labels):
         none = torch.full((len(x),), -1, device=x.device)
-        h = self.enter(x) + self.told((none if labels is None else labels) + 1)[..., None, None]
+        h = (
+            self.enter(x)
+            + self.label_embedding((none if labels is None else labels) + 1)[..., None, None]
+        )
         return self.leave(self.dropout(torch.tanh(h + noise_label.to(h).view(-1, 1, 1, 1) / 100)))
 
 

@@ -7,7 +7,7 @@ import diffusers
 import torch
 from diffusers.schedulers.scheduling_ddim import rescale_zero_terminal_snr
 from diffusers.training_utils import EMAModel, compute_snr
-from support.schedulers import Given, both
+from support.schedulers import FixedTimes, both
 from support.toy import mixture_denoiser
 from torch import Tensor
 
@@ -229,7 +229,9 @@ def repaint(draw: Random) -> float:
             return drawn[0]
         return drawn.pop()
 
-    solver = RePaint(known, mask, steps, 1, Given(tuple(scheduler.timesteps.tolist())), clip=False)
+    solver = RePaint(
+        known, mask, steps, 1, FixedTimes(tuple(scheduler.timesteps.tolist())), clip=False
+    )
     return worst((solver.sample(denoise, process, start, twice), x))
 
 

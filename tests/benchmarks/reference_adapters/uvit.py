@@ -6,7 +6,7 @@ import torch
 from dpm_solver_pp import DPM_Solver, NoiseScheduleVP
 from libs.uvit import UViT
 from sde import VPSDE, LSimple, ScoreModel
-from support.schedulers import Given
+from support.schedulers import FixedTimes
 from torch import Tensor
 
 from lit_diffusion.grids import LogSNR, Sections
@@ -67,12 +67,12 @@ class Case:
             self.process = DiscreteVP(CosineBetas(num), rescale_labels=True)
             self.schedule = NoiseScheduleVP("discrete", betas=CosineBetas(num).betas())
             grid = Sections().grid(self.process, self.steps + 1)[:-1]
-            self.theirs, self.ours = (grid + 1) / num, Given(tuple(grid.tolist()))
+            self.theirs, self.ours = (grid + 1) / num, FixedTimes(tuple(grid.tolist()))
         else:
             self.process, self.schedule = ContinuousVP(t_min=self.eps), NoiseScheduleVP("linear")
             solver = DPM_Solver(None, self.schedule)
             self.theirs = solver.get_time_steps(kind, 1.0, self.eps, self.steps, "cpu")
-            self.ours = LogSNR() if kind == "logSNR" else Given(tuple(self.theirs.tolist()))
+            self.ours = LogSNR() if kind == "logSNR" else FixedTimes(tuple(self.theirs.tolist()))
         self.net = fill_(Net())
         scale = 1000 / num if kind == "discrete" else 999
 
