@@ -120,13 +120,14 @@ def test_a_request_to_stop_that_is_not_met_yet_is_no_end(tmp_path):
     assert save(tmp_path, Sends("on_train_batch_start", 3), Stops(), min_steps=12).step == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("hook", "batch"),
     [
         ("on_before_optimizer_step", 3),
-        pytest.param("on_train_batch_end", 5, marks=pytest.mark.slow),
-        pytest.param("on_validation_batch_start", 6, marks=pytest.mark.slow),
-        pytest.param("on_save_checkpoint", 5, marks=pytest.mark.slow),
+        ("on_train_batch_end", 5),
+        ("on_validation_batch_start", 6),
+        ("on_save_checkpoint", 5),
     ],
 )
 def test_what_was_saved_goes_on_bit_for_bit(tmp_path, hook, batch):

@@ -38,6 +38,7 @@ def network_of(state):
     return {name: value for name, value in state.items() if name.startswith("network.")}
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_weights_and_so_does_its_average_and_a_resume_does_not(caplog):
     """With an lr of 0, where it ends is where it began."""
     config = small_digits(1, limit_val_batches=0)

@@ -91,7 +91,7 @@ def test_all_solvers_take_the_grid_that_the_run_names():
     assert {cell["grid"] for cell in cells()} == {"LogSNR(noisiest=-4.0)"}
 
 
-@pytest.mark.quick
+@pytest.mark.slow
 @pytest.mark.parametrize(("process", "solver"), [("LinearFlow", "Euler"), ("EDMProcess", "Heun")])
 def test_no_solver_is_left_out_on_continuous_processes(process, solver):
     steps = {"class_path": f"lit_diffusion.solvers.{solver}", "init_args": {"steps": 2}}
@@ -121,6 +121,7 @@ def test_solvers_take_arguments_and_names_in_any_case():
     assert same_images("one", "out/DPMSolverPP-4")
 
 
+@pytest.mark.slow
 def test_a_call_that_was_stopped_generates_what_is_left(monkeypatch, capsys):
     command = "DDIM,Euler --compare_steps 1 --batch-size 4"
     assert compare(command) == 0

@@ -50,6 +50,7 @@ def folder(tmp_path, monkeypatch):
     Path("photos.yaml").write_text(CONFIG)
 
 
+@pytest.mark.slow
 def test_a_run_is_scored_by_the_network_of_its_user_and_takes_it_along(capsys):
     train = "train-extractor --config bare.yaml --out mine.safetensors --steps 3 --batch-size 8"
     Path("bare.yaml").write_text(CONFIG.replace("train: photos, ", ""))

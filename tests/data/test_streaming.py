@@ -127,7 +127,7 @@ def test_the_fingerprint_follows_the_set_and_the_crop_but_not_its_place(root, tm
     assert fingerprint(from_files(tmp_path / "c", root)) != before  # written at another time
 
 
-@pytest.mark.quick("3-workers0")
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "workers"), [(3, (0, 0)), (8, (2, 0))])
 def test_a_run_that_died_ends_as_one_that_did_not(tmp_path, batch, workers):
     """Within its first or second epoch, of five batches."""

@@ -57,7 +57,7 @@ def test_died_with_loading_processes(tmp_path, workers):
     assert_undisturbed(tmp_path, Recipe(workers=workers), 7)
 
 
-@pytest.mark.quick("3")
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3, 5, 6])
 def test_died_between_accumulated_batches(tmp_path, batch):
     """Five batches an epoch are steps of two, two and one: 1, 3, 6 and 8 are no place to save."""

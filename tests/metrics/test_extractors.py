@@ -81,7 +81,7 @@ def test_protocols_have_names(name):
 # Inception
 
 
-@pytest.mark.quick("32")
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [32, 320])
 def test_inception_equals_torchmetrics_without_antialiasing_and_differs_with_it(inception, size):
     images = random_images(2, 0, 3, size)

@@ -38,7 +38,7 @@ def distance(network, fake, real):
     return metric.compute().item()
 
 
-@pytest.mark.quick("10")
+@pytest.mark.slow
 @pytest.mark.parametrize("num_classes", [10, None])
 def test_the_distance_grows_with_what_is_wrong_with_images(tmp_path, num_classes):
     data, path = Digits(), tmp_path / "own.safetensors"

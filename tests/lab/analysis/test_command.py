@@ -84,6 +84,7 @@ def test_help_names_the_analyses_and_their_options(capsys):
     assert "say consistency, interpolate, landscape, hessian first" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_images_of_the_same_seeds_are_compared(capsys):
     assert analyze("consistency a b a --num 3 --weights raw") == 0
     printed = capsys.readouterr().out
@@ -136,6 +137,7 @@ def test_a_plane_has_the_checkpoint_in_its_middle_and_its_folder_is_of_these_wei
     assert "choose another folder" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_trajectory_of_a_run_lies_in_its_plane(capsys):
     def move(content):
         generator = torch.Generator().manual_seed(0)
@@ -167,6 +169,7 @@ def test_lines_between_other_kinds_of_models_are_refused(capsys):
         assert "the parameterization of c" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_one_step_of_lanczos_gives_the_curvature_along_a_random_vector():
     assert analyze("hessian a --images 4 --levels 0.5 --steps 1 --vectors 2") == 0
     module = load(A, "raw")
@@ -239,6 +242,7 @@ def test_the_hessian_of_relus_is_refused_or_goes_on_without_jumps(capsys):
     assert "generator: largest" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_each_loss_of_a_gan_is_on_a_plane_of_its_own_network():
     module = write_small_gan("biggan").eval()
     assert analyze("landscape biggan --points 2 --images 8") == 0

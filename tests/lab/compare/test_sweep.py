@@ -63,6 +63,7 @@ def test_all_arms_of_the_first_seed_come_first_and_copies_of_arms_are_left_out(c
     assert sorted(Path().iterdir()) == before
 
 
+@pytest.mark.slow
 def test_configs_joined_by_a_plus_are_one_arm_whose_command_resumes_when_run_again(capsys):
     """As an array task that was requeued; a finished one is left as it is."""
     arms = "--arms slow.yaml+ema.yaml --seeds 3 --out out"

@@ -171,7 +171,7 @@ def two_paces(*callbacks, make=dcgan, **options):
     return Recipe(callbacks, trainer=tuple(options.items()), module=module)
 
 
-@pytest.mark.quick("3-dcgan")
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch", "make"), [(1, dcgan), (3, dcgan), (5, biggan)])
 def test_a_gan_that_died_has_the_weights_rows_scores_and_pictures_of_one_that_did_not(
     tmp_path, monkeypatch, batch, make
