@@ -37,7 +37,7 @@ class Result:
         crossings: crossings of the comparison's target, one per seed.
         at: FID to which the speed-up is measured. It is the target or, if a seed of the arm never
             reached the target, the lowest FID that every seed of both arms reached.
-        holm_p: `speedup.p` adjusted for the number of tests; None without a test.
+        holm_p: `speedup.p` adjusted for the number of arms; None without a test.
         end_p: adjusted p-value of the test on last FIDs if the verdict is WORSE, otherwise None.
     """
 
@@ -72,8 +72,8 @@ class Comparison:
 
     @property
     def num_tests(self) -> int:
-        """Number of arms with a test, for which Holm's method corrects."""
-        return sum(result.holm_p is not None for result in self.results)
+        """Number of arms beside the baseline, for which Holm's method corrects."""
+        return len(self.results)
 
     @property
     def arms(self) -> tuple[Arm, ...]:

@@ -171,7 +171,8 @@ def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
     names = sorted(arms, key=lambda name: name != base)
     at_best = {name: best_widths(arms[name]) for name in names}
     logs = {name: [math.log(fid) for _, fid in pairs] for name, pairs in at_best.items()}
-    tests = [None if name == base else welch(logs[name], logs[base]) for name in names]
+    tests = [welch(logs[name], logs[base]) for name in names[1:]]
+    ps = [None, *holm([test.p if test else None for test in tests])]  # the baseline comes first
     rows = [
         (
             name,
@@ -182,7 +183,7 @@ def widths_table(selection: Selection) -> tuple[Table | None, list[str]]:
             f"{math.exp(fmean(logs[name]) - fmean(logs[base])):.2f}",
             format_p(p),
         )
-        for name, p in zip(names, holm([test.p if test else None for test in tests]), strict=True)
+        for name, p in zip(names, ps, strict=True)
     ]
     caption = """Last FIDs by evaluate --ema, geometric means over seeds. A seed is scored at the
         width with the lowest mean log FID of its arm's other seeds, so that the choice does not use

@@ -59,17 +59,18 @@ def _to_ttest(result: Any, difference: float) -> TTest:
 
 
 def holm(ps: Sequence[float | None]) -> list[float | None]:
-    """Adjust p-values for multiple tests by Holm's method. None means no test.
+    """Adjust p-values for multiple tests by Holm's method.
 
     For m tests and ascending p_(1), p_(2), ...: p_(k) becomes
-    max over j <= k of min((m - j + 1) p_(j), 1).
+    max over j <= k of min((m - j + 1) p_(j), 1). None, a test that the data did not allow, counts
+    among the m as if its p were 1, since whether there is a p depends on the data.
 
     Source: Holm 1979, "A simple sequentially rejective multiple test procedure".
     """
     ascending = sorted((p, k) for k, p in enumerate(ps) if p is not None)
     adjusted, highest = list(ps), 0.0
     for rank, (p, k) in enumerate(ascending):
-        highest = max(highest, min((len(ascending) - rank) * p, 1.0))
+        highest = max(highest, min((len(ps) - rank) * p, 1.0))
         adjusted[k] = highest
     return adjusted
 

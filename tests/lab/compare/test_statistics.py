@@ -151,7 +151,9 @@ def test_the_lower_end_of_a_bound_stays_below_the_truth():
 
 def test_holm_multiplies_the_smallest_by_the_number_of_tests_and_the_next_by_one_less():
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.03, 0.01, None, 0.5]) == [0.06, 0.03, None, 0.5]
+    # a test that the data did not allow counts as one of p = 1
+    assert holm([0.03, 0.01, None, 0.5]) == pytest.approx([0.09, 0.04, None, 1.0])
+    assert holm([None, None, 0.03]) == pytest.approx([None, None, 0.09])
     assert holm([]) == []
 
 
