@@ -266,9 +266,9 @@ def editing_solver(module: Any, options: SamplingOptions) -> Any:
     if options.init is None:
         return module.solver
     if options.mask:
-        return repaint_solver(module.solver, torch.empty(0), torch.empty(0))
+        return repaint_solver(module.solver, module.process, torch.empty(0), torch.empty(0))
     assert options.strength is not None
-    return truncate_solver(module.solver, options.strength)
+    return truncate_solver(module.solver, options.strength, module.process)
 
 
 # Guidance

@@ -28,12 +28,11 @@ from lit_diffusion.cli.sampling import (
     write_samples,
 )
 from lit_diffusion.files import atomic_write, atomic_write_text, user_cache
-from lit_diffusion.grids import LogSNR
 from lit_diffusion.metrics.extractors import protocol_by_name
 from lit_diffusion.metrics.images import as_image_set
 from lit_diffusion.metrics.reference import MIN_IMAGES, Scorer, measure_reference
 from lit_diffusion.modules.checks import check_clipping, check_sampling
-from lit_diffusion.protocols import NonFiniteSamples, Solver
+from lit_diffusion.protocols import NonFiniteSamples
 from lit_diffusion.signals import defer_signals, print_error
 from lit_diffusion.solvers.steps import check_steps, solver_times, time_grid_of
 
@@ -136,13 +135,8 @@ def _generate_cell(generator: ImageGenerator, num: int, cell: Cell, folder: Path
         module.solver = build_solver(generator.loaded, options)
         if options.classifier:  # guides DDPM in another way than other solvers
             module.guidance, _ = build_guidance(module, options)
-
-        def check(solver: Solver) -> None:
-            check_sampling(module.process, module.loss, solver, module.guidance)
-
-        module.solver = with_fitting_grid(module.solver, check)
-        cell.grid = str(time_grid_of(module.solver))
-        check(module.solver)
+        cell.grid = str(time_grid_of(module.solver, module.process))
+        check_sampling(module.process, module.loss, module.solver, module.guidance)
         check_clipping(module.codec, module.solver, module.guidance)
     except ValueError as error:
         cell.left_out = str(error)
@@ -156,26 +150,6 @@ def _generate_cell(generator: ImageGenerator, num: int, cell: Cell, folder: Path
         write_samples(generator, num, image_folder(folder))
     except NonFiniteSamples as error:
         cell.left_out = str(error)
-
-
-def with_fitting_grid(solver: Any, check: Callable[[Any], None]) -> Any:
-    """The solver, with the grid `LogSNR(noisiest=-10)` if `check` refuses its default grid.
-
-    A solver with an explicit grid is returned unchanged.
-
-    Example:
-        >>> from lit_diffusion.processes import EDMProcess
-        >>> from lit_diffusion.solvers import DDIM, Heun
-        >>> with_fitting_grid(Heun(), lambda solver: solver.check(EDMProcess())).times
-        >>> with_fitting_grid(DDIM(), lambda solver: solver.check(EDMProcess())).times
-        LogSNR(noisiest=-10.0)
-    """
-    if solver.times is None:
-        try:
-            check(solver)
-        except ValueError:
-            return replace(solver, times=LogSNR(noisiest=-10.0))
-    return solver
 
 
 def _prepare_fid(

@@ -46,6 +46,7 @@ from lit_diffusion.protocols import (
 )
 from lit_diffusion.seeding import PerSampleNoise, index_uniforms, run_seed, seed_step
 from lit_diffusion.solvers.editing import NoisedImagePrior, repaint_solver, truncate_solver
+from lit_diffusion.solvers.steps import with_grid
 from lit_diffusion.timesteps import bin_of, draw_uniforms
 
 Batch = tuple[Tensor, Any, Tensor]
@@ -330,7 +331,7 @@ class DiffusionModule(LightningModule):
 
         Source: Meng et al. 2022 (SDEdit).
         """
-        solver = truncate_solver(self.solver, strength)
+        solver = truncate_solver(self.solver, strength, self.process)
         solver.check(self.process)
         x0 = self.codec.encode(images.to(self.device))
         start: Any = NoisedImagePrior(self.process, x0)
@@ -347,7 +348,8 @@ class DiffusionModule(LightningModule):
     ) -> Tensor:
         """Generate images uint8 (N, C, H, W) that keep the masked part of other images.
 
-        Uses ancestral sampling with the steps and times of the solver.
+        Uses ancestral sampling with the steps, the times and, if it has one, the variance of the
+        solver; see `solvers.editing.RePaint`.
 
         Args:
             images: uint8 (N, C, H, W), of which a part is kept.
@@ -360,7 +362,7 @@ class DiffusionModule(LightningModule):
         Source: Lugmayr et al. 2022 (RePaint).
         """
         known, mask = self.codec.encode(images.to(self.device)), mask.to(self.device)
-        solver = repaint_solver(self.solver, known, mask, resamples)
+        solver = repaint_solver(self.solver, self.process, known, mask, resamples)
         checks.check_shift(solver, self.guidance)
         solver.check(self.process)
         return self._sample(solver, self.process, seeds, labels)
@@ -403,7 +405,7 @@ class DiffusionModule(LightningModule):
     def sampling_record(self) -> dict[str, Any]:
         """Solver, steps, guidance and process of `generate`, to be stored with a score."""
         return {
-            "solver": repr(self.solver),
+            "solver": repr(with_grid(self.solver, self.process)),
             "steps": getattr(self.solver, "steps", None),
             "guidance": None if self.guidance is None else repr(self.guidance),
             "process": repr(self.process),

@@ -1,12 +1,11 @@
 """DDPM, DDIM and Euler: steps of q(x_s | x_t, x0), with an adjustable amount of new noise."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from lit_diffusion.gaussian import FixedSmall, posterior
-from lit_diffusion.grids import Even, Karras, Sections
+from lit_diffusion.grids import Even, Karras, LogSNR, Sections
 from lit_diffusion.protocols import Denoise, Process, RandnLike, TimeGrid, Variance, Watch
 from lit_diffusion.solvers.steps import (
     batch_of,
@@ -17,6 +16,11 @@ from lit_diffusion.solvers.steps import (
 )
 
 
+def ancestral_grid(process: Process) -> TimeGrid:
+    """`Sections()` in discrete time, `LogSNR(noisiest=-10)` in continuous time."""
+    return LogSNR(noisiest=-10.0) if process.num_steps is None else Sections()
+
+
 @dataclass(frozen=True)
 class DDPM:
     """Ancestral sampling: draws from p(x_s | x_t), step by step.
@@ -25,7 +29,8 @@ class DDPM:
         variance: variance of each step: gaussian.FixedSmall, FixedLarge, or LearnedRange for
             networks trained with HybridLoss.
         steps: evaluations of the network.
-        times: grid; None is `Sections()`, improved-diffusion's respacing.
+        times: grid; None is `Sections()`, improved-diffusion's respacing, in discrete time, and
+            `LogSNR(noisiest=-10)` in continuous time.
         clip: whether x0 is clamped to [-1, 1].
 
     Source: Ho et al. 2020 (DDPM), algorithm 2; Nichol & Dhariwal 2021 for respacing and learned
@@ -36,10 +41,13 @@ class DDPM:
     steps: int = 1000
     times: TimeGrid | None = None
     clip: bool = True
-    default_times: ClassVar[TimeGrid] = Sections()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
+
+    def default_times(self, process: Process) -> TimeGrid:
+        """`Sections()` in discrete time, `LogSNR(noisiest=-10)` in continuous time."""
+        return ancestral_grid(process)
 
     def sample(
         self,
@@ -51,7 +59,7 @@ class DDPM:
         /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = finite_grid(self.times or self.default_times, process, self.steps)
+        times = finite_grid(self.times or self.default_times(process), process, self.steps)
         posteriors = posterior(process, times)
         x = process.prior(noise, times[0])
         for i, t in enumerate(times[:-1]):
@@ -74,7 +82,7 @@ class DDPM:
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError if the grid does not fit the process."""
-        finite_grid(self.times or self.default_times, process, self.steps)
+        finite_grid(self.times or self.default_times(process), process, self.steps)
 
 
 @dataclass(frozen=True)
@@ -84,7 +92,8 @@ class DDIM:
     Args:
         steps: evaluations of the network.
         eta: standard deviation of the new noise, relative to the posterior's.
-        times: grid; None is `Sections()`.
+        times: grid; None is `Sections()` in discrete time, `LogSNR(noisiest=-10)` in continuous
+            time.
         clip: whether x0 is clamped to [-1, 1]; the noise then follows the clamped x0.
 
     Source: Song et al. 2021 (DDIM), Eq. 12 and 16.
@@ -94,12 +103,15 @@ class DDIM:
     eta: float = 0.0
     times: TimeGrid | None = None
     clip: bool = True
-    default_times: ClassVar[TimeGrid] = Sections()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
         if not self.eta >= 0:
             raise ValueError(f"eta must be >= 0, got {self.eta}; 0 is deterministic.")
+
+    def default_times(self, process: Process) -> TimeGrid:
+        """`Sections()` in discrete time, `LogSNR(noisiest=-10)` in continuous time."""
+        return ancestral_grid(process)
 
     def sample(
         self,
@@ -147,7 +159,7 @@ class DDIM:
 
     def _times_and_std(self, process: Process) -> tuple[Tensor, Tensor]:
         """(steps + 1,) times, and (steps,) standard deviations of the new noise."""
-        times = finite_grid(self.times or self.default_times, process, self.steps)
+        times = finite_grid(self.times or self.default_times(process), process, self.steps)
         std = self.eta * posterior(process, times).variance.sqrt()
         if (std > process.alpha_sigma(times)[1][1:]).any():
             raise ValueError(f"eta = {self.eta} is more noise than {process} has; use at most 1.")
@@ -172,7 +184,9 @@ class Euler(DDIM):
     without its second evaluation.
     """
 
-    default_times: ClassVar[TimeGrid] = Even()
+    def default_times(self, process: Process) -> TimeGrid:
+        """`Even()`."""
+        return Even()
 
 
 @dataclass(frozen=True)
@@ -189,4 +203,7 @@ class EulerAncestral(DDIM):
     """
 
     eta: float = 1.0
-    default_times: ClassVar[TimeGrid] = Karras(noisiest=-10.0)
+
+    def default_times(self, process: Process) -> TimeGrid:
+        """`Karras(noisiest=-10)`."""
+        return Karras(noisiest=-10.0)

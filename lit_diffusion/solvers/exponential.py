@@ -10,7 +10,6 @@ differ.
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -42,7 +41,7 @@ class DPMSolverPP:
 
     Args:
         steps: evaluations of the network.
-        times: grid; None is `LogSNR()`.
+        times: grid; None is `LogSNR(noisiest=-10)`.
         clip: whether x0 is clamped to [-1, 1].
         order: 1, 2 or 3.
         eta: 0 is deterministic, 1 the reverse SDE (2M SDE).
@@ -59,12 +58,15 @@ class DPMSolverPP:
     clip: bool = True
     order: int = 2
     eta: float = 0.0
-    default_times: ClassVar[TimeGrid] = LogSNR()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
         if self.order not in (1, 2, 3) or not 0 <= self.eta < math.inf:
             raise ValueError(f"order must be 1, 2 or 3 and eta >= 0, got {self}.")
+
+    def default_times(self, process: Process) -> TimeGrid:
+        """`LogSNR(noisiest=-10)`."""
+        return LogSNR(noisiest=-10.0)
 
     def sample(
         self,
@@ -76,7 +78,7 @@ class DPMSolverPP:
         /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = finite_grid(self.times or self.default_times, process, self.steps)
+        times = finite_grid(self.times or self.default_times(process), process, self.steps)
         alpha, sigma = process.alpha_sigma(times)
         h = (alpha / sigma).log().diff()
         x = process.prior(noise, times[0])
@@ -99,7 +101,7 @@ class DPMSolverPP:
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError if the grid does not fit the process."""
-        finite_grid(self.times or self.default_times, process, self.steps)
+        finite_grid(self.times or self.default_times(process), process, self.steps)
 
     def _x0_term(self, x0s: list[Tensor], h: Tensor) -> Tensor:
         """-(exp(-H) - 1) D, from estimates of x0, latest first, and the steps h up to this one."""
@@ -123,7 +125,7 @@ class DPMSolverPP2S:
 
     Args:
         steps: steps of the grid, with 2 steps - 1 evaluations of the network.
-        times: grid; None is `LogSNR()`.
+        times: grid; None is `LogSNR(noisiest=-10)`.
         clip: whether x0 is clamped to [-1, 1].
         eta: standard deviation of the new noise, relative to the posterior's; the step first goes
             to a lower level. 0 is deterministic; 1 is k-diffusion's `dpmpp_2s_ancestral`.
@@ -138,12 +140,15 @@ class DPMSolverPP2S:
     times: TimeGrid | None = None
     clip: bool = True
     eta: float = 0.0
-    default_times: ClassVar[TimeGrid] = LogSNR()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
         if not 0 <= self.eta <= 1:
             raise ValueError(f"eta must be in [0, 1], got {self.eta}; 0 is deterministic.")
+
+    def default_times(self, process: Process) -> TimeGrid:
+        """`LogSNR(noisiest=-10)`."""
+        return LogSNR(noisiest=-10.0)
 
     def sample(
         self,
@@ -155,7 +160,7 @@ class DPMSolverPP2S:
         /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = grid_with_signal(self.times or self.default_times, process, self.steps)
+        times = grid_with_signal(self.times or self.default_times(process), process, self.steps)
         alpha, sigma = process.alpha_sigma(times)
         levels = sigma / alpha
         x = process.prior(noise, times[0]) / alpha[0]
@@ -179,7 +184,7 @@ class DPMSolverPP2S:
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError if the grid does not fit the process, or alpha is 0."""
-        grid_with_signal(self.times or self.default_times, process, self.steps)
+        grid_with_signal(self.times or self.default_times(process), process, self.steps)
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,7 @@ class UniPC:
 
     Args:
         steps: evaluations of the network.
-        times: grid; None is `LogSNR()`.
+        times: grid; None is `LogSNR(noisiest=-10)`.
         clip: whether x0 is clamped to [-1, 1].
         order: order of the predictor; the corrector adds one.
 
@@ -204,11 +209,14 @@ class UniPC:
     times: TimeGrid | None = None
     clip: bool = True
     order: int = 2
-    default_times: ClassVar[TimeGrid] = LogSNR()
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
         check_steps(self.order)
+
+    def default_times(self, process: Process) -> TimeGrid:
+        """`LogSNR(noisiest=-10)`."""
+        return LogSNR(noisiest=-10.0)
 
     def sample(
         self,
@@ -220,7 +228,7 @@ class UniPC:
         /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = grid_with_signal(self.times or self.default_times, process, self.steps)
+        times = grid_with_signal(self.times or self.default_times(process), process, self.steps)
         alpha, sigma = process.alpha_sigma(times)
         lambdas = (alpha / sigma).log()
         x = predicted = process.prior(noise, times[0])
@@ -240,7 +248,7 @@ class UniPC:
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError if the grid does not fit the process, or alpha is 0."""
-        grid_with_signal(self.times or self.default_times, process, self.steps)
+        grid_with_signal(self.times or self.default_times(process), process, self.steps)
 
 
 def _unipc_step(

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -49,12 +48,15 @@ class Heun:
     churn_min: float = 0.0
     churn_max: float = math.inf
     churn_noise: float = 1.0
-    default_times: ClassVar[TimeGrid] = Karras(noisiest=-10.0)
 
     def __post_init__(self) -> None:
         check_steps(self.steps)
         if not self.churn >= 0:
             raise ValueError(f"churn must be >= 0, got {self.churn}; 0 is deterministic.")
+
+    def default_times(self, process: Process) -> TimeGrid:
+        """`Karras(noisiest=-10)`."""
+        return Karras(noisiest=-10.0)
 
     def sample(
         self,
@@ -66,7 +68,7 @@ class Heun:
         /,
     ) -> Tensor:
         """Standard normal noise (B, C, H, W) -> x0."""
-        times = grid_with_signal(self.times or self.default_times, process, self.steps)
+        times = grid_with_signal(self.times or self.default_times(process), process, self.steps)
         levels = level_of(process, times)
         x = process.prior(noise, times[0]) / process.alpha_sigma(times[0])[0]
         for i, (t, t_next) in enumerate(pairwise(times)):
@@ -84,7 +86,7 @@ class Heun:
 
     def check(self, process: Process, /) -> None:
         """Raise ValueError if the grid does not fit the process, or alpha is 0."""
-        grid_with_signal(self.times or self.default_times, process, self.steps)
+        grid_with_signal(self.times or self.default_times(process), process, self.steps)
 
     def _evaluate(
         self, denoise: Denoise, process: Process, x: Tensor, t: Tensor

@@ -1,6 +1,7 @@
 """Functions that solvers share: validated grids, and parts of a step."""
 
-from typing import Any
+from dataclasses import is_dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -42,10 +43,26 @@ def grid_with_signal(grid: TimeGrid, process: Process, steps: int) -> Tensor:
     return finite_grid(grid, process, steps)
 
 
-def time_grid_of(solver: Any) -> TimeGrid | None:
-    """The solver's grid, or the default of its class; None if it has neither."""
+def time_grid_of(solver: Any, process: Process) -> TimeGrid | None:
+    """The solver's grid, or its default on this process; None if it has neither."""
     grid: TimeGrid | None = getattr(solver, "times", None)
-    return grid or getattr(solver, "default_times", None)
+    if grid is None and hasattr(solver, "default_times"):
+        return cast(TimeGrid, solver.default_times(process))
+    return grid
+
+
+def with_grid(solver: Any, process: Process) -> Any:
+    """The solver with the grid that it takes on this process as its `times`, for records.
+
+    Example:
+        >>> from lit_diffusion.processes import LinearFlow
+        >>> from lit_diffusion.solvers import UniPC
+        >>> with_grid(UniPC(), LinearFlow())
+        UniPC(steps=10, times=LogSNR(noisiest=-10.0), clip=True, order=2)
+    """
+    grid = time_grid_of(solver, process)
+    has_times = is_dataclass(solver) and hasattr(solver, "times")
+    return replace(solver, times=grid) if has_times else solver  # type: ignore[type-var]
 
 
 def solver_times(solver: Solver, process: Process) -> Tensor:

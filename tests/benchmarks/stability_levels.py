@@ -112,7 +112,10 @@ def decided(run: Path, num: int, steps: int) -> Iterator[Row]:
 
     def ended(u: float, seed: int) -> Tensor:
         drawn = PerSampleNoise([seed * num + i for i in range(num)])
-        solver, prior = truncate_solver(whole, u), NoisedImagePrior(module.process, x0)
+        solver, prior = (
+            truncate_solver(whole, u, module.process),
+            NoisedImagePrior(module.process, x0),
+        )
         sample = solver.sample(denoise, prior, noise, drawn.randn_like)
         return module.codec.decode(sample)
 

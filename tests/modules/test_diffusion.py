@@ -567,7 +567,7 @@ def test_arguments_that_do_not_go_together_are_refused(changes, message):
 
 @pytest.mark.parametrize(
     "solver",
-    [Heun(times=Even()), DPMSolverPP(times=LogSNR()), UniPC(times=Even()), DDIM()],
+    [Heun(times=Even()), DPMSolverPP(times=LogSNR()), UniPC(times=Even()), DDIM(times=Sections())],
     ids=repr,
 )
 def test_a_solver_that_does_not_fit_the_process_is_named_with_it(solver):

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from support.golden import PIX, Z, close, load, tensor
@@ -112,10 +114,11 @@ def test_inversion_leads_back_to_the_image():
 
 @pytest.mark.parametrize("process", [EDMProcess(), ContinuousVP()], ids=repr)
 @pytest.mark.parametrize("solver", [DDIM(), DDPM(FixedSmall())], ids=repr)
-def test_solvers_in_whole_steps_ask_for_another_grid_in_continuous_time(solver, process):
+def test_whole_steps_are_the_usual_grid_in_discrete_time_alone(solver, process):
+    assert solver.default_times(COSINE) == Sections()
+    assert solver.default_times(process) == LogSNR(noisiest=-10.0)
     with pytest.raises(ValueError, match=r"discrete steps.*use Even, LogSNR or Karras"):
-        solver.check(process)
-    type(solver)(**{**vars(solver), "times": LogSNR()}).check(process)
+        replace(solver, times=Sections()).check(process)
 
 
 def test_more_noise_than_there_is_is_refused():

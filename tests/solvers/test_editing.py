@@ -6,7 +6,7 @@ from support.golden import Z, close
 from support.solving import COSINE, SHAPE, no_noise
 from support.toy import CountedNoise, gaussian_denoiser
 
-from lit_diffusion.gaussian import FixedSmall, expand_as
+from lit_diffusion.gaussian import FixedLarge, FixedSmall, LearnedRange, posterior
 from lit_diffusion.grids import Even, LogSNR, Sections
 from lit_diffusion.processes import EDMProcess, LinearFlow
 from lit_diffusion.protocols import Denoised
@@ -44,21 +44,24 @@ SOLVERS += [DPMSolverPP2S(), UniPC()]
 def test_a_strength_is_a_share_of_the_steps_on_the_solvers_own_grid(solver, steps):
     whole = replace(solver, steps=steps)
     for strength in (0.001, 0.3, 0.7, 0.99, 1.0):  # 700 / 0.7 > 1000 in floating point
-        part = truncate_solver(whole, strength)
+        part = truncate_solver(whole, strength, COSINE)
         assert part.steps == max(1, round(strength * steps))
-        expected = solver.default_times.grid(COSINE, steps)[-part.steps - 1 :]
+        expected = solver.default_times(COSINE).grid(COSINE, steps)[-part.steps - 1 :]
         close(part.times.grid(COSINE, part.steps), expected)
     even = replace(whole, times=Even())
-    assert truncate_solver(even, 0.5).times.base == repaint_solver(even, None, None).times == Even()
+    assert truncate_solver(even, 0.5, COSINE).times.base == Even()
+    assert repaint_solver(even, COSINE, None, None).times == Even()
 
 
 def test_strengths_and_solvers_that_cannot_be_are_refused():
     for strength in (0.0, -0.1, 1.5, float("nan")):
         with pytest.raises(ValueError, match="strength must be above 0 and at most 1, got"):
-            truncate_solver(DDIM(), strength)
-    for of in (lambda s: truncate_solver(s, 0.5), lambda s: repaint_solver(s, None, None)):
-        with pytest.raises(ValueError, match="and object is no dataclass with both; use another"):
-            of(object())
+            truncate_solver(DDIM(), strength, COSINE)
+    message = "and object is no dataclass with both; use another"
+    with pytest.raises(ValueError, match=message):
+        truncate_solver(object(), 0.5, COSINE)
+    with pytest.raises(ValueError, match=message):
+        repaint_solver(object(), COSINE, None, None)
 
 
 @pytest.mark.parametrize("process", [COSINE, EDMProcess(), LinearFlow()], ids=repr)
@@ -87,37 +90,50 @@ def test_little_strength_keeps_the_image():
     assert near < 0.02 < further < far
 
 
-def correlated(process):
-    """The exact denoiser of pairs of pixels with unit variance and a correlation of 0.9."""
-    cov = torch.tensor([[1.0, 0.9], [0.9, 1.0]], dtype=torch.float64)
+def correlated(times):
+    """The exact denoiser of pairs of pixels with sd 0.413 and correlation 0.9, and its variance."""
+    cov = 0.413**2 * torch.tensor([[1.0, 0.9], [0.9, 1.0]], dtype=torch.float64)
+    steps = posterior(COSINE, times)
 
     def denoise(x, t):
-        alpha, sigma = (v.reshape(-1, 1, 1) for v in process.alpha_sigma(t))
+        alpha, sigma = (v[0] for v in COSINE.alpha_sigma(t))
         gain = alpha * cov @ torch.linalg.inv(alpha**2 * cov + sigma**2 * torch.eye(2))
-        x0 = (gain @ x.flatten(1)[:, :, None]).view_as(x)
-        return Denoised(x0, (x - expand_as(alpha, x) * x0) / expand_as(sigma, x))
+        x0 = (x.flatten(1) @ gain.T).view_as(x)
+        step = steps.at((times[:-1] - t[0]).abs().argmin())
+        variance = step.variance + step.x0_coef**2 * (cov - alpha * gain @ cov)[1, 1]
+        fraction = (variance.log() - step.log_variance) / (step.log_beta - step.log_variance)
+        return Denoised(x0, (x - alpha * x0) / sigma, fraction.expand_as(x))
 
     return denoise
 
 
-def repainted(resamples, n=20_000):
+def repainted(resamples, variance=None, n=10_000):
+    """The second pixel, where the first is 0.413: N(0.372, 0.18^2) by the data."""
     generator = torch.Generator().manual_seed(0)
     noise = lambda x: torch.randn(x.shape, generator=generator, dtype=x.dtype)  # noqa: E731
-    known = torch.full((n, 1, 1, 2), 1.0, dtype=torch.float64)
+    known = torch.full((n, 1, 1, 2), 0.413, dtype=torch.float64)
     mask = torch.tensor([1.0, 0.0]).reshape(1, 1, 1, 2)
-    solver = RePaint(known, mask, 40, resamples, LogSNR(noisiest=-9.0), clip=False)
-    x = solver.sample(correlated(COSINE), COSINE, noise(known), noise)
+    solver = RePaint(known, mask, 100, resamples, clip=False, variance=variance)
+    denoise = correlated(Sections().grid(COSINE, 100))
+    x = solver.sample(denoise, COSINE, noise(known), noise)
     assert torch.equal(x[..., 0], known[..., 0])
     return x[..., 1].flatten()
 
 
 @pytest.mark.slow
 def test_resampling_makes_what_is_missing_fit_what_is_known():
-    """Beside a 1 the other pixel is N(0.9, 0.19); replacement alone hears of it too late."""
+    """Replacement alone hears of the known pixel too late."""
     plain, resampled = repainted(1), repainted(10)
-    assert abs(resampled.mean() - 0.9) < 0.3 * abs(plain.mean() - 0.9)
-    assert resampled.mean().item() == pytest.approx(0.9, abs=0.03)
-    assert resampled.var().item() == pytest.approx(0.19, abs=0.03)
+    assert abs(resampled.mean() - 0.3717) < 0.15 * abs(plain.mean() - 0.3717)
+    assert resampled.std().item() == pytest.approx(0.18, abs=0.01)
+    # the variance that the network has learned, as FixedSmall takes too little noise each time
+    assert repainted(10, FixedSmall()).std() < 0.16
+    assert torch.equal(repainted(2), repainted(2, LearnedRange()))
+
+
+def test_repaint_takes_the_variance_of_the_solver():
+    assert repaint_solver(DDPM(FixedLarge()), COSINE, None, None).variance == FixedLarge()
+    assert repaint_solver(DDIM(), COSINE, None, None).variance is None
 
 
 def test_repaint_is_told_step_by_step_and_refuses_none():
@@ -131,5 +147,5 @@ def test_repaint_is_told_step_by_step_and_refuses_none():
     with pytest.raises(ValueError, match="resamples must be at least 1, got 0"):
         RePaint(known, mask, 5, 0)
     with pytest.raises(ValueError, match="discrete steps"):
-        RePaint(known, mask).check(EDMProcess())
-    RePaint(known, mask, times=Even()).check(EDMProcess())
+        RePaint(known, mask, times=Sections()).check(EDMProcess())
+    RePaint(known, mask).check(EDMProcess())
