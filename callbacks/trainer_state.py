@@ -343,10 +343,11 @@ def is_nonfinite(tensors: Sequence[Tensor]) -> Tensor:
     """
     values = [t.coalesce().values() if t.is_sparse else local_part(t) for t in tensors]
     values = [value if value.numel() else value.new_zeros(1) for value in values]
+    # On a CPU the 2-norm is ten times as fast, but squares may overflow: what it flags is checked.
     if all(value.device.type == "cpu" for value in values):
-        # The 2-norm is ten times as fast, but squares may overflow: positives are checked again.
         flags = _has_infinite_norm(values, 2.0)
-        return _has_infinite_norm(values, math.inf) if flags.any() else flags
+        if not flags.any():
+            return flags
     return _has_infinite_norm(values, math.inf)
 
 

@@ -44,6 +44,8 @@ def test_scale_zero_is_unconditional_and_scale_one_conditional():
             guided(scale, X, T)[:3], labelled(labels)(X, T)[:3], strict=True
         ):
             assert torch.equal(actual, expected)
+    usual = ClassifierFree().guide(labelled, LABELS, PROCESS, NONE)(X, T)
+    assert torch.equal(usual.x0, labelled(LABELS)(X, T).x0)
 
 
 def test_guidance_extrapolates_linearly_and_keeps_the_conditional_variance():

@@ -154,4 +154,4 @@ class VAECodec:
                 f"{self.folder / WEIGHTS} does not fit its config.json: {keys[0]} and "
                 f"{len(keys) - 1} more are missing, unknown or of another shape."
             )
-        return vae.eval().requires_grad_(False)
+        return vae.requires_grad_(False)

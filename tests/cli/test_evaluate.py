@@ -13,6 +13,7 @@ from lit_diffusion.checkpoints.averages import write_snapshot
 from lit_diffusion.checkpoints.saving import write_checkpoint
 from lit_diffusion.cli import evaluate, solver_comparison
 from lit_diffusion.cli.loggers import read_evaluations
+from lit_diffusion.cli.run_data import protocol_of_run
 from lit_diffusion.lab.compare.run_folders import read_run
 from lit_diffusion.lab.compare.run_tables import fids_by_width
 from lit_diffusion.metrics.extractors import EmbeddedCNN
@@ -240,6 +241,14 @@ def test_each_width_is_scored_as_if_alone_and_recorded_for_compare(power_run, ca
     assert row["floor"] == alone["fid_floor"]
     settings, measured = fids_by_width(read_run(Path("run")))
     assert (settings["step"], {str(width): fid for width, fid in measured.items()}) == (9, fids)
+
+
+def test_the_extractor_is_inception_unless_the_run_was_scored_by_another(run):
+    assert protocol_of_run(None) == protocol_of_run("run") == "inception-v3-compat"
+    Path("run/evaluations.jsonl").write_text(
+        '{"step": 1, "value": 1.0, "protocol": "digits-cnn"}\n'
+    )
+    assert protocol_of_run("run") == "digits-cnn"
 
 
 def test_what_widths_exclude_is_refused_before_any_is_scored(power_run, capsys, monkeypatch):

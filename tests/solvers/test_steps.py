@@ -31,6 +31,7 @@ from lit_diffusion.processes import (
     EDMProcess,
     LinearFlow,
 )
+from lit_diffusion.protocols import Denoised
 from lit_diffusion.solvers import (
     DDIM,
     DDPM,
@@ -41,7 +42,7 @@ from lit_diffusion.solvers import (
     Heun,
     UniPC,
 )
-from lit_diffusion.solvers.steps import solver_times, time_grid_of
+from lit_diffusion.solvers.steps import solver_times, time_grid_of, x0_and_noise
 
 EVERY = [COSINE, ContinuousVP(), EDMProcess(), VE(0.002), LinearFlow()]
 
@@ -328,6 +329,16 @@ def test_the_usual_steps_and_grid_come_near_the_data(solver, process):
     is_worse = isinstance(solver, Euler) and process == EDM  # Even in levels up to 80
     assert ((end.std() - 0.5).abs() > 0.1) == is_worse
     assert (end.mean() - 0.3).abs() < 0.1
+
+
+@pytest.mark.parametrize("clip", [True, False])
+def test_x0_and_noise_make_up_x_t_also_if_x0_is_clamped(clip):
+    x0, noise = 2 * Z(SHAPE, 1), Z(SHAPE, 2)
+    alpha, sigma = (v[0] for v in COSINE.alpha_sigma(torch.tensor([40.0])))
+    x_t = alpha * x0 + sigma * noise
+    parts = x0_and_noise(Denoised(x0, noise), x_t, alpha, sigma, clip)
+    close(alpha * parts[0] + sigma * parts[1], x_t)
+    assert (parts[0].abs().max() <= 1) == clip
 
 
 @pytest.mark.parametrize("solver", [DDIM, Euler, DPMSolverPP, DPMSolverPP2S, UniPC, Heun])
