@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from support.experiments import fids, write_arm, write_run
 
+from lit_diffusion.callbacks.momentum_decay import momentum_decay
 from lit_diffusion.lab.compare.command import parser
 from lit_diffusion.lab.compare.curves import read_arms
 from lit_diffusion.lab.compare.report import build_report, markdown
@@ -21,15 +22,16 @@ from lit_diffusion.lab.compare.run_tables import arms_of
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs/results"
 WORDS = ("what it is", "what differs", "what was tried")  # heads of columns without results
+INTERVAL = re.compile(r"[\d.,]+x? \[[\d. ,-]+\]")
 FIGURE = re.compile(r"[\d.,]+x? \[[^]]+\]|[\d.]+ \+- [\d.]+|\d+(?:[.,]\d+)*")
 
 ALIKE = {
     "backbones": 15,
-    "digits-ablation": 57,
+    "digits-ablation": 65,
     "digits-advice": 26,
-    "fast": 12,
+    "fast": 19,
     "guidance": 21,
-    "stability": 89,
+    "stability": 99,
 }
 """Rows that stand as printed."""
 
@@ -110,7 +112,23 @@ def test_the_tables_of_a_page_come_from_its_csv_files(name, printed):
             assert figures(" | ".join(cells.values())) <= figures(expected), row
             assert all(word in expected for word in verdict), row
             alike += f"| {' | '.join(row)} |" in output
+    assert set(INTERVAL.findall(page.replace("*", ""))) <= set(INTERVAL.findall(output))
     assert alike == ALIKE[name]
+
+
+def test_the_readme_has_intervals_of_the_pages_that_it_links():
+    rows = re.findall(r"^\|.*results/[\w-]+\.md.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    for row in rows:
+        page = re.search(r"results/([\w-]+\.md)", row)[1]
+        measured = INTERVAL.findall((RESULTS / page).read_text().replace("*", ""))
+        assert set(INTERVAL.findall(row.replace("\\", ""))) <= set(measured), row
+    assert len(rows) == 5
+
+
+def test_the_schedule_on_the_page_is_that_of_the_callback():
+    page = (RESULTS / "digits-ablation.md").read_text()
+    beta1, factor = momentum_decay(300, 1500, beta0=0.8)
+    assert f"lowered beta1 only from 0.8 to {beta1:.3f}, and the lr by {1 - factor:.0%}" in page
 
 
 def test_what_is_kept_of_a_sweep_is_what_is_read_of_its_folders(tmp_path, monkeypatch):

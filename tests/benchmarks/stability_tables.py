@@ -3,11 +3,13 @@
     stability_tables.py keep OUT --data digits|mnist    what was found in OUT, to docs/results
     stability_tables.py docs/results/stability-spectra.csv ...    printed as Markdown
 
-`keep` replaces the rows of what OUT has, and leaves those of other groups as they are.
+`keep` replaces the rows of what OUT has, and leaves those of other groups as they are. A table of
+consistency has the PSNR of Eq. 1 with an interval over models, one of structure a row a level.
 """
 
 import argparse
 import json
+import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -18,11 +20,13 @@ import numpy as np
 import torch
 from csv_tables import Row, group_rows, print_table, read_rows, write_rows
 from scipy.signal import find_peaks
+from scipy.stats import t as student
 from stability import GROUPS, GROUPS_OF_DATA, ROOT, slug
 
 from lit_diffusion.checkpoints.loading import load
 from lit_diffusion.lab.analysis.hessian import Spectrum
 from lit_diffusion.lab.analysis.interpolation import barrier
+from lit_diffusion.processes import CosineBetas, DiscreteVP
 
 RESULTS = ROOT / "docs/results"
 
@@ -149,6 +153,55 @@ def summarize_lines(rows: list[Row]) -> Iterator[Row]:
         yield {"data": data, "line": line, "loss": loss, **ends, "turns": turns}
 
 
+def summarize_consistency(rows: list[Row]) -> Iterator[Row]:
+    """The PSNR of Eq. 1 in whole dB, with a 95% interval over models, beside chance.
+
+    With PSNR_ij = mu + a_i + a_j and models a of variance s^2, Eq. 1 for three models is
+    mu + a_0 + (a_1 + a_2) / 2, of variance 1.5 s^2. The pair that it leaves out, (1, 2), differs
+    from it by (a_1 + a_2) / 2 - a_0, of variance 1.5 s^2 as well. The squares of that difference
+    are averaged over the groups of one kind of a data set, a degree of freedom each.
+    """
+    for (data,), groups in group_rows(rows, "data").items():
+        contrasts = [
+            3 * (float(row["all_pairs"]) - float(row["paper"]))
+            for row in groups
+            if "other seeds" in row["group"]
+        ]
+        error = math.sqrt(sum(each**2 for each in contrasts) / len(contrasts))
+        half = student.ppf(0.975, len(contrasts)) * error
+        for row in groups:
+            psnr = float(row["paper"])
+            interval = f"{psnr:.0f} [{psnr - half:.0f}, {psnr + half:.0f}]"
+            chance = f"{float(row['same_class'] or row['shuffled']):.0f}"
+            near = {"chance": chance, "nearest": f"{float(row['nearest']):.0f}"}
+            features = f"{float(row['features']):.2f}"
+            measures = {"PSNR": interval, **near, "features": features}
+            yield {"data": data, "group": row["group"], **measures}
+
+
+def summarize_structure(rows: list[Row]) -> Iterator[Row]:
+    """What two samples from one x_t share, in features: mean and range over three models.
+
+    The log SNR is that of a pixel, and that of a pixel of the image averaged to 8x8.
+    """
+    process = DiscreteVP(CosineBetas(1000))
+    for (data, u), runs in group_rows(rows, "data", "u").items():
+        alpha, sigma = process.alpha_sigma(process.from_unit(torch.tensor([float(u)]).double()))
+        log_snr = round(2 * math.log(alpha / sigma), 1) + 0.0  # not -0
+        values = [float(run["features"]) for run in runs]
+        mean = f"{np.mean(values):.2f} [{min(values):.2f}, {max(values):.2f}]"
+        at_8x8 = round(log_snr + 2 * math.log(28 / 8) * (data == "mnist"), 1)
+        yield {"data": data, "u": u, "log SNR": log_snr, "at 8x8": at_8x8, "features": mean}
+
+
+SUMMARIES = {
+    "alpha": summarize_lines,
+    "all_pairs": summarize_consistency,
+    "psnr_to_image": summarize_structure,
+}
+"""How a table is condensed, by a column that only its file has."""
+
+
 def cell(value: Any) -> str:
     try:
         return str(value) if str(value).isdigit() else f"{float(value):.3g}"
@@ -167,6 +220,7 @@ if __name__ == "__main__":
     else:
         for name in sys.argv[1:]:
             rows = read_rows(name) or sys.exit(f"{name}: no such table; name CSV files, or keep.")
-            rows = list(summarize_lines(rows)) if "alpha" in rows[0] else rows
+            for column, summarize in SUMMARIES.items():
+                rows = list(summarize(rows)) if column in rows[0] else rows
             print_table(list(rows[0]), [[cell(value) for value in row.values()] for row in rows])
             print()
